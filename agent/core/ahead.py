@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from agent.core.effects import Forget, Prepare
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from agent.core.effects import Effect
     from agent.core.performance import Limits, PreparedForm
@@ -93,10 +93,11 @@ class _Place:
         """Would the next one to be begun run in its queue's first batch?"""
         return self.group is self.line.queue.front and len(self.begun) < self.group.profile.performance.max_batch
 
-    @property
-    def is_in_first_batch(self) -> bool:
-        """Would the last one that was begun run in it?"""
-        return self.group is self.line.queue.front and len(self.begun) <= self.group.profile.performance.max_batch
+    def runs_behind(self, due_s: float, begun: int) -> bool:
+        """Would the last of so many that are begun run after that, and in no first batch?"""
+        performance = self.group.profile.performance
+        is_in_first_batch = self.group is self.line.queue.front and begun <= performance.max_batch
+        return self.due_s + performance.K_s * begun > due_s and not is_in_first_batch
 
 
 @dataclass(slots=True, eq=False)
@@ -238,9 +239,11 @@ class PreparedAhead:
 
     def advance(self, effects: list[Effect]) -> None:
         """Begin whatever there is room for, what runs first first."""
-        if not self._has_changed:
-            return
-        self._has_changed = False
+        while self._has_changed:  # again where room was made for one that is near, and more of it than that took
+            self._has_changed = False
+            self._begin_all(effects)
+
+    def _begin_all(self, effects: list[Effect]) -> None:
         firsts = [
             (place.next_due_s, number, place)
             for number, line in self._lines.items()
@@ -318,15 +321,30 @@ class PreparedAhead:
         return True
 
     def _make_room(self, size_bytes: int, place: _Place, effects: list[Effect]) -> bool:
-        """For one that is near: of what is held for later steps, then of whoever starts last, after it."""
-        if size_bytes > self._budget_bytes:
+        """For one that is near: of what is held for later steps, then of whoever starts last, after it.
+
+        Where all of that is not enough, nobody gives up anything.
+        """
+        if not self._can_make_room(size_bytes, place):
             return False
         while self._used_bytes + size_bytes > self._budget_bytes:
             if self._holding_later:
                 self._give_up_later(next(iter(self._holding_later)), effects)
-            elif not self._displace(place, effects):
-                return False
+            else:
+                self._displace(place, effects)
         return True
+
+    def _can_make_room(self, size_bytes: int, place: _Place) -> bool:
+        lacking_bytes = self._used_bytes + size_bytes - self._budget_bytes
+        if lacking_bytes <= 0:
+            return True
+        lacking_bytes -= sum(self._images[request].spare_bytes for request in self._holding_later)
+        for line in self._lines.values():
+            for request in _behind(line, place.next_due_s):
+                if lacking_bytes <= 0:
+                    return True
+                lacking_bytes -= self._images[request].size_bytes - self._images[request].spare_bytes
+        return lacking_bytes <= 0
 
     def _give_up_later(self, request: int, effects: list[Effect]) -> None:
         """Nothing is held for the later steps of a request any more: its image is decoded again if it comes to them."""
@@ -341,13 +359,11 @@ class PreparedAhead:
         self._hold(request, image, form.name, form.size_bytes, NOTHING_LATER)
         effects.append(self._prepare(request, image, image.place.due_s))
 
-    def _displace(self, place: _Place, effects: list[Effect]) -> bool:
-        """Whoever is predicted to start last gives up its room, unless it is near itself, or none starts later."""
+    def _displace(self, place: _Place, effects: list[Effect]) -> None:
+        """Whoever is predicted to start last gives up its room; there is one that is not near itself, and is later."""
         lasts = [line.begun[-1] for line in self._lines.values() if line.begun]
-        far = [each for each in lasts if each.next_due_s > place.next_due_s and not each.is_in_first_batch]
-        last = max(far, key=attrgetter("next_due_s"), default=None)
-        if last is None:
-            return False
+        far = [each for each in lasts if each.runs_behind(place.next_due_s, len(each.begun))]
+        last = max(far, key=attrgetter("next_due_s"))
         request = next(reversed(last.begun))
         self._displaced += 1
         self._take_off_begun(request, last)
@@ -355,7 +371,6 @@ class PreparedAhead:
         self._wait(request, last)
         last.waiting.move_to_end(request, last=False)
         effects.append(Forget(request))
-        return True
 
     def _goes_on(self, request: int, image: _Image, place: _Place, later: Later) -> bool:
         """Can what is held for a request serve it where it is queued now? What is not needed any more is let go of."""
@@ -443,6 +458,15 @@ class PreparedAhead:
             return max(group.starts_s, now)
         performance = before.profile.performance
         return earlier.due_s + performance.B_s + performance.K_s * len(before.requests)
+
+
+def _behind(line: _Line, due_s: float) -> Iterator[int]:
+    """Whoever is begun there and runs after that moment, the last first; nobody of the first batch."""
+    for place in reversed(line.begun):
+        for begun, request in zip(range(len(place.begun), 0, -1), reversed(place.begun), strict=True):
+            if not place.runs_behind(due_s, begun):
+                return
+            yield request
 
 
 def _own_bytes(form: PreparedForm, later: Later) -> int:
