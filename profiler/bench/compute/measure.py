@@ -1,8 +1,8 @@
 """The compute table, measured: all that take part, in turn, for each architecture and batch size.
 
-Guarantees: what is compared took turns in one process, on as many threads as the agent's one CPU executor of this box
-has; a form that cannot be run here has no row, and a note that says why; one that is far slower than torch itself is
-tried and told so. What was written is removed afterwards.
+Guarantees: what is compared took turns in one process, on as many threads as each CPU executor of this box has; a form
+that cannot be run here has no row, and a note that says why; one that is far slower than torch itself is tried, and
+told so. What was written is removed afterwards.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from agent.deployment.executors import CORES_PER_CPU_EXECUTOR, executors_on
+from agent.runtime.executor import threads_per_executor
 from agent.runtime.machine.detection import detect
 from agent.runtime.threads import end_team, use_threads
 from experts.backends import backend_for
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from agent.runtime.machine.box import Box
     from experts.backends.base import Prepared
     from experts.expert import Expert
     from profiler.bench.compute.contestants import Model
@@ -77,13 +80,14 @@ def measure_compute_forms(directory: Path, options: ComputeOptions, progress: Pr
     """The whole table. ``directory``: where experts with random weights are written, and removed.
 
     Raises ConfigError for an architecture that is neither a torchvision classifier nor an ultralytics YAML, or a form
-    that its backend does not have; OSError for what the disk refuses.
+    that its backend does not have; CoServeError where torch itself cannot run it; OSError for what the disk refuses.
     """
     box = detect("cpu")
+    threads = executor_threads(box)
     before = torch.get_num_threads()
-    use_threads(box.cores)
+    use_threads(threads)
     cores = CoresInUse()
-    bench = _ComputeBench(options, box.cores, progress)
+    bench = _ComputeBench(options, threads, progress)
     try:
         with removed_afterwards(directory, "compute-") as folder:
             for architecture in dict.fromkeys(options.architectures):
@@ -95,6 +99,12 @@ def measure_compute_forms(directory: Path, options: ComputeOptions, progress: Pr
         use_threads(before)
     machine = f"{box.model}, {torch.backends.cpu.get_cpu_capability()}, {box.cores} cores, {_software()}"
     return bench.table(machine, cores.others_fraction())
+
+
+def executor_threads(box: Box) -> int:
+    """Of each executor on a box without an accelerator, where nobody says how many there are."""
+    executors = executors_on(box, ["cpu"] * max(box.cores // CORES_PER_CPU_EXECUTOR, 1))
+    return threads_per_executor(box, executors)
 
 
 class _ComputeBench:
@@ -195,10 +205,15 @@ class _ComputeBench:
             yield from (openvino(model, images, self._threads, form) for form in OPENVINO)
 
     def _tried_s(self, contestant: Contestant) -> float | None:
-        """The faster of two runs, as kernels are built in the first; it tells who is not worth more. None: it fails."""
+        """The faster of two runs, as kernels are built in the first; it tells who is not worth more. None: it fails.
+
+        Raises CoServeError where torch itself fails, which all others are held against.
+        """
         try:
             return min(one_run(contestant.run) for _ in range(TRIES))
         except CoServeError as error:
+            if contestant.form == EAGER:
+                raise
             self._notes.append(f"{contestant.form} is not measured: {error}")
             return None
 

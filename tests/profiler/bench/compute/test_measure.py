@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from agent.runtime.machine.box import Box, MemorySize
 from experts.backends import backend_for
 from experts.errors import ConfigError, OutputInvalid, WeightsMismatch
 from experts.expert import Precision
@@ -28,7 +29,7 @@ from profiler.bench.compute.contestants import (
     prepared_images,
     session,
 )
-from profiler.bench.compute.measure import ComputeOptions, measure_compute_forms
+from profiler.bench.compute.measure import ComputeOptions, executor_threads, measure_compute_forms
 from profiler.bench.compute.spending import Spending
 from profiler.bench.compute.table import ComputeRow, ComputeTable, report
 from profiler.cli.app import offline_app
@@ -196,6 +197,22 @@ def test_one_that_fails_has_a_note_and_no_row(measured, monkeypatch):
     found = measured(batches=(1,), forms=(FP32,))
     assert SESSION not in {row.form for row in found.rows}
     assert any(note.startswith(f"{SESSION} is not measured: ") for note in found.notes)
+
+
+def test_where_torch_itself_fails_there_is_nothing_to_compare(measured, monkeypatch):
+    def fail(*_):
+        raise OutputInvalid("one/000", "not a number")
+
+    real = measure.eager
+    monkeypatch.setattr(measure, "eager", lambda *given: replace(real(*given), run=fail))
+    with pytest.raises(OutputInvalid, match="not a number"):
+        measured()
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (6, 6), (8, 4), (16, 4), (18, 4)])
+def test_threads_are_an_executors(cores, threads):
+    box = Box("cpu", "test", ("cpu",), cores, MemorySize(2**30, 2**30), None, ())
+    assert executor_threads(box) == threads
 
 
 def test_a_form_that_the_backend_does_not_have_is_refused(tmp_path):
