@@ -29,6 +29,7 @@ CoServeError
 +- SidecarUnfinished        what tells whose an image is does not parse: its writer is not done, or it is no JSON
 +- CameraFailed             a camera cannot be connected, or a connection ended: it is tried again
 +- BackendUnavailable       a configured runtime or device is not there
++- Unrecordable             a module's calls are not the same for any number of images: oneDNN's forms do not take it
 +- IllegalMove              a residency step that the table does not hold; nothing was changed
 +- OrderRefused             an API's caller asks for what is not there, or for more than there is room for
 +- AddressUnusable          an API cannot be served where the line file says
@@ -288,6 +289,10 @@ class BackendUnavailable(CoServeError):
     def __init__(self, what: str, message: str) -> None:
         super().__init__(f"{what}: {message}")
         self.what = what
+
+
+class Unrecordable(CoServeError):
+    """A module whose calls are not the same for any number of images, or that reads what is not there on meta."""
 
 
 class IllegalMove(CoServeError):

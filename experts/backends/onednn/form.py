@@ -25,7 +25,7 @@ from experts.backends.onednn.fusion import FusedCall, fused
 from experts.backends.onednn.layouts import in_reference_layout, on_threads, reference, serves
 from experts.backends.onednn.operators import blocked_bytes, blocked_view, identity
 from experts.backends.onednn.recording import recorded
-from experts.errors import BackendUnavailable, WeightsMismatch
+from experts.errors import BackendUnavailable, Unrecordable, WeightsMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -182,7 +182,7 @@ def fused_module(
     """
     try:
         found = fused(recorded(deepcopy(module).to(dtype), size, outputs, dtype), dtype)
-    except (ValueError, RuntimeError, AssertionError) as error:  # torchvision refuses sizes by any of them
+    except (Unrecordable, ValueError, RuntimeError, AssertionError) as error:  # torchvision refuses sizes so
         return Refused(str(error).strip().partition("\n")[0])
     return FusedModule(GraphModule(torch.nn.Module(), found.graph), found.inputs, size, dtype)
 
