@@ -371,7 +371,9 @@ class PreparedAhead:
 
     def _hold(self, request: int, image: _Image, form: str, own_bytes: int, later: Later) -> None:
         """Count what is held for a request from now on."""
-        self._used_bytes += own_bytes + later.size_bytes - image.size_bytes
+        more_bytes = own_bytes + later.size_bytes - image.size_bytes
+        self._used_bytes += more_bytes
+        self._has_changed |= more_bytes < 0
         self._later_bytes += later.size_bytes - image.later.size_bytes
         image.form, image.own_bytes, image.later = form, own_bytes, later
         if image.spare_bytes:

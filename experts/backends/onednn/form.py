@@ -24,7 +24,7 @@ from experts.backends.onednn.calls import Arrangements, Call, bound
 from experts.backends.onednn.fusion import FusedCall, fused
 from experts.backends.onednn.layouts import in_reference_layout, on_threads, reference, serves
 from experts.backends.onednn.operators import blocked_bytes, blocked_view, identity
-from experts.backends.onednn.recording import Unrecordable, recorded
+from experts.backends.onednn.recording import recorded
 from experts.errors import BackendUnavailable, WeightsMismatch
 
 if TYPE_CHECKING:
@@ -182,8 +182,8 @@ def fused_module(
     """
     try:
         found = fused(recorded(deepcopy(module).to(dtype), size, outputs, dtype), dtype)
-    except Unrecordable as error:
-        return Refused(str(error))
+    except (ValueError, RuntimeError, AssertionError) as error:  # torchvision refuses sizes by any of them
+        return Refused(str(error).strip().partition("\n")[0])
     return FusedModule(GraphModule(torch.nn.Module(), found.graph), found.inputs, size, dtype)
 
 

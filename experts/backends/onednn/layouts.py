@@ -21,7 +21,7 @@ import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -118,7 +118,7 @@ class LinearShape:
 Shape = ConvolutionShape | LinearShape
 
 
-@lru_cache(maxsize=1024)
+@cache  # as many as the line's architectures have
 def reference(shape: Shape) -> BlockedLayout:
     """The layout that weights of this shape are packed in."""
     return on_threads(1, lambda: layout_of(in_reference_layout(shape, _any_weight(shape))))

@@ -5,7 +5,7 @@ function on this thread is noted: the same calls must come both times, and a who
 multiple of the number of images, perhaps with a constant beside it, and computed from the images at hand. Whoever uses
 a recording tries it on a third number.
 
-Guarantees: a recording does what the module did, in its order; what cannot be recorded so is Unrecordable, with the
+Guarantees: a recording does what the module did, in its order; what cannot be recorded so is a ValueError with the
 reason. Nothing is changed that another thread could run into meanwhile: the calls watched are the calling thread's own.
 (torch.fx's tracer would tell the same, but replaces ``Module.__call__`` for the whole process while it traces, and ends
 at the first ``if`` that asks for a size.)
@@ -33,10 +33,6 @@ META = torch.device("meta")
 CPU = torch.device("cpu")
 
 
-class Unrecordable(ValueError):
-    """A module whose calls are not the same for any number of images, or that reads what is not there on meta."""
-
-
 @dataclass(frozen=True, slots=True)
 class Recording:
     """A graph from images and weights to the outputs asked for.
@@ -54,11 +50,12 @@ def recorded(module: Module, size: tuple[int, int], outputs: Sequence[str], dtyp
     """What a module in inference mode on the meta device does with images of that height and width.
 
     A module that answers with a mapping gives those of its entries that ``outputs`` names, in that order; any other,
-    its answer alone. Raises Unrecordable.
+    its answer alone. Raises ValueError with the reason where its calls are not the same for any number of images, or it
+    reads what is not there; and whatever the module raises on images of that size.
     """
     one, other = (_run(module, size, outputs, dtype, count) for count in COUNTS)
     if len(other.graph.nodes) != len(one.graph.nodes):
-        raise Unrecordable("it makes other calls for another number of images")
+        raise ValueError("it makes other calls for another number of images")
     _open_counts(one.graph, other.graph)
     return Recording(one.graph, one.weights)
 
@@ -170,7 +167,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not follow
             return found
         name = self._names.get(id(tensor))
         if name is None:
-            raise Unrecordable("it reads a tensor that is neither a weight nor made from the images")
+            raise ValueError("it reads a tensor that is neither a weight nor made from the images")
         with self.graph.inserting_after(self._last_input):
             node = self._last_input = self.graph.placeholder(f"weight_{len(self.weights)}")
         self.weights[node.target] = name
@@ -195,11 +192,11 @@ def _tensors(values: object) -> Any:  # noqa: ANN401  an iterator of tensors
 
 
 def _open_counts(graph: Graph, other: Graph) -> None:
-    """Make every number that depends on the number of images follow it. In place. Raises Unrecordable."""
+    """Make every number that depends on the number of images follow it. In place. Raises ValueError."""
     opening = _Opening(graph)
     for node, twin in zip(graph.nodes, other.nodes, strict=True):
         if (node.op, node.target) != (twin.op, twin.target):
-            raise Unrecordable("it makes other calls for another number of images")
+            raise ValueError("it makes other calls for another number of images")
         if node.op not in {"placeholder", "output"}:
             node.args, node.kwargs = opening.merged(node.args, twin.args), opening.merged(node.kwargs, twin.kwargs)
 
@@ -214,14 +211,14 @@ class _Opening:
     def merged(self, one: Any, other: Any) -> Any:  # noqa: ANN401  whatever a call may take
         if isinstance(one, Node):
             if not isinstance(other, Node) or other.name != one.name:
-                raise Unrecordable("it reads other tensors for another number of images")
+                raise ValueError("it reads other tensors for another number of images")
             return one
         if isinstance(one, slice):
             parts = ((getattr(one, part), getattr(other, part)) for part in ("start", "stop", "step"))
             return slice(*(self.merged(*pair) for pair in parts))
         if isinstance(one, list | tuple):
             if len(one) != len(other):
-                raise Unrecordable("it makes other calls for another number of images")
+                raise ValueError("it makes other calls for another number of images")
             merged = [self.merged(*pair) for pair in zip(one, other, strict=True)]
             return merged if isinstance(one, list) else tuple(merged)
         if isinstance(one, dict):
@@ -231,7 +228,7 @@ class _Opening:
     def _number(self, one: object, other: object) -> Node:
         """A whole number that is a multiple of the number of images, with a constant."""
         if type(one) is not int or type(other) is not int:
-            raise Unrecordable("a value depends on the number of images and is no whole number")
+            raise ValueError("a value depends on the number of images and is no whole number")
         factor = other - one
         constant = one - factor * COUNTS[0]
         if (factor, constant) not in self._numbers:

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from experts.backends import backend_for, forms
+from experts.backends import backend_for, classifier, forms
 from experts.backends.forms import executable_forms, form_recipe
 from experts.backends.onednn import form as onednn_form
 from experts.backends.onednn.operators import identity
@@ -207,6 +207,13 @@ def test_an_answer_that_is_not_a_number_is_no_prediction(files, image):
         parameter.data.fill_(1e30)
     with pytest.raises(OutputInvalid):
         answers_of(files.torch_module("cls/x", module, "squeezenet1_1"), FORM, image)
+
+
+def test_a_size_that_an_architecture_does_not_take_is_refused_with_its_own_words(files):
+    small = files.expert("cls/x", "alexnet", files.folder / "x.safetensors", size=16)
+    form = classifier._onednn_forms._fused(classifier._form(small), (16, 16), torch.float32)
+    assert isinstance(form, onednn_form.Refused)
+    assert "too small" in form.reason
 
 
 def test_a_graph_that_answers_otherwise_is_refused_with_the_reason(files, monkeypatch):
