@@ -381,10 +381,11 @@ def photographs(
 ) -> None:
     """How long executors wait for large JPEGs: prepared with their batch, ahead of it, and made smaller meanwhile."""
     from profiler.bench.parts.photographs import PhotographsRecipe, measure_photographs, report
-    from profiler.cli.settings import new_precision
+    from profiler.cli.settings import precision_without_profile
 
     with explained(), disk_explained():
-        recipe = PhotographsRecipe(architecture, new_precision(precision), megapixels, images, repeats=repeat)
+        form = precision_without_profile(precision)
+        recipe = PhotographsRecipe(architecture, form, megapixels, images, repeats=repeat)
         measured = measure_photographs(scratch_folder(directory), recipe)
     print(json.dumps(asdict(measured)) if as_json else report(measured))
 

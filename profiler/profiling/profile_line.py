@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
-    from agent.device_profile.records import Allocation, ImageDecoding, KindProfile, UsageProfile
+    from agent.device_profile.records import Allocation, KindProfile, UsageProfile
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.box import Box
     from profiler.microbench.packed_forms import Copies
@@ -346,20 +346,21 @@ class _Profiling:
         Asked on the first of the processors, in the form that runs there; whoever runs on others alone is not asked.
         """
         bench = DecodingBench(self._bench(processor), self._options.tolerance)
-        there = {each.expert: each for each in self._draft.decodings()}
-        started, left_out = time.monotonic(), 0
-        found: list[ImageDecoding] = []
+        there = {each.expert: each.of_sha256 for each in self._draft.decodings()}
         sampled = [copy for copy in copies if self._samples.of(copy.expert.id) and not copy.expert.takes_texts]
-        for number, copy in enumerate(sampled):
-            earlier = there.get(copy.expert.id)
-            if earlier is not None and earlier.of_sha256 == bench.of_sha256(copy):
-                found.append(earlier)
-            elif time.monotonic() - started > DECODING_LIMIT_S:
+        missing = [copy for copy in sampled if there.get(copy.expert.id) != bench.of_sha256(copy)]
+        names = {copy.expert.id for copy in sampled} - {copy.expert.id for copy in missing}
+        found = [each for each in self._draft.decodings() if each.expert in names]
+        started, left_out = time.monotonic(), 0
+        for number, copy in enumerate(missing):
+            self._progress("decoding images", number, len(missing))
+            if time.monotonic() - started > DECODING_LIMIT_S:
                 left_out += 1
-            else:
-                self._progress("decoding images", number, len(sampled))
-                with suppress(ImageError):  # a sample that went away meanwhile: the next run has others
-                    found += [measured] if (measured := bench.measure(copy)) is not None else []
+                continue
+            with suppress(ImageError):  # a sample that went away meanwhile: the next run has others
+                found += [measured] if (measured := bench.measure(copy)) is not None else []
+        if missing:
+            self._progress("decoding images", len(missing), len(missing))
         self._draft.save_decodings(found)
         self._notes += [
             f"{each.expert} has its JPEGs whole: {each.labels_differ} labels of {each.smaller} differ, and scores by "
