@@ -386,11 +386,13 @@ class Shell:
             return True
         there = [(other, who) for who, (*where, other) in self.queued.items() if where == [executor, expert]]
         ongoing = sum(who in self.begun for _, who in there)
-        if request != min(there, key=lambda each: (each[1] in self.begun, each[0]))[1]:
+        first = min((who in self.begun, other) for other, who in there)
+        firsts = [who for other, who in there if (who in self.begun, other) == first]  # of one moment: in any order
+        if request not in firsts:
             return False
         if ongoing and (performance.workspace_bytes or ongoing >= performance.max_batch):
             return False
-        size = self.lease_of(request, executor, expert)
+        size = max(self.lease_of(each, executor, expert) for each in firsts)
         return not size or size + self.owed_before(since, pool) <= self.share_of(pool) - self.leased(pool)
 
     def owed_before(self, since: float, pool: str) -> int:
