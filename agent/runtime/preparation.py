@@ -182,7 +182,6 @@ class Preparation:
         due_s: float = AT_ONCE,
     ) -> None:
         """Have a request's image prepared for an expert; see ``agent.core.effects.Prepare``."""
-        wanted = _Wanted(expert, tuple(later), later_bytes)
         known = self._images.get(request)
         wanted = _Wanted(expert, tuple(later), later_bytes)
         if known is None:
