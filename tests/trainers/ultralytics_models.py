@@ -126,7 +126,7 @@ def _spread_queries(model):
         model(torch.rand((1, 3, 160, 160), generator=torch.Generator().manual_seed(0)))
         deviation, mean = torch.std_mean(seen[0])
         last.weight.mul_(1.5 / deviation)
-        last.bias.sub_(mean).mul_(1.5 / deviation).sub_(2)
+        last.bias.sub_(mean).mul_(1.5 / deviation).sub_(3)
 
 
 def save(name, file):
