@@ -1,7 +1,8 @@
 """A few threads that carry out what is due first first, whenever it was given to them.
 
 Guarantees: each task ends: with its call's result or error, or cancelled before it began; a task that is hurried comes
-before all that are not; of those that are due at once, the one that was given first. As those of
+before all that are not; of those that are due at once, the one that was given first; a task that others hurry, too,
+is begun by whoever comes first. As those of
 ``experts.daemon_threads``, these keep no process from ending.
 """
 
@@ -13,7 +14,7 @@ import time
 from concurrent.futures import Future
 from heapq import heappop, heappush
 from itertools import count
-from threading import Condition, Thread
+from threading import Condition, Lock, Thread
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -28,9 +29,21 @@ class DueTask(Generic[Result]):
     """A call that is due at some time, and its result. The call is given what to answer with, and may go on after."""
 
     def __init__(self, call: Callable[[Callable[[Result], None]], None] | None, due_s: float) -> None:
-        self.call = call  # None once somebody carries it out
+        self._call = call  # None once somebody carries it out
+        self._claiming = Lock()
         self.due_s = due_s
         self.future: Future[Result] = Future()
+
+    @property
+    def is_open(self) -> bool:
+        """Does nobody carry it out yet?"""
+        return self._call is not None
+
+    def claim(self) -> Callable[[Callable[[Result], None]], None] | None:
+        """Its call, for the one who comes first; None for the others, and once it was cancelled."""
+        with self._claiming:
+            call, self._call = self._call, None
+        return None if self.future.cancelled() else call
 
     @classmethod
     def done(cls, result: Result) -> DueTask[Result]:
@@ -73,16 +86,12 @@ class DueThreads:
             if self._is_stopped:
                 raise RuntimeError(f"the threads {self._name} have been stopped")
             self._push(task)
-            if self._idle < len(self._tasks) and len(self._threads) < self._count:
-                thread = Thread(target=self._run, name=f"{self._name}_{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
         return task
 
     def hurry(self, task: DueTask[Result]) -> None:
-        """Somebody waits for it: it comes before all others, unless it has begun."""
+        """Somebody waits for it: it comes before all others, unless it has begun. It may be one of other threads."""
         with self._changed:
-            if task.call is not None and task.due_s != -math.inf:
+            if task.is_open and task.due_s != -math.inf and not self._is_stopped:
                 task.due_s = -math.inf
                 self._push(task)  # it is listed twice: whoever comes to the second finds it begun
 
@@ -102,6 +111,10 @@ class DueThreads:
     def _push(self, task: DueTask[Result]) -> None:
         heappush(self._tasks, (task.due_s, next(self._number), task))
         self._changed.notify()
+        if self._idle < len(self._tasks) and len(self._threads) < self._count:
+            thread = Thread(target=self._run, name=f"{self._name}_{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def _run(self) -> None:
         self._begin()
@@ -118,7 +131,7 @@ class DueThreads:
                 if self._is_stopped:
                     return None
                 task = heappop(self._tasks)[2]
-                call, task.call = task.call, None
-                if call is not None and not task.future.cancelled():
+                call = task.claim()
+                if call is not None:
                     self._idle -= 1
                     return task, call

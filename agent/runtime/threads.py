@@ -34,6 +34,13 @@ def use_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
+def give_way() -> None:
+    """The calling thread runs where no other wants to run from now on, as far as the system has such a thing."""
+    if hasattr(os, "SCHED_IDLE"):
+        with suppress(OSError):  # a sandbox that forbids it: then it shares, as it would elsewhere
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
 def end_team() -> None:
     """End the threads that the calling thread's operators ran on; its next operator starts them again (under 1 ms).
 

@@ -110,3 +110,11 @@ def test_stopping_cancels_what_was_not_begun(busy):
 
 def test_a_task_that_is_done_has_its_result():
     assert DueTask.done(3).future.result() == 3
+
+
+def test_a_task_that_other_threads_hurry_is_begun_once(busy):
+    waiting, others = busy.submit("waiting", 5.0), DueThreads(1, "others")
+    others.hurry(waiting)
+    assert waiting.future.result(PATIENCE_S) == "waiting"  # while the thread that it was given to is held
+    busy.let_go()
+    assert (others.stop(PATIENCE_S), busy.threads.stop(PATIENCE_S), busy.done) == (True, True, ["waiting"])
