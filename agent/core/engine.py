@@ -1039,8 +1039,6 @@ class Engine:
         self._batches[batch.id] = batch
         self._profiles[batch.id] = (profile,)
         self._running[spec.id] = batch.id
-        if batch.quantum_s is None and self._ahead.is_on:
-            self._ahead.started(batch.requests, self._now, effects)
         effects.append(StartBatch(batch))
 
     def _loads_in_background(self, expert: str, awaited: Sequence[str], effects: list[Effect]) -> bool:
