@@ -83,12 +83,17 @@ class HttpServer:
     async def _stop(self) -> None:
         for served in self._served:
             served.take_no_more()
-        under_way = [task for served in self._served for task in served.connections]
-        if under_way:
-            _, late = await asyncio.wait(under_way, timeout=STOP_S)
+        clock = asyncio.get_running_loop().time
+        deadline_s = clock() + STOP_S
+        while under_way := asyncio.all_tasks() - {asyncio.current_task()}:  # also who was taken and not yet served
+            _, late = await asyncio.wait(under_way, timeout=max(0.0, deadline_s - clock()))
+            if clock() < deadline_s:
+                continue  # whoever was taken in that time is served now, by a task that was not yet there
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
+        for served in self._served:
+            served.end()
 
 
 class _Served:
@@ -96,7 +101,6 @@ class _Served:
 
     def __init__(self, address: str, listening: socket.socket, place: UnixSocket | None = None) -> None:
         self.address = address
-        self.connections: set[asyncio.Task[None]] = set()
         self._listening = listening
         self._place = place
         self._places = Places(ARRIVALS)
@@ -108,9 +112,14 @@ class _Served:
         self._server = await asyncio.start_server(self._serve, sock=self._listening, limit=READ_BYTES)
 
     def take_no_more(self) -> None:
+        """Look at the address no more. (asyncio's own close loses whoever was taken and not yet served.)"""
+        asyncio.get_running_loop().remove_reader(self._listening)
+
+    def end(self) -> None:
         self._server.close()
 
     def close(self) -> None:
+        """Let the address go; nobody is being served any more."""
         self._listening.close()
         if self._place is not None:
             self._place.close()
@@ -120,16 +129,12 @@ class _Served:
         if place is None:
             writer.transport.abort()
             return
-        task = asyncio.current_task()
-        assert task is not None
-        self.connections.add(task)
         is_local_user = self._place is not None
         try:
             await Connection(reader, writer, self._applications, place, is_local_user=is_local_user).serve(self._head_s)
         except Exception:  # the boundary of a connection
             log.exception("web_connection_failed")
         finally:
-            self.connections.discard(task)
             place.leave()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import logging
 import os
@@ -321,6 +322,17 @@ class TestTheAddresses:
         until(lambda: threads() == set())
         with pytest.raises(ConnectionRefusedError):
             connected(address)
+
+    def test_who_calls_just_as_it_stops_is_closed_too(self, line, recwarn):
+        """Between being taken and being served a connection is nobody's yet."""
+        for _ in range(200):
+            with served(line) as server:
+                caller = connected(server.addresses[0])
+                caller.shutdown(socket.SHUT_WR)  # it wants nothing: nobody waits for it
+            with closing(caller):
+                assert hears_nothing_more(caller)
+        gc.collect()
+        assert [str(one.message) for one in recwarn] == []
 
     def test_what_was_never_started_can_be_stopped(self, line):
         WebServer([TCP], line).stop()
