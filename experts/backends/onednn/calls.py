@@ -107,10 +107,13 @@ class Linear:
         count = rows.numel() // rows.shape[-1]
         extent = self._arrangements.of(count // self._rows)
         if extent is None or extent.images == count:
-            found: Tensor = _multiply(rows, *self._arguments)
-            return found
-        twice: Tensor = _multiply(rows.reshape(count, -1).repeat(extent.images, 1), *self._arguments)
+            return self._run(rows)
+        twice = self._run(rows.reshape(count, -1).repeat(extent.images, 1))
         return twice[:count].reshape(*rows.shape[:-1], -1)
+
+    def _run(self, rows: Tensor) -> Tensor:
+        found: Tensor = _multiply(rows, *self._arguments)
+        return found
 
 
 Call: TypeAlias = Convolution | Linear

@@ -20,10 +20,14 @@ from torch.func import functional_call
 from torch.fx import GraphModule
 
 from experts.backends.base import Packable, Prepared
+from experts.backends.onednn.calibrating import observed, quantised_weights
 from experts.backends.onednn.calls import Arrangements, Call, bound
-from experts.backends.onednn.fusion import FusedCall, fused
+from experts.backends.onednn.fusion import LEVELS, FusedCall, fused
 from experts.backends.onednn.layouts import in_reference_layout, on_threads, reference, serves
+from experts.backends.onednn.levels import Values
 from experts.backends.onednn.operators import blocked_bytes, blocked_view, identity
+from experts.backends.onednn.quantised_calls import Levels, quantised_call
+from experts.backends.onednn.quantising import quantised
 from experts.backends.onednn.recording import recorded
 from experts.errors import BackendUnavailable, Unrecordable, WeightsMismatch
 
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+    from experts.backends.onednn.calibrating import Ranges
     from experts.backends.onednn.layouts import Shape
     from experts.backends.onednn.operators import BlockedLayout
     from experts.expert import Expert, Precision, Prediction
@@ -40,7 +45,11 @@ if TYPE_CHECKING:
     Answered: TypeAlias = Callable[[Expert, Sequence[Tensor], Sequence[Prepared]], tuple[Prediction, ...]]
 
 TRIED_IMAGES = 4  # another number than it was recorded with
-DEVIATION_MAXIMUM = {torch.float32: 1e-3, torch.bfloat16: 0.3}  # of made-up answers, of the largest value of each
+DEVIATION_MAXIMUM = {  # of made-up answers, of the largest value of each
+    torch.float32: 1e-3,
+    torch.bfloat16: 0.3,
+    torch.int8: 0.5,
+}
 GAIN = 1.0  # of a layer with made-up weights: what a wrong call changes has to reach the outputs
 NOISE = 0.1  # on what is no matrix, so that none is all 0 or all 1 as fresh ones may be
 DIGEST_LETTERS = 16
@@ -59,9 +68,14 @@ class FusedModule:
     """A module's graph with what oneDNN runs as one call, and what it is run with beside images of that size."""
 
     graph: GraphModule
-    inputs: tuple[str | FusedCall, ...]
+    inputs: tuple[str | FusedCall | Values, ...]
     size: tuple[int, int]
-    dtype: torch.dtype
+    numbers: torch.dtype  # of the weights of fused calls
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of images, and of whatever no fused call computes."""
+        return computed_in(self.numbers)
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -74,8 +88,7 @@ class FusedModule:
         """The names of all that is read, each once."""
         names: dict[str, None] = {}
         for part in self.inputs:
-            read = (part,) if isinstance(part, str) else (part.weight, part.bias)
-            names |= dict.fromkeys(name for name in read if name is not None)
+            names |= dict.fromkeys(_reads(part))
         return tuple(names)
 
 
@@ -111,8 +124,13 @@ class OnednnForm:
         document = {"made for": identity(), "images": self.module.size, "weights": weights}
         return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
 
-    def tensors(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """One expert's weights as they are packed, from those of the module, in the form's dtype."""
+    def tensors(self, weights: Mapping[str, Tensor], ranges: Ranges | None = None) -> dict[str, Tensor]:
+        """One expert's weights as they are packed, from those of the module, in the form's dtype.
+
+        ``ranges``: of the values of its calls, for a form of eight bits.
+        """
+        if ranges is not None:
+            weights = quantised_weights(self.module.inputs, weights, ranges)
         return on_threads(1, lambda: dict(self._laid(name, weights[name].detach()) for name in self.module.weights))
 
     def _laid(self, name: str, weight: Tensor) -> tuple[str, Tensor]:
@@ -135,7 +153,7 @@ class OnednnSkeleton:
             for call in form.module.inputs
             if isinstance(call, FusedCall)
         }
-        self._inputs: list[Tensor | Call] = []
+        self._inputs: list[Tensor | Call | Levels] = []
         self._bytes: Mapping[str, Tensor] = {}  # of which opaque tensors hold nothing
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
@@ -157,10 +175,14 @@ class OnednnSkeleton:
         found: tuple[Tensor, ...] = self._module.graph.forward(images, *self._inputs)
         return found
 
-    def _bound(self, part: str | FusedCall, tensors: Mapping[str, Tensor]) -> Tensor | Call:
+    def _bound(self, part: str | FusedCall | Values, tensors: Mapping[str, Tensor]) -> Tensor | Call | Levels:
         if isinstance(part, str):
             return tensors[part]
+        if isinstance(part, Values):
+            return Levels(tensors[LEVELS], part)
         weight = self._weight(part, tensors)
+        if part.quantisation is not None:
+            return quantised_call(part, self._arrangements[part], weight, *(tensors[name] for name in part.reads[1:]))
         return bound(part, self._arrangements[part], weight, None if part.bias is None else tensors[part.bias])
 
     def _weight(self, call: FusedCall, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -174,17 +196,28 @@ class OnednnSkeleton:
 
 
 def fused_module(
-    module: Module, size: tuple[int, int], outputs: Sequence[str], dtype: torch.dtype
+    module: Module, size: tuple[int, int], outputs: Sequence[str], numbers: torch.dtype
 ) -> FusedModule | Refused:
     """A module on the meta device in this form, for images of that height and width.
 
-    ``outputs`` names its answers, see ``recording.recorded``.
+    ``outputs`` names its answers, see ``recording.recorded``. ``numbers``: the weights of fused calls; int8 where they
+    can be, else float32.
     """
+    dtype = computed_in(numbers)
     try:
         found = fused(recorded(deepcopy(module).to(dtype), size, outputs, dtype), dtype)
     except (Unrecordable, ValueError, RuntimeError, AssertionError) as error:  # torchvision refuses sizes so
         return Refused(str(error).strip().partition("\n")[0])
-    return FusedModule(GraphModule(torch.nn.Module(), found.graph), found.inputs, size, dtype)
+    if numbers == torch.int8:
+        found = quantised(found)
+        if not any(isinstance(each, FusedCall) and each.quantisation for each in found.inputs):
+            return Refused("it has no layer that oneDNN runs in eight bits")
+    return FusedModule(GraphModule(torch.nn.Module(), found.graph), found.inputs, size, numbers)
+
+
+def computed_in(numbers: torch.dtype) -> torch.dtype:
+    """The dtype of what fused calls of such numbers read and answer with elsewhere."""
+    return torch.float32 if numbers == torch.int8 else numbers
 
 
 def decided_form(
@@ -199,9 +232,9 @@ def decided_form(
     """
     if isinstance(fused, Refused):
         return fused
-    serving = {shape for shape in fused.shapes.values() if serves(shape)}
+    serving = {shape for shape in fused.shapes.values() if shape.dtype == torch.int8 or serves(shape)}
     form = _form(fused, [name for name, shape in fused.shapes.items() if shape in serving])
-    limit = DEVIATION_MAXIMUM[fused.dtype]
+    limit = DEVIATION_MAXIMUM[fused.numbers]
     found = _deviations(deepcopy(module), form, outputs, sample)
     wrong = [f"{name} by {deviation:.2g}" for name, deviation in found.items() if not deviation <= limit]
     if wrong:
@@ -210,14 +243,21 @@ def decided_form(
 
 
 def packable(
-    expert: Expert, precision: Precision, form: OnednnForm | Refused, tensors: Mapping[str, Tensor]
+    expert: Expert,
+    precision: Precision,
+    form: OnednnForm | Refused,
+    tensors: Mapping[str, Tensor],
+    ranges: Ranges | None = None,
 ) -> Packable:
-    """One expert's weights, by their names in the module. Raises WeightsMismatch where the form is refused."""
+    """One expert's weights, by their names in the module. Raises WeightsMismatch where the form is refused.
+
+    ``ranges``: of its values, where it is a form of eight bits.
+    """
     if isinstance(form, Refused):
         raise WeightsMismatch(
             expert.id, f"{expert.architecture} does not run in {precision}: {form.reason}; choose {precision.plain}"
         )
-    return Packable(form.tensors(tensors), program=form.program)
+    return Packable(form.tensors(tensors, ranges), program=form.program)
 
 
 def packed_form(subject: str, fused: FusedModule | Refused, program: bytes) -> OnednnForm:
@@ -264,12 +304,28 @@ def _deviations(
     weights = {name: _noisy(tensor, generator, dtype) for name, tensor in sample.items()}
     images = torch.randn((TRIED_IMAGES, 3, *form.module.size), generator=generator)
     skeleton = OnednnSkeleton(form, lambda expert, answers, batch: ())
-    skeleton.bind(form.tensors(weights))
+    skeleton.bind(form.tensors(weights, _made_up_ranges(module, outputs, form.module, weights, images)))
     with torch.inference_mode():
         expected = functional_call(module, weights, (images.to(dtype),))
         found = skeleton.outputs(images)
     named = {outputs[0]: expected} if isinstance(expected, torch.Tensor) else expected
     return {name: _deviation(each, named[name]) for name, each in zip(outputs, found, strict=True)}
+
+
+def _made_up_ranges(
+    module: Module, outputs: Sequence[str], fused: FusedModule, weights: Mapping[str, Tensor], images: Tensor
+) -> Ranges | None:
+    if fused.numbers != torch.int8:
+        return None
+    plain = fused_module(deepcopy(module).to("meta"), fused.size, outputs, torch.float32)
+    assert isinstance(plain, FusedModule), "it was fused in float32 already"
+    return observed(plain.graph, plain.inputs, weights, [images])
+
+
+def _reads(part: str | FusedCall | Values) -> tuple[str, ...]:
+    if isinstance(part, Values):
+        return (LEVELS,)
+    return (part,) if isinstance(part, str) else part.reads
 
 
 def _noisy(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:

@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from torch.fx import Graph
 
     from experts.backends.onednn.layouts import Shape
+    from experts.backends.onednn.levels import Quantisation, Values
     from experts.backends.onednn.recording import Recording
 
+SCALES, OFFSETS = "scales", "offsets"  # of a quantised weight's channels, behind its name
+LEVELS = "levels"  # the table of scales and zeros of all values in eight bits
 LINEAR_LEAST_BYTES = 64 * 1024  # of a weight; a smaller layer is sooner done by torch than handed to oneDNN
 
 
@@ -44,7 +47,8 @@ class FusedCall:
     """A convolution or a linear layer with all that is done in the same call. ``weight``, ``bias``: names of weights.
 
     ``adds``: something of the output's shape before the activation; ``overwrites`` it with the output.
-    ``owns_weight``: no other call reads it.
+    ``owns_weight``: no other call reads it. ``quantisation``: what it reads and answers with where its weight has eight
+    bits.
     """
 
     shape: Shape
@@ -54,14 +58,23 @@ class FusedCall:
     adds: bool = False
     overwrites: bool = False
     owns_weight: bool = True
+    quantisation: Quantisation | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The names of the tensors that it needs, as they are packed."""
+        if self.quantisation is not None:
+            return self.weight, f"{self.weight} {SCALES}", f"{self.weight} {OFFSETS}", LEVELS
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A graph whose placeholders are the images, and by ``inputs``, in order: weights by name, and fused calls."""
+    """A graph whose placeholders are the images, and by ``inputs``, in order: weights by name, fused calls, values that
+    are brought to their levels or back."""
 
     graph: Graph
-    inputs: tuple[str | FusedCall, ...]
+    inputs: tuple[str | FusedCall | Values, ...]
 
 
 def fused(recording: Recording, dtype: torch.dtype) -> Fused:

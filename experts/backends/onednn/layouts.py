@@ -84,6 +84,8 @@ class ConvolutionShape:
     def reordered(self, weight: Tensor, extent: Extent) -> Tensor:
         """A weight in the layout that oneDNN wants for it on this number of threads; opaque."""
         source = [extent.images, self.weight[1] * self.groups, extent.height, extent.width]
+        if self.dtype == torch.int8:
+            return _reordered_levels(self, weight, source)
         made: Tensor = torch.ops.mkldnn._reorder_convolution_weight(
             weight, list(self.padding), list(self.stride), list(self.dilation), self.groups, source
         )
@@ -111,6 +113,9 @@ class LinearShape:
 
     def reordered(self, weight: Tensor, extent: Extent) -> Tensor:
         """A weight in the layout that oneDNN wants for it on this number of threads; opaque."""
+        if self.dtype == torch.int8:
+            levels: Tensor = torch.ops.onednn.qlinear_prepack(weight, [extent.images, self.weight[1]])
+            return levels
         made: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, extent.images)
         return made
 
@@ -179,6 +184,15 @@ def _wanted(shape: Shape, extent: Extent, threads: int) -> BlockedLayout:
 def _nearly_square(images: int, pixels: int) -> Extent:
     height = max(side for side in range(1, math.isqrt(pixels) + 1) if pixels % side == 0)
     return Extent(images, height, pixels // height)
+
+
+def _reordered_levels(shape: ConvolutionShape, weight: Tensor, source: list[int]) -> Tensor:
+    """The scales of channels and images have no part in a layout, but oneDNN wants some."""
+    scales = torch.ones(shape.weight[0])
+    made: Tensor = torch.ops.onednn.qconv_prepack(
+        weight, scales, 1.0, 0, list(shape.stride), list(shape.padding), list(shape.dilation), shape.groups, source
+    )
+    return made
 
 
 def _any_weight(shape: Shape) -> Tensor:

@@ -36,6 +36,7 @@ NEEDED = (
     "_is_mkldnn_bf16_supported",
     "data_ptr",
 )
+NEEDED_IN_EIGHT_BITS = ("qconv_prepack", "qconv2d_pointwise", "qlinear_prepack", "qlinear_pointwise")
 ALIGNMENT_BYTES = 64  # of what oneDNN is given: a cache line, and the widest vector load
 CPU_INFORMATION = Path("/proc/cpuinfo")
 CPU_KEYS = ("model name", "cpu family", "model", "stepping", "cache size", "flags", "CPU part", "Features")
@@ -48,7 +49,11 @@ def why_absent(dtype: torch.dtype) -> str | None:
         return "a torch that was built with oneDNN"
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "a CPU with instructions for bf16"
+    if dtype == torch.int8 and not torch.cpu._is_vnni_supported():
+        return "a CPU with instructions for eight bits (VNNI)"
     lacking = [name for name in NEEDED if not hasattr(torch.ops.mkldnn, name)]
+    if dtype == torch.int8:
+        lacking += [name for name in NEEDED_IN_EIGHT_BITS if not hasattr(torch.ops.onednn, name)]
     if lacking:
         return f"oneDNN's operators, of which torch {version('torch')} lacks {', '.join(lacking)}"
     try:
@@ -137,6 +142,7 @@ class _Shim:
         self.dtypes = {
             torch.float32: number("aoti_torch_dtype_float32"),
             torch.bfloat16: number("aoti_torch_dtype_bfloat16"),
+            torch.int8: number("aoti_torch_dtype_int8"),
         }
         self.create = library.aoti_torch_create_tensor_from_blob_v2
         pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32

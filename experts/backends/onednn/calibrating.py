@@ -1,0 +1,147 @@
+"""The ranges of an expert's values, observed on images, and its weights in eight bits by them.
+
+Guarantees: ranges are those of the float32 form's own calls, by the names of their weights, so that they hold however a
+graph is put into eight bits. The same images and weights give the same ranges.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from experts.backends.onednn.calls import Arrangements, bound
+from experts.backends.onednn.fusion import LEVELS, OFFSETS, SCALES, FusedCall
+from experts.backends.onednn.levels import Range, Values, levels, quantised_weight
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+    from torch.fx import GraphModule
+
+    from experts.backends.onednn.calls import Call
+
+
+@dataclass(frozen=True, slots=True)
+class CallRanges:
+    """What a call read and answered with. ``summand`` None: nothing is added in it."""
+
+    source: Range
+    answer: Range
+    summand: Range | None = None
+
+
+Ranges: TypeAlias = "Mapping[str, CallRanges]"  # by the names of the calls' weights
+
+
+def observed(
+    graph: GraphModule,
+    inputs: Sequence[str | FusedCall | Values],
+    weights: Mapping[str, Tensor],
+    batches: Iterable[Tensor],
+) -> dict[str, CallRanges]:
+    """What the calls of a float32 graph read and answer with on these images. ``weights``: as the module has them."""
+    watched = [_watched(part, weights) for part in inputs]
+    with torch.inference_mode():
+        for images in batches:
+            graph.forward(images.to(memory_format=torch.channels_last), *watched)
+    found = (each for each in watched if isinstance(each, _Watched))
+    return {each.weight: each.ranges for each in found if each.is_seen}
+
+
+def quantised_weights(
+    inputs: Sequence[str | FusedCall | Values], weights: Mapping[str, Tensor], ranges: Ranges
+) -> dict[str, Tensor]:
+    """The module's weights and, of each call of eight bits, its levels, their scales and its offsets; and the table.
+
+    Raises KeyError for a call that was not observed.
+    """
+    calls = [each for each in inputs if isinstance(each, FusedCall) and each.quantisation is not None]
+    table = _table(calls, ranges)
+    found = dict(weights)
+    for call in calls:
+        found |= _quantised_call(call, weights, table)
+    rows = sorted((values.row, *pair) for values, pair in table.items())
+    return found | {LEVELS: torch.tensor([pair for _, *pair in rows], dtype=torch.float32)}
+
+
+def _table(calls: Iterable[FusedCall], ranges: Ranges) -> dict[Values, tuple[float, int]]:
+    """The scale and zero of all values."""
+    found: dict[Values, list[Range]] = {}
+    for call in calls:
+        for values, seen in _seen(call, ranges[call.weight]):
+            found.setdefault(values, []).append(seen)
+    return {values: levels(Range.around(seen), values.zero) for values, seen in found.items()}
+
+
+def _seen(call: FusedCall, ranges: CallRanges) -> Iterator[tuple[Values, Range]]:
+    quantisation = call.quantisation
+    assert quantisation is not None, "asked for calls of eight bits"
+    yield quantisation.source, ranges.source
+    if quantisation.answer is not None:
+        yield quantisation.answer, ranges.answer
+    if quantisation.summand is not None and ranges.summand is not None:
+        yield quantisation.summand, ranges.summand
+
+
+def _quantised_call(
+    call: FusedCall, weights: Mapping[str, Tensor], table: Mapping[Values, tuple[float, int]]
+) -> dict[str, Tensor]:
+    """The zero of what it reads is not oneDNN's to subtract, but part of its offsets: reading level 0 is no zero there.
+
+    With w = s q and x = t (l - z): sum(w x) = s t sum(q l) - s t z sum(q). All in units of the summand's scale.
+    """
+    quantisation = call.quantisation
+    assert quantisation is not None, "asked for calls of eight bits"
+    quantised, scales = quantised_weight(weights[call.weight].detach().float())
+    scale, zero = table[quantisation.source]
+    unit = 1.0 if quantisation.summand is None else table[quantisation.summand][0]
+    offsets = -scale * zero * scales * quantised.flatten(1).sum(dim=1)
+    if call.bias is not None:
+        offsets = offsets + weights[call.bias].detach().float()
+    return {
+        call.weight: quantised,
+        f"{call.weight} {SCALES}": scales,
+        f"{call.weight} {OFFSETS}": (offsets / unit).contiguous(),
+    }
+
+
+def _watched(part: str | FusedCall | Values, weights: Mapping[str, Tensor]) -> Tensor | Call | _Watched:
+    assert not isinstance(part, Values), "ranges are observed in float32"
+    if isinstance(part, str):
+        return weights[part]
+    bias = None if part.bias is None else weights[part.bias]
+    call = bound(part, Arrangements(part.shape, is_blocked=False), weights[part.weight], bias)
+    return _Watched(part.weight, call) if part.owns_weight else call
+
+
+class _Watched:
+    """A call whose values are watched."""
+
+    def __init__(self, weight: str, call: Call) -> None:
+        self.weight = weight
+        self._call = call
+        self._seen: dict[str, Range] = {}
+
+    def __call__(self, source: Tensor, *others: Tensor) -> Tensor:
+        self._note("source", source)
+        for each in others:
+            self._note("summand", each)  # before the call may write its answer there
+        answer: Tensor = self._call(source, *others)
+        self._note("answer", answer)
+        return answer
+
+    @property
+    def is_seen(self) -> bool:
+        return bool(self._seen)
+
+    @property
+    def ranges(self) -> CallRanges:
+        return CallRanges(**self._seen)
+
+    def _note(self, what: str, values: Tensor) -> None:
+        low, high = (float(each) for each in values.aminmax())
+        earlier = (self._seen[what],) if what in self._seen else ()
+        self._seen[what] = Range.around((Range(low, high), *earlier))

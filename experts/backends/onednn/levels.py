@@ -1,0 +1,76 @@
+"""Eight-bit numbers for values and weights: which range 256 levels stand for, and how they are had from it.
+
+A value v is the level round(v / scale) + zero of 0..255; a weight is round(w / scale) of -127..127, with a scale for
+each output channel (the affine and the symmetric scheme of Jacob et al., "Quantization and Training of Neural Networks
+for Efficient Integer-Arithmetic-Only Inference", section 2.1). Zero is a level of its own in every one, so that padding
+is exact.
+
+Guarantees: pure functions of ranges; what lies outside of a range becomes its end, never wraps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+HIGHEST = 255
+MIDDLE = 128
+WEIGHT_HIGHEST = 127
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The least and the greatest of some values."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def around(cls, ranges: Iterable[Range]) -> Range:
+        """The least that holds all of these. Raises ValueError for none."""
+        found = list(ranges)
+        return cls(min(each.low for each in found), max(each.high for each in found))
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Values of a graph that share one scale, as what is joined and what it is joined from must. ``row``: in a table.
+
+    ``zero``: the level of zero where it is the same for every expert, None where each has its own.
+    """
+
+    row: int
+    zero: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """What a call reads and answers with in eight bits. ``answer`` None: it answers in float32."""
+
+    source: Values
+    answer: Values | None
+    summand: Values | None = None
+
+
+def levels(values: Range, zero: int | None) -> tuple[float, int]:
+    """The scale for values of a range, and their zero: the given one, or what spends no level on what never comes."""
+    low, high = min(values.low, 0.0), max(values.high, 0.0)
+    if zero is None:
+        scale = (high - low) / HIGHEST or 1.0
+        return scale, round(-low / scale)
+    return max(high / (HIGHEST - zero), -low / zero if zero else 0.0) or 1.0, zero
+
+
+def quantised_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Levels, int8 of the same shape, and scales, float32, one for each first index: of its largest value."""
+    largest = weight.abs().flatten(1).amax(dim=1)
+    scales = torch.where(largest > 0, largest / WEIGHT_HIGHEST, torch.ones_like(largest))
+    by_channel = scales.reshape(-1, *[1] * (weight.dim() - 1))
+    return (weight / by_channel).round_().clamp_(-WEIGHT_HIGHEST, WEIGHT_HIGHEST).to(torch.int8), scales

@@ -1,0 +1,258 @@
+"""A fused graph in which convolutions and linear layers compute with eight bits.
+
+What becomes of a call: its weight has eight bits, and it reads levels (``levels``); it answers with levels where
+somebody reads these, else in float32. Levels go from call to call through whatever moves values without computing with
+them: pooling of maxima, joining, dividing, enlarging; all values that meet so share one scale. Everywhere else they are
+brought back to float32, and to levels again before the next call. The last layers stay as they are: their answers are
+the outputs, which eight bits would make coarse; so do layers of a single pixel, which cost nothing.
+
+Guarantees: the graph's outputs differ from the fused one's by rounding alone, as far as every value lies within the
+range that its levels stand for. Nothing is read after it was written to: what anybody writes to but a sum in place
+stays in float32.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from experts.backends.onednn.fusion import Fused, FusedCall, apply
+from experts.backends.onednn.layouts import ConvolutionShape
+from experts.backends.onednn.levels import MIDDLE, Quantisation, Values
+from experts.backends.onednn.quantised_calls import pooled_levels, to_levels, to_values
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from torch.fx import Graph, Node
+
+    from experts.backends.onednn.layouts import Shape
+
+CONVOLVED_ACTIVATIONS = frozenset({"none", "relu", "hardtanh", "hardswish", "swish"})  # that oneDNN has in eight bits
+MULTIPLIED_ACTIVATIONS = frozenset({"none", "relu", "gelu"})
+COMPUTING = frozenset({apply, functional.linear, torch.conv2d, torch.matmul})
+MOVING_FUNCTIONS = frozenset({torch.cat, torch.chunk, torch.split, torch.flatten, operator.getitem})
+MOVING_METHODS = frozenset({"chunk", "split", "view", "reshape", "flatten", "contiguous", "permute", "transpose"})
+
+
+def quantised(fused: Fused) -> Fused:
+    """The graph with all calls in eight bits that can be; the same one where none can. Its graph is used up."""
+    _, *placeholders = (node for node in fused.graph.nodes if node.op == "placeholder")
+    parts = dict(zip(placeholders, fused.inputs, strict=True))
+    rewriting = _Rewriting(fused.graph, parts, _planned(fused.graph, parts))
+    rewriting.run()
+    _, *placeholders = (node for node in fused.graph.nodes if node.op == "placeholder")
+    return Fused(fused.graph, tuple(parts[node] for node in placeholders))
+
+
+@dataclass
+class _Plan:
+    """``calls``: those in eight bits, by node. ``levelled``: nodes whose values are levels. ``values``: by node."""
+
+    calls: dict[Node, FusedCall]
+    levelled: set[Node]
+    values: dict[Node, Values] = field(default_factory=dict)
+
+
+def _planned(graph: Graph, parts: Mapping[Node, str | FusedCall | Values]) -> _Plan:
+    written = _written(graph)
+    calls: dict[Node, FusedCall] = {}
+    for node in graph.nodes:
+        call = parts.get(node.args[0]) if node.target is apply else None
+        if isinstance(call, FusedCall) and _is_able(call) and _leads_on(node) and not written & {_storage(node)}:
+            calls[node] = call
+    plan = _Plan(calls, _levelled(graph, calls, written))
+    plan.values.update(_shared_values(graph, plan))
+    return plan
+
+
+def _is_able(call: FusedCall) -> bool:
+    shape = call.shape
+    if not isinstance(shape, ConvolutionShape):
+        return call.owns_weight and call.activation.name in MULTIPLIED_ACTIVATIONS
+    is_large = shape.height * shape.width > 1
+    return is_large and call.owns_weight and call.activation.name in CONVOLVED_ACTIVATIONS
+
+
+def _leads_on(node: Node) -> bool:
+    """Does another layer read, at however many removes, what this one answers with?"""
+    reached, waiting = {node}, [node]
+    while waiting:
+        for user in waiting.pop().users:
+            if user.target in COMPUTING:
+                return True
+            if user not in reached:
+                reached.add(user)
+                waiting.append(user)
+    return False
+
+
+def _written(graph: Graph) -> set[int]:
+    """The storages that somebody writes to, but for sums in place of what nobody reads afterwards."""
+    return {storage for node in graph.nodes if node.target is not apply for storage in node.meta.get("writes", ())}
+
+
+def _storage(node: Node) -> int | None:
+    storage: int | None = node.meta.get("storage")
+    return storage
+
+
+def _levelled(graph: Graph, calls: Mapping[Node, FusedCall], written: set[int]) -> set[Node]:
+    """The nodes whose values are levels: what somebody needs as such, and is made as such."""
+    moving = {node for node in graph.nodes if _moves(node) and _storage(node) not in written}
+    while True:
+        needed = _needed_as_levels(graph, calls, moving)
+        made = {node for node in calls if node in needed or calls[node].adds}
+        for node in graph.nodes:
+            if node in moving and node in needed and all(each in made for each in node.all_input_nodes):
+                made.add(node)
+        if moving <= made:
+            return made
+        moving &= made
+
+
+def _needed_as_levels(graph: Graph, calls: Mapping[Node, FusedCall], moving: set[Node]) -> set[Node]:
+    needed: set[Node] = set()
+    for node in reversed(graph.nodes):
+        for user in node.users:
+            if user in calls or (user in moving and user in needed):
+                needed.add(node)
+    return needed
+
+
+def _moves(node: Node) -> bool:
+    """Does a node make of levels levels of the same scale?"""
+    if node.target is functional.interpolate:
+        return _argument(node, 3, "mode", "nearest") == "nearest"
+    if node.target is functional.max_pool2d:
+        return not _argument(node, 6, "return_indices", False)
+    if node.target is functional.dropout:
+        return not _argument(node, 2, "training", True)
+    return node.target in (MOVING_METHODS if node.op == "call_method" else MOVING_FUNCTIONS)
+
+
+def _argument(node: Node, place: int, name: str, default: object) -> object:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+def _shared_values(graph: Graph, plan: _Plan) -> Iterator[tuple[Node, Values]]:
+    """The values of each node that is read as levels or is levels."""
+    leaders: dict[Node, Node] = {}
+
+    def leader(node: Node) -> Node:
+        while leaders.setdefault(node, node) is not node:
+            node = leaders[node]
+        return node
+
+    summed: set[Node] = set()
+    for node in graph.nodes:
+        if node in plan.calls:
+            _, *operands = node.args
+            summed.update(operands[1:])
+            for read in operands:
+                leader(read)
+        if node in plan.levelled:
+            leader(node)
+            if node not in plan.calls:
+                for each in node.all_input_nodes:
+                    leaders[leader(each)] = leader(node)
+    groups: defaultdict[Node, list[Node]] = defaultdict(list)
+    for node in leaders:
+        groups[leader(node)].append(node)
+    for row, members in enumerate(groups.values()):
+        values = Values(row, _zero(members, plan, summed))
+        yield from ((node, values) for node in members)
+
+
+def _zero(members: Iterable[Node], plan: _Plan, summed: set[Node]) -> int | None:
+    """0 for what is never negative; one for all experts where it is a summand, as oneDNN compiles it into the call."""
+    made = [node for node in members if not (node in plan.levelled and node not in plan.calls)]
+    if all(node in plan.levelled and _is_never_negative(plan.calls[node]) for node in made):
+        return 0
+    return MIDDLE if summed & set(members) else None
+
+
+def _is_never_negative(call: FusedCall) -> bool:
+    activation = call.activation
+    return activation.name == "relu" or (activation.name == "hardtanh" and activation.scalars[0] >= 0)
+
+
+class _Rewriting:
+    """Carries out a plan. In place."""
+
+    def __init__(self, graph: Graph, parts: dict[Node, str | FusedCall | Values], plan: _Plan) -> None:
+        self._graph = graph
+        self._parts = parts
+        self._plan = plan
+        self._written = _written(graph)
+        self._steps: dict[tuple[Node, bool], Node] = {}  # what was brought to levels, or back, already
+        self._placeholders: dict[Values, Node] = {}
+
+    def run(self) -> None:
+        for node in list(self._graph.nodes):
+            if node in self._plan.calls:
+                self._rewrite_call(node)
+            elif node not in self._plan.levelled:
+                for read in node.all_input_nodes:
+                    if read in self._plan.levelled:
+                        node.replace_input_with(read, self._brought(read, node, to_values))
+            elif node.target is functional.max_pool2d:
+                node.target = pooled_levels
+        self._graph.lint()
+
+    def _rewrite_call(self, node: Node) -> None:
+        call, values = self._plan.calls[node], self._plan.values
+        placeholder, *operands = node.args
+        summand = operands[1] if call.adds else None
+        quantisation = Quantisation(
+            values[operands[0]],
+            values[node] if node in self._plan.levelled else None,
+            None if summand is None else values[summand],
+        )
+        is_summand_own = summand is not None and summand not in self._plan.levelled
+        self._parts[placeholder] = replace(
+            call,
+            shape=_shape(call, quantisation),
+            overwrites=call.overwrites or is_summand_own,
+            quantisation=quantisation,
+        )
+        read = [
+            each if each in self._plan.levelled else self._brought(each, node, to_levels, is_own=each is summand)
+            for each in operands
+        ]
+        node.args = (placeholder, *read)
+
+    def _brought(self, read: Node, reader: Node, step: object, *, is_own: bool = False) -> Node:
+        """A value as a reader needs it, made once for all, unless it is written to, or this reader writes to it."""
+        key = (read, step is to_levels)
+        if key in self._steps and not is_own:
+            return self._steps[key]
+        place = self._placeholder(self._plan.values[read])
+        with self._graph.inserting_before(reader):
+            made = self._graph.call_function(step, (place, read))
+        if not is_own and _storage(read) not in self._written:
+            self._steps[key] = made
+        return made
+
+    def _placeholder(self, values: Values) -> Node:
+        if values not in self._placeholders:
+            last = [node for node in self._graph.nodes if node.op == "placeholder"][-1]
+            with self._graph.inserting_after(last):
+                made = self._graph.placeholder(f"values_{values.row}")
+            self._placeholders[values] = made
+            self._parts[made] = values
+        return self._placeholders[values]
+
+
+def _shape(call: FusedCall, quantisation: Quantisation) -> Shape:
+    """What a weight of eight bits is applied to: where zero is no level 0, to images that were padded before."""
+    shape = replace(call.shape, dtype=torch.int8)
+    if not isinstance(shape, ConvolutionShape) or quantisation.source.zero == 0:
+        return shape
+    height, width = (side + 2 * pad for side, pad in zip((shape.height, shape.width), shape.padding, strict=True))
+    return replace(shape, padding=(0, 0), height=height, width=width)
