@@ -6,14 +6,20 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 
+import torch
+
 from experts.backends.onednn import operators as onednn
-from experts.backends.state_dict import DTYPES
 from experts.errors import WeightsMismatch
 from experts.expert import Expert, Precision
 
 RUNTIME_PACKAGES = ("onnx", "onnxruntime", "onnxscript")
 TORCH_FORMS = frozenset({Precision.FP32, Precision.BF16, Precision.FP16})
-ONEDNN_FORMS = frozenset({Precision.ONEDNN_FP32, Precision.ONEDNN_BF16})
+ONEDNN_NUMBERS = {  # that its fused calls multiply
+    Precision.ONEDNN_FP32: torch.float32,
+    Precision.ONEDNN_BF16: torch.bfloat16,
+    Precision.ONEDNN_INT8: torch.int8,
+}
+ONEDNN_FORMS = frozenset(ONEDNN_NUMBERS)
 
 
 def executable_forms() -> frozenset[Precision]:
@@ -26,7 +32,7 @@ def why_absent(precision: Precision) -> str | None:
     if precision is Precision.ONNXRUNTIME:
         return ", ".join(_absent_packages()) or None
     if precision in ONEDNN_FORMS:
-        return onednn.why_absent(DTYPES[precision])
+        return onednn.why_absent(ONEDNN_NUMBERS[precision])
     return None if precision in TORCH_FORMS else "a language model"
 
 

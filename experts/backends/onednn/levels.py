@@ -16,27 +16,13 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch import Tensor
+
+    from experts.calibrations import Range
 
 HIGHEST = 255
 MIDDLE = 128
 WEIGHT_HIGHEST = 127
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """The least and the greatest of some values."""
-
-    low: float
-    high: float
-
-    @classmethod
-    def around(cls, ranges: Iterable[Range]) -> Range:
-        """The least that holds all of these. Raises ValueError for none."""
-        found = list(ranges)
-        return cls(min(each.low for each in found), max(each.high for each in found))
 
 
 @dataclass(frozen=True, slots=True)
