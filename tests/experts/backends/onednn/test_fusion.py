@@ -75,10 +75,10 @@ ACTIVATIONS = {
 
 def check(module, size=SIZE):
     """The calls of a module, after its answers were seen to be torch's."""
-    images = torch.randn(3, 3, *size)
+    images = torch.randn(3, 3, *size).contiguous(memory_format=torch.channels_last)
     weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     with torch.inference_mode():
-        expected = module(images.clone())
+        expected = module(images)
     found = fusion_of(module, size)
     with torch.inference_mode():
         answer = GraphModule(nn.Module(), found.graph).forward(images, *(given(part, weights) for part in found.inputs))
@@ -162,6 +162,22 @@ def test_a_sum_in_place_in_what_is_added_is_one_call_where_nobody_sees_it():
 
     _, second = check(Onto())
     assert (second.adds, second.activation.name) == (True, "relu")
+
+
+def test_what_does_not_lie_channels_last_is_added_too():
+    _, second = check(Apart(None, lambda one, other: one + other.contiguous()))
+    assert (second.adds, second.overwrites) == (True, True)
+
+
+def test_what_is_seen_through_a_view_of_what_lies_channels_last_is_not_overwritten():
+    class Permuted(Around):
+        def forward(self, images):
+            first = self.first(images)
+            rows = first.permute(0, 2, 3, 1).contiguous()
+            return torch.cat([(self.second(first.sigmoid()) + first).flatten(1), rows.flatten(1)], 1)
+
+    _, second = check(Permuted())
+    assert (second.adds, second.overwrites) == (True, False)
 
 
 def test_an_activation_that_does_not_follow_sums_stays_behind_it():

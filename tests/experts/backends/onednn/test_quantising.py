@@ -46,6 +46,9 @@ class Uncertain:
         self.values = self.values.relu()
         return self
 
+    def contiguous(self):
+        return self
+
     def chunk(self, parts, dim):
         return [
             Uncertain(*pair) for pair in zip(self.values.chunk(parts, dim), self.error.chunk(parts, dim), strict=True)
@@ -238,6 +241,17 @@ class FloatSummand(Module):
         first = self.at("float", first + first, MIDDLE)
         second = self.at("second", functional.relu(self.second(first) + first), 0)
         return self.at("sum", self.third(second) + first)
+
+
+class SummandLaidOtherwise(Module):
+    """What is added does not lie channels last."""
+
+    eight = ("first", "second")
+
+    def path(self, images):
+        first = functional.hardswish(self.first(images))
+        first = self.at("float", (first + first).contiguous(), MIDDLE)
+        return self.at("sum", functional.relu(self.second(first) + first), 0)
 
 
 class Joined(Module):
@@ -602,7 +616,7 @@ def test_a_summand_that_others_read_is_not_overwritten(monkeypatch):
     made = tried(TwoResiduals)
     _, expected = made.emulated(3)
     with monkeypatch.context() as patched:
-        patched.setattr(torch.Tensor, "clone", lambda tensor: tensor)
+        patched.setattr(torch.Tensor, "clone", lambda tensor, **lay: tensor)
         _, wrong = made.answers(3, 1)
     _, found = made.answers(3, 1)
     assert levels_apart(found, expected, made.scale)[0] < 1.01
