@@ -8,6 +8,7 @@ expert has now is never used, and whoever asks is told so.
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -26,10 +27,14 @@ HOW = "`coserve profile LINE.yaml --samples FOLDER` calibrates it"
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The least and the greatest of some values."""
+    """The least and the greatest of some values. Raises ValueError where one of these is no number, or infinite."""
 
     low: float
     high: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low <= self.high):
+            raise ValueError(f"values from {self.low} to {self.high} have no levels")
 
     @classmethod
     def around(cls, ranges: Iterable[Range]) -> Range:
@@ -136,7 +141,4 @@ def _call_ranges(document: Mapping[str, Mapping[str, float] | None]) -> CallRang
 
 
 def _range(document: Mapping[str, float]) -> Range:
-    found = Range(float(document["low"]), float(document["high"]))
-    if not -float("inf") < found.low <= found.high < float("inf"):
-        raise ValueError("no range")
-    return found
+    return Range(float(document["low"]), float(document["high"]))

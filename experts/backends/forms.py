@@ -6,19 +6,13 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 
-import torch
-
 from experts.backends.onednn import operators as onednn
+from experts.backends.onednn.backend_forms import ONEDNN_NUMBERS
 from experts.errors import WeightsMismatch
 from experts.expert import Expert, Precision
 
 RUNTIME_PACKAGES = ("onnx", "onnxruntime", "onnxscript")
 TORCH_FORMS = frozenset({Precision.FP32, Precision.BF16, Precision.FP16})
-ONEDNN_NUMBERS = {  # that its fused calls multiply
-    Precision.ONEDNN_FP32: torch.float32,
-    Precision.ONEDNN_BF16: torch.bfloat16,
-    Precision.ONEDNN_INT8: torch.int8,
-}
 ONEDNN_FORMS = frozenset(ONEDNN_NUMBERS)
 
 

@@ -33,7 +33,10 @@ def observed(
     weights: Mapping[str, Tensor],
     batches: Iterable[Tensor],
 ) -> dict[str, CallRanges]:
-    """What the calls of a float32 graph read and answer with on these images. ``weights``: as the module has them."""
+    """What the calls of a float32 graph read and answer with on these images. ``weights``: as the module has them.
+
+    Raises ValueError, which names a call's weight, where that is no number.
+    """
     watched = [_watched(part, weights) for part in inputs]
     with torch.inference_mode():
         for images in batches:
@@ -47,7 +50,7 @@ def quantised_weights(
 ) -> dict[str, Tensor]:
     """The module's weights and, of each call of eight bits, its levels, their scales and its offsets; and the table.
 
-    Raises KeyError for a call that was not observed.
+    Raises KeyError for a call that was not observed, ValueError for a weight that is no number.
     """
     calls = [each for each in inputs if isinstance(each, FusedCall) and each.quantisation is not None]
     table = _table(calls, ranges)
@@ -86,7 +89,7 @@ def _quantised_call(
     """
     quantisation = call.quantisation
     assert quantisation is not None, "asked for calls of eight bits"
-    quantised, scales = quantised_weight(weights[call.weight].detach().float())
+    quantised, scales = _quantised_weight(call.weight, weights)
     scale, zero = table[quantisation.source]
     unit = 1.0 if quantisation.summand is None else table[quantisation.summand][0]
     offsets = -scale * zero * scales * quantised.flatten(1).sum(dim=1)
@@ -97,6 +100,13 @@ def _quantised_call(
         f"{call.weight} {SCALES}": scales,
         f"{call.weight} {OFFSETS}": (offsets / unit).contiguous(),
     }
+
+
+def _quantised_weight(name: str, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    try:
+        return quantised_weight(weights[name].detach().float())
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def _watched(part: str | FusedCall | Values, weights: Mapping[str, Tensor]) -> Tensor | Call | _Watched:
@@ -135,4 +145,7 @@ class _Watched:
     def _note(self, what: str, values: Tensor) -> None:
         low, high = (float(each) for each in values.aminmax())
         earlier = (self._seen[what],) if what in self._seen else ()
-        self._seen[what] = Range.around((Range(low, high), *earlier))
+        try:
+            self._seen[what] = Range.around((Range(low, high), *earlier))
+        except ValueError as error:
+            raise ValueError(f"{what} of {self.weight}: {error}") from error

@@ -2,11 +2,13 @@
 layer with its activation. Whatever is not matched stays as it was recorded.
 
 Guarantees: a fused call stands where its convolution stood, or where the sum stood if something is added, and then
-nothing that it reads is written in between; what is added is overwritten only where nobody reads it any more.
+nothing that it reads is written in between; what is added is overwritten only where nobody reads it any more, this very
+convolution included; a sum whose writing others see, through a view made before, stays a sum.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from dataclasses import dataclass, replace
 from math import prod
@@ -156,7 +158,8 @@ def _chain(graph: Graph, node: Node, call: FusedCall) -> _Chain:
     if other is not None:
         nodes.append(next(iter(node.users)))
         operands.append(other)
-        call = replace(call, adds=True, overwrites=_is_last_read(graph, other, nodes[-1]))
+        is_apart = other.meta["storage"] != source.meta["storage"]  # else it would be overwritten while it is read
+        call = replace(call, adds=True, overwrites=is_apart and _is_last_read(graph, other, nodes[-1]))
     found = _activation_after(nodes[-1])
     if found is not None and (other is None or found.name in SUMMED_ACTIVATIONS):
         nodes.append(next(iter(nodes[-1].users)))
@@ -192,12 +195,20 @@ def _added(graph: Graph, node: Node) -> Node | None:
     assert isinstance(source, Node), "it is applied to something"
     between = _between(graph, node, follower)
     is_written = any(source.meta["storage"] in each.meta.get("writes", ()) for each in between)
-    return None if is_written else others[0]
+    return None if is_written or _is_writing_seen(graph, follower) else others[0]
 
 
 def _is_sum(node: Node) -> bool:
     is_add = (node.op == "call_method" and node.target in {"add", "add_"}) or node.target in {torch.add, operator.add}
     return is_add and len(node.args) == 2 and not node.kwargs
+
+
+def _is_writing_seen(graph: Graph, node: Node) -> bool:
+    """Does anybody read later, through what was made before a node, bytes that this one writes to?"""
+    written = node.meta.get("writes", frozenset())
+    before = set(itertools.takewhile(lambda each: each is not node, graph.nodes))
+    read = {each for reader in _between(graph, node, None) for each in reader.all_input_nodes}
+    return any(each.meta.get("storage") in written for each in read & before)
 
 
 def _is_last_read(graph: Graph, other: Node, reader: Node) -> bool:

@@ -5,11 +5,13 @@ each output channel (the affine and the symmetric scheme of Jacob et al., "Quant
 for Efficient Integer-Arithmetic-Only Inference", section 2.1). Zero is a level of its own in every one, so that padding
 is exact.
 
-Guarantees: pure functions of ranges; what lies outside of a range becomes its end, never wraps.
+Guarantees: pure functions of ranges; what lies outside of a range becomes its end, never wraps. What is no number has
+no range and no levels, so that it can never pass for one.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 HIGHEST = 255
 MIDDLE = 128
 WEIGHT_HIGHEST = 127
+SCALE_LEAST = 2.0**-64  # so that what is divided by it, or by a product of two, stays a number of float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +52,24 @@ def levels(values: Range, zero: int | None) -> tuple[float, int]:
     """The scale for values of a range, and their zero: the given one, or what spends no level on what never comes."""
     low, high = min(values.low, 0.0), max(values.high, 0.0)
     if zero is None:
-        scale = (high - low) / HIGHEST or 1.0
+        scale = _scale((high - low) / HIGHEST)
         return scale, round(-low / scale)
-    return max(high / (HIGHEST - zero), -low / zero if zero else 0.0) or 1.0, zero
+    return _scale(max(high / (HIGHEST - zero), -low / zero if zero else 0.0)), zero
 
 
 def quantised_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Levels, int8 of the same shape, and scales, float32, one for each first index: of its largest value."""
+    """Levels, int8 of the same shape, and scales, float32, one for each first index: of its largest value.
+
+    Raises ValueError for a weight that holds what is no number, or infinite.
+    """
     largest = weight.abs().flatten(1).amax(dim=1)
-    scales = torch.where(largest > 0, largest / WEIGHT_HIGHEST, torch.ones_like(largest))
+    if not largest.isfinite().all():
+        raise ValueError("weights that are no numbers have no levels")
+    scales = torch.where(largest > 0, largest / WEIGHT_HIGHEST, torch.ones_like(largest)).clamp_(min=SCALE_LEAST)
     by_channel = scales.reshape(-1, *[1] * (weight.dim() - 1))
     return (weight / by_channel).round_().clamp_(-WEIGHT_HIGHEST, WEIGHT_HIGHEST).to(torch.int8), scales
+
+
+def _scale(wanted: float) -> float:
+    """What values of next to nothing are divided by has to be something; what is always zero has any scale."""
+    return max(wanted, SCALE_LEAST) if wanted else 1.0

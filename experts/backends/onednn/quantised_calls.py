@@ -9,14 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from experts.backends.onednn.calls import Arrangements, Call, Convolution, Linear
 from experts.backends.onednn.layouts import ConvolutionShape
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from experts.backends.onednn.fusion import FusedCall
     from experts.backends.onednn.layouts import LinearShape
     from experts.backends.onednn.levels import Values
@@ -130,8 +129,9 @@ class QuantisedConvolution(Convolution):
             (self._height, self._width), images.shape[-2:], strict=True))  # fmt: skip
         if height or width:
             images = functional.pad(images, (width, width, height, height), value=self._scales.source.zero)
-        if other is not None and not self._overwrites:
-            other = other.clone()
+        if other is not None:
+            lay = Tensor.contiguous if self._overwrites else Tensor.clone  # oneDNN adds onto what lies channels last
+            other = lay(other, memory_format=torch.channels_last)
         return super().__call__(images, other)
 
     def _run(self, images: Tensor, other: Tensor | None) -> Tensor:

@@ -116,7 +116,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not follow
         named = dict(kwargs or {})
         given = list(_tensors((args, named)))
         versions = [_version(tensor) for tensor in given]
-        result = func(*args, **named)
+        result = _as_on_the_cpu(func, func(*args, **named))
         written = [tensor for tensor, version in zip(given, versions, strict=True) if _version(tensor) != version]
         if written or any(True for _ in _tensors(result)):
             node = self._note(func, args, named)
@@ -174,6 +174,12 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not follow
         self.weights[node.target] = name
         self._values.put(tensor, node)
         return node
+
+
+def _as_on_the_cpu(func: Callable[..., Any], result: Any) -> Any:  # noqa: ANN401  whatever a call answers with
+    """A convolution's answer with its channels last, which it is not on the meta device: what is a view of it and what
+    is a copy depends on that."""
+    return result.contiguous(memory_format=torch.channels_last) if func is torch.conv2d else result
 
 
 def _version(tensor: Tensor) -> int:

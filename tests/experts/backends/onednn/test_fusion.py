@@ -13,8 +13,8 @@ from experts.backends.onednn.recording import recorded
 SIZE = (6, 6)
 
 
-def fusion_of(module):
-    return fused(recorded(module.to("meta"), SIZE, ("answer",), torch.float32), torch.float32)
+def fusion_of(module, size=SIZE):
+    return fused(recorded(module.to("meta"), size, ("answer",), torch.float32), torch.float32)
 
 
 def given(part, weights):
@@ -38,6 +38,14 @@ class Around(nn.Module):
     def forward(self, images):
         first = self.first(images)
         return self.act(self.sum_of(self.second(first), first))
+
+
+class Apart(Around):
+    """The second convolution reads something else than what is added to it."""
+
+    def forward(self, images):
+        first = self.first(images)
+        return self.act(self.sum_of(self.second(first.sigmoid()), first))
 
 
 class Layers(nn.Module):
@@ -65,13 +73,13 @@ ACTIVATIONS = {
 }
 
 
-def check(module):
+def check(module, size=SIZE):
     """The calls of a module, after its answers were seen to be torch's."""
-    images = torch.randn(3, 3, *SIZE)
+    images = torch.randn(3, 3, *size).contiguous(memory_format=torch.channels_last)
     weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     with torch.inference_mode():
-        expected = module(images.clone())
-    found = fusion_of(module)
+        expected = module(images)
+    found = fusion_of(module, size)
     with torch.inference_mode():
         answer = GraphModule(nn.Module(), found.graph).forward(images, *(given(part, weights) for part in found.inputs))
     assert torch.allclose(answer[0], expected, atol=1e-5)
@@ -86,13 +94,13 @@ def test_an_activation_goes_with_its_convolution(name):
 
 
 def test_what_is_added_goes_with_the_convolution_and_is_overwritten_where_nobody_reads_it_again():
-    first, second = check(Around(nn.ReLU(), lambda one, other: one + other))
+    first, second = check(Apart(nn.ReLU(), lambda one, other: one + other))
     assert (second.adds, second.overwrites, second.activation.name) == (True, True, "relu")
     assert not first.adds
 
 
 def test_in_place_sums_are_the_same():
-    _, second = check(Around(nn.ReLU(inplace=True), lambda one, other: one.add_(other)))
+    _, second = check(Apart(nn.ReLU(inplace=True), lambda one, other: one.add_(other)))
     assert (second.adds, second.overwrites, second.activation.name) == (True, True, "relu")
 
 
@@ -117,6 +125,59 @@ def test_a_sum_of_another_shape_stays_a_sum():
 def test_a_scaled_sum_stays_a_sum():
     _, second = check(Around(nn.ReLU(), lambda one, other: torch.add(one, other, alpha=2)))
     assert not second.adds
+
+
+def test_what_the_convolution_itself_reads_is_not_overwritten_by_it():
+    module = Around(None, lambda one, other: one + other)
+    module.second = nn.Conv2d(8, 8, 3, padding=1, groups=8)  # row by row, each of which the next one needs
+    module.requires_grad_(False)
+    _, second = check(module, (32, 32))
+    assert (second.adds, second.overwrites) == (True, False)
+
+
+def test_a_view_of_what_the_convolution_reads_is_not_overwritten_by_it():
+    _, second = check(Around(None, lambda one, other: one + other.view(-1, 8, 32, 32)), (32, 32))
+    assert (second.adds, second.overwrites) == (True, False)
+
+
+def test_a_sum_in_place_that_is_seen_through_an_older_view_stays_a_sum():
+    class Viewed(Around):
+        def forward(self, images):
+            first = self.first(images)
+            part = first[:, :4]
+            found = self.second(first.sigmoid())
+            first += found
+            return torch.cat([part, first[:, 4:] * 2], 1)
+
+    _, second = check(Viewed())
+    assert not second.adds
+
+
+def test_a_sum_in_place_in_what_is_added_is_one_call_where_nobody_sees_it():
+    class Onto(Around):
+        def forward(self, images):
+            first = self.first(images)
+            first += self.second(first.sigmoid())
+            return first.relu_()
+
+    _, second = check(Onto())
+    assert (second.adds, second.activation.name) == (True, "relu")
+
+
+def test_what_does_not_lie_channels_last_is_added_too():
+    _, second = check(Apart(None, lambda one, other: one + other.contiguous()))
+    assert (second.adds, second.overwrites) == (True, True)
+
+
+def test_what_is_seen_through_a_view_of_what_lies_channels_last_is_not_overwritten():
+    class Permuted(Around):
+        def forward(self, images):
+            first = self.first(images)
+            rows = first.permute(0, 2, 3, 1).contiguous()
+            return torch.cat([(self.second(first.sigmoid()) + first).flatten(1), rows.flatten(1)], 1)
+
+    _, second = check(Permuted())
+    assert (second.adds, second.overwrites) == (True, False)
 
 
 def test_an_activation_that_does_not_follow_sums_stays_behind_it():

@@ -83,6 +83,21 @@ def test_a_packed_weight_answers_as_torch_does(shape, images):
     assert torch.allclose(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("overwrites", [True, False])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("images", [1, 3])
+def test_a_packed_weight_adds_to_what_lies_in_any_way(images, memory_format, overwrites):
+    weight, given = weight_of(POINTWISE), input_of(POINTWISE, images)
+    other = torch.randn(images, 64, 6, 4).contiguous(memory_format=memory_format)
+    expected = by_torch(POINTWISE, weight, given) + other
+    _, flat = buffered(POINTWISE, weight)
+    call = FusedCall(POINTWISE, "weight", None, Activation(), adds=True, overwrites=overwrites)
+    with torch.inference_mode():
+        weight = blocked_view(flat, reference(POINTWISE))
+        found = bound(call, Arrangements(POINTWISE, is_blocked=True), weight, None)(given, other)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
 def test_an_opaque_tensor_stands_on_the_bytes_it_was_made_over():
     weight, given = weight_of(POINTWISE), input_of(POINTWISE, 2)
     _, flat = buffered(POINTWISE, weight)

@@ -44,6 +44,16 @@ class Answering(Plain):
         return {"other": answer * 2, "answer": answer}
 
 
+class Copying(Plain):
+    """It copies a convolution's answer, which lies channels last, to lie otherwise, and writes to the copy."""
+
+    def forward(self, images):
+        found = self.conv(images)
+        copy = found.contiguous()
+        copy += 1
+        return torch.cat([found, copy], 1)
+
+
 class Stacked(Plain):
     """A tensor of its own making, by the number of images; written to."""
 
@@ -79,10 +89,10 @@ class Foreign(Plain):
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
-@pytest.mark.parametrize("module", [Plain, Stacked])
+@pytest.mark.parametrize("module", [Plain, Stacked, Copying])
 def test_a_recording_does_what_the_module_did_for_any_number_of_images(module, count):
     made = module().eval()
-    images = torch.randn(count, 3, 4, 4)
+    images = torch.randn(count, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     with torch.inference_mode():
         assert torch.equal(run_recorded(made, images)[0], made(images))
 

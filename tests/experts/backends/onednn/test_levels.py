@@ -1,0 +1,146 @@
+"""Levels stand for what they were made of: within half a scale, zero for zero, ends for what lies outside."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experts.backends.onednn.levels import (
+    HIGHEST,
+    MIDDLE,
+    WEIGHT_HIGHEST,
+    Range,
+    Values,
+    levels,
+    quantised_weight,
+)
+from experts.backends.onednn.quantised_calls import Levels, pooled_levels
+
+ZEROS = [None, 0, MIDDLE]
+NUMBERS = st.floats(-1e6, 1e6, width=32)
+RANGES = st.tuples(NUMBERS, NUMBERS).map(lambda ends: Range(min(ends), max(ends)))
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def levels_of(seen, zero):
+    """The levels of a range as an expert's table has them."""
+    return Levels(torch.tensor([levels(seen, zero)], dtype=torch.float32), Values(0, zero))
+
+
+def within(seen, zero):
+    """Values from end to end of a range; from zero on, where zero is the lowest level."""
+    low = max(seen.low, 0.0) if zero == 0 else seen.low
+    return torch.linspace(low, max(seen.high, low), 1001)
+
+
+@given(RANGES, st.sampled_from(ZEROS))
+def test_levels_bring_back_what_lies_in_the_range_within_half_a_scale(seen, zero):
+    made, values = levels_of(seen, zero), within(seen, zero)
+    distance = (made.back(made.of(values)) - values).abs().max()
+    assert distance <= made.scale / 2 * (1 + 1e-3)  # a level's place is itself a rounded number
+
+
+@given(RANGES, st.sampled_from(ZEROS))
+def test_zero_is_a_level(seen, zero):
+    made = levels_of(seen, zero)
+    assert made.of(torch.zeros(3)).tolist() == [made.zero] * 3
+    assert made.back(torch.full((3,), made.zero, dtype=torch.uint8)).abs().max() <= made.scale * 1e-4
+    assert 0 <= made.zero <= HIGHEST
+    assert zero is None or made.zero == zero
+
+
+@given(RANGES, st.sampled_from(ZEROS))
+def test_what_lies_outside_becomes_the_end_and_never_wraps(seen, zero):
+    made = levels_of(seen, zero)
+    span = max(abs(seen.low), abs(seen.high), made.scale)
+    outside = torch.tensor([-1e3 * span, -300 * made.scale, 300 * made.scale, 1e3 * span, -math.inf, math.inf])
+    assert made.of(outside).tolist() == [0, 0, HIGHEST, HIGHEST, 0, HIGHEST]
+
+
+@given(RANGES)
+def test_a_zero_of_its_own_spends_no_level_on_what_never_comes(seen):
+    scale, _ = levels(seen, None)
+    width = max(seen.high, 0.0) - min(seen.low, 0.0)
+    assert width == 0 or scale == pytest.approx(width / HIGHEST) or width < 1e-15
+
+
+@pytest.mark.parametrize("zero", ZEROS)
+@pytest.mark.parametrize("seen", [Range(0.0, 0.0), Range(0.0, 1e-44), Range(-1e-44, 0.0), Range(-1e-40, 1e-40)])
+def test_a_range_of_next_to_nothing_has_a_scale_that_can_be_divided_by(seen, zero):
+    made = levels_of(seen, zero)
+    assert made.of(torch.tensor([0.0, seen.low, seen.high])).tolist() == [made.zero] * 3
+    assert math.isfinite(1 / made.scale)
+
+
+@pytest.mark.parametrize("ends", [(math.nan, 1.0), (0.0, math.nan), (-math.inf, 0.0), (0.0, math.inf)])
+def test_what_is_no_number_has_no_range(ends):
+    with pytest.raises(ValueError, match="no levels"):
+        Range(*ends)
+
+
+@given(st.lists(RANGES, min_size=1))
+def test_the_range_around_some_is_the_least_that_holds_them(ranges):
+    around = Range.around(ranges)
+    assert all(around.low <= each.low and each.high <= around.high for each in ranges)
+    assert around.low in {each.low for each in ranges}
+    assert around.high in {each.high for each in ranges}
+
+
+def test_there_is_no_range_around_none():
+    with pytest.raises(ValueError, match="empty"):
+        Range.around([])
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (5, 3, 3, 3), (5, 1, 3, 3)])
+def test_weights_are_rounded_by_channel(shape):
+    weight = torch.randn(shape) * torch.logspace(-3, 3, 5).reshape(-1, *[1] * (len(shape) - 1))
+    weight[2] = 0
+    found, scales = quantised_weight(weight)
+    assert (found.dtype, found.shape, scales.shape) == (torch.int8, weight.shape, (5,))
+    back = found * scales.reshape(-1, *[1] * (len(shape) - 1))
+    halves = scales.reshape(-1, *[1] * (len(shape) - 1)) / 2
+    assert ((back - weight).abs() <= halves * (1 + 1e-5)).all()
+    largest = found.abs().flatten(1).amax(dim=1).tolist()
+    assert largest == [WEIGHT_HIGHEST, WEIGHT_HIGHEST, 0, WEIGHT_HIGHEST, WEIGHT_HIGHEST]
+
+
+def test_the_lay_of_a_weight_stays():
+    weight = torch.randn(5, 4, 3, 3).contiguous(memory_format=torch.channels_last)
+    assert quantised_weight(weight)[0].is_contiguous(memory_format=torch.channels_last)
+
+
+@given(st.lists(FINITE, min_size=4, max_size=4))
+def test_weights_of_any_size_are_levels_and_scales_that_are_numbers(numbers):
+    weight = torch.tensor([numbers])
+    found, scales = quantised_weight(weight)
+    assert found.abs().max() <= WEIGHT_HIGHEST
+    assert scales.isfinite().all()
+    assert (scales > 0).all()
+    distance = (found.double() * scales.double() - weight.double()).abs().max()
+    assert distance <= float(scales) * 0.5 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_no_number_has_no_levels(number):
+    weight = torch.randn(3, 4)
+    weight[1, 2] = number
+    with pytest.raises(ValueError, match="no levels"):
+        quantised_weight(weight)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_memory_formats_stay(memory_format):
+    values = torch.randn(2, 3, 4, 5).contiguous(memory_format=memory_format)
+    made = levels_of(Range(-3, 3), None)
+    found = made.of(values)
+    assert found.is_contiguous(memory_format=memory_format)
+    assert made.back(found).is_contiguous(memory_format=memory_format)
+    assert made.back(found).dtype == torch.float32
+
+
+def test_the_greatest_of_a_window_is_had_of_every_level():
+    every = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
+    assert pooled_levels(every, 1).equal(every)
+    assert pooled_levels(every, kernel_size=3, stride=1, padding=1)[0, 0, :-1, :-1].equal(every[0, 0, 1:, 1:])

@@ -1,0 +1,714 @@
+"""Graphs in eight bits against eager fp32, and against the same rounding done in float64.
+
+Each module says itself, with ``at``, where its values are to become levels; so what is expected knows nothing of graphs
+or of oneDNN. How far eight bits may be from fp32 follows from the scales: half of one at each rounding, carried through
+what comes behind by the absolute values of the weights (``Uncertain``).
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from experts.backends.onednn import quantised_calls
+from experts.backends.onednn.calibrating import observed
+from experts.backends.onednn.form import FusedModule, OnednnForm, OnednnSkeleton, Placement, Refused, fused_module
+from experts.backends.onednn.fusion import FusedCall
+from experts.backends.onednn.layouts import on_threads, reference
+from experts.backends.onednn.levels import Values
+
+SIZE = (16, 16)
+OUTPUTS = ("answer", "inside")
+MIDDLE = 128  # zero of what is added, where it may be negative
+SLIPS_MAXIMUM = 0.02  # the part of all values that may be the next level, as float32 rounds a tie otherwise
+STEPS = (quantised_calls.to_levels, quantised_calls.to_values)
+STEEPEST = {"relu": 1.0, "silu": 1.1, "hardswish": 1.5, "relu6": 1.0, "gelu": 1.13}
+
+
+class Uncertain:
+    """Values of eager fp32, and how far from them eight bits may be; whatever is done with them is done with both."""
+
+    def __init__(self, values, error):
+        self.values, self.error = values, error
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return CARRIED[func.__name__](*args, **(kwargs or {}))
+
+    def __add__(self, other):
+        return Uncertain(self.values + other.values, self.error + other.error)
+
+    def relu_(self):
+        self.values = self.values.relu()
+        return self
+
+    def contiguous(self):
+        return self
+
+    def chunk(self, parts, dim):
+        return [
+            Uncertain(*pair) for pair in zip(self.values.chunk(parts, dim), self.error.chunk(parts, dim), strict=True)
+        ]
+
+    def flatten(self, start):
+        return Uncertain(self.values.flatten(start), self.error.flatten(start))
+
+    def transpose(self, *dims):
+        return Uncertain(self.values.transpose(*dims), self.error.transpose(*dims))
+
+
+def layer(function):
+    """A layer's error: that of what it reads, and that of its own weight, times the other."""
+
+    def carried(given, weight, bias=None, *geometry):
+        rounded = getattr(weight, "rounded", weight)
+        error = function(given.error, rounded.abs(), None, *geometry)
+        error = error + function(given.values.abs(), (weight - rounded).abs(), None, *geometry)
+        return Uncertain(function(given.values, weight, bias, *geometry), error)
+
+    return carried
+
+
+def activation(name):
+    def carried(given, **named):
+        return Uncertain(getattr(functional, name)(given.values), given.error * STEEPEST[name])
+
+    return carried
+
+
+def moving(function):
+    def carried(given, *arguments, **named):
+        return Uncertain(function(given.values, *arguments, **named), function(given.error, *arguments, **named))
+
+    return carried
+
+
+def joined(parts, dim):
+    return Uncertain(torch.cat([each.values for each in parts], dim), torch.cat([each.error for each in parts], dim))
+
+
+CARRIED = {
+    "conv2d": layer(functional.conv2d),
+    "linear": layer(functional.linear),
+    "cat": joined,
+    "interpolate": moving(functional.interpolate),
+    "dropout": moving(lambda values, **named: values),
+    "max_pool2d": moving(functional.max_pool2d),
+    **{name: activation(name) for name in STEEPEST},
+}
+
+
+@dataclass
+class Seen:
+    """What the values at some places of a module, which share their levels, come to."""
+
+    low: float = 0.0
+    high: float = 0.0
+    zero: int | None = None
+
+    def note(self, values, zero):
+        self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))
+        self.zero = zero
+
+    @property
+    def levels(self):
+        if self.zero is None:
+            scale = (self.high - self.low) / 255
+            return scale, round(-self.low / scale)
+        return max(self.high / (255 - self.zero), -self.low / self.zero if self.zero else 0), self.zero
+
+
+class Module(nn.Module):
+    """Layers for all; which are in eight bits. ``path`` answers with what ``last`` reads, and what else is to be told.
+
+    ``at(name, values, zero)``: here values are levels, and share them with all of that name.
+    """
+
+    eight = ("first", "second", "third")
+    channels = 8
+
+    def __init__(self):
+        super().__init__()
+        channels = self.channels
+        self.first = nn.Conv2d(3, channels, 3, padding=1)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1)
+        self.third = nn.Conv2d(channels, channels, 1)
+        self.last = nn.Conv2d(channels, 4, 1)
+        self.at = lambda name, values, zero=None: values
+        self.build()
+        self.eval().requires_grad_(False)
+
+    def build(self):
+        """Change the layers."""
+
+    def forward(self, images):
+        inside = self.path(self.at("images", images) if "first" in self.eight else images)
+        return {"answer": self.last(inside), "inside": inside}
+
+
+class Plain(Module):
+    def path(self, images):
+        first = self.at("first", functional.relu(self.first(images)), 0)
+        return functional.silu(self.third(self.at("second", self.second(first))))
+
+
+class NegativePadding(Module):
+    """What is padded has its zero between the levels, at every layer."""
+
+    def build(self):
+        self.third = nn.Conv2d(8, 8, 5, padding=(2, 1))
+
+    def path(self, images):
+        second = self.at("second", self.second(self.at("first", functional.silu(self.first(images)))))
+        return self.third(second)
+
+
+class Residual(Module):
+    def path(self, images):
+        first = self.at("first", functional.relu(self.first(images)), 0)
+        second = self.at("second", functional.relu(self.second(first)), 0)
+        return self.at("sum", functional.relu(self.third(second) + first), 0)
+
+
+class ResidualInPlace(Module):
+    def path(self, images):
+        first = self.at("first", self.first(images).relu_(), 0)
+        found = self.at("second", self.second(first).relu_(), 0)
+        found = self.third(found)
+        found += first
+        return self.at("sum", found.relu_(), 0)
+
+
+class ResidualOntoItself(Module):
+    """The first is summand and source of one call, and written by it in the module."""
+
+    eight = ("first", "second")
+
+    def path(self, images):
+        first = self.at("first", self.first(images), MIDDLE)
+        first += self.second(first)
+        return self.at("sum", first)
+
+
+class TwoResiduals(Module):
+    """A summand of two sums, the first of which must leave it as it is."""
+
+    def path(self, images):
+        first = self.at("first", self.first(images), MIDDLE)
+        second = self.at("second", functional.relu(self.second(first) + first), 0)
+        return self.at("sum", self.third(second) + first)
+
+
+class Downsampled(Module):
+    """As in a ResNet: the summand is a convolution's own answer, and negative here and there."""
+
+    eight = ("first", "second", "third", "down")
+
+    def build(self):
+        self.second = nn.Conv2d(8, 8, 3, stride=2, padding=1, bias=False)
+        self.down = nn.Conv2d(8, 8, 1, stride=2)
+
+    def path(self, images):
+        first = self.at("first", functional.relu(self.first(images)), 0)
+        second = self.at("second", functional.relu(self.second(first)), 0)
+        return self.at("sum", functional.relu(self.third(second) + self.at("down", self.down(first), MIDDLE)), 0)
+
+
+class SumAfterActivation(Module):
+    """As in a YOLO: added in float32, and the sum brought to levels for the next one."""
+
+    eight = ("first", "second", "third", "fourth")
+
+    def build(self):
+        self.fourth = nn.Conv2d(8, 8, 3, padding=1)
+
+    def path(self, images):
+        first = self.at("first", functional.silu(self.first(images)))
+        second = self.at("second", functional.silu(self.second(first)))
+        summed = self.at("sum", first + functional.silu(self.third(second)))
+        return self.fourth(summed)
+
+
+class FloatSummand(Module):
+    """What is added was computed in float32, and is read by others too."""
+
+    def path(self, images):
+        first = functional.hardswish(self.first(images))
+        first = self.at("float", first + first, MIDDLE)
+        second = self.at("second", functional.relu(self.second(first) + first), 0)
+        return self.at("sum", self.third(second) + first)
+
+
+class SummandLaidOtherwise(Module):
+    """What is added does not lie channels last."""
+
+    eight = ("first", "second")
+
+    def path(self, images):
+        first = functional.hardswish(self.first(images))
+        first = self.at("float", (first + first).contiguous(), MIDDLE)
+        return self.at("sum", functional.relu(self.second(first) + first), 0)
+
+
+class Joined(Module):
+    """All that is joined has the same levels, and is read alone as well."""
+
+    def build(self):
+        self.third = nn.Conv2d(16, 8, 1)
+
+    def path(self, images):
+        first = self.at("joined", functional.silu(self.first(images)))
+        second = self.at("joined", self.second(first))
+        return functional.hardswish(self.third(torch.cat([first, second], 1)))
+
+
+class JoinedWithFloat(Module):
+    """One part is no call's answer: what is joined is joined in float32."""
+
+    def build(self):
+        self.third = nn.Conv2d(16, 8, 1)
+
+    def path(self, images):
+        first = self.at("first", functional.silu(self.first(images)))
+        second = functional.silu(first + first)
+        found = self.at("joined", torch.cat([self.second(first), second], 1))
+        return self.third(found)
+
+
+class Divided(Module):
+    """As in a YOLOv8: halves of an answer, one of which goes on by itself."""
+
+    def build(self):
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+        self.third = nn.Conv2d(12, 8, 1)
+
+    def path(self, images):
+        one, other = self.at("joined", functional.silu(self.first(images))).chunk(2, 1)
+        second = self.at("joined", functional.silu(self.second(other)))
+        return functional.silu(self.third(torch.cat([one, other, second], 1)))
+
+
+class DividedAndAdded(Module):
+    """A summand that is a part of another value, with gaps between its bytes."""
+
+    def build(self):
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+        self.third = nn.Conv2d(4, 8, 1)
+
+    def path(self, images):
+        one, other = self.at("first", self.first(images), MIDDLE).chunk(2, 1)
+        second = self.at("second", functional.relu(self.second(other) + one), 0)
+        return self.third(second)
+
+
+class Enlarged(Module):
+    def build(self):
+        self.second = nn.Conv2d(8, 8, 3, stride=2, padding=1)
+        self.third = nn.Conv2d(16, 8, 1)
+
+    def path(self, images):
+        first = self.at("joined", functional.silu(self.first(images)))
+        second = self.at("joined", functional.silu(self.second(first)))
+        found = torch.cat([functional.interpolate(second, scale_factor=2.0, mode="nearest"), first], 1)
+        return functional.silu(self.third(found))
+
+
+class Pooled(Module):
+    """As at the start of a ResNet."""
+
+    def path(self, images):
+        first = self.at("first", functional.relu(self.first(images)), 0)
+        first = functional.max_pool2d(first, 3, 2, 1)
+        second = self.at("second", functional.relu(self.second(first)), 0)
+        return self.third(functional.dropout(second, 0.5, training=False))
+
+
+class PooledAgain(Module):
+    """As at the end of a YOLO: a pyramid of maxima, of what is negative in places."""
+
+    def build(self):
+        self.third = nn.Conv2d(24, 8, 1)
+
+    def path(self, images):
+        first = self.at("joined", self.second(self.at("first", functional.silu(self.first(images)))))
+        second = functional.max_pool2d(first, 5, 1, 2)
+        third = functional.max_pool2d(second, 5, 1, 2)
+        return functional.silu(self.third(torch.cat([first, second, third], 1)))
+
+
+class Grouped(Module):
+    """Depthwise, in groups, and without offsets of their own."""
+
+    def build(self):
+        self.second = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.third = nn.Conv2d(8, 8, 3, padding=1, groups=2, bias=False)
+
+    def path(self, images):
+        first = self.at("first", functional.relu6(self.first(images)), 0)
+        second = self.at("second", functional.hardswish(self.second(first)))
+        return self.third(second)
+
+
+class Dilated(Module):
+    def build(self):
+        self.second = nn.Conv2d(8, 16, 3, stride=2, padding=2, dilation=2)
+        self.third = nn.Conv2d(16, 8, (1, 3), padding=(0, 1))
+
+    def path(self, images):
+        first = self.at("first", functional.silu(self.first(images)))
+        return self.third(self.at("second", functional.relu(self.second(first)), 0))
+
+
+class Twice(Module):
+    """A weight of two calls stays as it is, and so do these."""
+
+    eight = ("first", "third")
+
+    def path(self, images):
+        first = functional.relu(self.first(images))
+        found = self.second(self.second(first))
+        return self.third(self.at("found", found))
+
+
+class Written(Module):
+    """What is written to in place stays in float32, and whoever reads it reads it as it is then."""
+
+    eight = ("second", "third")
+
+    def path(self, images):
+        first = self.first(images)
+        second = self.at("second", self.second(self.at("before", first)), MIDDLE)
+        first.relu_()
+        return self.at("sum", self.third(self.at("after", first)) + second)
+
+
+class Rows(Module):
+    """Linear layers on the rows of pixels."""
+
+    eight = ("first", "second", "third")
+
+    def build(self):
+        self.second = nn.Linear(8, 2048)
+        self.third = nn.Linear(2048, 8, bias=False)
+        self.last = nn.Linear(8, 4)
+
+    def path(self, images):
+        first = self.at("first", self.first(images)).flatten(2).transpose(1, 2)
+        second = self.at("second", functional.gelu(self.second(first)))
+        return functional.relu(self.third(second))
+
+
+class SingleRow(Module):
+    eight = ("first", "second", "third")
+
+    def build(self):
+        self.second = nn.Linear(8 * 256, 64)
+        self.third = nn.Linear(64, 512)
+        self.last = nn.Linear(512, 4)
+
+    def path(self, images):
+        first = self.at("first", self.first(images)).flatten(1)
+        second = self.at("second", functional.relu(self.second(first)), 0)
+        return functional.gelu(self.third(second))
+
+
+MODULES = Module.__subclasses__()
+
+
+@dataclass
+class Tried:
+    """A module, what eight bits make of it, and what it should answer."""
+
+    module: Module
+    images: torch.Tensor
+    form: OnednnForm
+    tensors: dict[str, torch.Tensor]
+    seen: dict[str, Seen]
+
+    def answers(self, count, threads):
+        """What the form's graph answers with."""
+        return outputs_of(bound_to(self.form, self.tensors), self.images[:count], threads)
+
+    def eager(self, count):
+        """What the module answers with in fp32, and how far from it eight bits may be."""
+        images = Uncertain(self.images[:count], torch.zeros_like(self.images[:count]))
+        with rounding(self.module, self._uncertain):
+            found = self.module(images)
+        return [found[name] for name in OUTPUTS]
+
+    def emulated(self, count):
+        """What the module answers with where its values and weights are rounded so, in float64."""
+        module = deepcopy(self.module).double()
+        for name in module.eight:
+            layer = getattr(module, name)
+            layer.weight.copy_(rounded_weight(getattr(self.module, name).weight.double()))
+        with rounding(module, self._rounded):
+            found = module(self.images[:count].double())
+        return [found[name] for name in OUTPUTS]
+
+    @property
+    def scale(self):
+        """Of the values inside, which are levels of."""
+        return self.seen[self.module.told].levels[0]
+
+    def _rounded(self, name, values, zero=None):
+        scale, zero = self.seen[name].levels
+        return ((values / scale).round() + zero).clamp(0, 255).sub(zero) * scale
+
+    def _uncertain(self, name, given, zero=None):
+        return Uncertain(given.values, given.error + self.seen[name].levels[0] / 2)
+
+
+class rounding:
+    """Within it, a module does this wherever its values are to become levels."""
+
+    def __init__(self, module, at):
+        self._module, self._at = module, at
+
+    def __enter__(self):
+        self._before, self._module.at = self._module.at, self._at
+
+    def __exit__(self, *_):
+        self._module.at = self._before
+
+
+def rounded_weight(weight):
+    scales = weight.abs().flatten(1).amax(1).div(127).reshape(-1, *[1] * (weight.dim() - 1))
+    return (weight / scales).round() * scales
+
+
+def bound_to(form, tensors):
+    skeleton = OnednnSkeleton(form, lambda expert, answers, batch: ())
+    skeleton.bind(tensors)
+    return skeleton
+
+
+def outputs_of(skeleton, images, threads):
+    def run():
+        with torch.inference_mode():
+            return skeleton.outputs(images)
+
+    return on_threads(threads, run)
+
+
+def fused_of(module, numbers):
+    return fused_module(deepcopy(module).to("meta"), SIZE, OUTPUTS, numbers)
+
+
+def ranges_of(module, weights, images):
+    plain = fused_of(module, torch.float32)
+    return observed(plain.graph, plain.inputs, weights, [images])
+
+
+def form_of(module):
+    fused = fused_of(module, torch.int8)
+    assert isinstance(fused, FusedModule)
+    return OnednnForm(fused, {name: Placement.of(name, reference(shape)) for name, shape in fused.shapes.items()})
+
+
+def tried(kind, seed=0):
+    torch.manual_seed(seed)
+    module, images = kind(), torch.randn(8, 3, *SIZE)
+    seen: dict[str, Seen] = {}
+
+    def note(name, values, zero=None):
+        seen.setdefault(name, Seen()).note(values, zero)
+        module.told = name  # the last of them
+        return values
+
+    with rounding(module, note):
+        module(images)
+    for name in module.eight:
+        weight = getattr(module, name).weight
+        weight.rounded = rounded_weight(weight)
+    weights = dict(module.state_dict())
+    form = form_of(module)
+    return Tried(module, images, form, form.tensors(weights, ranges_of(module, weights, images)), seen)
+
+
+@pytest.fixture(scope="module")
+def known():
+    """What was tried already, by kind."""
+    return {}
+
+
+@pytest.fixture(params=MODULES, ids=lambda kind: kind.__name__)
+def each(request, known):
+    if request.param not in known:
+        known[request.param] = tried(request.param)
+    return known[request.param]
+
+
+def calls_of(form):
+    return [part for part in form.module.inputs if isinstance(part, FusedCall)]
+
+
+def is_as_near_as_its_scales_make_it(each, count, threads):
+    pairs = zip(each.answers(count, threads), each.eager(count), strict=True)
+    return all(bool(((found - expected.values).abs() <= expected.error + 1e-4).all()) for found, expected in pairs)
+
+
+def levels_apart(found, expected, scale):
+    """How many levels are between them; what float32 rounds otherwise is told as the part that it is of all."""
+    apart = ((found - expected) / scale).abs()
+    return float(apart.max()), float((apart > 0.5).double().mean())
+
+
+def is_rounded_alike(each, count, threads):
+    (_, found), (_, expected) = each.answers(count, threads), each.emulated(count)
+    most, slips = levels_apart(found, expected, each.scale)
+    return most < 1.01 and slips <= SLIPS_MAXIMUM
+
+
+def test_what_is_in_eight_bits(each):
+    """The last layer is left alone, and whatever was said of the others."""
+    found = {call.weight for call in calls_of(each.form) if call.quantisation is not None}
+    assert found == {f"{name}.weight" for name in each.module.eight}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_it_is_as_near_to_fp32_as_its_scales_make_it(each, count, threads):
+    assert is_as_near_as_its_scales_make_it(each, count, threads)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_it_rounds_as_is_done_in_float64(each, count, threads):
+    assert is_rounded_alike(each, count, threads)
+
+
+@pytest.mark.parametrize("kind", [Residual, Grouped, Rows])
+def test_no_answer_depends_on_how_many_images_there_are(kind):
+    made = tried(kind)
+    skeleton, images = bound_to(made.form, made.tensors), torch.cat([made.images, -made.images])
+    for threads in (1, 2):
+        whole = outputs_of(skeleton, images, threads)
+        for count in range(1, 16):
+            for found, expected in zip(outputs_of(skeleton, images[:count], threads), whole, strict=True):
+                most, slips = levels_apart(found, expected[:count], made.scale)
+                assert most < 1.01
+                assert slips <= SLIPS_MAXIMUM
+
+
+def test_another_zero_in_the_padding_is_farther_from_fp32_than_that(monkeypatch):
+    """So these checks would tell. Of what is padded nothing is zero but its own zero."""
+    made = tried(NegativePadding)
+    pad = functional.pad
+    assert is_as_near_as_its_scales_make_it(made, 3, 1)
+    monkeypatch.setattr(quantised_calls.functional, "pad", lambda images, sides, value: pad(images, sides, value=0))
+    assert not is_as_near_as_its_scales_make_it(made, 3, 1)
+    assert not is_rounded_alike(made, 3, 1)
+
+
+@pytest.mark.parametrize("off", [-2, 2])
+def test_a_zero_that_is_off_by_two_is_told(off):
+    made = tried(NegativePadding)
+    made.tensors["levels"][1, 1] += off
+    assert not is_rounded_alike(made, 3, 1)
+
+
+def test_a_summand_that_others_read_is_not_overwritten(monkeypatch):
+    made = tried(TwoResiduals)
+    _, expected = made.emulated(3)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "clone", lambda tensor, **lay: tensor)
+        _, wrong = made.answers(3, 1)
+    _, found = made.answers(3, 1)
+    assert levels_apart(found, expected, made.scale)[0] < 1.01
+    assert levels_apart(wrong, expected, made.scale)[0] > 2
+
+
+@pytest.mark.parametrize("kind", [Residual, SumAfterActivation, Joined, Rows])
+def test_overwriting_the_bytes_is_a_whole_switch_of_expert(kind):
+    """Weights, and ranges hundreds of times as large."""
+    one, other = tried(kind, seed=1), tried(kind, seed=2)
+    large = one.images * 300
+    weights = {name: tensor * 2 for name, tensor in other.module.state_dict().items()}
+    tensors = one.form.tensors(weights, ranges_of(other.module, weights, large))
+    assert {name: (each.shape, each.dtype) for name, each in tensors.items()} == {
+        name: (each.shape, each.dtype) for name, each in one.tensors.items()
+    }
+    skeleton = bound_to(one.form, one.tensors)
+    first = outputs_of(skeleton, large, 1)
+    before = {name: tensor.clone() for name, tensor in one.tensors.items()}
+    for expected, there in ((tensors, "other"), (before, "one")):
+        for name, tensor in one.tensors.items():
+            tensor.copy_(expected[name])
+        fresh = bound_to(one.form, {name: tensor.clone() for name, tensor in expected.items()})
+        for found, again in zip(outputs_of(skeleton, large, 1), outputs_of(fresh, large, 1), strict=True):
+            assert found.equal(again), there
+    assert all(found.equal(each) for found, each in zip(outputs_of(skeleton, large, 1), first, strict=True))
+    assert not first[0].equal(outputs_of(bound_to(one.form, tensors), large, 1)[0])
+
+
+def test_what_no_image_showed_becomes_the_end_of_the_range():
+    made = tried(Residual)
+    _, found = outputs_of(bound_to(made.form, made.tensors), made.images * 1e6, 2)
+    assert float(found.min()) == 0
+    assert float(found.max()) == pytest.approx(made.scale * 255, rel=1e-5)
+
+
+def test_several_threads_run_one_skeleton():
+    made = tried(ResidualInPlace)
+    skeleton = bound_to(made.form, made.tensors)
+    expected = [outputs_of(skeleton, made.images[place : place + 2], 1) for place in range(0, 8, 2)]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(5):
+            waiting = [
+                threads.submit(outputs_of, skeleton, made.images[place : place + 2], 1) for place in range(0, 8, 2)
+            ]
+            found = [each.result() for each in waiting]
+            assert all(
+                one.equal(other) for pair in zip(found, expected, strict=True) for one, other in zip(*pair, strict=True)
+            )
+
+
+class LastAlone(Module):
+    """Nothing reads what its only layer answers with."""
+
+    def forward(self, images):
+        found = functional.relu(self.first(images))
+        return {"answer": found.mean((2, 3)), "inside": found}
+
+
+class SinglePixels(Module):
+    """Layers of a single pixel cost nothing."""
+
+    def forward(self, images):
+        found = self.third(self.third(images.mean((2, 3), keepdim=True).repeat(1, 8, 1, 1)[:, :8]))
+        return {"answer": self.last(found), "inside": found}
+
+
+class Unable(Module):
+    """What oneDNN has no activation for in eight bits stays in float32, and so does whoever reads only that."""
+
+    def forward(self, images):
+        found = functional.leaky_relu(self.first(images), 0.1)
+        return {"answer": self.last(found.sigmoid()), "inside": found}
+
+
+@pytest.mark.parametrize("kind", [LastAlone, SinglePixels, Unable])
+def test_a_module_without_a_layer_for_eight_bits_is_refused(kind):
+    assert fused_of(kind(), torch.int8) == Refused("it has no layer that oneDNN runs in eight bits")
+
+
+def test_values_go_from_call_to_call_as_levels():
+    """No steps to levels but for the images, none back but for the last layer and the output."""
+    steps = [node.target for node in form_of(Joined()).module.graph.graph.nodes if node.target in STEPS]
+    assert steps == [quantised_calls.to_levels]
+    steps = [node.target for node in form_of(ResidualInPlace()).module.graph.graph.nodes if node.target in STEPS]
+    assert steps == [quantised_calls.to_levels, quantised_calls.to_values]
+
+
+def test_a_table_has_a_row_for_all_values(each):
+    rows = {part.row for part in each.form.module.inputs if isinstance(part, Values)}
+    for call in calls_of(each.form):
+        if call.quantisation is not None:
+            told = call.quantisation
+            rows |= {values.row for values in (told.source, told.answer, told.summand) if values is not None}
+    assert rows == set(range(len(each.tensors["levels"])))
