@@ -1,4 +1,5 @@
-"""Who takes part: our forms as an executor runs them, torch as its users run it, ONNX Runtime, OpenVINO.
+"""Who takes part: our forms as an executor runs them, torch as its users run it, ONNX Runtime (in eight bits, too),
+OpenVINO.
 
 Guarantees: all of them have the same weights and begin with the same prepared images; each makes one batch of them,
 runs it, and has the same function read predictions out of what came; so what differs is the running alone. Our forms
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 EAGER = "fp32-eager"
 SESSION = "onnxruntime-session"
+INT8_SESSION = "onnxruntime-int8-session"
 OPENVINO = {"openvino-fp32": ("f32", torch.float32), "openvino-bf16": ("bf16", torch.bfloat16)}
 NO_OPENVINO = "openvino is not installed: `pip install openvino`, one of the extras for developers"
 
@@ -61,12 +63,16 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One expert, and the same weights in the module as its users have it. ``graph``: as ONNX, weights included."""
+    """One expert, and the same weights in the module as its users have it. ``graph``: as ONNX, weights included.
+
+    ``quantised``: the same graph in eight bits; None: it is not wanted, or cannot be had.
+    """
 
     expert: Expert
     module: Module
     graph: bytes
     answered: Answered
+    quantised: bytes | None = None
 
     @property
     def size(self) -> tuple[int, int]:
@@ -139,16 +145,25 @@ def eager(model: Model, batch: Batch) -> Contestant:
 
 def session(model: Model, batch: Batch, threads: int) -> Contestant:
     """ONNX Runtime with its own defaults, on a graph whose weights are constants."""
+    return Contestant(SESSION, torch.float32, False, _session_run(model, model.graph, batch, threads))
+
+
+def int8_session(model: Model, graph: bytes, batch: Batch, threads: int) -> Contestant:
+    """The same on a quantised graph."""
+    return Contestant(INT8_SESSION, torch.int8, False, _session_run(model, graph, batch, threads))
+
+
+def _session_run(model: Model, graph: bytes, batch: Batch, threads: int) -> Run:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3  # errors only
-    runtime = onnxruntime.InferenceSession(model.graph, options, providers=["CPUExecutionProvider"])
+    runtime = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
     def run() -> Sequence[Prediction]:
         outputs = runtime.run(None, {IMAGES: _stacked(batch).numpy()})
         return model.answered(model.expert, [torch.from_numpy(output) for output in outputs], batch)
 
-    return Contestant(SESSION, torch.float32, False, run)
+    return run
 
 
 def has_openvino() -> bool:
@@ -187,8 +202,17 @@ def _constant_graph(module: Module, size: tuple[int, int], outputs: Sequence[str
     named = [value.name for value in graph.graph.input if value.name != IMAGES]
     for name in named:
         graph.graph.initializer.append(numpy_helper.from_array(weights[name].numpy(), name))
+    _drop_unread_constants(graph)
     images = [value for value in graph.graph.input if value.name == IMAGES]
     graph.graph.ClearField("input")
     graph.graph.input.extend(images)
     serialised: bytes = graph.SerializeToString()
     return serialised
+
+
+def _drop_unread_constants(graph: onnx.ModelProto) -> None:
+    """ONNX Runtime would complain about each on the terminal. In place."""
+    read = {name for node in graph.graph.node for name in node.input}
+    constants = [tensor for tensor in graph.graph.initializer if tensor.name in read]
+    graph.graph.ClearField("initializer")
+    graph.graph.initializer.extend(constants)
