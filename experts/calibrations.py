@@ -7,6 +7,7 @@ expert has now is never used, and whoever asks is told so.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -121,6 +122,14 @@ def read_calibration(path: Path) -> Calibration | None:
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
+
+
+def digest_of(path: Path) -> str:
+    """Of a file's bytes; empty where none is there."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def why_unusable(calibration: Calibration | None, expert: Expert) -> str | None:

@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from experts.backends import backend_for
+from experts.calibrations import CalibrationFolder, digest_of
 from experts.errors import ExpertError, LoadError, WeightsCorrupt
+from experts.expert import Precision
 from experts.filesystem import sync_folder
 from experts.importing import import_weights
 from experts.packed.manifests import Manifest, ManifestFolder, Source, replacing
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.backends.base import Packable
-    from experts.expert import Expert, Precision
+    from experts.expert import Expert
     from experts.packed.sharing import Partition
     from experts.packed.weights import SegmentStore, TensorSpec
 
@@ -87,7 +89,12 @@ def pack_line(
     concerns one expert is in the report.
     """
     wanted = precisions if callable(precisions) else precisions.__getitem__
-    jobs = [_Job(expert, precision) for expert in experts for precision in sorted(wanted(expert.id))]
+    calibrations = CalibrationFolder.beside(store.directory)
+    jobs = [
+        _Job(replace(expert, calibration=calibrations.path(expert.id)), precision)
+        for expert in experts
+        for precision in sorted(wanted(expert.id))
+    ]
     packing = _Packing(store)
     with store.locked():
         with packing.staging():
@@ -383,6 +390,8 @@ def _recipe(job: _Job) -> str:
     expert = job.expert
     size = [] if expert.input is None else [expert.input.height, expert.input.width]
     parts = [PACKING_FORMAT, expert.architecture, expert.stem, len(expert.labels), size]
+    if job.precision is Precision.ONEDNN_INT8 and expert.calibration is not None:
+        parts.append(digest_of(expert.calibration))
     from_backend = backend_for(expert.architecture).recipe(expert, job.precision)
     return json.dumps([*parts, from_backend] if from_backend else parts)
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from experts.backends.base import Packable
-    from experts.backends.onednn.form import Answered
     from experts.backends.onednn.calibrating import Ranges
+    from experts.backends.onednn.form import Answered
     from experts.expert import Expert
 
 ONEDNN_NUMBERS = {  # that fused calls multiply
