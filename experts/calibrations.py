@@ -114,13 +114,13 @@ def read_calibration(path: Path) -> Calibration | None:
         found = {name: _call_ranges(each) for name, each in document["ranges"].items()}
         return Calibration(
             str(document["weights_sha256"]),
-            SourceStamp(**document["stamp"]),
+            _stamp(document["stamp"]),
             str(document["samples_sha256"]),
             int(document["images"]),
             tuple(map(str, document["labels"])),
             found,
         )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
 
 
@@ -140,8 +140,13 @@ def why_unusable(calibration: Calibration | None, expert: Expert) -> str | None:
     return None if is_same else f"its calibration is of other weights than it has now: {HOW} anew"
 
 
+def _stamp(document: Mapping[str, int | str]) -> SourceStamp:
+    """Raises what ``_call_ranges`` raises."""
+    return SourceStamp(int(document["size_bytes"]), int(document["mtime_ns"]), str(document["listing"]))
+
+
 def _call_ranges(document: Mapping[str, Mapping[str, float] | None]) -> CallRanges:
-    """Raises TypeError, ValueError, KeyError for what is none."""
+    """Raises TypeError, ValueError, KeyError, AttributeError, OverflowError for what is none."""
     found = {name: None if each is None else _range(each) for name, each in document.items()}
     source, answer = found["source"], found["answer"]
     if source is None or answer is None:

@@ -24,6 +24,7 @@ from agent.deployment.profile_in_use import precisions_of, programs_of, usage_of
 from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError
+from experts.expert import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from agent.deployment.packed_copies import Precisions
     from agent.device_profile.records import StoredProfile
     from agent.runtime.expert_copy import ExpertCopy
-    from experts.expert import Precision
     from experts.graph import ExpertGraph
     from experts.packed.weights import PackedExpert
 
@@ -147,6 +147,7 @@ def planned(
     """
     lying = lying_packed(config, config.packed_folder)
     ground = groundwork(config, box, profile, lying, given)
+    ground = replace(ground, precisions=_calibrated(config, ground.precisions, by_precision(lying)))
     kinds = {name: kind_name(config.catalog.experts[name], program) for name, program in programs_of(lying).items()}
     packed = by_precision(lying)
     _refuse_unpacked(config, _to_run(ground.precisions, profile, kinds), packed, without)
@@ -175,6 +176,23 @@ def profiled_box(profile: StoredProfile) -> Box:
     versions = tuple(identity.versions.items())
     host = size(HOST, identity.host_bytes)
     return Box(identity.device, identity.model, identity.processors, identity.cores, host, device, versions)
+
+
+def _calibrated(
+    config: LineConfig, precisions: Precisions, packed: Mapping[str, Mapping[Precision, PackedExpert]]
+) -> Precisions:
+    """The same, with fp32 for experts that the line file gives eight bits and that were not calibrated.
+
+    Those are the ones that lie packed in fp32 and not in eight bits, as profiling leaves them and an agent runs them.
+    """
+    form = Precision.ONEDNN_INT8
+    if config.document.values.get("precision") != form:
+        return precisions
+    plain = {name for name, forms in packed.items() if form.plain in forms and form not in forms}
+    return {
+        processor: {name: form.plain if wanted is form and name in plain else wanted for name, wanted in column.items()}
+        for processor, column in precisions.items()
+    }
 
 
 def _to_run(precisions: Precisions, profile: StoredProfile, kinds: Mapping[str, str]) -> Precisions:

@@ -40,7 +40,7 @@ class Calibrating:
         self._reasons: dict[str, str | None] = {}
 
     def why_not(self, expert: Expert) -> str | None:
-        """Why an expert has no eight-bit form; None where it has one, and is calibrated now if it was not yet."""
+        """Why an expert has no eight-bit form that these samples can judge; it is calibrated now if it was not yet."""
         if expert.id not in self._reasons:
             try:
                 self._reasons[expert.id] = self._calibrated(expert)
@@ -48,14 +48,22 @@ class Calibrating:
                 self._reasons[expert.id] = error.message
         return self._reasons[expert.id]
 
+    def has_form(self, expert: Expert) -> bool:
+        """Whether an agent runs it in eight bits: it is calibrated on these samples, or was on others."""
+        if self.why_not(expert) is None:
+            return True
+        try:
+            return self._folder.why_unusable(expert) is None
+        except ExpertError:  # weights that are not there: packing tells
+            return False
+
     def _calibrated(self, expert: Expert) -> str | None:
         images = self._samples.calibrating.get(expert.id, ())
         there = self._folder.read(expert.id)
-        if not images:
-            return "no sample images to calibrate it on" if why_unusable(there, expert) else None
         labels = _labels(images)
         if len(labels) < LABELS_LEAST:
-            return f"its sample images show one label only ({labels[0]}): give --samples FOLDER with good and bad parts"
+            every = self._samples.of(expert.id)
+            return _too_few(_labels(every)) if every or why_unusable(there, expert) else None
         digest = stamps_sha256(images)
         if there is not None and there.samples_sha256 == digest and why_unusable(there, expert) is None:
             return None
@@ -66,8 +74,20 @@ class Calibrating:
 
 
 def _labels(images: Sequence[Sample]) -> tuple[str, ...]:
-    """What the images show: their labels, or else the shelves that an agent put them on."""
+    """What the images show: their labels, or else the folders that an agent put them in."""
     return tuple(sorted({sample.label or sample.folder for sample in images}))
+
+
+def _too_few(labels: Sequence[str]) -> str:
+    """``labels``: of all its sample images."""
+    if not labels:
+        return "there are no sample images to calibrate it on: give --samples FOLDER"
+    if len(labels) < LABELS_LEAST:
+        return f"its sample images show one label only ({labels[0]}): give --samples FOLDER with good and bad parts"
+    return (
+        "it takes two sample images of each of two labels at least, of which one calibrates and one judges: give "
+        "--samples FOLDER with more"
+    )
 
 
 def _batches(expert: Expert, images: Sequence[Sample]) -> Iterator[Tensor]:

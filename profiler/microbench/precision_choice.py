@@ -18,11 +18,11 @@ from agent.device_profile.identity import packed_sha256
 from agent.runtime.expert_copy import by_kind
 from experts.expert import Precision
 from experts.sizes import mib
-from profiler.microbench.agreement import choose_precision, compare, image_s
+from profiler.microbench.agreement import candidate_precisions, choose_precision, compare, image_s
 from profiler.microbench.texts import TEXTS_SHA256, compare_texts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from agent.config import LineConfig
     from agent.device_profile.records import Agreement, KindProfile
@@ -86,6 +86,8 @@ class PrecisionChoice:
     def _given(self, bench: Bench, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]) -> str | None:
         """The form that the agent runs by the line file; None where the kind does not run in it."""
         form = precision_of(self._config, references[0].expert.id, bench.processor, None, None)
+        if form is Precision.ONEDNN_INT8:
+            form = self._given_eight_bits(bench, references)
         if any(profile.precision == form for profile in profiles):
             if form is Precision.INT8:
                 self._tell_int8(bench, references)
@@ -94,6 +96,19 @@ class PrecisionChoice:
             profiles[0], f"it does not run in {form}, which the line file gives - write `precision: auto`, or another"
         )
         return None
+
+    def _given_eight_bits(self, bench: Bench, references: Sequence[ExpertCopy]) -> Precision:
+        """The form of the kind: experts that are not calibrated run in another, as the agent has it; that is told."""
+        form = Precision.ONEDNN_INT8
+        without = {
+            copy.expert.id: self._packing.why_not_calibrated(copy.expert.id)
+            for copy in references
+            if self._packing.runs_in(copy.expert.id, form) is not form
+        }
+        if without:
+            told = f"{len(without)} of the {len(references)} experts of {references[0].kind} on {bench.processor}"
+            self.notes.append(f"{told} run in {form.plain}, not in {form}: {_named(without)}")
+        return form.plain if len(without) == len(references) else form
 
     def _tell_int8(self, bench: Bench, references: Sequence[ExpertCopy]) -> None:
         """How much it differs: it is not chosen by that, but whoever chose it wants to know."""
@@ -115,6 +130,7 @@ class PrecisionChoice:
     ) -> str | None:
         is_fp32_able = any(profile.precision == Precision.FP32 for profile in profiles)
         sampled = [copy for copy in references if copy.expert.takes_texts or bench.samples.of(copy.expert.id)]
+        self._tell_untried(bench, profiles, sampled)
         agreements: list[Agreement] = []
         for profile in sorted(profiles, key=image_s):
             if profile.precision == Precision.FP32:
@@ -147,9 +163,19 @@ class PrecisionChoice:
     def _why_not_eight_bits(self, references: Sequence[ExpertCopy]) -> str | None:
         """All experts of a kind run alike, and one that is not calibrated has no such form."""
         reasons = {copy.expert.id: self._packing.why_not_calibrated(copy.expert.id) for copy in references}
-        told = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]
-        more = f" (and {len(told) - 1} more experts)" if len(told) > 1 else ""
-        return f"{told[0]}{more}" if told else None
+        lacking = {name: reason for name, reason in reasons.items() if reason is not None}
+        return _named(lacking) if lacking else None
+
+    def _tell_untried(self, bench: Bench, profiles: Sequence[KindProfile], sampled: Sequence[ExpertCopy]) -> None:
+        """That a kind with samples was not even timed in eight bits, as none of those that stand for it has them."""
+        form, kind = Precision.ONEDNN_INT8, profiles[0]
+        known = candidate_precisions(kind.architecture, bench.processor)
+        if form not in known or any(profile.precision == form for profile in profiles):
+            return
+        for copy in sampled:
+            if (reason := self._packing.why_not_calibrated(copy.expert.id)) is not None:
+                self.notes.append(f"{kind.kind} on {bench.processor} is not run in {form}: {copy.expert.id}: {reason}")
+                return
 
     def _agreement(self, bench: Bench, form: Precision, sampled: Sequence[ExpertCopy]) -> Agreement | None:
         """Of all experts with samples, unless an earlier one holds; None where none of them is there in this form.
@@ -203,3 +229,9 @@ class PrecisionChoice:
 
     def _left_off(self, profile: KindProfile, reason: str) -> None:
         self.notes.append(f"{profile.kind} is not run on {profile.processor}: {reason}")
+
+
+def _named(reasons: Mapping[str, str | None]) -> str:
+    """The first expert with its reason, and how many more there are."""
+    (name, reason), *others = reasons.items()
+    return f"{name}: {reason}" + (f" (and {len(others)} more experts)" if others else "")

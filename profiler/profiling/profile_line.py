@@ -330,7 +330,7 @@ class _Profiling:
     ) -> dict[str, list[ExpertCopy]]:
         """The copies that each processor will run, without those of experts that fail on any; these are noted."""
         copies = {
-            processor: [copy for copy in kept if precisions.get((copy.kind, processor)) == copy.packed.precision]
+            processor: [copy for copy in kept if self._runs(copy, precisions.get((copy.kind, processor)))]
             for processor in processors
         }
         for processor, listed in copies.items():
@@ -483,6 +483,10 @@ class _Profiling:
         executors = [ExecutorSpec(0, processor, self._box.pool_of(processor))]
         threads = threads_per_executor(self._box, executors)
         return Bench(self._box, processor, self._segments, self._samples, threads, self._options.batches)
+
+    def _runs(self, copy: ExpertCopy, form: str | None) -> bool:
+        """Whether the expert's copy is the one that runs where its kind runs in this form."""
+        return form is not None and self._packing.runs_in(copy.expert.id, Precision(form)) == copy.packed.precision
 
     def _is_sampled(self, copies: Sequence[ExpertCopy]) -> bool:
         return any(self._samples.of(copy.expert.id) for copy in copies)

@@ -61,8 +61,9 @@ class Sample:
 class LineSamples:
     """Samples by expert; one without any is not in it. ``broken``: files that could not be decoded, and why.
 
-    ``calibrating``: by expert, images that forms of eight bits are calibrated on, an equal share of each label; where
-    there are few, some of its samples are among them, and are not held out (``held_out``).
+    ``calibrating``: by expert, images that forms of eight bits are calibrated on, an equal share of each label, and at
+    most half of those of one; where there are few, some of its samples are among them, and are not held out.
+    ``are_held_out``: whether these are (``held_out``).
     ``mix``: by component, at most MOST_IN_MIX, with labels as rare as among its files in every beginning of it; those
     that no expert was given are not decoded yet: ask ``Checked``.
     """
@@ -72,6 +73,7 @@ class LineSamples:
     broken: tuple[str, ...] = ()
     mix: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
     calibrating: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
+    are_held_out: bool = False
 
     @classmethod
     def find(
@@ -106,15 +108,22 @@ class LineSamples:
 
     def held_out(self) -> LineSamples:
         """The same without images that anything is calibrated on: what it may be judged by."""
+        seen = {expert: {sample.path for sample in samples} for expert, samples in self.calibrating.items()}
         by_expert = {
-            expert: tuple(sample for sample in samples if sample not in self.calibrating.get(expert, ()))
+            expert: tuple(sample for sample in samples if sample.path not in seen.get(expert, ()))
             for expert, samples in self.by_expert.items()
         }
-        return replace(self, by_expert=by_expert)
+        return replace(self, by_expert=by_expert, are_held_out=True)
 
     def sha256(self, experts: Iterable[str]) -> str:
-        """Which samples these experts have: a digest of their paths, sizes and times of change."""
-        parts = [[expert, *_stamp(sample.path)] for expert in sorted(experts) for sample in self.of(expert)]
+        """Which samples these experts have: a digest of their paths, sizes and times of change.
+
+        Of those that are held out, with what they are held out from: what is judged by them was made of that.
+        """
+        names = sorted(experts)
+        parts = [[expert, *_stamp(sample.path)] for expert in names for sample in self.of(expert)]
+        if self.are_held_out:
+            parts += [[expert, stamps_sha256(self.calibrating.get(expert, ()))] for expert in names]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -183,7 +192,7 @@ class _Search:
             sound = (sample for sample in _in_turn(own) if checked.is_sound(sample))
             if found := tuple(itertools.islice(sound, most + MOST_CALIBRATING)):
                 by_expert[expert] = found[:most]
-                calibrating[expert] = found[len(found) - min(MOST_CALIBRATING, len(found) // 2) :]
+                calibrating[expert] = _calibrating(found)
         mix = {component: checked.left_of(samples, MOST_IN_MIX) for component, samples in mixes.items()}
         return LineSamples(
             by_expert,
@@ -259,6 +268,15 @@ class Checked:
     def left_of(self, samples: Iterable[Sample], most: int) -> tuple[Sample, ...]:
         """The first ``most`` of them, without those that are known to be broken; none is decoded for it."""
         return tuple(itertools.islice((sample for sample in samples if sample.path not in self.broken), most))
+
+
+def _calibrating(found: Sequence[Sample]) -> tuple[Sample, ...]:
+    """The last of each component and label, in turn: half of them at most. What has no label is on an agent's shelf."""
+    groups: defaultdict[tuple[str, str], list[Sample]] = defaultdict(list)
+    for sample in found:
+        groups[sample.component, sample.label or sample.folder].append(sample)
+    halves = [samples[: (len(samples) - 1) // 2 : -1] for _, samples in sorted(groups.items())]
+    return tuple(itertools.islice(_in_turn(halves), MOST_CALIBRATING))
 
 
 def _stamp(path: Path) -> list[str | int]:

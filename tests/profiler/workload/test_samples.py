@@ -9,11 +9,13 @@ from collections import Counter
 import numpy as np
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from agent.config import read_line
 from experts.errors import ConfigError
-from profiler.workload.samples import MOST_IN_MIX, LineSamples, described
+from profiler.workload.samples import MOST_CALIBRATING, MOST_IN_MIX, MOST_PER_EXPERT, LineSamples, described
 
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
 
@@ -118,6 +120,94 @@ class TestLabelledCrops:
         assert names(found.of("cls/chip")) == ["chip-ok-04.png"]
         assert len(found.broken) == 4
         assert all("chip-ok-0" in reason for reason in found.broken)
+
+
+class TestCalibratingImages:
+    """Resistors alone, which cls/resistor and cls/solder see."""
+
+    @pytest.fixture
+    def found(self, config, tmp_path):
+        def found(**counts):
+            for label, count in counts.items():
+                for number in range(count):
+                    write_image(tmp_path / "crops" / "resistor" / label / f"{number:03}.png")
+            return LineSamples.find(config, tmp_path / "crops")
+
+        return found
+
+    def labels(self, samples):
+        return Counter(sample.label for sample in samples)
+
+    def test_of_many_they_are_further_ones_and_all_samples_are_held_out(self, found):
+        samples = found(ok=60, bad=60)
+        assert self.labels(samples.calibrating["cls/resistor"]) == {"ok": 8, "bad": 8}
+        assert samples.held_out().by_expert == samples.by_expert
+        assert self.labels(samples.of("cls/resistor")) == {"ok": 12, "bad": 12}
+
+    def test_few_are_halved(self, found):
+        samples = found(ok=5, bad=4)
+        assert self.labels(samples.calibrating["cls/resistor"]) == {"ok": 2, "bad": 2}
+        assert self.labels(samples.held_out().of("cls/resistor")) == {"ok": 3, "bad": 2}
+        assert self.labels(samples.of("cls/resistor")) == {"ok": 5, "bad": 4}
+
+    def test_a_rare_label_is_on_both_sides(self, found):
+        samples = found(ok=90, bad=3)
+        assert self.labels(samples.calibrating["cls/resistor"]) == {"ok": 15, "bad": 1}
+        assert self.labels(samples.held_out().of("cls/resistor"))["bad"] == 2
+
+    def test_one_label_is_halved_as_it_is_and_of_one_image_nothing_is_left_to_calibrate_on(self, found):
+        assert self.labels(found(ok=4).calibrating["cls/resistor"]) == {"ok": 2}
+        assert self.labels(found(bad=1).calibrating["cls/resistor"]) == {"ok": 2}
+
+    def test_without_images_there_are_none(self, config):
+        assert LineSamples.find(config).calibrating == {}
+        assert LineSamples.find(config).held_out().by_expert == {}
+
+    def test_what_an_agent_put_in_its_folders_is_divided_by_them(self, config, tmp_path):
+        for number in range(4):
+            write_image(tmp_path / "inbox" / "done" / f"B{number}_chip_U1.png")
+            write_image(tmp_path / "inbox" / "ng" / f"B{number}_chip_U2.png")
+        samples = LineSamples.find(config)
+        for half in (samples.calibrating["cls/chip"], samples.held_out().of("cls/chip")):
+            assert Counter(sample.folder for sample in half) == {"inbox/done": 2, "inbox/ng": 2}
+
+    def test_a_digest_of_those_held_out_tells_what_they_are_held_out_from(self, found):
+        samples, experts = found(ok=60, bad=60), ("cls/resistor",)
+        before = [each.sha256(experts) for each in (samples, samples.held_out())]
+        assert before == [each.sha256(experts) for each in (found(), found().held_out())]
+        write_image(samples.calibrating["cls/resistor"][0].path, side=9)
+        assert samples.sha256(experts) == before[0] != samples.held_out().sha256(experts) != before[1]
+
+    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
+    @given(
+        counts=st.dictionaries(
+            st.tuples(st.sampled_from(["resistor", "chip"]), st.sampled_from(["ok", "bad", "odd"])),
+            st.integers(1, 30),
+            min_size=1,
+        ),
+        most=st.integers(1, MOST_PER_EXPERT),
+    )
+    def test_no_image_is_on_both_sides_and_labels_come_evenly(self, config, tmp_path_factory, counts, most):
+        folder = tmp_path_factory.mktemp("crops")
+        for (component, label), count in counts.items():
+            for number in range(count):
+                write_image(folder / component / label / f"{number}.png", side=1)
+        samples = LineSamples.find(config, folder, most)
+        check_apart(samples)
+        assert samples == LineSamples.find(config, folder, most)
+        for chosen in samples.calibrating.values():
+            assert len(chosen) == len(set(chosen)) <= MOST_CALIBRATING
+            shown = Counter((each.component, each.label) for each in chosen)
+            assert all(2 * number <= counts[group] for group, number in shown.items())
+            rarer = [number for group, number in shown.items() if counts[group] // 2 > number]
+            assert not rarer or max(shown.values()) <= min(rarer) + 1 or sum(shown.values()) < MOST_CALIBRATING
+
+
+def check_apart(samples):
+    """Nobody is judged by an image that it was calibrated on, and whoever is calibrated can be judged."""
+    for expert, held_out in samples.held_out().by_expert.items():
+        assert held_out
+        assert not {each.path for each in held_out} & {each.path for each in samples.calibrating[expert]}
 
 
 class TestIntake:

@@ -1,0 +1,175 @@
+"""Eight bits as a form to pack in: only for experts that are calibrated as they are, and switched by their bytes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from experts.backends import backend_for, observed_ranges
+from experts.backends.onednn import operators
+from experts.calibrations import Calibration, CalibrationFolder, Range
+from experts.errors import WeightsMismatch
+from experts.expert import Precision
+from experts.packed.manifests import ManifestFolder
+from experts.packed.packing import pack_line
+from experts.packed.sources import sha256_of, stamp_of
+
+FORM = Precision.ONEDNN_INT8
+ARCHITECTURE = "resnet18"
+SIZE = 64  # of which every convolution sees more than a pixel
+
+pytestmark = pytest.mark.skipif(
+    operators.why_absent(torch.int8) is not None, reason=f"eight bits take {operators.why_absent(torch.int8)}"
+)
+
+
+@pytest.fixture
+def expert(files):
+    return files.classifier("cls/x", ARCHITECTURE, seed=3, size=SIZE)
+
+
+@pytest.fixture
+def folder(store):
+    return CalibrationFolder.beside(store.directory)
+
+
+def images_for(expert, image):
+    """What an expert sees of three images."""
+    backend = backend_for(expert.architecture)
+    return torch.stack([backend.prepare(expert, each).tensor for each in (image, image[::-1].copy(), 255 - image)])
+
+
+def calibration_of(expert, image):
+    ranges = observed_ranges(expert, [images_for(expert, image)])
+    return Calibration(sha256_of(expert), stamp_of(expert), "0" * 64, 3, ("bad", "ok"), ranges)
+
+
+def packed_in(store, expert, *precisions):
+    report = pack_line([expert], lambda _: set(precisions), store)
+    assert report.failed == {}
+    return report.packed[expert.id]
+
+
+def refusal(store, expert):
+    """Why an expert cannot be packed in eight bits; what else it lies packed in stays."""
+    report = pack_line([expert], lambda _: {FORM, Precision.FP32}, store)
+    assert report.packed[expert.id].keys() == {Precision.FP32}
+    error = report.failed[expert.id]
+    assert isinstance(error, WeightsMismatch)
+    return error.message
+
+
+def test_one_that_is_not_calibrated_is_refused_with_what_to_do(expert, store):
+    told = "it is not calibrated: `coserve profile LINE.yaml --samples FOLDER` calibrates it; it has no form of eight"
+    assert refusal(store, expert).startswith(told)
+    with pytest.raises(WeightsMismatch, match="it is not calibrated"):
+        backend_for(expert.architecture).pack(expert, FORM)
+
+
+def test_a_calibration_of_other_weights_is_refused(files, expert, store, folder, image):
+    folder.write(expert.id, calibration_of(expert, image))
+    packed_in(store, expert, FORM)
+    files.classifier("cls/x", ARCHITECTURE, seed=4, size=SIZE)
+    assert "its calibration is of other weights than it has now: `coserve profile" in refusal(store, expert)
+    folder.write(expert.id, calibration_of(expert, image))
+    packed_in(store, expert, FORM)
+
+
+def test_a_calibration_that_lacks_a_layer_is_refused(expert, store, folder, image):
+    found = calibration_of(expert, image)
+    folder.write(
+        expert.id, replace(found, ranges={name: each for name, each in found.ranges.items() if "layer1" not in name})
+    )
+    assert "its calibration is of another architecture or version: `coserve profile" in refusal(store, expert)
+
+
+def test_one_that_cannot_be_understood_is_none(expert, store, folder, image):
+    folder.write(expert.id, calibration_of(expert, image))
+    os.truncate(folder.path(expert.id), 100)
+    assert refusal(store, expert).startswith("it is not calibrated")
+
+
+def test_another_calibration_packs_again_and_the_same_does_not(expert, store, folder, image):
+    found = calibration_of(expert, image)
+    folder.write(expert.id, found)
+    first = packed_in(store, expert, FORM, Precision.FP32)
+    written = store.segment_path(first[FORM].own.sha256).stat().st_mtime_ns
+    folder.write(expert.id, found)
+    os.utime(expert.weights, ns=(1, 1))
+    assert packed_in(store, expert, FORM, Precision.FP32) == first
+    assert store.segment_path(first[FORM].own.sha256).stat().st_mtime_ns == written
+    ranges = dict(found.ranges)
+    (name, *_) = ranges
+    ranges[name] = replace(ranges[name], source=Range(-9.0, 9.0))
+    folder.write(expert.id, replace(found, ranges=ranges))
+    second = packed_in(store, expert, FORM, Precision.FP32)
+    assert second[Precision.FP32] == first[Precision.FP32]
+    assert second[FORM].own.sha256 != first[FORM].own.sha256
+    assert second[FORM].layout == first[FORM].layout
+    assert not store.segment_path(first[FORM].own.sha256).exists()
+
+
+def test_a_calibration_that_went_is_told_at_the_next_packing(expert, store, folder, image):
+    folder.write(expert.id, calibration_of(expert, image))
+    packed_in(store, expert, FORM)
+    folder.path(expert.id).unlink()
+    assert refusal(store, expert).startswith("it is not calibrated")
+    assert ManifestFolder(store.directory / "manifests").read(expert.id, Precision.FP32) is not None
+
+
+def test_it_takes_a_quarter_of_the_bytes(expert, store, folder, image):
+    folder.write(expert.id, calibration_of(expert, image))
+    found = packed_in(store, expert, FORM, Precision.FP32)
+    sizes = {form: sum(segment.size_bytes for segment in packed.segments) for form, packed in found.items()}
+    assert 0.24 < sizes[FORM] / sizes[Precision.FP32] < 0.28
+
+
+def test_experts_of_one_architecture_are_switched_by_their_bytes(files, store, folder, make_slot, image):
+    """In one slot, of one layout and skeleton, each answers as in a slot of its own."""
+    experts = [files.classifier(f"cls/{seed}", ARCHITECTURE, seed, size=SIZE) for seed in (1, 2)]
+    for expert in experts:
+        folder.write(expert.id, calibration_of(expert, image))
+    report = pack_line(experts, lambda _: {FORM, Precision.FP32}, store)
+    assert report.failed == {}
+    packed = [report.packed[expert.id][FORM] for expert in experts]
+    assert packed[0].layout == packed[1].layout
+    assert packed[0].program_sha256 == packed[1].program_sha256
+    alone = [
+        make_slot(expert, form, store).infer(expert, image, 255 - image)
+        for expert, form in zip(experts, packed, strict=True)
+    ]
+    assert alone[0] != alone[1]
+    slot = make_slot(experts[0], packed[0], store)
+    bound = slot.skeleton._inputs
+    for number in (0, 1, 0, 1, 1, 0):
+        slot.load(experts[number], packed[number])
+        assert slot.infer(experts[number], image, 255 - image) == alone[number]
+    assert slot.skeleton._inputs is bound
+
+
+def test_it_answers_nearly_as_in_fp32(expert, store, folder, make_slot, image):
+    folder.write(expert.id, calibration_of(expert, image))
+    packed = packed_in(store, expert, FORM, Precision.FP32)
+    found, expected = (
+        make_slot(expert, packed[form], store).infer(expert, image, 255 - image) for form in (FORM, Precision.FP32)
+    )
+    assert [each.label for each in found] == [each.label for each in expected]
+    assert [each.score for each in found] == pytest.approx([each.score for each in expected], abs=0.1)
+
+
+def test_an_expert_whose_values_are_no_numbers_cannot_be_calibrated_and_says_so(files, image):
+    module = files.build(ARCHITECTURE, 3)
+    with torch.no_grad():
+        module.layer1[0].conv1.weight.fill_(1e30)
+        module.layer1[0].conv2.weight.fill_(1e30)
+    expert = files.torch_module("cls/x", module.eval(), ARCHITECTURE, size=SIZE)
+    with pytest.raises(WeightsMismatch, match=r"it cannot be calibrated, as its values .* no numbers: .* of layer1"):
+        calibration_of(expert, image)
+
+
+def test_an_architecture_of_another_backend_has_no_such_form(files):
+    with pytest.raises(WeightsMismatch, match="onnx has no form of eight bits"):
+        observed_ranges(files.onnx("cls/x"), [torch.zeros(1, 3, 32, 32)])

@@ -1,0 +1,212 @@
+"""Calibrations as files: what is written is read, what is torn or foreign counts as absent, and whose each one is."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from experts.calibrations import (
+    Calibration,
+    CalibrationFolder,
+    CallRanges,
+    Range,
+    digest_of,
+    read_calibration,
+    why_unusable,
+)
+from experts.errors import WeightsMissing
+from experts.packed.sources import SourceStamp, sha256_of, stamp_of
+
+FOUND = Calibration(
+    "ab" * 32,
+    SourceStamp(1000, 17),
+    "cd" * 32,
+    16,
+    ("bad", "ok"),
+    {
+        "conv1.weight": CallRanges(Range(-2.1, 2.6), Range(0.0, 7.25)),
+        "layer1.0.conv2.weight": CallRanges(Range(0.0, 1e-30), Range(-3.0, 0.0), Range(-1.0, 0.1)),
+    },
+)
+DOCUMENT = json.dumps(asdict(FOUND))
+
+NUMBERS = st.integers() | st.floats() | st.sampled_from([10**400, -(10**400), 1e308])
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return CalibrationFolder.beside(tmp_path / "packed")
+
+
+def of(expert):
+    """A calibration of an expert as it is now."""
+    return replace(FOUND, weights_sha256=sha256_of(expert), stamp=stamp_of(expert))
+
+
+def places(document, above=()):
+    """The paths to all that a document holds, itself included."""
+    yield above
+    entries = document.items() if isinstance(document, dict) else enumerate(document if type(document) is list else ())
+    for key, each in entries:
+        yield from places(each, (*above, key))
+
+
+def with_other(document, place, value):
+    """The document with a value in that place; without the place where the value is KeyError."""
+    if not place:
+        return value
+    key, *rest = place
+    changed = document.copy()
+    if not rest and value is KeyError:
+        del changed[key]
+    else:
+        changed[key] = with_other(document[key], rest, value)
+    return changed
+
+
+# -- files --
+
+
+def test_what_is_written_is_read(folder):
+    folder.write("cls/x", FOUND)
+    assert folder.read("cls/x") == FOUND
+    assert folder.read("cls/y") is None
+
+
+def test_a_second_one_takes_the_place_of_the_first_and_nothing_else_lies_there(folder):
+    folder.write("cls/x", FOUND)
+    folder.write("cls/x", replace(FOUND, images=4))
+    assert folder.read("cls/x").images == 4
+    assert list(folder.path("cls/x").parent.iterdir()) == [folder.path("cls/x")]
+
+
+def test_what_is_left_of_a_writing_that_was_cut_off_changes_nothing(folder):
+    folder.write("cls/x", FOUND)
+    folder.path("cls/x").with_name("x.json.part").write_text(DOCUMENT[:50])
+    assert folder.read("cls/x") == FOUND
+    folder.write("cls/x", replace(FOUND, images=4))
+    assert folder.read("cls/x").images == 4
+
+
+@pytest.mark.parametrize("name", ["", "/", "cls/", "/x", "cls//x", "..", "../x", "cls/../../x", "cls/.", "cls/x\0y"])
+def test_what_is_no_experts_id_has_no_place(folder, name):
+    with pytest.raises(ValueError, match="cannot be an expert's id: it is not kind/name"):
+        folder.path(name)
+
+
+def test_experts_of_like_names_have_places_of_their_own(folder):
+    names = ["cls/x", "cls/x.json", "x", "cls/x.json.part", "cls-x"]
+    assert len({folder.path(name) for name in names}) == len(names)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[]", b"{}", b"null", b"\x00\xff", b'"text"', DOCUMENT.encode()[:-1], b"[" * 100_000,
+        DOCUMENT.replace("7.25", "NaN").encode(), DOCUMENT.replace("7.25", "Infinity").encode(),
+        DOCUMENT.replace("7.25", "-1").encode(), DOCUMENT.replace("7.25", f"1{'0' * 400}").encode(),
+        DOCUMENT.replace("16", "Infinity").encode(), DOCUMENT.replace('"mtime_ns"', '"changed"').encode(),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_understood_counts_as_absent(folder, content):
+    folder.write("cls/x", FOUND)
+    folder.path("cls/x").write_bytes(content)
+    assert folder.read("cls/x") is None
+
+
+def test_a_folder_in_its_place_counts_as_absent(folder):
+    folder.path("cls/x").mkdir(parents=True)
+    assert folder.read("cls/x") is None
+    assert digest_of(folder.path("cls/x")) == ""
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(place=st.sampled_from(list(places(json.loads(DOCUMENT)))), value=VALUES | st.just(KeyError))
+def test_whatever_stands_in_it_is_a_calibration_or_none(tmp_path, place, value):
+    document = {} if (place, value) == ((), KeyError) else with_other(json.loads(DOCUMENT), place, value)
+    (tmp_path / "x.json").write_text(json.dumps(document))
+    check_sound(read_calibration(tmp_path / "x.json"))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(start=st.integers(0, len(DOCUMENT)), length=st.integers(0, 20), other=st.binary(max_size=8))
+def test_however_its_bytes_are_torn_it_is_a_calibration_or_none(tmp_path, start, length, other):
+    content = DOCUMENT.encode()
+    (tmp_path / "x.json").write_bytes(content[:start] + other + content[start + length :])
+    check_sound(read_calibration(tmp_path / "x.json"))
+
+
+def check_sound(found):
+    """Absent, or whole: what a form of eight bits can be made by, and what can be written again."""
+    if found is None:
+        return
+    assert isinstance(found, Calibration)
+    assert all(isinstance(name, str) and isinstance(each, CallRanges) for name, each in found.ranges.items())
+    json.dumps(asdict(found), allow_nan=False)
+
+
+# -- whose they are --
+
+
+def test_one_of_these_weights_is_usable(files):
+    expert = files.fake("cls/x")
+    assert why_unusable(of(expert), expert) is None
+
+
+def test_none_is_told_with_what_to_do(files, folder):
+    told = folder.why_unusable(files.fake("cls/x"))
+    assert told == "it is not calibrated: `coserve profile LINE.yaml --samples FOLDER` calibrates it"
+
+
+def test_one_of_other_weights_is_told(files, folder):
+    expert = files.fake("cls/x")
+    folder.write(expert.id, of(expert))
+    assert folder.why_unusable(expert) is None
+    files.fake("cls/x", weight_bytes=20_000)
+    assert "its calibration is of other weights than it has now: `coserve profile" in folder.why_unusable(expert)
+
+
+def test_weights_that_were_only_touched_are_the_same(files, folder):
+    expert = files.fake("cls/x")
+    folder.write(expert.id, of(expert))
+    os.utime(expert.weights, ns=(1, 1))
+    assert folder.why_unusable(expert) is None
+
+
+def test_weights_that_lie_as_they_did_are_not_hashed(files):
+    """A start with hundreds of experts looks at how their files lie."""
+    expert = files.fake("cls/x")
+    assert why_unusable(replace(of(expert), weights_sha256="0" * 64), expert) is None
+
+
+def test_of_weights_that_are_not_there_is_told(files, folder):
+    expert = files.fake("cls/x")
+    folder.write(expert.id, of(expert))
+    expert.weights.unlink()
+    with pytest.raises(WeightsMissing):
+        folder.why_unusable(expert)
+
+
+# -- ranges --
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.0, 0.0), (float("nan"), 1.0), (0.0, float("inf")), (-float("inf"), 0.0)])
+def test_a_range_is_of_numbers(low, high):
+    with pytest.raises(ValueError, match="have no levels"):
+        Range(low, high)
+
+
+def test_a_range_around_others_holds_them_and_no_more():
+    assert Range.around([Range(-1.0, 0.5), Range(0.0, 3.0), Range(2.0, 2.0)]) == Range(-1.0, 3.0)
+    with pytest.raises(ValueError, match="empty"):
+        Range.around([])
