@@ -302,6 +302,19 @@ class Divided(Module):
         return functional.silu(self.third(torch.cat([one, other, second], 1)))
 
 
+class DividedAndJoinedWithFloat(Module):
+    """As in a YOLOv8 with a shortcut: one half goes to a layer, the other only to where all is joined in float32."""
+
+    def build(self):
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+        self.third = nn.Conv2d(12, 8, 1)
+
+    def path(self, images):
+        one, other = self.at("first", functional.silu(self.first(images))).chunk(2, 1)
+        summed = other + functional.silu(self.second(other))
+        return functional.silu(self.third(self.at("joined", torch.cat([one, other, summed], 1))))
+
+
 class DividedAndAdded(Module):
     """A summand that is a part of another value, with gaps between its bytes."""
 
