@@ -93,7 +93,7 @@ def test_in_eight_bits_every_call_answers_as_in_fp32(architecture, eight_bits):
     assert {name: error for name, error in errors.items() if not error < ROUNDED} == {}
 
 
-@pytest.mark.parametrize("architecture", ["resnet18", "mobilenet_v2", "squeezenet1_1"])
+@pytest.mark.parametrize("architecture", ["mobilenet_v2", "squeezenet1_1"])
 def test_a_call_with_another_scale_would_be_told(architecture, eight_bits):
     module, plain = fused_of(architecture, torch.float32)
     made = eight_bits(module, plain, sample_of(module), ("logits",))
