@@ -26,8 +26,9 @@ class Precision(StrEnum):
 
     ``ONNXRUNTIME`` is fp32 numbers executed by ONNX Runtime instead of torch, on the CPU only: a form of execution,
     chosen among the precisions of an expert because it is packed, measured and switched as they are. So are the two of
-    oneDNN: fp32 and bf16 numbers by its own operators, fused, from weights in its own layout, on the CPU only. ``INT8``
-    is for weights of language models alone; they are computed with in bf16.
+    oneDNN: fp32 and bf16 numbers by its own operators, fused, from weights in its own layout, on the CPU only; and
+    ``ONEDNN_INT8``, in which an expert that was calibrated multiplies eight bits by eight. ``INT8`` is for weights of
+    language models alone; they are computed with in bf16.
     """
 
     FP32 = "fp32"
@@ -36,6 +37,7 @@ class Precision(StrEnum):
     ONNXRUNTIME = "onnxruntime"
     ONEDNN_FP32 = "onednn-fp32"
     ONEDNN_BF16 = "onednn-bf16"
+    ONEDNN_INT8 = "onednn-int8"
     INT8 = "int8"
 
     @property
@@ -45,7 +47,10 @@ class Precision(StrEnum):
 
     @property
     def plain(self) -> Precision:
-        """The form that torch executes the same numbers in, on any device: itself but for forms of the CPU only."""
+        """What torch runs in its place, on any device: itself but for forms of the CPU only.
+
+        The same numbers, but for eight bits, which torch's plain operators do not multiply: fp32 then.
+        """
         return _PLAIN.get(self, self)
 
 
@@ -53,6 +58,7 @@ _PLAIN = {
     Precision.ONNXRUNTIME: Precision.FP32,
     Precision.ONEDNN_FP32: Precision.FP32,
     Precision.ONEDNN_BF16: Precision.BF16,
+    Precision.ONEDNN_INT8: Precision.FP32,
 }
 
 
@@ -94,6 +100,7 @@ class Expert:
 
     For images that is a file, and ``input`` says what they have to be. For texts it is a Hugging Face directory,
     ``input`` is None, and there are ``labels`` only where it is asked to choose one of them.
+    ``calibration``: the file of ranges that its eight-bit form is made by (experts.calibrations); the packer names it.
     One whose ``task`` is anomaly has two labels, of what is good and of what is not: an image whose score reaches the
     ``threshold`` is not. Without a threshold it judges nothing.
     """
@@ -109,6 +116,7 @@ class Expert:
     moe_cache_bytes: int | None = None  # language models: what its moe_experts may take together; None: all of them
     task: Task | None = None
     threshold: float | None = None  # anomaly experts: on the scale of their own scores
+    calibration: Path | None = None
     is_automatic: bool = False  # language models: what the profile chose, whatever the line's precision is
 
     @property

@@ -7,13 +7,13 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 from experts.backends.onednn import operators as onednn
-from experts.backends.state_dict import DTYPES
+from experts.backends.onednn.backend_forms import ONEDNN_NUMBERS
 from experts.errors import WeightsMismatch
 from experts.expert import Expert, Precision
 
 RUNTIME_PACKAGES = ("onnx", "onnxruntime", "onnxscript")
 TORCH_FORMS = frozenset({Precision.FP32, Precision.BF16, Precision.FP16})
-ONEDNN_FORMS = frozenset({Precision.ONEDNN_FP32, Precision.ONEDNN_BF16})
+ONEDNN_FORMS = frozenset(ONEDNN_NUMBERS)
 
 
 def executable_forms() -> frozenset[Precision]:
@@ -26,7 +26,7 @@ def why_absent(precision: Precision) -> str | None:
     if precision is Precision.ONNXRUNTIME:
         return ", ".join(_absent_packages()) or None
     if precision in ONEDNN_FORMS:
-        return onednn.why_absent(DTYPES[precision])
+        return onednn.why_absent(ONEDNN_NUMBERS[precision])
     return None if precision in TORCH_FORMS else "a language model"
 
 

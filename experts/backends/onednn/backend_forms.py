@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from experts.backends.made_once import MadeOnce
+from experts.backends.onednn.calibrating import observed
 from experts.backends.onednn.form import (
     FusedModule,
     OnednnForm,
@@ -17,19 +18,26 @@ from experts.backends.onednn.form import (
     packable,
     packed_form,
 )
-from experts.backends.state_dict import DTYPES
-from experts.errors import BackendUnavailable
+from experts.calibrations import HOW, read_calibration
+from experts.errors import BackendUnavailable, WeightsMismatch
+from experts.expert import Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     from torch import Tensor
     from torch.nn import Module
 
     from experts.backends.base import Packable
+    from experts.backends.onednn.calibrating import Ranges
     from experts.backends.onednn.form import Answered
-    from experts.expert import Expert, Precision
+    from experts.expert import Expert
 
+ONEDNN_NUMBERS = {  # that fused calls multiply
+    Precision.ONEDNN_FP32: torch.float32,
+    Precision.ONEDNN_BF16: torch.bfloat16,
+    Precision.ONEDNN_INT8: torch.int8,
+}
 FORMS_KEPT = 64  # that nobody holds: packing goes through the line's forms in turn
 
 Structure = TypeVar("Structure", bound="Hashable")
@@ -58,14 +66,30 @@ class OnednnForms(Generic[Structure]):
     def pack(
         self, expert: Expert, precision: Precision, structure: Structure, weights: Mapping[str, Tensor]
     ) -> Packable:
-        """One expert's weights, by their names in the module, in the form's dtype. Raises WeightsMismatch."""
-        form = self._decided(structure, _size(expert), DTYPES[precision])
-        return packable(expert, precision, form, weights)
+        """One expert's weights, by their names in the module, in the form's dtype.
+
+        Raises WeightsMismatch, also for one that is to have eight bits and was not calibrated as it is now.
+        """
+        form = self._decided(structure, _size(expert), ONEDNN_NUMBERS[precision])
+        ranges = _calibrated(expert, form) if precision is Precision.ONEDNN_INT8 else None
+        return packable(expert, precision, form, weights, ranges)
+
+    def ranges(
+        self, expert: Expert, structure: Structure, weights: Mapping[str, Tensor], batches: Iterable[Tensor]
+    ) -> Ranges:
+        """What the expert's calls read and answer with on these images. Raises WeightsMismatch where it has no calls.
+
+        ``weights``: by their names in the module, float32. ``batches``: float32 (n, 3, height, width).
+        """
+        fused = self._fused(structure, _size(expert), torch.float32)
+        if isinstance(fused, Refused):
+            raise WeightsMismatch(expert.id, f"{expert.architecture} cannot be calibrated: {fused.reason}")
+        return observed(fused.graph, fused.inputs, weights, batches)
 
     def packed(self, expert: Expert, precision: Precision, structure: Structure, program: bytes) -> OnednnForm:
         """What the skeletons of a packed form run. Raises BackendUnavailable where it was not packed for this box."""
         subject = f"{expert.architecture} in {precision}"
-        return self._packed(subject, structure, _size(expert), DTYPES[precision], program)
+        return self._packed(subject, structure, _size(expert), ONEDNN_NUMBERS[precision], program)
 
     def skeleton(
         self,
@@ -81,17 +105,27 @@ class OnednnForms(Generic[Structure]):
             raise BackendUnavailable(f"{expert.architecture} in {precision}", f"it runs on the CPU, not on {device}")
         return OnednnSkeleton(self.packed(expert, precision, structure, program), answered)
 
-    def _fuse(self, structure: Structure, size: tuple[int, int], dtype: torch.dtype) -> FusedModule | Refused:
-        return fused_module(self._module(structure), size, self._outputs, dtype)
+    def _fuse(self, structure: Structure, size: tuple[int, int], numbers: torch.dtype) -> FusedModule | Refused:
+        return fused_module(self._module(structure), size, self._outputs, numbers)
 
-    def _decide(self, structure: Structure, size: tuple[int, int], dtype: torch.dtype) -> OnednnForm | Refused:
-        fused = self._fused(structure, size, dtype)
+    def _decide(self, structure: Structure, size: tuple[int, int], numbers: torch.dtype) -> OnednnForm | Refused:
+        fused = self._fused(structure, size, numbers)
         return decided_form(self._module(structure), fused, self._outputs, self._sample(structure))
 
     def _prove(
-        self, subject: str, structure: Structure, size: tuple[int, int], dtype: torch.dtype, program: bytes
+        self, subject: str, structure: Structure, size: tuple[int, int], numbers: torch.dtype, program: bytes
     ) -> OnednnForm:
-        return packed_form(subject, self._fused(structure, size, dtype), program)
+        return packed_form(subject, self._fused(structure, size, numbers), program)
+
+
+def _calibrated(expert: Expert, form: OnednnForm | Refused) -> Ranges:
+    """Raises WeightsMismatch where nothing was observed, or not all calls of the form."""
+    found = None if expert.calibration is None else read_calibration(expert.calibration)
+    if found is None:
+        raise WeightsMismatch(expert.id, f"it has no form of eight bits before it is calibrated: {HOW}")
+    if isinstance(form, OnednnForm) and not form.quantised <= found.ranges.keys():
+        raise WeightsMismatch(expert.id, f"its calibration is of another architecture or version: {HOW} anew")
+    return found.ranges
 
 
 def _size(expert: Expert) -> tuple[int, int]:

@@ -6,14 +6,14 @@ graph is put into eight bits. The same images and weights give the same ranges.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from experts.backends.onednn.calls import Arrangements, bound
 from experts.backends.onednn.fusion import LEVELS, OFFSETS, SCALES, FusedCall
-from experts.backends.onednn.levels import Range, Values, levels, quantised_weight
+from experts.backends.onednn.levels import Values, levels, quantised_weight
+from experts.calibrations import CallRanges, Range
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,15 +22,6 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from experts.backends.onednn.calls import Call
-
-
-@dataclass(frozen=True, slots=True)
-class CallRanges:
-    """What a call read and answered with. ``summand`` None: nothing is added in it."""
-
-    source: Range
-    answer: Range
-    summand: Range | None = None
 
 
 Ranges: TypeAlias = "Mapping[str, CallRanges]"  # by the names of the calls' weights

@@ -11,39 +11,20 @@ no range and no levels, so that it can never pass for one.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch import Tensor
+
+    from experts.calibrations import Range
 
 HIGHEST = 255
 MIDDLE = 128
 WEIGHT_HIGHEST = 127
 SCALE_LEAST = 2.0**-64  # so that what is divided by it, or by a product of two, stays a number of float32
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """The least and the greatest of some values. Raises ValueError where one of these is no number, or infinite."""
-
-    low: float
-    high: float
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.low) and math.isfinite(self.high)):
-            raise ValueError(f"values from {self.low} to {self.high} have no levels")
-
-    @classmethod
-    def around(cls, ranges: Iterable[Range]) -> Range:
-        """The least that holds all of these. Raises ValueError for none."""
-        found = list(ranges)
-        return cls(min(each.low for each in found), max(each.high for each in found))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,12 @@
 The operations are those of convolutions, linear layers and attention, two for each multiply-accumulate, as torch counts
 them (torch.utils.flop_counter) while the plain module runs on tensors without memory; for torchvision's classifiers
 they are the numbers that it publishes. The rate is that of the fastest of several matrix multiplications in the same
-numbers on the same threads; where fp32's is faster, as of fp16 on a processor that has no instructions for it, that
-one, because such numbers are converted. An algorithm that needs fewer operations (Winograd's, for convolutions), or
-one whose operands all lie in caches, may be faster.
+numbers on the same threads: of several shapes, each multiplied as torch does it (``torch.mm``, in eight bits
+``torch._int_mm``) and, in fp32, bf16 and int8, as oneDNN does it with a weight packed for it, in eight bits to levels
+of eight bits; torch's own library may well be the slower one on a processor that is not its maker's. Where fp32's is
+faster, as of fp16 on a processor that has no instructions for it, that one is taken, because such numbers are
+converted. An algorithm that needs fewer operations (Winograd's, for convolutions), or one whose operands all lie in
+caches, may be faster.
 """
 
 from __future__ import annotations
@@ -16,13 +19,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from experts.backends.onednn.operators import why_absent
 from profiler.bench.compute.alternating import one_run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
     from torch.nn import Module
+
+    Run = Callable[[], Tensor]
 
 SHAPES = (  # rows, inner, columns; the smallest first
     (256, 256, 256),
@@ -40,21 +46,23 @@ NAMES = {
     torch.float16: "fp16",
     torch.int8: "int8",
 }  # of numbers, by dtype
+PACKED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.int8})  # that oneDNN's packed weights have here
 
 
 class Multiplication:
     """The matrix multiplication that reaches most in one kind of numbers, ready to be run."""
+
+    run: Run
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.rate, self.shape = dtype, 0.0, SHAPES[0]
         for shape in SHAPES:
             if self.rate and _operations(shape) / self.rate > LONGEST_S:
                 break
-            run = _multiplication(dtype, shape)
-            reached = _operations(shape) / min(one_run(run) for _ in range(TRIES))
-            if reached > self.rate:
-                self.rate, self.shape = reached, shape
-        self.run: Callable[[], Tensor] = _multiplication(dtype, self.shape)
+            for run in multiplying(*_operands(dtype, shape)):
+                reached = _operations(shape) / min(one_run(run) for _ in range(TRIES))
+                if reached > self.rate:
+                    self.rate, self.shape, self.run = reached, shape, run
 
     @property
     def operations(self) -> int:
@@ -76,6 +84,14 @@ class Multiplications:
         return max((self._found[dtype], self._found[torch.float32]), key=lambda each: each.rate)
 
 
+def multiplying(one: Tensor, other: Tensor) -> Iterator[Run]:
+    """Every way to multiply two matrices of one dtype that is here; in eight bits none of the first is below zero."""
+    multiply = torch._int_mm if one.dtype is torch.int8 else torch.mm
+    yield lambda: multiply(one, other)
+    if one.dtype in PACKED_DTYPES and why_absent(one.dtype) is None:
+        yield _packed_levels(one, other) if one.dtype is torch.int8 else _packed(one, other)
+
+
 def operations_per_image(module: Module, size: tuple[int, int]) -> int:
     """Of one image of that height and width through a module in inference mode."""
     weightless = deepcopy(module).to("meta")
@@ -95,8 +111,24 @@ def _operations(shape: tuple[int, int, int]) -> int:
     return 2 * rows * inner * columns
 
 
-def _multiplication(dtype: torch.dtype, shape: tuple[int, int, int]) -> Callable[[], Tensor]:
+def _operands(dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
     rows, inner, columns = shape
-    multiply = torch._int_mm if dtype is torch.int8 else torch.mm
-    one, other = (torch.randn(sides).to(dtype) for sides in ((rows, inner), (inner, columns)))
-    return lambda: multiply(one, other)
+    if dtype is torch.int8:
+        return torch.randint(0, 128, (rows, inner), dtype=dtype), torch.randint(
+            -127, 128, (inner, columns), dtype=dtype
+        )
+    return torch.randn((rows, inner)).to(dtype), torch.randn((inner, columns)).to(dtype)
+
+
+def _packed(one: Tensor, other: Tensor) -> Run:
+    """By oneDNN, with the second matrix in the layout that it wants for this number of rows and threads."""
+    weight = torch.ops.mkldnn._reorder_linear_weight(other.t().contiguous(), len(one))
+    return lambda: torch.ops.mkldnn._linear_pointwise(one, weight, None, "none", [], None)
+
+
+def _packed_levels(one: Tensor, other: Tensor) -> Run:
+    """The same of eight bits: the answer is uint8 as a network's next layer reads it, cut off at its ends."""
+    rows, weight = one.to(torch.uint8), torch.ops.onednn.qlinear_prepack(other.t().contiguous(), list(one.shape))
+    scales, zeros = torch.ones(other.shape[1]), torch.zeros(other.shape[1], dtype=torch.int64)
+    read = (rows, 1.0, 0, weight, scales, zeros, None)
+    return lambda: torch.ops.onednn.qlinear_pointwise(*read, 1.0, 0, torch.uint8, "none", [], "none")

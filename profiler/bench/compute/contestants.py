@@ -1,4 +1,5 @@
-"""Who takes part: our forms as an executor runs them, torch as its users run it, ONNX Runtime, OpenVINO.
+"""Who takes part: our forms as an executor runs them, torch as its users run it, ONNX Runtime (in eight bits, too),
+OpenVINO.
 
 Guarantees: all of them have the same weights and begin with the same prepared images; each makes one batch of them,
 runs it, and has the same function read predictions out of what came; so what differs is the running alone. Our forms
@@ -21,10 +22,13 @@ import torch
 from onnx import numpy_helper
 from safetensors.torch import load_file
 
-from experts.backends import backend_for, family
+from experts.backends import backend_for, family, observed_ranges
+from experts.backends.onednn.backend_forms import ONEDNN_NUMBERS
 from experts.backends.onnx.export import IMAGES, exported
 from experts.backends.state_dict import DTYPES
+from experts.calibrations import CalibrationFolder
 from experts.expert import Precision
+from experts.packed.calibrated import calibration_of
 from experts.packed.packing import pack_line
 from experts.packed.weights import AlignedBuffer, SegmentStore, tensor_views
 from profiler.bench.parts.plain_models import build
@@ -43,8 +47,10 @@ if TYPE_CHECKING:
     Batch = Sequence[Prepared]
     Run = Callable[[], Sequence[Prediction]]
 
+CALIBRATED_ON = 8  # images
 EAGER = "fp32-eager"
 SESSION = "onnxruntime-session"
+INT8_SESSION = "onnxruntime-int8-session"
 OPENVINO = {"openvino-fp32": ("f32", torch.float32), "openvino-bf16": ("bf16", torch.bfloat16)}
 NO_OPENVINO = "openvino is not installed: `pip install openvino`, one of the extras for developers"
 
@@ -61,12 +67,16 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One expert, and the same weights in the module as its users have it. ``graph``: as ONNX, weights included."""
+    """One expert, and the same weights in the module as its users have it. ``graph``: as ONNX, weights included.
+
+    ``quantised``: the same graph in eight bits; None: it is not wanted, or cannot be had.
+    """
 
     expert: Expert
     module: Module
     graph: bytes
     answered: Answered
+    quantised: bytes | None = None
 
     @property
     def size(self) -> tuple[int, int]:
@@ -100,6 +110,8 @@ def plain_model(expert: Expert) -> Model:
 @contextmanager
 def our_form(expert: Expert, precision: Precision, store: SegmentStore, batch: Batch) -> Iterator[Contestant]:
     """A form of ours, in a slot of its own. Raises CoServeError where it is not packed, or does not run here."""
+    if precision is Precision.ONEDNN_INT8:
+        calibrate(expert, store)
     report = pack_line([expert], lambda _: {precision}, store)
     for error in report.failed.values():
         raise error
@@ -120,9 +132,17 @@ def our_form(expert: Expert, precision: Precision, store: SegmentStore, batch: B
             slot.close()
 
 
+def calibrate(expert: Expert, store: SegmentStore) -> None:
+    """For eight bits, on images like those it is timed on."""
+    images = _stacked(prepared_images(expert, CALIBRATED_ON))
+    ranges = observed_ranges(expert, [images])
+    found = calibration_of(expert, "", CALIBRATED_ON, (), ranges)
+    CalibrationFolder.beside(store.directory).write(expert.id, found)
+
+
 def _numbers(precision: Precision) -> torch.dtype:
     """What a form multiplies."""
-    return torch.int8 if precision is Precision.INT8 else DTYPES[precision]
+    return torch.int8 if precision is Precision.INT8 else ONEDNN_NUMBERS.get(precision) or DTYPES[precision]
 
 
 def eager(model: Model, batch: Batch) -> Contestant:
@@ -139,16 +159,25 @@ def eager(model: Model, batch: Batch) -> Contestant:
 
 def session(model: Model, batch: Batch, threads: int) -> Contestant:
     """ONNX Runtime with its own defaults, on a graph whose weights are constants."""
+    return Contestant(SESSION, torch.float32, False, _session_run(model, model.graph, batch, threads))
+
+
+def int8_session(model: Model, graph: bytes, batch: Batch, threads: int) -> Contestant:
+    """The same on a quantised graph."""
+    return Contestant(INT8_SESSION, torch.int8, False, _session_run(model, graph, batch, threads))
+
+
+def _session_run(model: Model, graph: bytes, batch: Batch, threads: int) -> Run:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3  # errors only
-    runtime = onnxruntime.InferenceSession(model.graph, options, providers=["CPUExecutionProvider"])
+    runtime = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
     def run() -> Sequence[Prediction]:
         outputs = runtime.run(None, {IMAGES: _stacked(batch).numpy()})
         return model.answered(model.expert, [torch.from_numpy(output) for output in outputs], batch)
 
-    return Contestant(SESSION, torch.float32, False, run)
+    return run
 
 
 def has_openvino() -> bool:
@@ -187,8 +216,17 @@ def _constant_graph(module: Module, size: tuple[int, int], outputs: Sequence[str
     named = [value.name for value in graph.graph.input if value.name != IMAGES]
     for name in named:
         graph.graph.initializer.append(numpy_helper.from_array(weights[name].numpy(), name))
+    _drop_unread_constants(graph)
     images = [value for value in graph.graph.input if value.name == IMAGES]
     graph.graph.ClearField("input")
     graph.graph.input.extend(images)
     serialised: bytes = graph.SerializeToString()
     return serialised
+
+
+def _drop_unread_constants(graph: onnx.ModelProto) -> None:
+    """ONNX Runtime would complain about each on the terminal. In place."""
+    read = {name for node in graph.graph.node for name in node.input}
+    constants = [tensor for tensor in graph.graph.initializer if tensor.name in read]
+    graph.graph.ClearField("initializer")
+    graph.graph.initializer.extend(constants)

@@ -8,7 +8,7 @@ told so. What was written is removed afterwards.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -27,17 +27,20 @@ from profiler.bench.compute.alternating import Times, alternating, one_run
 from profiler.bench.compute.arithmetic import NAMES, Multiplications, operations_per_image
 from profiler.bench.compute.contestants import (
     EAGER,
+    INT8_SESSION,
     NO_OPENVINO,
     OPENVINO,
     Contestant,
     eager,
     has_openvino,
+    int8_session,
     openvino,
     our_form,
     plain_model,
     prepared_images,
     session,
 )
+from profiler.bench.compute.quantising import quantised
 from profiler.bench.compute.spending import Spending, measure_spending
 from profiler.bench.compute.table import ComputeRow, ComputeTable
 from profiler.bench.parts.software import software
@@ -140,6 +143,7 @@ class _ComputeBench:
             model = plain_model(expert)
         except ValueError as error:
             raise ConfigError(f"{architecture}: {error}") from error
+        model = self._with_quantised(model, folder)
         self._operations[architecture] = operations_per_image(model.module, self._options.size)
         store = SegmentStore(folder / "packed")
         try:
@@ -159,6 +163,13 @@ class _ComputeBench:
                 f"{architecture} does not run in {', '.join(unknown)} here - choose of {', '.join(sorted(known))}"
             )
         return [form for form in Precision if form in (self._options.forms or known)]
+
+    def _with_quantised(self, model: Model, folder: Path) -> Model:
+        try:
+            return replace(model, quantised=quantised(model, folder))
+        except CoServeError as error:
+            self._notes.append(f"{model.expert.architecture} in {INT8_SESSION} is not measured: {error}")
+            return model
 
     def _compare(
         self, model: Model, forms: Sequence[Precision], store: SegmentStore, batch: int
@@ -201,6 +212,8 @@ class _ComputeBench:
             except CoServeError as error:
                 self._notes.append(f"{model.expert.architecture} in {form} is not measured: {error}")
         yield session(model, images, self._threads)
+        if model.quantised is not None:
+            yield int8_session(model, model.quantised, images, self._threads)
         if has_openvino():
             yield from (openvino(model, images, self._threads, form) for form in OPENVINO)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from profiler.bench.compute.contestants import EAGER
+from profiler.bench.compute.contestants import EAGER, INT8_SESSION
 from profiler.tables import text_table
 from profiler.targets import Target, at_least
 
@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from profiler.bench.compute.spending import Spending
 
 HEADINGS = ("architecture", "batch", "form", "ms/image", "least", "x eager", "of the floor", "")
-LAYOUT = "{:<16} {:>5}  {:<20} {:>9} {:>9} {:>8} {:>13}  {}"
+LAYOUT = "{:<16} {:>5}  {:<24} {:>9} {:>9} {:>8} {:>13}  {}"
 QUIET_FRACTION = 0.05  # of all cores: what other processes may have had before the table says so
 EARLIER = frozenset({"fp32", "bf16", "fp16", "onnxruntime"})  # forms of ours that later ones are to beat
 LEAST_GAIN_ALONE, LEAST_GAIN, LEAST_GAIN_FP32 = 1.5, 1.4, 1.1  # of a single image, of more, and in fp32
 LEAST_OVER_OPENVINO = 0.9  # of its throughput, in the same numbers
+LEAST_OVER_ONNXRUNTIME = 1.0  # of its throughput, both in eight bits
 LEGEND = (
     f"x eager: how many times as fast as {EAGER}. of the floor: the floor's time over the row's, where the floor is "
-    "the arithmetic alone at the rate of the fastest matrix multiplication in the same numbers."
+    "the arithmetic alone at the rate of the fastest matrix multiplication in the same numbers, torch's or oneDNN's."
 )
 
 
@@ -99,23 +100,29 @@ def report(table: ComputeTable) -> str:
 
 
 def _targets(rows: Sequence[ComputeRow], where: str) -> Iterator[Target]:
-    """Of one architecture and batch size. bf16 counts where the processor multiplies it faster than fp32."""
+    """Of one architecture and batch size. bf16 counts where the processor multiplies it faster than fp32.
+
+    Eight bits are held against ONNX Runtime's alone: whether an expert can do with them only its samples tell.
+    """
     ours = {
-        numbers: {row.form for row in rows if row.is_ours and row.numbers == numbers} for numbers in ("fp32", "bf16")
+        numbers: {row.form for row in rows if row.is_ours and row.numbers == numbers}
+        for numbers in ("fp32", "bf16", "int8")
     }
     took = {row.form: row.ms_per_image for row in rows}
     if "floor-bf16" in took and ours["bf16"]:
-        everything = {row.form for row in rows if row.is_ours}
+        everything = {row.form for row in rows if row.is_ours} - ours["int8"]
         least = LEAST_GAIN_ALONE if rows[0].batch == 1 else LEAST_GAIN
         yield from _over(
             f"{where}: the fastest form over the earlier ones", took, everything & EARLIER, everything, least
         )
     over_earlier = f"{where}: in fp32 over the earlier ones"
     yield from _over(over_earlier, took, ours["fp32"] & EARLIER, ours["fp32"], LEAST_GAIN_FP32)
-    for numbers, forms in ours.items():
+    for numbers in ("fp32", "bf16"):
         yield from _over(
-            f"{where}: in {numbers} over OpenVINO", took, {f"openvino-{numbers}"}, forms, LEAST_OVER_OPENVINO
+            f"{where}: in {numbers} over OpenVINO", took, {f"openvino-{numbers}"}, ours[numbers], LEAST_OVER_OPENVINO
         )
+    over_onnxruntime = f"{where}: in int8 over ONNX Runtime"
+    yield from _over(over_onnxruntime, took, {INT8_SESSION}, ours["int8"], LEAST_OVER_ONNXRUNTIME)
 
 
 def _over(

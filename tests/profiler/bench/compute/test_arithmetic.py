@@ -8,8 +8,9 @@ from torchvision import models
 
 from experts.backends.classifier import build_trainable
 from experts.backends.detector import build_trainable as build_detector
+from experts.backends.onednn.operators import why_absent
 from profiler.bench.compute import arithmetic
-from profiler.bench.compute.arithmetic import Multiplication, Multiplications, operations_per_image
+from profiler.bench.compute.arithmetic import Multiplication, Multiplications, multiplying, operations_per_image
 
 SMALL_SHAPES = ((16, 16, 16), (32, 8, 16))
 
@@ -42,6 +43,30 @@ def test_a_multiplication_is_one_of_the_shapes_in_its_numbers(few_shapes, dtype)
     assert found.operations == 2 * rows * inner * columns
     assert found.run().shape == (rows, columns)
     assert found.rate > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+def test_every_way_multiplies_and_oneDNNs_is_one_where_it_is_here(dtype):
+    """Small whole numbers: every dtype holds them and their products, levels of eight bits, too."""
+    draw = torch.Generator().manual_seed(1)
+    one, other = (torch.randint(0, 3, sides, generator=draw).to(dtype) for sides in ((16, 32), (32, 8)))
+    answers = [run().float() for run in multiplying(one, other)]
+    has_packed = dtype is not torch.float16 and why_absent(dtype) is None
+    assert len(answers) == 1 + has_packed
+    for answer in answers:
+        assert torch.equal(answer, one.float() @ other.float())
+
+
+def test_the_fastest_way_of_the_fastest_shape_is_taken(few_shapes, monkeypatch):
+    """Of each shape the second way takes half as long; operations by second are most in the first shape."""
+    ran = []
+    ways = {"slow": 2e-3, "fast": 1e-3}
+    monkeypatch.setattr(arithmetic, "multiplying", lambda one, _: [(name, len(one)) for name in ways])
+    monkeypatch.setattr(arithmetic, "one_run", lambda run: ran.append(run) or ways[run[0]] * (run[1] // 16) ** 3)
+    found = Multiplication(torch.float32)
+    assert (found.run, found.shape) == (("fast", 16), SMALL_SHAPES[0])
+    assert found.rate == pytest.approx(found.operations / 1e-3)
+    assert set(ran) == {(name, rows) for name in ways for rows in (16, 32)}
 
 
 def test_numbers_that_are_converted_are_held_against_the_faster_ones(few_shapes):

@@ -7,22 +7,25 @@ from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
 
+import onnx
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from agent.runtime.machine.box import Box, MemorySize
 from experts.backends import backend_for
-from experts.errors import ConfigError, OutputInvalid, WeightsMismatch
+from experts.errors import BackendUnavailable, ConfigError, OutputInvalid, WeightsMismatch
 from experts.expert import Precision
 from experts.packed.weights import SegmentStore
 from profiler.bench.compute import arithmetic, measure
 from profiler.bench.compute.contestants import (
     EAGER,
+    INT8_SESSION,
     NO_OPENVINO,
     OPENVINO,
     SESSION,
     eager,
+    int8_session,
     openvino,
     our_form,
     plain_model,
@@ -30,6 +33,7 @@ from profiler.bench.compute.contestants import (
     session,
 )
 from profiler.bench.compute.measure import ComputeOptions, executor_threads, measure_compute_forms
+from profiler.bench.compute.quantising import quantised
 from profiler.bench.compute.spending import Spending
 from profiler.bench.compute.table import ComputeRow, ComputeTable, report
 from profiler.cli.app import offline_app
@@ -39,7 +43,7 @@ CONFIGURATION = 78
 FP32, BF16 = Precision.FP32, Precision.BF16
 REFUSED = BF16
 TINY = ComputeOptions(("squeezenet1_1",), (32, 32), (2, 1), (FP32, BF16), rounds=2, tells_spending=False)
-PEERS = {EAGER, SESSION, *(OPENVINO if find_spec("openvino") else ())}
+PEERS = {EAGER, SESSION, INT8_SESSION, *(OPENVINO if find_spec("openvino") else ())}
 
 
 @pytest.fixture(autouse=True)
@@ -88,12 +92,44 @@ def test_all_who_take_part_say_the_same_of_the_same_images(architecture, tmp_pat
         assert [each.score for each in answer] == pytest.approx([each.score for each in answers[0]], abs=1e-3)
 
 
+@pytest.mark.parametrize("architecture", ["squeezenet1_1", "yolov5n"])
+def test_the_peer_in_eight_bits_is_quantised_and_says_nearly_the_same(architecture, tmp_path):
+    (expert,) = write_experts(tmp_path, architecture, 1, size=(64, 64))
+    before = sorted(tmp_path.iterdir())
+    images, model = prepared_images(expert, 2), plain_model(expert)
+    graph = quantised(model, tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
+    weights = {each.data_type for each in onnx.load_from_string(graph).graph.initializer if len(each.dims) == 4}
+    assert weights == {onnx.TensorProto.INT8}
+    exact, near = (each.run() for each in (session(model, images, 1), int8_session(model, graph, images, 1)))
+    assert [each.score for each in near] == pytest.approx([each.score for each in exact], abs=0.05)
+
+
+def test_what_cannot_be_quantised_is_a_clear_error(model, tmp_path):
+    graph = onnx.load_from_string(model.graph)
+    graph.graph.node[0].op_type = "NoSuchOperator"
+    with pytest.raises(BackendUnavailable, match="onnxruntime in eight bits: its tools do not quantise this"):
+        quantised(replace(model, graph=graph.SerializeToString()), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_peer_that_cannot_be_quantised_has_a_note_and_no_row(measured, monkeypatch):
+    def fail(*_):
+        raise BackendUnavailable("onnxruntime in eight bits", "no")
+
+    monkeypatch.setattr(measure, "quantised", fail)
+    found = measured(batches=(1,), forms=(FP32,))
+    assert {row.form for row in found.rows} >= {EAGER, SESSION}
+    assert INT8_SESSION not in {row.form for row in found.rows}
+    assert f"squeezenet1_1 in {INT8_SESSION} is not measured: onnxruntime in eight bits: no" in found.notes
+
+
 def test_there_is_a_row_for_each_batch_and_whoever_takes_part(table):
     ours, floors = {"fp32", "bf16"}, {"floor-fp32"}
     for batch in (1, 2):
         rows = [row for row in table.rows if row.batch == batch]
         forms = {row.form for row in rows}
-        assert forms - {"floor-bf16"} == ours | floors | PEERS
+        assert forms - {"floor-bf16", "floor-int8"} == ours | floors | PEERS
         assert {row.form for row in rows if row.is_ours} == ours
         assert {row.size for row in rows} == {"32x32"}
         assert {row.rounds for row in rows} == {TINY.rounds}
@@ -147,11 +183,14 @@ def test_targets_are_told_of_each_batch_as_far_as_it_was_measured():
     floor = row("floor-bf16", 0.5, 1, "bf16", False)
     ours = (row("fp32", 6.0), row("onnxruntime", 4.0), row("bf16", 3.2, 1, "bf16"), row("onednn-bf16", 2.0, 1, "bf16"))
     larger = (row("fp32", 12.0, 8), row("onednn-fp32", 10.0, 8))
-    table = ComputeTable("x86", 2, 0.0, {}, (*ours, *peers, floor, *larger), (), ())
+    eight = (row("onednn-int8", 1.0, 1, "int8"), row(INT8_SESSION, 1.2, 1, "int8", False))
+    alone = (row("onednn-int8", 0.5, 8, "int8"),)
+    table = ComputeTable("x86", 2, 0.0, {}, (*ours, *peers, floor, *larger, *eight, *alone), (), ())
     assert [(each.what, each.wanted, each.found, each.reached) for each in table.targets] == [
         ("resnet18, batch 1: the fastest form over the earlier ones", "at least 1.5", "1.6", True),
         ("resnet18, batch 1: in fp32 over the earlier ones", "at least 1.1", "1", False),
         ("resnet18, batch 1: in bf16 over OpenVINO", "at least 0.9", "0.9", True),
+        ("resnet18, batch 1: in int8 over ONNX Runtime", "at least 1", "1.2", True),
         ("resnet18, batch 8: in fp32 over the earlier ones", "at least 1.1", "1.2", True),
         ("resnet18, batch 8: in fp32 over OpenVINO", "at least 0.9", "0.9", True),
     ]

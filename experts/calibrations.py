@@ -1,0 +1,140 @@
+"""Calibrations: the ranges that an expert's values keep to on images of the line, which its eight-bit form is made by.
+
+One JSON file per expert, beside what is packed. Guarantees: it is written beside its place, synced and renamed, so that
+a power cut leaves the old one or the new; one that cannot be understood counts as absent. Whether one is of the weights
+that an expert has now tells ``experts.packed.calibrated``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from experts.filesystem import sync_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+HOW = "`coserve profile LINE.yaml --samples FOLDER` calibrates it"
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The least and the greatest of some values. Raises ValueError where one of these is no number, or infinite."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low <= self.high):
+            raise ValueError(f"values from {self.low} to {self.high} have no levels")
+
+    @classmethod
+    def around(cls, ranges: Iterable[Range]) -> Range:
+        """The least that holds all of these. Raises ValueError for none."""
+        found = list(ranges)
+        return cls(min(each.low for each in found), max(each.high for each in found))
+
+
+@dataclass(frozen=True, slots=True)
+class CallRanges:
+    """What a layer read and answered with. ``summand`` None: nothing is added in it."""
+
+    source: Range
+    answer: Range
+    summand: Range | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was observed, and on what. ``ranges``: by the name of the layer's weight; ``labels``: shown by the images.
+
+    ``weights_sha256``, ``size_bytes``, ``mtime_ns``: the weights' file, and how it lay on its drive.
+    """
+
+    weights_sha256: str
+    size_bytes: int
+    mtime_ns: int
+    samples_sha256: str
+    images: int
+    labels: tuple[str, ...]
+    ranges: Mapping[str, CallRanges]
+
+
+class CalibrationFolder:
+    """The calibrations of one line, by expert."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    @classmethod
+    def beside(cls, packed: Path) -> CalibrationFolder:
+        """The one of a folder of packed weights."""
+        return cls(packed / "calibrations")
+
+    def path(self, expert: str) -> Path:
+        """Where an expert's lies. Raises ValueError for what is no expert's id."""
+        parts = expert.split("/")
+        if any(part in {"", ".", ".."} or "\0" in part for part in parts):
+            raise ValueError(f"{expert!r} cannot be an expert's id: it is not kind/name")
+        return self._directory.joinpath(*parts[:-1], f"{parts[-1]}.json")
+
+    def write(self, expert: str, calibration: Calibration) -> None:
+        """Raises OSError for what the disk refuses."""
+        path = self.path(expert)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f"{path.name}.part")
+        with beside.open("w", encoding="utf-8") as file:
+            json.dump(asdict(calibration), file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+        sync_folder(path.parent)
+
+    def read(self, expert: str) -> Calibration | None:
+        """An expert's; None where there is none, or none that can be understood."""
+        return read_calibration(self.path(expert))
+
+
+def read_calibration(path: Path) -> Calibration | None:
+    """A file's; None where there is none, or none that can be understood."""
+    try:
+        document = json.loads(path.read_bytes())
+        found = {name: _call_ranges(each) for name, each in document["ranges"].items()}
+        return Calibration(
+            str(document["weights_sha256"]),
+            int(document["size_bytes"]),
+            int(document["mtime_ns"]),
+            str(document["samples_sha256"]),
+            int(document["images"]),
+            tuple(map(str, document["labels"])),
+            found,
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def digest_of(path: Path) -> str:
+    """Of a file's bytes; empty where none is there."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _call_ranges(document: Mapping[str, Mapping[str, float] | None]) -> CallRanges:
+    """Raises TypeError, ValueError, KeyError for what is none."""
+    found = {name: None if each is None else _range(each) for name, each in document.items()}
+    source, answer = found["source"], found["answer"]
+    if source is None or answer is None:
+        raise ValueError("a layer that reads or answers nothing")
+    return CallRanges(source, answer, found["summand"])
+
+
+def _range(document: Mapping[str, float]) -> Range:
+    return Range(float(document["low"]), float(document["high"]))
