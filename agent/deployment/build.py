@@ -35,9 +35,9 @@ from agent.runtime.requests import Requests
 from agent.runtime.templates import Templates, make_templates
 from agent.runtime.threads import end_team
 from experts.backends import backend_for
-from experts.calibrations import CalibrationFolder
 from experts.errors import BackendUnavailable, ConfigError, DeviceMissing, ExpertError
 from experts.expert import Precision
+from experts.packed.calibrated import why_not_calibrated
 from experts.packed.packing import PackingStep, pack_line
 from experts.packed.weights import SegmentStore
 
@@ -258,11 +258,10 @@ def _executable(precisions: Precisions) -> Precisions:
 def _calibrated(config: LineConfig, packed: Path, precisions: Precisions) -> Precisions:
     """The same, with fp32 for experts that are to have eight bits and are not calibrated as they are now; told each."""
     names = {name for column in precisions.values() for name, form in column.items() if form is Precision.ONEDNN_INT8}
-    calibrations = CalibrationFolder.beside(packed)
     reasons: dict[str, str | None] = {}
     for name in sorted(names):
         with suppress(ExpertError):  # of weights that are not there packing tells
-            reasons[name] = calibrations.why_unusable(config.catalog.experts[name])
+            reasons[name] = why_not_calibrated(config.catalog.experts[name], packed)
     instead = {name: Precision.ONEDNN_INT8.plain for name, reason in reasons.items() if reason is not None}
     for name, form in instead.items():
         log.warning(

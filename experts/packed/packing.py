@@ -25,10 +25,11 @@ import torch
 
 from experts.backends import backend_for
 from experts.calibrations import CalibrationFolder, digest_of
-from experts.errors import ExpertError, LoadError, WeightsCorrupt
+from experts.errors import ExpertError, LoadError, WeightsCorrupt, WeightsMismatch
 from experts.expert import Precision
 from experts.filesystem import sync_folder
 from experts.importing import import_weights
+from experts.packed.calibrated import why_not_calibrated
 from experts.packed.manifests import Manifest, ManifestFolder, Source, replacing
 from experts.packed.segment_writer import SegmentWriter, Stacked
 from experts.packed.sharing import TensorKey, plan_sharing
@@ -245,6 +246,7 @@ class _Packing:
 
     def _stage(self, job: _Job) -> _Draft:
         source = _source(job)
+        self._refuse_uncalibrated(job)
         packable = backend_for(job.expert.architecture).pack(job.expert, job.precision)
         program_sha256 = self._write_program(packable)
         path = self._staging / f"{len(self._drafts[job.precision])}.{job.precision}.whole"
@@ -270,6 +272,13 @@ class _Packing:
             program_sha256=program_sha256,
         )
         return _Draft(Manifest(packed, source, digests), staged=path)
+
+    def _refuse_uncalibrated(self, job: _Job) -> None:
+        """Raises WeightsMismatch for an expert that is to have eight bits, and is not calibrated as it is now."""
+        if job.precision is Precision.ONEDNN_INT8:
+            reason = why_not_calibrated(job.expert, self._store.directory)
+            if reason is not None:
+                raise WeightsMismatch(job.expert.id, f"no form of eight bits: {reason}")
 
     def _stage_stack(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> Segment:
         """The blocks of one layer, in a file that is named by what it holds, as it will be."""

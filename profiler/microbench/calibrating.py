@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from experts.backends import backend_for, observed_ranges
-from experts.calibrations import Calibration, CalibrationFolder, why_unusable
+from experts.calibrations import CalibrationFolder
 from experts.errors import ExpertError, ImageError
 from experts.images import read_image
-from experts.packed.sources import sha256_of, stamp_of
+from experts.packed.calibrated import calibration_of, why_not_calibrated
 from profiler.workload.samples import stamps_sha256
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Calibrating:
 
     def __init__(self, samples: LineSamples, packed: Path) -> None:
         self._samples = samples
+        self._packed = packed
         self._folder = CalibrationFolder.beside(packed)
         self._reasons: dict[str, str | None] = {}
 
@@ -53,7 +54,7 @@ class Calibrating:
         if self.why_not(expert) is None:
             return True
         try:
-            return self._folder.why_unusable(expert) is None
+            return why_not_calibrated(expert, self._packed) is None
         except ExpertError:  # weights that are not there: packing tells
             return False
 
@@ -63,12 +64,12 @@ class Calibrating:
         labels = _labels(images)
         if len(labels) < LABELS_LEAST:
             every = self._samples.of(expert.id)
-            return _too_few(_labels(every)) if every or why_unusable(there, expert) else None
+            return _too_few(_labels(every)) if every or why_not_calibrated(expert, self._packed) else None
         digest = stamps_sha256(images)
-        if there is not None and there.samples_sha256 == digest and why_unusable(there, expert) is None:
+        if there is not None and there.samples_sha256 == digest and why_not_calibrated(expert, self._packed) is None:
             return None
         ranges = observed_ranges(expert, _batches(expert, images))
-        found = Calibration(sha256_of(expert), stamp_of(expert), digest, len(images), labels, ranges)
+        found = calibration_of(expert, digest, len(images), labels, ranges)
         self._folder.write(expert.id, found)
         return None
 

@@ -1,30 +1,20 @@
-"""Calibrations as files: what is written is read, what is torn or foreign counts as absent, and whose each one is."""
+"""Calibrations as files: what is written is read, and whatever is torn or foreign counts as absent."""
 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from experts.calibrations import (
-    Calibration,
-    CalibrationFolder,
-    CallRanges,
-    Range,
-    digest_of,
-    read_calibration,
-    why_unusable,
-)
-from experts.errors import WeightsMissing
-from experts.packed.sources import SourceStamp, sha256_of, stamp_of
+from experts.calibrations import Calibration, CalibrationFolder, CallRanges, Range, digest_of, read_calibration
 
 FOUND = Calibration(
     "ab" * 32,
-    SourceStamp(1000, 17),
+    1000,
+    17,
     "cd" * 32,
     16,
     ("bad", "ok"),
@@ -46,11 +36,6 @@ VALUES = st.recursive(
 @pytest.fixture
 def folder(tmp_path):
     return CalibrationFolder.beside(tmp_path / "packed")
-
-
-def of(expert):
-    """A calibration of an expert as it is now."""
-    return replace(FOUND, weights_sha256=sha256_of(expert), stamp=stamp_of(expert))
 
 
 def places(document, above=()):
@@ -153,48 +138,6 @@ def check_sound(found):
     assert isinstance(found, Calibration)
     assert all(isinstance(name, str) and isinstance(each, CallRanges) for name, each in found.ranges.items())
     json.dumps(asdict(found), allow_nan=False)
-
-
-# -- whose they are --
-
-
-def test_one_of_these_weights_is_usable(files):
-    expert = files.fake("cls/x")
-    assert why_unusable(of(expert), expert) is None
-
-
-def test_none_is_told_with_what_to_do(files, folder):
-    told = folder.why_unusable(files.fake("cls/x"))
-    assert told == "it is not calibrated: `coserve profile LINE.yaml --samples FOLDER` calibrates it"
-
-
-def test_one_of_other_weights_is_told(files, folder):
-    expert = files.fake("cls/x")
-    folder.write(expert.id, of(expert))
-    assert folder.why_unusable(expert) is None
-    files.fake("cls/x", weight_bytes=20_000)
-    assert "its calibration is of other weights than it has now: `coserve profile" in folder.why_unusable(expert)
-
-
-def test_weights_that_were_only_touched_are_the_same(files, folder):
-    expert = files.fake("cls/x")
-    folder.write(expert.id, of(expert))
-    os.utime(expert.weights, ns=(1, 1))
-    assert folder.why_unusable(expert) is None
-
-
-def test_weights_that_lie_as_they_did_are_not_hashed(files):
-    """A start with hundreds of experts looks at how their files lie."""
-    expert = files.fake("cls/x")
-    assert why_unusable(replace(of(expert), weights_sha256="0" * 64), expert) is None
-
-
-def test_of_weights_that_are_not_there_is_told(files, folder):
-    expert = files.fake("cls/x")
-    folder.write(expert.id, of(expert))
-    expert.weights.unlink()
-    with pytest.raises(WeightsMissing):
-        folder.why_unusable(expert)
 
 
 # -- ranges --

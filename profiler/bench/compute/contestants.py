@@ -26,10 +26,10 @@ from experts.backends import backend_for, family, observed_ranges
 from experts.backends.onednn.backend_forms import ONEDNN_NUMBERS
 from experts.backends.onnx.export import IMAGES, exported
 from experts.backends.state_dict import DTYPES
-from experts.calibrations import Calibration, CalibrationFolder
+from experts.calibrations import CalibrationFolder
 from experts.expert import Precision
+from experts.packed.calibrated import calibration_of
 from experts.packed.packing import pack_line
-from experts.packed.sources import sha256_of, stamp_of
 from experts.packed.weights import AlignedBuffer, SegmentStore, tensor_views
 from profiler.bench.parts.plain_models import build
 from profiler.workload.generated_line import synthetic_pixels
@@ -136,7 +136,7 @@ def calibrate(expert: Expert, store: SegmentStore) -> None:
     """For eight bits, on images like those it is timed on."""
     images = _stacked(prepared_images(expert, CALIBRATED_ON))
     ranges = observed_ranges(expert, [images])
-    found = Calibration(sha256_of(expert), stamp_of(expert), "", CALIBRATED_ON, (), ranges)
+    found = calibration_of(expert, "", CALIBRATED_ON, (), ranges)
     CalibrationFolder.beside(store.directory).write(expert.id, found)
 
 
