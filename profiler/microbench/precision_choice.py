@@ -234,4 +234,4 @@ class PrecisionChoice:
 def _named(reasons: Mapping[str, str | None]) -> str:
     """The first expert with its reason, and how many more there are."""
     (name, reason), *others = reasons.items()
-    return f"{name}: {reason}" + (f" (and {len(others)} more experts)" if others else "")
+    return f"{name}: {reason}" + (f" (and {len(others)} more)" if others else "")

@@ -1,0 +1,317 @@
+"""A line of small classifiers that tell bright images from dark ones, profiled: who is run in eight bits, and why not.
+
+How fast anything was is seeded, so that eight bits are the fastest; whether they agree with fp32 is what is found.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from agent.config import read_line
+from agent.deployment.build import build_agent, detect_box
+from agent.deployment.engine_setup import planned, profiled_box
+from agent.device_profile.identity import identity_of
+from agent.device_profile.store import ProfileDraft
+from experts.backends import backend_for, forms
+from experts.backends.classifier import build_trainable
+from experts.backends.onednn import operators
+from experts.calibrations import CalibrationFolder
+from experts.expert import Expert, InputSpec, Precision
+from profiler.allocation.step import CASUAL
+from profiler.microbench import agreement, batches, calibrating, kinds
+from profiler.microbench.batches import BatchOptions
+from profiler.profiling.profile_line import ProfilingOptions, profile_line
+from profiler.profiling.report import profile_json, profile_table
+from tests.experts.conftest import trained_looking
+
+FORM = Precision.ONEDNN_INT8
+SECONDS = {FORM: 0.001, Precision.FP32: 0.5}
+SMOOTH, ROUGH = 64, 72  # px: two kinds
+ARCHITECTURE = "squeezenet1_1"
+SHOWN = {"ok": 230, "bad": 25}
+EACH = 6  # images of each label, of which half calibrate
+LOGIT = 20.0
+
+pytestmark = pytest.mark.skipif(
+    operators.why_absent(torch.int8) is not None, reason=f"eight bits take {operators.why_absent(torch.int8)}"
+)
+
+
+def picture(label, number):
+    return np.full((80, 80, 3), SHOWN[label] + number, dtype=np.uint8)
+
+
+class Line:
+    """Classifiers with a route each. ``smooth`` ones agree with fp32 in eight bits, ``rough`` ones do not."""
+
+    def __init__(self, folder, smooth=(), rough=(), **document):
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        sizes = dict.fromkeys(smooth, SMOOTH) | dict.fromkeys(rough, ROUGH)
+        self.document = {
+            "line": "test",
+            "state": "./state",
+            "experts": {f"cls/{name}": self._expert(name, size) for name, size in sizes.items()},
+            "routes": {name: [{"expert": f"cls/{name}", "pass": ["ok"]}] for name in sizes},
+            "memory": {"host": "512MiB"},
+            "executors": {"cpu": 1},
+            "device": "cpu",
+        } | document
+        for number, name in enumerate(sizes):
+            self.train(name, number)
+        for name in rough:
+            self.roughen(name)
+
+    def _expert(self, name, size):
+        return {
+            "architecture": ARCHITECTURE, "weights": f"{name}.safetensors", "labels": list(SHOWN),
+            "input": {"size": [size, size]},
+        }  # fmt: skip
+
+    @property
+    def config(self):
+        (self.folder / "line.yaml").write_text(yaml.safe_dump(self.document))
+        return read_line(self.folder / "line.yaml", {})
+
+    def train(self, name, seed):
+        """A last layer on made-up features that is sure of what is bright and what is dark."""
+        size = self.document["experts"][f"cls/{name}"]["input"]["size"][0]
+        module = trained_looking(build_trainable(ARCHITECTURE, len(SHOWN)), seed)
+        expert = Expert("cls/x", ARCHITECTURE, self.folder, tuple(SHOWN), InputSpec(size, size))
+        prepare = backend_for(ARCHITECTURE).prepare
+        with torch.no_grad():
+            images = torch.stack([prepare(expert, picture(label, EACH // 2)).tensor for label in SHOWN])
+            ok, bad = module.features(images).mean(dim=(2, 3))
+            across = 2 * LOGIT / (ok - bad).square().sum() * (ok - bad)
+            last = module.classifier[1]
+            last.weight.copy_(torch.stack([across, -across])[:, :, None, None])
+            middle = across @ (ok + bad) / 2
+            last.bias.copy_(torch.stack([-middle, middle]))
+        save_file(module.state_dict(), self.weights(name))
+
+    def roughen(self, name, factor=1e4):
+        """The same function, but for one channel so large that 256 levels tell nothing of the others beside it."""
+        tensors = load_file(self.weights(name))
+        for parameter in ("weight", "bias"):
+            tensors[f"features.0.{parameter}"][0] *= factor
+        tensors["features.3.squeeze.weight"][:, 0] /= factor
+        tensors["features.0.bias"][0] += factor
+        tensors["features.3.squeeze.bias"] -= tensors["features.3.squeeze.weight"][:, 0, 0, 0] * factor
+        save_file(tensors, self.weights(name))
+
+    def weights(self, name):
+        return self.folder / f"{name}.safetensors"
+
+    def crops(self, *names, labels=tuple(SHOWN), each=EACH):
+        for name in names:
+            for label in labels:
+                place = self.folder / "crops" / name / label
+                place.mkdir(parents=True, exist_ok=True)
+                for number in range(each):
+                    Image.fromarray(picture(label, number)).save(place / f"{number}.png")
+        return self.folder / "crops"
+
+    def profiled(self, samples=None):
+        """As if eight bits had been timed as the fastest."""
+        options = ProfilingOptions(samples=samples, allocation=CASUAL, batches=BatchOptions((1, 2), 1, limit_s=0.5))
+        profile_line(self.config, options, lambda *_: None)
+        self.seed()
+        return profile_line(self.config, options, lambda *_: None)
+
+    def seed(self):
+        config = self.config
+        with ProfileDraft.open(config.profile_file, "test", identity_of(detect_box(config))) as draft:
+            for kind in draft.kinds():
+                draft.save_kind(replace(kind, K_s=SECONDS[kind.precision], B_s=SECONDS[kind.precision]))
+
+    def calibration(self, name):
+        return CalibrationFolder.beside(self.config.packed_folder).path(f"cls/{name}")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quickly():
+    """Two forms, each run as seldom as can be: what the others take and tell is asked elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches, "PEAK_RUNS", 1)
+        patch.setattr(batches, "TRIAL_RUNS", 1)
+        patch.setattr(kinds, "BATCHES_TOGETHER", 2)
+        patch.setattr(forms, "_ALL", frozenset({Precision.FP32, FORM}))
+        yield
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    line = Line(tmp_path_factory.mktemp("lines") / "line", smooth=("a", "b"), rough=("r",))
+    return line, line.profiled(line.crops("a", "b", "r"))
+
+
+def notes_of(done, *words):
+    return [note for note in done.notes if all(word in note for word in words)]
+
+
+def chosen(done):
+    return {kind.split()[1]: form for (kind, _), form in done.profile.precisions.items()}
+
+
+def agreements(done):
+    return {each.kind.split()[1]: each for each in done.profile.agreements if each.precision == FORM}
+
+
+class TestAutomatically:
+    def test_a_kind_is_run_in_eight_bits_where_all_its_experts_agree_on_all_held_out_images(self, profiled):
+        _, done = profiled
+        assert chosen(done) == {"64x64": FORM, "72x72": Precision.FP32}
+        smooth, rough = agreements(done)["64x64"], agreements(done)["72x72"]
+        assert (smooth.images, smooth.labels_differ, smooth.agrees) == (2 * EACH, 0, True)  # of two experts, half each
+        assert (rough.images, rough.agrees) == (EACH, False)
+        assert rough.labels_differ or rough.largest_score_difference > rough.tolerance
+
+    def test_the_table_shows_what_was_found(self, profiled):
+        _, done = profiled
+        rows = [row.split() for row in profile_table(done.profile).splitlines() if FORM in row]
+        assert [row[-3:] for row in rows if "64x64" in row] == [["yes,", str(2 * EACH), "images"]]
+        assert [row[0] for row in rows] == ["*", ARCHITECTURE]
+        assert any("NO:" in row for row in rows if "72x72" in row)
+        told = {
+            (each["kind"].split()[1], each["precision"]): each["agrees"] for each in profile_json(done.profile)["forms"]
+        }
+        assert told["64x64", FORM] is True
+        assert told["72x72", FORM] is False
+
+    def test_it_takes_a_quarter_of_the_bytes(self, profiled):
+        _, done = profiled
+        sizes = {kind.precision: kind.weight_bytes for kind in done.profile.kinds if "64x64" in kind.kind}
+        assert sizes[FORM] < 0.35 * sizes[Precision.FP32]
+
+    def test_an_agent_starts_from_it(self, profiled):
+        line, done = profiled
+        agent = build_agent(line.config, lambda *_: None, lambda *_: None)
+        try:
+            assert agent.stored == done.profile
+            assert agent.setup.precisions["cpu"] == {"cls/a": FORM, "cls/b": FORM, "cls/r": Precision.FP32}
+            assert {copy.packed.precision for copy in agent.copies.values() if "64x64" in copy.kind} == {FORM}
+        finally:
+            agent.stop()
+
+    def test_who_is_calibrated_is_not_calibrated_again(self, profiled, monkeypatch):
+        line, done = profiled
+        before = [line.calibration(name).stat() for name in "abr"]
+        monkeypatch.setattr(calibrating, "observed_ranges", lambda *_: pytest.fail("calibrated again"))
+        again = line.profiled(line.folder / "crops")
+        assert [line.calibration(name).stat() for name in "abr"] == before
+        assert chosen(again) == chosen(done)
+        assert again.profile.packed == done.profile.packed
+
+    def test_other_images_to_calibrate_on_are_taken_and_what_they_made_is_compared_anew(self, profiled, tmp_path):
+        line, _ = profiled
+        shutil.copytree(line.folder, tmp_path / "copy")
+        line.folder, before = tmp_path / "copy", line.folder
+        try:
+            done = line.profiled(line.folder / "crops")
+            first, smooth = line.calibration("a").read_bytes(), agreements(done)["64x64"]
+            line.crops("a", "b", "r", each=EACH + 2)
+            done = line.profiled(line.folder / "crops")
+            assert line.calibration("a").read_bytes() != first
+            assert agreements(done)["64x64"].samples_sha256 != smooth.samples_sha256
+            assert agreements(done)["64x64"].images == 2 * (EACH + 2)
+        finally:
+            line.folder = before
+
+
+class TestWithoutWhatCalibratingTakes:
+    def test_an_expert_without_samples_keeps_its_kind_in_fp32_and_is_named(self, tmp_path):
+        line = Line(tmp_path / "line", smooth=("a", "b"))
+        done = line.profiled(line.crops("a"))
+        assert chosen(done) == {"64x64": Precision.FP32}
+        told = f"{ARCHITECTURE} 64x64 imagenet on cpu is not run in {FORM}: cls/b: there are no sample images to "
+        assert notes_of(done, told + "calibrate it on: give --samples FOLDER")
+        assert not line.calibration("b").exists()
+        assert {form for _, form in done.profile.packed} == {"fp32", "source"}
+
+    @pytest.mark.parametrize(
+        ("shown", "told"),
+        [
+            ({"labels": ["ok"]}, "its sample images show one label only (ok): give --samples FOLDER with good and bad"),
+            ({"each": 1}, "it takes two sample images of each of two labels at least"),
+        ],
+    )
+    def test_of_one_label_only_or_too_few_nothing_is_calibrated_and_that_is_told(self, tmp_path, shown, told):
+        line = Line(tmp_path / "line", smooth=("a",))
+        done = line.profiled(line.crops("a", **shown))
+        assert chosen(done) == {"64x64": Precision.FP32}
+        assert notes_of(done, f"{ARCHITECTURE} 64x64 imagenet on cpu is not run in {FORM}: cls/a: {told}")
+        assert not line.calibration("a").exists()
+
+    def test_without_any_images_nothing_is_tried(self, tmp_path):
+        line = Line(tmp_path / "line", smooth=("a",))
+        done = line.profiled()
+        assert chosen(done) == {"64x64": Precision.FP32}
+        assert {kind.precision for kind in done.profile.kinds} == {Precision.FP32}
+
+    def test_of_an_earlier_calibration_nothing_is_said_by_images_of_one_label(self, tmp_path):
+        """They may be the ones that it was calibrated on."""
+        line = Line(tmp_path / "line", smooth=("a",))
+        assert chosen(line.profiled(line.crops("a"))) == {"64x64": FORM}
+        shutil.rmtree(line.folder / "crops" / "a" / "bad")
+        done = line.profiled(line.folder / "crops")
+        assert chosen(done) == {"64x64": Precision.FP32}
+        assert notes_of(done, "cls/a: its sample images show one label only (ok)")
+
+
+class TestByName:
+    """``precision: onednn-int8``, whatever agrees."""
+
+    def test_who_is_calibrated_is_run_in_it_and_who_is_not_in_fp32(self, tmp_path, caplog):
+        line = Line(tmp_path / "line", smooth=("a", "b"), rough=("r",), precision=str(FORM))
+        done = line.profiled(line.crops("a", "r"))
+        assert chosen(done) == {"64x64": FORM, "72x72": FORM}
+        told = (
+            f"1 of the 2 experts of {ARCHITECTURE} 64x64 imagenet on cpu run in fp32, not in {FORM}: cls/b: there are"
+        )
+        assert notes_of(done, told)
+        assert not notes_of(done, "cannot be served")
+        forms = {"cls/a": FORM, "cls/b": Precision.FP32, "cls/r": FORM}
+        plan = planned(line.config, profiled_box(done.profile), done.profile)
+        assert (plan.precisions["cpu"], plan.broken) == (forms, {})
+        with caplog.at_level(logging.WARNING):
+            agent = build_agent(line.config, lambda *_: None, lambda *_: None)
+        try:
+            assert agent.stored == done.profile
+            assert (agent.setup.precisions["cpu"], agent.setup.broken) == (forms, {})
+            rows = agent.setup.matrix.experts["cpu"]
+            assert {name: row.copy for name, row in rows.items()} == {n: f"{n}@{form}" for n, form in forms.items()}
+        finally:
+            agent.stop()
+        assert [each for each in caplog.messages if each.startswith("not_calibrated expert=cls/b")]
+
+    def test_of_whom_nobody_is_calibrated_all_run_in_fp32(self, tmp_path):
+        line = Line(tmp_path / "line", smooth=("a", "b"), precision=str(FORM))
+        done = line.profiled()
+        assert chosen(done) == {"64x64": Precision.FP32}
+        told = (
+            f"2 of the 2 experts of {ARCHITECTURE} 64x64 imagenet on cpu run in fp32, not in {FORM}: cls/a: there are"
+        )
+        assert notes_of(done, told, "(and 1 more)")
+        plan = planned(line.config, profiled_box(done.profile), done.profile)
+        assert set(plan.precisions["cpu"].values()) == {Precision.FP32}
+        agent = build_agent(line.config, lambda *_: None, lambda *_: None)
+        try:
+            assert set(agent.setup.precisions["cpu"].values()) == {Precision.FP32}
+            assert agent.setup.broken == {}
+        finally:
+            agent.stop()
+
+
+def test_it_is_tried_on_the_cpu_alone():
+    assert FORM in agreement.candidate_precisions(ARCHITECTURE, "cpu")
+    assert FORM not in agreement.candidate_precisions(ARCHITECTURE, "cuda")
+    assert FORM not in agreement.candidate_precisions("onnx", "cpu")
