@@ -62,8 +62,8 @@ class LineSections(CatalogSections):
     precision: OptionalPrecision = Field(
         None,
         description="auto (the fastest that the device profile found to agree with fp32; without one fp32), fp32, "
-        "bf16, fp16, onnxruntime (fp32 by ONNX Runtime), onednn-fp32 or onednn-bf16 (by oneDNN, fused), these three on "
-        "CPU executors; default auto",
+        "bf16, fp16, onnxruntime (fp32 by ONNX Runtime), onednn-fp32, onednn-bf16 or onednn-int8 (by oneDNN, fused; "
+        "eight bits for experts that `coserve profile` calibrated), these four on CPU executors; default auto",
     )
     device: Device = Field("auto", description="auto, cpu, cuda, mps or emulated; default auto")
     executors: ExecutorCounts = Field(

@@ -20,7 +20,10 @@ GivenPrecision: TypeAlias = Precision | Literal["auto"]  # auto: what the agent 
 
 def _optional_precision(value: object) -> object:
     if value == Precision.INT8:
-        raise ValueError("int8 is for language models alone - give it to each of them as its own precision: int8")
+        raise ValueError(
+            "int8 is for language models alone - give it to each of them as its own precision: int8; eight bits for "
+            "experts of images are onednn-int8"
+        )
     return None if value == AUTO else value
 
 

@@ -19,7 +19,7 @@ from experts.packed.calibrated import calibration_of, why_not_calibrated
 from profiler.workload.samples import stamps_sha256
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -34,9 +34,10 @@ BATCH = 4  # images at a time; how many does not matter to what is observed
 class Calibrating:
     """The calibrations of one profiling run. ``packed``: the folder of packed weights that they lie beside."""
 
-    def __init__(self, samples: LineSamples, packed: Path) -> None:
+    def __init__(self, samples: LineSamples, packed: Path, progress: Callable[[str, int, int], None]) -> None:
         self._samples = samples
         self._packed = packed
+        self._progress = progress
         self._folder = CalibrationFolder.beside(packed)
         self._reasons: dict[str, str | None] = {}
 
@@ -47,6 +48,9 @@ class Calibrating:
                 self._reasons[expert.id] = self._calibrated(expert)
             except (ExpertError, ImageError) as error:
                 self._reasons[expert.id] = error.message
+            if expert.id in self._samples.calibrating:
+                asked = self._samples.calibrating.keys() & self._reasons.keys()
+                self._progress("calibrate", len(asked), len(self._samples.calibrating))
         return self._reasons[expert.id]
 
     def has_form(self, expert: Expert) -> bool:

@@ -62,7 +62,7 @@ class LinePacking:
         self._refused: dict[str, str] = {}  # experts that could not be packed in one form at least, and why
         self._config = config
         self._segments = segments
-        self._calibrating = Calibrating(samples, segments.directory)
+        self._calibrating = Calibrating(samples, segments.directory, progress)
         self._samples = samples
         self._progress = progress
 

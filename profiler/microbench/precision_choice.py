@@ -170,12 +170,11 @@ class PrecisionChoice:
         """That a kind with samples was not even timed in eight bits, as none of those that stand for it has them."""
         form, kind = Precision.ONEDNN_INT8, profiles[0]
         known = candidate_precisions(kind.architecture, bench.processor)
-        if form not in known or any(profile.precision == form for profile in profiles):
+        if not sampled or form not in known or any(profile.precision == form for profile in profiles):
             return
-        for copy in sampled:
-            if (reason := self._packing.why_not_calibrated(copy.expert.id)) is not None:
-                self.notes.append(f"{kind.kind} on {bench.processor} is not run in {form}: {copy.expert.id}: {reason}")
-                return
+        name = sampled[0].expert.id  # one of those that stand for the kind
+        if (reason := self._packing.why_not_calibrated(name)) is not None:
+            self.notes.append(f"{kind.kind} on {bench.processor} is not run in {form}: {name}: {reason}")
 
     def _agreement(self, bench: Bench, form: Precision, sampled: Sequence[ExpertCopy]) -> Agreement | None:
         """Of all experts with samples, unless an earlier one holds; None where none of them is there in this form.

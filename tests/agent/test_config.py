@@ -108,9 +108,10 @@ def test_sizes(text: str, size: int | None) -> None:
         ("memory: {host: 0B}", "memory.host: '0B' is no memory at all"),
         (
             "precision: fp8",
-            "precision: Input should be 'fp32', 'bf16', 'fp16', 'onnxruntime', 'onednn-fp32', 'onednn-bf16' or 'int8', "
-            "not 'fp8'",
+            "precision: Input should be 'fp32', 'bf16', 'fp16', 'onnxruntime', 'onednn-fp32', 'onednn-bf16', "
+            "'onednn-int8' or 'int8', not 'fp8'",
         ),
+        ("precision: int8", "eight bits for experts of images are onednn-int8"),
         ("device: gpu", "device: Input should be 'auto', 'cpu', 'cuda', 'mps' or 'emulated', not 'gpu'"),
         ("executors: {cude: 1}", "executors: no processor 'cude' - did you mean 'cuda'?"),
         ("executors: {cpu: -1}", "executors: cpu: -1 is not a count from 0 to 64"),
