@@ -77,14 +77,19 @@ class OnednnForms(Generic[Structure]):
     def ranges(
         self, expert: Expert, structure: Structure, weights: Mapping[str, Tensor], batches: Iterable[Tensor]
     ) -> Ranges:
-        """What the expert's calls read and answer with on these images. Raises WeightsMismatch where it has no calls.
+        """What the expert's calls read and answer with on these images.
+
+        Raises WeightsMismatch where it has no calls, and where one answers with what is no number.
 
         ``weights``: by their names in the module, float32. ``batches``: float32 (n, 3, height, width).
         """
         fused = self._fused(structure, _size(expert), torch.float32)
         if isinstance(fused, Refused):
             raise WeightsMismatch(expert.id, f"{expert.architecture} cannot be calibrated: {fused.reason}")
-        return observed(fused.graph, fused.inputs, weights, batches)
+        try:
+            return observed(fused.graph, fused.inputs, weights, batches)
+        except ValueError as error:
+            raise WeightsMismatch(expert.id, f"it cannot be calibrated: {error}") from error
 
     def packed(self, expert: Expert, precision: Precision, structure: Structure, program: bytes) -> OnednnForm:
         """What the skeletons of a packed form run. Raises BackendUnavailable where it was not packed for this box."""
