@@ -130,5 +130,5 @@ def _packed_levels(one: Tensor, other: Tensor) -> Run:
     """The same of eight bits: the answer is uint8 as a network's next layer reads it, cut off at its ends."""
     rows, weight = one.to(torch.uint8), torch.ops.onednn.qlinear_prepack(other.t().contiguous(), list(one.shape))
     scales, zeros = torch.ones(other.shape[1]), torch.zeros(other.shape[1], dtype=torch.int64)
-    read, answered = (rows, 1.0, 0, weight, scales, zeros, None), (1.0, 0, torch.uint8, "none", [], "none")
-    return lambda: torch.ops.onednn.qlinear_pointwise(*read, *answered)
+    read = (rows, 1.0, 0, weight, scales, zeros, None)
+    return lambda: torch.ops.onednn.qlinear_pointwise(*read, 1.0, 0, torch.uint8, "none", [], "none")
