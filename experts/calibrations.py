@@ -1,12 +1,13 @@
 """Calibrations: the ranges that an expert's values keep to on images of the line, which its eight-bit form is made by.
 
 One JSON file per expert, beside what is packed. Guarantees: it is written beside its place, synced and renamed, so that
-a power cut leaves the old one or the new; one that cannot be understood counts as absent; one of other weights than the
-expert has now is never used, and whoever asks is told so.
+a power cut leaves the old one or the new; one that cannot be understood counts as absent. Whether one is of the weights
+that an expert has now tells ``experts.packed.calibrated``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -14,13 +15,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from experts.filesystem import sync_folder
-from experts.packed.sources import SourceStamp, sha256_of, stamp_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
-
-    from experts.expert import Expert
 
 HOW = "`coserve profile LINE.yaml --samples FOLDER` calibrates it"
 
@@ -56,11 +54,12 @@ class CallRanges:
 class Calibration:
     """What was observed, and on what. ``ranges``: by the name of the layer's weight; ``labels``: shown by the images.
 
-    ``stamp``: how the weights lay on their drive, which spares hashing them at every start.
+    ``weights_sha256``, ``size_bytes``, ``mtime_ns``: the weights' file, and how it lay on its drive.
     """
 
     weights_sha256: str
-    stamp: SourceStamp
+    size_bytes: int
+    mtime_ns: int
     samples_sha256: str
     images: int
     labels: tuple[str, ...]
@@ -101,10 +100,6 @@ class CalibrationFolder:
         """An expert's; None where there is none, or none that can be understood."""
         return read_calibration(self.path(expert))
 
-    def why_unusable(self, expert: Expert) -> str | None:
-        """Why an expert has no eight-bit form now; None where it has one. Raises LoadError for weights not there."""
-        return why_unusable(self.read(expert.id), expert)
-
 
 def read_calibration(path: Path) -> Calibration | None:
     """A file's; None where there is none, or none that can be understood."""
@@ -113,7 +108,8 @@ def read_calibration(path: Path) -> Calibration | None:
         found = {name: _call_ranges(each) for name, each in document["ranges"].items()}
         return Calibration(
             str(document["weights_sha256"]),
-            SourceStamp(**document["stamp"]),
+            int(document["size_bytes"]),
+            int(document["mtime_ns"]),
             str(document["samples_sha256"]),
             int(document["images"]),
             tuple(map(str, document["labels"])),
@@ -123,12 +119,12 @@ def read_calibration(path: Path) -> Calibration | None:
         return None
 
 
-def why_unusable(calibration: Calibration | None, expert: Expert) -> str | None:
-    """As CalibrationFolder.why_unusable."""
-    if calibration is None:
-        return f"it is not calibrated: {HOW}"
-    is_same = stamp_of(expert) == calibration.stamp or sha256_of(expert) == calibration.weights_sha256
-    return None if is_same else f"its calibration is of other weights than it has now: {HOW} anew"
+def digest_of(path: Path) -> str:
+    """Of a file's bytes; empty where none is there."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def _call_ranges(document: Mapping[str, Mapping[str, float] | None]) -> CallRanges:

@@ -47,8 +47,8 @@ NOUNS = ("agent.runtime.machine.box", "agent.runtime.expert_copy")  # which whoe
 ROOMS: dict[str, tuple[str, ...]] = {
     "experts.backends.modules": (),
     "experts.backends": (
-        "experts.backends.modules", "experts.document", "experts.errors", "experts.expert", "experts.importing",
-        "experts.llm",
+        "experts.backends.modules", "experts.calibrations", "experts.document", "experts.errors", "experts.expert",
+        "experts.importing", "experts.llm",
     ),
     "experts.checkpoints": ("experts.architectures", "experts.backends", "experts.errors"),
     "experts.inspection": (
@@ -56,7 +56,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "experts.thresholds": ("experts.backends", "experts.expert"),
     "experts.packed": (
-        "experts.backends", "experts.daemon_threads", "experts.errors", "experts.expert", "experts.filesystem",
+        "experts.backends", "experts.calibrations", "experts.daemon_threads", "experts.errors", "experts.expert",
+        "experts.filesystem",
         "experts.importing", "experts.llm.program",
     ),
     "experts.llm.importing": ("experts.checkpoints", "experts.errors", "experts.llm.checkpoint", "experts.llm.config"),

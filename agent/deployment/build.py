@@ -35,7 +35,9 @@ from agent.runtime.requests import Requests
 from agent.runtime.templates import Templates, make_templates
 from agent.runtime.threads import end_team
 from experts.backends import backend_for
-from experts.errors import BackendUnavailable, ConfigError, DeviceMissing
+from experts.errors import BackendUnavailable, ConfigError, DeviceMissing, ExpertError
+from experts.expert import Precision
+from experts.packed.calibrated import why_not_calibrated
 from experts.packed.packing import PackingStep, pack_line
 from experts.packed.weights import SegmentStore
 
@@ -51,7 +53,6 @@ if TYPE_CHECKING:
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.loop import Decider
     from agent.runtime.machine.box import Box
-    from experts.expert import Precision
     from experts.packed.packing import PackingReport
     from experts.packed.weights import PackedExpert
 
@@ -235,7 +236,7 @@ def groundwork_of(config: LineConfig, packed: Path, options: AgentOptions) -> Gr
     if stored is not None and options.profile == "auto":
         refuse_other_box(config, stored, box, lying)
     ground = groundwork(config, box, stored, lying, options.given)
-    return replace(ground, precisions=_executable(ground.precisions))
+    return replace(ground, precisions=_calibrated(config, packed, _executable(ground.precisions)))
 
 
 def _executable(precisions: Precisions) -> Precisions:
@@ -250,6 +251,27 @@ def _executable(precisions: Precisions) -> Precisions:
         log.warning("form_absent precision=%s runs_as=%s reason=it takes %s", form, form.plain, reason)
     return {
         processor: {name: form.plain if form in reasons else form for name, form in column.items()}
+        for processor, column in precisions.items()
+    }
+
+
+def _calibrated(config: LineConfig, packed: Path, precisions: Precisions) -> Precisions:
+    """The same, with fp32 for experts that are to have eight bits and are not calibrated as they are now; told each."""
+    names = {name for column in precisions.values() for name, form in column.items() if form is Precision.ONEDNN_INT8}
+    reasons: dict[str, str | None] = {}
+    for name in sorted(names):
+        with suppress(ExpertError):  # of weights that are not there packing tells
+            reasons[name] = why_not_calibrated(config.catalog.experts[name], packed)
+    instead = {name: Precision.ONEDNN_INT8.plain for name, reason in reasons.items() if reason is not None}
+    for name, form in instead.items():
+        log.warning(
+            "not_calibrated expert=%s precision=%s runs_as=%s reason=%s",
+            name, Precision.ONEDNN_INT8, form, reasons[name],
+        )  # fmt: skip
+    return {
+        processor: {
+            name: instead.get(name, form) if form is Precision.ONEDNN_INT8 else form for name, form in column.items()
+        }
         for processor, column in precisions.items()
     }
 

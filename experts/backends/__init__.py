@@ -5,10 +5,16 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from experts.errors import BackendUnavailable
+from experts.errors import BackendUnavailable, WeightsMismatch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
     from experts.backends.base import Backend
+    from experts.backends.onednn.calibrating import Ranges
+    from experts.expert import Expert
 
 DETECTOR_PREFIXES = ("yolo", "rtdetr")
 LLM = "llm"  # language models: of any architecture that their config.json names
@@ -29,6 +35,23 @@ def backend_for(architecture: str) -> Backend:
         return _build(family(architecture))
     except ImportError as error:
         raise BackendUnavailable(architecture, f"its runtime cannot be imported: {error}") from error
+
+
+def observed_ranges(expert: Expert, batches: Iterable[Tensor]) -> Ranges:
+    """What an expert's layers read and answer with on these images, of which its eight-bit form is made.
+
+    ``batches``: as ``prepare`` gives them, float32 (n, 3, height, width). Raises what packing raises, and
+    WeightsMismatch for an architecture that has no form of eight bits.
+    """
+    if family(expert.architecture) == "detector":
+        from experts.backends import detector
+
+        return detector.observed_ranges(expert, batches)
+    if family(expert.architecture) != "classifier":
+        raise WeightsMismatch(expert.id, f"{expert.architecture} has no form of eight bits")
+    from experts.backends import classifier
+
+    return classifier.observed_ranges(expert, batches)
 
 
 def _build(name: str) -> Backend:

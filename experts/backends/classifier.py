@@ -33,7 +33,7 @@ from experts.errors import WeightsMismatch
 from experts.expert import Precision, Prediction
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from experts.backends.base import Prepared, Skeleton
+    from experts.backends.onednn.calibrating import Ranges
     from experts.backends.onnx.layout import LaidOutGraph
     from experts.backends.onnx.runtime_form import Answered, Refused
     from experts.expert import Expert
@@ -105,12 +106,7 @@ class ClassifierBackend:
     def pack(self, expert: Expert, precision: Precision) -> Packable:
         require_executable(expert, precision)
         form = _form(expert)
-        template = _template(form)
-        found = read_state_dict(expert)
-        heads = AUXILIARY_HEADS.get(expert.architecture, ())
-        found = {name: tensor for name, tensor in found.items() if not name.startswith(heads)} if heads else found
-        fitted = fit(expert, found, template.original.state_dict())
-        ready = executable(expert, fold_weights(fitted, template.pairs), precision)
+        ready = _ready(expert, precision)
         if precision is Precision.ONNXRUNTIME:
             from experts.backends.onnx.runtime_form import packable
 
@@ -181,6 +177,14 @@ def write_random_weights(path: Path, architecture: str, class_count: int, seed: 
         save_file(tensors, path)
 
 
+def observed_ranges(expert: Expert, batches: Iterable[Tensor]) -> Ranges:
+    """What its layers read and answer with on these images, float32 (n, 3, height, width): its eight bits' ranges.
+
+    Raises what ``pack`` raises.
+    """
+    return _onednn_forms.ranges(expert, _form(expert), _ready(expert, Precision.ONEDNN_INT8), batches)
+
+
 def reader_of(expert: Expert) -> Answered:
     """What makes predictions of the module's outputs, for whoever runs the module in a runtime of its own."""
     return _answered
@@ -207,6 +211,16 @@ def _form(expert: Expert) -> _Form:
         return _form_of(expert.architecture, len(expert.labels), expert.stem, _size(expert))
     except ValueError as error:
         raise WeightsMismatch(expert.id, str(error)) from error
+
+
+def _ready(expert: Expert, precision: Precision) -> dict[str, Tensor]:
+    """Its weights as the folded module has them, in the precision's dtype."""
+    template = _template(_form(expert))
+    found = read_state_dict(expert)
+    heads = AUXILIARY_HEADS.get(expert.architecture, ())
+    found = {name: tensor for name, tensor in found.items() if not name.startswith(heads)} if heads else found
+    fitted = fit(expert, found, template.original.state_dict())
+    return executable(expert, fold_weights(fitted, template.pairs), precision)
 
 
 def _unseen_structure(expert: Expert) -> bytes:

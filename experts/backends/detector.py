@@ -42,7 +42,7 @@ from experts.errors import WeightsMismatch
 from experts.expert import Precision, Prediction
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from experts.backends.base import Prepared, Skeleton
+    from experts.backends.onednn.calibrating import Ranges
     from experts.backends.onnx.layout import LaidOutGraph
     from experts.backends.onnx.runtime_form import Answered, Refused
     from experts.expert import Expert
@@ -145,10 +146,7 @@ class DetectorBackend:
 
     def pack(self, expert: Expert, precision: Precision) -> Packable:
         require_executable(expert, precision)
-        template = _template_of(expert)
-        found = {f"model.{re.sub(r'^(model[.])+', '', name)}": t for name, t in read_state_dict(expert).items()}
-        fitted = fit(expert, found, template.original.state_dict())
-        ready = executable(expert, _folded(template, fitted), precision)
+        ready = _ready(expert, precision)
         if precision is Precision.ONNXRUNTIME:
             from experts.backends.onnx.runtime_form import packable
 
@@ -198,6 +196,14 @@ def build_trainable(architecture: str, class_count: int) -> Module:
     model = _build(architecture, class_count)
     model.args = get_cfg()
     return model.train()
+
+
+def observed_ranges(expert: Expert, batches: Iterable[Tensor]) -> Ranges:
+    """What its layers read and answer with on these images, float32 (n, 3, height, width): its eight bits' ranges.
+
+    Raises what ``pack`` raises.
+    """
+    return _onednn_forms.ranges(expert, _form(expert), _ready(expert, Precision.ONEDNN_INT8), batches)
 
 
 def reader_of(expert: Expert) -> Answered:
@@ -255,6 +261,14 @@ def weight_shapes(architecture: str, class_count: int) -> dict[str, tuple[int, .
     """
     with Weightless():
         return {name: tuple(tensor.shape) for name, tensor in _build(architecture, class_count).state_dict().items()}
+
+
+def _ready(expert: Expert, precision: Precision) -> dict[str, Tensor]:
+    """Its weights as the folded module has them, in the precision's dtype."""
+    template = _template_of(expert)
+    found = {f"model.{re.sub(r'^(model[.])+', '', name)}": t for name, t in read_state_dict(expert).items()}
+    fitted = fit(expert, found, template.original.state_dict())
+    return executable(expert, _folded(template, fitted), precision)
 
 
 def _template_of(expert: Expert) -> _Template:

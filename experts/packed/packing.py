@@ -24,9 +24,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from experts.backends import backend_for
-from experts.errors import ExpertError, LoadError, WeightsCorrupt
+from experts.calibrations import CalibrationFolder, digest_of
+from experts.errors import ExpertError, LoadError, WeightsCorrupt, WeightsMismatch
+from experts.expert import Precision
 from experts.filesystem import sync_folder
 from experts.importing import import_weights
+from experts.packed.calibrated import why_not_calibrated
 from experts.packed.manifests import Manifest, ManifestFolder, Source, replacing
 from experts.packed.segment_writer import SegmentWriter, Stacked
 from experts.packed.sharing import TensorKey, plan_sharing
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.backends.base import Packable
-    from experts.expert import Expert, Precision
+    from experts.expert import Expert
     from experts.packed.sharing import Partition
     from experts.packed.weights import SegmentStore, TensorSpec
 
@@ -87,7 +90,12 @@ def pack_line(
     concerns one expert is in the report.
     """
     wanted = precisions if callable(precisions) else precisions.__getitem__
-    jobs = [_Job(expert, precision) for expert in experts for precision in sorted(wanted(expert.id))]
+    calibrations = CalibrationFolder.beside(store.directory)
+    jobs = [
+        _Job(replace(expert, calibration=calibrations.path(expert.id)), precision)
+        for expert in experts
+        for precision in sorted(wanted(expert.id))
+    ]
     packing = _Packing(store)
     with store.locked():
         with packing.staging():
@@ -238,6 +246,7 @@ class _Packing:
 
     def _stage(self, job: _Job) -> _Draft:
         source = _source(job)
+        self._refuse_uncalibrated(job)
         packable = backend_for(job.expert.architecture).pack(job.expert, job.precision)
         program_sha256 = self._write_program(packable)
         path = self._staging / f"{len(self._drafts[job.precision])}.{job.precision}.whole"
@@ -263,6 +272,13 @@ class _Packing:
             program_sha256=program_sha256,
         )
         return _Draft(Manifest(packed, source, digests), staged=path)
+
+    def _refuse_uncalibrated(self, job: _Job) -> None:
+        """Raises WeightsMismatch for an expert that is to have eight bits, and is not calibrated as it is now."""
+        if job.precision is Precision.ONEDNN_INT8:
+            reason = why_not_calibrated(job.expert, self._store.directory)
+            if reason is not None:
+                raise WeightsMismatch(job.expert.id, f"no form of eight bits: {reason}")
 
     def _stage_stack(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> Segment:
         """The blocks of one layer, in a file that is named by what it holds, as it will be."""
@@ -383,6 +399,8 @@ def _recipe(job: _Job) -> str:
     expert = job.expert
     size = [] if expert.input is None else [expert.input.height, expert.input.width]
     parts = [PACKING_FORMAT, expert.architecture, expert.stem, len(expert.labels), size]
+    if job.precision is Precision.ONEDNN_INT8 and expert.calibration is not None:
+        parts.append(digest_of(expert.calibration))
     from_backend = backend_for(expert.architecture).recipe(expert, job.precision)
     return json.dumps([*parts, from_backend] if from_backend else parts)
 

@@ -23,6 +23,7 @@ from experts.expert import Precision
 from experts.packed.packing import forget_other_forms, pack_line
 from experts.sizes import mib
 from profiler.microbench.agreement import candidate_precisions
+from profiler.microbench.calibrating import Calibrating
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -61,6 +62,7 @@ class LinePacking:
         self._refused: dict[str, str] = {}  # experts that could not be packed in one form at least, and why
         self._config = config
         self._segments = segments
+        self._calibrating = Calibrating(samples, segments.directory)
         self._samples = samples
         self._progress = progress
 
@@ -73,7 +75,11 @@ class LinePacking:
         is_fixed = family(described.architecture) in GRAPH_FAMILIES
         if given is None or is_fixed:
             return Precision.FP32
-        return given.plain if described.takes_texts else given
+        return given.plain if described.takes_texts else self._able(expert, given)
+
+    def why_not_calibrated(self, expert: str) -> str | None:
+        """Why an expert has no form of eight bits, None where it has one: it is calibrated where it can be."""
+        return self._calibrating.why_not(self._config.catalog.experts[expert])
 
     def references(self, copies: Copies) -> list[ExpertCopy]:
         """The copies in their experts' references."""
@@ -97,7 +103,8 @@ class LinePacking:
         ``stage``: what progress calls it; None for what is there already, and takes no time.
         """
         experts = self._config.catalog.experts
-        forms = {name: wanted.get(name, set()) | {self.reference(name)} for name in experts}
+        tried = {name: {self._able(name, form) for form in wanted.get(name, ())} for name in experts}
+        forms = {name: tried[name] | {self.reference(name)} for name in experts}
 
         def step(step: PackingStep) -> None:
             if stage is not None:
@@ -124,12 +131,19 @@ class LinePacking:
         references = self.references(self.pack({}, None))
         wanted = {copy.expert.id: forms[copy.kind] for copy in references if forms[copy.kind]}
         copies = self.pack(wanted, "pack as chosen")
-        kept = {name: wanted.get(name, {self.reference(name)}) for name in self._config.catalog.experts}
+        runs = {name: {self._able(name, form) for form in forms} for name, forms in wanted.items()}
+        kept = {name: runs.get(name, {self.reference(name)}) for name in self._config.catalog.experts}
         forget_other_forms(kept, self._segments)
-        standing = [copy for form in copies for copy in copies[form] if form in wanted.get(copy.expert.id, ())]
+        standing = [copy for form in copies for copy in copies[form] if form in runs.get(copy.expert.id, ())]
         unserved = wanted.keys() - {copy.expert.id for copy in standing}
         self.failed.update({name: self._refused[name] for name in sorted(unserved)})
         return standing
+
+    def _able(self, expert: str, form: Precision) -> Precision:
+        """The form, or what an agent runs in its place: eight bits want an expert that is calibrated."""
+        if form is not Precision.ONEDNN_INT8 or self.why_not_calibrated(expert) is None:
+            return form
+        return form.plain
 
     def _forms(self, expert: str, processors: Iterable[str]) -> set[Precision]:
         """What an expert may run in: what the line file gives, else all that its backend has."""

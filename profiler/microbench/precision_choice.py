@@ -122,7 +122,11 @@ class PrecisionChoice:
             if not sampled:
                 self._not_proven(profile, "no sample images", is_fp32_able=is_fp32_able)
                 break
-            agreement = self._agreement(bench, Precision(profile.precision), sampled)
+            form = Precision(profile.precision)
+            if form is Precision.ONEDNN_INT8 and (reason := self._why_not_eight_bits(references)) is not None:
+                self.notes.append(f"{profile.kind} on {profile.processor} is not run in {form}: {reason}")
+                continue
+            agreement = self._agreement(bench, form, sampled)
             if agreement is None:
                 continue
             agreements.append(agreement)
@@ -140,8 +144,20 @@ class PrecisionChoice:
             self._taken_for_others(profiles[0], chosen, references, {copy.expert.id for copy in sampled})
         return chosen
 
+    def _why_not_eight_bits(self, references: Sequence[ExpertCopy]) -> str | None:
+        """All experts of a kind run alike, and one that is not calibrated has no such form."""
+        reasons = {copy.expert.id: self._packing.why_not_calibrated(copy.expert.id) for copy in references}
+        told = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]
+        more = f" (and {len(told) - 1} more experts)" if len(told) > 1 else ""
+        return f"{told[0]}{more}" if told else None
+
     def _agreement(self, bench: Bench, form: Precision, sampled: Sequence[ExpertCopy]) -> Agreement | None:
-        """Of all experts with samples, unless an earlier one holds; None where none of them is there in this form."""
+        """Of all experts with samples, unless an earlier one holds; None where none of them is there in this form.
+
+        A form of eight bits is judged by images that it was not calibrated on.
+        """
+        if form is Precision.ONEDNN_INT8:
+            bench = replace(bench, samples=bench.samples.held_out())
         kind = sampled[0].kind
         key = (kind, bench.processor, str(form))
         earlier = {(each.kind, each.processor, each.precision): each for each in self._draft.agreements()}.get(key)

@@ -19,7 +19,7 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from agent.intake.files.naming import ImageName, Naming
 
 MOST_PER_EXPERT = 24
+MOST_CALIBRATING = 16  # further images of an expert, half of all that it has at most
 MOST_IN_MIX = 200  # of each component: as many requests as the engine plays in a search
 SYNTHETIC = "synthetic"
 DAY = re.compile(r"\d{4}-\d{2}-\d{2}")  # a folder below done/ and ng/
@@ -60,6 +61,8 @@ class Sample:
 class LineSamples:
     """Samples by expert; one without any is not in it. ``broken``: files that could not be decoded, and why.
 
+    ``calibrating``: by expert, images that forms of eight bits are calibrated on, an equal share of each label; where
+    there are few, some of its samples are among them, and are not held out (``held_out``).
     ``mix``: by component, at most MOST_IN_MIX, with labels as rare as among its files in every beginning of it; those
     that no expert was given are not decoded yet: ask ``Checked``.
     """
@@ -68,6 +71,7 @@ class LineSamples:
     looked_at: int = 0
     broken: tuple[str, ...] = ()
     mix: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
+    calibrating: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
 
     @classmethod
     def find(
@@ -100,10 +104,23 @@ class LineSamples:
         """The samples of one expert, in the order to use them; empty where there are none."""
         return self.by_expert.get(expert, ())
 
+    def held_out(self) -> LineSamples:
+        """The same without images that anything is calibrated on: what it may be judged by."""
+        by_expert = {
+            expert: tuple(sample for sample in samples if sample not in self.calibrating.get(expert, ()))
+            for expert, samples in self.by_expert.items()
+        }
+        return replace(self, by_expert=by_expert)
+
     def sha256(self, experts: Iterable[str]) -> str:
         """Which samples these experts have: a digest of their paths, sizes and times of change."""
         parts = [[expert, *_stamp(sample.path)] for expert in sorted(experts) for sample in self.of(expert)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def stamps_sha256(samples: Iterable[Sample]) -> str:
+    """Which images these are: a digest of their paths, sizes and times of change."""
+    return hashlib.sha256(json.dumps([_stamp(sample.path) for sample in samples]).encode()).hexdigest()
 
 
 def described(samples: Sequence[Sample]) -> str:
@@ -160,18 +177,20 @@ class _Search:
         by_label = [(component, _spread(samples)) for (component, _), samples in sorted(self._found.items())]
         groups = by_label if is_label_even else list(mixes.items())
         checked = Checked()
-        by_expert = {}
+        by_expert, calibrating = {}, {}
         for expert in self._config.catalog.experts:
             own = [samples for component, samples in groups if self._stands_on(expert, component)]
             sound = (sample for sample in _in_turn(own) if checked.is_sound(sample))
-            if chosen := tuple(itertools.islice(sound, most)):
-                by_expert[expert] = chosen
+            if found := tuple(itertools.islice(sound, most + MOST_CALIBRATING)):
+                by_expert[expert] = found[:most]
+                calibrating[expert] = found[len(found) - min(MOST_CALIBRATING, len(found) // 2) :]
         mix = {component: checked.left_of(samples, MOST_IN_MIX) for component, samples in mixes.items()}
         return LineSamples(
             by_expert,
             self._looked_at,
             tuple(str(error) for error in checked.broken.values()),
             {component: samples for component, samples in mix.items() if samples},
+            calibrating,
         )
 
     def complaint(self, folder: Path, broken: Sequence[str]) -> str:

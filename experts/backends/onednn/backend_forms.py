@@ -18,7 +18,7 @@ from experts.backends.onednn.form import (
     packable,
     packed_form,
 )
-from experts.calibrations import HOW, read_calibration, why_unusable
+from experts.calibrations import HOW, read_calibration
 from experts.errors import BackendUnavailable, WeightsMismatch
 from experts.expert import Precision
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from experts.backends.base import Packable
-    from experts.backends.onednn.form import Answered
     from experts.backends.onednn.calibrating import Ranges
+    from experts.backends.onednn.form import Answered
     from experts.expert import Expert
 
 ONEDNN_NUMBERS = {  # that fused calls multiply
@@ -119,11 +119,10 @@ class OnednnForms(Generic[Structure]):
 
 
 def _calibrated(expert: Expert, form: OnednnForm | Refused) -> Ranges:
-    """Raises WeightsMismatch where what was observed does not hold for the expert, or not for all calls of the form."""
+    """Raises WeightsMismatch where nothing was observed, or not all calls of the form."""
     found = None if expert.calibration is None else read_calibration(expert.calibration)
-    reason = why_unusable(found, expert)
-    if reason is not None or found is None:
-        raise WeightsMismatch(expert.id, f"{reason}; it has no form of eight bits before that")
+    if found is None:
+        raise WeightsMismatch(expert.id, f"it has no form of eight bits before it is calibrated: {HOW}")
     if isinstance(form, OnednnForm) and not form.quantised <= found.ranges.keys():
         raise WeightsMismatch(expert.id, f"its calibration is of another architecture or version: {HOW} anew")
     return found.ranges

@@ -118,6 +118,12 @@ class OnednnForm:
     placements: Mapping[str, Placement]
 
     @property
+    def quantised(self) -> frozenset[str]:
+        """The names of the weights in eight bits."""
+        calls = (each for each in self.module.inputs if isinstance(each, FusedCall))
+        return frozenset(call.weight for call in calls if call.quantisation is not None)
+
+    @property
     def program(self) -> bytes:
         """What a skeleton needs beside the tensors; the same bytes for the same layouts."""
         weights = {name: placement.sha256 for name, placement in self.placements.items()}

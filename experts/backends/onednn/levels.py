@@ -11,7 +11,6 @@ no range and no levels, so that it can never pass for one.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 

@@ -22,10 +22,13 @@ import torch
 from onnx import numpy_helper
 from safetensors.torch import load_file
 
-from experts.backends import backend_for, family
+from experts.backends import backend_for, family, observed_ranges
+from experts.backends.onednn.backend_forms import ONEDNN_NUMBERS
 from experts.backends.onnx.export import IMAGES, exported
 from experts.backends.state_dict import DTYPES
+from experts.calibrations import CalibrationFolder
 from experts.expert import Precision
+from experts.packed.calibrated import calibration_of
 from experts.packed.packing import pack_line
 from experts.packed.weights import AlignedBuffer, SegmentStore, tensor_views
 from profiler.bench.parts.plain_models import build
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     Batch = Sequence[Prepared]
     Run = Callable[[], Sequence[Prediction]]
 
+CALIBRATED_ON = 8  # images
 EAGER = "fp32-eager"
 SESSION = "onnxruntime-session"
 INT8_SESSION = "onnxruntime-int8-session"
@@ -106,6 +110,8 @@ def plain_model(expert: Expert) -> Model:
 @contextmanager
 def our_form(expert: Expert, precision: Precision, store: SegmentStore, batch: Batch) -> Iterator[Contestant]:
     """A form of ours, in a slot of its own. Raises CoServeError where it is not packed, or does not run here."""
+    if precision is Precision.ONEDNN_INT8:
+        calibrate(expert, store)
     report = pack_line([expert], lambda _: {precision}, store)
     for error in report.failed.values():
         raise error
@@ -126,9 +132,17 @@ def our_form(expert: Expert, precision: Precision, store: SegmentStore, batch: B
             slot.close()
 
 
+def calibrate(expert: Expert, store: SegmentStore) -> None:
+    """For eight bits, on images like those it is timed on."""
+    images = _stacked(prepared_images(expert, CALIBRATED_ON))
+    ranges = observed_ranges(expert, [images])
+    found = calibration_of(expert, "", CALIBRATED_ON, (), ranges)
+    CalibrationFolder.beside(store.directory).write(expert.id, found)
+
+
 def _numbers(precision: Precision) -> torch.dtype:
     """What a form multiplies."""
-    return torch.int8 if precision is Precision.INT8 else DTYPES[precision]
+    return torch.int8 if precision is Precision.INT8 else ONEDNN_NUMBERS.get(precision) or DTYPES[precision]
 
 
 def eager(model: Model, batch: Batch) -> Contestant:

@@ -17,7 +17,7 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from experts.backends.onnx.export import IMAGES
 from experts.backends.onnx.session import REFUSALS
 from experts.errors import BackendUnavailable
-from profiler.bench.compute.contestants import prepared_images
+from profiler.bench.compute.contestants import CALIBRATED_ON, prepared_images
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from experts.backends.base import Prepared
     from profiler.bench.compute.contestants import Model
 
-CALIBRATED_ON = 8  # images
 FAILURES = (*REFUSALS, LookupError, RuntimeError, TypeError, ValueError)  # its tools say nowhere what they raise
 
 

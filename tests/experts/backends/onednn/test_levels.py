@@ -11,12 +11,12 @@ from experts.backends.onednn.levels import (
     HIGHEST,
     MIDDLE,
     WEIGHT_HIGHEST,
-    Range,
     Values,
     levels,
     quantised_weight,
 )
 from experts.backends.onednn.quantised_calls import Levels, pooled_levels
+from experts.calibrations import Range
 
 ZEROS = [None, 0, MIDDLE]
 NUMBERS = st.floats(-1e6, 1e6, width=32)

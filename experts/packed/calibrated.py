@@ -1,0 +1,43 @@
+"""Whether an expert has a calibration that holds for its weights as they are now.
+
+Guarantees: one of other weights is never taken for one that holds; the weights are hashed only where their file is not
+the one that was calibrated, by its size and time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from experts.calibrations import HOW, Calibration, CalibrationFolder, read_calibration
+from experts.packed.sources import sha256_of, stamp_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from experts.calibrations import CallRanges
+    from experts.expert import Expert
+
+
+def calibration_of(
+    expert: Expert, samples_sha256: str, images: int, labels: tuple[str, ...], ranges: Mapping[str, CallRanges]
+) -> Calibration:
+    """What was observed of an expert with its weights as they are. Raises LoadError, WeightsMissing."""
+    stamp = stamp_of(expert)
+    return Calibration(sha256_of(expert), stamp.size_bytes, stamp.mtime_ns, samples_sha256, images, labels, ranges)
+
+
+def why_not_calibrated(expert: Expert, packed: Path) -> str | None:
+    """Why an expert has no form of eight bits now; None where it has one. ``packed``: the folder of packed weights.
+
+    Raises LoadError and WeightsMissing for weights that are not there.
+    """
+    found = read_calibration(CalibrationFolder.beside(packed).path(expert.id))
+    if found is None:
+        return f"it is not calibrated: {HOW}"
+    stamp = stamp_of(expert)
+    if (stamp.size_bytes, stamp.mtime_ns) == (found.size_bytes, found.mtime_ns):
+        return None
+    if sha256_of(expert) == found.weights_sha256:
+        return None
+    return f"its calibration is of other weights than it has now: {HOW} anew"
