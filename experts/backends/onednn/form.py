@@ -84,6 +84,12 @@ class FusedModule:
         return {call.weight: call.shape for call in calls if call.owns_weight}
 
     @property
+    def levels_digest(self) -> str:
+        """Of what reads and answers with which levels: what decides on an expert's table, scales and offsets."""
+        plan = [(each.weight, each.quantisation) for each in self.inputs if isinstance(each, FusedCall)]
+        return hashlib.sha256(repr(plan).encode()).hexdigest()[:DIGEST_LETTERS]
+
+    @property
     def weights(self) -> tuple[str, ...]:
         """The names of all that is read, each once."""
         names: dict[str, None] = {}
@@ -128,6 +134,8 @@ class OnednnForm:
         """What a skeleton needs beside the tensors; the same bytes for the same layouts."""
         weights = {name: placement.sha256 for name, placement in self.placements.items()}
         document = {"made for": identity(), "images": self.module.size, "weights": weights}
+        if self.module.numbers == torch.int8:
+            document["levels"] = self.module.levels_digest
         return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
 
     def tensors(self, weights: Mapping[str, Tensor], ranges: Ranges | None = None) -> dict[str, Tensor]:
@@ -274,7 +282,9 @@ def packed_form(subject: str, fused: FusedModule | Refused, program: bytes) -> O
     """
     if isinstance(fused, Refused):
         raise BackendUnavailable(subject, fused.reason)
-    told = _told(subject, program)
+    told, levels = _told(subject, program)
+    if fused.numbers == torch.int8 and levels != fused.levels_digest:
+        raise BackendUnavailable(subject, f"its levels are of other calls than those here: {AGAIN}")
     if not told.keys() <= fused.shapes.keys():
         raise BackendUnavailable(subject, f"its program is of other weights: {AGAIN}")
     form = _form(fused, told)
@@ -288,17 +298,18 @@ def _form(fused: FusedModule, blocked: Iterable[str]) -> OnednnForm:
     return OnednnForm(fused, {name: Placement.of(name, reference(fused.shapes[name])) for name in blocked})
 
 
-def _told(subject: str, program: bytes) -> dict[str, str]:
-    """The digests of oneDNN's descriptions by the names of the weights, as a program has them."""
+def _told(subject: str, program: bytes) -> tuple[dict[str, str], str | None]:
+    """The digests of oneDNN's descriptions by the names of the weights, and that of levels, as a program has them."""
     try:
         document = json.loads(program)
         made_for = document["made for"]
         told: dict[str, str] = dict(document["weights"])
+        levels = document.get("levels")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise BackendUnavailable(subject, f"its program is cut, or not of this form: {AGAIN}") from error
     if made_for != identity():
         raise BackendUnavailable(subject, f"it was packed for {made_for}, this box has {identity()}: {AGAIN}")
-    return told
+    return told, levels
 
 
 def _deviations(

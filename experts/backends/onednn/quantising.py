@@ -109,7 +109,8 @@ def _levelled(graph: Graph, calls: Mapping[Node, FusedCall], written: set[int]) 
         needed = _needed_as_levels(graph, calls, moving)
         made = {node for node in calls if node in needed or calls[node].adds}
         for node in graph.nodes:
-            if node in moving and node in needed and all(each in made for each in node.all_input_nodes):
+            is_wanted = node in moving and (node in needed or node.target is operator.getitem)  # of parts, all or none
+            if is_wanted and all(each in made for each in node.all_input_nodes):
                 made.add(node)
         if moving <= made:
             return made

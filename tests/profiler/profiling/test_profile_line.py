@@ -36,7 +36,7 @@ from agent.runtime.machine.detection import detect
 from coserve import app
 from experts.backends.classifier import write_random_weights
 from experts.errors import AlreadyRunning, ConfigError, CoServeError
-from experts.expert import Verdict
+from experts.expert import Precision, Verdict
 from profiler.allocation.search import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE
 from profiler.allocation.search_runs import RUNS
 from profiler.allocation.step import CASUAL, ENGINE, ON_ENGINE, SIMULATE
@@ -312,6 +312,7 @@ class TestAnExpertThatFailsWhenItIsRun:
             "cls/f0 cannot be served: on cpu: its output is not a number: check its weights, or use precision fp32"
         ]
         forms = [form for name in ("squeezenet1_1", "fake") for form in candidate_precisions(name, "cpu")]
+        forms = [form for form in forms if form is not Precision.ONEDNN_INT8]  # which nobody is calibrated for
         assert len(done.profile.kinds) == (2 if precision == "fp32" else len(forms))
         assert len(done.profile.speedups["cpu"]) == min(line.identity.cores, 4)
         with serving(line.config) as (agent, stages):

@@ -83,6 +83,26 @@ def test_in_bf16_it_answers_as_eager_bf16_does(architecture):
     assert found["logits"] < 0.1
 
 
+ROUNDED = 0.05  # of a call's answers' deviation: what 255 levels and those of the weights may make of it, in the mean
+
+
+@pytest.mark.parametrize("architecture", RUN)
+def test_in_eight_bits_every_call_answers_as_in_fp32(architecture, eight_bits):
+    module, plain = fused_of(architecture, torch.float32)
+    errors = eight_bits(module, plain, sample_of(module), ("logits",)).errors()
+    assert {name: error for name, error in errors.items() if not error < ROUNDED} == {}
+
+
+@pytest.mark.parametrize("architecture", ["mobilenet_v2", "squeezenet1_1"])
+def test_a_call_with_another_scale_would_be_told(architecture, eight_bits):
+    module, plain = fused_of(architecture, torch.float32)
+    made = eight_bits(module, plain, sample_of(module), ("logits",))
+    weight = made.calls[len(made.calls) // 2].weight
+    assert made.errors()[weight] < ROUNDED
+    made.tensors[f"{weight} scales"].mul_(1.2)
+    assert made.errors()[weight] > ROUNDED
+
+
 @pytest.mark.parametrize("architecture", RUN)
 def test_no_convolution_is_left_to_torch(architecture):
     module, fused = fused_of(architecture, torch.float32)

@@ -5,6 +5,7 @@ or of oneDNN. How far eight bits may be from fp32 follows from the scales: half 
 what comes behind by the absolute values of the weights (``Uncertain``).
 """
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
@@ -16,10 +17,19 @@ from torch.nn import functional
 
 from experts.backends.onednn import quantised_calls
 from experts.backends.onednn.calibrating import observed
-from experts.backends.onednn.form import FusedModule, OnednnForm, OnednnSkeleton, Placement, Refused, fused_module
+from experts.backends.onednn.form import (
+    FusedModule,
+    OnednnForm,
+    OnednnSkeleton,
+    Placement,
+    Refused,
+    fused_module,
+    packed_form,
+)
 from experts.backends.onednn.fusion import FusedCall
 from experts.backends.onednn.layouts import on_threads, reference
 from experts.backends.onednn.levels import Values
+from experts.errors import BackendUnavailable
 
 SIZE = (16, 16)
 OUTPUTS = ("answer", "inside")
@@ -290,6 +300,19 @@ class Divided(Module):
         one, other = self.at("joined", functional.silu(self.first(images))).chunk(2, 1)
         second = self.at("joined", functional.silu(self.second(other)))
         return functional.silu(self.third(torch.cat([one, other, second], 1)))
+
+
+class DividedAndJoinedWithFloat(Module):
+    """As in a YOLOv8 with a shortcut: one half goes to a layer, the other only to where all is joined in float32."""
+
+    def build(self):
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+        self.third = nn.Conv2d(12, 8, 1)
+
+    def path(self, images):
+        one, other = self.at("first", functional.silu(self.first(images))).chunk(2, 1)
+        summed = other + functional.silu(self.second(other))
+        return functional.silu(self.third(self.at("joined", torch.cat([one, other, summed], 1))))
 
 
 class DividedAndAdded(Module):
@@ -695,6 +718,18 @@ class Unable(Module):
 @pytest.mark.parametrize("kind", [LastAlone, SinglePixels, Unable])
 def test_a_module_without_a_layer_for_eight_bits_is_refused(kind):
     assert fused_of(kind(), torch.int8) == Refused("it has no layer that oneDNN runs in eight bits")
+
+
+def test_a_program_tells_which_levels_the_bytes_are_of():
+    form, other = form_of(Joined()), form_of(JoinedWithFloat())
+    assert packed_form("cls", form.module, form.program) == form
+    assert form.placements == other.placements  # so that nothing else would tell
+    with pytest.raises(BackendUnavailable, match=r"its levels are of other calls .*: pack the line again here"):
+        packed_form("cls", form.module, other.program)
+    plain = json.loads(form.program)
+    del plain["levels"]
+    with pytest.raises(BackendUnavailable, match="its levels are of other calls"):
+        packed_form("cls", form.module, json.dumps(plain).encode())
 
 
 def test_values_go_from_call_to_call_as_levels():
