@@ -155,13 +155,7 @@ class Engine:
         self._splitter = BatchSplitter()
         self._leases = Leases(self._pools, limits.max_overtake_s if policy.bounded else math.inf)
         self._turns = Turns(
-            self._pools,
-            self._placement,
-            self._leases,
-            self._splitter,
-            policy,
-            limits.max_overtake_s,
-            self._runs_alone,
+            self._pools, self._placement, self._leases, self._splitter, policy, limits.max_overtake_s, self._runs_alone
         )
         self._tickets: dict[int, Ticket] = {}
         self._batches: dict[int, Batch] = {}
@@ -179,24 +173,7 @@ class Engine:
         self._now = 0.0
         self._is_draining = False
         self._retired: frozenset[str] = frozenset()
-        self._answers: dict[type, Callable[..., bool]] = {
-            events.Started: self._started,
-            events.Arrived: self._arrived,
-            events.Offered: self._offered,
-            events.Loaded: self._loaded,
-            events.LoadFailed: self._load_failed,
-            events.Finished: self._finished,
-            events.Progressed: self._progressed,
-            events.BatchFailed: self._batch_failed,
-            events.Cancelled: self._cancelled,
-            events.Preempted: self._preempted,
-            events.Quarantined: self._quarantined,
-            events.Wanted: self._wanted,
-            events.Unwanted: self._unwanted,
-            events.LineChanged: self._line_changed,
-            events.Tick: self._ticked,
-            events.Drain: self._drained,
-        }
+        self._answers = self._answers_by_event()
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """What to do about an event. ``now``: seconds, monotonic; an earlier time counts as the latest one seen."""
@@ -1298,6 +1275,27 @@ class Engine:
 
     def _is_awaited(self, expert: str) -> bool:
         return any(queue.first_group(expert) is not None for queue in self._scheduler.queues)
+
+    def _answers_by_event(self) -> dict[type, Callable[..., bool]]:
+        """Who answers what. They take the event and the effects, and say whether more may move now."""
+        return {
+            events.Started: self._started,
+            events.Arrived: self._arrived,
+            events.Offered: self._offered,
+            events.Loaded: self._loaded,
+            events.LoadFailed: self._load_failed,
+            events.Finished: self._finished,
+            events.Progressed: self._progressed,
+            events.BatchFailed: self._batch_failed,
+            events.Cancelled: self._cancelled,
+            events.Preempted: self._preempted,
+            events.Quarantined: self._quarantined,
+            events.Wanted: self._wanted,
+            events.Unwanted: self._unwanted,
+            events.LineChanged: self._line_changed,
+            events.Tick: self._ticked,
+            events.Drain: self._drained,
+        }
 
     def _refuse_misfits(self, homes: dict[str, ExecutorSpec]) -> None:
         for name, pool in self._pools.items():

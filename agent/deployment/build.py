@@ -27,8 +27,8 @@ from agent.deployment.profile_in_use import (
     refuse_other_box,
     scaled_experts,
 )
-from agent.runtime.executor import threads_per_executor
 from agent.runtime.loop import AgentLoop, LoopOptions, assemble
+from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.machine.detection import detect
 from agent.runtime.measuring.probe import estimated_matrix, probe
 from agent.runtime.requests import Requests

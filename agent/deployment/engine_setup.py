@@ -148,7 +148,7 @@ def planned(
     lying = lying_packed(config, config.packed_folder)
     ground = groundwork(config, box, profile, lying, given)
     ground = replace(ground, precisions=_calibrated(config, ground.precisions, by_precision(lying)))
-    kinds = {name: kind_name(config.catalog.experts[name], program) for name, program in programs_of(lying).items()}
+    kinds = kinds_of(config, lying)
     packed = by_precision(lying)
     _refuse_unpacked(config, _to_run(ground.precisions, profile, kinds), packed, without)
     able = {name: forms for name, forms in packed.items() if name not in without}
@@ -163,6 +163,11 @@ def planned(
     broken = unmeasured_kinds(found, kinds) | dict(without)
     _refuse_unprofiled(config, profile, broken.keys() - without.keys())
     return ground.setup(found, broken)
+
+
+def kinds_of(config: LineConfig, lying: Sequence[PackedExpert]) -> dict[str, str]:
+    """The kind of every expert that lies packed, by its id."""
+    return {name: kind_name(config.catalog.experts[name], program) for name, program in programs_of(lying).items()}
 
 
 def profiled_box(profile: StoredProfile) -> Box:

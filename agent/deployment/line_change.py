@@ -19,7 +19,7 @@ from agent.deployment.engine_setup import Given
 from agent.deployment.families import with_families
 from agent.deployment.packed_copies import copies_of, copy_name
 from agent.deployment.profile_in_use import refuse_mismatches
-from agent.runtime.executor import threads_per_executor
+from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.templates import Templates, make_templates
 from experts.errors import ConfigError, CoServeError, MemoryExceeded
 from experts.expert import Precision

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from agent.core.request import Batch
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.image_sources import ImageSource
-    from agent.runtime.machine.box import Box
     from agent.runtime.preparation import Preparation
     from agent.runtime.slots import SlotStore
     from agent.runtime.texts import Texts
@@ -300,9 +299,3 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, (MemoryError, MemoryExceeded, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in OUT_OF_MEMORY_TEXTS)
-
-
-def threads_per_executor(box: Box, executors: Sequence[ExecutorSpec]) -> int:
-    """Each CPU executor's share of the cores, at least one; one that drives a device needs a single core."""
-    on_cpu = sum(torch_device(spec.processor) == "cpu" for spec in executors)
-    return max(box.cores // max(on_cpu, 1), 1)

@@ -29,9 +29,9 @@ from agent.core import effects, events
 from agent.core.request import IMAGE
 from agent.runtime.ages import AgeLimits, Forecast, OpenWork
 from agent.runtime.device_loss import Breakdown, watch_of
-from agent.runtime.executor import BatchExecutor, threads_per_executor
+from agent.runtime.executor import BatchExecutor
 from agent.runtime.image_sources import image_name
-from agent.runtime.machine.box import torch_device
+from agent.runtime.machine.box import threads_per_executor, torch_device
 from agent.runtime.machine.heap import HeapKeeper
 from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.moe_loads import MoeLoads

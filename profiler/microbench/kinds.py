@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from agent.core.performance import HOST, ExecutorSpec
 from agent.device_profile.records import KindProfile
-from agent.runtime.executor import threads_per_executor
+from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.machine.detection import host_memory
 from agent.runtime.measuring.loads import alike, measure_loads
 from agent.runtime.measuring.meter import meter_for

@@ -6,7 +6,8 @@ arrivals do when it is done about as soon as they allow, else its compute. If it
 is busy for SSD_BUSY of the time, or when there is room for all of that already; else memory does: requests wait for
 one load after another. The smallest memory, and the slowest SSD, that reach REMOVED of the best are searched by
 bisection, each alone, to a step of STEP; throughput is taken to rise with both. Every memory that is tried is shared
-out between experts and batches as the agent would do it.
+out between experts and batches as the agent would do it. Before all of these decoding is the limit where it takes so
+much of the cores that executors wait for images (``profiler.planning.decoding``).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from agent.deployment.engine_setup import EngineSetup
     from agent.device_profile.records import BoxIdentity
+    from profiler.planning.decoding import DecodingLoad
     from profiler.planning.gains import Gain
     from profiler.simulation.bounds import Bounds
     from profiler.simulation.forecast import Forecast, Scenario
@@ -103,7 +105,12 @@ class Advice:
     takt: Takt | None
     gains: tuple[Gain, ...] = ()
     other_forms: tuple[str, ...] = ()
-    decoding_images_per_s: float | None = None  # of all cores, did they nothing else; None: not measured
+    decoding: DecodingLoad | None = None  # None: not measured
+
+    @property
+    def allowed_images_per_s(self) -> float:
+        """What is reached where the cores have to decode, too."""
+        return self.images_per_s if self.decoding is None else min(self.images_per_s, self.decoding.images_per_s)
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -161,11 +168,10 @@ def advise(
     )
 
 
-def with_decoding(advice: Advice, decoding_images_per_s: float | None) -> Advice:
-    """The same, knowing how fast the cores can decode images: where executors would run more, that is the limit."""
-    is_limit = decoding_images_per_s is not None and decoding_images_per_s < advice.images_per_s
-    limit = Limit.DECODING if is_limit else advice.limit
-    return replace(advice, decoding_images_per_s=decoding_images_per_s, limit=limit)
+def with_decoding(advice: Advice, load: DecodingLoad | None) -> Advice:
+    """The same, knowing what decoding takes of the cores: where executors wait for images, that is the limit."""
+    is_limit = load is not None and load.images_per_s < REMOVED * load.executors_images_per_s
+    return replace(advice, decoding=load, limit=Limit.DECODING if is_limit else advice.limit)
 
 
 def speed_text(bytes_per_s: float) -> str:
@@ -276,11 +282,8 @@ def _bytes_of_all(setup: EngineSetup) -> dict[str, int]:
 
 
 def _limit_sentences(advice: Advice) -> list[str]:
-    if advice.limit is Limit.DECODING:
-        return [
-            f"Decoding is the limit: all cores together decode {advice.decoding_images_per_s:.1f} images/s, and fewer "
-            "where executors run on them, too. Smaller images, or such that are cut before they come, would remove it."
-        ]
+    if advice.limit is Limit.DECODING and advice.decoding is not None:
+        return advice.decoding.sentences()
     if advice.limit is Limit.ARRIVALS:
         return ["Arrivals are the limit: the last images are judged about as soon as they can be after they come."]
     if advice.limit is Limit.COMPUTE:
@@ -336,7 +339,7 @@ def _takt_sentences(advice: Advice) -> list[str]:
 
 
 def _gain_sentences(advice: Advice) -> list[str]:
-    told = [gain.sentence(advice.images_per_s) for gain in advice.gains]
+    told = [gain.sentence(advice.allowed_images_per_s) for gain in advice.gains]
     if advice.other_forms and not any(gain.form for gain in advice.gains):
         told.append(f"No other form that was measured would gain: {', '.join(advice.other_forms)}.")
     return told

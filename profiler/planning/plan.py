@@ -6,16 +6,18 @@ run the same experts; the same inputs give the same rows. Nothing is loaded and 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from agent.core.request import IMAGE
-from agent.deployment.engine_setup import Given, planned, profiled_box
+from agent.deployment.engine_setup import Given, kinds_of, planned, profiled_box
+from agent.deployment.packed_copies import lying_packed
 from experts.errors import ConfigError
 from experts.sizes import size_text
 from profiler.planning.advice import advise, with_decoding
+from profiler.planning.decoding import decoding_times
 from profiler.planning.gains import gains, other_forms
 from profiler.simulation.bounds import bounds, unread_bytes
 from profiler.simulation.forecast import forecast, quantile_s, reaches, scenario_of, with_ssd
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from profiler.planning.advice import Advice
     from profiler.planning.gains import Planned
     from profiler.simulation.bounds import Bounds
+    from profiler.simulation.core_time import CoreTime
     from profiler.simulation.forecast import Forecast, Scenario
     from profiler.workload.traces import Arrival
 
@@ -55,7 +58,8 @@ class PlanRow:
     there are any, and those of ``texts`` from arrival to their last token. ``bound``: of the offline optimum, these
     memories full of the right experts at the start; ``roofline_images_per_s``: the same floor of time, with what is
     there at this row's start. ``decoding_images_per_s``: as fast as all cores of the box can decode the images, were
-    that all they did; None where it was not measured.
+    that all they did; ``cores_images_per_s``: what they allow at the most, decoding and computing what CPU executors
+    compute; None where decoding was not measured.
     """
 
     policy: str
@@ -81,6 +85,7 @@ class PlanRow:
     text_p50_s: float | None = None
     text_p99_s: float | None = None
     decoding_images_per_s: float | None = None
+    cores_images_per_s: float | None = None
 
     @property
     def roofline_fraction(self) -> float:
@@ -106,13 +111,18 @@ def plan(
     """
     scenario = scenario_of(config.catalog.graph, profile, trace, seed)
     required = required_images_per_s(config)
+    decoding = decoding_times(profile, scenario, lambda: kinds_of(config, lying_packed(config, config.packed_folder)))
     rows = []
     for memory in memories:
         for policy in policies or (config.policy,):
             setup = planned(config.having(policy=policy, memory=memory), profiled_box(profile), profile)
-            rows.append(plan_row(*_with_ssd(scenario, setup, ssd_bytes_per_s), required))
-    decoding_per_s = decoding_images_per_s(profile, scenario)
-    return tuple(replace(row, decoding_images_per_s=decoding_per_s) for row in rows)
+            row = plan_row(*_with_ssd(scenario, setup, ssd_bytes_per_s), required)
+            rows.append(
+                row
+                if decoding is None
+                else _with_decoding(row, decoding.time(scenario, setup), row.requests - row.texts)
+            )
+    return tuple(rows)
 
 
 def plan_advice(
@@ -141,9 +151,14 @@ def plan_advice(
 
     now = planned_with()
     _refuse_broken(*now)
-    advice = with_decoding(advised(), decoding_images_per_s(profile, scenario))
+    decoding = decoding_times(profile, scenario, lambda: kinds_of(config, lying_packed(config, config.packed_folder)))
+    advice = with_decoding(advised(), None if decoding is None else decoding.load(*now))
+
+    def allowed(form: Precision | None) -> float:
+        return math.inf if decoding is None else decoding.time(*planned_with(form)).images_per_s
+
     forms = other_forms(profile, now[1])
-    found = gains(profile, forms, now[1], advice, planned_with, advised)
+    found = gains(profile, forms, now[1], advice, planned_with, advised, allowed)
     return replace(advice, gains=found, other_forms=tuple(map(str, forms)))
 
 
@@ -193,17 +208,9 @@ def plan_row(scenario: Scenario, setup: EngineSetup, required_images_per_s: floa
     )
 
 
-def decoding_images_per_s(profile: StoredProfile, scenario: Scenario) -> float | None:
-    """As fast as all cores can decode a trace's images: each once, as its first expert's samples take.
-
-    Of experts without samples: as the others' take on average. None where nothing was measured, or there is no image.
-    """
-    measured_s = {each.expert: each.image_s for each in profile.decodings}
-    firsts = [steps[0] for steps, each in zip(scenario.steps, scenario.trace, strict=True) if each.work is IMAGE]
-    if not measured_s or not firsts:
-        return None
-    others_s = fmean(measured_s.values())
-    return len(firsts) * profile.box.cores / sum(measured_s.get(expert, others_s) for expert in firsts)
+def _with_decoding(row: PlanRow, time: CoreTime, images: int) -> PlanRow:
+    alone_per_s = images * time.cores / time.decoding_s
+    return replace(row, decoding_images_per_s=alone_per_s, cores_images_per_s=time.images_per_s)
 
 
 def required_images_per_s(config: LineConfig) -> float | None:
@@ -217,6 +224,8 @@ def required_images_per_s(config: LineConfig) -> float | None:
 def as_json(rows: Sequence[PlanRow], advice: Advice | None = None) -> dict[str, Any]:
     """As `coserve plan --json` prints it."""
     told = None if advice is None else asdict(advice) | {"sentences": list(advice.sentences)}
+    if told is not None and advice is not None and advice.decoding is not None:
+        told["decoding"] |= advice.decoding.figures()
     return {"rows": [_row_json(row) for row in rows], "advice": told}
 
 
@@ -228,9 +237,17 @@ def plan_table(rows: Sequence[PlanRow], advice: Advice | None = None) -> str:
 
 
 def _decoding(rows: Sequence[PlanRow]) -> tuple[str, ...]:
-    """One row for all of them: what the box's cores allow, whatever the policy and the memory."""
-    rates = {row.decoding_images_per_s for row in rows if row.decoding_images_per_s is not None}
-    return tuple(f"decoding: {rate:.1f} images/s, did all cores nothing else." for rate in sorted(rates))
+    """What the box's cores allow: one row for all that have the same executors and forms."""
+    rates = {
+        (row.decoding_images_per_s, row.cores_images_per_s)
+        for row in rows
+        if row.decoding_images_per_s is not None and row.cores_images_per_s is not None
+    }
+    return tuple(
+        f"decoding: {alone:.1f} images/s, did all cores nothing else; {both:.1f} at most beside what executors compute "
+        "on them."
+        for alone, both in sorted(rates)
+    )
 
 
 def _table(rows: Sequence[PlanRow], shown: Mapping[str, Callable[[PlanRow], str]]) -> Table:

@@ -27,8 +27,8 @@ from agent.device_profile.identity import identity_of, is_of_another_box, packed
 from agent.device_profile.records import SOURCE, LinkSpeed, StoredProfile, UsageOrigin
 from agent.device_profile.store import ProfileDraft, read_profile, replace_usage
 from agent.records.database import StateLock
-from agent.runtime.executor import threads_per_executor
 from agent.runtime.expert_copy import by_kind
+from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.measuring.loads import measure_links
 from experts.errors import ConfigError, CoServeError, ExpertError, ImageError
 from experts.expert import Precision

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST
 from experts.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from agent.core.performance import ExecutorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +58,9 @@ class Box:
 def torch_device(processor: str) -> str:
     """The torch device that an executor of this processor runs on."""
     return processor if processor in {"cuda", "mps"} else "cpu"
+
+
+def threads_per_executor(box: Box, executors: Sequence[ExecutorSpec]) -> int:
+    """Each CPU executor's share of the cores, at least one; one that drives a device needs a single core."""
+    on_cpu = sum(torch_device(spec.processor) == "cpu" for spec in executors)
+    return max(box.cores // max(on_cpu, 1), 1)

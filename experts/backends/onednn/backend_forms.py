@@ -79,8 +79,9 @@ class OnednnForms(Generic[Structure]):
     ) -> Ranges:
         """What the expert's calls read and answer with on these images.
 
-        ``weights``: by their names in the module, float32. ``batches``: float32 (n, 3, height, width). Raises
-        WeightsMismatch where it has no calls, and where what they read or answer with is no number.
+        Raises WeightsMismatch where it has no calls, and where one answers with what is no number.
+
+        ``weights``: by their names in the module, float32. ``batches``: float32 (n, 3, height, width).
         """
         fused = self._fused(structure, _size(expert), torch.float32)
         if isinstance(fused, Refused):
@@ -88,9 +89,7 @@ class OnednnForms(Generic[Structure]):
         try:
             return observed(fused.graph, fused.inputs, weights, batches)
         except ValueError as error:
-            raise WeightsMismatch(
-                expert.id, f"it cannot be calibrated, as its values on sample images are no numbers: {error}"
-            ) from error
+            raise WeightsMismatch(expert.id, f"it cannot be calibrated: {error}") from error
 
     def packed(self, expert: Expert, precision: Precision, structure: Structure, program: bytes) -> OnednnForm:
         """What the skeletons of a packed form run. Raises BackendUnavailable where it was not packed for this box."""

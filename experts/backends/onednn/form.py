@@ -263,15 +263,18 @@ def packable(
     tensors: Mapping[str, Tensor],
     ranges: Ranges | None = None,
 ) -> Packable:
-    """One expert's weights, by their names in the module. Raises WeightsMismatch where the form is refused.
+    """One expert's weights, by their names in the module. ``ranges``: of its values, where they have eight bits.
 
-    ``ranges``: of its values, where it is a form of eight bits.
+    Raises WeightsMismatch where the form is refused, and for a weight that is no number and is to have eight bits.
     """
     if isinstance(form, Refused):
         raise WeightsMismatch(
             expert.id, f"{expert.architecture} does not run in {precision}: {form.reason}; choose {precision.plain}"
         )
-    return Packable(form.tensors(tensors, ranges), program=form.program)
+    try:
+        return Packable(form.tensors(tensors, ranges), program=form.program)
+    except ValueError as error:
+        raise WeightsMismatch(expert.id, f"{error}: choose {precision.plain}") from error
 
 
 def packed_form(subject: str, fused: FusedModule | Refused, program: bytes) -> OnednnForm:

@@ -2,9 +2,10 @@
 
 What becomes of a call: its weight has eight bits, and it reads levels (``levels``); it answers with levels where
 somebody reads these, else in float32. Levels go from call to call through whatever moves values without computing with
-them: pooling of maxima, joining, dividing, enlarging; all values that meet so share one scale. Everywhere else they are
-brought back to float32, and to levels again before the next call. The last layers stay as they are: their answers are
-the outputs, which eight bits would make coarse; so do layers of a single pixel, which cost nothing.
+them: pooling of maxima, joining, dividing, enlarging; all values that meet so share one scale, and what is joined with
+levels is brought to these before. Everywhere else they are brought back to float32, and to levels again before the next
+call. The last layers stay as they are: their answers are the outputs, which eight bits would make coarse; so do layers
+of a single pixel, which cost nothing.
 
 Guarantees: the graph's outputs differ from the fused one's by rounding alone, as far as every value lies within the
 range that its levels stand for. Nothing is read after it was written to: what anybody writes to but a sum in place
@@ -110,7 +111,8 @@ def _levelled(graph: Graph, calls: Mapping[Node, FusedCall], written: set[int]) 
         made = {node for node in calls if node in needed or calls[node].adds}
         for node in graph.nodes:
             is_wanted = node in moving and (node in needed or node.target is operator.getitem)  # of parts, all or none
-            if is_wanted and all(each in made for each in node.all_input_nodes):
+            are_read = (each in made for each in node.all_input_nodes)
+            if is_wanted and (any(are_read) if node.target is torch.cat else all(are_read)):
                 made.add(node)
         if moving <= made:
             return made
@@ -204,6 +206,10 @@ class _Rewriting:
                         node.replace_input_with(read, self._brought(read, node, to_values))
             elif node.target is functional.max_pool2d:
                 node.target = pooled_levels
+            elif node.target is torch.cat:  # fewer bytes to join, and all that need not be brought back first
+                for read in node.all_input_nodes:
+                    if read not in self._plan.levelled:
+                        node.replace_input_with(read, self._brought(read, node, to_levels))
         self._graph.lint()
 
     def _rewrite_call(self, node: Node) -> None:

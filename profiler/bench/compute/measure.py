@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from agent.deployment.executors import CORES_PER_CPU_EXECUTOR, executors_on
-from agent.runtime.executor import threads_per_executor
+from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.machine.detection import detect
 from agent.runtime.threads import end_team, use_threads
 from experts.backends import backend_for

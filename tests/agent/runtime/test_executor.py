@@ -21,8 +21,8 @@ from agent.runtime.executor import (
     checked,
     is_out_of_memory,
     judge,
-    threads_per_executor,
 )
+from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.machine.detection import detect
 from agent.runtime.machine.memories import HostMemory
 from agent.runtime.preparation import ByteGate, Preparation

@@ -40,7 +40,9 @@ from experts.graph import ExpertGraph, RouteStep
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
 from experts.sizes import size_text
-from profiler.planning.advice import FASTEST_SSD, REMOVED, STEP, Limit, advise, speed_text, with_decoding
+from profiler.planning.advice import FASTEST_SSD, REMOVED, STEP, Advice, Limit, advise, speed_text, with_decoding
+from profiler.planning.decoding import DecodingLoad
+from profiler.simulation.core_time import CoreTime
 from profiler.simulation.forecast import forecast, scenario_of, with_expert_bytes, with_ssd
 from profiler.workload.traces import Arrival
 
@@ -328,10 +330,28 @@ def test_speeds_are_rounded_up(bytes_per_s, text):
     assert speed_text(bytes_per_s) == text
 
 
-def test_where_the_cores_decode_fewer_images_than_executors_would_run_decoding_is_the_limit():
+def load_of(advice, decoding_s, compute_s, cores=2):
+    """Of a trace of 200 images, for which executors would be as fast as they are."""
+    return DecodingLoad(CoreTime(cores, 200, decoding_s, compute_s), 200, advice.images_per_s)
+
+
+def test_where_executors_wait_for_images_decoding_is_the_limit():
     _, _, advice = advised(even_trace(), places=EXPERTS, ssd_bytes_per_s=1e8)
-    known = with_decoding(advice, advice.images_per_s / 2)
+    half = load_of(advice, 200 / advice.images_per_s, 3 * 200 / advice.images_per_s)
+    known = with_decoding(advice, half)
     assert known.limit is Limit.DECODING
-    assert f"all cores together decode {advice.images_per_s / 2:.1f} images/s" in known.sentences[1]
-    assert with_decoding(advice, 2 * advice.images_per_s).sentences == advice.sentences
+    assert known.allowed_images_per_s == pytest.approx(advice.images_per_s / 2)
+    assert known.sentences[1:] == (*half.sentences(), *advice.sentences[2:])
+    little = with_decoding(advice, load_of(advice, 2.0 / advice.images_per_s, 2 * 200 / advice.images_per_s))
+    assert (little.limit, little.sentences) == (advice.limit, advice.sentences)
     assert with_decoding(advice, None) == advice
+
+
+@given(st.floats(0.01, 10.0), st.floats(0.01, 10.0), st.floats(0.1, 1000.0))
+def test_decoding_is_the_limit_exactly_where_executors_wait_longer_than_is_let_pass(decoding_s, compute_s, rate):
+    load = DecodingLoad(CoreTime(2, 10, decoding_s, compute_s), 10, rate)
+    advice = Advice("p", {}, Limit.COMPUTE, rate, rate, 0, 0.0, None, None, None)
+    is_limit = with_decoding(advice, load).limit is Limit.DECODING
+    assert is_limit == (load.images_per_s < REMOVED * rate)
+    assert 0.0 <= load.waiting_fraction <= 1.0
+    assert not is_limit or load.waiting_fraction > 0.0

@@ -185,14 +185,27 @@ def test_a_form_that_is_no_faster_is_not_listed(line):
     assert advice.sentences[-1] == "No other form that was measured would gain: bf16."
 
 
-def test_nothing_gains_more_than_the_cores_can_decode(line):
-    now, limit = line.advice().images_per_s, 1.2
-    samples = ImageDecoding("cls/f0", 1, 1.0, 1 / (limit * now), 1.0, 0, 0, 0.0, 0.02, "sha")
-    advice = line.advice(replace(line.profile, decodings=(samples,)))
-    assert [gain.images_per_s for gain in advice.gains] == [pytest.approx(limit * now)] * 3
-    assert all(gain.remark.endswith("decoding is the limit then") for gain in advice.gains)
-    slower = line.advice(replace(line.profile, decodings=(replace(samples, full_s=2.0 / now),)))
-    assert slower.gains == ()
+def decoded_in(profile, seconds):
+    samples = ImageDecoding("cls/f0", 1, 1.0, seconds, seconds, 0, 0, 0.0, 0.02, "sha")
+    return replace(profile, decodings=(samples,))
+
+
+def test_nothing_gains_more_than_the_cores_can_decode_beside_it(line):
+    """bf16 leaves the one core more time for decoding, memory does not: the form gains still, memory alone nothing."""
+    plain = line.advice()
+    slow = line.advice(decoded_in(line.profile, 1.0 / plain.images_per_s))
+    assert slow.allowed_images_per_s == slow.decoding.images_per_s < plain.images_per_s
+    assert {gain.form for gain in slow.gains} == {"bf16"}
+    for gain in slow.gains:
+        assert slow.decoding.images_per_s < gain.images_per_s < plain.images_per_s
+        assert gain.remark.endswith("decoding is the limit then")
+    factor = slow.gains[0].images_per_s / slow.allowed_images_per_s
+    assert f"{factor:.2f} times as many" in slow.sentences[-1]
+
+
+def test_decoding_that_takes_next_to_nothing_changes_no_gain(line):
+    quick = line.advice(decoded_in(line.profile, 1e-9))
+    assert quick.gains == line.advice().gains
 
 
 def test_without_another_form_and_with_room_for_all_nothing_is_to_gain(line):

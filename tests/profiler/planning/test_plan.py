@@ -358,14 +358,66 @@ def test_an_expert_that_the_profiler_could_not_run_is_refused_where_the_trace_ne
     assert told.startswith("the trace needs cls/f0, which cannot be served: no expert of its kind")
 
 
-def test_decoding_is_told_as_fast_as_all_cores_can_do_it(packed_line):
-    """Two experts: one whose images take 0.1 s, and one without samples, taken to be like the other."""
+def test_decoding_is_told_alone_and_beside_computing(packed_line):
+    """Two experts: one whose images take 0.1 s, and one without samples, taken to be like the other.
+
+    Computing takes a core 0.015 s of each: two batches of two, each 0.01 s an image and 0.02 s.
+    """
     experts = sorted(packed_line.config.catalog.experts)
     slow = ImageDecoding(experts[0], 2, 24.0, 0.2, 0.05, 0, 0, 0.0, 0.02, "5a")
     measured = replace(packed_line.profile, decodings=(slow,))
     (row,) = plan(packed_line.config, measured, trace_of("0101"))
     assert row.decoding_images_per_s == pytest.approx(10.0)
-    assert "decoding: 10.0 images/s, did all cores nothing else." in plan_table((row,))
-    assert as_json((row,))["rows"][0]["decoding_images_per_s"] == pytest.approx(10.0)
+    assert row.cores_images_per_s == pytest.approx(1 / 0.12)
+    told = "decoding: 10.0 images/s, did all cores nothing else; 8.3 at most beside what executors compute on them."
+    assert told in " ".join(plan_table((row,)).split())
+    assert as_json((row,))["rows"][0]["cores_images_per_s"] == pytest.approx(1 / 0.12)
     (unknown,) = plan(packed_line.config, packed_line.profile, trace_of("0101"))
-    assert unknown.decoding_images_per_s is None
+    assert (unknown.decoding_images_per_s, unknown.cores_images_per_s) == (None, None)
+
+
+def photographs(packed_line, **more):
+    """One image takes a core 129 ms to decode, and both cores 62 ms to compute, as both were measured together."""
+    first, second, *_ = sorted(packed_line.config.catalog.experts)
+    (kind,) = packed_line.profile.kinds
+    together = replace(kind, threads=2, K_s=0.129 / 2 + 0.062, B_s=0.0, samples="24 images from inbox/done")
+    decoding = ImageDecoding(first, 2, 24.0, 2 * 0.129, 2 * 0.05, 2, 1, 0.0, 0.02, "5a")
+    return replace(
+        packed_line.profile,
+        box=replace(packed_line.profile.box, cores=2),
+        kinds=(together,),
+        decodings=(replace(decoding, **more), replace(decoding, expert=second, **more)),
+    )
+
+
+def test_photographs_that_take_the_cores_from_their_executors_are_the_limit_and_what_would_help(packed_line):
+    advice = plan_advice(packed_line.config, photographs(packed_line), trace_of("01" * 100))
+    assert advice.limit is Limit.DECODING
+    assert advice.sentences[1:3] == (
+        "Decoding is the limit: it takes 51% of the cores' time for an image (129 of 253 ms of one core), so that 2 "
+        "cores reach 7.9 images/s at most, and executors, which would run 16.1, wait for images 51% of the time.",
+        "In images/s, these would allow up to: a further core 11.9, JPEGs made smaller while they are decoded (of "
+        "which 2 experts do not say the same) 11.5, images of half the pixels 10.6.",
+    )
+    told = as_json((), advice)["advice"]["decoding"]
+    assert told["images_per_s"] == pytest.approx(2 / 0.253)
+    assert (told["decoding_share"], told["waiting_fraction"]) == pytest.approx((0.129 / 0.253, 1 - 0.124 / 0.253))
+    first, *_ = json.loads(json.dumps(told))["help"]
+    assert first == {"change": "a further core", "images_per_s": pytest.approx(3 / 0.253)}
+
+
+def test_jpegs_that_are_made_smaller_already_are_no_advice(packed_line):
+    advice = plan_advice(packed_line.config, photographs(packed_line, labels_differ=0), trace_of("01" * 100))
+    assert advice.decoding.time.decoding_s == pytest.approx(200 * 0.05)
+    assert [each.change for each in advice.decoding.help] == ["a further core", "images of half the pixels"]
+
+
+def test_decoding_is_taken_out_of_what_was_measured_on_real_images_alone(packed_line):
+    profile = photographs(packed_line)
+    real, noise = (
+        plan_advice(packed_line.config, each, trace_of("01" * 100)).decoding
+        for each in (profile, replace(profile, kinds=(replace(profile.kinds[0], samples="synthetic"),)))
+    )
+    assert real.time.compute_s == pytest.approx(200 * 0.124)
+    assert noise.time.compute_s == pytest.approx(200 * (0.124 + 0.129))
+    assert real.time.decoding_s == noise.time.decoding_s == pytest.approx(200 * 0.129)

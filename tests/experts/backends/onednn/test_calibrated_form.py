@@ -160,14 +160,15 @@ def test_it_answers_nearly_as_in_fp32(expert, store, folder, make_slot, image):
     assert [each.score for each in found] == pytest.approx([each.score for each in expected], abs=0.1)
 
 
-def test_an_expert_whose_values_are_no_numbers_cannot_be_calibrated_and_says_so(files, image):
-    module = files.build(ARCHITECTURE, 3)
-    with torch.no_grad():
-        module.layer1[0].conv1.weight.fill_(1e30)
-        module.layer1[0].conv2.weight.fill_(1e30)
-    expert = files.torch_module("cls/x", module.eval(), ARCHITECTURE, size=SIZE)
-    with pytest.raises(WeightsMismatch, match=r"it cannot be calibrated, as its values .* no numbers: .* of layer1"):
-        observed(expert, image)
+def test_a_detector_is_calibrated_and_packed_alike(files, store, folder, make_slot, image):
+    expert = files.detector("det/x", "yolov5n")
+    folder.write(expert.id, observed(expert, image))
+    packed = packed_in(store, expert, FORM, Precision.FP32)
+    sizes = {form: sum(segment.size_bytes for segment in each.segments) for form, each in packed.items()}
+    assert sizes[FORM] < 0.35 * sizes[Precision.FP32]
+    (found,), (expected,) = (make_slot(expert, packed[form], store).infer(expert, image) for form in packed)
+    assert found.boxes
+    assert expected.boxes
 
 
 def test_an_architecture_of_another_backend_has_no_such_form(files):

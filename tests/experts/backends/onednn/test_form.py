@@ -8,12 +8,14 @@ import psutil
 import pytest
 import torch
 
-from experts.backends import backend_for, classifier, forms
+from experts.backends import backend_for, classifier, forms, observed_ranges
 from experts.backends.forms import executable_forms, form_recipe
 from experts.backends.onednn import form as onednn_form
 from experts.backends.onednn.operators import identity
+from experts.calibrations import CalibrationFolder, read_calibration
 from experts.errors import BackendUnavailable, OutputInvalid, WeightsMismatch
 from experts.expert import Precision
+from experts.packed.calibrated import calibration_of
 from experts.packed.manifests import ManifestFolder
 from experts.packed.packing import pack_line
 
@@ -131,6 +133,51 @@ def test_the_name_of_a_tensor_tells_its_layout(expert):
     for name, digest in told["weights"].items():
         assert packed.tensors[f"{name} {digest[:16]}"].dim() == 1
     assert "features.0.bias" in packed.tensors
+
+
+def calibrated(expert, folder, *images):
+    """The expert with ranges observed on these images."""
+    prepared = [backend_for(expert.architecture).prepare(expert, image).tensor for image in images]
+    ranges = observed_ranges(expert, [torch.stack(prepared)])
+    calibrations = CalibrationFolder(folder)
+    calibrations.write(expert.id, calibration_of(expert, "", len(images), ("good", "bad"), ranges))
+    return replace(expert, calibration=calibrations.path(expert.id))
+
+
+@pytest.mark.parametrize("architecture", ["squeezenet1_1", "mobilenet_v3_small", "resnet18"])
+def test_a_classifier_answers_in_eight_bits_as_in_fp32(files, image, tmp_path, architecture):
+    images = (image, image[::-1].copy(), 255 - image)
+    expert = calibrated(files.classifier("cls/x", architecture, seed=3), tmp_path, *images)
+    expected, found = (answers_of(expert, each, *images) for each in (Precision.FP32, Precision.ONEDNN_INT8))
+    assert [each.score for each in found] == pytest.approx([each.score for each in expected], abs=0.05)
+
+
+def test_an_expert_that_was_not_calibrated_has_no_eight_bits(expert):
+    with pytest.raises(WeightsMismatch, match="no form of eight bits before it is calibrated"):
+        backend_for(expert.architecture).pack(expert, Precision.ONEDNN_INT8)
+
+
+def test_an_expert_that_answers_with_no_number_is_not_calibrated(files, image, tmp_path):
+    module = files.build("squeezenet1_1", 3)
+    for parameter in module.parameters():
+        parameter.data.fill_(1e30)
+    expert = files.torch_module("cls/x", module, "squeezenet1_1")
+    with pytest.raises(WeightsMismatch, match=r"cannot be calibrated: answer of features.*: .* have no levels"):
+        calibrated(expert, tmp_path, image)
+
+
+def test_a_weight_that_is_no_number_is_refused_with_its_name(expert, tmp_path, image):
+    """Folding makes one of numbers that were too large; a ReLU behind it may hide it from what is observed."""
+    expert, backend = calibrated(expert, tmp_path, image), backend_for(expert.architecture)
+    weights = classifier._ready(expert, Precision.FP32)
+    ranges = read_calibration(expert.calibration).ranges
+    form = classifier._onednn_forms._decided(classifier._form(expert), (64, 64), torch.int8)
+    name = "features.3.expand3x3.weight"
+    wrong = weights | {name: weights[name].clone().fill_(float("inf"))}
+    assert onednn_form.packable(expert, Precision.ONEDNN_INT8, form, weights, ranges).program
+    assert backend.pack(expert, Precision.ONEDNN_INT8).program
+    with pytest.raises(WeightsMismatch, match=rf"{name}: .* have no levels: choose fp32"):
+        onednn_form.packable(expert, Precision.ONEDNN_INT8, form, wrong, ranges)
 
 
 def spoil(program, **changed):

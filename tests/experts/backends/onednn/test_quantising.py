@@ -277,16 +277,15 @@ class Joined(Module):
 
 
 class JoinedWithFloat(Module):
-    """One part is no call's answer: what is joined is joined in float32."""
+    """One part is no call's answer: it is brought to the levels of the others."""
 
     def build(self):
         self.third = nn.Conv2d(16, 8, 1)
 
     def path(self, images):
         first = self.at("first", functional.silu(self.first(images)))
-        second = functional.silu(first + first)
-        found = self.at("joined", torch.cat([self.second(first), second], 1))
-        return self.third(found)
+        second = self.at("joined", functional.silu(first + first))
+        return self.third(torch.cat([self.at("joined", self.second(first)), second], 1))
 
 
 class Divided(Module):
@@ -303,16 +302,28 @@ class Divided(Module):
 
 
 class DividedAndJoinedWithFloat(Module):
-    """As in a YOLOv8 with a shortcut: one half goes to a layer, the other only to where all is joined in float32."""
+    """As in a YOLOv8 with a shortcut: one half goes to a layer, the other only to where all is joined."""
 
     def build(self):
         self.second = nn.Conv2d(4, 4, 3, padding=1)
         self.third = nn.Conv2d(12, 8, 1)
 
     def path(self, images):
+        one, other = self.at("joined", functional.silu(self.first(images))).chunk(2, 1)
+        summed = self.at("joined", other + functional.silu(self.second(other)))
+        return functional.silu(self.third(torch.cat([one, other, summed], 1)))
+
+
+class DividedAndReadInFloat(Module):
+    """One half goes to a layer, the other is read in float32 alone."""
+
+    def build(self):
+        self.second = nn.Conv2d(4, 8, 3, padding=1)
+
+    def path(self, images):
         one, other = self.at("first", functional.silu(self.first(images))).chunk(2, 1)
-        summed = other + functional.silu(self.second(other))
-        return functional.silu(self.third(self.at("joined", torch.cat([one, other, summed], 1))))
+        second = functional.silu(self.second(other))
+        return self.third(self.at("second", second + torch.cat([functional.silu(one), functional.relu(one)], 1)))
 
 
 class DividedAndAdded(Module):

@@ -1,0 +1,120 @@
+"""The cores' time: by hand, monotone, and no Engine under virtual time runs more than the cores allow."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.core.engine import Engine
+from agent.core.performance import (
+    SSD,
+    ExecutorSpec,
+    ExpertProfile,
+    Footprint,
+    Limits,
+    Performance,
+    PerformanceMatrix,
+    PoolSpec,
+)
+from agent.core.policy import PRESETS
+from agent.core.request import Work
+from experts.expert import Prediction
+from experts.graph import ExpertGraph, RouteStep
+from profiler.simulation.bounds import RequestSteps, Resources
+from profiler.simulation.core_time import CoreTime, compute_core_s, core_time
+from profiler.simulation.simulator import Simulator
+from profiler.workload.traces import Arrival
+
+SECONDS = st.floats(1e-4, 1.0)
+POOLS = (PoolSpec("host", 1_000, 1_000),)
+
+
+def resources(performances, *processors):
+    """``performances[processor][expert]``; an executor for each processor named."""
+    executors = tuple(ExecutorSpec(number, name, "host") for number, name in enumerate(processors))
+    columns = {
+        processor: {name: ExpertProfile(name, each, Footprint(1), {SSD: 1e-6}) for name, each in column.items()}
+        for processor, column in performances.items()
+    }
+    return Resources(executors, POOLS, PerformanceMatrix(columns, {}), 1e9, {})
+
+
+def of(K_s, B_s=0.0, max_batch=4):
+    return Performance(K_s, B_s, max_batch, 0)
+
+
+def requests(*experts):
+    return [RequestSteps(0.0, tuple(steps)) for steps in experts]
+
+
+def test_photographs_on_two_cores_by_hand():
+    """As measured: one image takes 129 ms to decode, and 62 ms of both cores to compute: 253 ms of one core."""
+    found = core_time(requests(*[["a"]] * 100), resources({"cpu": {"a": of(0.062)}}, "cpu"), 2, 100 * 0.129)
+    assert found.decoding_share == pytest.approx(0.129 / 0.253)
+    assert found.images_per_s == pytest.approx(2 / 0.253)
+    assert found.on(3).images_per_s == pytest.approx(3 / 0.253)
+    assert found.decoding_in(0.0).images_per_s == pytest.approx(1 / 0.062)
+
+
+def test_every_step_is_computed_and_each_executor_has_its_share_of_the_cores():
+    """Five of a in batches of 4 and 1, two of b; two executors on four cores have two threads each."""
+    asked = requests("a", "a", "a", "ab", "ab")
+    given_ = resources({"cpu": {"a": of(0.01, 0.02), "b": of(0.1)}}, "cpu", "cpu")
+    assert compute_core_s(asked, given_, 4) == pytest.approx(2 * (5 * 0.01 + 2 * 0.02 + 2 * 0.1))
+    assert compute_core_s(asked, given_, 1) == pytest.approx(5 * 0.01 + 2 * 0.02 + 2 * 0.1)
+
+
+def test_what_an_accelerator_computes_takes_no_core_and_what_is_emulated_does():
+    columns = {name: {"a": of(0.01)} for name in ("cuda", "cpu", "emulated")}
+    asked = requests(*["a"] * 10)
+    assert compute_core_s(asked, resources(columns, "cuda"), 8) == 0.0
+    assert compute_core_s(asked, resources(columns, "cuda", "cpu"), 8) == 0.0
+    assert compute_core_s(asked, resources(columns, "emulated"), 8) == pytest.approx(8 * 0.1)
+    on_cpu_alone = resources(columns | {"cuda": {}}, "cuda", "cpu")
+    assert compute_core_s(asked, on_cpu_alone, 8) == pytest.approx(8 * 0.1)
+
+
+def test_texts_take_the_cores_by_their_tokens():
+    performance = Performance(0.0, 0.01, 4, 0, K_prompt_s=0.001, K_output_s=0.02, lease_bytes=1)
+    asked = [RequestSteps(0.0, ("t",), Work(30, 5)), RequestSteps(0.0, ("t",), Work(10, 5))]
+    assert compute_core_s(asked, resources({"cpu": {"t": performance}}, "cpu"), 2) == pytest.approx(
+        2 * (0.01 + 40 * 0.001 + 10 * 0.02)
+    )
+
+
+def test_nothing_to_do_has_no_limit():
+    nothing = CoreTime(2, 0, 0.0, 0.0)
+    assert (nothing.images_per_s, nothing.decoding_share) == (math.inf, 0.0)
+
+
+@given(st.integers(1, 64), st.integers(1, 1000), SECONDS, SECONDS, st.floats(1.0, 10.0))
+def test_more_decoding_is_slower_more_cores_are_faster_and_a_share_is_one(cores, count, decoding_s, compute_s, factor):
+    found = CoreTime(cores, count, decoding_s, compute_s)
+    slower = found.decoding_in(factor * decoding_s)
+    assert slower.images_per_s <= found.images_per_s <= found.on(cores + 1).images_per_s
+    assert found.images_per_s <= count * cores / max(decoding_s, compute_s)
+    assert 0.0 <= found.decoding_share <= slower.decoding_share <= 1.0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.sampled_from("abc"), min_size=1, max_size=30),
+    st.lists(st.builds(of, SECONDS, SECONDS, st.integers(1, 4)), min_size=3, max_size=3),
+    st.integers(1, 3),
+    st.integers(1, 8),
+    st.sampled_from(["coserve", "paper", "samba"]),
+)
+def test_no_policy_runs_more_than_the_cores_allow(experts, performances, executors, cores, policy):
+    """However large its batches are: without decoding it computes no less, on no more cores than there are."""
+    column = dict(zip("abc", performances, strict=True))
+    given_ = resources({"cpu": column}, *["cpu"] * min(executors, cores))
+    graph = ExpertGraph(tuple("abc"), {name: (RouteStep(name, frozenset({"ok"})),) for name in "abc"})
+    engine = Engine(graph, given_.profile, given_.executors, PRESETS[policy], Limits(POOLS))
+    trace = [Arrival(0.0, name) for name in experts]
+    simulator = Simulator(engine, given_.profile, given_.executors, lambda *_: Prediction("ok", 1.0), {SSD: 1e9}, {})
+    finished_s = simulator.run(trace).finished_s
+    allowed = core_time(requests(*experts), given_, cores, 0.0)
+    assert len(experts) / max(finished_s.values()) <= allowed.images_per_s * (1 + 1e-9)
