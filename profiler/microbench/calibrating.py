@@ -48,9 +48,6 @@ class Calibrating:
                 self._reasons[expert.id] = self._calibrated(expert)
             except (ExpertError, ImageError) as error:
                 self._reasons[expert.id] = error.message
-            if expert.id in self._samples.calibrating:
-                asked = self._samples.calibrating.keys() & self._reasons.keys()
-                self._progress("calibrate", len(asked), len(self._samples.calibrating))
         return self._reasons[expert.id]
 
     def has_form(self, expert: Expert) -> bool:
@@ -75,6 +72,8 @@ class Calibrating:
         ranges = observed_ranges(expert, _batches(expert, images))
         found = calibration_of(expert, digest, len(images), labels, ranges)
         self._folder.write(expert.id, found)
+        asked = self._samples.calibrating.keys() & {*self._reasons, expert.id}
+        self._progress("calibrate", len(asked), len(self._samples.calibrating))
         return None
 
 

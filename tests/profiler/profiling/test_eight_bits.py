@@ -311,7 +311,7 @@ class TestByName:
             agent.stop()
 
 
-def test_it_is_tried_on_the_cpu_alone():
+def test_it_is_tried_on_the_cpu_alone_of_what_has_values_to_calibrate():
     assert FORM in agreement.candidate_precisions(ARCHITECTURE, "cpu")
     assert FORM not in agreement.candidate_precisions(ARCHITECTURE, "cuda")
-    assert FORM not in agreement.candidate_precisions("onnx", "cpu")
+    assert all(FORM not in agreement.candidate_precisions(name, "cpu") for name in ("onnx", "fake", "llm"))
