@@ -154,7 +154,7 @@ def test_it_runs_on_the_cpu_only(files):
     with pytest.raises(BackendUnavailable, match="on the CPU, not on cuda:0"):
         backend.skeleton(expert, FORM, backend.pack(expert, FORM).program, "cuda:0")
     cpu_only = [precision for precision in Precision if precision.is_cpu_only]
-    assert cpu_only == [FORM, Precision.ONEDNN_FP32, Precision.ONEDNN_BF16]
+    assert cpu_only == [FORM, Precision.ONEDNN_FP32, Precision.ONEDNN_BF16, Precision.ONEDNN_INT8]
 
 
 def test_torchs_architectures_offer_it_and_onnx_graphs_do_not():
