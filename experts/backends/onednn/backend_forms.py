@@ -13,11 +13,11 @@ from experts.backends.onednn.form import (
     OnednnForm,
     OnednnSkeleton,
     Refused,
-    decided_form,
     fused_module,
     packable,
     packed_form,
 )
+from experts.backends.onednn.trial import decided_form
 from experts.calibrations import HOW, read_calibration
 from experts.errors import BackendUnavailable, WeightsMismatch
 from experts.expert import Precision

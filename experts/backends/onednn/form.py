@@ -1,10 +1,9 @@
 """oneDNN as a form of execution of torch's architectures, beside fp32, bf16 and ONNX Runtime; on the CPU.
 
 Guarantees: experts of one architecture, input size and number of labels share one graph and one layout, so switching
-between them overwrites bytes. A graph is used only after it answered as its module does, on made-up weights and images
-of another number than it was recorded with; an architecture whose graph does not is refused, with the reason. How
-weights lie is decided at packing and written in the program; before any byte is looked at through it, torch is asked
-again, and where it says anything else, as on another CPU, nothing is run: the line has to be packed there.
+between them overwrites bytes. How weights lie is decided at packing, where ``onednn.trial`` tries the form, and written
+in the program; before any byte is looked at through it, torch is asked again, and where it says anything else, as on
+another CPU, nothing is run: the line has to be packed there.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from torch.func import functional_call
 from torch.fx import GraphModule
 
 from experts.backends.base import Packable, Prepared
-from experts.backends.onednn.calibrating import observed, quantised_weights
+from experts.backends.onednn.calibrating import quantised_weights
 from experts.backends.onednn.calls import Arrangements, Call, bound
 from experts.backends.onednn.fusion import LEVELS, FusedCall, fused
 from experts.backends.onednn.layouts import in_reference_layout, on_threads, reference, serves
@@ -42,16 +40,9 @@ if TYPE_CHECKING:
     from experts.backends.onednn.operators import BlockedLayout
     from experts.expert import Expert, Precision, Prediction
 
+    Watched: TypeAlias = Callable[[FusedCall, Callable[..., Tensor]], Callable[..., Tensor]]
     Answered: TypeAlias = Callable[[Expert, Sequence[Tensor], Sequence[Prepared]], tuple[Prediction, ...]]
 
-TRIED_IMAGES = 4  # another number than it was recorded with
-DEVIATION_MAXIMUM = {  # of made-up answers, of the largest value of each
-    torch.float32: 1e-3,
-    torch.bfloat16: 0.3,
-    torch.int8: 0.5,
-}
-GAIN = 1.0  # of a layer with made-up weights: what a wrong call changes has to reach the outputs
-NOISE = 0.1  # on what is no matrix, so that none is all 0 or all 1 as fresh ones may be
 DIGEST_LETTERS = 16
 AGAIN = "pack the line again here"
 
@@ -155,9 +146,13 @@ class OnednnForm:
 
 
 class OnednnSkeleton:
-    """The graph of one form, and the bytes of one expert's weights. ``answered`` reads the outputs."""
+    """The graph of one form, and the bytes of one expert's weights. ``answered`` reads the outputs.
 
-    def __init__(self, form: OnednnForm, answered: Answered) -> None:
+    ``watched``: what each call is run as, for whoever wants to know what it answers.
+    """
+
+    def __init__(self, form: OnednnForm, answered: Answered, watched: Watched = lambda call, made: made) -> None:
+        self._watched = watched
         self._module = form.module
         self._placements = form.placements
         self._answered = answered
@@ -167,7 +162,7 @@ class OnednnSkeleton:
             for call in form.module.inputs
             if isinstance(call, FusedCall)
         }
-        self._inputs: list[Tensor | Call | Levels] = []
+        self._inputs: list[Tensor | Levels | Callable[..., Tensor]] = []
         self._bytes: Mapping[str, Tensor] = {}  # of which opaque tensors hold nothing
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
@@ -189,11 +184,16 @@ class OnednnSkeleton:
         found: tuple[Tensor, ...] = self._module.graph.forward(images, *self._inputs)
         return found
 
-    def _bound(self, part: str | FusedCall | Values, tensors: Mapping[str, Tensor]) -> Tensor | Call | Levels:
+    def _bound(
+        self, part: str | FusedCall | Values, tensors: Mapping[str, Tensor]
+    ) -> Tensor | Levels | Callable[..., Tensor]:
         if isinstance(part, str):
             return tensors[part]
         if isinstance(part, Values):
             return Levels(tensors[LEVELS], part)
+        return self._watched(part, self._call(part, tensors))
+
+    def _call(self, part: FusedCall, tensors: Mapping[str, Tensor]) -> Call:
         weight = self._weight(part, tensors)
         if part.quantisation is not None:
             return quantised_call(part, self._arrangements[part], weight, *(tensors[name] for name in part.reads[1:]))
@@ -234,26 +234,10 @@ def computed_in(numbers: torch.dtype) -> torch.dtype:
     return torch.float32 if numbers == torch.int8 else numbers
 
 
-def decided_form(
-    module: Module,
-    fused: FusedModule | Refused,
-    outputs: Sequence[str],
-    sample: Mapping[str, Tensor],
-) -> OnednnForm | Refused:
-    """The form that a module's weights are packed in: how each lies is decided here, and the whole is tried.
-
-    ``module``: the one on the meta device that was fused. ``sample``: weights such as it may have, float32 on the CPU.
-    """
-    if isinstance(fused, Refused):
-        return fused
+def decided_layouts(fused: FusedModule) -> OnednnForm:
+    """The form that a fused module's weights are packed in: how each lies is decided here, and not tried yet."""
     serving = {shape for shape in fused.shapes.values() if shape.dtype == torch.int8 or serves(shape)}
-    form = _form(fused, [name for name, shape in fused.shapes.items() if shape in serving])
-    limit = DEVIATION_MAXIMUM[fused.numbers]
-    found = _deviations(deepcopy(module), form, outputs, sample)
-    wrong = [f"{name} by {deviation:.2g}" for name, deviation in found.items() if not deviation <= limit]
-    if wrong:
-        return Refused(f"its graph does not answer as torch does: {', '.join(wrong)} of the largest value")
-    return form
+    return _form(fused, [name for name, shape in fused.shapes.items() if shape in serving])
 
 
 def packable(
@@ -315,52 +299,7 @@ def _told(subject: str, program: bytes) -> tuple[dict[str, str], str | None]:
     return told, levels
 
 
-def _deviations(
-    module: Module, form: OnednnForm, outputs: Sequence[str], sample: Mapping[str, Tensor]
-) -> dict[str, float]:
-    """How far the graph's outputs are from the module's, by output; not a number where the module's are not."""
-    generator = torch.Generator().manual_seed(0)
-    dtype = form.module.dtype
-    weights = {name: _noisy(tensor, generator, dtype) for name, tensor in sample.items()}
-    images = torch.randn((TRIED_IMAGES, 3, *form.module.size), generator=generator)
-    skeleton = OnednnSkeleton(form, lambda expert, answers, batch: ())
-    try:
-        tensors = form.tensors(weights, _made_up_ranges(module, outputs, form.module, weights, images))
-    except ValueError:  # values without levels, which are no numbers
-        return dict.fromkeys(outputs, float("nan"))
-    skeleton.bind(tensors)
-    with torch.inference_mode():
-        expected = functional_call(module, weights, (images.to(dtype),))
-        found = skeleton.outputs(images)
-    named = {outputs[0]: expected} if isinstance(expected, torch.Tensor) else expected
-    return {name: _deviation(each, named[name]) for name, each in zip(outputs, found, strict=True)}
-
-
-def _made_up_ranges(
-    module: Module, outputs: Sequence[str], fused: FusedModule, weights: Mapping[str, Tensor], images: Tensor
-) -> Ranges | None:
-    if fused.numbers != torch.int8:
-        return None
-    plain = fused_module(deepcopy(module).to("meta"), fused.size, outputs, torch.float32)
-    assert isinstance(plain, FusedModule), "it was fused in float32 already"
-    return observed(plain.graph, plain.inputs, weights, [images])
-
-
 def _reads(part: str | FusedCall | Values) -> tuple[str, ...]:
     if isinstance(part, Values):
         return (LEVELS,)
     return (part,) if isinstance(part, str) else part.reads
-
-
-def _noisy(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor
-    scale = GAIN / tensor[0].numel() ** 0.5 if tensor.dim() > 1 else NOISE
-    noisy = (tensor + scale * torch.randn(tensor.shape, generator=generator)).detach().to(dtype)
-    return noisy.contiguous(memory_format=torch.channels_last) if noisy.dim() == 4 else noisy
-
-
-def _deviation(found: Tensor, expected: Tensor) -> float:
-    if found.shape != expected.shape:
-        return float("inf")
-    return float((found - expected).abs().max() / expected.abs().max())

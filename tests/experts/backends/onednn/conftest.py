@@ -4,13 +4,13 @@ that these alone would not tell whether a call in the middle is right."""
 import pytest
 import torch
 
-from experts.backends.onednn import form as onednn_form
 from experts.backends.onednn.calibrating import observed
 from experts.backends.onednn.calls import Arrangements, bound
 from experts.backends.onednn.form import OnednnForm, OnednnSkeleton, Placement, fused_module
 from experts.backends.onednn.fusion import FusedCall
 from experts.backends.onednn.layouts import reference
 from experts.backends.onednn.quantised_calls import Levels
+from experts.backends.onednn.trial import made_up
 
 IMAGES = 2
 
@@ -34,7 +34,7 @@ class EightBits:
         generator = torch.Generator().manual_seed(0)
         images = torch.randn((IMAGES, 3, *plain.size), generator=generator)
         self._images = images.contiguous(memory_format=torch.channels_last)
-        self._weights = {name: onednn_form._noisy(each, generator, torch.float32) for name, each in sample.items()}
+        self._weights = {name: made_up(each, generator, torch.float32) for name, each in sample.items()}
         self._plain, self.fused = plain, fused_module(module, plain.size, outputs, torch.int8)
         shapes = self.fused.shapes
         self._form = OnednnForm(self.fused, {name: Placement.of(name, reference(shapes[name])) for name in shapes})
@@ -70,12 +70,13 @@ class EightBits:
 
     def _answers(self):
         """Brought back from their levels."""
-        skeleton, found = OnednnSkeleton(self._form, lambda expert, answers, batch: ()), {}
+        found = {}
+        skeleton = OnednnSkeleton(
+            self._form,
+            lambda expert, answers, batch: (),
+            lambda call, made: Noting(made, found, call.weight) if call.owns_weight else made,
+        )
         skeleton.bind(self.tensors)
-        skeleton._inputs = [
-            Noting(made, found, part.weight) if isinstance(part, FusedCall) and part.owns_weight else made
-            for part, made in zip(self.fused.inputs, skeleton._inputs, strict=True)
-        ]
         with torch.inference_mode():
             skeleton.outputs(self._images)
         for call in self.calls:

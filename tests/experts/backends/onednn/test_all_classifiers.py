@@ -11,10 +11,10 @@ from torch import nn
 from torchvision import models
 
 from experts.backends import classifier
-from experts.backends.onednn import form as onednn_form
 from experts.backends.onednn.form import FusedModule, OnednnForm, Placement, fused_module
 from experts.backends.onednn.fusion import FusedCall
 from experts.backends.onednn.layouts import reference
+from experts.backends.onednn.trial import tried
 
 RUN = {
     "alexnet": 64,
@@ -72,15 +72,15 @@ def packed_whole(fused):
 def test_it_answers_as_eager_fp32_does(architecture):
     module, fused = fused_of(architecture, torch.float32)
     assert isinstance(fused, FusedModule)
-    found = onednn_form._deviations(module, packed_whole(fused), ("logits",), sample_of(module))
-    assert found["logits"] < 1e-4
+    found = tried(module, packed_whole(fused), ("logits",), sample_of(module))
+    assert found.outputs["logits"] < 1e-4
 
 
 @pytest.mark.parametrize("architecture", ["resnet50", "mobilenet_v3_small", "vit_b_32"])
 def test_in_bf16_it_answers_as_eager_bf16_does(architecture):
     module, fused = fused_of(architecture, torch.bfloat16)
-    found = onednn_form._deviations(module, packed_whole(fused), ("logits",), sample_of(module))
-    assert found["logits"] < 0.1
+    found = tried(module, packed_whole(fused), ("logits",), sample_of(module))
+    assert found.outputs["logits"] < 0.1
 
 
 ROUNDED = 0.05  # of a call's answers' deviation: what 255 levels and those of the weights may make of it, in the mean

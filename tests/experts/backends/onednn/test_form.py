@@ -261,11 +261,3 @@ def test_a_size_that_an_architecture_does_not_take_is_refused_with_its_own_words
     form = classifier._onednn_forms._fused(classifier._form(small), (16, 16), torch.float32)
     assert isinstance(form, onednn_form.Refused)
     assert "too small" in form.reason
-
-
-def test_a_graph_that_answers_otherwise_is_refused_with_the_reason(files, monkeypatch):
-    monkeypatch.setattr(onednn_form, "_deviations", lambda *_: {"logits": 0.5})
-    expert = files.classifier("cls/x", "squeezenet1_1", labels="abcdefg")  # a form that was not tried yet
-    backend = backend_for(expert.architecture)
-    with pytest.raises(WeightsMismatch, match=r"does not run in onednn-fp32: .* logits by 0.5 .*; choose fp32"):
-        backend.pack(expert, FORM)

@@ -1,0 +1,151 @@
+"""What a form has to show before it is packed: where one kind of call is off from what torch computes, it is refused.
+
+Such a box is made here with torch's own registry of operators: oneDNN's is replaced by one that is a little off.
+"""
+
+import logging
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from experts.backends import backend_for, classifier
+from experts.backends.onednn.form import FusedModule, decided_layouts, fused_module
+from experts.backends.onednn.trial import CALL_DEVIATION_MAXIMUM, DEVIATION_MAXIMUM, decided_form, tried
+from experts.errors import WeightsMismatch
+from experts.expert import Precision
+from experts.packed.packing import pack_line
+
+ARCHITECTURE, PX = "resnet18", 32
+OFF = 1.1  # what the wrong calls are multiplied by
+NUMBERS = [torch.float32, torch.bfloat16]
+KEYS = ("CPU", "MkldnnCPU")  # of weights that lie as torch's do, and of those that do not
+
+
+def dense(weight):
+    return weight.to_dense() if weight.is_mkldnn else weight
+
+
+def summing(other, images, weight, bias, padding, stride, dilation, groups, *_):
+    """A convolution onto what is added, with a ReLU."""
+    found = torch.conv2d(images, dense(weight), bias, stride, padding, dilation, groups)
+    return other.add_(found).relu_().mul_(OFF)
+
+
+def multiplying(rows, weight, bias, activation, *_):
+    assert activation == "hardswish"
+    return functional.hardswish(functional.linear(rows, dense(weight), bias)) * OFF
+
+
+def no_number(rows, weight, *_):
+    return torch.full((*rows.shape[:-1], weight.shape[0]), float("nan"), dtype=rows.dtype)
+
+
+@pytest.fixture
+def computing():
+    """Has oneDNN's operator of a name compute something else, until the test ends."""
+    libraries = []
+
+    def replaced(name, wrong):
+        for key in KEYS:
+            libraries.append(torch.library.Library("mkldnn", "IMPL"))
+            libraries[-1].impl(name, wrong, key, allow_override=True)
+
+    yield replaced
+    libraries.clear()  # which registers oneDNN's again
+
+
+def made(numbers, architecture=ARCHITECTURE, px=PX):
+    """A folded module, weights such as it may have, and what it is fused to."""
+    form = classifier._form_of(architecture, 4, None, (px, px))
+    module = classifier._template(form).folded
+    return module, classifier._sample(form), fused_module(module, (px, px), classifier.OUTPUTS, numbers)
+
+
+def trial_of(numbers, *of):
+    module, sample, fused = made(numbers, *of)
+    return tried(module, decided_layouts(fused), classifier.OUTPUTS, sample)
+
+
+@pytest.mark.parametrize("numbers", [*NUMBERS, torch.int8])
+def test_on_this_box_every_call_answers_as_torch_does_with_room_to_spare(numbers):
+    found = trial_of(numbers)
+    calls = dict(found.calls)
+    assert len(calls) >= 20
+    assert max(calls.values()) < CALL_DEVIATION_MAXIMUM[numbers] / 2
+    assert max(found.outputs.values()) < DEVIATION_MAXIMUM[numbers]
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_a_wrong_kind_of_call_is_told_of_and_no_other(numbers, computing):
+    computing("_convolution_pointwise_.binary", summing)
+    wrong = [call for call, off in trial_of(numbers).calls if off > CALL_DEVIATION_MAXIMUM[numbers]]
+    assert len(wrong) == 8
+    assert all(call.adds and call.overwrites for call in wrong)
+
+
+def test_the_last_answers_alone_would_not_tell(computing):
+    """Ten parts in a hundred of a layer in the middle are less than what rounding may make of bf16 in the end."""
+    computing("_convolution_pointwise_.binary", lambda other, *rest: summing(other, *rest) if other.shape[1] == 64 else
+              summing(other, *rest).div_(OFF))  # fmt: skip
+    module, sample, fused = made(torch.bfloat16)
+    assert (
+        max(tried(module, decided_layouts(fused), classifier.OUTPUTS, sample).outputs.values())
+        < DEVIATION_MAXIMUM[torch.bfloat16]
+    )
+    found = decided_form(module, fused, classifier.OUTPUTS, sample)
+    assert found.reason.startswith(
+        "on this box oneDNN is off in layer1.0.conv2 (convolution 3x3 of 64 to 64 channels + sum + relu "
+    )
+    assert found.reason.endswith(" of the largest value, and 1 more of its 20 calls")
+
+
+def test_the_reason_names_the_call_its_kind_and_how_far_off(computing):
+    computing("_linear_pointwise", multiplying)
+    module, sample, fused = made(torch.float32, "mobilenet_v3_small")
+    found = decided_form(module, fused, classifier.OUTPUTS, sample)
+    assert found.reason == (
+        "on this box oneDNN is off in classifier.0 (linear + hardswish in float32) by 0.1 of the largest value"
+    )
+
+
+def test_an_answer_that_is_no_number_is_wrong(computing):
+    computing("_linear_pointwise", no_number)
+    module, sample, fused = made(torch.float32, "mobilenet_v3_small")
+    assert (
+        "classifier.0 (linear + hardswish in float32) by nan"
+        in decided_form(module, fused, classifier.OUTPUTS, sample).reason
+    )
+
+
+def test_a_graph_of_another_module_is_refused_though_its_calls_are_right():
+    size = (64, 64)  # what is pooled in the end is 2x2
+    module, sample, _ = made(torch.float32, ARCHITECTURE, *size[:1])
+    other = deepcopy(module)
+    other.avgpool = nn.AdaptiveMaxPool2d(1)
+    fused = fused_module(other, size, classifier.OUTPUTS, torch.float32)
+    reason = decided_form(module, fused, classifier.OUTPUTS, sample).reason
+    assert reason.startswith("its graph does not answer as torch does: logits by ")
+
+
+def test_a_form_that_is_refused_is_told_and_the_others_are_packed(files, store, computing, caplog):
+    computing("_convolution_pointwise_.binary", summing)
+    expert = files.classifier("cls/x", ARCHITECTURE, labels="abcdefgh", size=PX)  # a form that was not tried yet
+    with caplog.at_level(logging.WARNING):
+        report = pack_line([expert], lambda _: {Precision.FP32, Precision.ONEDNN_FP32}, store)
+    assert report.packed[expert.id].keys() == {Precision.FP32}
+    reason = r"on this box oneDNN is off in layer1\.0\.conv2 \(.*\) by 0\.1 of the largest value"
+    with pytest.raises(WeightsMismatch, match=f"resnet18 does not run in onednn-fp32: {reason}.*; choose fp32"):
+        raise report.failed[expert.id]
+    (told,) = caplog.messages
+    assert told.startswith(
+        "form_refused module=ResNet numbers=float32 reason=on this box oneDNN is off in layer1.0.conv2 ("
+    )
+
+
+def test_once_the_operators_are_as_they_were_the_form_is_packed(files):
+    assert isinstance(made(torch.float32)[2], FusedModule)
+    expert = files.classifier("cls/x", ARCHITECTURE, labels="abcdefghi", size=PX)
+    assert backend_for(ARCHITECTURE).pack(expert, Precision.ONEDNN_FP32).program
