@@ -44,9 +44,9 @@ MISSING_RUNTIME = "install it, or take the experts that need it off the line"
 class LinePacking:
     """A line's packed weights. ``failed``: experts that cannot be served, and why.
 
-    Those are the ones that cannot be packed in their reference, or in no form that they are to run in; that one cannot
-    be packed in a form that was only to be tried says nothing. Whoever finds another reason adds it. Models that are
-    larger than the memories of ``box`` are held as its agent holds them.
+    Those are the ones that cannot be packed in their reference, or in no form that they are to run in. Whoever finds
+    another reason adds it. ``notes``: why others cannot be packed in a form that was to be tried, each reason once.
+    Models that are larger than the memories of ``box`` are held as its agent holds them.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class LinePacking:
     ) -> None:
         self._box = box
         self.failed: dict[str, str] = {}
+        self.notes: list[str] = []
         self._refused: dict[str, str] = {}  # experts that could not be packed in one form at least, and why
         self._config = config
         self._segments = segments
@@ -123,6 +124,8 @@ class LinePacking:
         self._refused.update({name: error.message for name, error in report.failed.items()})
         lacking = [name for name in report.failed if self.reference(name) not in report.packed.get(name, {})]
         self.failed.update({name: self._refused[name] for name in lacking})
+        tried_in_vain = (self._refused[name] for name in report.failed if name not in lacking)
+        self.notes = list(dict.fromkeys((*self.notes, *tried_in_vain)))
         found: Copies = defaultdict(list)
         for name, by_form in report.packed.items():
             for form, packed in by_form.items():

@@ -242,7 +242,7 @@ class _Profiling:
         self._draft.save_trials(RUNS, ())
         profile = self._draft.finish()
         broken = [f"{name} cannot be served: {reason}" for name, reason in self._packing.failed.items()]
-        return Profiled(profile, self._config.profile_file, (*self._notes, *broken, *usage.notes))
+        return Profiled(profile, self._config.profile_file, (*self._notes, *self._packing.notes, *broken, *usage.notes))
 
     def _processors(self) -> tuple[str, ...]:
         """Those that the line may use, fastest first. Raises ConfigError for one that the box does not have."""

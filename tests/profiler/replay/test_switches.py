@@ -1,0 +1,133 @@
+"""A thousand switches through the whole agent, in each form: nothing is constructed, memory stays flat, every expert
+answers afterwards as it did before; and all policies judge alike.
+
+Squeezenets for images of 64 pixels, memory for two of five, asked in turn: four requests of five are switches.
+"""
+
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from agent.config import read_line
+from agent.core.policy import PRESETS
+from experts.backends import backend_for, observed_ranges
+from experts.calibrations import CalibrationFolder
+from experts.expert import Precision
+from experts.packed.calibrated import calibration_of
+from profiler.bench.naive import NAIVE
+from profiler.bench.policy_runs import RunOptions, run_line
+from profiler.replay.images import images_of
+from profiler.replay.player import player
+from profiler.workload.generated_line import LineRecipe, generate_line
+from profiler.workload.traces import Arrival, read_trace
+
+PX = 64
+RECIPE = LineRecipe(
+    classifiers=5, architecture="squeezenet1_1", requests=40, every_s=0.0, memory_for=2, classifier_px=PX, seed=3
+)
+FORMS = [Precision.FP32, Precision.ONEDNN_FP32, Precision.ONEDNN_BF16, Precision.ONEDNN_INT8]
+WARM, SWITCHES = 200, 1000
+MOST_BYTES_PER_SWITCH = (
+    4096  # Python's and malloc's own rounding; a layer of these has 40 KB in the mean, in eight bits
+)
+ROOM_BYTES = 64 * 1024 * 1024  # of workspaces
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory):
+    return generate_line(tmp_path_factory.mktemp("switches") / "line", RECIPE)
+
+
+@pytest.fixture(scope="module")
+def images():
+    chance = np.random.default_rng(5)
+    return [chance.integers(0, 256, (PX, PX, 3), dtype=np.uint8) for _ in range(3)]
+
+
+@pytest.fixture(params=FORMS)
+def config(request, generated, images):
+    """The line in a form, with memory for two of its experts."""
+    form = request.param
+    config = read_line(generated.line, {"COSERVE__DEVICE": "cpu"})
+    if form is Precision.ONEDNN_INT8:
+        calibrate(config, images)
+    bytes_each = {Precision.ONEDNN_BF16: 2, Precision.ONEDNN_INT8: 1}.get(form, 4)
+    expert_bytes = generated.footprint_bytes * bytes_each // 4 + 32 * 1024  # eight bits have scales and offsets, too
+    memory = {"host": 2 * expert_bytes + ROOM_BYTES, "workspace": ROOM_BYTES}
+    return config.having(precision=form, executors={"cpu": 1}, memory=memory)
+
+
+def calibrate(config, images):
+    """Every expert, on these images."""
+    folder = CalibrationFolder.beside(config.packed_folder)
+    for name, expert in config.catalog.experts.items():
+        backend = backend_for(expert.architecture)
+        batch = torch.stack([backend.prepare(expert, image).tensor for image in images])
+        folder.write(name, calibration_of(expert, "0" * 64, len(images), ("ok",), observed_ranges(expert, [batch])))
+
+
+def anonymous_bytes():
+    """Resident memory of this process that is no file's."""
+    gc.collect()
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
+
+
+def ask(stage, experts, images, number):
+    """One request alone: a batch of one, so that every answer is the same however it is timed."""
+    arrival = Arrival(0.0, expert=experts[number % len(experts)])
+    (outcome,) = stage.play([arrival], [images[number % len(images)]]).outcomes
+    return outcome.steps[0].prediction
+
+
+def answers(stage, experts, images):
+    """Of every expert on every image."""
+    return [ask(stage, experts, images, number) for number in range(len(experts) * len(images))]
+
+
+def after_switches(stage, experts, images, count):
+    """What the agent counts after so many switches, and the memory that it takes then."""
+    before = stage.agent.loop.statistics().engine.switches
+    for number in range(2 * count):
+        ask(stage, experts, images, number)
+        now = stage.agent.loop.statistics()
+        if now.engine.switches - before >= count:
+            return now, anonymous_bytes()
+    raise AssertionError(f"{2 * count} requests led to {now.engine.switches - before} switches")
+
+
+@pytest.mark.slow
+def test_a_thousand_switches_leave_memory_flat_and_construct_nothing(config, images):
+    experts = sorted(config.catalog.experts)
+    with player(config, experts) as stage:
+        before = answers(stage, experts, images)
+        _, then_bytes = after_switches(stage, experts, images, WARM)
+        now, now_bytes = after_switches(stage, experts, images, SWITCHES)
+        after = answers(stage, experts, images)
+    layouts = {packed.layout for packed in stage.agent.packed.values()}
+    (host,) = now.slots
+    assert now_bytes - then_bytes < SWITCHES * MOST_BYTES_PER_SWITCH
+    assert (host.slots, len(layouts)) == (2, 1)
+    assert now.skeletons_constructed == host.slots * len(layouts) == host.binds == host.regions_allocated
+    assert before == after
+    assert len({str(prediction) for prediction in before}) == len(before)
+
+
+def test_all_policies_judge_alike(config, generated):
+    trace = read_trace(generated.trace, config.catalog)
+    policies = (*PRESETS, NAIVE) if config.precision is Precision.FP32 else tuple(PRESETS)
+    rows = run_line(config, trace, RunOptions(policies=policies, with_roofline=False)).rows
+    assert [row.policy for row in rows] == list(policies)
+    assert len({row.medians.outputs_sha256 for row in rows}) == 1
+    assert sum(row.medians.switches for row in rows) > len(rows)
+    assert all(row.medians.unknown == 0 for row in rows)
+
+
+def test_the_trace_has_more_than_one_label(config, generated):
+    trace = read_trace(generated.trace, config.catalog)
+    with player(config, sorted(config.catalog.experts)) as stage:
+        labels = stage.play(trace, images_of(trace, config.catalog)).labels
+    assert len(set(labels)) > 1
