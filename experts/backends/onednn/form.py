@@ -176,6 +176,13 @@ class OnednnSkeleton:
         inputs = [self._bound(part, tensors) for part in self._module.inputs]
         self._bytes, self._inputs = tensors, inputs
 
+    def watch(self, watched: Callable[[FusedCall, Call], Callable[..., Tensor]]) -> None:
+        """Run in the place of each call in eight bits what ``watched`` makes of it, until other tensors are bound."""
+        self._inputs = [
+            watched(part, made) if isinstance(part, FusedCall) and part.quantisation is not None else made
+            for part, made in zip(self._module.inputs, self._inputs, strict=True)
+        ]
+
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
         if not batch:
             raise ValueError("an empty batch")
@@ -343,7 +350,7 @@ def _made_up_ranges(
         return None
     plain = fused_module(deepcopy(module).to("meta"), fused.size, outputs, torch.float32)
     assert isinstance(plain, FusedModule), "it was fused in float32 already"
-    return observed(plain.graph, plain.inputs, weights, [images])
+    return observed(plain.graph, plain.inputs, weights, [images]).ranges
 
 
 def _reads(part: str | FusedCall | Values) -> tuple[str, ...]:
