@@ -42,6 +42,7 @@ ONEDNN_NUMBERS = {  # that fused calls multiply
 FORMS_KEPT = 64  # that nobody holds: packing goes through the line's forms in turn
 
 Structure = TypeVar("Structure", bound="Hashable")
+Made = TypeVar("Made", FusedModule, OnednnForm)
 
 
 class OnednnForms(Generic[Structure]):
@@ -84,11 +85,8 @@ class OnednnForms(Generic[Structure]):
 
         ``weights``: by their names in the module, float32. ``batches``: float32 (n, 3, height, width).
         """
-        plain = self._fused(structure, _size(expert), torch.float32)
-        form = self._decided(structure, _size(expert), torch.int8)
-        for each in (plain, form):
-            if isinstance(each, Refused):
-                raise WeightsMismatch(expert.id, f"{expert.architecture} cannot be calibrated: {each.reason}")
+        plain = _taken(expert, self._fused(structure, _size(expert), torch.float32))
+        form = _taken(expert, self._decided(structure, _size(expert), torch.int8))
         images = list(batches)
         try:
             seen = observed(plain.graph, plain.inputs, weights, images)
@@ -126,6 +124,12 @@ class OnednnForms(Generic[Structure]):
         self, subject: str, structure: Structure, size: tuple[int, int], numbers: torch.dtype, program: bytes
     ) -> OnednnForm:
         return packed_form(subject, self._fused(structure, size, numbers), program)
+
+
+def _taken(expert: Expert, made: Made | Refused) -> Made:
+    if isinstance(made, Refused):
+        raise WeightsMismatch(expert.id, f"{expert.architecture} cannot be calibrated: {made.reason}")
+    return made
 
 
 def _calibrated(expert: Expert, form: OnednnForm | Refused) -> Ranges:

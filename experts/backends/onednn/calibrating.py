@@ -186,7 +186,7 @@ class _Watched:
 
     @property
     def ranges(self) -> CallRanges:
-        return CallRanges(**self._seen)
+        return CallRanges(self._seen["source"], self._seen["answer"], self._seen.get("summand"))
 
     @property
     def means(self) -> Tensor:

@@ -26,7 +26,7 @@ from experts.backends.onednn.fusion import LEVELS, FusedCall, fused
 from experts.backends.onednn.layouts import in_reference_layout, on_threads, reference, serves
 from experts.backends.onednn.levels import Values
 from experts.backends.onednn.operators import blocked_bytes, blocked_view, identity
-from experts.backends.onednn.quantised_calls import Levels, quantised_call
+from experts.backends.onednn.quantised_calls import Levels, QuantisedConvolution, QuantisedLinear, quantised_call
 from experts.backends.onednn.quantising import quantised
 from experts.backends.onednn.recording import recorded
 from experts.errors import BackendUnavailable, Unrecordable, WeightsMismatch
@@ -179,7 +179,9 @@ class OnednnSkeleton:
     def watch(self, watched: Callable[[FusedCall, Call], Callable[..., Tensor]]) -> None:
         """Run in the place of each call in eight bits what ``watched`` makes of it, until other tensors are bound."""
         self._inputs = [
-            watched(part, made) if isinstance(part, FusedCall) and part.quantisation is not None else made
+            watched(part, made)
+            if isinstance(part, FusedCall) and isinstance(made, QuantisedConvolution | QuantisedLinear)
+            else made
             for part, made in zip(self._module.inputs, self._inputs, strict=True)
         ]
 
