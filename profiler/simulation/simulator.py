@@ -11,6 +11,8 @@ Batches. On a processor whose speedups are given, the batches that run at once s
 goes at ``speedups[m - 1] / m`` of its speed alone, and whoever starts or finishes changes the pace of the others from
 that moment on. On any other processor batches do not feel one another.
 
+A batch that its executor holds behind another one begins when that is answered.
+
 Quanta. A batch of requests that count in tokens ends when its quantum is over, or earlier if all of them are done; how
 far each comes in it, ``quanta`` says. One that is preempted reads again what it held, and what it has written.
 """
@@ -131,6 +133,8 @@ class Simulator:
     _shared: dict[str, SharedProcessor] = field(default_factory=dict)
     _processors: dict[int, str] = field(default_factory=dict)
     _rows: dict[tuple[str, str], ExpertProfile] = field(default_factory=dict)
+    _on: dict[int, int] = field(default_factory=dict)  # executor -> the batch that it runs
+    _held: dict[int, Batch] = field(default_factory=dict)  # executor -> the one behind that
     _log: list[tuple[float, Effect]] = field(default_factory=list)
     _outcomes: dict[int, Outcome] = field(default_factory=dict)
     _finished_s: dict[int, float] = field(default_factory=dict)
@@ -170,6 +174,8 @@ class Simulator:
         limit_s = math.inf if until_s is None else until_s
         while (at_s := self._next_s()) <= limit_s and at_s < math.inf:
             now, event = at_s, self._take_next()
+            if isinstance(event, Finished | Progressed):
+                self._begin_held(event.batch, now)
             for effect in self.engine.handle(event, now):
                 self._log.append((now, effect))
                 self._carry_out(effect, now)
@@ -198,14 +204,29 @@ class Simulator:
         if isinstance(effect, StartLoad):
             self._post(self._load_end_s(effect, now), Loaded(effect.load))
         elif isinstance(effect, StartBatch):
-            self._start_batch(effect.batch, now)
+            self._give_batch(effect.batch, now)
         elif isinstance(effect, Preempt):
             self._left[effect.request] = self._left[effect.request].anew()
         elif isinstance(effect, Complete | Fail):
             self._outcomes[effect.request] = effect.outcome
             self._finished_s[effect.request] = now - self._start_s
 
+    def _give_batch(self, batch: Batch, now: float) -> None:
+        if batch.executor in self._on:
+            self._held[batch.executor] = batch
+        else:
+            self._start_batch(batch, now)
+
+    def _begin_held(self, answered: int, now: float) -> None:
+        """What an executor holds behind a batch that is over begins."""
+        executor = next(executor for executor, running in self._on.items() if running == answered)
+        del self._on[executor]
+        held = self._held.pop(executor, None)
+        if held is not None:
+            self._start_batch(held, now)
+
     def _start_batch(self, batch: Batch, now: float) -> None:
+        self._on[batch.executor] = batch.id
         processor = self._processors[batch.executor]
         performance = self.profile.experts[processor][batch.expert].performance
         answer: Finished | Progressed
