@@ -152,7 +152,7 @@ def _made_up_ranges(
         return None
     plain = fused_module(deepcopy(module).to("meta"), fused.size, outputs, torch.float32)
     assert isinstance(plain, FusedModule), "it was fused in float32 already"
-    return observed(plain.graph, plain.inputs, weights, [images])
+    return observed(plain.graph, plain.inputs, weights, [images]).ranges
 
 
 class _TriedCall:
