@@ -260,9 +260,10 @@ def environment_uses(source: str) -> list[EnvironmentUse]:
     Asking whether a variable is there is a part of setting it, where the same source sets it: ``setdefault`` at length.
     """
     tree = ast.parse(source)
+    if not (nodes := [node for node in ast.walk(tree) if _is_environment(node)]):
+        return []
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.stmt | ast.expr))
-    return [EnvironmentUse(node.lineno, _sets(node, parents)) for node in nodes if _is_environment(node)]
+    return [EnvironmentUse(node.lineno, _sets(node, parents)) for node in nodes]
 
 
 def _is_environment(node: ast.AST) -> bool:
@@ -352,7 +353,12 @@ class TestTheSources:
 
 
 def _uses(path: Path, sets: bool) -> list[EnvironmentUse]:
-    return [use for use in environment_uses(source_of(path)) if use.sets is sets]
+    return [use for use in _uses_of_file(path) if use.sets is sets]
+
+
+@functools.cache
+def _uses_of_file(path: Path) -> list[EnvironmentUse]:
+    return environment_uses(source_of(path))
 
 
 def folders_of(layer: str) -> set[str]:

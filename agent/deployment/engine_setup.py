@@ -21,6 +21,7 @@ from agent.deployment.moe_caches import MoeCaches, host_tier_bytes
 from agent.deployment.packed_copies import by_precision, copies_of, lying_packed
 from agent.deployment.performance_matrix import in_form, matrix, unmeasured_kinds
 from agent.deployment.profile_in_use import precisions_of, programs_of, usage_of
+from agent.device_profile.identity import outdated
 from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError
@@ -143,8 +144,11 @@ def planned(
     """What an agent of this line on this box would decide with, by this profile and what lies packed.
 
     ``without``: experts that are known not to be servable, and why. Raises ConfigError, naming them, for experts that
-    are not packed or whose kind was not profiled.
+    are not packed or whose kind was not profiled, and for a profile of which an earlier version took the times.
     """
+    if reasons := tuple(outdated(profile)):
+        told = f"the device profile: {'; '.join(reasons)} - run `coserve profile {config.document.file}` again"
+        raise ConfigError(told)
     lying = lying_packed(config, config.packed_folder)
     ground = groundwork(config, box, profile, lying, given)
     ground = replace(ground, precisions=_calibrated(config, ground.precisions, by_precision(lying)))

@@ -55,9 +55,15 @@ def mismatches(profile: StoredProfile, box: BoxIdentity, packed: Mapping[tuple[s
 
 
 def box_mismatches(profile: StoredProfile, box: BoxIdentity) -> tuple[str, ...]:
-    """The same for the box alone. Memory counts only where it shrank below what was shared out."""
+    """The same without the line. Memory counts only where it shrank below what was shared out."""
     budgets = profile.allocation.budget_bytes
-    return (*differences(profile.box, box), *_shrunken(budgets, box))
+    return (*outdated(profile), *differences(profile.box, box), *_shrunken(budgets, box))
+
+
+def outdated(profile: StoredProfile) -> Iterator[str]:
+    """Why its times are none that this version reckons with, on any box."""
+    if not all(kind.are_images_prepared for kind in profile.kinds):
+        yield "batches were timed with the decoding of their images in them, as earlier versions did"
 
 
 def is_of_another_box(then: BoxIdentity, now: BoxIdentity) -> bool:

@@ -56,7 +56,8 @@ class KindProfile:
     ``kind`` names experts that run alike: architecture, input, stem, program (``kind_name``). A batch of n takes
     ``K_s * n + B_s``; ``fit_error`` is the largest relative distance of a size's mean from that line over the sizes up
     to ``max_batch``. ``load_s``: of all its bytes, shared ones too, by source: "ssd" and where memory is split "host".
-    ``samples`` says what was run.
+    ``samples`` says what was run. ``are_images_prepared``: before their batches, so that no decoding is in these times,
+    as in those of earlier versions.
 
     Of language models: beside those, seconds of each token that is read and of each that is written, and the bytes of
     its keys and values; its ``batches`` are iterations of so many texts that write a token each.
@@ -80,6 +81,7 @@ class KindProfile:
     K_prompt_s: Number = 0.0
     K_output_s: Number = 0.0
     lease_bytes: Count = 0
+    are_images_prepared: Flag = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,6 +170,14 @@ def decoding_of_images(database: Database) -> None:
     )
 
 
+@migrations()
+def batches_of_prepared_images(database: Database) -> None:
+    """Whether batches were timed on images that were prepared before; texts have none to prepare."""
+    column = "are_images_prepared"
+    database.execute(f"ALTER TABLE kinds ADD COLUMN {column} INTEGER NOT NULL DEFAULT 0")
+    database.execute(f"UPDATE kinds SET {column} = 1 WHERE lease_bytes > 0")
+
+
 def open_for_writing(path: Path) -> Database:
     """A file that is there or is made; its tables up to date, every commit synced.
 

@@ -88,8 +88,9 @@ class ProfileDraft:
         """Take up the partial profile of this box, or begin one.
 
         A new one starts from the kinds, agreements, speedups, links and spinning of a finished profile of the same box
-        and library versions. ``fresh``: from nothing. The finished profile stays as it is until ``finish``. Raises
-        ConfigError while another process has this profile open, and on a network share.
+        and library versions; what an earlier version timed with decoding in it is no part of either. ``fresh``: from
+        nothing. The finished profile stays as it is until ``finish``. Raises ConfigError while another process has
+        this profile open, and on a network share.
         """
         path = path.absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -237,6 +238,7 @@ def _resumed(path: Path, line: str, box: BoxIdentity) -> Database | None:
             if not reason:
                 with database.atomic():
                     rows.put_head(database, line, box)
+                    rows.drop_outdated(database)
                 log.info("profile_resumed path=%s kinds=%d", partial, len(rows.kinds_in(database)))
                 return database
         database.close()
@@ -285,6 +287,7 @@ def _take_over(database: Database, earlier: StoredProfile) -> None:
     TABLES["decodings"].put(database, *earlier.decodings)
     rows.put_precisions(database, earlier.precisions)  # tells what the speedups are of; no part of the new one yet
     rows.put_packed(database, earlier.packed)  # tells what the agreements are of; no part yet, either
+    rows.drop_outdated(database)
 
 
 def _read_back(path: Path) -> StoredProfile:

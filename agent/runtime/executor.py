@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from experts.llm.model import Model
 
     RequestSource = ImageSource | TextSource
+    Shown = RequestSource | Prepared | Rejected  # in a batch: to be prepared, or prepared already
 
 logger = logging.getLogger(__name__)
 
@@ -135,10 +136,10 @@ class BatchExecutor:
         """Begin to take batches."""
         self._thread.start()
 
-    def start_batch(self, batch: Batch, expert: Expert, images: Sequence[RequestSource]) -> None:
+    def start_batch(self, batch: Batch, expert: Expert, images: Sequence[Shown]) -> None:
         """Run a batch on its images, in order; preparing those that are not prepared yet begins at once.
 
-        The answer comes through ``post``.
+        What is Prepared or Rejected already is taken as it is. The answer comes through ``post``.
         """
         prepared = tuple(
             self._prepare(expert, image, request) for request, image in zip(batch.requests, images, strict=True)
@@ -163,12 +164,14 @@ class BatchExecutor:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _prepare(self, expert: Expert, image: RequestSource, request: int) -> Future[Prepared | Rejected]:
-        if not isinstance(image, TextSource):
+    def _prepare(self, expert: Expert, image: Shown, request: int) -> Future[Prepared | Rejected]:
+        if isinstance(image, TextSource):
+            image = Rejected(f"{expert.id} takes images, and request {request} is a text")
+        if not isinstance(image, Prepared | Rejected):
             return self._preparation.take(request, image, image_name(image, request), expert)
-        rejected: Future[Prepared | Rejected] = Future()
-        rejected.set_result(Rejected(f"{expert.id} takes images, and request {request} is a text"))
-        return rejected
+        ready: Future[Prepared | Rejected] = Future()
+        ready.set_result(image)
+        return ready
 
     def _run(self) -> None:
         try:

@@ -32,7 +32,16 @@ from experts.errors import ConfigError
 from profiler.bench.naive import NAIVE, NaiveServer, naive_files
 from profiler.bench.parts.software import software
 from profiler.bench.roofline import io_bytes, measure_bandwidth, measure_compute, reads_directly, work_of
-from profiler.bench.rows import Figures, Measurement, PolicyRow, Predicted, engine_figures, medians, naive_figures
+from profiler.bench.rows import (
+    Figures,
+    Floor,
+    Measurement,
+    PolicyRow,
+    Predicted,
+    engine_figures,
+    medians,
+    naive_figures,
+)
 from profiler.replay.images import experts_of, images_of
 from profiler.replay.player import player
 from profiler.simulation.forecast import sharing_speedups
@@ -189,7 +198,7 @@ class _Bench:
         io_s = io_bytes(stage.agent, played, work_of(played, self._images)) / bandwidth
         forecast = predicted(stage.agent, self._trace, played, bandwidth)
         digest = outputs_sha256(played.labels)
-        return engine_figures(played, len(reasons), digest, forecast, _roofline_s(floors.seconds(stage.agent), io_s))
+        return engine_figures(played, len(reasons), digest, forecast, _floor(floors.seconds(stage.agent), io_s))
 
     def _naive_figures(self, bandwidth: float, compute_s: float | None, agent: Agent) -> Figures:
         processor = agent.box.processors[0]
@@ -205,8 +214,8 @@ class _Bench:
             ssd_bytes_per_s=self._options.ssd_bytes_per_s,
         )
         played = server.play(self._trace, self._images)
-        floor_s = _roofline_s(compute_s, played.missing_bytes / bandwidth)
-        return naive_figures(played, outputs_sha256(played.labels), floor_s)
+        floor = _floor(compute_s, played.missing_bytes / bandwidth)
+        return naive_figures(played, outputs_sha256(played.labels), floor)
 
     def _row(self, policy: str, agent: Agent) -> PolicyRow:
         agent = self._agents.get(policy, agent)
@@ -291,8 +300,8 @@ def machine(agent: Agent) -> str:
     return f"{agent.box.model}, {agent.box.name}, {agent.box.cores} cores, {software()}"
 
 
-def _roofline_s(compute_s: float | None, io_s: float) -> float | None:
-    return None if compute_s is None else max(compute_s, io_s)
+def _floor(compute_s: float | None, io_s: float) -> Floor | None:
+    return None if compute_s is None else Floor(compute_s, io_s)
 
 
 def quiet(progress: Progress) -> Progress:

@@ -46,6 +46,19 @@ class Predicted:
     busy_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """What no schedule is faster than: the compute alone, and the bytes that were missing at the start alone."""
+
+    compute_s: float
+    io_s: float
+
+    @property
+    def seconds(self) -> float:
+        """The larger of the two."""
+        return max(self.compute_s, self.io_s)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
     """One run of one policy, or the medians of several. None where it does not apply, or was not asked for.
@@ -53,6 +66,7 @@ class Figures:
     ``scheduling_s`` and ``expert_management_s``: the deciding thread's processor time; ``decision_us``: as the clock
     on the wall has it. ``prediction_error``: predicted over measured, less one. ``batch_slowness``: how long executors
     were busy over how long the profile says, which is the part of that error that is due to K and B.
+    ``compute_floor_s``, ``io_floor_s``: the larger of the two is the roofline's time.
     """
 
     seconds: float
@@ -63,6 +77,8 @@ class Figures:
     bytes_read: int
     roofline_images_per_s: float | None
     roofline_fraction: float | None
+    compute_floor_s: float | None
+    io_floor_s: float | None
     decision_us: Percentiles | None = None
     scheduling_s: float = 0.0
     expert_management_s: float = 0.0
@@ -154,9 +170,7 @@ def quantile(values: Sequence[float], fraction: float) -> float:
     return ordered[min(int(len(ordered) * fraction), len(ordered) - 1)]
 
 
-def engine_figures(
-    played: Played, unknown: int, digest: str, predicted: Predicted, roofline_s: float | None
-) -> Figures:
+def engine_figures(played: Played, unknown: int, digest: str, predicted: Predicted, floor: Floor | None) -> Figures:
     """The figures of a trace on the real engine."""
     requests = len(played.outcomes)
     decision_us = [decision.seconds * 1e6 for decision in played.decisions]
@@ -167,7 +181,7 @@ def engine_figures(
         if decision.event is events.Arrived and not decision.is_expert_management
     ]
     return _figures(
-        played, requests, unknown, digest, roofline_s,
+        played, requests, unknown, digest, floor,
         switches=played.counted(lambda each: each.engine.switches),
         loads={path: played.loads().get(path, 0) for path in PATHS},
         evictions=played.counted(lambda each: each.engine.evictions),
@@ -182,10 +196,10 @@ def engine_figures(
     )  # fmt: skip
 
 
-def naive_figures(played: NaivePlayed, digest: str, roofline_s: float | None) -> Figures:
+def naive_figures(played: NaivePlayed, digest: str, floor: Floor | None) -> Figures:
     """The figures of the general model server; every load is one that a request waited for, and nothing is decided."""
     return _figures(
-        played, len(played.labels), played.labels.count(None), digest, roofline_s,
+        played, len(played.labels), played.labels.count(None), digest, floor,
         switches=played.loads,
         loads=dict.fromkeys(PATHS, 0) | {"ssd_host": played.loads},
         evictions=played.evictions,
@@ -199,7 +213,7 @@ def _figures(
     requests: int,
     unknown: int,
     digest: str,
-    roofline_s: float | None,
+    floor: Floor | None,
     **own: Any,  # noqa: ANN401  # of any of the fields
 ) -> Figures:
     """What every run has, and what is its own; what was not judged does not count as an image."""
@@ -207,8 +221,10 @@ def _figures(
     return Figures(
         seconds=played.seconds,
         images_per_s=images_per_s,
-        roofline_images_per_s=None if roofline_s is None else requests / roofline_s,
-        roofline_fraction=None if roofline_s is None else images_per_s / (requests / roofline_s),
+        roofline_images_per_s=None if floor is None else requests / floor.seconds,
+        roofline_fraction=None if floor is None else images_per_s / (requests / floor.seconds),
+        compute_floor_s=None if floor is None else floor.compute_s,
+        io_floor_s=None if floor is None else floor.io_s,
         wait_p50_s=quantile(played.waits_s, 0.5),
         wait_p99_s=quantile(played.waits_s, 0.99),
         peak_rss_bytes=played.peak_rss_bytes,

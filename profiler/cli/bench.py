@@ -70,7 +70,10 @@ def bench_line(
     trace: Annotated[Path | None, typer.Option(help="JSON lines, one arrival each", show_default=False)] = None,
     policies: Policies = None,
     memory: Annotated[str | None, typer.Option(help="such as 2GiB, or host=2GiB,device=1GiB")] = None,
-    precision: GivenPrecision = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(help="such as bf16, or bf16,auto in turn; auto: as the profile found; default: the line's"),
+    ] = None,
     executors: Executors = None,
     ssd_bandwidth: Bandwidth = None,
     repeat: Annotated[int, typer.Option(min=1, help="rounds over all policies; medians are told")] = 1,
@@ -93,24 +96,28 @@ def bench_line(
         config = read_line(line)
         set_spinning(config)
         from agent.deployment.build import detect_box  # loads torch, as do those below
-        from profiler.bench.policy_runs import RunOptions, run_line
+        from profiler.bench.policy_runs import RunOptions
         from profiler.bench.rows import report
-        from profiler.cli.settings import bytes_per_s, executor_counts, given_precision, memory_bytes
+        from profiler.bench.side_by_side import run_in_precisions
+        from profiler.cli.settings import bytes_per_s, executor_counts, memory_bytes, precisions_in_turn
         from profiler.workload.traces import read_trace
 
         options = RunOptions(
             policies=tuple(policies or ()),
             repeats=repeat,
             memory=memory_bytes(memory, is_split=detect_box(config).is_split) if memory else {},
-            precision=given_precision(precision),
             executors=executor_counts(executors),
             ssd_bytes_per_s=bytes_per_s(ssd_bandwidth),
         )
+        in_turn = precisions_in_turn(precision)
         with progress_on_stderr() as progress:
             if journal:
+                if len(in_turn) > 1:
+                    raise typer.BadParameter("--journal measures one precision at a time", param_hint="--precision")
+                options = replace(options, precision=in_turn[0] if in_turn else None)
                 _bench_journal(config, trace, options, progress, as_json=as_json)
                 return
-            measured = run_line(config, read_trace(trace, config.catalog), options, progress)
+            measured = run_in_precisions(config, read_trace(trace, config.catalog), options, in_turn, progress)
     print(json.dumps(measured.as_json()) if as_json else report(measured))
 
 

@@ -91,6 +91,13 @@ def given_precision(text: str | None) -> GivenPrecision | None:
     return Precision(text)
 
 
+def precisions_in_turn(text: str | None) -> tuple[GivenPrecision, ...]:
+    """`bf16,auto` as what to run beside one another, each once; none for no text. Raises ConfigError."""
+    names = () if text is None else text.split(",")
+    given = (given_precision(name.strip()) for name in names)
+    return tuple(dict.fromkeys(each for each in given if each is not None))
+
+
 def new_precision(text: str) -> GivenPrecision:
     """That of a line that is generated. Raises ConfigError."""
     return given_precision(text) or "auto"

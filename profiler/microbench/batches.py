@@ -6,16 +6,21 @@ the free memory; a batch that fails for memory ends the growing and nothing else
 sizes, upwards and downwards in turn; the runs of the growing warm up, and count only where no round fitted in. The
 smallest size is run again between the others of a round, as often as that costs at most EXTRA_FRACTION of its time:
 a batch of one is what an agent runs most often, after whatever came before, and short times vary most.
+
+Images are prepared before their batches, once each; what decoding and preparing them takes is in no time here
+(``decoding`` tells it). Each image of a batch has memory of its own, as in an agent, so that a batch weighs what it
+does there.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.core.events import BatchFailed
+from agent.core.request import Rejected
 from agent.device_profile.records import BatchTimes
 from agent.runtime.image_sources import ImageFile
 from agent.runtime.measuring.rig import noise
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
     from agent.runtime.image_sources import ImageSource
     from agent.runtime.measuring.meter import WorkspaceMeter
     from agent.runtime.measuring.rig import MeasuringRig, TimedBatch
+    from experts.backends.base import Prepared
     from profiler.workload.samples import Sample
 
 logger = logging.getLogger(__name__)
@@ -75,19 +81,28 @@ def why_no_larger(batches: Sequence[BatchTimes], options: BatchOptions, free_byt
 
 
 class ImageCycle:
-    """Images for one batch after the other, over again from the first: an expert's samples, or noise without any."""
+    """Prepared images for one batch after the other, over again from the first: an expert's samples, or noise.
 
-    def __init__(self, copy: ExpertCopy, samples: Sequence[Sample]) -> None:
+    All are prepared at once, on a rig that is open. Raises LoadFailed where there is no memory for that.
+    """
+
+    def __init__(self, rig: MeasuringRig, copy: ExpertCopy, samples: Sequence[Sample]) -> None:
         sources: list[ImageSource] = [ImageFile(sample.path, sample.max_pixels) for sample in samples]
-        self._endless = itertools.cycle(sources or [noise(copy)])
+        try:
+            self._endless = itertools.cycle(rig.prepared(copy, sources or [noise(copy)]))
+        except MemoryError as error:
+            raise LoadError(copy.expert.id, "there is no memory to prepare its images") from error
 
-    def next(self, count: int) -> list[ImageSource]:
-        """The next ``count`` images."""
-        return list(itertools.islice(self._endless, count))
+    def next(self, count: int) -> list[Prepared | Rejected]:
+        """The next ``count`` images, each in memory of its own. Raises MemoryError where there is none for them."""
+        try:
+            return [_copied(image) for image in itertools.islice(self._endless, count)]
+        except RuntimeError as error:  # torch's, of its allocator
+            raise MemoryError(str(error)) from error
 
 
 class BatchRuns:
-    """The runs of one expert, which the rig holds ready. ``meter`` was made before its first batch.
+    """The runs of one expert, which the rig holds ready. ``meter`` was made after ``images``, before its first batch.
 
     ``free_bytes``: of the memory that its processor runs from.
     """
@@ -172,9 +187,14 @@ class BatchRuns:
     def _peak_bytes(self, size: int) -> int | None:
         """The workspace of one batch, measured or estimated; None where memory did not suffice for it."""
         answers: list[TimedBatch | BatchFailed] = []
+        try:
+            images = self._images.next(size)
+        except MemoryError as error:
+            self._end_growing(str(error))
+            return None
 
         def run() -> None:
-            answers.append(self._rig.attempt(self._copy, self._images.next(size)))
+            answers.append(self._rig.attempt(self._copy, images))
 
         peak_bytes = self._estimated_bytes(size)
         if self._meter is None:
@@ -183,12 +203,18 @@ class BatchRuns:
             peak_bytes = self._meter.peak_bytes(run)
         (answer,) = answers
         if isinstance(answer, BatchFailed):
-            if answer.out_of_memory and self._trials:
-                logger.info("sizes_end copy=%s largest=%d reason=out of memory", self._copy.name, max(self._trials))
+            if answer.out_of_memory:
+                self._end_growing(answer.reason)
                 return None
             raise LoadError(self._copy.expert.id, answer.reason)
         self._spent_s += answer.seconds
         return peak_bytes
+
+    def _end_growing(self, reason: str) -> None:
+        """Memory did not suffice: no larger size is tried. Raises LoadError where not even the smallest has run."""
+        if not self._trials:
+            raise LoadError(self._copy.expert.id, reason)
+        logger.info("sizes_end copy=%s largest=%d reason=out of memory", self._copy.name, max(self._trials))
 
     def _time(self, size: int) -> float:
         seconds = self._rig.timed_s(self._copy, self._images.next(size))
@@ -198,6 +224,10 @@ class BatchRuns:
     def _estimated_bytes(self, size: int) -> int:
         expert, packed = self._copy.expert, self._copy.packed
         return backend_for(expert.architecture).workspace_bytes(expert, Precision(packed.precision), size)
+
+
+def _copied(image: Prepared | Rejected) -> Prepared | Rejected:
+    return image if isinstance(image, Rejected) else replace(image, tensor=image.tensor.clone())
 
 
 def _round_of(sizes: Sequence[int], extra: int, *, downwards: bool) -> list[int]:

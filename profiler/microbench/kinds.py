@@ -1,7 +1,8 @@
 """Microbenchmarks: what one kind of experts costs on one processor in one precision (CoServe, section 4.5).
 
-Guarantees: everything is measured over the agent's own path (its rig): batches with the decoding and preparation of
-their images, loads with direct I/O past the page cache, of files known to be sound as after an agent's first load.
+Guarantees: everything is measured over the agent's own path (its rig): batches on images that are prepared already, as
+an agent prepares them ahead, loads with direct I/O past the page cache, of files known to be sound as after an agent's
+first load. What decoding and preparing take is told beside that (``decoding``), as no executor's time.
 Each function measures one thing and returns it; nothing is kept between two calls, and nothing is written.
 
 Which batch sizes are run, and how often: ``batches``. How K, B, the maximum batch and the workspace follow: ``fits``. A
@@ -34,10 +35,11 @@ from profiler.workload.samples import described
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from agent.core.request import Rejected
     from agent.runtime.expert_copy import ExpertCopy
-    from agent.runtime.image_sources import ImageSource
     from agent.runtime.machine.box import Box
     from agent.runtime.measuring.meter import WorkspaceMeter
+    from experts.backends.base import Prepared
     from experts.packed.weights import SegmentStore
     from profiler.workload.samples import LineSamples
 
@@ -96,7 +98,8 @@ def measure_speedups(
     """
     if most < 1 or not copies:
         raise ValueError(f"{most} executors of {len(copies)} experts cannot be measured")
-    images = ImageCycle(copies[0], bench.samples.of(copies[0].expert.id))
+    with bench.rig(copies[:1]).opened() as rig:
+        images = ImageCycle(rig, copies[0], bench.samples.of(copies[0].expert.id))
     batch_s: dict[int, list[float]] = {count: [] for count in range(1, most + 1)}
     for _ in range(rounds):
         for count, times in batch_s.items():
@@ -112,9 +115,10 @@ def _measure(rig: MeasuringRig, bench: Bench, copy: ExpertCopy, copies: Sequence
     load_s = measure_loads(rig, alike(copy, copies))
     rig.bring(copy)
     samples = bench.samples.of(copy.expert.id)
+    images = ImageCycle(rig, copy, samples)
     meter = bench.meter(bench.processor)
     free_bytes = (host_memory() if rig.target == HOST else bench.box.size_of(rig.target)).available_bytes
-    runs = BatchRuns(rig, copy, ImageCycle(copy, samples), meter, free_bytes, bench.options)
+    runs = BatchRuns(rig, copy, images, meter, free_bytes, bench.options)
     batches = runs.measure()
     max_batch = plateau(batches)
     line = fit_latency([batch for batch in batches if batch.batch_size <= max_batch])
@@ -139,7 +143,7 @@ def _measure(rig: MeasuringRig, bench: Bench, copy: ExpertCopy, copies: Sequence
 
 
 def _together_s(
-    bench: Bench, copies: Sequence[ExpertCopy], count: int, works: Sequence[Sequence[ImageSource]]
+    bench: Bench, copies: Sequence[ExpertCopy], count: int, works: Sequence[Sequence[Prepared | Rejected]]
 ) -> float:
     """The seconds that so many executors take for these batches, after one each to warm up."""
     box, processor = bench.box, bench.processor

@@ -52,7 +52,7 @@ def _failure(rig: MeasuringRig, copy: ExpertCopy, samples: Sequence[Sample]) -> 
         rig.bring(copy)
         if copy.expert.takes_texts:
             return fails_at_texts(rig, copy)
-        answer = rig.attempt(copy, ImageCycle(copy, samples).next(1))
+        answer = rig.attempt(copy, ImageCycle(rig, copy, samples[:1]).next(1))
     except ExpertError as error:
         return error.message
     finally:

@@ -32,12 +32,13 @@ def main(line: Path, expert: str, precision: Precision, largest: int, threads: i
     config = read_line(line)
     (packed,) = (each.packed for each in packed_manifests(config)[expert] if each.packed.precision == precision)
     copy = ExpertCopy(copy_name(expert, precision), config.catalog.experts[expert], packed)
-    images = ImageCycle(copy, LineSamples.find(config, None).of(expert))
+    samples = LineSamples.find(config, None).of(expert)
     times: dict[int, list[float]] = {1: [], largest: []}
     with closing(SegmentStore(config.packed_folder)) as segments:
         rig = MeasuringRig(detect_box(config), "cpu", [copy], segments, threads)
         with rig.opened():
             rig.bring(copy)
+            images = ImageCycle(rig, copy, samples)
             for size in [*times] * WARM_RUNS:
                 rig.timed_s(copy, images.next(size))
             while open_sizes := [size for size, seconds in times.items() if _goes_on(seconds)]:

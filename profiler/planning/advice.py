@@ -108,11 +108,6 @@ class Advice:
     decoding: DecodingLoad | None = None  # None: not measured
 
     @property
-    def allowed_images_per_s(self) -> float:
-        """What is reached where the cores have to decode, too."""
-        return self.images_per_s if self.decoding is None else min(self.images_per_s, self.decoding.images_per_s)
-
-    @property
     def sentences(self) -> tuple[str, ...]:
         """All of it in words."""
         sizes = " and ".join(f"{size_text(size)} of {pool} memory" for pool, size in self.budget_bytes.items())
@@ -170,7 +165,7 @@ def advise(
 
 def with_decoding(advice: Advice, load: DecodingLoad | None) -> Advice:
     """The same, knowing what decoding takes of the cores: where executors wait for images, that is the limit."""
-    is_limit = load is not None and load.images_per_s < REMOVED * load.executors_images_per_s
+    is_limit = load is not None and load.is_limit
     return replace(advice, decoding=load, limit=Limit.DECODING if is_limit else advice.limit)
 
 
@@ -339,7 +334,7 @@ def _takt_sentences(advice: Advice) -> list[str]:
 
 
 def _gain_sentences(advice: Advice) -> list[str]:
-    told = [gain.sentence(advice.allowed_images_per_s) for gain in advice.gains]
+    told = [gain.sentence(advice.images_per_s) for gain in advice.gains]
     if advice.other_forms and not any(gain.form for gain in advice.gains):
         told.append(f"No other form that was measured would gain: {', '.join(advice.other_forms)}.")
     return told

@@ -6,7 +6,6 @@ form whose answers are not known to be fp32's is told with that. Nothing is list
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -60,12 +59,12 @@ def gains(
     advice: Advice,
     in_form: Callable[[Precision], Planned],
     advised: Callable[[Precision], Advice],
-    allowed: Callable[[Precision | None], float] = lambda _: math.inf,
+    is_decoding_limit: Callable[[Precision], bool] = lambda _: False,
 ) -> tuple[Gain, ...]:
     """What would gain, the most first. ``forms``: to be tried. ``advice``: on ``now``, which has to be beaten.
 
-    ``in_form``: what is planned with in another form; ``advised``: the advice that is given there; ``allowed``: the
-    most images/s that the cores allow in a form, or as it is, with decoding.
+    ``in_form``: what is planned with in another form; ``advised``: the advice that is given there;
+    ``is_decoding_limit``: whether executors wait for images in it.
     """
     found = [gain for form in forms if (gain := _form_gain(profile, now, form, in_form))]
     if advice.memory is not None:
@@ -75,17 +74,13 @@ def gains(
         remedy = advised(Precision(best.form)).memory
         if remedy is not None:
             found.append(_memory_gain(remedy, best))
-    reached = [_as_allowed(gain, allowed(Precision(gain.form) if gain.form else None)) for gain in found]
-    worth = [gain for gain in reached if gain.images_per_s >= LEAST * advice.allowed_images_per_s]
-    return tuple(sorted(worth, key=lambda gain: -gain.images_per_s))
+    worth = [gain for gain in found if gain.images_per_s >= LEAST * advice.images_per_s]
+    told = [_with_limit(gain) if gain.form and is_decoding_limit(Precision(gain.form)) else gain for gain in worth]
+    return tuple(sorted(told, key=lambda gain: -gain.images_per_s))
 
 
-def _as_allowed(gain: Gain, allowed_images_per_s: float) -> Gain:
-    """No change gives more images than the cores can decode beside it."""
-    if gain.images_per_s <= allowed_images_per_s:
-        return gain
-    remark = "; ".join(filter(None, (gain.remark, "decoding is the limit then")))
-    return replace(gain, images_per_s=allowed_images_per_s, remark=remark)
+def _with_limit(gain: Gain) -> Gain:
+    return replace(gain, remark="; ".join(filter(None, (gain.remark, "decoding is the limit then"))))
 
 
 def _form_gain(

@@ -6,14 +6,12 @@ run the same experts; the same inputs give the same rows. Nothing is loaded and 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from agent.core.request import IMAGE
-from agent.deployment.engine_setup import Given, kinds_of, planned, profiled_box
-from agent.deployment.packed_copies import lying_packed
+from agent.deployment.engine_setup import Given, planned, profiled_box
 from experts.errors import ConfigError
 from experts.sizes import size_text
 from profiler.planning.advice import advise, with_decoding
@@ -57,9 +55,9 @@ class PlanRow:
     this trace was; its texts come with its images. ``images_per_s`` counts texts, too; waits are of images alone, where
     there are any, and those of ``texts`` from arrival to their last token. ``bound``: of the offline optimum, these
     memories full of the right experts at the start; ``roofline_images_per_s``: the same floor of time, with what is
-    there at this row's start. ``decoding_images_per_s``: as fast as all cores of the box can decode the images, were
-    that all they did; ``cores_images_per_s``: what they allow at the most, decoding and computing what CPU executors
-    compute; None where decoding was not measured.
+    there at this row's start, and what the cores allow. ``decoding_images_per_s``: as fast as all cores of the box can
+    decode the images, were that all they did; ``cores_images_per_s``: what they allow at the most, decoding and
+    computing what CPU executors compute; None where decoding was not measured.
     """
 
     policy: str
@@ -111,7 +109,7 @@ def plan(
     """
     scenario = scenario_of(config.catalog.graph, profile, trace, seed)
     required = required_images_per_s(config)
-    decoding = decoding_times(profile, scenario, lambda: kinds_of(config, lying_packed(config, config.packed_folder)))
+    decoding = decoding_times(profile, scenario)
     rows = []
     for memory in memories:
         for policy in policies or (config.policy,):
@@ -151,14 +149,14 @@ def plan_advice(
 
     now = planned_with()
     _refuse_broken(*now)
-    decoding = decoding_times(profile, scenario, lambda: kinds_of(config, lying_packed(config, config.packed_folder)))
+    decoding = decoding_times(profile, scenario)
     advice = with_decoding(advised(), None if decoding is None else decoding.load(*now))
 
-    def allowed(form: Precision | None) -> float:
-        return math.inf if decoding is None else decoding.time(*planned_with(form)).images_per_s
+    def is_decoding_limit(form: Precision) -> bool:
+        return decoding is not None and decoding.is_limit(*planned_with(form))
 
     forms = other_forms(profile, now[1])
-    found = gains(profile, forms, now[1], advice, planned_with, advised, allowed)
+    found = gains(profile, forms, now[1], advice, planned_with, advised, is_decoding_limit)
     return replace(advice, gains=found, other_forms=tuple(map(str, forms)))
 
 
@@ -209,8 +207,12 @@ def plan_row(scenario: Scenario, setup: EngineSetup, required_images_per_s: floa
 
 
 def _with_decoding(row: PlanRow, time: CoreTime, images: int) -> PlanRow:
-    alone_per_s = images * time.cores / time.decoding_s
-    return replace(row, decoding_images_per_s=alone_per_s, cores_images_per_s=time.images_per_s)
+    return replace(
+        row,
+        decoding_images_per_s=images * time.cores / time.decoding_s,
+        cores_images_per_s=time.images_per_s,
+        roofline_images_per_s=min(row.roofline_images_per_s, time.images_per_s),
+    )
 
 
 def required_images_per_s(config: LineConfig) -> float | None:
@@ -340,8 +342,8 @@ LEGEND_OF_TEXTS = (
     "texts: images/s counts them, too. tokens/s: that are written. text p50, p99: from arrival to the last token."
 )
 LEGEND = (
-    "of floor: images/s over the most that work, bytes and arrivals allow. loads: experts brought to where they run "
-    "after the start; a request waited for those under switches. least: loads that no schedule can do without; "
-    "in order: the same when requests are served as they came. read a shift: in eight hours at the takt, at images/s "
-    "where it is missed. takt: met where no queue grows while the trace goes on and on at the takt's rate."
+    "of floor: images/s over the most that work, decoding, bytes and arrivals allow. loads: experts brought to where "
+    "they run after the start; a request waited for those under switches. least: loads that no schedule can do "
+    "without; in order: the same when requests are served as they came. read a shift: in eight hours at the takt, at "
+    "images/s where it is missed. takt: met where no queue grows while the trace goes on and on at the takt's rate."
 )

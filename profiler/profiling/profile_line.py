@@ -510,4 +510,5 @@ class _Profiling:
             usage=usage,
             allocation=casual,
             speedups=draft.speedups(),
+            decodings=draft.decodings(),
         )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from agent.core.request import IMAGE
 from agent.runtime.machine.box import torch_device
 from profiler.simulation.bounds import tokens_of
+from profiler.simulation.decoders import core_share
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,7 +65,7 @@ def core_time(requests: Sequence[RequestSteps], resources: Resources, cores: int
 def compute_core_s(requests: Sequence[RequestSteps], resources: Resources, cores: int) -> float:
     """The least that computing takes of the cores, in seconds of one; each expert where that is least."""
     on_cpu = sum(count for name, count in resources.processors.items() if torch_device(name) == "cpu")
-    threads = max(cores // max(on_cpu, 1), 1)
+    threads = core_share(cores, on_cpu)
     counts, tokens = Counter(expert for request in requests for expert in request.experts), tokens_of(requests)
     return sum(
         min(

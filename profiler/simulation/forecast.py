@@ -21,6 +21,7 @@ from experts.document import suggestion
 from experts.errors import ConfigError, MemoryExceeded
 from experts.expert import NOTHING_FOUND, Prediction
 from profiler.simulation.bounds import RequestSteps, Resources
+from profiler.simulation.decoders import ImageTimes
 from profiler.simulation.simulator import simulator_of
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ SHARING_PROCESSORS = frozenset({"cuda", "mps"})  # elsewhere the matrix holds wh
 class Scenario:
     """What is asked of a line, and how fast its links and processors are; whatever its memories and its policy.
 
-    ``steps``: the experts that each request of the trace runs, in order. ``link_bytes_per_s`` by source.
+    ``steps``: the experts that each request of the trace runs, in order. ``link_bytes_per_s`` by source. ``images``:
+    what decoding takes; None where that was not measured: then images are there when they come.
     """
 
     graph: ExpertGraph
@@ -50,6 +52,7 @@ class Scenario:
     steps: tuple[tuple[str, ...], ...]
     link_bytes_per_s: Mapping[str, float]
     speedups: Mapping[str, tuple[float, ...]]
+    images: ImageTimes | None = None
 
     @property
     def requests(self) -> list[RequestSteps]:
@@ -148,7 +151,13 @@ def scenario_of(graph: ExpertGraph, profile: StoredProfile, trace: Sequence[Arri
     if links.get(SSD, 0.0) <= 0.0:
         raise ConfigError("the device profile has no speed of its SSD - run `coserve profile` for this line again")
     steps = draw_steps(trace, graph, profile.usage.pass_rates, seed)
-    return Scenario(graph, tuple(trace), steps, links, sharing_speedups(profile))
+    return Scenario(graph, tuple(trace), steps, links, sharing_speedups(profile), image_times(profile))
+
+
+def image_times(profile: StoredProfile) -> ImageTimes | None:
+    """What decoding takes, as images are served; None where no expert has samples."""
+    image_s = {each.expert: each.image_s for each in profile.decodings}
+    return ImageTimes.known(profile.box.cores, image_s) if image_s else None
 
 
 def sharing_speedups(profile: StoredProfile) -> dict[str, tuple[float, ...]]:
@@ -193,7 +202,7 @@ def forecast(scenario: Scenario, setup: EngineSetup) -> Forecast:
     _refuse_unable(scenario, setup)
     _refuse_too_long(scenario, setup)
     try:
-        simulator = simulator_of(setup, scenario.predict, scenario.link_bytes_per_s, scenario.speedups)
+        simulator = simulator_of(setup, scenario.predict, scenario.link_bytes_per_s, scenario.speedups, scenario.images)
     except MemoryExceeded as error:
         raise ConfigError(f"{error} - plan with more memory, or with a smaller model") from error
     simulation = simulator.run(scenario.trace)

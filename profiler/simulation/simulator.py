@@ -11,6 +11,10 @@ Batches. On a processor whose speedups are given, the batches that run at once s
 goes at ``speedups[m - 1] / m`` of its speed alone, and whoever starts or finishes changes the pace of the others from
 that moment on. On any other processor batches do not feel one another.
 
+Images. Where it is known what decoding takes, a batch starts to compute once its images are prepared, and they are on
+what computing leaves of the cores (``decoders``): ahead, as the Engine says, or once their batch waits. Else they are
+there at once.
+
 Quanta. A batch of requests that count in tokens ends when its quantum is over, or earlier if all of them are done; how
 far each comes in it, ``quanta`` says. One that is preempted reads again what it held, and what it has written.
 """
@@ -23,10 +27,11 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from agent.core.effects import Complete, Fail, Preempt, StartBatch, StartLoad
+from agent.core.effects import Complete, Fail, Forget, Preempt, Prepare, StartBatch, StartLoad
 from agent.core.events import Arrived, Finished, Loaded, Offered, Progressed, Started, Tick
 from agent.core.request import IMAGE
 from experts.expert import Prediction
+from profiler.simulation.decoders import Decoders
 from profiler.simulation.quanta import run_quantum
 
 if TYPE_CHECKING:
@@ -38,6 +43,7 @@ if TYPE_CHECKING:
     from agent.core.performance import ExecutorSpec, ExpertProfile, PerformanceMatrix
     from agent.core.request import Batch, Outcome, Work
     from agent.deployment.engine_setup import EngineSetup
+    from profiler.simulation.decoders import ImageTimes
     from profiler.workload.traces import Arrival
 
 PASSES = Prediction("ok", 1.0)
@@ -114,7 +120,8 @@ class SharedProcessor:
 class Simulator:
     """Runs one Engine once. ``predict(request, expert)`` says what an expert would have seen.
 
-    ``link_bytes_per_s`` by source, ``speedups`` by processor (as ``StoredProfile.speedups``): see the module.
+    ``link_bytes_per_s`` by source, ``speedups`` by processor (as ``StoredProfile.speedups``), ``images``: see the
+    module.
     """
 
     engine: Engine
@@ -124,6 +131,7 @@ class Simulator:
     link_bytes_per_s: Mapping[str, float] | None = None
     speedups: Mapping[str, tuple[float, ...]] | None = None
     check_every_step: bool = False
+    images: ImageTimes | None = None
     _agenda: list[tuple[float, int, Event]] = field(default_factory=list)
     _ticket: count[int] = field(default_factory=count)
     _start_s: float = 0.0
@@ -136,6 +144,8 @@ class Simulator:
     _finished_s: dict[int, float] = field(default_factory=dict)
     _work: dict[int, Work] = field(default_factory=dict)  # of the requests that have any
     _left: dict[int, Work] = field(default_factory=dict)  # of those that have begun and are not done
+    _decoders: Decoders | None = None
+    _computing: dict[int, str] = field(default_factory=dict)  # processors, by batch
 
     def __post_init__(self) -> None:
         for source, bytes_per_s in (self.link_bytes_per_s or {}).items():
@@ -143,6 +153,8 @@ class Simulator:
                 raise ValueError(f"the link from {source} has {bytes_per_s} bytes/s - give more than 0")
         self._shared = {name: SharedProcessor(each) for name, each in (self.speedups or {}).items()}
         self._processors = {spec.id: spec.processor for spec in self.executors}
+        if self.images is not None:
+            self._decoders = Decoders(self.images, self.executors, self.profile)
 
     def run(
         self, trace: Sequence[Arrival], *, warm_s: float | None = None, offers: Sequence[Arrival] = ()
@@ -169,20 +181,30 @@ class Simulator:
         now = self._start_s
         limit_s = math.inf if until_s is None else until_s
         while (at_s := self._next_s()) <= limit_s and at_s < math.inf:
-            now, event = at_s, self._take_next()
-            for effect in self.engine.handle(event, now):
-                self._log.append((now, effect))
-                self._carry_out(effect, now)
-            if self.check_every_step:
-                self.engine.check_invariants()
+            now = at_s
+            if self._decoders is not None and self._decoders.next_end_s() <= at_s:
+                for batch in self._decoders.end_next():
+                    self._compute(batch, now)
+            else:
+                self._handle(self._take_next(), now)
             wakeup_s = self.engine.next_wakeup_s()
             if wakeup_s is not None and self._next_s() == math.inf:
                 self._post(wakeup_s, Tick())
         return now if until_s is None else until_s
 
+    def _handle(self, event: Event, now: float) -> None:
+        if self._decoders is not None and isinstance(event, Finished | Progressed):
+            self._decoders.computes(self._computing.pop(event.batch), -1, now)
+        for effect in self.engine.handle(event, now):
+            self._log.append((now, effect))
+            self._carry_out(effect, now)
+        if self.check_every_step:
+            self.engine.check_invariants()
+
     def _next_s(self) -> float:
         posted_s = self._agenda[0][0] if self._agenda else math.inf
-        return min((posted_s, *(shared.next_end_s() for shared in self._shared.values())))
+        decoded_s = math.inf if self._decoders is None else self._decoders.next_end_s()
+        return min((posted_s, decoded_s, *(shared.next_end_s() for shared in self._shared.values())))
 
     def _take_next(self) -> Event:
         posted_s = self._agenda[0][0] if self._agenda else math.inf
@@ -199,13 +221,30 @@ class Simulator:
             self._post(self._load_end_s(effect, now), Loaded(effect.load))
         elif isinstance(effect, StartBatch):
             self._start_batch(effect.batch, now)
+        elif isinstance(effect, Prepare | Forget):
+            self._prepare(effect, now)
         elif isinstance(effect, Preempt):
             self._left[effect.request] = self._left[effect.request].anew()
         elif isinstance(effect, Complete | Fail):
             self._outcomes[effect.request] = effect.outcome
             self._finished_s[effect.request] = now - self._start_s
+            self._prepare(Forget(effect.request), now)
+
+    def _prepare(self, effect: Prepare | Forget, now: float) -> None:
+        if self._decoders is None:
+            return
+        if isinstance(effect, Prepare):
+            self._decoders.prepare(effect, now)
+        else:
+            self._decoders.forget(effect.request, now)
 
     def _start_batch(self, batch: Batch, now: float) -> None:
+        """It computes once its images are there; texts have none."""
+        has_images = batch.quantum_s is None and not any(request in self._work for request in batch.requests)
+        if self._decoders is None or not has_images or self._decoders.start(batch, now):
+            self._compute(batch, now)
+
+    def _compute(self, batch: Batch, now: float) -> None:
         processor = self._processors[batch.executor]
         performance = self.profile.experts[processor][batch.expert].performance
         answer: Finished | Progressed
@@ -215,6 +254,9 @@ class Simulator:
             answer = Finished(batch.id, tuple(self.predict(request, batch.expert) for request in batch.requests))
         else:
             work_s, answer = self._run_quantum(batch, batch.quantum_s, processor)
+        if self._decoders is not None:
+            self._computing[batch.id] = processor
+            self._decoders.computes(processor, 1, now)
         shared = self._shared.get(processor)
         if shared is None:
             self._post(now + work_s, answer)
@@ -268,6 +310,8 @@ def simulator_of(
     predict: Callable[[int, str], Prediction],
     link_bytes_per_s: Mapping[str, float],
     speedups: Mapping[str, tuple[float, ...]],
+    images: ImageTimes | None = None,
 ) -> Simulator:
     """Of a new Engine. Raises MemoryExceeded for memories that are too small."""
-    return Simulator(setup.engine(), setup.matrix, setup.executors, predict, link_bytes_per_s, speedups)
+    engine = setup.engine()
+    return Simulator(engine, setup.matrix, setup.executors, predict, link_bytes_per_s, speedups, images=images)

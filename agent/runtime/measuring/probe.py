@@ -1,9 +1,9 @@
 """Probe: a rough performance matrix in seconds, at start, until a full device profile exists.
 
 One expert of each kind is loaded over the real path and run by a real executor on each processor, alone and in one
-larger batch; two points give K and B (CoServe, section 4.2), with the preparation of images and the handing over of
-batches in them. Of a language model, iterations that read tokens and that write them are timed. Footprints are exact,
-workspaces estimated from shapes, and load times follow from the bytes and the measured speed of each link.
+larger batch; two points give K and B (CoServe, section 4.2), of images that are prepared already, with the handing
+over of batches in them. Of a language model, iterations that read tokens and that write them are timed. Footprints are
+exact, workspaces estimated from shapes, and load times follow from the bytes and the measured speed of each link.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BATCH_SIZES = (1, 2, 4, 8)
 REPEATS = 2  # each after a run to warm up
 KIND_LIMIT_S = 0.6  # spent on running one kind on one processor
 PLATEAU = 1.02  # a larger batch has to make an image at least this much cheaper
-LEAST_MAX_BATCH = 4  # even so: the images of one batch are decoded at the same time
+LEAST_MAX_BATCH = 4  # even so: where images are not prepared ahead, those of one batch are decoded at the same time
 UNMEASURED = {SSD: 500e6, HOST: 500e6}  # bytes/s, arbitrary: a SATA drive, for a line of which nothing can be loaded
 
 

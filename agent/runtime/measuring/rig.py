@@ -1,7 +1,8 @@
 """MeasuringRig: real memories, transfers and executors, just large enough to measure experts over the agent's path.
 
 Guarantees: what is timed is what the agent would do, from the same classes: a load with its staging and binding, a
-batch with the preparation of its images and its handing over. A measurement that cannot be had raises LoadFailed with
+batch with its handing over. Its images are decoded and prepared before it starts, as an agent does ahead of it, and
+that is not in its time. A measurement that cannot be had raises LoadFailed with
 the expert's id, a device that is lost DeviceLost; it never returns a time of something else. One thread uses a rig;
 leaving ``opened`` gives back all memory and ends all threads.
 """
@@ -22,6 +23,7 @@ from agent.core.performance import HOST, SSD, ExecutorSpec
 from agent.core.request import Batch, Rejected
 from agent.runtime.device_loss import Breakdown, watch_of
 from agent.runtime.executor import BatchExecutor
+from agent.runtime.image_sources import image_name
 from agent.runtime.machine.box import torch_device
 from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.moe_loads import MoeLoads
@@ -30,6 +32,7 @@ from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.threads import end_team
 from agent.runtime.transfer import PacedLink, Transfers
 from experts import errors
+from experts.backends.base import Prepared
 from experts.backends.llm import LlmSkeleton
 
 if TYPE_CHECKING:
@@ -42,12 +45,17 @@ if TYPE_CHECKING:
     from experts.llm.model import Model
     from experts.packed.weights import SegmentStore
 
+    Shown = ImageSource | Prepared | Rejected  # an image of a batch: prepared by the rig, before it, or already
+
 LEAST_S = 1e-4  # handing work over costs about as much: no load, and neither K nor B, takes less
 
 
 @dataclass(frozen=True, slots=True)
 class TimedBatch:
-    """One batch as it was run: an answer per image, in order, and the seconds from its start to its answer."""
+    """One batch as it was run: an answer per image, in order, and the seconds from its start to its answer.
+
+    Its images were prepared before.
+    """
 
     results: tuple[Prediction | Rejected, ...]
     seconds: float
@@ -172,40 +180,58 @@ class MeasuringRig:
             assert isinstance(skeleton, LlmSkeleton), f"{copy.expert.id} takes images"
             yield skeleton.model
 
+    def prepared(self, copy: ExpertCopy, images: Sequence[Shown]) -> list[Prepared | Rejected]:
+        """Images as a copy's expert sees them, on the threads that an agent has for that, each in memory of its own.
+
+        Those that are prepared already stay as they are. Raises MemoryError where there is none for one.
+        """
+        futures = [
+            image
+            if isinstance(image, Prepared | Rejected)
+            else self._preparation.start(copy.expert, image, image_name(image, number))
+            for number, image in enumerate(images)
+        ]
+        return [each if isinstance(each, Prepared | Rejected) else each.result() for each in futures]
+
     def fastest_s(self, copy: ExpertCopy, size: int, repeats: int) -> float:
         """The fastest of a few batches of noise, after one to warm up. Raises LoadFailed where it cannot be run."""
-        images = [noise(copy)] * size
+        images = self.prepared(copy, [noise(copy)] * size)
         return min([self.timed_s(copy, images) for _ in range(1 + repeats)][1:])
 
-    def timed_s(self, copy: ExpertCopy, images: Sequence[ImageSource]) -> float:
+    def timed_s(self, copy: ExpertCopy, images: Sequence[Shown]) -> float:
         """The seconds of one batch. Raises LoadFailed unless every image of it was judged."""
         batch = self.run(copy, images)
         _require_judged(copy, batch.results)
         return batch.seconds
 
-    def run(self, copy: ExpertCopy, images: Sequence[ImageSource]) -> TimedBatch:
+    def run(self, copy: ExpertCopy, images: Sequence[Shown]) -> TimedBatch:
         """One batch on the first executor. Raises LoadFailed when it fails as a whole."""
         answer = self.attempt(copy, images)
         if isinstance(answer, BatchFailed):
             raise errors.LoadError(copy.expert.id, answer.reason)
         return answer
 
-    def attempt(self, copy: ExpertCopy, images: Sequence[ImageSource]) -> TimedBatch | BatchFailed:
+    def attempt(self, copy: ExpertCopy, images: Sequence[Shown]) -> TimedBatch | BatchFailed:
         """One batch on the first executor, or how it failed: a batch that is too large says so."""
+        try:
+            ready = self.prepared(copy, images)
+        except MemoryError as error:
+            return BatchFailed(0, str(error) or "no memory to prepare its images", out_of_memory=True)
         started = time.monotonic()
-        self._start(0, copy, images, number=0)
+        self._start(0, copy, ready, number=0)
         answer = self._answer()
         seconds = time.monotonic() - started
         return TimedBatch(answer.results, seconds) if isinstance(answer, Finished) else answer
 
-    def all_s(self, copies: Sequence[ExpertCopy], works: Sequence[Sequence[ImageSource]]) -> float:
+    def all_s(self, copies: Sequence[ExpertCopy], works: Sequence[Sequence[Shown]]) -> float:
         """The seconds until all these batches are done, each executor taking the next one as it comes free.
 
         Executor number n runs ``copies[n]``, over again from the first where there are fewer. Raises LoadFailed
         unless every image was judged.
         """
+        ready = [self.prepared(copies[0], images) for images in works]  # of one kind, so that all are shown the same
         started = time.monotonic()
-        waiting = list(enumerate(works))[::-1]
+        waiting = list(enumerate(ready))[::-1]
         free = list(range(len(self._executors)))[::-1]
         running: dict[int, int] = {}  # executor by batch
         while waiting or running:
@@ -222,7 +248,7 @@ class MeasuringRig:
             free.append(executor)
         return max(time.monotonic() - started, LEAST_S)
 
-    def _start(self, executor: int, copy: ExpertCopy, images: Sequence[ImageSource], number: int) -> None:
+    def _start(self, executor: int, copy: ExpertCopy, images: Sequence[Prepared | Rejected], number: int) -> None:
         batch = Batch(number, executor, copy.expert.id, copy.name, tuple(range(len(images))), 0)
         self._executors[executor].start_batch(batch, _answering(copy.expert), images)
 

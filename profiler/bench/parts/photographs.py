@@ -38,6 +38,7 @@ PATIENCE_S = 600.0
 ASPECT = 4 / 3
 NOISE = 6.0  # of each value, as a standard deviation: a camera's in good light
 QUALITY = 90  # of the JPEGs
+FORMAT = "{:<24} {:>9} {:>8} {:>17} {:>13}"
 WAYS = ("when their batch starts", "ahead", "ahead, smaller")
 
 
@@ -57,13 +58,15 @@ class PhotographsRecipe:
 class PhotographsRow:
     """One way, medians over the rounds. ``waited_fraction``: of what executors were busy, until images were there.
 
-    Of images that are prepared in their batch's own time all of it counts as that.
+    Of images that are prepared in their batch's own time all of it counts as that. ``cores_fraction``: of the cores'
+    time that was made use of; where little is left, they decode and compute as much as they can.
     """
 
     way: str
     images_per_s: float
     waited_fraction: float
     processor_s: float  # of all threads, per image
+    cores_fraction: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,13 @@ def report(measured: PhotographsMeasured) -> str:
     """The figures in words."""
     recipe = measured.recipe
     rows = [
-        (row.way, f"{row.images_per_s:.2f}", f"{row.waited_fraction:.1%}", f"{row.processor_s * 1e3:.0f}")
+        (
+            row.way,
+            f"{row.images_per_s:.2f}",
+            f"{row.waited_fraction:.1%}",
+            f"{row.processor_s * 1e3:.0f}",
+            f"{row.cores_fraction:.0%}",
+        )
         for row in measured.rows
     ]
     gain = measured.rows[1].images_per_s / measured.rows[0].images_per_s
@@ -113,7 +122,7 @@ def report(measured: PhotographsMeasured) -> str:
             f"{recipe.experts} {recipe.architecture} in {recipe.precision}, all at once; medians of {recipe.repeats} "
             "rounds",
             f"{platform.machine()}, {software()}",
-            text_table([("prepared", "images/s", "waited", "ms of processors"), *rows], "{:<24} {:>9} {:>8} {:>17}"),
+            text_table([("prepared", "images/s", "waited", "ms of processors", "cores in use"), *rows], FORMAT),
             f"ahead over when their batch starts: x{gain:.2f}, {told}",
         )
     )
@@ -124,7 +133,12 @@ class _Run:
     seconds: float
     waited_fraction: float
     processor_s: float
+    cores: int
     answers: tuple[object, ...]
+
+    @property
+    def cores_fraction(self) -> float:
+        return self.processor_s / self.seconds / self.cores
 
 
 def _run(config: LineConfig, photographs: Sequence[Path], recipe: PhotographsRecipe, way: str) -> _Run:
@@ -146,7 +160,7 @@ def _run(config: LineConfig, photographs: Sequence[Path], recipe: PhotographsRec
     busy_s = sum(each.busy_s for each in after) - sum(each.busy_s for each in before)
     waited_s = sum(each.waited_s for each in after) - sum(each.waited_s for each in before)
     answers = tuple((each.outcome.label, each.outcome.score) for each in ended)
-    return _Run(seconds, waited_s / busy_s if busy_s else 0.0, processor_s, answers)
+    return _Run(seconds, waited_s / busy_s if busy_s else 0.0, processor_s, agent.box.cores, answers)
 
 
 def _ask(requests: Requests, photographs: Sequence[Path], experts: Sequence[str], count: int) -> list[Ended]:
@@ -162,6 +176,7 @@ def _row(way: str, runs: Sequence[_Run]) -> PhotographsRow:
         images / statistics.median(run.seconds for run in runs),
         statistics.median(run.waited_fraction for run in runs),
         statistics.median(run.processor_s for run in runs) / images,
+        statistics.median(run.cores_fraction for run in runs),
     )
 
 

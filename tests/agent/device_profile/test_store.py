@@ -433,6 +433,49 @@ def test_a_profile_from_before_texts_came_says_that_they_take_nothing(path):
     assert {kind.lease_bytes for kind in read_profile(path).kinds} == {0}
 
 
+def before_images_were_prepared(path):
+    """As the version before wrote it: batches were timed with the decoding of their images in them."""
+    changed(path, "ALTER TABLE kinds DROP COLUMN are_images_prepared")
+    changed(path, "DELETE FROM _sqlite_migrations WHERE name = 'batches_of_prepared_images'")
+
+
+def test_a_profile_whose_batches_have_decoding_in_them_is_told_as_that(path):
+    finished = written(path)
+    assert mismatches(finished, BOX, {}) == ()
+    before_images_were_prepared(path)
+    (reason,) = mismatches(read_profile(path), BOX, {})
+    assert reason == "batches were timed with the decoding of their images in them, as earlier versions did"
+    replace_usage(path, USAGE)
+    assert mismatches(read_profile(path), BOX, {}) == (reason,)
+
+
+def test_texts_have_no_images_to_prepare(path):
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        fill(draft)
+        draft.save_kind(replace(KIND, kind="llm", lease_bytes=8))
+        draft.finish()
+    before_images_were_prepared(path)
+    found = {kind.kind: kind.are_images_prepared for kind in read_profile(path).kinds}
+    assert found == {KIND.kind: False, FASTER.kind: False, "llm": True}
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_what_was_timed_with_decoding_in_it_is_measured_again_and_all_else_is_kept(path, is_finished):
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        fill(draft)
+        if is_finished:
+            draft.finish()
+    before_images_were_prepared(path if is_finished else partial_of(path))
+    with ProfileDraft.open(path, "demo", BOX) as draft:
+        assert (draft.kinds(), draft.speedups(), draft.spinning()) == ((), {}, ())
+        assert (draft.agreements(), draft.links()) == ((AGREEMENT,), LINKS)
+        assert (draft.decodings(), draft.packed()) == (DECODINGS, PACKED)
+        with pytest.raises(ConfigError, match="lacks"):
+            draft.finish()
+        fill(draft)
+        assert mismatches(draft.finish(), BOX, {}) == ()
+
+
 def test_an_older_schema_is_brought_up_to_date_in_memory_only(path, monkeypatch):
     written(path)
     content = path.read_bytes()

@@ -149,11 +149,11 @@ def test_an_answer_that_is_not_a_number_is_no_prediction(files, image):
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.ONNXRUNTIME])
 def test_an_infinite_logit_is_no_prediction(files, image, precision):
     """Minus infinity would become a probability of 0, whatever the label means."""
-    module = build_trainable("resnet18", 3)
+    module = build_trainable("resnet18", 3, "3x3")
     with torch.no_grad():
         module.fc.weight[2].fill_(-3e38)
         module.fc.bias[2] = -3e38
-    expert = files.torch_module("cls/x", module, "resnet18", size=32)
+    expert = files.torch_module("cls/x", module, "resnet18", size=32, stem="3x3")
     packed = BACKEND.pack(expert, precision)
     skeleton = BACKEND.skeleton(expert, precision, packed.program, "cpu")
     skeleton.bind(packed.tensors)

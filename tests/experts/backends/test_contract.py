@@ -2,10 +2,11 @@
 
 import functools
 import itertools
+import pickle
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -48,21 +49,36 @@ class Packed:
 
 
 @pytest.fixture(scope="module")
-def packed_once(tmp_path_factory, make_files):
-    """By family and precision: two experts, packed when they are first asked for."""
+def packed_once(made_once, make_files):
+    """By family and precision: two experts, packed when any process first asks for them; nobody writes there then."""
     with ExitStack() as stores:
 
         @functools.cache
         def pack(family, precision):
-            folder = tmp_path_factory.mktemp(family)
-            files = make_files(folder)
-            experts = tuple(FAMILIES[family](files, f"cls/expert-{seed}", seed) for seed in (1, 2))
-            store = stores.enter_context(closing(SegmentStore(folder / "packed")))
-            report = pack_line(experts, lambda expert: {precision}, store)
-            assert report.failed == {}
-            return Packed(experts, store, tuple(report.packed[each.id][precision] for each in experts), precision)
+            written = functools.partial(write_packed, make_files, family, precision)
+            folder = made_once(f"contract-{family}-{precision}", written)
+            store, experts, forms = stores.enter_context(opened(folder, precision))
+            return Packed(experts, store, forms, precision)
 
         yield pack
+
+
+def write_packed(make_files, family, precision, folder):
+    files = make_files(folder)
+    experts = tuple(FAMILIES[family](files, f"cls/expert-{seed}", seed) for seed in (1, 2))
+    (folder / "experts.pickle").write_bytes(pickle.dumps(experts))
+    with opened(folder, precision):
+        pass
+
+
+@contextmanager
+def opened(folder, precision):
+    """The store of a folder, its experts, and what they are packed as, which they are if they are not yet."""
+    experts = pickle.loads((folder / "experts.pickle").read_bytes())
+    with closing(SegmentStore(folder / "packed")) as store:
+        report = pack_line(experts, lambda expert: {precision}, store)
+        assert report.failed == {}
+        yield store, experts, tuple(report.packed[each.id][precision] for each in experts)
 
 
 @pytest.fixture(scope="module", params=FORMS, ids="-".join)

@@ -94,10 +94,16 @@ def test_boxes_are_cut_at_the_edges_of_the_image(files, image):
     assert all(0 <= box.left <= box.right <= width and 0 <= box.top <= box.bottom <= height for box in boxes)
 
 
-def with_fixed_answers(files, size, scores, precision=Precision.FP32):
+SIZE_PX = 224
+NOWHERE = (0.01, 0.01, 0.01)
+PASSING = (0.9, 0.01, 0.01)
+FAILING = (0.01, 0.3, 0.01)
+
+
+def with_fixed_answers(files, scores):
     """A detector whose boxes are points, with the same scores everywhere; ``scores`` of all labels by level.
 
-    An image of 160 pixels has 400 places on the finest level, 100 on the next and 25 on the coarsest.
+    An image of SIZE_PX has 784 places on the finest level, 196 on the next and 49 on the coarsest.
     """
     model = build_trainable("yolov5n", 3)
     head = model.model[-1]
@@ -107,35 +113,32 @@ def with_fixed_answers(files, size, scores, precision=Precision.FP32):
             boxes[-1].bias.fill_(-50.0)[:: boxes[-1].bias.numel() // 4] = 50.0  # the distance of 0, on all four sides
             labels[-1].weight.zero_()
             labels[-1].bias.copy_(torch.tensor(wanted).logit())
-    return files.torch_module("det/x", model, "yolov5n", labels=("ok", "missing", "shifted"), size=size)
-
-
-NOWHERE = (0.01, 0.01, 0.01)
+    return files.torch_module("det/x", model, "yolov5n", labels=("ok", "missing", "shifted"), size=SIZE_PX)
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.ONNXRUNTIME])
 def test_no_number_of_passing_boxes_hides_one_that_does_not(files, image, precision):
-    expert = with_fixed_answers(files, 160, [(0.9, 0.01, 0.01), NOWHERE, (0.01, 0.3, 0.01)])
+    expert = with_fixed_answers(files, [PASSING, NOWHERE, FAILING])
     prediction = answered(expert, image, precision)
-    assert Counter(box.label for box in prediction.boxes) == {"ok": 400, "missing": 25}
+    assert Counter(box.label for box in prediction.boxes) == {"ok": 784, "missing": 49}
     assert prediction.label == "ok"
     assert deciding_label(prediction, frozenset({"ok"})) == ("missing", pytest.approx(0.3, abs=1e-4))
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.ONNXRUNTIME])
 def test_more_boxes_than_are_judged_are_no_prediction(files, image, precision):
-    expert = with_fixed_answers(files, 256, [(0.9, 0.01, 0.01), NOWHERE, (0.01, 0.3, 0.01)])
-    with pytest.raises(OutputInvalid, match="det/x: it found 1088 boxes in one image, more than the 1000 that are"):
+    expert = with_fixed_answers(files, [PASSING, PASSING, FAILING])
+    with pytest.raises(OutputInvalid, match="det/x: it found 1029 boxes in one image, more than the 1000 that are"):
         answered(expert, image, precision)
 
 
 def test_boxes_beyond_those_that_are_suppressed_are_no_prediction(files, image, monkeypatch):
-    expert = with_fixed_answers(files, 160, [(0.9, 0.01, 0.01), NOWHERE, NOWHERE])
-    monkeypatch.setattr(boxes, "CANDIDATES_MAXIMUM", 399)
-    with pytest.raises(OutputInvalid, match="it found 400 boxes before suppression in one image, more than the 399"):
+    expert = with_fixed_answers(files, [PASSING, NOWHERE, NOWHERE])
+    monkeypatch.setattr(boxes, "CANDIDATES_MAXIMUM", 783)
+    with pytest.raises(OutputInvalid, match="it found 784 boxes before suppression in one image, more than the 783"):
         answered(expert, image)
-    monkeypatch.setattr(boxes, "CANDIDATES_MAXIMUM", 400)
-    assert len(answered(expert, image).boxes) == 400
+    monkeypatch.setattr(boxes, "CANDIDATES_MAXIMUM", 784)
+    assert len(answered(expert, image).boxes) == 784
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.ONNXRUNTIME])

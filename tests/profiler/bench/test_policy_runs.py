@@ -110,6 +110,8 @@ def test_predictions_and_floors_are_there_for_the_engine_and_the_time_that_decid
     for row in measurement.rows:
         for run in row.runs:
             assert run.roofline_fraction == pytest.approx(run.images_per_s / run.roofline_images_per_s)
+            floor_s = max(run.compute_floor_s, run.io_floor_s)
+            assert run.roofline_images_per_s == pytest.approx(row.requests / floor_s)
             assert (run.predicted_images_per_s is None) == (row.policy == "naive")
             if run.predicted_images_per_s is not None:
                 assert run.prediction_error == pytest.approx(run.predicted_images_per_s / run.images_per_s - 1)
@@ -281,9 +283,9 @@ def test_each_row_is_divided_by_the_floor_of_its_own_executors(config, trace):
     measurement = run_line(config, trace, options)
     executors = {row.policy: row.executors for row in measurement.rows}
     assert (executors["samba"], executors["coserve"]) == ({"cpu": 1}, {"cpu": 2})
-    floors = {row.policy: row.medians.roofline_images_per_s for row in measurement.rows}
-    assert floors["samba"] == floors["naive"] != floors["coserve"]
-    assert measurement.compute_s == pytest.approx(len(trace) / floors["samba"])
+    floors_s = {row.policy: row.medians.compute_floor_s for row in measurement.rows}
+    assert floors_s["samba"] == floors_s["naive"] != floors_s["coserve"]
+    assert measurement.compute_s == pytest.approx(floors_s["samba"])
 
 
 def test_an_expert_that_the_trace_does_not_use_may_be_larger_than_all_that_it_uses(config, tmp_path):

@@ -16,6 +16,7 @@ from profiler.cli.settings import (
     image_size,
     memory_bytes,
     precision_without_profile,
+    precisions_in_turn,
 )
 
 GIB = 2**30
@@ -145,3 +146,22 @@ def test_sizes_of_images_and_batches():
     for text in ("", "1,", "0", "-1", "1.5"):
         with pytest.raises(ConfigError, match="are not numbers of images from 1 - write them as in 1,8"):
             batch_sizes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        (None, ()),
+        ("bf16", (Precision.BF16,)),
+        ("bf16, auto", (Precision.BF16, "auto")),
+        ("auto,bf16,auto", ("auto", Precision.BF16)),
+    ],
+)
+def test_precisions_that_are_run_in_turn_keep_their_order_and_are_run_once(text, meant):
+    assert precisions_in_turn(text) == meant
+
+
+@pytest.mark.parametrize("text", ["", "bf16,", "bf16;auto"])
+def test_what_is_no_precision_is_refused_among_several(text):
+    with pytest.raises(ConfigError, match="--precision: no precision"):
+        precisions_in_turn(text)

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from agent.core.events import BatchFailed
 from agent.device_profile.records import BatchTimes
 from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.image_sources import ImageFile
 from agent.runtime.measuring.rig import TimedBatch
+from experts.backends.base import Prepared
 from experts.errors import LoadError
 from experts.expert import Expert, InputSpec
 from experts.packed.weights import PackedExpert, Segment
@@ -44,6 +46,11 @@ class ScriptedRig:
         self.memory_for = memory_for
         self.failure = BatchFailed(0, failure, out_of_memory)
         self.sizes = []
+        self.asked = []
+
+    def prepared(self, copy, images):
+        self.asked += images
+        return [Prepared(torch.full((3, 2, 2), float(number)), 2, 2) for number in range(len(images))]
 
     def attempt(self, copy, images):
         self.sizes.append(len(images))
@@ -77,7 +84,7 @@ def copy(tmp_path):
 @pytest.fixture
 def runs_of(copy):
     def build(rig, meter=None, free_bytes=10**12, **options):
-        return BatchRuns(rig, copy, ImageCycle(copy, ()), meter, free_bytes, BatchOptions(**options))
+        return BatchRuns(rig, copy, ImageCycle(rig, copy, ()), meter, free_bytes, BatchOptions(**options))
 
     return build
 
@@ -231,14 +238,37 @@ def test_the_largest_of_the_weighings_counts(runs_of):
     assert [batch.workspace_bytes for batch in batches] == [5 * MIB, 5 * MIB]
 
 
-def test_samples_take_turns(copy):
+def test_samples_take_turns_and_are_prepared_once(copy):
     samples = [Sample(Path(f"{name}.png"), "r", None, "inbox", max_pixels=9) for name in "abc"]
-    images = ImageCycle(copy, samples)
-    taken = Counter(image for _ in range(3) for image in images.next(2))
-    assert taken == {ImageFile(Path(f"{name}.png"), 9): 2 for name in "abc"}
+    rig = ScriptedRig(lambda size: 0.01)
+    images = ImageCycle(rig, copy, samples)
+    taken = Counter(float(image.tensor.max()) for _ in range(3) for image in images.next(2))
+    assert taken == {0.0: 2, 1.0: 2, 2.0: 2}
+    assert rig.asked == [ImageFile(Path(f"{name}.png"), 9) for name in "abc"]
+
+
+def test_an_image_that_comes_twice_in_a_batch_weighs_twice(copy):
+    rig = ScriptedRig(lambda size: 0.01)
+    first, second = ImageCycle(rig, copy, [Sample(Path("a.png"), "r", None, "inbox")]).next(2)
+    assert torch.equal(first.tensor, second.tensor)
+    assert first.tensor.data_ptr() != second.tensor.data_ptr()
 
 
 def test_without_samples_there_is_noise_of_the_experts_size(copy):
-    (image,) = ImageCycle(copy, ()).next(1)
+    rig = ScriptedRig(lambda size: 0.01)
+    ImageCycle(rig, copy, ())
+    (image,) = rig.asked
     assert image.shape == (8, 12, 3)
     assert image.dtype == np.uint8
+
+
+class FullRig(ScriptedRig):
+    """There is no memory to prepare anything."""
+
+    def prepared(self, copy, images):
+        raise MemoryError
+
+
+def test_images_that_memory_does_not_suffice_for_name_the_expert(copy):
+    with pytest.raises(LoadError, match="expert cls/fake: there is no memory to prepare its images"):
+        ImageCycle(FullRig(lambda size: 0.01), copy, ())

@@ -60,11 +60,11 @@ def test_photographs_on_two_cores_by_hand():
 
 
 def test_every_step_is_computed_and_each_executor_has_its_share_of_the_cores():
-    """Five of a in batches of 4 and 1, two of b; two executors on four cores have two threads each."""
+    """Five of a in batches of 4 and 1, two of b; two executors on four cores have two each, on one a half."""
     asked = requests("a", "a", "a", "ab", "ab")
     given_ = resources({"cpu": {"a": of(0.01, 0.02), "b": of(0.1)}}, "cpu", "cpu")
     assert compute_core_s(asked, given_, 4) == pytest.approx(2 * (5 * 0.01 + 2 * 0.02 + 2 * 0.1))
-    assert compute_core_s(asked, given_, 1) == pytest.approx(5 * 0.01 + 2 * 0.02 + 2 * 0.1)
+    assert compute_core_s(asked, given_, 1) == pytest.approx((5 * 0.01 + 2 * 0.02 + 2 * 0.1) / 2)
 
 
 def test_what_an_accelerator_computes_takes_no_core_and_what_is_emulated_does():

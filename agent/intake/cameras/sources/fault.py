@@ -17,7 +17,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import signal
 import time
 from pathlib import Path
@@ -66,7 +65,7 @@ class FaultSource:
             case "hang":
                 _hang()
             case "die":
-                os.kill(os.getpid(), signal.SIGSEGV)
+                signal.raise_signal(signal.SIGSEGV)  # of this thread, so that it does not go on to a picture
         self._number += 1
         return np.full((*SIZE, 3), self._number % 256, np.uint8)
 

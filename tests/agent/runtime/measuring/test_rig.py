@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from PIL import Image
 
 from agent.core.events import BatchFailed
 from agent.core.performance import DEVICE, HOST, SSD
@@ -32,6 +33,19 @@ def test_a_batch_of_given_images_is_judged_in_their_order(line, rig_of):
         batch = rig.run(line.copy("own-0"), images)
     assert list(batch.results) == [line.predict("own-0", image) for image in images]
     assert batch.seconds > 0
+
+
+def test_images_are_there_before_their_batch_starts(line, rig_of, tmp_path):
+    """Files that are gone by then: whatever a batch takes, decoding is no part of it."""
+    file, copy = tmp_path / "part.png", line.copy("own-0")
+    Image.fromarray(line.pixels(3)).save(file)
+    with rig_of("own-0").opened() as rig:
+        rig.bring(copy)
+        ready = rig.prepared(copy, [file, line.pixels(4)])
+        file.unlink()
+        assert rig.run(copy, ready).results == tuple(line.predict("own-0", line.pixels(seed)) for seed in (3, 4))
+        assert rig.timed_s(copy, ready) > 0
+        assert rig.all_s([copy], [ready, ready]) >= LEAST_S
 
 
 @pytest.mark.parametrize("processor", ["emulated", "cpu"])

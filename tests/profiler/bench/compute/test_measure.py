@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from contextlib import closing
 from dataclasses import replace
@@ -42,7 +43,7 @@ from profiler.workload.generated_line import write_experts
 CONFIGURATION = 78
 FP32, BF16 = Precision.FP32, Precision.BF16
 REFUSED = BF16
-TINY = ComputeOptions(("squeezenet1_1",), (32, 32), (2, 1), (FP32, BF16), rounds=2, tells_spending=False)
+TINY = ComputeOptions(("squeezenet1_1",), (64, 64), (2, 1), (FP32, BF16), rounds=2, tells_spending=False)
 PEERS = {EAGER, SESSION, INT8_SESSION, *(OPENVINO if find_spec("openvino") else ())}
 
 
@@ -52,10 +53,20 @@ def small_multiplications(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """What takes longest to make; experts of a seed have the same weights."""
-    (expert,) = write_experts(tmp_path_factory.mktemp("model"), "squeezenet1_1", 1, size=(32, 32))
-    return plain_model(expert)
+def model_of(tmp_path_factory):
+    """By architecture: what takes longest to make; experts of a seed have the same weights."""
+
+    @functools.cache
+    def made(architecture):
+        (expert,) = write_experts(tmp_path_factory.mktemp(architecture), architecture, 1, size=TINY.size)
+        return plain_model(expert)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(model_of):
+    return model_of("squeezenet1_1")
 
 
 @pytest.fixture
@@ -79,9 +90,9 @@ def table(model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("architecture", ["squeezenet1_1", "yolov5n"])
-def test_all_who_take_part_say_the_same_of_the_same_images(architecture, tmp_path):
-    (expert,) = write_experts(tmp_path, architecture, 1, size=(64, 64))
-    images, model = prepared_images(expert, 2), plain_model(expert)
+def test_all_who_take_part_say_the_same_of_the_same_images(architecture, model_of, tmp_path):
+    model = model_of(architecture)
+    expert, images = model.expert, prepared_images(model.expert, 2)
     with closing(SegmentStore(tmp_path / "packed")) as store, our_form(expert, FP32, store, images) as ours:
         listed = [eager(model, images), ours, session(model, images, 1)]
         if find_spec("openvino"):
@@ -93,12 +104,11 @@ def test_all_who_take_part_say_the_same_of_the_same_images(architecture, tmp_pat
 
 
 @pytest.mark.parametrize("architecture", ["squeezenet1_1", "yolov5n"])
-def test_the_peer_in_eight_bits_is_quantised_and_says_nearly_the_same(architecture, tmp_path):
-    (expert,) = write_experts(tmp_path, architecture, 1, size=(64, 64))
-    before = sorted(tmp_path.iterdir())
-    images, model = prepared_images(expert, 2), plain_model(expert)
+def test_the_peer_in_eight_bits_is_quantised_and_says_nearly_the_same(architecture, model_of, tmp_path):
+    model = model_of(architecture)
+    images = prepared_images(model.expert, 2)
     graph = quantised(model, tmp_path)
-    assert sorted(tmp_path.iterdir()) == before
+    assert list(tmp_path.iterdir()) == []
     weights = {each.data_type for each in onnx.load_from_string(graph).graph.initializer if len(each.dims) == 4}
     assert weights == {onnx.TensorProto.INT8}
     exact, near = (each.run() for each in (session(model, images, 1), int8_session(model, graph, images, 1)))
@@ -131,7 +141,7 @@ def test_there_is_a_row_for_each_batch_and_whoever_takes_part(table):
         forms = {row.form for row in rows}
         assert forms - {"floor-bf16", "floor-int8"} == ours | floors | PEERS
         assert {row.form for row in rows if row.is_ours} == ours
-        assert {row.size for row in rows} == {"32x32"}
+        assert {row.size for row in rows} == {"64x64"}
         assert {row.rounds for row in rows} == {TINY.rounds}
     assert [row.batch for row in table.rows] == sorted(row.batch for row in table.rows)
 

@@ -73,14 +73,16 @@ routes:
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory):
-    """A line with two ONNX detectors, two anomaly experts and a classifier."""
-    folder = tmp_path_factory.mktemp("mixed")
+def mixed(made_once):
+    """A line with two ONNX detectors, two anomaly experts and a classifier. Nothing is written beside it."""
+    return read_line(made_once("mixed-line", write_mixed) / "line.yaml")
+
+
+def write_mixed(folder):
     made_up.write_detectors([folder / "a.onnx", folder / "b.onnx"], 0, "yolo11n", 64)
     made_up.write_anomaly_models([folder / "c.onnx", folder / "d.onnx"], bank_rows=256)
     write_random_weights(folder / "a.safetensors", "squeezenet1_1", 2, seed=0)
     (folder / "line.yaml").write_text(LINE)
-    return read_line(folder / "line.yaml")
 
 
 @pytest.mark.slow

@@ -1,0 +1,220 @@
+"""Images that are decoded and prepared on what computing leaves of the cores, under virtual time.
+
+What an executor's batch takes is K n + B, once its images are there; decoding is time of the cores beside it. Images
+that are prepared ahead give way to whoever computes: executors of the CPU that compute have their share of the cores,
+and decoding has the others, a core for one image at the most. An executor that waits for images does not compute, so
+that these have its share. Where an accelerator's waits and the cores are all computed on, one core is decoded on.
+
+Guarantees: no clock and no thread; what a batch waits for comes first, then what is due first; no image is decoded
+twice for what is held of it, and every one again that is not.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field
+from itertools import count
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from agent.runtime.machine.box import torch_device
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from agent.core.effects import Prepare
+    from agent.core.performance import ExecutorSpec, PerformanceMatrix
+    from agent.core.request import Batch
+
+LEAST_THREADS = 2  # as ``agent.runtime.preparation`` has them at the least
+AT_ONCE = -math.inf
+ROUNDING = 1e-9  # of cores: what is less is none
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTimes:
+    """What one image takes of one core until it is prepared, in seconds: by expert, and of all others."""
+
+    cores: int
+    image_s: Mapping[str, float]
+    others_s: float
+
+    @classmethod
+    def known(cls, cores: int, image_s: Mapping[str, float]) -> ImageTimes:
+        """Of at least one expert; others have images as these do on average."""
+        return cls(cores, image_s, fmean(image_s.values()))
+
+    def of(self, expert: str) -> float:
+        """One image of this expert's."""
+        return self.image_s.get(expert, self.others_s)
+
+
+def core_share(cores: int, cpu_executors: int) -> float:
+    """How many cores one of so many executors of the CPU computes on: its threads, and no more than there are."""
+    executors = max(cpu_executors, 1)
+    return min(max(cores // executors, 1), cores / executors)
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """One image's decoding. ``left_s``: of one core; ``batch``: what waits for it."""
+
+    due_s: float
+    left_s: float
+    batch: int | None = None
+    is_done: bool = False
+    is_dropped: bool = False
+
+
+@dataclass(slots=True)
+class _Image:
+    """A request's: what it is or will be held as, and the task that makes it that."""
+
+    forms: frozenset[str]
+    task: _Task
+
+
+@dataclass(slots=True)
+class Decoders:
+    """Of one simulation. Times are the simulation's own; every method is told what time it is."""
+
+    times: ImageTimes
+    executors: Sequence[ExecutorSpec]
+    matrix: PerformanceMatrix
+    _images: dict[int, _Image] = field(default_factory=dict)
+    _waiting: list[tuple[float, int, _Task]] = field(default_factory=list)  # a heap
+    _running: list[_Task] = field(default_factory=list)
+    _lacking: dict[int, int] = field(default_factory=dict)  # images by batch that waits for them
+    _batches: dict[int, Batch] = field(default_factory=dict)
+    _computing: int = 0  # executors of the CPU
+    _at_s: float = 0.0
+    _ticket: count[int] = field(default_factory=count)
+    _forms: dict[str, str] = field(default_factory=dict)
+    _executor_cores: float = 0.0
+
+    def __post_init__(self) -> None:
+        on_cpu = sum(torch_device(spec.processor) == "cpu" for spec in self.executors)
+        self._executor_cores = core_share(self.times.cores, on_cpu)
+
+    def prepare(self, effect: Prepare, now: float) -> None:
+        """What the Engine asks for ahead."""
+        self._advance(now)
+        form = self._form(effect.expert)
+        forms = frozenset((form, *map(self._form, effect.later)))
+        known = self._images.get(effect.request)
+        if known is not None and form in known.forms:
+            known.forms = forms
+            return
+        self._drop(known)
+        task = _Task(effect.due_s, self.times.of(effect.expert))
+        self._images[effect.request] = _Image(forms, task)
+        self._push(task, effect.due_s)
+        self._fill()
+
+    def forget(self, request: int, now: float) -> None:
+        """Nothing is held for a request any more but what a batch waits for."""
+        self._advance(now)
+        self._drop(self._images.pop(request, None))
+        self._fill()
+
+    def start(self, batch: Batch, now: float) -> bool:
+        """Are all images of a batch there? If not, it waits, and what it lacks comes before all else."""
+        self._advance(now)
+        lacking = [task for request in batch.requests if not (task := self._task_for(request, batch)).is_done]
+        for task in lacking:
+            task.batch = batch.id
+            if task not in self._running:
+                self._push(task, AT_ONCE)
+        if lacking:
+            self._lacking[batch.id] = len(lacking)
+            self._batches[batch.id] = batch
+        self._fill()
+        return not lacking
+
+    def computes(self, processor: str, executors: int, now: float) -> None:
+        """So many more executors of this processor compute from now on; fewer, where that is below 0."""
+        if torch_device(processor) == "cpu":
+            self._advance(now)
+            self._computing += executors
+
+    def next_end_s(self) -> float:
+        """When the next image is decoded, if nobody begins or ends to compute before; infinity when none is."""
+        return self._at_s + min((self._left_s(task, rate) for task, rate in self._rates()), default=math.inf)
+
+    def end_next(self) -> list[Batch]:
+        """The image that is decoded first is, at ``next_end_s``; the batches that lack nothing any more."""
+        ends_s, (task, _) = self.next_end_s(), min(self._rates(), key=lambda each: self._left_s(*each))
+        self._advance(ends_s)
+        self._running.remove(task)
+        task.is_done = True
+        self._fill()
+        if task.batch is None:
+            return []
+        self._lacking[task.batch] -= 1
+        if self._lacking[task.batch]:
+            return []
+        del self._lacking[task.batch]
+        return [self._batches.pop(task.batch)]
+
+    def _task_for(self, request: int, batch: Batch) -> _Task:
+        """The one that makes a request's image what a batch is shown."""
+        known = self._images.get(request)
+        if known is not None and self._form(batch.expert) in known.forms:
+            return known.task
+        self._drop(known)
+        task = _Task(AT_ONCE, self.times.of(batch.expert), batch.id)
+        self._push(task, AT_ONCE)
+        self._images[request] = _Image(frozenset(), task)  # for this batch alone: a later one decodes it again
+        return task
+
+    def _push(self, task: _Task, due_s: float) -> None:
+        task.due_s = due_s
+        heapq.heappush(self._waiting, (due_s, next(self._ticket), task))
+
+    def _drop(self, image: _Image | None) -> None:
+        """What has begun goes on, as on a thread; what a batch waits for stays."""
+        if image is not None and image.task.batch is None:
+            image.task.is_dropped = True
+
+    def _fill(self) -> None:
+        """Begin as many as there are threads; what batches wait for has threads of its own beside these."""
+        while self._waiting:
+            due_s, _, task = self._waiting[0]
+            if not (task.is_done or task.is_dropped or task in self._running or task.due_s != due_s):
+                beside = sum((each.batch is None) == (task.batch is None) for each in self._running)
+                if beside >= max(self.times.cores, LEAST_THREADS):
+                    return
+                self._running.append(task)
+            heapq.heappop(self._waiting)
+
+    def _advance(self, now: float) -> None:
+        for task, rate in self._rates():
+            task.left_s -= (now - self._at_s) * rate
+        self._at_s = now
+
+    def _rates(self) -> list[tuple[_Task, float]]:
+        """What the cores do now, each image with the part of a core that works on it: what batches wait for first."""
+        awaited = [task for task in self._running if task.batch is not None]
+        ahead = [task for task in self._running if task.batch is None]
+        free = max(self.times.cores - self._computing * self._executor_cores, 0.0)
+        if free < ROUNDING and awaited:
+            free = 1.0
+        rates: list[tuple[_Task, float]] = []
+        for tasks in (awaited, ahead):
+            rate = min(free / len(tasks), 1.0) if tasks else 0.0
+            rates += [(task, rate) for task in tasks]
+            free = max(free - rate * len(tasks), 0.0)
+        return rates
+
+    @staticmethod
+    def _left_s(task: _Task, rate: float) -> float:
+        return max(task.left_s, 0.0) / rate if rate > 0.0 else math.inf
+
+    def _form(self, expert: str) -> str:
+        """What its images become; one that is not known is its own."""
+        if expert not in self._forms:
+            rows = [column[expert] for column in self.matrix.experts.values() if expert in column]
+            form = rows[0].prepared if rows else None
+            self._forms[expert] = expert if form is None else form.name
+        return self._forms[expert]

@@ -1,0 +1,153 @@
+"""Decoding under virtual time: hand-worked traces, and that no schedule decodes more than the cores can."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.core.effects import StartBatch
+from agent.core.engine import Engine
+from agent.core.performance import (
+    SSD,
+    ExecutorSpec,
+    ExpertProfile,
+    Footprint,
+    Limits,
+    Performance,
+    PerformanceMatrix,
+    PoolSpec,
+    PreparedForm,
+)
+from agent.core.policy import PRESETS
+from experts.expert import Prediction
+from experts.graph import ExpertGraph, RouteStep
+from profiler.simulation.decoders import ImageTimes, core_share
+from profiler.simulation.simulator import Simulator
+from profiler.workload.traces import Arrival
+
+SMALL = PreparedForm("stretched 8x8 unit", 10)
+LARGE = PreparedForm("stretched 64x64 unit", 10)
+ROOM = 10_000
+
+
+def simulator(routes, image_s, cores=1, executors=("cpu",), K_s=0.1, max_batch=1, prepared_bytes=ROOM, forms=None):
+    """All experts fit and take ``K_s`` an image, B is nothing; ``image_s``: what decoding takes, by expert."""
+    graph = ExpertGraph(
+        {expert for steps in routes.values() for expert in steps},
+        {name: tuple(RouteStep(expert, frozenset({"ok"})) for expert in steps) for name, steps in routes.items()},
+    )
+    performance = Performance(K_s, 0.0, max_batch, workspace_bytes=0)
+    column = {
+        expert: ExpertProfile(
+            expert, performance, Footprint(1), {SSD: 0.001}, prepared=(forms or {}).get(expert, SMALL)
+        )
+        for expert in sorted(graph.experts)
+    }
+    specs = [ExecutorSpec(number, name, "host") for number, name in enumerate(executors)]
+    matrix = PerformanceMatrix(dict.fromkeys(executors, column), dict.fromkeys(column, 1 / len(column)))
+    limits = Limits((PoolSpec("host", len(column), 0),), prepared_bytes=prepared_bytes)
+    engine = Engine(graph, matrix, specs, PRESETS["coserve"], limits)
+    times = None if image_s is None else ImageTimes.known(cores, image_s)
+    return Simulator(engine, matrix, specs, lambda *_: Prediction("ok", 1.0), check_every_step=True, images=times)
+
+
+A = {"a": ["a"]}
+
+
+def asked(count, component="a", every_s=0.0):
+    return [Arrival(number * every_s, component) for number in range(count)]
+
+
+def test_images_are_there_at_once_where_nobody_knows_what_decoding_takes():
+    assert simulator(A, None).run(asked(3)).seconds == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("prepared_bytes", [0, ROOM], ids=["with their batch", "ahead"])
+def test_one_core_decodes_or_computes(prepared_bytes):
+    """Three images, each 0.2 s and 0.1 s of the one core, whatever the order."""
+    found = simulator(A, {"a": 0.2}, prepared_bytes=prepared_bytes).run(asked(3))
+    assert found.seconds == pytest.approx(3 * 0.3)
+
+
+def test_decoding_ahead_has_the_cores_that_nobody_computes_on():
+    """An executor of an accelerator, one core: each image is decoded while the one before is computed."""
+    found = simulator(A, {"a": 0.2}, executors=("cuda",)).run(asked(3))
+    assert found.seconds == pytest.approx(3 * 0.2 + 0.1)
+
+
+def test_images_that_are_not_prepared_ahead_are_waited_for_by_their_batch():
+    """The same accelerator without room for images: decoding and computing take turns."""
+    found = simulator(A, {"a": 0.2}, executors=("cuda",), prepared_bytes=0).run(asked(3))
+    assert found.seconds == pytest.approx(3 * 0.3)
+
+
+def test_a_batch_has_as_many_cores_as_it_has_images():
+    """The first one runs alone, then two at a time on two cores; four cores decode no image faster."""
+    for cores in (2, 4):
+        found = simulator(A, {"a": 0.2}, cores=cores, max_batch=2, prepared_bytes=0).run(asked(3))
+        assert found.seconds == pytest.approx((0.2 + 0.1) + (0.2 + 0.2))
+
+
+def test_one_image_alone_has_one_core():
+    """Two cores: the other one is decoding the next image ahead, and idle where there is no room for it."""
+    ahead, late = (simulator(A, {"a": 0.2}, cores=2, prepared_bytes=size).run(asked(2)).seconds for size in (ROOM, 0))
+    assert ahead == pytest.approx(0.2 + 2 * 0.1)
+    assert late == pytest.approx(2 * (0.2 + 0.1))
+
+
+@pytest.mark.parametrize(("cores", "seconds"), [(2, 0.3 + 0.1), (1, 0.1 + 0.25 + 0.1)])
+def test_an_executor_that_computes_has_its_share_of_the_cores_and_one_that_waits_leaves_its_own(cores, seconds):
+    """One waits for an image of 0.3 s, the other computes for 0.1 s: on a core each, or on one half of one each."""
+    routes = {"a": ["a"], "b": ["b"]}
+    built = simulator(routes, {"a": 1e-9, "b": 0.3}, cores=cores, executors=("cpu", "cpu"))
+    found = built.run([*asked(1, "b"), *asked(1, "a")])
+    assert (found.finished_s[0], found.finished_s[1]) == pytest.approx((seconds, 0.1))
+
+
+@pytest.mark.parametrize(("second", "seconds"), [(SMALL, 0.2 + 2 * 0.1), (LARGE, 0.2 + 2 * 0.1)])
+def test_what_is_held_for_a_later_step_is_not_decoded_again(second, seconds):
+    found = simulator({"r": ["a", "b"]}, {"a": 0.2, "b": 0.2}, forms={"b": second}).run(asked(1, "r"))
+    assert found.seconds == pytest.approx(seconds)
+
+
+def test_without_room_each_step_decodes_anew():
+    found = simulator({"r": ["a", "b"]}, {"a": 0.2, "b": 0.3}, prepared_bytes=0).run(asked(1, "r"))
+    assert found.seconds == pytest.approx(0.2 + 0.1 + 0.3 + 0.1)
+
+
+def test_an_expert_without_samples_has_images_as_the_others_on_average():
+    times = ImageTimes.known(2, {"a": 0.1, "b": 0.3})
+    assert (times.of("b"), times.of("c")) == pytest.approx((0.3, 0.2))
+
+
+@pytest.mark.parametrize(("cores", "executors", "share"), [(2, 1, 2), (2, 2, 1), (3, 2, 1), (1, 2, 0.5), (4, 0, 4)])
+def test_executors_share_the_cores(cores, executors, share):
+    assert core_share(cores, executors) == share
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from([0, 25, 100, ROOM]),
+    st.lists(st.tuples(st.sampled_from(["a", "b", "ab"]), st.sampled_from([0.0, 0.03, 0.5])), min_size=1, max_size=40),
+)
+def test_no_more_is_decoded_and_computed_than_the_cores_have_time_for(cores, executors, max_batch, room, drawn):
+    """And all of it is, however little room there is: every request has its outcome."""
+    at_s, trace = 0.0, []
+    for component, pause_s in drawn:
+        at_s += pause_s
+        trace.append(Arrival(at_s, component))
+    image_s = {"a": 0.07, "b": 0.02}
+    built = simulator(
+        {"a": ["a"], "b": ["b"], "ab": ["a", "b"]}, image_s, cores, ("cpu",) * executors, 0.05, max_batch, room
+    )
+    found = built.run(trace)
+    assert found.outcomes.keys() == set(range(len(trace)))
+    batches = [effect.batch for _, effect in found.effects if isinstance(effect, StartBatch)]
+    computed_s = sum(0.05 * len(batch.requests) for batch in batches) * core_share(cores, executors)
+    decoded_s = sum(image_s[arrival.component[0]] for arrival in trace)
+    first_s = trace[0].at_s
+    assert (found.seconds - first_s) * cores >= (computed_s + decoded_s) * (1 - 1e-9)
