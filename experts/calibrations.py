@@ -1,8 +1,9 @@
-"""Calibrations: the ranges that an expert's values keep to on images of the line, which its eight-bit form is made by.
+"""Calibrations: the ranges of an expert's values on images of the line, and how far rounding to them moves its answers:
+what its eight-bit form is made by.
 
 One JSON file per expert, beside what is packed. Guarantees: it is written beside its place, synced and renamed, so that
-a power cut leaves the old one or the new; one that cannot be understood counts as absent. Whether one is of the weights
-that an expert has now tells ``experts.packed.calibrated``.
+a power cut leaves the old one or the new; one that cannot be understood, or is of another format, counts as absent.
+Whether one is of the weights that an expert has now tells ``experts.packed.calibrated``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import math
 import os
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from experts.filesystem import sync_folder
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
+FORMAT = 2  # of what a file holds and how it was found; one of another is not understood
 HOW = "`coserve profile LINE.yaml --samples FOLDER` calibrates it"
 
 
@@ -43,11 +45,20 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class CallRanges:
-    """What a layer read and answered with. ``summand`` None: nothing is added in it."""
+    """What a layer read and answered with. ``summand`` None: nothing is added in it.
+
+    ``shifts``: by how much rounding moves the mean of each output channel, before the activation; empty where that was
+    not measured. Raises ValueError where one of these is no number, or infinite.
+    """
 
     source: Range
     answer: Range
     summand: Range | None = None
+    shifts: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not all(map(math.isfinite, self.shifts)):
+            raise ValueError("what answers are shifted by is no number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +101,7 @@ class CalibrationFolder:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.part")
         with beside.open("w", encoding="utf-8") as file:
-            json.dump(asdict(calibration), file)
+            json.dump({"format": FORMAT, **asdict(calibration)}, file)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
@@ -105,6 +116,8 @@ def read_calibration(path: Path) -> Calibration | None:
     """A file's; None where there is none, or none that can be understood."""
     try:
         document = json.loads(path.read_bytes())
+        if document["format"] != FORMAT:
+            return None
         found = {name: _call_ranges(each) for name, each in document["ranges"].items()}
         return Calibration(
             str(document["weights_sha256"]),
@@ -127,13 +140,15 @@ def digest_of(path: Path) -> str:
         return ""
 
 
-def _call_ranges(document: Mapping[str, Mapping[str, float] | None]) -> CallRanges:
+def _call_ranges(document: Mapping[str, Any]) -> CallRanges:
     """Raises TypeError, ValueError, KeyError, AttributeError, OverflowError for what is none."""
-    found = {name: None if each is None else _range(each) for name, each in document.items()}
-    source, answer = found["source"], found["answer"]
-    if source is None or answer is None:
-        raise ValueError("a layer that reads or answers nothing")
-    return CallRanges(source, answer, found["summand"])
+    summand = document["summand"]
+    return CallRanges(
+        _range(document["source"]),
+        _range(document["answer"]),
+        None if summand is None else _range(summand),
+        tuple(map(float, document["shifts"])),
+    )
 
 
 def _range(document: Mapping[str, float]) -> Range:

@@ -2,7 +2,8 @@
 
 Preparing begins when a request is queued, in the order in which batches will run: in each queue's order, and across the
 queues by predicted start; as far as ``Limits.prepared_bytes`` reaches, which is what queued requests hold prepared, and
-what any request holds for later steps of its route. What a started batch is about to run is the batch's own.
+what any request holds for later steps of its route; a batch that is held behind another one still counts. What runs is
+the batch's own.
 
 The first batch of every queue is *near*, everything behind it *far*. Whoever is far leaves a quarter of the room to the
 near ones. One that is near and still finds none takes it: first of what is held for later steps, the oldest first, then
@@ -124,12 +125,13 @@ class _Image:
 
     ``own_bytes`` count while it is queued; ``later``, which may have its own form, for as long as it is in flight.
     ``wanted``: what is to be held for later steps, where there is room. ``form``: what it was begun for, None where it
-    was not. ``place``: None while it runs.
+    was not. ``place``: None once it is in a batch.
     """
 
     expert: str
     wanted: Later
     place: _Place | None = None
+    is_held: bool = False  # in a batch behind the one that runs
     form: str | None = None
     own_bytes: int = 0
     later: Later = NOTHING_LATER
@@ -141,6 +143,8 @@ class _Image:
     @property
     def spare_bytes(self) -> int:
         """What it could do without before its next step."""
+        if self.is_held:
+            return 0
         if self.place is None:
             return self.size_bytes
         return self.size_bytes - (self.own_bytes or self.later.forms.get(self.form or "", 0))
@@ -226,7 +230,34 @@ class PreparedAhead:
                 effects.append(self._prepare(request, image, now))
             else:
                 self._hold(request, image, image.form, 0, image.later)
-            place.due_s = place.line.queue.running_until_s or now  # the others run after this batch
+            place.due_s = place.line.queue.next_start_s(now)  # the others run after this batch
+        self._has_changed = True
+
+    def are_begun(self, requests: Iterable[int]) -> bool:
+        """Is each of them queued, and prepared or being prepared?"""
+        images = (self._images.get(request) for request in requests)
+        return all(image is not None and image.form is not None for image in images)
+
+    def held(self, requests: Iterable[int], now: float) -> None:
+        """Requests that are begun are in a batch behind the one that runs."""
+        for request in requests:
+            image = self._images[request]
+            place = image.place
+            assert place is not None, "it was queued"
+            assert image.form is not None, "it is begun"
+            self._leave(request, image)
+            image.is_held = True
+            self._hold(request, image, image.form, image.own_bytes, image.later)
+            place.due_s = place.line.queue.next_start_s(now)
+        self._has_changed = True
+
+    def run(self, requests: Iterable[int]) -> None:
+        """Held requests run from now on."""
+        for request in requests:
+            image = self._images[request]
+            assert image.form is not None, "nothing was taken from it"
+            image.is_held = False
+            self._hold(request, image, image.form, 0, image.later)
         self._has_changed = True
 
     def ended(self, request: int) -> None:
@@ -281,7 +312,7 @@ class PreparedAhead:
         for request, image in images.items():
             place = image.place
             if place is None:
-                assert image.own_bytes == 0, f"request {request} runs, and counts as prepared ahead"
+                assert image.is_held or image.own_bytes == 0, f"request {request} runs, and counts as prepared ahead"
                 continue
             assert self._places[place.group] is place, "a place is lost"
             assert request in place.group.requests, f"request {request} stands where it is not queued"
@@ -452,7 +483,7 @@ class PreparedAhead:
         """When a group's first batch starts: behind the group before it, where that was predicted, too."""
         before = group.previous
         if before is None:
-            return max(queue.running_until_s or now, now)
+            return queue.next_start_s(now)
         earlier = self._places.get(before)
         if earlier is None:
             return max(group.starts_s, now)

@@ -28,7 +28,8 @@ class StartLoad:
 
 @dataclass(frozen=True, slots=True)
 class StartBatch:
-    """Run a batch. Answer Finished, Progressed where it has a quantum, or BatchFailed."""
+    """Run a batch, at once or when the one that its executor runs has its answer. Answer Finished, Progressed where it
+    has a quantum, or BatchFailed."""
 
     batch: Batch
 

@@ -4,6 +4,9 @@ It knows two kinds of work. An image is one unit, and its batch runs to the end.
 memory from its first batch to the end of its step, and runs in quanta: whoever is not done when one is over goes on in
 a later one, together with those that came meanwhile (Orca's iteration-level scheduling, section 3, seen from outside).
 
+An executor that runs a batch of images may be given the next one behind it (see ``holding``): StartBatch comes while
+one runs, and the shell begins what is held as soon as it has answered. What is held is in use, and is not taken back.
+
 Guarantees, whatever comes and in whatever order:
     every request that arrived ends in exactly one Complete or Fail, once the shell has answered what it was asked;
     background work, which the shadows of experts have, begins only while nothing else is in flight, and takes nothing
@@ -26,9 +29,9 @@ Guarantees, whatever comes and in whatever order:
     is resident and that could begin is overtaken by one that came ``max_overtake_s`` or more after it, but in the batch
     of images that follows a quantum; while its expert is on its way, others may run meanwhile; no lease is taken of
     what those need who have waited for so long.
-Assumes: each StartLoad and StartBatch is answered by exactly one event; when ``next_wakeup_s`` has passed without
-another event, a Tick comes; each quantum leaves its requests less work than they had, or tells of a larger lease, and
-none of more than the most that was told when they arrived.
+Assumes: each StartLoad and StartBatch is answered by exactly one event, the batches of one executor in their order;
+when ``next_wakeup_s`` has passed without another event, a Tick comes; each quantum leaves its requests less work than
+they had, or tells of a larger lease, and none of more than the most that was told when they arrived.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from agent.core import events
 from agent.core.ahead import NOTHING_LATER, NOTHING_PREPARED, Later, PreparedAhead, PreparedStatistics
 from agent.core.background import DROPPED, NO_BACKGROUND, BackgroundStatistics, BackgroundWork
 from agent.core.effects import Complete, Fail, FellBack, Preempt, Standing, StandingChanged, StartBatch
+from agent.core.holding import Holding
 from agent.core.leases import Leases
 from agent.core.performance import SSD
 from agent.core.placement import Answer, Claim, Load, Placement, footprints_in, pinned_homes
@@ -161,12 +165,14 @@ class Engine:
         self._batches: dict[int, Batch] = {}
         self._profiles: dict[int, tuple[ExpertProfile, ...]] = {}  # batch -> what its parts run by
         self._running: dict[int, int] = {}  # executor -> batch
+        self._held: dict[int, int] = {}  # executor -> the batch behind that
         self._initial: deque[Wish] = deque()
         self._homes = homes
         self._speculations: deque[Wish] = deque(maxlen=SPECULATIONS)
         self._standings = Standings(limits)
         self._background = BackgroundWork(limits)
         self._ahead = PreparedAhead(self._scheduler.queues, limits)
+        self._holding = Holding(self._pools, self._placement, self._splitter, self._ahead, policy)
         self._later: dict[tuple[str, int], Later] = {}  # (component, step) -> what may come after it
         self._counts: Counter[str] = Counter()
         self._last_batch = 0
@@ -190,6 +196,8 @@ class Engine:
             self._advance(effects)
         if self._ahead.is_on:
             self._ahead.advance(effects)
+        if self._holding.is_on and self._running:
+            self._hold_batches(effects)
         if self._background.is_waiting:
             self._work_in_background(effects)
         return effects
@@ -244,6 +252,8 @@ class Engine:
             pool = self._pools[self._queues[batch.executor].spec.pool]
             for copy in batch.copies:
                 assert pool.is_resident(copy), f"batch {batch.id} runs on {copy}, which is not resident"
+            assert batch.id in (self._running.get(batch.executor), self._held.get(batch.executor)), "a batch is lost"
+        assert self._held.keys() <= self._running.keys(), "a batch is held behind nothing"
         for name, pool in self._pools.items():
             here = [batch for batch in self._batches.values() if self._queues[batch.executor].spec.pool == name]
             uses = Counter(copy for batch in here for copy in batch.copies)
@@ -367,7 +377,7 @@ class Engine:
         return True
 
     def _finished(self, event: events.Finished, effects: list[Effect]) -> bool:
-        batch = self._batches.get(event.batch)
+        batch = self._under_way(event.batch)
         if batch is None:
             return self._unexpected()
         if len(event.results) != len(batch.requests):
@@ -376,7 +386,7 @@ class Engine:
         return self._batch_ran(batch, tuple(zip(batch.requests, event.results, strict=True)), (), effects)
 
     def _progressed(self, event: events.Progressed, effects: list[Effect]) -> bool:
-        batch = self._batches.get(event.batch)
+        batch = self._under_way(event.batch)
         if batch is None:
             return self._unexpected()
         reason = _mistold(event, batch)
@@ -483,7 +493,7 @@ class Engine:
         effects.append(Preempt(request, executor))
 
     def _batch_failed(self, event: events.BatchFailed, effects: list[Effect]) -> bool:
-        batch = self._batches.get(event.batch)
+        batch = self._under_way(event.batch)
         if batch is None:
             return self._unexpected()
         if batch.id == self._background.batch:
@@ -782,6 +792,11 @@ class Engine:
 
     # -- batches --
 
+    def _under_way(self, number: int) -> Batch | None:
+        """The batch of this number, if it runs: what is held behind another has no answer yet."""
+        batch = self._batches.get(number)
+        return batch if batch is not None and self._running[batch.executor] == number else None
+
     def _start_batches(self, effects: list[Effect]) -> None:
         for queue in self._scheduler.queues:
             if queue.spec.id not in self._running and queue.head is not None:
@@ -818,6 +833,48 @@ class Engine:
         effects.append(StartBatch(batch))
         for part in batch.all_parts:
             self._speculate(spec, part.expert)
+
+    def _hold_batches(self, effects: list[Effect]) -> None:
+        """Executors that run are given their next batch, where that costs nothing."""
+        for queue in self._scheduler.queues:
+            running = self._running.get(queue.spec.id)
+            if running is None or queue.spec.id in self._held or running == self._background.batch:
+                continue
+            size = self._holding.size(queue, self._batches[running])
+            if size:
+                self._hold_batch(queue, size, effects)
+
+    def _hold_batch(self, queue: ExecutorQueue, size: int, effects: list[Effect]) -> None:
+        group, spec = queue.head, queue.spec
+        assert group is not None, "its first requests are held"
+        performance, copy = group.profile.performance, group.profile.copy
+        self._last_batch += 1
+        requests = queue.take(group, size)
+        batch = Batch(self._last_batch, spec.id, group.expert, copy, requests, performance.workspace_for(size))
+        queue.held_s = performance.latency_s(size) + self._off_queue(requests, performance)
+        queue.held_requests = size
+        self._pools[spec.pool].start_use(copy)
+        self._batches[batch.id] = batch
+        self._profiles[batch.id] = (group.profile,)
+        self._held[spec.id] = batch.id
+        self._ahead.held(requests, self._now)
+        effects.append(StartBatch(batch))
+        self._ahead.advance(effects)
+        self._speculate(spec, batch.expert)
+
+    def _begin_held(self, queue: ExecutorQueue) -> bool:
+        """What was held behind a batch that is over runs now; False where nothing was."""
+        number = self._held.pop(queue.spec.id, None)
+        if number is None:
+            return False
+        batch = self._batches[number]
+        self._pools[queue.spec.pool].keep_workspace(queue.spec.id, batch.workspace_bytes)
+        queue.running_until_s = self._now + queue.held_s
+        queue.held_s, queue.held_requests = 0.0, 0
+        queue.is_overtaken = False
+        self._running[queue.spec.id] = number
+        self._ahead.run(batch.requests)
+        return True
 
     def _batch_of_images(self, queue: ExecutorQueue, group: Group) -> tuple[Batch, tuple[ExpertProfile, ...], float]:
         """What runs to its end; what it runs by, and the predicted seconds of its tokens."""
@@ -892,11 +949,12 @@ class Engine:
         pool = self._pools[queue.spec.pool]
         for copy in batch.copies:
             pool.end_use(copy)
-        pool.return_workspace(batch.executor)
-        queue.running_until_s = None
         queue.unfinished_s = 0.0
         del self._batches[batch.id]
-        del self._running[batch.executor]
+        if not self._begin_held(queue):
+            pool.return_workspace(batch.executor)
+            queue.running_until_s = None
+            del self._running[batch.executor]
         return self._profiles.pop(batch.id)
 
     def _may_retry(
@@ -1092,6 +1150,7 @@ class Engine:
         if self._policy.bounded:
             for wish in overdue(self._scheduler.queues, self._now - self._limits.max_overtake_s):
                 self._claim_overdue(wish, full, effects)
+        are_overdue = frozenset(full)
         self._start_batches(effects)
         for wish in demands(self._scheduler.queues):
             if self._policy.overlapping or wish.spec.id not in self._running:
@@ -1099,6 +1158,7 @@ class Engine:
         if self._policy.overlapping:
             self._prefetch(full, effects)
         self._use_spare_room(full, effects)
+        self._holding.look(are_overdue, full)
 
     def _demand(self, wish: Wish) -> Claim:
         """How much a head asks for: one that has time takes free room only while its executor has other work to do.
@@ -1337,7 +1397,7 @@ class Engine:
         return QueueStatistics(
             queue.spec.id,
             queue.spec.processor,
-            queue.request_count,
+            queue.request_count + queue.held_requests,
             queue.length_s(self._now),
             running,
             batch.expert if batch else None,

@@ -227,6 +227,11 @@ class ModelPool:
         """The batch is over."""
         self.workspace_used_bytes -= self._workspaces.pop(executor)
 
+    def keep_workspace(self, executor: int, size_bytes: int) -> None:
+        """The batch is over, and the next one takes so much of what it had, at most all of it."""
+        self.workspace_used_bytes -= self._workspaces[executor] - size_bytes
+        self._workspaces[executor] = size_bytes
+
     @property
     def free_lease_bytes(self) -> int:
         """Room for leases."""

@@ -67,6 +67,8 @@ class ExecutorQueue:
         self.is_overtaken = False  # what runs, or ran last, was not the head: its expert was still on its way
         self.request_count = 0
         self.unfinished_s = 0.0  # predicted to be left of what runs, once its quantum is over
+        self.held_s = 0.0  # predicted for the batch that is held behind what runs
+        self.held_requests = 0
         self.had_quantum = False  # what runs, or ran last, is one: images go first now
         self.owes_turn = False  # the last quantum passed the ongoing group whose turn was longest ago
         self.ongoing: dict[str, Group] = {}  # by copy
@@ -78,7 +80,11 @@ class ExecutorQueue:
     def length_s(self, now: float) -> float:
         """Predicted time until everything queued here is done (section 4.2, 'total inference time')."""
         running = max(self.running_until_s - now, 0.0) if self.running_until_s is not None else 0.0
-        return running + self.unfinished_s + self._pending_s
+        return running + self.unfinished_s + self.held_s + self._pending_s
+
+    def next_start_s(self, now: float) -> float:
+        """When the executor is predicted to begin what stands first here."""
+        return max(self.running_until_s or now, now) + self.held_s
 
     @property
     def front(self) -> Group | None:

@@ -125,6 +125,13 @@ class OpenWork:
         """It was started."""
         self._batches[effect.batch.id] = _Opened(effect, now, self._forecast.batch_s(effect))
 
+    def runs_on(self, executor: int) -> bool:
+        """Is a batch open there?"""
+        return any(
+            isinstance(opened.effect, StartBatch) and opened.effect.batch.executor == executor
+            for opened in self._batches.values()
+        )
+
     def open_load(self, effect: StartLoad, now: float) -> None:
         """It was started."""
         waiting = [opened.effect for opened in self._loads.values()]

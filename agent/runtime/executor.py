@@ -5,7 +5,7 @@ request, in order), with Progressed where it has a quantum, or with BatchFailed;
 expert answers with something that is not a number, rejects its own request only and never becomes a label; so does an
 image for an expert of texts, and a text for one of images; no failure ends an executor's thread. A device that is
 lost is no failure of the batch: it is answered with a Breakdown, and none of its requests is judged by that.
-Assumes: the Engine starts a batch on a resident copy, and the next one on this executor after the answer.
+Assumes: the Engine starts a batch on a resident copy, and no third one on this executor before an answer.
 
 Each executor's thread has its own share of the cores for torch's operators (the setting is the calling thread's own).
 """
@@ -105,7 +105,7 @@ class RunsTexts(Protocol):
 
 
 class BatchExecutor:
-    """One executor: a queue of at most one batch, and the thread that runs it.
+    """One executor: a batch that runs, at most one behind it, and the thread that runs them.
 
     ``texts``: what its quanta run with; None where no expert of its memory takes texts.
     """
@@ -128,6 +128,7 @@ class BatchExecutor:
         self._watch = watch or DeviceWatch()
         self._texts = texts
         self._device = torch_device(spec.processor)
+        self._is_stopping = False
         self._inbox: SimpleQueue[_Images | _Quantum | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name=f"executor-{spec.id}", daemon=True)
         self._statistics = ExecutorStatistics(spec.id, spec.processor, 0, 0, 0, 0, 0.0, 0.0)
@@ -137,7 +138,7 @@ class BatchExecutor:
         self._thread.start()
 
     def start_batch(self, batch: Batch, expert: Expert, images: Sequence[Shown]) -> None:
-        """Run a batch on its images, in order; preparing those that are not prepared yet begins at once.
+        """Run a batch on its images, in order, at once or after the one that runs; ``hurry`` says that it is awaited.
 
         What is Prepared or Rejected already is taken as it is. The answer comes through ``post``.
         """
@@ -145,6 +146,11 @@ class BatchExecutor:
             self._prepare(expert, image, request) for request, image in zip(batch.requests, images, strict=True)
         )
         self._inbox.put(_Images(batch, prepared))
+
+    def hurry(self, batch: Batch) -> None:
+        """It is next, or runs: what is not prepared yet of its images is prepared before all others."""
+        for request in batch.requests:
+            self._preparation.hurry(request)
 
     def start_quantum(self, batch: Batch, copies: Sequence[ExpertCopy]) -> None:
         """Run a batch of texts for its quantum; ``copies``: what each is for. The answer comes through ``post``."""
@@ -158,7 +164,8 @@ class BatchExecutor:
         return replace(self._statistics, read_tokens=engine.read_tokens, written_tokens=engine.written_tokens)
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """Finish the batch that runs, then end the thread; False if that took longer."""
+        """Finish the batch that runs, then end the thread; False if that took longer. What is behind it is not run."""
+        self._is_stopping = True
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout_s)
@@ -177,7 +184,7 @@ class BatchExecutor:
         try:
             use_threads(self._torch_threads)
             with own_stream(self._device):
-                while (work := self._inbox.get()) is not None:
+                while (work := self._inbox.get()) is not None and not self._is_stopping:
                     self._post(self._answer(work))
         except Exception as error:  # no batch's: without this thread the others would wait for it
             logger.exception("executor_broke executor=%d", self.spec.id)

@@ -203,6 +203,7 @@ class AgentLoop:
         self._shadows = Shadows({} if workshop.routes is None else workshop.routes.shadows)
         self._numbers = count(1)
         self._open = OpenWork(options.ages, forecast)
+        self._held: dict[int, effects.StartBatch] = {}  # executor -> what it runs next
         self._has_started = False
         self._is_stopped = False
         self.leaves_threads = False  # once it was stopped: one is still at work, and must not be taken down under it
@@ -473,9 +474,11 @@ class AgentLoop:
         self._workshop.transfers.start_load(effect)
 
     def _start_batch(self, effect: effects.StartBatch) -> None:
-        self._open.open_batch(effect, self._clock())
         batch = effect.batch
-        self._shadows.batch_begun(batch, self._clock())
+        if is_behind := self._open.runs_on(batch.executor):
+            self._held[batch.executor] = effect
+        else:
+            self._begin_batch(effect)
         if self._watch is not None and batch.requests[0] not in self._shadows:
             self._watch.begun(batch.requests)
         executor = self._workshop.executors[batch.executor]
@@ -484,6 +487,13 @@ class AgentLoop:
             return
         images = [self._source_of(request) for request in batch.requests]
         executor.start_batch(batch, self._copies[batch.copy].expert, images)
+        if not is_behind:
+            executor.hurry(batch)
+
+    def _begin_batch(self, effect: effects.StartBatch) -> None:
+        """It runs from now on."""
+        self._open.open_batch(effect, self._clock())
+        self._shadows.batch_begun(effect.batch, self._clock())
 
     def _prepare(self, effect: effects.Prepare) -> None:
         source = self._sources[effect.request]
@@ -510,6 +520,10 @@ class AgentLoop:
         answered = self._open.close_batch(batch)
         if answered is None:
             return
+        held = self._held.pop(answered.executor, None)
+        if held is not None:
+            self._begin_batch(held)
+            self._workshop.executors[answered.executor].hurry(held.batch)
         self._shadows.batch_ended(answered, self._clock())
         if self._watch is not None and answered.requests[0] not in self._shadows:
             self._watch.ended(answered.requests)

@@ -202,17 +202,21 @@ class Preparation:
         known.let_go()
 
     def take(self, request: int, image: ImageSource, name: str, expert: Expert) -> Future[Prepared | Rejected]:
-        """What a batch waits for from now on: before everything that is only due some time."""
+        """What a batch has from now on, and soon waits for; see ``hurry``."""
         known = self._images.get(request)
         if known is None or known.task is None:
             return self.start(expert, image, name)
         future = known.task.future
         if future.done() and (future.cancelled() or future.exception() is not None):
             known.task = self._begin(known, expert, AT_ONCE)  # there may be memory for it now
-        else:
-            self._awaited.hurry(known.task)
         known.is_taken = True
         return known.task.future
+
+    def hurry(self, request: int) -> None:
+        """A batch waits for its image: before everything that is only due some time."""
+        known = self._images.get(request)
+        if known is not None and known.task is not None:
+            self._awaited.hurry(known.task)
 
     def forget(self, request: int) -> None:
         """Nothing is held for a request any more but what a batch has of it."""

@@ -1,9 +1,10 @@
 """A recorded run's batches and loads, played back on the real runtime without any scheduling.
 
 Guarantees: a playback gives the same batches to the same executors in the same order, and the same loads and evictions
-to the same memories in the same order; it never runs a batch before its requests are there, nor moves an expert before
-as many requests have come as had come when that was decided, so nothing is won by knowing the future. It cannot stall:
-what an effect waits for was caused, when it was recorded, by effects before it.
+to the same memories in the same order; what an executor was given ahead it is given ahead again, and nothing else. It
+never runs a batch before its requests are there, nor moves an expert before as many requests have come as had come when
+that was decided, so nothing is won by knowing the future. It cannot stall: what an effect waits for was caused, when it
+was recorded, by effects before it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Playback:
         self._moves: Counter[CopyPlace] = Counter()  # that are complete
         self._uses: Counter[CopyPlace] = Counter()  # that have ended
         self._loads: dict[int, StartLoad] = {}
-        self._running: dict[int, Batch] = {}  # by executor
+        self._batches: dict[int, Batch] = {}  # without an answer
         self._in_flight: Counter[str] = Counter()
         self._used_bytes: Counter[str] = Counter()
         self._waits_for: dict[int, deque[int]] = {}  # request -> its batches that have not ended, in order
@@ -113,9 +114,8 @@ class Playback:
             raise ConfigError(f"nothing may fail in a playback: {event.reason} - correct that, and measure again")
 
     def _end_batch(self, event: events.Finished, released: list[Effect]) -> None:
-        executor = next(number for number, batch in self._running.items() if batch.id == event.batch)
-        batch = self._running.pop(executor)
-        self._uses[CopyPlace(self._executors[executor], batch.copy)] += 1
+        batch = self._batches.pop(event.batch)
+        self._uses[CopyPlace(self._executors[batch.executor], batch.copy)] += 1
         recorded = self._recording.results[batch.id]
         self.differences += sum(_label(one) != _label(two) for one, two in zip(event.results, recorded, strict=True))
         for request in batch.requests:
@@ -134,8 +134,8 @@ class Playback:
             return False
         if isinstance(effect, StartBatch):
             batch = effect.batch
-            is_idle = batch.executor not in self._running
-            return is_idle and all(
+            before = sum(other.executor == batch.executor for other in self._batches.values())
+            return before <= due.behind and all(
                 request in self._here and self._waits_for[request][0] == batch.id for request in batch.requests
             )
         if due.arrived > len(self._here):
@@ -147,7 +147,7 @@ class Playback:
     def _released(self, effect: StartLoad | StartBatch | Evict) -> Effect:
         """Take down that it begins."""
         if isinstance(effect, StartBatch):
-            self._running[effect.batch.executor] = effect.batch
+            self._batches[effect.batch.id] = effect.batch
             self._counts["batches"] += 1
         elif isinstance(effect, Evict):
             self._moves[CopyPlace(effect.pool, effect.copy)] += 1

@@ -36,13 +36,15 @@ class Due:
     """A recorded effect and what it waits for.
 
     ``arrived``: requests that had come when it was decided. ``moves`` and ``uses``: how often each of these places had
-    been loaded or evicted, and how often run or copied from, by the effects before it.
+    been loaded or evicted, and how often run or copied from, by the effects before it. ``behind``: batches that its
+    executor had not answered.
     """
 
     effect: StartLoad | StartBatch | Evict
     arrived: int
     moves: Mapping[CopyPlace, int]
     uses: Mapping[CopyPlace, int]
+    behind: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class Recorder(DeciderAround):
         self._moves: Counter[CopyPlace] = Counter()
         self._uses: Counter[CopyPlace] = Counter()
         self._last_batch: dict[int, int] = {}
+        self._executor_of: dict[int, int] = {}  # of batches without an answer
         self._sources: dict[int, str] = {}
         self._in_flight: Counter[str] = Counter()
         self._loads_at_once: Counter[str] = Counter()
@@ -89,6 +92,7 @@ class Recorder(DeciderAround):
             self._arrived += 1
         elif isinstance(event, events.Finished):
             self._results[event.batch] = event.results
+            del self._executor_of[event.batch]
         elif isinstance(event, events.Loaded):
             self._in_flight[self._sources.pop(event.load)] -= 1
         elif isinstance(event, events.LoadFailed | events.BatchFailed):
@@ -113,6 +117,7 @@ class Recorder(DeciderAround):
             batch = effect.batch
             place = CopyPlace(self._executors[batch.executor], batch.copy)
             self._due(effect, place)
+            self._executor_of[batch.id] = batch.executor
             self._uses[place] += 1
             self._last_batch |= dict.fromkeys(batch.requests, batch.id)
         elif isinstance(effect, Evict):
@@ -135,4 +140,6 @@ class Recorder(DeciderAround):
     def _due(self, effect: StartLoad | StartBatch | Evict, *places: CopyPlace) -> None:
         moves = {place: self._moves[place] for place in places}
         uses = {places[0]: self._uses[places[0]]} if isinstance(effect, Evict) else {}
-        self._dues.append(Due(effect, self._arrived, moves, uses))
+        on = effect.batch.executor if isinstance(effect, StartBatch) else None
+        behind = sum(executor == on for executor in self._executor_of.values())
+        self._dues.append(Due(effect, self._arrived, moves, uses, behind))

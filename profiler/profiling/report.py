@@ -184,7 +184,9 @@ def _agreement(found: Agreement, asked: str) -> str:
         return "not proven"
     if found.agrees:
         return f"yes, {found.images} {asked}"
-    return f"NO: {found.labels_differ} labels of {found.images}" if found.labels_differ else "NO: scores"
+    if found.labels_differ:
+        return f"NO: {found.labels_differ} labels of {found.images}"
+    return f"NO: scores by {found.largest_score_difference:.3f}"
 
 
 def _closing_lines(profile: StoredProfile) -> Iterable[str]:

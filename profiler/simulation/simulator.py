@@ -11,6 +11,8 @@ Batches. On a processor whose speedups are given, the batches that run at once s
 goes at ``speedups[m - 1] / m`` of its speed alone, and whoever starts or finishes changes the pace of the others from
 that moment on. On any other processor batches do not feel one another.
 
+A batch that its executor holds behind another one begins when that is answered.
+
 Images. Where it is known what decoding takes, a batch starts to compute once its images are prepared, and they are on
 what computing leaves of the cores (``decoders``): ahead, as the Engine says, or once their batch waits. Else they are
 there at once.
@@ -139,6 +141,8 @@ class Simulator:
     _shared: dict[str, SharedProcessor] = field(default_factory=dict)
     _processors: dict[int, str] = field(default_factory=dict)
     _rows: dict[tuple[str, str], ExpertProfile] = field(default_factory=dict)
+    _on: dict[int, int] = field(default_factory=dict)  # executor -> the batch that it runs
+    _held: dict[int, Batch] = field(default_factory=dict)  # executor -> the one behind that
     _log: list[tuple[float, Effect]] = field(default_factory=list)
     _outcomes: dict[int, Outcome] = field(default_factory=dict)
     _finished_s: dict[int, float] = field(default_factory=dict)
@@ -195,6 +199,8 @@ class Simulator:
     def _handle(self, event: Event, now: float) -> None:
         if self._decoders is not None and isinstance(event, Finished | Progressed):
             self._decoders.computes(self._computing.pop(event.batch), -1, now)
+        if isinstance(event, Finished | Progressed):
+            self._begin_held(event.batch, now)
         for effect in self.engine.handle(event, now):
             self._log.append((now, effect))
             self._carry_out(effect, now)
@@ -220,7 +226,7 @@ class Simulator:
         if isinstance(effect, StartLoad):
             self._post(self._load_end_s(effect, now), Loaded(effect.load))
         elif isinstance(effect, StartBatch):
-            self._start_batch(effect.batch, now)
+            self._give_batch(effect.batch, now)
         elif isinstance(effect, Prepare | Forget):
             self._prepare(effect, now)
         elif isinstance(effect, Preempt):
@@ -238,8 +244,23 @@ class Simulator:
         else:
             self._decoders.forget(effect.request, now)
 
+    def _give_batch(self, batch: Batch, now: float) -> None:
+        if batch.executor in self._on:
+            self._held[batch.executor] = batch
+        else:
+            self._start_batch(batch, now)
+
+    def _begin_held(self, answered: int, now: float) -> None:
+        """What an executor holds behind a batch that is over begins."""
+        executor = next(executor for executor, running in self._on.items() if running == answered)
+        del self._on[executor]
+        held = self._held.pop(executor, None)
+        if held is not None:
+            self._start_batch(held, now)
+
     def _start_batch(self, batch: Batch, now: float) -> None:
         """It computes once its images are there; texts have none."""
+        self._on[batch.executor] = batch.id
         has_images = batch.quantum_s is None and not any(request in self._work for request in batch.requests)
         if self._decoders is None or not has_images or self._decoders.start(batch, now):
             self._compute(batch, now)

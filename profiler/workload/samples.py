@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from agent.intake.files.inbox import DONE, FAILED, NG, UNFINISHED
 from agent.intake.files.naming import naming_of
 from agent.intake.files.sidecar import SUFFIX, sidecar_of
+from experts.calibrations import FORMAT
 from experts.errors import ConfigError, ImageError, SidecarUnfinished
 from experts.images import DEFAULT_MAX_PIXELS, read_image
 
@@ -118,12 +119,13 @@ class LineSamples:
     def sha256(self, experts: Iterable[str]) -> str:
         """Which samples these experts have: a digest of their paths, sizes and times of change.
 
-        Of those that are held out, with what they are held out from: what is judged by them was made of that.
+        Of those that are held out, with what they are held out from, and how calibrations are found: what is judged by
+        them was made of that.
         """
         names = sorted(experts)
         parts = [[expert, *_stamp(sample.path)] for expert in names for sample in self.of(expert)]
         if self.are_held_out:
-            parts += [[expert, stamps_sha256(self.calibrating.get(expert, ()))] for expert in names]
+            parts += [[FORMAT, expert, stamps_sha256(self.calibrating.get(expert, ()))] for expert in names]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from experts.calibrations import Calibration, CalibrationFolder, CallRanges, Range, digest_of, read_calibration
+from experts.calibrations import FORMAT, Calibration, CalibrationFolder, CallRanges, Range, digest_of, read_calibration
 
 FOUND = Calibration(
     "ab" * 32,
@@ -19,11 +19,11 @@ FOUND = Calibration(
     16,
     ("bad", "ok"),
     {
-        "conv1.weight": CallRanges(Range(-2.1, 2.6), Range(0.0, 7.25)),
+        "conv1.weight": CallRanges(Range(-2.1, 2.6), Range(0.0, 7.25), shifts=(0.0, -1.5e-3)),
         "layer1.0.conv2.weight": CallRanges(Range(0.0, 1e-30), Range(-3.0, 0.0), Range(-1.0, 0.1)),
     },
 )
-DOCUMENT = json.dumps(asdict(FOUND))
+DOCUMENT = json.dumps({"format": FORMAT, **asdict(FOUND)})
 
 NUMBERS = st.integers() | st.floats() | st.sampled_from([10**400, -(10**400), 1e308])
 VALUES = st.recursive(
@@ -101,12 +101,24 @@ def test_experts_of_like_names_have_places_of_their_own(folder):
         DOCUMENT.replace("7.25", "NaN").encode(), DOCUMENT.replace("7.25", "Infinity").encode(),
         DOCUMENT.replace("7.25", "-1").encode(), DOCUMENT.replace("7.25", f"1{'0' * 400}").encode(),
         DOCUMENT.replace("16", "Infinity").encode(), DOCUMENT.replace('"mtime_ns"', '"changed"').encode(),
+        DOCUMENT.replace("-0.0015", "NaN").encode(), DOCUMENT.replace("-0.0015", '"x"').encode(),
     ],
 )  # fmt: skip
 def test_what_cannot_be_understood_counts_as_absent(folder, content):
     folder.write("cls/x", FOUND)
     folder.path("cls/x").write_bytes(content)
     assert folder.read("cls/x") is None
+
+
+def test_one_of_another_format_counts_as_absent(folder):
+    folder.write("cls/x", FOUND)
+    path = folder.path("cls/x")
+    before = {key: each for key, each in json.loads(path.read_text()).items() if key != "format"}  # as once written
+    for document in (before, {**before, "format": FORMAT - 1}, {**before, "format": FORMAT + 1}):
+        path.write_text(json.dumps(document))
+        assert folder.read("cls/x") is None
+    path.write_text(json.dumps({**before, "format": FORMAT}))
+    assert folder.read("cls/x") == FOUND
 
 
 def test_a_folder_in_its_place_counts_as_absent(folder):
@@ -147,6 +159,12 @@ def check_sound(found):
 def test_a_range_is_of_numbers(low, high):
     with pytest.raises(ValueError, match="have no levels"):
         Range(low, high)
+
+
+@pytest.mark.parametrize("shift", [float("nan"), float("inf")])
+def test_a_shift_is_a_number(shift):
+    with pytest.raises(ValueError, match="no number"):
+        CallRanges(Range(0.0, 1.0), Range(0.0, 1.0), shifts=(0.0, shift))
 
 
 def test_a_range_around_others_holds_them_and_no_more():

@@ -8,6 +8,7 @@ import torch
 
 from experts.backends.made_once import MadeOnce
 from experts.backends.onednn.calibrating import observed
+from experts.backends.onednn.correcting import corrected
 from experts.backends.onednn.form import (
     FusedModule,
     OnednnForm,
@@ -41,6 +42,7 @@ ONEDNN_NUMBERS = {  # that fused calls multiply
 FORMS_KEPT = 64  # that nobody holds: packing goes through the line's forms in turn
 
 Structure = TypeVar("Structure", bound="Hashable")
+Made = TypeVar("Made", FusedModule, OnednnForm)
 
 
 class OnednnForms(Generic[Structure]):
@@ -77,17 +79,18 @@ class OnednnForms(Generic[Structure]):
     def ranges(
         self, expert: Expert, structure: Structure, weights: Mapping[str, Tensor], batches: Iterable[Tensor]
     ) -> Ranges:
-        """What the expert's calls read and answer with on these images.
+        """What the expert's calls read and answer with on these images, and how far eight bits shift their answers.
 
-        Raises WeightsMismatch where it has no calls, and where one answers with what is no number.
+        Raises WeightsMismatch where it has no form of eight bits, and where a call answers with what is no number.
 
         ``weights``: by their names in the module, float32. ``batches``: float32 (n, 3, height, width).
         """
-        fused = self._fused(structure, _size(expert), torch.float32)
-        if isinstance(fused, Refused):
-            raise WeightsMismatch(expert.id, f"{expert.architecture} cannot be calibrated: {fused.reason}")
+        plain = _taken(expert, self._fused(structure, _size(expert), torch.float32))
+        form = _taken(expert, self._decided(structure, _size(expert), torch.int8))
+        images = list(batches)
         try:
-            return observed(fused.graph, fused.inputs, weights, batches)
+            seen = observed(plain.graph, plain.inputs, weights, images)
+            return corrected(form, plain, weights, seen, torch.cat(images))
         except ValueError as error:
             raise WeightsMismatch(expert.id, f"it cannot be calibrated: {error}") from error
 
@@ -121,6 +124,12 @@ class OnednnForms(Generic[Structure]):
         self, subject: str, structure: Structure, size: tuple[int, int], numbers: torch.dtype, program: bytes
     ) -> OnednnForm:
         return packed_form(subject, self._fused(structure, size, numbers), program)
+
+
+def _taken(expert: Expert, made: Made | Refused) -> Made:
+    if isinstance(made, Refused):
+        raise WeightsMismatch(expert.id, f"{expert.architecture} cannot be calibrated: {made.reason}")
+    return made
 
 
 def _calibrated(expert: Expert, form: OnednnForm | Refused) -> Ranges:

@@ -1,4 +1,5 @@
-"""The ranges of an expert's values, observed on images, and its weights in eight bits by them.
+"""The ranges of an expert's values, observed on images, and its weights in eight bits by them, less what that shifts
+(``correcting``).
 
 Guarantees: ranges are those of the float32 form's own calls, by the names of their weights, so that they hold however a
 graph is put into eight bits. The same images and weights give the same ranges.
@@ -6,12 +7,15 @@ graph is put into eight bits. The same images and weights give the same ranges.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+from torch.nn import functional
 
 from experts.backends.onednn.calls import Arrangements, bound
 from experts.backends.onednn.fusion import LEVELS, OFFSETS, SCALES, FusedCall
+from experts.backends.onednn.layouts import ConvolutionShape
 from experts.backends.onednn.levels import Values, levels, quantised_weight
 from experts.calibrations import CallRanges, Range
 
@@ -27,12 +31,23 @@ if TYPE_CHECKING:
 Ranges: TypeAlias = "Mapping[str, CallRanges]"  # by the names of the calls' weights
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Observed:
+    """What calls read and answered with, by the names of their weights.
+
+    ``means``: of each output channel, float32, before the bias, what is added and the activation.
+    """
+
+    ranges: Mapping[str, CallRanges]
+    means: Mapping[str, Tensor]
+
+
 def observed(
     graph: GraphModule,
     inputs: Sequence[str | FusedCall | Values],
     weights: Mapping[str, Tensor],
     batches: Iterable[Tensor],
-) -> dict[str, CallRanges]:
+) -> Observed:
     """What the calls of a float32 graph read and answer with on these images. ``weights``: as the module has them.
 
     Raises ValueError, which names a call's weight, where that is no number.
@@ -41,8 +56,27 @@ def observed(
     with torch.inference_mode():
         for images in batches:
             graph.forward(images.to(memory_format=torch.channels_last), *watched)
-    found = (each for each in watched if isinstance(each, _Watched))
-    return {each.weight: each.ranges for each in found if each.is_seen}
+    found = [each for each in watched if isinstance(each, _Watched) and each.is_seen]
+    return Observed({each.weight: each.ranges for each in found}, {each.weight: each.means for each in found})
+
+
+def mean_read(call: FusedCall, source: Tensor) -> Tensor:
+    """The mean image, or row, of what a call reads: float32 (1, channels, height, width), or (1, channels)."""
+    if isinstance(call.shape, ConvolutionShape):
+        return source.mean(dim=0, keepdim=True, dtype=torch.float32)
+    return source.reshape(-1, source.shape[-1]).mean(dim=0, keepdim=True, dtype=torch.float32)
+
+
+def mean_answers(call: FusedCall, weight: Tensor, read: Tensor) -> Tensor:
+    """The mean of each output channel, before the bias, what is added and the activation.
+
+    All of that is linear, so that the answer to a mean (``mean_read``) is the mean of the answers.
+    """
+    shape = call.shape
+    if not isinstance(shape, ConvolutionShape):
+        return functional.linear(read, weight)[0]
+    geometry = (list(shape.stride), list(shape.padding), list(shape.dilation), shape.groups)
+    return functional.conv2d(read, weight, None, *geometry).mean(dim=(0, 2, 3))
 
 
 def quantised_weights(
@@ -50,13 +84,14 @@ def quantised_weights(
 ) -> dict[str, Tensor]:
     """The module's weights and, of each call of eight bits, its levels, their scales and its offsets; and the table.
 
-    Raises KeyError for a call that was not observed, ValueError for a weight that is no number.
+    Raises KeyError for a call that was not observed, ValueError for a weight that is no number, or that has not as many
+    output channels as shifts.
     """
     calls = [each for each in inputs if isinstance(each, FusedCall) and each.quantisation is not None]
     table = _table(calls, ranges)
     found = dict(weights)
     for call in calls:
-        found |= _quantised_call(call, weights, table)
+        found |= _quantised_call(call, weights, table, ranges[call.weight].shifts)
     rows = sorted((values.row, *pair) for values, pair in table.items())
     return found | {LEVELS: torch.tensor([pair for _, *pair in rows], dtype=torch.float32)}
 
@@ -81,7 +116,10 @@ def _seen(call: FusedCall, ranges: CallRanges) -> Iterator[tuple[Values, Range]]
 
 
 def _quantised_call(
-    call: FusedCall, weights: Mapping[str, Tensor], table: Mapping[Values, tuple[float, int]]
+    call: FusedCall,
+    weights: Mapping[str, Tensor],
+    table: Mapping[Values, tuple[float, int]],
+    shifts: Sequence[float],
 ) -> dict[str, Tensor]:
     """The zero of what it reads is not oneDNN's to subtract, but part of its offsets: reading level 0 is no zero there.
 
@@ -95,6 +133,10 @@ def _quantised_call(
     offsets = -scale * zero * scales * quantised.flatten(1).sum(dim=1)
     if call.bias is not None:
         offsets = offsets + weights[call.bias].detach().float()
+    if shifts:
+        if len(shifts) != len(offsets):
+            raise ValueError(f"{call.weight}: calibrated for {len(shifts)} output channels, it has {len(offsets)}")
+        offsets = offsets - torch.tensor(shifts)
     return {
         call.weight: quantised,
         f"{call.weight} {SCALES}": scales,
@@ -115,19 +157,23 @@ def _watched(part: str | FusedCall | Values, weights: Mapping[str, Tensor]) -> T
         return weights[part]
     bias = None if part.bias is None else weights[part.bias]
     call = bound(part, Arrangements(part.shape, is_blocked=False), weights[part.weight], bias)
-    return _Watched(part.weight, call) if part.owns_weight else call
+    return _Watched(part, weights[part.weight], call) if part.owns_weight else call
 
 
 class _Watched:
     """A call whose values are watched."""
 
-    def __init__(self, weight: str, call: Call) -> None:
-        self.weight = weight
-        self._call = call
+    def __init__(self, part: FusedCall, weight: Tensor, call: Call) -> None:
+        self.weight = part.weight
+        self._part, self._tensor, self._call = part, weight, call
         self._seen: dict[str, Range] = {}
+        self._sums = torch.zeros(len(weight), dtype=torch.float64)
+        self._read = 0
 
     def __call__(self, source: Tensor, *others: Tensor) -> Tensor:
         self._note("source", source)
+        self._sums += source.numel() * mean_answers(self._part, self._tensor, mean_read(self._part, source))
+        self._read += source.numel()
         for each in others:
             self._note("summand", each)  # before the call may write its answer there
         answer: Tensor = self._call(source, *others)
@@ -140,7 +186,11 @@ class _Watched:
 
     @property
     def ranges(self) -> CallRanges:
-        return CallRanges(**self._seen)
+        return CallRanges(self._seen["source"], self._seen["answer"], self._seen.get("summand"))
+
+    @property
+    def means(self) -> Tensor:
+        return (self._sums / self._read).float()
 
     def _note(self, what: str, values: Tensor) -> None:
         low, high = (float(each) for each in values.aminmax())

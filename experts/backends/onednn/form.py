@@ -26,7 +26,7 @@ from experts.backends.onednn.fusion import LEVELS, FusedCall, fused
 from experts.backends.onednn.layouts import in_reference_layout, on_threads, reference, serves
 from experts.backends.onednn.levels import Values
 from experts.backends.onednn.operators import blocked_bytes, blocked_view, identity
-from experts.backends.onednn.quantised_calls import Levels, quantised_call
+from experts.backends.onednn.quantised_calls import Levels, QuantisedConvolution, QuantisedLinear, quantised_call
 from experts.backends.onednn.quantising import quantised
 from experts.backends.onednn.recording import recorded
 from experts.errors import BackendUnavailable, Unrecordable, WeightsMismatch
@@ -175,6 +175,15 @@ class OnednnSkeleton:
             raise ValueError(f"tensors do not fit the skeleton: {sorted(tensors.keys() ^ self._names)[:5]}")
         inputs = [self._bound(part, tensors) for part in self._module.inputs]
         self._bytes, self._inputs = tensors, inputs
+
+    def watch(self, watched: Callable[[FusedCall, Call], Callable[..., Tensor]]) -> None:
+        """Run in the place of each call in eight bits what ``watched`` makes of it, until other tensors are bound."""
+        self._inputs = [
+            watched(part, made)
+            if isinstance(part, FusedCall) and isinstance(made, QuantisedConvolution | QuantisedLinear)
+            else made
+            for part, made in zip(self._module.inputs, self._inputs, strict=True)
+        ]
 
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
         if not batch:
@@ -342,7 +351,7 @@ def _made_up_ranges(
         return None
     plain = fused_module(deepcopy(module).to("meta"), fused.size, outputs, torch.float32)
     assert isinstance(plain, FusedModule), "it was fused in float32 already"
-    return observed(plain.graph, plain.inputs, weights, [images])
+    return observed(plain.graph, plain.inputs, weights, [images]).ranges
 
 
 def _laid_out(images: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

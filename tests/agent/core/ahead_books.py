@@ -25,6 +25,7 @@ class AheadBooks:
     told: dict[int, Prepare] = field(default_factory=dict)  # request -> the latest
     held: dict[int, set[str]] = field(default_factory=dict)  # request -> forms that need no decoding
     forms: dict[str, PreparedForm | None] = field(default_factory=dict)  # of every expert there ever was
+    behind: set[int] = field(default_factory=set)  # requests in batches that are held behind others
     decoded: int = 0
 
     def know(self, matrix: PerformanceMatrix) -> None:
@@ -69,6 +70,14 @@ class AheadBooks:
             if request in self.images and form is not None and 0 < form.size_bytes <= self.budget_bytes:
                 assert self.told[request].expert == batch.expert == expert
 
+    def hold(self, batch) -> None:
+        """It is held behind another one: its images still count."""
+        self.behind.update(batch.requests)
+
+    def run(self, batch) -> None:
+        """It runs now."""
+        self.behind.difference_update(batch.requests)
+
     def give_back(self, request: int, expert: str) -> None:
         """Its batch failed, and it is queued again."""
         self.queued[request] = expert
@@ -103,7 +112,7 @@ class AheadBooks:
         told = self.told[request]
         sizes = {self.form(expert).name: self.form(expert).size_bytes for expert in told.later}
         own = self.form(told.expert)
-        if request in self.queued and own.name not in sizes:
+        if (request in self.queued or request in self.behind) and own.name not in sizes:
             return told.later_bytes + own.size_bytes
         return told.later_bytes
 

@@ -254,6 +254,7 @@ class Shell:
     log: list = field(default_factory=list)
     offered: dict[int, str] = field(default_factory=dict)  # background request -> shadow
     offered_ended: dict[int, str | None] = field(default_factory=dict)  # -> its reason
+    held: int = 0  # batches that were started behind another one
     ahead: AheadBooks = field(init=False)
 
     def __post_init__(self) -> None:
@@ -468,7 +469,7 @@ class Shell:
         assert batch.requests
         assert set(batch.copies) <= self.resident[self.pool_of(batch.executor)]
         self.check_parts(batch)
-        assert all(other.batch.executor != batch.executor for other in self.batches.values())
+        self.check_is_next(batch)
         assert len(set(batch.requests)) == len(batch.requests)
         quantum_s = self.setup.limits.quantum_s if self.runs_in_quanta(batch.executor, batch.expert) else None
         assert batch.quantum_s == quantum_s
@@ -476,6 +477,37 @@ class Shell:
         if PRESETS[self.setup.policy].bounded and not self.may_fail:
             self.check_overtaking(batch)
         self.check_turns(batch)
+
+    def check_is_next(self, batch) -> None:
+        """Its executor is idle, or runs one batch of the line's images and holds none: then this one is full, is what
+        stood first there, needs no more memory than that has, and its images were begun."""
+        before = [other.batch for other in self.batches.values() if other.batch.executor == batch.executor]
+        if not before:
+            return
+        (running,) = before
+        self.held += 1
+        assert PRESETS[self.setup.policy].overlapping
+        assert running.requests[0] not in self.offered
+        assert running.quantum_s is None
+        assert batch.quantum_s is None
+        assert not any(self.runs_in_quanta(*row[:2]) for row in self.queued.values() if row[0] == batch.executor)
+        assert batch.workspace_bytes <= running.workspace_bytes
+        assert self.ahead.told.keys() >= set(batch.requests)
+        assert not any(
+            row[:2] == (batch.executor, batch.expert) and row[2] < self.queued[last][2]
+            for request, row in self.queued.items()
+            if request not in batch.requests
+            for last in batch.requests
+        )
+        row = self.performance_of(batch.executor, batch.expert)
+        if not self.may_fail and not row.workspace_bytes:
+            assert len(batch.requests) == row.max_batch
+        self.ahead.hold(batch)
+
+    def runs(self, batch) -> bool:
+        """Does it run, and is held behind no other?"""
+        here = [other.batch.id for other in self.batches.values() if other.batch.executor == batch.executor]
+        return batch.id == min(here)
 
     def check_background_batch(self, effect: StartBatch) -> None:
         """Nothing of the line is in flight, nothing else is under way, and it is one image."""
@@ -621,7 +653,8 @@ class Shell:
             assert not self.setup.retired & {copy.rpartition("@")[0] for copy in pool.resident}
 
     def answer_something(self) -> None:
-        options = [("load", key) for key in self.loads] + [("batch", key) for key in self.batches]
+        options = [("load", key) for key in self.loads]
+        options += [("batch", key) for key, started in self.batches.items() if self.runs(started.batch)]
         if not options:
             wakeup = self.engine.next_wakeup_s()
             assert wakeup is not None, "requests are open, nothing is under way, and nothing is due"
@@ -647,6 +680,9 @@ class Shell:
     def answer_batch(self, key: int) -> None:
         batch = self.batches.pop(key).batch
         self.before_change.discard(key)
+        for held in self.batches.values():
+            if held.batch.executor == batch.executor:
+                self.ahead.run(held.batch)
         fate = self.fate(self.pool_of(batch.executor))
         if batch.requests[0] in self.offered:
             self.answer_background(batch, fate)
@@ -807,6 +843,8 @@ def odd_events(shell: Shell, number: int) -> list:
         events.Finished(10**6, ()),
         events.BatchFailed(10**6, "no such batch"),
         events.Progressed(10**6, (), ()),
+        *(events.Finished(key, ()) for key, started in shell.batches.items() if not shell.runs(started.batch)),
+        *(events.BatchFailed(key, "early") for key, started in shell.batches.items() if not shell.runs(started.batch)),
         events.Preempted(10**6),
         *(events.Offered(each, "new/0") for each in [number] if number not in shell.ended),
         events.Quarantined(min(setup.graph.experts), "somebody said so"),

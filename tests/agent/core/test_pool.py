@@ -311,3 +311,13 @@ def test_leases_that_do_not_add_up_are_found(leasing, used_bytes, message):
     leasing.lease_used_bytes = used_bytes
     with pytest.raises(AssertionError, match=message):
         leasing.check_invariants()
+
+
+def test_a_batch_keeps_what_it_needs_of_the_workspace_of_the_one_before():
+    pool = ModelPool(PoolSpec("host", 10, 16))
+    pool.take_workspace(0, 12)
+    pool.keep_workspace(0, 5)
+    assert pool.workspace_used_bytes == 5
+    pool.check_invariants()
+    pool.return_workspace(0)
+    assert pool.workspace_used_bytes == 0

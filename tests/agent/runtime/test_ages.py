@@ -102,3 +102,14 @@ def test_a_quantum_is_expected_to_last_as_long_as_it_may_or_as_one_batch_takes()
         work = open_work()
         work.open_batch(StartBatch(Batch(1, 0, "cls/slow", "cls/slow", tuple(range(8)), 0, quantum_s)), 0.0)
         assert work.next_due_s() == due_s
+
+
+def test_who_runs_a_batch_is_known_until_its_answer():
+    work = open_work()
+    work.open_load(load_of("cls/slow"), 0.0)
+    assert not work.runs_on(0)
+    work.open_batch(batch_of("cls/slow", 1), 0.0)
+    assert work.runs_on(0)
+    assert not work.runs_on(1)
+    work.close_batch(1)
+    assert not work.runs_on(0)

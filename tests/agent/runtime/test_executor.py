@@ -287,3 +287,25 @@ def test_cores_are_shared_among_the_executors_that_compute_on_them():
     assert threads_per_executor(box, one) == box.cores
     assert threads_per_executor(box, two) == max(box.cores // 2, 1)
     assert threads_per_executor(box, [ExecutorSpec(0, "cuda", "device")]) == box.cores
+
+
+def test_what_is_behind_the_batch_that_runs_is_run_next_but_not_once_the_executor_stops(desk, line):
+    slot, copy = desk.load("own-0"), line.copy("own-0")
+    answers, may_go_on = SimpleQueue(), threading.Event()
+
+    def post(answer):
+        answers.put(answer.batch)
+        assert may_go_on.wait(PATIENCE_S)
+
+    executor = BatchExecutor(ExecutorSpec(0, "cpu", "host"), desk.store, desk.preparation, post, threads=1)
+    executor.start()
+    for number in (1, 2, 3):
+        batch = Batch(number, 0, copy.expert.id, copy.name, (number,), 0)
+        executor.start_batch(batch, copy.expert, [line.pixels(number)])
+        executor.hurry(batch)
+    assert answers.get(timeout=PATIENCE_S) == 1
+    assert not executor.stop(timeout_s=0.0)
+    may_go_on.set()
+    assert executor.stop(PATIENCE_S)
+    assert answers.empty()
+    assert slot.copy is copy

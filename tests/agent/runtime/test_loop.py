@@ -525,6 +525,25 @@ def test_whoever_watches_is_told_of_each_batch_before_it_runs_and_after_its_answ
     assert all(told.index(("begun", each)) < told.index(("ended", each)) for each in asked)
 
 
+def test_an_executor_has_its_next_batch_before_it_answers(line):
+    told = []
+    agent = Agent(line)
+    agent.loop.watch_batches(
+        BatchWatch(
+            lambda requests: told.append(("begun", len(requests))),
+            lambda requests: told.append(("ended", len(requests))),
+        )
+    )
+    asked = {}
+    for number in range(12):  # all of them before their expert is there
+        image = line.pixels(number)
+        asked[agent.loop.submit(image, component="own-0")] = ("own-0", image)
+    with agent:
+        agent.settle()
+    assert told == [("begun", 4), ("begun", 4), ("ended", 4), ("begun", 4), ("ended", 4), ("ended", 4)]
+    assert_verdicts(agent, asked)
+
+
 def test_a_stopped_agent_takes_nothing_and_can_still_be_read(line):
     agent = Agent(line)
     with agent:

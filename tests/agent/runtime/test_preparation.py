@@ -161,6 +161,8 @@ def test_what_nobody_wants_any_more_is_not_decoded_and_who_waits_is_first(workpl
         assert workplace.is_decoding.wait(PATIENCE_S)
     workplace.preparation.forget(2)
     taken = workplace.preparation.take(4, images[4], "4", SMALL)
+    workplace.preparation.hurry(4)
+    workplace.preparation.hurry(5)  # of nobody
     assert workplace.is_four_begun.wait(PATIENCE_S)
     workplace.may_decode.set()
     taken.result(PATIENCE_S)

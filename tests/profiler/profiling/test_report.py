@@ -175,7 +175,7 @@ def test_the_table_holds_all_and_fits(profile):
 
 @pytest.mark.parametrize(
     ("images", "differ", "score", "told"),
-    [(0, 0, 0.0, "not proven"), (48, 3, 0.0, "NO: 3 labels of 48"), (48, 0, 0.5, "NO: scores")],
+    [(0, 0, 0.0, "not proven"), (48, 3, 0.0, "NO: 3 labels of 48"), (48, 0, 0.5, "NO: scores by 0.500")],
 )
 def test_a_precision_that_does_not_agree_says_how_far_it_is_off(profile, images, differ, score, told):
     agreement = Agreement(LARGE, "cuda", "bf16", images, differ, score, 0.02, "5a")

@@ -19,6 +19,7 @@ from agent.core.performance import (
     Performance,
     PerformanceMatrix,
     PoolSpec,
+    PreparedForm,
 )
 from agent.core.policy import PRESETS
 from experts.graph import ExpertGraph, RouteStep
@@ -28,15 +29,18 @@ from profiler.workload.traces import Arrival
 K_S, B_S, LOAD_S, MAX_BATCH, BOUND_S = 0.01, 0.02, 0.2, 4, 1.0
 
 
-def build(policy, experts, capacity, executors=1, usage=None, max_overtake_s=BOUND_S):
+def build(policy, experts, capacity, executors=1, usage=None, max_overtake_s=BOUND_S, form=None, speedups=None):
     routes = {f"c{n}": (RouteStep(f"e{n}", frozenset({"ok"})),) for n in range(experts)}
     performance = Performance(K_S, B_S, MAX_BATCH, workspace_bytes=0)
-    column = {f"e{n}": ExpertProfile(f"e{n}", performance, Footprint(1), {SSD: LOAD_S}) for n in range(experts)}
+    column = {
+        f"e{n}": ExpertProfile(f"e{n}", performance, Footprint(1), {SSD: LOAD_S}, prepared=form) for n in range(experts)
+    }
     specs = [ExecutorSpec(n, "cpu", "host") for n in range(executors)]
     profile = PerformanceMatrix({"cpu": column}, usage or dict.fromkeys(column, 1 / experts))
-    limits = Limits((PoolSpec("host", capacity, 0),), max_overtake_s=max_overtake_s)
+    prepared_bytes = 0 if form is None else 1000
+    limits = Limits((PoolSpec("host", capacity, 0),), max_overtake_s=max_overtake_s, prepared_bytes=prepared_bytes)
     engine = Engine(ExpertGraph(column, routes), profile, specs, PRESETS[policy], limits)
-    return Simulator(engine, profile, specs, check_every_step=True)
+    return Simulator(engine, profile, specs, speedups=speedups, check_every_step=True)
 
 
 def heavy_tailed(experts, requests, seed=1):
@@ -60,6 +64,16 @@ def test_prefetch_hides_a_load_behind_the_work_before_it():
     """e0: 0.2 + 0.06; e1 is loaded from 0.2 on and comes at 0.4, e0 is done at 0.26: the end is at 0.4 + 0.03."""
     trace = [Arrival(0.0, "c0")] * 4 + [Arrival(0.0, "c1")]
     assert build("coserve", experts=2, capacity=2).run(trace, warm_s=0.0).seconds == pytest.approx(0.43)
+
+
+@pytest.mark.parametrize("speedups", [None, {"cpu": (1.0,)}])
+def test_a_batch_that_is_held_begins_when_the_one_before_it_ends(speedups):
+    """Three full batches of one expert: 0.2 s to load, and 0.06 s each, one after another."""
+    simulator = build("coserve", experts=1, capacity=1, form=PreparedForm("small", 1), speedups=speedups)
+    simulation = simulator.run([Arrival(0.0, "c0")] * 12, warm_s=0.0)
+    given_s = [at_s for at_s, effect in simulation.effects if isinstance(effect, StartBatch)]
+    assert given_s == pytest.approx([0.2, 0.2, 0.26])
+    assert sorted(set(simulation.finished_s.values())) == pytest.approx([0.26, 0.32, 0.38])
 
 
 @pytest.mark.parametrize("policy", sorted(PRESETS))

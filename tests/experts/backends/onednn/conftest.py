@@ -38,7 +38,7 @@ class EightBits:
         self._plain, self.fused = plain, fused_module(module, plain.size, outputs, torch.int8)
         shapes = self.fused.shapes
         self._form = OnednnForm(self.fused, {name: Placement.of(name, reference(shapes[name])) for name in shapes})
-        ranges = observed(self._plain.graph, self._plain.inputs, self._weights, [self._images])
+        ranges = observed(self._plain.graph, self._plain.inputs, self._weights, [self._images]).ranges
         self.tensors = self._form.tensors(self._weights, ranges)
 
     @property

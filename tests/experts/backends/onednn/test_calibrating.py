@@ -50,7 +50,7 @@ def fused_of(module, numbers=torch.float32):
 def ranges_of(module, batches):
     weights = dict(module.state_dict())
     fused = fused_of(module)
-    return observed(fused.graph, fused.inputs, weights, batches)
+    return observed(fused.graph, fused.inputs, weights, batches).ranges
 
 
 def of(*values):
@@ -112,7 +112,7 @@ def test_the_order_of_batches_decides_nothing(module, batches):
 def test_more_images_never_make_a_range_less(module, batches):
     weights = dict(module.state_dict())
     fused = fused_of(module)
-    few, all_ = (observed(fused.graph, fused.inputs, weights, each) for each in (batches[:1], batches))
+    few, all_ = (observed(fused.graph, fused.inputs, weights, each).ranges for each in (batches[:1], batches))
     for name, seen in few.items():
         assert all_[name].answer.low <= seen.answer.low
         assert seen.answer.high <= all_[name].answer.high

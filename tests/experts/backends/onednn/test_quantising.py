@@ -535,7 +535,7 @@ def fused_of(module, numbers):
 
 def ranges_of(module, weights, images):
     plain = fused_of(module, torch.float32)
-    return observed(plain.graph, plain.inputs, weights, [images])
+    return observed(plain.graph, plain.inputs, weights, [images]).ranges
 
 
 def form_of(module):

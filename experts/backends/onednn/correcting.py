@@ -1,0 +1,94 @@
+"""By how much rounding shifts the mean of what calls of eight bits answer with, measured on images call by call.
+
+The noise of rounding cancels out over an image, a shifted mean does not: it shifts all pixels of a channel alike, and
+goes on to whatever reads it. So the mean of each output channel in eight bits is compared with that in float32. A call
+reads there what those before it answer with in eight bits, their own shifts taken off, so that it makes up for what is
+left of these, too. (Bias correction, in the empirical form: Nagel, van Baalen, Blankevoort and Welling, "Data-Free
+Quantization Through Weight Equalization and Bias Correction", ICCV 2019, section 4.2 and appendix D.)
+
+Guarantees: the same images, weights and ranges give the same shifts. All images are one batch, as the means of a call
+have to be known before the next one runs: as many are held as it is calibrated on, and what eight bits take for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from experts.backends.onednn.calibrating import mean_answers, mean_read
+from experts.backends.onednn.form import OnednnSkeleton
+from experts.backends.onednn.fusion import LEVELS, OFFSETS, FusedCall
+from experts.backends.onednn.levels import quantised_weight
+from experts.backends.onednn.quantised_calls import Levels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from experts.backends.onednn.calibrating import Observed
+    from experts.backends.onednn.calls import Call
+    from experts.backends.onednn.form import FusedModule, OnednnForm
+    from experts.calibrations import CallRanges
+
+DIGITS = 6  # of a shift, as it is kept: far below what a level is worth
+
+
+def corrected(
+    form: OnednnForm, plain: FusedModule, weights: Mapping[str, Tensor], seen: Observed, images: Tensor
+) -> dict[str, CallRanges]:
+    """The ranges, and of all calls in eight bits of ``form`` their shifts.
+
+    ``plain``: the module in float32, of which ``seen`` tells. ``weights``: as it has them. ``images``: those that it
+    was observed on, (n, 3, height, width). Raises ValueError for a weight that is no number, KeyError for a call that
+    was not observed.
+    """
+    calls = {part.weight: part for part in plain.inputs if isinstance(part, FusedCall)}
+    tensors = form.tensors(weights, seen.ranges)
+    measured: dict[str, _Measured] = {}
+
+    def watched(call: FusedCall, run: Call) -> Callable[..., Tensor]:
+        means = seen.means[call.weight]
+        measured[call.weight] = _Measured(calls[call.weight], call, run, weights[call.weight], tensors, means)
+        return measured[call.weight]
+
+    skeleton = OnednnSkeleton(form, lambda expert, answers, batch: ())
+    skeleton.bind(tensors)
+    skeleton.watch(watched)
+    with torch.inference_mode():
+        skeleton.outputs(images)
+    shifts = {name: each.shifts for name, each in measured.items()}
+    return {name: replace(ranges, shifts=shifts.get(name, ())) for name, ranges in seen.ranges.items()}
+
+
+class _Measured:
+    """A call in eight bits whose shifts are measured, and taken off, before it is run. ``plain``: it in float32."""
+
+    def __init__(
+        self,
+        plain: FusedCall,
+        call: FusedCall,
+        run: Call,
+        weight: Tensor,
+        tensors: Mapping[str, Tensor],
+        expected: Tensor,
+    ) -> None:
+        quantisation = call.quantisation
+        assert quantisation is not None, "asked for calls of eight bits"
+        self._plain, self._run = plain, run
+        self._weight = weight
+        self._source = Levels(tensors[LEVELS], quantisation.source)
+        self._unit = 1.0 if quantisation.summand is None else Levels(tensors[LEVELS], quantisation.summand).scale
+        self._offsets = tensors[f"{call.weight} {OFFSETS}"]
+        self._expected = expected
+        self.shifts: tuple[float, ...] = ()
+
+    def __call__(self, source: Tensor, *others: Tensor) -> Tensor:
+        quantised, scales = quantised_weight(self._weight.detach().float())
+        rounded = quantised * scales.reshape(-1, *[1] * (quantised.dim() - 1))
+        found = mean_answers(self._plain, rounded, self._source.back(mean_read(self._plain, source)))
+        self.shifts = tuple(float(f"{each:.{DIGITS}g}") for each in (found - self._expected).tolist())
+        self._offsets.sub_(torch.tensor(self.shifts) / self._unit)
+        return self._run(source, *others)

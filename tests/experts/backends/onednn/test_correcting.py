@@ -1,0 +1,125 @@
+"""What rounding shifts the mean of an output channel by is found on images, and taken off: there and on others."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from experts.backends.onednn import operators
+from experts.backends.onednn.calibrating import observed
+from experts.backends.onednn.correcting import corrected
+from experts.backends.onednn.form import OnednnForm, OnednnSkeleton, Placement, fused_module
+from experts.backends.onednn.layouts import reference
+
+SIZE = (8, 8)
+CHANNELS = 8
+BETWEEN_LEVELS = 1.49  # of a weight's levels: all of them are rounded the same way, which is a shift and no noise
+
+pytestmark = pytest.mark.skipif(
+    operators.why_absent(torch.int8) is not None, reason=f"eight bits take {operators.why_absent(torch.int8)}"
+)
+
+
+class Residual(nn.Module):
+    """A depthwise layer, a sum, and a last layer; images that are not negative keep every ReLU open."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, CHANNELS, 3, padding=1)
+        self.second = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, groups=CHANNELS)
+        self.third = nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False)
+        self.last = nn.Conv2d(CHANNELS, 4, 1)
+        for layer in (self.first, self.second, self.third):
+            with torch.no_grad():
+                layer.weight.fill_(BETWEEN_LEVELS / 127)
+                layer.weight[:, 0, 0, 0] = 1.0
+        self.eval().requires_grad_(False)
+
+    def forward(self, images):
+        first = self.first(images).relu()
+        return self.last((self.third(self.second(first).relu()) + first).relu())
+
+
+@pytest.fixture
+def module():
+    torch.manual_seed(5)
+    return Residual()
+
+
+def images(seed, count=6):
+    return torch.rand((count, 3, *SIZE), generator=torch.Generator().manual_seed(seed))
+
+
+def fused_of(module, numbers):
+    return fused_module(deepcopy(module).to("meta"), SIZE, ("answer",), numbers)
+
+
+def form_of(module):
+    fused = fused_of(module, torch.int8)
+    return OnednnForm(fused, {name: Placement.of(name, reference(shape)) for name, shape in fused.shapes.items()})
+
+
+def ranges_of(module, seen):
+    """Without shifts, and with them."""
+    plain, weights = fused_of(module, torch.float32), dict(module.state_dict())
+    found = observed(plain.graph, plain.inputs, weights, seen.split(4))
+    return found.ranges, corrected(form_of(module), plain, weights, found, seen)
+
+
+def moved(module, ranges, seen):
+    """By how much the mean of the outputs differs from the module's, at the most."""
+    form = form_of(module)
+    skeleton = OnednnSkeleton(form, lambda expert, answers, batch: ())
+    skeleton.bind(form.tensors(dict(module.state_dict()), ranges))
+    with torch.inference_mode():
+        (found,) = skeleton.outputs(seen)
+    return float((found - module(seen)).mean(dim=(0, 2, 3)).abs().max())
+
+
+@pytest.mark.parametrize("seed", [1, 2])  # those that were measured, and others
+def test_the_means_of_the_outputs_are_nearer_to_those_in_float32(module, seed):
+    plain, shifted = ranges_of(module, images(1))
+    assert moved(module, shifted, images(seed)) < 0.1 * moved(module, plain, images(seed))
+
+
+def test_shifts_are_of_the_output_channels_of_calls_in_eight_bits_and_ranges_stay(module):
+    plain, shifted = ranges_of(module, images(1))
+    assert {name: len(each.shifts) for name, each in shifted.items()} == {
+        "first.weight": CHANNELS, "second.weight": CHANNELS, "third.weight": CHANNELS, "last.weight": 0,
+    }  # fmt: skip
+    assert {name: replace(each, shifts=()) for name, each in shifted.items()} == plain
+
+
+def test_the_same_images_give_the_same_shifts(module):
+    assert ranges_of(module, images(1)) == ranges_of(module, images(1))
+
+
+def test_a_call_is_measured_on_what_those_before_it_answer_in_eight_bits(module):
+    """What the first call's answers are moved by by hand, its own shift undoes; the others then have none of it."""
+    plain, weights, seen = fused_of(module, torch.float32), dict(module.state_dict()), images(1)
+    found = observed(plain.graph, plain.inputs, weights, [seen])
+    found.means["first.weight"][:] += 0.25
+    higher = corrected(form_of(module), plain, weights, found, seen)
+    _, once = ranges_of(module, seen)
+    first, second = (torch.tensor(higher[f"{name}.weight"].shifts) - torch.tensor(once[f"{name}.weight"].shifts)
+                     for name in ("first", "second"))  # fmt: skip
+    assert first.tolist() == pytest.approx([-0.25] * CHANNELS, abs=1e-3)
+    assert (second > 0.1).all()  # it reads more than it was to read, and makes up for that
+
+
+def test_the_weights_and_the_images_stay_as_they_were(module):
+    weights, seen = deepcopy(module.state_dict()), images(1)
+    ranges_of(module, seen)
+    assert all(module.state_dict()[name].equal(each) for name, each in weights.items())
+    assert seen.equal(images(1))
+
+
+def test_shifts_of_another_number_of_channels_are_refused(module):
+    _, shifted = ranges_of(module, images(1))
+    ranges = {**shifted, "third.weight": replace(shifted["third.weight"], shifts=(0.0,) * 3)}
+    with pytest.raises(ValueError, match=r"third\.weight: calibrated for 3 output channels, it has 8"):
+        form_of(module).tensors(dict(module.state_dict()), ranges)
