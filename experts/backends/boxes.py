@@ -27,6 +27,11 @@ BOXES_MAXIMUM = 1000  # of one image; one with more is not judged
 CANDIDATES_MAXIMUM = 30_000  # boxes that enter non-maximum suppression; as before
 
 
+def candidates(scores: Tensor) -> Tensor:
+    """The places of boxes that suppression looks at, in order. ``scores``: (anchors, labels)."""
+    return _beyond_minimum(scores.amax(dim=1))
+
+
 def suppressed(expert: Expert, boxes: Tensor, scores: Tensor) -> Tensor:
     """Rows (left, top, right, bottom, score, label), best first, after non-maximum suppression within each label.
 
@@ -34,7 +39,7 @@ def suppressed(expert: Expert, boxes: Tensor, scores: Tensor) -> Tensor:
     the one that does not pass. Raises OutputInvalid for too many.
     """
     best, labels = scores.max(dim=1)
-    found = (best > CONFIDENCE_MINIMUM).nonzero().squeeze(1)
+    found = _beyond_minimum(best)
     _refuse_beyond(CANDIDATES_MAXIMUM, len(found), "boxes before suppression", expert)
     kept = found[batched_nms(boxes[found], best[found], labels[found], OVERLAP_MAXIMUM)]
     return _rows(expert, boxes[kept], best[kept], labels[kept])
@@ -45,7 +50,7 @@ def selected(expert: Expert, boxes: Tensor, scores: Tensor, labels: Tensor) -> T
 
     Raises OutputInvalid for too many, and for a label that the expert does not have.
     """
-    found = (scores > CONFIDENCE_MINIMUM).nonzero().squeeze(1)
+    found = _beyond_minimum(scores)
     found = found[scores[found].argsort(descending=True, stable=True)]
     rows = _rows(expert, boxes[found], scores[found], labels[found])
     unknown = rows[(rows[:, 5] < 0) | (rows[:, 5] >= len(expert.labels)), 5]
@@ -62,6 +67,10 @@ def prediction(expert: Expert, rows: Sequence[Sequence[float]], prepared: Prepar
         return Prediction(NOTHING_FOUND, 0.0)
     boxes = tuple(_box(expert, row, prepared) for row in rows)
     return Prediction(boxes[0].label, boxes[0].score, boxes)
+
+
+def _beyond_minimum(scores: Tensor) -> Tensor:
+    return (scores > CONFIDENCE_MINIMUM).nonzero().squeeze(1)
 
 
 def _rows(expert: Expert, boxes: Tensor, scores: Tensor, labels: Tensor) -> Tensor:

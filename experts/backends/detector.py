@@ -26,7 +26,7 @@ import torch
 from PIL import Image
 
 from experts.backends.base import Packable
-from experts.backends.boxes import prediction, suppressed
+from experts.backends.boxes import candidates, prediction, suppressed
 from experts.backends.forms import ONEDNN_FORMS, executable_forms, form_recipe, require_executable
 from experts.backends.letterbox import letterboxed
 from experts.backends.made_once import MadeOnce
@@ -108,10 +108,18 @@ class _Answered:
         require_numbers(expert, *outputs)
         height, width = batch[0].tensor.shape[1:]
         grids = tuple((int(height // stride), int(width // stride)) for stride in self.strides)
-        boxes, scores = _decoded(outputs[0], outputs[1], grids, self.strides)
-        require_numbers(expert, boxes)
-        found = [suppressed(expert, boxes[index], scores[index]).tolist() for index in range(len(batch))]
+        anchors, scale = _anchors(grids, self.strides, str(outputs[0].device))
+        scores = outputs[1].float().sigmoid().transpose(1, 2)
+        found = [self._rows(expert, *each, anchors, scale).tolist() for each in zip(outputs[0], scores, strict=True)]
         return tuple(prediction(expert, rows, prepared) for rows, prepared in zip(found, batch, strict=True))
+
+    @staticmethod
+    def _rows(expert: Expert, raw_boxes: Tensor, scores: Tensor, anchors: Tensor, scale: Tensor) -> Tensor:
+        """Of one image: only boxes that may be told of are decoded, as of thousands nearly none is."""
+        chosen = candidates(scores)
+        boxes = _decoded(raw_boxes[:, chosen], anchors[:, chosen], scale[:, chosen])
+        require_numbers(expert, boxes)
+        return suppressed(expert, boxes, scores[chosen])
 
 
 class DetectorSkeleton:
@@ -362,22 +370,17 @@ def _building_alone() -> Iterator[None]:
             Conv.default_act = activation
 
 
-def _decoded(
-    raw_boxes: Tensor, raw_scores: Tensor, grids: tuple[tuple[int, int], ...], strides: tuple[float, ...]
-) -> tuple[Tensor, Tensor]:
-    """Boxes (n, anchors, 4) as left, top, right, bottom in input pixels, and scores (n, anchors, labels); float32.
+def _decoded(raw_boxes: Tensor, anchors: Tensor, scale: Tensor) -> Tensor:
+    """Boxes (boxes, 4) as left, top, right, bottom in input pixels, float32. ``raw_boxes``: (4 * bins, boxes).
 
     Each side's distance from its anchor is the expectation of a distribution over bins (Generalized Focal Loss,
     arXiv 2006.04388); a head with one bin answers with the distance itself.
     """
-    count, _, anchor_count = raw_boxes.shape
-    bins = raw_boxes.float().view(count, 4, -1, anchor_count)
-    weights = torch.arange(bins.shape[2], dtype=torch.float32, device=bins.device).view(1, 1, -1, 1)
-    distances = (bins.softmax(2) * weights).sum(2) if bins.shape[2] > 1 else bins.squeeze(2)
-    anchors, scale = _anchors(grids, strides, str(bins.device))
-    left_top, right_bottom = distances.split(2, dim=1)
-    boxes = torch.cat((anchors - left_top, anchors + right_bottom), dim=1) * scale
-    return boxes.transpose(1, 2), raw_scores.float().sigmoid().transpose(1, 2)
+    bins = raw_boxes.float().unflatten(0, (4, len(raw_boxes) // 4))
+    weights = torch.arange(bins.shape[1], dtype=torch.float32, device=bins.device).view(1, -1, 1)
+    distances = (bins.softmax(1) * weights).sum(1) if bins.shape[1] > 1 else bins.squeeze(1)
+    left_top, right_bottom = distances.split(2)
+    return (torch.cat((anchors - left_top, anchors + right_bottom)) * scale).T
 
 
 @cache  # as many as the line has sizes

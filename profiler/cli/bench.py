@@ -139,7 +139,13 @@ def compute(
     precision: Annotated[
         list[str] | None, typer.Option(help="forms of ours; auto: all that can be run here; default: auto")
     ] = None,
+    against: Annotated[
+        list[str] | None, typer.Option(help="peers beside them, such as openvino-bf16; default: all that are installed")
+    ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="rounds of all that take part; medians are told")] = 15,
+    limit: Annotated[
+        float | None, typer.Option(min=0, help="seconds; no round begins after them for an architecture and batch size")
+    ] = None,
     directory: Directory = None,
     as_json: AsJson = False,
 ) -> None:
@@ -148,9 +154,10 @@ def compute(
     from agent.deployment.profile_in_use import set_default_spinning
 
     set_default_spinning()
-    from profiler.bench.compute.measure import ComputeOptions, measure_compute_forms  # loads torch, as those below
+    from profiler.bench.compute.contestants import PEERS  # loads torch, as those below
+    from profiler.bench.compute.measure import LIMIT_S, ComputeOptions, measure_compute_forms
     from profiler.bench.compute.table import report
-    from profiler.cli.settings import batch_sizes, given_precisions, image_size
+    from profiler.cli.settings import batch_sizes, given_peers, given_precisions, image_size
 
     log_to_stderr(logging.WARNING)
     with explained(), disk_explained():
@@ -159,7 +166,9 @@ def compute(
             size=image_size(size),
             batches=batch_sizes(batches),
             forms=given_precisions(precision or ()),
+            peers=given_peers(against or (), PEERS),
             rounds=repeat,
+            limit_s=LIMIT_S if limit is None else limit,
         )
         with progress_on_stderr() as progress:
             found = measure_compute_forms(scratch_folder(directory), options, progress)

@@ -12,7 +12,7 @@ from experts.expert import Precision
 from experts.sizes import size_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from agent.line_file.machine import GivenPrecision
 
@@ -114,6 +114,15 @@ def given_precisions(texts: Iterable[str]) -> tuple[Precision, ...]:
     given = [given_precision(name.strip()) for text in texts for name in text.split(",")]
     named = tuple(dict.fromkeys(each for each in given if isinstance(each, Precision)))
     return named if len(named) == len(set(given)) else ()
+
+
+def given_peers(texts: Iterable[str], known: Sequence[str]) -> tuple[str, ...]:
+    """Several of those known, in one text or in several; all of them for no text. Raises ConfigError."""
+    named = dict.fromkeys(name.strip() for text in texts for name in text.split(","))
+    for name in named:
+        if name not in known:
+            raise ConfigError(f"--against: no peer {name!r} - {suggestion(name, known)}")
+    return tuple(named) or tuple(known)
 
 
 def _size(text: str, option: str, example: str = "2GiB") -> int:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.backends.onednn.calibrating import Observed
-    from experts.backends.onednn.calls import Call
     from experts.backends.onednn.form import FusedModule, OnednnForm
     from experts.calibrations import CallRanges
 
@@ -49,16 +48,17 @@ def corrected(
     tensors = form.tensors(weights, seen.ranges)
     measured: dict[str, _Measured] = {}
 
-    def watched(call: FusedCall, run: Call) -> Callable[..., Tensor]:
+    def watched(call: FusedCall, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        if call.quantisation is None:
+            return run
         means = seen.means[call.weight]
         measured[call.weight] = _Measured(calls[call.weight], call, run, weights[call.weight], tensors, means)
         return measured[call.weight]
 
-    skeleton = OnednnSkeleton(form, lambda expert, answers, batch: ())
+    skeleton = OnednnSkeleton(form, lambda expert, answers, batch: (), watched)
     skeleton.bind(tensors)
-    skeleton.watch(watched)
     with torch.inference_mode():
-        skeleton.outputs(images)
+        skeleton.outputs(images.unbind())
     shifts = {name: each.shifts for name, each in measured.items()}
     return {name: replace(ranges, shifts=shifts.get(name, ())) for name, ranges in seen.ranges.items()}
 
@@ -70,7 +70,7 @@ class _Measured:
         self,
         plain: FusedCall,
         call: FusedCall,
-        run: Call,
+        run: Callable[..., Tensor],
         weight: Tensor,
         tensors: Mapping[str, Tensor],
         expected: Tensor,

@@ -24,7 +24,7 @@ from experts.backends.onednn.fusion import LEVELS, FusedCall, fused
 from experts.backends.onednn.layouts import in_reference_layout, on_threads, reference, serves
 from experts.backends.onednn.levels import Values
 from experts.backends.onednn.operators import blocked_bytes, blocked_view, identity
-from experts.backends.onednn.quantised_calls import Levels, QuantisedConvolution, QuantisedLinear, quantised_call
+from experts.backends.onednn.quantised_calls import Levels, quantised_call
 from experts.backends.onednn.quantising import quantised
 from experts.backends.onednn.recording import recorded
 from experts.errors import BackendUnavailable, Unrecordable, WeightsMismatch
@@ -171,26 +171,16 @@ class OnednnSkeleton:
         inputs = [self._bound(part, tensors) for part in self._module.inputs]
         self._bytes, self._inputs = tensors, inputs
 
-    def watch(self, watched: Callable[[FusedCall, Call], Callable[..., Tensor]]) -> None:
-        """Run in the place of each call in eight bits what ``watched`` makes of it, until other tensors are bound."""
-        self._inputs = [
-            watched(part, made)
-            if isinstance(part, FusedCall) and isinstance(made, QuantisedConvolution | QuantisedLinear)
-            else made
-            for part, made in zip(self._module.inputs, self._inputs, strict=True)
-        ]
-
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
         if not batch:
             raise ValueError("an empty batch")
         with torch.inference_mode():
-            outputs = self.outputs(torch.stack([prepared.tensor for prepared in batch]))
+            outputs = self.outputs([prepared.tensor for prepared in batch])
             return self._answered(expert, outputs, batch)
 
-    def outputs(self, images: Tensor) -> tuple[Tensor, ...]:
-        """What the graph answers with, in inference mode, for images in float32."""
-        images = images.to(dtype=self._module.dtype, memory_format=torch.channels_last)
-        found: tuple[Tensor, ...] = self._module.graph.forward(images, *self._inputs)
+    def outputs(self, images: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What the graph answers with, in inference mode, for images (3, height, width) in float32."""
+        found: tuple[Tensor, ...] = self._module.graph.forward(_laid_out(images, self._module.dtype), *self._inputs)
         return found
 
     def _bound(
@@ -306,6 +296,18 @@ def _told(subject: str, program: bytes) -> tuple[dict[str, str], str | None]:
     if made_for != identity():
         raise BackendUnavailable(subject, f"it was packed for {made_for}, this box has {identity()}: {AGAIN}")
     return told, levels
+
+
+def _laid_out(images: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """A batch, channels last, from where each image lies: there is no copy of the whole in between.
+
+    Where numbers are converted, too, that is channel by channel, for which torch has faster code.
+    """
+    batch = torch.empty((len(images), *images[0].shape), dtype=dtype, memory_format=torch.channels_last)
+    for place, image in zip(batch, images, strict=True):
+        for part, values in ((place, image),) if image.dtype == dtype else zip(place, image, strict=True):
+            part.copy_(values)
+    return batch
 
 
 def _reads(part: str | FusedCall | Values) -> tuple[str, ...]:

@@ -107,7 +107,7 @@ def tried(module: Module, form: OnednnForm, outputs: Sequence[str], sample: Mapp
     skeleton = OnednnSkeleton(form, lambda expert, answers, batch: (), watched)
     skeleton.bind(packed)
     with torch.inference_mode():
-        found = skeleton.outputs(images)
+        found = skeleton.outputs(images.unbind())
         expected = functional_call(module, weights, (images.to(dtype),))
     named = {outputs[0]: expected} if isinstance(expected, torch.Tensor) else expected
     return Trial(

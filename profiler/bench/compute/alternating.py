@@ -7,6 +7,7 @@ runtimes go on spinning for about a millisecond after their last operator, on th
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 PAUSE_S = 0.003
 WARMING_UP = 2  # rounds that count for nothing
+ROUNDS_LEAST = 3  # for a median, whatever the limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,18 @@ class Times:
         return Times(tuple(seconds * factor for seconds in self.seconds))
 
 
-def alternating(ways: Ways, rounds: int, clock: Clock | None = None) -> dict[str, Times]:
-    """The times of each way. Raises what a way raises."""
+def alternating(ways: Ways, rounds: int, clock: Clock | None = None, *, limit_s: float = math.inf) -> dict[str, Times]:
+    """The times of each way, of so many rounds, or of fewer where no more begins after ``limit_s``, but ROUNDS_LEAST.
+
+    Raises what a way raises.
+    """
     clock = clock or Clock()
     names = list(ways)
     seconds: dict[str, list[float]] = {name: [] for name in names}
+    ends_s = clock.now_s() + limit_s
     for number in range(-WARMING_UP, rounds):
+        if number >= ROUNDS_LEAST and clock.now_s() >= ends_s:
+            break
         for name in _turned(names, number):
             took_s = one_run(ways[name], clock)
             if number >= 0:

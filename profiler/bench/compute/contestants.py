@@ -52,6 +52,7 @@ EAGER = "fp32-eager"
 SESSION = "onnxruntime-session"
 INT8_SESSION = "onnxruntime-int8-session"
 OPENVINO = {"openvino-fp32": ("f32", torch.float32), "openvino-bf16": ("bf16", torch.bfloat16)}
+PEERS = (SESSION, INT8_SESSION, *OPENVINO)  # that are set beside our forms, as they are asked for
 NO_OPENVINO = "openvino is not installed: `pip install openvino`, one of the extras for developers"
 
 

@@ -30,6 +30,8 @@ from profiler.bench.compute.contestants import (
     INT8_SESSION,
     NO_OPENVINO,
     OPENVINO,
+    PEERS,
+    SESSION,
     Contestant,
     eager,
     has_openvino,
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
 FLOOR = "floor"
 HOPELESS = 4.0  # times as slow as torch itself in fp32: then what was tried has to do
 TRIES = 2
+LIMIT_S = 120.0  # of rounds, for one architecture in batches of one size
 LIBRARIES = ("onnxruntime", "openvino")
 
 
@@ -68,7 +71,9 @@ LIBRARIES = ("onnxruntime", "openvino")
 class ComputeOptions:
     """What is compared. ``forms``: those of ours; none: all that the architecture's backend has here.
 
-    ``tells_spending``: also what the fastest form of ours spends its time on.
+    ``peers``: who is set beside them, of PEERS. ``limit_s``: after it no round begins for one architecture and batch
+    size, but the few that a median needs; what is left out is told. ``tells_spending``: also what the fastest form of
+    ours spends its time on.
     """
 
     architectures: tuple[str, ...] = ("resnet101",)
@@ -76,6 +81,8 @@ class ComputeOptions:
     batches: tuple[int, ...] = (1, 8)
     forms: tuple[Precision, ...] = ()
     rounds: int = 15
+    limit_s: float = LIMIT_S
+    peers: tuple[str, ...] = PEERS
     tells_spending: bool = True
 
 
@@ -121,7 +128,7 @@ class _ComputeBench:
         self._operations: dict[str, int] = {}
         self._rows: list[ComputeRow] = []
         self._spending: list[Spending] = []
-        self._notes: list[str] = [] if has_openvino() else [NO_OPENVINO]
+        self._notes: list[str] = [] if has_openvino() or not set(OPENVINO) & set(options.peers) else [NO_OPENVINO]
 
     def table(self, machine: str, others_fraction: float) -> ComputeTable:
         """All of it."""
@@ -165,6 +172,8 @@ class _ComputeBench:
         return [form for form in Precision if form in (self._options.forms or known)]
 
     def _with_quantised(self, model: Model, folder: Path) -> Model:
+        if INT8_SESSION not in self._options.peers:
+            return model
         try:
             return replace(model, quantised=quantised(model, folder))
         except CoServeError as error:
@@ -184,7 +193,8 @@ class _ComputeBench:
             held_against = {each: self._multiplications.of(each.numbers) for each in able}
             floors = {_floor(each.dtype): each for each in held_against.values()}
             ways = {each.form: each.run for each in running} | {name: each.run for name, each in floors.items()}
-            times = alternating(ways, self._options.rounds)
+            times = alternating(ways, self._options.rounds, limit_s=self._options.limit_s)
+        self._tell_left_out(model.expert.architecture, batch, len(times[EAGER].seconds))
         times |= {each.form: Times((took_s,)) for each, took_s in able.items() if each not in running}
         operations = batch * self._operations[model.expert.architecture]
         times |= {name: times[name].scaled(operations / each.operations) for name, each in floors.items()}
@@ -211,11 +221,13 @@ class _ComputeBench:
                 yield stack.enter_context(our_form(model.expert, form, store, images))
             except CoServeError as error:
                 self._notes.append(f"{model.expert.architecture} in {form} is not measured: {error}")
-        yield session(model, images, self._threads)
+        peers = self._options.peers
+        if SESSION in peers:
+            yield session(model, images, self._threads)
         if model.quantised is not None:
             yield int8_session(model, model.quantised, images, self._threads)
         if has_openvino():
-            yield from (openvino(model, images, self._threads, form) for form in OPENVINO)
+            yield from (openvino(model, images, self._threads, form) for form in OPENVINO if form in peers)
 
     def _tried_s(self, contestant: Contestant) -> float | None:
         """The faster of two runs, as kernels are built in the first; it tells who is not worth more. None: it fails.
@@ -235,6 +247,13 @@ class _ComputeBench:
             self._notes.append(
                 f"{architecture} in {form} took more than {HOPELESS:g} times what {EAGER} takes: tried in batches of "
                 f"{batch}, and not in larger ones"
+            )
+
+    def _tell_left_out(self, architecture: str, batch: int, rounds: int) -> None:
+        if rounds < self._options.rounds:
+            self._notes.append(
+                f"{architecture} in batches of {batch}: {rounds} rounds of {self._options.rounds}, as these took "
+                f"{self._options.limit_s:g} s or more (--limit)"
             )
 
     def _tell_spending(self, folder: Path, architecture: str, batch: int, form: str) -> None:

@@ -78,7 +78,7 @@ class EightBits:
         )
         skeleton.bind(self.tensors)
         with torch.inference_mode():
-            skeleton.outputs(self._images)
+            skeleton.outputs(self._images.unbind())
         for call in self.calls:
             if call.quantisation.answer is not None:
                 found[call.weight] = Levels(self.tensors["levels"], call.quantisation.answer).back(found[call.weight])

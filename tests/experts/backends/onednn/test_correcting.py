@@ -76,7 +76,7 @@ def moved(module, ranges, seen):
     skeleton = OnednnSkeleton(form, lambda expert, answers, batch: ())
     skeleton.bind(form.tensors(dict(module.state_dict()), ranges))
     with torch.inference_mode():
-        (found,) = skeleton.outputs(seen)
+        (found,) = skeleton.outputs(seen.unbind())
     return float((found - module(seen)).mean(dim=(0, 2, 3)).abs().max())
 
 

@@ -524,7 +524,7 @@ def bound_to(form, tensors):
 def outputs_of(skeleton, images, threads):
     def run():
         with torch.inference_mode():
-            return skeleton.outputs(images)
+            return skeleton.outputs(images.unbind())
 
     return on_threads(threads, run)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from profiler.bench.compute.alternating import PAUSE_S, WARMING_UP, Clock, Times, alternating
+from profiler.bench.compute.alternating import PAUSE_S, ROUNDS_LEAST, WARMING_UP, Clock, Times, alternating
 
 
 class Machine:
@@ -46,6 +46,14 @@ def test_what_warms_up_does_not_count():
     times = alternating({"a": machine.way("a", *slow_first, 2.0, 1.0, 4.0)}, 3, machine.clock)
     assert times["a"].seconds == pytest.approx((2.0, 1.0, 4.0))
     assert (times["a"].median_s, times["a"].least_s) == pytest.approx((2.0, 1.0))
+
+
+@pytest.mark.parametrize(("limit_s", "rounds"), [(0.0, ROUNDS_LEAST), ((WARMING_UP + 4.5) * 2, 5), (1000.0, 9)])
+def test_no_round_begins_after_the_limit_but_those_that_a_median_needs(limit_s, rounds):
+    machine = Machine()
+    ways = {name: machine.way(name, 1.0 - PAUSE_S) for name in "ab"}
+    times = alternating(ways, 9, machine.clock, limit_s=limit_s)
+    assert {len(each.seconds) for each in times.values()} == {rounds}
 
 
 def test_times_of_so_many_times_the_work():

@@ -270,6 +270,13 @@ def test_a_form_that_the_backend_does_not_have_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_who_is_not_asked_for_takes_no_part_and_rounds_left_out_are_told(measured):
+    found = measured(batches=(1,), peers=(SESSION,), rounds=5, limit_s=0.0)
+    assert {row.form for row in found.rows if not row.form.startswith("floor-")} == {EAGER, SESSION, FP32, BF16}
+    assert {row.rounds for row in found.rows} == {3}
+    assert found.notes == ("squeezenet1_1 in batches of 1: 3 rounds of 5, as these took 0 s or more (--limit)",)
+
+
 def test_threads_are_as_before_afterwards(table):
     assert table.threads >= 1
     before = torch.get_num_threads()
@@ -289,11 +296,12 @@ def test_it_is_typed_as_a_command(compute, table, monkeypatch):
     asked = []
     monkeypatch.setattr(measure, "measure_compute_forms", lambda *given: asked.append(given[1]) or table)
     words = ("--architecture", "resnet18", "--architecture", "yolov5n", "--size", "64x32", "--batches", "1,4")
-    done = compute(*words, "--precision", "fp32,bf16", "--repeat", "3", "--json")
+    more = ("--against", "openvino-bf16", "--limit", "7")
+    done = compute(*words, "--precision", "fp32,bf16", "--repeat", "3", *more, "--json")
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout) == json.loads(json.dumps(table.as_json()))
     assert compute("--precision", "auto").stdout == report(table) + "\n"
-    wanted = ComputeOptions(("resnet18", "yolov5n"), (64, 32), (1, 4), (FP32, BF16), rounds=3)
+    wanted = ComputeOptions(("resnet18", "yolov5n"), (64, 32), (1, 4), (FP32, BF16), 3, 7.0, ("openvino-bf16",))
     assert asked == [wanted, ComputeOptions(forms=())]
 
 
@@ -303,6 +311,7 @@ def test_it_is_typed_as_a_command(compute, table, monkeypatch):
         (("--size", "224"), "--size: '224' is not HEIGHTxWIDTH - write it as in 224x224"),
         (("--batches", "1,x"), "--batches: '1,x' are not numbers of images from 1"),
         (("--batches", "0"), "--batches: '0' are not numbers of images from 1"),
+        (("--against", "openvino"), "--against: no peer 'openvino' - did you mean"),
         (("--precision", "bf61"), "--precision: no precision 'bf61' - did you mean 'bf16'?"),
     ],
 )
