@@ -53,6 +53,7 @@ CALL_DEVIATION_MAXIMUM = {  # of one call's: what its sums, its own rounding and
 GAIN = 1.0  # of a layer with made-up weights: what a wrong call changes has to reach the outputs
 NOISE = 0.1  # on what is no matrix, so that none is all 0 or all 1 as fresh ones may be
 NOTHING = torch.finfo(torch.float32).tiny
+SUMMING = 1e-6  # of the largest sum that is activated, some units in float32's last place: no small one is more exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +166,9 @@ class _TriedCall:
         self._expected = expected
 
     def __call__(self, source: Tensor, *others: Tensor) -> Tensor:
-        expected = self._expected.of(source, *others)  # before the call may write its answer over what is added
+        expected, slack = self._expected.of(source, *others)  # before the call may write over what is added
         answer: Tensor = self._made(source, *others)
-        self.deviation = _deviation(self._expected.read(answer), expected)
+        self.deviation = _deviation(self._expected.read(answer), expected, slack)
         return answer
 
 
@@ -181,24 +182,29 @@ class _Expected:
         self._call = call
         self._weights = weights
         self._packed = packed
+        answer = None if call.quantisation is None else call.quantisation.answer
+        self._answer = None if answer is None else Levels(packed[LEVELS], answer)
 
-    def of(self, source: Tensor, other: Tensor | None = None) -> Tensor:
-        """Of what it is applied to, and what is added."""
-        quantisation, call = self._call.quantisation, self._call
+    def of(self, source: Tensor, other: Tensor | None = None) -> tuple[Tensor, float]:
+        """Of what it is applied to, and what is added; and by how much rounding alone may put any of it off.
+
+        That is by what sums of that size are rounded by, and by one level: what lies between two is either.
+        """
+        quantisation = self._call.quantisation
         values = self._values(self._last(source), None if quantisation is None else quantisation.source)
-        found = self._applied(values).float()
+        sums = self._applied(values).float()
         if other is not None:
-            found = found + self._values(self._last(other), None if quantisation is None else quantisation.summand)
-        found = _activated(call.activation, found)
-        if quantisation is None or quantisation.answer is None:
-            return found
-        levels = Levels(self._packed[LEVELS], quantisation.answer)
-        return levels.back(levels.of(found))
+            sums = sums + self._values(self._last(other), None if quantisation is None else quantisation.summand)
+        largest = float(sums.abs().nan_to_num(0.0, posinf=0.0).max())  # an infinite one explains nothing
+        found, slack = _activated(self._call.activation, sums), SUMMING * largest
+        if self._answer is None:
+            return found, slack
+        return self._answer.back(self._answer.of(found)), slack + self._answer.scale
 
     def read(self, answer: Tensor) -> Tensor:
         """The call's own answer for that image, as values."""
-        quantisation = self._call.quantisation
-        return self._values(self._last(answer), None if quantisation is None else quantisation.answer).float()
+        last = self._last(answer)
+        return last.float() if self._answer is None else self._answer.back(last)
 
     def _last(self, values: Tensor) -> Tensor:
         shape = self._call.shape
@@ -241,10 +247,12 @@ def _convolution_kind(shape: ConvolutionShape) -> str:
     return f"convolution {height}x{width} of {inputs * shape.groups} to {outputs} channels{groups}"
 
 
-def _deviation(found: Tensor, expected: Tensor) -> float:
+def _deviation(found: Tensor, expected: Tensor, slack: float = 0.0) -> float:
+    """Of the largest value that is expected, beyond ``slack``."""
     if found.shape != expected.shape:
         return float("inf")
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(NOTHING))
+    off = ((found - expected).abs().max() - slack).clamp_min(0.0)
+    return float(off / expected.abs().max().clamp_min(NOTHING))
 
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor, Activation], Tensor]] = {

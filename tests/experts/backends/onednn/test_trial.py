@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from experts.backends import backend_for, classifier
+from experts.backends import backend_for, classifier, detector
 from experts.backends.onednn.form import FusedModule, decided_layouts, fused_module
 from experts.backends.onednn.trial import CALL_DEVIATION_MAXIMUM, DEVIATION_MAXIMUM, decided_form, tried
 from experts.errors import WeightsMismatch
@@ -48,9 +48,9 @@ def computing():
     """Has oneDNN's operator of a name compute something else, until the test ends."""
     libraries = []
 
-    def replaced(name, wrong):
+    def replaced(name, wrong, namespace="mkldnn"):
         for key in KEYS:
-            libraries.append(torch.library.Library("mkldnn", "IMPL"))
+            libraries.append(torch.library.Library(namespace, "IMPL"))
             libraries[-1].impl(name, wrong, key, allow_override=True)
 
     yield replaced
@@ -149,3 +149,36 @@ def test_once_the_operators_are_as_they_were_the_form_is_packed(files):
     assert isinstance(made(torch.float32)[2], FusedModule)
     expert = files.classifier("cls/x", ARCHITECTURE, labels="abcdefghi", size=PX)
     assert backend_for(ARCHITECTURE).pack(expert, Precision.ONEDNN_FP32).program
+
+
+def unlike(images, scale, zero, weight, scales, zeros, offsets, stride, padding, dilation, groups, *answered):
+    """A convolution in eight bits that answers with one level everywhere, some way above the lowest."""
+    shape = torch.conv2d(
+        torch.empty(images.shape, device="meta"), torch.empty(weight.shape, device="meta"), None,
+        stride, padding, dilation, groups,
+    ).shape  # fmt: skip
+    return torch.full(shape, 99.0).to(memory_format=torch.channels_last).to(answered[2])
+
+
+def test_in_eight_bits_a_wrong_kind_of_call_is_told_of_and_no_other(computing):
+    computing("qconv2d_pointwise", unlike, "onednn")
+    limit = CALL_DEVIATION_MAXIMUM[torch.int8]
+    calls = trial_of(torch.int8).calls
+    assert [call for call, off in calls if off > limit] == [
+        call for call, _ in calls if call.quantisation and not call.adds
+    ]
+
+
+def test_a_level_beside_the_one_that_is_expected_is_none_to_refuse_a_form_for():
+    """Joined with what is a hundred times as large, all of its values lie in three levels, one of them in another."""
+    architecture, size = "yolo12n", (320, 320)
+    module, sample = detector._template(architecture, 3).folded, detector._sample((architecture, 3))
+    fused = fused_module(module, size, detector.OUTPUTS, torch.int8)
+    found = tried(module, decided_layouts(fused), detector.OUTPUTS, sample)
+    assert max(off for _, off in found.calls) < CALL_DEVIATION_MAXIMUM[torch.int8]
+
+
+def test_a_gate_between_open_and_shut_by_large_sums_is_none_to_refuse_a_form_for():
+    """Of sums as large as 100,000 one may be 0.5, and is rounded as the others are, not as its sigmoid would be."""
+    found = trial_of(torch.float32, "efficientnet_v2_s", 128)
+    assert max(off for _, off in found.calls) < CALL_DEVIATION_MAXIMUM[torch.float32]
