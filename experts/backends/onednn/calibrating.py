@@ -63,7 +63,10 @@ def observed(
 def mean_read(call: FusedCall, source: Tensor) -> Tensor:
     """The mean image, or row, of what a call reads: float32 (1, channels, height, width), or (1, channels)."""
     if isinstance(call.shape, ConvolutionShape):
-        return source.mean(dim=0, keepdim=True, dtype=torch.float32)
+        found = torch.zeros(source.shape[1:])
+        for image in source:  # torch's own mean of levels holds all of them as float32 first
+            found += image
+        return found[None] / len(source)
     return source.reshape(-1, source.shape[-1]).mean(dim=0, keepdim=True, dtype=torch.float32)
 
 

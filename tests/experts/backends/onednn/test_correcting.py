@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from experts.backends.onednn import operators
-from experts.backends.onednn.calibrating import observed
+from experts.backends.onednn.calibrating import mean_read, observed
 from experts.backends.onednn.correcting import corrected
 from experts.backends.onednn.form import OnednnForm, OnednnSkeleton, Placement, fused_module
+from experts.backends.onednn.fusion import FusedCall
 from experts.backends.onednn.layouts import reference
 
 SIZE = (8, 8)
@@ -123,3 +124,13 @@ def test_shifts_of_another_number_of_channels_are_refused(module):
     ranges = {**shifted, "third.weight": replace(shifted["third.weight"], shifts=(0.0,) * 3)}
     with pytest.raises(ValueError, match=r"third\.weight: calibrated for 3 output channels, it has 8"):
         form_of(module).tensors(dict(module.state_dict()), ranges)
+
+
+def test_the_mean_of_levels_is_taken_without_all_of_them_as_numbers(module):
+    """Which are four times as large, of all images at once."""
+    call = next(part for part in fused_of(module, torch.float32).inputs if isinstance(part, FusedCall))
+    levels = torch.randint(0, 256, (16, 3, 64, 64), dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
+    with torch.profiler.profile(profile_memory=True) as watched:
+        found = mean_read(call, levels)
+    assert torch.equal(found, levels.double().mean(dim=0, keepdim=True).float())
+    assert max(event.self_cpu_memory_usage for event in watched.events()) <= 2 * found.nbytes
