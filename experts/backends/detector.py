@@ -86,6 +86,7 @@ SETTINGS.update({"sync": False})
 _one_at_a_time = Lock()
 
 OUTPUTS = ("boxes", "scores")
+SIDES = 4  # of a box
 TEMPLATES_KEPT = 64  # that nobody holds: packing goes through the line's forms in turn
 
 
@@ -109,6 +110,8 @@ class _Answered:
         height, width = batch[0].tensor.shape[1:]
         grids = tuple((int(height // stride), int(width // stride)) for stride in self.strides)
         anchors, scale = _anchors(grids, self.strides, str(outputs[0].device))
+        if outputs[0].shape[1] == SIDES:  # distances: one in pixels may be infinite, of a box that is not told, too
+            require_numbers(expert, outputs[0].float() * scale)
         scores = outputs[1].float().sigmoid().transpose(1, 2)
         found = [self._rows(expert, *each, anchors, scale).tolist() for each in zip(outputs[0], scores, strict=True)]
         return tuple(prediction(expert, rows, prepared) for rows, prepared in zip(found, batch, strict=True))
@@ -376,7 +379,7 @@ def _decoded(raw_boxes: Tensor, anchors: Tensor, scale: Tensor) -> Tensor:
     Each side's distance from its anchor is the expectation of a distribution over bins (Generalized Focal Loss,
     arXiv 2006.04388); a head with one bin answers with the distance itself.
     """
-    bins = raw_boxes.float().unflatten(0, (4, len(raw_boxes) // 4))
+    bins = raw_boxes.float().unflatten(0, (SIDES, len(raw_boxes) // SIDES))
     weights = torch.arange(bins.shape[1], dtype=torch.float32, device=bins.device).view(1, -1, 1)
     distances = (bins.softmax(1) * weights).sum(1) if bins.shape[1] > 1 else bins.squeeze(1)
     left_top, right_bottom = distances.split(2)

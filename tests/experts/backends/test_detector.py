@@ -158,6 +158,17 @@ def test_an_infinite_output_is_no_score_and_no_place(files, image, precision, pa
         answered(expert, image, precision)
 
 
+def test_an_infinite_distance_is_no_place_though_no_score_tells_of_its_box(files, image):
+    """YOLO26 answers with distances themselves, which are numbers until they are put in pixels."""
+    model = build_trainable("yolo26n", 3)
+    with torch.no_grad():
+        model.model[-1].cv2[0][-1].weight.zero_()
+        model.model[-1].cv2[0][-1].bias.fill_(3e38)
+    expert = files.torch_module("det/x", model, "yolo26n")
+    with pytest.raises(OutputInvalid, match="not a number"):
+        answered(expert, image)
+
+
 def test_no_box_is_nothing_found(files, image):
     model = build_trainable("yolov5n", 3)  # untrained: far below the confidence that a box needs
     expert = files.torch_module("det/x", model, "yolov5n")
