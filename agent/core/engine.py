@@ -1163,8 +1163,11 @@ class Engine:
     def _demand(self, wish: Wish) -> Claim:
         """How much a head asks for: one that has time takes free room only while its executor has other work to do.
 
-        What leaves for it is chosen later then, knowing more of what is queued, and more requests share its load.
+        What leaves for it is chosen later then, knowing more of what is queued, and more requests share its load. One
+        behind a batch that is held is no head yet: it asks as a later group does.
         """
+        if wish.spec.id in self._held:
+            return Claim.EARLY if self._has_time(wish) else Claim.PREFETCH
         if not self._policy.overlapping or wish.spec.id not in self._running or not self._has_time(wish):
             return Claim.DEMAND
         return Claim.EARLY if self._turns.is_anything_runnable(self._queues[wish.spec.id]) else Claim.PATIENT

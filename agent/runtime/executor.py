@@ -4,7 +4,8 @@ Guarantees: every batch that was started is answered exactly once: with Finished
 request, in order), with Progressed where it has a quantum, or with BatchFailed; a broken image or text, or one that an
 expert answers with something that is not a number, rejects its own request only and never becomes a label; so does an
 image for an expert of texts, and a text for one of images; no failure ends an executor's thread. A device that is
-lost is no failure of the batch: it is answered with a Breakdown, and none of its requests is judged by that.
+lost is no failure of the batch: it is answered with a Breakdown, none of its requests is judged by that, and what is
+behind it is not run.
 Assumes: the Engine starts a batch on a resident copy, and no third one on this executor before an answer.
 
 Each executor's thread has its own share of the cores for torch's operators (the setting is the calling thread's own).
@@ -185,7 +186,10 @@ class BatchExecutor:
             use_threads(self._torch_threads)
             with own_stream(self._device):
                 while (work := self._inbox.get()) is not None and not self._is_stopping:
-                    self._post(self._answer(work))
+                    answer = self._answer(work)
+                    self._post(answer)
+                    if isinstance(answer, Breakdown):
+                        return  # whatever is behind it waits for the next agent: a lost device may hang
         except Exception as error:  # no batch's: without this thread the others would wait for it
             logger.exception("executor_broke executor=%d", self.spec.id)
             self._post(Breakdown(self._watch.lost_by(error) or error))

@@ -128,16 +128,22 @@ class LoopStatistics:
     oldest_load_s: float | None
 
 
+def nobody_told(requests: Sequence[int]) -> None:
+    """Where nobody watches when executors are given batches."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchWatch:
-    """Who is told, on the loop's thread, which requests a batch is about to run, and that it has its answer.
+    """Who is told, on the loop's thread, which requests a batch runs now, and that it has its answer.
 
+    ``given``: before its executor has it, which may hold it behind another one first; it can run at any moment then.
     ``preparing``: what is entered, on any thread, while a request's image is decoded and prepared ahead of that.
     """
 
     begun: Callable[[Sequence[int]], None]
     ended: Callable[[Sequence[int]], None]
     preparing: Callable[[int], AbstractContextManager[object]] = nothing_told
+    given: Callable[[Sequence[int]], None] = nobody_told
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,12 +481,12 @@ class AgentLoop:
 
     def _start_batch(self, effect: effects.StartBatch) -> None:
         batch = effect.batch
+        if self._watch is not None and batch.requests[0] not in self._shadows:
+            self._watch.given(batch.requests)
         if is_behind := self._open.runs_on(batch.executor):
             self._held[batch.executor] = effect
         else:
             self._begin_batch(effect)
-        if self._watch is not None and batch.requests[0] not in self._shadows:
-            self._watch.begun(batch.requests)
         executor = self._workshop.executors[batch.executor]
         if batch.quantum_s is not None:
             executor.start_quantum(batch, [self._copies[part.copy] for part in batch.all_parts for _ in part.requests])
@@ -494,6 +500,8 @@ class AgentLoop:
         """It runs from now on."""
         self._open.open_batch(effect, self._clock())
         self._shadows.batch_begun(effect.batch, self._clock())
+        if self._watch is not None and effect.batch.requests[0] not in self._shadows:
+            self._watch.begun(effect.batch.requests)
 
     def _prepare(self, effect: effects.Prepare) -> None:
         source = self._sources[effect.request]
@@ -522,11 +530,12 @@ class AgentLoop:
             return
         held = self._held.pop(answered.executor, None)
         if held is not None:
-            self._begin_batch(held)
             self._workshop.executors[answered.executor].hurry(held.batch)
         self._shadows.batch_ended(answered, self._clock())
         if self._watch is not None and answered.requests[0] not in self._shadows:
             self._watch.ended(answered.requests)
+        if held is not None:
+            self._begin_batch(held)
 
     def _evict(self, effect: effects.Evict) -> None:
         self._workshop.transfers.evict(effect)

@@ -104,7 +104,9 @@ class Inspector:
         self._attempts = AttemptLog(config.state / "attempts.log")
         self._gate: Gate[Task] = Gate(self._let_in)
         self._recent = _Recent()
-        self.agent.loop.watch_batches(BatchWatch(self._batch_begun, self._batch_ended, self._preparing))
+        self.agent.loop.watch_batches(
+            BatchWatch(self._batch_begun, self._batch_ended, self._preparing, self._batch_given)
+        )
         self.agent.loop.when_crashed(lambda crash: self._crashed(crash, on_crash))
 
     def start(self) -> None:
@@ -260,9 +262,12 @@ class Inspector:
             recent.per_s = recent.count / (now_s - recent.since_s)
             recent.since_s, recent.count = now_s, 0
 
+    def _batch_given(self, requests: Sequence[int]) -> None:
+        """It may end the agent from now on: an executor begins what it holds before anybody here knows of it."""
+        self._attempts.begun([task.key for task in self._tasks_of(requests) if task.is_counted])
+
     def _batch_begun(self, requests: Sequence[int]) -> None:
         tasks, now_s = self._tasks_of(requests), time.monotonic()
-        self._attempts.begun([task.key for task in tasks if task.is_counted])
         for task in tasks:
             task.batch_since_s = now_s
             if task.queue_s is None:

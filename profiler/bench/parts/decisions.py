@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from agent.core.effects import Effect
     from agent.core.events import Event
+    from agent.core.request import Batch
 
 EXPERTS = 352
 DETECTORS = 12
@@ -99,6 +100,8 @@ def measure_decisions(queued: int, calls: int = CALLS, policy: str = "coserve") 
         evictions += sum(isinstance(effect, Evict) for effect in effects)
     times.sort()
     cpu_times.sort()
+    unexpected = line.engine.statistics().unexpected_events
+    assert not unexpected, f"{unexpected} answers were given out of turn"
     p99 = int(calls * 0.99)
     return DecisionTimes(
         queued=queued,
@@ -165,6 +168,8 @@ class _BusyLine:
         self._now = 0.0
         self._due: list[tuple[float, int, Event]] = []  # a heap; the number keeps what is due at once in order
         self._number = 0
+        self._running: dict[int, Batch] = {}  # by executor
+        self._held: dict[int, Batch] = {}  # by executor, behind that
 
     def fill(self, queued: int) -> None:
         """Memory first, as it is when the agent starts; then the queues."""
@@ -178,6 +183,8 @@ class _BusyLine:
     def next_event(self) -> tuple[Event, float]:
         """What comes next, and when."""
         self._now, _, event = heappop(self._due)
+        if isinstance(event, Finished):
+            self._begin_held(event.batch)
         return event, self._now
 
     def carry_out(self, effects: list[Effect]) -> None:
@@ -189,13 +196,27 @@ class _BusyLine:
                 processor = PROCESSOR_OF[effect.pool]
                 self._answer(self._profile.experts[processor][effect.expert].load_s[effect.source], Loaded(effect.load))
             elif isinstance(effect, StartBatch):
-                batch = effect.batch
-                self.waiting -= len(batch.requests)
-                performance = self._profile.experts[EXECUTORS[batch.executor].processor][batch.expert].performance
-                results = tuple(Prediction("ok", 1.0) for _ in batch.requests)
-                self._answer(performance.latency_s(len(results)), Finished(batch.id, results))
+                self.waiting -= len(effect.batch.requests)
+                if effect.batch.executor in self._running:
+                    self._held[effect.batch.executor] = effect.batch
+                else:
+                    self._begin(effect.batch)
             elif isinstance(effect, Complete | Fail):
                 self._answer(0.0, self._arrival())
+
+    def _begin(self, batch: Batch) -> None:
+        self._running[batch.executor] = batch
+        performance = self._profile.experts[EXECUTORS[batch.executor].processor][batch.expert].performance
+        results = tuple(Prediction("ok", 1.0) for _ in batch.requests)
+        self._answer(performance.latency_s(len(results)), Finished(batch.id, results))
+
+    def _begin_held(self, answered: int) -> None:
+        """What was held behind a batch that has its answer now."""
+        executor = next(executor for executor, batch in self._running.items() if batch.id == answered)
+        del self._running[executor]
+        held = self._held.pop(executor, None)
+        if held is not None:
+            self._begin(held)
 
     def _arrival(self) -> Arrived:
         self._requests += 1

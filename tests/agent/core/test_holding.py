@@ -30,8 +30,12 @@ class HoldingLine(Line):
         return self.handle(events.Finished(batch.id, (GOOD,) * len(batch.requests)))
 
     @property
+    def queues(self):
+        return self.engine.statistics().queues
+
+    @property
     def queue(self):
-        return self.engine.statistics().queues[0]
+        return self.queues[0]
 
 
 def running(*then, **box):
@@ -111,6 +115,37 @@ def test_nothing_is_held_where_somebody_has_waited_for_room_beyond_the_bound(wai
     line.handle(events.Tick())
     line.ask("a", "a")
     assert line.given == given
+
+
+@pytest.mark.parametrize(("memory", "then", "held"), [(2, "bbbb", {0: (4, 6)}), (3, "bbbbb", {0: (4, 7), 1: (5, 8)})])
+def test_another_expert_is_not_held_while_somebody_lacks_room_in_that_memory(memory, then, held):
+    line = HoldingLine(executors=3, memory=memory)
+    line.ask("b", "a")
+    line.load()
+    line.ask("c")  # on the third executor; a and b are in use
+    running = [(batch.executor, batch.expert) for batch in line.under_way]
+    assert sorted(running) == [(0, "b"), (1, "a"), (2, "c")][:memory]
+    line.under_way.clear()
+    line.ask(*then)  # by turns, until there are two behind b, and two behind a
+    assert line.queues[1].requests == 2
+    assert {batch.executor: batch.requests for batch in line.under_way} == held
+
+
+@pytest.mark.parametrize("waited_s", [0.0, 3.0])  # 3 s: more than half of the overtaking bound
+def test_whoever_stands_behind_a_held_batch_has_time_still_and_takes_nothing_that_is_needed_sooner(waited_s):
+    line = HoldingLine(executors=2, memory=2)
+    line.ask("a", "b")
+    line.load()
+    while line.under_way:
+        line.end()
+    line.requests = 10
+    line.ask("b", "b", "b", "b", "b", "a")
+    assert line.given[2:] == [(11,), (12,), (13, 15)]  # 14 stands behind 12, and 16, which needs a, behind that
+    line.ask("c")
+    line.now += waited_s
+    line.handle(events.Tick())
+    assert not line.told(Evict)
+    assert line.engine.statistics().evictions == 0
 
 
 def test_a_cancelled_request_that_is_held_ends_with_its_batch():

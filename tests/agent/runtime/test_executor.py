@@ -309,3 +309,25 @@ def test_what_is_behind_the_batch_that_runs_is_run_next_but_not_once_the_executo
     assert executor.stop(PATIENCE_S)
     assert answers.empty()
     assert slot.copy is copy
+
+
+def test_what_is_behind_a_batch_that_met_a_lost_device_is_not_run(line):
+    may_begin, asked, others = threading.Event(), [], set(threading.enumerate())
+
+    def is_gone():
+        assert may_begin.wait(PATIENCE_S)
+        asked.append("ask")
+        raise torch.AcceleratorError("CUDA error: unknown error")
+
+    desk = Desk(line, DeviceWatch("cuda", is_gone))
+    copy = line.copy("own-0")
+    for number in (1, 2):  # its expert is not there, so each fails
+        batch = Batch(number, 0, copy.expert.id, copy.name, (number,), 0)
+        desk.executor.start_batch(batch, copy.expert, [line.pixels(number)])
+    executor = next(thread for thread in threading.enumerate() if thread.name == "executor-0" and thread not in others)
+    may_begin.set()
+    assert isinstance(desk.answers.get(timeout=PATIENCE_S), Breakdown)
+    executor.join(PATIENCE_S)  # it ends without having been stopped
+    assert not executor.is_alive()
+    assert asked == ["ask"]
+    desk.close()

@@ -525,13 +525,14 @@ def test_whoever_watches_is_told_of_each_batch_before_it_runs_and_after_its_answ
     assert all(told.index(("begun", each)) < told.index(("ended", each)) for each in asked)
 
 
-def test_an_executor_has_its_next_batch_before_it_answers(line):
+def test_an_executor_has_its_next_batch_before_it_answers_and_begins_that_afterwards(line):
     told = []
     agent = Agent(line)
     agent.loop.watch_batches(
         BatchWatch(
-            lambda requests: told.append(("begun", len(requests))),
-            lambda requests: told.append(("ended", len(requests))),
+            lambda requests: told.append(("begun", requests[0])),
+            lambda requests: told.append(("ended", requests[0])),
+            given=lambda requests: told.append(("given", requests[0])),
         )
     )
     asked = {}
@@ -540,7 +541,8 @@ def test_an_executor_has_its_next_batch_before_it_answers(line):
         asked[agent.loop.submit(image, component="own-0")] = ("own-0", image)
     with agent:
         agent.settle()
-    assert told == [("begun", 4), ("begun", 4), ("ended", 4), ("begun", 4), ("ended", 4), ("ended", 4)]
+    first, second, third = (tuple((what, first) for what in ("given", "begun", "ended")) for first in (1, 5, 9))
+    assert told == [*first[:2], second[0], first[2], second[1], third[0], second[2], third[1], third[2]]
     assert_verdicts(agent, asked)
 
 

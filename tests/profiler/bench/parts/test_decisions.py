@@ -9,7 +9,7 @@ import pytest
 from profiler.bench.parts.decisions import measure_decisions
 
 BATCHES = 4 * 8  # four executors, eight requests a batch at most
-NOT_WAITING = 2 * BATCHES  # those that run, and those that have ended and whose followers come next
+NOT_WAITING = 3 * BATCHES  # those that run or are held, and those that have ended and whose followers come next
 
 
 @pytest.mark.parametrize("policy", ["coserve", "paper", "samba"])
