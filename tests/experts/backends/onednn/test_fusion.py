@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from experts.backends.onednn.calls import Arrangements, bound
 from experts.backends.onednn.fusion import Activation, FusedCall, fused
@@ -217,3 +218,47 @@ def test_a_weight_of_two_convolutions_stays_plain_in_both():
 def test_linear_layers_take_their_activation_along_and_small_ones_stay():
     (only,) = check(Layers())
     assert (only.weight, only.activation) == ("first.weight", Activation("gelu", (), "tanh"))
+
+
+class Attending(nn.Module):
+    """Attention whose query, key and value lie transposed: of the same rows, or of three that differ."""
+
+    def __init__(self, *, is_of_itself):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 3, batch_first=True)
+        self.is_of_itself = is_of_itself
+        self.eval().requires_grad_(False)
+
+    def forward(self, images):
+        rows = images.flatten(2).reshape(len(images), -1, 12)
+        key, value = (rows, rows) if self.is_of_itself else (rows.sin(), rows.cos())
+        return self.attention(rows, key, value, need_weights=False)[0]
+
+
+class ReadByAttention(TorchFunctionMode):
+    """What attention is given while this is entered."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is functional.multi_head_attention_forward:
+            self.read.append(args[:3])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("is_of_itself", "distinct"), [(True, 1), (False, 3)])
+def test_attention_reads_rows_in_order_each_copied_once(is_of_itself, distinct):
+    torch.manual_seed(0)
+    module = Attending(is_of_itself=is_of_itself)
+    weights, images = dict(module.state_dict()), torch.randn(4, 3, *SIZE)
+    expected = module(images)
+    found = fusion_of(module)
+    graph = GraphModule(nn.Module(), found.graph)
+    with torch.inference_mode(), ReadByAttention() as watching:
+        (answer,) = graph(images, *(given(part, weights) for part in found.inputs))
+    (read,) = watching.read
+    assert all(each.is_contiguous() for each in read)
+    assert len({id(each) for each in read}) == distinct
+    torch.testing.assert_close(answer, expected)
