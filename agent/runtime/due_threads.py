@@ -1,9 +1,9 @@
 """A few threads that carry out what is due first first, whenever it was given to them.
 
 Guarantees: each task ends: with its call's result or error, or cancelled before it began; a task that is hurried comes
-before all that are not; of those that are due at once, the one that was given first; a task that others hurry, too,
-is begun by whoever comes first. As those of
-``experts.daemon_threads``, these keep no process from ending.
+before all that are not; of those that are due at once, the one that was given first; a task that others hurry, too, or
+carry out themselves, is begun by whoever comes first. No more of them work at once than was last allowed, but for what
+they had begun before. As those of ``experts.daemon_threads``, these keep no process from ending.
 """
 
 from __future__ import annotations
@@ -52,6 +52,12 @@ class DueTask(Generic[Result]):
         task.future.set_result(result)
         return task
 
+    def begin(self) -> None:
+        """Carry it out on the calling thread, unless somebody has begun it."""
+        call = self.claim()
+        if call is not None:
+            self.carry_out(call)
+
     def carry_out(self, call: Callable[[Callable[[Result], None]], None]) -> None:
         """Unless it was cancelled."""
         if not self.future.set_running_or_notify_cancel():
@@ -66,10 +72,10 @@ class DueTask(Generic[Result]):
 
 
 class DueThreads:
-    """At most ``count`` of them, started as they are needed; each calls ``begin`` first."""
+    """At most ``count`` of them, started as they are needed; each calls ``begin`` first. At first all may work."""
 
     def __init__(self, threads: int, name: str, begin: Callable[[], None] = lambda: None) -> None:
-        self._count = threads
+        self._count = self._allowed = threads
         self._name = name
         self._begin = begin
         self._tasks: list[tuple[float, int, DueTask[Any]]] = []  # a heap
@@ -95,6 +101,14 @@ class DueThreads:
                 task.due_s = -math.inf
                 self._push(task)  # it is listed twice: whoever comes to the second finds it begun
 
+    def allow(self, threads: int) -> None:
+        """No more than so many of them begin something from now on."""
+        with self._changed:
+            has_more = threads > self._allowed
+            self._allowed = threads
+            if has_more and self._tasks:
+                self._changed.notify(threads)
+
     def stop(self, timeout_s: float | None = None) -> bool:
         """End the threads after what they work on; False if that took longer. What was not begun is cancelled."""
         with self._changed:
@@ -107,6 +121,10 @@ class DueThreads:
         for thread in self._threads:
             thread.join(None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
+
+    @property
+    def _may_begin(self) -> bool:
+        return len(self._threads) - self._idle < self._allowed
 
     def _push(self, task: DueTask[Result]) -> None:
         heappush(self._tasks, (task.due_s, next(self._number), task))
@@ -127,7 +145,7 @@ class DueThreads:
         with self._changed:
             self._idle += 1
             while True:
-                self._changed.wait_for(lambda: self._is_stopped or self._tasks)
+                self._changed.wait_for(lambda: self._is_stopped or (self._tasks and self._may_begin))
                 if self._is_stopped:
                     return None
                 task = heappop(self._tasks)[2]

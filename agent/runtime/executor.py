@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
@@ -28,6 +27,7 @@ import torch
 from agent.core.events import BatchFailed, Finished, Progressed
 from agent.core.request import Rejected
 from agent.runtime.device_loss import Breakdown, DeviceWatch
+from agent.runtime.due_threads import DueTask
 from agent.runtime.image_sources import image_name
 from agent.runtime.machine.box import torch_device
 from agent.runtime.text_sources import TextSource
@@ -85,7 +85,7 @@ class _Images:
     """A batch with its images, which may be in preparation already."""
 
     batch: Batch
-    prepared: tuple[Future[Prepared | Rejected], ...]
+    prepared: tuple[DueTask[Prepared | Rejected], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,7 @@ class BatchExecutor:
         self._preparation = preparation
         self._post = post
         self._torch_threads = threads
+        self._computing_threads = threads if torch_device(spec.processor) == "cpu" else 1  # else it feeds a device
         self._watch = watch or DeviceWatch()
         self._texts = texts
         self._device = torch_device(spec.processor)
@@ -172,21 +173,20 @@ class BatchExecutor:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _prepare(self, expert: Expert, image: Shown, request: int) -> Future[Prepared | Rejected]:
+    def _prepare(self, expert: Expert, image: Shown, request: int) -> DueTask[Prepared | Rejected]:
         if isinstance(image, TextSource):
             image = Rejected(f"{expert.id} takes images, and request {request} is a text")
         if not isinstance(image, Prepared | Rejected):
             return self._preparation.take(request, image, image_name(image, request), expert)
-        ready: Future[Prepared | Rejected] = Future()
-        ready.set_result(image)
-        return ready
+        return DueTask.done(image)
 
     def _run(self) -> None:
         try:
             use_threads(self._torch_threads)
             with own_stream(self._device):
                 while (work := self._inbox.get()) is not None and not self._is_stopping:
-                    answer = self._answer(work)
+                    with self._preparation.computing(self._computing_threads):
+                        answer = self._answer(work)
                     self._post(answer)
                     if isinstance(answer, Breakdown):
                         return  # whatever is behind it waits for the next agent: a lost device may hang
@@ -201,7 +201,7 @@ class BatchExecutor:
         try:
             if isinstance(work, _Quantum):
                 return self._run_quantum(work, started)
-            prepared = [future.result() for future in work.prepared]
+            prepared = _prepared(work.prepared)
             self._waited(time.monotonic() - started)
             results, infer_s = self._execute(work.batch, prepared)
         except Exception as error:
@@ -272,6 +272,16 @@ class BatchExecutor:
             busy_s=before.busy_s + busy_s,
             infer_s=before.infer_s + infer_s,
         )
+
+
+def _prepared(images: Sequence[DueTask[Prepared | Rejected]]) -> list[Prepared | Rejected]:
+    """A batch's images, as soon as they are ready; the executor, who has nothing else to do, begins those that wait.
+
+    Where all cores compute, nothing is prepared ahead; small images cost less than to wake somebody for each of them.
+    """
+    for task in images:
+        task.begin()
+    return [task.future.result() for task in images]
 
 
 def model_of(skeleton: Skeleton) -> Model:

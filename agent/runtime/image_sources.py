@@ -61,6 +61,11 @@ class Frame:
         """What a rejection calls it."""
         return self._image.name
 
+    @property
+    def stored_bytes(self) -> int:
+        """What its parts have to be made from."""
+        return len(self._image.content) if self._pixels is None else 0
+
     def pixels(self, room_for: RoomFor) -> NDArray[np.uint8]:
         """uint8 RGB, (height, width, 3). Raises ImageError, the same one each time."""
         with self._lock:
@@ -137,6 +142,22 @@ def _cut(part: FramePart, room_for: RoomFor) -> NDArray[np.uint8]:
     if right > width or bottom > height:
         raise ImageUnreadable(part.name, f"its box {list(part.box)} leaves the frame of {width} x {height} pixels")
     return np.ascontiguousarray(pixels[top:bottom, left:right])
+
+
+def stored_bytes(image: ImageSource) -> int:
+    """What a source has to be made from: its file's bytes, or its pixels where these are there. 0: nothing tells."""
+    if isinstance(image, np.ndarray):
+        return image.nbytes
+    if isinstance(image, bytes):
+        return len(image)
+    if isinstance(image, EncodedImage):
+        return len(image.content)
+    if isinstance(image, FramePart):
+        return image.frame.stored_bytes
+    try:
+        return (image.path if isinstance(image, ImageFile) else image).stat().st_size
+    except OSError:
+        return 0
 
 
 def image_name(image: ImageSource, request: int) -> str:

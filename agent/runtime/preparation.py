@@ -1,6 +1,9 @@
 """Preparation: images are decoded and prepared for their experts, ahead of their batches and on threads of their own.
 
-Guarantees: what is due first is begun first, and what a started batch waits for before everything else; an image is
+Ahead of their batches, crops are begun on cores that no executor computes on, photographs on all of them, at the lowest
+priority. See ``LARGE_BYTES``.
+
+Guarantees: what is due first is begun first, of either, and what a started batch waits for before all; an image is
 decoded once for all the steps that it was told of, unless it was forgotten meanwhile; of one that is forgotten nothing
 is held but what a batch has; images in decoding take DECODING_BYTES together at most. What the box has no memory for
 is not the image's fault: such a MemoryError is the future's, all else is a Prepared or Rejected.
@@ -27,7 +30,7 @@ from typing import TYPE_CHECKING
 from agent.core.request import Rejected
 from agent.runtime.due_threads import DueTask, DueThreads
 from agent.runtime.expert_copy import prepared_form
-from agent.runtime.image_sources import decoded
+from agent.runtime.image_sources import decoded, stored_bytes
 from agent.runtime.threads import give_way, use_threads
 from experts.backends import backend_for
 from experts.errors import ImageError
@@ -48,6 +51,10 @@ logger = logging.getLogger(__name__)
 
 DECODING_BYTES = 512 * 1024 * 1024  # what images in decoding take together; one that takes more is decoded alone
 LEAST_THREADS = 2
+# From here on an image is large: decoding it is worth being begun anywhere, at a priority that gives way to executors.
+# Little of that holds the interpreter's lock. What is smaller costs a millisecond, mostly with the lock: a thread that
+# had it and gave way held up executors, whose operators' threads spin on all cores meanwhile. arbitrary within a factor
+LARGE_BYTES = 256 * 1024
 MARGIN = 2  # times as many pixels to a side as the expert sees: less, and the decoder would do the smoothing
 AT_ONCE = -math.inf  # due before everything that is only due some time
 
@@ -141,7 +148,7 @@ class _Image:
 def threads_for(box: Box) -> int:
     """As many as the box has cores, at least two, so that reading one image overlaps with decoding another.
 
-    What is prepared ahead gives way to executors; what a batch waits for does not, on as many threads beside these.
+    What is large and prepared ahead gives way to executors; what a batch waits for does not. Each has so many threads.
     Decoders that share their cores make an executor's operators wait for one another: two cores with a ResNet50 and
     photographs of 12 megapixels gave 0.84 of the images/s of decoding when the batch starts, and 1.16 giving way; more
     of the time is spent waiting then, as what is decoded on these cores is not computed on them.
@@ -166,7 +173,11 @@ class Preparation:
         max_pixels: int = DEFAULT_MAX_PIXELS,
         scaled: frozenset[str] = frozenset(),
     ) -> None:
-        self._ahead = DueThreads(threads, "prepare", _begin_giving_way)
+        self._threads = threads
+        self._computing = 0  # threads that executors compute on
+        self._changing = Lock()
+        self._ahead = DueThreads(threads, "prepare", lambda: use_threads(1))
+        self._large = DueThreads(threads, "prepare-large", _begin_giving_way)
         self._awaited = DueThreads(threads, "prepare-now", lambda: use_threads(1))
         self._max_pixels = max_pixels
         self.scaled = scaled
@@ -201,22 +212,36 @@ class Preparation:
             known.is_taken = False
         known.let_go()
 
-    def take(self, request: int, image: ImageSource, name: str, expert: Expert) -> Future[Prepared | Rejected]:
-        """What a batch has from now on, and soon waits for; see ``hurry``."""
+    def take(self, request: int, image: ImageSource, name: str, expert: Expert) -> DueTask[Prepared | Rejected]:
+        """What a batch has from now on, and soon asks for; see ``hurry``."""
         known = self._images.get(request)
         if known is None or known.task is None:
-            return self.start(expert, image, name)
+            return self._begin(_Image(image, name, _Wanted(expert)), expert, AT_ONCE)
         future = known.task.future
         if future.done() and (future.cancelled() or future.exception() is not None):
             known.task = self._begin(known, expert, AT_ONCE)  # there may be memory for it now
         known.is_taken = True
-        return known.task.future
+        return known.task
 
     def hurry(self, request: int) -> None:
         """A batch waits for its image: before everything that is only due some time."""
         known = self._images.get(request)
         if known is not None and known.task is not None:
             self._awaited.hurry(known.task)
+
+    @contextmanager
+    def computing(self, threads: int) -> Iterator[None]:
+        """An executor has a batch, and its operators so many threads: fewer crops are prepared ahead meanwhile."""
+        self._compute(threads)
+        try:
+            yield
+        finally:
+            self._compute(-threads)
+
+    def _compute(self, more: int) -> None:
+        with self._changing:
+            self._computing += more
+            self._ahead.allow(max(self._threads - self._computing, 0))
 
     def forget(self, request: int) -> None:
         """Nothing is held for a request any more but what a batch has of it."""
@@ -242,12 +267,16 @@ class Preparation:
     def stop(self, timeout_s: float | None = None) -> bool:
         """End the threads, after what is in preparation; False if that took longer."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        has_ended = self._awaited.stop(timeout_s)
-        left_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0)
-        return self._ahead.stop(left_s) and has_ended
+        has_ended = True
+        for threads in (self._awaited, self._ahead, self._large):
+            left_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0)
+            has_ended &= threads.stop(left_s)
+        return has_ended
 
     def _begin(self, image: _Image, expert: Expert, due_s: float) -> DueTask[Prepared | Rejected]:
-        threads = self._awaited if due_s == AT_ONCE else self._ahead
+        threads = self._awaited
+        if due_s != AT_ONCE:
+            threads = self._ahead if stored_bytes(image.source) < LARGE_BYTES else self._large
         return threads.submit(lambda answer: self._work(image, expert, answer), due_s)
 
     def _work(self, image: _Image, expert: Expert, answer: Callable[[Prepared | Rejected], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from queue import SimpleQueue
 
 import pytest
 
@@ -110,6 +111,43 @@ def test_stopping_cancels_what_was_not_begun(busy):
 
 def test_a_task_that_is_done_has_its_result():
     assert DueTask.done(3).future.result() == 3
+
+
+def test_whoever_asks_carries_out_what_nobody_has_begun_and_nothing_else(busy):
+    waiting = busy.submit("waiting", 1.0)
+    waiting.begin()
+    busy.holding.begin()  # the thread is at it
+    assert (waiting.future.result(0.0), busy.holding.future.done()) == ("waiting", False)
+    cancelled = busy.submit("cancelled", 2.0)
+    assert cancelled.future.cancel()
+    cancelled.begin()
+    busy.let_go()
+    assert busy.submit("last", 3.0).future.result(PATIENCE_S) == "last"
+    assert busy.done == ["waiting", "last"]
+
+
+def test_no_more_of_them_begin_than_are_allowed():
+    threads, begun, may_go = DueThreads(3, "test"), SimpleQueue(), threading.Event()
+
+    def call(answer):
+        begun.put(None)
+        assert may_go.wait(PATIENCE_S)
+        answer(None)
+
+    threads.allow(0)
+    tasks = [threads.submit(call, 1.0) for _ in range(4)]
+    for allowed in (1, 2):
+        threads.allow(allowed)
+        begun.get(timeout=PATIENCE_S)
+        assert sum(task.is_open for task in tasks) == 4 - allowed
+    threads.allow(0)
+    may_go.set()
+    for task in tasks:
+        task.begin()
+    assert [task.future.result(PATIENCE_S) for task in tasks] == [None] * 4
+    threads.allow(3)
+    assert threads.submit(call, 1.0).future.result(PATIENCE_S) is None
+    assert threads.stop(PATIENCE_S)
 
 
 def test_a_task_that_other_threads_hurry_is_begun_once(busy):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
 
@@ -88,6 +89,22 @@ def test_results_come_in_the_order_of_the_requests(desk, line):
     images = [line.pixels(seed) for seed in range(5)]
     finished = desk.run("own-0", *images)
     assert finished == Finished(1, tuple(line.predict("own-0", image) for image in images))
+
+
+def test_who_prepares_ahead_knows_what_an_executor_computes_on(desk, line, monkeypatch):
+    told, computing = [], desk.preparation.computing
+
+    @contextmanager
+    def noting(threads):
+        told.append((threads, desk.answers.qsize()))
+        with computing(threads):
+            yield
+        told.append((-threads, desk.answers.qsize()))
+
+    monkeypatch.setattr(desk.preparation, "computing", noting)
+    desk.load("own-0")
+    desk.run("own-0", line.pixels(0))
+    assert told == [(1, 0), (-1, 0)]  # over before the answer is told of: the next batch may be there at once
 
 
 def test_pixels_bytes_and_paths_are_the_same_image(desk, line, tmp_path):

@@ -15,9 +15,9 @@ from PIL import Image
 import agent.runtime.preparation
 from agent.core.request import Rejected
 from agent.runtime.expert_copy import prepared_form
-from agent.runtime.image_sources import EncodedImage, Frame, FramePart, decoded, pixels_of
+from agent.runtime.image_sources import EncodedImage, Frame, FramePart, ImageFile, decoded, pixels_of, stored_bytes
 from agent.runtime.machine.detection import detect
-from agent.runtime.preparation import Preparation, threads_for
+from agent.runtime.preparation import LARGE_BYTES, Preparation, threads_for
 from experts.backends import backend_for
 from experts.expert import Expert, Fit, InputSpec
 
@@ -42,6 +42,9 @@ def encoded(height, width, seed=0):
 
 def bytes_of(*experts):
     return sum({form.name: form.size_bytes for form in map(prepared_form, experts)}.values())
+
+
+LARGE = np.zeros((300, 300, 3), dtype=np.uint8)
 
 
 class Workplace:
@@ -73,17 +76,18 @@ class Workplace:
 
     def result(self, request, source, expert):
         """As a batch has it."""
-        return self.preparation.take(request, source, str(request), expert).result(PATIENCE_S)
+        return self.preparation.take(request, source, str(request), expert).future.result(PATIENCE_S)
 
     def settle(self):
-        """What is under way for later steps has been done, too: there is one thread for what a batch waits for, and
-        one for what is due later."""
+        """What is under way for later steps has been done, too: there is one thread for what a batch waits for, one
+        for crops that are due later, and one for photographs."""
         nothing, (awaited, ahead) = np.zeros((4, 4, 3), dtype=np.uint8), LAST
         self.preparation.start(SMALL, nothing, awaited).result(PATIENCE_S)
-        self.is_last.clear()
-        self.preparation.prepare(-1, nothing, ahead, SMALL, due_s=math.inf)
-        assert self.is_last.wait(PATIENCE_S)
-        self.preparation.forget(-1)
+        for image in (nothing, LARGE):
+            self.is_last.clear()
+            self.preparation.prepare(-1, image, ahead, SMALL, due_s=math.inf)
+            assert self.is_last.wait(PATIENCE_S)
+            self.preparation.forget(-1)
 
 
 @pytest.fixture
@@ -133,7 +137,7 @@ def test_what_is_forgotten_is_decoded_again_and_nothing_is_held(workplace):
     workplace.prepare(1, image, SMALL, OTHER)
     taken = workplace.preparation.take(1, image, "1", SMALL)
     workplace.preparation.forget(1)
-    assert_prepared(taken.result(PATIENCE_S), image, SMALL)
+    assert_prepared(taken.future.result(PATIENCE_S), image, SMALL)
     workplace.settle()
     assert workplace.preparation.held_bytes == 0
     workplace.prepare(1, image, OTHER)
@@ -165,10 +169,42 @@ def test_what_nobody_wants_any_more_is_not_decoded_and_who_waits_is_first(workpl
     workplace.preparation.hurry(5)  # of nobody
     assert workplace.is_four_begun.wait(PATIENCE_S)
     workplace.may_decode.set()
-    taken.result(PATIENCE_S)
+    taken.future.result(PATIENCE_S)
     workplace.settle()
     workplace.result(3, images[3], SMALL)
     assert sorted(workplace.decoded) == ["1", "3", "4"]
+
+
+def test_while_an_executor_computes_crops_wait_and_photographs_do_not(workplace):
+    crop, photograph = encoded(20, 20), encoded(400, 400)
+    with workplace.preparation.computing(1):
+        workplace.prepare(1, crop, SMALL, due_s=1.0)
+        workplace.prepare(2, photograph, SMALL, due_s=2.0)
+        assert_prepared(workplace.result(2, photograph, SMALL), photograph, SMALL)
+        with workplace.preparation.computing(1):
+            pass  # that another one is over leaves the first
+        taken = workplace.preparation.take(1, crop, "1", SMALL)
+        assert (workplace.decoded, taken.is_open) == (["2"], True)
+        taken.begin()  # by the batch itself
+        assert_prepared(taken.future.result(0.0), crop, SMALL)
+        workplace.prepare(3, crop, SMALL, due_s=3.0)
+    assert_prepared(workplace.result(3, crop, SMALL), crop, SMALL)
+    assert workplace.decoded == ["2", "1", "3"]
+
+
+def test_a_photograph_is_told_by_what_it_is_made_from(tmp_path):
+    photograph = encoded(400, 400)
+    size = len(photograph.content)
+    file = tmp_path / "board.png"
+    file.write_bytes(photograph.content)
+    part = FramePart(Frame(photograph, None), (0, 0, 20, 20), "R1")
+    alike = [photograph, photograph.content, file, ImageFile(file, 1000), part]
+    assert [stored_bytes(each) for each in alike] == [size] * 5
+    assert stored_bytes(LARGE) == 300 * 300 * 3
+    pixels_of(part, "R1")
+    assert stored_bytes(part) == 0  # what is left of it is a cut
+    assert stored_bytes(tmp_path / "gone.png") == 0
+    assert len(encoded(60, 60).content) < LARGE_BYTES < min(size, LARGE.nbytes)
 
 
 def test_a_batch_has_what_was_not_told_of_before(workplace):
