@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from concurrent.futures import Future
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from threading import Condition, Lock, Thread
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -20,30 +20,45 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    Call = Callable[[Callable[["Result"], None]], None]
+
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+LEAST_LISTED = 64  # tasks; no list that short is cleared of those that others have begun
+
+
+class _Work(Generic[Result]):
+    """A task and its call, for the one who comes first. It holds nothing any more of what was begun or cancelled."""
+
+    def __init__(self, task: DueTask[Result], call: Call[Result]) -> None:
+        self._held: tuple[DueTask[Result], Call[Result]] | None = (task, call)
+        self._claiming = Lock()
+
+    @property
+    def is_open(self) -> bool:
+        return self._held is not None
+
+    def claim(self) -> tuple[DueTask[Result], Call[Result]] | None:
+        """None for all but the first."""
+        with self._claiming:
+            held, self._held = self._held, None
+        return held
 
 
 class DueTask(Generic[Result]):
     """A call that is due at some time, and its result. The call is given what to answer with, and may go on after."""
 
-    def __init__(self, call: Callable[[Callable[[Result], None]], None] | None, due_s: float) -> None:
-        self._call = call  # None once somebody carries it out
-        self._claiming = Lock()
+    def __init__(self, call: Call[Result] | None, due_s: float) -> None:
+        self.work = None if call is None else _Work(self, call)
         self.due_s = due_s
         self.future: Future[Result] = Future()
 
     @property
     def is_open(self) -> bool:
-        """Does nobody carry it out yet?"""
-        return self._call is not None
-
-    def claim(self) -> Callable[[Callable[[Result], None]], None] | None:
-        """Its call, for the one who comes first; None for the others, and once it was cancelled."""
-        with self._claiming:
-            call, self._call = self._call, None
-        return None if self.future.cancelled() else call
+        """Has nobody begun or cancelled it yet?"""
+        return self.work is not None and self.work.is_open
 
     @classmethod
     def done(cls, result: Result) -> DueTask[Result]:
@@ -54,12 +69,17 @@ class DueTask(Generic[Result]):
 
     def begin(self) -> None:
         """Carry it out on the calling thread, unless somebody has begun it."""
-        call = self.claim()
-        if call is not None:
-            self.carry_out(call)
+        held = None if self.work is None else self.work.claim()
+        if held is not None:
+            self.carry_out(held[1])
 
-    def carry_out(self, call: Callable[[Callable[[Result], None]], None]) -> None:
-        """Unless it was cancelled."""
+    def cancel(self) -> None:
+        """Unless somebody has begun it."""
+        if self.work is not None and self.work.claim() is not None:
+            self.future.cancel()
+
+    def carry_out(self, call: Call[Result]) -> None:
+        """By whoever has claimed it."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:
@@ -78,28 +98,30 @@ class DueThreads:
         self._count = self._allowed = threads
         self._name = name
         self._begin = begin
-        self._tasks: list[tuple[float, int, DueTask[Any]]] = []  # a heap
+        self._tasks: list[tuple[float, int, _Work[Any]]] = []  # a heap
+        self._clears_at = LEAST_LISTED
         self._number = count()
         self._changed = Condition()
         self._threads: list[Thread] = []
         self._idle = 0
         self._is_stopped = False
 
-    def submit(self, call: Callable[[Callable[[Result], None]], None], due_s: float) -> DueTask[Result]:
+    def submit(self, call: Call[Result], due_s: float) -> DueTask[Result]:
         """Have it called when it is the first that is due. Raises RuntimeError once stopped."""
         task: DueTask[Result] = DueTask(call, due_s)
+        assert task.work is not None, "it has a call"
         with self._changed:
             if self._is_stopped:
                 raise RuntimeError(f"the threads {self._name} have been stopped")
-            self._push(task)
+            self._push(task.work, due_s)
         return task
 
     def hurry(self, task: DueTask[Result]) -> None:
         """Somebody waits for it: it comes before all others, unless it has begun. It may be one of other threads."""
         with self._changed:
-            if task.is_open and task.due_s != -math.inf and not self._is_stopped:
+            if task.work is not None and task.is_open and task.due_s != -math.inf and not self._is_stopped:
                 task.due_s = -math.inf
-                self._push(task)  # it is listed twice: whoever comes to the second finds it begun
+                self._push(task.work, task.due_s)  # it is listed twice: whoever comes to the second finds it begun
 
     def allow(self, threads: int) -> None:
         """No more than so many of them begin something from now on."""
@@ -115,8 +137,9 @@ class DueThreads:
             self._is_stopped = True
             waiting, self._tasks = self._tasks, []
             self._changed.notify_all()
-        for _, _, task in waiting:
-            task.future.cancel()
+        for _, _, work in waiting:
+            if (held := work.claim()) is not None:
+                held[0].future.cancel()
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0))
@@ -126,13 +149,21 @@ class DueThreads:
     def _may_begin(self) -> bool:
         return len(self._threads) - self._idle < self._allowed
 
-    def _push(self, task: DueTask[Result]) -> None:
-        heappush(self._tasks, (task.due_s, next(self._number), task))
+    def _push(self, work: _Work[Result], due_s: float) -> None:
+        if len(self._tasks) >= self._clears_at:
+            self._clear()
+        heappush(self._tasks, (due_s, next(self._number), work))
         self._changed.notify()
         if self._idle < len(self._tasks) and len(self._threads) < self._count:
             thread = Thread(target=self._run, name=f"{self._name}_{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()
+
+    def _clear(self) -> None:
+        """Of what others have begun: where none of these threads may work, nobody else comes across it."""
+        self._tasks = [each for each in self._tasks if each[2].is_open]
+        heapify(self._tasks)
+        self._clears_at = max(2 * len(self._tasks), LEAST_LISTED)
 
     def _run(self) -> None:
         self._begin()
@@ -141,15 +172,14 @@ class DueThreads:
             task.carry_out(call)
             del work, task, call  # what they hold is not kept until the next one comes
 
-    def _next(self) -> tuple[DueTask[Any], Callable[[Callable[[Any], None]], None]] | None:
+    def _next(self) -> tuple[DueTask[Any], Call[Any]] | None:
         with self._changed:
             self._idle += 1
             while True:
                 self._changed.wait_for(lambda: self._is_stopped or (self._tasks and self._may_begin))
                 if self._is_stopped:
                     return None
-                task = heappop(self._tasks)[2]
-                call = task.claim()
-                if call is not None:
+                held = heappop(self._tasks)[2].claim()
+                if held is not None:
                     self._idle -= 1
-                    return task, call
+                    return held

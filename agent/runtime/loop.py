@@ -95,7 +95,6 @@ class LoopOptions:
     """How an agent runs, beside what its Engine decides."""
 
     ssd_bytes_per_s: float | None = None  # holds loads from the SSD to a rate
-    preparation_threads: int | None = None  # None: as many as suit the box
     checks_invariants: bool = False  # recount everything whenever the agent falls idle
     max_pixels: int = 64_000_000
     scaled: frozenset[str] = frozenset()  # experts, by the line's names, for which JPEGs are decoded smaller
@@ -687,7 +686,7 @@ def assemble(
         link=link,
         watch=watch,
     )
-    preparation = Preparation(options.preparation_threads or threads_for(box), options.max_pixels, options.scaled)
+    preparation = Preparation(threads_for(box), options.max_pixels, options.scaled)
     engines = engines or text_engines(executors, limits, segments, keeps_prefixes=options.keeps_prefixes)
     texts = Texts(engines.by_executor, engines.lengths)
     running = {

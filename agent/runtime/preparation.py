@@ -1,7 +1,7 @@
 """Preparation: images are decoded and prepared for their experts, ahead of their batches and on threads of their own.
 
 Ahead of their batches, crops are begun on cores that no executor computes on, photographs on all of them, at the lowest
-priority. See ``LARGE_BYTES``.
+priority: see ``LARGE_BYTES``. What a batch still lacks its executor begins, too.
 
 Guarantees: what is due first is begun first, of either, and what a started batch waits for before all; an image is
 decoded once for all the steps that it was told of, unless it was forgotten meanwhile; of one that is forgotten nothing
@@ -250,7 +250,7 @@ class Preparation:
             return
         image.wanted = None
         if image.task is not None and not image.is_taken:
-            image.task.future.cancel()
+            image.task.cancel()
         image.task = None
         image.let_go()
 

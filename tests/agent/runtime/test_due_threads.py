@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from queue import SimpleQueue
 
 import pytest
@@ -10,6 +12,10 @@ import pytest
 from agent.runtime.due_threads import DueTask, DueThreads
 
 PATIENCE_S = 30.0
+
+
+class Result:
+    """Something large, as it were."""
 
 
 class Busy:
@@ -66,7 +72,9 @@ def test_whoever_is_waited_for_comes_before_all_others_and_once(busy):
 
 def test_what_is_cancelled_is_not_carried_out(busy):
     first, second = busy.submit("a", 1.0), busy.submit("b", 2.0)
-    assert first.future.cancel()
+    first.cancel()
+    busy.holding.cancel()  # it is begun
+    assert (first.future.cancelled(), busy.holding.future.cancelled()) == (True, False)
     busy.let_go()
     assert second.future.result(PATIENCE_S) == "b"
     assert busy.done == ["b"]
@@ -119,7 +127,7 @@ def test_whoever_asks_carries_out_what_nobody_has_begun_and_nothing_else(busy):
     busy.holding.begin()  # the thread is at it
     assert (waiting.future.result(0.0), busy.holding.future.done()) == ("waiting", False)
     cancelled = busy.submit("cancelled", 2.0)
-    assert cancelled.future.cancel()
+    cancelled.cancel()
     cancelled.begin()
     busy.let_go()
     assert busy.submit("last", 3.0).future.result(PATIENCE_S) == "last"
@@ -147,6 +155,27 @@ def test_no_more_of_them_begin_than_are_allowed():
     assert [task.future.result(PATIENCE_S) for task in tasks] == [None] * 4
     threads.allow(3)
     assert threads.submit(call, 1.0).future.result(PATIENCE_S) is None
+    assert threads.stop(PATIENCE_S)
+
+
+def test_nothing_is_kept_of_what_others_did_while_no_thread_may_work():
+    threads, results = DueThreads(1, "test"), []
+    threads.allow(0)
+    before = len(gc.get_objects())
+    for number in range(2000):
+        task = threads.submit(lambda answer: answer(Result()), float(number))
+        if number % 2:
+            task.begin()
+            results.append(weakref.ref(task.future.result(0.0)))
+        else:
+            task.cancel()
+    del task
+    gc.collect()
+    assert not any(result() for result in results)
+    assert len(gc.get_objects()) - before < 2000, "some are listed still"
+    last = threads.submit(lambda answer: answer("last"), 0.0)
+    threads.allow(1)
+    assert last.future.result(PATIENCE_S) == "last"
     assert threads.stop(PATIENCE_S)
 
 
