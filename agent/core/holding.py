@@ -6,7 +6,7 @@ where waiting for the answer could make nothing better:
 
     the batch is full: nobody who comes later could join it
     it is of the first group, so nobody is passed by it who was not to be passed anyway
-    its images are prepared, or being prepared
+    its images are prepared, or the shell was told to begin them
     its expert is in memory, and stays there; another expert than the running one's only while nobody lacks room there,
     and none while somebody there has waited beyond the overtaking bound, when this was last looked at
     it takes no more workspace than what runs, and so no more than is taken already

@@ -48,11 +48,15 @@ class _Work(Generic[Result]):
 
 
 class DueTask(Generic[Result]):
-    """A call that is due at some time, and its result. The call is given what to answer with, and may go on after."""
+    """A call that is due at some time, and its result. The call is given what to answer with, and may go on after.
 
-    def __init__(self, call: Call[Result] | None, due_s: float) -> None:
+    ``is_short``: it takes less than to wait for another thread.
+    """
+
+    def __init__(self, call: Call[Result] | None, due_s: float, *, is_short: bool = False) -> None:
         self.work = None if call is None else _Work(self, call)
         self.due_s = due_s
+        self.is_short = is_short
         self.future: Future[Result] = Future()
 
     @property
@@ -106,9 +110,9 @@ class DueThreads:
         self._idle = 0
         self._is_stopped = False
 
-    def submit(self, call: Call[Result], due_s: float) -> DueTask[Result]:
+    def submit(self, call: Call[Result], due_s: float, *, is_short: bool = False) -> DueTask[Result]:
         """Have it called when it is the first that is due. Raises RuntimeError once stopped."""
-        task: DueTask[Result] = DueTask(call, due_s)
+        task: DueTask[Result] = DueTask(call, due_s, is_short=is_short)
         assert task.work is not None, "it has a call"
         with self._changed:
             if self._is_stopped:
@@ -129,7 +133,7 @@ class DueThreads:
             has_more = threads > self._allowed
             self._allowed = threads
             if has_more and self._tasks:
-                self._changed.notify(threads)
+                self._changed.notify(min(threads, len(self._tasks)))
 
     def stop(self, timeout_s: float | None = None) -> bool:
         """End the threads after what they work on; False if that took longer. What was not begun is cancelled."""

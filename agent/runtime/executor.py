@@ -1,4 +1,4 @@
-"""Executors: one thread each, which runs batches on images that others prepare.
+"""Executors: one thread each, which runs batches on images that are prepared beside it.
 
 Guarantees: every batch that was started is answered exactly once: with Finished (one Prediction or Rejected per
 request, in order), with Progressed where it has a quantum, or with BatchFailed; a broken image or text, or one that an
@@ -185,8 +185,7 @@ class BatchExecutor:
             use_threads(self._torch_threads)
             with own_stream(self._device):
                 while (work := self._inbox.get()) is not None and not self._is_stopping:
-                    with self._preparation.computing(self._computing_threads):
-                        answer = self._answer(work)
+                    answer = self._answer(work)
                     self._post(answer)
                     if isinstance(answer, Breakdown):
                         return  # whatever is behind it waits for the next agent: a lost device may hang
@@ -200,10 +199,12 @@ class BatchExecutor:
         started = time.monotonic()
         try:
             if isinstance(work, _Quantum):
-                return self._run_quantum(work, started)
+                with self._preparation.computing(self._computing_threads):
+                    return self._run_quantum(work, started)
             prepared = _prepared(work.prepared)
             self._waited(time.monotonic() - started)
-            results, infer_s = self._execute(work.batch, prepared)
+            with self._preparation.computing(self._computing_threads):
+                results, infer_s = self._execute(work.batch, prepared)
         except Exception as error:
             lost = self._watch.lost_by(error)
             if lost is not None:
@@ -275,12 +276,14 @@ class BatchExecutor:
 
 
 def _prepared(images: Sequence[DueTask[Prepared | Rejected]]) -> list[Prepared | Rejected]:
-    """A batch's images, as soon as they are ready; the executor, who has nothing else to do, begins those that wait.
+    """A batch's images, as soon as they are ready; the executor, who has nothing else to do, begins crops that wait.
 
-    Where all cores compute, nothing is prepared ahead; small images cost less than to wake somebody for each of them.
+    Where all cores compute, none is prepared ahead; each costs less than to wake somebody for it. A photograph does
+    not, and who prepares it goes on for its later steps.
     """
     for task in images:
-        task.begin()
+        if task.is_short:
+            task.begin()
     return [task.future.result() for task in images]
 
 

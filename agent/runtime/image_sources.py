@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     RoomFor = Callable[[int], AbstractContextManager[object]]
 
+BYTES_OF_PIXELS = 10  # a byte of a file is worth so many of pixels, about; arbitrary
+
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
@@ -63,7 +65,7 @@ class Frame:
 
     @property
     def stored_bytes(self) -> int:
-        """What its parts have to be made from."""
+        """What its parts have to be made from, until one of them is."""
         return len(self._image.content) if self._pixels is None else 0
 
     def pixels(self, room_for: RoomFor) -> NDArray[np.uint8]:
@@ -144,20 +146,20 @@ def _cut(part: FramePart, room_for: RoomFor) -> NDArray[np.uint8]:
     return np.ascontiguousarray(pixels[top:bottom, left:right])
 
 
-def stored_bytes(image: ImageSource) -> int:
-    """What a source has to be made from: its file's bytes, or its pixels where these are there. 0: nothing tells."""
+def stored_bytes(image: ImageSource) -> int | None:
+    """What a source has to be decoded from; of pixels, which need not be, a part that stands for scaling them.
+
+    None: it is not known before somebody reads it, as to ask for it may take as long as reading.
+    """
     if isinstance(image, np.ndarray):
-        return image.nbytes
+        return image.nbytes // BYTES_OF_PIXELS
     if isinstance(image, bytes):
         return len(image)
     if isinstance(image, EncodedImage):
         return len(image.content)
     if isinstance(image, FramePart):
         return image.frame.stored_bytes
-    try:
-        return (image.path if isinstance(image, ImageFile) else image).stat().st_size
-    except OSError:
-        return 0
+    return None
 
 
 def image_name(image: ImageSource, request: int) -> str:

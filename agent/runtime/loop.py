@@ -136,7 +136,7 @@ class BatchWatch:
     """Who is told, on the loop's thread, which requests a batch runs now, and that it has its answer.
 
     ``given``: before its executor has it, which may hold it behind another one first; it can run at any moment then.
-    ``preparing``: what is entered, on any thread, while a request's image is decoded and prepared ahead of that.
+    ``preparing``: what is entered, on any thread, while a request's image is decoded and prepared ahead of its batch.
     """
 
     begun: Callable[[Sequence[int]], None]
@@ -686,7 +686,7 @@ def assemble(
         link=link,
         watch=watch,
     )
-    preparation = Preparation(threads_for(box), options.max_pixels, options.scaled)
+    preparation = Preparation(threads_for(box), options.max_pixels, options.scaled, box.cores)
     engines = engines or text_engines(executors, limits, segments, keeps_prefixes=options.keeps_prefixes)
     texts = Texts(engines.by_executor, engines.lengths)
     running = {

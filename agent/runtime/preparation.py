@@ -51,9 +51,10 @@ logger = logging.getLogger(__name__)
 
 DECODING_BYTES = 512 * 1024 * 1024  # what images in decoding take together; one that takes more is decoded alone
 LEAST_THREADS = 2
-# From here on an image is large: decoding it is worth being begun anywhere, at a priority that gives way to executors.
-# Little of that holds the interpreter's lock. What is smaller costs a millisecond, mostly with the lock: a thread that
-# had it and gave way held up executors, whose operators' threads spin on all cores meanwhile. arbitrary within a factor
+# From here on, and where nobody knows, an image is large: decoding it is worth being begun anywhere, at a priority that
+# gives way to executors. Little of that holds the interpreter's lock. What is smaller costs a millisecond, mostly with
+# the lock: a thread that had it and gave way held up executors, whose operators' threads spin on all cores meanwhile.
+# arbitrary, within a factor
 LARGE_BYTES = 256 * 1024
 MARGIN = 2  # times as many pixels to a side as the expert sees: less, and the decoder would do the smoothing
 AT_ONCE = -math.inf  # due before everything that is only due some time
@@ -162,8 +163,9 @@ def _begin_giving_way() -> None:
 
 
 class Preparation:
-    """Of one agent: ``threads`` of them. ``scaled``: experts for which JPEGs are made smaller while they are decoded.
+    """Of one agent: ``threads`` of each kind, on ``cores``, by default as many.
 
+    ``scaled``: experts for which JPEGs are made smaller while they are decoded.
     Requests' images are told of, taken and forgotten on one thread, the loop's.
     """
 
@@ -172,8 +174,9 @@ class Preparation:
         threads: int,
         max_pixels: int = DEFAULT_MAX_PIXELS,
         scaled: frozenset[str] = frozenset(),
+        cores: int | None = None,
     ) -> None:
-        self._threads = threads
+        self._cores = threads if cores is None else cores
         self._computing = 0  # threads that executors compute on
         self._changing = Lock()
         self._ahead = DueThreads(threads, "prepare", lambda: use_threads(1))
@@ -183,7 +186,7 @@ class Preparation:
         self.scaled = scaled
         self._gate = ByteGate(DECODING_BYTES)
         self._images: dict[int, _Image] = {}
-        self.watch: Callable[[int], AbstractContextManager[object]] = nothing_told  # entered by who works on its image
+        self.watch: Callable[[int], AbstractContextManager[object]] = nothing_told  # entered ahead of batches
 
     def start(self, expert: Expert, image: ImageSource, name: str) -> Future[Prepared | Rejected]:
         """Prepare an image for an expert at once. ``name`` is what a rejection calls it."""
@@ -231,7 +234,7 @@ class Preparation:
 
     @contextmanager
     def computing(self, threads: int) -> Iterator[None]:
-        """An executor has a batch, and its operators so many threads: fewer crops are prepared ahead meanwhile."""
+        """An executor computes on so many threads: fewer crops are prepared ahead meanwhile."""
         self._compute(threads)
         try:
             yield
@@ -241,7 +244,7 @@ class Preparation:
     def _compute(self, more: int) -> None:
         with self._changing:
             self._computing += more
-            self._ahead.allow(max(self._threads - self._computing, 0))
+            self._ahead.allow(max(self._cores - self._computing, 0))
 
     def forget(self, request: int) -> None:
         """Nothing is held for a request any more but what a batch has of it."""
@@ -274,17 +277,17 @@ class Preparation:
         return has_ended
 
     def _begin(self, image: _Image, expert: Expert, due_s: float) -> DueTask[Prepared | Rejected]:
-        threads = self._awaited
-        if due_s != AT_ONCE:
-            threads = self._ahead if stored_bytes(image.source) < LARGE_BYTES else self._large
-        return threads.submit(lambda answer: self._work(image, expert, answer), due_s)
+        size_bytes = stored_bytes(image.source)
+        is_crop = size_bytes is not None and size_bytes < LARGE_BYTES
+        threads = self._awaited if due_s == AT_ONCE else self._ahead if is_crop else self._large
+        return threads.submit(lambda answer: self._work(image, expert, answer), due_s, is_short=is_crop)
 
     def _work(self, image: _Image, expert: Expert, answer: Callable[[Prepared | Rejected], None]) -> None:
         """On one of the threads: first what is waited for, then what later steps need."""
-        watched = nullcontext() if image.request is None else self.watch(image.request)
-        with image.at_work, watched:
+        with image.at_work:
             try:
-                prepared, pixels = self._prepared(image, expert)
+                with self._watching(image):
+                    prepared, pixels = self._prepared(image, expert)
             except ImageError as error:
                 answer(Rejected(str(error)))
             except MemoryError:
@@ -297,6 +300,10 @@ class Preparation:
                 answer(prepared)
                 self._hold(image, {form_name(expert): prepared}, pixels)
             image.let_go()
+
+    def _watching(self, image: _Image) -> AbstractContextManager[object]:
+        """Whoever watches knows of a batch's requests already, and is not to be waited for again."""
+        return nullcontext() if image.request is None or image.is_taken else self.watch(image.request)
 
     def _prepared(self, image: _Image, expert: Expert) -> tuple[Prepared, Decoded | None]:
         """With the pixels, where it was made from them."""
@@ -322,13 +329,14 @@ class Preparation:
             with image.changing:
                 image.pixels = pixels
             return
-        for form, expert in wanted.later_forms.items():
-            prepared = ready.get(form)
-            if prepared is None and pixels is not None and form not in image.held:
-                prepared = prepare(expert, pixels) if pixels.serves(self._least(expert)) else None
-            if prepared is not None:
-                with image.changing:
-                    image.held[form] = prepared
+        with nullcontext() if image.request is None else self.watch(image.request):  # its batch may be over meanwhile
+            for form, expert in wanted.later_forms.items():
+                prepared = ready.get(form)
+                if prepared is None and pixels is not None and form not in image.held:
+                    prepared = prepare(expert, pixels) if pixels.serves(self._least(expert)) else None
+                if prepared is not None:
+                    with image.changing:
+                        image.held[form] = prepared
         with image.changing:
             image.pixels = None
 

@@ -109,7 +109,7 @@ class MeasuringRig:
             operator_threads=threads,
             watch=watch,
         )
-        self._preparation = Preparation(threads_for(box))
+        self._preparation = Preparation(threads_for(box), cores=box.cores)
         store = self._stores[self.target]
         self._executors = [
             BatchExecutor(

@@ -235,7 +235,7 @@ class Inspector:
 
     @contextmanager
     def _preparing(self, number: int) -> Iterator[None]:
-        """Its image is decoded now, by a thread that its batch has not begun for: that may end the agent, too."""
+        """Its image is decoded now, ahead of its batch, which would be counted: that may end the agent, too."""
         with self._guard:
             task = self._tasks.get(number)
         with self.counted(task.key) if task is not None and task.is_counted else nullcontext():

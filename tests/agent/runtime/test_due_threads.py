@@ -9,7 +9,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from agent.runtime.due_threads import DueTask, DueThreads
+from agent.runtime.due_threads import LEAST_LISTED, DueTask, DueThreads
 
 PATIENCE_S = 30.0
 
@@ -161,9 +161,10 @@ def test_no_more_of_them_begin_than_are_allowed():
 def test_nothing_is_kept_of_what_others_did_while_no_thread_may_work():
     threads, results = DueThreads(1, "test"), []
     threads.allow(0)
-    before = len(gc.get_objects())
+    listed = []
     for number in range(2000):
         task = threads.submit(lambda answer: answer(Result()), float(number))
+        listed.append(weakref.ref(task.work))
         if number % 2:
             task.begin()
             results.append(weakref.ref(task.future.result(0.0)))
@@ -172,7 +173,7 @@ def test_nothing_is_kept_of_what_others_did_while_no_thread_may_work():
     del task
     gc.collect()
     assert not any(result() for result in results)
-    assert len(gc.get_objects()) - before < 2000, "some are listed still"
+    assert sum(each() is not None for each in listed) <= LEAST_LISTED
     last = threads.submit(lambda answer: answer("last"), 0.0)
     threads.allow(1)
     assert last.future.result(PATIENCE_S) == "last"

@@ -107,6 +107,14 @@ def test_who_prepares_ahead_knows_what_an_executor_computes_on(desk, line, monke
     assert told == [(1, 0), (-1, 0)]  # over before the answer is told of: the next batch may be there at once
 
 
+def test_an_executor_begins_the_crops_that_nobody_has(desk, line):
+    desk.load("own-0")
+    image = line.pixels(0)
+    with desk.preparation.computing(2):  # on all cores: nothing is prepared ahead
+        desk.preparation.prepare(0, image, "a.png", line.copy("own-0").expert, due_s=1.0)
+        assert desk.run("own-0", image) == Finished(1, (line.predict("own-0", image),))
+
+
 def test_pixels_bytes_and_paths_are_the_same_image(desk, line, tmp_path):
     desk.load("own-0")
     image = line.pixels(1)

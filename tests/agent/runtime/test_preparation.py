@@ -6,6 +6,7 @@ import io
 import math
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +16,20 @@ from PIL import Image
 import agent.runtime.preparation
 from agent.core.request import Rejected
 from agent.runtime.expert_copy import prepared_form
-from agent.runtime.image_sources import EncodedImage, Frame, FramePart, ImageFile, decoded, pixels_of, stored_bytes
+from agent.runtime.image_sources import (
+    BYTES_OF_PIXELS,
+    EncodedImage,
+    Frame,
+    FramePart,
+    ImageFile,
+    decoded,
+    pixels_of,
+    stored_bytes,
+)
 from agent.runtime.machine.detection import detect
 from agent.runtime.preparation import LARGE_BYTES, Preparation, threads_for
 from experts.backends import backend_for
+from experts.backends.base import Prepared
 from experts.expert import Expert, Fit, InputSpec
 
 PATIENCE_S = 30.0
@@ -44,7 +55,7 @@ def bytes_of(*experts):
     return sum({form.name: form.size_bytes for form in map(prepared_form, experts)}.values())
 
 
-LARGE = np.zeros((300, 300, 3), dtype=np.uint8)
+LARGE = np.zeros((1000, 1000, 3), dtype=np.uint8)
 
 
 class Workplace:
@@ -83,11 +94,18 @@ class Workplace:
         for crops that are due later, and one for photographs."""
         nothing, (awaited, ahead) = np.zeros((4, 4, 3), dtype=np.uint8), LAST
         self.preparation.start(SMALL, nothing, awaited).result(PATIENCE_S)
-        for image in (nothing, LARGE):
-            self.is_last.clear()
-            self.preparation.prepare(-1, image, ahead, SMALL, due_s=math.inf)
-            assert self.is_last.wait(PATIENCE_S)
-            self.preparation.forget(-1)
+        self._settle_ahead(nothing, ahead)
+        self.settle_photographs()
+
+    def settle_photographs(self):
+        """As far as they are prepared ahead."""
+        self._settle_ahead(LARGE, LAST[1])
+
+    def _settle_ahead(self, image, name):
+        self.is_last.clear()
+        self.preparation.prepare(-1, image, name, SMALL, due_s=math.inf)
+        assert self.is_last.wait(PATIENCE_S)
+        self.preparation.forget(-1)
 
 
 @pytest.fixture
@@ -183,8 +201,9 @@ def test_while_an_executor_computes_crops_wait_and_photographs_do_not(workplace)
         assert_prepared(workplace.result(2, photograph, SMALL), photograph, SMALL)
         with workplace.preparation.computing(1):
             pass  # that another one is over leaves the first
+        workplace.settle_photographs()
         taken = workplace.preparation.take(1, crop, "1", SMALL)
-        assert (workplace.decoded, taken.is_open) == (["2"], True)
+        assert (workplace.decoded, taken.is_open, taken.is_short) == (["2"], True, True)
         taken.begin()  # by the batch itself
         assert_prepared(taken.future.result(0.0), crop, SMALL)
         workplace.prepare(3, crop, SMALL, due_s=3.0)
@@ -192,19 +211,16 @@ def test_while_an_executor_computes_crops_wait_and_photographs_do_not(workplace)
     assert workplace.decoded == ["2", "1", "3"]
 
 
-def test_a_photograph_is_told_by_what_it_is_made_from(tmp_path):
+def test_a_photograph_is_told_by_what_it_is_made_from():
     photograph = encoded(400, 400)
     size = len(photograph.content)
-    file = tmp_path / "board.png"
-    file.write_bytes(photograph.content)
     part = FramePart(Frame(photograph, None), (0, 0, 20, 20), "R1")
-    alike = [photograph, photograph.content, file, ImageFile(file, 1000), part]
-    assert [stored_bytes(each) for each in alike] == [size] * 5
-    assert stored_bytes(LARGE) == 300 * 300 * 3
+    assert [stored_bytes(each) for each in (photograph, photograph.content, part)] == [size] * 3
+    assert stored_bytes(LARGE) == LARGE.nbytes // BYTES_OF_PIXELS
     pixels_of(part, "R1")
     assert stored_bytes(part) == 0  # what is left of it is a cut
-    assert stored_bytes(tmp_path / "gone.png") == 0
-    assert len(encoded(60, 60).content) < LARGE_BYTES < min(size, LARGE.nbytes)
+    assert [stored_bytes(each) for each in (Path("a.png"), ImageFile(Path("a.png"), 1000))] == [None] * 2  # unread
+    assert len(encoded(60, 60).content) < LARGE_BYTES < size
 
 
 def test_a_batch_has_what_was_not_told_of_before(workplace):
@@ -262,10 +278,28 @@ def test_whoever_watches_knows_which_requests_images_are_being_prepared(workplac
         told.append(("ended", request, len(workplace.decoded)))
 
     workplace.preparation.watch = preparing
-    workplace.prepare(7, encoded(20, 20), SMALL)
+    workplace.prepare(7, encoded(20, 20), SMALL, due_s=1.0)
+    workplace.settle()
     workplace.result(7, encoded(20, 20), SMALL)
     workplace.settle()
     assert [each for each in told if each[1] == 7] == [("begun", 7, 0), ("ended", 7, 1)]
+
+
+def test_whoever_watches_knows_of_a_batch_s_requests_already(workplace):
+    told = []
+
+    @contextmanager
+    def preparing(request):
+        told.append(request)
+        yield
+
+    with workplace.preparation.computing(1):
+        workplace.prepare(7, encoded(20, 20), SMALL, due_s=1.0)
+        taken = workplace.preparation.take(7, encoded(20, 20), "7", SMALL)
+        workplace.preparation.watch = preparing
+        taken.begin()
+    assert isinstance(taken.future.result(PATIENCE_S), Prepared)
+    assert told == []
 
 
 def photograph(height=900, width=1200, quality=92):
