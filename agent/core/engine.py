@@ -37,101 +37,49 @@ they had, or tells of a larger lease, and none of more than the most that was to
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from agent.core import events
-from agent.core.ahead import NOTHING_LATER, NOTHING_PREPARED, Later, PreparedAhead, PreparedStatistics
-from agent.core.background import DROPPED, NO_BACKGROUND, BackgroundStatistics, BackgroundWork
-from agent.core.effects import Complete, Fail, FellBack, Preempt, Standing, StandingChanged, StartBatch
+from agent.core.ahead import PreparedAhead
+from agent.core.background import DROPPED, BackgroundWork
+from agent.core.batches import Batches
+from agent.core.batching import Batching
+from agent.core.effects import Complete, Fail, FellBack, Preempt, Standing, StandingChanged
 from agent.core.holding import Holding
+from agent.core.invariants import check_background, check_leases, check_requests, check_uses
+from agent.core.later import LaterSteps
 from agent.core.leases import Leases
 from agent.core.performance import SSD
-from agent.core.placement import Answer, Claim, Load, Placement, footprints_in, pinned_homes
-from agent.core.pool import ModelPool, PoolStatistics, misfits
-from agent.core.prefetch import Wish, demands, initial_placement, overdue, upcoming
+from agent.core.placement import Placement, footprints_in, pinned_homes
+from agent.core.pool import ModelPool, misfits
 from agent.core.pressure import MemoryPressure
-from agent.core.request import CANCELLED, IMAGE, Batch, Outcome, Part, Rejected, StepResult
+from agent.core.request import CANCELLED, IMAGE, Outcome, Rejected, StepResult
 from agent.core.scheduler import Scheduler
+from agent.core.served_line import ServedLine
+from agent.core.shadows import Shadows
 from agent.core.splitter import BatchSplitter
 from agent.core.standing import Standings
+from agent.core.statistics import EngineStatistics, QueueStatistics
+from agent.core.supply import Supply
+from agent.core.ticket import Ticket
 from agent.core.turns import Turns
 from experts.errors import MemoryExceeded
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from agent.core.effects import Effect
     from agent.core.events import Event
     from agent.core.performance import ExecutorSpec, ExpertProfile, Limits, Performance, PerformanceMatrix
+    from agent.core.placement import Load
     from agent.core.policy import Policy
     from agent.core.queue import ExecutorQueue, Group
-    from agent.core.request import Work
+    from agent.core.request import Batch, Part, Work
     from agent.core.standing import Probation
     from experts.expert import Prediction
     from experts.graph import ExpertGraph
-
-SPECULATIONS = 32  # arbitrary: enough for every executor's last few batches
-PATIENCE = 0.5  # of the overtaking bound: a head that has waited for longer has no time any more; arbitrary, too
-
-
-@dataclass(slots=True)
-class Ticket:
-    """Where a request stands: in ``group`` of ``queue``, or in a running batch; its step was queued at ``queued_s``.
-
-    ``graph``: the routes that it arrived under, and is finished by.
-    """
-
-    component: str | None
-    graph: ExpertGraph
-    step: int = 0
-    steps: list[StepResult] = field(default_factory=list)
-    queue: ExecutorQueue | None = None
-    group: Group | None = None
-    queued_s: float = 0.0
-    attempts: int = 0  # of its step, where it stands
-    moves: int = 0  # of its step, to other executors as it could not be run where it stood
-    is_cancelled: bool = False
-    work: Work = IMAGE
-    left: Work = IMAGE  # of its work, in the step that it is at
-
-
-@dataclass(frozen=True, slots=True)
-class QueueStatistics:
-    """One executor's queue, at one moment."""
-
-    executor: int
-    processor: str
-    requests: int
-    length_s: float
-    running: int
-    expert: str | None = None  # of the batch that runs
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatistics:
-    """A frozen snapshot: queues, memories, counters since the start; experts that are not asked, with the reason."""
-
-    arrived: int
-    completed: int
-    failed: int
-    in_flight: int
-    switches: int
-    batches: int
-    loads: dict[str, int]
-    bytes_read: int
-    evictions: int
-    unexpected_events: int
-    is_draining: bool
-    quarantined: dict[str, str]
-    on_probation: dict[str, str]
-    queues: tuple[QueueStatistics, ...]
-    pools: tuple[PoolStatistics, ...]
-    background: BackgroundStatistics = NO_BACKGROUND
-    prepared: PreparedStatistics = NOTHING_PREPARED
-    serves_earlier_lines: bool = False  # something was accepted under other routes than those of now, and is not done
 
 
 class Engine:
@@ -145,40 +93,49 @@ class Engine:
         policy: Policy,
         limits: Limits,
     ) -> None:
-        self._graph = graph
-        self._matrix = matrix
-        self._policy = policy
         self._limits = limits
         self._scheduler = Scheduler(executors, matrix, policy, limits.max_overtake_s, self._switch_s, self._barred)
-        self._queues = {queue.spec.id: queue for queue in self._scheduler.queues}
+        queues = self._scheduler.queues
+        self._queues = {queue.spec.id: queue for queue in queues}
         self._pools = {spec.name: ModelPool(spec) for spec in limits.pools}
-        homes = pinned_homes(limits.pinned, [queue.spec for queue in self._scheduler.queues], matrix.experts)
-        self._refuse_misfits(homes)
-        self._placement = Placement(self._pools, self._scheduler.queues, graph, matrix, policy, limits, homes)
-        self._pressure = MemoryPressure(self._scheduler.queues, self._placement, limits, matrix, homes)
+        homes = pinned_homes(limits.pinned, [queue.spec for queue in queues], matrix.experts)
+        self._line = ServedLine(graph, matrix, homes)
+        self._refuse_misfits()
+        self._placement = Placement(self._pools, queues, graph, matrix, policy, limits, homes)
+        self._pressure = MemoryPressure(queues, self._placement, limits, matrix, homes)
         self._splitter = BatchSplitter()
         self._leases = Leases(self._pools, limits.max_overtake_s if policy.bounded else math.inf)
         self._turns = Turns(
             self._pools, self._placement, self._leases, self._splitter, policy, limits.max_overtake_s, self._runs_alone
         )
-        self._tickets: dict[int, Ticket] = {}
-        self._batches: dict[int, Batch] = {}
-        self._profiles: dict[int, tuple[ExpertProfile, ...]] = {}  # batch -> what its parts run by
-        self._running: dict[int, int] = {}  # executor -> batch
-        self._held: dict[int, int] = {}  # executor -> the batch behind that
-        self._initial: deque[Wish] = deque()
-        self._homes = homes
-        self._speculations: deque[Wish] = deque(maxlen=SPECULATIONS)
         self._standings = Standings(limits)
-        self._background = BackgroundWork(limits)
-        self._ahead = PreparedAhead(self._scheduler.queues, limits)
+        self._ahead = PreparedAhead(queues, limits)
+        self._later = LaterSteps(self._ahead)
         self._holding = Holding(self._pools, self._placement, self._splitter, self._ahead, policy)
-        self._later: dict[tuple[str, int], Later] = {}  # (component, step) -> what may come after it
+        self._tickets: dict[int, Ticket] = {}
+        self._batches = Batches(self._queues, self._pools, self._ahead)
+        self._supply = Supply(
+            self._queues, self._pools, self._placement, self._turns, self._standings, self._batches, policy, limits
+        )
+        self._batching = Batching(
+            queues,
+            self._pools,
+            self._tickets,
+            self._batches,
+            self._turns,
+            self._splitter,
+            self._holding,
+            self._ahead,
+            self._supply,
+            limits,
+        )
+        self._background = BackgroundWork(limits)
+        self._shadows = Shadows(
+            self._background, self._queues, self._pools, self._placement, self._standings, self._batches
+        )
         self._counts: Counter[str] = Counter()
-        self._last_batch = 0
         self._now = 0.0
         self._is_draining = False
-        self._retired: frozenset[str] = frozenset()
         self._answers = self._answers_by_event()
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -196,10 +153,10 @@ class Engine:
             self._advance(effects)
         if self._ahead.is_on:
             self._ahead.advance(effects)
-        if self._holding.is_on and self._running:
-            self._hold_batches(effects)
-        if self._background.is_waiting:
-            self._work_in_background(effects)
+        if self._holding.is_on and self._batches.is_any:
+            self._batching.hold(self._background.batch, self._line, self._now, effects)
+        if self._background.is_waiting and not self._is_anybody_there:
+            self._shadows.begin(self._line, self._now, effects)
         return effects
 
     def next_wakeup_s(self) -> float | None:
@@ -220,7 +177,7 @@ class Engine:
             failed=self._counts["failed"],
             in_flight=len(self._tickets),
             switches=self._counts["switches"],
-            batches=self._last_batch - self._counts["background_batches"],
+            batches=self._batches.count - self._shadows.batch_count,
             loads={path: counts[path] for path in self._load_paths()},
             bytes_read=counts["bytes_read"],
             evictions=sum(count for name, count in counts.items() if name.startswith("evictions_")),
@@ -232,107 +189,37 @@ class Engine:
             pools=tuple(pool.statistics() for pool in self._pools.values()),
             background=self._background.statistics(),
             prepared=self._ahead.statistics(),
-            serves_earlier_lines=any(ticket.graph is not self._graph for ticket in self._tickets.values()),
+            serves_earlier_lines=any(ticket.graph is not self._line.graph for ticket in self._tickets.values()),
         )
 
     def check_invariants(self) -> None:
         """Recount bytes, uses and requests. Raises AssertionError saying what does not add up."""
-        for pool in self._pools.values():
-            pool.check_invariants()
-        queued = [request for queue in self._scheduler.queues for group in queue.groups() for request in group.requests]
-        batches = [batch for number, batch in self._batches.items() if number != self._background.batch]
-        running = [request for batch in batches for request in batch.requests]
-        everywhere = Counter(queued) + Counter(running)
-        assert set(everywhere) == set(self._tickets), "a request is lost, or stands where none should"
-        assert all(count == 1 for count in everywhere.values()), "a request stands in two places"
-        for queue in self._scheduler.queues:
-            count = sum(len(group.requests) for group in queue.groups())
-            assert count == queue.request_count, f"executor {queue.spec.id}: requests miscounted"
-        for batch in self._batches.values():
-            pool = self._pools[self._queues[batch.executor].spec.pool]
-            for copy in batch.copies:
-                assert pool.is_resident(copy), f"batch {batch.id} runs on {copy}, which is not resident"
-            assert batch.id in (self._running.get(batch.executor), self._held.get(batch.executor)), "a batch is lost"
-        assert self._held.keys() <= self._running.keys(), "a batch is held behind nothing"
-        for name, pool in self._pools.items():
-            here = [batch for batch in self._batches.values() if self._queues[batch.executor].spec.pool == name]
-            uses = Counter(copy for batch in here for copy in batch.copies)
-            uses += Counter(load.copy for load in self._placement.loads.values() if load.source == name)
-            for entry in pool.entries():
-                assert entry.uses == uses[entry.copy], f"{name}: {entry.copy} counts {entry.uses} uses of {uses}"
-        self._check_leases()
-        self._check_background()
+        check_requests(self._scheduler.queues, self._tickets, self._batches, self._background)
+        check_uses(self._pools, self._queues, self._batches, self._placement)
+        check_leases(self._scheduler.queues, self._batches, self._leases)
+        check_background(self._tickets, self._queues, self._batches, self._placement, self._background)
         self._ahead.check_invariants(self._tickets)
-
-    def _check_background(self) -> None:
-        """One batch of one image or one load at most, none that the line waits for too, and no room that it took."""
-        background = self._background
-        background.check_invariants()
-        assert not any(request in background for request in self._tickets), "a request is the line's, and background"
-        batch = None if background.batch is None else self._batches[background.batch]
-        loads = [load for load in self._placement.loads.values() if load.is_background]
-        assert (batch is not None) + len(loads) <= 1, "two things are done in the background at once"
-        assert batch is None or (batch.requests == (background.request,) and batch.quantum_s is None)
-        where = None if batch is None else self._queues[batch.executor].spec.pool
-        assert self._placement.background_runs_in == where, "a memory is taken to be in use, or free, and is not"
-
-    def _check_leases(self) -> None:
-        """Who has begun holds a lease where it is, who has not waits for one, and nobody else does either."""
-        self._leases.check_invariants()
-        begun: dict[int, str] = {}
-        waiting: set[int] = set()
-        for queue in self._scheduler.queues:
-            groups = list(queue.groups())
-            ongoing = [group for group in groups if group.is_ongoing]
-            to_begin = [group for group in groups if not group.is_ongoing and group.profile.performance.runs_in_quanta]
-            assert sorted(map(id, ongoing)) == sorted(map(id, queue.ongoing.values())), "ongoing groups miscounted"
-            assert set(to_begin) == set(queue.begins), "groups that have not begun are miscounted"
-            begun.update((request, queue.spec.pool) for group in ongoing for request in group.requests)
-            waiting.update(request for group in to_begin for request in group.requests)
-        for batch in self._batches.values():
-            if batch.quantum_s is not None:
-                begun.update(dict.fromkeys(batch.requests, self._queues[batch.executor].spec.pool))
-        assert begun == self._leases.begun, f"leases are held by {self._leases.begun}, begun are {begun}"
-        assert waiting == self._leases.waiting, "those who wait for a lease are not those who have not begun"
 
     # -- events: each says whether something may be able to move now --
 
     def _started(self, _: events.Started, effects: list[Effect]) -> bool:
-        self._initial.extend(self._first_wishes())
+        self._supply.place_all(self._line, self._now)
         return True
-
-    def _first_wishes(self) -> Iterator[Wish]:
-        """Where each expert would be placed at the start; pinned ones first."""
-        profiles = {processor: dict(experts) for processor, experts in self._matrix.experts.items()}
-        executors = [queue.spec for queue in self._scheduler.queues]
-        pinned = [(spec, expert) for expert, spec in self._homes.items()]
-        served = self._graph.experts - self._retired - self._graph.in_shadow
-        usage = {expert: self._matrix.usage.get(expert, 0.0) for expert in served}
-        placed = initial_placement(usage, executors, profiles) if self._policy.placing else []
-        for spec, expert in pinned + placed:
-            yield Wish(spec, expert, profiles[spec.processor][expert], self._now, self._now)
-
-    def _place_pinned(self, expert: str) -> None:
-        self._place(expert, self._homes[expert])
-
-    def _place(self, expert: str, spec: ExecutorSpec) -> None:
-        profile = self._matrix.experts[spec.processor][expert]
-        self._initial.append(Wish(spec, expert, profile, self._now, self._now))
 
     def _arrived(self, event: events.Arrived, effects: list[Effect]) -> bool:
         if event.request in self._tickets or event.request in self._background:
             return self._unexpected()
         self._counts["arrived"] += 1
-        ticket = Ticket(event.component, self._graph, work=event.work, left=event.work)
+        ticket = Ticket(event.component, self._line.graph, work=event.work, left=event.work)
         self._tickets[event.request] = ticket
         if self._is_draining:
             return self._fail(event.request, "the agent is stopping", effects)
         expert = event.expert
         if event.component is not None:
-            expert = self._graph.first_expert(event.component)
+            expert = self._line.graph.first_expert(event.component)
             if expert is None:
                 return self._fail(event.request, f"no route for component {event.component!r}", effects)
-        if expert is None or expert not in self._graph.experts:
+        if expert is None or expert not in self._line.graph.experts:
             return self._fail(event.request, f"no expert {expert!r} on this line", effects)
         return self._enqueue(event.request, ticket, expert, effects)
 
@@ -364,20 +251,19 @@ class Engine:
             pool = self._pools[load.pool]
             self._pressure.ran_short(pool, pool.used_bytes, event.reason, self._now, effects)
         if self._fall_back(load.expert, load.pool, load.copy, event.reason, effects):
-            if load.expert in self._homes:
-                self._place_pinned(load.expert)
+            self._supply.place_pinned(load.expert, self._line, self._now)
             self._discard_if_gone(load.expert, effects)
             return True
         probation = self._standings.load_failed(load.expert, load.copy, event.reason, setback.attempts, setback.retry_s)
         if probation is not None:
             self._put_on_probation(load.expert, probation, effects)
-        elif load.expert in self._homes:
-            self._place_pinned(load.expert)
+        else:
+            self._supply.place_pinned(load.expert, self._line, self._now)
         self._discard_if_gone(load.expert, effects)
         return True
 
     def _finished(self, event: events.Finished, effects: list[Effect]) -> bool:
-        batch = self._under_way(event.batch)
+        batch = self._batches.under_way(event.batch)
         if batch is None:
             return self._unexpected()
         if len(event.results) != len(batch.requests):
@@ -386,7 +272,7 @@ class Engine:
         return self._batch_ran(batch, tuple(zip(batch.requests, event.results, strict=True)), (), effects)
 
     def _progressed(self, event: events.Progressed, effects: list[Effect]) -> bool:
-        batch = self._under_way(event.batch)
+        batch = self._batches.under_way(event.batch)
         if batch is None:
             return self._unexpected()
         reason = _mistold(event, batch)
@@ -403,7 +289,7 @@ class Engine:
     ) -> bool:
         if batch.id == self._background.batch:
             return self._background_ran(batch, finished[0][1], effects)
-        profiles = self._end_batch(batch)
+        profiles = self._batches.end(batch, self._now)
         if batch.quantum_s is not None:
             for request, _ in finished:
                 self._leases.end(request)
@@ -493,12 +379,12 @@ class Engine:
         effects.append(Preempt(request, executor))
 
     def _batch_failed(self, event: events.BatchFailed, effects: list[Effect]) -> bool:
-        batch = self._under_way(event.batch)
+        batch = self._batches.under_way(event.batch)
         if batch is None:
             return self._unexpected()
         if batch.id == self._background.batch:
             return self._background_failed(batch, event, effects)
-        parts = list(zip(batch.all_parts, self._end_batch(batch), strict=True))
+        parts = list(zip(batch.all_parts, self._batches.end(batch, self._now), strict=True))
         if batch.quantum_s is not None:
             for request in batch.requests:
                 self._lose(request, batch.executor, effects)
@@ -555,7 +441,7 @@ class Engine:
             row
             for queue in self._scheduler.queues
             if queue.spec.pool == pool.name
-            for row in self._matrix.experts[queue.spec.processor].values()
+            for row in self._line.matrix.experts[queue.spec.processor].values()
         ]
         token_bytes = max((row.performance.lease_bytes for row in rows), default=0)
         return token_bytes * max((ticket.left.most for ticket in self._tickets.values()), default=0)
@@ -571,7 +457,8 @@ class Engine:
     def _cancelled(self, event: events.Cancelled, effects: list[Effect]) -> bool:
         ticket = self._tickets.get(event.request)
         if self._background.expert_of(event.request) is not None:
-            return self._drop(event.request, CANCELLED, effects)
+            self._shadows.drop(event.request, CANCELLED, effects)
+            return False
         if event.request == self._background.request:
             return False  # it is one image: its answer comes soon
         if ticket is None:
@@ -599,49 +486,37 @@ class Engine:
         return True
 
     def _quarantined(self, event: events.Quarantined, effects: list[Effect]) -> bool:
-        if event.expert not in self._graph.experts:
+        if event.expert not in self._line.graph.experts:
             return self._unexpected()
         self._put_in_quarantine(event.expert, event.reason, effects)
         return True
 
     def _wanted(self, event: events.Wanted, effects: list[Effect]) -> bool:
-        if event.expert not in self._graph.experts:
+        if event.expert not in self._line.graph.experts:
             return self._unexpected()
         specs = [queue.spec for queue in self._scheduler.queues]
-        spec = next((each for each in specs if event.expert in self._matrix.experts[each.processor]), None)
+        spec = next((each for each in specs if event.expert in self._line.matrix.experts[each.processor]), None)
         if spec is not None and not self._is_draining:
-            self._place(event.expert, self._homes.get(event.expert, spec))
+            self._supply.place(event.expert, self._line.homes.get(event.expert, spec), self._line, self._now)
         return True
 
     def _unwanted(self, event: events.Unwanted, effects: list[Effect]) -> bool:
-        if event.expert not in self._graph.experts:
+        if event.expert not in self._line.graph.experts:
             return self._unexpected()
-        if not (self._is_awaited(event.expert) or event.expert in self._homes):
+        if not (self._is_awaited(event.expert) or event.expert in self._line.homes):
             self._placement.discard(event.expert, effects)
         return True
 
     def _line_changed(self, event: events.LineChanged, effects: list[Effect]) -> bool:
-        known, homes_before = self._graph.experts, self._homes
-        self._graph, self._matrix, self._retired = event.graph, event.matrix, event.retired
-        specs = [queue.spec for queue in self._scheduler.queues]
-        self._homes = pinned_homes(event.pinned, specs, event.matrix.experts)
+        before, specs = self._line, [queue.spec for queue in self._scheduler.queues]
+        homes = pinned_homes(event.pinned, specs, event.matrix.experts)
+        self._line = ServedLine(event.graph, event.matrix, homes, event.retired)
         self._owe_workspaces()
         self._scheduler.matrix = event.matrix
-        self._later.clear()
-        self._placement.change_line(event.graph, event.matrix, self._homes)
-        self._pressure.change_line(event.matrix, self._homes, effects)
-        for waiting in (self._initial, self._speculations):
-            staying = [wish for wish in waiting if wish.expert not in event.retired]
-            waiting.clear()
-            waiting.extend(staying)
-        if not self._is_draining:
-            at_home = self._homes.keys() - homes_before.keys()
-            self._initial.extend(
-                wish for wish in self._first_wishes() if wish.expert not in known or wish.expert in at_home
-            )
-        for request in tuple(self._background.requests):
-            if self._background.expert_of(request) not in event.graph.in_shadow - event.retired:
-                self._drop(request, DROPPED, effects)
+        self._placement.change_line(event.graph, event.matrix, homes)
+        self._pressure.change_line(event.matrix, homes, effects)
+        self._supply.change_line(before, self._line, self._now, places=not self._is_draining)
+        self._shadows.drop_all_but(event.graph.in_shadow - event.retired, effects)
         for expert in event.retired:
             self._discard_if_gone(expert, effects)
         return True
@@ -651,10 +526,8 @@ class Engine:
 
     def _drained(self, _: events.Drain, effects: list[Effect]) -> bool:
         self._is_draining = True
-        self._initial.clear()
-        self._speculations.clear()
-        for request in tuple(self._background.requests):
-            self._drop(request, DROPPED, effects)
+        self._supply.stop()
+        self._shadows.drop_all_but(frozenset(), effects)
         return False
 
     # -- requests --
@@ -684,14 +557,14 @@ class Engine:
         self._wait_for_lease(request, ticket, ticket.queue, ticket.group)
         effects.append(assigned)
         self._prepare_ahead(request, ticket, ticket.queue, ticket.group, effects)
-        return not assigned.joined or assigned.executor not in self._running
+        return not assigned.joined or not self._batches.is_running(assigned.executor)
 
     def _unable(self, expert: str, work: Work) -> tuple[int, ...]:
         """The executors that have the expert and no memory for so many tokens, however empty it is."""
         return tuple(
             queue.spec.id
             for queue in self._scheduler.queues
-            if (row := self._matrix.experts[queue.spec.processor].get(expert)) is not None
+            if (row := self._line.matrix.experts[queue.spec.processor].get(expert)) is not None
             and row.performance.most_for(work) > self._pools[queue.spec.pool].lease_bytes
         )
 
@@ -712,31 +585,7 @@ class Engine:
     ) -> None:
         """It stands in a queue: an image can be prepared from now on."""
         if self._ahead.is_on and ticket.work is IMAGE:
-            self._ahead.queued(request, queue, group, self._later_on(ticket), self._now, effects)
-
-    def _later_on(self, ticket: Ticket) -> Later:
-        """What may come after the step that a request is at."""
-        component, step = ticket.component, ticket.step
-        if component is None:
-            return NOTHING_LATER
-        if ticket.graph is not self._graph:  # of an earlier line: few, and soon none
-            return self._ahead.fitting(self._forms_after(ticket.graph, component, step))
-        found = self._later.get((component, step))
-        if found is None:
-            found = self._ahead.fitting(self._forms_after(ticket.graph, component, step))
-            self._later[component, step] = found
-        return found
-
-    def _forms_after(self, graph: ExpertGraph, component: str, step: int) -> Later:
-        columns = self._matrix.experts.values()
-        forms: dict[str, int] = {}
-        experts: list[str] = []
-        for expert in graph.experts_after(component, step):
-            row = next((column[expert] for column in columns if expert in column), None)
-            if row is not None and row.prepared is not None and row.prepared.name not in forms:
-                forms[row.prepared.name] = row.prepared.size_bytes
-                experts.append(expert)
-        return Later(tuple(experts), forms, sum(forms.values())) if experts else NOTHING_LATER
+            self._ahead.queued(request, queue, group, self._later.after(ticket, self._line), self._now, effects)
 
     def _one_step_done(self, request: int, expert: str, result: Prediction | Rejected, effects: list[Effect]) -> None:
         ticket = self._tickets[request]
@@ -790,172 +639,7 @@ class Engine:
         ticket.queue = ticket.group = None
         self._leases.end(request)
 
-    # -- batches --
-
-    def _under_way(self, number: int) -> Batch | None:
-        """The batch of this number, if it runs: what is held behind another has no answer yet."""
-        batch = self._batches.get(number)
-        return batch if batch is not None and self._running[batch.executor] == number else None
-
-    def _start_batches(self, effects: list[Effect]) -> None:
-        for queue in self._scheduler.queues:
-            if queue.spec.id not in self._running and queue.head is not None:
-                group = self._turns.next_group(queue)
-                if group is not None and self._has_workspace(queue, group):
-                    self._start_batch(queue, group, effects)
-
-    def _has_workspace(self, queue: ExecutorQueue, group: Group) -> bool:
-        """Always, but where the line has changed: what is owed may have grown while batches of others run."""
-        pool = self._pools[queue.spec.pool]
-        return pool.workspace_for(queue.spec.id) >= group.profile.performance.workspace_for(1)
-
-    def _start_batch(self, queue: ExecutorQueue, group: Group, effects: list[Effect]) -> None:
-        spec, performance, is_front = queue.spec, group.profile.performance, group is queue.front
-        self._last_batch += 1
-        if performance.runs_in_quanta:
-            batch, profiles, tokens_s = self._batch_of_texts(queue, group)
-        else:
-            batch, profiles, tokens_s = self._batch_of_images(queue, group)
-        predicted_s = performance.latency_s(len(batch.requests)) + tokens_s
-        pool = self._pools[spec.pool]
-        for copy in batch.copies:
-            pool.start_use(copy)
-        pool.take_workspace(spec.id, batch.workspace_bytes)
-        runs_s = predicted_s if batch.quantum_s is None else min(predicted_s, batch.quantum_s)
-        queue.running_until_s = self._now + runs_s
-        queue.unfinished_s = predicted_s - runs_s
-        queue.is_overtaken = not is_front
-        self._batches[batch.id] = batch
-        self._profiles[batch.id] = profiles
-        self._running[spec.id] = batch.id
-        if batch.quantum_s is None and self._ahead.is_on:
-            self._ahead.started(batch.requests, self._now, effects)
-        effects.append(StartBatch(batch))
-        for part in batch.all_parts:
-            self._speculate(spec, part.expert)
-
-    def _hold_batches(self, effects: list[Effect]) -> None:
-        """Executors that run are given their next batch, where that costs nothing."""
-        for queue in self._scheduler.queues:
-            running = self._running.get(queue.spec.id)
-            if running is None or queue.spec.id in self._held or running == self._background.batch:
-                continue
-            size = self._holding.size(queue, self._batches[running])
-            if size:
-                self._hold_batch(queue, size, effects)
-
-    def _hold_batch(self, queue: ExecutorQueue, size: int, effects: list[Effect]) -> None:
-        group, spec = queue.head, queue.spec
-        assert group is not None, "its first requests are held"
-        performance, copy = group.profile.performance, group.profile.copy
-        self._last_batch += 1
-        requests = queue.take(group, size)
-        batch = Batch(self._last_batch, spec.id, group.expert, copy, requests, performance.workspace_for(size))
-        queue.held_s = performance.latency_s(size) + self._off_queue(requests, performance)
-        queue.held_requests = size
-        self._pools[spec.pool].start_use(copy)
-        self._batches[batch.id] = batch
-        self._profiles[batch.id] = (group.profile,)
-        self._held[spec.id] = batch.id
-        self._ahead.held(requests, self._now)
-        effects.append(StartBatch(batch))
-        self._ahead.advance(effects)
-        self._speculate(spec, batch.expert)
-
-    def _begin_held(self, queue: ExecutorQueue) -> bool:
-        """What was held behind a batch that is over runs now; False where nothing was."""
-        number = self._held.pop(queue.spec.id, None)
-        if number is None:
-            return False
-        batch = self._batches[number]
-        self._pools[queue.spec.pool].keep_workspace(queue.spec.id, batch.workspace_bytes)
-        queue.running_until_s = self._now + queue.held_s
-        queue.held_s, queue.held_requests = 0.0, 0
-        queue.is_overtaken = False
-        self._running[queue.spec.id] = number
-        self._ahead.run(batch.requests)
-        return True
-
-    def _batch_of_images(self, queue: ExecutorQueue, group: Group) -> tuple[Batch, tuple[ExpertProfile, ...], float]:
-        """What runs to its end; what it runs by, and the predicted seconds of its tokens."""
-        self._turns.images_start(queue)
-        requests, performance = self._take_images(queue, group), group.profile.performance
-        workspace_bytes = performance.workspace_for(len(requests))
-        batch = Batch(self._last_batch, queue.spec.id, group.expert, group.profile.copy, requests, workspace_bytes)
-        return batch, (group.profile,), self._off_queue(requests, performance)
-
-    def _batch_of_texts(self, queue: ExecutorQueue, group: Group) -> tuple[Batch, tuple[ExpertProfile, ...], float]:
-        """The same of what runs for a quantum: of all experts that run together."""
-        parts, profiles = self._take_quantum(queue, group)
-        requests = tuple(request for part in parts for request in part.requests)
-        batch = Batch(
-            self._last_batch,
-            queue.spec.id,
-            group.expert,
-            group.profile.copy,
-            requests,
-            max(profile.performance.workspace_for(len(requests)) for profile in profiles),
-            self._quantum_s(queue),
-            parts if len(parts) > 1 else (),
-        )
-        tokens_s = (self._off_queue(part.requests, row.performance) for part, row in zip(parts, profiles, strict=True))
-        return batch, profiles, sum(tokens_s)
-
-    def _quantum_s(self, queue: ExecutorQueue) -> float:
-        """Shorter where images may come, now or after the next change of the line."""
-        lone_s = self._limits.lone_quantum_s
-        if lone_s is None:
-            return self._limits.quantum_s
-        rows = self._matrix.experts[queue.spec.processor]
-        served = (row for expert, row in rows.items() if expert not in self._retired)
-        return lone_s if all(row.performance.runs_in_quanta for row in served) else self._limits.quantum_s
-
-    def _take_images(self, queue: ExecutorQueue, group: Group) -> tuple[int, ...]:
-        """Requests that run to their end."""
-        waiting = 1 if group.alone else len(group.requests)
-        free_bytes = self._pools[queue.spec.pool].workspace_for(queue.spec.id)
-        performance = group.profile.performance
-        size = self._splitter.batch_size(group.expert, queue.spec.id, performance, waiting, free_bytes)
-        return queue.take(group, size)
-
-    def _take_quantum(self, queue: ExecutorQueue, group: Group) -> tuple[tuple[Part, ...], tuple[ExpertProfile, ...]]:
-        """Requests that run for a quantum, by expert, and what they run by; that whose turn it is comes first.
-
-        Those that begin have their leases, which others may have waited for.
-        """
-        parts = {group.profile.copy: Part(group.expert, group.profile.copy, ())}
-        profiles = {group.profile.copy: group.profile}
-        for share in self._turns.quantum_starts(queue, group):
-            expert, profile = share.group.expert, share.group.profile
-            before = parts.get(profile.copy, Part(expert, profile.copy, ()))
-            parts[profile.copy] = before._replace(requests=before.requests + queue.take(share.group, share.count))
-            profiles[profile.copy] = profile
-        self._turns.look_again(self._scheduler.queues)
-        return tuple(parts.values()), tuple(profiles.values())
-
-    def _off_queue(self, requests: tuple[int, ...], performance: Performance) -> float:
-        """They stand in a batch now; the predicted seconds of their tokens."""
-        tokens_s = 0.0
-        for request in requests:
-            ticket = self._tickets[request]
-            ticket.queue = ticket.group = None
-            if ticket.left is not IMAGE:
-                tokens_s += performance.tokens_s(ticket.left)
-        return tokens_s
-
-    def _end_batch(self, batch: Batch) -> tuple[ExpertProfile, ...]:
-        """What each of its parts ran by: the line may have changed meanwhile."""
-        queue = self._queues[batch.executor]
-        pool = self._pools[queue.spec.pool]
-        for copy in batch.copies:
-            pool.end_use(copy)
-        queue.unfinished_s = 0.0
-        del self._batches[batch.id]
-        if not self._begin_held(queue):
-            pool.return_workspace(batch.executor)
-            queue.running_until_s = None
-            del self._running[batch.executor]
-        return self._profiles.pop(batch.id)
+    # -- batches that failed --
 
     def _may_retry(
         self, request: int, part: Part, batch: Batch, event: events.BatchFailed, effects: list[Effect]
@@ -1005,110 +689,41 @@ class Engine:
     @property
     def _is_anybody_there(self) -> bool:
         """Is a request of the line in flight, or something to be placed?"""
-        return bool(self._tickets or self._initial)
+        return bool(self._tickets) or self._supply.has_to_place
 
     def _offered(self, event: events.Offered, effects: list[Effect]) -> bool:
         if event.request in self._tickets or event.request in self._background:
             return self._unexpected()
         dropped = self._background.offer(event.request, event.expert)
-        if self._is_draining or event.expert not in self._graph.in_shadow - self._retired:
-            return self._drop(event.request, DROPPED, effects)
+        if self._is_draining or event.expert not in self._line.graph.in_shadow - self._line.retired:
+            dropped = [event.request]
         for request in dropped:
-            self._drop(request, DROPPED, effects)
-        return False
-
-    def _work_in_background(self, effects: list[Effect]) -> None:
-        """Begin one batch or one load, if nobody else has work."""
-        if self._background.batch is not None or self._placement.loads or self._is_anybody_there:
-            return
-        for expert in self._background.awaited:
-            self._end_refused(expert, effects)
-        awaited = self._background.awaited
-        if not any(self._runs_in_background(expert, effects) for expert in awaited):
-            any(self._loads_in_background(expert, awaited, effects) for expert in awaited)
-
-    def _end_refused(self, expert: str, effects: list[Effect]) -> None:
-        """Those end that wait for a shadow which is not to be asked, or that no executor can be asked for."""
-        for request in self._background.waiting_for(expert):
-            reason = self._standings.refusal(request, expert, self._now) or self._unfit_for_background(expert)
-            if reason is not None:
-                self._background.leave(request)
-                self._end_in_background(request, Fail(request, _asked_in_background(None, expert, reason)), effects)
-
-    def _unfit_for_background(self, expert: str) -> str | None:
-        rows = [column[expert] for column in self._matrix.experts.values() if expert in column]
-        if not rows:
-            return f"no executor of this box can run {expert}"
-        is_of_texts = any(row.performance.runs_in_quanta for row in rows)
-        return f"{expert} counts in tokens, and only images are shown to a shadow" if is_of_texts else None
-
-    def _background_homes(self, expert: str) -> Iterator[tuple[ExecutorQueue, ExpertProfile]]:
-        specs = [queue.spec for queue in self._scheduler.queues]
-        for spec, profile in self._background.homes(expert, specs, self._matrix.experts, self._now):
-            yield self._queues[spec.id], profile
-
-    def _runs_in_background(self, expert: str, effects: list[Effect]) -> bool:
-        """Start a batch of one where a shadow is, if it is anywhere."""
-        for queue, profile in self._background_homes(expert):
-            pool, needed_bytes = self._pools[queue.spec.pool], profile.performance.workspace_for(1)
-            if pool.is_resident(profile.copy) and pool.workspace_for(queue.spec.id) >= needed_bytes:
-                self._start_in_background(queue, expert, profile, effects)
-                return True
-        return False
-
-    def _start_in_background(
-        self, queue: ExecutorQueue, expert: str, profile: ExpertProfile, effects: list[Effect]
-    ) -> None:
-        spec, request = queue.spec, self._background.waiting_for(expert)[0]
-        self._background.leave(request)
-        self._standings.let_through(request, expert)
-        self._last_batch += 1
-        self._counts["background_batches"] += 1
-        workspace_bytes = profile.performance.workspace_for(1)
-        batch = Batch(self._last_batch, spec.id, expert, profile.copy, (request,), workspace_bytes)
-        self._background.batch, self._background.request = batch.id, request
-        self._placement.background_runs_in = spec.pool
-        self._pools[spec.pool].start_use(profile.copy)
-        self._pools[spec.pool].take_workspace(spec.id, workspace_bytes)
-        queue.running_until_s = self._now + profile.performance.latency_s(1)
-        self._batches[batch.id] = batch
-        self._profiles[batch.id] = (profile,)
-        self._running[spec.id] = batch.id
-        effects.append(StartBatch(batch))
-
-    def _loads_in_background(self, expert: str, awaited: Sequence[str], effects: list[Effect]) -> bool:
-        """Begin to load a shadow where there is room that nobody else has a use for."""
-        for queue, profile in self._background_homes(expert):
-            wish = Wish(queue.spec, expert, profile, self._now, self._now)
-            if self._placement.bring_in_background(wish, awaited, self._now, effects) is Answer.STARTED:
-                return True
+            self._shadows.drop(request, DROPPED, effects)
         return False
 
     def _background_ran(self, batch: Batch, result: Prediction | Rejected, effects: list[Effect]) -> bool:
         request, expert, pool = batch.requests[0], batch.expert, self._queues[batch.executor].spec.pool
-        self._end_background_batch(batch)
+        self._shadows.batch_over(batch, self._now)
         self._background.went_well(pool)
         self._placement.ran(pool, batch.copy)
         if isinstance(result, Rejected):
-            ending: Complete | Fail = Fail(request, _asked_in_background(None, expert, result.reason))
+            self._shadows.failed(request, result.reason, effects)
         else:
-            ending = Complete(request, _asked_in_background(result, expert, "asked in the shadow of another expert"))
             if self._standings.batch_ran(expert):
                 self._released(expert, "a batch went well", effects)
-        self._end_in_background(request, ending, effects)
+            self._shadows.ran(request, expert, result, effects)
         self._discard_if_gone(expert, effects)
         return self._is_anybody_there
 
     def _background_failed(self, batch: Batch, event: events.BatchFailed, effects: list[Effect]) -> bool:
         request, expert, probation = batch.requests[0], batch.expert, None
-        self._end_background_batch(batch)
+        self._shadows.batch_over(batch, self._now)
         if event.out_of_memory:
             self._background.ran_short(self._queues[batch.executor].spec.pool, self._now)
         else:
             is_trial = self._standings.is_trial(request)
             probation = self._standings.lone_batch_failed(expert, event.reason, self._now, is_trial=is_trial)
-        failed = _asked_in_background(None, expert, f"{expert}: {event.reason}")
-        self._end_in_background(request, Fail(request, failed), effects)
+        self._shadows.failed(request, f"{expert}: {event.reason}", effects)
         if probation is not None:
             self._put_on_probation(expert, probation, effects)
         if self._standings.fails_in_batches(expert):
@@ -1116,131 +731,18 @@ class Engine:
         self._discard_if_gone(expert, effects)
         return self._is_anybody_there
 
-    def _end_background_batch(self, batch: Batch) -> None:
-        self._end_batch(batch)
-        self._background.batch = self._background.request = None
-        self._placement.background_runs_in = None
-
-    def _drop(self, request: int, reason: str, effects: list[Effect]) -> bool:
-        """A background request leaves without having run; nothing can move for that."""
-        expert = self._background.expert_of(request)
-        assert expert is not None, "it waits"
-        self._background.leave(request)
-        self._background.dropped += 1
-        self._standings.request_ended(request)
-        effects.append(Fail(request, _asked_in_background(None, expert, reason)))
-        return False
-
-    def _end_in_background(self, request: int, effect: Complete | Fail, effects: list[Effect]) -> None:
-        if isinstance(effect, Complete):
-            self._background.ran += 1
-        else:
-            self._background.failed += 1
-        self._standings.request_ended(request)
-        effects.append(effect)
-
     # -- experts --
 
     def _advance(self, effects: list[Effect]) -> None:
         """Start whatever can start: overdue loads, batches, loads for the heads, then what is worth having early."""
-        full: set[str] = set()  # memories where an older claim waits for room: nothing younger may take it
         self._placement.release()
         if self._leases.is_any:
             self._turns.look_again(self._scheduler.queues)
-        if self._policy.bounded:
-            for wish in overdue(self._scheduler.queues, self._now - self._limits.max_overtake_s):
-                self._claim_overdue(wish, full, effects)
+        full = self._supply.claim_overdue(self._now, effects)
         are_overdue = frozenset(full)
-        self._start_batches(effects)
-        for wish in demands(self._scheduler.queues):
-            if self._policy.overlapping or wish.spec.id not in self._running:
-                self._claim(wish, self._demand(wish), full, effects)
-        if self._policy.overlapping:
-            self._prefetch(full, effects)
-        self._use_spare_room(full, effects)
+        self._batching.start(self._line, self._now, effects)
+        self._supply.claim(full, self._line, self._now, effects)
         self._holding.look(are_overdue, full)
-
-    def _demand(self, wish: Wish) -> Claim:
-        """How much a head asks for: one that has time takes free room only while its executor has other work to do.
-
-        What leaves for it is chosen later then, knowing more of what is queued, and more requests share its load. One
-        behind a batch that is held is no head yet: it asks as a later group does.
-        """
-        if wish.spec.id in self._held:
-            return Claim.EARLY if self._has_time(wish) else Claim.PREFETCH
-        if not self._policy.overlapping or wish.spec.id not in self._running or not self._has_time(wish):
-            return Claim.DEMAND
-        return Claim.EARLY if self._turns.is_anything_runnable(self._queues[wish.spec.id]) else Claim.PATIENT
-
-    def _has_time(self, wish: Wish) -> bool:
-        """Has it not waited for long, and would its queue be done soon, within the bound? A longer one is run in order.
-
-        Not on a device with a memory in front of it: what it loads ahead of time comes from there, not from the SSD.
-        """
-        if self._pools[wish.spec.pool].spec.cache is not None:
-            return False
-        bound_s, length_s = self._limits.max_overtake_s, self._queues[wish.spec.id].length_s(self._now)
-        is_long = length_s > min(bound_s, self._limits.long_queue_s)
-        return self._now - wish.since_s < PATIENCE * bound_s and not is_long
-
-    def _prefetch(self, full: set[str], effects: list[Effect]) -> None:
-        """Load for the groups behind the heads, until no link that could serve one of them is free."""
-        passed: set[str] = set()  # memories where an earlier group waits for a busy link
-        for wish in upcoming(self._scheduler.queues, self._limits.prefetch_groups, self._pools):
-            claim = Claim.BYPASS if wish.spec.pool in passed else Claim.PREFETCH
-            if self._has_time(wish):
-                claim = Claim.EARLY
-            if self._claim(wish, claim, full, effects) is Answer.BUSY:
-                if not self._placement.may_prefetch(full):
-                    return
-                passed.add(wish.spec.pool)
-
-    def _claim_overdue(self, wish: Wish, full: set[str], effects: list[Effect]) -> None:
-        if self._placement.is_under_way(wish):
-            return
-        is_first = wish.spec.pool not in full
-        answer = self._claim(wish, Claim.OVERDUE, full, effects)
-        if answer in (Answer.NO_ROOM, Answer.BUSY):
-            full.add(wish.spec.pool)
-            self._placement.keep_free(wish)
-        if answer is Answer.NO_ROOM and is_first:
-            self._placement.hold(wish)
-
-    def _claim(self, wish: Wish, claim: Claim, full: set[str], effects: list[Effect]) -> Answer:
-        if wish.spec.pool in full:
-            stages = claim in (Claim.PREFETCH, Claim.BYPASS)
-            return self._placement.stage(wish, self._now, effects) if stages else Answer.NO_ROOM
-        answer = self._placement.bring(wish, claim, self._now, effects)
-        if answer is Answer.NO_ROOM and claim not in (Claim.EARLY, Claim.PATIENT):
-            full.add(wish.spec.pool)
-        return answer
-
-    def _use_spare_room(self, full: set[str], effects: list[Effect]) -> None:
-        """Speculation, then the initial placement; both give way to whatever a queue waits for."""
-        while self._speculations:
-            wish = self._speculations.popleft()
-            if wish.spec.pool not in full and self._standings.may_load(wish.expert, self._now):
-                self._placement.bring(wish, Claim.SPARE, self._now, effects)
-        for _ in range(len(self._initial)):
-            wish = self._initial.popleft()
-            if not self._standings.may_load(wish.expert, self._now):
-                continue
-            is_full = wish.spec.pool in full
-            answer = Answer.NO_ROOM if is_full else self._placement.bring(wish, Claim.SPARE, self._now, effects)
-            if answer is Answer.BUSY:
-                self._initial.appendleft(wish)
-                return
-            if answer in (Answer.NO_ROOM, Answer.WAIT) and wish.expert in self._homes:
-                self._initial.append(wish)  # a pinned expert is placed sooner or later
-
-    def _speculate(self, spec: ExecutorSpec, expert: str) -> None:
-        """A preliminary expert runs: what may come after it is worth having, if there is room."""
-        if not self._policy.overlapping:
-            return
-        for name in self._graph.subsequents(expert):
-            profile = self._matrix.experts[spec.processor].get(name)
-            if profile is not None:
-                self._speculations.append(Wish(spec, name, profile, self._now, self._now))
 
     def _switch_s(self, spec: ExecutorSpec, profile: ExpertProfile) -> float:
         """Predicted seconds until a copy could run on this executor, were it asked for now; 0 when it is resident."""
@@ -1262,8 +764,7 @@ class Engine:
 
     def _released(self, expert: str, reason: str, effects: list[Effect]) -> None:
         effects.append(StandingChanged(expert, Standing.SERVING, reason))
-        if expert in self._homes:
-            self._place_pinned(expert)
+        self._supply.place_pinned(expert, self._line, self._now)
 
     def _empty_queues(self, expert: str, effects: list[Effect]) -> None:
         """Whoever waits for an expert that is not to be asked ends."""
@@ -1278,16 +779,14 @@ class Engine:
         if self._is_draining:
             return
         for expert, copy in self._standings.due_loads(since_s, self._now):
-            if expert in self._retired or expert in self._graph.in_shadow:
+            if expert in self._line.retired or expert in self._line.graph.in_shadow:
                 continue  # whoever needs it still asks for it
-            if expert in self._homes:
-                self._place_pinned(expert)
-            else:
-                self._place(expert, self._runs_on(expert, copy))
+            if not self._supply.place_pinned(expert, self._line, self._now):
+                self._supply.place(expert, self._runs_on(expert, copy), self._line, self._now)
 
     def _runs_on(self, expert: str, copy: str) -> ExecutorSpec:
         """The first executor that runs an expert as this copy."""
-        columns = self._matrix.experts
+        columns = self._line.matrix.experts
         specs = (queue.spec for queue in self._scheduler.queues)
         return next(
             spec for spec in specs if (row := columns[spec.processor].get(expert)) is not None and row.copy == copy
@@ -1332,7 +831,7 @@ class Engine:
 
     def _discard_if_gone(self, expert: str, effects: list[Effect]) -> None:
         """In quarantine, or of an earlier line and not waited for: it leaves memory."""
-        is_done = expert in self._retired and not self._is_awaited(expert)
+        is_done = expert in self._line.retired and not self._is_awaited(expert)
         if is_done or expert in self._standings.quarantined:
             self._placement.discard(expert, effects)
 
@@ -1360,10 +859,11 @@ class Engine:
             events.Drain: self._drained,
         }
 
-    def _refuse_misfits(self, homes: dict[str, ExecutorSpec]) -> None:
+    def _refuse_misfits(self) -> None:
         for name, pool in self._pools.items():
             users = [queue.spec for queue in self._scheduler.queues if queue.spec.pool == name]
-            needs = misfits(footprints_in(name, users, self._matrix.experts, homes), pool.spec.expert_bytes)
+            footprints = footprints_in(name, users, self._line.matrix.experts, self._line.homes)
+            needs = misfits(footprints, pool.spec.expert_bytes)
             if needs:
                 expert = max(needs, key=lambda each: needs[each])
                 raise MemoryExceeded(f"{name}, for {expert}", needs[expert], pool.spec.expert_bytes)
@@ -1376,7 +876,7 @@ class Engine:
     def _owe_workspaces(self) -> None:
         """Each executor is owed the workspace of one image, whichever expert sees it."""
         for queue in self._scheduler.queues:
-            profiles = self._matrix.experts[queue.spec.processor].values()
+            profiles = self._line.matrix.experts[queue.spec.processor].values()
             largest = max((each.performance.workspace_for(1) for each in profiles), default=0)
             self._pools[queue.spec.pool].guaranteed_workspace[queue.spec.id] = largest
 
@@ -1387,7 +887,7 @@ class Engine:
         head = queue.front
         if head is None or head.profile.copy != load.copy:
             return False
-        return queue.spec.id not in self._running or queue.is_overtaken
+        return not self._batches.is_running(queue.spec.id) or queue.is_overtaken
 
     def _load_paths(self) -> list[str]:
         """``source_pool`` of every way a load can go on this box."""
@@ -1395,7 +895,7 @@ class Engine:
         return sorted(f"{source}_{pool}" for source, pool in sources if source is not None)
 
     def _queue_statistics(self, queue: ExecutorQueue) -> QueueStatistics:
-        batch = self._batches.get(self._running.get(queue.spec.id, 0))
+        batch = self._batches.running(queue.spec.id)
         running = len(batch.requests) if batch else 0
         return QueueStatistics(
             queue.spec.id,
@@ -1409,13 +909,6 @@ class Engine:
     def _unexpected(self) -> bool:
         self._counts["unexpected_events"] += 1
         return False
-
-
-def _asked_in_background(prediction: Prediction | None, expert: str, reason: str) -> Outcome:
-    """It decides nothing, whatever the shadow said."""
-    if prediction is None:
-        return Outcome(Verdict.UNKNOWN, None, None, (), reason)
-    return Outcome(Verdict.UNKNOWN, prediction.label, prediction.score, (StepResult(expert, prediction),), reason)
 
 
 def _mistold(event: events.Progressed, batch: Batch) -> str | None:

@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from agent.core.effects import Effect
-    from agent.core.engine import EngineStatistics
     from agent.core.events import Event
     from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix
     from agent.core.request import Outcome
+    from agent.core.statistics import EngineStatistics
     from agent.runtime.executor import ExecutorStatistics, RequestSource
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.box import Box

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from agent.core.engine import EngineStatistics, QueueStatistics
     from agent.core.pool import PoolStatistics
+    from agent.core.statistics import EngineStatistics, QueueStatistics
     from agent.intake.cameras.frames import CameraStatistics
     from agent.records.delivery.deliveries import DeliveryStatistics
     from agent.records.results import StoreStatistics

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from agent.core import events
 from agent.core.effects import Complete, Evict, StartBatch, StartLoad
-from agent.core.engine import EngineStatistics
 from agent.core.performance import SSD
 from agent.core.request import Rejected
+from agent.core.statistics import EngineStatistics
 from experts.errors import ConfigError
 from profiler.bench.recorder import CopyPlace, Due, Recording
 

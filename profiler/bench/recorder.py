@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from agent.core.effects import Effect
-    from agent.core.engine import EngineStatistics
     from agent.core.events import Event
     from agent.core.request import Batch, Rejected
+    from agent.core.statistics import EngineStatistics
     from agent.runtime.loop import Decider
     from experts.expert import Prediction
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
         Ticket,
     )
     from agent.core.background import BackgroundStatistics
-    from agent.core.engine import EngineStatistics, QueueStatistics
     from agent.core.pool import PoolStatistics
+    from agent.core.statistics import EngineStatistics, QueueStatistics
     from agent.deployment.build import Agent
     from agent.records.boards import BoardVerdict
     from agent.records.result_writer import ResultStore

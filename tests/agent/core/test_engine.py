@@ -17,7 +17,7 @@ from agent.core.effects import (
     StartBatch,
     StartLoad,
 )
-from agent.core.engine import Engine, EngineStatistics, QueueStatistics
+from agent.core.engine import Engine
 from agent.core.performance import (
     SSD,
     ExecutorSpec,
@@ -32,6 +32,7 @@ from agent.core.policy import PRESETS
 from agent.core.pool import PoolStatistics
 from agent.core.request import Batch, Outcome, Rejected, StepResult
 from agent.core.residency import Residency
+from agent.core.statistics import EngineStatistics, QueueStatistics
 from experts.errors import MemoryExceeded
 from experts.expert import Prediction, Verdict
 from experts.graph import ExpertGraph, RouteStep

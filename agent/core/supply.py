@@ -1,0 +1,216 @@
+"""Supply: which copies are asked for, and in which order, whenever something may have come free.
+
+    overdue          heads of queues that have waited beyond the overtaking bound, the oldest first; a memory where one
+                     of them lacks room is *full*: nothing younger takes what comes free there
+    the heads        of all queues, before their executors are idle where the policy overlaps
+    the next groups  while a link that could serve one of them is free
+    spare room       what may follow what runs now (speculation), then the placement at the start (section 4.1)
+
+Guarantees: a pinned expert is placed sooner or later; whatever is in quarantine, or whose pause is not over, is not
+loaded for spare room; speculation and placement give way to whatever a queue waits for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from agent.core.placement import Answer, Claim
+from agent.core.prefetch import Wish, demands, initial_placement, overdue, upcoming
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from agent.core.batches import Batches
+    from agent.core.effects import Effect
+    from agent.core.performance import ExecutorSpec, Limits
+    from agent.core.placement import Placement
+    from agent.core.policy import Policy
+    from agent.core.pool import ModelPool
+    from agent.core.queue import ExecutorQueue
+    from agent.core.served_line import ServedLine
+    from agent.core.standing import Standings
+    from agent.core.turns import Turns
+
+SPECULATIONS = 32  # arbitrary: enough for every executor's last few batches
+PATIENCE = 0.5  # of the overtaking bound: a head that has waited for longer has no time any more; arbitrary, too
+
+
+class Supply:
+    """Of one Engine; see the module."""
+
+    def __init__(
+        self,
+        queues: Mapping[int, ExecutorQueue],
+        pools: Mapping[str, ModelPool],
+        placement: Placement,
+        turns: Turns,
+        standings: Standings,
+        batches: Batches,
+        policy: Policy,
+        limits: Limits,
+    ) -> None:
+        self._by_executor = queues
+        self._queues: Sequence[ExecutorQueue] = tuple(queues.values())
+        self._pools = pools
+        self._placement = placement
+        self._turns = turns
+        self._standings = standings
+        self._batches = batches
+        self._policy = policy
+        self._limits = limits
+        self._initial: deque[Wish] = deque()
+        self._speculations: deque[Wish] = deque(maxlen=SPECULATIONS)
+
+    # -- what is to be had when there is room --
+
+    @property
+    def has_to_place(self) -> bool:
+        """Is there anything left to be placed?"""
+        return bool(self._initial)
+
+    def place_all(self, line: ServedLine, now: float) -> None:
+        """Each expert where it would be at the start; pinned ones first."""
+        self._initial.extend(self._first_wishes(line, now))
+
+    def place(self, expert: str, spec: ExecutorSpec, line: ServedLine, now: float) -> None:
+        """One expert, for this executor."""
+        self._initial.append(Wish(spec, expert, line.matrix.experts[spec.processor][expert], now, now))
+
+    def place_pinned(self, expert: str, line: ServedLine, now: float) -> bool:
+        """One that is to stay in memory, at its home; False for any other, which is loaded when it is asked for."""
+        home = line.homes.get(expert)
+        if home is not None:
+            self.place(expert, home, line, now)
+        return home is not None
+
+    def change_line(self, before: ServedLine, line: ServedLine, now: float, *, places: bool) -> None:
+        """What left the line is not wished for any more; ``places``: what is new, or pinned now, is placed."""
+        for waiting in (self._initial, self._speculations):
+            staying = [wish for wish in waiting if wish.expert not in line.retired]
+            waiting.clear()
+            waiting.extend(staying)
+        if places:
+            known, at_home = before.graph.experts, line.homes.keys() - before.homes.keys()
+            wishes = self._first_wishes(line, now)
+            self._initial.extend(wish for wish in wishes if wish.expert not in known or wish.expert in at_home)
+
+    def stop(self) -> None:
+        """Nothing is loaded any more but what a queue waits for."""
+        self._initial.clear()
+        self._speculations.clear()
+
+    def speculate(self, spec: ExecutorSpec, expert: str, line: ServedLine, now: float) -> None:
+        """An expert runs: what may come after it is worth having, if there is room."""
+        if not self._policy.overlapping:
+            return
+        for name in line.graph.subsequents(expert):
+            profile = line.matrix.experts[spec.processor].get(name)
+            if profile is not None:
+                self._speculations.append(Wish(spec, name, profile, now, now))
+
+    def _first_wishes(self, line: ServedLine, now: float) -> Iterator[Wish]:
+        profiles = {processor: dict(experts) for processor, experts in line.matrix.experts.items()}
+        executors = [queue.spec for queue in self._queues]
+        pinned = [(spec, expert) for expert, spec in line.homes.items()]
+        served = line.graph.experts - line.retired - line.graph.in_shadow
+        usage = {expert: line.matrix.usage.get(expert, 0.0) for expert in served}
+        placed = initial_placement(usage, executors, profiles) if self._policy.placing else []
+        for spec, expert in pinned + placed:
+            yield Wish(spec, expert, profiles[spec.processor][expert], now, now)
+
+    # -- what is claimed now --
+
+    def claim_overdue(self, now: float, effects: list[Effect]) -> set[str]:
+        """First of all; the memories that are full: where an older claim waits for room."""
+        full: set[str] = set()
+        if self._policy.bounded:
+            for wish in overdue(self._queues, now - self._limits.max_overtake_s):
+                self._claim_overdue(wish, full, now, effects)
+        return full
+
+    def claim(self, full: set[str], line: ServedLine, now: float, effects: list[Effect]) -> None:
+        """All the rest, once whatever could start has; memories become full meanwhile."""
+        for wish in demands(self._queues):
+            if self._policy.overlapping or not self._batches.is_running(wish.spec.id):
+                self._claim(wish, self._demand(wish, now), full, now, effects)
+        if self._policy.overlapping:
+            self._prefetch(full, now, effects)
+        self._speculate(full, now, effects)
+        self._place(full, line, now, effects)
+
+    def _demand(self, wish: Wish, now: float) -> Claim:
+        """How much a head asks for: one that has time takes free room only while its executor has other work to do.
+
+        What leaves for it is chosen later then, knowing more of what is queued, and more requests share its load. One
+        behind a batch that is held is no head yet: it asks as a later group does.
+        """
+        executor = wish.spec.id
+        if self._batches.is_holding(executor):
+            return Claim.EARLY if self._has_time(wish, now) else Claim.PREFETCH
+        if not self._policy.overlapping or not self._batches.is_running(executor) or not self._has_time(wish, now):
+            return Claim.DEMAND
+        return Claim.EARLY if self._turns.is_anything_runnable(self._by_executor[executor]) else Claim.PATIENT
+
+    def _has_time(self, wish: Wish, now: float) -> bool:
+        """Has it not waited for long, and would its queue be done soon, within the bound? A longer one is run in order.
+
+        Not on a device with a memory in front of it: what it loads ahead of time comes from there, not from the SSD.
+        """
+        if self._pools[wish.spec.pool].spec.cache is not None:
+            return False
+        bound_s, length_s = self._limits.max_overtake_s, self._by_executor[wish.spec.id].length_s(now)
+        is_long = length_s > min(bound_s, self._limits.long_queue_s)
+        return now - wish.since_s < PATIENCE * bound_s and not is_long
+
+    def _prefetch(self, full: set[str], now: float, effects: list[Effect]) -> None:
+        """Load for the groups behind the heads, until no link that could serve one of them is free."""
+        passed: set[str] = set()  # memories where an earlier group waits for a busy link
+        for wish in upcoming(self._queues, self._limits.prefetch_groups, self._pools):
+            claim = Claim.BYPASS if wish.spec.pool in passed else Claim.PREFETCH
+            if self._has_time(wish, now):
+                claim = Claim.EARLY
+            if self._claim(wish, claim, full, now, effects) is Answer.BUSY:
+                if not self._placement.may_prefetch(full):
+                    return
+                passed.add(wish.spec.pool)
+
+    def _claim_overdue(self, wish: Wish, full: set[str], now: float, effects: list[Effect]) -> None:
+        if self._placement.is_under_way(wish):
+            return
+        is_first = wish.spec.pool not in full
+        answer = self._claim(wish, Claim.OVERDUE, full, now, effects)
+        if answer in (Answer.NO_ROOM, Answer.BUSY):
+            full.add(wish.spec.pool)
+            self._placement.keep_free(wish)
+        if answer is Answer.NO_ROOM and is_first:
+            self._placement.hold(wish)
+
+    def _claim(self, wish: Wish, claim: Claim, full: set[str], now: float, effects: list[Effect]) -> Answer:
+        if wish.spec.pool in full:
+            stages = claim in (Claim.PREFETCH, Claim.BYPASS)
+            return self._placement.stage(wish, now, effects) if stages else Answer.NO_ROOM
+        answer = self._placement.bring(wish, claim, now, effects)
+        if answer is Answer.NO_ROOM and claim not in (Claim.EARLY, Claim.PATIENT):
+            full.add(wish.spec.pool)
+        return answer
+
+    def _speculate(self, full: set[str], now: float, effects: list[Effect]) -> None:
+        while self._speculations:
+            wish = self._speculations.popleft()
+            if wish.spec.pool not in full and self._standings.may_load(wish.expert, now):
+                self._placement.bring(wish, Claim.SPARE, now, effects)
+
+    def _place(self, full: set[str], line: ServedLine, now: float, effects: list[Effect]) -> None:
+        """As far as there is room and a link; a pinned expert that found none waits on."""
+        for _ in range(len(self._initial)):
+            wish = self._initial.popleft()
+            if not self._standings.may_load(wish.expert, now):
+                continue
+            is_full = wish.spec.pool in full
+            answer = Answer.NO_ROOM if is_full else self._placement.bring(wish, Claim.SPARE, now, effects)
+            if answer is Answer.BUSY:
+                self._initial.appendleft(wish)
+                return
+            if answer in (Answer.NO_ROOM, Answer.WAIT) and wish.expert in line.homes:
+                self._initial.append(wish)
