@@ -31,7 +31,7 @@ from agent.runtime.due_threads import DueTask
 from agent.runtime.image_sources import image_name
 from agent.runtime.machine.box import torch_device
 from agent.runtime.text_sources import TextSource
-from agent.runtime.threads import use_threads
+from agent.runtime.threads import Team, use_threads
 from experts.backends.base import Prepared
 from experts.errors import BackendUnavailable, CoServeError, MemoryExceeded, OutputInvalid
 
@@ -108,7 +108,8 @@ class RunsTexts(Protocol):
 class BatchExecutor:
     """One executor: a batch that runs, at most one behind it, and the thread that runs them.
 
-    ``texts``: what its quanta run with; None where no expert of its memory takes texts.
+    ``texts``: what its quanta run with; None where no expert of its memory takes texts. ``cores``: one for each of its
+    threads.
     """
 
     def __init__(
@@ -120,12 +121,14 @@ class BatchExecutor:
         threads: int,
         watch: DeviceWatch | None = None,
         texts: Texts | None = None,
+        cores: Sequence[int] = (),
     ) -> None:
         self.spec = spec
         self._store = store
         self._preparation = preparation
         self._post = post
         self._torch_threads = threads
+        self._team = Team(cores)
         self._computing_threads = threads if torch_device(spec.processor) == "cpu" else 1  # else it feeds a device
         self._watch = watch or DeviceWatch()
         self._texts = texts
@@ -185,6 +188,7 @@ class BatchExecutor:
             use_threads(self._torch_threads)
             with own_stream(self._device):
                 while (work := self._inbox.get()) is not None and not self._is_stopping:
+                    self._team.keep()
                     answer = self._answer(work)
                     self._post(answer)
                     if isinstance(answer, Breakdown):

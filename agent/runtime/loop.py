@@ -41,7 +41,7 @@ from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.text_engines import TextEngines, text_engines
 from agent.runtime.text_sources import TextSource
 from agent.runtime.texts import Texts, expert_name
-from agent.runtime.threads import end_team
+from agent.runtime.threads import end_team, team_cores
 from agent.runtime.transfer import PacedLink, Transfers
 from experts.errors import AgentCrashed
 
@@ -674,6 +674,7 @@ def assemble(
     stores = _stores(box, executors, limits, shelf, MoeLoads(segments, link, staging))
     workers = limits.loads_in_flight * (len(stores) if box.is_split else 1) + 1  # one load in the background
     threads = threads_per_executor(box, executors)
+    cores = team_cores(executors, threads)
     watch = watch_of(box)
     transfers = Transfers(
         stores,
@@ -690,7 +691,9 @@ def assemble(
     engines = engines or text_engines(executors, limits, segments, keeps_prefixes=options.keeps_prefixes)
     texts = Texts(engines.by_executor, engines.lengths)
     running = {
-        spec.id: BatchExecutor(spec, stores[spec.pool], preparation, inbox.put, threads, watch, texts)
+        spec.id: BatchExecutor(
+            spec, stores[spec.pool], preparation, inbox.put, threads, watch, texts, cores.get(spec.id, ())
+        )
         for spec in executors
     }
     workshop = Workshop(tuple(stores.values()), shelf, transfers, preparation, copies, running, texts, engines, routes)

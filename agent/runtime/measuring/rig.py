@@ -29,7 +29,7 @@ from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.moe_loads import MoeLoads
 from agent.runtime.preparation import Preparation, threads_for
 from agent.runtime.slots import SkeletonShelf, SlotStore
-from agent.runtime.threads import end_team
+from agent.runtime.threads import end_team, team_cores
 from agent.runtime.transfer import PacedLink, Transfers
 from experts import errors
 from experts.backends.base import Prepared
@@ -111,16 +111,13 @@ class MeasuringRig:
         )
         self._preparation = Preparation(threads_for(box), cores=box.cores)
         store = self._stores[self.target]
+        specs = [ExecutorSpec(number, processor, self.target) for number in range(executors)]
+        cores = team_cores(specs, threads)
         self._executors = [
             BatchExecutor(
-                ExecutorSpec(number, processor, self.target),
-                store,
-                self._preparation,
-                self._answers.put,
-                threads,
-                watch,
+                spec, store, self._preparation, self._answers.put, threads, watch, cores=cores.get(spec.id, ())
             )
-            for number in range(executors)
+            for spec in specs
         ]
 
     @contextmanager

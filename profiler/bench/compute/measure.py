@@ -34,6 +34,7 @@ from profiler.bench.compute.contestants import (
     SESSION,
     Contestant,
     eager,
+    executor_team,
     has_openvino,
     int8_session,
     openvino,
@@ -96,6 +97,7 @@ def measure_compute_forms(directory: Path, options: ComputeOptions, progress: Pr
     threads = executor_threads(box)
     before = torch.get_num_threads()
     use_threads(threads)
+    executor_team(threads).keep()
     cores = CoresInUse()
     bench = _ComputeBench(options, threads, progress)
     try:
