@@ -1,9 +1,11 @@
 """Images that are decoded and prepared on what computing leaves of the cores, under virtual time.
 
 What an executor's batch takes is K n + B, once its images are there; decoding is time of the cores beside it. Images
-that are prepared ahead give way to whoever computes: executors of the CPU that compute have their share of the cores,
-and decoding has the others, a core for one image at the most. An executor that waits for images does not compute, so
-that these have its share. Where an accelerator's waits and the cores are all computed on, one core is decoded on.
+that are prepared ahead have what computing leaves: crops, as their threads keep off cores that are computed on, and
+photographs, as theirs give way. Executors of the CPU that compute have their share of the cores, and decoding has the
+others, a core for one image at the most. An executor that waits for images does not compute, so that these have its
+share, whether it decodes them itself, as it does with crops, or their threads do. Where an accelerator's waits and the
+cores are all computed on, one core is decoded on.
 
 Guarantees: no clock and no thread; what a batch waits for comes first, then what is due first; no image is decoded
 twice for what is held of it, and every one again that is not.
