@@ -96,7 +96,7 @@ class Supply:
             self._initial.extend(wish for wish in wishes if wish.expert not in known or wish.expert in at_home)
 
     def stop(self) -> None:
-        """Nothing is loaded any more but what a queue waits for."""
+        """The agent stops: what waits for spare room is not loaded."""
         self._initial.clear()
         self._speculations.clear()
 
@@ -126,18 +126,18 @@ class Supply:
         full: set[str] = set()
         if self._policy.bounded:
             for wish in overdue(self._queues, now - self._limits.max_overtake_s):
-                self._claim_overdue(wish, full, now, effects)
+                self._claim_overdue_one(wish, full, now, effects)
         return full
 
     def claim(self, full: set[str], line: ServedLine, now: float, effects: list[Effect]) -> None:
         """All the rest, once whatever could start has; memories become full meanwhile."""
         for wish in demands(self._queues):
             if self._policy.overlapping or not self._batches.is_running(wish.spec.id):
-                self._claim(wish, self._demand(wish, now), full, now, effects)
+                self._claim_one(wish, self._demand(wish, now), full, now, effects)
         if self._policy.overlapping:
             self._prefetch(full, now, effects)
-        self._speculate(full, now, effects)
-        self._place(full, line, now, effects)
+        self._load_speculations(full, now, effects)
+        self._load_placements(full, line, now, effects)
 
     def _demand(self, wish: Wish, now: float) -> Claim:
         """How much a head asks for: one that has time takes free room only while its executor has other work to do.
@@ -170,23 +170,23 @@ class Supply:
             claim = Claim.BYPASS if wish.spec.pool in passed else Claim.PREFETCH
             if self._has_time(wish, now):
                 claim = Claim.EARLY
-            if self._claim(wish, claim, full, now, effects) is Answer.BUSY:
+            if self._claim_one(wish, claim, full, now, effects) is Answer.BUSY:
                 if not self._placement.may_prefetch(full):
                     return
                 passed.add(wish.spec.pool)
 
-    def _claim_overdue(self, wish: Wish, full: set[str], now: float, effects: list[Effect]) -> None:
+    def _claim_overdue_one(self, wish: Wish, full: set[str], now: float, effects: list[Effect]) -> None:
         if self._placement.is_under_way(wish):
             return
         is_first = wish.spec.pool not in full
-        answer = self._claim(wish, Claim.OVERDUE, full, now, effects)
+        answer = self._claim_one(wish, Claim.OVERDUE, full, now, effects)
         if answer in (Answer.NO_ROOM, Answer.BUSY):
             full.add(wish.spec.pool)
             self._placement.keep_free(wish)
         if answer is Answer.NO_ROOM and is_first:
             self._placement.hold(wish)
 
-    def _claim(self, wish: Wish, claim: Claim, full: set[str], now: float, effects: list[Effect]) -> Answer:
+    def _claim_one(self, wish: Wish, claim: Claim, full: set[str], now: float, effects: list[Effect]) -> Answer:
         if wish.spec.pool in full:
             stages = claim in (Claim.PREFETCH, Claim.BYPASS)
             return self._placement.stage(wish, now, effects) if stages else Answer.NO_ROOM
@@ -195,13 +195,13 @@ class Supply:
             full.add(wish.spec.pool)
         return answer
 
-    def _speculate(self, full: set[str], now: float, effects: list[Effect]) -> None:
+    def _load_speculations(self, full: set[str], now: float, effects: list[Effect]) -> None:
         while self._speculations:
             wish = self._speculations.popleft()
             if wish.spec.pool not in full and self._standings.may_load(wish.expert, now):
                 self._placement.bring(wish, Claim.SPARE, now, effects)
 
-    def _place(self, full: set[str], line: ServedLine, now: float, effects: list[Effect]) -> None:
+    def _load_placements(self, full: set[str], line: ServedLine, now: float, effects: list[Effect]) -> None:
         """As far as there is room and a link; a pinned expert that found none waits on."""
         for _ in range(len(self._initial)):
             wish = self._initial.popleft()

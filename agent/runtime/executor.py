@@ -108,8 +108,8 @@ class RunsTexts(Protocol):
 class BatchExecutor:
     """One executor: a batch that runs, at most one behind it, and the thread that runs them.
 
-    ``texts``: what its quanta run with; None where no expert of its memory takes texts. ``cores``: one for each of its
-    threads.
+    ``texts``: what its quanta run with; None where no expert of its memory takes texts. ``cores``: of its threads;
+    none: they run where the system has them run.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""The threads that the operators of one thread use: a count of its own for each of ours, a core for each of an
-executor's, and none that are left over.
+"""The threads that the operators of one thread use: a count of its own for each of ours, none that are left over, and a
+core for an executor's second.
 
 Guarantees: after ``use_threads`` no other thread's count changes this one's. torch alone does not promise that: at a
 thread's first operator it takes over the count that any thread was given last, and what the thread itself had been
@@ -11,11 +11,12 @@ config/linux/wait.h: its throttled spin count), and an executor takes up to twic
 the start ran on another thread: a model of 105M parameters writes 44 tokens/s instead of 100 on two cores. So whoever
 is no executor calls ``end_team`` when its work is done; after it, no thread of its team is left.
 
-A thread that waits for the next operator keeps its core for as long. After an executor had nothing to do for some
-10 ms, Linux wakes its team where the executor itself runs, with the other cores idle: there they wait for each other in
+A thread that waits for the next operator keeps its core for as long. After an executor of two threads had nothing to do
+for some 10 ms, Linux wakes the second where the first runs, with another core idle: there they wait for each other in
 turns, a wait an operator, and are not parted before the next tick or two (6.18; 2 cores: a ResNet18 takes 17 ms that
-takes 4 once they are). So the threads of an executor's team have a core each (``Team``). The executor's own thread has
-all of them: whoever it starts inherits what it has.
+takes 4 once they are). So the second has a core (``Team``). The executor's own thread has all of them: whoever it
+starts inherits what it has. Nothing is done for larger teams: of these an operator on fewer threads ends the others,
+again and again within a batch, and what that is worth there was not measured.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from agent.core.performance import HOST, ExecutorSpec
 from agent.runtime.machine.box import torch_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from agent.core.performance import ExecutorSpec
-
-LIBRARIES = ("libgomp.so.1", "libomp.so", "libomp.so.5", "libiomp5.so", "libomp.dylib", "libiomp5.dylib")
+GNU = "libgomp.so.1"
+LIBRARIES = (GNU, "libomp.so", "libomp.so.5", "libiomp5.so", "libomp.dylib", "libiomp5.dylib")
+KEPT_APART = 2  # threads of a team
 SOFT = 1  # omp_pause_soft: all that was set stays (OpenMP 5.0, section 3.2.44)
 
 
@@ -64,72 +66,87 @@ def end_team() -> None:
 
 
 def team_cores(executors: Sequence[ExecutorSpec], threads: int) -> dict[int, tuple[int, ...]]:
-    """By executor, the cores of its team: as many as it has threads, no core in two; none of executors on a device.
+    """By executor, the cores of its team, none in two of them; of those on the CPU that have two threads.
 
-    ``threads``: of each. Nobody has any where this process may use fewer cores than they have threads together.
+    ``threads``: of each. Nobody has any where the calling thread may use fewer cores than these are together.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     on_cpu = [spec.id for spec in executors if torch_device(spec.processor) == "cpu"]
-    if len(on_cpu) * threads > len(cores):
+    if threads != KEPT_APART or len(on_cpu) * threads > len(cores):
         return {}
     return {executor: tuple(cores[place * threads : (place + 1) * threads]) for place, executor in enumerate(on_cpu)}
 
 
 class Team:
-    """What the calling thread's operators run on, as many threads as there are ``cores``: each has its own of these.
+    """The two threads that the calling thread's operators run on: the second stays on the second of ``cores``.
 
-    All but the calling thread, which has every core. Nothing is done for fewer than two, or where the system or the
-    library offers no such thing.
+    Nothing is done without cores, where the library is not GNU's, or where somebody else says who runs where: by
+    OpenMP's own variables, or by the process's or the thread's affinity, whenever that is set.
     """
 
-    def __init__(self, cores: Sequence[int]) -> None:
+    def __init__(self, cores: Sequence[int] = ()) -> None:
         self._cores = tuple(cores)
-        self._threads: dict[int, int] = {}  # those of the system -> core
-        self._can_be_kept = len(cores) > 1 and hasattr(os, "sched_setaffinity")
+        self._second: int | None = None  # the system's number of the thread
+        self._is_ours = len(cores) == KEPT_APART
 
     def keep(self) -> None:
-        """Asked before a batch: an operator on fewer threads ends the others, and those that come after are new."""
-        if self._can_be_kept and not self._is_kept():
+        """Asked before a batch: whoever ended the team had the next operator start another."""
+        if self._is_ours and not self._is_kept():
+            self._second = None
             self._place()
+            self._is_ours = self._second is not None
 
     def _is_kept(self) -> bool:
+        if self._second is None:
+            return False
         try:
-            return bool(self._threads) and all(os.sched_getaffinity(each) == {c} for each, c in self._threads.items())
+            self._is_ours = os.sched_getaffinity(self._second) == {self._cores[1]}
         except OSError:  # it has ended
             return False
+        return True
 
     def _place(self) -> None:
-        library = _openmp("GOMP_parallel")
-        self._threads = {}
-        if library is not None:
-            library.GOMP_parallel(_Function(lambda _: self._take_core(library)), None, len(self._cores), 0)
-        self._can_be_kept = bool(self._threads)
+        library = _gnu()
+        if library is None or library.omp_get_proc_bind() or not set(self._cores) <= os.sched_getaffinity(0):
+            return
+        library.GOMP_parallel(_Function(lambda _: self._take_core(library)), None, len(self._cores), 0)
 
     def _take_core(self, library: ctypes.CDLL) -> None:
         """Runs on each thread of the team."""
-        place = library.omp_get_thread_num()
-        with suppress(OSError, IndexError):  # a sandbox that forbids it; a library that has its own mind of the count
-            if place > 0:
-                os.sched_setaffinity(0, {self._cores[place]})
-                self._threads[get_native_id()] = self._cores[place]
+        with suppress(OSError):  # a sandbox that forbids it
+            if library.omp_get_thread_num() == 1:
+                os.sched_setaffinity(0, {self._cores[1]})
+                self._second = get_native_id()
+
+
+def lone_team(threads: int) -> Team:
+    """That of an executor with so many threads that is alone on the CPU."""
+    return Team(team_cores([ExecutorSpec(0, "cpu", HOST)], threads).get(0, ()))
 
 
 _Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 @lru_cache
-def _openmp(name: str) -> ctypes.CDLL | None:
-    """The library that torch has loaded, if it has a function of that name. GNU's and LLVM's have GOMP_parallel."""
-    for each in LIBRARIES:
-        with suppress(OSError, AttributeError):
-            library = ctypes.CDLL(each, os.RTLD_NOLOAD)
-            getattr(library, name)
-            return library
-    return None
+def _gnu() -> ctypes.CDLL | None:
+    """GNU's library, if torch runs with it: no other is loaded."""
+    loaded = [name for name in LIBRARIES if _loaded(name, "omp_get_thread_num") is not None]
+    return _loaded(GNU, "GOMP_parallel") if loaded == [GNU] else None
+
+
+def _loaded(name: str, function: str) -> ctypes.CDLL | None:
+    """A library that this process has loaded, if it has this function."""
+    try:
+        library = ctypes.CDLL(name, os.RTLD_NOLOAD)
+        getattr(library, function)
+    except (OSError, AttributeError):
+        return None
+    return library
 
 
 @lru_cache
 def _pause() -> Callable[[int], int] | None:
     """OpenMP's omp_pause_resource_all, of the library that torch has loaded."""
-    library = _openmp("omp_pause_resource_all")
+    function = "omp_pause_resource_all"
+    library = next((each for name in LIBRARIES if (each := _loaded(name, function)) is not None), None)
     return None if library is None else library.omp_pause_resource_all

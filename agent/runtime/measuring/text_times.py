@@ -19,7 +19,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING, TypeVar
 
 from agent.runtime.executor import own_stream
-from agent.runtime.threads import end_team, use_threads
+from agent.runtime.threads import Team, end_team, lone_team, use_threads
 from experts.errors import LoadError
 from experts.llm.serving.blocks import BlockArena
 from experts.llm.serving.engine import LlmEngine, Turn
@@ -94,7 +94,10 @@ class TextTimes:
 def on_executor_thread(work: Callable[[], Found], device: str, threads: int) -> Found:
     """What ``work`` returns on a thread like an executor's, which ends with it; raises what it raises."""
 
+    team = lone_team(threads) if device == "cpu" else Team()
+
     def streamed() -> Found:
+        team.keep()
         with own_stream(device):
             return work()
 

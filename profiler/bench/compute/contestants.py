@@ -22,8 +22,6 @@ import torch
 from onnx import numpy_helper
 from safetensors.torch import load_file
 
-from agent.core.performance import HOST, ExecutorSpec
-from agent.runtime.threads import Team, team_cores
 from experts.backends import backend_for, family, observed_ranges
 from experts.backends.onednn.backend_forms import ONEDNN_NUMBERS
 from experts.backends.onnx.export import IMAGES, exported
@@ -85,11 +83,6 @@ class Model:
     def size(self) -> tuple[int, int]:
         """Height and width of its images."""
         return self.expert.pixels.height, self.expert.pixels.width
-
-
-def executor_team(threads: int) -> Team:
-    """The calling thread's, as that of the first executor has it."""
-    return Team(team_cores([ExecutorSpec(0, "cpu", HOST)], threads).get(0, ()))
 
 
 def prepared_images(expert: Expert, count: int) -> list[Prepared]:

@@ -18,7 +18,7 @@ import torch
 from agent.deployment.executors import CORES_PER_CPU_EXECUTOR, executors_on
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.machine.detection import detect
-from agent.runtime.threads import end_team, use_threads
+from agent.runtime.threads import end_team, lone_team, use_threads
 from experts.backends import backend_for
 from experts.errors import ConfigError, CoServeError
 from experts.expert import Precision
@@ -34,7 +34,6 @@ from profiler.bench.compute.contestants import (
     SESSION,
     Contestant,
     eager,
-    executor_team,
     has_openvino,
     int8_session,
     openvino,
@@ -97,10 +96,10 @@ def measure_compute_forms(directory: Path, options: ComputeOptions, progress: Pr
     threads = executor_threads(box)
     before = torch.get_num_threads()
     use_threads(threads)
-    executor_team(threads).keep()
     cores = CoresInUse()
     bench = _ComputeBench(options, threads, progress)
     try:
+        lone_team(threads).keep()
         with removed_afterwards(directory, "compute-") as folder:
             for architecture in dict.fromkeys(options.architectures):
                 own = folder / architecture

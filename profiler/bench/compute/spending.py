@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from agent.runtime.threads import use_threads
+from agent.runtime.threads import lone_team, use_threads
 from experts.errors import CoServeError
 from experts.expert import Precision
 from experts.packed.weights import SegmentStore
 from profiler.bench.compute.alternating import one_run
-from profiler.bench.compute.contestants import executor_team, our_form, prepared_images
+from profiler.bench.compute.contestants import our_form, prepared_images
 from profiler.workload.generated_line import removed_afterwards, write_experts
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def parts_of(batch_s: float, executed: Mapping[str, float], watched: Mapping[str
 def main(folder: Path, architecture: str, size: tuple[int, int], batch: int, form: Precision, threads: int) -> None:
     """Measure, watch, then have oneDNN write."""
     use_threads(threads)
-    executor_team(threads).keep()
+    lone_team(threads).keep()
     with removed_afterwards(folder, "spending-") as own:
         (expert,) = write_experts(own, architecture, 1, size=size)
         store = SegmentStore(own / "packed")

@@ -4,11 +4,14 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
 SETTLING_S = 0.1
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts the system's threads in /proc")
+on_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 
 
 def native_threads() -> int:
@@ -22,6 +25,20 @@ def native_threads() -> int:
         last = found
 
 
+def cores_by_thread() -> dict[int, set[int]]:
+    """By the system's number, the cores that each of them may run on, once their number stands still."""
+    native_threads()
+    found = {}
+    for task in _theirs():
+        with suppress(ProcessLookupError):
+            found[task] = os.sched_getaffinity(task)
+    return found
+
+
 def _now() -> int:
+    return len(_theirs())
+
+
+def _theirs() -> list[int]:
     own = {thread.native_id for thread in threading.enumerate()}
-    return sum(int(task) not in own for task in os.listdir("/proc/self/task"))
+    return [task for task in map(int, os.listdir("/proc/self/task")) if task not in own]

@@ -30,6 +30,7 @@ from experts.errors import AgentCrashed, BackendUnavailable, DeviceLost, MemoryE
 from experts.expert import Verdict
 from experts.graph import ExpertGraph, RouteStep
 from experts.packed.weights import SegmentStore
+from tests.agent.runtime.native_threads import CORES, cores_by_thread, on_linux, on_two_cores
 
 PATIENCE_S = 60.0
 WORKSPACE_BYTES = 64 * 1024 * 1024
@@ -52,10 +53,11 @@ class Agent:
         ssd_rate=None,
         clock=time.monotonic,
         prepared_bytes=1024 * 1024,
+        cores=1,
     ):
         self.line = line
         self.outcomes = {}
-        self.box = replace(detect(box), cores=1)
+        self.box = replace(detect(box), cores=cores)
         specs = executors or [ExecutorSpec(0, "cpu", "host")]
         largest = max(footprint_of(copy.packed).total_bytes for copy in line.copies.values())
         pools = [PoolSpec("host", room * largest, WORKSPACE_BYTES)]
@@ -127,6 +129,16 @@ def assert_verdicts(agent, asked):
     for request, (component, image) in asked.items():
         outcome = agent.outcomes[request]
         assert (outcome.verdict, outcome.label) == expected_of(agent.line, component, image)
+
+
+@on_linux
+@on_two_cores
+def test_the_second_thread_of_an_executor_has_a_core(line):
+    before = cores_by_thread()
+    with Agent(line, cores=2) as agent:
+        agent.loop.submit(line.pixels(1), component="own-0")
+        agent.settle()
+        assert {CORES[1]} in [cores for thread, cores in cores_by_thread().items() if thread not in before]
 
 
 @pytest.mark.parametrize("policy", sorted(PRESETS))

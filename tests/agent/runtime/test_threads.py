@@ -14,7 +14,7 @@ from agent.core.performance import HOST, ExecutorSpec
 from agent.runtime.preparation import Preparation
 from agent.runtime.threads import Team, end_team, team_cores, use_threads
 from experts.expert import Expert, InputSpec
-from tests.agent.runtime.native_threads import native_threads, on_linux
+from tests.agent.runtime.native_threads import CORES, cores_by_thread, native_threads, on_linux, on_two_cores
 
 
 def count_after_an_operator():
@@ -71,54 +71,60 @@ class TestTeams:
         assert native_threads() == before
 
 
-def affinities():
-    """By the system's number, the cores of each thread of this process."""
-    return {int(task): os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")}
-
-
-CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-
-
 @on_linux
-@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+@on_two_cores
 class TestCores:
-    """Each thread of an executor's team has a core of its own, so that Linux does not wake them all on one."""
+    """The second thread of an executor's team has a core, so that Linux does not wake it where the first runs."""
 
     @pytest.fixture
     def thread(self):
         with ThreadPoolExecutor(1, initializer=use_threads, initargs=(2,)) as thread:
+            thread.submit(lambda: None).result()
             yield thread
             thread.submit(end_team).result()
 
     @staticmethod
     def started_by(thread, *work):
         """The cores of what is new once a thread has done all that."""
-        before = affinities()
+        before = cores_by_thread()
         for each in work:
             thread.submit(each).result()
-        return [cores for task, cores in affinities().items() if task not in before]
+        return [cores for task, cores in cores_by_thread().items() if task not in before]
 
-    def test_all_but_the_executor_s_own_thread_have_one(self, thread):
-        thread.submit(lambda: None).result()
+    def test_the_second_has_one_and_the_executor_s_own_has_all(self, thread):
         team = Team(CORES[:2])
         assert self.started_by(thread, team.keep, count_after_an_operator, team.keep) == [{CORES[1]}]
         assert os.sched_getaffinity(thread.submit(threading.get_native_id).result()) == set(CORES)
 
-    def test_those_that_come_after_have_it_again(self, thread):
-        thread.submit(lambda: None).result()
+    def test_one_that_comes_after_has_it_again(self, thread):
         team = Team(CORES[:2])
-        work = (team.keep, end_team, count_after_an_operator)
-        assert self.started_by(thread, *work) == [set(CORES)]  # nobody asked for it again
-        assert thread.submit(team.keep).result() is None
-        assert {CORES[1]} in affinities().values()
+        thread.submit(team.keep).result()
+        assert self.started_by(thread, end_team, count_after_an_operator) == [set(CORES)]  # nobody asked for it again
+        thread.submit(end_team).result()
+        assert self.started_by(thread, team.keep, count_after_an_operator) == [{CORES[1]}]
 
-    @pytest.mark.parametrize("cores", [(), CORES[:1]])
-    def test_nothing_is_begun_for_fewer_than_two(self, thread, cores):
-        thread.submit(lambda: None).result()
+    def test_one_that_somebody_else_has_moved_stays_there(self, thread):
+        team, before = Team(CORES[:2]), cores_by_thread()
+        thread.submit(team.keep).result()
+        (second,) = cores_by_thread().keys() - before.keys()
+        os.sched_setaffinity(second, CORES)
+        for _ in range(2):
+            thread.submit(team.keep).result()
+            assert os.sched_getaffinity(second) == set(CORES)
+
+    def test_where_the_thread_may_not_use_these_cores_nobody_is_moved(self, thread):
+        team = Team((CORES[0], CORES[-1] + 1))
+        assert self.started_by(thread, team.keep, count_after_an_operator) == [set(CORES)]
+
+    @pytest.mark.parametrize("cores", [(), CORES[:1], range(3)])
+    def test_nothing_is_begun_but_for_two(self, thread, cores):
         assert self.started_by(thread, Team(cores).keep) == []
 
-    def test_where_it_is_forbidden_operators_run_as_they_would(self, thread, monkeypatch):
-        def forbidden(*_):
+    def test_where_it_is_forbidden_it_is_tried_once(self, thread, monkeypatch):
+        asked = []
+
+        def forbidden(*cores):
+            asked.append(cores)
             raise PermissionError("not here")
 
         monkeypatch.setattr(os, "sched_setaffinity", forbidden)
@@ -126,18 +132,24 @@ class TestCores:
         for _ in range(2):
             thread.submit(team.keep).result()
             assert thread.submit(count_after_an_operator).result() == 2
+        assert asked == [(0, {CORES[1]})]
 
 
 @on_linux
 class TestTeamCores:
-    def test_each_executor_of_the_cpu_has_its_share_and_no_core_is_in_two(self, monkeypatch):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {8, 3, 5, 4, 9, 7})
+    def test_each_executor_of_the_cpu_has_two_and_no_core_is_in_two(self, monkeypatch):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {8, 3, 5, 4})
         executors = [ExecutorSpec(0, "cuda", "device"), ExecutorSpec(1, "cpu", HOST), ExecutorSpec(2, "cpu", HOST)]
-        assert team_cores(executors, 3) == {1: (3, 4, 5), 2: (7, 8, 9)}
-        assert team_cores(executors[:1], 6) == {}
+        assert team_cores(executors, 2) == {1: (3, 4), 2: (5, 8)}
+        assert team_cores(executors[:1], 2) == {}
 
     def test_nobody_has_any_where_there_are_fewer_than_threads(self, monkeypatch):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
         executors = [ExecutorSpec(number, "cpu", HOST) for number in range(2)]
         assert team_cores(executors, 2) == {}
-        assert team_cores(executors, 1) == {0: (0,), 1: (1,)}
+        assert team_cores(executors[:1], 2) == {0: (0, 1)}
+
+    @pytest.mark.parametrize("threads", [1, 3])
+    def test_nor_in_teams_of_other_sizes(self, monkeypatch, threads):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+        assert team_cores([ExecutorSpec(0, "cpu", HOST)], threads) == {}

@@ -14,14 +14,15 @@ from agent.runtime.measuring.rig import LEAST_S, MeasuringRig, noise
 from agent.runtime.slots import SlotStore
 from experts.backends.classifier import ClassifierSkeleton
 from experts.errors import DeviceLost, LoadError
+from tests.agent.runtime.native_threads import CORES, cores_by_thread, on_linux, on_two_cores
 
 
 @pytest.fixture
 def rig_of(line):
-    def build(*names, device="cpu", processor=None, **settings):
+    def build(*names, device="cpu", processor=None, threads=1, **settings):
         box = detect(device)
         copies = [line.copy(name) for name in names]
-        return MeasuringRig(box, processor or box.processors[0], copies, line.segments, threads=1, **settings)
+        return MeasuringRig(box, processor or box.processors[0], copies, line.segments, threads=threads, **settings)
 
     return build
 
@@ -46,6 +47,16 @@ def test_images_are_there_before_their_batch_starts(line, rig_of, tmp_path):
         assert rig.run(copy, ready).results == tuple(line.predict("own-0", line.pixels(seed)) for seed in (3, 4))
         assert rig.timed_s(copy, ready) > 0
         assert rig.all_s([copy], [ready, ready]) >= LEAST_S
+
+
+@on_linux
+@on_two_cores
+def test_an_executor_s_second_thread_has_a_core_as_in_an_agent(line, rig_of):
+    before = cores_by_thread()
+    with rig_of("own-0", threads=2).opened() as rig:
+        rig.bring(line.copy("own-0"))
+        rig.run(line.copy("own-0"), [line.pixels(1)])
+        assert {CORES[1]} in [cores for thread, cores in cores_by_thread().items() if thread not in before]
 
 
 @pytest.mark.parametrize("processor", ["emulated", "cpu"])
