@@ -23,13 +23,15 @@ def serve(
     from agent.commands.progress import progress_on_stderr
     from agent.config import read_line, service_manager
     from agent.deployment.profile_in_use import set_spinning
+    from agent.runtime.garbage import loading_modules
     from agent.service.service_manager import Notifier, failures_told
 
     log_to_stderr(logging.DEBUG if verbose else logging.INFO)
     with explained(), failures_told(Notifier(service_manager())):
         config = read_line(line)
         set_spinning(config)
-        from agent.service.serve import serve_line  # loads torch
+        with loading_modules():
+            from agent.service.serve import serve_line  # loads torch
 
         with progress_on_stderr() as progress:
             closing = serve_line(config, progress)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.config import service_manager
 from agent.records.database import state_held
+from agent.runtime.garbage import keep_what_is_here
 from agent.service.line_service import LineService
 from agent.service.service_manager import Heartbeat, Notifier
 from experts.daemon_threads import DaemonThreads
@@ -127,6 +128,7 @@ def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) ->
         service = LineService(config, told, on_crash=end.tell)
         for number in (*ENDING_SIGNALS, RELOADING_SIGNAL):
             signal.signal(number, lambda *_: None)  # the interpreter writes to the pipe before it comes to this
+        keep_what_is_here()  # before anything waits for it
         service.start()
         heartbeat = Heartbeat(notifier, manager.watchdog_s, service.status_line)
         notifier.ready(service.status_line())

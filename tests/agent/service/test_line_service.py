@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import json
 import signal
@@ -597,6 +598,20 @@ def test_a_signal_that_another_thread_receives_ends_the_wait(line, monkeypatch):
     monkeypatch.setattr(LineService, "start", started)
     assert agent.service.serve.serve_line(line.config, lambda *_: None)["requests"] == 0
     receiver.join()
+
+
+@pytest.mark.usefixtures("handlers")
+def test_what_a_ready_agent_is_made_of_is_not_looked_at_by_collections(line, monkeypatch):
+    """They would hold everything that goes on: a quarter of a second beside torch."""
+    looked_at = []
+
+    def ready(notifier, status):
+        looked_at.append(any(each is notifier for each in gc.get_objects()))
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(agent.service.serve.Notifier, "ready", ready)
+    assert agent.service.serve.serve_line(line.config, lambda *_: None)["requests"] == 0
+    assert looked_at == [False]
 
 
 def test_stopping_does_not_wait_for_experts_that_nobody_asked_for(line, monkeypatch, caplog):
