@@ -31,6 +31,19 @@ def pytest_configure(config):
         os.environ["LD_PRELOAD"] = " ".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    """What the processes of a test that failed have told stands in its report."""
+    report = (yield).get_result()
+    forks = getattr(item, "funcargs", {}).get("forks")
+    if forks is None:
+        return
+    if report.failed:
+        report.sections += [("process of this test", fork.told) for fork in forks.begun]
+    if call.when == "teardown":
+        forks.begun.clear()
+
+
 class Heap:
     """Keeps full collections, of which measuring makes many, from going over all that was there before a test.
 

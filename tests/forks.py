@@ -86,6 +86,11 @@ class Fork:
         while self.poll() is None:
             time.sleep(POLLED_S)
 
+    @property
+    def told(self) -> str:
+        """What it has written so far, and how it ended, if anybody has looked."""
+        return f"{self.pid}, exit code {self._returncode}\n{self._written(0)}{self._written(1)}"
+
     def _written(self, number: int) -> str:
         return self._output[number].read_text("utf-8", "replace")
 
@@ -95,6 +100,7 @@ class Forks:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.begun: list[Fork] = []  # since somebody cleared it
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, str(Path(__file__)), str(theirs.fileno())]
@@ -112,7 +118,8 @@ class Forks:
             "environment": os.environ | environment,
             "output": [str(path) for path in output],
         }
-        return Fork(self, self.asked(request), output)
+        self.begun.append(Fork(self, self.asked(request), output))
+        return self.begun[-1]
 
     def run(self, code: str, *arguments: object, timeout_s: float = 120.0, **environment: str) -> Ended:
         """One from its beginning to its end."""
