@@ -89,7 +89,8 @@ class Fork:
     @property
     def told(self) -> str:
         """What it has written so far, and how it ended, if anybody has looked."""
-        return f"{self.pid}, exit code {self._returncode}\n{self._written(0)}{self._written(1)}"
+        texts = (path.read_text("utf-8", "replace") for path in dict.fromkeys(self._output) if path.exists())
+        return f"{self.pid}, exit code {self._returncode}\n{''.join(texts)}"
 
     def _written(self, number: int) -> str:
         return self._output[number].read_text("utf-8", "replace")

@@ -23,7 +23,7 @@ def serve(
     from agent.commands.progress import progress_on_stderr
     from agent.config import read_line, service_manager
     from agent.deployment.profile_in_use import set_spinning
-    from agent.runtime.garbage import loading_modules
+    from agent.service.garbage import loading_modules
     from agent.service.service_manager import Notifier, failures_told
 
     log_to_stderr(logging.DEBUG if verbose else logging.INFO)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.config import service_manager
 from agent.records.database import state_held
-from agent.runtime.garbage import keep_what_is_here
+from agent.service.garbage import keep_what_is_here
 from agent.service.line_service import LineService
 from agent.service.service_manager import Heartbeat, Notifier
 from experts.daemon_threads import DaemonThreads

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from agent.runtime.garbage import keep_what_is_here, loading_modules
+from agent.service.garbage import keep_what_is_here, loading_modules
 
 
 class Cycle:
@@ -17,13 +17,6 @@ class Cycle:
 
     def __init__(self):
         self.itself = self
-
-
-@pytest.fixture(autouse=True)
-def _everything_looked_at_again():
-    gc.collect()
-    yield
-    gc.unfreeze()
 
 
 def is_looked_at(wanted):
@@ -84,7 +77,7 @@ def test_what_was_kept_is_finalized_when_the_process_ends():
     """Libraries tell of what they find left, and what has a finalizer expects it."""
     program = """
 import os
-from agent.runtime.garbage import keep_what_is_here, loading_modules
+from agent.service.garbage import keep_what_is_here, loading_modules
 class Cycle:
     def __init__(self):
         self.itself = self

@@ -31,14 +31,14 @@ def loading_modules() -> Iterator[None]:
 
 
 def keep_what_is_here() -> None:
-    """From now on collections leave out what is in use now. Takes as long as the last one that looks at it."""
+    """Collect once more, then leave out what is in use now; as long as a full collection, which it is."""
     gc.unfreeze()
     gc.collect()
     _leave_out()
 
 
 def _leave_out() -> None:
-    """Until the process ends: what is taken down then is looked for among everything."""
+    """Not beyond the end of the process: what has a finalizer still runs it."""
     gc.freeze()
     atexit.unregister(gc.unfreeze)
     atexit.register(gc.unfreeze)
