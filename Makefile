@@ -19,13 +19,23 @@ ONLY :=
 TOOLS := mosquitto:mosquitto openssl:openssl promtool:prometheus gcc:gcc
 SBIN := /usr/sbin:/usr/local/sbin
 
+# What `make test-forms` runs: all that packs, tries, chooses or names a form, and what a CPU does without some of them.
+FORM_TESTS := tests/experts/backends/onednn tests/experts/backends/onnx tests/experts/backends/test_contract.py \
+  tests/agent/commands/test_doctor.py tests/agent/deployment/test_eight_bits.py \
+  tests/profiler/microbench/test_precision_choice.py tests/profiler/profiling/test_eight_bits.py
+AS_WITH_AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
+
+# GStreamer's RTSP server and its H.264, which cameras are tested against: files that show it, and Debian's packages.
+RTSP_SERVER := /usr/lib/*/girepository-1.0/GstRtspServer-1.0.typelib /usr/lib/*/gstreamer-1.0/libgstx264.so
+RTSP_PACKAGES := gir1.2-gst-rtsp-server-1.0 gstreamer1.0-plugins-good gstreamer1.0-plugins-ugly python3-gi
+
 # `make bundle CUDA=no` leaves CUDA out, for boxes without an NVIDIA GPU.
 CUDA := yes
 
-.PHONY: help venv trainers tools demo test lint drill bench mutants proto bundle clean
+.PHONY: help venv trainers tools demo test test-forms lint drill bench mutants proto bundle clean
 
 help:  ## what can be made
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
 venv: $(INSTALLED)  ## the virtual environment, about 6 GB; kept while pyproject.toml is unchanged
 
@@ -37,9 +47,12 @@ demo: $(INSTALLED)  ## an inspection line on this machine, from training to the 
 # Without them the tests that need them are skipped, or fail, and say so. Tests start a broker of their own; where
 # systemd runs, Debian also starts the services mosquitto and prometheus once they are installed: nothing here needs
 # these. A compiler without the headers of the C library, which apt-get only recommends, is of no use.
-tools:  ## what tests need: mosquitto, openssl, promtool and gcc, installed where apt-get is there and may
+tools:  ## what tests need: mosquitto, openssl, promtool, gcc, GStreamer, installed where apt-get is there and may
 	@for tool in $(TOOLS); do \
 	  PATH="$$PATH:$(SBIN)" command -v $${tool%%:*} >/dev/null || { missing="$$missing $${tool%%:*}"; wanted="$$wanted $${tool##*:}"; }; \
+	done; \
+	for file in $(RTSP_SERVER); do \
+	  [ -e "$$file" ] || { missing="$$missing gstreamer"; wanted="$$wanted $(RTSP_PACKAGES)"; break; }; \
 	done; \
 	[ -z "$$missing" ] && exit 0; \
 	case "$$wanted" in *gcc*) wanted="$$wanted libc6-dev";; esac; \
@@ -52,6 +65,10 @@ tools:  ## what tests need: mosquitto, openssl, promtool and gcc, installed wher
 # Several processes share the cores: threads of one that waited by spinning would take them from the others.
 test: $(INSTALLED) trainers tools  ## all tests, WORKERS=logical at once: one for each core, up to eight
 	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
+
+# ONNX Runtime asks the CPU itself: its forms are the same ones here.
+test-forms: $(INSTALLED)  ## the tests of the forms as on a CPU with AVX2 and no AVX-512, as far as libraries obey
+	$(AS_WITH_AVX2) OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest $(FORM_TESTS) --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 
 lint: $(INSTALLED)  ## style and types
 	$(VENV)/bin/ruff check .

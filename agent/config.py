@@ -30,7 +30,7 @@ from agent.line_file.machine import (
 from agent.line_file.records import OutboxSection, RecordsSection
 from agent.line_file.texts import TextsSection, text_problems, text_routes_of
 from agent.line_file.values import AUTO, Name, shown_url
-from experts.catalog import Catalog, CatalogSections, FilePath, build_catalog, catalog_problems
+from experts.catalog import Catalog, CatalogSections, FilePath, build_catalog, catalog_problems, is_llm
 from experts.document import Document, key_text, read_document, suggestion
 from experts.errors import ConfigError, SecretMissing
 from experts.expert import Precision
@@ -61,11 +61,12 @@ class LineSections(CatalogSections):
     memory: MemorySection = Field(MemorySection(), description="memory budgets; default auto")
     precision: OptionalPrecision = Field(
         None,
-        description="auto (the fastest that the device profile found to agree with fp32; without one fp32), fp32, "
-        "bf16, fp16, onnxruntime (fp32 by ONNX Runtime), onednn-fp32, onednn-bf16 or onednn-int8 (by oneDNN, fused; "
-        "eight bits for experts that `coserve profile` calibrated), these four on CPU executors; default auto",
+        description="auto (the fastest that the device profile found to agree with fp32; without one fp32, language "
+        "models as they are stored), fp32, bf16, fp16, onnxruntime (fp32 by ONNX Runtime), onednn-fp32, onednn-bf16 or "
+        "onednn-int8 (by oneDNN, fused; eight bits for experts that `coserve profile` calibrated), these four on CPU "
+        "executors, or int8, of language models alone; default auto",
     )
-    device: Device = Field("auto", description="auto, cpu, cuda, mps or emulated; default auto")
+    device: Device = Field("auto", description="auto, cpu, cuda, mps, emulated or integrated; default auto")
     executors: ExecutorCounts = Field(
         None,
         description="auto (the device profile's; without one a rule) or executors per processor, {cuda: 3, cpu: 1}; "
@@ -104,6 +105,7 @@ class LineConfig:
     outbox: OutboxSection
     layouts: Mapping[str, LayoutSections]  # board type -> where its parts lie, of those that have a layout
     document: Document
+    is_profile_strict: bool = False  # a device profile of another box is an error, not an alarm
 
     @property
     def results_file(self) -> Path:
@@ -173,6 +175,7 @@ def line_of(document: Document, environment: Mapping[str, str] | None = None) ->
     problems = [
         *catalog_problems(sections, document),
         *text_problems(sections.texts, sections, document),
+        *_precision_problems(sections, document),
         *_board_problems(sections, document),
         *_folder_problems(sections, document),
         *_camera_problems(sections, document),
@@ -200,7 +203,7 @@ def line_of(document: Document, environment: Mapping[str, str] | None = None) ->
         scheduling=sections.scheduling,
         texts=sections.texts,
         intake=sections.intake,
-        api=sections.api,
+        api=sections.api.with_local_door(sections.state),
         records=sections.records,
         outbox=sections.outbox,
         layouts=MappingProxyType(layouts),
@@ -377,6 +380,16 @@ def _used_by(route: str, config: LineConfig, pass_rates: Mapping[str, float]) ->
     for expert in ends:
         used[expert] = used.get(expert, 0.0) + 1 / ways
     return used
+
+
+def _precision_problems(sections: LineSections, document: Document) -> Iterator[ConfigError]:
+    images = next((name for name, section in sections.experts.items() if not is_llm(section)), None)
+    if sections.precision is Precision.INT8 and images is not None:
+        yield document.error(
+            f"int8 is for language models alone, and {images} takes images - give it to each language model as its own "
+            "precision: int8; eight bits for experts of images are onednn-int8",
+            "precision",
+        )
 
 
 def _board_problems(sections: LineSections, document: Document) -> Iterator[ConfigError]:

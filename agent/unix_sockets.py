@@ -13,23 +13,23 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from agent.line_file.api import UNIX
+from agent.line_file.api import SOCKET_PATH_BYTES, UNIX
 from experts.errors import AddressUnusable
 
-MODE = 0o660  # its owner and its group, as of the agent's state
-PATH_BYTES = 107  # what the kernel takes
+OWNERS, GROUPS = 0o600, 0o660  # its owner alone, and its group, too
 
 
 class UnixSocket:
     """A path that is about to be served, locked for this process."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, mode: int = GROUPS) -> None:
         """Raises AddressUnusable if another process serves there, or nobody can."""
         self._address = address
+        self._mode = mode
         self._path = Path(address.removeprefix(UNIX))
         self._hidden = Path(f"{self._path}~")  # where it is bound, until it may be seen
-        if (size := len(os.fsencode(self._hidden))) > PATH_BYTES:
-            raise AddressUnusable(address, f"{size - 1} bytes of path, where {PATH_BYTES - 1} are the most")
+        if (size := len(os.fsencode(self._path))) > SOCKET_PATH_BYTES:
+            raise AddressUnusable(address, f"{size} bytes of path, where {SOCKET_PATH_BYTES} are the most")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(f"{self._path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -60,7 +60,7 @@ class UnixSocket:
     def show(self) -> None:
         """It is bound: let it be found. Raises AddressUnusable."""
         try:
-            self._hidden.chmod(MODE)
+            self._hidden.chmod(self._mode)
             self._hidden.replace(self._path)
         except OSError as error:
             raise AddressUnusable(self._address, error.strerror or str(error)) from error

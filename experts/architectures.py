@@ -23,11 +23,11 @@ CLASSIFIERS = (  # torchvision's own list; a test compares the two
 )
 # fmt: on
 DETECTORS = re.compile(
-    r"yolov3(-spp|-tiny)?|yolov5[nsmlx]?(-p6|6)?|yolov6[nsmlx]?|yolov8[nsmlx]?(-ghost)?(-p2|-p6)?|yolov8[nsmlx]?-rtdetr"
-    r"|yolov9[tsmce]|yolov10[nsmblx]|yolo1[12][nsmlx]?|yolo26[nsmlx]?(-p2|-p6)?|rtdetr-(l|x|resnet50|resnet101)"
+    r"yolov3(-spp|-tiny)?|yolov5[nsmlx]?(-p6|6)?|yolov6[nsmlx]?|yolov8[nsmlx]?(-ghost)?(-p2|-p6)?"
+    r"|yolov9[tsmce]|yolov10[nsmblx]|yolo1[12][nsmlx]?|yolo26[nsmlx]?(-p2|-p6)?"
 )
 LANGUAGE_MODELS = ("llama", "qwen", "mixtral", "mistral", "olmo", "pr_moe")
-DETECTOR_EXAMPLES = ("yolov5m", "yolov5l", "yolov8n", "yolo11n", "rtdetr-l")
+DETECTOR_EXAMPLES = ("yolov5m", "yolov5l", "yolov8n", "yolo11n")
 
 
 def known_architecture(text: str) -> str:
@@ -36,6 +36,8 @@ def known_architecture(text: str) -> str:
         return text
     if "llm" in text.lower() or text.lower().startswith(LANGUAGE_MODELS):
         raise ValueError(f"no architecture {text!r} - write llm: which one it is, its config.json says")
+    if "rtdetr" in text.lower().replace("-", ""):
+        raise ValueError(f"{text} is not built from weights - export it to ONNX, and write onnx")
     known = (*CLASSIFIERS, *DETECTOR_EXAMPLES, "onnx")
     hint = suggestion(text, known, "use a torchvision classifier, YOLO, onnx or llm")
     raise ValueError(f"no architecture {text!r} - {hint}")

@@ -11,11 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from experts.filesystem import sync_folder
+from experts.filesystem import whole_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -65,12 +64,13 @@ class CallRanges:
 class Calibration:
     """What was observed, and on what. ``ranges``: by the name of the layer's weight; ``labels``: shown by the images.
 
-    ``weights_sha256``, ``size_bytes``, ``mtime_ns``: the weights' file, and how it lay on its drive.
+    ``weights_sha256``, ``stamp``: the weights' file, and how it lay on its drive (experts.packed.sources).
+    ``input``: what the sample images were made into (``InputSpec.text``).
     """
 
     weights_sha256: str
-    size_bytes: int
-    mtime_ns: int
+    stamp: str
+    input: str
     samples_sha256: str
     images: int
     labels: tuple[str, ...]
@@ -81,7 +81,7 @@ class CalibrationFolder:
     """The calibrations of one line, by expert."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
 
     @classmethod
     def beside(cls, packed: Path) -> CalibrationFolder:
@@ -93,19 +93,20 @@ class CalibrationFolder:
         parts = expert.split("/")
         if any(part in {"", ".", ".."} or "\0" in part for part in parts):
             raise ValueError(f"{expert!r} cannot be an expert's id: it is not kind/name")
-        return self._directory.joinpath(*parts[:-1], f"{parts[-1]}.json")
+        return self.directory.joinpath(*parts[:-1], f"{parts[-1]}.json")
 
     def write(self, expert: str, calibration: Calibration) -> None:
         """Raises OSError for what the disk refuses."""
         path = self.path(expert)
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f"{path.name}.part")
-        with beside.open("w", encoding="utf-8") as file:
-            json.dump({"format": FORMAT, **asdict(calibration)}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-        sync_folder(path.parent)
+        with whole_file(path, has_rivals=True) as file:
+            file.write(json.dumps({"format": FORMAT, **asdict(calibration)}).encode())
+
+    def copy(self, expert: str, to: CalibrationFolder) -> None:
+        """Have another folder hold the same of an expert, where there is one. Raises OSError as ``write``."""
+        found = self.read(expert)
+        if found is not None:
+            to.write(expert, found)
 
     def read(self, expert: str) -> Calibration | None:
         """An expert's; None where there is none, or none that can be understood."""
@@ -121,8 +122,8 @@ def read_calibration(path: Path) -> Calibration | None:
         found = {name: _call_ranges(each) for name, each in document["ranges"].items()}
         return Calibration(
             str(document["weights_sha256"]),
-            int(document["size_bytes"]),
-            int(document["mtime_ns"]),
+            str(document["stamp"]),
+            str(document["input"]),
             str(document["samples_sha256"]),
             int(document["images"]),
             tuple(map(str, document["labels"])),

@@ -32,8 +32,21 @@ from experts.backends import LLM, family
 from experts.backends.onnx.layouts import input_of
 from experts.document import Document, read_document, suggestion
 from experts.errors import ConfigError, ExpertError
-from experts.expert import ANOMALY_LABELS, NOTHING_FOUND, Expert, Fit, InputSpec, Precision, Task
+from experts.expert import (
+    ANOMALY_LABELS,
+    CONFIDENCE_MINIMUM,
+    NOTHING_FOUND,
+    ONE_LABEL,
+    OVERLAP_MAXIMUM,
+    Expert,
+    Fit,
+    InputSpec,
+    Orientation,
+    Precision,
+    Task,
+)
 from experts.graph import ExpertGraph, RouteStep, find_cycle
+from experts.normalization import NAMED, Normalization, named
 from experts.sizes import SIZE, size_bytes
 
 if TYPE_CHECKING:
@@ -46,6 +59,10 @@ NO_TEXTS: Mapping[str, TextRoute] = MappingProxyType({})
 PICKLES = frozenset({".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin"})
 AUTOMATIC = "auto"  # of a language model's precision
 DETECTOR_STRIDE_PX = 32
+OF_IMAGES = frozenset(
+    {"input", "stem", "task", "threshold", "threshold_of", "thresholds", "otherwise", "confidence", "iou"}
+)  # keys
+LARGEST_SIDE_PX = 8192
 
 EXPERT_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 COMPONENT = re.compile(r"\w[\w.+-]*")  # letters of any script; what file names, metrics and addresses can all carry
@@ -97,7 +114,9 @@ def _size(value: object) -> int:
 FilePath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_in_folder)]  # relative to the file naming it
 Size = Annotated[int, BeforeValidator(_size), WithJsonSchema({"type": "string", "pattern": f"^{SIZE.pattern}$"})]
 Labels = Annotated[list[str], Field(min_length=1)]
-Pixels = Annotated[int, Field(strict=True, ge=1, le=8192)]
+Pixels = Annotated[int, Field(strict=True, ge=1, le=LARGEST_SIDE_PX)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
@@ -106,14 +125,110 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=False)
 
 
-class InputSection(Section):
+class NormalizeSection(Section):
+    """How pixels are normalised: less the mean, over the standard deviation, of each channel."""
+
+    mean: tuple[Number, Number, Number] = Field(description="three numbers, one for each channel")
+    std: tuple[Positive, Positive, Positive] = Field(description="three numbers over 0, one for each channel")
+    scale: Literal[1, 255] = Field(1, description="mean and std are of pixels from 0 to 1 or from 0 to 255; default 1")
+    channels: Literal["rgb", "bgr"] = Field(
+        "rgb", description="order in which the model takes the channels, mean and std; default rgb"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> NormalizeSection:
+        if not all(0 <= each <= self.scale for each in self.mean):
+            advice = "write `scale: 255` beside it, or correct it" if self.scale == 1 else "correct it"
+            raise ValueError(f"mean {list(self.mean)} is not of pixels from 0 to {self.scale} - {advice}")
+        return self
+
+
+def _by_name(value: object) -> object:
+    if isinstance(value, str):
+        if value not in NAMED:
+            raise ValueError(f"{value!r} is no name - write imagenet, unit, or {{mean: [...], std: [...]}}")
+        return {"mean": NAMED[value].mean, "std": NAMED[value].std}
+    return value
+
+
+def _side_or_sides(value: object) -> object:
+    sides = value if isinstance(value, list) and len(value) == 2 else [value]
+    if value is not None and not all(type(side) is int and 1 <= side <= LARGEST_SIDE_PX for side in sides):
+        raise ValueError(f"{value!r} is neither pixels nor [height, width] - write 1 to {LARGEST_SIDE_PX}")
+    return value
+
+
+class FitSection(Section):
+    """An image is scaled, and its middle is what the expert sees."""
+
+    resize: Annotated[int | tuple[int, int], BeforeValidator(_side_or_sides)] = Field(
+        description="length of the shorter side before the cut, or [height, width]; not less than the size"
+    )
+    crop: Annotated[int | tuple[int, int] | None, BeforeValidator(_side_or_sides)] = Field(
+        None, description="what is cut from the middle: as `size` says; default that"
+    )
+    interpolation: Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"] = Field(
+        "bilinear", description="how pixels are scaled, antialiased as Pillow does it; default bilinear"
+    )
+
+
+class PreparationSection(Section):
+    """What an expert wants to be done to the pixels of an image."""
+
+    normalize: (
+        Annotated[
+            NormalizeSection,
+            BeforeValidator(_by_name, json_schema_input_type=Literal["imagenet", "unit"] | NormalizeSection),
+        ]
+        | None
+    ) = Field(
+        None,
+        description="imagenet (torchvision's mean and deviation), unit (0 to 1) or {mean: [...], std: [...]}; default: "
+        "unit for detectors, else imagenet",
+    )
+    fit: Annotated[
+        FitSection | None,
+        BeforeValidator(
+            lambda value: None if value == Fit.STRETCHED else value,
+            json_schema_input_type=Literal["stretched"] | FitSection | None,
+        ),
+    ] = Field(
+        None,
+        description="{resize: 256, crop: 224, interpolation: bicubic} cuts the middle of the scaled image; not of "
+        "detectors; default stretched: the whole image, its proportions not kept",
+    )
+
+
+class InputSection(PreparationSection):
     """What an expert wants to see."""
 
     size: tuple[Pixels, Pixels] = Field(description="[height, width] in pixels, 1 to 8192; detectors: multiples of 32")
-    normalize: Literal["imagenet", "unit"] | None = Field(
+    orientation: Orientation | None = Field(
         None,
-        description='"imagenet" (mean and deviation) or "unit" ([0, 1]); default: unit for detectors, else imagenet',
+        description="stored (as the file has its pixels) or exif (turned as its EXIF entry says); default: as the "
+        "trainer's loader does, exif for models of ultralytics', else stored",
     )
+
+    @property
+    def named(self) -> str | Normalization | None:
+        """``normalize``, by its name where it has one."""
+        return None if self.normalize is None else named(Normalization(**dict(self.normalize)))
+
+    @model_validator(mode="after")
+    def _consistent(self) -> InputSection:
+        if self.fit is None:
+            return self
+        crop, resize, size = self.fit.crop, self.fit.resize, self.size
+        if crop is not None and _sides(crop) != size:
+            raise ValueError(f"fit.crop {crop} is not the size {list(size)} - make them the same")
+        pairs = [(resize, min(size))] if isinstance(resize, int) else zip(resize, size, strict=True)
+        if any(scaled < seen for scaled, seen in pairs):
+            raise ValueError(f"fit.resize {resize} is less than the size {list(size)} - raise it")
+        return self
+
+
+def _sides(value: int | tuple[int, int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else value
 
 
 def _for_images(value: object, info: ValidationInfo) -> object:
@@ -139,8 +254,11 @@ class ExpertSection(Section):
     weights: FilePath = Field(
         description="weights file, .safetensors or .onnx, of llm a Hugging Face directory; relative to this file"
     )
-    task: Literal["anomaly"] | None = Field(
-        None, description="of onnx: anomaly = it gives a score or a map of what is strange; default: it tells labels"
+    task: Literal["anomaly", "multilabel"] | None = Field(
+        None,
+        description="multilabel = its labels do not exclude one another (trained with binary cross entropy, or one "
+        "output): a sigmoid and a threshold for each; of onnx also anomaly = it gives a score or a map of what is "
+        "strange; default: one of its labels is the answer",
     )
     labels: Annotated[Labels | None, AfterValidator(_labels), AfterValidator(_labels_of_images)] = Field(
         None,
@@ -154,6 +272,29 @@ class ExpertSection(Section):
         allow_inf_nan=False,
         description="of task anomaly: the score from which an image is anomalous; default none, and nothing is judged "
         "until `coserve experts threshold` has found one",
+    )
+    threshold_of: str | None = Field(
+        None,
+        pattern="^[0-9a-f]{16}$",
+        description="which weights and input the threshold was learned with, as `coserve experts threshold` writes it: "
+        "with others every image is UNKNOWN; default none: the threshold counts for any weights",
+    )
+    otherwise: str | None = Field(
+        None,
+        min_length=1,
+        description="of task multilabel: what an image is called of which no label holds, such as ok where labels are "
+        "defects; default nothing-found, which never passes",
+    )
+    thresholds: dict[str, Annotated[float, Field(strict=True, gt=0, lt=1)]] = Field(
+        {}, description="of task multilabel: label -> the probability from which it holds, between 0 and 1; default 0.5"
+    )
+    confidence: Annotated[float, Field(strict=True, ge=0, lt=1)] = Field(
+        CONFIDENCE_MINIMUM, description="detectors: boxes count whose score is higher, 0 to 1; default 0.25"
+    )
+    iou: Annotated[float, Field(strict=True, gt=0, le=1)] = Field(
+        OVERLAP_MAXIMUM,
+        description="detectors: of two boxes of a label that overlap more, the better counts (intersection over "
+        "union), 0 to 1; default 0.45; where a graph suppresses its boxes itself, it has no effect",
     )
     input: Annotated[InputSection | None, AfterValidator(_for_images)] = Field(
         None,
@@ -194,11 +335,15 @@ class ExpertSection(Section):
             raise ValueError(
                 f"weights of {self.architecture} must be a {wanted} file, not {suffix or 'without suffix'}"
             )
-        if self.task and kind != "onnx":
-            raise ValueError(f"task {self.task} is for onnx, not for {self.architecture} - remove it")
-        if self.threshold is not None and not self.task:
+        self._consistent_labels(kind)
+        if kind != "detector" and (kind != "onnx" or self.task):
+            for key in sorted(self.model_fields_set & {"confidence", "iou"}):
+                raise ValueError(f"{key} is for detectors - remove it")
+        if self.threshold is not None and self.task != "anomaly":
             raise ValueError("threshold is for task anomaly - write `task: anomaly` beside it, or remove it")
-        if self.task and len(self.labels or ()) != len(ANOMALY_LABELS):
+        if self.threshold_of is not None and self.threshold is None:
+            raise ValueError("threshold_of says what a threshold was learned with - write `threshold:`, or remove it")
+        if self.task == "anomaly" and len(self.labels or ()) != len(ANOMALY_LABELS):
             raise ValueError(
                 f"labels of task anomaly are two, of what is good and of what is not, not {self.labels} - correct them"
             )
@@ -207,11 +352,33 @@ class ExpertSection(Section):
         for key in ("precision", "moe_cache"):
             if getattr(self, key) is not None:
                 raise ValueError(f"{key} is for llm, not for {self.architecture} - remove it")
+        if kind == "detector" and self.input and (self.input.fit or isinstance(self.input.named, Normalization)):
+            raise ValueError(
+                f"images of {self.architecture} are letterboxed, and pixels 0 to 1 - remove `fit` and `normalize`"
+            )
+        is_cut = self.input is not None and self.input.fit and _sides(self.input.fit.resize) != self.input.size
+        if self.task == "anomaly" and is_cut:
+            raise ValueError("fit is not for task anomaly, whose map lies over the whole image - remove it")
         if kind == "detector" and self.input and any(side % DETECTOR_STRIDE_PX for side in self.input.size):
             raise ValueError(
                 f"a detector's input size must be multiples of 32, not {list(self.input.size)} - change it"
             )
         return self
+
+    def _consistent_labels(self, kind: str) -> None:
+        if self.task and kind != "onnx" and (kind, self.task) != ("classifier", "multilabel"):
+            served = "onnx" if self.task == "anomaly" else "classifiers"
+            raise ValueError(f"task {self.task} is for {served}, not for {self.architecture} - remove it")
+        labels = self.labels or ()
+        if kind == "classifier" and not self.task and len(labels) == 1:
+            raise ValueError(ONE_LABEL)
+        if self.task != "multilabel":
+            for key in sorted(self.model_fields_set & {"otherwise", "thresholds"}):
+                raise ValueError(f"{key} is for task multilabel - write `task: multilabel` beside it, or remove it")
+        if self.otherwise in {*labels, NOTHING_FOUND}:
+            raise ValueError(f"otherwise is {self.otherwise!r}, which is a label already - write another word")
+        for label in self.thresholds.keys() - {*labels}:
+            raise ValueError(f"thresholds: there is no label {label!r} - {suggestion(label, labels)}")
 
     def _consistent_llm(self) -> ExpertSection:
         suffix = self.weights.suffix.lower()
@@ -220,7 +387,7 @@ class ExpertSection(Section):
                 f"weights of llm are a Hugging Face directory, not a {suffix} file - name the folder that holds "
                 "config.json and model.safetensors"
             )
-        for key in ("input", "stem", "task", "threshold"):
+        for key in sorted(OF_IMAGES & self.model_fields_set):
             if getattr(self, key) is not None:
                 raise ValueError(f"{key} is for images, and llm takes texts - remove it")
         return self
@@ -328,6 +495,11 @@ def _expert(name: str, section: ExpertSection) -> Expert:
         moe_cache_bytes=section.moe_cache,
         task=None if section.task is None else Task(section.task),
         threshold=section.threshold,
+        threshold_of=section.threshold_of,
+        thresholds=tuple(sorted(section.thresholds.items())),
+        otherwise=section.otherwise or NOTHING_FOUND,
+        confidence=section.confidence,
+        iou=section.iou,
     )
     return _fitted(expert, section) if section.architecture == "onnx" and section.task is None else expert
 
@@ -341,14 +513,21 @@ def _fitted(expert: Expert, section: ExpertSection) -> Expert:
         pixels = input_of(expert)
     except ExpertError:
         return expert
-    if section.input is not None and section.input.normalize is None and pixels.fit is not Fit.STRETCHED:
+    if section.input is not None and section.input.normalize is None and pixels.fit in {Fit.LETTERBOXED, Fit.FILLED}:
         pixels = replace(pixels, normalize="unit")
+    if section.input is not None and section.input.orientation is not None:
+        pixels = replace(pixels, orientation=section.input.orientation)
     return replace(expert, input=pixels)
 
 
 def _input(section: InputSection, architecture: str) -> InputSpec:
-    height, width = section.size
-    return InputSpec(height, width, section.normalize or ("unit" if family(architecture) == "detector" else "imagenet"))
+    """What an architecture's experts are shown. Detectors are ultralytics', whose loader turns images."""
+    is_detector = family(architecture) == "detector"
+    normalize, orientation = ("unit", Orientation.EXIF) if is_detector else ("imagenet", Orientation.STORED)
+    spec = InputSpec(*section.size, section.named or normalize, orientation=section.orientation or orientation)
+    if section.fit is None:
+        return spec
+    return replace(spec, fit=Fit.CROPPED, resize=section.fit.resize, interpolation=section.fit.interpolation)
 
 
 def _route_problems(
@@ -370,7 +549,7 @@ def _route_problems(
             continue
         first_steps.setdefault(step.expert, index)
         for label in step.passing:
-            if label not in (labels := expert.labels or ()):
+            if label not in (labels := [*(expert.labels or ()), *([expert.otherwise] if expert.otherwise else ())]):
                 hint = suggestion(label, labels)
                 yield document.error(f"{step.expert} has no label {label!r} - {hint}", *where, "pass")
 
@@ -407,8 +586,8 @@ def _wrong_with_shadow(
     if shadow.pin:
         return f"{other} is pinned, and nothing gives way to a shadow - remove its pin"
     if shadow.task != section.task:
-        return f"of {other} and {name} one measures anomalies - only the same task can be compared"
-    if set(shadow.labels or ()) != set(section.labels or ()):
+        return f"{other} and {name} have different tasks - only the same task can be compared"
+    if {*(shadow.labels or ()), shadow.otherwise} != {*(section.labels or ()), section.otherwise}:
         return f"{other} has the labels {shadow.labels}, not {section.labels} - only the same can be compared"
     return None
 

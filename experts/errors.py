@@ -312,6 +312,8 @@ class Refusing(StrEnum):
     TOO_LARGE = "TOO_LARGE"  # this image never fits
     NOT_FOUND = "NOT_FOUND"  # no such model, camera, board type
     INVALID = "INVALID"  # the order contradicts itself, or the line file
+    KEY_REUSED = "KEY_REUSED"  # its key was given for something else: never as it is
+    CURSOR_UNKNOWN = "CURSOR_UNKNOWN"  # a place to read on from that this results file never had
     NOT_NOW = "NOT_NOW"  # it cannot be done in the state that things are in
     STOPPING = "STOPPING"  # the agent ends: the next one will answer
     MESSAGE_TOO_LARGE = "MESSAGE_TOO_LARGE"  # more bytes than a message may have: never as it is

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from experts.normalization import Normalization
+
 ANOMALY_LABELS = ("ok", "anomalous")  # of `task: anomaly`, where the line names no others: what passes comes first
-NOTHING_FOUND = "nothing-found"  # label of a detector that saw no object; never in a route's `pass`
+NOTHING_FOUND = "nothing-found"  # of a detector that saw no object, or where no label holds; never in a route's `pass`
+ONE_LABEL = (  # why it is refused, where a softmax would choose
+    "one label leaves a softmax nothing to choose from: every image would be it - write `task: multilabel` for a model "
+    "of one output, and `otherwise:` what an image is that is not its label; or name all of its labels"
+)
+OTHER_THRESHOLD = "its threshold was learned with other weights, or another input, than it has now"
+HOLDS_FROM = 0.5  # the probability from which a label of `task: multilabel` holds, unless the line says another
+CONFIDENCE_MINIMUM = 0.25  # of a detector's boxes, unless the line says another
+OVERLAP_MAXIMUM = 0.45  # intersection over union; of two boxes of one label beyond it, the better one stays
 
 
 class Verdict(StrEnum):
@@ -66,32 +77,51 @@ class Task(StrEnum):
     """What an expert of images does where its architecture does not tell it."""
 
     ANOMALY = "anomaly"
+    MULTILABEL = "multilabel"  # its labels do not exclude one another: a sigmoid and a threshold for each
 
 
 class Fit(StrEnum):
-    """How an image of another size comes to what an expert of pixels wants to see; of an ONNX graph, told by its file.
+    """How an image of another size comes to what an expert wants to see; of an ONNX detector, told by its file.
 
     ``STRETCHED``: its proportions are not kept, and it is smoothed. ``LETTERBOXED``: kept, with grey beside it, as
-    ultralytics does. ``FILLED``: not kept, as ultralytics does for RT-DETR.
+    ultralytics does. ``FILLED``: not kept, as ultralytics does for RT-DETR. ``CROPPED``: scaled, then cut from the
+    middle, as torchvision and timm evaluate.
     """
 
     STRETCHED = "stretched"
     LETTERBOXED = "letterboxed"
     FILLED = "filled"
+    CROPPED = "cropped"
+
+
+class Orientation(StrEnum):
+    """Which pixels an expert is shown: ``STORED`` as the file has them, ``EXIF`` turned as its EXIF entry says."""
+
+    STORED = "stored"
+    EXIF = "exif"
 
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
     """What an expert wants to see: pixels, and how they are normalised.
 
-    ``normalize``: "imagenet" = torchvision's mean and deviation; "unit" = [0, 1] as it is. ``fit`` counts for ONNX
-    graphs; what a classifier or a detector of another backend wants is that backend's to know.
+    ``normalize``: "imagenet" = torchvision's mean and deviation; "unit" = [0, 1] as it is; or numbers of its own.
+    ``fit``: what a detector of ultralytics' wants is its backend's to know. ``resize``, of CROPPED: the shorter side of
+    the image before it is cut, or its (height, width).
     """
 
     height: int
     width: int
-    normalize: str = "imagenet"
+    normalize: str | Normalization = "imagenet"
     fit: Fit = Fit.STRETCHED
+    resize: int | tuple[int, int] | None = None
+    interpolation: str = "bilinear"
+    orientation: Orientation = Orientation.STORED
+
+    @property
+    def text(self) -> str:
+        """All of it: equal texts are shown equal pixels."""
+        return json.dumps(asdict(self), sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +133,8 @@ class Expert:
     ``calibration``: the file of ranges that its eight-bit form is made by (experts.calibrations); the packer names it.
     One whose ``task`` is anomaly has two labels, of what is good and of what is not: an image whose score reaches the
     ``threshold`` is not. Without a threshold it judges nothing.
+    One whose ``task`` is multilabel has an output for each label. Each holds from its own of the ``thresholds`` on, by
+    label, HOLDS_FROM where it has none; ``otherwise`` is what an image is called of which no label holds.
     """
 
     id: str
@@ -116,8 +148,18 @@ class Expert:
     moe_cache_bytes: int | None = None  # language models: what its moe_experts may take together; None: all of them
     task: Task | None = None
     threshold: float | None = None  # anomaly experts: on the scale of their own scores
+    threshold_of: str | None = None  # what it was learned with (experts.thresholds.binding); None: not known
+    thresholds: tuple[tuple[str, float], ...] = ()
+    otherwise: str = NOTHING_FOUND
+    confidence: float = CONFIDENCE_MINIMUM  # detectors: boxes of no higher score are none
+    iou: float = OVERLAP_MAXIMUM  # detectors whose boxes are suppressed here
     calibration: Path | None = None
     is_automatic: bool = False  # language models: what the profile chose, whatever the line's precision is
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """Every word that its line may let pass."""
+        return self.labels if self.otherwise == NOTHING_FOUND else (*self.labels, self.otherwise)
 
     @property
     def takes_texts(self) -> bool:
@@ -134,7 +176,7 @@ class Expert:
 
 @dataclass(frozen=True, slots=True)
 class BoundingBox:
-    """One detected object; corners in pixels of the image as it came."""
+    """One detected object; corners in pixels of the image as viewers show it, its EXIF orientation applied."""
 
     label: str
     score: float
@@ -151,8 +193,26 @@ class BoundingBox:
 
 
 @dataclass(frozen=True, slots=True)
+class LabelScore:
+    """What one output of a multilabel expert says of its label: how probable it is, and from where on it holds."""
+
+    label: str
+    score: float
+    threshold: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the image has it."""
+        return self.score >= self.threshold
+
+    def as_json(self) -> dict[str, str | float | bool]:
+        """As results and answers have it: the score to six places."""
+        return {"label": self.label, "score": round(self.score, 6), "threshold": self.threshold, "holds": self.holds}
+
+
+@dataclass(frozen=True, slots=True)
 class AnomalyMap:
-    """Where an image is strange: grey values (height, width), row by row, over the whole image.
+    """Where an image is strange: grey values (height, width), row by row, over the whole image as viewers show it.
 
     0 stands for ``lowest`` and 255 for ``highest``, on the model's own scale.
     """
@@ -185,9 +245,13 @@ class Prediction:
     """What an expert says of one image. ``label`` is NOTHING_FOUND and score 0 for a detector without a box.
 
     ``anomaly``: of anomaly experts alone; their ``score`` is how sure the label is, 0.5 at the threshold.
+    ``outputs``: of multilabel experts alone, in the order of their labels. ``label`` is the likeliest that holds, or
+    ``otherwise``, with how sure it is that none does.
     """
 
     label: str
     score: float
     boxes: tuple[BoundingBox, ...] = ()
     anomaly: Anomaly | None = None
+    outputs: tuple[LabelScore, ...] = ()
+    otherwise: str = NOTHING_FOUND

@@ -1,10 +1,23 @@
-"""What kind of filesystem holds a path: local ones tell of changes and lock safely, shared ones do neither."""
+"""Filesystems: their kinds, folders without links, and files that appear whole.
+
+Local filesystems tell of changes and lock safely, shared ones do neither. ``whole_file`` is the project's one writer of
+files that others read: a file appears under its name complete and synced, or not at all. In a folder that others may
+write to, no link that lies there is followed (``below``), so that nobody can have another file written or moved.
+"""
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import io
 import os
 import re
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 MOUNTS = Path("/proc/self/mountinfo")
 SHARED = re.compile(r"nfs.*|cifs|smb.*|ncpfs|afs|9p|virtiofs|ceph|glusterfs|lustre|fuse|fuse\..*|fuseblk|vboxsf|prl_fs")
@@ -12,6 +25,8 @@ LOCAL = re.compile(
     r"ext[234]|xfs|btrfs|f2fs|zfs|bcachefs|tmpfs|ramfs|overlay|aufs|vfat|exfat|ntfs3|apfs|hfs|hfsplus|jfs|reiserfs"
 )
 ESCAPED = re.compile(r"\\([0-7]{3})")
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def filesystem_type(path: Path, mounts: Path = MOUNTS) -> str | None:
@@ -41,10 +56,94 @@ def tells_changes(filesystem: str | None) -> bool:
     return filesystem is not None and bool(LOCAL.fullmatch(filesystem))
 
 
-def sync_folder(folder: Path) -> None:
-    """Have what was made, renamed or removed in this folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+@contextmanager
+def whole_file(path: Path, *, below: Path | None = None, has_rivals: bool = False) -> Iterator[BinaryIO]:
+    """A file that takes its name once it is complete and on the disk; an error leaves nothing of it.
+
+    ``below``: a folder that others may write to; links between it and the file are refused as OSError. ``has_rivals``:
+    several processes may write the file at once. Else the draft has always the same name, so that the draft of a
+    killed writer goes with the next one.
+    """
+    with open_folder(path.parent, below) as folder:
+        draft = _draft_name(path.name, f".{os.getpid()}.tmp" if has_rivals else ".tmp", folder)
+        with suppress(FileNotFoundError):
+            os.unlink(draft, dir_fd=folder)
+        try:
+            with open(os.open(draft, NEW_FILE, 0o666, dir_fd=folder), "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(draft, dir_fd=folder)
+        os.fsync(folder)
+
+
+def take_name(draft: Path, path: Path) -> None:
+    """Give a finished file its name: a crash leaves the earlier file, or this one whole."""
+    with draft.open("rb") as file:
+        os.fsync(file.fileno())
+    draft.replace(path)
+    sync_folder(path.parent)
+
+
+@contextmanager
+def whole_text_file(path: Path) -> Iterator[TextIO]:
+    """``whole_file`` for text in UTF-8."""
+    with whole_file(path) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+        try:
+            yield text
+        finally:
+            text.detach()
+
+
+def _draft_name(name: str, ending: str, folder: int) -> str:
+    """The hidden name of a file that is not whole yet; a digest where the filesystem takes no longer name."""
+    if len(os.fsencode(f".{name}{ending}")) > os.fpathconf(folder, "PC_NAME_MAX"):
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+    return f".{name}{ending}"
+
+
+@contextmanager
+def open_folder(folder: Path, below: Path | None = None, *, makes: bool = False) -> Iterator[int]:
+    """The descriptor of a folder. ``below``: no link is followed from there on; ``makes``: what lacks there is made.
+
+    Raises OSError, NotADirectoryError for a link among them.
+    """
+    descriptor = os.open(below or folder, FOLDER)
     try:
-        os.fsync(descriptor)
+        for name in () if below is None else folder.relative_to(below).parts:
+            if makes:
+                with suppress(FileExistsError):
+                    os.mkdir(name, dir_fd=descriptor)
+            outer, descriptor = descriptor, _open_inner(name, descriptor, folder)
+            os.close(outer)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _open_inner(name: str, outer: int, folder: Path) -> int:
+    try:
+        return os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=outer)
+    except OSError as error:
+        if error.errno not in {errno.ENOTDIR, errno.ELOOP}:
+            raise
+        told = f"{name!r} is a link or a file where a folder belongs: nothing is written through it - remove it"
+        raise NotADirectoryError(errno.ENOTDIR, told, str(folder)) from error
+
+
+def make_folder(folder: Path) -> None:
+    """Have a folder there, and survive a power cut with those above it, whoever made them, and however long ago."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for above in folder.parents:
+        with suppress(OSError):  # one that we may not read: it was there before us
+            sync_folder(above)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have what was made, renamed or removed in this folder survive a power cut."""
+    with open_folder(folder) as descriptor:
+        os.fsync(descriptor)

@@ -115,6 +115,12 @@ class ExpertGraph:
         branches = steps[-1].then.values() if step == len(steps) - 1 else ()
         return tuple(dict.fromkeys((*following, *branches)))
 
+    def turns(self, component: str, expert: str) -> tuple[int, ...]:
+        """The numbers of the steps at which a component's route may ask an expert, as ``judge`` takes them."""
+        steps = self.routes.get(component, ())
+        found = tuple(number for number, step in enumerate(steps) if step.expert == expert)
+        return (*found, len(steps)) if steps and expert in steps[-1].then.values() else found
+
     def preliminaries(self, expert: str) -> frozenset[str]:
         """The experts that run right before this one on some route; empty for one that always comes first."""
         return self._preliminaries[expert]
@@ -175,11 +181,30 @@ def _dependencies(steps: tuple[RouteStep, ...]) -> Iterator[tuple[str, str]]:
 
 def deciding_label(prediction: Prediction, passing: frozenset[str]) -> tuple[str, float]:
     """The label that decides, with its score: a box that does not pass outweighs any number of boxes that do."""
+    if prediction.outputs:
+        return _deciding_output(prediction, passing)
     failing = [box for box in prediction.boxes if box.label not in passing]
     if failing:
         worst = max(failing, key=lambda box: box.score)
         return worst.label, worst.score
     return prediction.label or NOTHING_FOUND, prediction.score
+
+
+def _deciding_output(prediction: Prediction, passing: frozenset[str]) -> tuple[str, float]:
+    """Of labels that do not exclude one another: one that holds and does not pass, else one that lacks and has to hold.
+
+    Those that pass have to hold, all of them, but where ``otherwise`` passes: then they only may. What passes is as
+    sure as the least sure of the outputs that could have ended it.
+    """
+    failing = [output for output in prediction.outputs if output.label not in passing]
+    if any(output.holds for output in failing):
+        worst = max((output for output in failing if output.holds), key=lambda output: output.score)
+        return worst.label, worst.score
+    needed = [] if prediction.otherwise in passing else [each for each in prediction.outputs if each.label in passing]
+    if lacking := [1 - output.score for output in needed if not output.holds]:
+        return prediction.otherwise, max(lacking)
+    sure = [*(output.score for output in needed), *(1 - output.score for output in failing)]
+    return prediction.label, min(sure, default=prediction.score)
 
 
 def find_cycle(preliminaries: Mapping[str, Iterable[str]]) -> tuple[str, ...]:

@@ -4,8 +4,8 @@ A file that decodes is not therefore complete: a baseline JPEG, BMP, TIFF or Web
 with black where bytes are still missing. `completeness` looks at what each format says of its own end; `read_image`
 refuses what it finds cut, then decodes to the last byte.
 
-Pixels are taken as stored: EXIF orientation is never applied and alpha is dropped, which is what ImageFolder's loader
-did when the experts were trained; boxes refer to the stored pixels. 16-bit grey is scaled from its full range.
+Pixels are taken as stored, beside their EXIF orientation: most trainers' loaders drop it, ultralytics' applies it, so
+each expert decides. (Pillow itself turns a TIFF.) Alpha is dropped. 16-bit grey is scaled from its full range.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from experts.errors import ImageTooLarge, ImageUnreadable
+from experts.expert import Orientation
+from experts.orientation import LAST, TAG, UPRIGHT, upright
 from experts.tiff import TIFF_STARTS, tiff_pixels
 
 if TYPE_CHECKING:
@@ -102,13 +104,21 @@ def completeness(file: BinaryIO) -> Completeness:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """One image: uint8 RGB, (height, width, 3), each side a ``reduction``-th of the file's where that is not 1."""
+    """One image: uint8 RGB, (height, width, 3), each side a ``reduction``-th of the file's where that is not 1.
+
+    Pixels, height and width are as stored; ``orientation`` says how they are turned to be seen upright.
+    """
 
     pixels: NDArray[np.uint8]
     height: int  # of the file's image
     width: int
     reduction: int = 1
     is_jpeg: bool = False
+    orientation: int = UPRIGHT
+
+    def turned(self, wanted: Orientation) -> NDArray[np.uint8]:
+        """The pixels as an expert wants them."""
+        return upright(self.pixels, self.orientation) if wanted is Orientation.EXIF else self.pixels
 
     def serves(self, least: tuple[int, int] | None) -> bool:
         """Are these the very pixels that decoding it for ``least`` would give?"""
@@ -129,7 +139,7 @@ def read_image(
     max_pixels: int = DEFAULT_MAX_PIXELS,
     room_for: Callable[[int], AbstractContextManager[object]] = nullcontext,
 ) -> NDArray[np.uint8]:
-    """The pixels of one image: uint8 RGB, (height, width, 3), all of them; see ``decode_image``."""
+    """The stored pixels of one image: uint8 RGB, (height, width, 3), all of them; see ``decode_image``."""
     return decode_image(source, name, max_pixels, room_for).pixels
 
 
@@ -165,7 +175,7 @@ def decode_image(
                 image.draft(None, (width // smaller, height // smaller))  # None: its own mode
             with room_for(image.width * image.height * DECODED_BYTES_PER_PIXEL):
                 image.load()
-                return Decoded(_rgb(image, name), height, width, smaller, is_jpeg)
+                return Decoded(_rgb(image, name), height, width, smaller, is_jpeg, _orientation(image))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageTooLarge(name, f"{error} - the limit is {max_pixels}") from error
     except UnidentifiedImageError as error:
@@ -207,6 +217,15 @@ def _check_single(image: Image.Image, name: str) -> None:
     frames = getattr(image, "n_frames", 1)
     if frames > 1:
         raise ImageUnreadable(name, f"holds {frames} images: send one image a file")
+
+
+def _orientation(image: Image.Image) -> int:
+    """Of a loaded image, as some formats keep it behind the pixels. An EXIF block that is broken says nothing."""
+    try:
+        found: int = image.getexif().get(TAG, UPRIGHT)
+    except BROKEN:
+        return UPRIGHT
+    return found if found in range(UPRIGHT, LAST + 1) else UPRIGHT
 
 
 def _rgb(image: Image.Image, name: str) -> NDArray[np.uint8]:

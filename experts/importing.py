@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING
 
 from experts.checkpoints.reading import convert_checkpoint
 from experts.errors import LoadError, WeightsMissing, WeightsRefused
-from experts.packed.manifests import replacing
+from experts.filesystem import whole_file
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from experts.checkpoints.found import Told
 
 PICKLES = (".pt", ".pth", ".ckpt", ".pth.tar")  # the last as timm's and torchvision's example scripts call it: no tar
 FORMATS = frozenset({".safetensors", ".onnx"})
@@ -26,20 +24,15 @@ FORMATS = frozenset({".safetensors", ".onnx"})
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """Weights that were written. ``told``: of a checkpoint, what was taken and what it says of its model."""
+    """Weights that were written. ``said``: what whoever imports them should know."""
 
     sha256: str
-    told: Told | None
+    said: tuple[str, ...]
 
 
 def is_checkpoint(file: Path) -> bool:
     """Whether a file is one of torch.save, by its name."""
     return file.name.endswith(PICKLES)
-
-
-def import_weights(source: Path, destination: Path) -> str:
-    """``bring``, for whoever needs nothing but the sha256 of what was written."""
-    return bring(source, destination).sha256
 
 
 def bring(source: Path, destination: Path) -> Imported:
@@ -59,12 +52,13 @@ def bring(source: Path, destination: Path) -> Imported:
     candidate = destination.with_name(f".{destination.stem}.import{wanted}")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        told = _write(source, candidate)
+        said = _write(source, candidate)
         _check(source, candidate)
-        with candidate.open("rb") as file, replacing(destination) as final:
+        said = (*said, *_other_order(candidate, destination))
+        with candidate.open("rb") as file, whole_file(destination, has_rivals=True) as final:
             shutil.copyfileobj(file, final)
         with destination.open("rb") as file:
-            return Imported(hashlib.file_digest(file, "sha256").hexdigest(), told)
+            return Imported(hashlib.file_digest(file, "sha256").hexdigest(), said)
     except OSError as error:
         raise LoadError(str(source), f"cannot be imported: {error}") from error
     finally:
@@ -72,14 +66,27 @@ def bring(source: Path, destination: Path) -> Imported:
             candidate.unlink()
 
 
-def _write(source: Path, candidate: Path) -> Told | None:
+def _write(source: Path, candidate: Path) -> tuple[str, ...]:
     if is_checkpoint(source):
-        return convert_checkpoint(source, candidate)
+        return convert_checkpoint(source, candidate).said
     shutil.copyfile(source, candidate)
-    return None
+    return ()
 
 
 def _check(source: Path, candidate: Path) -> None:
     from experts.backends.weight_files import check_weights  # heavy runtimes: only when a file is imported
 
     check_weights(str(source), candidate)
+
+
+def _other_order(candidate: Path, destination: Path) -> tuple[str, ...]:
+    """The line names labels in the order of the file that is replaced."""
+    from experts.backends.weight_files import told_labels
+
+    before, now = told_labels(destination), told_labels(candidate)
+    if before is None or now is None or before == now:
+        return ()
+    return (
+        f"its labels are {', '.join(now)}, and those of the file that it replaced were {', '.join(before)}: write "
+        "`labels:` in the new order, or no line that names the old order serves it",
+    )

@@ -1,8 +1,9 @@
 """Makes the archive that installs CoServe where there is no network: ``make bundle``.
 
 It holds a wheel of every package in the version that this Python's environment has, so that what was tested is what is
-installed; a pip to install them with; install.sh; what the archive is about (BUNDLE), and a sha256 of everything. It is
-a plain tar: wheels are compressed already, and a box needs nothing to unpack it.
+installed; a pip to install them with; install.sh; what the archive is about (BUNDLE); the licences that bind those who
+pass it on (LICENCES); and a sha256 of everything. It is a plain tar: wheels are compressed already, and a box needs
+nothing to unpack it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ CPU_INDEX = (
 CUDA_WHEELS = re.compile(r"(nvidia|cuda|triton)[_-]")
 OWN = {"coserve", "opencv-python"}  # built from this checkout
 # What install.sh tries.
-IMPORTS = ("torch", "torchvision", "cv2", "onnxruntime", "grpc", "agent.web.server", "agent.service.serve")
+IMPORTS = ("torch", "torchvision", "cv2", "av", "onnxruntime", "grpc", "agent.web.server", "agent.service.serve")
 LEGACY_MANYLINUX = {"manylinux1": (2, 5), "manylinux2010": (2, 12), "manylinux2014": (2, 17)}
 MANYLINUX = re.compile(r"manylinux_(\d+)_(\d+)")
 BYTECODE = 1.15  # an installation in relation to the files of its wheels
@@ -110,7 +111,8 @@ def write_archive(out: Path, wheels: list[Path], version: str, imports: Iterable
     about = description(wheels, version, imports)
     name = f"coserve-{version}-{about['tag']}-{about['platform']}"
     told = "".join(f"{key}={value}\n" for key, value in about.items()).encode()
-    files = {"install.sh": ROOT / "packaging" / "install.sh"} | {f"wheels/{wheel.name}": wheel for wheel in wheels}
+    files = {inside: ROOT / "packaging" / inside for inside in ("LICENCES", "install.sh")}
+    files |= {f"wheels/{wheel.name}": wheel for wheel in wheels}
     sums = {"BUNDLE": hashlib.sha256(told).hexdigest()} | {inside: sha256(file) for inside, file in files.items()}
     listed = "".join(f"{digest}  {inside}\n" for inside, digest in sorted(sums.items())).encode()
     out.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,8 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from experts.filesystem import whole_file
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
@@ -178,6 +180,5 @@ def _finish(
         figure.supxlabel(note, fontsize=8.5, color="#555555")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": None})
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_bytes(buffer.getvalue())
-    unfinished.replace(path)
+    with whole_file(path) as file:
+        file.write(buffer.getvalue())

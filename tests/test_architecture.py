@@ -48,9 +48,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "experts.backends.modules": (),
     "experts.backends": (
         "experts.backends.modules", "experts.calibrations", "experts.document", "experts.errors", "experts.expert",
+        "experts.normalization", "experts.orientation",
         "experts.importing", "experts.llm",
     ),
-    "experts.checkpoints": ("experts.architectures", "experts.backends", "experts.errors"),
+    "experts.checkpoints": ("experts.architectures", "experts.backends", "experts.errors", "experts.normalization"),
     "experts.inspection": (
         "experts.backends", "experts.checkpoints", "experts.errors", "experts.expert", "experts.importing",
     ),
@@ -522,4 +523,4 @@ def test_torch_s_threads_are_counted_in_one_place():
     oneDNN is asked for layouts on threads that were made for it, and end with the question.
     """
     setters = {module_name(path) for path in source_files() if "set_num_threads" in path.read_text()}
-    assert setters == {"agent.runtime.threads", "agent.demo.training.train", "experts.backends.onednn.layouts"}
+    assert setters == {"agent.runtime.threads", "agent.demo.training.train", "experts.backends.onednn.operators"}

@@ -83,6 +83,13 @@ class TestTheDocuments:
     def test_the_targets_everybody_needs_are_there(self):
         assert {"venv", "demo", "test", "lint", "bench", "clean", "help"} <= make_targets()
 
+    def test_the_tests_of_the_forms_are_there(self):
+        told = run(["make", "--dry-run", "test-forms"], ROOT).stdout
+        named = re.findall(r"\btests/[\w/.]+", told)
+        assert named
+        assert [name for name in named if not (ROOT / name).exists()] == []
+        assert "ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2" in told
+
     def test_the_readme_names_the_targets_to_begin_with(self):
         assert {"demo", "test"} <= targets_named_in((ROOT / "README.md").read_text("utf-8"))
 
@@ -323,24 +330,35 @@ class TestTheTools:
             (folder / name).chmod(0o755)
         (folder / "grep").symlink_to(str(shutil.which("grep")))
         (folder / "sbin").mkdir()
+        if "gstreamer" in there.split():
+            (folder / "rtsp").touch()
         shutil.copy(ROOT / "Makefile", folder / "Makefile")
-        return run([str(shutil.which("make")), f"SBIN={folder}/sbin", "tools"], folder, PATH=str(folder))
+        return run(
+            [str(shutil.which("make")), f"SBIN={folder}/sbin", f"RTSP_SERVER={folder}/rtsp", "tools"],
+            folder,
+            PATH=str(folder),
+        )
 
     def asked(self, folder: Path) -> list[str]:
         return (folder / "log").read_text().splitlines() if (folder / "log").exists() else []
 
     def test_what_is_there_is_not_asked_for(self, tmp_path):
-        done = self.make(tmp_path, there="mosquitto openssl promtool gcc")
+        done = self.make(tmp_path, there="mosquitto openssl promtool gcc gstreamer")
         assert (done.returncode, done.stdout, done.stderr, self.asked(tmp_path)) == (0, "", "", [])
 
     def test_what_is_missing_is_installed_quietly(self, tmp_path):
-        done = self.make(tmp_path, there="openssl gcc")
+        done = self.make(tmp_path, there="openssl gcc gstreamer")
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
         assert self.asked(tmp_path) == ["install -qq --yes --no-install-recommends mosquitto prometheus"]
 
     def test_a_compiler_comes_with_the_headers_that_it_needs(self, tmp_path):
-        assert self.make(tmp_path, there="openssl mosquitto promtool").returncode == 0
+        assert self.make(tmp_path, there="openssl mosquitto promtool gstreamer").returncode == 0
         assert self.asked(tmp_path) == ["install -qq --yes --no-install-recommends gcc libc6-dev"]
+
+    def test_a_server_for_cameras_is_known_by_its_files(self, tmp_path):
+        assert self.make(tmp_path, there="mosquitto openssl promtool gcc").returncode == 0
+        (asked,) = self.asked(tmp_path)
+        assert "gir1.2-gst-rtsp-server-1.0" in asked
 
     def test_lists_of_packages_that_are_too_old_are_renewed(self, tmp_path):
         done = self.make(tmp_path, offline=1)
@@ -349,7 +367,7 @@ class TestTheTools:
 
     @pytest.mark.parametrize("settings", [{"user": 1000}, {"offline": 9}], ids=["not root", "offline"])
     def test_where_it_cannot_be_installed_that_is_said_and_is_no_failure(self, tmp_path, settings):
-        done = self.make(tmp_path, there="openssl mosquitto gcc", **settings)
+        done = self.make(tmp_path, there="openssl mosquitto gcc gstreamer", **settings)
         assert done.returncode == 0
         assert done.stderr.splitlines() == [
             "not installed, so tests that need it are skipped or fail: promtool (as root: apt-get install prometheus)"
@@ -360,22 +378,28 @@ class TestTheTools:
 class TestContinuousIntegration:
     """The real .ci/run over a Makefile of three lines: what it calls, its exit code, and what it leaves behind."""
 
-    def run(self, folder: Path, lint: str = "true", test: str = "true") -> subprocess.CompletedProcess[str]:
+    def run(
+        self, folder: Path, lint: str = "true", test: str = "true", forms: str = "true"
+    ) -> subprocess.CompletedProcess[str]:
         (folder / ".ci").mkdir()
         shutil.copy(ROOT / ".ci" / "run", folder / ".ci" / "run")
-        recipe = "venv:\n\t@touch $(VENV)/made\nlint:\n\t@echo lint; {}\ntest:\n\t@echo '3 passed'; {}\n"
-        (folder / "Makefile").write_text(recipe.format(lint, test))
+        recipe = (
+            "venv:\n\t@touch $(VENV)/made\n\t@echo $(PYTHON)\nlint:\n\t@echo lint; {}\n"
+            "test:\n\t@echo '3 passed'; {}\ntest-forms:\n\t@echo '2 passed, 1 skipped'; {}\n"
+        )
+        (folder / "Makefile").write_text(recipe.format(lint, test, forms))
         (folder / ".venv").mkdir()
-        return run([str(folder / ".ci" / "run")], folder)
+        return run([str(folder / ".ci" / "run")], folder, PYTHON="python3.14")
 
     def test_lints_then_tests_and_leaves_nothing(self, tmp_path):
         done = self.run(tmp_path)
-        assert (done.returncode, done.stdout.split("\n")) == (0, ["lint", "3 passed", ""])
+        told = ["python3.14", "lint", "3 passed", "2 passed, 1 skipped", ""]
+        assert (done.returncode, done.stdout.split("\n")) == (0, told)
         assert sorted(path.name for path in tmp_path.iterdir()) == [".ci", ".venv", "Makefile"]
 
-    @pytest.mark.parametrize("fails", ["lint", "test"])
+    @pytest.mark.parametrize("fails", ["lint", "test", "forms"])
     def test_a_failure_is_its_exit_code_and_leaves_nothing(self, tmp_path, fails):
         done = self.run(tmp_path, **{fails: "false"})
         assert done.returncode != 0
-        assert "3 passed" in done.stdout
+        assert "3 passed\n2 passed, 1 skipped\n" in done.stdout
         assert sorted(path.name for path in tmp_path.iterdir()) == [".ci", ".venv", "Makefile"]

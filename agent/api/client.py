@@ -6,6 +6,8 @@ AgentUnreachable, which says what to look at.
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections import deque
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from agent.api.calls.desk import Place
 from agent.api.calls.messages import board_of, part_of, reload_of, status_of
 from agent.api.calls.refusals import PUSHBACK_MS, REASON
 from agent.api.calls.text_messages import text_request, told_of
@@ -34,6 +37,8 @@ AT_ONCE = 16  # images that are sent before the first one is answered
 ANSWER_S = 60.0  # for an answer to a question
 INSPECT_S = 600.0  # for one image's verdict, waiting for its turn included
 TRIES = 100  # for an image that there was no room for
+EVERYTHING = Place(seq=0, board=0)  # to watch from the first result that is stored
+TO_COME = Place()
 
 Call = Any  # gRPC has no types
 
@@ -111,14 +116,17 @@ class AgentClient:
         request = pb.GetBoardRequest(serial=serial, board_type=board_type or "")
         return [board_of(board) for board in self._asked(self._agent.GetBoard, request).boards]
 
-    def watch(self, after_seq: int | None = None, *, with_maps: bool = False) -> Iterator[Event]:
-        """Stored results with larger numbers, then those to come, and board verdicts; None: those to come only."""
-        request = pb.WatchResultsRequest(after_seq=after_seq, wants_maps=with_maps)
+    def watch(self, after: Place = TO_COME, *, with_maps: bool = False) -> Iterator[tuple[Event, Place]]:
+        """Stored results and boards' verdicts behind a place, then those to come; each with the place behind it."""
+        request = pb.WatchResultsRequest(
+            file=after.file or "", after_seq=after.seq, after_board=after.board, wants_maps=with_maps
+        )
         events = self._agent.WatchResults(request, metadata=self._metadata)
         try:
             with self._explained():
                 for event in events:
-                    yield board_of(event.board) if event.HasField("board") else part_of(event.result)
+                    told = board_of(event.board) if event.HasField("board") else part_of(event.result)
+                    yield told, Place(event.file, event.after_seq, event.after_board)
         finally:
             events.cancel()
 
@@ -185,6 +193,9 @@ class AgentClient:
         if reason is not None and reason in Refusing.__members__:
             pushback_ms = metadata.get(PUSHBACK_MS)
             return OrderRefused(Refusing(reason), str(error.details()), pushback_ms and int(pushback_ms) / 1000)
+        if error.code() is grpc.StatusCode.UNAVAILABLE and os.strerror(errno.EACCES) in str(error.details()):
+            advice = "ask as the agent's, by `sudo -u`, or have `api.grpc` name a socket, which its group may open, too"
+            return AgentUnreachable(self.address, f"this user may not open the socket - {advice}")
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             advice = "is the agent running (`coserve serve`), and is this one of its addresses (`api.grpc`)?"
             return AgentUnreachable(self.address, f"nobody answers - {advice} ({error.details()})")

@@ -20,14 +20,14 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from agent.api.calls.door import RECEIVED_AT_MOST, Door
+from agent.api.calls.door import Door, received_at_most_bytes
 from agent.api.calls.orders import Orders
 from agent.api.calls.texts import Texts
 from agent.api.credentials import Certificates, TokenGuard
 from agent.api.proto import inference_pb2, inference_pb2_grpc, inspection_pb2, inspection_pb2_grpc
 from agent.api.services import health, inference, inspection, texts
 from agent.line_file.api import UNIX, is_loopback
-from agent.unix_sockets import UnixSocket
+from agent.unix_sockets import GROUPS, OWNERS, UnixSocket
 from experts.errors import AddressUnusable
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class ApiServer:
         """Raises AddressUnusable."""
         if address.startswith(UNIX):
             server = self._server([self._door])
-            place = UnixSocket(address)
+            place = UnixSocket(address, OWNERS if self._config.has_local_door else GROUPS)
             try:
                 server.add_insecure_port(place.to_bind)
                 place.show()
@@ -161,7 +161,7 @@ class ApiServer:
     def _server(self, interceptors: list[Server]) -> Server:
         message_bytes = self._config.limits.message
         options = (
-            ("grpc.max_receive_message_length", RECEIVED_AT_MOST * message_bytes),
+            ("grpc.max_receive_message_length", received_at_most_bytes(message_bytes)),
             ("grpc.max_send_message_length", message_bytes),
             ("grpc.http2.bdp_probe", 0),  # else megabytes of each call are received before it is read from
             ("grpc.so_reuseport", 0),  # else a second agent would take every other call

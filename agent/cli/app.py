@@ -9,6 +9,7 @@ from __future__ import annotations
 import typer
 
 from agent.cli.asking import generate, results, status
+from agent.cli.backup import backup, restore
 from agent.cli.config import check_config, config_schema, show_config
 from agent.cli.experts import compare_expert, list_experts, promote_expert, verify_experts
 from agent.cli.models import add_expert, import_expert
@@ -23,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-for command in (serve, inspect, results, status, generate, doctor, demo):
+for command in (serve, inspect, results, status, generate, doctor, backup, restore, demo):
     app.command()(command)
 
 experts_app = typer.Typer(

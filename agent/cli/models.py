@@ -46,7 +46,7 @@ def import_expert(
 
     with explained():
         imported = bring(source, destination)
-    size_bytes, said = destination.stat().st_size, imported.told.said if imported.told else ()
+    size_bytes, said = destination.stat().st_size, imported.said
     if as_json:
         row = {"weights": str(destination), "sha256": imported.sha256, "size_bytes": size_bytes, "said": said}
         print(json.dumps(row))
@@ -97,9 +97,22 @@ def add_expert(
     component: Annotated[
         list[str] | None, typer.Option(help="component type whose route asks it last; may be given several times")
     ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="of several labels: multiclass, one is the answer, or multilabel, each by itself")
+    ] = None,
     labels: Annotated[str | None, typer.Option(help="what its outputs mean, in their order: ok,missing")] = None,
+    otherwise: Annotated[
+        str | None, typer.Option(metavar="LABEL", help="of a multilabel model: what a part is where no label holds")
+    ] = None,
     size: Annotated[str | None, typer.Option(metavar="HEIGHTxWIDTH", help="pixels of its images")] = None,
-    normalize: Annotated[str | None, typer.Option(help="how its pixels were scaled: imagenet or unit")] = None,
+    normalize: Annotated[
+        str | None,
+        typer.Option(help="how its pixels were scaled: imagenet, unit or '{mean: [0.5, 0.5, 0.5], std: [...]}'"),
+    ] = None,
+    fit: Annotated[
+        str | None,
+        typer.Option(help="how images come to its size: stretched, or '{resize: 256, crop: 224, interpolation: ...}'"),
+    ] = None,
     kind: Annotated[str | None, typer.Option(help="classifier, detector or anomaly; default as the file shows")] = None,
     architecture: Annotated[str | None, typer.Option(help="what it has to be, such as resnet18")] = None,
     passing: Annotated[
@@ -107,7 +120,8 @@ def add_expert(
     ] = None,
     min_score: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="a lower score is NG")] = None,
     threshold: Annotated[
-        float | None, typer.Option(help="of an anomaly model: from which score on a part is NG")
+        float | None,
+        typer.Option(help="of an anomaly model: the score from which it is NG; of multilabel: of all labels"),
     ] = None,
     image: Annotated[Path | None, typer.Option(help="file to try it on; default a made-up image")] = None,
     prints: Annotated[bool, typer.Option("--print", help="the lines that would be added, and write nothing")] = False,
@@ -122,15 +136,17 @@ def add_expert(
         "components": tuple(component or ()),
         "kind": _one_of(kind, ("classifier", "detector", "anomaly"), "--kind"),
         "architecture": architecture,
+        "task": _one_of(task, ("multiclass", "multilabel"), "--task"),
         "labels": _words(labels),
+        "otherwise": otherwise,
         "size": _size(size),
-        "normalize": _one_of(normalize, ("imagenet", "unit"), "--normalize"),
         "passing": _words(passing),
         "min_score": min_score,
         "threshold": threshold,
         "image": image,
         "prints": prints,
     }
+    given |= {key: _of_input(key, text) for key, text in (("normalize", normalize), ("fit", fit)) if text}
     log_to_stderr(logging.WARNING)
     with explained():
         from agent.commands.adding import Wishes, add_model, told_lines  # loads torch
@@ -155,6 +171,20 @@ def _one_of(text: str | None, known: tuple[str, ...], option: str) -> str | None
     if text is not None and text not in known:
         raise typer.BadParameter(f"{text!r} is none of {', '.join(known)}", param_hint=option)
     return text
+
+
+def _of_input(key: str, text: str) -> object:
+    """What may stand behind a key of a line file."""
+    from experts.catalog import PreparationSection
+    from experts.document import parse_document
+    from experts.errors import ConfigError
+
+    try:
+        document = parse_document(Path(f"--{key}"), f"{key}: {text}".encode())
+        document.validate(PreparationSection)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error), param_hint=f"--{key}") from error
+    return document.values[key]
 
 
 def _size(text: str | None) -> tuple[int, int] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,9 @@ def serve(
     line: LineFile,
     as_json: AsJson = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="log every decision")] = False,
+    strict_profile: Annotated[
+        bool, typer.Option(help="end where the device profile is not of this box, instead of a probe with an alarm")
+    ] = False,
 ) -> None:
     """Run the agent: watch the line's folders, judge what comes, until SIGTERM or Ctrl-C."""
     from agent.commands.progress import progress_on_stderr
@@ -28,7 +32,7 @@ def serve(
 
     log_to_stderr(logging.DEBUG if verbose else logging.INFO)
     with explained(), failures_told(Notifier(service_manager())):
-        config = read_line(line)
+        config = replace(read_line(line), is_profile_strict=strict_profile)
         set_spinning(config)
         with loading_modules():
             from agent.service.serve import serve_line  # loads torch

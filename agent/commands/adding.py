@@ -22,14 +22,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agent.config import line_of
-from agent.line_file.editing import add_expert, append, edit_file
+from agent.line_file.editing import add_expert, append, begun, content_of, edit_file, rendered
+from agent.runtime.image_sources import decoded
+from agent.runtime.preparation import prepare
 from experts.backends import backend_for
-from experts.document import parse_document, read_document
+from experts.document import parse_document
 from experts.errors import ConfigError, LoadError, WeightsUnclear
 from experts.expert import Precision
-from experts.images import read_image
+from experts.filesystem import whole_file
+from experts.images import decode_image
+from experts.inspection.inspected import FIT_OPTIONS
 from experts.inspection.inspecting import inspect_file, served_suffix, write_weights
-from experts.packed.manifests import replacing
+from experts.thresholds.binding import threshold_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +46,17 @@ if TYPE_CHECKING:
 FOLDERS: dict[str, str] = {"classifier": "cls", "detector": "det", "anomaly": "ano"}  # kind of id, and of weights
 GOOD_LABELS = frozenset({"ok", "good", "pass"})
 UNSUITED = re.compile(r"[^A-Za-z0-9_.-]+")  # in the id of an expert
-KEYS = ("architecture", "labels", "size", "normalize", "stem")  # in the order of their lines
+KEYS = (
+    "architecture",
+    "task",
+    "labels",
+    "otherwise",
+    "size",
+    "normalize",
+    "fit",
+    "stem",
+)  # in the order of their lines
+ONE_LABEL_OF_TWO = "one output says how sure it is of one label: --otherwise LABEL, of what it is else (ok, ng, ...)"
 COMMENT_WIDTH = 100
 LABELS_SHOWN = 8
 LABELS_TOLD = 100  # of a file, where the line calls them by other names
@@ -52,17 +66,21 @@ LABELS_TOLD = 100  # of a file, where the line calls them by other names
 class Wishes:
     """What whoever adds a model says of it; None: what its file tells. ``size``: (height, width).
 
+    ``task``: "multiclass" or "multilabel". ``otherwise``: what it is where no label holds, of the latter.
     ``components``: whose routes ask it, and ``passing``: the labels that let them go on. ``threshold``: of anomaly
-    experts. ``prints``: write nothing.
+    experts, and of each label of multilabel ones. ``prints``: write nothing.
     """
 
     id: str | None = None
     components: tuple[str, ...] = ()
     kind: Kind | None = None
     architecture: str | None = None
+    task: str | None = None
     labels: tuple[str, ...] | None = None
+    otherwise: str | None = None
     size: tuple[int, int] | None = None
-    normalize: str | None = None
+    normalize: str | dict[str, Any] | None = None
+    fit: str | dict[str, Any] | None = None
     passing: tuple[str, ...] | None = None
     min_score: float | None = None
     threshold: float | None = None
@@ -100,7 +118,7 @@ class Added:
     @property
     def judges(self) -> bool:
         """Whether its answer means something: that of an anomaly expert without a threshold does not yet."""
-        return "task" not in self.entry or "threshold" in self.entry
+        return self.kind != "anomaly" or "threshold" in self.entry
 
     def as_json(self) -> dict[str, Any]:
         prediction = self.tried.prediction
@@ -119,6 +137,7 @@ class Added:
                 "label": prediction.label if self.judges else None,
                 "score": prediction.score if self.judges else None,
                 "boxes": [box.as_json() for box in prediction.boxes],
+                "outputs": [output.as_json() for output in prediction.outputs],
                 "seconds": round(self.tried.seconds, 6),
             },
         }
@@ -129,17 +148,18 @@ def add_model(line: Path, file: Path, wishes: Wishes) -> Added:
 
     Nothing is left behind then that was not there before.
     """
-    content = read_document(line).content
+    content = content_of(line)
     inspected = inspect_file(file, wishes.architecture, wishes.kind)
     settled = _Settled.of(line, inspected, wishes, content)
     text = content.decode("utf-8")
     settled.edited(text)  # whatever is wrong with it is told before weights are read
     with _weights_for_trial(inspected, settled) as weights:
         on_trial = line_of(parse_document(line.absolute(), settled.on_trial(text, weights).encode()))
-        tried = _tried(on_trial.catalog.experts[settled.expert], wishes.image)
-        sha256 = _sha256(weights)
+        expert, sha256 = on_trial.catalog.experts[settled.expert], _sha256(weights)
+        tried = _tried(expert, wishes.image)
+        settled = settled.bound(threshold_of(expert, sha256))
         if not wishes.prints:
-            with _put_in_place(weights, settled):
+            with _put_in_place(weights, settled), begun(line, content):
                 edit_file(line, settled.edited)
     return Added(
         settled.expert, str(inspected.kind), settled.entry, settled.edited(""),
@@ -172,13 +192,22 @@ class _Settled:
         known = replace(
             inspected,
             kind=inspected.kind or wishes.kind,
+            task=wishes.task or inspected.task,
             labels=wishes.labels or inspected.labels,
             size=wishes.size or inspected.size,
             normalize=wishes.normalize or inspected.normalize,
+            fit=inspected.fit if wishes.fit is None else wishes.fit if isinstance(wishes.fit, dict) else None,
         )
         _refuse_other_labels(inspected, wishes)
         missing = {key: why for key, why in inspected.missing.items() if getattr(known, key) is None}
-        passing = wishes.passing or _good_labels(known)
+        if wishes.fit is not None:
+            missing.pop("fit", None)
+        elif known.fit is not None and inspected.size not in {None, known.size}:
+            told = f"{rendered(known.fit)} ({inspected.sure['fit']})"
+            missing["fit"] = f"the file has {told}, which is for another size: {FIT_OPTIONS}"
+        if known.task == "multilabel" and known.label_count == 1 and wishes.otherwise is None:
+            missing["otherwise"] = ONE_LABEL_OF_TWO
+        passing = wishes.passing or _good_labels(known, wishes)
         missing |= _missing_of_routes(known, wishes, passing, parse_document(line, content).values)
         if missing:
             raise WeightsUnclear(str(inspected.file), missing)
@@ -195,6 +224,13 @@ class _Settled:
         said = (*inspected.said, *_renamed(inspected, wishes))
         return cls(line, expert, entry, step, wishes.components, sure, weights, is_in_place, inspected.file.name, said)
 
+    def bound(self, evidence: str) -> _Settled:
+        """A threshold is of these weights and this input: ``evidence`` stands behind it."""
+        entry: dict[str, Any] = {}
+        for key, value in self.entry.items():
+            entry |= {key: value, "threshold_of": evidence} if key == "threshold" else {key: value}
+        return replace(self, entry=entry)
+
     def on_trial(self, text: str, weights: Path) -> str:
         """The same from weights that lie elsewhere; an anomaly expert answers only where it has a threshold."""
         entry = {**self.entry, "weights": str(weights)}
@@ -210,7 +246,7 @@ class _Settled:
 
     @property
     def lacks_threshold(self) -> bool:
-        return "task" in self.entry and "threshold" not in self.entry
+        return self.entry.get("task") == "anomaly" and "threshold" not in self.entry
 
     def edited(self, text: str) -> str:
         """The line file's text with the expert, and its step at the end of its components' routes."""
@@ -226,12 +262,18 @@ class _Settled:
 
 def _entry(known: Inspected, wishes: Wishes, weights: Path) -> dict[str, Any]:
     entry: dict[str, Any] = {"architecture": known.architecture, "weights": weights.as_posix()}
-    if known.kind == "anomaly":
-        entry["task"] = "anomaly"
-    if wishes.threshold is not None:
-        entry["threshold"] = wishes.threshold
+    if (task := "anomaly" if known.kind == "anomaly" else known.task) in {"anomaly", "multilabel"}:
+        entry["task"] = task
     entry["labels"] = list(known.labels or ())
+    if wishes.otherwise is not None:
+        entry["otherwise"] = wishes.otherwise
+    if wishes.threshold is not None and known.task == "multilabel":
+        entry["thresholds"] = dict.fromkeys(entry["labels"], wishes.threshold)
+    elif wishes.threshold is not None:
+        entry["threshold"] = wishes.threshold
     entry["input"] = {"size": list(known.size or ()), "normalize": known.normalize}
+    if known.fit is not None:
+        entry["input"]["fit"] = known.fit
     if known.stem is not None:
         entry["stem"] = known.stem
     return entry
@@ -240,9 +282,9 @@ def _entry(known: Inspected, wishes: Wishes, weights: Path) -> dict[str, Any]:
 def _evidence(inspected: Inspected, wishes: Wishes) -> dict[str, str]:
     """What says so, of each key: the file, or whoever added it, and then what the file says instead."""
     sure = dict(inspected.sure)
-    for key in ("labels", "size", "normalize"):
-        given, told = getattr(wishes, key), getattr(inspected, key)
-        if given is not None and told not in {None, given}:
+    for key in ("task", "labels", "otherwise", "size", "normalize", "fit"):
+        given, told = getattr(wishes, key), getattr(inspected, key, None)
+        if given is not None and told is not None and told != given:
             shown = _shown(list(told) if isinstance(told, tuple) else told, maximum=LABELS_TOLD)
             sure[key] = f"given by --{key}; the file has {shown} ({inspected.sure[key]})"
         elif given is not None:
@@ -254,6 +296,11 @@ def _refuse_other_labels(inspected: Inspected, wishes: Wishes) -> None:
     """Another number of them, or the file's own in another order. Other words for them are a choice, and are told."""
     given, names, count = wishes.labels, inspected.labels, inspected.label_count
     if given is not None and count is not None and len(given) != count:
+        if count == 1:
+            raise ConfigError(
+                f"{inspected.file} has one output, and --labels names {len(given)}: --labels LABEL, of what a high "
+                "value says, and --otherwise OTHER, of what a low one does"
+            )
         raise ConfigError(f"{inspected.file} tells {count} labels apart, and --labels names {len(given)}: name each")
     if given is None or names is None:
         return
@@ -275,9 +322,10 @@ def _renamed(inspected: Inspected, wishes: Wishes) -> tuple[str, ...]:
     return (f"labels go by the names of --labels: {', '.join(cut)}",)
 
 
-def _good_labels(known: Inspected) -> tuple[str, ...]:
+def _good_labels(known: Inspected, wishes: Wishes) -> tuple[str, ...]:
     """The label of a good part, where exactly one says so by its name."""
-    good = tuple(label for label in known.labels or () if label.lower() in GOOD_LABELS)
+    named = [*(known.labels or ()), *([wishes.otherwise] if wishes.otherwise else ())]
+    good = tuple(label for label in named if label.lower() in GOOD_LABELS)
     return good if len(good) == 1 else ()
 
 
@@ -318,7 +366,8 @@ def _put_in_place(weights: Path, settled: _Settled) -> Iterator[None]:
     if settled.is_in_place or _is_there(weights, settled.weights):
         yield
         return
-    with weights.open("rb") as file, replacing(settled.weights) as final:
+    settled.weights.parent.mkdir(parents=True, exist_ok=True)
+    with weights.open("rb") as file, whole_file(settled.weights, has_rivals=True) as final:
         shutil.copyfileobj(file, final)
     try:
         yield
@@ -340,15 +389,16 @@ def _tried(expert: Expert, file: Path | None) -> Tried:
     """One image's way through the expert, packed and run as the agent would on a CPU."""
     pixels = expert.pixels
     if file is None:
-        image, name = _made_up(pixels.height, pixels.width), f"a made-up image of {pixels.height}x{pixels.width}"
+        image = decoded(_made_up(pixels.height, pixels.width), "")
+        name = f"a made-up image of {pixels.height}x{pixels.width}"
     else:
-        image, name = read_image(file, str(file)), str(file)
+        image, name = decode_image(file, str(file)), str(file)
     backend = backend_for(expert.architecture)
     packed = backend.pack(expert, Precision.FP32)
     skeleton = backend.skeleton(expert, Precision.FP32, packed.program, "cpu")
     skeleton.bind(packed.tensors)
     started_s = time.perf_counter()
-    (prediction,) = skeleton.infer(expert, [backend.prepare(expert, image)])
+    (prediction,) = skeleton.infer(expert, [prepare(expert, image)])
     return Tried(name, prediction, time.perf_counter() - started_s)
 
 
@@ -368,13 +418,15 @@ def _sha256(file: Path) -> str:
 def told_lines(line: Path, file: Path, added: Added) -> list[str]:
     """What was found and done, for people."""
     entry, prediction = added.entry, added.tried.prediction
-    values = {**entry, **entry["input"]}
-    what = "an anomaly model" if added.kind == "anomaly" else f"a {added.kind} of {len(entry['labels'])} labels"
+    values = {"task": "multiclass", **entry, **entry["input"]}
+    what = "an anomaly model" if added.kind == "anomaly" else f"a {added.kind} of {_counted(entry['labels'])}"
     lines = [f"{file}: {entry['architecture']}, {what}"]
     lines += [f"  {key:<13}{_shown(values[key]):<24} {why}" for key, why in added.sure.items() if key in values]
     lines += [f"  {each}" for each in added.said]
     seconds = f"{added.tried.seconds:.3f} s"
     answer = f"{prediction.label} {prediction.score:.3f}" if added.judges else "it answers,"
+    if prediction.outputs:
+        answer += f" ({', '.join(f'{each.label} {each.score:.3f}' for each in prediction.outputs)})"
     lines.append(f"tried on {added.tried.image}: {answer} in {seconds}")
     where = ", ".join([f"experts.{added.expert}", *(f"routes.{component}" for component in added.routes)])
     if added.weights is None:
@@ -382,7 +434,13 @@ def told_lines(line: Path, file: Path, added: Added) -> list[str]:
     return [*lines, f"{added.weights}: sha256 {added.sha256}", f"{line}: {where}"]
 
 
+def _counted(labels: list[str]) -> str:
+    return "one label" if len(labels) == 1 else f"{len(labels)} labels"
+
+
 def _shown(value: object, maximum: int = LABELS_SHOWN) -> str:
+    if isinstance(value, dict):
+        return rendered(value)
     if not isinstance(value, list):
         return str(value)
     if all(isinstance(each, int) for each in value):

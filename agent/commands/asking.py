@@ -102,7 +102,7 @@ def _shown(part: Part) -> Shown:
         Anomaly(each.score, each.threshold, None if each.map_png is None else map_of(each.map_png))
         for each in part.anomalies
     )
-    return Shown(part.verdict, part.label, part.score, part.reason, part.boxes, anomalies)
+    return Shown(part.verdict, part.label, part.score, part.reason, part.boxes, anomalies, part.outputs)
 
 
 def ask_to_write(config: LineConfig | None, target: str | None, files: AccessFiles, order: TextOrder) -> Iterator[Told]:
@@ -163,6 +163,7 @@ def _row(image: Path, component: str, part: Part) -> dict[str, Any]:
         "anomalies": [
             {"expert": each.expert, "score": each.score, "threshold": each.threshold} for each in part.anomalies
         ],
+        "outputs": [output.as_json() for output in part.outputs],
     }
 
 
@@ -176,4 +177,5 @@ def _unreadable_row(image: Path, component: str, reason: str) -> dict[str, Any]:
         "reason": reason,
         "boxes": [],
         "anomalies": [],
+        "outputs": [],
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import sqlite3
 import time
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
@@ -26,13 +27,15 @@ from agent.deployment.profile_in_use import find_profile
 from agent.intake.cameras.probe import probe
 from agent.line_file.api import UNIX
 from agent.line_file.values import shown_url
-from agent.records.database import is_state_held
+from agent.records.database import damage_of, is_state_held
 from agent.runtime.machine.accelerator import check_runtimes
 from experts.errors import ConfigError, CoServeError
+from experts.expert import OTHER_THRESHOLD, Precision
 from experts.filesystem import filesystem_type, is_shared, tells_changes
 from experts.packed.direct_reads import DirectReader
-from experts.packed.sources import is_there
+from experts.packed.sources import is_there, sha256_of
 from experts.sizes import MEBIBYTE, size_text
+from experts.thresholds.binding import is_bound_elsewhere
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -46,6 +49,7 @@ LEAST_FREE_BYTES = 2**30
 LEAST_WATCHES = 8192  # of inotify: one for each folder and subfolder
 CAMERA_S = 10.0
 CONNECT_S = 3.0
+RESULTS_S = 60.0  # of reading the results; damage behind that is found by the agent
 BUILT = time.struct_time((2026, 1, 1, 0, 0, 0, 0, 0, 0))  # no clock that is right shows less
 
 
@@ -84,10 +88,12 @@ def examine(config: LineConfig, *, cameras: bool = True) -> Diagnosis:
     parts: list[Callable[[], Iterable[Check]]] = [
         lambda: _agent(is_running),
         check_device(config),
+        lambda: _forms(config),
         lambda: _memory(config),
         lambda: _profile(config),
         lambda: _weights(config),
         lambda: _state(config),
+        lambda: _results(config),
         lambda: _folders(config),
         lambda: _clock(),
         lambda: _secrets(config),
@@ -134,6 +140,20 @@ def check_device(config: LineConfig) -> Callable[[], Iterable[Check]]:
     return look
 
 
+def _forms(config: LineConfig) -> Iterator[Check]:
+    """Which forms this CPU runs, and why not the others; they are tried."""
+    from experts.backends.forms import forms_here, why_absent  # torch's operators, which no other check needs
+
+    here = forms_here()
+    yield Check("forms", f"{', '.join(here)} run on this CPU")
+    for form in Precision:
+        if form in here:
+            continue
+        is_given = config.precision is form
+        fix = f"write `precision: auto`, or fp32: until then it runs as {form.plain}" if is_given else None
+        yield Check(f"form {form}", f"does not run on this CPU: {why_absent(form)}", fix)
+
+
 def _memory(config: LineConfig) -> Iterator[Check]:
     box = detect_box(config)
     given = {"host": config.memory.host, "device": config.memory.device}
@@ -169,6 +189,10 @@ def _weights(config: LineConfig) -> Iterator[Check]:
     total = len(config.catalog.experts)
     if missing:
         yield Check("weights", f"missing of {', '.join(missing[:5])} ({len(missing)} in all)", "put the files there")
+    for name, expert in config.catalog.experts.items():
+        if expert.threshold_of is not None and is_there(expert) and is_bound_elsewhere(expert, sha256_of(expert)):
+            learn = f"coserve experts threshold {config.document.file} {name} --samples DATA"
+            yield Check(f"threshold {name}", f"{OTHER_THRESHOLD}: every image is UNKNOWN", learn)
     yield Check("experts", f"{total} on the line, {packed} packed; `coserve experts verify` hashes them all")
 
 
@@ -187,6 +211,22 @@ def _state(config: LineConfig) -> Iterator[Check]:
     per_s = _read_bytes_per_s(above)
     slow = "experts load slowly: put the state on an SSD" if per_s < SLOW_DISK_BYTES_PER_S else None
     yield Check("disk", f"{per_s / 1e6:.0f} MB/s read past the cache", slow)
+
+
+def _results(config: LineConfig) -> Iterator[Check]:
+    if not config.results_file.exists():
+        return
+    since_s = time.monotonic()
+    try:
+        damage = damage_of(config.results_file, RESULTS_S)
+    except sqlite3.Error as error:
+        yield Check("results", f"{config.results_file}: {error}", "run this as the agent's user")
+        return
+    is_whole = time.monotonic() - since_s < RESULTS_S
+    told = damage or ("sound" if is_whole else f"sound as far as {RESULTS_S:.0f} s of reading go")
+    fix = f"the agent puts the file aside: then coserve restore {config.document.file} BACKUP, and see to the disk"
+    size = size_text(config.results_file.stat().st_size)
+    yield Check("results", f"{config.results_file}, {size}: {told}", damage and fix)
 
 
 def _read_bytes_per_s(folder: Path) -> float:

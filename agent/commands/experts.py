@@ -11,7 +11,7 @@ from rich.table import Table
 from agent.deployment.packed_copies import packed_manifests
 from agent.deployment.profile_in_use import find_profile, scaled_experts, usage_of
 from experts.errors import ConfigError
-from experts.packed.sources import is_there, stamp_of
+from experts.packed.sources import is_there, size_bytes_of
 from experts.sizes import mib
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
             "labels": list(expert.labels),
             "weights": str(expert.weights),
             "size_bytes": packed_bytes(manifests[name]) if manifests[name] else None,
-            "weights_bytes": stamp_of(expert).size_bytes if is_there(expert) else None,
+            "weights_bytes": size_bytes_of(expert) if is_there(expert) else None,
             "usage": round(usage[name], 6),
             "routes": [
                 *(route for route in config.catalog.components if name in graph.experts_of(route)),

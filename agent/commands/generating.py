@@ -32,13 +32,14 @@ def order_for(
 ) -> TextOrder:  # fmt: skip
     """What is asked for: the answer to a message, or, as a prompt, what follows it. Raises OrderRefused."""
     try:
+        given = frozenset(name for name, value in sampling.items() if value is not None)
         drawn = Sampling(**{name: value for name, value in sampling.items() if value is not None})
     except GenerationInvalid as error:
         raise OrderRefused(Refusing.INVALID, str(error), field=error.field) from error
     said = [("system", system)] if system is not None else []
     messages = tuple({"role": role, "content": content} for role, content in (*said, ("user", words)))
     return TextOrder(
-        model, words if is_prompt else None, () if is_prompt else messages, most_tokens, drawn, stop, deadline_s
+        model, words if is_prompt else None, () if is_prompt else messages, most_tokens, drawn, stop, deadline_s, given
     )
 
 

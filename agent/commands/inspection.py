@@ -37,7 +37,8 @@ def inspect_images(
     progress: Callable[[str, int, int], None],
     pictures: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """One row per image, in order: image, component, verdict, label, score, experts, seconds, reason, boxes, anomalies.
+    """One row per image, in order: image, component, verdict, label, score, experts, seconds, reason, boxes, anomalies,
+    outputs.
 
     With ``pictures``, a folder, each image with what was found is drawn there, and its row says where: picture.
     An agent may run on this line meanwhile. Raises ConfigError for a component without a route, and AgentCrashed; what
@@ -143,4 +144,5 @@ def _row(image: Path, component: str, outcome: Outcome, seconds: float) -> dict[
             for step in outcome.steps
             if step.prediction.anomaly is not None
         ],
+        "outputs": [output.as_json() for step in outcome.steps for output in step.prediction.outputs],
     }

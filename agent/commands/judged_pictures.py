@@ -1,4 +1,4 @@
-"""What was found in an image, drawn over it: anomaly maps, boxes, and the verdict below."""
+"""What was found in an image, drawn over it upright: anomaly maps, boxes, and the verdict below."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from PIL import Image, ImageDraw, ImageFont
 
 from experts.errors import ConfigError, ImageError
-from experts.expert import Verdict
-from experts.images import read_image
+from experts.expert import Orientation, Verdict
+from experts.images import decode_image
 from experts.map_pictures import drawn_over
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.core.request import Outcome
-    from experts.expert import Anomaly, BoundingBox
+    from experts.expert import Anomaly, BoundingBox, LabelScore
 
 COLOURS = {Verdict.OK: (86, 214, 126), Verdict.NG: (255, 72, 62), Verdict.UNKNOWN: (255, 184, 48)}
 GROUND = (16, 18, 20)
@@ -37,6 +37,7 @@ class Shown:
     reason: str | None
     boxes: tuple[BoundingBox, ...]
     anomalies: tuple[Anomaly, ...]
+    outputs: tuple[LabelScore, ...] = ()
 
     @classmethod
     def of(cls, outcome: Outcome) -> Shown:
@@ -44,7 +45,8 @@ class Shown:
         predictions = [step.prediction for step in outcome.steps]
         boxes = tuple(box for each in predictions for box in each.boxes)
         anomalies = tuple(each.anomaly for each in predictions if each.anomaly is not None)
-        return cls(outcome.verdict, outcome.label, outcome.score, outcome.reason, boxes, anomalies)
+        outputs = tuple(output for each in predictions for output in each.outputs)
+        return cls(outcome.verdict, outcome.label, outcome.score, outcome.reason, boxes, anomalies, outputs)
 
 
 def draw_judged(images: Sequence[Path], ends: Sequence[Shown], folder: Path) -> list[Path | None]:
@@ -66,7 +68,7 @@ def draw_judged(images: Sequence[Path], ends: Sequence[Shown], folder: Path) -> 
 
 def _drawn(image: Path, shown: Shown, target: Path) -> Path | None:
     try:
-        pixels = read_image(image, str(image))
+        pixels = decode_image(image, str(image)).turned(Orientation.EXIF)
     except ImageError:
         return None  # its row says why
     times = max(1, -(-LEAST_WIDTH_PX // pixels.shape[1]))
@@ -97,4 +99,5 @@ def _words(shown: Shown) -> str:
     if shown.label is None:
         return f"{shown.verdict}  {shown.reason}"
     scores = [f"({each.score:.4g}, threshold {each.threshold:.4g})" for each in shown.anomalies]
+    scores += [f"({each.label} {each.score:.3f})" for each in shown.outputs if each.holds and each.label != shown.label]
     return "  ".join([f"{shown.verdict}  {shown.label} {shown.score:.3f}", *scores])

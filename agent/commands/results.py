@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from agent.records.result_reader import ResultReader
 from agent.records.rows import RowWriter, plain_board, plain_result
-from agent.records.whole_file import whole_text_file
 from experts.errors import ConfigError
+from experts.filesystem import whole_file, whole_text_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -51,7 +51,8 @@ def _write_map(folder: Path, seq: int, kept: KeptMap) -> str:
     file = folder / f"{seq}-{kept.step}-{kept.expert.replace('/', '-')}.png"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(kept.png)
+        with whole_file(file) as out:
+            out.write(kept.png)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error} - name a folder that can be written") from error
     return str(file)

@@ -195,7 +195,7 @@ class PreparedAhead:
         if image is not None and image.holds(form) and self._goes_on(request, image, place, later):
             if (image.expert, image.wanted) != (group.expert, later):
                 image.expert, image.wanted = group.expert, later
-                effects.append(self._prepare(request, image, place.next_due_s))
+                effects.append(self._prepare(request, image, place, place.next_due_s))
             self._list_begun(request, place)
         else:
             if image is not None:
@@ -227,7 +227,7 @@ class PreparedAhead:
                 self._begun_late += 1
                 has_room = self._used_bytes + image.wanted.size_bytes <= self._budget_bytes
                 self._hold(request, image, form.name, 0, image.wanted if has_room else NOTHING_LATER)
-                effects.append(self._prepare(request, image, now))
+                effects.append(self._prepare(request, image, place, now))
             else:
                 self._hold(request, image, image.form, 0, image.later)
             place.due_s = place.line.queue.next_start_s(now)  # the others run after this batch
@@ -348,7 +348,7 @@ class PreparedAhead:
         self._list_begun(request, place)
         self._hold(request, image, form.name, own_bytes, later)
         self._begun_ahead += 1
-        effects.append(self._prepare(request, image, due_s))
+        effects.append(self._prepare(request, image, place, due_s))
         return True
 
     def _make_room(self, size_bytes: int, place: _Place, effects: list[Effect]) -> bool:
@@ -388,7 +388,7 @@ class PreparedAhead:
         form = image.place.group.profile.prepared
         assert form is not None, "it is prepared"
         self._hold(request, image, form.name, form.size_bytes, NOTHING_LATER)
-        effects.append(self._prepare(request, image, image.place.due_s))
+        effects.append(self._prepare(request, image, image.place, image.place.due_s))
 
     def _displace(self, place: _Place, effects: list[Effect]) -> None:
         """Whoever is predicted to start last gives up its room; there is one that is not near itself, and is later."""
@@ -476,8 +476,9 @@ class PreparedAhead:
         if not (place.waiting or place.begun):
             del self._places[place.group]
 
-    def _prepare(self, request: int, image: _Image, due_s: float) -> Prepare:
-        return Prepare(request, image.expert, image.later.experts, image.later.size_bytes, due_s)
+    def _prepare(self, request: int, image: _Image, place: _Place, due_s: float) -> Prepare:
+        executor = place.line.queue.spec.id
+        return Prepare(request, image.expert, image.later.experts, image.later.size_bytes, due_s, executor)
 
     def _predicted_s(self, group: Group, queue: ExecutorQueue, now: float) -> float:
         """When a group's first batch starts: behind the group before it, where that was predicted, too."""

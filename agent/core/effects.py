@@ -39,6 +39,7 @@ class Prepare(NamedTuple):
 
     What was prepared of it before is used, and what is not named any more is let go of. ``later``: the experts that may
     come after that one, for which as many as ``later_bytes`` may be held, so that it is not decoded again.
+    ``executor``: whose batch waits for it.
 
     A tuple: one is made for each image and step.
     """
@@ -48,6 +49,7 @@ class Prepare(NamedTuple):
     later: tuple[str, ...]
     later_bytes: int
     due_s: float
+    executor: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ Guarantees, whatever comes and in whatever order:
     ``handle`` never blocks and never raises: an event that fits nothing is counted and otherwise ignored;
     the same events at the same times give the same effects;
     with an overlapping policy no executor is idle while it has a request whose expert is resident, unless an overdue
-    head waits for the very room of that expert, or the request can have no lease yet, or no place in a batch beside
-    those that have begun;
+    head waits for the very room of that expert, or the request can have no lease yet;
     images and quanta take turns (see ``turns``): with an overlapping policy an image waits for at most one quantum per
     batch of images before it and its own, and what has begun is passed by no two of these in a row while its expert is
     here;
@@ -221,6 +220,7 @@ class Engine:
                 return self._fail(event.request, f"no route for component {event.component!r}", effects)
         if expert is None or expert not in self._line.graph.experts:
             return self._fail(event.request, f"no expert {expert!r} on this line", effects)
+        ticket.left = event.work.at(expert)
         return self._enqueue(event.request, ticket, expert, effects)
 
     def _loaded(self, event: events.Loaded, effects: list[Effect]) -> bool:
@@ -241,7 +241,7 @@ class Engine:
         load = self._placement.loads.pop(event.load, None)
         if load is None:
             return self._unexpected()
-        setback = self._placement.load_failed(load, self._now)
+        setback = self._placement.load_failed(load, self._now, is_away=event.is_away)
         if event.permanent:
             self._put_in_quarantine(load.expert, event.reason, effects)
             return True
@@ -444,7 +444,8 @@ class Engine:
             for row in self._line.matrix.experts[queue.spec.processor].values()
         ]
         token_bytes = max((row.performance.lease_bytes for row in rows), default=0)
-        return token_bytes * max((ticket.left.most for ticket in self._tickets.values()), default=0)
+        most = (max(ticket.left.most, ticket.work.most_of_any) for ticket in self._tickets.values())
+        return token_bytes * max(most, default=0)
 
     def _probation_for(self, batch: Batch, event: events.BatchFailed) -> Probation | None:
         """What a failed batch means for its expert, if it was the expert's alone."""
@@ -517,7 +518,8 @@ class Engine:
         self._pressure.change_line(event.matrix, homes, effects)
         self._supply.change_line(before, self._line, self._now, places=not self._is_draining)
         self._shadows.drop_all_but(event.graph.in_shadow - event.retired, effects)
-        for expert in event.retired:
+        self._standings.forget_all_but(event.graph.experts)
+        for expert in sorted(event.retired):
             self._discard_if_gone(expert, effects)
         return True
 
@@ -610,7 +612,7 @@ class Engine:
         elif judgement.next_expert is not None:
             ticket.step += 1
             ticket.attempts = ticket.moves = 0
-            ticket.left = ticket.work
+            ticket.left = ticket.work.at(judgement.next_expert)
             self._enqueue(request, ticket, judgement.next_expert, effects)
         elif judgement.verdict is not None:
             outcome = Outcome(judgement.verdict, judgement.label, judgement.score, tuple(ticket.steps))
@@ -739,10 +741,9 @@ class Engine:
         if self._leases.is_any:
             self._turns.look_again(self._scheduler.queues)
         full = self._supply.claim_overdue(self._now, effects)
-        are_overdue = frozenset(full)
         self._batching.start(self._line, self._now, effects)
-        self._supply.claim(full, self._line, self._now, effects)
-        self._holding.look(are_overdue, full)
+        lacking = self._supply.claim(full, self._line, self._now, effects)
+        self._holding.look(full, lacking)
 
     def _switch_s(self, spec: ExecutorSpec, profile: ExpertProfile) -> float:
         """Predicted seconds until a copy could run on this executor, were it asked for now; 0 when it is resident."""

@@ -61,6 +61,7 @@ class LoadFailed:
     reason: str
     permanent: bool
     out_of_memory: bool = False
+    is_away: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,10 @@ class Performance:
 
 @dataclass(frozen=True, slots=True)
 class PreparedForm:
-    """What an image becomes for an expert, whatever the image; experts whose ``name`` for it is the same share it."""
+    """What an image becomes for an expert, whatever the image; experts whose ``name`` for it is the same share it.
+
+    So the name says all that its pixels depend on, and how much smaller it may be decoded, too.
+    """
 
     name: str
     size_bytes: int
@@ -116,6 +119,10 @@ class PerformanceMatrix:
 
     experts: Mapping[str, Mapping[str, ExpertProfile]]
     usage: Mapping[str, float] = field(default_factory=dict)
+
+    def runs_texts(self, executor: ExecutorSpec) -> bool:
+        """Does any expert take leases there?"""
+        return any(row.performance.runs_in_quanta for row in self.experts[executor.processor].values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +161,8 @@ class Limits:
     prefetch_groups: int = 16
     load_attempts: int = 3  # that fail in a row: probation
     load_backoff_s: float = 0.25  # after a failed load; doubles with each further one, up to longest_pause_s
+    away_s: float = 30.0  # a file that is not there or not readable is waited for; only then its failed loads count
+    longest_away_pause_s: float = 4.0  # between two looks for it
     batch_attempts: int = 3
     quantum_s: float = 0.05  # that requests with leases run before others may; whoever waits for them waits for as long
     lone_quantum_s: float | None = None  # the same where no images may come; None: the same

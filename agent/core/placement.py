@@ -3,7 +3,7 @@
 Guarantees: every move is reserved in the pool's ledger before its effect is sent, evictions before the load that
 needs their room; no more than ``loads_in_flight`` loads from one source at a time; a copy whose load failed is tried
 again after a pause at the earliest, which doubles up to ``longest_pause_s``. What failed loads say of their expert is
-the Engine's to decide.
+the Engine's to decide; those for want of a file, as of a mount that dropped, count only after ``away_s`` of them.
 
 How strong a claim to room is, from strong to weak:
     OVERDUE   head of a queue, with a request that has waited for longer than the overtaking bound: evicts whatever
@@ -17,8 +17,9 @@ How strong a claim to room is, from strong to weak:
     BYPASS    a later group, past one that waits for a busy link: evicts only what is not queued
     STAGE     a later group's copy, for the host while the device is full: evicts only what is not queued
     CACHE     a copy for the host on its way to the device: evicts only what the policy deems worth less
+    PINNED    an expert that is to stay in memory and is not there: evicts only what is not queued
     EARLY     any group of a short queue that has other work first: free room only
-    SPARE     initial placement, speculation, and experts on probation: free room only
+    SPARE     initial placement of others, speculation, and experts on probation: free room only
     BACKGROUND  a shadow that something waits for, while nobody else has work: free room, and that of other shadows
 
 A copy of an expert that is only in another one's shadow, and that no queue waits for, counts as free room for every
@@ -61,6 +62,7 @@ class Claim(Enum):
     BYPASS = auto()
     STAGE = auto()
     CACHE = auto()
+    PINNED = auto()
     EARLY = auto()
     SPARE = auto()
     BACKGROUND = auto()
@@ -89,11 +91,15 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Setback:
-    """A copy whose load failed: how often in a row, for how long it pauses now, and when it may be tried again."""
+    """A copy whose load failed: how often in a row, for how long it pauses now, and when it may be tried again.
+
+    ``since_s``: the first failure of those that followed one another.
+    """
 
     attempts: int
     pause_s: float
     retry_s: float
+    since_s: float
 
 
 class Placement:
@@ -115,13 +121,13 @@ class Placement:
         self._queues = queues
         self._policy = policy
         self._limits = limits
-        self.change_line(graph, matrix, homes)
         self._presence: Counter[str] = Counter()  # expert -> copies loading or resident, over all pools
+        self._setbacks: dict[tuple[str, str], Setback] = {}
+        self.change_line(graph, matrix, homes)
         self._in_flight: Counter[str] = Counter()
         self._kept_free: Counter[str] = Counter()  # source -> places on its link that overdue claims wait for
         self._held: dict[str, frozenset[str]] = {}  # memory -> copies that an overdue claim waits to see free
         self._all_queued: set[str] = set()  # memories where a claim to STAGE found nothing in this look at everything
-        self._setbacks: dict[tuple[str, str], Setback] = {}
         self._last_load = 0
         self.background_runs_in: str | None = None  # the memory of the background batch that runs
         self._users = {name: tuple(q for q in queues if q.spec.pool == name) for name in self.pools}
@@ -132,6 +138,9 @@ class Placement:
         self._graph = graph
         self._in_shadow = graph.in_shadow
         self._usage = matrix.usage
+        copies = {row.copy for column in matrix.experts.values() for row in column.values()}
+        self._setbacks = {place: setback for place, setback in self._setbacks.items() if place[1] in copies}
+        self._presence = +self._presence
         at_home = [
             (queue.spec.processor, name, home)
             for name, home in homes.items()
@@ -212,11 +221,12 @@ class Placement:
         """May a batch begin on this copy: is it there, and held for nobody?"""
         return pool.is_resident(copy) and copy not in self._held.get(pool.name, ())
 
-    def set_back(self, pool: str, copy: str, attempts: int, now: float) -> Setback:
+    def set_back(self, pool: str, copy: str, attempts: int, now: float, *, is_away: bool = False) -> Setback:
         """A copy has failed so often in a row: it pauses there, for twice as long as the last time."""
-        before = self._setbacks.get((pool, copy))
-        pause_s = min(before.pause_s * 2 if before else self._limits.load_backoff_s, self._limits.longest_pause_s)
-        setback = Setback(attempts, pause_s, now + pause_s)
+        before, limits = self._setbacks.get((pool, copy)), self._limits
+        longest_s = limits.longest_away_pause_s if is_away else limits.longest_pause_s
+        pause_s = min(before.pause_s * 2 if before else limits.load_backoff_s, longest_s)
+        setback = Setback(attempts, pause_s, now + pause_s, self._failing_since_s(pool, copy, now))
         self._setbacks[pool, copy] = setback
         return setback
 
@@ -268,13 +278,23 @@ class Placement:
         self.pools[load.pool].loaded(load.copy)
         self._setbacks.pop((load.pool, load.copy), None)
 
-    def load_failed(self, load: Load, now: float) -> Setback:
-        """A load came to nothing: how often in a row now, and when it may be tried again."""
+    def load_failed(self, load: Load, now: float, *, is_away: bool = False) -> Setback:
+        """A load came to nothing: how often in a row now, and when it may be tried again.
+
+        ``is_away``: for want of its file, which does not count until that has been so for ``away_s``.
+        """
         self._end(load)
         self.pools[load.pool].load_failed(load.copy)
         self._presence[load.expert] -= 1
         before = self._setbacks.get((load.pool, load.copy))
-        return self.set_back(load.pool, load.copy, before.attempts + 1 if before else 1, now)
+        is_waited_for = is_away and now - self._failing_since_s(load.pool, load.copy, now) < self._limits.away_s
+        attempts = (before.attempts if before else 0) + (not is_waited_for)
+        return self.set_back(load.pool, load.copy, attempts, now, is_away=is_away)
+
+    def _failing_since_s(self, pool: str, copy: str, now: float) -> float:
+        """When its failures began; failures with a long time between them do not follow one another."""
+        before = self._setbacks.get((pool, copy))
+        return now if before is None or now - before.retry_s > self._limits.away_s else before.since_s
 
     def discard(self, expert: str, effects: list[Effect]) -> None:
         """An expert that is not to be asked leaves every memory where nothing uses it."""
@@ -439,7 +459,7 @@ class Placement:
         """A claim leaves what is used until the one, and what is used as often as the other or more."""
         if claim is Claim.PREFETCH:
             return wish.starts_s, math.inf
-        if claim in (Claim.BYPASS, Claim.STAGE):
+        if claim in (Claim.BYPASS, Claim.STAGE, Claim.PINNED):
             return math.inf, math.inf
         if claim is Claim.CACHE and self._policy.evicting not in (Evicting.LRU, Evicting.FIFO):
             return math.inf, self._usage.get(wish.expert, 0.0)

@@ -16,8 +16,8 @@ class Work:
     """How much a request is, in tokens: to be read, expected to be written, and the most that it may ever hold.
 
     ``lease``: how many it may hold for now; None: the most. One that needs more while it runs tells of more. ``held``:
-    how many it holds; they are to be read again where they are lost. An image has none. Raises ValueError for less
-    than none.
+    how many it holds; they are to be read again where they are lost. ``steps``: what it is at each expert that it may
+    come to, by name, where that differs. An image has none. Raises ValueError for less than none.
     """
 
     prompt: int = 0
@@ -25,6 +25,7 @@ class Work:
     most: int = 0  # the prompt and the most that may be written after it
     lease: int | None = None
     held: int = 0
+    steps: tuple[tuple[str, Work], ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.prompt, self.output, self.most, self.held, self.lease or 0) < 0:
@@ -34,6 +35,15 @@ class Work:
     def leased(self) -> int:
         """How many tokens its lease is for."""
         return self.most if self.lease is None else min(self.lease, self.most)
+
+    @property
+    def most_of_any(self) -> int:
+        """The most that it may hold at any step."""
+        return max(self.most, *(work.most for _, work in self.steps)) if self.steps else self.most
+
+    def at(self, expert: str) -> Work:
+        """What it is at one of its experts."""
+        return dict(self.steps).get(expert, self) if self.steps else self
 
     def anew(self) -> Work:
         """The same once what it held is lost."""

@@ -128,6 +128,12 @@ class Standings:
         self.quarantined[expert] = reason
         return True
 
+    def forget_all_but(self, experts: frozenset[str]) -> None:
+        """Others are on no line any more, and nobody asks them."""
+        for told in (self.quarantined, self._failed_batches, self._pauses_s, self._probations):
+            for expert in [expert for expert in told if expert not in experts]:
+                del told[expert]
+
     def fails_in_batches(self, expert: str) -> bool:
         """Is it on probation for its batches, so that only a batch can release it?"""
         probation = self._probations.get(expert)

@@ -2,9 +2,11 @@
 
     overdue          heads of queues that have waited beyond the overtaking bound, the oldest first; a memory where one
                      of them lacks room is *full*: nothing younger takes what comes free there
-    the heads        of all queues, before their executors are idle where the policy overlaps
-    the next groups  while a link that could serve one of them is free
-    spare room       what may follow what runs now (speculation), then the placement at the start (section 4.1)
+    the heads        of all queues, before their executors are idle where the policy overlaps; one that finds no room
+                     leaves its memory *short*, and the other heads what they can have there
+    the next groups  while a link that could serve one of them is free; of a short memory they take free room only
+    spare room       what may follow what runs now (speculation), then the placement at the start (section 4.1); none
+                     of a memory that is full or short
 
 Guarantees: a pinned expert is placed sooner or later; whatever is in quarantine, or whose pause is not over, is not
 loaded for spare room; speculation and placement give way to whatever a queue waits for.
@@ -59,15 +61,17 @@ class Supply:
         self._batches = batches
         self._policy = policy
         self._limits = limits
+        self._short: set[str] = set()  # memories where a claim that is not overdue found no room in this look
         self._initial: deque[Wish] = deque()
+        self._waiting = 0  # of these, as the latest look at them found
         self._speculations: deque[Wish] = deque(maxlen=SPECULATIONS)
 
     # -- what is to be had when there is room --
 
     @property
     def has_to_place(self) -> bool:
-        """Is there anything left to be placed?"""
-        return bool(self._initial)
+        """Is there anything left that could be placed now? Not what waits for room, or for the end of a pause."""
+        return len(self._initial) > self._waiting
 
     def place_all(self, line: ServedLine, now: float) -> None:
         """Each expert where it would be at the start; pinned ones first."""
@@ -124,20 +128,23 @@ class Supply:
     def claim_overdue(self, now: float, effects: list[Effect]) -> set[str]:
         """First of all; the memories that are full: where an older claim waits for room."""
         full: set[str] = set()
+        self._short.clear()
         if self._policy.bounded:
             for wish in overdue(self._queues, now - self._limits.max_overtake_s):
                 self._claim_overdue_one(wish, full, now, effects)
         return full
 
-    def claim(self, full: set[str], line: ServedLine, now: float, effects: list[Effect]) -> None:
-        """All the rest, once whatever could start has; memories become full meanwhile."""
+    def claim(self, full: set[str], line: ServedLine, now: float, effects: list[Effect]) -> set[str]:
+        """All the rest, once whatever could start has; the memories that somebody lacks room in, overdue or not."""
         for wish in demands(self._queues):
             if self._policy.overlapping or not self._batches.is_running(wish.spec.id):
                 self._claim_one(wish, self._demand(wish, now), full, now, effects)
         if self._policy.overlapping:
             self._prefetch(full, now, effects)
-        self._load_speculations(full, now, effects)
-        self._load_placements(full, line, now, effects)
+        lacking = full | self._short
+        self._load_speculations(lacking, now, effects)
+        self._load_placements(lacking, line, now, effects)
+        return lacking
 
     def _demand(self, wish: Wish, now: float) -> Claim:
         """How much a head asks for: one that has time takes free room only while its executor has other work to do.
@@ -164,14 +171,21 @@ class Supply:
         return now - wish.since_s < PATIENCE * bound_s and not is_long
 
     def _prefetch(self, full: set[str], now: float, effects: list[Effect]) -> None:
-        """Load for the groups behind the heads, until no link that could serve one of them is free."""
+        """Load for the groups behind the heads, until no link that could serve one of them is free.
+
+        Where somebody lacks room they evict nothing: what would fit all the same makes nobody wait for longer.
+        """
         passed: set[str] = set()  # memories where an earlier group waits for a busy link
         for wish in upcoming(self._queues, self._limits.prefetch_groups, self._pools):
             claim = Claim.BYPASS if wish.spec.pool in passed else Claim.PREFETCH
             if self._has_time(wish, now):
                 claim = Claim.EARLY
-            if self._claim_one(wish, claim, full, now, effects) is Answer.BUSY:
-                if not self._placement.may_prefetch(full):
+            if wish.spec.pool in self._short:
+                answer = self._take_free(wish, claim, now, effects)
+            else:
+                answer = self._claim_one(wish, claim, full, now, effects)
+            if answer is Answer.BUSY:
+                if not self._placement.may_prefetch(full | self._short):
                     return
                 passed.add(wish.spec.pool)
 
@@ -188,12 +202,21 @@ class Supply:
 
     def _claim_one(self, wish: Wish, claim: Claim, full: set[str], now: float, effects: list[Effect]) -> Answer:
         if wish.spec.pool in full:
-            stages = claim in (Claim.PREFETCH, Claim.BYPASS)
-            return self._placement.stage(wish, now, effects) if stages else Answer.NO_ROOM
+            return self._stage(wish, claim, now, effects)
         answer = self._placement.bring(wish, claim, now, effects)
-        if answer is Answer.NO_ROOM and claim not in (Claim.EARLY, Claim.PATIENT):
-            full.add(wish.spec.pool)
+        if answer is Answer.NO_ROOM and claim not in (Claim.OVERDUE, Claim.EARLY, Claim.PATIENT):
+            self._short.add(wish.spec.pool)
         return answer
+
+    def _take_free(self, wish: Wish, claim: Claim, now: float, effects: list[Effect]) -> Answer:
+        """Where somebody lacks room; by way of the memory in front, as far as that has some."""
+        staged = self._stage(wish, claim, now, effects)
+        is_next = staged in (Answer.HERE, Answer.NO_ROOM)
+        return self._placement.bring(wish, Claim.EARLY, now, effects) if is_next else staged
+
+    def _stage(self, wish: Wish, claim: Claim, now: float, effects: list[Effect]) -> Answer:
+        stages = claim in (Claim.PREFETCH, Claim.BYPASS)
+        return self._placement.stage(wish, now, effects) if stages else Answer.NO_ROOM
 
     def _load_speculations(self, full: set[str], now: float, effects: list[Effect]) -> None:
         while self._speculations:
@@ -202,15 +225,18 @@ class Supply:
                 self._placement.bring(wish, Claim.SPARE, now, effects)
 
     def _load_placements(self, full: set[str], line: ServedLine, now: float, effects: list[Effect]) -> None:
-        """As far as there is room and a link; a pinned expert that found none waits on."""
+        """As far as there is room and a link; a pinned expert may take what others have, and else waits on."""
+        self._waiting = 0
         for _ in range(len(self._initial)):
             wish = self._initial.popleft()
             if not self._standings.may_load(wish.expert, now):
                 continue
-            is_full = wish.spec.pool in full
-            answer = Answer.NO_ROOM if is_full else self._placement.bring(wish, Claim.SPARE, now, effects)
+            is_full, is_pinned = wish.spec.pool in full, wish.expert in line.homes
+            claim = Claim.PINNED if is_pinned else Claim.SPARE
+            answer = Answer.NO_ROOM if is_full else self._placement.bring(wish, claim, now, effects)
             if answer is Answer.BUSY:
                 self._initial.appendleft(wish)
                 return
-            if answer in (Answer.NO_ROOM, Answer.WAIT) and wish.expert in line.homes:
+            if answer in (Answer.NO_ROOM, Answer.WAIT) and is_pinned:
                 self._initial.append(wish)
+                self._waiting += 1

@@ -12,8 +12,10 @@ the next. So an executor has two kinds of work, and they take turns:
 A quantum of requests that begin, and that passes the ongoing group whose last turn is longest ago, makes that one the
 next. A batch of an expert with an ongoing group takes that one's requests first, then those that have not begun
 (iteration-level scheduling, seen from outside: Orca, section 3), as many as a batch, the workspace, the leases and the
-overtaking bound let in. Requests whose batch failed run alone until their step ends, so that one of them that breaks
-every batch ends without the others.
+overtaking bound let in. Where those that have begun would fill all places, they take turns: in every other quantum
+half of the places are for whoever can begin, and those that have begun have the others, the one
+whose last quantum is longest ago first. Requests whose batch failed run alone until their step ends, so that one of
+them that breaks every batch ends without the others.
 
 Experts of one family may run in one batch. Whose turn it is, is decided for each of them as if it had no family; then
 the others of the family whose copies may run now ride along in the places that are left: ongoing groups, whole or not
@@ -23,17 +25,19 @@ Guarantees, with an overlapping policy: an image whose expert may run is passed 
 begun or waits to begin; an ongoing group whose expert may run is passed by no two batches of images in a row, and
 between two turns of ongoing groups by no two quanta of others. Whoever begins passes nobody that came longer before
 it than the overtaking bound; an image does so only in the batch after a quantum; one that has begun passes nobody by
-going on. Without overlap the queue's order decides in place of the kind, and an ongoing group is passed by one batch.
-A group that cannot begin, for want of its lease or of a place beside those that have begun, asks for nothing and keeps
-nobody from running. Without leases every answer is what it would be without this: the head, or the first group whose
-expert is here.
+going on. In batches of ``n`` places, two at least, a request that can have its lease, as the ``w`` of its expert can
+that wait before it, begins in the ``2 * ceil((w + 1) / (n // 2))``-th quantum of that expert at the latest, however
+many have begun and however long these go on. Without overlap the queue's order decides in place of the kind, and an
+ongoing group is passed by one batch. A group that cannot begin, for want of its lease or as one at a time can run, asks
+for nothing and keeps nobody from running. Without leases every answer is what it would be without this: the head, or
+the first group whose expert is here.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -118,10 +122,19 @@ class Turns:
         if group.is_ongoing and self._runs_alone(next(iter(group.requests))):
             return [Share(group, 1)]
         begun, riders = queue.ongoing.get(group.profile.copy), self._riders(queue, group)
-        shares = [Share(begun, places.take(begun, riders))] if begun is not None and riders else []
-        if group.profile.family is None:
-            return shares + self._begin(places, self._joining(queue, group))
         waiting = self._joining(queue, group)
+        shares: list[Share] = []
+        if begun is not None and riders:
+            own = [each for each in waiting if each.profile.copy == group.profile.copy]
+            kept = self._given_way(places, begun, riders, own)
+            taken = places.take(begun, riders, kept)
+            shares = [Share(begun, taken)] if taken else []
+            if kept:
+                shares += self._begin(places, own)
+                more = places.take(begun, riders - taken)  # what nobody could have after all
+                return shares + ([Share(begun, more)] if more else [])
+        if group.profile.family is None:
+            return shares + self._begin(places, waiting)
         if not group.is_ongoing:  # it is its turn: none of its family takes its places
             own = [each for each in waiting if each.profile.copy == group.profile.copy]
             waiting = [each for each in waiting if each.profile.copy != group.profile.copy]
@@ -129,6 +142,14 @@ class Turns:
             if any(share.count < len(share.group.requests) for share in shares) or not shares:
                 waiting = []
         return shares + self._riding_along(places, group) + self._begin(places, waiting)
+
+    def _given_way(self, places: _Places, begun: Group, riders: int, waiting: Sequence[Group]) -> int:
+        """How many places of a batch that those who have begun would fill are kept for those who can begin."""
+        left = places.left_for(begun)
+        able = (self._leases.can_begin(request) for group in waiting for request in group.requests)
+        kept = sum(takewhile(bool, islice(able, left // 2)))
+        begun.gave_way = not begun.gave_way and kept > left - riders
+        return kept if begun.gave_way else 0
 
     def _riding_along(self, places: _Places, group: Group) -> list[Share]:
         """Ongoing groups of the same family whose copies may run now, as far as all of each find a place."""
@@ -256,11 +277,11 @@ class Turns:
         return min(able, key=lambda group: group.order, default=None)
 
     def _can_begin(self, queue: ExecutorQueue, group: Group) -> bool:
-        """Is there a lease for its first request, and a place beside those that have begun?"""
+        """Is there a lease for its first request, and a place beside those that have begun, or in turn with them?"""
         if not self._leases.can_begin(next(iter(group.requests))):
             return False
         riders = self._riders(queue, group)
-        return not riders or riders < self._batch_size(queue, group, riders + 1)
+        return not riders or self._batch_size(queue, group, riders + 1) > 1
 
     def _riders(self, queue: ExecutorQueue, group: Group) -> int:
         """How many of those that have begun would run in a batch of this group, if it could be so large."""
@@ -292,9 +313,9 @@ class _Places:
         """How many of a group find a place."""
         return max(self._most_with(group) - self._taken, 0)
 
-    def take(self, group: Group, count: int) -> int:
-        """So many do, or as many as there are places for; how many."""
-        taken = min(count, self.left_for(group))
+    def take(self, group: Group, count: int, kept: int = 0) -> int:
+        """So many do, or as many as there are places for beside those that are ``kept`` free; how many."""
+        taken = min(count, max(self.left_for(group) - kept, 0))
         if taken:
             self._most = self._most_with(group)
             self._taken += taken

@@ -64,6 +64,7 @@ def expert_yaml(expert: Expert, folder: Path) -> str:
     if expert.task is not None:
         lines.append(f"    task: {expert.task}   # it knows good parts alone")
         lines.append(f"    threshold: {expert.threshold!r}   # learned on good and bad crops that it was not made from")
+        lines.append(f"    threshold_of: '{expert.threshold_of}'   # its weights and input then")
     return "\n".join(lines)
 
 

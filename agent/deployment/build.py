@@ -4,6 +4,7 @@ Guarantees: whatever must not start raises ConfigError here, before any request 
 experts does not stop the others: they are quarantined, and every request for them says why. With a device profile of
 the box nothing is run or timed at the start; what skeletons are copies of is made here, so that nothing is constructed
 beside running batches. What it decides with is settled as ``agent.deployment.engine_setup`` has it for plans, too.
+Experts that are new to the profile, or have other weights than the profiled ones, keep nobody from starting.
 """
 
 from __future__ import annotations
@@ -16,27 +17,29 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import psutil
 
+from agent.core.performance import PerformanceMatrix
 from agent.deployment.engine_setup import AS_CONFIGURED, EngineSetup, Given, Groundwork, groundwork
 from agent.deployment.families import with_families
-from agent.deployment.packed_copies import changed_sources, copies_of, lying_packed
+from agent.deployment.packed_copies import changed_sources, copies_of, lying_packed, other_thresholds
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured
 from agent.deployment.profile_in_use import (
-    changes,
-    find_profile,
-    refuse_mismatches,
-    refuse_other_box,
+    changed_experts,
+    changes_told,
     scaled_experts,
+    unproven,
+    usable_profile,
 )
+from agent.device_profile.identity import box_mismatches, identity_of
 from agent.runtime.loop import AgentLoop, LoopOptions, assemble
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.machine.detection import detect
-from agent.runtime.measuring.probe import estimated_matrix, probe
+from agent.runtime.measuring.probe import Probed, estimated_matrix, probe
 from agent.runtime.requests import Requests
 from agent.runtime.templates import Templates, make_templates
 from agent.runtime.threads import end_team
 from experts.backends import backend_for
 from experts.errors import BackendUnavailable, ConfigError, DeviceMissing, ExpertError
-from experts.expert import Precision
+from experts.expert import OTHER_THRESHOLD, Precision
 from experts.packed.calibrated import why_not_calibrated
 from experts.packed.packing import PackingStep, pack_line
 from experts.packed.weights import SegmentStore
@@ -46,7 +49,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
-    from agent.core.performance import PerformanceMatrix
     from agent.core.request import Outcome
     from agent.deployment.packed_copies import Precisions
     from agent.device_profile.records import StoredProfile
@@ -65,9 +67,9 @@ Progress: TypeAlias = "Callable[[str, int, int], None]"
 class AgentOptions:
     """How an agent is built, beside its line.
 
-    ``packed``: weights in the place of the line's own. ``profile``: "auto" takes the line's own, which has to hold for
-    the box and the experts as they are; one that is given is taken as it is; None probes. ``decider`` may put something
-    between the loop and its Engine, such as a clock.
+    ``packed``: weights in the place of the line's own. ``profile``: "auto" takes the line's own, and probes with an
+    alarm where that does not hold for the box; one that is given is taken as it is; None probes. ``decider`` may put
+    something between the loop and its Engine, such as a clock.
     """
 
     loop: LoopOptions = field(default_factory=LoopOptions)
@@ -97,10 +99,11 @@ class Agent:
     templates: Templates  # of whatever it may load: while they are held, nothing is constructed beside batches
     rss_before_bytes: int  # of this process, before it touched any weights
     copies: Mapping[str, ExpertCopy] = field(default_factory=dict)  # by name, all that the matrix mentions
-    experts: Mapping[str, str] = field(
-        default_factory=dict
-    )  # the Engine's name of each expert, by the line's, if other
+    experts: Mapping[str, str] = field(default_factory=dict)  # the Engine's names, by the line's, where these differ
     retired: frozenset[str] = frozenset()  # the Engine's names of experts of earlier lines
+    changes: int = 0  # of the line, since the start
+    heard: frozenset[str] = frozenset()  # what experts of earlier lines were called in the line file
+    alarms: tuple[str, ...] = ()  # what of the device profile does not hold
 
     def expert(self, name: str) -> str:
         """What the Engine calls an expert of the line."""
@@ -135,11 +138,9 @@ def build_agent(
     with ExitStack() as on_failure:
         segments = on_failure.enter_context(closing(SegmentStore(options.packed or config.packed_folder)))
         ground = groundwork_of(config, segments.directory, options)
-        report = pack(config, segments, ground.precisions, progress)
+        ground, report = packed_as_proven(ground, segments, progress)
         ground, copies = held_copies(ground, copies_of(config, ground.precisions, report.packed))
         by_name = {copy.name: copy for listed in copies.values() for copy in listed}
-        if ground.profile is not None and options.profile == "auto":
-            refuse_mismatches(config, ground.profile, ground.box, [copy.packed for copy in by_name.values()])
         setup = measured_setup(ground, copies, segments, progress)
         templates = make_templates(
             copies, segments, threads_per_executor(ground.box, setup.executors),
@@ -147,7 +148,9 @@ def build_agent(
         )  # fmt: skip
         loop = assemble(
             options.decider(setup.engine()), ground.box, setup.executors, setup.limits, by_name, segments, on_outcome,
-            replace(options.loop, keeps_prefixes=config.texts.prefix_cache, scaled=scaled_experts(ground.profile)),
+            replace(
+                options.loop, keeps_prefixes=config.texts.prefix_cache, scaled=scaled_experts(ground.profile)
+            ),
             setup.matrix, routes=config.catalog.graph,
         )  # fmt: skip
         on_failure.pop_all()
@@ -156,8 +159,9 @@ def build_agent(
     rows = (row for column in setup.matrix.experts.values() for row in column.values())
     packed = {row.copy: by_name[row.copy].packed for row in rows}
     return Agent(
-        config, ground.box, setup, ground.profile, packed, loop, segments, templates, rss_before_bytes, by_name
-    )
+        config, ground.box, setup, ground.profile, packed, loop, segments, templates, rss_before_bytes, by_name,
+        alarms=ground.alarms,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -176,8 +180,42 @@ def agent_with_requests(
 
 def pack_as_served(config: LineConfig, segments: SegmentStore, progress: Progress) -> PackingReport:
     """Bring a line's packed weights up to date, in the precisions that its agent would run."""
-    ground = groundwork_of(config, segments.directory, AS_SERVED)
-    return pack(config, segments, ground.precisions, progress)
+    return packed_as_proven(groundwork_of(config, segments.directory, AS_SERVED), segments, progress)[1]
+
+
+def packed_as_proven(
+    ground: Groundwork, segments: SegmentStore, progress: Progress, in_use: Iterable[PackedExpert] = ()
+) -> tuple[Groundwork, PackingReport]:
+    """Pack a line as its profile has it, and again in fp32 what that does not know as it is now; that is told."""
+    config, profile, in_use = ground.config, ground.profile, tuple(in_use)
+    report = pack(config, segments, ground.precisions, progress, in_use)
+    copies = copies_of(config, ground.precisions, report.packed)
+    packed = [copy.packed for listed in copies.values() for copy in listed]
+    ground = replace(ground, alarms=(*ground.alarms, *_thresholds_told(config, packed)))
+    if profile is None or ground.takes_any:
+        return ground, report
+    changed = changed_experts(config, profile, packed)
+    for name, how in sorted(changed.items()):
+        log.warning("expert_not_as_profiled expert=%s: it %s", name, how)
+    precisions = unproven(config, ground.precisions, changed)
+    if precisions != ground.precisions:
+        report = pack(config, segments, precisions, progress, in_use)
+    alarms = (*ground.alarms, *changes_told(config, changed))
+    proven = tuple(each for each in profile.decodings if each.expert not in changed)
+    profile = replace(profile, decodings=proven)
+    return replace(ground, profile=profile, precisions=precisions, alarms=alarms, changed=changed), report
+
+
+def _thresholds_told(config: LineConfig, packed: Iterable[PackedExpert]) -> list[str]:
+    """What an alarm says of experts that judge nothing, because their thresholds are of others."""
+    told = [
+        f"expert {name}: {OTHER_THRESHOLD}, so every image is UNKNOWN - run `coserve experts threshold "
+        f"{config.document.file} {name} --samples DATA`, then reload"
+        for name in other_thresholds(config, packed)
+    ]
+    for each in told:
+        log.warning("threshold_of_others %s", each)
+    return told
 
 
 def pack(
@@ -216,39 +254,43 @@ def detect_box(config: LineConfig) -> Box:
 
 
 def doubts(config: LineConfig, profile: StoredProfile) -> tuple[str, ...]:
-    """Why an agent of this line that starts now would refuse this profile, or might; nothing is packed or hashed."""
+    """What of this profile does not hold for an agent that starts now, or may not; nothing is packed or hashed."""
     try:
         box = detect_box(config)
     except ConfigError as error:
         return (str(error),)
     packed = lying_packed(config, config.packed_folder)
     written = [
-        f"the weights of {name} were written to after they were packed: if they are others now, profile again"
+        f"the weights of {name} were written to after they were packed: if they are others now, run "
+        f"`coserve profile {config.document.file} --expert {name}`"
         for name in changed_sources(config, config.packed_folder)
     ]
-    return (*changes(config, profile, box, packed), *written)
+    told = changes_told(config, changed_experts(config, profile, packed))
+    return (*box_mismatches(profile, identity_of(box)), *told, *written)
 
 
 def groundwork_of(config: LineConfig, packed: Path, options: AgentOptions) -> Groundwork:
     box = detect_box(config)
-    stored = find_profile(config) if options.profile == "auto" else options.profile
+    stored, alarms = usable_profile(config, box) if options.profile == "auto" else (options.profile, ())
     lying = [] if stored is None else lying_packed(config, packed)
-    if stored is not None and options.profile == "auto":
-        refuse_other_box(config, stored, box, lying)
     ground = groundwork(config, box, stored, lying, options.given)
+    ground = replace(ground, alarms=alarms, takes_any=options.profile != "auto")
     return replace(ground, precisions=_calibrated(config, packed, _executable(ground.precisions)))
 
 
 def _executable(precisions: Precisions) -> Precisions:
-    """The same, with what torch executes in the place of forms that are not to be had here; that is told, once each."""
+    """The same, with torch's form in the place of one that does not run on this CPU; that is told, once each."""
     wanted = {form for column in precisions.values() for form in column.values() if form.is_cpu_only}
     if not wanted:
         return precisions
-    from experts.backends.forms import why_absent  # torch's operators are asked, which few lines need
+    from experts.backends.forms import why_absent  # operators are tried, which few lines need
 
     reasons = {form: reason for form in sorted(wanted) if (reason := why_absent(form)) is not None}
     for form, reason in reasons.items():
-        log.warning("form_absent precision=%s runs_as=%s reason=it takes %s", form, form.plain, reason)
+        log.warning(
+            "form_absent precision=%s runs_as=%s reason=%s advice=write `precision: auto` or fp32",
+            form, form.plain, reason,
+        )  # fmt: skip
     return {
         processor: {name: form.plain if form in reasons else form for name, form in column.items()}
         for processor, column in precisions.items()
@@ -297,27 +339,45 @@ def measured_setup(
     progress: Progress,
 ) -> EngineSetup:
     """By the times that the profile has, or a probe finds."""
-    if ground.profile is not None:
-        found = _profiled(ground, ground.profile, copies)
-        return ground.setup(found, unmeasured(found, copies))
-    ground.setup(estimated_matrix(ground.box, copies, ground.usage))  # what cannot fit is not even probed
-    progress("probe", 0, 1)
-    probed = probe(ground.box, copies, segments, ground.usage, threads_per_executor(ground.box, ground.executors))
-    progress("probe", 1, 1)
-    return ground.setup(with_families(probed.matrix, chain.from_iterable(copies.values())), probed.failed)
+    profile, timed = ground.profile, PerformanceMatrix({}, dict(ground.usage))
+    if profile is not None:
+        timed = _profiled(ground, profile, copies)
+    untimed = _untimed(ground, timed, copies)
+    probed = Probed(PerformanceMatrix({}), {})
+    if profile is None or any(untimed.values()):
+        ground.setup(estimated_matrix(ground.box, untimed, ground.usage))  # what cannot fit is not even probed
+        progress("probe", 0, 1)
+        probed = probe(ground.box, untimed, segments, ground.usage, threads_per_executor(ground.box, ground.executors))
+        progress("probe", 1, 1)
+    columns = {
+        processor: {**timed.experts.get(processor, {}), **probed.matrix.experts.get(processor, {})}
+        for processor in copies
+    }
+    found = with_families(PerformanceMatrix(columns, timed.usage), chain.from_iterable(copies.values()))
+    failed = {expert: reason for expert, reason in unmeasured(found, copies).items() if profile is not None}
+    return ground.setup(found, failed | dict(probed.failed))
+
+
+def _untimed(
+    ground: Groundwork, timed: PerformanceMatrix, copies: Mapping[str, Sequence[ExpertCopy]]
+) -> dict[str, list[ExpertCopy]]:
+    """The copies to probe: without a profile all, else those without times that no profiling has found unable."""
+    measured = {kind.processor for kind in ground.profile.kinds} if ground.profile is not None else set()
+    return {
+        processor: [
+            copy
+            for copy in listed
+            if copy.expert.id not in timed.experts.get(processor, {})
+            and (processor not in measured or copy.expert.id in ground.changed)
+        ]
+        for processor, listed in copies.items()
+    }
 
 
 def _profiled(
     ground: Groundwork, stored: StoredProfile, copies: Mapping[str, Sequence[ExpertCopy]]
 ) -> PerformanceMatrix:
-    config, executors = ground.config, ground.executors
-    measured = {kind.processor for kind in stored.kinds}
-    strange = [processor for processor, listed in copies.items() if listed and processor not in measured]
-    if strange:
-        raise config.document.error(
-            f"the device profile has no times on {', '.join(strange)} - run `coserve profile {config.document.file}`",
-            "executors",
-        )
+    executors = ground.executors
     log.info("profile_used written_at=%s kinds=%d executors=%d", stored.written_at, len(stored.kinds), len(executors))
     for share in sorted({core_share(stored, kind, executors) for kind in stored.kinds}, key=astuple):
         if share.factor != 1.0 and share.processor in copies:
@@ -326,8 +386,7 @@ def _profiled(
                 share.processor, share.factor, share.executors, share.threads_profiled,
                 "speedups" if share.is_measured else "shared cores",
             )  # fmt: skip
-    found = matrix(stored, ground.box, copies, ground.usage, executors)
-    return with_families(found, chain.from_iterable(copies.values()))
+    return matrix(stored, ground.box, copies, ground.usage, executors)
 
 
 def _import_runtimes(config: LineConfig) -> None:

@@ -25,7 +25,6 @@ from agent.device_profile.identity import outdated
 from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError
-from experts.expert import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from agent.deployment.packed_copies import Precisions
     from agent.device_profile.records import StoredProfile
     from agent.runtime.expert_copy import ExpertCopy
+    from experts.expert import Precision
     from experts.graph import ExpertGraph
     from experts.packed.weights import PackedExpert
 
@@ -96,6 +96,9 @@ class Groundwork:
     usage: Mapping[str, float]
     pools: Sequence[PoolSpec] | None  # where they are given
     set_apart_bytes: int = 0  # of host memory: see agent.deployment.moe_caches
+    alarms: tuple[str, ...] = ()  # why a profile is not used, or not for every expert
+    changed: Mapping[str, str] = field(default_factory=dict)  # experts that are not as they were profiled, and how
+    takes_any: bool = True  # the profile is taken for these experts however they are
 
     def sized(self, copies: Copies, times: Callable[[Copies], PerformanceMatrix]) -> tuple[Groundwork, Copies]:
         """The copies as they are held, and the same with what that sets apart; all as they are in given memories."""
@@ -151,7 +154,7 @@ def planned(
         raise ConfigError(told)
     lying = lying_packed(config, config.packed_folder)
     ground = groundwork(config, box, profile, lying, given)
-    ground = replace(ground, precisions=_calibrated(config, ground.precisions, by_precision(lying)))
+    ground = replace(ground, precisions=_as_packed(config, ground.precisions, by_precision(lying)))
     kinds = kinds_of(config, lying)
     packed = by_precision(lying)
     _refuse_unpacked(config, _to_run(ground.precisions, profile, kinds), packed, without)
@@ -187,15 +190,16 @@ def profiled_box(profile: StoredProfile) -> Box:
     return Box(identity.device, identity.model, identity.processors, identity.cores, host, device, versions)
 
 
-def _calibrated(
+def _as_packed(
     config: LineConfig, precisions: Precisions, packed: Mapping[str, Mapping[Precision, PackedExpert]]
 ) -> Precisions:
-    """The same, with fp32 for experts that the line file gives eight bits and that were not calibrated.
+    """The same, with torch's form for experts that do not run in the one that the line file gives.
 
-    Those are the ones that lie packed in fp32 and not in eight bits, as profiling leaves them and an agent runs them.
+    Those are the ones that lie packed in torch's form and not in that one, as profiling leaves them and an agent runs
+    them: the CPU lacks the form, or they were not calibrated.
     """
-    form = Precision.ONEDNN_INT8
-    if config.document.values.get("precision") != form:
+    form = config.precision
+    if form is None or form.plain is form or config.document.values.get("precision") != form:
         return precisions
     plain = {name for name, forms in packed.items() if form.plain in forms and form not in forms}
     return {
@@ -205,7 +209,7 @@ def _calibrated(
 
 
 def _to_run(precisions: Precisions, profile: StoredProfile, kinds: Mapping[str, str]) -> Precisions:
-    """``precisions`` without those of kinds that the profile chose nothing for on a processor, as they fail there.
+    """``precisions`` without those of experts that the profile chose nothing for on a processor, as they fail there.
 
     The matrix has no row for these. ``kinds``: of experts that are packed; of others they may not be known.
     """
@@ -213,7 +217,7 @@ def _to_run(precisions: Precisions, profile: StoredProfile, kinds: Mapping[str, 
         processor: {
             name: form
             for name, form in column.items()
-            if name not in kinds or (kinds[name], processor) in profile.precisions
+            if name not in kinds or (name, processor) in profile.forms or (kinds[name], processor) in profile.precisions
         }
         for processor, column in precisions.items()
     }

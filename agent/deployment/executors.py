@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 CORES_PER_CPU_EXECUTOR = 4  # beyond that one image's operators hardly run faster
 SPLIT_DEVICE_EXECUTORS = 3  # section 5.2, on NUMA devices
 UNIFIED_DEVICE_EXECUTORS = 2  # and on UMA devices
+EMULATED = ("emulated", "integrated")
 
 
 def executor_specs(config: LineConfig, box: Box, allocation: Allocation | None = None) -> tuple[ExecutorSpec, ...]:
@@ -60,4 +61,4 @@ def _auto_executors(box: Box) -> Mapping[str, int]:
     casual = casual_executors(box)
     if box.processors == ("cpu",):
         return {"cpu": max(box.cores // CORES_PER_CPU_EXECUTOR, 1)}
-    return {processor: 1 if processor == "emulated" else count for processor, count in casual.items()}
+    return {processor: 1 if processor in EMULATED else count for processor, count in casual.items()}

@@ -15,7 +15,7 @@ from agent.core.performance import PerformanceMatrix
 from agent.runtime.expert_copy import SHORT_SHA256
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from agent.runtime.expert_copy import ExpertCopy
 
@@ -36,16 +36,11 @@ def families(copies: Iterable[ExpertCopy]) -> dict[str, str]:
     return found
 
 
-def with_families(
-    matrix: PerformanceMatrix, copies: Iterable[ExpertCopy], fresh: Collection[str] | None = None
-) -> PerformanceMatrix:
-    """The matrix with its experts' families. ``fresh``: copies that are given one, None = all; others keep theirs."""
+def with_families(matrix: PerformanceMatrix, copies: Iterable[ExpertCopy]) -> PerformanceMatrix:
+    """The matrix with the families of these copies' experts; others are of none."""
     named: Mapping[str, str] = families(copies)
     experts = {
-        processor: {
-            expert: row if fresh is not None and row.copy not in fresh else replace(row, family=named.get(row.copy))
-            for expert, row in column.items()
-        }
+        processor: {expert: replace(row, family=named.get(row.copy)) for expert, row in column.items()}
         for processor, column in matrix.experts.items()
     }
     return PerformanceMatrix(experts, matrix.usage)

@@ -3,36 +3,42 @@
 Guarantees: nothing of the running agent is changed here; what cannot be served as it should is a ConfigError, and the
 agent goes on as it was. An expert that is the same, down to its packed bytes, keeps its place in memory; one that was
 replaced is another one to the Engine, under a name of its own, and the old one finishes what it was asked. Of one that
-has finished nothing is kept but its name: no packed file, and no room beside the others.
+has finished nothing is kept: the next change forgets it, and however often a line is changed, the agent does not grow.
+Families are those of an agent that starts with the line.
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from agent.core.events import LineChanged
 from agent.core.performance import PerformanceMatrix
-from agent.deployment.build import AgentOptions, groundwork_of, measured_setup, pack
+from agent.deployment.build import AgentOptions, groundwork_of, measured_setup, packed_as_proven
 from agent.deployment.engine_setup import Given
 from agent.deployment.families import with_families
 from agent.deployment.packed_copies import copies_of, copy_name
-from agent.deployment.profile_in_use import refuse_mismatches
 from agent.runtime.machine.box import threads_per_executor
-from agent.runtime.templates import Templates, make_templates
-from experts.errors import ConfigError, CoServeError, MemoryExceeded
+from agent.runtime.templates import make_templates
+from agent.runtime.texts import expert_name
+from experts.errors import ConfigError, CoServeError, MemoryExceeded, WeightsMismatch
 from experts.expert import Precision
 from experts.graph import ExpertGraph
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from agent.config import LineConfig
     from agent.core.performance import ExpertProfile
     from agent.deployment.build import Agent, Progress
     from agent.deployment.engine_setup import EngineSetup
     from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.templates import Templates
+    from experts.errors import ExpertError
+    from experts.packed.weights import PackedExpert
 
 GENERATION = "+"  # between an expert's name and how often it was replaced, in the Engine's names; in no line file's
 LIVE_KEYS = ("experts", "routes", "boards")
@@ -105,17 +111,16 @@ def plan_change(agent: Agent, config: LineConfig, progress: Progress) -> LineCha
 def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange:
     given = Given(executors=agent.setup.executors, pools=agent.setup.pools)
     ground = groundwork_of(config, agent.segments.directory, AgentOptions(given=given))
-    report = pack(config, agent.segments, ground.precisions, progress, agent.packed.values())
+    ground, report = packed_as_proven(ground, agent.segments, progress, agent.packed.values())
+    _refuse_unfitting(agent, config, report.failed)
     copies = copies_of(config, ground.precisions, report.packed)
-    if ground.profile is not None:
-        together = [copy.packed for listed in copies.values() for copy in listed]
-        refuse_mismatches(config, ground.profile, ground.box, together)
     names = _names(agent, config, copies)
     new = {
         processor: [copy for copy in listed if names[copy.expert.id] not in _served(agent)]
         for processor, listed in copies.items()
     }
-    found = measured_setup(ground, new, agent.segments, progress)
+    proofs_apart = None if ground.profile is None else replace(ground.profile, decodings=())  # of others by these names
+    found = measured_setup(replace(ground, profile=proofs_apart), new, agent.segments, progress)
     threads = threads_per_executor(agent.box, agent.setup.executors)
     templates = make_templates(new, agent.segments, threads, lambda done, total: progress("templates", done, total))
     fresh = _renamed(new, names)
@@ -123,7 +128,17 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
     unpacked = {name: error.message for name, error in report.failed.items()}
     broken = dict(templates.failed) | unpacked | dict(found.broken)
     setup = replace(setup, broken={names[name]: reason for name, reason in broken.items() if name in names})
-    return _change(agent, config, names, setup, fresh, templates)
+    return _change(replace(agent, alarms=ground.alarms), config, names, setup, fresh, templates)
+
+
+def _refuse_unfitting(agent: Agent, config: LineConfig, failed: Mapping[str, ExpertError]) -> None:
+    """Raises ConfigError where weights do not fit their line, such as with labels in another order, and did before."""
+    if problems := [
+        config.document.error(str(error), "experts", name)
+        for name, error in failed.items()
+        if isinstance(error, WeightsMismatch) and agent.expert(name) not in agent.setup.broken
+    ]:
+        raise ConfigError.of(problems)
 
 
 def _setup_after(
@@ -135,15 +150,17 @@ def _setup_after(
     fresh: Mapping[str, ExpertCopy],
 ) -> EngineSetup:
     """What the Engine decides with from then on. Raises ConfigError for what does not fit."""
-    retired = (_served(agent) | agent.retired) - set(names.values())
+    retired = (_served(agent) | _unfinished(agent)) - set(names.values())
+    copies = (dict(agent.copies) | dict(fresh)).values()
+    served = [copy for copy in copies if expert_name(copy) in names.values()]
     setup = replace(
         agent.setup,
         graph=_graph(config, names, retired),
-        matrix=with_families(_matrix(agent, found, names, usage), [*agent.copies.values(), *fresh.values()], fresh),
+        matrix=with_families(_matrix(agent, found, names, usage), served),
         limits=replace(agent.setup.limits, pinned=frozenset(names[name] for name in _pinned(config))),
         precisions=found.precisions,
     )
-    _refuse_without_leases(setup)
+    _refuse_without_leases(setup, agent.loop.text_executors)
     _refuse_misfits(setup)
     return setup
 
@@ -156,18 +173,22 @@ def _change(
     fresh: Mapping[str, ExpertCopy],
     templates: Templates,
 ) -> LineChange:
-    by_copy = dict(agent.copies) | dict(fresh)
+    all_copies = dict(agent.copies) | dict(fresh)
+    by_copy = {name: copy for name, copy in all_copies.items() if expert_name(copy) in setup.graph.experts}
     retired = setup.graph.experts - set(names.values())
-    rows = (row for column in setup.matrix.experts.values() for row in column.values())
+    columns = setup.matrix.experts.items()
+    held = {processor: [by_copy[row.copy] for row in column.values()] for processor, column in columns}
     after = replace(
         agent,
         config=config,
         setup=setup,
-        packed={row.copy: by_copy[row.copy].packed for row in rows},
-        templates=Templates((*agent.templates.held, *templates.held), templates.failed),
+        packed={copy.name: copy.packed for listed in held.values() for copy in listed},
+        templates=agent.templates.after(templates, held),
         copies=by_copy,
         experts=names,
         retired=retired,
+        changes=agent.changes + 1,
+        heard=agent.heard | agent.config.catalog.experts.keys(),
     )
     before = {line_name(name) for name in _served(agent)}
     return LineChange(
@@ -191,6 +212,15 @@ def _renamed(new: Mapping[str, Sequence[ExpertCopy]], names: Mapping[str, str]) 
     return {name: replace(copy, name=name) for name, copy in renamed.items()}
 
 
+def _unfinished(agent: Agent) -> set[str]:
+    """The Engine's names of the experts of earlier lines that something accepted may need, or that lie in a memory."""
+    engine = agent.loop.statistics().engine
+    if engine.serves_earlier_lines:
+        return set(agent.retired)
+    there = {copy.rpartition("@")[0] for pool in engine.pools for copy in (*pool.resident, *pool.loading)}
+    return set(agent.retired & there)
+
+
 def _needed(agent: Agent) -> frozenset[str]:
     """The Engine's names of the experts that what was accepted may still have to be asked."""
     is_behind = agent.loop.statistics().engine.serves_earlier_lines
@@ -205,28 +235,24 @@ def _served(agent: Agent) -> frozenset[str]:
 def _names(agent: Agent, config: LineConfig, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, str]:
     """The Engine's name of each expert of the new line: the old one's where it is the same."""
     names = {}
+    ran: defaultdict[str, dict[str, PackedExpert]] = defaultdict(dict)
+    runs: defaultdict[str, dict[str, PackedExpert]] = defaultdict(dict)
+    for copy in agent.copies.values():
+        ran[expert_name(copy)][copy.packed.precision] = copy.packed
+    for copy in chain.from_iterable(copies.values()):
+        runs[copy.expert.id][copy.packed.precision] = copy.packed
     for name, expert in config.catalog.experts.items():
         now = agent.expert(name)
-        then = {copy.packed.precision: copy.packed for copy in agent.copies.values() if copy.name.startswith(f"{now}@")}
-        lies = {copy.packed.precision: copy.packed for copy in _of(name, copies)}
+        then, lies = ran[now], runs[name]
         is_same = agent.config.catalog.experts.get(name) == expert and lies == then
         names[name] = now if is_same and now in _served(agent) else _next_name(name, agent)
     return names
 
 
-def _of(name: str, copies: Mapping[str, Sequence[ExpertCopy]]) -> Iterable[ExpertCopy]:
-    return (copy for listed in copies.values() for copy in listed if copy.expert.id == name)
-
-
 def _next_name(name: str, agent: Agent) -> str:
     """One that the Engine has never heard."""
-    taken = agent.setup.graph.experts | agent.retired
-    if name not in taken:
-        return name
-    number = 2
-    while f"{name}{GENERATION}{number}" in taken:
-        number += 1
-    return f"{name}{GENERATION}{number}"
+    is_new = name not in agent.heard | agent.config.catalog.experts.keys()
+    return name if is_new else f"{name}{GENERATION}{agent.changes + 2}"
 
 
 def _matrix(
@@ -266,12 +292,13 @@ def _refuse_misfits(setup: EngineSetup) -> None:
         raise ConfigError(f"{reason} - start anew with a larger memory:, or leave the expert out") from error
 
 
-def _refuse_without_leases(setup: EngineSetup) -> None:
+def _refuse_without_leases(setup: EngineSetup, text_executors: Collection[int]) -> None:
     """Memory for keys and values is taken at the start, by agents that have language models then."""
     leases = {pool.name: pool.lease_bytes for pool in setup.pools}
     for spec in setup.executors:
         for name, row in setup.matrix.experts.get(spec.processor, {}).items():
-            if row.performance.lease_bytes > leases[spec.pool]:
+            has_none = row.performance.runs_in_quanta and spec.id not in text_executors
+            if has_none or row.performance.lease_bytes > leases[spec.pool]:
                 raise ConfigError(
                     f"{line_name(name)} takes texts, and no memory was kept for their keys and values when the agent "
                     "started - start anew"

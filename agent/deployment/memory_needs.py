@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from agent.core.performance import PoolSpec
 from agent.core.placement import footprints_in, pinned_homes
 from agent.core.pool import misfits
+from agent.runtime.machine.box import torch_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +31,8 @@ LIMITED_FRACTION = 0.1  # of the budget: maximum batches that take more are "a s
 class MemoryNeeds:
     """One memory with so many executors. ``held_bytes[n - 1]``: what the n most used copies take together.
 
-    ``budget_bytes``: for experts and workspaces, beside the ``lease_bytes`` that texts have for keys and values.
+    ``budget_bytes``: for experts and workspaces, beside the ``lease_bytes`` that texts have for keys and values, in
+    each of so many ``arenas``: one for each device that runs texts from it, as none reads another's.
 
     ``footprints``: of each expert, and whether it is pinned. ``largest``: the expert that needs most room,
     ``largest_bytes``, beside the pinned ones. Workspaces: of one image, and of the maximum batch, on every executor at
@@ -48,11 +50,12 @@ class MemoryNeeds:
     one_image_bytes: int
     maximum_batch_bytes: int
     lease_bytes: int = 0
+    arenas: int = 1
 
     @property
     def whole_bytes(self) -> int:
         """The memory's budget with all of its parts."""
-        return self.budget_bytes + self.lease_bytes
+        return self.budget_bytes + self.lease_bytes * self.arenas
 
     @property
     def is_enough(self) -> bool:
@@ -130,11 +133,13 @@ def memory_needs(
         columns = [profile.experts[spec.processor].values() for spec in executors if spec.pool == pool]
         one_image_bytes = sum(_largest_workspace(column, at_maximum=False) for column in columns)
         spare_bytes = budgets[pool] - needs.get(largest, 0) - one_image_bytes
-        lease_bytes = _lease_bytes(columns, budgets[pool], spare_bytes, kv_bytes)
+        reading = [spec for spec in executors if spec.pool == pool and profile.runs_texts(spec)]
+        arenas = max(len({torch_device(spec.processor) for spec in reading}), 1)
+        lease_bytes = _lease_bytes(columns, budgets[pool], spare_bytes, kv_bytes, arenas)
         found[pool] = MemoryNeeds(
             pool=pool,
             cache=pools[place - 1] if place else None,
-            budget_bytes=budgets[pool] - lease_bytes,
+            budget_bytes=budgets[pool] - lease_bytes * arenas,
             executors=len(columns),
             footprints=footprints,
             held_bytes=held_bytes(_most_used_first(readers, profile)),
@@ -143,22 +148,25 @@ def memory_needs(
             one_image_bytes=one_image_bytes,
             maximum_batch_bytes=sum(_largest_workspace(column, at_maximum=True) for column in columns),
             lease_bytes=lease_bytes,
+            arenas=arenas,
         )
     return found
 
 
 def _lease_bytes(
-    columns: Sequence[Iterable[ExpertProfile]], budget_bytes: int, spare_bytes: int, kv_bytes: int | None
+    columns: Sequence[Iterable[ExpertProfile]], budget_bytes: int, spare_bytes: int, kv_bytes: int | None, arenas: int
 ) -> int:
-    """What a memory keeps for keys and values: nothing where no language model runs, else as configured.
+    """What each of so many arenas of a memory keeps: nothing where no language model runs, else its part of what is
+    configured.
 
     Where nobody says, a quarter of it, or what the largest expert and an image on each executor leave, if that is less;
     at least what one short text needs, so that a model which leaves no room for any is refused instead.
     """
     token_bytes = max((each.performance.lease_bytes for column in columns for each in column), default=0)
     if not token_bytes or kv_bytes is not None:
-        return kv_bytes or 0 if token_bytes else 0
-    return max(min(int(budget_bytes * LEASE_FRACTION), spare_bytes), LEAST_LEASED_TOKENS * token_bytes)
+        return (kv_bytes or 0) // arenas if token_bytes else 0
+    share_bytes = min(int(budget_bytes * LEASE_FRACTION), spare_bytes) // arenas
+    return max(share_bytes, LEAST_LEASED_TOKENS * token_bytes)
 
 
 def held_bytes(footprints: Sequence[Footprint]) -> tuple[int, ...]:

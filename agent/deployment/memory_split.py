@@ -178,7 +178,7 @@ def _misfits(config: LineConfig, needs: MemoryNeeds, expert_bytes: int) -> Itera
     given = config.memory.workspace
     lower = "" if given is None else f" lower memory.workspace, which takes {mib(given)},"
     if needs.lease_bytes:
-        lower += f" lower texts.kv, which takes {mib(needs.lease_bytes)},"
+        lower += f" lower texts.kv, which takes {mib(needs.lease_bytes * needs.arenas)},"
     left = f"memory.{needs.pool} leaves {mib(expert_bytes)} of its {mib(needs.whole_bytes)} to experts"
     advice = f"raise memory.{needs.pool},{lower} or take a smaller model"
     for name, needed_bytes in needs.misfits(expert_bytes).items():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from agent.deployment.moe_caches import places_of
 from agent.runtime.expert_copy import ExpertCopy
 from experts.expert import Precision
 from experts.packed.manifests import ManifestFolder
-from experts.packed.sources import is_there, stamp_of
+from experts.packed.sources import is_there, sha256_of, stamp_of
+from experts.thresholds.binding import is_bound_elsewhere
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -40,11 +42,19 @@ def copies_of(
 def copy_of(config: LineConfig, expert: str, precision: Precision, packed: PackedExpert) -> ExpertCopy:
     """An expert of the line in one precision, with what it holds of its moe_experts as the line file says.
 
+    A threshold that was learned with other weights, or another input, is left out: its images are UNKNOWN.
     Raises ConfigError for too little.
     """
-    return ExpertCopy(
-        copy_name(expert, precision), config.catalog.experts[expert], packed, places_of(config, expert, packed)
-    )
+    served = config.catalog.experts[expert]
+    if is_bound_elsewhere(served, packed.source_sha256):
+        served = replace(served, threshold=None)
+    return ExpertCopy(copy_name(expert, precision), served, packed, places_of(config, expert, packed))
+
+
+def other_thresholds(config: LineConfig, packed: Iterable[PackedExpert]) -> list[str]:
+    """The experts whose threshold is of other weights than these packed ones, or of another input."""
+    experts = config.catalog.experts
+    return sorted({each.expert for each in packed if is_bound_elsewhere(experts[each.expert], each.source_sha256)})
 
 
 def copy_name(expert: str, precision: Precision) -> str:
@@ -60,7 +70,7 @@ def lying_packed(config: LineConfig, directory: Path) -> list[PackedExpert]:
 
 
 def changed_sources(config: LineConfig, directory: Path) -> list[str]:
-    """The packed experts whose weights file is not the one that they were packed from, by its size and time."""
+    """The packed experts whose weights file is not the one that they were packed from."""
     found: dict[str, Source] = {
         manifest.packed.expert: manifest.source for manifest in ManifestFolder(directory / "manifests").read_all()
     }
@@ -71,7 +81,7 @@ def _is_source(expert: Expert | None, source: Source) -> bool:
     """An expert that is not on the line any more has no source that could differ."""
     if expert is None or not is_there(expert):
         return True
-    return stamp_of(expert) == source.stamp
+    return stamp_of(expert) == source.stamp or sha256_of(expert) == source.sha256
 
 
 def by_precision(packed: Iterable[PackedExpert]) -> dict[str, dict[Precision, PackedExpert]]:

@@ -19,6 +19,7 @@ from agent.core.performance import (
     SharedPart,
 )
 from agent.deployment.packed_copies import copy_name
+from agent.deployment.profile_in_use import scaled_experts
 from agent.runtime.expert_copy import prepared_form
 from agent.runtime.machine.box import torch_device
 
@@ -61,7 +62,7 @@ def matrix(
     what they take from one another depends on what runs at the same time.
     """
     kinds = {(kind.kind, kind.processor, kind.precision): kind for kind in profile.kinds}
-    links = profile.link_bytes_per_s
+    links, reduced = profile.link_bytes_per_s, scaled_experts(profile)
     experts: dict[str, dict[str, ExpertProfile]] = {}
     for processor, listed in copies.items():
         sources = (SSD, HOST) if box.pool_of(processor) == DEVICE else (SSD,)
@@ -78,7 +79,7 @@ def matrix(
                 _performance(kind, factor),
                 copy.footprint,
                 load_s,
-                prepared=prepared_form(copy.expert),
+                prepared=prepared_form(copy.expert, is_reduced=copy.expert.id in reduced),
             )
     return PerformanceMatrix(experts, dict(usage))
 

@@ -1,7 +1,8 @@
 """How a line uses the device profile of its box: which one, whether it still holds, and what it says for each expert.
 
-Guarantees: the line file comes before the profile, and the profile before the rules that need none; one that does not
-hold any more is refused with everything that has changed, and never used in part.
+Guarantees: the line file comes before the profile, and the profile before the rules that need none. A profile of
+another box, of other libraries or of more memory is not used at all. Of an expert with other weights than the profiled
+ones only its kind's times and sizes are used: its form falls back to fp32, and its JPEGs keep all their pixels.
 """
 
 from __future__ import annotations
@@ -13,30 +14,33 @@ from typing import TYPE_CHECKING
 from agent.config import set_unless_given, usage_probabilities
 from agent.device_profile.identity import (
     box_mismatches,
+    expert_mismatches,
     identity_of,
     is_of_another_box,
-    mismatches,
     packed_sha256,
+    verdict_sha256,
 )
 from agent.device_profile.openmp import DEFAULT, SPINNING, VARIABLES
 from agent.device_profile.records import SOURCE, UsageOrigin
 from agent.device_profile.store import partial_of, read_profile
 from agent.runtime.expert_copy import kind_name
-from experts.backends import GRAPH_FAMILIES, family
+from experts.backends import GRAPH_FAMILIES, family, own_precision
 from experts.errors import ConfigError
 from experts.expert import Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from agent.config import LineConfig
+    from agent.deployment.packed_copies import Precisions
     from agent.device_profile.records import StoredProfile
     from agent.runtime.machine.box import Box
     from experts.packed.weights import PackedExpert
 
 log = logging.getLogger(__name__)
 
-ACCELERATORS = frozenset({"cuda", "mps"})
+ACCELERATORS = frozenset({"cuda", "mps", "integrated"})
+NAMED = 5  # experts in one alarm, after the first
 
 
 def find_profile(config: LineConfig) -> StoredProfile | None:
@@ -77,29 +81,37 @@ def set_default_spinning() -> None:
     set_unless_given(SPINNING[DEFAULT], VARIABLES)
 
 
-def refuse_other_box(config: LineConfig, profile: StoredProfile, box: Box, packed: Iterable[PackedExpert]) -> None:
-    """Raises ConfigError if the profile is of another box or of other libraries, telling all that has changed.
+def usable_profile(config: LineConfig, box: Box) -> tuple[StoredProfile | None, tuple[str, ...]]:
+    """The line's profile where it holds for this box; else None, with the alarm that says why a probe has to do.
 
-    ``packed``: what lies packed already; a profile that fits the box is not yet asked about it.
+    Raises ConfigError instead of an alarm where the line's profile is strict.
     """
-    if box_mismatches(profile, identity_of(box)):
-        refuse_mismatches(config, profile, box, packed)
+    try:
+        profile = find_profile(config)
+        if profile is not None:
+            _refuse_other_box(config, profile, box)
+    except ConfigError as error:
+        if config.is_profile_strict:
+            raise
+        log.error("profile_not_used reason=%s", error)
+        return None, (f"device profile not used, served by a quick probe: {' '.join(str(error).split())}",)
+    return profile, ()
 
 
-def refuse_mismatches(config: LineConfig, profile: StoredProfile, box: Box, packed: Iterable[PackedExpert]) -> None:
-    """Raises ConfigError, with every reason, if the profile does not hold for this box and these packed experts."""
-    reasons = changes(config, profile, box, packed)
+def _refuse_other_box(config: LineConfig, profile: StoredProfile, box: Box) -> None:
+    """Raises ConfigError, with every reason, if the profile is of another box or of other libraries."""
+    reasons = box_mismatches(profile, identity_of(box))
     if not reasons:
         return
     path = config.profile_file
     told = "".join(f"\n  - {reason}" for reason in reasons)
     replacing = " --fresh" if is_of_another_box(profile.box, identity_of(box)) else ""
     advice = f"run `coserve profile {config.document.file}{replacing}`, or move {path} away to serve with a quick probe"
-    raise ConfigError(f"{path} does not hold for this box and line as they are now:{told}\n{advice}")
+    raise ConfigError(f"{path} does not hold for this box as it is now:{told}\n{advice}")
 
 
-def changes(config: LineConfig, profile: StoredProfile, box: Box, packed: Iterable[PackedExpert]) -> tuple[str, ...]:
-    """What is not as it was profiled: the box, its libraries, the weights of these packed experts.
+def changed_experts(config: LineConfig, profile: StoredProfile, packed: Iterable[PackedExpert]) -> dict[str, str]:
+    """The experts of these packed ones that are not as they were profiled, and how.
 
     A form that an expert was not profiled in is accepted where its kind was timed in it and its weights are the same.
     """
@@ -113,7 +125,26 @@ def changes(config: LineConfig, profile: StoredProfile, box: Box, packed: Iterab
     }
     sources = {(each.expert, SOURCE): each.source_sha256 for each in listed if each.expert not in untimed}
     digests = {(each.expert, each.precision): packed_sha256(each) for each in listed}
-    return mismatches(profile, identity_of(box), digests | sources)
+    there = {each.expert for each in listed}
+    judged = {
+        name: "is judged by other thresholds or routes than those that its form was proven by"
+        for (name, _), own in profile.forms.items()
+        if name in there and config.precision is None and own.precision != Precision.FP32
+        if own.verdict_sha256 != verdict_sha256(config.catalog.graph, experts[name])
+    }
+    return judged | expert_mismatches(profile, digests | sources)
+
+
+def changes_told(config: LineConfig, changed: Mapping[str, str]) -> tuple[str, ...]:
+    """What an alarm says of experts that are not as they were profiled; empty without any."""
+    if not changed:
+        return ()
+    (first, how), *others = sorted(changed.items())
+    more = f" (and {len(others)} more: {', '.join(name for name, _ in others[:NAMED])})" if others else ""
+    return (
+        f"device profile: expert {first} {how}{more}: times are its kind's, usage and proofs are of what it was, "
+        f"`precision: auto` runs it in fp32 - `coserve profile {config.document.file} --expert {first}`, then reload",
+    )
 
 
 def usage_of(config: LineConfig, profile: StoredProfile | None) -> dict[str, float]:
@@ -150,7 +181,8 @@ def precisions_of(
 def precision_of(
     config: LineConfig, expert: str, processor: str, profile: StoredProfile | None, program_sha256: str | None
 ) -> Precision:
-    """What the line file gives; where it says auto, what the profile chose for the expert's kind there, else fp32.
+    """What the line file gives; where it says auto, what the profile proved for it, else for its kind, else its own:
+    fp32, and of a language model the checkpoint's, where the processor multiplies that.
 
     ONNX graphs and fakes do not follow the line file: they are fp32, or what the profile chose. A form of the CPU only
     is for executors that run on it; the others take the same numbers as torch runs them. A language model may say its
@@ -165,10 +197,24 @@ def precision_of(
         is_elsewhere = processor in ACCELERATORS or described.takes_texts
         is_fixed = family(described.architecture) in GRAPH_FAMILIES
         return Precision.FP32 if is_fixed else config.precision.plain if is_elsewhere else config.precision
-    if profile is None:
-        return Precision.FP32
-    chosen = profile.precisions.get((kind_name(described, program_sha256), processor))
-    return Precision.FP32 if chosen is None else Precision(chosen)
+    kind = kind_name(described, program_sha256)
+    own = None if profile is None else profile.forms.get((expert, processor))
+    if own is not None and own.kind == kind and own.verdict_sha256 == verdict_sha256(config.catalog.graph, described):
+        return Precision(own.precision)
+    chosen = None if profile is None else profile.precisions.get((kind, processor))
+    return own_precision(described, processor) if chosen is None else Precision(chosen)
+
+
+def unproven(config: LineConfig, precisions: Precisions, changed: Collection[str]) -> Precisions:
+    """The same, with fp32 for ``changed`` experts in forms that the profile chose: what the line file gives stays."""
+
+    def is_chosen(expert: str, processor: str) -> bool:
+        return expert in changed and precision_of(config, expert, processor, None, None) is Precision.FP32
+
+    return {
+        processor: {name: Precision.FP32 if is_chosen(name, processor) else form for name, form in column.items()}
+        for processor, column in precisions.items()
+    }
 
 
 def programs_of(packed: Sequence[PackedExpert]) -> dict[str, str | None]:

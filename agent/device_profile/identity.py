@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agent.device_profile.records import SOURCE, BoxIdentity, StoredProfile
@@ -14,11 +15,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from agent.runtime.machine.box import Box
+    from experts.expert import Expert
+    from experts.graph import ExpertGraph
     from experts.packed.weights import PackedExpert
 
 
 def identity_of(box: Box) -> BoxIdentity:
-    """What a profile that is measured on this box holds for."""
+    """What a profile that is measured on this box holds for. oneDNN's forms are tried the first time.
+
+    The others depend on libraries alone, whose versions are told.
+    """
+    from experts.backends.forms import ONEDNN_FORMS, why_absent  # torch's operators, which a reader needs not
+
     return BoxIdentity(
         device=box.name,
         model=box.model,
@@ -27,6 +35,7 @@ def identity_of(box: Box) -> BoxIdentity:
         host_bytes=box.host.total_bytes,
         device_bytes=None if box.device is None else box.device.total_bytes,
         versions=dict(box.versions),
+        forms=", ".join(sorted(form for form in ONEDNN_FORMS if why_absent(form) is None)),
     )
 
 
@@ -44,18 +53,26 @@ def packed_sha256(packed: PackedExpert) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def mismatches(profile: StoredProfile, box: BoxIdentity, packed: Mapping[tuple[str, str], str]) -> tuple[str, ...]:
-    """Why a profile does not hold for a box and a line as they are now, one sentence each; empty if it does.
+def verdict_sha256(graph: ExpertGraph, expert: Expert) -> str:
+    """What makes an expert's outputs verdicts: what its entry says, and the steps of routes that ask it.
 
-    ``packed``: (expert, precision) -> ``packed_sha256``, of every expert that the line would serve now, and
-    (expert, SOURCE) of those that may be served in a form that they were not in when the box was profiled: it is no
-    mismatch where the owner's file is still the same. Experts that have left the line are none either.
+    Not its weights, nor what its eight-bit form is made by: those are what is packed.
     """
-    return (*box_mismatches(profile, box), *_expert_mismatches(profile, packed))
+    asking = sorted(
+        (component, number, sorted(step.passing), step.min_score, sorted(step.then.items()))
+        for component, steps in graph.routes.items()
+        for number in graph.turns(component, expert.id)
+        for step in [steps[min(number, len(steps) - 1)]]
+    )
+    told = replace(expert, weights=Path(), calibration=None, pin=False)
+    return hashlib.sha256(repr((told, asking)).encode()).hexdigest()
 
 
 def box_mismatches(profile: StoredProfile, box: BoxIdentity) -> tuple[str, ...]:
-    """The same without the line. Memory counts only where it shrank below what was shared out."""
+    """Why a profile does not hold for a box as it is now, one sentence each; empty if it does.
+
+    Memory counts only where it shrank below what was shared out.
+    """
     budgets = profile.allocation.budget_bytes
     return (*outdated(profile), *differences(profile.box, box), *_shrunken(budgets, box))
 
@@ -67,8 +84,8 @@ def outdated(profile: StoredProfile) -> Iterator[str]:
 
 
 def is_of_another_box(then: BoxIdentity, now: BoxIdentity) -> bool:
-    """Are these two boxes, whatever their libraries and the sizes of their memories?"""
-    return any(differences(replace(then, versions={}), replace(now, versions={})))
+    """Are these two boxes, whatever their libraries, their CPU's forms and the sizes of their memories?"""
+    return any(differences(replace(then, versions={}, forms=None), replace(now, versions={}, forms=None)))
 
 
 def differences(then: BoxIdentity, now: BoxIdentity) -> Iterator[str]:
@@ -86,6 +103,8 @@ def differences(then: BoxIdentity, now: BoxIdentity) -> Iterator[str]:
         here, there = (box.versions.get(library, "not installed") for box in (now, then))
         if here != there:
             yield f"{library} is {here} now, {there} in the profile"
+    if None not in {then.forms, now.forms} and then.forms != now.forms:
+        yield f"oneDNN's forms on this CPU are {now.forms or 'none'} now, {then.forms or 'none'} in the profile"
 
 
 def _shrunken(budgets: Mapping[str, int], box: BoxIdentity) -> Iterator[str]:
@@ -97,21 +116,24 @@ def _shrunken(budgets: Mapping[str, int], box: BoxIdentity) -> Iterator[str]:
             yield f"the {pool} memory is {mib(size_bytes)} now, the profile shares out {mib(budget_bytes)}"
 
 
-def _expert_mismatches(profile: StoredProfile, packed: Mapping[tuple[str, str], str]) -> Iterator[str]:
+def expert_mismatches(profile: StoredProfile, packed: Mapping[tuple[str, str], str]) -> dict[str, str]:
+    """The experts that are not as they were profiled, and how: what was proven of them does not hold any more.
+
+    ``packed``: (expert, precision) -> ``packed_sha256``, of every expert that the line would serve now, and
+    (expert, SOURCE) of those that may be served in a form that they were not in when the box was profiled: it is no
+    mismatch where the owner's file is still the same. Experts that have left the line are none either.
+    """
     known = {expert for expert, _ in profile.packed}
-    unknown = dict.fromkeys(expert for expert, _ in packed if expert not in known)
-    yield from (f"expert {expert} is not in the profile" for expert in unknown)
+    found = {expert: "is not in the profile" for expert, _ in packed if expert not in known}
     for (expert, precision), sha256 in packed.items():
         then = profile.packed.get((expert, precision))
-        if expert in unknown or precision == SOURCE or then == sha256:
+        if expert not in known or precision == SOURCE or then == sha256:
             continue
-        if then is None:
-            source, source_then = packed.get((expert, SOURCE)), profile.packed.get((expert, SOURCE))
-            if source is not None and source == source_then:
-                continue
-            if source is not None and source_then is not None:
-                yield f"expert {expert} has other weights than those that were profiled"
-                continue
-            yield f"expert {expert} was not profiled in {precision}"
-        else:
-            yield f"expert {expert} in {precision} has other packed weights than those that were profiled"
+        source, source_then = packed.get((expert, SOURCE)), profile.packed.get((expert, SOURCE))
+        if then is not None:
+            found[expert] = f"in {precision} has other packed weights than those that were profiled"
+        elif source is None or source_then is None:
+            found[expert] = f"was not profiled in {precision}"
+        elif source != source_then:
+            found[expert] = "has other weights than those that were profiled"
+    return found

@@ -11,6 +11,7 @@ from agent.device_profile.columns import (
     Flag,
     Form,
     MaybeCount,
+    MaybeText,
     Number,
     NumberByName,
     Numbers,
@@ -29,7 +30,10 @@ SOURCE = "source"  # in ``StoredProfile.packed``, in the place of a precision
 
 @dataclass(frozen=True, slots=True)
 class BoxIdentity:
-    """What a profile holds for. ``versions``: the libraries that run experts, by name."""
+    """What a profile holds for. ``versions``: the libraries that run experts, by name.
+
+    ``forms``: oneDNN's that run on its CPU, with commas between; None where an earlier version wrote the profile.
+    """
 
     device: Text  # Box.name: cpu, cuda, jetson, mps, emulated
     model: Text
@@ -38,6 +42,7 @@ class BoxIdentity:
     host_bytes: Count
     device_bytes: MaybeCount
     versions: TextByName
+    forms: MaybeText = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +91,13 @@ class KindProfile:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How a precision's outputs compare with fp32 on the same samples, over all experts of a kind on one processor.
+    """How one expert decides in a precision on one processor, against fp32 on the same samples.
 
-    ``samples_sha256``: which samples they were (``LineSamples.sha256``); an agreement on others says nothing of them.
+    ``labels_differ``: images on which labels, boxes or the way along a route differ. ``least``: the images that a proof
+    takes. ``of_sha256``: which samples, judged how (``verdict_sha256``); an agreement on others says nothing of these.
     """
 
+    expert: Text
     kind: Text
     processor: Text
     precision: Form
@@ -98,12 +105,33 @@ class Agreement:
     labels_differ: Count
     largest_score_difference: Number
     tolerance: Number
-    samples_sha256: Text
+    of_sha256: Text
+    least: PositiveCount
 
     @property
     def agrees(self) -> bool:
-        """Same label on every image, and scores within the tolerance."""
+        """Decided alike on every image, with scores within the tolerance."""
         return self.labels_differ == 0 and self.largest_score_difference <= self.tolerance
+
+    @property
+    def proves(self) -> bool:
+        """Whether it agrees on enough images to run the expert so."""
+        return self.agrees and self.images >= self.least
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertForm:
+    """The form that one expert was given by ``precision: auto`` on one processor, and in words why.
+
+    ``verdict_sha256``: what it was judged by; with other thresholds or routes it is no proof.
+    """
+
+    expert: Text
+    processor: Text
+    kind: Text
+    precision: Form
+    why: Text
+    verdict_sha256: Text
 
 
 class UsageOrigin(StrEnum):
@@ -215,8 +243,9 @@ class ImageDecoding:
 
 @dataclass(frozen=True, slots=True)
 class StoredProfile:
-    """A whole profile. ``precisions``: (kind, processor) -> the one chosen.
+    """A whole profile. ``precisions``: (kind, processor) -> what its experts run in that have no form of their own.
 
+    ``forms``: (expert, processor) -> its own, where the line file leaves the choice.
     ``packed``: (expert, precision) -> ``packed_sha256`` of what was profiled, and (expert, SOURCE) -> sha256 of the
     owner's file that it was packed from, which tells whether another form is of the same weights.
     ``speedups[processor][n - 1]``: how much faster n executors of a processor are together than one alone.
@@ -236,6 +265,7 @@ class StoredProfile:
     trials: tuple[Trial, ...] = ()
     spinning: tuple[SpinTimes, ...] = ()  # none where it was not measured: then it stays as the library has it
     decodings: tuple[ImageDecoding, ...] = ()  # of experts that have samples
+    forms: Mapping[tuple[str, str], ExpertForm] = field(default_factory=dict)
 
     @property
     def spinning_setting(self) -> str:
@@ -248,6 +278,14 @@ class StoredProfile:
         return {link.link: link.bytes_per_s for link in self.links}
 
     @property
+    def kinds_run(self) -> frozenset[str]:
+        """The kinds that any processor runs."""
+        return frozenset(kind for kind, _ in self.precisions) | {each.kind for each in self.forms.values()}
+
+    @property
     def chosen_kinds(self) -> list[KindProfile]:
-        """The kinds as the agent will run them: one precision of each kind and processor."""
-        return [kind for kind in self.kinds if self.precisions.get((kind.kind, kind.processor)) == kind.precision]
+        """The kinds as the agent will run them: in the precisions of their experts on each processor."""
+        own = {(each.kind, each.processor, each.precision) for each in self.forms.values()}
+        others = {key: form for key, form in self.precisions.items() if key not in {each[:2] for each in own}}
+        run = own | {(kind, processor, form) for (kind, processor), form in others.items()}
+        return [kind for kind in self.kinds if (kind.kind, kind.processor, kind.precision) in run]

@@ -16,6 +16,7 @@ from agent.device_profile.records import (
     Allocation,
     BatchTimes,
     BoxIdentity,
+    ExpertForm,
     ImageDecoding,
     KindProfile,
     LinkSpeed,
@@ -120,7 +121,7 @@ def missing_parts(database: Database) -> list[str]:
     kinds = {_kind_key(row) for row in TABLES["kinds"].rows(database)}
     if not kinds:
         missing.append("kinds")
-    chosen = [_kind_key(row) for row in TABLES["precisions"].rows(database)]
+    chosen = dict.fromkeys(_kind_key(row) for name in ("precisions", "forms") for row in TABLES[name].rows(database))
     lacking = [each for each in chosen if each not in kinds]
     return missing + [f"the times of {kind} in {precision} on {processor}" for kind, processor, precision in lacking]
 
@@ -164,6 +165,7 @@ def _whole(database: Database, head: Mapping[str, Any]) -> StoredProfile:
         trials=TABLES["trials"].records(database, Trial),
         spinning=TABLES["spinning"].records(database, SpinTimes),
         decodings=TABLES["decodings"].records(database, ImageDecoding),
+        forms={(each.expert, each.processor): each for each in TABLES["forms"].records(database, ExpertForm)},
     )
 
 

@@ -178,6 +178,28 @@ def batches_of_prepared_images(database: Database) -> None:
     database.execute(f"UPDATE kinds SET {column} = 1 WHERE lease_bytes > 0")
 
 
+@migrations()
+def forms_of_the_cpu(database: Database) -> None:
+    """Which forms ran when the box was profiled; a profile of an earlier version does not say."""
+    database.execute("ALTER TABLE profile ADD COLUMN forms TEXT")
+
+
+@migrations()
+def forms_of_experts(database: Database) -> None:
+    """What ``precision: auto`` chose, and was proven, expert by expert; of whole kinds nothing was proven."""
+    of = "expert TEXT NOT NULL, processor TEXT NOT NULL, kind TEXT NOT NULL, precision TEXT NOT NULL"
+    database.execute("DROP TABLE agreements")
+    database.execute(
+        f"""CREATE TABLE agreements (
+            {of}, images INTEGER NOT NULL, labels_differ INTEGER NOT NULL, largest_score_difference REAL NOT NULL,
+            tolerance REAL NOT NULL, of_sha256 TEXT NOT NULL, least INTEGER NOT NULL CHECK (least > 0),
+            PRIMARY KEY (expert, processor, precision)
+        )"""
+    )
+    why = "why TEXT NOT NULL, verdict_sha256 TEXT NOT NULL"
+    database.execute(f"CREATE TABLE forms ({of}, {why}, PRIMARY KEY (expert, processor))")
+
+
 def open_for_writing(path: Path) -> Database:
     """A file that is there or is made; its tables up to date, every commit synced.
 

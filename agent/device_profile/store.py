@@ -22,15 +22,22 @@ from agent.device_profile.records import Agreement, ImageDecoding, LinkSpeed, Sp
 from agent.device_profile.schema import closed_on_error, copy_in_memory, open_for_writing, remove_database
 from agent.device_profile.tables import TABLES
 from experts.errors import ConfigError, ProfileDamaged
-from experts.filesystem import sync_folder
+from experts.filesystem import take_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from sqlite_utils import Database
 
-    from agent.device_profile.records import Allocation, BoxIdentity, KindProfile, StoredProfile, UsageProfile
+    from agent.device_profile.records import (
+        Allocation,
+        BoxIdentity,
+        ExpertForm,
+        KindProfile,
+        StoredProfile,
+        UsageProfile,
+    )
 
 log = logging.getLogger(__name__)
 
@@ -53,16 +60,36 @@ def read_profile(path: Path) -> StoredProfile:
 
 def replace_usage(path: Path, usage: UsageProfile) -> None:
     """Give a finished profile another usage; the file is replaced whole. Raises ConfigError as ``read_profile``."""
+    _rewrite(path, lambda database: rows.put_usage(database, usage))
+
+
+def replace_proofs(path: Path, proven: StoredProfile, new_kinds: Sequence[KindProfile] = ()) -> None:
+    """Give a finished profile these proofs in the place of its own, and kinds that run as measured. As above."""
+
+    def write(database: Database) -> None:
+        rows.put_packed(database, proven.packed)
+        TABLES["decodings"].replace(database, proven.decodings)
+        TABLES["forms"].replace(database, proven.forms.values())
+        TABLES["agreements"].replace(database, proven.agreements)
+        for kind in new_kinds:
+            rows.put_kind(database, kind)
+        chosen = TABLES["precisions"].mapping(database)
+        rows.put_precisions(database, {(k.kind, k.processor): k.precision for k in new_kinds} | chosen)
+
+    _rewrite(path, write)
+
+
+def _rewrite(path: Path, write: Callable[[Database], None]) -> None:
     read_profile(path)
-    unfinished = path.with_name(path.name + ".usage")
+    unfinished = path.with_name(path.name + ".rewritten")
     with _one_writer(path):
         remove_database(unfinished)
         try:
             with closing(copy_in_memory(path)) as copy, closing(open_for_writing(unfinished)) as database:
                 copy.conn.backup(database.conn)
                 with database.atomic():
-                    rows.put_usage(database, usage)
-            _rename(unfinished, path)
+                    write(database)
+            take_name(unfinished, path)
         except BaseException:
             remove_database(unfinished)  # of no use to anybody, and on a full disk in the way
             raise
@@ -153,14 +180,18 @@ class ProfileDraft:
         with self._part("links"):
             TABLES["links"].replace(self._database, links)
 
-    def save_precisions(self, precisions: Mapping[tuple[str, str], str]) -> None:
-        """The precision chosen for each (kind, processor); where another was chosen before, speedups are given up."""
+    def save_precisions(self, precisions: Mapping[tuple[str, str], str], forms: Sequence[ExpertForm] = ()) -> None:
+        """The precision chosen for each (kind, processor), and the experts' own.
+
+        Where kinds were run in others before, speedups are given up.
+        """
         with self._part("precisions"):
-            earlier = TABLES["precisions"].mapping(self._database)
-            changed = {processor for (_, processor), _ in earlier.items() ^ precisions.items()}
-            for processor in changed & {processor for _, processor in earlier}:
+            earlier, now = self._run(), {(k, p, chosen) for (k, p), chosen in precisions.items()}
+            changed = earlier ^ (now | {(each.kind, each.processor, each.precision) for each in forms})
+            for processor in {each[1] for each in changed} & {each[1] for each in earlier}:
                 TABLES["speedups"].delete(self._database, processor=processor)
             rows.put_precisions(self._database, precisions)
+            TABLES["forms"].replace(self._database, forms)
 
     def save_packed(self, packed: Mapping[tuple[str, str], str]) -> None:
         """(expert, precision) -> ``packed_sha256``, and (expert, SOURCE), of all that was profiled."""
@@ -208,8 +239,13 @@ class ProfileDraft:
             self._database.execute("UPDATE profile SET finished_at = ?", (now,))
         self._database.close()
         profile = _read_back(partial)
-        _rename(partial, self.path)
+        take_name(partial, self.path)
         return profile
+
+    def _run(self) -> set[tuple[str, str, str]]:
+        """Kinds, processors and precisions as they were chosen last."""
+        found = (row for name in ("precisions", "forms") for row in TABLES[name].rows(self._database))
+        return {(row["kind"], row["processor"], row["precision"]) for row in found}
 
     @contextmanager
     def _part(self, part: str) -> Iterator[None]:
@@ -285,6 +321,7 @@ def _take_over(database: Database, earlier: StoredProfile) -> None:
     TABLES["parts"].put(database, {"part": "links"})
     TABLES["spinning"].put(database, *earlier.spinning)
     TABLES["decodings"].put(database, *earlier.decodings)
+    TABLES["forms"].put(database, *earlier.forms.values())
     rows.put_precisions(database, earlier.precisions)  # tells what the speedups are of; no part of the new one yet
     rows.put_packed(database, earlier.packed)  # tells what the agreements are of; no part yet, either
     rows.drop_outdated(database)
@@ -293,17 +330,6 @@ def _take_over(database: Database, earlier: StoredProfile) -> None:
 def _read_back(path: Path) -> StoredProfile:
     with closing(copy_in_memory(path)) as database:
         return rows.profile_in(database, path)
-
-
-def _rename(unfinished: Path, path: Path) -> None:
-    """The file under its own name, on the disk; a crash leaves the old one or the new one."""
-    descriptor = os.open(unfinished, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    unfinished.replace(path)
-    sync_folder(path.parent)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import h11
 
 from agent.http.exchange import Answer, HttpRequest
+from agent.line_file.api import is_loopback_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,10 +74,16 @@ class Connection:
         await self._send(h11.Data(data=piece))
 
     async def _asked(self, head: h11.Request, cut: asyncio.Timeout, came_s: float) -> None:
+        host = next((value.decode("latin-1") for name, value in head.headers if name == b"host"), None)
         path, _, query = head.target.decode("latin-1").partition("?")
         application = next((each for each in self._applications if each.serves(path)), self._applications[-1])
         terms = application.terms
         self._stall_s = terms.stall_s
+        if not (self._is_local_user or host is None or _is_own_name(host)):
+            reason = f"{host[:100]!r} is no name of this machine's own - ask for localhost or a loopback address"
+            await self._say(application.refusal(421, reason))  # a browser's page of another site, whose name leads here
+            await self._linger()
+            return
         if not self._place.change(application):
             busy = application.refusal(503, f"{terms.connections} callers are being answered - ask again in a while")
             await self._say(busy)
@@ -184,6 +191,11 @@ class Connection:
                 await self._writer.drain()
         except TimeoutError:
             raise ConnectionAbortedError("the caller reads nothing") from None
+
+
+def _is_own_name(host: str) -> bool:
+    name, _, port = host.rpartition(":")
+    return is_loopback_name((name if port.isdigit() else host).lower())
 
 
 def _plain(status: int, reason: str) -> Answer:

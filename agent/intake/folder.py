@@ -116,14 +116,27 @@ class FolderIntake:
     def holds(self, key: str) -> bool:
         """Whether the file of this key, an image's or a part's, lies in the folder as it was. Any thread.
 
+        Where files are kept, one that is not found counts as there unless the folder is: it may be away with its share.
         Raises OSError.
         """
         return self._holds(key) or self._holds(image_key(key))
 
     def _holds(self, key: str) -> bool:
         relpath = self._inbox.relpath_of(key)
-        found = None if relpath is None else self._inbox.look(relpath)
-        return found is not None and self._inbox.key(found.relpath, found.sighting) == key
+        if relpath is None:
+            return False
+        found = self._inbox.look(relpath)
+        if found is None:
+            return self._config.after == "keep" and not self._is_here()
+        return self._inbox.key(found.relpath, found.sighting) == key
+
+    def _is_here(self) -> bool:
+        """Whether this is the folder that was listed, with something in it: a bare mount point is empty."""
+        try:
+            is_listed = self._watch.is_online and self._inbox.inode() == self._waiting.root
+            return is_listed and not self._inbox.is_empty()
+        except FileNotFoundError:
+            return False
 
     def name_by(self, naming: Naming) -> None:
         """Read names so from the next file on. Any thread."""

@@ -47,6 +47,11 @@ class Waiting:
         return self._candidates[relpath]
 
     @property
+    def root(self) -> int | None:
+        """The folder's inode, as it was last turned to."""
+        return self._root
+
+    @property
     def stale(self) -> tuple[str, ...]:
         """Files that stay incomplete, sorted."""
         if self._stale_seen is None:

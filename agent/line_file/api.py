@@ -5,6 +5,7 @@ Guarantees: what can be reached from other machines is encrypted, or says in so 
 
 from __future__ import annotations
 
+import os
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,8 @@ from experts.catalog import FilePath, Section, Size
 from experts.sizes import MEBIBYTE
 
 UNIX = "unix:"
+LOCAL_DOOR = "coserve.sock"
+SOCKET_PATH_BYTES = 106  # of Linux: sun_path has 108, less the zero at its end and the mark of one not shown yet
 
 
 def _address(text: str, info: ValidationInfo) -> str:
@@ -35,7 +38,12 @@ def is_loopback(address: str) -> bool:
     """Whether this address (unix:PATH or HOST:PORT) can be reached from this machine alone."""
     if address.startswith(UNIX):
         return True
-    host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    return is_loopback_name(address.rpartition(":")[0])
+
+
+def is_loopback_name(host: str) -> bool:
+    """Whether this name or address is one by which this machine alone calls itself."""
+    host = host.removeprefix("[").removesuffix("]")
     if host == "localhost":
         return True
     try:
@@ -77,15 +85,23 @@ class ApiLimitsSection(Section):
         description="images and texts under way, of all callers together; default 1000",
     )
     memory: Size = Field(
-        256 * MEBIBYTE, description="bytes of images and texts under way, of all callers; default 256MiB"
+        320 * MEBIBYTE, description="bytes of images and texts under way, of all callers; default 320MiB"
     )
-    message: Size = Field(64 * MEBIBYTE, description="the largest message, both ways; default 64MiB")
+    message: Size = Field(
+        16 * MEBIBYTE, description="the largest message, both ways; each open stream keeps room for one; default 16MiB"
+    )
 
 
 class ApiSection(Section):
     """Where the APIs answer."""
 
-    grpc: Addresses = Field((), description="unix:PATH or HOST:PORT, one or a list; default none")
+    _has_local_door: bool = False
+
+    grpc: Addresses = Field(
+        (),
+        description="unix:PATH or HOST:PORT, one or a list; default unix:coserve.sock in the state, which the agent's "
+        "user alone may open; []: none",
+    )
     http: Addresses = Field((), description="unix:PATH or loopback HOST:PORT, one or a list; default none")
     tls: TlsSection | None = Field(None, description="certificate and key of the HOST:PORT addresses; default none")
     token: SecretSection | None = Field(
@@ -95,6 +111,22 @@ class ApiSection(Section):
         False, strict=True, description="true: addresses that other machines reach may do without tls; default false"
     )
     limits: ApiLimitsSection = Field(ApiLimitsSection(), description="what the APIs take at once")
+
+    def with_local_door(self, state: Path) -> ApiSection:
+        """The same; where nothing is said of gRPC, at a socket in the state, if its path is short enough for one."""
+        path = state / LOCAL_DOOR
+        address = f"{UNIX}{path}"
+        is_free = "grpc" not in self.model_fields_set and address not in self.http
+        if not is_free or len(os.fsencode(path)) > SOCKET_PATH_BYTES:
+            return self
+        opened = self.model_copy(update={"grpc": (address,)})
+        opened._has_local_door = True
+        return opened
+
+    @property
+    def has_local_door(self) -> bool:
+        """Whether its gRPC is at the socket that nobody asked for, which is its owner's alone."""
+        return self._has_local_door
 
     @model_validator(mode="after")
     def _is_guarded(self) -> ApiSection:

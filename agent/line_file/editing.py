@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agent.line_file.spans import Span, spans_of
-from experts.document import DECIMAL, INTEGER, WORDS, parse_document
+from experts.document import DECIMAL, INTEGER, WORDS, parse_document, read_document
 from experts.errors import ConfigError
-from experts.packed.manifests import replacing
+from experts.filesystem import whole_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from experts.document import KeyPath
@@ -30,6 +31,7 @@ Plain = str | int | float | bool | None | list[Any] | tuple[Any, ...] | dict[str
 
 PLAIN_WORD = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./+ -]*(?<! )")  # needs no quotes, unless it reads as another type
 ESCAPED = re.compile(r"[\x00-\x1f\x7f-\xa0\u2028\u2029\ufeff]")  # no quoting carries these as they are
+UNNAMED = re.compile(r"[^\w.-]+")  # in the name of a line
 ROW_LENGTH = 80  # what is longer is written as lines below one another
 LINE_LENGTH = 120
 STEP = "  "
@@ -70,14 +72,6 @@ def add_entry(text: str, path: KeyPath, value: Mapping[str, Plain], comment: str
     return set_key(text, path, dict(value), comment, file=file)
 
 
-def replace_weights(text: str, expert: str, weights: str, *, file: Path) -> str:
-    """The text with other weights of an expert that is there: a path, relative to the line file."""
-    edit = _Edit.of(text, file)
-    if edit.known(("experts", expert)) < 2:
-        raise edit.error("there is no such expert - add it", ("experts", expert))
-    return set_key(text, ("experts", expert, "weights"), weights, file=file)
-
-
 def remove(text: str, path: KeyPath, *, file: Path) -> str:
     """The text without a key or an item, with the comments inside it and behind it. Raises ConfigError without it."""
     edit = _Edit.of(text, file)
@@ -99,6 +93,29 @@ def append(text: str, path: KeyPath, value: Plain, comment: str = "", *, file: P
     return edit.proved(edit.with_item(there, value), path, lambda values: _with_item(values, path, value))
 
 
+def content_of(file: Path) -> bytes:
+    """A line file's; of one that is not there, in a folder that is: what it begins with. Raises ConfigError."""
+    if file.exists() or not file.absolute().parent.is_dir():
+        return read_document(file).content
+    name = UNNAMED.sub("-", file.absolute().parent.name).strip("-.") or "line"
+    return f"line: {rendered(name)}\nstate: ./state\n".encode()
+
+
+@contextmanager
+def begun(file: Path, content: bytes) -> Iterator[None]:
+    """It is there, with this content if it was not; gone again if what is to be written to it comes to nothing."""
+    if file.exists():
+        yield
+        return
+    with whole_file(file) as final:
+        final.write(content)
+    try:
+        yield
+    except BaseException:
+        file.unlink(missing_ok=True)
+        raise
+
+
 def edit_file(file: Path, edit: Callable[[str], str]) -> None:
     """Edit a file in place: whole or not at all, with the permissions it has. Raises ConfigError, and OSError."""
     real = file.resolve()  # a link stays one
@@ -106,7 +123,7 @@ def edit_file(file: Path, edit: Callable[[str], str]) -> None:
     parse_document(file, content)
     changed = edit(content.decode("utf-8"))
     mode = real.stat().st_mode
-    with replacing(real) as final:
+    with whole_file(real, has_rivals=True) as final:
         final.write(changed.encode("utf-8"))
         os.fchmod(final.fileno(), mode & 0o7777)
 

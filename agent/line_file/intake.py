@@ -217,6 +217,20 @@ class CameraSection(Section):
     stall_timeout_s: Seconds = Field(
         5.0, description="without a frame for so many seconds it is STALLED and connected anew; default 5"
     )
+    max_lag_s: Seconds = Field(
+        2.0,
+        description="an alarm while frames reach the agent so many seconds late; after stall_timeout_s of that it is "
+        "connected anew; default 2",
+    )
+    rtsp_transport: Literal["tcp", "udp"] | None = Field(
+        None, description="rtsp: how pictures travel; default tcp where the camera has it; rtsps is always tcp"
+    )
+    ca: FilePath | None = Field(
+        None, description="rtsps, https: PEM file of the authority to trust; default the system's"
+    )
+    insecure_ok: bool = Field(
+        False, strict=True, description="rtsps, https: take whatever certificate it shows; default false"
+    )
     loop: bool = Field(False, strict=True, description="file: begin again where it ends; default false")
     frames_per_s: Annotated[float, Field(strict=True, gt=0, le=1000)] | None = Field(
         None, description="file: how fast it is played; default as it was recorded"
@@ -239,6 +253,12 @@ class CameraSection(Section):
             raise ValueError("interval_s is for mode: triggered - add that, or leave interval_s out")
         if self.scheme != "file" and (self.loop or self.frames_per_s is not None):
             raise ValueError("loop and frames_per_s are for file: - leave them out")
+        if self.scheme not in {"rtsps", "https"} and (self.ca is not None or self.insecure_ok):
+            raise ValueError("ca and insecure_ok are for rtsps: and https: - leave them out, or correct url")
+        if self.ca is not None and self.insecure_ok:
+            raise ValueError("ca says whom to trust, insecure_ok that nobody must be - leave one out")
+        if self.scheme != "rtsp" and self.rtsp_transport is not None:
+            raise ValueError("rtsp_transport is for rtsp: - leave it out")
         return self
 
 

@@ -11,19 +11,14 @@ from experts.catalog import Section
 from experts.document import suggestion
 from experts.expert import Precision
 
-PROCESSORS = ("cuda", "cpu", "mps", "emulated")
+PROCESSORS = ("cuda", "cpu", "mps", "emulated", "integrated")
 MAX_EXECUTORS = 64
 PolicyName = Literal["coserve", "paper", "samba", "samba-fifo", "samba-parallel", "none", "em", "em-ra"]
-Device = Literal["auto", "cpu", "cuda", "mps", "emulated"]
+Device = Literal["auto", "cpu", "cuda", "mps", "emulated", "integrated"]
 GivenPrecision: TypeAlias = Precision | Literal["auto"]  # auto: what the agent would run
 
 
 def _optional_precision(value: object) -> object:
-    if value == Precision.INT8:
-        raise ValueError(
-            "int8 is for language models alone - give it to each of them as its own precision: int8; eight bits for "
-            "experts of images are onednn-int8"
-        )
     return None if value == AUTO else value
 
 
@@ -42,11 +37,10 @@ def _executors(value: object) -> object:
     return value
 
 
-LINE_PRECISIONS = tuple(precision for precision in Precision if precision is not Precision.INT8)
 OptionalPrecision = Annotated[
     Precision | None,
     BeforeValidator(_optional_precision),
-    WithJsonSchema({"enum": [AUTO, *LINE_PRECISIONS], "default": AUTO}),
+    WithJsonSchema({"enum": [AUTO, *Precision], "default": AUTO}),
 ]
 COUNT_SCHEMA = {"type": "integer", "minimum": 0, "maximum": MAX_EXECUTORS}
 ExecutorCounts = Annotated[

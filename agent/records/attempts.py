@@ -20,6 +20,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from experts.filesystem import whole_file
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
@@ -150,12 +152,11 @@ class AttemptLog:
     def _rewrite(self) -> None:
         """The file with nothing but what still counts of the lines so far; whole or not at all."""
         self._close()
-        draft = self.path.with_name(f"{self.path.name}.new")
         content = "".join(json.dumps(entry) + "\n" for entry in self._written.entries()).encode()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_bytes(content)
-            draft.replace(self.path)
+            with whole_file(self.path) as file:
+                file.write(content)
             self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         except OSError as error:
             self._give_up(error.strerror or str(error))

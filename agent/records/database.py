@@ -1,27 +1,41 @@
-"""The SQLite file of a line: opened durable (WAL, every commit synced), migrated, and never on a network share."""
+"""The SQLite file of a line: opened durable (WAL, every commit synced), migrated, and never on a network share.
+
+A damaged file is put aside, never deleted, and a new one begun. Accepted requests, and messages still to be told, are
+taken over as far as they can be read. The new file has an identity of its own, as its numbers begin anew.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import pwd
 import sqlite3
-from contextlib import ExitStack, contextmanager, suppress
+import time
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import UTC, datetime
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from sqlite_utils import Database, Migrations
 
-from agent.records.whole_file import make_folder
 from experts.errors import AlreadyRunning, ConfigError, StateOfAnother, StateUnusable
-from experts.filesystem import filesystem_type, is_shared
+from experts.filesystem import filesystem_type, is_shared, make_folder, take_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
     from types import TracebackType
 
+log = logging.getLogger(__name__)
+
 BUSY_TIMEOUT_S = 5.0
+CHECK_S = 2.0  # how long a start reads its file; a file of 2 GB is read to its end
+DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+PRIMARY = 0xFF  # of an extended error code
+JOURNALS = ("-wal", "-shm", "-journal")  # what SQLite has beside a file
+OWED = ("accepted_images", "accepted", "outbox_receivers", "outbox")
+ORPHANS = "DELETE FROM accepted WHERE image NOT IN (SELECT id FROM accepted_images) RETURNING key"
 JOURNAL_LIMIT_BYTES = 64 * 1024 * 1024
 LOCK_NAME = "agent.lock"
 
@@ -234,6 +248,28 @@ def executors_of_shadow_answers(database: Database) -> None:
         database.execute(f"ALTER TABLE shadow_answers ADD COLUMN {side}processor TEXT")
 
 
+@migrations()
+def what_was_asked(database: Database) -> None:
+    """What a key was given for. Of a row without it nobody can tell, so that its key stands for nothing else."""
+    database.execute("ALTER TABLE accepted ADD COLUMN asked_sha256 TEXT")
+    database.execute("ALTER TABLE results ADD COLUMN asked_sha256 TEXT")
+
+
+@migrations()
+def board_changes(database: Database) -> None:
+    """The latest change of each board's verdict, by numbers that are never given twice: what a watcher reads on by."""
+    database.execute(
+        "CREATE TABLE board_changes (number INTEGER PRIMARY KEY AUTOINCREMENT, board INTEGER NOT NULL UNIQUE)"
+    )
+    database.execute("INSERT INTO board_changes (board) SELECT seq FROM boards ORDER BY closed_at, seq")
+    change = "INSERT OR REPLACE INTO board_changes (board) VALUES (NEW.seq)"
+    database.execute(f"CREATE TRIGGER boards_come AFTER INSERT ON boards BEGIN {change}; END")
+    database.execute(f"CREATE TRIGGER boards_change AFTER UPDATE ON boards BEGIN {change}; END")
+    database.execute(
+        "CREATE TRIGGER boards_go AFTER DELETE ON boards BEGIN DELETE FROM board_changes WHERE board = OLD.seq; END"
+    )
+
+
 def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Database:
     """The migrated database, with its folder; the connection may be used by one thread at a time.
 
@@ -272,6 +308,94 @@ def open_for_reading(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> sqli
     connection.execute("PRAGMA query_only = ON")
     connection.row_factory = sqlite3.Row
     return connection
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether SQLite says that the file itself is damaged."""
+    code: int | None = getattr(error, "sqlite_errorcode", None)  # what Python itself raises has none
+    return code is not None and code & PRIMARY in DAMAGED
+
+
+def damage_of(path: Path, limit_s: float = CHECK_S) -> str | None:
+    """What SQLite's quick check finds first; None for a sound file, and for one that takes longer to read.
+
+    Raises FileNotFoundError, and sqlite3.Error for what is no damage.
+    """
+    deadline_s = time.monotonic() + limit_s
+    with closing(open_for_reading(path)) as connection:
+        connection.set_progress_handler(lambda: time.monotonic() > deadline_s, 10_000)
+        try:
+            found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+        except sqlite3.DatabaseError as error:
+            if is_damage(error):
+                return str(error)
+            if error.sqlite_errorcode == sqlite3.SQLITE_INTERRUPT:
+                return None
+            raise
+    return None if found == "ok" else str(found).replace("\n", " ")
+
+
+def fresh_place(path: Path, name: str) -> Path:
+    """Where a database is made that is to replace this one: nothing that an earlier try left is there any more."""
+    fresh = path.with_name(f"{path.name}.{name}")
+    for suffix in ("", *JOURNALS):  # a journal would be played back into the next file of its name
+        fresh.with_name(fresh.name + suffix).unlink(missing_ok=True)
+    return fresh
+
+
+def exchange(path: Path, fresh: Path, why: str) -> Path | None:
+    """Put a closed database in the place of another one. Returns where that lies: `NAME.WHY-TIME`; None: nowhere.
+
+    One of the two has the name at every moment: an agent that starts meanwhile begins no third one.
+    """
+    aside = path.with_name(f"{path.name}.{why}-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}")
+    for suffix in JOURNALS:
+        with suppress(FileNotFoundError):
+            path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
+    was_there = path.exists()
+    if was_there:
+        try:
+            os.link(path, aside)
+        except OSError:  # a filesystem without hard links
+            path.rename(aside)
+    take_name(fresh, path)
+    return aside if was_there else None
+
+
+def begin_anew(path: Path, damage: str, busy_timeout_s: float = BUSY_TIMEOUT_S) -> tuple[Database, str]:
+    """Begin another file in the place of a damaged one, which stays until all that is owed is on the disk again.
+
+    Returns the new file, and an alarm for the operator.
+    """
+    fresh = fresh_place(path, "fresh")
+    with closing(open_for_writing(fresh, busy_timeout_s)) as begun, begun.atomic():
+        lost = _take_over(path, begun)
+    aside = exchange(path, fresh, "damaged")
+    database = open_for_writing(path, busy_timeout_s)
+    alarm = (
+        f"{path} was damaged ({damage}) and lies at {aside}: results are stored in a new file - bring earlier "
+        "ones back with `coserve restore`, and see to the disk"
+    )
+    log.error("results_file_damaged %s", alarm)
+    for key in lost:
+        log.error("accepted_image_lost key=%s: it cannot be read from the damaged file - send it again", key)
+    return database, alarm
+
+
+def _take_over(damaged: Path, database: Database) -> list[str]:
+    """Copy what is still to be judged and told; the keys of accepted requests whose image cannot be read."""
+    with closing(open_for_reading(damaged)) as source:
+        for table in OWED:
+            for row in chain(_readable(source, table, "ASC"), _readable(source, table, "DESC")):
+                names, marks = ", ".join(row.keys()), ", ".join("?" * len(row))
+                database.execute(f"INSERT OR IGNORE INTO {table} ({names}) VALUES ({marks})", tuple(row))
+    return [key for (key,) in database.execute(ORPHANS).fetchall()]
+
+
+def _readable(source: sqlite3.Connection, table: str, order: str) -> Iterator[sqlite3.Row]:
+    """The rows of a damaged file, from one end up to what is damaged."""
+    with suppress(sqlite3.DatabaseError):
+        yield from source.execute(f"SELECT * FROM {table} ORDER BY rowid {order}")
 
 
 class StateLock:

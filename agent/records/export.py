@@ -1,9 +1,12 @@
 """One file of results a day, for whoever reads files: `results-YYYY-MM-DD.csv`, or `.jsonl`.
 
-Guarantees: a file appears under its name whole, or not at all, and once its day (the box's local one) is over; each
-result is in exactly one file, also one that was stored after its day's file was written: that one is in the next.
-Days that passed while the agent was off are caught up, the oldest first, from the oldest result on; a day without
-results has its file too. A file may be written again, with the same results, when the process ends while it appears.
+Guarantees: a file appears under its name whole, or not at all; a file holds the results of one range of sequence
+numbers, and the ranges follow one another, so that each result is in exactly one file, whatever the clock showed. The
+day (the box's local one) is the file's label: its range ends before the first result of a later day. Days that passed
+while the agent was off are caught up, the oldest first; a day without results has its file too, up to a month of days.
+Nothing is written before the clock has run evenly for an hour. A label that a wrong clock has used up, or results that
+a restore has put aside, gets a number (`results-YYYY-MM-DD-2.csv`). When the process ends while a file appears, it is
+written again with the same results.
 
 The first line says what the file is, with the number of its schema: as long as that stays, columns may be added at the
 end, and none changes its meaning or goes.
@@ -15,15 +18,19 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import re
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import date, datetime, time, timedelta
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from agent.records.database import open_for_reading, utc_text
 from agent.records.result_reader import ResultReader
 from agent.records.rows import RESULT_COLUMNS, RowWriter, plain_result
-from agent.records.whole_file import make_folder, whole_text_file
+from agent.records.steadiness import Steadiness
+from experts.filesystem import make_folder, whole_text_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,19 +47,27 @@ log = logging.getLogger(__name__)
 SCHEMA = 1
 GRACE = timedelta(minutes=5)  # after midnight: what was judged before is stored by then, nearly always
 STEP_ROWS = 500
+LONGEST_GAP = timedelta(days=31)  # of days without results; beyond it no empty files are written
 INSERT = """
-    INSERT INTO exports (day, until, last_seq, rows, file) VALUES (:day, :until, :last_seq, :rows, :file)
-    ON CONFLICT (day) DO UPDATE SET until = :until, last_seq = :last_seq, rows = :rows, file = :file
+    INSERT OR REPLACE INTO exports (day, until, last_seq, rows, file) VALUES (:day, :until, :last_seq, :rows, :file)
 """
+UNEXPORTED_DAY = "SELECT finished_at FROM results WHERE seq > ? AND finished_at <= ? ORDER BY seq LIMIT 1"
+LATER_DAY = "SELECT min(seq) FROM results WHERE seq > ? AND finished_at >= ? AND finished_at <= ?"
+NUMBERED = re.compile(r"-(\d+)\.\w+")
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The last day that was written: results that finished before ``until``, up to the number ``last_seq``."""
+    """The last file: its label, the end of that day, and the last sequence number that is in a file."""
 
     day: date
     until: datetime
     last_seq: int
+
+    def until_s(self, now_s: float) -> float:
+        """Until when files that no result names count as exported; never, where the clock was ahead then."""
+        until_s = self.until.timestamp()
+        return until_s if until_s <= now_s else -math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +80,26 @@ class ExportStatistics:
 
 
 class DailyExport:
-    """Writes what is due, a little with each ``step``. One thread at a time."""
+    """Writes what is due, a little with each ``step``. One thread at a time. ``clock``: monotonic seconds."""
 
-    def __init__(self, section: ExportSection, line: str, store: ResultStore, wall: Callable[[], datetime]) -> None:
+    def __init__(
+        self,
+        section: ExportSection,
+        line: str,
+        store: ResultStore,
+        wall: Callable[[], datetime],
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
         self._section = section
         self._line = line
         self._store = store
         self._wall = wall
+        self._clock = clock
+        self._steadiness = Steadiness(wall().timestamp() - clock(), clock())
         self._last = last_exported(store.path)
         self._work: Iterator[None] | None = None
         self._files = 0
         self._rows = 0
-        self._is_ahead_told = False
 
     def step(self) -> None:
         """A part of a file, if one is due. Raises OSError for what the disk refuses; the next step begins anew."""
@@ -104,37 +127,73 @@ class DailyExport:
         return ExportStatistics(self._last.day if self._last else None, self._files, self._rows)
 
     def _due(self) -> date | None:
-        """The first day that is over and has no file."""
+        """The next label: a day that is over. None where there is nothing to write yet."""
         now = self._wall()
-        day = self._last.day + timedelta(days=1) if self._last else self._first_day()
-        if self._last is not None and self._last.until > now + timedelta(days=1) and not self._is_ahead_told:
-            self._is_ahead_told = True
-            log.error(
-                "export_ahead day=%s: the clock was ahead when it was written; results wait for the day after it",
-                self._last.day,
-            )
-        return day if day is not None and now >= beginning(day + timedelta(days=1)) + GRACE else None
+        if not self._steadiness.look(now.timestamp(), self._clock()):
+            return None
+        yesterday = (now - GRACE).astimezone().date() - timedelta(days=1)
+        last = self._last
+        if last is not None and last.day == yesterday:
+            return None
+        first = self._first_unexported_day(now)
+        if last is None:
+            day = first
+        elif last.day > yesterday:  # the clock was ahead: what came since then waits for the end of its day
+            day = yesterday if first is not None and first <= yesterday else None
+        else:
+            day = last.day + timedelta(days=1)
+            if yesterday - day > LONGEST_GAP:
+                day = max(day, min(first or yesterday, yesterday))
+        return day if day is not None and day <= yesterday else None
 
-    def _first_day(self) -> date | None:
+    def _first_unexported_day(self, now: datetime) -> date | None:
+        """The day of the first result that is in no file; those that a wrong clock dated ahead do not count."""
+        after = self._last.last_seq if self._last else 0
         with closing(open_for_reading(self._store.path)) as connection:
-            oldest = connection.execute("SELECT min(finished_at) FROM results").fetchone()[0]
-        return None if oldest is None else datetime.fromisoformat(oldest).astimezone().date()
+            found = connection.execute(UNEXPORTED_DAY, (after, utc_text(now))).fetchone()
+        return None if found is None else datetime.fromisoformat(found[0]).astimezone().date()
 
     def _write(self, day: date) -> Iterator[None]:
-        reading = _DayReader(self._store.path, day, self._last)
-        path = self._section.folder / f"results-{day}.{self._section.format}"
+        reader, at, last_seq = ResultReader(self._store.path), *self._range(day)
+        head = self._first_line(day, at)
+        path = self._place(day, head)
         rows = 0
         with ExitStack() as stack:
             make_folder(self._section.folder)
             stream = stack.enter_context(whole_text_file(path))
-            stream.write(self._first_line(day))
+            stream.write(head)
             writer = RowWriter(stream, self._section.format, RESULT_COLUMNS)
-            while found := reading.next_rows(STEP_ROWS):
+            while found := reader.select(
+                "SELECT * FROM results WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT ?", (at, last_seq, STEP_ROWS)
+            ):
                 for row in found:
                     writer.write(plain_result(_local(row)))
-                rows += len(found)
+                at, rows = found[-1].seq, rows + len(found)
                 yield
-        self._written(path, Exported(day, beginning(day + timedelta(days=1)), reading.last_seq), rows)
+        self._written(path, Exported(day, beginning(day + timedelta(days=1)), last_seq), rows)
+
+    def _range(self, day: date) -> tuple[int, int]:
+        """After which number the day's file begins, and with which it ends."""
+        after = self._last.last_seq if self._last else 0
+        end, now = beginning(day + timedelta(days=1)), self._wall()
+        with closing(open_for_reading(self._store.path)) as connection:
+            next_seq = connection.execute(LATER_DAY, (after, utc_text(end), utc_text(now))).fetchone()[0]
+            last_seq = connection.execute("SELECT max(seq) FROM results").fetchone()[0] or 0
+        return after, max(after, last_seq if next_seq is None else next_seq - 1)
+
+    def _place(self, day: date, head: str) -> Path:
+        """Under a name that no other results have: neither of this results file, nor of one that a restore replaced."""
+        with closing(open_for_reading(self._store.path)) as connection:
+            earlier = connection.execute("SELECT file FROM exports WHERE day = ?", (day.isoformat(),)).fetchone()
+        number = 1
+        if earlier is not None:
+            found = NUMBERED.fullmatch(earlier[0], len(f"results-{day}"))
+            number = int(found[1]) + 1 if found else 2
+        while True:
+            path = self._section.folder / f"results-{day}{f'-{number}' if number > 1 else ''}.{self._section.format}"
+            if not path.exists() or _begins_with(path, head):  # one that was killed before it was recorded
+                return path
+            number += 1
 
     def _written(self, path: Path, exported: Exported, rows: int) -> None:
         state = {
@@ -154,50 +213,22 @@ class DailyExport:
         self._rows += rows
         log.info("results_exported file=%s rows=%d", path, rows)
 
-    def _first_line(self, day: date) -> str:
+    def _first_line(self, day: date, after_seq: int) -> str:
+        """What the file is, and which results are in it: the identity of their file, and behind which number."""
+        with closing(open_for_reading(self._store.path)) as connection:
+            file = connection.execute("SELECT id FROM identity").fetchone()[0]
         if self._section.format == "csv":
-            return f"# coserve results: schema {SCHEMA}, line {self._line}, day {day}\n"
+            whose = f"line {self._line}, day {day}, file {file}, after {after_seq}"
+            return f"# coserve results: schema {SCHEMA}, {whose}\n"
         head = {"schema": SCHEMA, "kind": "results", "line": self._line, "day": str(day), "columns": RESULT_COLUMNS}
-        return json.dumps(head) + "\n"
+        return json.dumps(head | {"file": file, "after_seq": after_seq}) + "\n"
 
 
-class _DayReader:
-    """The results of one day that no earlier file has, in the order of their numbers, by short looks."""
-
-    def __init__(self, path: Path, day: date, before: Exported | None) -> None:
-        self._reader = ResultReader(path)
-        self._from = utc_text(beginning(day))
-        self._until = utc_text(beginning(day + timedelta(days=1)))
-        self._late_after = before.last_seq if before else 0  # stored after the file of their own day was written
-        self.last_seq, self._at, self._end = self._range(path)
-
-    def next_rows(self, limit: int) -> list[ResultRow]:
-        """The next ones; none when all are read."""
-        sql = (
-            "SELECT * FROM results WHERE seq > ? AND seq <= ? AND finished_at < ? AND (finished_at >= ? OR seq > ?)"
-            " ORDER BY seq LIMIT ?"
-        )
-        rows = self._reader.select(sql, (self._at, self._end, self._until, self._from, self._late_after, limit))
-        if rows:
-            self._at = rows[-1].seq
-        return rows
-
-    def _range(self, path: Path) -> tuple[int, int, int]:
-        """The last number of all; and before the first, and the last, of what this day's file can hold."""
-        within = (
-            "SELECT min(seq), max(seq) FROM results INDEXED BY results_finished_at"
-            " WHERE finished_at >= ? AND finished_at < ?"
-        )
-        late = "SELECT min(seq), max(seq) FROM results WHERE seq > ? AND finished_at < ?"
-        with closing(open_for_reading(path)) as connection:
-            last_seq = connection.execute("SELECT max(seq) FROM results").fetchone()[0] or 0
-            found = [
-                connection.execute(within, (self._from, self._until)).fetchone(),
-                connection.execute(late, (self._late_after, self._from)).fetchone(),
-            ]
-        lowest = min((low for low, _ in found if low is not None), default=1)
-        highest = max((high for _, high in found if high is not None), default=0)
-        return max(last_seq, self._late_after), lowest - 1, min(highest, last_seq)
+def _begins_with(path: Path, head: str) -> bool:
+    if not path.is_file():  # a pipe would keep us waiting
+        return False
+    with path.open("rb") as file:
+        return file.readline() == head.encode()
 
 
 def beginning(day: date) -> datetime:
@@ -208,7 +239,7 @@ def beginning(day: date) -> datetime:
 def last_exported(path: Path) -> Exported | None:
     """What was exported of these results so far."""
     with closing(open_for_reading(path)) as connection:
-        rows = connection.execute("SELECT day, until, last_seq FROM exports ORDER BY day DESC LIMIT 1").fetchall()
+        rows = connection.execute("SELECT day, until, last_seq FROM exports ORDER BY rowid DESC LIMIT 1").fetchall()
     if not rows:
         return None
     day, until, last_seq = rows[0]

@@ -16,10 +16,11 @@ import queue
 import sqlite3
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agent.records.database import BUSY_TIMEOUT_S, open_for_writing
+from agent.records.database import BUSY_TIMEOUT_S, begin_anew, damage_of, is_damage, open_for_writing
 from agent.records.write_ahead_log import WriteAheadLog, fold_in
 
 if TYPE_CHECKING:
@@ -46,12 +47,14 @@ class CommitStatistics:
     """A snapshot. ``alarm`` says why nothing can be committed at the moment; None while all is well.
 
     ``log_alarm``: what keeps the log of the file from being folded in, so that it grows; commits go on.
+    ``damage_alarm``: where a damaged file was put aside since the start.
     """
 
     pending: int
     failed_commits: int
     alarm: str | None
     log_alarm: str | None
+    damage_alarm: str | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +73,7 @@ class GroupCommitter:
     def __init__(self, path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
         self.path = path
         self._busy_timeout_s = busy_timeout_s
-        self._database = open_for_writing(path, busy_timeout_s)
+        self._database, self._damage_alarm = _opened(path, busy_timeout_s)
         self._file = _file_at(path)
         self._log = WriteAheadLog(path)
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -105,7 +108,9 @@ class GroupCommitter:
     def statistics(self) -> CommitStatistics:
         """A snapshot of the counters."""
         with self._lock:
-            return CommitStatistics(self._pending, self._failed_commits, self._alarm, self._log.alarm)
+            return CommitStatistics(
+                self._pending, self._failed_commits, self._alarm, self._log.alarm, self._damage_alarm
+            )
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Commit what is waiting, then stop. False if that took longer than ``timeout_s``: the rest is given up.
@@ -167,6 +172,8 @@ class GroupCommitter:
                 with self._database.atomic():
                     answers = [job.write(self._database) for job in group]
             except Exception as error:  # noqa: BLE001  # the boundary of the writer's thread: told as an alarm
+                if is_damage(error) and self._damage_alarm is None and self._leave_damaged(str(error)):
+                    continue
                 self._raise_alarm(error, len(group))
                 self._abandoned.wait(wait_s)
                 wait_s = min(2 * wait_s, LONGEST_RETRY_S)
@@ -193,6 +200,18 @@ class GroupCommitter:
             "with the file that is there, or a new one; earlier results are where it was moved to",
             self.path,
         )
+
+    def _leave_damaged(self, damage: str) -> bool:
+        """Once a run: a disk that damages the next file, too, needs a person."""
+        self._database.close()
+        try:
+            self._database, self._damage_alarm = begin_anew(self.path, damage, self._busy_timeout_s)
+        except (OSError, sqlite3.Error) as error:
+            log.error("results_file_not_put_aside file=%s reason=%s", self.path, error)
+            self._file = None  # opened again with the next try
+            return False
+        self._file = _file_at(self.path)
+        return True
 
     def _settle(self, group: list[_Job], answers: list[Any]) -> None:
         with self._lock:
@@ -222,6 +241,23 @@ class GroupCommitter:
             return
         if kept_bytes:
             raise BlockingIOError(errno.EBUSY, "moved while a program reads it, which has to end first", str(self.path))
+
+
+def _opened(path: Path, busy_timeout_s: float) -> tuple[Database, str | None]:
+    """The database, and where a damaged one was put aside."""
+    try:
+        database = open_for_writing(path, busy_timeout_s)
+    except sqlite3.DatabaseError as error:
+        if not is_damage(error):
+            raise
+        return begin_anew(path, str(error), busy_timeout_s)
+    damage = None
+    with suppress(sqlite3.Error):  # a file that cannot be read now is judged by its first commit
+        damage = damage_of(path)
+    if damage is None:
+        return database, None
+    database.close()
+    return begin_anew(path, damage, busy_timeout_s)
 
 
 def _file_at(path: Path) -> tuple[int, int] | None:

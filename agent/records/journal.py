@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 
     from sqlite_utils import Database
 
-COLUMNS = "key source component expert board board_type ref name box accepted_at"
+COLUMNS = "key source component expert board board_type ref name box accepted_at asked_sha256"
 INSERT = f"INSERT INTO accepted ({COLUMNS.replace(' ', ', ')}, image) VALUES (:{COLUMNS.replace(' ', ', :')}, :image)"
+PART_MARK = "#"  # between the key that was given for an image and the ref of a part of it
+OF_KEY = "key = :key OR (key > :key || '#' AND key < :key || '$')"  # $ is what follows #
+ASKED = f"SELECT asked_sha256 FROM results WHERE {OF_KEY} UNION SELECT asked_sha256 FROM accepted WHERE {OF_KEY}"
 
 
 class Acceptance(StrEnum):
@@ -34,6 +37,7 @@ class Acceptance(StrEnum):
     NEW = "new"
     UNDER_WAY = "under way"
     JUDGED = "judged"
+    REUSED = "reused"  # the key was given for something else: nothing was written
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class Entry:
     """One request. ``source``: the camera or API that it came by; ``name``: what people call its image.
 
     ``box``: the part of the image that it is about, (left, top, right, bottom) in pixels; None for all of it.
+    ``asked_sha256``: of all that defines what was asked under the caller's key; None where no caller gave one.
     """
 
     key: str
@@ -53,6 +58,7 @@ class Entry:
     board_type: str | None = None
     ref: str | None = None
     box: tuple[int, int, int, int] | None = None
+    asked_sha256: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,11 @@ class JournalReader:
             rows = connection.execute("SELECT content FROM accepted_images WHERE id = ?", (image,)).fetchall()
         return bytes(rows[0][0]) if rows else None
 
+    def asked(self, key: str) -> set[str | None]:
+        """What was asked under this key, or of a part of it, as far as it is known here; empty: nothing was."""
+        with closing(open_for_reading(self.path)) as connection:
+            return {asked for (asked,) in connection.execute(ASKED, {"key": key}).fetchall()}
+
 
 def values(entry: Entry) -> dict[str, object]:
     """A row's values. Raises ValueError for a time without zone."""
@@ -91,7 +102,9 @@ def values(entry: Entry) -> dict[str, object]:
 
 
 def accept(database: Database, rows: Sequence[Mapping[str, object]], content: bytes) -> list[Acceptance]:
-    """Write what is new of these; the image with the first of it."""
+    """Write what is new of these; the image with the first of it. All of them are REUSED or none is."""
+    if any(_is_reused(database, key, asked) for key, asked in {_given(row) for row in rows}):
+        return [Acceptance.REUSED] * len(rows)
     image: int | None = None
     answers = []
     for row in rows:
@@ -113,6 +126,15 @@ def end(database: Database, key: str) -> None:
             "DELETE FROM accepted_images WHERE id = ? AND NOT EXISTS (SELECT 1 FROM accepted WHERE image = ?)",
             (image, image),
         )
+
+
+def _given(row: Mapping[str, object]) -> tuple[str, object]:
+    """The key that a caller gave, and what for."""
+    return str(row["key"]).partition(PART_MARK)[0], row["asked_sha256"]
+
+
+def _is_reused(database: Database, key: str, asked: object) -> bool:
+    return asked is not None and any(known != asked for (known,) in database.execute(ASKED, {"key": key}).fetchall())
 
 
 def _known(database: Database, key: str) -> Acceptance:

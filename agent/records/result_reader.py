@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from agent.records.boards import BoardVerdict, Inspection, StoredResult
 from agent.records.database import IMAGE_SHA256, open_for_reading, utc_text
-from agent.records.results import BoardRow, KeptMap, Result, ResultRow
+from agent.records.results import BoardRow, KeptMap, Result, ResultRow, StoredPage
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -82,10 +82,23 @@ class ResultReader:
                 return
             last, left = rows[-1]["seq"], None if left is None else left - len(rows)
 
-    def after(self, seq: int, limit: int) -> list[ResultRow]:
-        """The first ``limit`` results with larger numbers, in their order."""
-        rows = self._rows("SELECT * FROM results WHERE seq > ? ORDER BY seq LIMIT ?", (seq, limit))
-        return [_result_row(row) for row in rows]
+    def after(self, seq: int, board: int, limit: int) -> StoredPage:
+        """The first ``limit`` results with larger numbers; where these are all, as many changes of boards' verdicts."""
+        with closing(open_for_reading(self.path)) as connection:
+            connection.execute("BEGIN")  # of one moment, and of one file
+            file = connection.execute("SELECT id FROM identity").fetchone()[0]
+            last = dict(connection.execute("SELECT name, seq FROM sqlite_sequence").fetchall())
+            rows = connection.execute(
+                "SELECT * FROM results WHERE seq > ? ORDER BY seq LIMIT ?", (seq, limit)
+            ).fetchall()
+            boards = connection.execute(
+                "SELECT number, boards.* FROM board_changes JOIN boards ON boards.seq = board WHERE number > ?"
+                " ORDER BY number LIMIT ?",
+                (board, limit if len(rows) < limit else 0),
+            ).fetchall()
+        results = tuple(_result_row(row) for row in rows)
+        changes = tuple((row["number"], _board_row(row)) for row in boards)
+        return StoredPage(file, last.get("results", 0), last.get("board_changes", 0), results, changes)
 
     def select(self, sql: str, values: Sequence[object]) -> list[ResultRow]:
         """Results by a query of the caller's, which selects whole rows."""

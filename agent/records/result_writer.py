@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 COLUMNS = (
     "key line board board_type component ref image verdict label score reason experts detail arrived_at finished_at "
-    "seconds config_sha256 kept_as"
+    "seconds config_sha256 kept_as asked_sha256"
 )
 INSERT_RESULT = f"""
     INSERT INTO results ({COLUMNS.replace(" ", ", ")}) VALUES (:{COLUMNS.replace(" ", ", :")}) RETURNING seq
@@ -136,7 +136,8 @@ class ResultStore(ResultReader):
     ) -> None:
         """Have these requests, all of one image, survive whatever ends the process, until each has its result.
 
-        ``on_committed`` is told of each, in order, whether it is new, is under way already, or was judged before.
+        ``on_committed`` is told of each, in order, whether it is new, is under way already, was judged before, or its
+        key stands for something else.
         """
         rows = [_checked(journal.values(entry)) for entry in entries]
         self._committer.put(
@@ -166,6 +167,7 @@ class ResultStore(ResultReader):
                 commits.failed_commits,
                 commits.alarm,
                 commits.log_alarm,
+                commits.damage_alarm,
             )
 
     def close(self, timeout_s: float = 10.0) -> bool:
@@ -242,6 +244,7 @@ def _result_values(result: Result) -> dict[str, object]:
         "seconds": result.seconds,
         "config_sha256": result.config_sha256,
         "kept_as": result.kept_as,
+        "asked_sha256": result.asked_sha256,
     }
 
 

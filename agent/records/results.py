@@ -28,7 +28,7 @@ class Result:
 
     ``kept_as``: the file of its image in the archive, below that one's folder; None where none is kept there.
     ``maps`` are stored beside it and are read alone, with ``ResultReader.maps``: other results that are read have
-    none.
+    none. ``asked_sha256``: what its caller's key was given for, as in its journal entry.
     """
 
     key: str
@@ -50,6 +50,7 @@ class Result:
     detail: Mapping[str, Any] = field(default_factory=dict)
     kept_as: str | None = None
     maps: tuple[KeptMap, ...] = ()
+    asked_sha256: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,21 @@ class BoardRow:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredPage:
+    """What is stored behind a place, of one moment. ``file``: the results file's identity, whose numbers these are.
+
+    ``last_seq``, ``last_board``: the last numbers that it gave to a result, and to a change of a board's verdict.
+    ``boards``: with these numbers; behind the last result alone.
+    """
+
+    file: str
+    last_seq: int
+    last_board: int
+    results: tuple[ResultRow, ...]
+    boards: tuple[tuple[int, BoardRow], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Recorded:
     """What became of a record: its row's number, and whether this call wrote it (False: the key was there already)."""
 
@@ -99,6 +115,7 @@ class StoreStatistics:
     """A snapshot. ``alarm`` says why nothing can be committed at the moment; None while all is well.
 
     ``log_alarm``: what keeps the log of the file from being folded in, so that it grows; commits go on.
+    ``damage_alarm``: where a damaged file was put aside since the start.
     """
 
     pending: int
@@ -107,3 +124,4 @@ class StoreStatistics:
     failed_commits: int
     alarm: str | None
     log_alarm: str | None = None
+    damage_alarm: str | None = None

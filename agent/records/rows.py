@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Format: TypeAlias = Literal["csv", "jsonl"]
 
-APART = frozenset({"maps"})  # pictures: in no row
+APART = frozenset({"maps", "asked_sha256"})  # pictures, and what only a caller who repeats is compared with
 RESULT_COLUMNS = ("seq", *(field.name for field in fields(Result) if field.name not in APART))
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from threading import Thread
@@ -138,6 +138,11 @@ class BatchExecutor:
         self._thread = Thread(target=self._run, name=f"executor-{spec.id}", daemon=True)
         self._statistics = ExecutorStatistics(spec.id, spec.processor, 0, 0, 0, 0, 0.0, 0.0)
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """Does it compute on the box's own cores?"""
+        return self._device == "cpu"
+
     def start(self) -> None:
         """Begin to take batches."""
         self._thread.start()
@@ -227,11 +232,7 @@ class BatchExecutor:
     def _run_quantum(self, work: _Quantum, started: float) -> Progressed:
         if self._texts is None:
             raise BackendUnavailable("texts", f"executor {self.spec.id} has no memory for keys and values")
-        with ExitStack() as in_use:
-            slots = {
-                name: in_use.enter_context(self._store.using(name))
-                for name in dict.fromkeys(copy.name for copy in work.copies)
-            }
+        with self._store.using_together({copy.name: None for copy in work.copies}) as slots:
             models = {name: model_of(slot.skeleton(self._device)) for name, slot in slots.items()}
             began = time.monotonic()
             progressed = self._texts.run(work.batch, work.copies, models)

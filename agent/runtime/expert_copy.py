@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from agent.core.performance import Footprint, PreparedForm, SharedPart
 from experts.backends import GRAPH_FAMILIES, family
-from experts.expert import Fit
+from experts.expert import Fit, Orientation
 from experts.packed.weights import slot_bytes
 
 if TYPE_CHECKING:
@@ -84,18 +84,24 @@ class ExpertCopy:
         return Footprint(self.own_bytes, shared)
 
 
-def prepared_form(expert: Expert) -> PreparedForm | None:
+def prepared_form(expert: Expert, *, is_reduced: bool = False) -> PreparedForm | None:
     """What an image becomes for an expert before it runs; None for one of texts.
 
-    Experts with one name for it are shown the same: what decides is how an image is fitted, to which size, and how it
-    is normalised, as detectors' images never are.
+    Experts with one name for it are shown the same: what decides is how an image is turned and fitted, to which size,
+    and how it is normalised, as detectors' images never are; and whether JPEGs are made smaller as they are decoded.
     """
     if expert.takes_texts:
         return None
-    pixels, made_by = expert.pixels, family(expert.architecture)
-    fit = {"onnx": pixels.fit, "detector": Fit.LETTERBOXED}.get(made_by, Fit.STRETCHED)
-    normalize = pixels.normalize if fit is Fit.STRETCHED else "unit"
-    name = f"{fit} {pixels.height}x{pixels.width} {normalize}"
+    pixels = expert.pixels
+    fit = Fit.LETTERBOXED if family(expert.architecture) == "detector" else pixels.fit
+    is_scaled_as_told = fit in {Fit.STRETCHED, Fit.CROPPED}
+    name = f"{fit} {pixels.height}x{pixels.width} {pixels.normalize if is_scaled_as_told else 'unit'}"
+    if is_scaled_as_told and (pixels.resize, pixels.interpolation) != (None, "bilinear"):
+        name += f" resize={pixels.resize} {pixels.interpolation}"
+    if pixels.orientation is Orientation.EXIF:
+        name += f" {pixels.orientation}"
+    if is_reduced:
+        name += " reduced"
     return PreparedForm(name, pixels.height * pixels.width * PREPARED_BYTES_PER_PIXEL)
 
 
@@ -122,7 +128,7 @@ def kind_name(expert: Expert, program_sha256: str | None) -> str:
         program = None if program_sha256 is None else _program(program_sha256)
         return " ".join(part for part in (expert.architecture, program, own) if part)
     size = f"{expert.pixels.height}x{expert.pixels.width}"
-    parts = [expert.architecture, size, expert.pixels.normalize]
+    parts = [expert.architecture, size, str(expert.pixels.normalize)]
     if expert.stem is not None:
         parts.append(f"stem={expert.stem}")
     if program_sha256 is not None and family(expert.architecture) in GRAPH_FAMILIES:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from experts.errors import ImageError, ImageUnreadable
-from experts.images import DEFAULT_MAX_PIXELS, Decoded, decode_image, read_image
+from experts.expert import Orientation
+from experts.images import DEFAULT_MAX_PIXELS, Decoded, decode_image
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +47,7 @@ class EncodedImage:
 
 
 class Frame:
-    """One image of which several requests want a part each. For any thread.
+    """One image of which several requests want a part each, in pixels as viewers show it. For any thread.
 
     ``size``: (height, width) that it must have, else none of its parts can be where they should; None for any.
     """
@@ -83,7 +84,7 @@ class Frame:
 
     def _decoded(self, room_for: RoomFor) -> NDArray[np.uint8]:
         image = self._image
-        pixels = read_image(image.content, image.name, image.max_pixels, room_for)
+        pixels = decode_image(image.content, image.name, image.max_pixels, room_for).turned(Orientation.EXIF)
         if self._size is not None and pixels.shape[:2] != self._size:
             (height, width), (wanted_height, wanted_width) = pixels.shape[:2], self._size
             raise ImageUnreadable(

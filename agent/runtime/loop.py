@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -35,6 +35,7 @@ from agent.runtime.machine.box import threads_per_executor, torch_device
 from agent.runtime.machine.heap import HeapKeeper
 from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.moe_loads import MoeLoads
+from agent.runtime.moe_usage import FOLDER as USAGE_FOLDER
 from agent.runtime.preparation import Preparation, nothing_told, threads_for
 from agent.runtime.shadows import Shadows
 from agent.runtime.slots import SkeletonShelf, SlotStore
@@ -46,7 +47,7 @@ from agent.runtime.transfer import PacedLink, Transfers
 from experts.errors import AgentCrashed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from agent.core.effects import Effect
@@ -256,6 +257,10 @@ class AgentLoop:
         """Have shadows shown what their experts have judged, and somebody told. As ``watch_batches``."""
         self._shadows.watch = watch
 
+    def watch_weights(self, mend: Callable[[str], None], distrust: Callable[[str], None]) -> None:
+        """Before ``start``: who is told, on any thread, of experts whose packed files are damaged, gone, or stale."""
+        self._workshop.transfers.mend, self._workshop.transfers.distrust = mend, distrust
+
     def submit(
         self, source: RequestSource, *, component: str | None = None, expert: str | None = None, about: object = None
     ) -> int:
@@ -286,8 +291,17 @@ class AgentLoop:
         copies = [copy for name in reached for copy in self._copies_of(name)]
         return self._texts.begin(source, self._workshop.text_engines.reached(copies))
 
+    def most_tokens(self, expert: str) -> int | None:
+        """How many tokens one text of an expert may hold, alone in the memory that it has; None: nobody can tell."""
+        return self._workshop.text_engines.most_tokens(self._copies_of(expert))
+
     def _copies_of(self, expert: str) -> list[ExpertCopy]:
         return [copy for copy in self._copies.values() if expert_name(copy) == expert]
+
+    @property
+    def text_executors(self) -> Collection[int]:
+        """The executors that have somewhere to keep keys and values."""
+        return self._workshop.text_engines.by_executor.keys()
 
     def scale_images(self, experts: Iterable[str]) -> None:
         """Before ``start``: JPEGs are made smaller for these, by the line's names, too, while they are decoded."""
@@ -465,12 +479,15 @@ class AgentLoop:
             self._texts.hurry()
 
     def _change_line(self, change: events.LineChanged, copies: Mapping[str, ExpertCopy]) -> None:
-        self._copies = dict(self._copies) | dict(copies)
-        self._experts |= {expert_name(copy): copy.expert for copy in copies.values()}
+        known = dict(self._copies) | dict(copies)
+        self._copies = {name: copy for name, copy in known.items() if expert_name(copy) in change.graph.experts}
+        self._experts = {expert_name(copy): copy.expert for copy in self._copies.values()}
         self._workshop.preparation.scaled -= {copy.expert.id for copy in copies.values()}  # others by the same names
         self._routes = change.graph
         self._shadows.change_line(change.graph.shadows)
-        self._workshop.transfers.know(copies)
+        self._workshop.transfers.know(self._copies)
+        specs = [each.spec for each in self._workshop.executors.values()]
+        bind_where_they_run(self._workshop.stores, self._workshop.text_engines, specs, change.matrix)
         self._open.predict_by(self._forecast.of(change.matrix))
         self._handle(change)
 
@@ -514,6 +531,7 @@ class AgentLoop:
             [self._experts[expert] for expert in effect.later],
             effect.later_bytes,
             effect.due_s,
+            gives_way=self._workshop.executors[effect.executor].is_on_cpu,
         )
 
     def _source_of(self, request: int) -> RequestSource:
@@ -671,7 +689,8 @@ def assemble(
     shelf = SkeletonShelf(segments)
     link = PacedLink(options.ssd_bytes_per_s)
     staging = HostMemory(pinned=box.name == "cuda")
-    stores = _stores(box, executors, limits, shelf, MoeLoads(segments, link, staging))
+    moe_loads = MoeLoads(segments, link, staging, kept=segments.directory / USAGE_FOLDER)
+    stores = _stores(box, executors, limits, shelf, moe_loads)
     workers = limits.loads_in_flight * (len(stores) if box.is_split else 1) + 1  # one load in the background
     threads = threads_per_executor(box, executors)
     cores = team_cores(executors, threads)
@@ -688,7 +707,9 @@ def assemble(
         watch=watch,
     )
     preparation = Preparation(threads_for(box), options.max_pixels, options.scaled, box.cores)
-    engines = engines or text_engines(executors, limits, segments, keeps_prefixes=options.keeps_prefixes)
+    engines = engines or text_engines(executors, limits, segments, matrix, keeps_prefixes=options.keeps_prefixes)
+    if matrix is not None:
+        bind_where_they_run(stores.values(), engines, executors, matrix)
     texts = Texts(engines.by_executor, engines.lengths)
     running = {
         spec.id: BatchExecutor(
@@ -699,6 +720,21 @@ def assemble(
     workshop = Workshop(tuple(stores.values()), shelf, transfers, preparation, copies, running, texts, engines, routes)
     forecast = Forecast(matrix, executors, options.ssd_bytes_per_s)
     return AgentLoop(engine, workshop, inbox, on_outcome, options, forecast, clock)
+
+
+def bind_where_they_run(
+    stores: Iterable[SlotStore], engines: TextEngines, executors: Iterable[ExecutorSpec], matrix: PerformanceMatrix
+) -> None:
+    """Copies are bound for the devices of those executors that have a row for them: a form may run on one alone."""
+    runs_on: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
+    for spec in executors:
+        for row in matrix.experts[spec.processor].values():
+            runs_on[row.copy].add((spec.pool, torch_device(spec.processor)))
+    engines.runs_on = dict(runs_on)
+    for store in stores:
+        store.bind_only(
+            {copy: {device for pool, device in places if pool == store.pool} for copy, places in runs_on.items()}
+        )
 
 
 def _stores(

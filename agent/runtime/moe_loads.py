@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
+from agent.runtime.moe_usage import read_usage, write_usage
 from experts.errors import BackendUnavailable, LoadError
 from experts.llm.names import EXPERTS, layer_of
 from experts.llm.tiers.cache import MoeCache
@@ -27,6 +28,7 @@ from experts.packed.weights import slot_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -62,7 +64,7 @@ class MoeLoads:
     """The loads of one agent. ``host``: memory that blocks pass through on their way to a device.
 
     ``usage``: how likely a token needs each moe_expert, by the copy's name; of others nothing is known beforehand. What
-    a copy learned is known again when it comes back.
+    a copy learned is ``kept`` in a folder, and known when it comes back, also after the next start; None: it is not.
     """
 
     def __init__(
@@ -71,12 +73,13 @@ class MoeLoads:
         link: PacedLink,
         host: HostMemory,
         usage: Mapping[str, Mapping[MoeExpert, float]] | None = None,
+        kept: Path | None = None,
     ) -> None:
         self._segments = segments
         self._link = link
         self._host = host
         self._usage = usage or {}
-        self._learned: dict[str, Mapping[MoeExpert, float]] = {}
+        self._kept = kept
         self._tiers: dict[str, _HostBlocks] = {}
         self._costs: dict[str, MoveCosts] = {}
         self._ending = Flag()
@@ -86,12 +89,14 @@ class MoeLoads:
         """What runs the moe_experts of a copy in its slot of this memory, with nothing in their places yet."""
         copy = slot.copy
         host = None if slot.region.buffer is not None else self._blocks_of(copy)
-        usage = self._learned.get(copy.name) or self._usage.get(copy.name, {})
+        learned = {} if self._kept is None else read_usage(self._kept, copy)
+        usage = learned or self._usage.get(copy.name, {})
         return OffloadedCopy(slot, memory, self, host, usage)
 
     def remember(self, copy: ExpertCopy, usage: Mapping[MoeExpert, float]) -> None:
         """What was learned of a copy that leaves."""
-        self._learned[copy.name] = usage
+        if usage and self._kept is not None:
+            write_usage(self._kept, copy, usage)
 
     def read(self, copy: ExpertCopy, moe_expert: MoeExpert, target: memoryview) -> None:
         """One block from the drive. Raises what reading raises, LoadError when the agent ends meanwhile."""

@@ -1,20 +1,22 @@
 """Preparation: images are decoded and prepared for their experts, ahead of their batches and on threads of their own.
 
-Ahead of their batches, crops are begun on cores that no executor computes on, photographs on all of them, at the lowest
-priority: see ``LARGE_BYTES``. What a batch still lacks its executor begins, too.
+Ahead of their batches, crops are begun on cores that no executor computes on, photographs on all of them: at the lowest
+priority for executors on the CPU, and at the usual one for those that drive a device, which would stand still for as
+long as the CPU's compute (see ``LARGE_BYTES``). What a batch still lacks its executor begins, too.
 
 Guarantees: what is due first is begun first, of either, and what a started batch waits for before all; an image is
 decoded once for all the steps that it was told of, unless it was forgotten meanwhile; of one that is forgotten nothing
 is held but what a batch has; images in decoding take DECODING_BYTES together at most. What the box has no memory for
 is not the image's fault: such a MemoryError is the future's, all else is a Prepared or Rejected.
 
-A JPEG is made smaller while it is decoded for the experts that were found to say the same of it then, as far as leaves
-MARGIN times the pixels that they see to either side: what makes them smaller still is smoothed as ever. How much
-smaller is a matter of the image and the expert alone, so that their answers are, too: steps that need it in two sizes
-decode it twice.
+A JPEG is made smaller while it is decoded for the experts that were found to say the same of it then, and for no others
+that want it as large: what an image becomes has its reduction in its name. That goes as far as leaves MARGIN times the
+pixels that they see to either side: what makes them smaller still is smoothed as ever. How much smaller is a matter of
+the image and the expert alone, so that their answers are, too: steps that need it in two sizes decode it twice.
 
 For later steps an image's pixels are held where they take no more than what it becomes for all of these, else that:
-a crop stays what it is, of a photograph of 12 megapixels two small tensors are left.
+a crop stays what it is, of a photograph of 12 megapixels two small tensors are left. What it was prepared as already
+counts among these where a later step has the same form, as the Engine counts it.
 """
 
 from __future__ import annotations
@@ -33,17 +35,19 @@ from agent.runtime.expert_copy import prepared_form
 from agent.runtime.image_sources import decoded, stored_bytes
 from agent.runtime.threads import give_way, use_threads
 from experts.backends import backend_for
+from experts.backends.base import Prepared
 from experts.errors import ImageError
+from experts.expert import Orientation
 from experts.images import DEFAULT_MAX_PIXELS
+from experts.orientation import SWAPPED, UPRIGHT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
     from contextlib import AbstractContextManager
 
     from agent.runtime.image_sources import ImageSource
     from agent.runtime.machine.box import Box
-    from experts.backends.base import Prepared
     from experts.expert import Expert
     from experts.images import Decoded
 
@@ -90,16 +94,24 @@ class ByteGate:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What an image is to be held for: the expert of its step, and those that may come after it."""
+class _Form:
+    """What an image becomes for an expert. ``name``: of all that its pixels depend on; those with one name share it.
 
+    ``least``: how many pixels are enough for it; None where all of them are to be had.
+    """
+
+    name: str
     expert: Expert
-    later: tuple[Expert, ...] = ()
-    later_bytes: int = 0
+    least: tuple[int, int] | None
 
-    @property
-    def later_forms(self) -> dict[str, Expert]:
-        return {form_name(expert): expert for expert in self.later}
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What an image is to be held as: for the expert of its step, and by name for those that may come after it."""
+
+    form: _Form
+    later: Mapping[str, _Form] = field(default_factory=dict)
+    later_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +128,7 @@ class _Image:
     request: int | None = None  # None: of nobody who is watched
     task: DueTask[Prepared | Rejected] | None = None
     is_taken: bool = False  # a batch waits for the task
+    is_idling: bool = False  # whoever works on it gives way to executors
     held: dict[str, Prepared] = field(default_factory=dict)
     pixels: Decoded | None = None
     at_work: Lock = field(default_factory=Lock)
@@ -124,12 +137,12 @@ class _Image:
     @property
     def form(self) -> str:
         """What it is prepared as for the step that it is at; nothing once it is forgotten."""
-        return "" if self.wanted is None else form_name(self.wanted.expert)
+        return "" if self.wanted is None else self.wanted.form.name
 
     def let_go(self) -> None:
         """Of what its steps do not need, or not any more."""
         with self.changing:
-            needed = set() if self.wanted is None else set(self.wanted.later_forms)
+            needed = set() if self.wanted is None else set(self.wanted.later)
             is_ready = self.wanted is None or (self.task is not None and self.task.future.done())
             if is_ready and not needed:
                 self.pixels = None
@@ -139,11 +152,21 @@ class _Image:
 
     @property
     def held_bytes(self) -> int:
-        """Of what it holds for later steps. Its source's own pixels are the source's."""
+        """Of what it holds for later steps, and is prepared as that one of these has, too. Its source's own pixels are
+        the source's."""
         with self.changing:
             pixels = 0 if self.pixels is None or self.pixels.pixels is self.source else self.pixels.pixels.nbytes
             tensors: dict[int, int] = {id(each): each.tensor.nbytes for each in self.held.values()}
+            own = self._own
+            if isinstance(own, Prepared) and self.wanted is not None and self.form in self.wanted.later:
+                tensors[id(own)] = own.tensor.nbytes
         return pixels + sum(tensors.values())
+
+    @property
+    def _own(self) -> Prepared | Rejected | None:
+        future = None if self.task is None else self.task.future
+        is_there = future is not None and future.done() and not future.cancelled() and future.exception() is None
+        return future.result() if future is not None and is_there else None
 
 
 def threads_for(box: Box) -> int:
@@ -190,7 +213,8 @@ class Preparation:
 
     def start(self, expert: Expert, image: ImageSource, name: str) -> Future[Prepared | Rejected]:
         """Prepare an image for an expert at once. ``name`` is what a rejection calls it."""
-        return self._begin(_Image(image, name, _Wanted(expert)), expert, AT_ONCE).future
+        form = self._form(expert)
+        return self._begin(_Image(image, name, _Wanted(form)), form, AT_ONCE).future
 
     def prepare(
         self,
@@ -201,28 +225,34 @@ class Preparation:
         later: Sequence[Expert] = (),
         later_bytes: int = 0,
         due_s: float = AT_ONCE,
+        *,
+        gives_way: bool = True,
     ) -> None:
-        """Have a request's image prepared for an expert; see ``agent.core.effects.Prepare``."""
+        """Have a request's image prepared for an expert; see ``agent.core.effects.Prepare``.
+
+        ``gives_way``: to executors that compute on the CPU, as the one that waits for it does itself.
+        """
         known = self._images.get(request)
-        wanted = _Wanted(expert, tuple(later), later_bytes)
+        form, forms = self._form(expert), [self._form(each) for each in later]
+        wanted = _Wanted(form, {each.name: each for each in forms}, later_bytes)
         if known is None:
             known = self._images[request] = _Image(image, name, wanted, request)
-        is_the_same = known.task is not None and known.form == form_name(expert)
+        is_the_same = known.task is not None and known.form == form.name
         known.wanted = wanted
         if not is_the_same:
-            ready = known.held.get(known.form)
-            known.task = self._begin(known, expert, due_s) if ready is None else DueTask.done(ready)
+            ready = known.held.get(form.name)
+            known.task = self._begin(known, form, due_s, gives_way=gives_way) if ready is None else DueTask.done(ready)
             known.is_taken = False
         known.let_go()
 
     def take(self, request: int, image: ImageSource, name: str, expert: Expert) -> DueTask[Prepared | Rejected]:
         """What a batch has from now on, and soon asks for; see ``hurry``."""
-        known = self._images.get(request)
-        if known is None or known.task is None:
-            return self._begin(_Image(image, name, _Wanted(expert)), expert, AT_ONCE)
+        known, form = self._images.get(request), self._form(expert)
+        if known is None or known.task is None or known.form != form.name:
+            return self._begin(_Image(image, name, _Wanted(form)), form, AT_ONCE)
         future = known.task.future
         if future.done() and (future.cancelled() or future.exception() is not None):
-            known.task = self._begin(known, expert, AT_ONCE)  # there may be memory for it now
+            known.task = self._begin(known, form, AT_ONCE)  # there may be memory for it now
         known.is_taken = True
         return known.task
 
@@ -276,92 +306,111 @@ class Preparation:
             has_ended &= threads.stop(left_s)
         return has_ended
 
-    def _begin(self, image: _Image, expert: Expert, due_s: float) -> DueTask[Prepared | Rejected]:
+    def _form(self, expert: Expert) -> _Form:
+        is_reduced = expert.id in self.scaled
+        form = prepared_form(expert, is_reduced=is_reduced)
+        return _Form(expert.id if form is None else form.name, expert, least_pixels(expert) if is_reduced else None)
+
+    def _begin(
+        self, image: _Image, form: _Form, due_s: float, *, gives_way: bool = True
+    ) -> DueTask[Prepared | Rejected]:
         size_bytes = stored_bytes(image.source)
         is_crop = size_bytes is not None and size_bytes < LARGE_BYTES
-        threads = self._awaited if due_s == AT_ONCE else self._ahead if is_crop else self._large
-        return threads.submit(lambda answer: self._work(image, expert, answer), due_s, is_short=is_crop)
+        is_awaited = due_s == AT_ONCE or not (is_crop or gives_way)
+        threads = self._awaited if is_awaited else self._ahead if is_crop else self._large
+        idles = threads is self._large
 
-    def _work(self, image: _Image, expert: Expert, answer: Callable[[Prepared | Rejected], None]) -> None:
+        def work(answer: Callable[[Prepared | Rejected], None]) -> None:
+            if image.is_idling and not gives_way:  # whoever works on it may not come on while executors compute
+                self._work(image, form, answer)
+                return
+            with image.at_work:
+                image.is_idling = idles
+                try:
+                    self._work(image, form, answer)
+                finally:
+                    image.is_idling = False
+
+        return threads.submit(work, due_s, is_short=is_crop)
+
+    def _work(self, image: _Image, form: _Form, answer: Callable[[Prepared | Rejected], None]) -> None:
         """On one of the threads: first what is waited for, then what later steps need."""
-        with image.at_work:
-            try:
-                with self._watching(image):
-                    prepared, pixels = self._prepared(image, expert)
-            except ImageError as error:
-                answer(Rejected(str(error)))
-            except MemoryError:
-                raise
-            except Exception as error:
-                logger.exception("preparation_broke expert=%s image=%s", expert.id, image.name)
-                told = f"{image.name}: cannot be prepared for {expert.id}: {type(error).__name__}: {error}"
-                answer(Rejected(told))
-            else:
-                answer(prepared)
-                self._hold(image, {form_name(expert): prepared}, pixels)
-            image.let_go()
+        try:
+            with self._watching(image):
+                prepared, pixels = self._prepared(image, form)
+        except ImageError as error:
+            answer(Rejected(str(error)))
+        except MemoryError:
+            raise
+        except Exception as error:
+            logger.exception("preparation_broke expert=%s image=%s", form.expert.id, image.name)
+            told = f"{image.name}: cannot be prepared for {form.expert.id}: {type(error).__name__}: {error}"
+            answer(Rejected(told))
+        else:
+            answer(prepared)
+            self._hold(image, form.name, prepared, pixels)
+        image.let_go()
 
     def _watching(self, image: _Image) -> AbstractContextManager[object]:
         """Whoever watches knows of a batch's requests already, and is not to be waited for again."""
         return nullcontext() if image.request is None or image.is_taken else self.watch(image.request)
 
-    def _prepared(self, image: _Image, expert: Expert) -> tuple[Prepared, Decoded | None]:
+    def _prepared(self, image: _Image, form: _Form) -> tuple[Prepared, Decoded | None]:
         """With the pixels, where it was made from them."""
         with image.changing:
-            prepared, pixels = image.held.get(form_name(expert)), image.pixels
+            prepared, pixels = image.held.get(form.name), image.pixels
         if prepared is not None:
             return prepared, pixels
-        least = self._least(expert)
-        if pixels is None or not pixels.serves(least):
-            pixels = decoded(image.source, image.name, self._max_pixels, self._gate.room_for, least)
-        return prepare(expert, pixels), pixels
+        if pixels is None or not pixels.serves(form.least):
+            pixels = decoded(image.source, image.name, self._max_pixels, self._gate.room_for, form.least)
+        return prepare(form.expert, pixels), pixels
 
-    def _least(self, expert: Expert) -> tuple[int, int] | None:
-        """How many pixels are enough; None where all of them are to be had."""
-        return least_pixels(expert) if expert.id in self.scaled else None
-
-    def _hold(self, image: _Image, ready: dict[str, Prepared], pixels: Decoded | None) -> None:
+    def _hold(self, image: _Image, name: str, ready: Prepared, pixels: Decoded | None) -> None:
         """What later steps need: the pixels, or what they become for these. Where that breaks, a later step tells."""
         wanted = image.wanted
         if wanted is None or not wanted.later:
             return
-        if pixels is not None and (pixels.pixels is image.source or pixels.pixels.nbytes <= wanted.later_bytes):
+        beside_bytes = wanted.later_bytes - (ready.tensor.nbytes if name in wanted.later else 0)
+        if pixels is not None and (pixels.pixels is image.source or pixels.pixels.nbytes <= beside_bytes):
             with image.changing:
-                image.pixels = pixels
+                image.pixels, image.held = pixels, {}
             return
         with nullcontext() if image.request is None else self.watch(image.request):  # its batch may be over meanwhile
-            for form, expert in wanted.later_forms.items():
-                prepared = ready.get(form)
-                if prepared is None and pixels is not None and form not in image.held:
-                    prepared = prepare(expert, pixels) if pixels.serves(self._least(expert)) else None
+            for each, form in wanted.later.items():
+                prepared = ready if each == name else None
+                if prepared is None and pixels is not None and each not in image.held:
+                    prepared = prepare(form.expert, pixels) if pixels.serves(form.least) else None
                 if prepared is not None:
                     with image.changing:
-                        image.held[form] = prepared
+                        image.held[each] = prepared
         with image.changing:
             image.pixels = None
 
 
 def least_pixels(expert: Expert) -> tuple[int, int]:
-    """Height and width that are enough for an expert, where it may have JPEGs smaller."""
-    return MARGIN * expert.pixels.height, MARGIN * expert.pixels.width
+    """Height and width that are enough for an expert, where it may have JPEGs smaller, before they are cut."""
+    pixels = expert.pixels
+    resize = pixels.resize or (pixels.height, pixels.width)
+    height, width = (resize, resize) if isinstance(resize, int) else resize
+    if pixels.orientation is Orientation.EXIF:  # either may be the other
+        height = width = max(height, width)
+    return MARGIN * height, MARGIN * width
 
 
 def prepare(expert: Expert, image: Decoded) -> Prepared:
     """An image as its expert wants it; scales lead back to the file's pixels, however it was decoded."""
-    prepared = backend_for(expert.architecture).prepare(expert, image.pixels)
+    pixels = image.turned(expert.pixels.orientation)
+    left_to_turn = UPRIGHT if expert.pixels.orientation is Orientation.EXIF else image.orientation
+    prepared = replace(backend_for(expert.architecture).prepare(expert, pixels), orientation=left_to_turn)
     if image.reduction == 1:
         return prepared
-    height, width = image.pixels.shape[:2]
+    height, width = pixels.shape[:2]
+    is_swapped = left_to_turn < SWAPPED <= image.orientation
+    full_height, full_width = (image.width, image.height) if is_swapped else (image.height, image.width)
     return replace(
         prepared,
-        image_height=image.height,
-        image_width=image.width,
-        scale_x=prepared.scale_x * width / image.width,
-        scale_y=prepared.scale_y * height / image.height,
+        image_height=full_height,
+        image_width=full_width,
+        scale_x=prepared.scale_x * width / full_width,
+        scale_y=prepared.scale_y * height / full_height,
     )
-
-
-def form_name(expert: Expert) -> str:
-    """What its images become: experts with the same name for it share them."""
-    form = prepared_form(expert)
-    return expert.id if form is None else form.name

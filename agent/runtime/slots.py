@@ -35,7 +35,7 @@ from experts.llm.tiers.offload import OffloadTotals
 from experts.packed.weights import tensor_views
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -213,7 +213,8 @@ class SkeletonShelf:
 
 
 class SlotStore:
-    """The slots of one memory. ``devices``: the torch devices that run from it; none for a mere cache.
+    """The slots of one memory. ``devices``: the torch devices that run from it; none for a mere cache. A copy is bound
+    for each of these, or for those that ``bind_only`` has told of it.
 
     ``moe_loads``: brings the moe_experts of copies that do not hold all of theirs; None where there is no such copy.
     """
@@ -227,6 +228,7 @@ class SlotStore:
         self._budget_bytes = budget_bytes
         self._devices = tuple(devices)
         self._shelf = shelf
+        self._runs_on: Mapping[str, Collection[str]] | None = None
         self._moe_loads = moe_loads
         self._moe_of_gone = OffloadTotals()
         self._slots: dict[str, Slot] = {}
@@ -255,6 +257,10 @@ class SlotStore:
         finally:
             self._changing.release()
 
+    def bind_only(self, runs_on: Mapping[str, Collection[str]]) -> None:
+        """From now on each copy is bound for these devices of this memory, by its name: what runs it there."""
+        self._runs_on = runs_on
+
     def reserve(self, copy: ExpertCopy) -> Slot:
         """A place for a copy, without memory yet. Raises IllegalMove for one that is here already."""
         with self._lock:
@@ -277,10 +283,13 @@ class SlotStore:
                 if part.housing is None:
                     part.housing = self._shared_housing(slot, part.segment)
             slot.housing = self._own_housing(slot)
-            if slot.copy.is_offloaded and self._devices:
+            devices = self._devices
+            if self._runs_on is not None:
+                devices = tuple(each for each in devices if each in self._runs_on.get(slot.copy.name, ()))
+            if slot.copy.is_offloaded and devices:
                 assert self._moe_loads is not None, "nobody would bring its moe_experts"
                 slot.moe = self._moe_loads.offload(slot, self.memory)
-            for device in self._devices:
+            for device in devices:
                 self._bind(slot, slot.housing, device)
 
     def commit(self, slot: Slot) -> None:
@@ -315,20 +324,36 @@ class SlotStore:
     @contextmanager
     def using(self, copy: str) -> Iterator[Slot]:
         """A copy to run or to copy from, not to be evicted meanwhile. Raises IllegalMove for one that is not ready."""
+        with self.using_together((copy,)) as slots:
+            yield slots[copy]
+
+    @contextmanager
+    def using_together(self, copies: Collection[str]) -> Iterator[dict[str, Slot]]:
+        """The same of several, each once. Nobody has one of them while it waits for another.
+
+        Who did would keep their shared part in use, which a load may still to move it: each would wait for the other.
+        """
         with self._calm:
-            self._calm.wait_for(lambda: not self._is_stilled(copy))
-            slot = self._slots.get(copy)
-            if slot is None or slot.state is not SlotState.READY:
-                raise IllegalMove(copy, "absent" if slot is None else slot.state, "use")
-            slot.uses += 1
+            self._calm.wait_for(lambda: not any(self._is_stilled(copy) for copy in copies))
+            slots = {copy: self._ready(copy) for copy in copies}
+            for slot in slots.values():
+                slot.uses += 1
         try:
-            yield slot
+            yield slots
         finally:
-            if slot.moe is not None:
-                slot.moe.settle()
+            for slot in slots.values():
+                if slot.moe is not None:
+                    slot.moe.settle()
             with self._calm:
-                slot.uses -= 1
+                for slot in slots.values():
+                    slot.uses -= 1
                 self._calm.notify_all()
+
+    def _ready(self, copy: str) -> Slot:
+        slot = self._slots.get(copy)
+        if slot is None or slot.state is not SlotState.READY:
+            raise IllegalMove(copy, "absent" if slot is None else slot.state, "use")
+        return slot
 
     def statistics(self) -> SlotStatistics:
         """A frozen snapshot."""

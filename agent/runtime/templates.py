@@ -19,7 +19,7 @@ from experts.errors import BackendUnavailable, ExpertError, WeightsMismatch
 from experts.expert import Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     from agent.runtime.expert_copy import ExpertCopy
     from experts.expert import InputSpec
@@ -34,8 +34,14 @@ OWN_PROGRAM_BYTES = 1024 * 1024  # of a program that one copy alone runs; graphs
 class Templates:
     """``held``: for as long as skeletons may be asked for. ``failed``: experts none of whose copies can be run; why."""
 
-    held: tuple[object, ...]
+    held: Mapping[Hashable, object]
     failed: Mapping[str, str]
+
+    def after(self, new: Templates, copies: Mapping[str, Iterable[ExpertCopy]]) -> Templates:
+        """Those of these copies, by processor, with ``new`` ones among them, whose failures count."""
+        forms = {_Form.of(copy, processor) for processor, listed in copies.items() for copy in listed}
+        held = {**self.held, **new.held}
+        return Templates({form: template for form, template in held.items() if form in forms}, new.failed)
 
 
 def make_templates(
@@ -59,19 +65,19 @@ def make_templates(
         for copy in listed
         if (form := _Form.of(copy, processor)) in shared or not _is_large(copy, segments)
     }
-    held: list[object] = []
+    held: dict[Hashable, object] = {}
     reasons: dict[_Form, str] = {}
     with ThreadPoolExecutor(1, "templates", use_threads, (threads,)) as thread:
         for number, (form, copy) in enumerate(wanted.items(), start=1):
             try:
-                held.append(thread.submit(_template, copy, segments, form.device).result())
+                held[form] = thread.submit(_template, copy, segments, form.device).result()
             except (WeightsMismatch, BackendUnavailable) as error:
                 reasons[form] = error.message if isinstance(error, ExpertError) else str(error)
                 logger.warning("template_failed copy=%s device=%s reason=%s", copy.name, form.device, reasons[form])
             except (ExpertError, OSError) as error:
                 logger.warning("template_left_to_load copy=%s device=%s reason=%s", copy.name, form.device, error)
             progress(number, len(wanted))
-    return Templates(tuple(held), _failed(copies, reasons))
+    return Templates(held, _failed(copies, reasons))
 
 
 @dataclass(frozen=True, slots=True)

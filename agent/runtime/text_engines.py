@@ -1,11 +1,13 @@
-"""The engines that run texts: one for each executor, over one arena of keys and values for each memory.
+"""The engines that run texts: one for each executor, over one arena of keys and values for each memory and device.
 
-Guarantees: an arena is as large as its memory's share for leases, whatever runs there; how it rounds what a text holds
+Guarantees: an arena is as large as its memory's share for leases, whatever runs there; a memory that several devices
+run texts from has set so much apart for each (``agent.deployment.memory_needs``); how it rounds what a text holds
 is what leases are counted by, so who has its lease finds room.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,10 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from agent.runtime.machine.box import torch_device
-from agent.runtime.texts import Reached
+from agent.runtime.texts import Reached, expert_name
 from experts.backends import LLM, family
 from experts.errors import CoServeError
-from experts.llm.names import EMBEDDING
+from experts.llm.names import FINAL_NORM
 from experts.llm.program import spec_of
 from experts.llm.serving.blocks import BlockArena
 from experts.llm.serving.engine import LlmEngine
@@ -26,9 +28,9 @@ from experts.llm.serving.kv import KvLayout
 from experts.llm.serving.output_lengths import OutputLengths
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from agent.core.performance import ExecutorSpec, Limits
+    from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.texts import TextEngine
     from experts.llm.serving.kv import KvArena
@@ -37,12 +39,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TextEngines:
-    """The engines ``by_executor``, and what they have in common."""
+    """The engines ``by_executor``, and what they have in common.
+
+    ``runs_on``: the memories and devices that run each copy, by its name; None: all run it.
+    """
 
     by_executor: Mapping[int, TextEngine]
     lengths: OutputLengths = field(default_factory=OutputLengths)
-    arenas: Mapping[str, KvArena] = field(default_factory=dict)  # by memory
+    arenas: Mapping[tuple[str, str], KvArena] = field(default_factory=dict)  # by memory and torch device
     layout_of: Callable[[ExpertCopy], KvLayout] | None = None
+    runs_on: Mapping[str, Collection[tuple[str, str]]] | None = None
     _layouts: dict[str, KvLayout] = field(default_factory=dict)
 
     def reached(self, copies: Iterable[ExpertCopy]) -> list[Reached]:
@@ -51,18 +57,33 @@ class TextEngines:
         for copy in copies:
             if family(copy.expert.architecture) == LLM:
                 by_expert.setdefault(copy.expert.id, []).append(copy)
-        return [Reached(expert, partial(self._rounded, each)) for expert, each in by_expert.items()]
+        named = ((expert, expert_name(each[0]), each) for expert, each in by_expert.items())
+        return [Reached(expert, partial(self._rounded, each), name) for expert, name, each in named]
+
+    def most_tokens(self, copies: Iterable[ExpertCopy]) -> int | None:
+        """How many tokens one text of an expert may hold, alone in the largest memory; None where nobody can tell."""
+        copies = list(copies)
+        room = max((arena.budget_bytes // layout.token_bytes for arena, layout in self._places(copies)), default=None)
+        if room is None:
+            return None
+        return bisect_right(range(1, room + 1), room, key=lambda tokens: self._rounded(copies, tokens))
 
     def set_budget(self, pool: str, budget_bytes: int) -> None:
         """Keys and values of this memory keep to so much from now on."""
-        if pool in self.arenas:
-            self.arenas[pool].set_budget(budget_bytes)
+        for (name, _), arena in self.arenas.items():
+            if name == pool:
+                arena.set_budget(budget_bytes)
 
     def _rounded(self, copies: Sequence[ExpertCopy], tokens: int) -> int:
-        layouts = [layout for copy in copies if (layout := self._layout(copy)) is not None]
-        return max(
-            (arena.tokens_for(layout, tokens) for arena in self.arenas.values() for layout in layouts), default=tokens
-        )
+        return max((arena.tokens_for(layout, tokens) for arena, layout in self._places(copies)), default=tokens)
+
+    def _places(self, copies: Iterable[ExpertCopy]) -> Iterator[tuple[KvArena, KvLayout]]:
+        """Each arena that one of these copies runs over, with how it keeps a token there."""
+        for copy in copies:
+            layout = self._layout(copy)
+            for place, arena in self.arenas.items():
+                if layout is not None and (self.runs_on is None or place in self.runs_on.get(copy.name, ())):
+                    yield arena, layout
 
     def _layout(self, copy: ExpertCopy) -> KvLayout | None:
         """None for one whose program cannot be read: whoever loads it says so."""
@@ -73,17 +94,29 @@ class TextEngines:
 
 
 def text_engines(
-    executors: Sequence[ExecutorSpec], limits: Limits, segments: SegmentStore, *, keeps_prefixes: bool = True
+    executors: Sequence[ExecutorSpec],
+    limits: Limits,
+    segments: SegmentStore,
+    matrix: PerformanceMatrix | None = None,
+    *,
+    keeps_prefixes: bool = True,
 ) -> TextEngines:
-    """One for each executor whose memory has a share for leases."""
+    """One for each executor whose memory has a share for leases.
+
+    ``matrix``: only a device that has a row for texts takes that share of its memory; None: each does.
+    """
     shares = {pool.name: pool.lease_bytes for pool in limits.pools if pool.lease_bytes}
+    places = {
+        spec.id: (spec.pool, torch_device(spec.processor))
+        for spec in executors
+        if spec.pool in shares and (matrix is None or matrix.runs_texts(spec))
+    }
     arenas = {
-        spec.pool: arena_for(torch_device(spec.processor), shares[spec.pool], keeps_prefixes=keeps_prefixes)
-        for spec in reversed(executors)
-        if spec.pool in shares
+        (pool, device): arena_for(device, shares[pool], keeps_prefixes=keeps_prefixes)
+        for pool, device in dict.fromkeys(places.values())
     }
     lengths = OutputLengths()
-    engines = {spec.id: LlmEngine(arenas[spec.pool], lengths=lengths) for spec in executors if spec.pool in arenas}
+    engines = {executor: LlmEngine(arenas[place], lengths=lengths) for executor, place in places.items()}
     return TextEngines(engines, lengths, arenas, partial(layout_of, segments=segments))
 
 
@@ -98,5 +131,5 @@ def layout_of(copy: ExpertCopy, segments: SegmentStore) -> KvLayout:
     """What a token of a packed language model takes. Raises what reading its program raises."""
     spec = spec_of(segments.program(copy.packed), copy.expert.id)
     tables = (tensor for segment in copy.packed.segments for tensor in segment.tensors)
-    dtype = next(tensor.dtype for tensor in tables if tensor.name == EMBEDDING)
+    dtype = next(tensor.dtype for tensor in tables if tensor.name == FINAL_NORM)
     return KvLayout.of(spec, getattr(torch, dtype))

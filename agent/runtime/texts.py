@@ -19,13 +19,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from agent.core.events import Progressed
-from agent.core.request import Rejected, Work
+from agent.core.request import IMAGE, Rejected, Work
 from experts.errors import CoServeError
 from experts.llm.serving.engine import Turn
 from experts.llm.serving.generation import Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from agent.core.request import Batch
     from agent.runtime.expert_copy import ExpertCopy
@@ -92,7 +92,7 @@ class AskedText:
 
     def come_to(self, expert: str, text: TextRequest, executor: int) -> None:
         """It begins with an expert."""
-        self.expert, self.lease = expert, self.work.leased
+        self.expert, self.lease = expert, self.work.at(expert).leased
         self.give(text, executor)
 
     def needs(self, tokens: int, expert: str) -> None:
@@ -116,10 +116,14 @@ class AskedText:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """An expert that a request may come to: its name in the line file, and how an arena rounds what it holds."""
+    """An expert that a request may come to: its name in the line file, and how an arena rounds what it holds.
+
+    ``name``: the Engine's for it, where that is another.
+    """
 
     expert: str
     tokens_for: Callable[[int], int] = field(default=lambda tokens: tokens)
+    name: str | None = None
 
 
 class Texts:
@@ -138,7 +142,7 @@ class Texts:
         Raises whatever its source raises for the first; what it raises for others is told when they are reached.
         """
         texts: dict[str, TextRequest] = {}
-        works: list[Work] = []
+        works: list[tuple[str, Work]] = []
         for place, each in enumerate(reached):
             try:
                 texts[each.expert] = source.text_for(each.expert)
@@ -146,9 +150,11 @@ class Texts:
                 if not place:
                     raise
                 continue
-            works.append(self._work(each, texts[each.expert]))
+            works.append((each.name or each.expert, self._work(each, texts[each.expert])))
+        first = works[0][1] if works else IMAGE
+        work = replace(first, steps=tuple(works)) if len(works) > 1 else first
         rounding = {each.expert: each.tokens_for for each in reached}
-        return AskedText(source, texts, _together(works), rounding=rounding)
+        return AskedText(source, texts, work, rounding=rounding)
 
     def take(self, request: int, asked: AskedText) -> None:
         """It has its number."""
@@ -240,7 +246,8 @@ class Texts:
         assert asked.writer is not None
         if left.held >= asked.lease:
             asked.needs(asked.read + len(asked.writer.tokens) + left.output, expert)
-        most = max(asked.work.most, asked.rounded(left.most, expert))  # it may have come to one that nobody foresaw
+        foreseen = asked.work if asked.expert is None else asked.work.at(asked.expert)
+        most = max(foreseen.most, asked.rounded(left.most, expert))  # it may have come to one that nobody foresaw
         return Work(left.prompt, left.output, most, asked.lease, left.held)
 
     def _work(self, reached: Reached, text: TextRequest) -> Work:
@@ -250,17 +257,6 @@ class Texts:
             return Work(prompt + sum(len(tokens) for tokens in generation.choices.values()), 0, most, most)
         output = self._lengths.left(reached.expert, 0, generation.most_new_tokens)
         return Work(prompt, output, most, reached.tokens_for(prompt + output))
-
-
-def _together(works: Iterable[Work]) -> Work:
-    """The most of each: which experts a request will come to is not known yet."""
-    listed = tuple(works)
-    return Work(
-        max((each.prompt for each in listed), default=0),
-        max((each.output for each in listed), default=0),
-        max((each.most for each in listed), default=0),
-        max((each.leased for each in listed), default=0),
-    )
 
 
 def _reason(request: int, copy: ExpertCopy, error: Exception) -> str:
@@ -276,5 +272,5 @@ def expert_name(copy: ExpertCopy) -> str:
 
 
 def weights_name(copy: ExpertCopy) -> str:
-    """Equal for copies of the very same weights only."""
-    return " ".join(segment.sha256 for segment in copy.packed.segments)
+    """Equal for copies of the very same weights only, which are computed with alike: by the same program."""
+    return " ".join((copy.packed.program_sha256 or "", *(segment.sha256 for segment in copy.packed.segments)))

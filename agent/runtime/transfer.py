@@ -3,7 +3,9 @@
 Guarantees: every load that was started is answered exactly once, with Loaded when its bytes are in place and its
 skeleton is bound, or with LoadFailed when its room is free again; a part that several loads in flight share is moved
 by one of them while the others wait, and by the next one when that one fails. A device that is lost is no failure of
-the load: it is answered with a Breakdown. A packed file found corrupt is dropped, and the next packing makes it anew.
+the load: it is answered with a Breakdown. A packed file found corrupt is dropped, and the next packing makes it anew;
+one that is not there, or cannot be read, is a failure that passes. ``mend`` is told of experts that lack a file.
+Where ``distrust`` is there, an expert's source is hashed once, after its first load, on a thread that gives way.
 Assumes: the Engine bounds the loads in flight, and evicts only what is resident and unused.
 
 From the SSD, bytes go straight into a region that is host memory; into any other region they go piece by piece
@@ -15,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Event as Flag
@@ -26,9 +28,10 @@ from agent.core.events import Loaded, LoadFailed
 from agent.core.performance import SSD
 from agent.runtime.device_loss import Breakdown, DeviceWatch
 from agent.runtime.executor import is_out_of_memory
-from agent.runtime.threads import end_team, use_threads
+from agent.runtime.threads import end_team, give_way, use_threads
 from experts import errors
 from experts.daemon_threads import DaemonThreads
+from experts.packed.source_check import drop_if_stale
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORKERS = 4  # two loads from the SSD and two from the host's copies: Limits.loads_in_flight counts per source
+CHECK_WAITS_S = 1.0  # for loads, before each piece of a source that is hashed: arbitrary
 STAGING_BYTES = 32 * 1024 * 1024  # four reads of a direct reader; held once for each load that is being staged
 
 
@@ -124,8 +128,12 @@ class Transfers:
         watch: DeviceWatch | None = None,
     ) -> None:
         self._stores = dict(stores)
+        self.mend: Callable[[str], None] | None = None  # has an expert packed anew beside what runs, and returns soon
+        self.distrust: Callable[[str], None] | None = None  # told of experts whose source is not what was packed
+        self._checks = DaemonThreads(1, "check-sources", give_way)
+        self._checked: set[str] = set()
         self._segments = segments
-        self._copies = dict(copies)  # grows while it works: see ``know``
+        self._copies = dict(copies)  # others while it works: see ``know``
         self._staging = _StagingBuffers(staging)
         self._post = post
         self._watch = watch or DeviceWatch()
@@ -139,8 +147,9 @@ class Transfers:
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def know(self, copies: Mapping[str, ExpertCopy]) -> None:
-        """These may be loaded, too, from now on."""
-        self._copies = self._copies | dict(copies)
+        """These may be loaded from now on, and none else."""
+        self._copies = dict(copies)
+        self._checked &= {name.rpartition("@")[0] for name in copies}
 
     def start_load(self, effect: StartLoad) -> None:
         """Begin a load; never raises, the answer comes through ``post``."""
@@ -181,6 +190,7 @@ class Transfers:
     def stop(self, timeout_s: float | None = None) -> bool:
         """End the loads in flight, each with its answer; then the threads. False if that took longer."""
         self._stopping.set()
+        self._checks.stop(0.0)
         has_ended = self._threads.stop(timeout_s)
         if has_ended:
             self._staging.close()
@@ -198,8 +208,34 @@ class Transfers:
             store.commit(slot)
             self._finished(effect, time.monotonic() - started)
             self._answer(Loaded(effect.load))
+            self._begin_check(effect)
         finally:
             end_team()
+
+    def _begin_check(self, effect: StartLoad) -> None:
+        """Have the source of what was loaded looked at, if nobody has."""
+        with self._lock, suppress(RuntimeError, KeyError):  # it is stopping, or the expert has left the line
+            if self.distrust is not None and effect.expert not in self._checked:
+                self._checked.add(effect.expert)
+                self._checks.submit(self._check_source, effect.expert, self._copies[effect.copy])
+
+    def _check_source(self, expert: str, copy: ExpertCopy) -> None:
+        try:
+            is_stale = drop_if_stale(self._segments, copy.expert, copy.packed, self._let_loads_pass)
+        except (errors.CoServeError, OSError) as error:
+            logger.info("source_not_checked expert=%s reason=%s: after its next load", expert, error)
+            self._checked.discard(expert)
+            return
+        if is_stale and self.distrust is not None:
+            self.distrust(expert)
+
+    def _let_loads_pass(self) -> None:
+        """They have the drive, but for a piece now and then where there is always one."""
+        deadline_s = time.monotonic() + CHECK_WAITS_S
+        while self._counts["in_flight"] and time.monotonic() < deadline_s and not self._stopping.is_set():
+            self._stopping.wait(CHECK_WAITS_S / 20)
+        if self._stopping.is_set():
+            raise errors.CoServeError("the agent is stopping")
 
     def _unloaded(self, effect: StartLoad, error: Exception) -> LoadFailed | Breakdown:
         """What an error makes of a load: the boundary of these threads."""
@@ -208,12 +244,15 @@ class Transfers:
             return Breakdown(lost)
         if isinstance(error, errors.WeightsCorrupt):
             error = self._looked_into(error, self._copies[effect.copy])
-        if isinstance(error, errors.WeightsError):
+        if isinstance(error, errors.WeightsMissing) and self.mend is not None and self._segments.is_there:
+            self.mend(effect.expert)
+        if isinstance(error, errors.WeightsError) and not isinstance(error, errors.WeightsMissing):
             return self._failed(effect, error.message, permanent=True)
         if is_out_of_memory(error):
             return self._failed(effect, str(error) or type(error).__name__, permanent=False, out_of_memory=True)
         if isinstance(error, (errors.CoServeError, OSError)):
-            return self._failed(effect, str(error) or type(error).__name__, permanent=False)
+            is_away = isinstance(error, OSError) or isinstance(error.__cause__, OSError)
+            return self._failed(effect, str(error) or type(error).__name__, permanent=False, is_away=is_away)
         logger.error("load_broke expert=%s copy=%s pool=%s", effect.expert, effect.copy, effect.pool, exc_info=error)
         self._count("unexpected_errors", 1)
         return self._failed(effect, f"{type(error).__name__}: {error}", permanent=False)
@@ -262,7 +301,11 @@ class Transfers:
         """What is to be said, and done, about weights that were found corrupt."""
         try:
             gone = self._segments.discard_corrupt(copy.packed)
-        except (errors.LoadError, OSError) as refusal:
+        except (errors.LoadError, FileNotFoundError) as refusal:  # its drive has gone, and nothing is known
+            away = errors.LoadError(error.expert, f"{error.message}; it cannot be looked at again: {refusal}")
+            away.__cause__ = refusal.__cause__ or refusal
+            return away
+        except OSError as refusal:
             logger.warning("corrupt_file_kept expert=%s reason=%s: %s", error.expert, refusal, error.message)
             return error
         if gone is None:
@@ -274,24 +317,32 @@ class Transfers:
             return errors.LoadError(error.expert, f"{error.message}; looked at again it is sound: trying again")
         for file in gone:
             logger.error(
-                "corrupt_file_dropped expert=%s file=%s: the next start packs it anew from %s",
-                error.expert, file, copy.expert.weights,
+                "corrupt_file_dropped expert=%s file=%s: %s packs it anew from %s",
+                error.expert, file, "the next start" if self.mend is None else "the agent", copy.expert.weights,
             )  # fmt: skip
         files = ", ".join(map(str, gone))
+        if self.mend is not None:
+            missing = errors.WeightsMissing(
+                error.expert, f"{files} was not what was packed: it is packed anew from {copy.expert.weights}"
+            )
+            missing.__cause__ = FileNotFoundError(files)
+            return missing
         return errors.WeightsCorrupt(
             error.expert,
             f"{files} was not what was packed and has been removed: start again, and it is packed anew from "
             f"{copy.expert.weights}",
         )
 
-    def _failed(self, effect: StartLoad, reason: str, *, permanent: bool, out_of_memory: bool = False) -> LoadFailed:
+    def _failed(
+        self, effect: StartLoad, reason: str, *, permanent: bool, out_of_memory: bool = False, is_away: bool = False
+    ) -> LoadFailed:
         self._count("failed", 1)
         level = logging.INFO if self._stopping.is_set() else logging.WARNING  # then nobody waits for it any more
         logger.log(
             level, "load_failed expert=%s pool=%s source=%s permanent=%s reason=%s",
             effect.expert, effect.pool, effect.source, permanent, reason,
         )  # fmt: skip
-        return LoadFailed(effect.load, reason, permanent, out_of_memory)
+        return LoadFailed(effect.load, reason, permanent, out_of_memory, is_away)
 
     def _finished(self, effect: StartLoad, seconds: float) -> None:
         path = f"{effect.source}_{effect.pool}"

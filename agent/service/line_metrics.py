@@ -232,7 +232,7 @@ class LineMetrics:
         }
         yield Metric(GAUGE, "camera_state", "1 for the state that a camera is in.", states, ("camera", "state"))
         ages = {name: one.frame_age_s for name, one in seen.items() if one.frame_age_s is not None}
-        yield Metric(GAUGE, "camera_frame_age_seconds", "Since a frame came from it.", _by_name(ages), ("camera",))
+        yield Metric(GAUGE, "camera_frame_age_seconds", "Since its last frame came.", _by_name(ages), ("camera",))
 
 
 def _told(table: Table[Known], one: Known) -> list[Metric]:

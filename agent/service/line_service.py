@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from agent.api.calls.desk import ReloadView
 from agent.config import read_line
-from agent.deployment.line_change import keys_for_restart, plan_change, taken_over
+from agent.deployment.build import pack
+from agent.deployment.line_change import keys_for_restart, line_name, plan_change, taken_over
 from agent.intake.room import has_room
 from agent.runtime.machine.detection import has_nvidia_gpu
+from agent.runtime.texts import expert_name
 from agent.service.doors.admission import Admission
 from agent.service.doors.camera_door import CameraDoor
 from agent.service.doors.folder_door import FolderDoor
@@ -35,7 +37,9 @@ from agent.service.judging.shadowing import ShadowRecorder
 from agent.service.judging.verdicts import Verdicts
 from agent.service.line_metrics import Instruments, LineMetrics
 from agent.service.upkeep import Upkeep
-from experts.errors import AddressUnusable, ConfigError, OrderRefused, Refusing
+from experts.daemon_threads import DaemonThreads
+from experts.errors import ConfigError, OrderRefused, Refusing, WeightsError, WeightsMissing
+from experts.expert import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -132,7 +136,13 @@ class LineService:
         )  # fmt: skip
         self._openai = _openai_of(config, self.desk)
         self.web = _web_of(config, LineMetrics(instruments), self._openai)
+        self._closed_doors = ["web"] * (self.web is not None) + ["api"] * (self.api is not None)
+        self._doorkeeper = Housekeeper({"addresses": self._open_doors}, "doorkeeper")
         self._reloading = threading.Lock()
+        self._damaged: set[str] = set()  # experts, as the Engine calls them, that are to be packed anew
+        self._menders = DaemonThreads(1, "mend")
+        self._stale: dict[str, str] = {}  # experts, as the Engine calls them, whose source has other bytes; the alarm
+        self.agent.loop.watch_weights(self._mend, self._distrust)
         self._housekeeper = Housekeeper(
             {
                 "boards": self._boards.expire,
@@ -184,13 +194,16 @@ class LineService:
     def start(self) -> None:
         """Take up boards that were open, start the agent, then open the doors.
 
-        Raises AddressUnusable where somebody else answers at an address of the line's; then nothing is left running.
+        An address that is not there yet, or taken by somebody else, is tried again until it can be had; that is an
+        alarm.
         """
         self._boards.take_up()
         self._inspector.start()
         self._upkeep.start()
         self._journal.take_up()
-        self._start_edges()
+        self._doorkeeper.step()
+        if self._closed_doors:
+            self._doorkeeper.start()
         self._folders = [
             FolderDoor(
                 self._config,
@@ -250,16 +263,16 @@ class LineService:
             "threads_left_behind": self.agent.loop.leaves_threads or self._reloading.locked(),
         }
 
-    def _start_edges(self) -> None:
-        try:
-            if self.web is not None:
+    def _open_doors(self) -> None:
+        """Serve at the addresses that are not served yet. Raises AddressUnusable; a later call may do better."""
+        for door in tuple(self._closed_doors):
+            if door == "web" and self.web is not None:
                 self.web.start()
-            if self.api is not None:
-                self.api.start()
-        except AddressUnusable:
-            self.api = None
-            self.stop()
-            raise
+            elif door == "api":
+                self.api = _api_of(self._config, self.desk)  # one that could not start is of no use any more
+                if self.api is not None:
+                    self.api.start()
+            self._closed_doors.remove(door)
 
     def _stop_cameras(self) -> None:
         """What they took already is durable, or becomes so; one that hangs is killed."""
@@ -268,7 +281,9 @@ class LineService:
     def _stop_api(self) -> None:
         """Callers are told not to come any more; whoever waits has its answer while there is time."""
         deadline_s = time.monotonic() + API_STOP_S
-        if self.api is not None and not self.api.stop(API_STOP_S):
+        self._doorkeeper.stop(API_STOP_S)
+        is_open = self.api is not None and "api" not in self._closed_doors
+        if self.api is not None and is_open and not self.api.stop(API_STOP_S):
             log.warning("api_not_drained orders=%d they are judged all the same", self.api.orders_under_way)
         self._texts.stop(max(deadline_s - time.monotonic(), 0.0))
 
@@ -310,10 +325,10 @@ class LineService:
         folders = [folder.view() for folder in self._folders]
         return folders + [camera.view() for camera in self._cameras.values()]
 
-    def _trigger(self, camera: str, board: str | None, board_type: str | None) -> str:
+    def _trigger(self, camera: str, board: str | None, board_type: str | None, key: str | None) -> str:
         if camera not in self._cameras:
             raise OrderRefused(Refusing.NOT_FOUND, f"no camera {camera!r}")
-        return self._cameras[camera].trigger(board, board_type)
+        return self._cameras[camera].trigger(board, board_type, key)
 
     def _reload(self) -> ReloadView:
         """One at a time. What comes meanwhile is served as before, and so is all that comes where it fails."""
@@ -352,14 +367,53 @@ class LineService:
             door.change(config)
         return ReloadView(True, (), change.added, change.replaced, change.removed, for_restart)
 
+    def _mend(self, expert: str) -> None:
+        """On any thread: an expert's packed files are damaged or gone, while those of others lie there."""
+        if expert not in self._damaged:
+            self._damaged.add(expert)
+            self._menders.submit(self._pack_anew, expert)
+
+    def _distrust(self, expert: str) -> None:
+        """On any thread: packed weights that serve are not of their source. Nothing is judged with these any more."""
+        name = line_name(expert)
+        reason = "its weights file has other bytes than it was packed from: reload, and it is packed anew"
+        log.error("packed_weights_stale expert=%s reason=%s", name, reason)
+        self._stale[expert] = f"expert {name}: {reason}"
+        self.agent.loop.quarantine(expert, reason)
+
+    def _pack_anew(self, expert: str) -> None:
+        """Put the same files back from the expert's source. Quarantine it where that does not make these any more."""
+        name = line_name(expert)
+        with self._reloading:
+            try:
+                agent = self.agent
+                used, wanted = agent.packed.values(), agent.setup.precisions
+                report = pack(agent.config, agent.segments, wanted, lambda *_: None, used)
+                failure, there = report.failed.get(name), report.packed.get(name, {})
+                gone = [copy.packed for copy in agent.copies.values() if expert_name(copy) == expert]
+                if all(there.get(Precision(packed.precision)) == packed for packed in gone):
+                    log.warning("packed_anew expert=%s: it is served again", name)
+                elif failure is None:
+                    agent.loop.quarantine(expert, "its packed weights are gone, its weights file is another: reload")
+                elif isinstance(failure, WeightsError) and not isinstance(failure, WeightsMissing):
+                    agent.loop.quarantine(expert, failure.message)
+                else:
+                    log.error("not_packed_anew expert=%s reason=%s: it is tried again", name, failure.message)
+            except Exception:  # the disk, or whatever it is: its next load tells of it again
+                log.exception("not_packed_anew expert=%s", name)
+            finally:
+                self._damaged.discard(expert)
+
     def _alarms(self) -> list[str]:
         """What keeps work from going on, in the words of whom it concerns."""
         store = self._store.statistics()
-        failing = self._housekeeper.statistics().failing
+        failing = {**self._housekeeper.statistics().failing, **self._doorkeeper.statistics().failing}
         return [
             *self._device_alarms,
+            *self.agent.alarms,
+            *(alarm for expert, alarm in self._stale.items() if expert in self.agent.setup.graph.experts),
             *([] if store.alarm is None else [f"results are not stored: {store.alarm}"]),
-            *([] if store.log_alarm is None else [f"results: {store.log_alarm}"]),
+            *(f"results: {alarm}" for alarm in (store.log_alarm, store.damage_alarm) if alarm is not None),
             *self._upkeep.alarms(),
             *(f"{view.name}: {view.alarm}" for view in self._sources() if view.alarm is not None),
             *(f"{duty}: {reason}" for duty, reason in failing.items()),

@@ -2,26 +2,31 @@
 
 Guarantees: a signal ends it whichever thread receives it and whenever it comes, also while a reload takes its time,
 which is left behind then; a thread that dies of a fault of the program ends it, as AgentCrashed; one agent serves a
-line at a time.
+line at a time. Under a service manager, starts that end soon are spaced by growing pauses (see ``starts``), and by a
+steady one those that find no device yet, or a state that another process holds; the unit's status says why.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import threading
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from agent.config import service_manager
 from agent.records.database import state_held
 from agent.service.garbage import keep_what_is_here
 from agent.service.line_service import LineService
-from agent.service.service_manager import Heartbeat, Notifier
+from agent.service.service_manager import EXTENDED_EVERY_S, Heartbeat, Notifier
+from agent.service.starts import Starts
 from experts.daemon_threads import DaemonThreads
-from experts.errors import AgentCrashed, OrderRefused
+from experts.errors import AgentCrashed, AlreadyRunning, ConfigError, DeviceMissing, OrderRefused, StateUnusable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +37,10 @@ log = logging.getLogger(__name__)
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RELOADING_SIGNAL = signal.SIGHUP
+PASSING = (DeviceMissing, AlreadyRunning, StateUnusable)
+PASSING_PAUSE_S = 20.0  # a process that found no device never finds it: the next one looks again
+MANY_STARTS = "earlier starts ended soon, and the log says why"
+NOTHING_DONE = MappingProxyType({"requests": 0, "threads_left_behind": False})
 TOLD = 0  # what is written where no signal is: no signal has this number
 
 
@@ -115,33 +124,78 @@ def _awaited_end() -> Iterator[_End]:
 def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) -> Mapping[str, Any]:
     """Serve until SIGTERM or SIGINT; what was done. SIGHUP has the line file read anew.
 
-    Raises ConfigError before anything starts, AlreadyRunning, and AgentCrashed.
+    Raises ConfigError before anything starts, AlreadyRunning, StateUnusable, and AgentCrashed.
     """
     manager = service_manager()
-    notifier = Notifier(manager)
+    notifier, is_started_again = Notifier(manager), manager.notify_socket is not None
 
     def told(stage: str, done: int, total: int) -> None:
         notifier.starting(stage, done, total)
         progress(stage, done, total)
 
-    with state_held(config.state), _awaited_end() as end, _threads_watched(end.tell) as crashes:
-        service = LineService(config, told, on_crash=end.tell)
-        for number in (*ENDING_SIGNALS, RELOADING_SIGNAL):
-            signal.signal(number, lambda *_: None)  # the interpreter writes to the pipe before it comes to this
-        keep_what_is_here()  # before anything waits for it
-        service.start()
-        heartbeat = Heartbeat(notifier, manager.watchdog_s, service.status_line)
-        notifier.ready(service.status_line())
-        heartbeat.start()
-        reloads = DaemonThreads(1, "reload")  # it may wait for a disk, and pack for minutes: nobody else waits for it
-        end.wait(lambda: reloads.submit(_reload, service, notifier))
-        log.info("stopping line=%s", config.line)
-        notifier.stopping()
-        heartbeat.stop()
-        closing = service.stop()
-        crashes.raise_first()
-        log.info("stopped line=%s %s", config.line, " ".join(f"{key}={value}" for key, value in closing.items()))
-        return closing
+    def serve(end: _End) -> Mapping[str, Any]:
+        with state_held(config.state), _threads_watched(end.tell) as crashes:
+            starts = Starts(config.state)
+            if is_started_again and not _waited(end, notifier, starts.begin(), MANY_STARTS):
+                starts.forget()
+                return dict(NOTHING_DONE)
+            try:
+                service = LineService(config, told, on_crash=end.tell)
+            except ConfigError:
+                starts.forget()
+                raise
+            _take_signals()
+            keep_what_is_here()  # before anything waits for it
+            service.start()
+
+            def look() -> str:
+                starts.served(time.monotonic())
+                return service.status_line()
+
+            heartbeat = Heartbeat(notifier, manager.watchdog_s, look)
+            notifier.ready(service.status_line())
+            heartbeat.start()
+            reloads = DaemonThreads(1, "reload")  # it may wait for a disk, and pack for minutes: nobody waits for it
+            end.wait(lambda: reloads.submit(_reload, service, notifier))
+            log.info("stopping line=%s", config.line)
+            notifier.stopping()
+            heartbeat.stop()
+            closing = service.stop()
+            crashes.raise_first()
+            starts.forget()
+            log.info("stopped line=%s %s", config.line, " ".join(f"{key}={value}" for key, value in closing.items()))
+            return closing
+
+    with _awaited_end() as end:
+        try:
+            return serve(end)
+        except PASSING as error:
+            if is_started_again and not _waited(end, notifier, PASSING_PAUSE_S, str(error)):
+                return dict(NOTHING_DONE)
+            raise
+
+
+def _take_signals() -> dict[signal.Signals, Any]:
+    """Signals go to the pipe alone from now on; what was done about them before."""
+    numbers = (*ENDING_SIGNALS, RELOADING_SIGNAL)
+    return {number: signal.signal(number, lambda *_: None) for number in numbers}  # the pipe is written to before that
+
+
+def _waited(end: _End, notifier: Notifier, seconds: float, reason: str) -> bool:
+    """Do nothing for so long, and say why; False once it is told to end. A start itself ends at once by a signal."""
+    if seconds:
+        log.error("waiting seconds=%.0f reason=%s", seconds, reason)
+    until_s, before = time.monotonic() + seconds, _take_signals()
+    try:
+        while (left_s := until_s - time.monotonic()) > 0:
+            notifier.waiting(reason, left_s)
+            is_told, *_ = select.select([end.reader], [], [], min(left_s, EXTENDED_EVERY_S))
+            if is_told and os.read(end.reader, 1)[0] != RELOADING_SIGNAL:
+                return False
+        return True
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _reload(service: LineService, notifier: Notifier) -> None:

@@ -59,6 +59,10 @@ class Notifier:
             self._extended_s = now_s
             self._send(f"EXTEND_TIMEOUT_USEC={EXTENSION_S * 1_000_000}\nSTATUS=starting: {stage} {done}/{total}")
 
+    def waiting(self, reason: str, left_s: float) -> None:
+        """It does nothing before this time is over; called every EXTENDED_EVERY_S."""
+        self._send(f"EXTEND_TIMEOUT_USEC={EXTENSION_S * 1_000_000}\nSTATUS=waiting {left_s:.0f} s: {_one_line(reason)}")
+
     def ready(self, status: str) -> None:
         """It takes work, for the first time or again after a reload."""
         self._send_unless_ending(f"READY=1\nSTATUS={_one_line(status)}")

@@ -6,6 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from experts.errors import BackendUnavailable, WeightsMismatch
+from experts.expert import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from experts.expert import Expert
 
 DETECTOR_PREFIXES = ("yolo", "rtdetr")
+STORED_IN = {"bfloat16": Precision.BF16, "float16": Precision.FP16}  # as torch calls them
 LLM = "llm"  # language models: of any architecture that their config.json names
 GRAPH_FAMILIES = frozenset({"onnx", "fake"})  # what an expert of these is, its owner's graph says; it has one form
 
@@ -35,6 +37,24 @@ def backend_for(architecture: str) -> Backend:
         return _build(family(architecture))
     except ImportError as error:
         raise BackendUnavailable(architecture, f"its runtime cannot be imported: {error}") from error
+
+
+def own_precision(expert: Expert, processor: str) -> Precision:
+    """What an expert runs in where nobody chose anything else: language models as they are stored, all others in fp32.
+
+    On a CPU that does not multiply 16 bits itself a language model, too, runs in fp32: emulating them takes longer than
+    reading twice the bytes.
+    """
+    if family(expert.architecture) != LLM:
+        return Precision.FP32
+    from experts.llm.config import stored_dtype
+
+    own = STORED_IN.get(stored_dtype(expert.weights) or "", Precision.FP32)
+    if own is Precision.FP32 or processor == "cuda":
+        return own
+    from experts.backends.forms import multiplies
+
+    return own if multiplies(own) else Precision.FP32
 
 
 def observed_ranges(expert: Expert, batches: Iterable[Tensor]) -> Ranges:

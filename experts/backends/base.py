@@ -39,7 +39,8 @@ class Prepared:
     """One image as its expert wants it: float32 (3, height, width) on the CPU, normalised.
 
     Scales and pads lead from the expert's pixels back to the image's: x = (x' - pad_left) / scale_x, and y alike. Whole
-    pixels are filled, so the scales differ a little even where proportions are kept.
+    pixels are filled, so the scales differ a little even where proportions are kept. ``orientation``: the EXIF
+    orientation that was not applied, by which boxes and maps are turned.
     """
 
     tensor: Tensor
@@ -49,6 +50,7 @@ class Prepared:
     scale_y: float = 1.0
     pad_left: float = 0.0
     pad_top: float = 0.0
+    orientation: int = 1  # upright
 
 
 class Skeleton(Protocol):

@@ -12,6 +12,7 @@ from torchvision.ops import batched_nms
 
 from experts.errors import OutputInvalid
 from experts.expert import NOTHING_FOUND, BoundingBox, Prediction
+from experts.orientation import upright_corners
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,15 +22,13 @@ if TYPE_CHECKING:
     from experts.backends.base import Prepared
     from experts.expert import Expert
 
-CONFIDENCE_MINIMUM = 0.25
-OVERLAP_MAXIMUM = 0.45  # intersection over union; of two boxes of one class beyond it, the better one stays
 BOXES_MAXIMUM = 1000  # of one image; one with more is not judged
 CANDIDATES_MAXIMUM = 30_000  # boxes that enter non-maximum suppression; as before
 
 
-def candidates(scores: Tensor) -> Tensor:
+def candidates(expert: Expert, scores: Tensor) -> Tensor:
     """The places of boxes that suppression looks at, in order. ``scores``: (anchors, labels)."""
-    return _beyond_minimum(scores.amax(dim=1))
+    return _told(expert, scores.amax(dim=1))
 
 
 def suppressed(expert: Expert, boxes: Tensor, scores: Tensor) -> Tensor:
@@ -39,9 +38,9 @@ def suppressed(expert: Expert, boxes: Tensor, scores: Tensor) -> Tensor:
     the one that does not pass. Raises OutputInvalid for too many.
     """
     best, labels = scores.max(dim=1)
-    found = _beyond_minimum(best)
+    found = _told(expert, best)
     _refuse_beyond(CANDIDATES_MAXIMUM, len(found), "boxes before suppression", expert)
-    kept = found[batched_nms(boxes[found], best[found], labels[found], OVERLAP_MAXIMUM)]
+    kept = found[batched_nms(boxes[found], best[found], labels[found], expert.iou)]
     return _rows(expert, boxes[kept], best[kept], labels[kept])
 
 
@@ -50,7 +49,7 @@ def selected(expert: Expert, boxes: Tensor, scores: Tensor, labels: Tensor) -> T
 
     Raises OutputInvalid for too many, and for a label that the expert does not have.
     """
-    found = _beyond_minimum(scores)
+    found = _told(expert, scores)
     found = found[scores[found].argsort(descending=True, stable=True)]
     rows = _rows(expert, boxes[found], scores[found], labels[found])
     unknown = rows[(rows[:, 5] < 0) | (rows[:, 5] >= len(expert.labels)), 5]
@@ -69,8 +68,8 @@ def prediction(expert: Expert, rows: Sequence[Sequence[float]], prepared: Prepar
     return Prediction(boxes[0].label, boxes[0].score, boxes)
 
 
-def _beyond_minimum(scores: Tensor) -> Tensor:
-    return (scores > CONFIDENCE_MINIMUM).nonzero().squeeze(1)
+def _told(expert: Expert, scores: Tensor) -> Tensor:
+    return (scores > expert.confidence).nonzero().squeeze(1)
 
 
 def _rows(expert: Expert, boxes: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
@@ -88,14 +87,11 @@ def _refuse_beyond(maximum: int, count: int, what: str, expert: Expert) -> None:
 
 
 def _box(expert: Expert, row: Sequence[float], prepared: Prepared) -> BoundingBox:
-    """A row in input pixels as a box in the image's own, cut at its edges."""
+    """A row in input pixels as a box in those of the upright image, cut at its edges."""
     left, right = ((x - prepared.pad_left) / prepared.scale_x for x in (row[0], row[2]))
     top, bottom = ((y - prepared.pad_top) / prepared.scale_y for y in (row[1], row[3]))
-    return BoundingBox(
-        label=expert.labels[int(row[5])],
-        score=row[4],
-        left=min(max(left, 0.0), prepared.image_width),
-        top=min(max(top, 0.0), prepared.image_height),
-        right=min(max(right, 0.0), prepared.image_width),
-        bottom=min(max(bottom, 0.0), prepared.image_height),
-    )
+    height, width = prepared.image_height, prepared.image_width
+    left, right = (min(max(x, 0.0), width) for x in (left, right))
+    top, bottom = (min(max(y, 0.0), height) for y in (top, bottom))
+    corners = upright_corners((left, top, right, bottom), height, width, prepared.orientation)
+    return BoundingBox(expert.labels[int(row[5])], row[4], *corners)

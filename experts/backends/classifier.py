@@ -25,12 +25,12 @@ from experts.backends.modules.batchnorm_folding import FoldablePair, fold_struct
 from experts.backends.modules.binding import Binding
 from experts.backends.modules.weightless import Weightless
 from experts.backends.onednn.backend_forms import OnednnForms
-from experts.backends.outputs import require_numbers
-from experts.backends.pixels import stretched
+from experts.backends.outputs import label_by_label, require_numbers, require_several_labels
+from experts.backends.pixels import fitted
 from experts.backends.state_dict import DTYPES, executable, fit
 from experts.backends.weight_files import read_state_dict, saving
 from experts.errors import WeightsMismatch
-from experts.expert import Precision, Prediction
+from experts.expert import Precision, Prediction, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -105,6 +105,7 @@ class ClassifierBackend:
 
     def pack(self, expert: Expert, precision: Precision) -> Packable:
         require_executable(expert, precision)
+        require_several_labels(expert)
         form = _form(expert)
         ready = _ready(expert, precision)
         if precision is Precision.ONNXRUNTIME:
@@ -135,7 +136,7 @@ class ClassifierBackend:
         return ClassifierSkeleton(deepcopy(_template(_form(expert)).folded), precision, device, memory_format)
 
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
-        return stretched(image, expert.pixels)
+        return fitted(image, expert.pixels)
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
         return form_recipe(precision) or _unseen_structure(expert).decode()
@@ -289,7 +290,10 @@ _onednn_forms = OnednnForms[_Form](lambda form: _template(form).folded, _sample,
 def _answered(expert: Expert, outputs: Sequence[Tensor], batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
     """Reads the logits."""
     require_numbers(expert, *outputs)
-    return predictions(expert, outputs[0].float().softmax(dim=1))
+    logits = outputs[0].float()
+    if expert.task is Task.MULTILABEL:
+        return label_by_label(expert, logits.sigmoid().tolist())
+    return predictions(expert, logits.softmax(dim=1))
 
 
 @lru_cache(maxsize=256)

@@ -119,7 +119,7 @@ class _Answered:
     @staticmethod
     def _rows(expert: Expert, raw_boxes: Tensor, scores: Tensor, anchors: Tensor, scale: Tensor) -> Tensor:
         """Of one image: only boxes that may be told of are decoded, as of thousands nearly none is."""
-        chosen = candidates(scores)
+        chosen = candidates(expert, scores)
         boxes = _decoded(raw_boxes[:, chosen], anchors[:, chosen], scale[:, chosen])
         require_numbers(expert, boxes)
         return suppressed(expert, boxes, scores[chosen])

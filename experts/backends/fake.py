@@ -23,7 +23,7 @@ import torch
 import yaml
 
 from experts.backends.base import Packable
-from experts.backends.pixels import stretched
+from experts.backends.pixels import fitted
 from experts.errors import LoadError, WeightsCorrupt, WeightsMismatch, WeightsMissing
 from experts.expert import Precision, Prediction
 
@@ -106,7 +106,7 @@ class FakeBackend:
         return FakeSkeleton(FakeModel(**json.loads(program)))
 
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
-        return stretched(image, expert.pixels)
+        return fitted(image, expert.pixels)
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
         return ""

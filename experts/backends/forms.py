@@ -1,10 +1,16 @@
-"""Which forms torch's architectures can be executed in here."""
+"""Which forms run on this CPU, found out by trying them, and in which torch's architectures can be packed.
+
+Asked by packing, profiling, serving, ``coserve doctor`` and the tests, so that all give the same answer.
+"""
 
 from __future__ import annotations
 
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
+
+import torch
+from torch.nn.functional import linear
 
 from experts.backends.onednn import operators as onednn
 from experts.backends.onednn.backend_forms import ONEDNN_NUMBERS
@@ -14,32 +20,69 @@ from experts.expert import Expert, Precision
 RUNTIME_PACKAGES = ("onnx", "onnxruntime", "onnxscript")
 TORCH_FORMS = frozenset({Precision.FP32, Precision.BF16, Precision.FP16})
 ONEDNN_FORMS = frozenset(ONEDNN_NUMBERS)
+CPU_FORMS = ONEDNN_FORMS | {Precision.ONNXRUNTIME}
+_INSTRUCTIONS = {  # as torch names them: of Intel and AMD, then of ARM
+    Precision.BF16: ("avx512_bf16", "amx_bf16", "bf16"),
+    Precision.FP16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
+}
+_TORCH_NUMBERS = {
+    Precision.FP32: torch.float32,
+    Precision.BF16: torch.bfloat16,
+    Precision.FP16: torch.float16,
+    Precision.INT8: torch.bfloat16,  # what language models of int8 matrices compute in
+}
 
 
 def executable_forms() -> frozenset[Precision]:
-    """Those that torch executes, and those of ONNX Runtime and of oneDNN where what they take is there."""
-    return frozenset(form for form in _ALL if why_absent(form) is None)
+    """Forms of torch's architectures: torch's own, which another processor may run, and what runs on this CPU."""
+    return TORCH_FORMS | {form for form in CPU_FORMS if why_absent(form) is None}
+
+
+def forms_here() -> tuple[Precision, ...]:
+    """All forms that run on this CPU, language models' too, in their order."""
+    return tuple(form for form in Precision if why_absent(form) is None)
 
 
 def why_absent(precision: Precision) -> str | None:
-    """What a form takes that is not there; None where nothing is."""
-    if precision is Precision.ONNXRUNTIME:
-        return ", ".join(_absent_packages()) or None
+    """Why a form does not run on this CPU; None where its operators answered rightly on a tiny tensor.
+
+    A form is tried once in a process.
+    """
     if precision in ONEDNN_FORMS:
         return onednn.why_absent(ONEDNN_NUMBERS[precision])
-    return None if precision in TORCH_FORMS else "a language model"
+    return _runtime_fault() if precision is Precision.ONNXRUNTIME else _torch_fault(_TORCH_NUMBERS[precision])
+
+
+def multiplies(precision: Precision) -> bool:
+    """Does this CPU have instructions that multiply numbers of 16 bits, and may oneDNN use them?
+
+    Torch's answer for oneDNN alone is yes on every CPU with AVX-512, where most emulate bf16.
+    """
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    if not any(capabilities.get(name) for name in _INSTRUCTIONS[precision]):
+        return False
+    operators = torch.ops.mkldnn
+    is_bf16 = precision is Precision.BF16
+    return bool(operators._is_mkldnn_bf16_supported() if is_bf16 else operators._is_mkldnn_fp16_supported())
+
+
+def runs_as(precision: Precision) -> Precision:
+    """The form; where it does not run on this CPU, the form of torch that runs in its place."""
+    return precision if precision not in CPU_FORMS or why_absent(precision) is None else precision.plain
 
 
 def require_executable(expert: Expert, precision: Precision) -> None:
-    """Raises WeightsMismatch, naming what is absent, for a form that is not among them."""
-    absent = why_absent(precision)
-    if absent is not None:
-        raise WeightsMismatch(expert.id, f"{precision} takes {absent}, which is not here: choose fp32 or bf16")
+    """Raises WeightsMismatch, with the reason and what to choose, for a form that is not among them."""
+    if precision in TORCH_FORMS:
+        return
+    reason = why_absent(precision) if precision in CPU_FORMS else "it is a form of language models"
+    if reason is not None:
+        raise WeightsMismatch(expert.id, f"{precision} does not run on this CPU: {reason}; choose auto or fp32")
 
 
 def form_recipe(precision: Precision) -> str:
     """What decides on the bytes of a form beside the expert; once it changes, all are packed again."""
-    if precision in TORCH_FORMS or why_absent(precision) is not None:
+    if precision not in CPU_FORMS or why_absent(precision) is not None:
         return ""
     if precision in ONEDNN_FORMS:
         return onednn.identity()
@@ -49,8 +92,25 @@ def form_recipe(precision: Precision) -> str:
 
 
 @cache
-def _absent_packages() -> tuple[str, ...]:
-    return tuple(name for name in RUNTIME_PACKAGES if find_spec(name) is None)
+def _runtime_fault() -> str | None:
+    absent = [name for name in RUNTIME_PACKAGES if find_spec(name) is None]
+    if absent:
+        return f"{', '.join(absent)} is not installed"
+    from experts.backends.onnx.session import REFUSALS, try_runtime
+
+    try:
+        try_runtime()
+    except (ImportError, ArithmeticError, *REFUSALS) as error:
+        return f"ONNX Runtime does not work: {error}"
+    return None
 
 
-_ALL = TORCH_FORMS | ONEDNN_FORMS | {Precision.ONNXRUNTIME}
+@cache
+def _torch_fault(dtype: torch.dtype) -> str | None:
+    images = torch.ones((1, 16, 4, 4), dtype=dtype)
+    try:
+        convolved = onednn.on_threads(1, lambda: torch.conv2d(images, torch.ones((8, 16, 3, 3), dtype=dtype)))
+        found = onednn.on_threads(1, lambda: linear(convolved.flatten(1), torch.ones((4, 32), dtype=dtype)))
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return None if found.eq(144 * 32).all() else f"torch answers {found[0, 0]:g} for {144 * 32}"

@@ -45,6 +45,7 @@ COMPUTED_IN = {
 }
 EXECUTABLE = frozenset(COMPUTED_IN)
 PACKED_AS = "moe_experts in blocks"  # what decides on packed bytes beside the directory
+TIED_TOO = ", embeddings that are heads in int8"
 TOKENS_AT_ONCE = 512  # of prompts that an iteration reads at most
 FP32_BYTES = 4
 
@@ -108,7 +109,7 @@ class LlmBackend:
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
         labels = f", for {', '.join(expert.labels)}" if expert.labels else ""  # whose spelling is looked at
-        return PACKED_AS + labels
+        return PACKED_AS + (TIED_TOO if precision is Precision.INT8 else "") + labels
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         spec = read_spec(expert.weights, expert.id)

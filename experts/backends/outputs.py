@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from experts.errors import OutputInvalid
+from experts.errors import OutputInvalid, WeightsMismatch
+from experts.expert import HOLDS_FROM, ONE_LABEL, LabelScore, Prediction, Task
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from experts.expert import Expert
@@ -22,6 +25,30 @@ def require_numbers(expert: Expert, *outputs: Tensor) -> None:
     """
     if not all(_is_finite(output) for output in outputs):
         raise OutputInvalid(expert.id, "its output is not a number: check its weights, or use precision fp32")
+
+
+def require_several_labels(expert: Expert) -> None:
+    """Raises WeightsMismatch where a softmax would have nothing to choose from: it is then sure of every image."""
+    if len(expert.labels) < 2 and expert.task is not Task.MULTILABEL:
+        raise WeightsMismatch(expert.id, ONE_LABEL)
+
+
+def label_by_label(expert: Expert, rows: Sequence[Sequence[float]]) -> tuple[Prediction, ...]:
+    """One prediction for each row of probabilities, one for each label, that do not exclude one another."""
+    thresholds = dict(expert.thresholds)
+    names = [(label, thresholds.get(label, HOLDS_FROM)) for label in expert.labels]
+    return tuple(
+        _of_outputs(expert, tuple(LabelScore(label, p, from_) for (label, from_), p in zip(names, row, strict=True)))
+        for row in rows
+    )
+
+
+def _of_outputs(expert: Expert, outputs: tuple[LabelScore, ...]) -> Prediction:
+    best = max((each for each in outputs if each.holds), key=lambda each: each.score, default=None)
+    if best is not None:
+        return Prediction(best.label, best.score, outputs=outputs, otherwise=expert.otherwise)
+    none = 1 - max(each.score for each in outputs)
+    return Prediction(expert.otherwise, none, outputs=outputs, otherwise=expert.otherwise)
 
 
 def _is_finite(output: Tensor) -> bool:

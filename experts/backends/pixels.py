@@ -9,14 +9,18 @@ import torch
 from PIL import Image
 
 from experts.backends.base import Prepared
+from experts.expert import Fit
+from experts.normalization import NAMED, Normalization
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.expert import InputSpec
 
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_DEVIATION = (0.229, 0.224, 0.225)
+
+def fitted(image: np.ndarray, spec: InputSpec) -> Prepared:
+    """The image as a classifier wants it: stretched to its size, or scaled and cut to it."""
+    return cropped(image, spec) if spec.fit is Fit.CROPPED else stretched(image, spec)
 
 
 def stretched(image: np.ndarray, spec: InputSpec) -> Prepared:
@@ -24,24 +28,56 @@ def stretched(image: np.ndarray, spec: InputSpec) -> Prepared:
     require_rgb(image)
     height, width = image.shape[:2]
     if (height, width) != (spec.height, spec.width):
-        scaled = Image.fromarray(image).resize((spec.width, spec.height), Image.Resampling.BILINEAR)
-        image = np.asarray(scaled)
+        image = np.asarray(_scaled(image, spec.height, spec.width, spec.interpolation))
     return Prepared(normalized(image, spec.normalize), image_height=height, image_width=width)
 
 
-def normalized(image: np.ndarray, normalize: str) -> Tensor:
-    """float32 (3, height, width). ``normalize`` as in InputSpec; ValueError for a way that is not known."""
+def cropped(image: np.ndarray, spec: InputSpec) -> Prepared:
+    """The middle of the image, once it is scaled: what torchvision's Resize and CenterCrop make of a PIL image.
+
+    What the expert's size has beyond the scaled image is black, as there.
+    """
+    require_rgb(image)
+    height, width = image.shape[:2]
+    scaled_height, scaled_width = _resized(height, width, spec.resize)
+    scaled = _scaled(image, scaled_height, scaled_width, spec.interpolation)
+    left, top = _before(scaled_width, spec.width), _before(scaled_height, spec.height)
+    middle = np.asarray(scaled.crop((left, top, left + spec.width, top + spec.height)))
+    scales = scaled_width / width, scaled_height / height
+    return Prepared(normalized(middle, spec.normalize), height, width, *scales, pad_left=-left, pad_top=-top)
+
+
+def normalized(image: np.ndarray, normalize: str | Normalization) -> Tensor:
+    """float32 (3, height, width). ``normalize`` as in InputSpec; ValueError for a name that is not known."""
+    if isinstance(normalize, Normalization) and normalize.channels == "bgr":
+        image = image[:, :, ::-1]
     pixels = torch.from_numpy(np.array(image.transpose(2, 0, 1), dtype=np.float32, order="C"))
     if normalize == "unit":
         return pixels.mul_(1 / 255)
-    if normalize != "imagenet":
-        raise ValueError(f"normalize is {normalize!r}: 'imagenet' or 'unit' is known")
-    mean = torch.tensor(IMAGENET_MEAN).view(3, 1, 1)
-    deviation = torch.tensor(IMAGENET_DEVIATION).view(3, 1, 1)
-    return pixels.sub_(mean * 255).mul_(1 / (deviation * 255))
+    numbers = NAMED.get(normalize) if isinstance(normalize, str) else normalize
+    if numbers is None:
+        raise ValueError(f"normalize is {normalize!r}: {', '.join(NAMED)} or a Normalization is known")
+    mean, std = (torch.tensor(values).view(3, 1, 1) * (255 / numbers.scale) for values in (numbers.mean, numbers.std))
+    return pixels.sub_(mean).mul_(1 / std)
 
 
 def require_rgb(image: np.ndarray) -> None:
     """ValueError unless uint8 (height, width, 3) with at least one pixel."""
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
         raise ValueError(f"an image is uint8 (height, width, 3), not {image.dtype} {image.shape}")
+
+
+def _scaled(image: np.ndarray, height: int, width: int, interpolation: str) -> Image.Image:
+    return Image.fromarray(image).resize((width, height), Image.Resampling[interpolation.upper()])
+
+
+def _resized(height: int, width: int, wanted: int | tuple[int, int] | None) -> tuple[int, int]:
+    """Of a number, the shorter side has it and the longer one keeps the proportions, rounded down as by torchvision."""
+    if not isinstance(wanted, int):
+        return wanted or (height, width)
+    return (wanted, int(wanted * width / height)) if height <= width else (int(wanted * height / width), wanted)
+
+
+def _before(scaled: int, wanted: int) -> int:
+    """Pixels before the middle, rounded as torchvision does; fewer than none where there are too few."""
+    return round((scaled - wanted) / 2) if scaled >= wanted else -((wanted - scaled) // 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -14,6 +15,8 @@ from google.protobuf.message import DecodeError
 from onnx.external_data_helper import load_external_data_for_model, uses_external_data
 from safetensors import SafetensorError, safe_open
 
+from experts.backends.onnx.heading import read_heading
+from experts.backends.onnx.layouts import require_names
 from experts.errors import LoadError, WeightsCorrupt, WeightsMissing, WeightsRefused
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
     from experts.expert import Expert
 
+LABELS = "labels"  # in the metadata of a .safetensors file: a JSON list
 SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors tells what the system refused
 
 
@@ -41,7 +45,11 @@ def saving(path: Path) -> Iterator[None]:
 
 
 def read_state_dict(expert: Expert) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file. Raises WeightsRefused for any other kind, .pt with the way to import it."""
+    """The tensors of a .safetensors file, whose labels are the line's.
+
+    Raises WeightsRefused for any other kind, .pt with the way to import it, and WeightsMismatch for labels that are in
+    another order.
+    """
     if expert.weights.suffix in {".pt", ".pth"}:
         target = expert.weights.with_suffix(".safetensors")
         raise WeightsRefused(
@@ -51,7 +59,22 @@ def read_state_dict(expert: Expert) -> dict[str, Tensor]:
         )
     if expert.weights.suffix != ".safetensors":
         raise WeightsRefused(expert.id, f"{expert.weights}: {expert.architecture} takes a .safetensors file")
-    return read_tensors(expert.id, expert.weights)
+    tensors, names = read_tensors(expert.id, expert.weights), told_labels(expert.weights)
+    if names is not None and len(names) == len(expert.labels):  # other numbers are of another head, or of its trainer
+        require_names(expert, names)
+    return tensors
+
+
+def told_labels(path: Path) -> tuple[str, ...] | None:
+    """The labels that a file tells of, in the order of its outputs: in .safetensors as an import wrote them down."""
+    try:
+        if path.suffix == ".onnx":
+            return read_heading(str(path), path).names
+        with safe_open(path, framework="pt") as file:
+            told = json.loads((file.metadata() or {})[LABELS])
+    except (KeyError, ValueError, OSError, SafetensorError, LoadError, WeightsCorrupt, WeightsMissing):
+        return None
+    return tuple(told) if isinstance(told, list) and all(isinstance(each, str) for each in told) else None
 
 
 def read_onnx(expert: str, path: Path, *, gathers: bool = False) -> onnx.ModelProto:

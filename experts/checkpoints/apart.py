@@ -73,9 +73,10 @@ def convert(source: Path, destination: Path) -> dict[str, object]:
     """Write the weights, and return what is told of them. Raises WeightsRefused, WeightsCorrupt, OSError."""
     with opened(source) as checkpoint:
         selection = select(checkpoint.source, checkpoint.document)
-        with destination.open("wb") as file:
-            write_weights(file, selection.weights, checkpoint)
         facts = tell(checkpoint.document, selection)
+        labels = {} if facts.labels is None else {"labels": json.dumps(facts.labels)}
+        with destination.open("wb") as file:
+            write_weights(file, selection.weights, checkpoint, labels)
         return {"where": selection.where, "said": selection.said, "facts": asdict(facts)}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 class Facts:
     """What the file tells of its model, as it says it; None where it does not.
 
-    ``task``: as its trainer names it (detect, classify, segment, ...). ``size``: height and width of its images.
-    ``normalize``: "unit" or "imagenet". ``evidence``: for each that is known, where in the file it stands.
+    ``task``: as its trainer names it (detect, classify, segment, ...). ``problem``: "multiclass" or "multilabel", by
+    its loss or last activation. ``size``: height and width of its images. ``normalize`` and ``fit``: as a line file has
+    them. ``evidence``: for each that is known, where in the file it stands; of a ``fit`` that is told but not served,
+    with what it is.
     """
 
     framework: str | None = None
@@ -24,7 +26,9 @@ class Facts:
     task: str | None = None
     size: tuple[int, int] | None = None
     architecture: str | None = None
-    normalize: str | None = None
+    normalize: str | dict[str, Any] | None = None
+    fit: dict[str, Any] | None = None
+    problem: str | None = None
     evidence: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -30,17 +30,22 @@ TENSORS_MAXIMUM = 200_000  # of one set: a module that holds another one twice, 
 KEYS_NAMED, NAME_SHOWN = 8, 80
 KEYS_MAXIMUM = 1000  # that are looked into, where none has a usual name
 TRAINING = ("optimizer", "optimizer_states", "optimizer_state_dict", "optim", "scaler", "scheduler", "lr_schedulers")
+POSITIVE_WEIGHT = "pos_weight"  # a buffer of torch's BCEWithLogitsLoss
 AVERAGED_COUNT = "n_averaged"  # of torch's AveragedModel, beside the model that it averages
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """One set of weights. ``owner``: the object that it was taken from, a module's record or a dictionary."""
+    """One set of weights. ``owner``: the object that it was taken from, a module's record or a dictionary.
+
+    ``of_loss``: names of what a loss keeps, which is no weight.
+    """
 
     weights: Mapping[str, StoredTensor]
     where: str
     owner: object
     said: tuple[str, ...]
+    of_loss: tuple[str, ...] = ()
 
 
 def select(source: str, document: object) -> Selection:
@@ -57,10 +62,14 @@ def select(source: str, document: object) -> Selection:
     if taken.where.rpartition(".")[2] in AVERAGES and others and set(weights) < set(others[0].weights):
         said.append(f"what {taken.where} lacks was taken from {others[0].where}")
         weights = {**others[0].weights, **weights}
+    of_loss = tuple(name for name in weights if name.rpartition(".")[2] == POSITIVE_WEIGHT)
+    if of_loss:
+        said.append(f"{', '.join(of_loss)} is of a loss: left out")
+        weights = {name: tensor for name, tensor in weights.items() if name not in of_loss}
     weights, removed = _unwrapped(weights, anyone=_is_lightning(document))
     if removed:
         said.append(f"{removed} before every name was left out")
-    return Selection(weights, taken.where or "the file itself", taken.owner, tuple(said))
+    return Selection(weights, taken.where or "the file itself", taken.owner, tuple(said), of_loss)
 
 
 class _Search:

@@ -1,4 +1,4 @@
-"""What a checkpoint tells of its model beside the weights: labels, task, image size, architecture, normalisation.
+"""What a checkpoint tells of its model beside the weights: labels, task, architecture, how images come to it.
 
 Everything is taken as the file says it, with the place where it stands; nothing is guessed from the weights here.
 """
@@ -10,31 +10,46 @@ from typing import TYPE_CHECKING, Any
 
 from experts.checkpoints.found import Facts
 from experts.checkpoints.inert import Record
-from experts.checkpoints.selection import LIGHTNING_VERSION
+from experts.checkpoints.preprocessing import fit_of, normalization_of, openmmlab_preprocessor
+from experts.checkpoints.selection import LIGHTNING_VERSION, POSITIVE_WEIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from experts.checkpoints.selection import Selection
 
-ARGUMENTS = ("hyper_parameters", "hparams", "args", "config", "cfg", "opt", "train_args", "model_config", "metadata")
+OPENMMLAB = "data_preprocessor"  # whose models are handed blue first, if nothing else is said
+PREPROCESSING = ("pretrained_cfg", "default_cfg", "data_config", OPENMMLAB)  # tables in those of arguments
+ARGUMENTS = (
+    "hyper_parameters", "datamodule_hyper_parameters", "hparams", "args", "config", "cfg", "opt", "train_args",
+    "model_config", "metadata",
+)  # fmt: skip
 LABEL_KEYS = ("names", "class_names", "classes", "labels", "class_labels", "categories", "class_to_idx", "label_map")
 ARCHITECTURE_KEYS = ("arch", "architecture", "model_name", "backbone", "backbone_name", "encoder", "model")
 SIZE_KEYS = ("imgsz", "img_size", "image_size", "input_size", "crop_size", "val_crop_size")
+LOSS_KEYS = ("loss", "criterion", "loss_fn", "loss_func", "loss_function", "loss_name", "loss_type")
+ACTIVATION_KEYS = ("activation", "final_activation", "head_activation", "output_activation", "last_activation")
+ACTIVATIONS = {"sigmoid": "multilabel", "softmax": "multiclass"}
+PROBLEM_KEYS = ("problem_type", "task")  # Hugging Face's, and torchmetrics'
+PROBLEMS = {
+    "multi_label_classification": "multilabel", "single_label_classification": "multiclass",
+    "multilabel": "multilabel", "multiclass": "multiclass",
+}  # fmt: skip
+MULTILABEL_FLAGS = ("multilabel", "multi_label", "is_multilabel")
+BINARY_LOSSES = re.compile(r"(?<!su)bce|binarycrossentropy|multilabelsoftmargin|sigmoidfocal|asymmetriclossmultilabel")
+EXCLUSIVE_LOSSES = re.compile(r"crossentropy|^ce(loss)?$|^nll(loss)?$|softmax|labelsmoothing")
 FRAMEWORKS = ("ultralytics", "torchvision", "timm", "anomalib")  # by the package of the model's class
 YOLOV5 = "models.yolo"  # the module of YOLOv5's own repository
 TASKS = {
     "DetectionModel": "detect", "RTDETRDetectionModel": "detect", "SegmentationModel": "segment",
     "ClassificationModel": "classify", "PoseModel": "pose", "OBBModel": "obb",
 }  # fmt: skip
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-UNIT = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 SIZE_MAXIMUM, LABELS_MAXIMUM, TEXT_MAXIMUM = 65_536, 10_000, 200
 NAME = re.compile(r"[A-Za-z][\w.\-]*")
 SCALED = re.compile(r"(yolov?\d+)(.*)")  # a YAML of ultralytics: the letter of the scale stands behind the number
 
 
-class _Telling:
+class Telling:
     """Facts as they are found: the first place that tells something is the one that counts."""
 
     def __init__(self) -> None:
@@ -46,21 +61,37 @@ class _Telling:
             self.values[fact] = value
             self.evidence[fact] = where
 
+    def tell_found(self, fact: str, found: tuple[Any, str] | None, where: str) -> None:
+        """A value with its keys in the table ``where``; None as a value: the keys ask for what is not served."""
+        if found is not None and fact not in self.evidence:
+            value, keys = found
+            self.evidence[fact] = f"{where}{keys}"
+            self.values |= {} if value is None else {fact: value}
+
+    def lacks(self, fact: str) -> bool:
+        """Whether it is told, but not in a way that is served."""
+        return fact in self.evidence and fact not in self.values
+
 
 def tell(document: object, selection: Selection) -> Facts:
     """What the file tells of the weights that were selected."""
-    telling = _Telling()
+    telling = Telling()
     _tell_framework(telling, document, selection)
     if isinstance(selection.owner, Record):
         _tell_of_model(telling, selection.owner, selection.where)
+        for key in LOSS_KEYS:
+            telling.tell("problem", _problem_of_loss(_part(selection.owner, key)), f"{selection.where}.{key}")
+    if selection.of_loss:
+        telling.tell("problem", "multilabel", f"{selection.of_loss[0]} is of a binary cross entropy")
     for where, values in _tables(document):
-        _tell_of_arguments(telling, values, where)
+        tell_of_arguments(telling, values, where)
+        _tell_of_problem(telling, values, where)
     if telling.values.get("framework") in {"ultralytics", "yolov5"} and telling.values.get("task") != "classify":
         telling.tell("normalize", "unit", f"{telling.values['framework']} takes values from 0 to 1")
     return Facts(**telling.values, evidence=telling.evidence)
 
 
-def _tell_framework(telling: _Telling, document: object, selection: Selection) -> None:
+def _tell_framework(telling: Telling, document: object, selection: Selection) -> None:
     if isinstance(document, dict) and LIGHTNING_VERSION in document:
         telling.tell("framework", "lightning", LIGHTNING_VERSION)
     if isinstance(selection.owner, Record):
@@ -74,13 +105,13 @@ def _tell_framework(telling: _Telling, document: object, selection: Selection) -
         telling.tell("framework", "ultralytics", "train_args")
 
 
-def _tell_of_model(telling: _Telling, model: Record, where: str) -> None:
+def _tell_of_model(telling: Telling, model: Record, where: str) -> None:
     """A model of ultralytics carries its names, its task and its YAML; one of timm how it was configured."""
     for key in LABEL_KEYS:
         telling.tell("labels", _labels(model.attribute(key)), f"{where}.{key}")
-    configured = model.attribute("pretrained_cfg")
-    if isinstance(configured, dict):
-        _tell_of_arguments(telling, configured, f"{where}.pretrained_cfg.")
+    configured = {key: model.attribute(key) for key in PREPROCESSING}
+    for place, values in _preprocessing(configured, f"{where}."):
+        tell_of_arguments(telling, values, place)
     yaml = model.attribute("yaml")
     if isinstance(yaml, dict):
         file = model.attribute("yaml_file") or yaml.get("yaml_file")
@@ -102,10 +133,20 @@ def _tables(document: object) -> Iterator[tuple[str, Mapping[object, object]]]:
         values = (held.entries or held.state) if isinstance(held, Record) else held
         if isinstance(values, dict):
             yield f"{key}.", values
+            yield from _preprocessing(values, f"{key}.")
+    if isinstance(meta := document.get("meta"), dict):
+        yield "meta.cfg.data_preprocessor.", openmmlab_preprocessor(meta.get("cfg"))
     yield "", document
 
 
-def _tell_of_arguments(telling: _Telling, values: Mapping[object, object], where: str) -> None:
+def _preprocessing(values: Mapping[Any, object], where: str) -> Iterator[tuple[str, Mapping[object, object]]]:
+    for key in PREPROCESSING:
+        if isinstance(inner := values.get(key), dict):
+            yield f"{where}{key}.", {"to_rgb": False, **inner} if key == OPENMMLAB else inner
+
+
+def tell_of_arguments(telling: Telling, values: Mapping[object, object], where: str) -> None:
+    """Of one table, whose keys stand under ``where``."""
     for key in LABEL_KEYS:
         telling.tell("labels", _labels(values.get(key)), f"{where}{key}")
     for key in SIZE_KEYS:
@@ -113,7 +154,45 @@ def _tell_of_arguments(telling: _Telling, values: Mapping[object, object], where
     telling.tell("task", _word(values.get("task")), f"{where}task")
     for key in ARCHITECTURE_KEYS:
         telling.tell("architecture", _architecture(values.get(key)), f"{where}{key}")
-    telling.tell("normalize", _normalisation(values.get("mean"), values.get("std")), f"{where}mean, {where}std")
+    tell_of_pixels(telling, values, where)
+
+
+def tell_of_pixels(telling: Telling, values: Mapping[Any, object], where: str) -> None:
+    """How a table says that images come to its model, whose size is told already."""
+    telling.tell_found("normalize", normalization_of(values), where)
+    telling.tell_found("fit", fit_of(values, telling.values.get("size")), where)
+
+
+def _tell_of_problem(telling: Telling, values: Mapping[object, object], where: str) -> None:
+    """Whether one label was the answer in training, or each of them by itself."""
+    for key in PROBLEM_KEYS:
+        telling.tell("problem", PROBLEMS.get(_lower(values.get(key))), f"{where}{key}")
+    for key in MULTILABEL_FLAGS:
+        telling.tell("problem", "multilabel" if values.get(key) is True else None, f"{where}{key}")
+    for key in LOSS_KEYS:
+        telling.tell("problem", _problem_of_loss(values.get(key)), f"{where}{key}")
+    for key in ACTIVATION_KEYS:
+        telling.tell("problem", ACTIVATIONS.get(_lower(values.get(key))), f"{where}{key}")
+    if values.get(POSITIVE_WEIGHT) is not None:
+        telling.tell("problem", "multilabel", f"{where}{POSITIVE_WEIGHT}, of a binary cross entropy")
+
+
+def _problem_of_loss(loss: object) -> str | None:
+    """By its name, or the name of its class; None where that says neither, as of a focal loss."""
+    plain = re.sub(r"[^a-z]", "", _lower(loss.kind.name if isinstance(loss, Record) else loss).rpartition(".")[2])
+    if BINARY_LOSSES.search(plain):
+        return "multilabel"
+    return "multiclass" if EXCLUSIVE_LOSSES.search(plain) else None
+
+
+def _lower(value: object) -> str:
+    return value.lower() if isinstance(value, str) and len(value) <= TEXT_MAXIMUM else ""
+
+
+def _part(record: Record, name: str) -> object:
+    """An attribute of a module, or a module in it."""
+    modules = record.attribute("_modules")
+    return record.attribute(name) or (modules.get(name) if isinstance(modules, dict) else None)
 
 
 def _labels(value: object) -> tuple[str, ...] | None:
@@ -163,8 +242,3 @@ def _yaml_name(file: object, scale: object) -> str | None:
     if stem is None or found is None or not isinstance(scale, str) or found[2].startswith(scale):
         return stem
     return f"{found[1]}{scale}{found[2]}"
-
-
-def _normalisation(mean: object, deviation: object) -> str | None:
-    given = tuple(tuple(one) if isinstance(one, list | tuple) else one for one in (mean, deviation))
-    return "imagenet" if given == IMAGENET else "unit" if given == UNIT else None

@@ -11,10 +11,20 @@ import ast
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from experts.backends.onnx.answers import EXCLUSIVE, INDEPENDENT, last_operator
 from experts.backends.weight_files import is_scattered, read_graph, read_onnx
+from experts.checkpoints.telling import Telling, tell_of_pixels
 from experts.errors import WeightsRefused
 from experts.expert import ANOMALY_LABELS
-from experts.inspection.inspected import Inspected, Kind
+from experts.inspection.inspected import (
+    NORMALIZE_OPTIONS,
+    ONE_OUTPUT,
+    Inspected,
+    Kind,
+    unknown_labels,
+    unknown_task,
+    unserved_fit,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +32,6 @@ if TYPE_CHECKING:
 
 TASKS: dict[str, Kind] = {"detect": "detector", "segment": "detector", "classify": "classifier"}
 ANOMALY_OUTPUTS = frozenset({"anomaly_map", "anomaly_maps", "pred_score", "pred_mask"})
-BOX_VALUES = 6  # corners, score and label of a box, where suppression is in the graph
 NAMES_LENGTH = 1_000_000  # of what a file says its labels are, in characters
 FLOAT, INT64 = 1, 7  # of onnx.TensorProto
 BOXES_LABELS_SCORES = ((FLOAT, 1), (FLOAT, 2), (INT64, 1))  # types and ranks, in order, of torchvision's detectors
@@ -52,7 +61,7 @@ def inspect_graph(file: Path, kind: Kind | None = None) -> Inspected:
     inputs = [value for value in map(_value, model.graph.input) if value.name not in weights]
     outputs = [_value(value) for value in model.graph.output]
     _require_images(file, inputs)
-    graph = _Graph(file, facts, inputs[0], tuple(outputs), kind, scattered)
+    graph = _Graph(file, facts, inputs[0], tuple(outputs), kind, scattered, last_operator(model))
     return graph.inspected()
 
 
@@ -64,6 +73,7 @@ class _Graph:
     outputs: tuple[_Value, ...]
     given: Kind | None
     is_scattered: bool
+    last: str | None
 
     def inspected(self) -> Inspected:
         kind, why = self._kind()
@@ -72,10 +82,14 @@ class _Graph:
         if kind is None:
             missing["kind"] = f"{why}: say with --kind what it answers with, classifier, detector or anomaly"
         labels, count = self._labels(kind, sure, missing)
+        task = self._task(count, sure, missing) if kind == "classifier" else None
         size = self._size(sure, missing)
-        normalize = self._normalize(kind, sure, missing)
+        telling = self._pixels(kind, size, missing)
+        sure |= {key: telling.evidence[key] for key in ("normalize", "fit") if key in telling.values}
+        normalize, fit = telling.values.get("normalize"), telling.values.get("fit")
         return Inspected(
-            self.file, kind, "onnx", labels, size, normalize, label_count=count, sure=sure, missing=missing,
+            self.file, kind, "onnx", labels, size, normalize, fit, task=task, label_count=count, sure=sure,
+            missing=missing,
             is_scattered=self.is_scattered, said=self._said(),
         )  # fmt: skip
 
@@ -111,13 +125,24 @@ class _Graph:
             sure["labels"] = "what anomaly experts answer with"
             return ANOMALY_LABELS, len(ANOMALY_LABELS)
         names = _names(self.facts.get("names"))
-        if names is not None:
+        shape = self.outputs[0].shape
+        count = (shape[1] if len(shape) > 1 else 1) if kind == "classifier" else None
+        if names is not None and count in {None, len(names)}:
             sure["labels"] = "names in its metadata"
             return names, len(names)
-        count = self.outputs[0].shape[1] if kind == "classifier" else None
-        which = f"its {count} outputs" if count else "its outputs"
-        missing["labels"] = f"the file has no names for {which}: --labels first,second,... in their order"
+        missing["labels"] = unknown_labels("the file has", count)
         return None, count
+
+    def _task(self, count: int | None, sure: dict[str, str], missing: dict[str, str]) -> str | None:
+        """What its last operator says, which is all that a graph tells of how it was trained."""
+        if self.last in INDEPENDENT or self.last in EXCLUSIVE:
+            sure["task"] = f"it ends in {self.last}"
+            return "multilabel" if self.last in INDEPENDENT else "multiclass"
+        if count == 1:
+            sure["task"] = ONE_OUTPUT
+            return "multilabel"
+        missing["task"] = unknown_task("a graph that ends in logits does")
+        return None
 
     def _size(self, sure: dict[str, str], missing: dict[str, str]) -> tuple[int, int] | None:
         height, width = self.images.shape[2:]
@@ -131,26 +156,34 @@ class _Graph:
         missing["size"] = f"its input {self.images} takes any: --size HEIGHTxWIDTH, as it was trained"
         return None
 
-    def _normalize(self, kind: Kind | None, sure: dict[str, str], missing: dict[str, str]) -> str | None:
+    def _pixels(self, kind: Kind | None, size: tuple[int, int] | None, missing: dict[str, str]) -> Telling:
+        """How images come to it: ``normalize`` and ``fit``, with what says so."""
+        telling = Telling()
+        telling.tell("size", size, "")
         if kind == "detector":
-            sure["normalize"] = "detectors take pixels in [0, 1]"
-            return "unit"
+            telling.tell("normalize", "unit", "detectors take pixels in [0, 1]")
+            return telling
         if "stride" in self.facts and "task" in self.facts:
-            sure["normalize"] = "ultralytics trains on pixels in [0, 1]"
-            return "unit"
-        missing["normalize"] = (
-            "a graph does not tell how its images were scaled: --normalize imagenet (torchvision's mean and deviation) "
-            "or --normalize unit (pixels in [0, 1], as where the graph normalises by itself)"
-        )
-        return None
+            telling.tell("normalize", "unit", "ultralytics trains on pixels in [0, 1]")
+            if self.facts["task"] == "classify" and size is not None:
+                resize = size[0] if size[0] == size[1] else list(size)
+                cut = {"resize": resize, "crop": resize, "interpolation": "bilinear"}
+                telling.tell("fit", cut, "ultralytics cuts classifiers' images to their middle")
+        values = {key: _literal(text, otherwise=text) for key, text in self.facts.items()}
+        tell_of_pixels(telling, values, "metadata ")
+        if telling.lacks("fit"):
+            missing["fit"] = unserved_fit(telling.evidence["fit"])
+        if "normalize" not in telling.values:
+            missing["normalize"] = (
+                f"a graph does not tell how its images were scaled: {NORMALIZE_OPTIONS}; unit, as a rule, where the "
+                "graph normalises by itself"
+            )
+        return telling
 
     def _said(self) -> tuple[str, ...]:
-        told = {
-            "segment": "a segmentation model: it is served as a detector of its boxes, without their masks",
-            "classify": "ultralytics cuts classifiers' images to a square; here they are stretched to one",
-        }
-        task = self.facts.get("task")
-        said = [told[task]] if task in told else []
+        said = []
+        if self.facts.get("task") == "segment":
+            said.append("a segmentation model: it is served as a detector of its boxes, without their masks")
         if self.is_scattered:
             said.append("its weights lie in other files: it is written as one")
         return tuple(said)
@@ -190,10 +223,10 @@ def _imgsz(text: str | None) -> tuple[int, int] | None:
     return (found[0], found[1]) if is_size else None
 
 
-def _literal(text: str | None) -> Any:  # noqa: ANN401  # of any of Python's literals
+def _literal(text: str | None, otherwise: str | None = None) -> Any:  # noqa: ANN401  # of any of Python's literals
     if text is None or len(text) > NAMES_LENGTH:
-        return None
+        return otherwise
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return None
+        return otherwise

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from safetensors.torch import save_file
 
-from experts.backends.weight_files import saving, write_gathered_onnx
+from experts.backends.weight_files import LABELS, read_tensors, saving, write_gathered_onnx
 from experts.checkpoints.reading import read_checkpoint
 from experts.errors import WeightsMissing, WeightsRefused
 from experts.importing import is_checkpoint
+from experts.inspection.beside import told_beside
 from experts.inspection.graphs import inspect_graph
-from experts.inspection.states import inspect_checkpoint, inspect_safetensors
+from experts.inspection.states import inspect_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,11 +35,13 @@ def inspect_file(file: Path, architecture: str | None = None, kind: Kind | None 
     if not file.is_file():
         raise WeightsMissing(str(file), "there is no such file")
     if file.suffix == ".onnx":
-        return inspect_graph(file, kind)
+        return told_beside(inspect_graph(file, kind))
     if file.suffix == ".safetensors":
-        return inspect_safetensors(file, architecture)
+        inspected = inspect_tensors(file, read_tensors(str(file), file), architecture)
+        return told_beside(replace(inspected, tensors=None))  # it is served as it is
     if is_checkpoint(file):
-        return inspect_checkpoint(file, read_checkpoint(file), architecture)
+        found = read_checkpoint(file)
+        return told_beside(inspect_tensors(file, found.weights, architecture, found.facts, found.said))
     raise WeightsRefused(str(file), "unknown format: give a .pt, .pth, .ckpt, .safetensors or .onnx file")
 
 
@@ -49,7 +54,8 @@ def write_weights(inspected: Inspected, destination: Path) -> None:
         write_gathered_onnx(str(inspected.file), inspected.file, destination)
         return
     with saving(destination):
-        save_file({name: tensor.clone().contiguous() for name, tensor in inspected.tensors.items()}, destination)
+        tensors = {name: tensor.clone().contiguous() for name, tensor in inspected.tensors.items()}
+        save_file(tensors, destination, None if inspected.labels is None else {LABELS: json.dumps(inspected.labels)})
 
 
 def served_suffix(inspected: Inspected) -> str:

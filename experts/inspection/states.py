@@ -6,14 +6,19 @@ names of labels, the size that images were scaled to, how their pixels were.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from experts.backends import family
-from experts.backends.weight_files import read_tensors
 from experts.checkpoints.recognition import EXPORT_ADVICE, Recognised, may_be_twin, recognise
 from experts.errors import WeightsRefused
-from experts.inspection.inspected import Inspected
+from experts.inspection.inspected import (
+    NORMALIZE_OPTIONS,
+    ONE_OUTPUT,
+    Inspected,
+    unknown_labels,
+    unknown_task,
+    unserved_fit,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,21 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.checkpoints.found import Facts, Found
-
-
-def inspect_safetensors(file: Path, architecture: str | None = None) -> Inspected:
-    """What a .safetensors file is. ``architecture``: what whoever brings it says of it.
-
-    Raises WeightsMissing, WeightsCorrupt, and WeightsRefused where its tensors are of nothing that is served.
-    """
-    inspected = inspect_tensors(file, read_tensors(str(file), file), architecture)
-    return replace(inspected, tensors=None)  # it is served as it is
-
-
-def inspect_checkpoint(file: Path, found: Found, architecture: str | None = None) -> Inspected:
-    """What a checkpoint of torch is, whose weights and facts are read already. Raises as above."""
-    return inspect_tensors(file, found.weights, architecture, found.facts, found.said)
+    from experts.checkpoints.found import Facts
 
 
 def inspect_tensors(
@@ -45,7 +36,10 @@ def inspect_tensors(
     facts: Facts | None = None,
     said: tuple[str, ...] = (),
 ) -> Inspected:
-    """As above, of weights that are read already. ``facts``: what else the file tells."""
+    """What these weights are. ``architecture``: what whoever brings them says. ``facts``: what else the file tells.
+
+    Raises WeightsRefused where the tensors are of nothing that is served.
+    """
     found = recognise(tensors, None if facts is None else facts.architecture)
     if found is None:
         raise WeightsRefused(str(file), _unknown(tensors, facts))
@@ -68,11 +62,13 @@ def inspect_tensors(
         labels=values.get("labels"),
         size=values.get("size"),
         normalize=values.get("normalize"),
+        fit=values.get("fit"),
         stem=found.stem,
+        task=values.get("task"),
         label_count=found.labels,
         tensors=tensors,
         sure={key: evidence for key, (_, evidence) in told.items()},
-        missing={key: why for key, why in _unknowable(found).items() if key not in told},
+        missing={key: why for key, why in _unknowable(found, facts).items() if key not in told},
         said=said,
     )
 
@@ -100,22 +96,30 @@ def _told(found: Recognised, facts: Facts | None) -> dict[str, tuple[Any, str]]:
         told["size"] = (found.size, "the places that its patches have")
     if family(found.architecture) == "detector":
         told["normalize"] = ("unit", "ultralytics trains on pixels in [0, 1]")
+    elif found.labels == 1:
+        told["task"] = ("multilabel", ONE_OUTPUT)
+    elif facts is not None and facts.problem is not None:
+        told["task"] = (facts.problem, facts.evidence.get("problem", "the checkpoint"))
     if facts is not None:
-        said = {"labels": facts.labels, "size": facts.size, "normalize": facts.normalize}
+        said = {"labels": facts.labels, "size": facts.size, "normalize": facts.normalize, "fit": facts.fit}
         for key, value in said.items():
             if value is not None:
                 told.setdefault(key, (value, facts.evidence.get(key, "the checkpoint")))
     return told
 
 
-def _unknowable(found: Recognised) -> dict[str, str]:
+def _unknowable(found: Recognised, facts: Facts | None) -> dict[str, str]:
     """What weights alone do not show, and which option gives it."""
-    return {
-        "labels": f"weights have no names for their {found.labels} outputs: --labels first,second,... in their order",
+    unknown = {
+        "labels": unknown_labels("weights have", found.labels),
         "size": "weights do not show to what size images were scaled in training: --size HEIGHTxWIDTH",
-        "normalize": "weights do not show how pixels were scaled in training: --normalize imagenet (torchvision's mean "
-        "and deviation) or --normalize unit (pixels in [0, 1])",
+        "normalize": f"weights do not show how pixels were scaled in training: {NORMALIZE_OPTIONS}",
     }
+    if family(found.architecture) != "detector":
+        unknown["task"] = unknown_task("weights do")
+    if facts is not None and "fit" in facts.evidence:
+        unknown["fit"] = unserved_fit(facts.evidence["fit"])
+    return unknown
 
 
 def _unknown(tensors: Mapping[str, Tensor], facts: Facts | None) -> str:

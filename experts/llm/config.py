@@ -198,6 +198,16 @@ def read_spec(directory: Path, expert: str) -> ArchSpec:
     return parse_config(content, expert, str(path))
 
 
+def stored_dtype(directory: Path) -> str | None:
+    """The dtype that a directory's config.json says its tensors have, as torch calls it; None where it says none."""
+    try:
+        values = json.loads((directory / CONFIG_NAME).read_bytes())
+    except (OSError, ValueError):  # told by whoever reads it to pack it
+        return None
+    named = (values.get("dtype") or values.get("torch_dtype")) if isinstance(values, dict) else None
+    return named if isinstance(named, str) else None
+
+
 def parse_config(content: bytes, expert: str, origin: str) -> ArchSpec:
     """The same for the bytes of a config.json; ``origin`` is what errors call it."""
     try:

@@ -21,7 +21,7 @@ from experts.llm.config import QkNorm, Residual, read_spec
 from experts.llm.dispatch import MlpWeights, run_mlp, run_moe_experts
 from experts.llm.gate import route
 from experts.llm.names import EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD, POSITIONS
-from experts.llm.quant import matrix_of, project
+from experts.llm.quant import looked_up, matrix_of, project
 from experts.llm.rope import Rope
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Model:
         self, spec: ArchSpec, tensors: Mapping[str, Tensor], moe_experts: Mapping[int, MoeExperts] | None = None
     ) -> None:
         self.spec = spec
-        self._embedding = tensors[EMBEDDING]
+        self._embedding = matrix_of(tensors, EMBEDDING)
         self._positions = tensors.get(POSITIONS)
         self._norm = tensors[FINAL_NORM]
         self._norm_bias = tensors.get(FINAL_NORM_BIAS)
@@ -86,7 +86,7 @@ class Model:
         self._feed_forward = [
             _feed_forward_weights(spec, tensors, f"layers.{n}", elsewhere.get(n)) for n in range(len(spec.layers))
         ]
-        self._rope = None if spec.rope is None else Rope(spec.rope, spec.head_size, self._embedding.device)
+        self._rope = None if spec.rope is None else Rope(spec.rope, spec.head_size, self._norm.device)
 
     def running_through(self, around: Callable[[int, MlpWeights | MoeExperts], MoeExperts]) -> Model:
         """The same model, whose experts are run by what ``around`` makes of them, by layer: to count, or to time."""
@@ -99,11 +99,11 @@ class Model:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._embedding.dtype
+        return self._norm.dtype
 
     @property
     def device(self) -> torch.device:
-        return self._embedding.device
+        return self._norm.device
 
     def forward(self, batch: TokenBatch, key_values: KeyValues) -> Tensor:
         """What may follow each row: (rows, vocabulary), in the model's dtype. Keeps the tokens' keys and values."""
@@ -142,7 +142,7 @@ class Model:
         return None if self._rope is None else self._rope.at(positions, self.dtype)
 
     def embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        tokens = embedding(token_ids, self._embedding)
+        tokens = looked_up(token_ids, self._embedding)
         return tokens if self._positions is None else tokens + embedding(positions, self._positions)
 
     def attention_inputs(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,8 +2,9 @@
 
 Guarantees: what is computed is the same, up to rounding, by either way of multiplying; a scale is rounded before its
 channel's numbers are, so its rounding adds nothing to their error: half a step, a 254th of the channel's largest.
-Symmetric: zero is zero. Embeddings, norms, gates, coefficients and biases are not quantised: they are small, or are
-looked up and not multiplied, or decide who computes.
+Symmetric: zero is zero. An embedding that is the head, too, is quantised with it, a scale for each token. Others are
+not, nor are norms, gates, coefficients and biases: they are small, or are looked up and not multiplied, or decide who
+computes.
 
 Few rows multiply int8 as it lies, in half the time of bf16: reading the matrix is what takes time. Many rows multiply a
 copy in their own dtype: then computing does, and the kernel for bytes is slower at that (see FEW_ROWS).
@@ -17,9 +18,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
 
-from experts.llm.names import HEAD
+from experts.llm.names import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -118,9 +119,16 @@ def dequantise(matrix: Int8Matrix) -> Tensor:
     return matrix.values.float() * matrix.scale.float().unsqueeze(-1)
 
 
-def is_quantised(name: str) -> bool:
+def is_quantised(name: str, *, is_tied: bool = False) -> bool:
     """Whether a model's tensor of this name is held in int8: the matrices that all tokens are multiplied with."""
-    return name == HEAD or name.endswith((".qkv", ".output", ".up", ".down"))
+    return name == (EMBEDDING if is_tied else HEAD) or name.endswith((".qkv", ".output", ".up", ".down"))
+
+
+def looked_up(token_ids: Tensor, table: Matrix) -> Tensor:
+    """The rows of these tokens, in the dtype of computation."""
+    if not isinstance(table, Int8Matrix):
+        return embedding(token_ids, table)
+    return table.values[token_ids].to(table.scale.dtype) * table.scale[token_ids].unsqueeze(-1)
 
 
 def matrix_of(tensors: Mapping[str, Tensor], name: str) -> Matrix:
@@ -138,21 +146,25 @@ class Int8Tensors(Mapping[str, "Tensor"]):
     def __init__(self, source: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> None:
         self._source = source
         self._dtype = dtype
+        self._is_tied = HEAD not in source
         self._last: tuple[str, Int8Matrix] | None = None
 
     def __iter__(self) -> Iterator[str]:
         for name in self._source:
             yield name
-            if is_quantised(name):
+            if self._is_quantised(name):
                 yield name + SCALE
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __getitem__(self, name: str) -> Tensor:
-        if name.endswith(SCALE) and is_quantised(name.removesuffix(SCALE)):
+        if name.endswith(SCALE) and self._is_quantised(name.removesuffix(SCALE)):
             return self._quantised(name.removesuffix(SCALE)).scale
-        return self._quantised(name).values if is_quantised(name) else self._source[name].to(self._dtype)
+        return self._quantised(name).values if self._is_quantised(name) else self._source[name].to(self._dtype)
+
+    def _is_quantised(self, name: str) -> bool:
+        return is_quantised(name, is_tied=self._is_tied)
 
     def _quantised(self, name: str) -> Int8Matrix:
         if self._last is None or self._last[0] != name:

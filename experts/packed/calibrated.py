@@ -1,7 +1,7 @@
-"""Whether an expert has a calibration that holds for its weights as they are now.
+"""Whether an expert has a calibration that holds for its weights and its input as they are now.
 
-Guarantees: one of other weights is never taken for one that holds; the weights are hashed only where their file is not
-the one that was calibrated, by its size and time.
+Guarantees: one of other weights, or of another input, is never taken for one that holds; the weights are hashed only
+where their file is not the one that was calibrated, by how it lies on its drive.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def calibration_of(
 ) -> Calibration:
     """What was observed of an expert with its weights as they are. Raises LoadError, WeightsMissing."""
     stamp = stamp_of(expert)
-    return Calibration(sha256_of(expert), stamp.size_bytes, stamp.mtime_ns, samples_sha256, images, labels, ranges)
+    return Calibration(sha256_of(expert), stamp, expert.pixels.text, samples_sha256, images, labels, ranges)
 
 
 def why_not_calibrated(expert: Expert, packed: Path) -> str | None:
@@ -35,8 +35,9 @@ def why_not_calibrated(expert: Expert, packed: Path) -> str | None:
     found = read_calibration(CalibrationFolder.beside(packed).path(expert.id))
     if found is None:
         return f"it is not calibrated: {HOW}"
-    stamp = stamp_of(expert)
-    if (stamp.size_bytes, stamp.mtime_ns) == (found.size_bytes, found.mtime_ns):
+    if found.input != expert.pixels.text:
+        return f"its calibration is of another input than it has now: {HOW} anew"
+    if stamp_of(expert) == found.stamp:
         return None
     if sha256_of(expert) == found.weights_sha256:
         return None

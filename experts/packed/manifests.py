@@ -7,17 +7,14 @@ place, synced and renamed, so that a power cut leaves the old one or the new.
 from __future__ import annotations
 
 import json
-import os
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-from experts.filesystem import sync_folder
-from experts.packed.sources import SourceStamp
+from experts.filesystem import whole_file
 from experts.packed.weights import Blocks, PackedExpert, Segment, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
 
@@ -26,15 +23,8 @@ class Source:
     """What an expert was packed from, and how. How it lay on its drive spares hashing it at every start."""
 
     sha256: str
-    size_bytes: int
-    mtime_ns: int
-    recipe: str  # whatever else decided on the packed bytes: format, architecture, stem, number of labels
-    listing: str = ""  # of a directory: see experts.packed.sources
-
-    @property
-    def stamp(self) -> SourceStamp:
-        """How it lay on its drive then."""
-        return SourceStamp(self.size_bytes, self.mtime_ns, self.listing)
+    stamp: str  # see experts.packed.sources
+    recipe: str  # whatever else decided on the packed bytes: format, architecture, stem, labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +61,8 @@ class ManifestFolder:
 
     def write(self, manifest: Manifest) -> None:
         path = self.path(manifest.packed.expert, manifest.packed.precision)
-        with replacing(path) as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path, has_rivals=True) as file:
             file.write(json.dumps(asdict(manifest), separators=(",", ":")).encode())
 
     def delete(self, expert: str, precision: str) -> None:
@@ -82,22 +73,6 @@ class ManifestFolder:
         """All that can be understood, in the order of their paths."""
         found = (_read(path) for path in sorted(self._directory.rglob("*.json")))
         return [manifest for manifest in found if manifest is not None]
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes its name only once it is complete and on the disk; an error leaves nothing of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with unfinished.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    sync_folder(path.parent)
 
 
 def _read(path: Path) -> Manifest | None:

@@ -27,10 +27,9 @@ from experts.backends import backend_for
 from experts.calibrations import CalibrationFolder, digest_of
 from experts.errors import ExpertError, LoadError, WeightsCorrupt, WeightsMismatch
 from experts.expert import Precision
-from experts.filesystem import sync_folder
-from experts.importing import import_weights
+from experts.filesystem import take_name, whole_file
 from experts.packed.calibrated import why_not_calibrated
-from experts.packed.manifests import Manifest, ManifestFolder, Source, replacing
+from experts.packed.manifests import Manifest, ManifestFolder, Source
 from experts.packed.segment_writer import SegmentWriter, Stacked
 from experts.packed.sharing import TensorKey, plan_sharing
 from experts.packed.sources import sha256_of, stamp_of
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from experts.packed.sharing import Partition
     from experts.packed.weights import SegmentStore, TensorSpec
 
-__all__ = ["PackingReport", "PackingStep", "forget_other_forms", "import_weights", "pack_line"]
+__all__ = ["PackingReport", "PackingStep", "forget_other_forms", "pack_line"]
 
 log = logging.getLogger(__name__)
 
@@ -300,7 +299,9 @@ class _Packing:
         if not packable.program:
             return None
         sha256 = hashlib.sha256(packable.program).hexdigest()
-        with replacing(self._store.program_path(sha256)) as file:
+        path = self._store.program_path(sha256)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path, has_rivals=True) as file:
             file.write(packable.program)
         return sha256
 
@@ -356,8 +357,7 @@ class _Packing:
 
     def _finish(self, path: Path, segment: Segment) -> None:
         final = self._store.segment_path(segment.sha256)
-        path.replace(final)
-        sync_folder(final.parent)
+        take_name(path, final)
 
     def _places(self, draft: _Draft) -> dict[str, _Place]:
         packed = draft.manifest.packed
@@ -398,7 +398,7 @@ def _recipe(job: _Job) -> str:
     """What decides on the packed bytes beside the source file."""
     expert = job.expert
     size = [] if expert.input is None else [expert.input.height, expert.input.width]
-    parts = [PACKING_FORMAT, expert.architecture, expert.stem, len(expert.labels), size]
+    parts = [PACKING_FORMAT, expert.architecture, expert.stem, expert.labels, size]  # labels: for their order
     if job.precision is Precision.ONEDNN_INT8 and expert.calibration is not None:
         parts.append(digest_of(expert.calibration))
     from_backend = backend_for(expert.architecture).recipe(expert, job.precision)
@@ -415,8 +415,8 @@ def _runtime_of(recipe: str) -> str:
 
 
 def _source(job: _Job) -> Source:
-    stamp = stamp_of(job.expert)
-    return Source(sha256_of(job.expert), stamp.size_bytes, stamp.mtime_ns, _recipe(job), stamp.listing)
+    stamp = stamp_of(job.expert)  # before the bytes are read: what is written meanwhile shows the next time
+    return Source(sha256_of(job.expert), stamp, _recipe(job))
 
 
 def _shared_segments(drafts: Iterable[_Draft]) -> dict[tuple[TensorKey, ...], Segment]:

@@ -1,63 +1,70 @@
 """What an expert is packed from: one file, or of a language model the files of a directory that its bytes depend on.
 
 Guarantees: whatever of these files is replaced, added, removed or written to shows in ``stamp_of`` without reading any
-of them; what a directory holds beside them (a README, a pickle, another format of the same weights) shows in neither.
+of them, also where size and mtime are the same, as in images of a system that set every time to one moment; what a
+directory holds beside them (a README, a pickle, another format of the same weights) shows in neither.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from experts.errors import LoadError, WeightsMissing
 from experts.llm.program import PROGRAM_FILES
 
 if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
     from pathlib import Path
 
     from experts.expert import Expert
 
 WHOLE_WEIGHTS = "model.safetensors"
+READ_BYTES = 4 * 1024 * 1024
 INDEX = "model.safetensors.index.json"
 
 
-@dataclass(frozen=True, slots=True)
-class SourceStamp:
-    """How a source lies on its drive. ``listing``: of a directory, the digest of its files' names, sizes and times."""
+def stamp_of(expert: Expert) -> str:
+    """How its source lies on its drive now: the digest of its files' names, sizes, times and inodes.
 
-    size_bytes: int
-    mtime_ns: int
-    listing: str = ""
+    The ctime counts because no program can set it. Raises WeightsMissing, LoadError.
+    """
+    lines = [
+        f"{name} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}\n"
+        for name, status in _statuses(expert)
+    ]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def stamp_of(expert: Expert) -> SourceStamp:
-    """How its source lies there now. Raises WeightsMissing, LoadError."""
+def size_bytes_of(expert: Expert) -> int:
+    """Of its source, all files together. Raises WeightsMissing, LoadError."""
+    return sum(status.st_size for _, status in _statuses(expert))
+
+
+def _statuses(expert: Expert) -> list[tuple[str, os.stat_result]]:
+    paths = [expert.weights]
     try:
-        if not expert.takes_texts:
-            status = expert.weights.stat()
-            return SourceStamp(status.st_size, status.st_mtime_ns)
-        found = [(path.name, path.stat()) for path in _files(expert)]
+        if expert.takes_texts:
+            paths = _files(expert)
+        return [(path.name, path.stat()) for path in paths]
     except FileNotFoundError as error:
         raise WeightsMissing(
             expert.id, f"{expert.weights} is not there: copy it there, or correct `weights`"
         ) from error
     except OSError as error:
         raise LoadError(expert.id, f"{expert.weights} cannot be read: {error.strerror}") from error
-    lines = [f"{name} {status.st_size} {status.st_mtime_ns}\n" for name, status in found]
-    return SourceStamp(
-        sum(status.st_size for _, status in found),
-        max((status.st_mtime_ns for _, status in found), default=0),
-        hashlib.sha256("".join(lines).encode()).hexdigest(),
-    )
 
 
-def sha256_of(expert: Expert) -> str:
-    """The digest of its source's bytes, of a directory's with their names. Raises LoadError, WeightsMissing."""
+def sha256_of(expert: Expert, pause: Callable[[], None] = lambda: None) -> str:
+    """The digest of its source's bytes, of a directory's with their names. Raises LoadError, WeightsMissing.
+
+    ``pause`` is called between two reads.
+    """
     try:
         if not expert.takes_texts:
-            return _digest(expert.weights)
-        lines = [f"{path.name} {_digest(path)}\n" for path in _files(expert)]
+            return _digest(expert.weights, pause)
+        lines = [f"{path.name} {_digest(path, pause)}\n" for path in _files(expert)]
     except FileNotFoundError as error:
         raise WeightsMissing(expert.id, f"{error.filename} is not there: copy it there") from error
     except OSError as error:
@@ -80,6 +87,10 @@ def _files(expert: Expert) -> list[Path]:
     return [folder / name for name in sorted(names & {*PROGRAM_FILES, *weights, INDEX})]
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _digest(path: Path, pause: Callable[[], None]) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(READ_BYTES):
+            digest.update(chunk)
+            pause()
+    return digest.hexdigest()

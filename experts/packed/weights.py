@@ -199,6 +199,11 @@ class SegmentStore:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
 
+    @property
+    def is_there(self) -> bool:
+        """Whether anything was packed there, and its drive has not gone."""
+        return (self.directory / LOCK_NAME).exists()
+
     def segment_path(self, sha256: str) -> Path:
         return self.directory / "segments" / f"{sha256}.bin"
 
@@ -275,9 +280,9 @@ class SegmentStore:
 
         Each is read again from the disk: where all are sound, it was a read that went wrong. None, and nothing is
         done, while somebody packs, who may be reading them or putting sound ones in their place. Raises LoadFailed for
-        what cannot be read, OSError for what the disk does not let go.
+        what cannot be read, OSError for what the disk does not let go, and where nothing lies packed any more.
         """
-        with self._lock_file() as descriptor:
+        with self._lock_file(creates=False) as descriptor:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -300,9 +305,12 @@ class SegmentStore:
             yield self.program_path(packed.program_sha256)
 
     @contextmanager
-    def _lock_file(self) -> Iterator[int]:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    def _lock_file(self, *, creates: bool = True) -> Iterator[int]:
+        """``creates``: not where a mount may have dropped, whose bare mount point is left alone."""
+        if creates:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if creates else 0)
+        descriptor = os.open(self.directory / LOCK_NAME, flags, 0o640)
         try:
             yield descriptor
         finally:

@@ -199,9 +199,9 @@ def infer(model: Module, expert: Expert, image: NDArray[np.uint8], device: str) 
         output = model(prepared.tensor.unsqueeze(0).to(device))
         if family(expert.architecture) == "detector":
             return _detected(expert, output[0].float()[0])
-        from experts.backends.classifier import predictions
+        from experts.backends.classifier import reader_of
 
-        return predictions(expert, output.float().softmax(dim=1))[0]
+        return reader_of(expert)(expert, (output,), [prepared])[0]
 
 
 def drop_from_cache(file: Path) -> None:
@@ -234,15 +234,13 @@ def _saved(expert: Expert, path: Path) -> Path:
 
 def _detected(expert: Expert, output: torch.Tensor) -> Prediction:
     """The boxes of one image: ``output`` holds centre, size and one score per label of every anchor."""
-    from experts.backends.boxes import CONFIDENCE_MINIMUM, OVERLAP_MAXIMUM
-
     if not bool(torch.isfinite(output).all()):
         raise OutputInvalid(expert.id, "its output is not a number: check its weights")
     scores, labels = output[4:].max(dim=0)
-    sure = scores > CONFIDENCE_MINIMUM
+    sure = scores > expert.confidence
     centre, size = output[:2, sure].T, output[2:4, sure].T
     corners = torch.cat((centre - size / 2, centre + size / 2), dim=1)
-    kept = batched_nms(corners, scores[sure], labels[sure], OVERLAP_MAXIMUM)
+    kept = batched_nms(corners, scores[sure], labels[sure], expert.iou)
     boxes = tuple(
         BoundingBox(expert.labels[int(label)], float(score), *(float(side) for side in sides))
         for sides, score, label in zip(corners[kept], scores[sure][kept], labels[sure][kept], strict=True)

@@ -92,7 +92,7 @@ def _tell_doubts(config: LineConfig, stored: StoredProfile) -> None:
     from agent.deployment.build import doubts
 
     for doubt in doubts(config, stored):
-        print(f"note: an agent that starts now may refuse this profile: {doubt}", file=sys.stderr)
+        print(f"note: the profile does not hold for an agent that starts now, or not in all: {doubt}", file=sys.stderr)
 
 
 def _planned(

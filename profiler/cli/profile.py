@@ -36,6 +36,11 @@ def refuse_contradictions(ctx: typer.Context, *, is_measured: bool) -> None:
     given = ctx.params
     if given["simulate"] and given["casual"]:
         raise typer.BadParameter("a search and no search - give one of the two", param_hint="--simulate / --casual")
+    others = [name for name in ("usage_from", "count_usage", "simulate", "casual", "fresh") if given[name]]
+    if given["expert"] is not None and others:
+        raise typer.BadParameter(
+            f"it measures one expert alone - leave --{others[0].replace('_', '-')}", param_hint="--expert"
+        )
     if given["usage_from"] is not None and given["count_usage"]:
         raise typer.BadParameter(
             "usage is learned or counted - give one of the two", param_hint="--usage-from / --count-usage"
@@ -55,6 +60,9 @@ def profile(
     line: LineFile,
     samples: Samples = None,
     usage_from: UsageFrom = None,
+    expert: Annotated[
+        str | None, typer.Option(help="prove one expert anew, as after retraining, beside a running agent")
+    ] = None,
     count_usage: Annotated[bool, typer.Option(help="usage by running the routes on the samples")] = False,
     simulate: Annotated[bool, typer.Option(help="search memory and executors in simulation: seconds")] = False,
     casual: Annotated[bool, typer.Option(help="no search: 75 % of memory for experts, the casual executors")] = False,
@@ -82,6 +90,7 @@ def profile(
         from profiler.allocation.decay_window import WindowOptions
         from profiler.allocation.search import SearchOptions
         from profiler.allocation.step import CASUAL, ENGINE, SIMULATE  # loads torch, as do those below
+        from profiler.profiling.profile_expert import profile_expert
         from profiler.profiling.profile_line import ProfilingOptions, learn_usage, profile_line
 
         options = ProfilingOptions(
@@ -96,7 +105,10 @@ def profile(
         )
         with disk_explained(resumes=True), progress_on_stderr() as progress:
             learned = None if is_measured else learn_usage(config, usage_from)
-            done = learned or profile_line(config, options, progress)
+            if expert is not None:
+                done = profile_expert(config, expert, options, progress)
+            else:
+                done = learned or profile_line(config, options, progress)
     _tell(done, as_json=as_json)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +13,7 @@ from agent.cli.endings import explained
 from profiler.cli.arguments import disk_explained, from_here
 
 if TYPE_CHECKING:
+    from experts.expert import Expert
     from experts.thresholds.learning import Learned
     from profiler.thresholds.scoring import Scores
 
@@ -44,6 +44,8 @@ def threshold(
     """
     from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
+    from experts.packed.sources import sha256_of
+    from experts.thresholds.binding import threshold_of
     from experts.thresholds.learning import learned
     from profiler.thresholds.curve import draw_curve
     from profiler.thresholds.scoring import anomaly_expert, labelled_samples, measured
@@ -54,11 +56,12 @@ def threshold(
         asked = anomaly_expert(config, expert)
         with progress_on_stderr() as progress:
             scores = measured(asked, labelled_samples(config, asked, samples), progress)
+        evidence = threshold_of(asked, sha256_of(asked))
         good, bad = list(scores.good.values()), list(scores.bad.values())
         found = learned(good, bad, false_alarms)
         draw_curve(drawn, expert, good, bad, found)
         if not prints:
-            _write(line, expert, found.rates.threshold)
+            _write(line, asked, found.rates.threshold, evidence)
     row = _row(expert, asked.threshold, scores, found, false_alarms)
     if as_json:
         print(json.dumps({**row, "chart": str(drawn), "is_written": not prints}))
@@ -66,15 +69,21 @@ def threshold(
     _show(row, drawn, scores)
     where = from_here(line.absolute())
     if prints:
-        print(f"Write it into {where}:\nexperts:\n  {expert}:\n    threshold: {found.rates.threshold!r}")
+        keys = f"    threshold: {found.rates.threshold!r}\n    threshold_of: '{evidence}'"
+        print(f"Write it into {where}:\nexperts:\n  {expert}:\n{keys}")
     else:
         print(f"written into {where}: a running agent takes it when it reloads")
 
 
-def _write(line: Path, expert: str, value: float) -> None:
+def _write(line: Path, expert: Expert, value: float, evidence: str) -> None:
     from agent.line_file.editing import edit_file, set_key
 
-    edit_file(line, partial(set_key, path=("experts", expert, "threshold"), value=value, file=line))
+    def both(text: str) -> str:
+        place = ("experts", expert.id)
+        text = set_key(text, path=(*place, "threshold"), value=value, file=line)
+        return set_key(text, path=(*place, "threshold_of"), value=evidence, file=line)
+
+    edit_file(line, both)
 
 
 def _row(expert: str, before: float | None, scores: Scores, found: Learned, asked: float) -> dict[str, Any]:

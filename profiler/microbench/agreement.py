@@ -1,24 +1,26 @@
-"""Does an expert say the same in another precision? Outputs side by side on the same samples, and what to choose.
+"""Does an expert decide the same in another precision? Outputs side by side on the same samples, and how to choose.
 
-Two outputs agree where their labels are the same, and their scores differ by no more than TOLERANCE, 0.02: of a
-detector's boxes the labels count, as often as each occurs, and their scores in order. All experts of a kind that have
-samples are asked on all of them, over the agent's own path. What fp32 itself cannot judge is left out; what only the
-other precision cannot judge, or cannot load, differs.
+Two outputs agree where every step of a route that asks the expert comes to the same: label, way on and verdict, by its
+``min_score`` (experts.graph judges). Beside that the same labels hold, boxes are of the same labels, each at the same
+place (IoU of OVERLAP_LEAST), and scores differ by no more than TOLERANCE: a drift that no sample happens to turn shows
+there. What neither can judge is left out; what only one of the two can judge differs.
 
-The choice: of the precisions whose agreement is proven on at least one image, and of fp32, the one with the least
-predicted time per image at its own maximum batch, or at COMPARED_BATCH where that is smaller. Without real samples
-nothing is proven, and it is fp32.
+One expert is proven by LEAST_IMAGES of its own images, all of which agree: with n of them it decides otherwise on fewer
+than 3/n of such images, at 95 % (the rule of three). What speaks for one expert says nothing of another.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections import Counter
+import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from agent.core.events import BatchFailed
 from agent.core.request import Rejected
+from agent.device_profile.identity import verdict_sha256
 from agent.device_profile.records import Agreement
 from agent.runtime.image_sources import ImageFile
 from agent.runtime.machine.box import torch_device
@@ -27,17 +29,22 @@ from experts.errors import ExpertError
 from experts.expert import Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from agent.device_profile.records import KindProfile
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.measuring.rig import MeasuringRig
-    from experts.expert import Prediction
+    from experts.expert import BoundingBox, Expert, Prediction
+    from experts.graph import ExpertGraph
     from profiler.microbench.kinds import Bench
-    from profiler.workload.samples import Sample
+    from profiler.workload.samples import LineSamples, Sample
 
 logger = logging.getLogger(__name__)
 
+LEAST_IMAGES = 30  # of one expert, before a form is proven for it: it decides otherwise on fewer than 1 in 10
+OVERLAP_LEAST = 0.75  # intersection over union of two boxes at one place
+SHARE_OF_ONE = 0.75  # of the images, those that are alone in their batch: what an agent of many experts runs most
+LEAST_GAIN = 0.05  # of an image's time: for less no expert is run in another form than its reference
 COMPARED_BATCH = 16  # arbitrary: seldom do more requests of one expert wait together
 COMPARED_TOKENS = 64  # arbitrary, too
 TOLERANCE = 0.02  # between two scores; they lie from 0 to 1
@@ -48,7 +55,7 @@ BATCH = 4  # images at a time; how many does not matter to what is compared
 class Difference:
     """How far two outputs on one image are apart. ``score``: the most that two scores of the same labels differ."""
 
-    same_labels: bool
+    is_same: bool
     score: float
 
 
@@ -63,9 +70,13 @@ def candidate_precisions(architecture: str, processor: str) -> tuple[Precision, 
 
 
 def compare(
-    bench: Bench, fp32: Sequence[ExpertCopy], other: Sequence[ExpertCopy], tolerance: float = TOLERANCE
-) -> Agreement:
-    """One kind's experts in fp32 and in another precision, on the samples of each; no samples, no images.
+    bench: Bench,
+    graph: ExpertGraph,
+    fp32: Sequence[ExpertCopy],
+    other: Sequence[ExpertCopy],
+    tolerance: float = TOLERANCE,
+) -> list[Agreement]:
+    """Each expert of one kind in fp32 and in another precision, on the samples of its own; no samples, no images.
 
     An expert that is in ``fp32`` and not in ``other`` differs on all its samples. Raises ValueError without a copy in
     ``other``, as there is no precision then.
@@ -73,69 +84,94 @@ def compare(
     if not other:
         raise ValueError("no copy in another precision")
     others = {copy.expert.id: copy for copy in other}
-    differences: list[Difference] = []
     with bench.rig([*fp32, *other]).opened() as rig:
-        for copy in fp32:
-            if images := bench.samples.of(copy.expert.id):
-                expected, found = (judged(rig, each, images) for each in (copy, others.get(copy.expert.id)))
-                differences += compared(expected, found)
-    return Agreement(
-        kind=other[0].kind,
-        processor=bench.processor,
-        precision=other[0].packed.precision,
-        images=len(differences),
-        labels_differ=sum(not each.same_labels for each in differences),
-        largest_score_difference=max((each.score for each in differences), default=0.0),
-        tolerance=tolerance,
-        samples_sha256=bench.samples.sha256(copy.expert.id for copy in fp32),
-    )
+        return [
+            Agreement(
+                expert=copy.expert.id,
+                kind=copy.kind,
+                processor=bench.processor,
+                precision=other[0].packed.precision,
+                images=len(apart),
+                labels_differ=sum(not each.is_same for each in apart),
+                largest_score_difference=max((each.score for each in apart), default=0.0),
+                tolerance=tolerance,
+                of_sha256=terms_sha256(bench.samples, graph, copy.expert),
+                least=LEAST_IMAGES,
+            )
+            for copy in fp32
+            for apart in [_apart(rig, bench.samples.of(copy.expert.id), graph, copy, others.get(copy.expert.id))]
+        ]
 
 
-def choose_precision(kinds: Sequence[KindProfile], agreements: Iterable[Agreement]) -> str:
-    """The fastest precision of one kind on one processor that is fp32, or agrees with it on real samples.
-
-    ``kinds``: its profiles, one for each precision that runs; of equal ones the first. Raises ValueError for profiles
-    of several kinds or processors, or when neither fp32 is among them nor one that agrees.
-    """
-    if len({(kind.kind, kind.processor) for kind in kinds}) != 1:
-        raise ValueError("the precisions of one kind on one processor are compared, and of nothing else")
-    proven = {
-        (agreement.kind, agreement.processor, agreement.precision)
-        for agreement in agreements
-        if agreement.images and agreement.agrees
-    }
-    eligible = [
-        kind
-        for kind in kinds
-        if kind.precision == Precision.FP32 or (kind.kind, kind.processor, kind.precision) in proven
-    ]
-    if not eligible:
-        raise ValueError(f"{kinds[0].kind} on {kinds[0].processor}: no precision runs that agrees with fp32")
-    return min(eligible, key=image_s).precision
+def terms_sha256(samples: LineSamples, graph: ExpertGraph, expert: Expert) -> str:
+    """What an agreement is of, beside weights: the samples, and all that makes an output a verdict."""
+    told = f"{samples.sha256([expert.id])} {verdict_sha256(graph, expert)}"
+    return hashlib.sha256(told.encode()).hexdigest()
 
 
 def image_s(kind: KindProfile) -> float:
-    """Predicted seconds per image in batches of the maximum size, COMPARED_BATCH at most. CoServe, section 4.2.
+    """Predicted seconds per image: SHARE_OF_ONE of them alone, the rest in batches of COMPARED_BATCH at most.
 
-    Of language models: per text of COMPARED_TOKENS that are read, and as many that are written.
+    Of language models: beside that, of COMPARED_TOKENS that are read, and as many that are written.
     """
     tokens_s = COMPARED_TOKENS * (kind.K_prompt_s + kind.K_output_s)
-    return kind.K_s + kind.B_s / min(kind.max_batch, COMPARED_BATCH) + tokens_s
+    together = kind.B_s / min(kind.max_batch, COMPARED_BATCH)
+    return kind.K_s + SHARE_OF_ONE * kind.B_s + (1 - SHARE_OF_ONE) * together + tokens_s
 
 
-def difference(fp32: Prediction, other: Prediction) -> Difference:
-    """Two outputs on one image."""
-    if fp32.label != other.label or _box_labels(fp32) != _box_labels(other):
-        return Difference(same_labels=False, score=0.0)
+def is_clearly_faster(kind: KindProfile, reference: KindProfile) -> bool:
+    """By more than timing is off: what the middle half of both kinds' repeats spans, LEAST_GAIN at least."""
+    return image_s(kind) < (1 - max(LEAST_GAIN, _spread(kind) + _spread(reference))) * image_s(reference)
+
+
+def _spread(kind: KindProfile) -> float:
+    """Of a batch's repeats, the middle half, against their median: of the size where it is the largest."""
+    return max((_middle_half(sorted(batch.seconds)) for batch in kind.batches), default=0.0)
+
+
+def _middle_half(seconds: Sequence[float]) -> float:
+    count = len(seconds)
+    return (seconds[3 * count // 4] - seconds[count // 4]) / max(seconds[count // 2], sys.float_info.min)
+
+
+def difference(
+    fp32: Prediction, other: Prediction, steps: Callable[[Prediction], object] = lambda prediction: prediction.label
+) -> Difference:
+    """Two outputs on one image. ``steps``: what the routes that ask make of an output."""
+    if steps(fp32) != steps(other) or _held(fp32) != _held(other) or not _are_boxes_same(fp32.boxes, other.boxes):
+        return Difference(is_same=False, score=0.0)
     scores = zip(_scores(fp32), _scores(other), strict=True)
-    return Difference(same_labels=True, score=max(abs(one - another) for one, another in scores))
+    return Difference(is_same=True, score=max(abs(one - another) for one, another in scores))
 
 
-def compared(fp32: Sequence[Prediction | None], other: Sequence[Prediction | None]) -> Iterator[Difference]:
-    """One for each image that fp32 judged."""
-    for expected, found in zip(fp32, other, strict=True):
-        if expected is not None:
-            yield Difference(same_labels=False, score=0.0) if found is None else difference(expected, found)
+def compared(
+    graph: ExpertGraph,
+    expert: str,
+    samples: Sequence[Sample],
+    fp32: Sequence[Prediction | None],
+    other: Sequence[Prediction | None],
+) -> Iterator[Difference]:
+    """One for each of an expert's samples that is judged in one of the two."""
+    for sample, expected, found in zip(samples, fp32, other, strict=True):
+        if expected is not None and found is not None:
+            yield difference(expected, found, partial(_steps, graph, sample.component, expert))
+        elif expected is not found:
+            yield Difference(is_same=False, score=0.0)
+
+
+def _steps(graph: ExpertGraph, component: str, expert: str, prediction: Prediction) -> list[object]:
+    """Where each step that asks the expert goes from there: label, next expert, verdict."""
+    ends = (graph.judge(component, step, prediction) for step in graph.turns(component, expert))
+    return [prediction.label, *((end.label, end.next_expert, end.verdict) for end in ends)]
+
+
+def _apart(
+    rig: MeasuringRig, samples: Sequence[Sample], graph: ExpertGraph, fp32: ExpertCopy, other: ExpertCopy | None
+) -> list[Difference]:
+    if not samples:
+        return []
+    expected, found = (judged(rig, copy, samples) for copy in (fp32, other))
+    return list(compared(graph, fp32.expert.id, samples, expected, found))
 
 
 def judged(rig: MeasuringRig, copy: ExpertCopy | None, samples: Sequence[Sample]) -> list[Prediction | None]:
@@ -162,11 +198,31 @@ def _judged_batch(rig: MeasuringRig, copy: ExpertCopy, samples: Sequence[Sample]
     return [None if isinstance(result, Rejected) else result for result in answer.results]
 
 
-def _box_labels(prediction: Prediction) -> Counter[str]:
-    return Counter(box.label for box in prediction.boxes)
+def _held(prediction: Prediction) -> list[str]:
+    return [output.label for output in prediction.outputs if output.holds]
+
+
+def _are_boxes_same(fp32: Sequence[BoundingBox], other: Sequence[BoundingBox]) -> bool:
+    """Each has one of its label at its place, and none is left: the nearest that is still free."""
+    left = list(other)
+    for box in fp32:
+        near = max((each for each in left if each.label == box.label), key=partial(_overlap, box), default=None)
+        if near is None or _overlap(box, near) < OVERLAP_LEAST:
+            return False
+        left.remove(near)
+    return not left
+
+
+def _overlap(one: BoundingBox, other: BoundingBox) -> float:
+    """Intersection over union."""
+    width = min(one.right, other.right) - max(one.left, other.left)
+    height = min(one.bottom, other.bottom) - max(one.top, other.top)
+    common = max(width, 0.0) * max(height, 0.0)
+    areas = sum((box.right - box.left) * (box.bottom - box.top) for box in (one, other))
+    return common / (areas - common) if areas > common else float(one == other)
 
 
 def _scores(prediction: Prediction) -> list[float]:
-    """The deciding score, then those of the boxes: by label, the highest first."""
+    """The deciding score, those of the outputs, then those of the boxes: by label, the highest first."""
     boxes = sorted((box.label, -box.score) for box in prediction.boxes)
-    return [prediction.score, *(-negative for _, negative in boxes)]
+    return [prediction.score, *(each.score for each in prediction.outputs), *(-negative for _, negative in boxes)]

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from experts.backends import backend_for, observed_ranges
+from agent.runtime.preparation import prepare
+from experts.backends import observed_ranges
 from experts.calibrations import CalibrationFolder
 from experts.errors import ExpertError, ImageError
-from experts.images import read_image
+from experts.images import decode_image
 from experts.packed.calibrated import calibration_of, why_not_calibrated
 from profiler.workload.samples import stamps_sha256
 
@@ -96,8 +97,7 @@ def _too_few(labels: Sequence[str]) -> str:
 
 def _batches(expert: Expert, images: Sequence[Sample]) -> Iterator[Tensor]:
     """Raises ImageError for one that cannot be read any more."""
-    backend = backend_for(expert.architecture)
     for start in range(0, len(images), BATCH):
         few = images[start : start + BATCH]
-        pixels = (read_image(sample.path, str(sample.path), sample.max_pixels) for sample in few)
-        yield torch.stack([backend.prepare(expert, each).tensor for each in pixels])
+        decoded = (decode_image(sample.path, str(sample.path), sample.max_pixels) for sample in few)
+        yield torch.stack([prepare(expert, each).tensor for each in decoded])

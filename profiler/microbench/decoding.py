@@ -2,8 +2,8 @@
 
 Each expert's samples are read, decoded and prepared as the agent does it, on one thread. Of JPEGs that are large enough
 to be decoded to a half, a quarter or an eighth of their sides (``experts.images.reduction``), both ways are timed, and
-the expert is asked about both: it has them smaller only where its labels are the same on every one and its scores
-differ by no more than the tolerance, as of a form of its weights. Without such samples it has all pixels.
+the expert is asked about both: it has them smaller only where it decides alike on every one and its scores differ by
+no more than the tolerance, as of a form of its weights. Without such samples it has all pixels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agent.device_profile.identity import packed_sha256
 from agent.device_profile.records import ImageDecoding
 from agent.runtime.preparation import least_pixels, prepare
 from experts.images import decode_image, reduction
-from profiler.microbench.agreement import compared, judged
+from profiler.microbench.agreement import compared, judged, terms_sha256
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.measuring.rig import MeasuringRig
     from experts.expert import Expert, Prediction
+    from experts.graph import ExpertGraph
     from profiler.microbench.kinds import Bench
     from profiler.workload.samples import Sample
 
@@ -34,14 +35,15 @@ MOST_COMPARED = 8  # samples of one expert: a photograph takes a quarter of a se
 class DecodingBench:
     """Measures the experts of one bench; experts that are shown the same images alike share their times."""
 
-    def __init__(self, bench: Bench, tolerance: float) -> None:
+    def __init__(self, bench: Bench, graph: ExpertGraph, tolerance: float) -> None:
         self._bench = bench
+        self._graph = graph
         self._tolerance = tolerance
         self._times: dict[tuple[Path, str], tuple[_Timed, _Timed | None]] = {}
 
     def of_sha256(self, copy: ExpertCopy) -> str:
-        """What a measurement is of: the expert's weights as they are packed, and its samples."""
-        told = f"{packed_sha256(copy.packed)} {self._bench.samples.sha256([copy.expert.id])}"
+        """What a measurement is of: the expert's packed weights, its samples, and what makes its verdicts."""
+        told = f"{packed_sha256(copy.packed)} {terms_sha256(self._bench.samples, self._graph, copy.expert)}"
         return hashlib.sha256(told.encode()).hexdigest()
 
     def measure(self, copy: ExpertCopy) -> ImageDecoding | None:
@@ -81,10 +83,10 @@ class DecodingBench:
         with self._bench.rig([copy]).opened() as rig:
             expected = judged(rig, copy, samples)
             found = _judged_smaller(rig, copy, samples)
-        apart = list(compared(expected, found))
+        apart = list(compared(self._graph, copy.expert.id, samples, expected, found))
         if not apart:
             return len(samples), 0.0  # it judged none of them: nothing is proven
-        return sum(not each.same_labels for each in apart), max(each.score for each in apart)
+        return sum(not each.is_same for each in apart), max(each.score for each in apart)
 
 
 def _judged_smaller(rig: MeasuringRig, copy: ExpertCopy, samples: Sequence[Sample]) -> list[Prediction | None]:

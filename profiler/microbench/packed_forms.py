@@ -18,6 +18,7 @@ from agent.runtime.expert_copy import ExpertCopy, kind_name
 from agent.runtime.machine.box import torch_device
 from agent.runtime.measuring.probe import estimated_matrix
 from experts.backends import GRAPH_FAMILIES, family
+from experts.backends.forms import runs_as
 from experts.errors import BackendUnavailable, ConfigError
 from experts.expert import Precision
 from experts.packed.packing import forget_other_forms, pack_line
@@ -83,7 +84,9 @@ class LinePacking:
         return self._calibrating.why_not(self._config.catalog.experts[expert])
 
     def runs_in(self, expert: str, form: Precision) -> Precision:
-        """The form, or what an agent runs in its place: eight bits want an expert that is calibrated."""
+        """The form, or what an agent runs in its place: the CPU may lack it, and eight bits want calibration."""
+        if runs_as(form) is not form:
+            return form.plain
         if form is not Precision.ONEDNN_INT8 or self._calibrating.has_form(self._config.catalog.experts[expert]):
             return form
         return form.plain
@@ -132,13 +135,10 @@ class LinePacking:
                 found[form].append(copy_of(self._config, name, form, packed))
         return found if self._box is None else as_held(self._config, self._box, found)
 
-    def keep(self, precisions: Mapping[tuple[str, str], str]) -> list[ExpertCopy]:
-        """Pack every expert as it will run, forget its other forms; the copies. ``precisions``: by kind, processor."""
-        forms: defaultdict[str, set[Precision]] = defaultdict(set)
-        for (kind, _), form in precisions.items():
-            forms[kind].add(Precision(form))
+    def keep(self, forms: Mapping[str, set[Precision]]) -> list[ExpertCopy]:
+        """Pack every expert as it will run, forget its other forms; the copies. ``forms``: of all that run."""
         references = self.references(self.pack({}, None))
-        wanted = {copy.expert.id: forms[copy.kind] for copy in references if forms[copy.kind]}
+        wanted = {copy.expert.id: forms[copy.expert.id] for copy in references if forms.get(copy.expert.id)}
         copies = self.pack(wanted, "pack as chosen")
         runs = {name: {self.runs_in(name, form) for form in forms} for name, forms in wanted.items()}
         kept = {name: runs.get(name, {self.reference(name)}) for name in self._config.catalog.experts}

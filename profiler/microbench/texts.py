@@ -77,35 +77,41 @@ def fails_at_texts(rig: MeasuringRig, copy: ExpertCopy) -> str | None:
 
 def compare_texts(
     bench: Bench, fp32: Sequence[ExpertCopy], other: Sequence[ExpertCopy], tolerance: float
-) -> tuple[Agreement, str]:
+) -> tuple[list[Agreement], str]:
     """One kind's models in fp32 and in another precision, and in words how far they are apart.
 
     A model that is in ``fp32`` and cannot be run in the other differs everywhere.
     """
     others = {copy.expert.id: copy for copy in other}
-    apart: list[Apart] = []
+    found: dict[str, Apart] = {}
     with bench.rig([*fp32, *other]).opened() as rig:
         for copy in fp32:
             expected = _said(rig, copy, None)
             if expected is not None:
-                found = _said(rig, others[copy.expert.id], expected) if copy.expert.id in others else None
-                apart.append(_apart(expected, found, tolerance))
-    positions = sum(each.positions for each in apart)
-    agreement = Agreement(
-        kind=other[0].kind,
-        processor=bench.processor,
-        precision=other[0].packed.precision,
-        images=positions,
-        labels_differ=sum(each.differ for each in apart),
-        largest_score_difference=max((each.largest for each in apart), default=0.0),
-        tolerance=tolerance,
-        samples_sha256=TEXTS_SHA256,
-    )
-    error = max((each.relative_error for each in apart), default=0.0)
-    same = sum(each.same_best for each in apart)
-    return agreement, (
+                said = _said(rig, others[copy.expert.id], expected) if copy.expert.id in others else None
+                found[copy.expert.id] = _apart(expected, said, tolerance)
+    agreements = [
+        Agreement(
+            expert=name,
+            kind=fp32[0].kind,
+            processor=bench.processor,
+            precision=other[0].packed.precision,
+            images=apart.positions,
+            labels_differ=apart.differ,
+            largest_score_difference=apart.largest,
+            tolerance=tolerance,
+            of_sha256=TEXTS_SHA256,
+            least=1,
+        )
+        for name, apart in found.items()
+    ]
+    positions = sum(each.positions for each in found.values())
+    error = max((each.relative_error for each in found.values()), default=0.0)
+    largest = max((each.largest for each in found.values()), default=0.0)
+    same = sum(each.same_best for each in found.values())
+    return agreements, (
         f"the same likeliest token at {same} of {positions} positions, probabilities up to "
-        f"{agreement.largest_score_difference:.3f} apart, logits off by {error:.1%}"
+        f"{largest:.3f} apart, logits off by {error:.1%}"
     )
 
 

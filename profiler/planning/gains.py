@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from agent.deployment.engine_setup import EngineSetup
-    from agent.device_profile.records import Agreement, KindProfile, StoredProfile
+    from agent.device_profile.records import KindProfile, StoredProfile
     from profiler.planning.advice import Advice, MemoryRemedy
     from profiler.simulation.forecast import Scenario
 
@@ -110,26 +110,33 @@ def _doubt(profile: StoredProfile, form: Precision) -> str:
     """What speaks against a form, as far as the profile knows; empty where it agrees with fp32 everywhere."""
     if form is Precision.FP32:
         return ""
-    compared = {(each.kind, each.processor): each for each in profile.agreements if each.precision == form}
     doubts = {
         f"{kind.kind} {doubt}": None
         for kind in _kinds_of_images(profile)
         if kind.precision == form
-        if (doubt := _agreement_doubt(compared.get((kind.kind, kind.processor))))
+        if (doubt := _form_doubt(profile, kind))
     }
     return "; ".join(doubts)
 
 
 def _kinds_of_images(profile: StoredProfile) -> list[KindProfile]:
     """Those that are on the line."""
-    on_the_line = {kind for kind, _ in profile.precisions}
+    on_the_line = profile.kinds_run
     return [kind for kind in profile.kinds if kind.kind in on_the_line and not kind.lease_bytes]
 
 
-def _agreement_doubt(agreement: Agreement | None) -> str:
-    if agreement is None or not agreement.images:
+def _form_doubt(profile: StoredProfile, kind: KindProfile) -> str:
+    """Of how many of a kind's experts it is not known that they decide as in fp32."""
+    key = (kind.kind, kind.processor, kind.precision)
+    found = [each for each in profile.agreements if (each.kind, each.processor, each.precision) == key]
+    if differing := sum(each.images > 0 and not each.agrees for each in found):
+        return f"does not agree with fp32 on the samples of {differing} of its experts"
+    experts = {each.expert for each in profile.forms.values() if each.kind == kind.kind}
+    proven = {each.expert for each in found if each.proves}
+    if not proven:
         return "is not proven to agree with fp32"
-    return "" if agreement.agrees else "does not agree with fp32 on the samples"
+    lacking = len(experts - proven)
+    return f"is not proven to agree with fp32 for {lacking} of its experts" if lacking else ""
 
 
 def _memory_gain(remedy: MemoryRemedy, form: Gain | None = None) -> Gain:

@@ -3,7 +3,7 @@
 Guarantees: nothing that was measured is lost when it is killed, the next run goes on from there; the finished profile
 replaces the earlier one as a whole or not at all; no agent of this line runs meanwhile, for both would slow the other.
 In this order: each kind of experts once on each processor, in every form that its backend has or in the one that the
-line file names; which forms agree with fp32, the fastest first, over all experts that have samples; links; one image
+line file names; for which experts forms are proven to decide as fp32 does, the fastest first; links; one image
 on every expert as it will run, so that one that fails spoils nothing that follows; what images cost before their
 batches, and who has JPEGs smaller; several executors at once; how long
 OpenMP's threads wait; usage; and last the split of the memories and the number of executors.
@@ -12,6 +12,7 @@ OpenMP's threads wait; usage; and last the split of the memories and the number 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
-    from agent.device_profile.records import Allocation, KindProfile, UsageProfile
+    from agent.device_profile.records import Allocation, ExpertForm, KindProfile, UsageProfile
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.box import Box
     from profiler.microbench.packed_forms import Copies
@@ -192,6 +193,19 @@ def _broken_images(broken: Sequence[str]) -> str:
     return f"{len(broken)} sample images are broken and were passed over, the first: {broken[0]}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Forms:
+    """What was chosen, as ``StoredProfile`` has it: by (kind, processor), and first by (expert, processor)."""
+
+    kinds: Mapping[tuple[str, str], str]
+    experts: Mapping[tuple[str, str], ExpertForm]
+
+    def of(self, copy: ExpertCopy, processor: str) -> str | None:
+        """What an expert runs in there; None where it does not."""
+        own = self.experts.get((copy.expert.id, processor))
+        return self.kinds.get((copy.kind, processor)) if own is None else own.precision
+
+
 class _Profiling:
     """One run. Each step saves what it found, and leaves alone what an earlier run saved."""
 
@@ -227,18 +241,18 @@ class _Profiling:
         refuse_what_never_fits(self._config, self._box, processors, standing)
         for processor in processors:
             self._measure_kinds(processor, copies)
-        precisions = self._choose(processors, self._packing.references(copies))
+        forms = self._choose(processors, self._packing.references(copies))
         self._measure_links(copies)
-        able = self._able(processors, precisions, self._keep(precisions))
+        able = self._able(processors, forms, self._keep(processors, forms))
         self._measure_decoding(processors[0], able[processors[0]])
         for processor in processors:
             self._measure_speedups(processor, able[processor])
         if self._options.spinning is not None:
             shares = served.usage if served else computed_usage(self._config)
             self._measure_spinning(able.get(CPU, []), shares, self._options.spinning)
-        usage = served or self._usage(self._interim(precisions, computed_usage(self._config)))
+        usage = served or self._usage(self._interim(forms, computed_usage(self._config)))
         self._draft.save_usage(usage.usage)
-        self._draft.save_allocation(self._allocation(self._interim(precisions, usage.usage)))
+        self._draft.save_allocation(self._allocation(self._interim(forms, usage.usage)))
         self._draft.save_trials(RUNS, ())
         profile = self._draft.finish()
         broken = [f"{name} cannot be served: {reason}" for name, reason in self._packing.failed.items()]
@@ -277,26 +291,30 @@ class _Profiling:
         if jobs:
             self._progress(f"measure on {processor}", len(jobs), len(jobs))
 
-    def _choose(self, processors: Sequence[str], references: Sequence[ExpertCopy]) -> dict[tuple[str, str], str]:
-        """The precision of each kind on each processor."""
+    def _choose(self, processors: Sequence[str], references: Sequence[ExpertCopy]) -> _Forms:
+        """The precision of each expert on each processor."""
         choice = PrecisionChoice(self._config, self._packing, self._draft, self._options.tolerance, self._progress)
         choice.forget_changed(references)
         chosen = {processor: choice.on(self._bench(processor), references) for processor in processors}
         self._notes += choice.notes
-        precisions = {(kind, processor): form for processor, forms in chosen.items() for kind, form in forms.items()}
-        if not precisions:
+        forms = _Forms(
+            {(kind, name): form for name, found in chosen.items() for kind, form in found.kinds.items()},
+            {(each.expert, name): each for name, found in chosen.items() for each in found.experts},
+        )
+        able = {copy.expert.id for copy in references if any(forms.of(copy, name) for name in processors)}
+        if not able:
             reasons = "\n".join([*self._notes, *self._packing.failed.values()])
             raise ConfigError(f"no expert of this line can be run on this box:\n{reasons}")
-        for kind in sorted({kind for kind, _ in precisions}):
-            runs = [f"{name} in {precisions[kind, name]}" for name in processors if (kind, name) in precisions]
-            if len(runs) < len(processors):
+        for kind, listed in by_kind(references).items():
+            used = {name: sorted({form for copy in listed if (form := forms.of(copy, name))}) for name in processors}
+            runs = [f"{name} in {' and '.join(each)}" for name, each in used.items() if each]
+            if 0 < len(runs) < len(processors):
                 self._notes.append(f"{kind} runs on {' and '.join(runs)} only")
-        able = {kind for kind, _ in precisions}
         for copy in references:
-            if copy.kind not in able:
+            if copy.expert.id not in able:
                 self._packing.failed.setdefault(copy.expert.id, f"its kind ({copy.kind}) runs on no processor")
-        self._draft.save_precisions(precisions)
-        run = [each for each in self._draft.kinds() if precisions.get((each.kind, each.processor)) == each.precision]
+        self._draft.save_precisions(forms.kinds, list(forms.experts.values()))
+        run = self._interim(forms, computed_usage(self._config)).chosen_kinds
         self._notes += [
             f"{each.kind} in {each.precision} on {each.processor}: batches were up to {each.fit_error:.0%} off K n + B "
             f"- {AGAIN_IN_QUIET}"
@@ -304,7 +322,7 @@ class _Profiling:
             if each.fit_error > MOST_FIT_ERROR
         ]
         self._notes += [note for each in run if (note := self._unused(each))]
-        return precisions
+        return forms
 
     def _unused(self, kind: KindProfile) -> str | None:
         """That its maximum batch is only the largest that was run, where by its line larger ones may save more."""
@@ -326,11 +344,11 @@ class _Profiling:
             self._draft.save_links(list(starmap(LinkSpeed, speeds.items())))
 
     def _able(
-        self, processors: Sequence[str], precisions: Mapping[tuple[str, str], str], kept: Sequence[ExpertCopy]
+        self, processors: Sequence[str], forms: _Forms, kept: Sequence[ExpertCopy]
     ) -> dict[str, list[ExpertCopy]]:
         """The copies that each processor will run, without those of experts that fail on any; these are noted."""
         copies = {
-            processor: [copy for copy in kept if self._runs(copy, precisions.get((copy.kind, processor)))]
+            processor: [copy for copy in kept if self._runs(copy, forms.of(copy, processor))]
             for processor in processors
         }
         for processor, listed in copies.items():
@@ -345,7 +363,7 @@ class _Profiling:
 
         Asked on the first of the processors, in the form that runs there; whoever runs on others alone is not asked.
         """
-        bench = DecodingBench(self._bench(processor), self._options.tolerance)
+        bench = DecodingBench(self._bench(processor), self._config.catalog.graph, self._options.tolerance)
         there = {each.expert: each.of_sha256 for each in self._draft.decodings()}
         sampled = [copy for copy in copies if self._samples.of(copy.expert.id) and not copy.expert.takes_texts]
         missing = [copy for copy in sampled if there.get(copy.expert.id) != bench.of_sha256(copy)]
@@ -437,10 +455,13 @@ class _Profiling:
                 f" `coserve profile {self._config.document.file} --fresh` times them with it"
             )
 
-    def _keep(self, precisions: Mapping[tuple[str, str], str]) -> list[ExpertCopy]:
+    def _keep(self, processors: Sequence[str], forms: _Forms) -> list[ExpertCopy]:
         """Every expert as it will run; noted as what was profiled, with what it was compared with."""
         references = {name: digest for name, digest in self._draft.packed().items() if self._is_reference(*name)}
-        kept = self._packing.keep(precisions)
+        wanted: defaultdict[str, set[Precision]] = defaultdict(set)
+        for copy in self._packing.references(self._packing.pack({}, None)):
+            wanted[copy.expert.id] |= {Precision(form) for name in processors if (form := forms.of(copy, name))}
+        kept = self._packing.keep(wanted)
         digests = {(copy.expert.id, str(copy.packed.precision)): packed_sha256(copy.packed) for copy in kept}
         sources = {(copy.expert.id, SOURCE): copy.packed.source_sha256 for copy in kept}
         self._draft.save_packed({**references, **digests, **sources})
@@ -494,7 +515,7 @@ class _Profiling:
     def _is_reference(self, expert: str, precision: str) -> bool:
         return expert in self._config.catalog.experts and precision == self._packing.reference(expert)
 
-    def _interim(self, precisions: Mapping[tuple[str, str], str], usage: UsageProfile) -> StoredProfile:
+    def _interim(self, forms: _Forms, usage: UsageProfile) -> StoredProfile:
         """What is known before the search, with the casual allocation in the place of the searched one."""
         draft, config = self._draft, self._config
         casual = casual_allocation(self._box, pool_budgets(config, self._box))
@@ -505,10 +526,11 @@ class _Profiling:
             links=draft.links(),
             kinds=draft.kinds(),
             agreements=draft.agreements(),
-            precisions=precisions,
+            precisions=forms.kinds,
             packed=draft.packed(),
             usage=usage,
             allocation=casual,
             speedups=draft.speedups(),
             decodings=draft.decodings(),
+            forms=forms.experts,
         )

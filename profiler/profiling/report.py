@@ -31,13 +31,15 @@ COLUMNS: dict[str, JustifyMethod] = {
 MIB = ",.1f"
 NORMALIZATIONS = {"imagenet", "unit"}
 MOST_CURVES = 6  # in one chart: more could not be told apart
+NAMED_EXPERTS = 6  # in one line of the table; all of them are in the JSON
 MOST_TRIALS = 12  # of one search in the table; the chart and the database hold all of them
 
 
 def profile_json(profile: StoredProfile) -> dict[str, Any]:
     """The object of `coserve profile --json`. Rows of ``architectures`` are those of the chosen precisions.
 
-    ``forms``: every kind in every precision that was measured, and whether it is run, or agrees with fp32.
+    ``forms``: every kind in every precision that was measured, whether any expert is run so, and of how many it was
+    asked and proven that they decide as in fp32. ``experts``: what each of them was given, by processor, and why.
     An architecture of which the line has several kinds (input sizes, stems) is named by its kind.
     """
     several = defaultdict(set)
@@ -47,7 +49,7 @@ def profile_json(profile: StoredProfile) -> dict[str, Any]:
     for kind in profile.chosen_kinds:
         name = kind.architecture if len(several[kind.architecture]) == 1 else kind.kind
         architectures.setdefault(name, {})[kind.processor] = _kind_json(kind)
-    allocation, on_the_line = profile.allocation, {kind for kind, _ in profile.precisions}
+    allocation, on_the_line = profile.allocation, profile.kinds_run
     return {
         "device": {
             "name": profile.box.device,
@@ -67,6 +69,10 @@ def profile_json(profile: StoredProfile) -> dict[str, Any]:
         },
         "architectures": architectures,
         "forms": [_form_json(kind, profile) for kind in profile.kinds if kind.kind in on_the_line],
+        "experts": {
+            f"{each.expert} on {each.processor}": {"precision": each.precision, "why": each.why}
+            for each in profile.forms.values()
+        },
         "decodings": {
             each.expert: asdict(each) | {"agrees": each.agrees, "image_s": each.image_s} for each in profile.decodings
         },
@@ -115,17 +121,22 @@ def _kind_charts(profile: StoredProfile, folder: Path) -> list[Path]:
 
 
 def _form_json(kind: KindProfile, profile: StoredProfile) -> dict[str, Any]:
-    """``agrees``: None where it was not compared, or on nothing."""
-    key = (kind.kind, kind.processor, kind.precision)
-    compared = {(each.kind, each.processor, each.precision): each for each in profile.agreements if each.images}
-    agreement = compared.get(key)
+    """``agrees``: None where nobody was asked, or on nothing."""
+    compared = [each for each in _compared(profile, kind) if each.images]
     return {
         "kind": kind.kind,
         "processor": kind.processor,
         **_kind_json(kind),
-        "is_chosen": profile.precisions.get((kind.kind, kind.processor)) == kind.precision,
-        "agrees": None if agreement is None else agreement.agrees,
+        "is_chosen": kind in profile.chosen_kinds,
+        "agrees": all(each.agrees for each in compared) if compared else None,
+        "compared": len(compared),
+        "proven": sum(each.proves for each in compared),
     }
+
+
+def _compared(profile: StoredProfile, kind: KindProfile) -> list[Agreement]:
+    key = (kind.kind, kind.processor, kind.precision)
+    return [each for each in profile.agreements if (each.kind, each.processor, each.precision) == key]
 
 
 def _kind_json(kind: KindProfile) -> dict[str, Any]:
@@ -150,15 +161,11 @@ def _kind_json(kind: KindProfile) -> dict[str, Any]:
 
 
 def _kind_rows(profile: StoredProfile) -> Iterator[tuple[str, ...]]:
-    agreements = {(each.kind, each.processor, each.precision): each for each in profile.agreements}
-    on_the_line = {kind for kind, _ in profile.precisions}
+    on_the_line, chosen = profile.kinds_run, profile.chosen_kinds
     names = _short_names(on_the_line)
     for kind in (each for each in profile.kinds if each.kind in on_the_line):
-        agreement = agreements.get((kind.kind, kind.processor, kind.precision))
-        is_chosen = profile.precisions.get((kind.kind, kind.processor)) == kind.precision
-        told = "" if agreement is None else _agreement(agreement, "tokens" if kind.lease_bytes else "images")
         yield (
-            ("* " if is_chosen else "  ") + names[kind.kind],
+            ("* " if kind in chosen else "  ") + names[kind.kind],
             kind.processor,
             kind.precision,
             f"{kind.K_s * 1e3:.2f}",
@@ -168,29 +175,41 @@ def _kind_rows(profile: StoredProfile) -> Iterator[tuple[str, ...]]:
             mib(kind.weight_bytes, MIB),
             mib(kind.workspace_bytes, MIB),
             f"{kind.load_s['ssd'] * 1e3:.1f}" if "ssd" in kind.load_s else "-",
-            told,
+            _agreement(_compared(profile, kind)),
         )
 
 
-def _short_names(kinds: set[str]) -> dict[str, str]:
+def _short_names(kinds: Iterable[str]) -> dict[str, str]:
     """Without how pixels are normalised, which follows from the architecture as a rule; whole where it does not."""
     short = {kind: " ".join(part for part in kind.split() if part not in NORMALIZATIONS) for kind in kinds}
     times = Counter(short.values())
     return {kind: name if times[name] == 1 else kind for kind, name in short.items()}
 
 
-def _agreement(found: Agreement, asked: str) -> str:
-    if not found.images:
-        return "not proven"
-    if found.agrees:
-        return f"yes, {found.images} {asked}"
-    if found.labels_differ:
-        return f"NO: {found.labels_differ} labels of {found.images}"
-    return f"NO: scores by {found.largest_score_difference:.3f}"
+def _agreement(compared: Sequence[Agreement]) -> str:
+    """Of how many experts of a kind; empty where none was asked."""
+    if not compared:
+        return ""
+    differing, proven = sum(not each.agrees for each in compared), sum(each.proves for each in compared)
+    if differing:
+        return f"NO: {differing} of {len(compared)} experts"
+    return f"yes, {proven} of {len(compared)} experts" if proven else "not proven"
+
+
+def _expert_lines(profile: StoredProfile) -> Iterator[str]:
+    """Who runs in which form, and what that stands on; experts of which the same is to be told are told together."""
+    told: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for each in profile.forms.values():
+        told[each.processor, each.precision, each.why].append(each.expert)
+    for (processor, form, why), experts in sorted(told.items()):
+        more = len(experts) - NAMED_EXPERTS
+        named = ", ".join(experts[:NAMED_EXPERTS]) + (f" and {more} more" if more > 0 else "")
+        yield f"form         {named} in {form} on {processor}: {why}"
 
 
 def _closing_lines(profile: StoredProfile) -> Iterable[str]:
     yield "* = what the agent will run; a batch of n takes K n + B; fit = largest distance of a size's mean from that"
+    yield from _expert_lines(profile)
     samples = sorted({kind.samples for kind in profile.chosen_kinds})
     yield f"measured on  {'; '.join(samples)}"
     yield "links        " + ", ".join(f"{link.link} {link.bytes_per_s / 1e6:,.0f} MB/s" for link in profile.links)

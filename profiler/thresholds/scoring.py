@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from experts.errors import ConfigError, ImageError
 from experts.expert import Task
-from experts.images import read_image
+from experts.images import decode_image
 from experts.thresholds.measuring import Meter
 from profiler.workload.samples import LineSamples, Sample
 
@@ -82,7 +82,7 @@ def measured(expert: Expert, samples: LabelledSamples, progress: Callable[[str, 
     listed = [(GOOD, sample) for sample in samples.good] + [(BAD, sample) for sample in samples.bad]
     for number, (kind, sample) in enumerate(listed, start=1):
         try:
-            scores[kind][sample.path] = meter.score(_image(sample))
+            scores[kind][sample.path] = meter.score(_image(sample, expert))
         except ImageError as error:
             left_out.append(str(error))
         progress("score samples", number, len(listed))
@@ -91,8 +91,8 @@ def measured(expert: Expert, samples: LabelledSamples, progress: Callable[[str, 
     return Scores(scores[GOOD], scores[BAD], tuple(left_out))
 
 
-def _image(sample: Sample) -> np.ndarray:
-    return read_image(sample.path, str(sample.path), sample.max_pixels)
+def _image(sample: Sample, expert: Expert) -> np.ndarray:
+    return decode_image(sample.path, str(sample.path), sample.max_pixels).turned(expert.pixels.orientation)
 
 
 def _below(folder: Path) -> Iterator[Sample]:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.intake.files.naming import ImageName, Naming
 
-MOST_PER_EXPERT = 24
+MOST_PER_EXPERT = 40  # a form that agrees on all of them decides otherwise on fewer than 8 in 100
 MOST_CALIBRATING = 16  # further images of an expert, half of all that it has at most
 MOST_IN_MIX = 200  # of each component: as many requests as the engine plays in a search
 SYNTHETIC = "synthetic"

@@ -12,8 +12,10 @@ import yaml
 
 from agent.config import LineConfig, json_schema, read_line, read_secret, resolved_keys, usage_probabilities
 from agent.core.policy import PRESETS
+from agent.line_file.api import LOCAL_DOOR, SOCKET_PATH_BYTES
 from agent.line_file.machine import PolicyName
 from agent.line_file.values import SecretSection
+from agent.unix_sockets import UnixSocket
 from experts.errors import ConfigError, SecretMissing
 from experts.expert import Precision
 from experts.sizes import size_bytes
@@ -111,8 +113,7 @@ def test_sizes(text: str, size: int | None) -> None:
             "precision: Input should be 'fp32', 'bf16', 'fp16', 'onnxruntime', 'onednn-fp32', 'onednn-bf16', "
             "'onednn-int8' or 'int8', not 'fp8'",
         ),
-        ("precision: int8", "eight bits for experts of images are onednn-int8"),
-        ("device: gpu", "device: Input should be 'auto', 'cpu', 'cuda', 'mps' or 'emulated', not 'gpu'"),
+        ("device: gpu", "device: Input should be 'auto', 'cpu', 'cuda', 'mps', 'emulated' or 'integrated', not 'gpu'"),
         ("executors: {cude: 1}", "executors: no processor 'cude' - did you mean 'cuda'?"),
         ("executors: {cpu: -1}", "executors: cpu: -1 is not a count from 0 to 64"),
         ("executors: {cpu: true}", "executors: cpu: True is not a count"),
@@ -487,3 +488,21 @@ def test_the_line_file_that_the_readme_shows_is_one(tmp_path: Path) -> None:
 
 def test_the_policies_are_the_presets_of_the_core() -> None:
     assert set(get_args(PolicyName)) == set(PRESETS)
+
+
+def test_the_local_door_is_open_where_nothing_else_is_said(tmp_path):
+    door = f"unix:{tmp_path / 'state' / 'coserve.sock'}"
+    for api, expected in (("", (door,)), ("api: {http: '127.0.0.1:1'}\n", (door,)), ("api: {grpc: []}\n", ())):
+        assert line_of(tmp_path, MINIMAL + api).api.grpc == expected
+    taken = line_of(tmp_path, MINIMAL + f"api: {{http: '{door}'}}\n").api
+    assert (taken.grpc, taken.http) == ((), (door,))
+
+
+@pytest.mark.parametrize(("length", "is_open"), [(SOCKET_PATH_BYTES, True), (SOCKET_PATH_BYTES + 1, False)])
+def test_a_socket_whose_path_is_too_long_to_be_bound_is_not_opened_by_default(tmp_path, length, is_open):
+    missing = length - len(f"{tmp_path}//{LOCAL_DOOR}")
+    state = "/".join(["s" * (missing - missing // 2), "t" * (missing // 2 - 1)])
+    (door,) = line_of(tmp_path, MINIMAL.replace("./state", f"./{state}")).api.grpc or (None,)
+    assert (door is not None) == is_open
+    if door is not None:
+        UnixSocket(door).close()

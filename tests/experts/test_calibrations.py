@@ -13,8 +13,8 @@ from experts.calibrations import FORMAT, Calibration, CalibrationFolder, CallRan
 
 FOUND = Calibration(
     "ab" * 32,
-    1000,
-    17,
+    "ef" * 32,
+    '{"height": 8, "width": 8}',
     "cd" * 32,
     16,
     ("bad", "ok"),
@@ -100,7 +100,7 @@ def test_experts_of_like_names_have_places_of_their_own(folder):
         b"", b"{", b"[]", b"{}", b"null", b"\x00\xff", b'"text"', DOCUMENT.encode()[:-1], b"[" * 100_000,
         DOCUMENT.replace("7.25", "NaN").encode(), DOCUMENT.replace("7.25", "Infinity").encode(),
         DOCUMENT.replace("7.25", "-1").encode(), DOCUMENT.replace("7.25", f"1{'0' * 400}").encode(),
-        DOCUMENT.replace("16", "Infinity").encode(), DOCUMENT.replace('"mtime_ns"', '"changed"').encode(),
+        DOCUMENT.replace("16", "Infinity").encode(), DOCUMENT.replace('"stamp"', '"changed"').encode(),
         DOCUMENT.replace("-0.0015", "NaN").encode(), DOCUMENT.replace("-0.0015", '"x"').encode(),
     ],
 )  # fmt: skip

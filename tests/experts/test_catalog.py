@@ -12,7 +12,8 @@ from onnx import TensorProto, helper, save_model
 from experts.architectures import CLASSIFIERS, DETECTORS
 from experts.catalog import Catalog, read_catalog
 from experts.errors import ConfigError
-from experts.expert import Expert, Fit, InputSpec, Precision, Task
+from experts.expert import Expert, Fit, InputSpec, Orientation, Precision, Task
+from experts.normalization import Normalization
 
 GOOD = """\
 experts:
@@ -139,7 +140,11 @@ def test_an_anomaly_expert_has_two_labels_and_a_threshold(tmp_path: Path) -> Non
         ("threshold: 2", "threshold: .inf", "experts.anomaly/s.threshold: Input should be a valid number, not '.inf'"),
         ("threshold: 2", "threshold: high", "experts.anomaly/s.threshold: Input should be a valid number"),
         ("task: anomaly, ", "labels: [ok, odd], ", "experts.anomaly/s: threshold is for task anomaly - write `task:"),
-        ("task: anomaly", "task: anomalies", "experts.anomaly/s.task: Input should be 'anomaly', not 'anomalies'"),
+        (
+            "task: anomaly",
+            "task: anomalies",
+            "experts.anomaly/s.task: Input should be 'anomaly' or 'multilabel', not 'anomalies'",
+        ),
         ("    stem: 3x3", "    task: anomaly", "experts.cls/r: task anomaly is for onnx, not for resnet18 - remove it"),
     ],
 )
@@ -251,20 +256,81 @@ def test_every_detection_yaml_of_ultralytics_is_a_known_detector() -> None:
     assert package is not None
     assert package.origin is not None
     models = Path(package.origin).parent / "cfg" / "models"
-    other_tasks = ("-cls", "-seg", "-pose", "-obb", "-sem", "-depth", "-world", "yoloe")
+    other_tasks = ("-cls", "-seg", "-pose", "-obb", "-sem", "-depth", "-world", "yoloe", "rtdetr")
     names = [file.stem for file in models.rglob("*.yaml") if not any(task in file.stem for task in other_tasks)]
     assert len(names) > 20
     assert [name for name in names if not DETECTORS.fullmatch(name)] == []
 
 
-@pytest.mark.parametrize("name", ["yolov5m", "yolov5l", "yolov5n6", "yolov8x-p6", "yolo11n", "rtdetr-resnet50"])
+@pytest.mark.parametrize("name", ["yolov5m", "yolov5l", "yolov5n6", "yolov8x-p6", "yolo11n"])
 def test_detectors_take_their_scale(name: str) -> None:
     assert DETECTORS.fullmatch(name)
 
 
-@pytest.mark.parametrize("name", ["yolov5q", "yolov8m-seg", "yolo", "rtdetr"])
+@pytest.mark.parametrize("name", ["yolov5q", "yolov8m-seg", "yolo", "rtdetr", "rtdetr-l"])
 def test_what_is_no_detector_is_not_taken_for_one(name: str) -> None:
     assert not DETECTORS.fullmatch(name)
+
+
+MULTILABEL = GOOD.replace(
+    "routes:",
+    "  cls/bce: {architecture: onnx, weights: b.onnx, task: multilabel, labels: [bent, gone], otherwise: fine,"
+    " thresholds: {gone: 0.3}, input: {size: [64, 64]}}\nroutes:\n"
+    "  bce: [{expert: cls/bce, pass: [fine, bent]}]",
+)
+
+
+def test_a_multilabel_expert_has_a_threshold_for_each_label_and_a_word_for_none_of_them(tmp_path: Path) -> None:
+    expert = catalog_of(tmp_path, MULTILABEL).experts["cls/bce"]
+    assert (expert.task, expert.labels, expert.otherwise) == (Task.MULTILABEL, ("bent", "gone"), "fine")
+    assert (expert.thresholds, expert.answers) == ((("gone", 0.3),), ("bent", "gone", "fine"))
+    torch_one = MULTILABEL.replace(
+        "architecture: onnx, weights: b.onnx", "architecture: resnet18, weights: b.safetensors"
+    )
+    assert catalog_of(tmp_path, torch_one).experts["cls/bce"].task is Task.MULTILABEL
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "expected"),
+    [
+        (
+            "    labels: [ok, missing]",
+            "    labels: [ok]",
+            "experts.cls/r: one label leaves a softmax nothing to choose from",
+        ),
+        ("    stem: 3x3", "    otherwise: ok", "experts.cls/r: otherwise is for task multilabel - write `task: multil"),
+        ("    stem: 3x3", "    thresholds: {ok: 0.5}", "experts.cls/r: thresholds is for task multilabel"),
+        ("    stem: 3x3", "    iou: 0.5", "experts.cls/r: iou is for detectors - remove it"),
+        ("otherwise: fine", "otherwise: gone", "experts.cls/bce: otherwise is 'gone', which is a label already"),
+        ("otherwise: fine", "otherwise: nothing-found", "otherwise is 'nothing-found', which is a label already"),
+        ("{gone: 0.3}", "{gnoe: 0.3}", "experts.cls/bce: thresholds: there is no label 'gnoe' - did you mean 'gone'?"),
+        ("{gone: 0.3}", "{gone: 1}", "experts.cls/bce.thresholds.gone: Input should be less than 1, not 1"),
+        ("{gone: 0.3}", "{gone: 0}", "experts.cls/bce.thresholds.gone: Input should be greater than 0, not 0"),
+        ("[fine, bent]", "[ok]", "routes.bce[0].pass: cls/bce has no label 'ok'"),
+        ("[fine, bent]", "[nothing-found]", "routes.bce[0].pass: cls/bce has no label 'nothing-found'"),
+        ("task: multilabel, ", "task: anomaly, ", "experts.cls/bce: otherwise is for task multilabel"),
+        (
+            "architecture: onnx, weights: b.onnx",
+            "architecture: yolov8n, weights: b.safetensors",
+            "is for classifiers, not",
+        ),
+        (
+            "architecture: onnx, weights: b.onnx",
+            "architecture: rtdetr-l, weights: b.safetensors",
+            "export it to ONNX, and",
+        ),
+    ],
+)
+def test_what_does_not_fit_a_multilabel_expert_is_told(tmp_path: Path, good: str, bad: str, expected: str) -> None:
+    assert good in MULTILABEL
+    assert any(expected in problem for problem in problems_of(tmp_path, MULTILABEL.replace(good, bad)))
+
+
+def test_a_detector_has_a_confidence_and_an_overlap_of_its_own(tmp_path: Path) -> None:
+    text = GOOD.replace("labels: [aligned,", "confidence: 0.4, iou: 0.7, labels: [aligned,")
+    assert text != GOOD
+    expert = catalog_of(tmp_path, text).experts["det/a"]
+    assert (expert.confidence, expert.iou) == (0.4, 0.7)
 
 
 NEW = "  cls/new: {architecture: resnet34, weights: n.safetensors, labels: [missing, ok], input: {size: [64, 64]}%s}\n"
@@ -326,3 +392,87 @@ def test_onnx_detectors_get_images_as_their_files_say(tmp_path: Path, normalize:
     assert experts["det/a"].input == InputSpec(64, 64, expected, Fit.LETTERBOXED)
     for other in "bcd":
         assert experts[f"det/{other}"].input == InputSpec(64, 64, "imagenet", Fit.STRETCHED)
+
+
+def with_input(told: str) -> str:
+    return GOOD.replace("input: {size: [64, 48]}", f"input: {{size: [64, 48], {told}}}")
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ("normalize: {mean: [0.5, 0.5, 0.5], std: [0.5, 0.25, 1]}", Normalization((0.5, 0.5, 0.5), (0.5, 0.25, 1.0))),
+        ("normalize: {mean: [123.675, 116.28, 103.53], std: [58.395, 57.12, 57.375], scale: 255, channels: bgr}",
+         Normalization((123.675, 116.28, 103.53), (58.395, 57.12, 57.375), 255, "bgr")),
+        ("normalize: {mean: [0, 0, 0], std: [1, 1, 1]}", "unit"),
+        ("normalize: unit", "unit"),
+    ],
+)  # fmt: skip
+def test_a_mean_and_a_deviation_may_be_numbers(tmp_path: Path, told: str, expected: object) -> None:
+    assert catalog_of(tmp_path, with_input(told)).experts["cls/r"].pixels.normalize == expected
+
+
+def test_the_middle_of_an_image_may_be_all_that_an_expert_sees(tmp_path: Path) -> None:
+    told = "fit: {resize: 72, crop: [64, 48], interpolation: bicubic}"
+    expected = InputSpec(64, 48, "imagenet", Fit.CROPPED, 72, "bicubic")
+    assert catalog_of(tmp_path, with_input(told)).experts["cls/r"].pixels == expected
+    assert catalog_of(tmp_path, with_input("fit: stretched")).experts["cls/r"].pixels == InputSpec(64, 48)
+
+
+@pytest.mark.parametrize(
+    ("told", "key", "reason"),
+    [
+        ("normalize: caffe", "normalize", "'caffe' is no name - write imagenet, unit, or {mean: [...], std: [...]}"),
+        ("normalize: {mean: [0.5, 0.5, 0.5]}", "normalize.std", "is missing"),
+        ("normalize: {mean: [0.5, 0.5, 0.5], std: [0.5, 0, 0.5]}", "normalize.std[1]", "greater than 0"),
+        ("normalize: {mean: [0.5, .nan, 0.5], std: [1, 1, 1]}", "normalize.mean[1]", "valid number"),
+        ("normalize: {mean: [0.5, 0.5], std: [1, 1, 1]}", "normalize.mean[2]", "is missing"),
+        (
+            "normalize: {mean: [124, 116, 104], std: [58, 57, 57]}",
+            "normalize",
+            "not of pixels from 0 to 1 - write `sca",
+        ),
+        ("normalize: {mean: [0, 0, 0], std: [1, 1, 1], scael: 255}", "normalize.scael", "did you mean 'scale'?"),
+        ("fit: {crop: 64}", "fit.resize", "is missing"),
+        ("fit: {resize: 72, crop: 64}", "input", "fit.crop 64 is not the size [64, 48] - make them the same"),
+        ("fit: {resize: [72, 40]}", "input", "fit.resize (72, 40) is less than the size [64, 48] - raise it"),
+        ("fit: {resize: 0}", "fit.resize", "0 is neither pixels nor [height, width] - write 1 to 8192"),
+        ("fit: {resize: 72, interpolation: cubic}", "fit.interpolation", "'bicubic'"),
+        ("orientation: up", "orientation", "'stored' or 'exif'"),
+    ],
+)
+def test_what_is_wrong_with_it_is_told_at_its_key(tmp_path: Path, told: str, key: str, reason: str) -> None:
+    (problem,) = problems_of(tmp_path, with_input(told))
+    assert problem.startswith("line.yaml:6:") or "line.yaml" in problem
+    assert f"{key}: " in problem
+    assert reason in problem
+
+
+@pytest.mark.parametrize("told", ["fit: {resize: 640}", "normalize: {mean: [0.5, 0.5, 0.5], std: [1, 1, 1]}"])
+def test_a_detector_is_shown_images_as_its_trainer_does(tmp_path: Path, told: str) -> None:
+    (problem,) = problems_of(tmp_path, GOOD.replace("{size: [640, 640]}", f"{{size: [640, 640], {told}}}"))
+    assert "images of yolov5m are letterboxed, and pixels 0 to 1 - remove `fit` and `normalize`" in problem
+
+
+def test_images_are_turned_for_models_of_ultralytics_unless_the_line_says_otherwise(tmp_path: Path) -> None:
+    found = catalog_of(tmp_path, GOOD).experts
+    assert [found[each].pixels.orientation for each in ("cls/r", "det/a")] == [Orientation.STORED, Orientation.EXIF]
+    text = with_input("orientation: exif").replace("[640, 640]", "[640, 640], orientation: stored")
+    found = catalog_of(tmp_path, text).experts
+    assert [found[each].pixels.orientation for each in ("cls/r", "det/a")] == [Orientation.EXIF, Orientation.STORED]
+
+
+def test_a_map_of_what_is_strange_lies_over_the_whole_image(tmp_path: Path) -> None:
+    text = GOOD.replace("resnet18", "onnx, task: anomaly").replace(
+        "    architecture: onnx, task: anomaly\n", "    architecture: onnx\n    task: anomaly\n"
+    )
+    text = text.replace("r.safetensors", "r.onnx").replace("    stem: 3x3\n", "")
+    text = text.replace("size: [64, 48]", "size: [64, 48], fit: {resize: 72}")
+    (problem,) = problems_of(tmp_path, text)
+    assert "fit is not for task anomaly, whose map lies over the whole image" in problem
+    catalog_of(tmp_path, text.replace("72", "[64, 48], interpolation: bicubic"))
+
+
+def test_labels_that_do_not_exclude_one_another_may_be_of_the_middle_of_an_image(tmp_path: Path) -> None:
+    text = with_input("fit: {resize: 72}").replace("    stem: 3x3\n", "    task: multilabel\n")
+    assert catalog_of(tmp_path, text).experts["cls/r"].pixels.fit is Fit.CROPPED

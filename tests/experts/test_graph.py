@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from experts.expert import Prediction, Verdict
+from experts.backends.outputs import label_by_label
+from experts.expert import NOTHING_FOUND, Expert, Prediction, Task, Verdict
 from experts.graph import ExpertGraph, Judgement, RouteStep
 
 OK = frozenset({"ok"})
@@ -83,3 +86,35 @@ def test_a_branch_back_to_what_comes_before_it_is_a_circle():
 def test_a_step_under_other_names_asks_and_picks_the_same_experts():
     names = {"router": "r2", "coder": "c2", "solver": "s2"}
     assert ROUTER.renamed(names) == RouteStep("r2", frozenset(), 0.5, {"code": "c2", "maths": "s2", "sums": "s2"})
+
+
+@pytest.mark.parametrize(
+    ("labels", "otherwise", "passing", "probabilities", "expected"),
+    [
+        (("scratch", "dent"), "ok", {"ok"}, (0.1, 0.2), ("OK", "ok", 0.8)),
+        (("scratch", "dent"), "ok", {"ok"}, (0.6, 0.9), ("NG", "dent", 0.9)),
+        (("scratch", "dent"), "ok", {"ok"}, (0.1, 0.5), ("NG", "dent", 0.5)),
+        (("scratch", "dent"), NOTHING_FOUND, {"ok"}, (0.1, 0.2), ("NG", NOTHING_FOUND, 0.8)),
+        (("scratch", "flux"), "ok", {"ok", "flux"}, (0.1, 0.9), ("OK", "flux", 0.9)),
+        (("scratch", "flux"), "ok", {"ok", "flux"}, (0.7, 0.9), ("NG", "scratch", 0.7)),
+        (("ok", "scratch"), NOTHING_FOUND, {"ok"}, (0.7, 0.6), ("NG", "scratch", 0.6)),
+        (("ok", "scratch"), NOTHING_FOUND, {"ok"}, (0.7, 0.4), ("OK", "ok", 0.6)),
+        (("ok", "scratch"), NOTHING_FOUND, {"ok"}, (0.2, 0.4), ("NG", NOTHING_FOUND, 0.8)),
+        (("oriented", "soldered"), "bad", {"oriented", "soldered"}, (0.9, 0.8), ("OK", "oriented", 0.8)),
+        (("oriented", "soldered"), "bad", {"oriented", "soldered"}, (0.9, 0.25), ("NG", "bad", 0.75)),
+        (("ok",), "ng", {"ok"}, (0.75,), ("OK", "ok", 0.75)),
+        (("ok",), "ng", {"ok"}, (0.25,), ("NG", "ng", 0.75)),
+        (("ng",), "ok", {"ok"}, (0.25,), ("OK", "ok", 0.75)),
+        (("ng",), "ok", {"ok"}, (0.75,), ("NG", "ng", 0.75)),
+    ],
+)
+def test_labels_that_do_not_exclude_one_another_pass_on_evidence_alone(
+    labels, otherwise, passing, probabilities, expected
+):
+    expert = Expert("eye", "resnet18", Path("x"), labels, None, task=Task.MULTILABEL, otherwise=otherwise)
+    (prediction,) = label_by_label(expert, [probabilities])
+    graph = ExpertGraph(["eye"], {"seen": (RouteStep("eye", frozenset(passing)),)})
+    found = graph.judge("seen", 0, prediction)
+    assert (found.verdict, found.label, found.score) == (expected[0], expected[1], pytest.approx(expected[2]))
+    stricter = ExpertGraph(["eye"], {"seen": (RouteStep("eye", frozenset(passing), 0.95),)})
+    assert stricter.judge("seen", 0, prediction).verdict is Verdict.NG

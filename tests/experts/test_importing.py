@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from experts.errors import LoadError, WeightsCorrupt, WeightsMissing, WeightsRefused
-from experts.packed.packing import import_weights
+from experts.importing import bring
 
 
 class Malicious:
@@ -32,16 +32,26 @@ def test_a_state_dict_becomes_safetensors(tmp_path):
     tensors["tied"] = tensors["a"]
     tensors["part"] = torch.randn(4, 4).t()[1:]
     target = tmp_path / "out" / "x.safetensors"
-    sha256 = import_weights(saved(tmp_path / "x.pt", tensors), target)
+    sha256 = bring(saved(tmp_path / "x.pt", tensors), target).sha256
     found = load_file(target)
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
     assert sha256 == hashlib.sha256(target.read_bytes()).hexdigest()
 
 
+def test_an_import_over_a_file_whose_labels_are_in_another_order_says_so(tmp_path):
+    target, weights = tmp_path / "x.safetensors", {"a": torch.ones(2)}
+
+    def said(*labels):
+        return bring(saved(tmp_path / "x.pt", {"state_dict": weights, "classes": list(labels)}), target).said
+
+    assert not any("labels" in each for each in (*said("ok", "bent"), *said("ok", "bent")))
+    assert said("bent", "ok")[-1].startswith("its labels are bent, ok, and those of the file that it replaced were ok,")
+
+
 def test_a_checkpoint_gives_up_its_state_dict(tmp_path):
     source = saved(tmp_path / "x.pth", {"state_dict": {"a": torch.ones(2)}, "epoch": 3, "optimizer": {"lr": 0.1}})
-    import_weights(source, tmp_path / "x.safetensors")
+    bring(source, tmp_path / "x.safetensors")
     assert load_file(tmp_path / "x.safetensors").keys() == {"a"}
 
 
@@ -53,14 +63,14 @@ def test_a_malicious_pickle_is_refused_and_does_not_run(tmp_path):
     bare.write_bytes(pickle.dumps(Malicious(marker)))
     for source in (wrapped, bare):
         with pytest.raises(WeightsRefused, match=r"save model\.state_dict"):
-            import_weights(source, target)
+            bring(source, target)
     assert not marker.exists()
     assert not target.exists()
 
 
 def test_a_state_dict_with_something_else_in_it_names_it(tmp_path):
     with pytest.raises(WeightsRefused, match="entry 'epoch' is a int"):
-        import_weights(saved(tmp_path / "x.pt", {"a": torch.ones(1), "epoch": 3}), tmp_path / "x.safetensors")
+        bring(saved(tmp_path / "x.pt", {"a": torch.ones(1), "epoch": 3}), tmp_path / "x.safetensors")
 
 
 def test_what_is_no_pickle_at_all_is_corrupt(tmp_path):
@@ -69,7 +79,7 @@ def test_what_is_no_pickle_at_all_is_corrupt(tmp_path):
     for broken in (b"hello", content[: len(content) // 2]):
         source.write_bytes(broken)
         with pytest.raises(WeightsCorrupt):
-            import_weights(source, tmp_path / "x.safetensors")
+            bring(source, tmp_path / "x.safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.pt"]
 
 
@@ -78,22 +88,22 @@ def test_safe_formats_are_copied_and_checked(tmp_path, files):
     sources = [tmp_path / "a.safetensors", files.onnx("cls/x").weights]
     for source in sources:
         target = tmp_path / "out" / source.name
-        import_weights(source, target)
+        bring(source, target)
         assert target.read_bytes() == source.read_bytes()
         source.write_bytes(source.read_bytes()[:40])
         with pytest.raises(WeightsCorrupt):
-            import_weights(source, target)
+            bring(source, target)
         assert len(target.read_bytes()) > 40  # what was there before is there still
 
 
 def test_names_that_mislead_are_refused(tmp_path):
     source = saved(tmp_path / "x.pt", {"a": torch.ones(1)})
     with pytest.raises(WeightsRefused, match=r"\.safetensors file"):
-        import_weights(source, tmp_path / "x.onnx")
+        bring(source, tmp_path / "x.onnx")
     with pytest.raises(WeightsRefused, match="unknown format"):
-        import_weights(tmp_path / "x.bin", tmp_path / "x.safetensors")
+        bring(tmp_path / "x.bin", tmp_path / "x.safetensors")
     with pytest.raises(WeightsMissing):
-        import_weights(tmp_path / "none.pt", tmp_path / "x.safetensors")
+        bring(tmp_path / "none.pt", tmp_path / "x.safetensors")
 
 
 def test_a_destination_that_cannot_be_written_is_a_failed_load(tmp_path):
@@ -101,4 +111,4 @@ def test_a_destination_that_cannot_be_written_is_a_failed_load(tmp_path):
     save_file({"a": torch.ones(3)}, source)
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(LoadError):
-        import_weights(source, tmp_path / "file" / "x.safetensors")
+        bring(source, tmp_path / "file" / "x.safetensors")

@@ -10,7 +10,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -81,8 +80,8 @@ def bundle(bundling, tmp_path):
             wheel(wheels, "pip", "1", {"pip/__init__.py": "", "pip/__main__.py": PIP}),
         ]
         archive = bundling.write_archive(tmp_path / "dist", made, version, imports)
-        with tarfile.open(archive) as tar:
-            tar.extractall(tmp_path / "unpacked", filter="data")
+        (tmp_path / "unpacked").mkdir(exist_ok=True)
+        subprocess.run(["tar", "-xf", archive, "-C", tmp_path / "unpacked"], check=True)
         return tmp_path / "unpacked" / archive.stem
 
     return make

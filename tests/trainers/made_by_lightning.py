@@ -25,7 +25,7 @@ PREPARE = transforms.Compose(
 
 
 class Solder(lightning.LightningModule):
-    def __init__(self, class_names, image_size, mean, std, lr):
+    def __init__(self, class_names, image_size, mean, std, lr, loss="cross_entropy"):
         super().__init__()
         self.save_hyperparameters()
         self.backbone = begin(models.resnet18(weights=None, num_classes=len(class_names)))

@@ -22,7 +22,8 @@ from tests.trainers import torchvision_models, ultralytics_models, yolov5_models
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 CLASSES = ("--labels", "ok,missing,tombstone")
-IMAGENET = ("--normalize", "imagenet")
+NORMALIZED = ("--normalize", "imagenet")
+IMAGENET = (*NORMALIZED, "--task", "multiclass")
 SIZED = ("--size", "64x64", *IMAGENET)
 PASSING = ("--pass", "aligned")
 FIRST = ("--pass", "0")  # of models that nothing was trained with: their labels are numbers
@@ -40,6 +41,11 @@ def cells():
 
 def resnet_with_a_small_stem(tools, file):
     torch.save(build_trainable("resnet18", 3, stem="3x3").state_dict(), file.with_suffix(".pt"))
+    return file.with_suffix(".pt")
+
+
+def one_output(tools, file):
+    torch.save(build_trainable("resnet18", 1).state_dict(), file.with_suffix(".pt"))
     return file.with_suffix(".pt")
 
 
@@ -151,7 +157,6 @@ def case(make, *words, told=None):
     return SimpleNamespace(make=make, words=words, told=told)
 
 
-TO_EXPORT = "export it to ONNX"
 CASES = {
     "torchvision's classifiers": {
         "weights": [case(resnet_with_a_small_stem, *CLASSES, *SIZED)],
@@ -168,9 +173,9 @@ CASES = {
         ],
         "export": [case(by_timm("mobilenetv3.onnx"), *CLASSES, *IMAGENET)],
     },
-    "classifiers that end in a sigmoid": {
-        "weights": [case(by_timm("mobilenetv3_small_050/last.pth.tar"), *CLASSES, *SIZED, told=TO_EXPORT)],
-        "export": [case(ending_in_a_sigmoid, *CLASSES, *IMAGENET, told="ends in Sigmoid")],
+    "classifiers whose labels do not exclude one another, and those of one output": {
+        "weights": [case(one_output, "--labels", "missing", "--otherwise", "ok", "--size", "64x64", *NORMALIZED)],
+        "export": [case(ending_in_a_sigmoid, *CLASSES, *NORMALIZED)],
     },
     "YOLO detectors by ultralytics (v3, v5u, v6, v8 to v12, 26)": {
         "weights": [case(trained_yolo, *PASSING)],

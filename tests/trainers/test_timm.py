@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.trainers.test_torch import LABELS, require_same
 
-NAMED = ("--labels", ",".join(LABELS), "--normalize", "imagenet")
+NAMED = ("--labels", ",".join(LABELS), "--normalize", "imagenet", "--task", "multiclass")
 
 
 def own_answers(folder, model):
@@ -26,6 +28,21 @@ def test_an_onnx_export_is_served_with_its_own_answers(line, made_by, images):
     folder = made_by("timm")
     assert line.add(folder / "mobilenetv3.onnx", *NAMED)["entry"]["architecture"] == "onnx"
     require_same(line.inspect(images), *own_answers(folder, "mobilenetv3_small_050"))
+
+
+@pytest.mark.parametrize(
+    ("file", "place"),
+    [("own/whole.pt", "the file itself.pretrained_cfg."), ("hub/model.onnx", "config.json pretrained_cfg.")],
+)
+def test_its_own_numbers_and_cut_are_taken_from_where_it_writes_them(line, made_by, images, file, place):
+    folder = made_by("timm")
+    added = line.add(folder / file, "--labels", ",".join(LABELS), "--task", "multiclass")
+    own = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}
+    fit = {"resize": 71, "crop": 64, "interpolation": "bicubic"}
+    assert added["entry"]["input"] == {"size": [64, 64], "normalize": own, "fit": fit}
+    assert added["sure"]["normalize"] == f"{place}mean, std"
+    assert added["sure"]["fit"] == f"{place}crop_pct, crop_mode, interpolation"
+    require_same(line.inspect(images), *own_answers(folder, "own"), tolerance=1e-4)
 
 
 def test_one_with_the_weights_of_another_that_computes_otherwise_is_named(line, made_by):

@@ -9,7 +9,7 @@ behind. All calls are for any thread; listeners are called on threads of the des
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from experts.llm.serving.generation import Sampling
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from experts.errors import OrderRefused
-    from experts.expert import BoundingBox, Verdict
+    from experts.expert import BoundingBox, LabelScore, Verdict
     from experts.llm.serving.generation import Ending
 
 
@@ -31,7 +31,8 @@ class Order:
     whole board, which its board type's layout cuts.
 
     ``image``: an encoded file, or pixels (height, width, 3) uint8 RGB. ``key``: the caller's idempotency key; an order
-    whose key has a verdict is told that one, and one whose key is under way waits for the same end. ``is_kept``: it is
+    that is kept and whose key has a verdict is told that one, and one whose key is under way waits for the same end,
+    provided that all of it is the same; else it is refused. ``is_kept``: it is
     journaled, stored, and counts on its board; else it is answered, and nothing remains of it. ``wants_maps``: its
     parts come with pictures of where they are anomalous; those of one that is kept, if such pictures are.
     """
@@ -65,6 +66,7 @@ class Part:
     """What one image, or one part of a frame, was judged. ``seq``: its row's number; None where it is not kept.
 
     ``queue_s``: before its first batch; ``compute_s``: in batches; ``seconds``: from its arrival to its verdict.
+    ``is_repeat``: it was not judged for this order, but for an earlier one of its key.
     """
 
     key: str
@@ -86,6 +88,8 @@ class Part:
     queue_s: float = 0.0
     compute_s: float = 0.0
     anomalies: tuple[AnomalyView, ...] = ()
+    is_repeat: bool = False
+    outputs: tuple[LabelScore, ...] = ()
 
 
 class Listener(Protocol):
@@ -96,6 +100,9 @@ class Listener(Protocol):
 
     def judged(self, parts: Sequence[Part]) -> None:
         """The end: one part, or each of a frame's. Stored by now, if the order is kept."""
+
+    def refused(self, refusal: OrderRefused) -> None:
+        """The end of an order whose key was given for another one: nothing of it is judged."""
 
 
 class Ticket(Protocol):
@@ -112,17 +119,21 @@ class TextOrder:
 
     ``model``: an expert that takes texts, a route of texts, or AUTO. ``prompt``: words, or tokens of an expert's own.
     ``messages``: each with its role and content, as the model's chat template wants them. ``most_tokens``: None for as
-    many as the context has. ``stop``: strings that end the text before them. ``deadline_s``: from now on; what was
+    many as the context and memory have room for. ``given``: what of the sampling the caller has settled, beside what
+    differs from the usual; of the rest the model's own defaults are taken. ``template``: what its chat template is
+    told beside the messages. ``stop``: strings that end the text before them. ``deadline_s``: from now on; what was
     written until then stands. A text is not journaled: its caller waits for it on the line, and nothing remains of it.
     """
 
     model: str
     prompt: str | tuple[int, ...] | None = None
-    messages: tuple[Mapping[str, str], ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
     most_tokens: int | None = None
     sampling: Sampling = Sampling()  # noqa: RUF009 - frozen
     stop: tuple[str, ...] = ()
     deadline_s: float | None = None
+    given: frozenset[str] = frozenset()
+    template: Mapping[str, Any] = field(default_factory=dict)
 
 
 AUTO = "auto"  # the model that is the only one, or the route of this name
@@ -143,11 +154,15 @@ class TokenView:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """More of a text. ``tokens``: those that it is made of, where their probabilities were asked for."""
+    """More of a text. ``tokens``: those that it is made of, where their probabilities were asked for.
+
+    ``is_thought``: the prompt ends where the model has begun to think, so the text does not show where it began.
+    """
 
     expert: str
     text: str
     tokens: tuple[TokenView, ...] = ()
+    is_thought: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +244,30 @@ class BoardView:
     counts: Mapping[Verdict, int]
     parts: tuple[Part, ...] = ()
     is_revision: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How far somebody has come in a results file, by its numbers of results and of changes of boards' verdicts.
+
+    ``file``: its identity; None where nothing of it was read. ``seq``, ``board``: None for those to come only.
+    """
+
+    file: str | None = None
+    seq: int | None = None
+    board: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredView:
+    """What is stored behind a place. ``end``: behind all that is there.
+
+    ``boards``: changes with their numbers, each behind all results that it was reached by.
+    """
+
+    end: Place
+    results: tuple[Part, ...] = ()
+    boards: tuple[tuple[int, BoardView], ...] = ()
 
 
 Event: TypeAlias = "Part | BoardView"  # a result that was just stored, or a board's verdict
@@ -363,14 +402,19 @@ class Desk(Protocol):
     def boards(self, serial: str, board_type: str | None = None) -> Sequence[BoardView]:
         """The latest run of the board of each type with this serial; empty where none is known."""
 
-    def results_after(self, seq: int, limit: int, *, with_maps: bool = False) -> Sequence[Part]:
-        """Stored results with larger numbers, in their order."""
+    def stored_after(self, seq: int, board: int, limit: int, *, with_maps: bool = False) -> StoredView:
+        """Stored results with larger numbers, so many; where these are all, as many changes of boards' verdicts."""
 
-    def subscribe(self, tell: Callable[[Event], None]) -> Callable[[], None]:
-        """Have every result and board verdict told once it is stored, in that order; call what is returned to end."""
+    def subscribe(self, tell: Callable[[], None]) -> Callable[[], None]:
+        """Have it told that a result or a board's verdict was stored; call what is returned to end."""
 
-    def trigger(self, camera: str, board: str | None = None, board_type: str | None = None) -> str:
-        """Have a camera that waits for triggers take a frame; the key that its results begin with."""
+    def trigger(
+        self, camera: str, board: str | None = None, board_type: str | None = None, key: str | None = None
+    ) -> str:
+        """Have a camera that waits for triggers take a frame; the key that its results begin with.
+
+        ``key``: the caller's idempotency key; the same trigger again takes no frame, another one is refused.
+        """
 
     def status(self) -> StatusView:
         """A snapshot."""

@@ -1,10 +1,10 @@
 """What every call passes on its way in and out: admission, the receiving of its message, and the words of its failure.
 
 Guarantees: a call that is refused is told so with a status, a reason and words of ours, never with an exception's text;
-a message that is none of its type is INVALID_ARGUMENT; images of calls that are being received, or wait for the desk to
-count them, take about as many bytes as images that are under way may, since no more calls are read from at a time (the
-others wait in the network's buffers), and each stream has one message more at most; calls beyond the limit are refused
-before anything of them is received.
+a message that is none of its type is INVALID_ARGUMENT; messages that are being received, or wait for the desk to count
+them, take about as many bytes together as images that are under way may: of each call as many are set aside as its
+message may have before it is read (the others wait in the network's buffers), of a stream as long as it is open, since
+nobody can tell when its next message comes; calls beyond the limit are refused before anything of them is received.
 
 Unary calls are served as streams of one message, for on the wire they are the same: so a message is read when there is
 room for it, and not by gRPC before anybody was asked.
@@ -37,17 +37,18 @@ log = logging.getLogger(__name__)
 RECEIVE_S = 20.0  # a caller that takes longer over one message keeps others from being heard
 QUESTIONS = 1000  # calls without images that may be open at a time
 CHECKS = 1000  # of health that may be open at a time, for they may be watched without end
-STALL_S = 30.0  # a caller that takes nothing of a text for so long holds its place for nobody
-STREAMS = 64  # open at a time; each holds one message at most that is not counted yet
+QUESTION_RECEIVE_S = 5.0  # of a message without an image, of which few are received at a time
+STALL_S = 30.0  # a caller that takes nothing of a stream for so long holds its place for nobody
+STREAMS = 64  # of images that may be open at a time, where there is room for a message of each
+WATCHERS = 64  # that may be open at a time: they take no stream's place
 FULL_RETRY_S = 0.1  # when to try again, where nothing better is known
-# gRPC refuses larger messages by itself, without a reason; what lies between is refused here, with one.
-RECEIVED_AT_MOST = 2  # x the limit
-IMAGES_RECEIVED = 4  # at a time, and more where `memory` is more than so many messages
-QUESTIONS_RECEIVED = 16  # at a time: they are small, and do not wait behind images
+RECEIVED_AT_LEAST = 5  # messages for which there is room, and for more where `memory` is more than so many
 FIELDS = 1000  # of a message: one has a field for each of its images, outputs and parameters
 QUESTION_BYTES = 2**20  # a message takes many times its bytes once it is parsed; names and numbers need few
+FEWER_BYTES = "a smaller limits.message, or a larger limits.memory, has room for more"
 ALWAYS_OPEN = ("/grpc.health.", "/grpc.reflection.")
 WITH_IMAGES = ("/Inspect", "/ModelInfer")
+WATCHING = "/WatchResults"
 TEXTS = "/coserve.v1.Texts/"
 
 Call = Any  # gRPC has no types: a servicer's method, its context and its handlers
@@ -59,30 +60,63 @@ class _Kind(StrEnum):
     IMAGE = "image"
     TEXT = "text"
     STREAM = "stream"
+    WATCHER = "watcher"
     QUESTION = "question"
     CHECK = "health check"  # and reflection: also while the agent stops
 
 
-OPEN_AT_MOST = {_Kind.STREAM: STREAMS, _Kind.QUESTION: QUESTIONS, _Kind.CHECK: CHECKS}
+def received_at_most_bytes(message_bytes: int) -> int:
+    """Of a message: gRPC refuses larger ones by itself, without a reason; above the limit we do, with one."""
+    return message_bytes + message_bytes // 16
+
+
+class _Budget:
+    """Bytes of messages that are being received, or are not counted by the desk yet; in the order of who asks."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._free_bytes = size_bytes
+        self._turns = {True: asyncio.Lock(), False: asyncio.Lock()}
+        self._freed = asyncio.Event()
+
+    async def take(self, size_bytes: int, spared_bytes: int) -> None:
+        """Once there are so many, and ``spared_bytes`` beside them. Who spares some waits for nobody who does not."""
+        async with self._turns[spared_bytes > 0]:
+            while self._free_bytes < size_bytes + spared_bytes:
+                self._freed.clear()
+                await self._freed.wait()
+            self._free_bytes -= size_bytes
+
+    def give_back(self, size_bytes: int) -> None:
+        """These are free again."""
+        self._free_bytes += size_bytes
+        self._freed.set()
 
 
 class Room:
-    """One of the few places for messages that are being received, or are not counted by the desk yet."""
+    """Where one call's message is received, and held until the desk has counted it."""
 
-    def __init__(self, places: asyncio.Semaphore) -> None:
-        self._places = places
-        self._is_held = False
+    def __init__(self, budget: _Budget, size_bytes: int, spared_bytes: int) -> None:
+        self._budget = budget
+        self._size_bytes = size_bytes
+        self._spared_bytes = spared_bytes
+        self._held_bytes = 0
 
     async def enter(self) -> None:
-        """Once there is one."""
-        await self._places.acquire()
-        self._is_held = True
+        """Once there is room for the largest message."""
+        await self._budget.take(self._size_bytes, self._spared_bytes)
+        self._held_bytes = self._size_bytes
+
+    def keep(self, size_bytes: int) -> None:
+        """The message has come and has so many bytes: others may have the rest."""
+        self._give_back(self._held_bytes - size_bytes)
 
     def leave(self) -> None:
         """The next one may have it; more than once is as good."""
-        if self._is_held:
-            self._is_held = False
-            self._places.release()
+        self._give_back(self._held_bytes)
+
+    def _give_back(self, size_bytes: int) -> None:
+        self._held_bytes -= size_bytes
+        self._budget.give_back(size_bytes)
 
 
 class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no types
@@ -93,8 +127,15 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
         self.calls = 0  # that must end before the server may; health and reflection not counted
         self.stopping = asyncio.Event()
         self._limits = limits
-        self._image_places = asyncio.Semaphore(max(limits.memory // limits.message, IMAGES_RECEIVED))
-        self._question_places = asyncio.Semaphore(QUESTIONS_RECEIVED)
+        self._message_bytes = received_at_most_bytes(limits.message)
+        messages = max(limits.memory // self._message_bytes, RECEIVED_AT_LEAST)
+        self._budget = _Budget(messages * self._message_bytes)
+        self._at_most = {
+            _Kind.STREAM: min(messages - 2, STREAMS),  # leaves room for a call's message, and for one without an image
+            _Kind.WATCHER: WATCHERS,
+            _Kind.QUESTION: QUESTIONS,
+            _Kind.CHECK: CHECKS,
+        }
         self._open: Counter[_Kind] = Counter()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -124,9 +165,10 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
         kind = _kind_of(method, is_stream)
         if self.stopping.is_set() and kind is not _Kind.CHECK:
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - ask again once it has been started anew")
-        most = OPEN_AT_MOST.get(kind, self._limits.requests)
+        most = self._at_most.get(kind, self._limits.requests)
         if self._open[kind] >= most:
-            raise OrderRefused(Refusing.QUEUE_FULL, f"{most} {kind}s are open - ask again in a while", FULL_RETRY_S)
+            advice = FEWER_BYTES if kind is _Kind.STREAM else "ask again in a while"
+            raise OrderRefused(Refusing.QUEUE_FULL, f"{most} {kind}s are open - {advice}", FULL_RETRY_S)
         self._count(kind, 1)
         try:
             yield
@@ -141,19 +183,18 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
         else:
             self._idle.set()
 
-    def room(self, method: str) -> Room:
-        """Where a call's message is received."""
-        return Room(self._image_places if method.endswith(WITH_IMAGES) else self._question_places)
+    def room(self, method: str, is_stream: bool) -> Room:
+        """Where a call's messages are received. For those without an image there is always some that no image takes."""
+        has_image = _kind_of(method, is_stream) in (_Kind.IMAGE, _Kind.STREAM)
+        return Room(self._budget, self._message_bytes, self._message_bytes if has_image else 0)
 
-    async def received(self, context: Call, parse: Callable[[bytes], Any], *, has_image: bool) -> Any:  # noqa: ANN401
+    async def received(self, context: Call, parse: Callable[[bytes], Any], room: Room, *, has_image: bool) -> Any:  # noqa: ANN401
         """The one message of a unary call. Raises OrderRefused."""
-        try:
-            async with asyncio.timeout(RECEIVE_S):
-                raw = await context.read()
-        except TimeoutError:
-            raise OrderRefused(Refusing.INVALID, f"the message has not come within {RECEIVE_S:.0f} s") from None
+        await room.enter()
+        raw = await read_within(RECEIVE_S if has_image else QUESTION_RECEIVE_S, context)
         if raw is grpc.aio.EOF:
             raise OrderRefused(Refusing.INVALID, "the call ended without a message")
+        room.keep(len(raw))
         if has_image:
             self.check_size(len(raw))
         elif len(raw) > QUESTION_BYTES:
@@ -164,6 +205,15 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
         """Raises OrderRefused for a message above the limit."""
         if size_bytes > self._limits.message:
             raise _too_large(size_bytes, f"{self._limits.message} are the most (limits.message)")
+
+
+async def read_within(patience_s: float, context: Call) -> Any:  # noqa: ANN401  # gRPC has no types
+    """The next message's bytes, or EOF. Raises OrderRefused where it does not come."""
+    try:
+        async with asyncio.timeout(patience_s):
+            return await context.read()
+    except TimeoutError:
+        raise OrderRefused(Refusing.INVALID, f"the message has not come within {patience_s:g} s") from None
 
 
 def _too_large(size_bytes: int, most: str) -> OrderRefused:
@@ -185,6 +235,8 @@ def _kind_of(method: str, is_stream: bool) -> _Kind:
         return _Kind.CHECK
     if method.startswith(TEXTS):
         return _Kind.TEXT
+    if method.endswith(WATCHING):
+        return _Kind.WATCHER
     return _Kind.STREAM if is_stream else _Kind.IMAGE if method.endswith(WITH_IMAGES) else _Kind.QUESTION
 
 
@@ -197,7 +249,6 @@ class _Guarded:
         self._parse = handler.request_deserializer
         self._is_stream = handler.request_streaming or handler.response_streaming
         self._takes_stream = handler.request_streaming
-        self._stall_s = door.stall_s if method.startswith(TEXTS) else None
         self._call = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
     async def unary(self, _: AsyncIterator[bytes], context: Call) -> Call:
@@ -218,18 +269,19 @@ class _Guarded:
                 await self._written(answer, context)
 
     async def _written(self, answer: Call, context: Call) -> None:
-        """Once the caller's side has it. Raises OrderRefused where a text's does not take it."""
+        """Once the caller's side has it. Raises OrderRefused where that does not take it."""
+        stall_s = self._door.stall_s
         try:
-            async with asyncio.timeout(self._stall_s):
+            async with asyncio.timeout(stall_s):
                 await context.write(answer)
         except TimeoutError:
-            raise OrderRefused(Refusing.NOT_NOW, f"nothing was read for {self._stall_s:g} s: ask again") from None
+            raise OrderRefused(Refusing.NOT_NOW, f"nothing was read for {stall_s:g} s: ask again") from None
 
     @asynccontextmanager
     async def _entered(self) -> AsyncIterator[Room]:
         """With the room that the call's message takes. Raises OrderRefused."""
         async with self._door.entered(self._method, self._is_stream):
-            room = self._door.room(self._method)
+            room = self._door.room(self._method, self._is_stream)
             try:
                 yield room
             finally:
@@ -241,10 +293,12 @@ class _Guarded:
         A method that gives images to the desk leaves the room as soon as they are counted there.
         """
         if self._takes_stream:
-            return _Messages(context, self._parse)
-        await room.enter()
+            is_check = self._method.startswith(ALWAYS_OPEN)
+            if not is_check:
+                await room.enter()
+            return _Messages(context, self._parse, room if is_check else None)
         has_image = self._method.endswith(WITH_IMAGES)
-        given = await self._door.received(context, self._parse, has_image=has_image)
+        given = await self._door.received(context, self._parse, room, has_image=has_image)
         if not has_image:
             room.leave()
         return given
@@ -252,18 +306,25 @@ class _Guarded:
 
 class _Messages:
     """A stream's messages. Neither gRPC's iterator nor a generator: those hold the last message until the next comes,
-    which is for ever where a caller keeps its stream open."""
+    which is for ever where a caller keeps its stream open. ``room``: for one message at a time, which is to come soon;
+    None where the stream has its own."""
 
-    def __init__(self, context: Call, parse: Callable[[bytes], Any]) -> None:
+    def __init__(self, context: Call, parse: Callable[[bytes], Any], room: Room | None) -> None:
         self._context = context
         self._parse = parse
+        self._room = room
 
     def __aiter__(self) -> _Messages:
         return self
 
     async def __anext__(self) -> Any:  # noqa: ANN401  # gRPC has no types
         """Raises OrderRefused."""
-        raw = await self._context.read()
+        if self._room is None:
+            raw = await self._context.read()
+        else:
+            await self._room.enter()
+            raw = await read_within(QUESTION_RECEIVE_S, self._context)
+            self._room.leave()
         if raw is grpc.aio.EOF:
             raise StopAsyncIteration
         return parsed(raw, self._parse)

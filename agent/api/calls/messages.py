@@ -26,7 +26,7 @@ from agent.api.calls.desk import (
 )  # fmt: skip
 from agent.api.proto import inspection_pb2 as pb
 from experts.errors import OrderRefused, Refusing
-from experts.expert import BoundingBox, Verdict
+from experts.expert import BoundingBox, LabelScore, Verdict
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -93,9 +93,11 @@ def part_message(part: Part) -> pb.Part:
         experts=[text(each) for each in part.experts],
         boxes=[_box_message(box) for box in part.boxes],
         anomalies=[_anomaly_message(each) for each in part.anomalies],
+        outputs=[pb.LabelScore(label=text(o.label), score=o.score, threshold=o.threshold) for o in part.outputs],
         seconds=part.seconds,
         queue_s=part.queue_s,
         compute_s=part.compute_s,
+        is_repeat=part.is_repeat,
     )
     for name in ("expert", "board", "board_type", "ref", "label", "reason"):
         if (words := getattr(part, name)) is not None:
@@ -127,6 +129,8 @@ def part_of(message: pb.Part) -> Part:
         queue_s=message.queue_s,
         compute_s=message.compute_s,
         anomalies=tuple(_anomaly_of(each) for each in message.anomalies),
+        is_repeat=message.is_repeat,
+        outputs=tuple(LabelScore(each.label, each.score, each.threshold) for each in message.outputs),
     )
 
 

@@ -70,7 +70,7 @@ class _Placed:
     def __init__(self, orders: Orders, order: Order, tell_accepted: Callable[[], None] | None) -> None:
         self._orders = orders
         self._loop = asyncio.get_running_loop()
-        self._end: asyncio.Future[Sequence[Part]] = self._loop.create_future()
+        self._end: asyncio.Future[Sequence[Part] | OrderRefused] = self._loop.create_future()
         self._tell_accepted = tell_accepted
         self._is_kept_anyway = False  # its caller was told that it is accepted
         self._ticket = orders.submit(_ordered, orders.desk, order, self)
@@ -81,9 +81,12 @@ class _Placed:
         try:
             taken = await asyncio.wrap_future(self._ticket)
             if isinstance(taken, OrderRefused):
-                raise OrderRefused(taken.reason, str(taken), taken.retry_s)
+                raise _anew(taken)
             tell_taken()
-            return await self._end
+            end = await self._end
+            if isinstance(end, OrderRefused):
+                raise _anew(end)
+            return end
         finally:
             self._orders.under_way -= 1
             self._leave()
@@ -96,6 +99,10 @@ class _Placed:
     def judged(self, parts: Sequence[Part]) -> None:
         """On a thread of the desk's."""
         self._call(lambda: None if self._end.done() else self._end.set_result(parts))
+
+    def refused(self, refusal: OrderRefused) -> None:
+        """On a thread of the desk's."""
+        self._call(lambda: None if self._end.done() else self._end.set_result(refusal))
 
     def _accept(self) -> None:
         if self._tell_accepted is not None and not self._end.done():
@@ -112,6 +119,11 @@ class _Placed:
             if not self._is_kept_anyway:
                 self._ticket.add_done_callback(_withdraw)
         del self._ticket  # it may hold its listener, which holds it: let the image go now
+
+
+def _anew(refused: OrderRefused) -> OrderRefused:
+    """Not the one that is kept as a value: raised, it would hold the frames that hold it."""
+    return OrderRefused(refused.reason, str(refused), refused.retry_s)
 
 
 def _ordered(desk: Desk, order: Order, listener: _Placed) -> Ticket | OrderRefused:

@@ -28,6 +28,8 @@ STATUS = {
     Refusing.TOO_LARGE: grpc.StatusCode.INVALID_ARGUMENT,
     Refusing.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
     Refusing.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    Refusing.KEY_REUSED: grpc.StatusCode.ALREADY_EXISTS,
+    Refusing.CURSOR_UNKNOWN: grpc.StatusCode.FAILED_PRECONDITION,
     Refusing.NOT_NOW: grpc.StatusCode.FAILED_PRECONDITION,
     Refusing.STOPPING: grpc.StatusCode.UNAVAILABLE,
     Refusing.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,

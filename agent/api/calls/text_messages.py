@@ -36,6 +36,7 @@ def text_order_of(request: pb.GenerateRequest) -> TextOrder:
         sampling=_sampling_of(request.sampling),
         stop=tuple(request.stop),
         deadline_s=request.deadline_s if request.HasField("deadline_s") else None,
+        given=frozenset(settled.name for settled, _ in request.sampling.ListFields()),
     )
 
 
@@ -44,7 +45,7 @@ def text_request(order: TextOrder) -> pb.GenerateRequest:
     usual, sampling = Sampling(), pb.SamplingSettings()
     for name in Sampling.__slots__:
         value = getattr(order.sampling, name)
-        if value is not None and value != getattr(usual, name):
+        if value is not None and (value != getattr(usual, name) or name in order.given):
             setattr(sampling, name, value)
     request = pb.GenerateRequest(
         model=order.model,

@@ -1,88 +1,98 @@
-"""Stored results as one stream: those that are there, then those to come.
+"""Stored results and boards' verdicts as one stream: those that are there, then those to come.
 
-Guarantees: every stored result above the first number is told once, in order, without a gap, however slow its watcher
-is: what the desk tells is only a sign to read on, and results are read from the store alone. A board's verdict comes
-behind the results that it was reached by.
+Guarantees: every stored result above the first number is told once, in order, without a gap, and so is each board's
+verdict as it is when its turn comes, behind the results that it was reached by, however slow the watcher is: what the
+desk tells is only a sign to read on, and all is read from the store alone. Numbers of another results file, and those
+that this one never gave, are refused; so is whoever watches on when another file takes its place.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from agent.api.calls.desk import BoardView, Part
-from agent.api.calls.orders import first_of
+from agent.api.calls.desk import Place
+from agent.api.calls.orders import first_of, invalid
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from collections.abc import AsyncGenerator, Iterator
 
-    from agent.api.calls.desk import Event
+    from agent.api.calls.desk import Event, StoredView
     from agent.api.calls.orders import Orders
 
 PAGE, PAGE_WITH_MAPS = 500, 50  # results read at a time; pictures are of some kilobytes each
-BOARDS_WAITING = 10_000  # verdicts for a watcher that does not read
-BEHIND = "more boards were judged than wait for one watcher - watch again, and ask for the boards that matter"
+ALL = "watch from 0 to have all of this file"
 
 
 class Watch:
-    """One watcher. ``after_seq``: None for results to come only. ``with_maps``: where images are anomalous, too."""
+    """One watcher. ``place``: behind which it begins. ``with_maps``: where images are anomalous, too."""
 
-    def __init__(self, orders: Orders, after_seq: int | None, *, with_maps: bool = False) -> None:
+    def __init__(self, orders: Orders, place: Place, *, with_maps: bool = False) -> None:
         self._orders = orders
-        self._seq = after_seq
-        self._read = partial(orders.desk.results_after, with_maps=with_maps)
+        self._place = place
+        self._read = partial(orders.desk.stored_after, with_maps=with_maps)
         self._page = PAGE_WITH_MAPS if with_maps else PAGE
-        self._boards: deque[BoardView] = deque()
-        self._is_behind = False  # a board's verdict had no room
         self._news = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
-    async def events(self, stopping: asyncio.Event) -> AsyncGenerator[Event, None]:
-        """Until the agent stops, which raises OrderRefused, or whoever iterates ends it."""
-        end = self._orders.desk.subscribe(self._tell)
+    async def events(self, stopping: asyncio.Event) -> AsyncGenerator[tuple[Event, Place], None]:
+        """With the place behind each, until the agent stops, which raises OrderRefused, or whoever iterates ends it.
+
+        Raises OrderRefused for a place of another results file, too.
+        """
+        await self._begin()
+        end = self._orders.desk.subscribe(self._wake)
         try:
             self._news.set()  # what is there already
             while not stopping.is_set():
                 await first_of(self._news.wait(), stopping.wait())
                 self._news.clear()
-                is_behind = self._is_behind
-                boards = [self._boards.popleft() for _ in range(len(self._boards))]
-                async for part in self._stored():
-                    yield part
-                for board in boards:
-                    yield board
-                if is_behind:
-                    raise OrderRefused(Refusing.QUEUE_FULL, BEHIND, 0.0)
+                is_more = True
+                while is_more:
+                    page = await self._next(self._page)
+                    for told in self._told(page):
+                        yield told
+                    is_more = self._page in (len(page.results), len(page.boards))
         finally:
             end()
-        raise OrderRefused(Refusing.STOPPING, "the agent is stopping - watch again, after the last number that came")
+        raise OrderRefused(Refusing.STOPPING, "the agent is stopping - watch again, behind the last event that came")
 
-    async def _stored(self) -> AsyncIterator[Part]:
-        """What is stored by now, and was not told yet."""
-        while self._seq is not None:
-            page = await self._orders.ask(self._read, self._seq, self._page)
-            for part in page:
-                self._seq = part.seq
-                yield part
-            if len(page) < self._page:
-                return
+    async def _begin(self) -> None:
+        end = (await self._next(0)).end
+        seq, board = self._place.seq, self._place.board
+        self._place = Place(end.file, end.seq if seq is None else seq, end.board if board is None else board)
 
-    def _tell(self, event: Event) -> None:
+    async def _next(self, limit: int) -> StoredView:
+        page = await self._orders.ask(self._read, self._place.seq or 0, self._place.board or 0, limit)
+        _check(self._place, page.end)
+        return page
+
+    def _told(self, page: StoredView) -> Iterator[tuple[Event, Place]]:
+        for part in page.results:
+            self._place = replace(self._place, seq=part.seq)
+            yield part, self._place
+        for number, board in page.boards:
+            self._place = replace(self._place, board=number)
+            yield board, self._place
+
+    def _wake(self) -> None:
         """On a thread of the desk's."""
         try:
-            self._loop.call_soon_threadsafe(self._hear, event)
+            self._loop.call_soon_threadsafe(self._news.set)
         except RuntimeError:  # the loop is closed: nobody watches any more
             return
 
-    def _hear(self, event: Event) -> None:
-        if isinstance(event, Part):
-            if self._seq is None and event.seq is not None:
-                self._seq = event.seq - 1
-        elif len(self._boards) == BOARDS_WAITING:
-            self._is_behind = True
-        else:
-            self._boards.append(event)
-        self._news.set()
+
+def _check(place: Place, end: Place) -> None:
+    """Raises OrderRefused for numbers that are not of the file that was read."""
+    if place.file is None and (place.seq or place.board):
+        raise invalid("file", f"whose numbers are these? - send it with them, as the last event had it, or {ALL}")
+    if place.file not in (None, end.file):
+        reason = f"these numbers are of the results file {place.file}, and this one is {end.file} - {ALL}"
+        raise OrderRefused(Refusing.CURSOR_UNKNOWN, reason)
+    if (place.seq or 0) > (end.seq or 0) or (place.board or 0) > (end.board or 0):
+        reason = f"results file {end.file} has come to {end.seq}, its boards to {end.board} - {ALL}"
+        raise OrderRefused(Refusing.CURSOR_UNKNOWN, reason)

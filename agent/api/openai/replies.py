@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 JSON = ("content-type", "application/json")
 EVENTS = (("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-store"))
+ANSWER, THOUGHT = "content", "reasoning_content"  # the second as vLLM, SGLang and llama.cpp have it
+THINK, THOUGHT_OVER = "<think>", "</think>"
 DONE = b"data: [DONE]\n\n"
 OWNER = "coserve"
 LEAST_LOGPROB = -9999.0  # for what is impossible, as with OpenAI: JSON has no infinity
@@ -66,17 +68,22 @@ class TextReply:
     _created: int = field(default_factory=lambda: int(time.time()))
     _model: str | None = None
     _has_begun: bool = False
+    _thoughts: _Thoughts = field(default_factory=lambda: _Thoughts())
 
     def add(self, piece: TextPiece) -> None:
         """One more, of an answer that is sent as a whole."""
         self._model = piece.expert
+        self._thoughts.begin(piece)
         self.texts.append(piece.text)
         self.tokens += piece.tokens
 
     def whole(self, end: TextEnd) -> Answer:
         """The answer, once all pieces are there."""
         text = "".join(self.texts)
-        said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.is_chat else {"text": text}
+        said: dict[str, Any] = {"text": text}
+        if self.is_chat:
+            told = dict(self._thoughts.add(text, is_last=True))
+            said = {"message": {"role": "assistant", ANSWER: "", "refusal": None, **told}}
         choice = {"index": 0, **said, "logprobs": self._logprobs(self.tokens), "finish_reason": _finish(end)}
         name = "chat.completion" if self.is_chat else "text_completion"
         return answer(200, {**self._head(name, end), "choices": [choice], "usage": _usage(end)})
@@ -85,18 +92,28 @@ class TextReply:
         """One more, of an answer that is streamed."""
         self._model = piece.expert
         yield from self._beginning()
-        delta = {"delta": {"content": piece.text}} if self.is_chat else {"text": piece.text}
-        yield self._event({**delta, "logprobs": self._logprobs(piece.tokens), "finish_reason": None})
+        self._thoughts.begin(piece)
+        parts = self._thoughts.add(piece.text) if self.is_chat else [("text", piece.text)]
+        tokens = piece.tokens
+        for name, text in parts or ([(ANSWER, "")] if piece.tokens else []):
+            yield self._part(name, text, tokens)
+            tokens = ()
         self._length += len(piece.text)
 
     def last_events(self, end: TextEnd) -> Iterator[bytes]:
         """Its end."""
         yield from self._beginning()
+        for name, text in self._thoughts.add("", is_last=True) if self.is_chat else ():
+            yield self._part(name, text, ())
         nothing: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
         yield self._event({**nothing, "logprobs": None, "finish_reason": _finish(end)})
         if self.asked.includes_usage:
             yield event({**self._head(self._chunk, end), "choices": [], "usage": _usage(end)})
         yield DONE
+
+    def _part(self, name: str, text: str, tokens: Sequence[TokenView]) -> bytes:
+        more: dict[str, Any] = {"delta": {name: text}} if self.is_chat else {name: text}
+        return self._event({**more, "logprobs": self._logprobs(tokens), "finish_reason": None})
 
     @property
     def _chunk(self) -> str:
@@ -132,6 +149,49 @@ class TextReply:
             "top_logprobs": [{other.text: _logprob(other) for other in token.alternatives} for token in tokens],
             "text_offset": offsets,
         }
+
+
+class _Thoughts:
+    """What a model thinks before it answers, told apart from the answer.
+
+    It stands first, between THINK and THOUGHT_OVER: neither these nor the empty lines behind them are shown.
+    """
+
+    def __init__(self) -> None:
+        self._name: str | None = None  # which of the two is written now; None: nobody can tell yet
+        self._held = ""
+        self._is_fresh = False  # nothing is shown yet of what a mark has begun
+
+    def begin(self, piece: TextPiece) -> None:
+        """Before the first piece: the prompt itself may have the model think."""
+        if self._name is None and piece.is_thought:
+            self._name, self._is_fresh = THOUGHT, True
+
+    def add(self, text: str, *, is_last: bool = False) -> list[tuple[str, str]]:
+        """What may be told by now, each part with its name; in the end all of it."""
+        self._held += text
+        if self._name is None:
+            begun = self._held.lstrip()
+            if THINK.startswith(begun) and not is_last:
+                return []
+            self._name, self._is_fresh = ANSWER, False
+            if begun.startswith(THINK):
+                self._name, self._held, self._is_fresh = THOUGHT, begun[len(THINK) :], True
+        if self._name == ANSWER:
+            return self._told(len(self._held))
+        thought, found, rest = self._held.partition(THOUGHT_OVER)
+        if not found:
+            may_end = (n for n in range(len(THOUGHT_OVER) - 1, 0, -1) if thought.endswith(THOUGHT_OVER[:n]))
+            return self._told(len(thought) - (0 if is_last else next(may_end, 0)))
+        told = self._told(len(thought))
+        self._name, self._held, self._is_fresh = ANSWER, rest, True
+        return told + self._told(len(rest))
+
+    def _told(self, length: int) -> list[tuple[str, str]]:
+        text, self._held = self._held[:length], self._held[length:]
+        text = text.lstrip("\n") if self._is_fresh else text
+        self._is_fresh = self._is_fresh and not text
+        return [(self._name or ANSWER, text)] if text else []
 
 
 def _chat_token(token: TokenView) -> dict[str, Any]:

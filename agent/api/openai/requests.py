@@ -33,6 +33,9 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
+TOLD = ("name", "tool_call_id", "reasoning_content")  # of a message, to its template
+
+
 @dataclass(frozen=True, slots=True)
 class TextAsked:
     """An order, and how its answer is wanted. ``shows_logprobs``: with each token's probability."""
@@ -80,12 +83,29 @@ class _ContentPart(_Section):
     text: str
 
 
+class _Called(_Section):
+    name: str
+    arguments: str
+
+
+class _ToolCall(_Section):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: _Called
+    index: int | None = None
+
+
 class _Message(_Section):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[_ContentPart]
+    content: str | list[_ContentPart] | None = None
     name: str | None = None
-    refusal: None = None
+    refusal: str | None = None
     tool_call_id: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    function_call: None = None
+    audio: None = None
+    annotations: list[Any] | None = None  # what an answer of OpenAI's refers to: clients send back what they were told
+    reasoning_content: str | None = None
 
 
 class _Chat(_Text):
@@ -93,6 +113,7 @@ class _Chat(_Text):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # in `extra_body`, as vLLM's and SGLang's callers send it
 
 
 Kind = TypeVar("Kind", bound=_Text)
@@ -103,7 +124,10 @@ def completion_of(body: bytes) -> TextAsked:
     asked = _read(body, _Completion)
     sampling = _sampling(asked, asked.logprobs)
     most = asked.max_tokens or USUAL_COMPLETION_TOKENS
-    order = TextOrder(asked.model, _prompt(asked.prompt), most_tokens=most, sampling=sampling, stop=_stops(asked))
+    order = TextOrder(
+        asked.model, _prompt(asked.prompt), most_tokens=most, sampling=sampling, stop=_stops(asked),
+        given=_given(asked),
+    )  # fmt: skip
     return _asked(order, asked, shows_logprobs=asked.logprobs is not None)
 
 
@@ -117,10 +141,12 @@ def chat_of(body: bytes) -> TextAsked:
     sampling = _sampling(asked, (asked.top_logprobs or 0) if asked.logprobs else None)
     order = TextOrder(
         asked.model,
-        messages=tuple(_message(message) for message in asked.messages),
+        messages=tuple(_message(message, place) for place, message in enumerate(asked.messages)),
         most_tokens=asked.max_completion_tokens or asked.max_tokens,
         sampling=sampling,
         stop=_stops(asked),
+        given=_given(asked),
+        template=asked.chat_template_kwargs or {},
     )
     return _asked(order, asked, shows_logprobs=bool(asked.logprobs))
 
@@ -169,14 +195,18 @@ def _words(kind: str, message: str) -> str:
 
 
 def _sampling(asked: _Text, logprobs: int | None) -> Sampling:
-    given = {
-        name: value for name in Sampling.__slots__ if name != "logprobs" and (value := getattr(asked, name)) is not None
-    }
+    given = {name: getattr(asked, name) for name in _given(asked)}
     try:
         return Sampling(**given, logprobs=logprobs)
     except GenerationInvalid as error:
         is_top = isinstance(asked, _Chat) and error.field == "logprobs"
         raise invalid("top_logprobs" if is_top else error.field, error.message) from None
+
+
+def _given(asked: _Text) -> frozenset[str]:
+    """What of the sampling is settled."""
+    names = (name for name in Sampling.__slots__ if name != "logprobs")
+    return frozenset(name for name in names if getattr(asked, name) is not None)
 
 
 def _stops(asked: _Text) -> tuple[str, ...]:
@@ -196,13 +226,29 @@ def _prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> str | tupl
     return _prompt(prompt[0])  # type: ignore[arg-type]  # a list of strings, or of lists of numbers
 
 
-def _message(message: _Message) -> dict[str, str]:
-    """As chat templates want it: they know the system, and not that OpenAI calls it developer by now."""
-    content = message.content
+def _message(message: _Message, place: int) -> dict[str, Any]:
+    """As chat templates want it: they know the system, and not that OpenAI calls it developer by now.
+
+    What a tool was called with is a string on the wire, and an object to them. Raises OrderRefused for one that is not.
+    """
+    content = message.content or ""
     text = content if isinstance(content, str) else "".join(part.text for part in content)
-    role = "system" if message.role == "developer" else message.role
-    named = {} if message.name is None else {"name": message.name}
-    return {"role": role, "content": text, **named}
+    if message.content is None and message.role != "assistant":
+        raise invalid(f"messages[{place}].content", f"is null: a message of the {message.role} has one")
+    told: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    told |= {name: value for name in TOLD if (value := getattr(message, name)) is not None}
+    if message.tool_calls:
+        told["tool_calls"] = [_tool_call(call, place) for call in message.tool_calls]
+    return told
+
+
+def _tool_call(call: _ToolCall, place: int) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"messages[{place}].tool_calls", f"has arguments that are no JSON: {error}") from None
+    called = {"name": call.function.name, "arguments": arguments}
+    return {"type": call.type, "function": called, **({} if call.id is None else {"id": call.id})}
 
 
 def _asked(order: TextOrder, asked: _Text, *, shows_logprobs: bool) -> TextAsked:

@@ -1,5 +1,5 @@
 # Made by `make proto`, not by hand. Source: coserve/v1/inspection.proto
-# sha256 of the source: 0de67ec97cba485b3dd83b7fff13b77a601fc8e2db1b720326b419f199c27096
+# sha256 of the source: daa1ca2e01b2f521797bb280b0dcdabb79530ddb7b46ac475d9fda4d99857005
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -132,8 +132,18 @@ class Anomaly(_message.Message):
     map: bytes
     def __init__(self, expert: _Optional[str] = ..., score: _Optional[float] = ..., threshold: _Optional[float] = ..., map: _Optional[bytes] = ...) -> None: ...
 
+class LabelScore(_message.Message):
+    __slots__ = ("label", "score", "threshold")
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    label: str
+    score: float
+    threshold: float
+    def __init__(self, label: _Optional[str] = ..., score: _Optional[float] = ..., threshold: _Optional[float] = ...) -> None: ...
+
 class Part(_message.Message):
-    __slots__ = ("key", "component", "verdict", "seq", "expert", "board", "board_type", "ref", "label", "score", "reason", "experts", "boxes", "arrived_at", "finished_at", "seconds", "queue_s", "compute_s", "anomalies")
+    __slots__ = ("key", "component", "verdict", "seq", "expert", "board", "board_type", "ref", "label", "score", "reason", "experts", "boxes", "arrived_at", "finished_at", "seconds", "queue_s", "compute_s", "anomalies", "is_repeat", "outputs")
     KEY_FIELD_NUMBER: _ClassVar[int]
     COMPONENT_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +163,8 @@ class Part(_message.Message):
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     ANOMALIES_FIELD_NUMBER: _ClassVar[int]
+    IS_REPEAT_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     key: str
     component: str
     verdict: Verdict
@@ -172,7 +184,9 @@ class Part(_message.Message):
     queue_s: float
     compute_s: float
     anomalies: _containers.RepeatedCompositeFieldContainer[Anomaly]
-    def __init__(self, key: _Optional[str] = ..., component: _Optional[str] = ..., verdict: _Optional[_Union[Verdict, str]] = ..., seq: _Optional[int] = ..., expert: _Optional[str] = ..., board: _Optional[str] = ..., board_type: _Optional[str] = ..., ref: _Optional[str] = ..., label: _Optional[str] = ..., score: _Optional[float] = ..., reason: _Optional[str] = ..., experts: _Optional[_Iterable[str]] = ..., boxes: _Optional[_Iterable[_Union[BoundingBox, _Mapping]]] = ..., arrived_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finished_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., seconds: _Optional[float] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., anomalies: _Optional[_Iterable[_Union[Anomaly, _Mapping]]] = ...) -> None: ...
+    is_repeat: bool
+    outputs: _containers.RepeatedCompositeFieldContainer[LabelScore]
+    def __init__(self, key: _Optional[str] = ..., component: _Optional[str] = ..., verdict: _Optional[_Union[Verdict, str]] = ..., seq: _Optional[int] = ..., expert: _Optional[str] = ..., board: _Optional[str] = ..., board_type: _Optional[str] = ..., ref: _Optional[str] = ..., label: _Optional[str] = ..., score: _Optional[float] = ..., reason: _Optional[str] = ..., experts: _Optional[_Iterable[str]] = ..., boxes: _Optional[_Iterable[_Union[BoundingBox, _Mapping]]] = ..., arrived_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finished_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., seconds: _Optional[float] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., anomalies: _Optional[_Iterable[_Union[Anomaly, _Mapping]]] = ..., is_repeat: bool = ..., outputs: _Optional[_Iterable[_Union[LabelScore, _Mapping]]] = ...) -> None: ...
 
 class GetBoardRequest(_message.Message):
     __slots__ = ("serial", "board_type")
@@ -224,30 +238,42 @@ class Board(_message.Message):
     def __init__(self, serial: _Optional[str] = ..., board_type: _Optional[str] = ..., is_open: bool = ..., verdict: _Optional[_Union[Verdict, str]] = ..., opened_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., closed_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., missing: _Optional[_Mapping[str, int]] = ..., ok: _Optional[int] = ..., ng: _Optional[int] = ..., unknown: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., is_revision: bool = ...) -> None: ...
 
 class WatchResultsRequest(_message.Message):
-    __slots__ = ("after_seq", "wants_maps")
+    __slots__ = ("after_seq", "wants_maps", "after_board", "file")
     AFTER_SEQ_FIELD_NUMBER: _ClassVar[int]
     WANTS_MAPS_FIELD_NUMBER: _ClassVar[int]
+    AFTER_BOARD_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
     after_seq: int
     wants_maps: bool
-    def __init__(self, after_seq: _Optional[int] = ..., wants_maps: bool = ...) -> None: ...
+    after_board: int
+    file: str
+    def __init__(self, after_seq: _Optional[int] = ..., wants_maps: bool = ..., after_board: _Optional[int] = ..., file: _Optional[str] = ...) -> None: ...
 
 class WatchEvent(_message.Message):
-    __slots__ = ("result", "board")
+    __slots__ = ("result", "board", "file", "after_seq", "after_board")
     RESULT_FIELD_NUMBER: _ClassVar[int]
     BOARD_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_SEQ_FIELD_NUMBER: _ClassVar[int]
+    AFTER_BOARD_FIELD_NUMBER: _ClassVar[int]
     result: Part
     board: Board
-    def __init__(self, result: _Optional[_Union[Part, _Mapping]] = ..., board: _Optional[_Union[Board, _Mapping]] = ...) -> None: ...
+    file: str
+    after_seq: int
+    after_board: int
+    def __init__(self, result: _Optional[_Union[Part, _Mapping]] = ..., board: _Optional[_Union[Board, _Mapping]] = ..., file: _Optional[str] = ..., after_seq: _Optional[int] = ..., after_board: _Optional[int] = ...) -> None: ...
 
 class TriggerRequest(_message.Message):
-    __slots__ = ("camera", "board", "board_type")
+    __slots__ = ("camera", "board", "board_type", "key")
     CAMERA_FIELD_NUMBER: _ClassVar[int]
     BOARD_FIELD_NUMBER: _ClassVar[int]
     BOARD_TYPE_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     camera: str
     board: str
     board_type: str
-    def __init__(self, camera: _Optional[str] = ..., board: _Optional[str] = ..., board_type: _Optional[str] = ...) -> None: ...
+    key: str
+    def __init__(self, camera: _Optional[str] = ..., board: _Optional[str] = ..., board_type: _Optional[str] = ..., key: _Optional[str] = ...) -> None: ...
 
 class TriggerReply(_message.Message):
     __slots__ = ("key",)

@@ -183,6 +183,7 @@ class InferenceService:
 def _orders_of(request: pb.ModelInferRequest, asked: Asked) -> list[Order]:
     """One for each image. Raises OrderRefused."""
     board_type = tensors.parameter(request.parameters, "board_type")
+    key = tensors.parameter(request.parameters, "key")
     images = zip(asked.images, asked.boards, asked.refs, strict=True)
     component, expert = _component_or_expert(request.model_name)
     return [
@@ -193,7 +194,7 @@ def _orders_of(request: pb.ModelInferRequest, asked: Asked) -> list[Order]:
             board=board,
             board_type=board_type,
             ref=ref,
-            key=_key(request.id, number, len(asked.images)),
+            key=_key(key, number, len(asked.images)),
             is_kept=board is not None,
             wants_maps=tensors.ANOMALY_MAP in asked.outputs,
         )
@@ -231,10 +232,8 @@ def _component_or_expert(model: str) -> tuple[str | None, str | None]:
     return (model, None) if expert == model else (None, expert)
 
 
-def _key(id_: str, number: int, count: int) -> str | None:
-    if not id_:
-        return None
-    return id_ if count == 1 else f"{id_}/{number}"
+def _key(key: str | None, number: int, count: int) -> str | None:
+    return key if key is None or count == 1 else f"{key}/{number}"
 
 
 def _check_version(version: str) -> None:

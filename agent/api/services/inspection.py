@@ -6,7 +6,7 @@ import asyncio
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from agent.api.calls.desk import BoardView
+from agent.api.calls.desk import BoardView, Place
 from agent.api.calls.messages import board_message, order_of, part_message, reload_message, status_message, text
 from agent.api.calls.orders import check_names
 from agent.api.calls.streams import OrderStream
@@ -58,18 +58,20 @@ class InspectionService:
 
     async def WatchResults(self, request: pb.WatchResultsRequest, room: Room) -> AsyncIterator[pb.WatchEvent]:
         """Stored results, and those to come."""
-        after_seq = request.after_seq if request.HasField("after_seq") else None
-        watch = Watch(self._orders, after_seq, with_maps=request.wants_maps)
+        check_names(file=request.file)
+        seq, board = (
+            getattr(request, name) if request.HasField(name) else None for name in ("after_seq", "after_board")
+        )
+        watch = Watch(self._orders, Place(request.file or None, seq, board), with_maps=request.wants_maps)
         async with aclosing(watch.events(self._door.stopping)) as events:
-            async for event in events:
-                yield _event_message(event)
+            async for event, place in events:
+                yield _event_message(event, place)
 
     async def Trigger(self, request: pb.TriggerRequest, room: Room) -> pb.TriggerReply:
         """A frame of a camera."""
-        check_names(camera=request.camera, board=request.board, board_type=request.board_type)
-        key = await self._orders.ask(
-            self._desk.trigger, request.camera, request.board or None, request.board_type or None
-        )
+        check_names(camera=request.camera, board=request.board, board_type=request.board_type, key=request.key)
+        given = (request.board or None, request.board_type or None, request.key or None)
+        key = await self._orders.ask(self._desk.trigger, request.camera, *given)
         return pb.TriggerReply(key=text(key))
 
     async def Status(self, request: pb.StatusRequest, room: Room) -> pb.StatusReply:
@@ -87,7 +89,10 @@ class InspectionService:
             return reload_message(await self._orders.ask(self._desk.reload))
 
 
-def _event_message(event: Event) -> pb.WatchEvent:
+def _event_message(event: Event, place: Place) -> pb.WatchEvent:
+    message = pb.WatchEvent(file=place.file or "", after_seq=place.seq or 0, after_board=place.board or 0)
     if isinstance(event, BoardView):
-        return pb.WatchEvent(board=board_message(event))
-    return pb.WatchEvent(result=part_message(event))
+        message.board.CopyFrom(board_message(event))
+    else:
+        message.result.CopyFrom(part_message(event))
+    return message

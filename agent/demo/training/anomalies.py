@@ -26,6 +26,8 @@ from agent.demo.training.classifiers import EVALUATION_BATCH, normalised, pictur
 from agent.demo.training.crops import divide
 from experts.backends.onnx.export import exported
 from experts.expert import ANOMALY_LABELS, Expert, InputSpec, Task
+from experts.packed.sources import sha256_of
+from experts.thresholds.binding import threshold_of
 from experts.thresholds.learning import learned
 from experts.thresholds.measuring import Meter
 
@@ -108,7 +110,8 @@ def train_anomaly(
         progress("anomaly expert", number, len(crops.good) + len(crops.bad))
     good, bad = scores[: len(crops.good)], scores[len(crops.good) :]
     found = learned(good, bad, plan.false_alarms)
-    expert = replace(expert, threshold=found.rates.threshold)
+    evidence = threshold_of(expert, sha256_of(expert))
+    expert = replace(expert, threshold=found.rates.threshold, threshold_of=evidence)
     return TrainedAnomaly(crops.component, expert, found, len(crops.training), len(good), len(bad))
 
 

@@ -22,8 +22,9 @@ from torch.nn import functional
 
 from agent.demo.training.learning import Descent, Pace
 from experts.backends.classifier import build_trainable
-from experts.backends.pixels import IMAGENET_DEVIATION, IMAGENET_MEAN
-from experts.expert import Prediction
+from experts.backends.forms import multiplies
+from experts.expert import Precision, Prediction
+from experts.normalization import IMAGENET
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -232,14 +233,12 @@ def smaller(batch: Tensor, side_px: int, crops_centre: bool) -> Tensor:
 
 def normalised(batch: Tensor) -> Tensor:
     """uint8 pictures as the serving backend feeds them: scaled to [0, 1], ImageNet's mean and deviation taken out."""
-    mean, deviation = torch.tensor(IMAGENET_MEAN).view(1, 3, 1, 1), torch.tensor(IMAGENET_DEVIATION).view(1, 3, 1, 1)
+    mean, deviation = (torch.tensor(values).view(1, 3, 1, 1) for values in (IMAGENET.mean, IMAGENET.std))
     return ((batch.float() / 255.0 - mean) / deviation).contiguous(memory_format=torch.channels_last)
 
 
 @contextmanager
 def fast_math() -> Iterator[None]:
     """bf16 where this processor multiplies it natively, else fp32."""
-    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    has_bf16 = bool(capabilities.get("avx512_bf16"))
-    with torch.autocast("cpu", torch.bfloat16, enabled=has_bf16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=multiplies(Precision.BF16)):
         yield

@@ -16,10 +16,9 @@ from agent.demo.rendering.components import OK, Detector
 from agent.demo.training.classifiers import pictures
 from agent.demo.training.crops import BODIES_FILE
 from agent.demo.training.learning import Descent, Pace
-from experts.backends.boxes import CONFIDENCE_MINIMUM
 from experts.backends.detector import build_trainable
 from experts.errors import ConfigError
-from experts.expert import NOTHING_FOUND, Prediction
+from experts.expert import CONFIDENCE_MINIMUM, NOTHING_FOUND, Prediction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -19,7 +19,7 @@ from agent.demo.training.classifiers import ClassifierPlan, TrainedClassifier
 from agent.demo.training.crops import divide
 from agent.demo.training.detectors import DetectorPlan, TrainedDetector
 from experts.errors import ConfigError
-from experts.expert import Expert, InputSpec, Prediction, Verdict
+from experts.expert import Expert, InputSpec, Orientation, Prediction, Verdict
 from experts.graph import ExpertGraph, Judgement, RouteStep
 
 if TYPE_CHECKING:
@@ -316,7 +316,13 @@ def write_experts(
         name, side = detector_id(detector.detector), plan.detectors.input_px
         file = write_weights(directory, name, detector.tensors())
         experts.append(
-            Expert(name, detectors.ARCHITECTURE, file, detector.detector.labels, InputSpec(side, side, "unit"))
+            Expert(
+                name,
+                detectors.ARCHITECTURE,
+                file,
+                detector.detector.labels,
+                InputSpec(side, side, "unit", orientation=Orientation.EXIF),
+            )
         )
         progress("write", len(experts), total)
     return tuple(experts)

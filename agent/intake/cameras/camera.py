@@ -79,6 +79,9 @@ def connection_of(config: CameraSection, password: str | None) -> Connection:
         password=password,
         loop=config.loop,
         frames_per_s=config.frames_per_s,
+        rtsp_transport=config.rtsp_transport,
+        ca=None if config.ca is None else str(config.ca),
+        insecure_ok=config.insecure_ok,
     )
 
 
@@ -100,7 +103,7 @@ class Camera:
         self._wall = wall
         self._is_triggered = config.mode == "triggered"
         self._stall_timeout_s = stall_timeout_s(config)
-        self._supervisor = Supervisor(config.open_timeout_s, self._stall_timeout_s, random.random)
+        self._supervisor = Supervisor(config.open_timeout_s, self._stall_timeout_s, config.max_lag_s, random.random)
         self._takes = Takes(self._stall_timeout_s)
         self._interval = Interval(config.interval_s)
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
@@ -141,7 +144,7 @@ class Camera:
                 thread.join(max(deadline - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def trigger(self, board: str | None = None, board_type: str | None = None) -> str:
+    def trigger(self, board: str | None = None, board_type: str | None = None, key: str | None = None) -> str:
         """Have one frame taken; the key that its results begin with. Any thread; returns at once. Raises OrderRefused.
 
         That it returns says that the trigger will end once, with a frame or as lost, while this agent lives.
@@ -160,7 +163,7 @@ class Camera:
                 raise OrderRefused(Refusing.NOT_NOW, message, RETRY_S)
             if not self._delivery.admit():
                 raise OrderRefused(Refusing.QUEUE_FULL, self._full(), RETRY_S)
-            trigger = self._new_trigger(board, board_type)
+            trigger = self._new_trigger(board, board_type, key=key)
             self._inbox.put(trigger)
         return trigger.key
 
@@ -184,14 +187,16 @@ class Camera:
     def _full(self) -> str:
         return f"camera {self.name}: {self._config.queue} triggers wait, which is all that `queue` permits"
 
-    def _new_trigger(self, board: str | None, board_type: str | None, asked_s: float | None = None) -> Trigger:
+    def _new_trigger(
+        self, board: str | None, board_type: str | None, asked_s: float | None = None, key: str | None = None
+    ) -> Trigger:
         """Under the guard."""
         self._number += 1
         at = self._wall()
         return Trigger(
             camera=self.name,
             number=self._number,
-            key=f"{self.name}@{_moment(at)}#{self._number}",
+            key=key or f"{self.name}@{_moment(at)}#{self._number}",
             board=board or f"{self.name}-{_moment(at)}",
             board_type=board_type or self._config.board_type,
             at=at,
@@ -254,7 +259,7 @@ class Camera:
         self._lose(self._takes.overdue(now), self._why_lost())
         if self._supervisor.state is CameraState.STREAMING and self._child is not None:
             for trigger in self._takes.ask(now):
-                self._child.ask(wire.Take(trigger.number, is_fresh=self._is_triggered))
+                self._child.ask(wire.Take(trigger.number, since=trigger.asked_s if self._is_triggered else None))
 
     def _hear(self, heard: Heard) -> None:
         match heard:
@@ -273,12 +278,12 @@ class Camera:
 
     def _see(self, seen: wire.Seen) -> None:
         before = self._seen_before
-        total = wire.Seen(before.frames + seen.frames, before.broken + seen.broken)
+        total = wire.Seen(before.frames + seen.frames, before.broken + seen.broken, seen.lag_s)
         is_more = total.frames > self._seen.frames
         self._seen = total
         if is_more:
-            self._came_at = self._clock()
-            self._act(supervision.FramesCame())
+            self._came_at = self._clock() - seen.lag_s
+            self._act(supervision.FramesCame(seen.lag_s))
 
     def _receive(self, taken: wire.Taken, content: bytes) -> None:
         trigger = self._takes.answer(taken.number)
@@ -308,7 +313,7 @@ class Camera:
                 case supervision.KillProcess() if self._child is not None:
                     self._child.kill()
                 case supervision.Tell(state, reason):
-                    level = logging.INFO if state is CameraState.STREAMING else logging.WARNING
+                    level = logging.WARNING if self._supervisor.alarm else logging.INFO
                     log.log(level, "camera_state camera=%s state=%s reason=%s", self.name, state, reason)
 
     def _begin(self) -> None:

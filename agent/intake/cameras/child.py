@@ -17,6 +17,7 @@ from agent.intake.cameras.sources.source import Connection
 from experts.errors import CameraFailed
 
 PR_SET_PDEATHSIG = 1
+SWITCH_S = 0.0005  # a read that waits for the interpreter's lock is not to be taken for one that waits for the camera
 
 
 def main(arguments: list[str]) -> None:
@@ -51,9 +52,11 @@ def serve(agent: socket.socket, connection: Connection) -> None:
 
         from agent.intake.cameras.grabber import Grabber
         from agent.intake.cameras.sources.registry import source_of
+
+        source = source_of(connection)
     except ImportError as error:
-        raise CameraFailed(f"OpenCV cannot be imported ({error}) - install coserve anew", is_final=True) from error
+        raise CameraFailed(f"a library is not there ({error}) - install coserve anew", is_final=True) from error
     cv2.setNumThreads(1)  # the cores are the experts'
-    source = source_of(connection)
+    sys.setswitchinterval(SWITCH_S)
     wire.send(agent, wire.Ready())
     Grabber(agent, connection, source).run()

@@ -11,6 +11,9 @@ import numpy as np
 from experts.errors import CameraFailed
 
 if TYPE_CHECKING:
+    from av.video.frame import VideoFrame
+    from numpy.typing import NDArray
+
     from agent.intake.cameras.sources.source import Picture
 
 
@@ -32,11 +35,12 @@ def encode(picture: Picture, max_pixels: int) -> EncodedFrame | None:
         height, width = decoded.shape[:2]
         check_size(height, width, max_pixels)
         return EncodedFrame(picture, height, width)
-    height, width = picture.shape[:2]
+    height, width = _size(picture)
     check_size(height, width, max_pixels)
-    is_encoded, content = cv2.imencode(".png", picture)
+    pixels = picture if isinstance(picture, np.ndarray) else picture.to_ndarray(format="bgr24")
+    is_encoded, content = cv2.imencode(".png", pixels)
     if not is_encoded:
-        raise CameraFailed(f"a picture of {height} x {width} {picture.dtype} pixels cannot be written as PNG")
+        raise CameraFailed(f"a picture of {height} x {width} {pixels.dtype} pixels cannot be written as PNG")
     return EncodedFrame(content.tobytes(), height, width)
 
 
@@ -44,8 +48,13 @@ def can_be_seen(picture: Picture, max_pixels: int) -> bool:
     """Whether ``encode`` would make something of it; what need not be decoded is not. Raises as it does."""
     if isinstance(picture, bytes):
         return encode(picture, max_pixels) is not None
-    check_size(picture.shape[0], picture.shape[1], max_pixels)
+    check_size(*_size(picture), max_pixels)
     return True
+
+
+def _size(picture: NDArray[np.uint8] | NDArray[np.uint16] | VideoFrame) -> tuple[int, int]:
+    """(height, width)."""
+    return picture.shape[:2] if isinstance(picture, np.ndarray) else (picture.height, picture.width)
 
 
 def check_size(height: int, width: int, max_pixels: int) -> None:

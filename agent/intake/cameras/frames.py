@@ -64,8 +64,9 @@ class CameraStatistics:
     ``lost``: triggers without a frame; ``waiting``: triggers and frames not taken yet; ``broken``: what came and could
     not be read.
 
-    ``reconnects``: connections begun after the first. ``alarm``: why it does not stream, or why frames are not taken.
-    ``frame_age_s``: since a frame came from the camera; None before the first. ``process``: its number, while it runs.
+    ``reconnects``: connections begun after the first. ``alarm``: why it does not stream, or why its frames are late or
+    not taken. ``frame_age_s``: how old the last frame is, with its lag; None before the first. ``process``: its number,
+    while it runs.
     """
 
     name: str

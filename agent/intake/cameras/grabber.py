@@ -1,7 +1,8 @@
 """What the process of one camera does: it reads the source without pause, and hands over frames that are asked for.
 
-Guarantees: what was asked for is answered in that order, each with a frame of its own; frames that nobody asked for are
-counted, and neither encoded nor kept. Its last word is why it ends. What it says holds no password.
+Guarantees: what was asked for is answered in that order, each with a frame of its own that came no sooner than it may;
+frames that nobody asked for are counted, and neither encoded nor kept. Its last word is why it ends. What it says holds
+no password.
 Structure: one thread reads the source, one encodes, and the first one listens.
 """
 
@@ -12,7 +13,6 @@ import queue
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agent.intake.cameras.encoding import EncodedFrame
-    from agent.intake.cameras.sources.source import Connection, Picture, Source
+    from agent.intake.cameras.sources.source import Connection, Picture, Snapshot, Source
 
 OPENING_SHARE = 0.9  # of the agent's patience: then we say why, before it says that it waited for nothing
 READ_S = 0.25  # how long one read may take where a source keeps to its deadline
@@ -35,15 +35,6 @@ CLOSE_S = 0.4  # for the source to be closed in an orderly way
 LAST_FRAMES_S = 5.0  # for what was asked for to be encoded, before the last word
 
 
-@dataclass(frozen=True, slots=True)
-class Shot:
-    """One picture, and when it came; ``number``: of the Take that it answers."""
-
-    number: int
-    picture: Picture
-    came_at: float
-
-
 class Grabber:
     """See the module."""
 
@@ -51,13 +42,14 @@ class Grabber:
         self._agent = agent
         self._connection = connection
         self._source = source
-        self._guard = threading.Lock()  # over the five below
+        self._guard = threading.Lock()  # over the six below
         self._asked: deque[wire.Take] = deque()
-        self._latest: tuple[Picture, float] | None = None  # not handed over yet
+        self._latest: Snapshot | None = None  # not handed over yet
         self._unsent = 0  # of what was asked for and shot
         self._frames = 0
         self._broken = 0
-        self._shots: queue.SimpleQueue[Shot] = queue.SimpleQueue()
+        self._lag_s = 0.0
+        self._shots: queue.SimpleQueue[tuple[wire.Take, Snapshot]] = queue.SimpleQueue()
         self._checked_at = float("-inf")
         self._counted_at = float("-inf")
         self._stopping = threading.Event()
@@ -76,15 +68,18 @@ class Grabber:
 
     def _take(self, take: wire.Take) -> None:
         with self._guard:
-            if self._latest is not None and not take.is_fresh:
-                self._shoot(take.number, *self._latest)
-                self._latest = None
-            else:
-                self._asked.append(take)
+            self._asked.append(take)
+            self._answer()
 
-    def _shoot(self, number: int, picture: Picture, came_at: float) -> None:
-        self._unsent += 1
-        self._shots.put(Shot(number, picture, came_at))
+    def _answer(self) -> None:
+        """The first who asked gets the latest picture, if it may be his."""
+        if self._latest is None or not self._asked:
+            return
+        since = self._asked[0].since
+        if since is None or self._latest.came_at >= since:
+            self._unsent += 1
+            self._shots.put((self._asked.popleft(), self._latest))
+            self._latest = None
 
     # -- on the reader's thread --
 
@@ -94,9 +89,9 @@ class Grabber:
             self._source.open(time.monotonic() + OPENING_SHARE * self._connection.open_timeout_s)
             self._say(wire.Opened())
             while not self._stopping.is_set():
-                picture = self._source.read(time.monotonic() + READ_S)
-                if picture is not None and self._is_sound(picture):
-                    self._came(picture)
+                snapshot = self._source.read(time.monotonic() + READ_S)
+                if snapshot is not None and self._is_sound(snapshot.picture):
+                    self._came(snapshot)
                 self._count()
         except CameraFailed as error:
             failure = error
@@ -115,21 +110,18 @@ class Grabber:
             self._broken += not is_sound
         return is_sound
 
-    def _came(self, picture: Picture) -> None:
-        now = time.monotonic()
+    def _came(self, snapshot: Snapshot) -> None:
         with self._guard:
             self._frames += 1
-            if self._asked:
-                self._shoot(self._asked.popleft().number, picture, now)
-                self._latest = None
-            else:
-                self._latest = picture, now
+            self._lag_s = time.monotonic() - snapshot.came_at
+            self._latest = snapshot
+            self._answer()
 
     def _count(self, is_last: bool = False) -> None:
         now = time.monotonic()
         if self._frames + self._broken and (is_last or now >= self._counted_at + SAY_SEEN_S):
             self._counted_at = now
-            self._say(wire.Seen(self._frames, self._broken))
+            self._say(wire.Seen(self._frames, self._broken, self._lag_s))
 
     def _end(self, failure: CameraFailed) -> None:
         deadline = time.monotonic() + LAST_FRAMES_S
@@ -149,34 +141,34 @@ class Grabber:
 
     def _encode(self) -> None:
         while True:
-            shot = self._shots.get()
+            take, snapshot = self._shots.get()
             try:
-                encoded = encode(shot.picture, self._connection.max_pixels)
+                encoded = encode(snapshot.picture, self._connection.max_pixels)
                 if encoded is None:
-                    self._take_again(shot)
+                    self._take_again(take)
                 else:
-                    self._hand_over(shot, encoded)
+                    self._hand_over(take, encoded, snapshot.came_at)
             except CameraFailed as error:
                 self._last_word(error)
             except Exception as error:  # noqa: BLE001 - the boundary of the thread: memory, mostly
                 self._last_word(CameraFailed(f"{type(error).__name__}: {error}"))
 
-    def _hand_over(self, shot: Shot, encoded: EncodedFrame) -> None:
+    def _hand_over(self, take: wire.Take, encoded: EncodedFrame, came_at: float) -> None:
         descriptor = wire.sealed(encoded.content)
         try:
-            age_s = time.monotonic() - shot.came_at
-            self._say(wire.Taken(shot.number, encoded.height, encoded.width, age_s), (descriptor,))
+            age_s = time.monotonic() - came_at
+            self._say(wire.Taken(take.number, encoded.height, encoded.width, age_s), (descriptor,))
         finally:
             os.close(descriptor)
         with self._guard:
             self._unsent -= 1
 
-    def _take_again(self, shot: Shot) -> None:
+    def _take_again(self, take: wire.Take) -> None:
         """It was no picture: the next one, for the same who asked, before all who asked later."""
         with self._guard:
             self._unsent -= 1
             self._broken += 1
-            self._asked.appendleft(wire.Take(shot.number, is_fresh=True))
+            self._asked.appendleft(take)
 
     # -- on both --
 

@@ -29,7 +29,7 @@ def probe(config: CameraSection, password: str | None, timeout_s: float) -> str 
     except OSError as error:
         return f"no process can be started: {error.strerror}"
     try:
-        process.ask(wire.Take(1, is_fresh=False))
+        process.ask(wire.Take(1, since=None))
         return _first_frame(heard, deadline, timeout_s)
     finally:
         process.close()

@@ -3,7 +3,8 @@
 Guarantees: at most one process at a time, and a next one only when the last one is known to have ended. One that does
 not connect within ``open_timeout_s``, or shows no frame for ``stall_timeout_s``, is killed. Tries have pauses between
 them that double up to LONGEST_PAUSE_S, with jitter, and begin anew once frames came for HEALTHY_S. A camera that stays
-away is told once, then at most every REPEAT_S, whatever the reasons are that it gives.
+away is told once, then at most every REPEAT_S, whatever the reasons are that it gives. Frames that are later than
+``max_lag_s`` are an alarm; if they stay so for ``stall_timeout_s`` the process is killed: the next has no backlog.
 
 | state | what it says |
 | --- | --- |
@@ -66,7 +67,9 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class FramesCame:
-    """One or more, since the last time."""
+    """One or more, since the last time, the last of which was late by so much."""
+
+    lag_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +168,13 @@ class _Telling:
 class Supervisor:
     """See the module. ``random``: evenly between 0 and 1."""
 
-    def __init__(self, open_timeout_s: float, stall_timeout_s: float, random: Callable[[], float]) -> None:
+    def __init__(
+        self, open_timeout_s: float, stall_timeout_s: float, max_lag_s: float, random: Callable[[], float]
+    ) -> None:
         self._open_timeout_s = open_timeout_s
         self._stall_timeout_s = stall_timeout_s
+        self._max_lag_s = max_lag_s
+        self._late_since = NEVER
         self._random = random
         self._phase = _Phase.RESTING
         self._telling = _Telling()
@@ -201,8 +208,8 @@ class Supervisor:
                 return self._enter(_Phase.OPENING, now + self._open_timeout_s)
             case Connected() if self._phase is _Phase.OPENING:
                 return self._enter(_Phase.AWAITING, now + self._stall_timeout_s)
-            case FramesCame() if self._phase in {_Phase.OPENING, _Phase.AWAITING, _Phase.STREAMING}:
-                return self._came(now)
+            case FramesCame(lag_s) if self._phase in {_Phase.OPENING, _Phase.AWAITING, _Phase.STREAMING}:
+                return self._came(lag_s, now)
             case ConnectionFailed(reason, is_final) if self._has_process:
                 self._is_final = is_final
                 told = self._trouble(CameraState.OFFLINE, reason, now)
@@ -230,14 +237,21 @@ class Supervisor:
             self.alarm = None
         return self._enter(_Phase.STARTING, now + START_S, StartProcess())
 
-    def _came(self, now: float) -> list[Action]:
+    def _came(self, lag_s: float, now: float) -> list[Action]:
         told: list[Action] = []
         if self._phase is not _Phase.STREAMING:
-            self._streaming_since = now
-            self.state, self.alarm = CameraState.STREAMING, None
-            told = self._telling.recovery()
+            self._streaming_since, self._late_since = now, NEVER
         elif now - self._streaming_since >= HEALTHY_S:
             self._tries = 0
+        if lag_s > self._max_lag_s:
+            reason = f"its frames come more than max_lag_s {self._max_lag_s:g} late - look at the network and the load"
+            self._late_since = min(self._late_since, now)
+            if now - self._late_since >= self._stall_timeout_s:
+                return self._lose(CameraState.STALLED, reason, now)
+            told = self._trouble(CameraState.STREAMING, reason, now)
+        elif self._phase is not _Phase.STREAMING or self.alarm is not None:
+            self.state, self.alarm, self._late_since = CameraState.STREAMING, None, NEVER
+            told = self._telling.recovery()
         return self._enter(_Phase.STREAMING, now + self._stall_timeout_s, *told)
 
     def _time_is_up(self, now: float) -> list[Action]:

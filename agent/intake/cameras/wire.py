@@ -21,10 +21,12 @@ LARGEST_MESSAGE_BYTES = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """To the camera: one frame, please; ``is_fresh``: only one that comes from now on, not the latest that is there."""
+    """To the camera: one frame, please. ``since``: not one that came before, by ``time.monotonic``, which all processes
+    of a box share; None: the latest that is there.
+    """
 
     number: int
-    is_fresh: bool
+    since: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +41,19 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """From the camera: so many frames came by now, over this connection; ``broken``: what came and was none."""
+    """From the camera: so many frames came by now, over this connection; ``broken``: what came and was none.
+
+    ``lag_s``: how old the last one was when it was there to be handed over.
+    """
 
     frames: int
     broken: int
+    lag_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """From the camera: the frame for one Take, which came ``age_s`` ago. A file descriptor travels with it."""
+    """From the camera: the frame for one Take, which is ``age_s`` old, lag included; a descriptor of it comes too."""
 
     number: int
     height: int

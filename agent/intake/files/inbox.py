@@ -7,9 +7,10 @@ Layout below the watched folder, all on its filesystem so that every step is one
     failed/...  failed/NAME.error.json        could not be judged, and why
 Where sidecars tell whose images are, that of a claimed one is claimed with it, as .INODE-SIZE-MTIME~.json (its image's)
 in .work/OWNER/[SUB/], so that it is never taken for a later image's of its name; on a shelf it lies beside its own.
-Nothing is ever overwritten, and of two agents that claim one file only one succeeds. A folder of claims goes with the
-last of them. Whatever name a file can have, it can be claimed, put away and explained: a name that would become too
-long is cut, and told from others by a digest.
+Nothing is ever overwritten, and of two agents that claim one file only one succeeds. No link below the watched folder
+is followed when a file is moved or written, so that a writer of the folder cannot have a file elsewhere touched. A
+folder of claims goes with the last of them. Whatever name a file can have, it can be claimed, put away and explained: a
+name that would become too long is cut, and told from others by a digest.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import json
 import os
 import re
 import signal
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING
 from agent.intake.files.readiness import Lease, Sighting
 from agent.intake.files.sidecar import SUFFIX as SIDECAR_SUFFIX
 from agent.intake.files.sidecar import sidecar_of
+from experts.filesystem import open_folder, whole_file
 from experts.images import Completeness, completeness
 
 if TYPE_CHECKING:
@@ -127,6 +129,11 @@ class Inbox:
         """The folder's own: another one where a share was mounted on it, or taken off it, or it was made anew."""
         return self.root.stat().st_ino
 
+    def is_empty(self) -> bool:
+        """Whether nothing lies in the folder."""
+        with os.scandir(self.root) as entries:
+            return next(entries, None) is None
+
     def look(self, relpath: str) -> Found | None:
         """One file as it is now; None if it is gone, is a folder, or is none of our business."""
         if self._is_ignored(relpath):
@@ -157,7 +164,7 @@ class Inbox:
         target = self.work / folder / (prefix + name if fits else f".{prefix}/{name}")
         self._make(target.parent)
         try:
-            (self.root / relpath).rename(target)
+            self._move(self.root / relpath, target)
         except OSError:
             self._tidy(target.parent)
             raise
@@ -168,7 +175,7 @@ class Inbox:
         there is none."""
         place = self.sidecar(claimed)
         if (seen := _seen(place)) is None:
-            (self.root / sidecar_of(claimed.relpath)).rename(place)
+            self._move(self.root / sidecar_of(claimed.relpath), place)
             seen = _sighting(place.lstat())
         return replace(claimed, sidecar=seen)
 
@@ -239,9 +246,8 @@ class Inbox:
     def explain(self, failed: Path, explanation: dict[str, object]) -> None:
         """Write `NAME.error.json` beside a failed file, whole or not at all."""
         target = failed.with_name(fitted(failed.name, ".error.json", self._name_limit))
-        draft = target.with_name(fitted(f".{target.name}", ".tmp", self._name_limit))
-        draft.write_text(json.dumps(explanation, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        draft.replace(target)
+        with whole_file(target, below=self.root) as file:
+            file.write(f"{json.dumps(explanation, indent=2, ensure_ascii=False)}\n".encode())
 
     def _make(self, folder: Path) -> None:
         """Make a folder below the watched one, but never that one: where a share is gone, nothing takes its place."""
@@ -249,19 +255,35 @@ class Inbox:
             raise FileNotFoundError(errno.ENOENT, "the folder is gone", str(self.root))
         for attempt in range(MAKE_ATTEMPTS):
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except (FileNotFoundError, FileExistsError):  # another agent removed `.work`, which was empty, in between
+                with open_folder(folder, self.root, makes=True):
+                    return
+            except FileNotFoundError:  # another agent removed `.work`, which was empty, in between
                 if attempt + 1 == MAKE_ATTEMPTS:
                     raise
-            else:
-                return
+
+    def _move(self, source: Path, target: Path) -> None:
+        with self._folders(source, target) as (out_of, into):
+            os.rename(source.name, target.name, src_dir_fd=out_of, dst_dir_fd=into)
+
+    @contextmanager
+    def _folders(self, source: Path, target: Path) -> Iterator[tuple[int, int]]:
+        with open_folder(source.parent, self.root) as out_of, open_folder(target.parent, self.root) as into:
+            yield out_of, into
 
     def _place(self, file: Claimed, target: Path, identity: str) -> Path:
         if self.has_sidecars:
             target = self._place_sidecar(file, target, identity)
-        place = place_without_overwriting(file.path, target, identity, self._name_limit)
+        place = self._place_without_overwriting(file.path, target, identity)
         self._tidy(file.path.parent)
         return place
+
+    def _place_without_overwriting(self, source: Path, target: Path, identity: str) -> Path:
+        """Rename ``source``; where the name is taken, to `NAME~IDENTITY.SUFFIX`. Safe to repeat after a crash."""
+        with self._folders(source, target) as (out_of, into):
+            for name in (target.name, _other_name(target, identity, self._name_limit)):
+                if _is_placed(source.name, name, out_of, into):
+                    return target.with_name(name)
+        raise FileExistsError(errno.EEXIST, "both its name and its name with identity are taken", str(target))
 
     def _place_sidecar(self, file: Claimed, target: Path, identity: str) -> Path:
         """Move its sidecar, before the file itself, to where both names are free. Returns where the file is to go.
@@ -274,7 +296,7 @@ class Inbox:
             return names[os.path.lexists(beside[1])]
         sidecar = self.sidecar(file)
         is_other = _is_taken(names[0], file.path) or _is_taken(beside[0], sidecar)
-        place_without_overwriting(sidecar, beside[is_other], identity, self._name_limit)
+        self._place_without_overwriting(sidecar, beside[is_other], identity)
         return names[is_other]
 
     def _is_with_its_sidecar(self, file: Claimed) -> bool:
@@ -390,25 +412,24 @@ def fitted(name: str, ending: str, limit_bytes: int) -> str:
     return name + ending
 
 
-def place_without_overwriting(source: Path, target: Path, identity: str, limit_bytes: int = NAME_BYTES) -> Path:
-    """Rename ``source``; where the name is taken, to `NAME~IDENTITY.SUFFIX`. Safe to repeat after a crash."""
-    for name in (target.name, _other_name(target, identity, limit_bytes)):
-        place = target.with_name(name)
-        try:
-            os.link(source, place, follow_symlinks=False)
-        except FileExistsError:
-            if not _is_same(place, source):
-                continue
-        except OSError as error:
-            if error.errno not in NO_HARD_LINKS:
-                raise
-            if os.path.lexists(place):
-                continue
-            source.rename(place)
-            return place
-        source.unlink()
-        return place
-    raise FileExistsError(errno.EEXIST, "both its name and its name with identity are taken", str(target))
+def _is_placed(source: str, name: str, out_of: int, into: int) -> bool:
+    """Rename a file of one open folder into another; False where the name is taken by another file."""
+    try:
+        os.link(source, name, src_dir_fd=out_of, dst_dir_fd=into, follow_symlinks=False)
+    except FileExistsError:
+        ours = os.stat(source, dir_fd=out_of, follow_symlinks=False)
+        if not os.path.samestat(ours, os.stat(name, dir_fd=into, follow_symlinks=False)):
+            return False
+    except OSError as error:
+        if error.errno not in NO_HARD_LINKS:
+            raise
+        with suppress(FileNotFoundError):
+            os.stat(name, dir_fd=into, follow_symlinks=False)
+            return False
+        os.rename(source, name, src_dir_fd=out_of, dst_dir_fd=into)
+        return True
+    os.unlink(source, dir_fd=out_of)
+    return True
 
 
 def _other_name(target: Path, identity: str, limit_bytes: int) -> str:

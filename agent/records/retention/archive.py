@@ -2,8 +2,8 @@
 
 Guarantees: a file appears whole or not at all, and once for one image, however many of its parts are judged; none is
 ever replaced by another image; whatever an image is called, its file has a name that every filesystem takes. Keeping
-images delays no verdict for long: where the disk refuses or hangs, the verdict goes on without the image, which is
-told and counted.
+images delays no verdict by more than KEEP_DEADLINE_S: where the disk refuses or hangs, the verdict goes on without the
+image, which is told and counted.
 
     images/YYYY-MM-DD/NAME~DIGEST.SUFFIX    the local day on which it came; what can be read of its name; its bytes
 """
@@ -15,14 +15,14 @@ import logging
 import os
 import re
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from agent.records.whole_file import draft_of, make_folder
 from experts.daemon_threads import DaemonThreads
 from experts.expert import Verdict
-from experts.filesystem import sync_folder
+from experts.filesystem import make_folder, whole_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +41,7 @@ DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 KEPT = re.compile(rf".+~[0-9a-f]{{{DIGEST_DIGITS}}}\.\w+(\.tmp)?")  # also a draft, whose writer was ended
 SUFFIXES = ((b"\x89PNG", ".png"), (b"\xff\xd8", ".jpg"), (b"BM", ".bmp"), (b"II", ".tif"), (b"MM", ".tif"))
 OTHER_SUFFIX = ".img"
+KEEP_DEADLINE_S = 5.0  # a disk that works takes milliseconds
 WAITING_BYTES = 256 * 1024 * 1024  # of images on their way to a disk that is slow; those beyond are not kept
 
 
@@ -92,67 +93,118 @@ class KeeperStatistics:
     alarm: str | None
 
 
-class ImageKeeper:
-    """Has images kept on a thread of its own. For any thread."""
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """An image on its way to the disk. ``then`` is None once somebody was told, by one of two threads."""
 
-    def __init__(self, archive: ImageArchive, limit_bytes: int = WAITING_BYTES) -> None:
+    content: bytes
+    name: str
+    at: datetime
+    then: Callable[[str | None], None] | None
+    deadline_s: float
+
+    def settled(self) -> Callable[[str | None], None] | None:
+        """Whom to tell; nobody else is told from now on."""
+        then, self.then = self.then, None
+        return then
+
+
+class ImageKeeper:
+    """Has images kept on a thread of its own. For any thread. ``deadline_s``: how long a verdict waits for its image.
+
+    An image that is not kept by then stays away from its result, and may be left in the folder as one that no result
+    knows. While the disk keeps one beyond its deadline, no other image waits for it.
+    """
+
+    def __init__(
+        self, archive: ImageArchive, limit_bytes: int = WAITING_BYTES, deadline_s: float = KEEP_DEADLINE_S
+    ) -> None:
         self.archive = archive
         self._limit_bytes = limit_bytes
+        self._deadline_s = deadline_s
         self._thread = DaemonThreads(1, "images")
-        self._lock = threading.Lock()  # over all below
+        self._watch = DaemonThreads(1, "images_watch")
+        self._changed = threading.Condition()  # over all below, and every `then`
         self._waiting_bytes = 0
+        self._hangs = False
         self._kept = 0
         self._not_kept = 0
         self._alarm: str | None = None
 
     def keep(self, content: bytes, name: str, at: datetime, then: Callable[[str | None], None]) -> None:
-        """Keep it, and call ``then`` with its file, below the folder, or None where it could not be kept.
+        """Keep it, and call ``then`` with its file, below the folder, or None where it could not be kept in time.
 
-        ``then`` runs once, on this or on the keeper's thread; not at all if ``stop`` comes first and does not wait.
+        ``then`` runs once, on this or on a keeper's thread; not at all if ``stop`` comes first and does not wait.
         """
-        with self._lock:
-            has_room = self._waiting_bytes + len(content) <= self._limit_bytes or not self._waiting_bytes
-            if has_room:
+        waiting = _Waiting(content, name, at, then, time.monotonic() + self._deadline_s)
+        with self._changed:
+            refusal = self._refusal(len(content))
+            if refusal is None:
                 self._waiting_bytes += len(content)
-        if has_room:
-            self._thread.submit(self._keep, content, name, at, then)
-        else:
-            self._failed(name, f"the disk is too slow: {self._limit_bytes} bytes of images wait for it")
+        if refusal is not None:
+            self._failed(name, refusal)
             then(None)
+            return
+        self._thread.submit(self._keep, waiting)
+        self._watch.submit(self._await, waiting)
 
     def stop(self, timeout_s: float) -> bool:
         """Keep what is waiting, then no more; False if that took longer."""
+        self._watch.stop(0.0)
         return self._thread.stop(timeout_s)
 
     def statistics(self) -> KeeperStatistics:
         """A snapshot."""
-        with self._lock:
+        with self._changed:
             return KeeperStatistics(self._kept, self._not_kept, self._waiting_bytes, self._alarm)
 
-    def _keep(self, content: bytes, name: str, at: datetime, then: Callable[[str | None], None]) -> None:
+    def _refusal(self, size_bytes: int) -> str | None:
+        """Under the lock: why an image need not wait for the disk."""
+        if self._hangs:
+            return self._no_answer()
+        if self._waiting_bytes and self._waiting_bytes + size_bytes > self._limit_bytes:
+            return f"the disk is too slow: {self._limit_bytes} bytes of images wait for it"
+        return None
+
+    def _keep(self, waiting: _Waiting) -> None:
         relpath: str | None = None
-        try:
-            relpath = self.archive.keep(content, name, at)
-        except OSError as error:
-            self._failed(name, error.strerror or str(error))
-        else:
-            self._succeeded()
-        with self._lock:
-            self._waiting_bytes -= len(content)
-        try:
-            then(relpath)
-        except Exception:  # the boundary of the keeper's thread: one caller's mistake is not the others'
-            log.exception("image_callback_failed image=%s", name)
+        if waiting.then is not None:  # else its verdict went on without it
+            try:
+                relpath = self.archive.keep(waiting.content, waiting.name, waiting.at)
+            except OSError as error:
+                self._failed(waiting.name, error.strerror or str(error))
+            else:
+                self._succeeded()
+        with self._changed:
+            self._waiting_bytes -= len(waiting.content)
+            self._hangs = False  # also behind one that was not written: the thread is free for the next one
+            then = waiting.settled()
+            self._changed.notify_all()
+        _tell(then, relpath, waiting.name)
+
+    def _await(self, waiting: _Waiting) -> None:
+        """Let the verdict go on where the disk takes too long."""
+        with self._changed:
+            left_s = waiting.deadline_s - time.monotonic()
+            if self._changed.wait_for(lambda: waiting.then is None, max(left_s, 0.0)):
+                return
+            self._hangs = True
+            then = waiting.settled()
+        self._failed(waiting.name, self._no_answer())
+        _tell(then, None, waiting.name)
+
+    def _no_answer(self) -> str:
+        return f"the disk does not answer within {self._deadline_s:g} s: verdicts go on without their images"
 
     def _succeeded(self) -> None:
-        with self._lock:
+        with self._changed:
             self._kept += 1
             was_bad, self._alarm = self._alarm, None
         if was_bad:
             log.warning("images_kept_again folder=%s", self.archive.folder)
 
     def _failed(self, name: str, reason: str) -> None:
-        with self._lock:
+        with self._changed:
             self._not_kept += 1
             is_news, self._alarm = self._alarm != reason, reason
         if is_news:
@@ -166,6 +218,15 @@ def file_name(content: bytes, name: str) -> str:
     return f"{readable}~{hashlib.sha256(content).hexdigest()[:DIGEST_DIGITS]}{_suffix(content)}"
 
 
+def _tell(then: Callable[[str | None], None] | None, relpath: str | None, name: str) -> None:
+    if then is None:
+        return
+    try:
+        then(relpath)
+    except Exception:  # the boundary of the keeper's threads: one caller's mistake is not the others'
+        log.exception("image_callback_failed image=%s", name)
+
+
 def _suffix(content: bytes) -> str:
     if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
         return ".webp"
@@ -175,13 +236,5 @@ def _suffix(content: bytes) -> str:
 def _write(target: Path, content: bytes) -> None:
     if not target.parent.is_dir():
         make_folder(target.parent)
-    draft = draft_of(target)
-    try:
-        with draft.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(target)
-    finally:
-        draft.unlink(missing_ok=True)  # what is there of it would take room on a disk that has none
-    sync_folder(target.parent)
+    with whole_file(target, below=target.parent.parent) as file:
+        file.write(content)

@@ -31,6 +31,7 @@ from agent.records.database import open_for_reading, utc_text
 from agent.records.export import last_exported
 from agent.records.retention.kept_images import FileSeen, archived, remove, shelved
 from agent.records.retention.rules import KeptImage, Limits, Reason, Situation, going_order, may_go, what_goes
+from agent.records.steadiness import Steadiness
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -53,8 +54,6 @@ STEP_REMOVALS = 200
 STEP_ROWS = 500
 STEP_PAGES = 500  # of 4 KiB, given back to the filesystem in one step
 CANDIDATES = 20_000  # images that a round removes at most; the next one follows at once where that was not enough
-STEADY_S = 3600.0
-STEADY_WITHIN_S = 60.0  # what clocks differ by when one of them is corrected little by little
 ORPHAN_S = 86_400.0  # an image of which no result knows counts as exported after a day
 
 
@@ -87,19 +86,6 @@ class _Found:
     has_more: bool = False
 
 
-@dataclass(slots=True)
-class _Steadiness:
-    """Since when the wall clock has run as the monotonic one does."""
-
-    offset_s: float
-    since_s: float
-
-    def look(self, wall_s: float, now_s: float) -> bool:
-        if abs(wall_s - now_s - self.offset_s) > STEADY_WITHIN_S:
-            self.offset_s, self.since_s = wall_s - now_s, now_s
-        return now_s - self.since_s >= STEADY_S
-
-
 class Sweeper:
     """See the module. ``step`` it from one thread at a time.
 
@@ -127,7 +113,7 @@ class Sweeper:
         self._clock = clock
         self._wall = wall
         self._free_bytes = free_bytes
-        self._steadiness = _Steadiness(wall().timestamp() - clock(), clock())
+        self._steadiness = Steadiness(wall().timestamp() - clock(), clock())
         self._round: Iterator[None] | None = None
         self._next_round_s = clock()
         self._written = 0  # jobs of ours that are committed, of those that we wait for
@@ -205,36 +191,38 @@ class Sweeper:
         while chunk := list(islice(files, STEP_FILES)):
             yield from self._of_archive(chunk, exported)
             yield None
+        now_s = self._wall().timestamp()
         for shelf in self._shelves:
             for number, image in enumerate(shelved(shelf), start=1):
-                is_exported = exported is not None and image.changed_s < exported.until.timestamp()
+                is_exported = exported is not None and image.changed_s < exported.until_s(now_s)
                 yield replace(image, is_exported=is_exported) if self._limits.export_required else image
                 if number % STEP_FILES == 0:
                     yield None
 
     def _of_archive(self, files: Sequence[FileSeen], exported: Exported | None) -> Iterator[KeptImage]:
         """With the worst verdict that any result gives them; UNKNOWN where none knows of them."""
+        now_s = self._wall().timestamp()
         by_path = {os.path.relpath(seen.path, self._archive.folder): seen for seen in files}
         verdicts: dict[str, set[Verdict]] = {}
         unexported: set[str] = set()
-        for kept_as, verdict, seq, finished_at in self._results_of(tuple(by_path)):
+        for kept_as, verdict, seq in self._results_of(tuple(by_path)):
             verdicts.setdefault(kept_as, set()).add(Verdict(verdict))
-            if exported is None or seq > exported.last_seq or finished_at >= utc_text(exported.until):
+            if exported is None or seq > exported.last_seq:
                 unexported.add(kept_as)
         for kept_as, seen in by_path.items():
             given = verdicts.get(kept_as, set())
             worst = Verdict.NG if Verdict.NG in given else Verdict.OK if given == {Verdict.OK} else Verdict.UNKNOWN
             is_exported = kept_as not in unexported
             if not given:
-                is_exported = exported is not None and seen.changed_s + ORPHAN_S < exported.until.timestamp()
+                is_exported = exported is not None and seen.changed_s + ORPHAN_S < exported.until_s(now_s)
             yield KeptImage(
                 seen.path, worst, seen.mtime_ns / 1e9, seen.mtime_ns / 1e9, seen.size_bytes, seen.mtime_ns, seen.device,
                 is_exported or not self._limits.export_required,
             )  # fmt: skip
 
-    def _results_of(self, kept_as: Sequence[str]) -> list[tuple[str, str, int, str]]:
+    def _results_of(self, kept_as: Sequence[str]) -> list[tuple[str, str, int]]:
         marks = ", ".join("?" * len(kept_as))
-        sql = f"SELECT kept_as, verdict, seq, finished_at FROM results WHERE kept_as IN ({marks})"
+        sql = f"SELECT kept_as, verdict, seq FROM results WHERE kept_as IN ({marks})"
         with closing(open_for_reading(self._store.path)) as connection:
             return [tuple(row) for row in connection.execute(sql, kept_as).fetchall()]
 

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 def check_runtimes(box: Box) -> dict[str, str | None]:
     """What was tried, and what is wrong with it; None for what works."""
-    tried: dict[str, Callable[[], None]] = {"torchvision": _suppress_boxes, "onnxruntime": _run_graph}
+    from experts.backends.onnx.session import try_runtime
+
+    tried: dict[str, Callable[[], None]] = {"torchvision": _suppress_boxes, "onnxruntime": try_runtime}
     if "cuda" in box.processors:
         tried["cuda"] = lambda: _multiply("cuda")
     if "mps" in box.processors:
@@ -46,20 +48,3 @@ def _suppress_boxes() -> None:
     boxes = torch.tensor([[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]])
     if nms(boxes, torch.tensor([0.9, 0.8]), 0.5).tolist() != [0]:
         raise ArithmeticError("torchvision's nms does not suppress")
-
-
-def _run_graph() -> None:
-    """ONNX Runtime on the provider that is asked for: it would take another one without a word."""
-    import numpy as np
-    import onnx
-    import onnxruntime
-
-    value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [2])
-    answer = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [2])
-    graph = onnx.helper.make_graph([onnx.helper.make_node("Neg", ["x"], ["y"])], "check", [value], [answer])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    if session.get_providers()[0] != "CPUExecutionProvider":
-        raise RuntimeError(f"onnxruntime runs on {session.get_providers()[0]}")
-    if session.run(None, {"x": np.ones(2, np.float32)})[0].tolist() != [-1.0, -1.0]:
-        raise ArithmeticError("onnxruntime does not negate")

@@ -56,8 +56,11 @@ class Box:
 
 
 def torch_device(processor: str) -> str:
-    """The torch device that an executor of this processor runs on."""
-    return processor if processor in {"cuda", "mps"} else "cpu"
+    """The torch device that an executor of this processor runs on.
+
+    What is integrated is emulated: to torch ``cpu:0`` is the CPU, to whoever binds copies it is a device beside it.
+    """
+    return {"cuda": "cuda", "mps": "mps", "integrated": "cpu:0"}.get(processor, "cpu")
 
 
 def threads_per_executor(box: Box, executors: Sequence[ExecutorSpec]) -> int:

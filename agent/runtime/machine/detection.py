@@ -15,13 +15,13 @@ from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import BackendUnavailable
 
 LIBRARIES = ("torch", "torchvision", "ultralytics", "onnxruntime")
-PREFERENCES = ("auto", "cpu", "cuda", "mps", "emulated")
+PREFERENCES = ("auto", "cpu", "cuda", "mps", "emulated", "integrated")
 NVIDIA, DISPLAY = "0x10de", "0x03"  # a PCI device's vendor, and how its class begins
 EMULATED_FRACTION = 0.25  # arbitrary: of the host's available memory, where no size is configured
 
 
 def detect(preference: str = "auto") -> Box:
-    """What this box has, seen as ``preference`` asks: auto, cpu, cuda, mps or emulated.
+    """What this box has, seen as ``preference`` asks: one of PREFERENCES.
 
     Raises BackendUnavailable, saying what to do, for a device that is asked for and not there.
     """
@@ -35,7 +35,8 @@ def detect(preference: str = "auto") -> Box:
         host = host_memory()
         size = int(host.available_bytes * EMULATED_FRACTION)
         return _box("emulated", _cpu_model(), ("emulated", "cpu"), host, MemorySize(size, size))
-    return _box("cpu", _cpu_model(), ("cpu",), host_memory(), None)
+    processors = ("integrated", "cpu") if preference == "integrated" else ("cpu",)
+    return _box(processors[0], _cpu_model(), processors, host_memory(), None)
 
 
 def has_nvidia_gpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:

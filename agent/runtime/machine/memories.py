@@ -2,7 +2,7 @@
 
 A box is split (an RTX: host memory caches in front of the device's own) or unified (CPU-only, Jetson, Apple: one
 pool named "host", nothing is held twice). "emulated" is a split box without an accelerator: a bounded device arena in
-host memory behind a real copy, whose executors run on the CPU.
+host memory behind a real copy, whose executors run on the CPU; "integrated" a unified one, whose executors do so, too.
 
 A Memory hands out Regions, each one contiguous run of bytes. A region that has a ``buffer`` is read into straight from
 the SSD; every other one is filled by a copy from host memory, complete when ``fill`` returns. A device's regions are
@@ -89,7 +89,7 @@ class HostRegion:
 
     def tensor(self, device: str) -> Tensor:
         """The bytes, as the CPU or the integrated accelerator sees them."""
-        if device == "cpu":
+        if device in ("cpu", "cpu:0"):
             return self.buffer.tensor
         if self.device_view is None:
             raise BackendUnavailable(device, "it cannot see this host memory: run the expert on the CPU")

@@ -34,6 +34,7 @@ from agent.runtime.transfer import PacedLink, Transfers
 from experts import errors
 from experts.backends.base import Prepared
 from experts.backends.llm import LlmSkeleton
+from experts.expert import Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -269,7 +270,7 @@ def noise(copy: ExpertCopy) -> np.ndarray:
 
 def _answering(expert: Expert) -> Expert:
     """An expert as it is measured: an anomaly expert that has no threshold yet takes as long as with any."""
-    return replace(expert, threshold=0.0) if expert.task is not None and expert.threshold is None else expert
+    return replace(expert, threshold=0.0) if expert.task is Task.ANOMALY and expert.threshold is None else expert
 
 
 def _require_judged(copy: ExpertCopy, results: Sequence[Prediction | Rejected]) -> None:

@@ -55,11 +55,13 @@ class TextTimes:
     """Seconds of iterations, each of its repeats. ``read_s``: by tokens of a prompt; ``write_s``: by texts that write.
 
     A time is the middle one of its repeats, of two the shorter. ``overhead_s``: of each, outside of the model.
+    ``most_rows``: texts at once that were to be tried, had there been the time.
     """
 
     read_s: Mapping[int, tuple[float, ...]]
     write_s: Mapping[int, tuple[float, ...]]
     overhead_s: float = 0.0
+    most_rows: int = 0
 
     @property
     def per_prompt_token_s(self) -> float:
@@ -83,9 +85,14 @@ class TextTimes:
 
     @property
     def max_batch(self) -> int:
-        """So many texts at once that more of them make a token no cheaper worth mentioning; AT_ONCE at least."""
+        """So many texts at once that more of them make a token no cheaper worth mentioning; AT_ONCE at least.
+
+        Where a token was still getting cheaper when the time was over, it is assumed to go on so: what an iteration of
+        more texts takes, an engine learns from the first of them, and its quanta keep to that.
+        """
         token_s = {rows: self._writing_s(rows) / rows for rows in sorted(self.write_s)}
-        return max(next(rows for rows in token_s if token_s[rows] <= PLATEAU * min(token_s.values())), AT_ONCE)
+        enough = next(rows for rows in token_s if token_s[rows] <= PLATEAU * min(token_s.values()))
+        return max(enough if enough < max(token_s) else max(self.most_rows, enough), AT_ONCE)
 
     def _writing_s(self, rows: int) -> float:
         return median_low(self.write_s[rows]) + self.overhead_s
@@ -129,7 +136,7 @@ class TextTimer:
             if rows > AT_ONCE and self._spent_s + 2 * min(write_s[max(write_s)]) * (1 + repeats) > self._limit_s:
                 break
             write_s[rows] = self._repeated(self.write_s, rows, repeats)
-        return TextTimes(read_s, write_s, self.overhead_s())
+        return TextTimes(read_s, write_s, self.overhead_s(), max(self._rows))
 
     def read_s(self, tokens: int) -> float:
         """The seconds of an iteration that reads one prompt of so many tokens."""

@@ -7,6 +7,7 @@ by part: it shows something, and nobody knows what.
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ from agent.intake.cameras.camera import Camera
 from agent.intake.cameras.frames import CameraDoors
 from agent.records.journal import Entry
 from agent.runtime.image_sources import EncodedImage
+from agent.service.doors.journal_door import asked_sha256
+from agent.service.doors.order_taker import short_name
 from agent.service.judging.recording import entry_result
 from experts.errors import CameraFailed, ConfigError, OrderRefused, Refusing
 from experts.expert import Verdict
@@ -31,7 +34,10 @@ if TYPE_CHECKING:
     from agent.service.judging.inspector import Inspector
     from agent.service.judging.verdicts import Verdicts
 
+log = logging.getLogger(__name__)
+
 KEY_PREFIX = "camera/"
+CALLERS_PREFIX = f"{KEY_PREFIX}key/"  # of keys that callers give to triggers: no camera's name has a slash
 FRAMES_UNDER_WAY = 2  # of one camera: one is judged while the next is fetched; a trigger's waits in its queue
 LOOK_S = 0.2  # how often a door that waits for the disk looks whether the agent stops
 
@@ -53,6 +59,12 @@ class _Taking:
         self._left -= 1
         if not self._left:
             self._door.frame_judged()
+
+    def refused(self, key: str) -> None:
+        """As a Sender. Only where the results file was replaced since its trigger's key was looked up."""
+        log.error("camera_frame_refused key=%s: the key of its trigger was given for something else", key)
+        self.is_accepted.set()
+        self._door.frame_judged()
 
 
 class CameraDoor:
@@ -85,8 +97,11 @@ class CameraDoor:
             self._has_changed.notify_all()
         return self.camera.stop(timeout_s)
 
-    def trigger(self, board: str | None, board_type: str | None) -> str:
-        """Have it take one frame; the key that its results begin with. Raises OrderRefused."""
+    def trigger(self, board: str | None, board_type: str | None, key: str | None = None) -> str:
+        """Have it take one frame, the first time that this key comes; the key that its results begin with.
+
+        Raises OrderRefused.
+        """
         config = self._config
         if board_type is not None and board_type not in config.boards:
             raise OrderRefused(Refusing.NOT_FOUND, f"no board type {board_type!r}")
@@ -95,7 +110,16 @@ class CameraDoor:
                 Refusing.INVALID,
                 f"board type {board_type!r} has no layout to cut frames of camera {self.name} by",
             )
-        return KEY_PREFIX + self.camera.trigger(board, board_type)
+        if short_name(key, "key") is None:
+            return KEY_PREFIX + self.camera.trigger(board, board_type)
+        named = f"{CALLERS_PREFIX}{key}"
+        if self._journal.reserve(named, asked_sha256(self.name, board, board_type)):
+            try:
+                self.camera.trigger(board, board_type, named.removeprefix(KEY_PREFIX))
+            except BaseException:
+                self._journal.release(named)
+                raise
+        return named
 
     def check(self, config: LineConfig) -> None:
         """Raises ConfigError for a line without the layout that cuts frames of this camera, which runs on meanwhile."""
@@ -148,6 +172,7 @@ class CameraDoor:
             self._under_way += 1
         while not taking.is_accepted.wait(LOOK_S) and not self._stopping.is_set():
             continue
+        self._journal.release(KEY_PREFIX + frame.key)
 
     def _lost(self, trigger: Trigger, reason: str) -> None:
         config = self._config
@@ -155,7 +180,8 @@ class CameraDoor:
             entries = self._entries(config, trigger.key, trigger.board, trigger.board_type, trigger.at)
         except CameraFailed:  # which parts it would have shown is not known any more; that it was lost is told
             key = KEY_PREFIX + trigger.key
-            entries = [Entry(key, self.name, key, trigger.at, board=trigger.board)]
+            asked = self._journal.reserved(key)
+            entries = [Entry(key, self.name, key, trigger.at, board=trigger.board, asked_sha256=asked)]
         outcome = Outcome(Verdict.UNKNOWN, None, None, (), f"camera {self.name}: {reason}")
         left = threading.Semaphore(0)
         for entry in entries:
@@ -163,6 +189,7 @@ class CameraDoor:
         for _ in entries:
             while not left.acquire(timeout=LOOK_S) and not self._stopping.is_set():
                 continue
+        self._journal.release(KEY_PREFIX + trigger.key)
 
     def _entries(self, config: LineConfig, key: str, board: str, board_type: str | None, at: datetime) -> list[Entry]:
         """What is asked about a frame: of its one component, or of each part that its board's layout shows.
@@ -170,15 +197,19 @@ class CameraDoor:
         Raises CameraFailed where the line file, read anew since, has no such layout any more.
         """
         key = KEY_PREFIX + key
+        asked = self._journal.reserved(key)
         board_type = board_type or self._section.board_type
         component = self._section.component
         if component is not None:  # a part of a board only where somebody says of which type
-            return [Entry(key, self.name, key, at, component, None, board, board_type, self.name)]
+            return [Entry(key, self.name, key, at, component, None, board, board_type, self.name, None, asked)]
         board_type = board_type or next(iter(config.boards), "")
         if board_type not in config.layouts:
             raise CameraFailed(f"the line file has no layout of board type {board_type!r} any more - put it back")
         parts = config.layouts[board_type].parts.items()
         return [
-            Entry(f"{key}#{ref}", self.name, f"{key}#{ref}", at, part.component, None, board, board_type, ref, part.box)
+            Entry(
+                f"{key}#{ref}", self.name, f"{key}#{ref}", at, part.component, None, board, board_type, ref, part.box,
+                asked,
+            )
             for ref, part in parts
-        ]
+        ]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agent.deployment.line_change import line_name
 from experts.expert import Verdict
 from experts.sizes import mib
 
@@ -20,7 +19,8 @@ if TYPE_CHECKING:
 
 def explained_expert(expert: str, agent: Agent, engine: EngineStatistics) -> list[str]:
     """Where an expert is, why, and what asking it costs."""
-    return [*_standing(expert, engine), *_places(expert, agent, engine), _usage(expert, agent), *_costs(expert, agent)]
+    where = [*_standing(expert, agent, engine), *_places(expert, agent, engine)]
+    return [*where, _usage(expert, agent), *_costs(expert, agent)]
 
 
 def explained_component(component: str, catalog: Catalog, agent: Agent, engine: EngineStatistics) -> list[str]:
@@ -30,7 +30,7 @@ def explained_component(component: str, catalog: Catalog, agent: Agent, engine: 
         passing = ", ".join(sorted(step.passing))
         least = f" with at least {step.min_score:g}" if step.min_score else ""
         sentences.append(f"Step {number} asks {step.expert}; {passing}{least} goes on, all else is NG.")
-        sentences += _standing(step.expert, engine) + _places(step.expert, agent, engine)
+        sentences += _standing(step.expert, agent, engine) + _places(step.expert, agent, engine)
     return sentences
 
 
@@ -42,7 +42,9 @@ def explained_result(row: ResultRow, graph: ExpertGraph) -> list[str]:
     route = {step.expert: step for step in graph.routes.get(result.component, ())}
     for said in steps:
         expert, label, score = str(said["expert"]), str(said["label"]), float(str(said["score"]))
-        sentences.append(f"{expert} said {label} with {score:.3f}: {_meaning(route.get(expert), label, score)}.")
+        step, outputs = route.get(expert), said.get("outputs")
+        meaning = _meaning_of_outputs(step, outputs) if step and isinstance(outputs, list) else None
+        sentences.append(f"{expert} said {label} with {score:.3f}: {meaning or _meaning(step, label, score)}.")
     if result.reason:
         sentences.append(f"The reason: {result.reason}.")
     if result.verdict is Verdict.UNKNOWN and not steps:
@@ -60,13 +62,22 @@ def _meaning(step: RouteStep | None, label: str, score: float) -> str:
     return "passed"
 
 
-def _standing(expert: str, engine: EngineStatistics) -> list[str]:
-    quarantined = {line_name(name): reason for name, reason in engine.quarantined.items()}
-    on_probation = {line_name(name): reason for name, reason in engine.on_probation.items()}
-    if expert in quarantined:
-        return [f"{expert} is not asked until its weights are mended and read anew: {quarantined[expert]}."]
-    if expert in on_probation:
-        return [f"{expert} is not asked for the moment, and tried again: {on_probation[expert]}."]
+def _meaning_of_outputs(step: RouteStep, outputs: Sequence[Mapping[str, object]]) -> str | None:
+    """Which labels decide where they do not exclude one another; None where the label that was told does."""
+    labels = {str(output["label"]): bool(output["holds"]) for output in outputs}
+    failing = [label for label, holds in labels.items() if holds and label not in step.passing]
+    lacking = [label for label, holds in labels.items() if not holds and label in step.passing]
+    if failing:
+        return f"{', '.join(failing)} may not hold"
+    return f"{', '.join(lacking)} has to hold" if lacking and step.passing <= labels.keys() else None
+
+
+def _standing(expert: str, agent: Agent, engine: EngineStatistics) -> list[str]:
+    name = agent.expert(expert)
+    if name in engine.quarantined:
+        return [f"{expert} is not asked until its weights are mended and read anew: {engine.quarantined[name]}."]
+    if name in engine.on_probation:
+        return [f"{expert} is not asked for the moment, and tried again: {engine.on_probation[name]}."]
     return []
 
 

@@ -3,11 +3,14 @@
 Guarantees: a request is accepted once it is on the disk, and not before; from then on it ends in exactly one stored
 verdict, whatever ends the process, unless everybody who waits for it has cancelled it before it ran: then nothing of it
 remains. Whoever sends a key again that is under way waits for the same verdict; one that was judged is told that one.
+Who sends it for something else is refused, and nothing of that remains: what is on the disk decides whether it is.
 Structure: all that is known of a key changes on the store's thread, in the order of commits; others only ask for it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import sqlite3
 import threading
@@ -16,10 +19,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from agent.core.request import CANCELLED, Outcome
-from agent.records.journal import Acceptance, JournalReader
+from agent.records.journal import PART_MARK, Acceptance, JournalReader
 from agent.runtime.image_sources import EncodedImage, Frame, FramePart
 from agent.service.judging.inspector import ATTEMPTS_MAXIMUM, Course, Task
 from agent.service.judging.recording import entry_result
+from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 from experts.images import DEFAULT_MAX_PIXELS
 
@@ -43,11 +47,15 @@ UNJUDGED = Course()
 
 @dataclass(frozen=True, slots=True)
 class StoredVerdict:
-    """A stored verdict, and where its request's time went; zeros for one of an earlier run."""
+    """A stored verdict, and where its request's time went; zeros for one of an earlier run.
+
+    ``is_repeat``: whoever is told did not have it judged, but sent again what somebody else had.
+    """
 
     result: Result
     seq: int
     course: Course
+    is_repeat: bool = False
 
 
 class Sender(Protocol):
@@ -58,6 +66,9 @@ class Sender(Protocol):
 
     def judged(self, judgement: StoredVerdict) -> None:
         """One of its requests has its verdict. Called once for each."""
+
+    def refused(self, key: str) -> None:
+        """This key was given for something else: what was sent under it will have no verdict."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +90,7 @@ class _Open:
 
     entry: Entry
     image: ImageSource | None
+    maker: Sending | None = None  # for whom it is judged; None: of an earlier run
     content: bytes | None = None
     size_bytes: int = 0
     waiting: list[Sending] = field(default_factory=list)
@@ -97,6 +109,8 @@ class JournalDoor:
         self._reader = JournalReader(store.path)
         self._open: dict[str, _Open] = {}
         self._lock = threading.Lock()  # over _open and what is in it
+        self._reserved: dict[str, str] = {}
+        self._reserving = threading.Lock()
         self._replayed = threading.Condition(self._lock)
         self._replayed_bytes = 0
         self._stopping = threading.Event()
@@ -133,6 +147,31 @@ class JournalDoor:
         self._accept(sending, sending.entries)
         return sending
 
+    def reserve(self, key: str, asked: str) -> bool:
+        """Keep a key for what will be sent under it, until ``release``; False where the same was asked before.
+
+        Raises OrderRefused where something else was, or nobody can tell.
+        """
+        with self._reserving:
+            try:
+                known = {self._reserved[key]} if key in self._reserved else self._reader.asked(key)
+            except (sqlite3.Error, OSError) as error:
+                reason = f"whether key {key!r} was given before cannot be read ({error})"
+                raise OrderRefused(Refusing.NOT_NOW, reason, REREAD_S) from error
+            if known - {asked}:
+                raise key_reused(key)
+            if not known:
+                self._reserved[key] = asked
+            return not known
+
+    def reserved(self, key: str) -> str | None:
+        """What a key is kept for; None for one that is not."""
+        return self._reserved.get(key)
+
+    def release(self, key: str) -> None:
+        """What was sent under this key is durable, or nothing was."""
+        self._reserved.pop(key, None)
+
     def stop(self) -> None:
         """Read nothing back any more."""
         self._stopping.set()
@@ -150,6 +189,9 @@ class JournalDoor:
     def _accepted(self, sending: Sending, entries: Sequence[Entry], answers: Sequence[Acceptance]) -> None:
         sources = _sources(sending)
         new, judged = [], []
+        if Acceptance.REUSED in answers:
+            _tell(sending, None)
+            return
         with self._lock:
             waiting = [] if sending.is_cancelled else [sending]
             for entry, answer in zip(entries, answers, strict=True):
@@ -159,7 +201,8 @@ class JournalDoor:
                     self._open[entry.key].waiting += waiting
                 else:
                     source, content = sources[entry.key], sending.image.content
-                    request = _Open(entry, source, content, waiting=list(waiting), is_wanted=False)
+                    maker = sending if answer is Acceptance.NEW else None
+                    request = _Open(entry, source, maker, content, waiting=list(waiting), is_wanted=False)
                     self._open[entry.key] = request
                     new.append(request)
         if not sending.is_accepted:
@@ -179,8 +222,10 @@ class JournalDoor:
             return
         if known is None:  # its row went meanwhile, with the file or by its age
             self._accept(sending, (entry,))
+        elif entry.asked_sha256 not in (None, known.result.asked_sha256):  # stored since it was accepted, in a new file
+            _tell(sending, None)
         else:
-            _tell([sending], StoredVerdict(known.result, known.seq, UNJUDGED))
+            _tell(sending, StoredVerdict(known.result, known.seq, UNJUDGED, is_repeat=True))
 
     def _enter(self, request: _Open, attempts: int = 0) -> None:
         """To the agent; an image that has ended it before too often is UNKNOWN instead.
@@ -275,7 +320,8 @@ class JournalDoor:
             for sending in waiting:
                 self._tell_known(sending, request.entry)
             return
-        _tell(waiting, StoredVerdict(result, recorded.seq, course))
+        for sending in waiting:
+            _tell(sending, StoredVerdict(result, recorded.seq, course, is_repeat=sending is not request.maker))
 
     # -- of an earlier run: on a thread of its own --
 
@@ -327,12 +373,27 @@ class JournalDoor:
         return None if layout is None else layout.size
 
 
-def _tell(sendings: Sequence[Sending], judgement: StoredVerdict) -> None:
-    for sending in sendings:
-        try:
-            sending.sender.judged(judgement)
-        except Exception:  # one sender's mistake is not the others'
-            log.exception("sender_failed key=%s", judgement.result.key)
+def asked_sha256(*said: object) -> str:
+    """A digest of what somebody asks for, to compare it with what the same key was given for before."""
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+def key_reused(key: str) -> OrderRefused:
+    """The refusal of a key, a caller's or that of a part, that stands for something else."""
+    given = key.partition(PART_MARK)[0]
+    reason = f"key {given!r} was given for something else (image, part, board) - each inspection has a key of its own"
+    return OrderRefused(Refusing.KEY_REUSED, reason)
+
+
+def _tell(sending: Sending, verdict: StoredVerdict | None) -> None:
+    """``verdict``: None where its key was given for something else."""
+    try:
+        if verdict is None:
+            sending.sender.refused(sending.entries[0].key)
+        else:
+            sending.sender.judged(verdict)
+    except Exception:  # one sender's mistake is not the others'
+        log.exception("sender_failed key=%s", sending.entries[0].key)
 
 
 def _sources(sending: Sending) -> dict[str, ImageSource]:

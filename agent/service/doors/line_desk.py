@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from agent.api.calls.desk import Model, PoolView, QueueView, ShadowsView, StatusView, TextsView
+from agent.api.calls.desk import Model, Place, PoolView, QueueView, ShadowsView, StatusView, StoredView, TextsView
 from agent.deployment.line_change import line_name, with_line_names
-from agent.records.results import Result
 from agent.service.doors.explaining import explained_component, explained_expert, explained_result
 from agent.service.doors.views import KEY_PREFIX, measures_anomalies, part_of, run_view, verdict_view
 from experts.errors import OrderRefused, Refusing
@@ -25,10 +24,8 @@ if TYPE_CHECKING:
 
     from agent.api.calls.desk import (
         BoardView,
-        Event,
         Listener,
         Order,
-        Part,
         ReloadView,
         SourceView,
         TextListener,
@@ -41,9 +38,8 @@ if TYPE_CHECKING:
     from agent.core.pool import PoolStatistics
     from agent.core.statistics import EngineStatistics, QueueStatistics
     from agent.deployment.build import Agent
-    from agent.records.boards import BoardVerdict
     from agent.records.result_writer import ResultStore
-    from agent.records.results import KeptMap, Recorded, ResultRow
+    from agent.records.results import KeptMap, ResultRow
     from agent.runtime.executor import ExecutorStatistics
     from agent.service.doors.order_taker import OrderTaker
     from agent.service.doors.tally import Tally
@@ -61,7 +57,7 @@ class Controls:
     """What else of the line the desk can reach."""
 
     sources: Callable[[], Sequence[SourceView]]
-    trigger: Callable[[str, str | None, str | None], str]
+    trigger: Callable[[str, str | None, str | None, str | None], str]
     reload: Callable[[], ReloadView]
     alarms: Callable[[], Sequence[str]]
 
@@ -107,7 +103,7 @@ class LineDesk:
     def models(self) -> Sequence[Model]:
         """See ``agent.api.calls.desk.Desk``."""
         agent = self._inspector.agent
-        standing = standing_of(agent.loop.statistics().engine)
+        standing = standing_of(agent, agent.loop.statistics().engine)
         catalog = agent.config.catalog
         routes = {name: tuple(step.expert for step in steps) for name, steps in catalog.components.items()}
         singles = {
@@ -141,25 +137,25 @@ class LineDesk:
         parts = tuple(part_of(row.result, row.seq) for row in rows)
         return replace(view, parts=parts)
 
-    def results_after(self, seq: int, limit: int, *, with_maps: bool = False) -> Sequence[Part]:
+    def stored_after(self, seq: int, board: int, limit: int, *, with_maps: bool = False) -> StoredView:
         """See ``agent.api.calls.desk.Desk``."""
-        rows = self._results.after(seq, limit)
-        return [part_of(row.result, row.seq, maps=self._maps(row) if with_maps else ()) for row in rows]
+        page = self._results.after(seq, board, limit)
+        parts = [part_of(row.result, row.seq, maps=self._maps(row) if with_maps else ()) for row in page.results]
+        boards = [(number, verdict_view(row.board)) for number, row in page.boards]
+        return StoredView(Place(page.file, page.last_seq, page.last_board), tuple(parts), tuple(boards))
 
     def _maps(self, row: ResultRow) -> Sequence[KeptMap]:
         return self._results.maps(row.seq) if measures_anomalies(row.result) else ()
 
-    def subscribe(self, tell: Callable[[Event], None]) -> Callable[[], None]:
+    def subscribe(self, tell: Callable[[], None]) -> Callable[[], None]:
         """See ``agent.api.calls.desk.Desk``."""
+        return self._verdicts.subscribe(lambda *_: tell())
 
-        def told(stored: Result | BoardVerdict, recorded: Recorded) -> None:
-            tell(part_of(stored, recorded.seq) if isinstance(stored, Result) else verdict_view(stored))
-
-        return self._verdicts.subscribe(told)
-
-    def trigger(self, camera: str, board: str | None = None, board_type: str | None = None) -> str:
+    def trigger(
+        self, camera: str, board: str | None = None, board_type: str | None = None, key: str | None = None
+    ) -> str:
         """See ``agent.api.calls.desk.Desk``."""
-        return self._controls.trigger(camera, board, board_type)
+        return self._controls.trigger(camera, board, board_type, key)
 
     def reload(self) -> ReloadView:
         """See ``agent.api.calls.desk.Desk``."""
@@ -186,7 +182,7 @@ class LineDesk:
             queues=tuple(_queue_view(queue, executors.get(queue.executor)) for queue in engine.queues),
             pools=tuple(_pool_view(pool) for pool in engine.pools),
             sources=tuple(self._controls.sources()),
-            standing=standing_of(engine),
+            standing=standing_of(agent, engine),
             alarms=tuple(self._controls.alarms()),
             texts=_texts_view(self._texts.statistics(), statistics.executors),
             shadows=_shadows_view(engine.background),
@@ -211,7 +207,7 @@ def _model(name: str, experts: tuple[str, ...], agent: Agent, standing: Mapping[
     first = listed[experts[0]]
     columns = agent.setup.matrix.experts.values()
     rows = [row for column in columns if (row := column.get(agent.expert(first.id))) is not None]
-    labels = dict.fromkeys(label for expert in experts for label in listed[expert].labels)
+    labels = dict.fromkeys(label for expert in experts for label in listed[expert].answers)
     reason = next((f"{expert}: {standing[expert]}" for expert in experts if expert in standing), None)
     return Model(
         name,
@@ -233,10 +229,11 @@ def _experts_of(model: str, catalog: Catalog) -> tuple[str, ...]:
     return tuple(step.expert for step in catalog.components[model])
 
 
-def standing_of(engine: EngineStatistics) -> dict[str, str]:
-    """Experts that are not asked at the moment, as the line calls them, and why."""
+def standing_of(agent: Agent, engine: EngineStatistics) -> dict[str, str]:
+    """Experts that are not asked at the moment, as the line calls them, and why; none that a reload replaced."""
     reasons = engine.on_probation | engine.quarantined
-    return {line_name(expert): with_line_names(reason) for expert, reason in reasons.items()}
+    served = {name: agent.expert(name) for name in agent.config.catalog.experts}
+    return {name: with_line_names(reasons[now]) for name, now in served.items() if now in reasons}
 
 
 def _pool_view(pool: PoolStatistics) -> PoolView:

@@ -6,11 +6,12 @@ from memory, and nothing of it remains. Whatever becomes of an order, what it wa
 
 from __future__ import annotations
 
+import hashlib
 import io
 import threading
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,8 +20,9 @@ from PIL import Image, UnidentifiedImageError
 
 from agent.api.calls.desk import Part
 from agent.core.request import CANCELLED
-from agent.records.journal import Entry
+from agent.records.journal import PART_MARK, Entry
 from agent.runtime.image_sources import EncodedImage, Frame, FramePart
+from agent.service.doors.journal_door import asked_sha256, key_reused
 from agent.service.doors.views import KEY_PREFIX, anomaly_views, part_of
 from agent.service.judging.inspector import Task
 from experts.errors import OrderRefused, Refusing
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
     from agent.service.judging.inspector import Course, Inspector
 
 SOURCE = "api"
-PART_MARK = "#"  # between a frame's key and the ref of each of its parts
 LONGEST_NAME = 200  # of a key, a serial or a ref: longer ones are no names
 
 
@@ -86,7 +87,15 @@ class _Gathering:
         course = verdict.course
         maps = verdict.result.maps if self.order.wants_maps else ()
         part = part_of(verdict.result, verdict.seq, queue_s=course.queue_s, compute_s=course.compute_s, maps=maps)
-        self.add(verdict.result.key, part)
+        self.add(verdict.result.key, replace(part, is_repeat=verdict.is_repeat))
+
+    def refused(self, key: str) -> None:
+        """As a Sender."""
+        with self.lock:
+            was_over, self.is_over = self.is_over, True
+        self.leave(len(self.wanted))
+        if not was_over:
+            self.listener.refused(key_reused(key.removeprefix(KEY_PREFIX)))
 
     def add(self, key: str, part: Part) -> None:
         """One more piece has ended."""
@@ -133,7 +142,7 @@ class OrderTaker:
         if not self._inspector.takes:
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one will take it", 5.0)
         board_type = self._board_type(order)
-        key = KEY_PREFIX + (_short(order.key, "key") or uuid.uuid4().hex)
+        key = KEY_PREFIX + (short_name(order.key, "key") or uuid.uuid4().hex)
         pieces, layout = self._pieces(order, key, board_type)
         size = None if layout is None else layout.size
         content = _encoded(order.image) if order.is_kept else None
@@ -160,11 +169,12 @@ class OrderTaker:
         board_type: str | None,
     ) -> Ticket:
         order, now = gathering.order, datetime.now(UTC).astimezone()
+        asked = _asked_sha256(order, pieces, content, board_type) if order.key else None
         entries = [  # one expert's answer is no verdict that a board could count
             Entry(
                 piece.key, SOURCE, piece.key, now, piece.component, piece.expert, order.board,
                 board_type if piece.expert is None else None, piece.ref,
-                piece.box,
+                piece.box, asked,
             )
             for piece in pieces
         ]  # fmt: skip
@@ -235,6 +245,7 @@ class OrderTaker:
             queue_s=course.queue_s,
             compute_s=course.compute_s,
             anomalies=anomaly_views(outcome, with_maps=gathering.order.wants_maps),
+            outputs=tuple(each for step in outcome.steps for each in step.prediction.outputs),
         )
         gathering.add(piece.key, part)
 
@@ -242,7 +253,7 @@ class OrderTaker:
         self, order: Order, key: str, board_type: str | None
     ) -> tuple[tuple[_Piece, ...], LayoutSections | None]:
         """What is asked about the image, and the layout that says so, if it is a whole board's."""
-        ref = _short(order.ref, "ref")
+        ref = short_name(order.ref, "ref")
         catalog = self._inspector.agent.config.catalog
         if order.component is not None and order.expert is not None:
             raise OrderRefused(Refusing.INVALID, "a component and an expert are asked for - name one of the two")
@@ -272,7 +283,7 @@ class OrderTaker:
 
     def _board_type(self, order: Order) -> str | None:
         """The type of an order's board; None where the line has no boards, or the image belongs to none."""
-        _short(order.board, "board")
+        short_name(order.board, "board")
         types = self._inspector.agent.config.boards
         if order.board_type is not None and order.board_type not in types:
             raise OrderRefused(Refusing.NOT_FOUND, f"no board type {order.board_type!r}")
@@ -281,6 +292,12 @@ class OrderTaker:
         if order.board_type is None and len(types) > 1:
             raise OrderRefused(Refusing.INVALID, f"which of {', '.join(types)} is the board? - give its type")
         return order.board_type or next(iter(types), None)
+
+
+def _asked_sha256(order: Order, pieces: Sequence[_Piece], content: bytes, board_type: str | None) -> str:
+    """Of all that defines an inspection: what is asked about which pixels, and whose they are."""
+    parts = [(piece.component, piece.expert, piece.ref, piece.box) for piece in pieces]
+    return asked_sha256(hashlib.sha256(content).hexdigest(), order.board, board_type, parts)
 
 
 def _encoded(image: bytes | np.ndarray) -> bytes:
@@ -314,7 +331,8 @@ def _check_size(image: bytes | np.ndarray, layout: LayoutSections) -> None:
         )
 
 
-def _short(name: str | None, what: str) -> str | None:
+def short_name(name: str | None, what: str) -> str | None:
+    """The same name. Raises OrderRefused for one that is none."""
     if name is not None and len(name) > LONGEST_NAME:
         raise OrderRefused(Refusing.INVALID, f"a {what} of {len(name)} characters - at most {LONGEST_NAME}")
     if what == "key" and name and PART_MARK in name:

@@ -25,11 +25,15 @@ KEPT = 32  # programs; a tokenizer with a large vocabulary takes tens of megabyt
 
 @dataclass(frozen=True, slots=True)
 class Speech:
-    """How one model is spoken to. ``labels``: those that it answers with, where it does, and the tokens of each."""
+    """How one model is spoken to. ``labels``: those that it answers with, where it does, and the tokens of each.
+
+    ``most_tokens``: of one text, read and written together: its context, or what memory has room for if that is less.
+    """
 
     model: TextModel
     spec: ArchSpec
     labels: dict[str, tuple[int, ...]]
+    most_tokens: int
 
 
 class TextModels:
@@ -49,7 +53,7 @@ class TextModels:
             if TOKENIZER not in files_of(program):
                 raise TokenizerUnusable(expert, TOKENIZER, "is not there: add it to the model's directory")
             self._contexts[sha256] = spec_of(program, expert).max_positions
-        return self._contexts[sha256]
+        return _within(self._contexts[sha256], agent, expert)
 
     def of(self, expert: str, agent: Agent) -> Speech:
         """Of an expert of the line. Raises TokenizerUnusable, and WeightsError where nothing of it is packed."""
@@ -61,7 +65,8 @@ class TextModels:
         model, spec = found or self._added(expert, packed, agent)
         model = model.named(expert)
         labels = agent.config.catalog.experts[expert].labels
-        return Speech(model, spec, {label: model.encode(label, adds_special=False) for label in labels})
+        tokens = {label: model.encode(label, adds_special=False) for label in labels}
+        return Speech(model, spec, tokens, _within(model.context_tokens, agent, expert))
 
     def _added(self, expert: str, packed: PackedExpert, agent: Agent) -> tuple[TextModel, ArchSpec]:
         program = agent.segments.program(packed)
@@ -71,6 +76,11 @@ class TextModels:
             while len(self._read) > KEPT:
                 self._read.popitem(last=False)
         return read
+
+
+def _within(context_tokens: int, agent: Agent, expert: str) -> int:
+    most = agent.loop.most_tokens(agent.expert(expert))
+    return context_tokens if most is None else min(context_tokens, most)
 
 
 def _packed(expert: str, agent: Agent) -> PackedExpert:

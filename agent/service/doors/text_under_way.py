@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from agent.api.calls.desk import TextEnd, TextPiece, TokenView
 from agent.core.request import CANCELLED
 from agent.service.doors.text_destinations import last_words
-from experts.errors import CoServeError, GenerationInvalid, OrderRefused, Refusing
+from experts.errors import CoServeError, GenerationInvalid, OrderRefused, PromptInvalid, Refusing
 from experts.llm.serving.generation import Ending, Generation, TextRequest, check_against
 from experts.llm.text.text_writer import TextWriter
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 KEY_PREFIX = "text/"
 TOKEN_BYTES = 8  # what a prompt's token is counted with, beside its words
 FAILED = "failed"
+THOUGHT, THOUGHT_TOKENS = "<think>", 16  # where a model begins to think, and the tokens of a prompt in which it may
 
 
 @dataclass(eq=False)
@@ -62,7 +63,7 @@ class TextUnderWay:
     @property
     def size_bytes(self) -> int:
         """What it takes while it waits."""
-        words = sum(len(value) for message in self.order.messages for value in message.values())
+        words = sum(len(str(value)) for message in self.order.messages for value in message.values())
         words += len(self.order.prompt) if isinstance(self.order.prompt, str) else 0
         return 4 * words + TOKEN_BYTES * sum(len(one.generation.prompt) for one in self._requests.values())
 
@@ -109,10 +110,11 @@ class TextUnderWay:
         elif outcome.label is None or step is None:
             self.left(self, FAILED)
             self._fail(self._failure(outcome.reason or "it has no answer"))
-        elif step.prediction.label in tuple(Ending):
+        elif not self._is_label(step.expert, step.prediction.label):
+            ending = Ending(step.prediction.label or Ending.DEADLINE)  # a router has no label to end with
             self._finish(step.expert)
-            self.left(self, step.prediction.label)
-            self._tell_end(self._ended(Ending(step.prediction.label), step.expert, course))
+            self.left(self, ending)
+            self._tell_end(self._ended(ending, step.expert, course))
         else:
             self._show(TextPiece(step.expert, step.prediction.label))
             self.left(self, Ending.STOP)
@@ -123,21 +125,40 @@ class TextUnderWay:
         if speech.labels:
             prompt = speech.model.checked(_router_prompt(self.order, speech.model), "prompt")
             generation = Generation(prompt, 0, self.order.sampling, choices=speech.labels)
+            self._check_room(len(prompt), generation.most_tokens - len(prompt), expert, speech)
             writer: Writer = _Silent()
         else:
             prompt = _prompt(self.order, speech.model)
-            room = speech.model.context_tokens - len(prompt)
-            most = min(self.order.most_tokens or room, room)
-            generation = Generation(prompt, most, self.order.sampling, speech.model.stop_tokens)
-            writer = TextWriter(speech.model, prompt, self.order.stop, partial(self._wrote, expert, speech.model))
+            self._check_room(len(prompt), 1, expert, speech)
+            room = speech.most_tokens - len(prompt)
+            most = min(self.order.most_tokens or room, speech.model.context_tokens - len(prompt))
+            if most > room:
+                asked = f"is {most}, after {len(prompt)} tokens that are read"
+                raise _no_room("max_tokens", asked, expert, speech, f"ask for at most {room}")
+            sampling = speech.model.drawn(self.order.sampling, self.order.given)
+            generation = Generation(prompt, most, sampling, speech.model.stop_tokens)
+            is_thought = _opens_thought(prompt, speech.model)
+            wrote = partial(self._wrote, expert, speech.model, is_thought)
+            writer = TextWriter(speech.model, prompt, self.order.stop, wrote)
         check_against(generation, speech.spec)
         return TextRequest(generation, writer, self.due_s)
 
-    def _wrote(self, expert: str, model: TextModel, piece: Piece) -> None:
+    def _is_label(self, expert: str, label: str) -> bool:
+        """Whether it is a router's answer: one of its labels may be called as an ending is."""
+        choices = self._requests[expert].generation.choices
+        return choices is not None and label in choices
+
+    def _check_room(self, read: int, written: int, expert: str, speech: Speech) -> None:
+        """Raises PromptInvalid for a prompt that leaves no room for so many tokens."""
+        if read + written > speech.most_tokens:
+            field = "messages" if self.order.prompt is None else "prompt"
+            raise _no_room(field, f"has {read} tokens", expert, speech, "shorten it")
+
+    def _wrote(self, expert: str, model: TextModel, is_thought: bool, piece: Piece) -> None:
         """On the executor's thread, or where the text ends."""
         self._writes = expert
         tokens = piece.tokens if self.order.sampling.logprobs is not None else ()
-        self._show(TextPiece(expert, piece.text, tuple(_token_view(token, model) for token in tokens)))
+        self._show(TextPiece(expert, piece.text, tuple(_token_view(token, model) for token in tokens), is_thought))
 
     def _show(self, piece: TextPiece) -> None:
         if self._is_closed:
@@ -196,12 +217,24 @@ class _Silent:
         return False
 
 
+def _no_room(field: str, asked: str, expert: str, speech: Speech, advice: str) -> PromptInvalid:
+    """For what no memory will ever hold."""
+    room = f"memory has room for {speech.most_tokens} tokens of a text of {expert}"
+    return PromptInvalid(field, f"{asked}: {room} - {advice}, or give texts.kv more memory")
+
+
 def _prompt(order: TextOrder, model: TextModel) -> tuple[int, ...]:
     if isinstance(order.prompt, tuple):
         return model.checked(order.prompt, "prompt")
     if order.prompt is not None:
         return model.prompt_of(order.prompt)
-    return model.chat_prompt_of(order.messages)
+    return model.chat_prompt_of(order.messages, order.template)
+
+
+def _opens_thought(prompt: tuple[int, ...], model: TextModel) -> bool:
+    """Whether the prompt ends where the model is to think first: some templates have that begun."""
+    end = b"".join(model.token_bytes(token) for token in prompt[-THOUGHT_TOKENS:])
+    return end.rstrip().endswith(THOUGHT.encode())
 
 
 def _router_prompt(order: TextOrder, model: TextModel) -> tuple[int, ...]:

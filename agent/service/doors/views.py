@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from agent.api.calls.desk import AnomalyView, BoardView, Part
-from experts.expert import BoundingBox
+from experts.expert import BoundingBox, LabelScore
 from experts.map_pictures import map_png
 
 if TYPE_CHECKING:
@@ -47,6 +47,11 @@ def part_of(
         queue_s=queue_s,
         compute_s=compute_s,
         anomalies=_anomalies(result, maps),
+        outputs=tuple(
+            LabelScore(each["label"], each["score"], each["threshold"])
+            for step in steps
+            for each in step.get("outputs", ())
+        ),
     )
 
 

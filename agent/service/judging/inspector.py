@@ -183,7 +183,8 @@ class Inspector:
         for expert, reason in change.quarantined.items():
             self.agent.loop.quarantine(expert, reason)
         usage = {line_name(expert): share for expert, share in change.agent.setup.matrix.usage.items()}
-        self._models = self._models | models_of(change.agent)
+        models = self._models | models_of(change.agent)
+        self._models = {expert: sha256 for expert, sha256 in models.items() if expert in change.event.graph.experts}
         with self._guard:
             self.agent = change.agent
         with self._drift_guard:

@@ -90,7 +90,7 @@ def entry_result(config: LineConfig, entry: Entry, outcome: Outcome, models: Seq
     subject = _Subject(
         entry.key, entry.component or "", entry.name, entry.board, entry.board_type, entry.ref, entry.accepted_at
     )
-    result = _judged(config, subject, outcome, models)
+    result = replace(_judged(config, subject, outcome, models), asked_sha256=entry.asked_sha256)
     return result if entry.box is None else replace(result, detail={**result.detail, "box": list(entry.box)})
 
 
@@ -153,7 +153,7 @@ def _judged(config: LineConfig, subject: _Subject, outcome: Outcome, models: Seq
             "boxes": [box.as_json() for box in step.prediction.boxes],
             "model_sha256": model,
         }
-        | _anomaly(step.prediction)
+        | _of_its_task(step.prediction)
         for step, model in zip_longest(outcome.steps, models)
     ]
     return Result(
@@ -178,8 +178,10 @@ def _judged(config: LineConfig, subject: _Subject, outcome: Outcome, models: Seq
     )
 
 
-def _anomaly(prediction: Prediction) -> dict[str, object]:
-    """What anomaly experts have beside what all have."""
+def _of_its_task(prediction: Prediction) -> dict[str, object]:
+    """What anomaly experts and multilabel experts have beside what all have."""
+    if prediction.outputs:
+        return {"outputs": [output.as_json() for output in prediction.outputs]}
     return {} if prediction.anomaly is None else {"anomaly": prediction.anomaly.as_json()}
 
 

@@ -109,7 +109,7 @@ class OnednnForms(Generic[Structure]):
         answered: Answered,
     ) -> OnednnSkeleton:
         """A new one, unbound. Raises BackendUnavailable, also for another device than the CPU."""
-        if torch.device(device).type != "cpu":
+        if device != "cpu":
             raise BackendUnavailable(f"{expert.architecture} in {precision}", f"it runs on the CPU, not on {device}")
         return OnednnSkeleton(self.packed(expert, precision, structure, program), answered)
 

@@ -21,13 +21,13 @@ from experts.backends.base import Packable, Prepared
 from experts.backends.onednn.calibrating import quantised_weights
 from experts.backends.onednn.calls import Arrangements, Call, bound
 from experts.backends.onednn.fusion import LEVELS, FusedCall, fused
-from experts.backends.onednn.layouts import in_reference_layout, on_threads, reference, serves
+from experts.backends.onednn.layouts import in_reference_layout, reference, serves
 from experts.backends.onednn.levels import Values
-from experts.backends.onednn.operators import blocked_bytes, blocked_view, identity
+from experts.backends.onednn.operators import blocked_bytes, blocked_view, identity, on_threads
 from experts.backends.onednn.quantised_calls import Levels, quantised_call
 from experts.backends.onednn.quantising import quantised
 from experts.backends.onednn.recording import recorded
-from experts.errors import BackendUnavailable, Unrecordable, WeightsMismatch
+from experts.errors import BackendUnavailable, OutputInvalid, Unrecordable, WeightsMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -175,7 +175,10 @@ class OnednnSkeleton:
         if not batch:
             raise ValueError("an empty batch")
         with torch.inference_mode():
-            outputs = self.outputs([prepared.tensor for prepared in batch])
+            try:
+                outputs = self.outputs([prepared.tensor for prepared in batch])
+            except FloatingPointError as error:
+                raise OutputInvalid(expert.id, f"{error}: check its weights, or use precision fp32") from error
             return self._answered(expert, outputs, batch)
 
     def outputs(self, images: Sequence[Tensor]) -> tuple[Tensor, ...]:

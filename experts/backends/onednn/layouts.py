@@ -19,17 +19,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
-from experts.backends.onednn.operators import BlockedLayout, cores, layout_of
+from experts.backends.onednn.operators import BlockedLayout, cores, layout_of, on_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from torch import Tensor
 
@@ -37,8 +36,6 @@ REFERENCE_IMAGES = 16
 PROVEN_IMAGES = (1, 2, 4, 8, 16)
 ROWS_MINIMUM = 2
 PARTS_MAXIMUM = 64  # that an image is seen as; more of them are slower again
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,21 +148,6 @@ def arrangement(shape: Shape, images: int) -> Extent | None:
     wanted, threads = reference(shape), torch.get_num_threads()
     extents = itertools.chain((shape.extent(images),), shape.others(images))
     return next((extent for extent in extents if _wanted(shape, extent, threads) == wanted), None)
-
-
-def on_threads(threads: int, call: Callable[[], Result]) -> Result:
-    """A call on a thread of its own whose operators use so many threads; the count of others stays as it is."""
-
-    def counted() -> Result:
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            return call()
-        finally:
-            torch.set_num_threads(before)  # torch gives the latest count to threads that never said their own
-
-    with ThreadPoolExecutor(1, "onednn-layouts") as thread:
-        return thread.submit(counted).result()
 
 
 def _serves_here(shape: Shape) -> bool:

@@ -1,8 +1,8 @@
 """oneDNN's operators as torch has them, and its opaque tensors as views of bytes that somebody else owns.
 
 Both are torch's own but no part of its documented API: the operators that its compiler generates calls of, and the C
-shim of its ahead-of-time compiler. So it is asked first whether they are here (``why_absent``), and what depends on
-them is keyed by ``identity``: torch's version, this CPU and the cores that this process may use.
+shim of its ahead-of-time compiler. So they are tried first (``why_absent``), and what depends on them is keyed by
+``identity``: torch's version, this CPU as oneDNN sees it, and the cores that this process may use.
 
 Guarantees: ``blocked_view`` copies nothing, and gives torch no description of bytes but one that torch told of a tensor
 of its own in this very process; what a file says is compared with that, never passed on.
@@ -14,16 +14,21 @@ import ctypes
 import hashlib
 import os
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
+
+Result = TypeVar("Result")
 
 NEEDED = (
     "_reorder_convolution_weight",
@@ -37,6 +42,7 @@ NEEDED = (
     "data_ptr",
 )
 NEEDED_IN_EIGHT_BITS = ("qconv_prepack", "qconv2d_pointwise", "qlinear_prepack", "qlinear_pointwise")
+TRIED_DEVIATION_MAXIMUM = 0.01  # rounding to bf16 makes 0.004; what saturates is off by a half
 ALIGNMENT_BYTES = 64  # of what oneDNN is given: a cache line, and the widest vector load
 CPU_INFORMATION = Path("/proc/cpuinfo")
 CPU_KEYS = ("model name", "cpu family", "model", "stepping", "cache size", "flags", "CPU part", "Features")
@@ -44,23 +50,45 @@ CPU_KEYS = ("model name", "cpu family", "model", "stepping", "cache size", "flag
 
 @cache
 def why_absent(dtype: torch.dtype) -> str | None:
-    """What is lacking for weights of that type, None where nothing is."""
+    """Why fused calls with weights of that type do not run on this CPU; None where they do.
+
+    The calls are tried on a tiny tensor: torch asks the CPU and oneDNN its own settings, which differ. Without VNNI,
+    sums of eight-bit products saturate silently, so that the answers have to be compared, too.
+    """
     if not torch.backends.mkldnn.is_available():
-        return "a torch that was built with oneDNN"
-    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "a CPU with instructions for bf16"
-    if dtype == torch.int8 and not torch.cpu._is_vnni_supported():
-        return "a CPU with instructions for eight bits (VNNI)"
+        return "this torch was built without oneDNN"
     lacking = [name for name in NEEDED if not hasattr(torch.ops.mkldnn, name)]
     if dtype == torch.int8:
         lacking += [name for name in NEEDED_IN_EIGHT_BITS if not hasattr(torch.ops.onednn, name)]
     if lacking:
-        return f"oneDNN's operators, of which torch {version('torch')} lacks {', '.join(lacking)}"
+        return f"torch {version('torch')} lacks oneDNN's operators {', '.join(lacking)}"
     try:
         _shim()
     except (OSError, AttributeError) as error:
-        return f"torch's C shim for opaque tensors, which torch {version('torch')} has not as expected ({error})"
+        return f"torch {version('torch')} has another C shim for opaque tensors ({error})"
+    try:
+        deviation = on_threads(1, lambda: _tried_deviation(dtype))
+    except RuntimeError as error:  # torch names the instructions that the CPU lacks
+        return str(error).partition("\n")[0]
+    if not deviation <= TRIED_DEVIATION_MAXIMUM:
+        lacking_vnni = ", as on a CPU without VNNI" if dtype == torch.int8 else ""
+        return f"oneDNN's sums are off by {deviation:.0%} of the largest{lacking_vnni}"
     return None
+
+
+def on_threads(threads: int, call: Callable[[], Result]) -> Result:
+    """A call on a thread of its own whose operators use so many threads; the count of others stays as it is."""
+
+    def counted() -> Result:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            return call()
+        finally:
+            torch.set_num_threads(before)  # torch gives the latest count to threads that never said their own
+
+    with ThreadPoolExecutor(1, "onednn-layouts") as thread:
+        return thread.submit(counted).result()
 
 
 def cores() -> int:
@@ -70,10 +98,14 @@ def cores() -> int:
 
 @cache
 def identity() -> str:
-    """What a layout depends on beside the shapes: torch, the CPU, and how many threads it may be run by."""
+    """What a layout depends on beside the shapes: torch, the CPU, and how many threads it may be run by.
+
+    One weight's layout is part of it: oneDNN may be told to use fewer instructions than the CPU has.
+    """
     told = _cpu()
     name = told.get("model name", platform.processor() or platform.machine())
-    digest = hashlib.sha256(repr(sorted(told.items())).encode()).hexdigest()[:12]
+    layout = on_threads(1, _told_layout)
+    digest = hashlib.sha256(repr((sorted(told.items()), layout)).encode()).hexdigest()[:12]
     return f"torch {version('torch')}, {name} ({digest}), {cores()} cores"
 
 
@@ -167,3 +199,68 @@ def _cpu() -> dict[str, str]:
         return {}
     pairs = (line.partition(":") for line in first.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs if key.strip() in CPU_KEYS}
+
+
+# As great as numbers of eight bits can be: sums of their products saturate where the CPU adds them in 16 bits.
+_TRIED_IMAGES = (255 - torch.arange(32 * 8 * 8) % 4).reshape(1, 32, 8, 8)
+_TRIED_WEIGHT = (127 - torch.arange(16 * 32 * 3 * 3) % 3).reshape(16, 32, 3, 3)
+_GEOMETRY = ([1, 1], [1, 1], [1, 1], 1)  # stride, padding, dilation, groups: the first two alike, as operators differ
+_PLAINLY: tuple[str, list[float], str] = ("none", [], "")  # without an activation
+
+
+def _told_layout() -> BlockedLayout:
+    """Another one for each set of instructions, from SSE to AVX-512 with VNNI."""
+    weight, source = torch.zeros(64, 64, 1, 1), [16, 64, 14, 14]
+    return layout_of(torch.ops.mkldnn._reorder_convolution_weight(weight, [0, 0], [1, 1], [1, 1], 1, source))
+
+
+def _tried_weight(dtype: torch.dtype) -> Tensor:
+    made: Tensor = torch.ops.mkldnn._reorder_convolution_weight(
+        _TRIED_WEIGHT.to(dtype), *_GEOMETRY, list(_TRIED_IMAGES.shape)
+    )
+    return made
+
+
+def _tried_deviation(dtype: torch.dtype) -> float:
+    """How far a convolution and a linear layer are from exact sums, of the largest. Raises RuntimeError."""
+    rows, matrix = _TRIED_IMAGES.reshape(-1, 64), _TRIED_WEIGHT.reshape(-1, 64)
+    found = _tried_in_eight_bits(rows, matrix) if dtype == torch.int8 else _tried_in(dtype, rows, matrix)
+    exact = (
+        torch.conv2d(_TRIED_IMAGES.double(), _TRIED_WEIGHT.double(), None, *_GEOMETRY),
+        rows.double() @ matrix.double().t(),
+    )
+    off = [(each.double() - sums).abs().max() / sums.max() for each, sums in zip(found, exact, strict=True)]
+    return float(torch.stack(off).max())  # NaN where any of them is
+
+
+def _tried_in(dtype: torch.dtype, rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    operators = torch.ops.mkldnn
+    images = _TRIED_IMAGES.to(dtype).contiguous(memory_format=torch.channels_last)
+    weight = operators._reorder_linear_weight(matrix.to(dtype), len(rows))
+    return (
+        operators._convolution_pointwise(images, _tried_weight(dtype), None, *_GEOMETRY, *_PLAINLY),
+        operators._linear_pointwise(rows.to(dtype), weight, None, *_PLAINLY),
+    )
+
+
+def _tried_in_eight_bits(rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    operators = torch.ops.onednn
+    images = _TRIED_IMAGES.to(torch.uint8).contiguous(memory_format=torch.channels_last)
+    weight = operators.qconv_prepack(
+        _TRIED_WEIGHT.to(torch.int8), torch.ones(len(_TRIED_WEIGHT)), 1.0, 0, *_GEOMETRY, list(images.shape)
+    )
+    packed = operators.qlinear_prepack(matrix.to(torch.int8), list(rows.shape))
+    return (
+        operators.qconv2d_pointwise(
+            images, 1.0, 0, weight, *_unscaled(_TRIED_WEIGHT), *_GEOMETRY, 1.0, 0, torch.float32, *_PLAINLY
+        ),
+        operators.qlinear_pointwise(
+            rows.to(torch.uint8), 1.0, 0, packed, *_unscaled(matrix), 1.0, 0, torch.float32, *_PLAINLY
+        ),
+    )
+
+
+def _unscaled(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales, zeros and offsets that change nothing."""
+    channels = len(weight)
+    return torch.ones(channels), torch.zeros(channels, dtype=torch.int64), torch.zeros(channels)

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from experts.backends.onednn.calls import Arrangements, Call, Convolution, Linear
 from experts.backends.onednn.layouts import ConvolutionShape
+from experts.backends.weight_files import is_finite
 
 if TYPE_CHECKING:
     from experts.backends.onednn.fusion import FusedCall
@@ -42,7 +43,9 @@ class Levels:
         return int(self._row[1])
 
     def of(self, values: Tensor) -> Tensor:
-        """uint8, in the same memory format."""
+        """uint8, in the same memory format. Raises FloatingPointError for what is no number: no level tells it."""
+        if not is_finite(values):
+            raise FloatingPointError("a layer was given what is no number, or infinite")
         cut_off = torch.tensor(self.zero + 0.5)  # behind the point, that is: rounded
         return torch.add(cut_off, values, alpha=1.0 / self.scale).clamp_(0.0, 255.0).to(torch.uint8)
 

@@ -26,7 +26,8 @@ from experts.backends.onnx.answers import probe_images
 from experts.backends.onnx.pruning import keep_outputs
 from experts.backends.onnx.session import REFUSALS, session_once
 from experts.errors import OutputInvalid, WeightsMismatch
-from experts.expert import Anomaly, AnomalyMap, Prediction
+from experts.expert import OTHER_THRESHOLD, Anomaly, AnomalyMap, Prediction
+from experts.orientation import upright_map
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     import onnx
     from onnxruntime import InferenceSession
 
+    from experts.backends.base import Prepared
     from experts.expert import Expert
 
 RECIPE = "measures anomalies"  # in manifests: a graph packed as a classifier is packed anew as an anomaly expert
@@ -87,20 +89,19 @@ def noted_outputs(session: InferenceSession) -> AnomalyOutputs | None:
 
 
 def predictions(
-    expert: Expert, outputs: AnomalyOutputs, runs: Sequence[Sequence[np.ndarray]], count: int
+    expert: Expert, outputs: AnomalyOutputs, runs: Sequence[Sequence[np.ndarray]], batch: Sequence[Prepared]
 ) -> tuple[Prediction, ...]:
-    """One prediction for each of ``count`` images. ``runs``: what the graph answered with, time after time, by output.
+    """One prediction for each image of a batch. ``runs``: what the graph answered with, time after time, by output.
 
     Raises OutputInvalid for what is no number, and for an expert without a threshold.
     """
     if expert.threshold is None:
+        why = "it has no threshold" if expert.threshold_of is None else OTHER_THRESHOLD
         raise OutputInvalid(
-            expert.id,
-            f"it has no threshold: run `coserve experts threshold LINE.yaml {expert.id} --samples DATA`, "
-            "or write `threshold:`",
+            expert.id, f"{why}: run `coserve experts threshold LINE.yaml {expert.id} --samples DATA`, or write one"
         )
     parts = zip(*runs, strict=True)
-    answers = {name: _joined(values)[:count] for name, values in zip(outputs.names, parts, strict=True)}
+    answers = {name: _joined(values)[: len(batch)] for name, values in zip(outputs.names, parts, strict=True)}
     if not all(np.isfinite(values).all() for values in answers.values()):
         raise OutputInvalid(expert.id, "its output is not a number: check its weights")
     maps = None if outputs.map is None else _maps(answers[outputs.map])
@@ -111,7 +112,8 @@ def predictions(
         scores = _highest(maps)
     where = [None] * len(scores) if maps is None else list(maps)
     return tuple(
-        _prediction(expert, expert.threshold, float(score), each) for score, each in zip(scores, where, strict=True)
+        _prediction(expert, expert.threshold, float(score), each, prepared.orientation)
+        for score, each, prepared in zip(scores, where, batch, strict=True)
     )
 
 
@@ -125,12 +127,15 @@ def certainty(score: float, threshold: float) -> float:
     return 1 / (1 + math.exp(-distance)) if distance >= 0 else math.exp(distance) / (1 + math.exp(distance))
 
 
-def _prediction(expert: Expert, threshold: float, score: float, where: np.ndarray | None) -> Prediction:
+def _prediction(
+    expert: Expert, threshold: float, score: float, where: np.ndarray | None, orientation: int
+) -> Prediction:
     good, anomalous = expert.labels
     sure = certainty(score, threshold)
     if score < threshold:
         return Prediction(good, 1 - sure, anomaly=Anomaly(score, threshold))
-    return Prediction(anomalous, sure, anomaly=Anomaly(score, threshold, None if where is None else _small(where)))
+    shown = None if where is None else upright_map(_small(where), orientation)
+    return Prediction(anomalous, sure, anomaly=Anomaly(score, threshold, shown))
 
 
 def _small(values: np.ndarray) -> AnomalyMap:

@@ -1,9 +1,10 @@
 """What the values mean that an ONNX graph answers with: decided once, when it is packed, and noted in its program.
 
-Labels exclude one another, so an answer is one probability per label. Logits (or logarithms of probabilities) become
-that by a softmax; what is that already is taken as it is. Told by the operator that the graph ends in, where that says
-it: Softmax, or Sigmoid, which is refused, because its labels do not exclude one another and no one of them is the
-answer. Otherwise by its answers to made-up images: probabilities are what adds up to 1 for every one of them.
+An answer is one probability per label. Where labels exclude one another, logits (or logarithms of probabilities) become
+that by a softmax, those of `task: multilabel` by a sigmoid each; what is that already is taken as it is. Told by the
+operator that the graph ends in, where that says it: Softmax, or Sigmoid, and either is refused for the other task.
+Otherwise by its answers to made-up images: probabilities are what adds up to 1 for every one of them. Of a multilabel
+graph only operators tell it: numbers from 0 to 1 may be either, and a second sigmoid would make every label hold.
 Guarantees: an image's score does not depend on the images beside it. A graph of logits carries no note, so its program
 is byte for byte what device profiles know it by.
 """
@@ -14,8 +15,11 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
+from experts.backends.outputs import require_several_labels
 from experts.errors import OutputInvalid, WeightsMismatch
+from experts.expert import Task
 
 if TYPE_CHECKING:
     import onnx
@@ -31,7 +35,9 @@ ROUNDED_SUM_TOLERANCE = 0.05  # once they are known to be probabilities: quantis
 _KEEPING_VALUES = frozenset(
     {"Cast", "DequantizeLinear", "Dropout", "Flatten", "Identity", "QuantizeLinear", "Reshape", "Squeeze", "Unsqueeze"}
 )
-_INDEPENDENT = frozenset({"HardSigmoid", "Sigmoid"})
+INDEPENDENT = frozenset({"HardSigmoid", "Sigmoid"})
+EXCLUSIVE = frozenset({"LogSoftmax", "Softmax"})
+_LINEAR = frozenset({"Add", "Conv", "Gemm", "GlobalAveragePool", "MatMul", "ReduceMean"})
 
 
 class Answers(StrEnum):
@@ -54,13 +60,16 @@ def probe_images(height: int, width: int) -> np.ndarray:
 
 def answers_of(expert: Expert, model: onnx.ModelProto, rows: np.ndarray) -> Answers:
     """What a graph answers with; ``rows`` are its answers to the made-up images. Raises WeightsMismatch, see above."""
-    operator = _last_operator(model)
+    require_several_labels(expert)
+    operator = last_operator(model)
     known = rows[np.isfinite(rows).all(axis=1)]
-    if operator in _INDEPENDENT:
+    if expert.task is Task.MULTILABEL:
+        return _independent(expert, operator, known)
+    if operator in INDEPENDENT:
         raise WeightsMismatch(
             expert.id,
-            f"{expert.weights} ends in {operator}: its labels do not exclude one another, so none of them is the "
-            f"answer; if only one can hold, export it without that {operator}",
+            f"{expert.weights} ends in {operator}: its labels do not exclude one another - write `task: multilabel`, "
+            f"or if only one can hold, export it without that {operator}",
         )
     if operator == "Softmax" and not _are_probabilities(known, ROUNDED_SUM_TOLERANCE).all():
         raise WeightsMismatch(
@@ -69,6 +78,21 @@ def answers_of(expert: Expert, model: onnx.ModelProto, rows: np.ndarray) -> Answ
     if operator == "Softmax" or (len(known) and _are_probabilities(known).all()):
         return Answers.PROBABILITIES
     return Answers.LOGITS
+
+
+def _independent(expert: Expert, operator: str | None, known: np.ndarray) -> Answers:
+    if operator in EXCLUSIVE:
+        raise WeightsMismatch(
+            expert.id,
+            f"{expert.weights} ends in {operator}: its labels exclude one another - remove `task: multilabel`",
+        )
+    if operator not in INDEPENDENT | _LINEAR and bool(_are_within(known).all()):
+        raise WeightsMismatch(
+            expert.id,
+            f"{expert.weights} ends in {operator} and answers from 0 to 1, which may be probabilities or not: export "
+            "it so that it ends in one Sigmoid of all labels, or before that",
+        )
+    return Answers.PROBABILITIES if operator in INDEPENDENT else Answers.LOGITS
 
 
 def note(model: onnx.ModelProto, answers: Answers) -> None:
@@ -87,6 +111,8 @@ def probabilities(expert: Expert, rows: np.ndarray, answers: Answers) -> np.ndar
     if not np.isfinite(rows).all():
         raise OutputInvalid(expert.id, "its output is not a number: check its weights")
     rows = rows.astype(np.float32, copy=False)
+    if expert.task is Task.MULTILABEL:
+        return _each_probable(expert, rows, answers)
     if answers is Answers.LOGITS:
         powers = np.exp(rows - rows.max(axis=1, keepdims=True))
         softmax: np.ndarray = powers / powers.sum(axis=1, keepdims=True)
@@ -99,16 +125,38 @@ def probabilities(expert: Expert, rows: np.ndarray, answers: Answers) -> np.ndar
     return rows
 
 
+def _each_probable(expert: Expert, rows: np.ndarray, answers: Answers) -> np.ndarray:
+    if answers is Answers.LOGITS:
+        sigmoid: np.ndarray = torch.from_numpy(rows).sigmoid().numpy()
+        return sigmoid
+    if not _are_within(rows).all():
+        raise OutputInvalid(expert.id, "its output is not from 0 to 1, though it ends in a sigmoid: check its weights")
+    return rows.clip(0, 1)
+
+
+def _are_within(rows: np.ndarray) -> np.ndarray:
+    """Whether each value may be a probability."""
+    found: np.ndarray = (rows >= -ROW_SUM_TOLERANCE) & (rows <= 1 + ROW_SUM_TOLERANCE)
+    return found
+
+
 def _are_probabilities(rows: np.ndarray, tolerance: float = ROW_SUM_TOLERANCE) -> np.ndarray:
     """Whether each row is not negative and adds up to 1."""
     found: np.ndarray = (rows >= 0).all(axis=1) & (np.abs(rows.sum(axis=1, dtype=np.float64) - 1) <= tolerance)
     return found
 
 
-def _last_operator(model: onnx.ModelProto) -> str | None:
-    """The operator that made the values of the first output; None where they come from outside."""
+def last_operator(model: onnx.ModelProto) -> str | None:
+    """The operator that made the values of the first output; None where they come from outside.
+
+    Of outputs that were joined, that of all of them, and Concat where they have several.
+    """
     makers = {name: node for node in model.graph.node for name in node.output}
-    node = makers.get(model.graph.output[0].name)
-    while node is not None and node.op_type in _KEEPING_VALUES:
-        node = makers.get(node.input[0])
-    return None if node is None else str(node.op_type)
+    found, waiting = set(), [model.graph.output[0].name]
+    for name in waiting:
+        node = makers.get(name)
+        if node is not None and (node.op_type in _KEEPING_VALUES or node.op_type == "Concat"):
+            waiting += node.input[: None if node.op_type == "Concat" else 1]
+        else:
+            found.add(None if node is None else str(node.op_type))
+    return found.pop() if len(found) == 1 else "Concat"

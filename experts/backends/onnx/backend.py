@@ -1,4 +1,6 @@
-"""ONNX graphs on ONNX Runtime: classifiers, detectors and anomaly experts exported by whatever made them; float32 only.
+"""ONNX graphs on ONNX Runtime: classifiers, detectors and anomaly experts exported by whatever made them.
+
+They take and answer float32; between them a graph may compute with eight bits, as its quantiser left it.
 
 A session that owned its weights would have to be built anew for each expert, which takes most of a second. So the
 weights are lifted out of the graph at packing, after ONNX Runtime's own folding of constants and BatchNorm, and become
@@ -23,11 +25,14 @@ from experts.backends.base import Packable
 from experts.backends.letterbox import filled, letterboxed
 from experts.backends.onnx import anomaly, detections
 from experts.backends.onnx.answers import PROBES, RECIPE, answers_of, note, noted, probabilities, probe_images
-from experts.backends.onnx.layouts import read_detections
+from experts.backends.onnx.heading import read_heading
+from experts.backends.onnx.layouts import read_detections, require_names
 from experts.backends.onnx.memory import peak_bytes
-from experts.backends.onnx.pruning import keep_outputs, take_batches
+from experts.backends.onnx.pruning import add_what_is_no_number, keep_outputs, take_batches
+from experts.backends.onnx.sandbox import packed_apart
 from experts.backends.onnx.session import REFUSALS, optimised, session_once, shared_session
-from experts.backends.pixels import stretched
+from experts.backends.outputs import label_by_label
+from experts.backends.pixels import cropped, stretched
 from experts.backends.streams import await_writes
 from experts.backends.weight_files import is_finite, read_onnx
 from experts.errors import WeightsCorrupt, WeightsMismatch, WeightsRefused
@@ -47,9 +52,19 @@ WEIGHT_READERS = frozenset(
     {"Add", "BatchNormalization", "Conv", "ConvTranspose", "Div", "Gemm", "GroupNormalization", "InstanceNormalization"}
     | {"LayerNormalization", "MatMul", "Mul", "PRelu", "Sub"}
 )  # a smaller one is a weight if only these read it; elsewhere it may steer shapes, and has to stay constant
-_FITTED = {Fit.STRETCHED: stretched, Fit.LETTERBOXED: letterboxed, Fit.FILLED: filled}
+FEW_BITS = "weights of few bits lie beside the program"  # in manifests
+QUANTISED = frozenset({TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16, TensorProto.INT32})
+QUANTISED_READERS = frozenset(  # and which of their inputs are weights of few bits, whose scales stay constant
+    {("DequantizeLinear", 0), ("QLinearConv", 3), ("QLinearConv", 8), ("QLinearMatMul", 3)}
+    | {("ConvInteger", 1), ("MatMulInteger", 1)}
+)
+SCALED = frozenset({"DequantizeLinear", "QuantizeLinear", "QLinearConv", "QLinearMatMul"})
+_FITTED = {Fit.STRETCHED: stretched, Fit.CROPPED: cropped, Fit.LETTERBOXED: letterboxed, Fit.FILLED: filled}
 NOISY = slice(2, 4)  # of the made-up images: what says most about boxes
-NUMPY_TYPES = {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}
+NUMPY_TYPES = {
+    torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16,
+    torch.int8: np.int8, torch.uint8: np.uint8, torch.int16: np.int16, torch.int32: np.int32,
+}  # fmt: skip
 
 
 class OnnxSkeleton:
@@ -88,8 +103,11 @@ class OnnxSkeleton:
         if self._layout is not None:
             return detections.predictions(expert, self._layout, parts, batch)
         if self._anomaly is not None:
-            return anomaly.predictions(expert, self._anomaly, parts, len(batch))
-        rows = probabilities(expert, np.concatenate([part[0] for part in parts])[: len(batch)], self._answers)
+            return anomaly.predictions(expert, self._anomaly, parts, batch)
+        answers = _by_label(expert, np.concatenate([part[0] for part in parts])[: len(batch)])
+        rows = probabilities(expert, answers, self._answers)
+        if expert.task is Task.MULTILABEL:
+            return label_by_label(expert, rows.tolist())
         return tuple(Prediction(expert.labels[int(row.argmax())], float(row.max())) for row in rows)
 
     def fed(self, images: Tensor) -> IOBinding:
@@ -126,19 +144,9 @@ class OnnxBackend:
             raise WeightsMismatch(expert.id, f"ONNX graphs run in fp32 only, not in {precision}")
         if expert.weights.suffix != ".onnx":
             raise WeightsRefused(expert.id, f"{expert.weights}: architecture onnx takes an .onnx file")
-        model = read_onnx(expert.id, expert.weights)
-        images = _images_of(expert, model)
-        take_batches(model, images)
-        _require_fitting_input(expert, images)
-        try:
-            folded = _understood(expert, model, images)
-        except REFUSALS as error:
-            raise WeightsMismatch(expert.id, f"{expert.weights} does not run on ONNX Runtime: {error}") from error
-        tensors = _lift(folded)
-        for name, tensor in tensors.items():
-            if not is_finite(tensor):
-                raise WeightsCorrupt(expert.id, f"{expert.weights}: {name} holds values that are not numbers")
-        return Packable(tensors, program=folded.SerializeToString(deterministic=True))
+        if expert.task is not Task.ANOMALY:  # whose labels are the line's own words
+            require_names(expert, read_heading(expert.id, expert.weights).names)
+        return packed_apart(expert)
 
     def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
         return self.skeleton(expert, precision, program, device)  # it holds the session
@@ -150,16 +158,42 @@ class OnnxBackend:
         return _FITTED[expert.pixels.fit](image, expert.pixels)
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
-        if expert.task is Task.ANOMALY:
-            return anomaly.RECIPE
-        return RECIPE if expert.pixels.fit is Fit.STRETCHED else f"{detections.RECIPE}: {', '.join(expert.labels)}"
+        return f"{_recipe(expert)}; {FEW_BITS}"
 
     def token_bytes(self, expert: Expert, precision: Precision) -> int:
         return 0
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         status = expert.weights.stat()
-        return _workspace_bytes(expert, status.st_size, status.st_mtime_ns) * batch_size
+        stamp = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+        return _workspace_bytes(expert, stamp) * batch_size
+
+
+def _recipe(expert: Expert) -> str:
+    if expert.task is Task.ANOMALY:
+        return anomaly.RECIPE
+    if expert.task is Task.MULTILABEL:
+        return f"{RECIPE}, label by label"
+    is_detector = expert.pixels.fit in {Fit.LETTERBOXED, Fit.FILLED}
+    return f"{detections.RECIPE}: {', '.join(expert.labels)}" if is_detector else RECIPE
+
+
+def packed(expert: Expert) -> Packable:
+    """Its graph, read, tried on made-up images and taken apart, here: see ``sandbox``. Raises as ``Backend.pack``."""
+    model = read_onnx(expert.id, expert.weights)
+    images = _images_of(expert, model)
+    take_batches(model, images)
+    _require_fitting_input(expert, images)
+    try:
+        folded = _understood(expert, model, images)
+    except REFUSALS as error:
+        raise WeightsMismatch(expert.id, f"{expert.weights} does not run on ONNX Runtime: {error}") from error
+    add_what_is_no_number(folded)
+    tensors = _lift(folded)
+    for name, tensor in tensors.items():
+        if not is_finite(tensor):
+            raise WeightsCorrupt(expert.id, f"{expert.weights}: {name} holds values that are not numbers")
+    return Packable(tensors, program=folded.SerializeToString(deterministic=True))
 
 
 def _understood(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoProto) -> onnx.ModelProto:
@@ -169,7 +203,7 @@ def _understood(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoPr
         folded = optimised(model, GraphOptimizationLevel.ORT_ENABLE_BASIC)
         anomaly.note(folded, outputs)
         return folded
-    found = read_detections(expert)
+    found = None if expert.task is Task.MULTILABEL else read_detections(expert)
     if found is not None:
         keep_outputs(model, found.outputs)
         if found.at_once is not None:
@@ -184,11 +218,19 @@ def _understood(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoPr
     return folded
 
 
+def _by_label(expert: Expert, rows: np.ndarray) -> np.ndarray:
+    """(n, labels); a single label of each image may come without a dimension of its own."""
+    return rows[:, None] if rows.ndim == 1 and expert.task is Task.MULTILABEL else rows
+
+
 def _filled(images: Tensor, size: int) -> Tensor:
-    """Exactly ``size`` images: what a graph with a fixed batch wants; those added are empty."""
+    """Exactly ``size`` images: what a graph with a fixed batch wants; those added are the last one again.
+
+    Empty ones might be no numbers to the graph, where all that are asked about are.
+    """
     if len(images) == size:
         return images.contiguous()
-    return torch.cat((images, images.new_zeros((size - len(images), *images.shape[1:]))))
+    return torch.cat((images, images[-1:].expand(size - len(images), *images.shape[1:])))
 
 
 def _probe(session: InferenceSession, images: np.ndarray) -> Iterator[list[np.ndarray]]:
@@ -207,7 +249,8 @@ def _probed_at_once(session: InferenceSession) -> int:
 def _label_rows(expert: Expert, session: InferenceSession, images: np.ndarray) -> np.ndarray:
     """One row per made-up image. WeightsMismatch unless it answers every image with one value per label."""
     size, parts = _probed_at_once(session), []
-    for rows, *_ in _probe(session, images):
+    for first, *_ in _probe(session, images):
+        rows = _by_label(expert, first)
         if rows.ndim != 2 or rows.shape[0] != size:
             raise WeightsMismatch(
                 expert.id,
@@ -248,10 +291,10 @@ def _require_fitting_input(expert: Expert, images: onnx.ValueInfoProto) -> None:
 def _lift(model: onnx.ModelProto) -> dict[str, Tensor]:
     """Turn the weights of a graph into inputs; returns them by name, sorted. In place."""
     graph = model.graph
-    readers: defaultdict[str, set[str]] = defaultdict(set)
+    readers: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
     for node in graph.node:
-        for name in node.input:
-            readers[name].add(node.op_type)
+        for place, name in enumerate(node.input):
+            readers[name].add((node.op_type, place))
     weights = [tensor for tensor in graph.initializer if _is_weight(tensor, readers[tensor.name])]
     names = {tensor.name for tensor in weights}
     kept = [tensor for tensor in graph.initializer if tensor.name not in names]
@@ -265,15 +308,18 @@ def _lift(model: onnx.ModelProto) -> dict[str, Tensor]:
     return {tensor.name: torch.from_numpy(numpy_helper.to_array(tensor).copy()) for tensor in lifted}
 
 
-def _is_weight(tensor: onnx.TensorProto, readers: set[str]) -> bool:
-    if tensor.data_type not in {TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16}:
+def _is_weight(tensor: onnx.TensorProto, readers: set[tuple[str, int]]) -> bool:
+    if tensor.data_type in QUANTISED:
+        return bool(readers) and readers <= QUANTISED_READERS and numpy_helper.to_array(tensor).nbytes >= LIFTED_BYTES
+    operators = {operator for operator, _ in readers}
+    if tensor.data_type not in {TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16} or operators & SCALED:
         return False
     values = numpy_helper.to_array(tensor)
-    return values.nbytes >= LIFTED_BYTES or (values.size > 1 and bool(readers) and readers <= WEIGHT_READERS)
+    return values.nbytes >= LIFTED_BYTES or (values.size > 1 and bool(operators) and operators <= WEIGHT_READERS)
 
 
 @lru_cache(maxsize=1024)
-def _workspace_bytes(expert: Expert, size_bytes: int, mtime_ns: int) -> int:
+def _workspace_bytes(expert: Expert, stamp: tuple[int, ...]) -> int:
     """For one image; keyed by the file's stamp, so that other weights are looked at anew."""
     model = read_onnx(expert.id, expert.weights)
     images = _images_of(expert, model)

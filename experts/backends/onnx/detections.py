@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torchvision.ops import box_convert
 
-from experts.backends.boxes import CONFIDENCE_MINIMUM, prediction, selected, suppressed
+from experts.backends.boxes import prediction, selected, suppressed
 from experts.backends.onnx.layouts import Detections, Layout, fitting
 from experts.backends.outputs import require_numbers
 from experts.errors import OutputInvalid, WeightsMismatch
@@ -143,7 +143,7 @@ def _torchvision_rows(expert: Expert, boxes: np.ndarray, labels: np.ndarray, sco
 
 def _refuse_full(expert: Expert, scores: Tensor) -> None:
     """Raises OutputInvalid where every box that the graph has room for is one: it left out what had none."""
-    if bool((scores > CONFIDENCE_MINIMUM).all()):
+    if bool((scores > expert.confidence).all()):
         raise OutputInvalid(
             expert.id,
             f"it found {len(scores)} boxes in one image, all that its graph has room for: export it with a larger "

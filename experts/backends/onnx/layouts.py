@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from experts.backends.onnx.heading import FLOAT, FLOATS, INT64, read_heading
 from experts.errors import WeightsMismatch
-from experts.expert import Fit, Task
+from experts.expert import ONE_LABEL, Fit, Orientation, Task
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -67,10 +67,13 @@ class Detections:
 def input_of(expert: Expert) -> InputSpec:
     """What an expert's file wants to see: images of a detector are brought to its size as its exporter does it.
 
-    Raises as ``read_detections``.
+    Files of ultralytics' and YOLOv5's want them upright, as their loaders give them. Raises as ``read_detections``.
     """
-    found = read_detections(expert)
-    return expert.pixels if found is None else replace(expert.pixels, fit=found.fit)
+    heading = read_heading(expert.id, expert.weights)
+    found = _detections(expert, heading)
+    turned = Orientation.EXIF if "stride" in heading.metadata else Orientation.STORED
+    fit = expert.pixels.fit if found is None or expert.pixels.fit is Fit.CROPPED else found.fit
+    return replace(expert.pixels, fit=fit, orientation=turned)
 
 
 def read_detections(expert: Expert) -> Detections | None:
@@ -91,12 +94,19 @@ def require_served(expert: Expert) -> None:
     if expert.task is Task.ANOMALY:
         _require_measuring(expert, heading)
         return
-    if _detections(expert, heading) is not None:
+    is_multilabel = expert.task is Task.MULTILABEL
+    if not is_multilabel and _detections(expert, heading) is not None:
         if expert.pixels.normalize != "unit":
             raise WeightsMismatch(expert.id, f"{expert.weights} is a detector: set `input.normalize` to unit")
+        if expert.pixels.fit is Fit.CROPPED:
+            raise WeightsMismatch(expert.id, f"{expert.weights} is a detector, which is not cut: remove `input.fit`")
         return
     shape = heading.outputs[0].shape if heading.outputs else ()
-    if shape is not None and (len(shape) != 2 or shape[1] not in {None, len(expert.labels)}):
+    require_names(expert, heading.names)
+    if len(expert.labels) == 1 and not is_multilabel:
+        raise WeightsMismatch(expert.id, ONE_LABEL)
+    is_single = is_multilabel and shape is not None and len(shape) == len(expert.labels) == 1
+    if not is_single and shape is not None and (len(shape) != 2 or shape[1] not in {None, len(expert.labels)}):
         raise WeightsMismatch(
             expert.id,
             f"{expert.weights} answers {_shown(shape)}: for the {len(expert.labels)} labels that the line names, that "
@@ -149,12 +159,12 @@ def _detections(expert: Expert, heading: Heading) -> Detections | None:
             expert.id, f"{expert.weights} is exported for the task {task}, which is not served: detect and segment are"
         )
     if parts := _torchvision_outputs(heading):
-        _require_names(expert, heading)
+        require_names(expert, heading.names)
         return Detections((Layout.TORCHVISION,), parts, at_once=1)
     first = heading.outputs[0] if heading.outputs else None
     if first is None or first.shape is None or len(first.shape) != 3:
         return None
-    _require_names(expert, heading)
+    require_names(expert, heading.names)
     extra = _extra(heading)
     layouts = fitting(first.shape, len(expert.labels), extra) & _written_by(heading.metadata)
     if not layouts:
@@ -162,9 +172,12 @@ def _detections(expert: Expert, heading: Heading) -> Detections | None:
     return Detections(tuple(sorted(layouts)), (first.name,), extra, _suppressed_at_once(heading))
 
 
-def _require_names(expert: Expert, heading: Heading) -> None:
-    """Raises WeightsMismatch where the file's own labels are others in number, or the same ones in another order."""
-    names = heading.names
+def require_names(expert: Expert, names: tuple[str, ...] | None) -> None:
+    """``names``: the labels that a model's file tells of, in the order of its outputs; None where it tells none.
+
+    Raises WeightsMismatch where the line has others in number, or the same ones in another order. Other words for all
+    of them are the line's own.
+    """
     if names is None or expert.labels == names:
         return
     if len(names) != len(expert.labels):
@@ -175,7 +188,9 @@ def _require_names(expert: Expert, heading: Heading) -> None:
     moved = [label for label, name in zip(expert.labels, names, strict=True) if label != name and label in names]
     if moved:
         raise WeightsMismatch(
-            expert.id, f"{expert.weights} has the labels {_listed(names)}; the line has {moved[0]!r} in another place"
+            expert.id,
+            f"{expert.weights} has the labels {_listed(names)}, and the line {_listed(expert.labels)}: write them in "
+            "the order of the file",
         )
 
 

@@ -1,16 +1,28 @@
-"""ONNX graphs as they are asked: outputs that count stay, what only others need goes, and images come in batches."""
+"""ONNX graphs as they are asked: outputs that count stay, what only others need goes, and images come in batches.
+
+What is no number in the middle of a graph of few bits becomes a level there like any other, and a plausible answer. So
+whatever may make one before it is brought to levels is also added to the outputs, as 0 where all are numbers, and else
+as none: the answer is then refused as that of a graph in float32.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import numpy as np
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import onnx
+
+LEVELLING = frozenset({"QuantizeLinear", "DynamicQuantizeLinear"})
+UNBOUNDED = frozenset(  # operators that make what is no number, or infinite, of moderate numbers
+    {"Acos", "Acosh", "Asin", "Atanh", "Cosh", "Div", "Exp", "Log", "LpNormalization", "Mod", "Pow", "Reciprocal"}
+    | {"ReduceLogSum", "ReduceLogSumExp", "ReduceProd", "Sinh", "Sqrt", "Tan"}
+)
+FLOATS = frozenset({TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16})
 
 
 def take_batches(model: onnx.ModelProto, images: onnx.ValueInfoProto) -> None:
@@ -47,6 +59,40 @@ def keep_outputs(model: onnx.ModelProto, names: Sequence[str]) -> None:
     graph.ClearField("initializer")
     graph.initializer.extend(weights)
     graph.ClearField("value_info")
+
+
+def add_what_is_no_number(model: onnx.ModelProto) -> None:
+    """Let a graph of few bits answer with no number where any of its values is none. In place."""
+    graph = model.graph
+    levelled: set[str] = set()  # what levels are made of, at however many removes
+    for node in reversed(graph.node):
+        if node.op_type in LEVELLING or levelled.intersection(node.output):
+            levelled.update(_read_by(node))
+    doubted = [node.output[0] for node in graph.node if node.op_type in UNBOUNDED and node.output[0] in levelled]
+    if not doubted:
+        return
+    added = []
+    for number, name in enumerate(doubted):
+        zero = f"no number {number}"  # a difference of what is infinite, or no number, is none
+        added += [
+            helper.make_node("Sub", [name, name], [f"{zero} of each"]),
+            helper.make_node("Cast", [f"{zero} of each"], [f"{zero} in float"], to=TensorProto.FLOAT),
+            helper.make_node("ReduceSum", [f"{zero} in float"], [zero], keepdims=0),
+        ]
+    added.append(helper.make_node("Sum", [f"no number {number}" for number in range(len(doubted))], ["no number"]))
+    made = {name for node in graph.node for name in node.output}
+    for output in graph.output:
+        kind = output.type.tensor_type.elem_type
+        if kind in FLOATS and output.name in made:
+            hidden = f"{output.name} in any case"
+            for node in graph.node:
+                for names in (node.input, node.output):
+                    names[:] = [hidden if name == output.name else name for name in names]
+            added += [
+                helper.make_node("Cast", ["no number"], [f"no number for {output.name}"], to=kind),
+                helper.make_node("Add", [hidden, f"no number for {output.name}"], [output.name]),
+            ]
+    graph.node.extend(added)
 
 
 def _read_by(node: onnx.NodeProto) -> Iterator[str]:

@@ -46,7 +46,7 @@ class RuntimeSkeleton:
 
     def __init__(self, expert: Expert, program: bytes, device: str, answered: Answered) -> None:
         """Raises BackendUnavailable where this is not the CPU and the ONNX Runtime that the program is laid out for."""
-        if torch.device(device).type != "cpu":
+        if device != "cpu":
             raise BackendUnavailable(
                 f"{expert.architecture} in {Precision.ONNXRUNTIME}", f"it runs on the CPU, not on {device}"
             )

@@ -76,6 +76,18 @@ def session_once(program: bytes, *, is_final: bool = False) -> onnxruntime.Infer
     return onnxruntime.InferenceSession(program, _options(1, is_final=is_final), providers=[PROVIDERS["cpu"]])
 
 
+def try_runtime() -> None:
+    """Run one convolution on the CPU. Raises ArithmeticError for a wrong answer, and one of REFUSALS."""
+    shape, helper, numbers = [1, 1, 3, 3], onnx.helper, onnx.TensorProto.FLOAT
+    values = [helper.make_tensor_value_info(name, numbers, shape if name != "y" else [1, 1, 1, 1]) for name in "xwy"]
+    graph = helper.make_graph([helper.make_node("Conv", ["x", "w"], ["y"])], "trial", values[:2], values[2:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    ones = torch.ones(shape).numpy()
+    found = session_once(model.SerializeToString()).run(None, {"x": ones, "w": ones})[0]
+    if float(found.item()) != ones.size:
+        raise ArithmeticError(f"it convolves {ones.size} ones to {found.item():g}")
+
+
 def optimised(model: onnx.ModelProto, level: GraphOptimizationLevel, without: tuple[str, ...] = ()) -> onnx.ModelProto:
     """The graph after ONNX Runtime's optimisation for the CPU up to a level, ``without`` some of its optimizers.
 

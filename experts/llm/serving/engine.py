@@ -76,7 +76,8 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Quantum:
-    """What became of each turn. ``finished``: a text's label is its Ending, a router's the choice and its probability.
+    """What became of each turn. ``finished``: a text's label is its Ending, a router's the choice and its probability;
+    a router whose time was over has an empty one.
 
     ``lacking``: those of the unfinished that the arena had no room for, against their lease; they hold nothing.
     """
@@ -465,7 +466,9 @@ class LlmEngine:
         return Quantum(tuple(finished), tuple(unfinished), tuple(one for one in lacking if one in still))
 
     def _note_length(self, text: Text) -> None:
-        if isinstance(text.result, Prediction) and text.result.label in (Ending.STOP, Ending.LENGTH):
+        if not (isinstance(text, WrittenText) and isinstance(text.result, Prediction)):
+            return
+        if text.result.label in (Ending.STOP, Ending.LENGTH):
             self._lengths.ended(text.expert, text.written)
 
     def _left(self, text: Text) -> Left:

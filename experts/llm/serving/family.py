@@ -57,11 +57,6 @@ class Family:
     def device(self) -> torch.device:
         return self.models[0].device
 
-    @property
-    def shared_steps(self) -> int:
-        """How many steps run once for all."""
-        return sum(len(set(same)) == 1 for same in self._same)
-
     def hidden(self, batch: TokenBatch, key_values: KeyValues, owners: Sequence[int]) -> Tensor:
         """All tokens behind the last layer; ``owners``: of the batch's rows."""
         if len(set(owners)) == 1:

@@ -4,13 +4,16 @@ Iteration-level scheduling (Orca, OSDI 2022, section 3.1): every iteration picks
 leaves at once and whoever has come joins the next one. Long prompts are read in chunks beside those that write.
 
 Guarantees of ``plan``: no more rows and tokens than the limits, but at least one of each; those that write go on
-together, and take turns where there are more than rows; prompts are read in the order of their coming, so none waits
-for one that came later; one that is to be read always has a row, however many write.
+together, and take turns where there are more than rows; prompts share what an iteration may read, those that ran
+longest ago first where that is too little for all: what a short one lacks is read soon, however long others are; one
+that is to be read always has a row, however many write.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,17 +57,32 @@ class Pick:
 def plan(candidates: Sequence[Candidate], rows: int, prompt_tokens: int) -> list[Pick]:
     """Who runs. ``prompt_tokens``: how many may be read beside those that write; at least one row runs anyway."""
     writing = sorted((one for one in candidates if one.unread == 1), key=lambda one: (one.ran, one.came))
-    reading = sorted((one for one in candidates if one.unread > 1), key=lambda one: one.came)
+    reading = sorted((one for one in candidates if one.unread > 1), key=lambda one: (one.ran, one.came))
     if reading and (prompt_tokens > 0 or not writing):
         writing = writing[: max(rows - 1, 0)]
     picks = [Pick(one.request, 1) for one in writing[:rows]]
     left = max(prompt_tokens, 0 if picks else 1)
-    for one in reading[: rows - len(picks)]:
-        if left <= 0:
-            break
-        tokens = one.unread if one.is_whole else min(one.unread, left)
-        picks.append(Pick(one.request, tokens))
-        left -= tokens
+    reading = reading[: rows - len(picks)] if left > 0 else []
+    needed = list(accumulate(one.unread if one.is_whole else min(one.unread, LEAST_CHUNK_TOKENS) for one in reading))
+    sharing = max(bisect_right(needed, left), 1)  # a smaller part is not worth its row
+    picks += _shares(reading[:sharing], left)
+    left -= sum(pick.tokens for pick in picks[len(writing) :])
+    rest = [one for one in reading[sharing:] if not one.is_whole and left > 0]
+    return picks + _shares(rest[:1], left)
+
+
+def _shares(reading: Sequence[Candidate], tokens: int) -> list[Pick]:
+    """Equal parts of so many tokens; what one needs less is the others'. A whole one that is larger waits its turn."""
+    picks: list[Pick] = []
+    tokens = max(tokens, 0)
+    for place, one in enumerate(sorted(reading, key=lambda each: each.unread)):
+        part = -(-tokens // (len(reading) - place))
+        if one.is_whole and one.unread > part and one is not reading[0]:
+            continue
+        taken = one.unread if one.is_whole else min(one.unread, part)
+        if taken:
+            picks.append(Pick(one.request, taken))
+            tokens = max(tokens - taken, 0)
     return picks
 
 

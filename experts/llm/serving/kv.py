@@ -52,11 +52,6 @@ class KvLayout:
         return 2 * self.layers * self.kv_heads * self.head_bytes
 
 
-def kv_bytes_per_token(spec: ArchSpec, dtype: torch.dtype) -> int:
-    """What one token of this model takes in an arena."""
-    return KvLayout.of(spec, dtype).token_bytes
-
-
 @dataclass(frozen=True, slots=True)
 class Prefix:
     """The beginning of a text. ``weights``: what these tokens were read by, equal for the very same weights only."""

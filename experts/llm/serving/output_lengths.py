@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 REMEMBERED = 256  # texts of each expert: enough for a median, few enough to follow a change within a shift
-UNKNOWN_SHARE = 4  # of what it may write, a text of an expert that has ended none is expected to write a fourth
+UNKNOWN_SHARE = 4  # of what it may write, a text of an expert that has ended none is expected to write a fourth,
+UNKNOWN_MOST = 256  # and no more than so much, where it may fill a whole context: its lease grows as it does
 
 
 @dataclass(slots=True)
@@ -49,4 +50,4 @@ class OutputLengths:
 
     def _unknown(self, has_ended_any: bool, written: int, most: int) -> int:
         """Longer than all that are known: about as much again as there is."""
-        return 2 * written if has_ended_any else max(most // UNKNOWN_SHARE, 2 * written)
+        return 2 * written if has_ended_any else max(min(most // UNKNOWN_SHARE, UNKNOWN_MOST), 2 * written)

@@ -132,6 +132,10 @@ class RoutedText(Text):
         self._logprobs: dict[str, float] = {}  # of those tokens of each choice that were weighed
         self._pending = [label for label, tokens in self._choices.items() if len(tokens) > 1]
 
+    def end(self, ending: Ending) -> None:
+        """Without a label: one of its own may be called as the ending is."""
+        self.result = Prediction("", 1.0)
+
     @property
     def is_whole(self) -> bool:
         return bool(self._logprobs) and self.held == len(self.tokens)

@@ -7,6 +7,7 @@ is shown, wherever in tokens it begins and ends. What may be the beginning of on
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ HALF = "\ufffd"  # what a decoder shows of bytes that are no character, or not y
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """More of a text, with the tokens that were written since the last piece. Either may be empty."""
+    """More of a text, with the tokens that begin in it: none of what a stop string keeps back. There may be none."""
 
     text: str
     tokens: tuple[Sampled, ...] = ()
@@ -48,15 +49,18 @@ class TextWriter:
         self._words = Words(model.decode, prompt[-PATIENCE:])
         self._stops = StopStrings(check_stops(stops))
         self._tell = tell
-        self._untold: list[Sampled] = []
+        self._untold: deque[tuple[Sampled, int]] = deque()  # each with where in the text it begins
+        self._length = self._shown = 0  # characters that tokens made, and that were shown
 
     def write(self, sampled: Sampled) -> bool:
         """One more token; True where a stop string is complete: the text ends before it."""
         if self.is_stopped:
             return True
         self.written += 1
-        self._untold.append(sampled)
-        self._show(self._stops.add(self._words.add(sampled.token)))
+        self._untold.append((sampled, self._length))
+        more = self._words.add(sampled.token)
+        self._length += len(more)
+        self._show(self._stops.add(more))
         self.is_stopped = self._stops.is_complete
         return self.is_stopped
 
@@ -67,8 +71,11 @@ class TextWriter:
 
     def _show(self, text: str) -> None:
         if text:
-            told, self._untold = tuple(self._untold), []
-            self._tell(Piece(text, told))
+            self._shown += len(text)
+            told = []
+            while self._untold and self._untold[0][1] < self._shown:
+                told.append(self._untold.popleft()[0])
+            self._tell(Piece(text, tuple(told)))
 
 
 class Words:

@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from experts.errors import PromptInvalid, TokenizerUnusable
+from experts.errors import PromptInvalid, SamplingInvalid, TokenizerUnusable
+from experts.llm.serving.generation import Sampling
 from experts.llm.text.chat import ChatTemplate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 TEXT_FILES = (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE)
+DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a generation_config.json may give
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # which a chat template may name
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # of tokenizers like SentencePiece's, for what their words do not spell
 WORD_START = "\u2581"  # where those have a space
@@ -36,6 +38,7 @@ class TextModel:
     expert: str
     context_tokens: int
     stop_tokens: frozenset[int]
+    sampling: Mapping[str, Any]  # what its generation_config.json says of it
     chat: ChatTemplate | None
     _tokenizer: Tokenizer
     _is_byte_level: bool
@@ -47,10 +50,12 @@ class TextModel:
         settings = _object(files, TOKENIZER_CONFIG, expert)
         description = _object(files, TOKENIZER, expert, is_needed=True)
         tokenizer = _tokenizer(files[TOKENIZER], expert)
+        generation = _object(files, GENERATION_CONFIG, expert)
         return cls(
             expert,
             _context_tokens(config, expert),
-            _stop_tokens(config, _object(files, GENERATION_CONFIG, expert), settings, tokenizer),
+            _stop_tokens(config, generation, settings, tokenizer),
+            _sampling(generation, expert),
             _chat(files, settings, expert),
             tokenizer,
             '"ByteLevel"' in json.dumps(description.get("decoder")),
@@ -72,16 +77,18 @@ class TextModel:
         """The tokens to have this text continued. Raises PromptInvalid for none, or for more than the context has."""
         return self.checked(self.encode(text), "prompt")
 
-    def chat_prompt_of(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def chat_prompt_of(
+        self, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any] | None = None
+    ) -> tuple[int, ...]:
         """The tokens to have a chat's next message written. Raises PromptInvalid; TokenizerUnusable without a template.
 
-        ``messages``: each with a role and its content, as the template wants them.
+        ``messages``: each with a role and its content, as the template wants them; ``told``: what else it is told.
         """
         if self.chat is None:
             raise TokenizerUnusable(
                 self.expert, TOKENIZER_CONFIG, "the model has no chat template: give it a prompt to continue instead"
             )
-        return self.checked(self.encode(self.chat.render(messages), adds_special=False), "messages")
+        return self.checked(self.encode(self.chat.render(messages, told), adds_special=False), "messages")
 
     def checked(self, prompt: tuple[int, ...], field: str) -> tuple[int, ...]:
         """The same prompt. Raises PromptInvalid, naming this field, for one that the model cannot continue."""
@@ -101,6 +108,14 @@ class TextModel:
     def tokens(self) -> int:
         """How many tokens there are to tell apart: one more than the largest."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def drawn(self, asked: Sampling, given: Container[str]) -> Sampling:
+        """How tokens are drawn for a caller: as asked, where it differs from the usual or was ``given``."""
+        usual = Sampling()
+        own = {name: value for name, value in self.sampling.items() if name not in given}
+        return replace(
+            asked, **{name: value for name, value in own.items() if getattr(asked, name) == getattr(usual, name)}
+        )
 
     def token_bytes(self, token: int) -> bytes:
         """What one token stands for; it may be a part of a character. Special ones are spelled out."""
@@ -154,6 +169,16 @@ def _stop_tokens(
     spelled = _spelled(settings.get("eos_token"))
     own = None if spelled is None else tokenizer.token_to_id(spelled)
     return frozenset(one for one in (*several, own) if isinstance(one, int) and not isinstance(one, bool))
+
+
+def _sampling(generation: Mapping[str, Any], expert: str) -> dict[str, Any]:
+    """How the model wants its tokens drawn, whatever ``do_sample`` says, which few files keep up with the rest."""
+    found = {name: generation[name] for name in DEFAULTS if generation.get(name) is not None}
+    try:
+        Sampling(**found)
+    except SamplingInvalid as error:
+        raise TokenizerUnusable(expert, GENERATION_CONFIG, str(error)) from error
+    return found
 
 
 def _spelled(token: object) -> str | None:

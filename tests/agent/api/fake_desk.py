@@ -18,12 +18,14 @@ from agent.api.calls.desk import (
     Model,
     Order,
     Part,
+    Place,
     PoolView,
     QueueView,
     ReloadView,
     ShadowsView,
     SourceView,
     StatusView,
+    StoredView,
     TextEnd,
     TextListener,
     TextModelView,
@@ -34,7 +36,7 @@ from agent.api.calls.desk import (
 )  # fmt: skip
 from experts.daemon_threads import DaemonThreads
 from experts.errors import OrderRefused, Refusing
-from experts.expert import AnomalyMap, BoundingBox, Verdict
+from experts.expert import AnomalyMap, BoundingBox, LabelScore, Verdict
 from experts.llm.serving.generation import Ending
 from experts.map_pictures import map_png
 
@@ -96,7 +98,9 @@ class FakeDesk:
     orders: list[Order] = field(default_factory=list)  # all that were taken
     under_way: list[FakeTicket] = field(default_factory=list)
     withdrawn: list[Order] = field(default_factory=list)
+    file: str = "f11e"  # the results file's identity
     results: list[Part] = field(default_factory=list)
+    board_changes: list[BoardView] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
     unloaded: list[str] = field(default_factory=list)
     is_stopping: bool = False
@@ -240,6 +244,7 @@ class FakeDesk:
             queue_s=0.125,
             compute_s=0.25,
             anomalies=(AnomalyView("look/solder", 3.5, 1.25, shown),) if STRANGE in image else (),
+            outputs=(LabelScore("bent", 0.75, 0.5),) if STRANGE in image else (),
         )
 
     def _stored(self, part: Part, is_kept: bool) -> Part:
@@ -251,10 +256,11 @@ class FakeDesk:
             part = Part(**{name: getattr(part, name) for name in Part.__slots__} | {"seq": len(self.results) + 1})
             self.results.append(part)
             for tell in list(self._subscribers):
-                tell(part)
+                tell()
             if part.board and len(self._of_board(part.board)) == 2:
+                self.board_changes.append(self._board(part.board))
                 for tell in list(self._subscribers):
-                    tell(self._board(part.board))
+                    tell()
             return part
 
     def subscribe(self, tell):
@@ -273,13 +279,16 @@ class FakeDesk:
     def watchers(self) -> int:
         return len(self._subscribers)
 
-    def results_after(self, seq: int, limit: int, *, with_maps: bool = False) -> list[Part]:
+    def stored_after(self, seq: int, board: int, limit: int, *, with_maps: bool = False) -> StoredView:
         with self._lock:
             found = [part for part in self.results if part.seq > seq][:limit]
+            boards = [] if len(found) == limit else self.board_changes[board : board + limit]
+            end = Place(self.file, len(self.results), len(self.board_changes))
         shown = MAP if with_maps else None
-        return [
+        parts = [
             replace(part, anomalies=tuple(replace(each, map_png=shown) for each in part.anomalies)) for part in found
         ]
+        return StoredView(end, tuple(parts), tuple(enumerate(boards, start=board + 1)))
 
     def models(self) -> list[Model]:
         routes = [Model(name, experts, ("good", "bad"), (8, 8), 4, True) for name, experts in ROUTES.items()]
@@ -318,12 +327,14 @@ class FakeDesk:
         with self._lock:
             return [self._board(serial)] if self._of_board(serial) and board_type in {None, "main"} else []
 
-    def trigger(self, camera: str, board: str | None = None, board_type: str | None = None) -> str:
+    def trigger(
+        self, camera: str, board: str | None = None, board_type: str | None = None, key: str | None = None
+    ) -> str:
         if camera != "top":
             raise OrderRefused(Refusing.NOT_FOUND, f"no camera {camera!r}")
         if board is None:
             raise OrderRefused(Refusing.NOT_NOW, "the camera is offline")
-        return f"{camera}/{board}"
+        return f"{camera}/{key or board}"
 
     def status(self) -> StatusView:
         with self._lock:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +11,7 @@ import grpc
 import pytest
 
 from agent.api.calls.desk import BoardView, Part
-from agent.api.client import Access, AgentClient
+from agent.api.client import EVERYTHING, Access, AgentClient
 from experts.errors import AgentUnreachable, OrderRefused, Refusing
 from experts.expert import Verdict
 
@@ -49,18 +51,27 @@ def test_what_is_refused_says_why(client, desk):
 def test_the_rest_is_what_the_desk_says(client, desk):
     status = client.status()
     assert status == desk.status()
-    (part,) = client.inspect([b"x"], "resistor", board="B1")
+    list(client.inspect([b"x"], "resistor", board="B1"))
     assert client.boards("B1") == desk.boards("B1")
     with pytest.raises(OrderRefused):
         client.boards("B9")
     assert client.trigger("top", "B1") == "top/B1"
     assert client.explain("cls/resistor") == tuple(desk.explain("cls/resistor"))
     assert client.reload() == desk.reload()
-    events = client.watch(after_seq=0)
-    assert next(events) == part
+
+
+def test_who_watches_is_told_where_to_watch_on_from(client, desk):
+    list(client.inspect([b"x"], "resistor", board="B1"))
+    events = client.watch(EVERYTHING)
+    first, place = next(events)
+    assert first == desk.results[0]
     list(client.inspect([b"x"], "capacitor", board="B1"))
-    assert [type(next(events)) for _ in range(2)] == [Part, BoardView]
+    rest = [next(events)[0] for _ in range(2)]
+    assert [type(each) for each in rest] == [Part, BoardView]
     events.close()
+    again = client.watch(place)
+    assert [next(again)[0] for _ in range(2)] == rest
+    again.close()
     desk.wait_for(lambda desk: not desk.watchers)
 
 
@@ -69,6 +80,21 @@ def test_where_nobody_answers_it_asks_whether_the_agent_runs(tmp_path):
         with AgentClient(address) as client, pytest.raises(AgentUnreachable) as error:
             client.status()
         assert str(error.value).startswith(f"{address}: nobody answers - is the agent running")
+
+
+def test_who_may_not_open_the_socket_is_told_so(tmp_path):
+    me, path = os.geteuid(), tmp_path / "a.sock"
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(str(path))
+        door.listen()
+        path.chmod(0)
+        if me == 0:
+            os.seteuid(65534)  # whom nothing lets in
+        try:
+            with AgentClient(f"unix:{path}") as client, pytest.raises(AgentUnreachable, match="this user may not open"):
+                client.status()
+        finally:
+            os.seteuid(me)
 
 
 def test_who_is_no_agent_is_told_from_one():

@@ -46,7 +46,8 @@ def test_images_are_inspected_and_a_refusal_is_told(server, desk, capsys):
         "NG bad 0.75",
         "NOT_FOUND NOT_FOUND None no route for 'no-such-one', no expert None",
     ]
-    assert [(part.key, part.board, part.ref) for part in desk.results] == [("B1042/R17", "B1042", "R17")]
+    assert [(part.key[:10], part.board, part.ref) for part in desk.results] == [("B1042/R17/", "B1042", "R17")] * 2
+    assert len({part.key for part in desk.results}) == 2
 
 
 def test_results_are_followed_until_the_agent_stops(server, desk, capsys):

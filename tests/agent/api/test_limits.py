@@ -11,6 +11,7 @@ import time
 import tracemalloc
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def test_a_large_image_is_taken_and_one_that_is_too_large_is_told_from_a_full_qu
     """AC16."""
     (part,) = agent.Inspect(pb.InspectRequest(file=bytes(12_000_000), component="resistor"), timeout=DEADLINE_S).parts
     assert part.verdict == pb.VERDICT_OK
-    request = pb.InspectRequest(file=bytes(65 * MEBIBYTE), component="resistor")
+    request = pb.InspectRequest(file=bytes(16 * MEBIBYTE), component="resistor")
     large = refused(agent.Inspect, request, timeout=DEADLINE_S)
     assert (large.code(), metadata(large)) == (
         grpc.StatusCode.RESOURCE_EXHAUSTED, {"coserve-reason": "MESSAGE_TOO_LARGE"},
@@ -62,8 +63,8 @@ def test_a_large_image_is_taken_and_one_that_is_too_large_is_told_from_a_full_qu
 
 
 def test_what_grpc_itself_refuses_carries_no_reason_of_ours(agent):
-    """AC16: a message above twice the limit is never received, so that it is told by gRPC alone, and without a hint."""
-    request = pb.InspectRequest(file=bytes(129 * MEBIBYTE), component="resistor")
+    """AC16: a message far above the limit is never received, so that it is told by gRPC alone, and without a hint."""
+    request = pb.InspectRequest(file=bytes(18 * MEBIBYTE), component="resistor")
     large = refused(agent.Inspect, request, timeout=DEADLINE_S)
     assert large.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "larger than max" in large.details()
@@ -248,7 +249,7 @@ from tests.agent.api.conftest import section
 from tests.agent.api.fake_desk import FakeDesk
 gc.disable()  # what is let go by the collector alone is not let go in time
 desk = FakeDesk(**json.loads(sys.argv[2]))
-limits = {"memory": "32MiB", "message": "16MiB"}
+limits = {"memory": "32MiB", "message": "16MiB"} | json.loads(sys.argv[3])
 server = ApiServer(section(Path(sys.argv[1]), grpc="unix:./a.sock", limits=limits), desk)
 server.start()
 def peak_kib():  # not ru_maxrss: that begins with what the parent took
@@ -278,8 +279,8 @@ class Busy:
 
 
 @contextmanager
-def busy_process(folder, **desk):
-    command = [sys.executable, "-c", BUSY_PROCESS, str(folder), json.dumps(desk)]
+def busy_process(folder, limits=None, **desk):
+    command = [sys.executable, "-c", BUSY_PROCESS, str(folder), json.dumps(desk), json.dumps(limits or {})]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout.readline() == "serving\n"
@@ -316,16 +317,95 @@ def test_an_image_that_waits_is_in_memory_once(tmp_path, is_stream):
 
 
 def test_a_stream_that_stays_open_holds_nothing_of_its_last_order(tmp_path):
-    """AC18: 320 MB come over 40 streams, one after the other, and all of them stay open."""
+    """AC18: 320 MB come over 40 streams, one after the other, and all of them stay open, for which there is room."""
     order = pb.StreamOrder(id="a", order=pb.InspectRequest(file=bytes(8_000_000), component="nobody"))
     end = threading.Event()
-    with busy_process(tmp_path) as busy:
+    with busy_process(tmp_path, limits={"memory": "512MiB", "message": "9MiB"}) as busy:
         streams = []
         for _ in range(40):
             streams.append(busy.agent.InspectStream(chain([order], silent(end)), timeout=DEADLINE_S))
             assert next(streams[-1]).refused.reason == "NOT_FOUND"
         assert busy.grown_bytes() < 150 * MEBIBYTE
         end.set()
+
+
+def test_streams_that_send_large_images_at_once_take_no_more_memory_than_they_may(tmp_path):
+    """64 streams of 16 MiB are sent at once, a GiB; there is room for five messages, three of them of streams."""
+    order = pb.StreamOrder(id="a", order=pb.InspectRequest(file=bytes(16 * MEBIBYTE - 1000), component="nobody"))
+    end, told = threading.Event(), Counter()
+    with busy_process(tmp_path) as busy:
+
+        def send():
+            with grpc.insecure_channel(f"unix:{tmp_path}/a.sock", (("grpc.use_local_subchannel_pool", 1),)) as channel:
+                agent = inspection_pb2_grpc.InspectionStub(channel)
+                try:
+                    answers = agent.InspectStream(chain([order], silent(end)), timeout=DEADLINE_S)
+                    told[next(answers).refused.reason] += 1
+                    end.wait(DEADLINE_S)
+                except grpc.RpcError as error:
+                    told[metadata(error)["coserve-reason"]] += "a smaller limits.message" in error.details()
+
+        callers = [threading.Thread(target=send) for _ in range(64)]
+        for caller in callers:
+            caller.start()
+        wait_until(lambda: told.total() == 64)
+        assert told == {"NOT_FOUND": 3, "QUEUE_FULL": 61}
+        request = pb.InspectRequest(file=bytes(16 * MEBIBYTE - 1000), component="resistor", is_question=True)
+        assert busy.agent.Inspect(request, timeout=DEADLINE_S).parts  # streams take no call's room
+        assert busy.agent.Status(pb.StatusRequest(), timeout=DEADLINE_S).line == "test"
+        assert busy.grown_bytes() < 250 * MEBIBYTE
+        end.set()
+        for caller in callers:
+            caller.join()
+
+
+def test_sixteen_stations_stream_images_of_a_few_megabytes_beside_other_calls_with_the_limits_as_they_come(agent):
+    """All at once, each over its own stream, which stays open between two boards."""
+    end = threading.Event()
+    request = pb.InspectRequest(file=bytes(5_000_000), component="resistor", is_question=True)
+    order = pb.StreamOrder(id="a", order=request)
+    streams = [agent.InspectStream(chain([order], silent(end)), timeout=DEADLINE_S) for _ in range(16)]
+    for stream in streams:
+        answers = [next(stream), next(stream)] if not request.is_question else [next(stream)]
+        assert answers[-1].judged.parts
+    assert agent.Inspect(request, timeout=DEADLINE_S).parts
+    assert metadata(refused(next, agent.InspectStream(silent(end))))["coserve-reason"] == "QUEUE_FULL"
+    end.set()
+
+
+def test_watchers_take_no_stream_s_place_and_streams_none_of_theirs(agent, desk, server, monkeypatch):
+    most = {kind: server._door._at_most[kind] for kind in ("stream", "watcher")}
+    monkeypatch.setitem(server._door._at_most, "watcher", 4)
+    end = threading.Event()
+    watchers = [agent.WatchResults(pb.WatchResultsRequest(), timeout=DEADLINE_S) for _ in range(4)]
+    desk.wait_for(lambda desk: desk.watchers == 4)
+    streams = [agent.InspectStream(silent(end), timeout=DEADLINE_S) for _ in range(most["stream"])]
+    wait_until(lambda: server.calls == 4 + most["stream"])
+    more = agent.WatchResults(pb.WatchResultsRequest()), agent.InspectStream(silent(end))
+    full = [refused(next, each) for each in more]
+    assert [metadata(each)["coserve-reason"] for each in full] == ["QUEUE_FULL"] * 2
+    assert agent.Inspect(pb.InspectRequest(file=b"x", component="resistor"), timeout=DEADLINE_S).parts
+    assert all(next(watcher).result.seq == 1 for watcher in watchers)
+    for stream in streams:
+        stream.cancel()
+    again = agent.InspectStream(iter([pb.StreamOrder(id="a")]), timeout=DEADLINE_S)
+    assert next(again).refused.reason == "INVALID"
+    end.set()
+
+
+def test_who_reads_nothing_of_a_stream_loses_its_place(channel, agent, desk, server, monkeypatch):
+    """A watcher that hangs holds its place, and what waits for it, for so long and no longer."""
+    monkeypatch.setattr(server._door, "stall_s", 0.2)
+    many = desk._part(Order(b"x", component="resistor"), "resistor")
+    many = replace(many, reason="x" * 100_000)
+    for _ in range(200):
+        desk.commit(many)  # more than is held for a call on its way
+    events = agent.WatchResults(pb.WatchResultsRequest(after_seq=0), timeout=DEADLINE_S)
+    wait_until(lambda: server.calls == 1)
+    wait_until(lambda: server.calls == 0)
+    assert desk.watchers == 0
+    with pytest.raises(grpc.RpcError, match="nothing was read"):
+        list(events)
 
 
 def test_a_call_of_millions_of_images_is_refused_before_there_is_an_order_of_each(channel, agent, desk):
@@ -439,7 +519,7 @@ def test_a_caller_that_never_sends_is_given_up(agent, channel, server, monkeypat
     end.set()
 
 
-def test_no_more_is_received_than_a_busy_desk_has_counted(agent, desk, server):
+def test_no_more_is_received_than_a_busy_desk_has_counted(serve, desk):
     """A desk that takes long to count an order, as while it looks at a large image: the others wait outside."""
     may_go, given = threading.Event(), []
 
@@ -449,17 +529,21 @@ def test_no_more_is_received_than_a_busy_desk_has_counted(agent, desk, server):
         return take(order, listener)
 
     take, desk.order = desk.order, order
-    calls = [agent.Inspect.future(pb.InspectRequest(file=b"x", component="resistor")) for _ in range(30)]
-    wait_until(lambda: server.calls == 30)
-    assert agent.Status(pb.StatusRequest(), timeout=DEADLINE_S).line == "test"
-    assert server.orders_under_way <= 4
-    may_go.set()
-    assert Counter(map(outcome, calls)) == {"judged": 30}
-    assert len(given) == 30
+    server = serve(limits={"memory": "1MiB", "message": "1MiB"})
+    request = pb.InspectRequest(file=bytes(MEBIBYTE - 1000), component="resistor")
+    with grpc.insecure_channel(server.addresses[0]) as channel:
+        agent = inspection_pb2_grpc.InspectionStub(channel)
+        calls = [agent.Inspect.future(request, timeout=DEADLINE_S) for _ in range(30)]
+        wait_until(lambda: server.calls == 30 and server.orders_under_way == 4)
+        assert agent.Status(pb.StatusRequest(), timeout=DEADLINE_S).line == "test"  # there is always room for it
+        assert server.orders_under_way == 4
+        may_go.set()
+        assert Counter(map(outcome, calls)) == {"judged": 30}
+        assert len(given) == 30
 
 
 def test_what_grpc_ends_by_itself_is_no_mistake_of_the_program(agent, channel, server, caplog):
-    large = pb.InspectRequest(file=bytes(129 * MEBIBYTE), component="resistor")
+    large = pb.InspectRequest(file=bytes(18 * MEBIBYTE), component="resistor")
     refused(agent.Inspect, large, timeout=DEADLINE_S)
     end = threading.Event()
     call = channel.stream_unary("/coserve.v1.Inspection/Inspect").future(silent(end), timeout=DEADLINE_S)

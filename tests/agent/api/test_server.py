@@ -15,10 +15,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from agent.api.calls.door import OPEN_AT_MOST
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
 from agent.api.server import SERVICES, ApiServer
+from agent.line_file.api import ApiSection
 from experts.errors import AddressUnusable
 from tests.agent.api.conftest import section
 
@@ -46,6 +46,16 @@ def test_a_unix_socket_is_its_owner_s_and_its_group_s(server):
     mode = path_of(server.addresses[0]).stat().st_mode
     assert stat.S_ISSOCK(mode)
     assert stat.S_IMODE(mode) == 0o660
+
+
+def test_the_local_door_is_its_owner_s_alone(tmp_path, desk):
+    server = ApiServer(ApiSection().with_local_door(tmp_path), desk)
+    server.start()
+    try:
+        assert stat.S_IMODE((tmp_path / "coserve.sock").stat().st_mode) == 0o600
+        assert status_at(server.addresses[0]).line == "test"
+    finally:
+        server.stop(0.0)
 
 
 def test_a_second_instance_is_refused_and_the_first_keeps_its_socket(server, tmp_path, desk):
@@ -159,8 +169,8 @@ class TestHealth:
         assert next(watched).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         watched.cancel()
 
-    def test_thousands_of_watchers_take_no_endless_memory_and_nobody_s_place(self, health, agent, monkeypatch):
-        monkeypatch.setitem(OPEN_AT_MOST, "health check", 3)
+    def test_thousands_of_watchers_take_no_endless_memory_and_nobody_s_place(self, health, agent, server, monkeypatch):
+        monkeypatch.setitem(server._door._at_most, "health check", 3)
         watchers = [health.Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S) for _ in range(3)]
         assert [next(watcher).status for watcher in watchers] == [SERVING] * 3
         with pytest.raises(grpc.RpcError) as error:

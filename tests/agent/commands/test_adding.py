@@ -16,14 +16,17 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from agent.commands.adding import Wishes, add_model
+from agent.commands.inspection import inspect_images
 from agent.config import read_line
 from coserve import app
 from experts.backends.classifier import build_trainable
 from experts.backends.detector import build_trainable as build_detector
 from experts.errors import ConfigError, ImageError, WeightsMismatch, WeightsUnclear
+from experts.expert import Task
+from experts.thresholds.binding import threshold_of
 
 BEGUN = "# my line\nline: mine  # its name\nstate: ./state\n"
-RESNET = Wishes(components=("coil",), labels=("ok", "bent"), size=(32, 32), normalize="imagenet")
+RESNET = Wishes(components=("coil",), task="multiclass", labels=("ok", "bent"), size=(32, 32), normalize="imagenet")
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,11 @@ def models(tmp_path_factory):
         helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), folder / "graph.onnx"
     )
     return folder
+
+
+def picture(path):
+    Image.new("RGB", (32, 32), (200, 200, 200)).save(path)
+    return path
 
 
 @pytest.fixture
@@ -95,7 +103,11 @@ def test_a_detector_is_asked_after_whoever_was_there(line, models):
 def test_a_graph_beside_the_line_is_served_from_where_it_is(line, models):
     own = line.parent / "graph.onnx"
     own.write_bytes((models / "graph.onnx").read_bytes())
-    added = add_model(line, own, Wishes(components=("coil",), labels=("ok", "bent"), normalize="unit", min_score=0.5))
+    added = add_model(
+        line,
+        own,
+        Wishes(components=("coil",), task="multiclass", labels=("ok", "bent"), normalize="unit", min_score=0.5),
+    )
     assert added.weights == own
     assert files_of(line) == {"line.yaml", "graph.onnx"}
     assert read_line(line, {}).catalog.components["coil"][0].min_score == 0.5
@@ -104,24 +116,24 @@ def test_a_graph_beside_the_line_is_served_from_where_it_is(line, models):
 def test_what_the_file_does_not_tell_is_asked_for_all_at_once(line, models):
     with pytest.raises(WeightsUnclear) as caught:
         add_model(line, models / "net 1.safetensors", Wishes())
-    assert caught.value.missing.keys() == {"labels", "size", "normalize", "component"}
+    assert caught.value.missing.keys() == {"task", "labels", "size", "normalize", "component"}
     assert "--labels" in str(caught.value)
     assert (line.read_text(), files_of(line)) == (BEGUN, {"line.yaml"})
 
 
 def test_labels_that_name_no_good_part_are_asked_about(line, models):
-    wishes = Wishes(components=("coil",), labels=("a", "b"), size=(32, 32), normalize="unit")
+    wishes = Wishes(components=("coil",), task="multiclass", labels=("a", "b"), size=(32, 32), normalize="unit")
     with pytest.raises(WeightsUnclear, match="--pass"):
         add_model(line, models / "net 1.safetensors", wishes)
 
 
 def test_another_number_of_labels_is_a_mistake(line, models):
     with pytest.raises(ConfigError, match="tells 2 labels apart, and --labels names 3"):
-        add_model(line, models / "net 1.safetensors", Wishes(labels=("a", "b", "c")))
+        add_model(line, models / "net 1.safetensors", Wishes(task="multiclass", labels=("a", "b", "c")))
 
 
 class TestLabelsOfTheFile:
-    WISHES = Wishes(components=("coil",), size=(32, 32), normalize="unit", passing=("gut",))
+    WISHES = Wishes(components=("coil",), task="multiclass", size=(32, 32), normalize="unit", passing=("gut",))
 
     @pytest.fixture
     def named(self, tmp_path):
@@ -149,7 +161,7 @@ class TestLabelsOfTheFile:
 
 
 def test_what_does_not_run_is_not_added(line, models):
-    wishes = Wishes(components=("coil",), labels=("ok", "bent"), size=(32, 32), normalize="unit")
+    wishes = Wishes(components=("coil",), task="multiclass", labels=("ok", "bent"), size=(32, 32), normalize="unit")
     with pytest.raises(WeightsMismatch, match="takes FLOAT"):
         add_model(line, models / "graph.onnx", wishes)
     assert (line.read_text(), files_of(line)) == (BEGUN, {"line.yaml"})
@@ -158,7 +170,7 @@ def test_what_does_not_run_is_not_added(line, models):
 def test_an_image_of_its_own_is_tried(line, models, tmp_path):
     image = tmp_path / "part.png"
     Image.new("RGB", (40, 30), (10, 200, 30)).save(image)
-    wishes = Wishes(components=("coil",), labels=("ok", "bent"), normalize="unit", image=image)
+    wishes = Wishes(components=("coil",), task="multiclass", labels=("ok", "bent"), normalize="unit", image=image)
     assert add_model(line, models / "graph.onnx", wishes).tried.image == str(image)
     with pytest.raises(ImageError):
         add_model(line, models / "graph.onnx", Wishes(**{**_given(wishes), "id": "cls/two", "image": line}))
@@ -242,11 +254,18 @@ class TestAnomalies:
     def test_one_with_a_threshold_judges(self, line, graph):
         added = add_model(line, graph, Wishes(components=("plate",), normalize="unit", threshold=0.1))
         assert added.as_json()["tried"]["label"] == "anomalous"
-        assert read_line(line, {}).catalog.experts["ano/bright"].threshold == 0.1
+        expert = read_line(line, {}).catalog.experts["ano/bright"]
+        assert (expert.threshold, expert.threshold_of) == (0.1, threshold_of(expert, added.sha256))
+        line.write_text(line.read_text().replace("normalize: unit", "normalize: imagenet"))
+        (row,) = inspect_images(read_line(line, {}), [picture(line.parent / "one.png")], "plate", lambda *_: None)
+        assert row["verdict"] == "UNKNOWN"
+        assert "its threshold was learned with other weights, or another input" in row["reason"]
 
 
 class TestTheCommand:
-    words = ("--component", "coil", "--labels", "ok, bent", "--size", "16", "--normalize", "unit")
+    words = (
+        "--component", "coil", "--task", "multiclass", "--labels", "ok, bent", "--size", "16", "--normalize", "unit",
+    )  # fmt: skip
 
     def run(self, *words):
         return CliRunner().invoke(app, ["experts", "add", *map(str, words)])
@@ -282,3 +301,95 @@ class TestTheCommand:
         done = self.run(line, models / "graph.onnx")
         assert done.exit_code == 1
         assert "normalize: a graph does not tell" in done.stderr
+
+
+class TestPixels:
+    """What a file tells of how images come to its model."""
+
+    OWN = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}  # noqa: RUF012  # of a test
+
+    def saved(self, folder, **arguments):
+        network = build_trainable("resnet18", 2, stem="3x3")
+        said = {
+            "val_resize_size": 40,
+            "val_crop_size": 32,
+            "interpolation": "bicubic",
+            "loss": "ce",
+            **self.OWN,
+            **arguments,
+        }
+        torch.save({"model": network.state_dict(), "classes": ["ok", "bent"], "args": said}, folder / "net.pth")
+        return folder / "net.pth"
+
+    def test_it_is_taken_with_the_keys_that_say_it_and_served(self, line, tmp_path):
+        added = add_model(line, self.saved(tmp_path), Wishes(components=("coil",)))
+        fit = {"resize": 40, "crop": 32, "interpolation": "bicubic"}
+        assert added.entry["input"] == {"size": [32, 32], "normalize": self.OWN, "fit": fit}
+        assert added.sure["size"] == "args.val_crop_size"
+        assert added.sure["normalize"] == "args.mean, std"
+        assert added.sure["fit"] == "args.val_resize_size, val_crop_size, interpolation"
+        pixels = read_line(line, {}).catalog.experts["cls/net"].pixels
+        assert (pixels.resize, pixels.interpolation, pixels.normalize.mean) == (40, "bicubic", (0.5, 0.5, 0.5))
+
+    def test_a_cut_for_another_size_is_not_taken_over(self, line, tmp_path):
+        file, wishes = self.saved(tmp_path), Wishes(components=("coil",), size=(48, 48))
+        with pytest.raises(WeightsUnclear, match=r"fit: the file has {resize: 40, .* another size: --fit"):
+            add_model(line, file, wishes)
+        assert "fit" not in add_model(line, file, replace(wishes, fit="stretched")).entry["input"]
+
+    def test_numbers_that_are_given_come_before_the_files_and_both_are_told(self, line, tmp_path):
+        own = {"mean": [124, 116, 104], "std": [58, 57, 57], "scale": 255}
+        added = add_model(line, self.saved(tmp_path), Wishes(components=("coil",), normalize=own))
+        assert added.entry["input"]["normalize"] == own
+        assert "given by --normalize; the file has {mean: [0.5" in added.sure["normalize"]
+        assert "(args.mean, std)" in added.sure["normalize"]
+
+
+def test_a_line_file_that_is_not_there_is_begun(models, tmp_path):
+    line = tmp_path / "top side" / "line.yaml"
+    line.parent.mkdir()
+    with pytest.raises(WeightsUnclear):
+        add_model(line, models / "net 1.safetensors", Wishes())
+    assert not line.exists()
+    add_model(line, models / "net 1.safetensors", RESNET)
+    assert read_line(line, {}).line == "top-side"
+    assert line.read_text().startswith("line: top-side\nstate: ./state\n")
+
+
+class TestLabelsThatDoNotExcludeOneAnother:
+    WISHES = Wishes(components=("coil",), size=(32, 32), normalize="imagenet")
+
+    @pytest.fixture
+    def one_output(self, tmp_path):
+        save_file(build_trainable("resnet18", 1, stem="3x3").state_dict(), tmp_path / "one.safetensors")
+        return tmp_path / "one.safetensors"
+
+    def test_one_output_is_asked_for_its_label_and_for_the_other_thing(self, line, one_output):
+        with pytest.raises(WeightsUnclear) as caught:
+            add_model(line, one_output, self.WISHES)
+        assert caught.value.missing.keys() == {"labels", "otherwise"}
+        with pytest.raises(ConfigError, match="has one output, and --labels names 2: --labels LABEL, of what a high"):
+            add_model(line, one_output, replace(self.WISHES, labels=("ok", "ng")))
+        with pytest.raises(ConfigError, match="one label leaves a softmax nothing to choose from"):
+            add_model(line, one_output, replace(self.WISHES, labels=("ok",), task="multiclass"))
+        assert line.read_text() == BEGUN
+
+    @pytest.mark.parametrize(("label", "otherwise"), [("ng", "ok"), ("ok", "ng")])
+    def test_one_output_is_a_sigmoid(self, line, one_output, label, otherwise):
+        added = add_model(line, one_output, replace(self.WISHES, labels=(label,), otherwise=otherwise, threshold=0.4))
+        expert = read_line(line, {}).catalog.experts["cls/one"]
+        assert (expert.task, expert.labels, expert.otherwise) == (Task.MULTILABEL, (label,), otherwise)
+        assert expert.thresholds == ((label, 0.4),)
+        assert read_line(line, {}).catalog.components["coil"][0].passing == {"ok"}
+        assert added.sure["task"] == "one output, which leaves a softmax nothing to choose from"
+        assert 0 < added.tried.prediction.outputs[0].score < 1
+        assert added.judges
+
+    def test_a_loss_of_the_file_decides_over_several(self, line, tmp_path):
+        network = build_trainable("resnet18", 2, stem="3x3")
+        torch.save({"model": network.state_dict(), "loss": "bce", "classes": ["bent", "gone"]}, tmp_path / "x.pt")
+        added = add_model(line, tmp_path / "x.pt", replace(self.WISHES, otherwise="ok"))
+        assert (added.entry["task"], added.sure["task"]) == ("multilabel", "loss")
+        torch.save({"model": network.state_dict(), "loss": "ce", "classes": ["ok", "gone"]}, tmp_path / "y.pt")
+        added = add_model(line, tmp_path / "y.pt", self.WISHES)
+        assert ("task" in added.entry, added.sure["task"]) == (False, "loss")

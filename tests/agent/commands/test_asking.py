@@ -63,6 +63,7 @@ def test_images_are_judged_by_the_agent_as_without_it(line, tmp_path, desk):
     assert [row["verdict"] for row in rows] == ["OK", "NG", "UNKNOWN", "UNKNOWN"]
     assert rows[0].keys() == {
         "image", "component", "verdict", "label", "score", "experts", "seconds", "reason", "boxes", "anomalies",
+        "outputs",
     }  # fmt: skip
     assert rows[1]["label"] == "bad"
     assert rows[2]["reason"].endswith("absent.png: No such file or directory")
@@ -90,8 +91,10 @@ def test_where_no_agent_runs_it_says_so(tmp_path):
 
 def test_without_an_address_it_says_where_to_write_one(tmp_path):
     line = tmp_path / "line.yaml"
-    line.write_text(LINE.replace("api: {grpc: [ADDRESS]}\n", ""))
+    line.write_text(LINE.replace("api: {grpc: [ADDRESS]}\n", "api: {grpc: []}\n"))
     assert "api: {grpc: ...}" in coserve("status", line, check=78).stderr
+    line.write_text(LINE.replace("api: {grpc: [ADDRESS]}\n", ""))
+    assert "coserve.sock: nobody answers" in coserve("status", line, check=1).stderr
     coserve("status", check=2)
 
 

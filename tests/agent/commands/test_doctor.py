@@ -7,6 +7,7 @@ import socket
 from contextlib import closing
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -14,6 +15,7 @@ from agent.cli.app import app
 from agent.commands.doctor import examine
 from agent.config import read_line
 from agent.records.database import StateLock
+from experts.backends.onednn import operators
 
 
 @pytest.fixture
@@ -52,6 +54,16 @@ def test_a_line_that_can_be_served_has_no_problem(line):
     assert checks["agent"].found == "not running on this line"
 
 
+def test_the_forms_that_this_cpu_runs_are_told_and_why_not_the_others(line, monkeypatch):
+    monkeypatch.setattr(operators, "why_absent", lambda dtype: "sums are off" if dtype == torch.int8 else None)
+    checks = found(line())
+    assert checks["forms"].found == "fp32, bf16, fp16, onnxruntime, onednn-fp32, onednn-bf16, int8 run on this CPU"
+    assert checks["form onednn-int8"].found == "does not run on this CPU: sums are off"
+    assert checks["form onednn-int8"].fix is None
+    given = found(line(precision="onednn-int8"))["form onednn-int8"]
+    assert given.fix == "write `precision: auto`, or fp32: until then it runs as fp32"
+
+
 def test_what_is_wrong_has_its_remedy(line, tmp_path):
     with closing(socket.create_server(("127.0.0.1", 0))) as taken, closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
@@ -82,7 +94,7 @@ def test_what_is_wrong_has_its_remedy(line, tmp_path):
 
 def test_an_address_of_http_that_is_taken_has_its_remedy(line):
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
-        checks = found(line(api={"http": f"127.0.0.1:{taken.getsockname()[1]}"}))
+        checks = found(line(api={"grpc": [], "http": f"127.0.0.1:{taken.getsockname()[1]}"}))
     (address,) = (check for name, check in checks.items() if name.startswith("address"))
     assert "take another port" in address.fix
 

@@ -42,7 +42,9 @@ def test_all_that_can_be_asked_for_is(line, desk):
     )  # fmt: skip
     coserve("generate", line, "llm/code", "hello", "--system", "be brief")
     first, second = desk.text_orders
-    assert first == TextOrder("helpdesk", "once upon", (), 9, Sampling(0.0, 0.5, 3, 0.25, seed=7), ("a", "b"), 60.0)
+    given = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
+    drawn = Sampling(0.0, 0.5, 3, 0.25, seed=7)
+    assert first == TextOrder("helpdesk", "once upon", (), 9, drawn, ("a", "b"), 60.0, given)
     assert second.messages == ({"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"})
 
 

@@ -55,6 +55,16 @@ def test_a_step_that_fails_is_told(tmp_path):
     assert not (tmp_path / "after").exists()
 
 
+@pytest.fixture
+def seen_by_services():
+    """A checkout below /root or /home is hidden from units, and the product says so."""
+    try:
+        unit_files()
+    except CoServeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.usefixtures("seen_by_services")
 def test_printing_runs_nothing_and_prints_what_a_shell_understands():
     done = CliRunner().invoke(app, ["service", "install", "--print"])
     assert done.exit_code == 0, done.output
@@ -64,6 +74,7 @@ def test_printing_runs_nothing_and_prints_what_a_shell_understands():
     subprocess.run(["sh", "-n"], input=done.stdout, text=True, check=True)
 
 
+@pytest.mark.usefixtures("seen_by_services")
 def test_printing_as_json():
     told = json.loads(CliRunner().invoke(app, ["service", "install", "--print", "--json"]).stdout)
     assert told["files"].keys() == set(DESTINATIONS.values())

@@ -103,6 +103,16 @@ def test_nothing_begins_in_the_background_while_a_request_is_in_flight():
     assert assigned.request == 1
 
 
+def test_a_pinned_expert_that_cannot_be_placed_now_keeps_no_shadow_waiting():
+    line = Line(pinned=frozenset("c"))
+    first, second = of(StartLoad, line.handle(events.Started()))
+    assert (first.expert, second.expert) == ("c", "a")
+    (third,) = of(StartLoad, line.handle(events.LoadFailed(first.load, "no drive", permanent=False)))
+    for load in (second, third):
+        line.handle(events.Loaded(load.load))
+    assert [effect.expert for effect in of(StartLoad, line.handle(events.Offered(FIRST_OFFER, "a2")))] == ["a2"]
+
+
 def test_who_arrives_meanwhile_has_the_other_executor_and_waits_for_nothing():
     line = Line(executors=2)
     (load,) = of(StartLoad, line.handle(events.Wanted("a")))

@@ -17,6 +17,7 @@ from agent.core.effects import (
     Fail,
     LeasesChanged,
     Preempt,
+    Prepare,
     Standing,
     StandingChanged,
     StartBatch,
@@ -287,6 +288,8 @@ class Shell:
         self.ahead.take(effect)
         if isinstance(effect, StandingChanged):
             self.check_standing(effect)
+        elif isinstance(effect, Prepare):
+            assert effect.executor == self.assigned[effect.request][0]
         elif isinstance(effect, StartLoad):
             assert effect.copy not in self.resident.get(effect.pool, set())
             self.check_is_asked(effect.expert)
@@ -672,7 +675,8 @@ class Shell:
         load = self.loads.pop(key)
         fate = self.fate(load.pool)
         if fate in (0, 1, 2):
-            self.handle(events.LoadFailed(key, "it did not come", permanent=fate == 1, out_of_memory=fate == 0))
+            is_away = fate == 2 and key % 2 == 0
+            self.handle(events.LoadFailed(key, "it did not come", fate == 1, fate == 0, is_away))
             return
         self.resident.setdefault(load.pool, set()).add(load.copy)
         self.handle(events.Loaded(key))

@@ -73,8 +73,9 @@ class Line:
     def loaded(self, expert, at=None):
         return self.handle(events.Loaded(self.loads.pop(expert).load), at)
 
-    def load_failed(self, expert, at=None):
-        return self.handle(events.LoadFailed(self.loads.pop(expert).load, "I/O error", permanent=False), at)
+    def load_failed(self, expert, at=None, *, is_away=False):
+        failed = events.LoadFailed(self.loads.pop(expert).load, "I/O error", permanent=False, is_away=is_away)
+        return self.handle(failed, at)
 
     def finished(self, expert, at=None):
         batch = self.batches.pop(expert)
@@ -195,6 +196,31 @@ def test_with_overlapping_the_first_resident_group_runs_while_the_head_is_on_its
         line.ask(expert)
     line.ask("d")
     assert line.finished("a") == ["run b"]
+
+
+def test_a_head_that_finds_no_room_keeps_none_from_what_fits_beside_until_it_is_overdue():
+    line = unified(host=6, sizes={"b": 6}, max_overtake_s=5.0)
+    line.run("a")
+    assert line.ask("b", at=1.0) == []  # not while a runs
+    assert line.ask("x", at=2.0) == ["load x ssd>host"]  # another queue's head
+    assert line.ask("c", at=2.0) == ["load c ssd>host"]  # a later group, into free room
+    line.loaded("c", at=3.0)
+    line.loaded("x", at=3.0)
+    line.ask("y", at=3.0)
+    assert line.ask("d", at=7.0) == ["evict c host stage 3"]  # b gathers its room now, and d has to wait
+
+
+def test_a_later_group_takes_free_room_only_where_a_head_lacks_some():
+    line = unified(host=3, sizes={"b": 3})
+    line.bring("d", "e")
+    line.run("a")
+    line.ask("b")
+    assert line.ask("c") == []
+    line = unified(host=3)
+    line.bring("d", "e")
+    line.run("a")
+    line.ask("b")
+    assert line.ask("c") == ["evict e host stage 2", "load c ssd>host"]
 
 
 # -- overdue: a head for longer than the bound --
@@ -446,6 +472,44 @@ def test_a_failed_load_is_tried_again_after_pauses_that_double_until_one_succeed
     assert line.engine.next_wakeup_s() is None
 
 
+def away_until(line, until_s):
+    """The file of "a" is away; it is looked for whenever the Engine asks. Everything that was told."""
+    told = []
+    while True:
+        told += line.load_failed("a", is_away=True)
+        if line.engine.next_wakeup_s() > until_s:
+            return told
+        told += line.handle(events.Tick(), at=line.engine.next_wakeup_s())
+
+
+@pytest.mark.parametrize("make", [lambda **limits: unified(**limits), lambda **limits: split(**limits)])
+def test_a_file_that_is_away_is_waited_for_and_costs_nobody_anything(make):
+    line = make(away_s=30.0, longest_away_pause_s=4.0)
+    for _ in range(2):  # the second absence, long after, is waited for as the first was
+        line.ask("a")
+        began_s = line.now
+        told = away_until(line, began_s + 20.0)
+        assert {each.split()[0] for each in told} <= {"load"}
+        assert line.engine.next_wakeup_s() - line.now <= 4.0
+        line.handle(events.Tick(), at=line.engine.next_wakeup_s())
+        line.run("a")
+        line.finished("a")
+        assert line.engine.statistics().failed == 0
+        line.handle(events.Unwanted("a"), at=line.now + 1000.0)
+
+
+def test_a_file_that_stays_away_puts_its_expert_on_probation_which_ends_soon_after_it_is_back():
+    line = unified(away_s=30.0, longest_away_pause_s=4.0)
+    line.ask("a", at=100.0)
+    away_until(line, 145.0)
+    statistics = line.engine.statistics()
+    assert (statistics.failed, list(statistics.on_probation), statistics.quarantined) == (1, ["a"], {})
+    assert line.engine.next_wakeup_s() - line.now <= 4.0
+    line.handle(events.Tick(), at=line.engine.next_wakeup_s())
+    line.loaded("a")
+    assert line.engine.statistics().on_probation == {}
+
+
 def test_a_success_forgets_the_failures_before_it():
     line = unified(host=1, policy="samba", load_backoff_s=0.25, load_attempts=2)
     for _ in range(2):
@@ -505,20 +569,17 @@ def test_a_pinned_experts_failed_load_is_tried_again_though_nobody_asks_for_it()
     assert line.resident() == "a"
 
 
-def test_a_pinned_expert_comes_as_soon_as_there_is_room():
+def test_a_pinned_expert_takes_the_room_of_what_nobody_waits_for():
     line = unified(host=2, policy="samba", pinned=frozenset("a"), loads_in_flight=3)
-    line.run("b")
-    line.ask("b")
     assert line.handle(events.Started()) == ["load a ssd>host"]
     line.load_failed("a", at=0.0)
-    line.finished("b")
-    line.finished("b")
-    line.ask("c", at=0.125)
-    assert line.loads["c"]
-    assert line.handle(events.Tick(), at=0.25) == []  # b and c fill the memory
-    assert line.ask("a", at=0.25) == []  # behind c
-    line.loaded("c")
-    assert line.finished("c") == ["evict b host stage 0", "load a ssd>host"]
+    line.bring("b")
+    line.run("c")
+    assert line.handle(events.Tick(), at=0.25) == ["evict b host stage 0", "load a ssd>host"]
+    line.loaded("a")
+    line.finished("c")
+    line.bring("b")
+    assert line.resident() == "ab"
 
 
 def test_a_pinned_expert_stays_in_the_memory_it_runs_in_and_may_leave_the_one_in_front():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agent.core import events
 from agent.core.effects import Assigned, Complete, Evict, Fail, FellBack, LeasesChanged, Preempt, StartBatch, StartLoad
@@ -749,3 +751,33 @@ def test_of_a_family_one_that_is_quarantined_ends_its_own():
     line.tell(events.Quarantined("u", "bad"))
     assert line.quantum_ends() == [(Fail, 1), ("t", (0,))]
     assert line.reason() == "u is in quarantine: bad"
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(2, 4), st.integers(1, 12), st.integers(1, 9))
+def test_whoever_waits_begins_within_the_bound_however_many_have_begun_and_go_on(places, begun, coming):
+    line = Line(texts=replace(TEXTS, max_batch=places), share=10**6)
+    for request in range(begun):
+        line.ask(request, "t")
+    for _ in range(4 * begun):
+        line.quantum_ends()
+    for place in range(coming):
+        line.ask(100 + place, "t")
+    ran = []
+    for _ in range(2 * -(-coming // (places // 2)) + 4 * (begun + coming)):
+        line.quantum_ends()
+        ran.append(line.running[0].requests)
+    first = {
+        request: next(n for n, batch in enumerate(ran, 1) if request in batch) for request in range(100, 100 + coming)
+    }
+    assert all(n <= 2 * -(-(request - 99) // (places // 2)) for request, n in first.items())
+    window = 2 * -(-(begun + coming) // (places - places // 2))
+    for end in range(window, len(ran) + 1):
+        assert set().union(*ran[end - window : end]) >= set(range(begun)), "whoever has begun has turns, too"
+
+
+def test_what_a_route_s_router_holds_is_not_multiplied_by_what_its_experts_may_hold():
+    line = Line(share=20)
+    router = Work(prompt=2, most=3)
+    line.tell(events.Arrived(0, expert="t", work=replace(router, steps=(("t", router), ("u", Work(2, 3, 18))))))
+    assert line.leased == 3

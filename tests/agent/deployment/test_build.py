@@ -17,13 +17,13 @@ from agent.commands.experts import expert_rows
 from agent.commands.inspection import inspect_images
 from agent.config import read_line
 from agent.core.performance import ExecutorSpec, PoolSpec
-from agent.deployment.build import AS_SERVED, AgentOptions, build_agent, detect_box, groundwork_of
+from agent.deployment.build import AS_SERVED, AgentOptions, build_agent, detect_box, doubts, groundwork_of
 from agent.deployment.engine_setup import Given, planned, profiled_box
 from agent.deployment.packed_copies import copies_of, lying_packed
 from agent.deployment.performance_matrix import matrix
 from agent.deployment.profile_in_use import precision_of, usage_of
 from agent.device_profile.identity import identity_of, packed_sha256
-from agent.device_profile.records import Allocation, KindProfile, LinkSpeed, PoolAllocation, UsageProfile
+from agent.device_profile.records import Allocation, ImageDecoding, KindProfile, LinkSpeed, PoolAllocation, UsageProfile
 from agent.device_profile.store import ProfileDraft, partial_of
 from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.detection import detect
@@ -95,6 +95,7 @@ class Line:
             draft.save_precisions(parts["precisions"])
             packed = [packed for forms in report.packed.values() for packed in forms.values()]
             draft.save_packed({(each.expert, str(each.precision)): packed_sha256(each) for each in packed})
+            draft.save_decodings(parts.get("decodings", ()))
             draft.save_usage(parts["usage"])
             draft.save_allocation(parts["allocation"])
             return draft.finish()
@@ -133,9 +134,9 @@ class Line:
             assert agent.loop.wait_until_idle(PATIENCE_S)
             return agent, {name: outcomes[number] for number, name in numbers.items()}
 
-    def refusal(self):
+    def refusal(self, **options):
         with pytest.raises(ConfigError) as caught:
-            build_agent(self.config, lambda *_: None, lambda *_: None)
+            build_agent(replace(self.config, **options), lambda *_: None, lambda *_: None)
         return str(caught.value)
 
 
@@ -231,7 +232,7 @@ def test_what_the_caller_gives_comes_before_both(line):
 def test_a_profile_that_is_not_wanted_is_not_even_read(line):
     line.profiled()
     line.config.profile_file.write_bytes(b"rubbish")
-    assert "is not a SQLite file" in line.refusal()
+    assert "is not a SQLite file" in line.refusal(is_profile_strict=True)
     with line.built(profile=None) as (agent, _, stages):
         assert "probe" in stages
         assert agent.stored is None
@@ -267,9 +268,9 @@ def test_every_mismatch_is_told_with_its_remedy_and_the_file_stays_as_it_is(line
     line.document["experts"]["cls/f9"] = line._expert(1)
     path, before = line.config.profile_file, line.config.profile_file.read_bytes()
     packed = sorted(line.config.packed_folder.rglob("*"))
-    refused = line.refusal().splitlines()
+    refused = line.refusal(is_profile_strict=True).splitlines()
     assert refused == [
-        f"{path} does not hold for this box and line as they are now:",
+        f"{path} does not hold for this box as it is now:",
         f"  - the device's model is {box.model!r} now, 'another' in the profile",
         f"  - the cores are {box.cores} now, {box.cores + 1} in the profile",
         f"  - torch is {box.versions['torch']} now, 1.0 in the profile",
@@ -279,16 +280,57 @@ def test_every_mismatch_is_told_with_its_remedy_and_the_file_stays_as_it_is(line
     assert sorted(line.config.packed_folder.rglob("*")) == packed
 
 
-def test_experts_that_changed_or_came_are_refused_after_they_are_packed(line):
-    line.profiled()
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_without_a_profile_of_this_box_it_probes_and_says_so(line, is_damaged):
+    box = identity_of(detect_box(line.config))
+    line.profiled(box=replace(box, versions={**box.versions, "torch": "1.0"}))
+    if is_damaged:
+        line.config.profile_file.write_bytes(b"rubbish")
+    with line.built() as (agent, _, stages):
+        assert "probe" in stages
+        assert agent.stored is None
+        (alarm,) = agent.alarms
+    assert alarm.startswith("device profile not used, served by a quick probe: ")
+    assert ("is not a SQLite file" if is_damaged else "1.0 in the profile") in alarm
+    assert "coserve profile" in alarm
+
+
+def test_experts_that_changed_or_came_are_served_in_fp32_and_the_profile_stands_for_the_others(line):
+    """What they take is measured where their kind was not; what was proven of the others stays."""
+    line.profiled(kinds=[*line.profiled().kinds, kind_profile(line.kind_name("cls/f0"), "emulated", "fp32")])
     line.declare(1, 2_000_000)
-    line.document["experts"]["cls/f9"] = line._expert(2)
-    refused = line.refusal()
-    assert "  - expert cls/f9 is not in the profile" in refused
-    assert "  - expert cls/f1 in fp32 has other packed weights than those that were profiled" in refused
-    assert "cls/f0" not in refused
-    with pytest.raises(ConfigError, match="cls/f9 is not in the profile"):
-        inspect_images(line.config, [], "c0", lambda *_: None)
+    line.document["experts"]["cls/f9"] = line._expert(0)
+    line.document["routes"]["c9"] = [{"expert": "cls/f9", "pass": ["ok"]}]
+    agent, outcomes = line.served()
+    assert agent.stored is not None
+    assert {outcome.verdict for outcome in outcomes.values()} == {Verdict.OK}
+    assert agent.setup.precisions["emulated"] == {
+        "cls/f0": "bf16", "cls/f1": "fp32", "cls/f2": "bf16", "cls/f9": "fp32",
+    }  # fmt: skip
+    rows = agent.setup.matrix.experts["emulated"]
+    assert rows["cls/f9"].performance == rows["cls/f0"].performance  # its kind's, as profiled
+    assert rows["cls/f1"].performance.K_s != rows["cls/f0"].performance.K_s  # of a kind that was not: probed
+    (alarm,) = agent.alarms
+    assert "expert cls/f1 in fp32 has other packed weights than those that were profiled (and 1 more: cls/f9)" in alarm
+    assert "line.yaml --expert cls/f1`, then reload" in alarm
+    told = " ".join(doubts(line.config, agent.stored))
+    assert "cls/f1" in told
+    assert "cls/f9" in told
+    assert inspect_images(line.config, [], "c0", lambda *_: None) == []
+
+
+def test_smaller_images_are_for_the_weights_that_they_were_proven_with(line):
+    """One with other weights, and one of a kind that is timed: the Engine reckons with what they are shown."""
+    proven = ImageDecoding("cls/f0", 4, 1.0, 2.0, 1.0, 4, 0, 0.0, 0.02, "of")
+    kinds = [*line.profiled().kinds, kind_profile(line.kind_name("cls/f0"), "emulated", "fp32")]
+    decodings = [replace(proven, expert=name) for name in ("cls/f0", "cls/f1", "cls/f9")]
+    line.profiled(kinds=kinds, decodings=decodings)
+    line.declare(1, 2_000_000)
+    line.document["experts"]["cls/f9"] = line._expert(0)
+    with line.built() as (agent, _, _):
+        assert agent.loop._workshop.preparation.scaled == {"cls/f0"}
+        rows = agent.setup.matrix.experts["emulated"]
+        assert {name for name, row in rows.items() if "reduced" in row.prepared.name} == {"cls/f0"}
 
 
 def test_experts_that_went_are_no_reason(line):
@@ -366,12 +408,14 @@ def test_a_kind_that_could_not_be_run_is_quarantined(line):
         assert all("could be run when the box was profiled" in reason for reason in agent.setup.broken.values())
 
 
-def test_a_processor_without_times_is_refused(line):
+def test_a_processor_without_times_is_probed(line):
     stored = line.profiled()
     on_cpu = [kind for kind in stored.kinds if kind.processor == "cpu"]
     chosen = {key: form for key, form in stored.precisions.items() if key[1] == "cpu"}
     line.profiled(kinds=on_cpu, precisions=chosen)
-    assert "the device profile has no times on emulated - run `coserve profile" in line.refusal()
+    with line.built() as (agent, _, stages):
+        assert "probe" in stages
+        assert agent.setup.matrix.experts["emulated"].keys() == agent.setup.matrix.experts["cpu"].keys()
     line.document["executors"] = {"cpu": 1}
     with line.built() as (agent, _, _):
         assert agent.setup.broken == {}
@@ -441,7 +485,7 @@ def test_a_precision_is_the_line_s_or_the_profile_s_or_fp32(line):
     line.document["experts"]["cls/r"] = {
         "architecture": "resnet18",
         "weights": "w.safetensors",
-        "labels": ["ok"],
+        "labels": ["ok", "bad"],
         "input": {"size": [64, 64]},
     }
     auto = line.config
@@ -463,7 +507,7 @@ def test_a_form_that_this_box_lacks_makes_way_for_the_same_numbers_and_that_is_t
     line.document["experts"]["cls/r"] = {
         "architecture": "resnet18",
         "weights": "w.safetensors",
-        "labels": ["ok"],
+        "labels": ["ok", "bad"],
         "input": {"size": [64, 64]},
     }
     line.document["precision"] = "onednn-bf16"
@@ -474,9 +518,12 @@ def test_a_form_that_this_box_lacks_makes_way_for_the_same_numbers_and_that_is_t
     monkeypatch.setattr(onednn_operators, "why_absent", lambda dtype: None)
     assert forms()["cls/r"] is Precision.ONEDNN_BF16
     assert caplog.messages == []
-    monkeypatch.setattr(onednn_operators, "why_absent", lambda dtype: "a CPU with instructions for bf16")
+    monkeypatch.setattr(onednn_operators, "why_absent", lambda dtype: "bf16 path needs avx512bw")
     assert forms() == {"cls/r": Precision.BF16} | {f"cls/f{number}": Precision.FP32 for number in range(3)}
-    told = "form_absent precision=onednn-bf16 runs_as=bf16 reason=it takes a CPU with instructions for bf16"
+    told = (
+        "form_absent precision=onednn-bf16 runs_as=bf16 reason=bf16 path needs avx512bw "
+        "advice=write `precision: auto` or fp32"
+    )
     assert caplog.messages == [told]
     assert precision_of(line.config, "cls/r", "cuda", None, None) is Precision.BF16
 

@@ -19,14 +19,13 @@ from experts.backends.onednn import operators
 from experts.calibrations import CalibrationFolder
 from experts.expert import Precision, Verdict
 from experts.packed.calibrated import calibration_of
+from tests.forms import needs
 
 FORM = Precision.ONEDNN_INT8
 PATIENCE_S = 60.0
 SIDE = 64
 
-takes_eight_bits = pytest.mark.skipif(
-    operators.why_absent(torch.int8) is not None, reason=f"eight bits take {operators.why_absent(torch.int8)}"
-)
+takes_eight_bits = needs(FORM)
 
 
 class Line:
@@ -171,12 +170,12 @@ def test_weights_that_are_not_there_are_told_by_packing_and_stop_no_other(tmp_pa
 
 def test_on_a_box_that_lacks_the_operators_all_run_plain_and_that_is_told_once(tmp_path, monkeypatch, caplog):
     line = Line(tmp_path)
-    monkeypatch.setattr(operators, "why_absent", lambda dtype: "a CPU with instructions for eight bits")
+    monkeypatch.setattr(operators, "why_absent", lambda dtype: "sums are off")
     with serving(line) as served:
         assert served.forms() == dict.fromkeys(("cls/a", "cls/b"), Precision.FP32)
         assert all(outcome.verdict is Verdict.OK for outcome in served.judged())
-    form_absent = "reason=it takes a CPU with instructions for eight bits"
-    assert told(caplog, "form_absent") == [f"form_absent precision={FORM} runs_as=fp32 {form_absent}"]
+    advice = "advice=write `precision: auto` or fp32"
+    assert told(caplog, "form_absent") == [f"form_absent precision={FORM} runs_as=fp32 reason=sums are off {advice}"]
     assert told(caplog) == []
 
 

@@ -311,3 +311,25 @@ def test_a_line_of_texts_alone_is_built(line):
     with line.built() as agent:
         assert agent.setup.matrix.experts["cpu"].keys() == {"llm/a", "llm/b", "llm/router"}
         assert agent.setup.broken == {}
+
+
+@pytest.mark.parametrize(
+    ("stored", "multiplied", "own"),
+    [("bfloat16", True, "bf16"), ("bfloat16", False, "fp32"), ("float16", True, "fp16"), ("float32", True, "fp32")],
+)
+def test_a_model_runs_as_it_is_stored_where_the_processor_multiplies_that(line, monkeypatch, stored, multiplied, own):
+    monkeypatch.setattr("experts.backends.forms.multiplies", lambda precision: multiplied)
+    file = line.folder / "a" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": stored}))
+    assert precision_of(line.config, "llm/a", "cpu", None, None) == own
+    assert precision_of(line.config, "cls/f", "cpu", None, None) == Precision.FP32
+    line.document["precision"] = "fp32"
+    assert precision_of(line.config, "llm/a", "cpu", None, None) == Precision.FP32
+
+
+def test_int8_for_a_line_of_language_models_alone(line):
+    line.document["precision"] = "int8"
+    with pytest.raises(ConfigError, match="cls/f takes images"):
+        _ = line.config
+    del line.document["experts"]["cls/f"], line.document["routes"]
+    assert precision_of(line.config, "llm/a", "cpu", None, None) == Precision.INT8

@@ -53,6 +53,19 @@ def test_what_is_given_is_kept_beside_experts_and_batches():
     assert (spec.expert_bytes, spec.workspace_bytes, spec.lease_bytes) == (9360, 40, 600)
 
 
+@pytest.mark.parametrize("kv_bytes", [None, 600])
+def test_two_devices_of_one_memory_have_a_share_each_and_no_more_together(kv_bytes):
+    unified = (ExecutorSpec(0, "cuda", "host"), ExecutorSpec(1, "cuda", "host"), ExecutorSpec(2, "cpu", "host"))
+    columns = {"cuda": rows(t=(100, TEXTS)), "cpu": rows(t=(100, TEXTS), i=(100, IMAGES))}
+    both = memory_needs({"host": 10_000}, unified, PerformanceMatrix(columns), frozenset(), kv_bytes)["host"]
+    assert both.arenas == 2
+    assert both.lease_bytes == (1250 if kv_bytes is None else 300)
+    assert (both.budget_bytes + 2 * both.lease_bytes, both.whole_bytes) == (10_000, 10_000)
+    columns["cpu"] = rows(i=(100, IMAGES))
+    one = memory_needs({"host": 10_000}, unified, PerformanceMatrix(columns), frozenset(), kv_bytes)["host"]
+    assert (one.arenas, one.lease_bytes) == (1, 2500 if kv_bytes is None else 600)
+
+
 def test_a_quarter_where_nobody_says():
     assert needs_of(10_000, rows(t=(100, TEXTS))).lease_bytes == 2500
 

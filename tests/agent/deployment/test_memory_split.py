@@ -41,7 +41,7 @@ def line(tmp_path):
             f"cls/{name}": {
                 "architecture": "resnet18",
                 "weights": "w.safetensors",
-                "labels": ["ok"],
+                "labels": ["ok", "bad"],
                 "input": {"size": [64, 64]},
             }
             for name in "abc"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import contextmanager
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from agent.config import read_line
 from agent.deployment.build import build_agent
+from agent.deployment.line_change import plan_change
 from agent.runtime.expert_copy import moe_experts_of
 from agent.runtime.text_sources import TextSource
 from experts.errors import ConfigError
@@ -162,3 +165,22 @@ def test_in_front_of_a_device_more_wait_in_host_memory_which_is_set_apart(line):
         host = pools["host"]
         assert host.expert_bytes + host.workspace_bytes + host.lease_bytes + copy.host_tier_bytes == 40 * MIB
         assert line.greedy(agent) == expected
+
+
+def test_families_form_after_a_reload_as_at_a_start(line, tmp_path):
+    """The second model shares its experts with the first one, and nothing else: the first is not packed anew."""
+    other = tmp_path / "other"
+    shutil.copytree(line.weights, other)
+    path = other / "model.safetensors"
+    tensors = load_file(path)
+    save_file({name: one if ".experts." in name else one * 1.5 for name, one in tensors.items()}, path)
+    with line.built() as agent:
+        (alone,) = agent.setup.matrix.experts["cpu"].values()
+        assert alone.family is None
+        line.document["experts"]["llm/other"] = {"architecture": "llm", "weights": str(other)}
+        (line.folder / "line.yaml").write_text(yaml.safe_dump(line.document))
+        change = plan_change(agent, read_line(line.folder / "line.yaml", {}), lambda *_: None)
+    after = {name: row.family for name, row in change.event.matrix.experts["cpu"].items()}
+    with line.built() as agent:
+        assert after == {name: row.family for name, row in agent.setup.matrix.experts["cpu"].items()}
+    assert after[MOE] == after["llm/other"] is not None

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from agent.core.performance import ExecutorSpec, Footprint, SharedPart
 from agent.deployment.performance_matrix import core_share, load_time_s, matrix, unmeasured
-from agent.device_profile.records import Allocation, BoxIdentity, KindProfile, LinkSpeed, StoredProfile, UsageProfile
+from agent.device_profile.records import (
+    Allocation,
+    BoxIdentity,
+    ImageDecoding,
+    KindProfile,
+    LinkSpeed,
+    StoredProfile,
+    UsageProfile,
+)
 from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.machine.box import Box, MemorySize
 from experts.expert import Expert, InputSpec
@@ -61,6 +69,14 @@ def test_an_expert_takes_its_kind_s_times_and_its_own_bytes():
     assert (on_cpu.performance.max_batch, on_cpu.performance.workspace_for(2)) == (6, 17)
     assert on_cuda.load_s.keys() == {"ssd", "host"}
     assert on_cpu.load_s.keys() == {"ssd"}
+
+
+def test_an_expert_that_is_proven_on_smaller_jpegs_is_shown_others_than_one_that_is_not():
+    proven = ImageDecoding("cls/a", 8, 96.0, 1.6, 0.45, 8, 0, 0.0, 0.02, "5b")
+    stored = replace(profile(kind()), decodings=(proven, replace(proven, expert="cls/b", labels_differ=1)))
+    column = matrix(stored, BOX, {"cpu": [copy("cls/a"), copy("cls/b"), copy("cls/c")]}, {}).experts["cpu"]
+    assert column["cls/a"].prepared != column["cls/b"].prepared == column["cls/c"].prepared
+    assert column["cls/a"].prepared.size_bytes == column["cls/b"].prepared.size_bytes
 
 
 def test_what_was_not_measured_has_no_row_and_a_reason():

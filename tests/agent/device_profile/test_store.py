@@ -16,13 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.device_profile.identity import box_mismatches, identity_of, mismatches, packed_sha256
+from agent.device_profile.identity import box_mismatches, expert_mismatches, identity_of, packed_sha256
 from agent.device_profile.records import (
     SOURCE,
     Agreement,
     Allocation,
     BatchTimes,
     BoxIdentity,
+    ExpertForm,
     ImageDecoding,
     KindProfile,
     LinkSpeed,
@@ -37,11 +38,21 @@ from agent.device_profile.schema import is_refused_by_disk, migrations
 from agent.device_profile.store import ProfileDraft, partial_of, read_profile, replace_usage
 from agent.device_profile.tables import TABLES
 from agent.runtime.machine.box import Box, MemorySize
+from experts.backends.forms import forms_here
 from experts.errors import ConfigError, ProfileDamaged
 from experts.packed.weights import PackedExpert, Segment, TensorSpec
 
 GIB = 2**30
-BOX = BoxIdentity("cuda", "RTX", ("cuda", "cpu"), 8, 16 * GIB, 12 * GIB, {"torch": "2.15.0", "python": "3.11.2"})
+BOX = BoxIdentity(
+    "cuda",
+    "RTX",
+    ("cuda", "cpu"),
+    8,
+    16 * GIB,
+    12 * GIB,
+    {"torch": "2.15.0", "python": "3.11.2"},
+    "onednn-bf16, onednn-fp32",
+)
 KIND = KindProfile(
     kind="resnet18 64x64 imagenet",
     architecture="resnet18",
@@ -60,7 +71,8 @@ KIND = KindProfile(
     samples="24 images from inbox/done",
 )
 FASTER = replace(KIND, precision="bf16", K_s=0.05, batches=())
-AGREEMENT = Agreement(KIND.kind, "cpu", "bf16", 24, 0, 0.0123456789, 0.02, "5a")
+AGREEMENT = Agreement("cls/a", KIND.kind, "cpu", "bf16", 24, 0, 0.0123456789, 0.02, "5a", 20)
+FORM = ExpertForm("cls/a", "cpu", KIND.kind, KIND.precision, "24 images agree", "7e")
 USAGE = UsageProfile({"cls/a": 2 / 3, "cls/b": 1 / 3, "det/x": 0.6}, {"cls/a": 0.9}, UsageOrigin.COMPUTED, 0)
 ALLOCATION = Allocation(
     "searched in simulation",
@@ -86,7 +98,7 @@ def fill(draft):
     draft.save_kind(FASTER)
     draft.save_agreement(AGREEMENT)
     draft.save_speedups("cuda", (1.0, 1.7, 1.9))
-    draft.save_precisions(PRECISIONS)
+    draft.save_precisions(PRECISIONS, [FORM])
     draft.save_packed(PACKED)
     draft.save_usage(USAGE)
     draft.save_allocation(ALLOCATION)
@@ -134,6 +146,7 @@ def test_what_is_written_is_read_and_lies_in_one_file(path):
         trials=TRIALS,
         spinning=SPINNING,
         decodings=DECODINGS,
+        forms={("cls/a", "cpu"): FORM},
     )
     assert [each.agrees for each in finished.decodings] == [True, False]
     assert [each.image_s for each in finished.decodings] == [0.45 / 8, 0.001]
@@ -293,8 +306,11 @@ def test_speedups_stay_with_the_kinds_and_precisions_that_they_were_measured_wit
     written(path)
     with ProfileDraft.open(path, "demo", BOX) as draft:
         draft.save_speedups("cpu", (1.0, 1.1))
-        draft.save_precisions(PRECISIONS)
+        draft.save_precisions(PRECISIONS, [FORM])
         assert draft.speedups() == {"cuda": (1.0, 1.7, 1.9), "cpu": (1.0, 1.1)}
+        draft.save_precisions(PRECISIONS, [replace(FORM, precision="bf16")])
+        assert draft.speedups() == {"cuda": (1.0, 1.7, 1.9)}
+        draft.save_speedups("cpu", (1.0, 1.1))
         draft.save_precisions({(KIND.kind, "cpu"): "fp32"})
         assert draft.speedups() == {"cuda": (1.0, 1.7, 1.9)}
         draft.save_speedups("cpu", (1.0, 1.2))
@@ -433,6 +449,14 @@ def test_a_profile_from_before_texts_came_says_that_they_take_nothing(path):
     assert {kind.lease_bytes for kind in read_profile(path).kinds} == {0}
 
 
+def test_a_profile_from_before_forms_were_noted_fits_whatever_runs_here(path):
+    written(path)
+    changed(path, "ALTER TABLE profile DROP COLUMN forms")
+    changed(path, "DELETE FROM _sqlite_migrations WHERE name = 'forms_of_the_cpu'")
+    assert read_profile(path).box == replace(BOX, forms=None)
+    assert box_mismatches(read_profile(path), BOX) == ()
+
+
 def before_images_were_prepared(path):
     """As the version before wrote it: batches were timed with the decoding of their images in them."""
     changed(path, "ALTER TABLE kinds DROP COLUMN are_images_prepared")
@@ -441,12 +465,12 @@ def before_images_were_prepared(path):
 
 def test_a_profile_whose_batches_have_decoding_in_them_is_told_as_that(path):
     finished = written(path)
-    assert mismatches(finished, BOX, {}) == ()
+    assert box_mismatches(finished, BOX) == ()
     before_images_were_prepared(path)
-    (reason,) = mismatches(read_profile(path), BOX, {})
+    (reason,) = box_mismatches(read_profile(path), BOX)
     assert reason == "batches were timed with the decoding of their images in them, as earlier versions did"
     replace_usage(path, USAGE)
-    assert mismatches(read_profile(path), BOX, {}) == (reason,)
+    assert box_mismatches(read_profile(path), BOX) == (reason,)
 
 
 def test_texts_have_no_images_to_prepare(path):
@@ -473,7 +497,7 @@ def test_what_was_timed_with_decoding_in_it_is_measured_again_and_all_else_is_ke
         with pytest.raises(ConfigError, match="lacks"):
             draft.finish()
         fill(draft)
-        assert mismatches(draft.finish(), BOX, {}) == ()
+        assert box_mismatches(draft.finish(), BOX) == ()
 
 
 def test_an_older_schema_is_brought_up_to_date_in_memory_only(path, monkeypatch):
@@ -530,7 +554,7 @@ EDITED = [
     ("UPDATE batches SET seconds = '[]'", f"batches.seconds of {IN_FP32}, 1: [] is not a list"),
     ("UPDATE batches SET seconds = '[true]'", f"batches.seconds of {IN_FP32}, 1: [True] is not a list"),
     ("UPDATE batches SET precision = 'fp8'", "batches.precision of resnet18 64x64 imagenet, cpu, fp8, 1: 'fp8' is not"),
-    ("UPDATE agreements SET images = 'a'", f"agreements.images of {KIND.kind}, cpu, bf16: 'a' is not a whole number"),
+    ("UPDATE agreements SET images = 'a'", "agreements.images of cls/a, cpu, bf16: 'a' is not a whole number"),
     (
         "UPDATE precisions SET precision = 'int4'",
         f"precisions.precision of {KIND.kind}, cpu: 'int4' is not one of fp32",
@@ -803,7 +827,8 @@ def test_usage_is_not_replaced_while_the_box_is_profiled(path):
 
 
 def test_a_box_as_it_was_fits(path):
-    assert mismatches(written(path), BOX, PACKED) == ()
+    assert box_mismatches(written(path), BOX) == ()
+    assert expert_mismatches(written(path), PACKED) == {}
 
 
 @pytest.mark.parametrize(
@@ -820,6 +845,10 @@ def test_a_box_as_it_was_fits(path):
                 "python is not installed now, 3.11.2 in the profile",
                 "torch is 2.16.0 now, 2.15.0 in the profile",
             ],
+        ),
+        (
+            replace(BOX, forms="onednn-fp32"),
+            ["oneDNN's forms on this CPU are onednn-fp32 now, onednn-bf16, onednn-fp32 in the profile"],
         ),
         (replace(BOX, host_bytes=8 * GIB), []),
         (
@@ -845,21 +874,21 @@ def test_the_arena_of_an_emulated_device_has_no_size_of_its_own(path):
 def test_experts_that_changed_or_came_are_told_and_those_that_went_are_not(path):
     profile = written(path)
     now = {("cls/a", "bf16"): "other", ("cls/b", "bf16"): "bx", ("det/new", "fp32"): "n", ("det/new", "bf16"): "n"}
-    assert mismatches(profile, BOX, now) == (
-        "expert det/new is not in the profile",
-        "expert cls/a in bf16 has other packed weights than those that were profiled",
-        "expert cls/b was not profiled in bf16",
-    )
-    assert mismatches(profile, BOX, {("cls/b", "fp32"): "bb"}) == ()
+    assert expert_mismatches(profile, now) == {
+        "det/new": "is not in the profile",
+        "cls/a": "in bf16 has other packed weights than those that were profiled",
+        "cls/b": "was not profiled in bf16",
+    }
+    assert expert_mismatches(profile, {("cls/b", "fp32"): "bb"}) == {}
 
 
 @pytest.mark.parametrize(
     ("then", "now", "expected"),
     [
-        ("s", "s", []),
-        ("s", "t", ["expert cls/a has other weights than those that were profiled"]),
-        (None, "s", ["expert cls/a was not profiled in fp16"]),
-        ("s", None, ["expert cls/a was not profiled in fp16"]),
+        ("s", "s", {}),
+        ("s", "t", {"cls/a": "has other weights than those that were profiled"}),
+        (None, "s", {"cls/a": "was not profiled in fp16"}),
+        ("s", None, {"cls/a": "was not profiled in fp16"}),
     ],
 )
 def test_a_form_that_is_not_listed_is_known_by_its_source(path, then, now, expected):
@@ -867,12 +896,14 @@ def test_a_form_that_is_not_listed_is_known_by_its_source(path, then, now, expec
         return packed if source is None else packed | {("cls/a", SOURCE): source}
 
     profile = replace(written(path), packed=of(then, PACKED))
-    assert list(mismatches(profile, BOX, of(now, {("cls/a", "fp16"): "ac", ("cls/a", "bf16"): "ab"}))) == expected
+    assert expert_mismatches(profile, of(now, {("cls/a", "fp16"): "ac", ("cls/a", "bf16"): "ab"})) == expected
 
 
 def test_an_identity_is_what_the_box_has():
     box = Box("cuda", "RTX", ("cuda", "cpu"), 8, MemorySize(16, 9), MemorySize(12, 8), (("torch", "2"),))
-    assert identity_of(box) == BoxIdentity("cuda", "RTX", ("cuda", "cpu"), 8, 16, 12, {"torch": "2"})
+    forms = ", ".join(sorted(form for form in forms_here() if form.startswith("onednn")))
+    assert identity_of(box) == BoxIdentity("cuda", "RTX", ("cuda", "cpu"), 8, 16, 12, {"torch": "2"}, forms)
+    assert "onednn-fp32" in forms
     assert identity_of(replace(box, device=None)).device_bytes is None
 
 

@@ -1382,12 +1382,15 @@ def test_a_mount_that_vanishes_mid_run_is_offline_and_resumes(tmp_path: Path) ->
     key by which its stored verdict is found, and nothing is left on the bare mount point."""
     (tmp_path / "inbox").mkdir()
     script = MOUNTED.format(root=str(Path(__file__).parents[3]), folder=str(tmp_path / "inbox"))
-    command = ["unshare", "--mount", "--propagation", "private", sys.executable, "-c", script]
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    except FileNotFoundError:
-        pytest.skip("no unshare here")
-    if ended.returncode == 77 or "unshare failed" in ended.stderr:
+    apart = ["unshare", "--mount", "--propagation", "private"]
+    if shutil.which("unshare") is None:
+        pytest.skip("unshare is not installed")
+    asked = subprocess.run([*apart, "true"], capture_output=True, text=True, check=False)
+    if asked.returncode != 0:  # as in a chroot
+        pytest.skip(f"a mount namespace is not permitted here: {asked.stderr.strip()}")
+    command = [*apart, sys.executable, "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if ended.returncode == 77:
         pytest.skip("mounting is not permitted here")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == [
@@ -1436,5 +1439,33 @@ def test_a_part_is_held_as_long_as_its_image(tmp_path: Path) -> None:
     (arrival,) = line.arrivals
     keys = [arrival.key, part_key(arrival.key, "R1"), part_key(arrival.key, "U1@a#b")]
     assert [line.intake.holds(key) for key in keys] == [True, True, True]
+    (line.root / "another.png").write_bytes(PNG)
     (line.root / name).unlink()
     assert [line.intake.holds(key) for key in keys] == [False, False, False]
+
+
+@pytest.mark.parametrize("away", ["gone", "another folder", "a bare mount point", "a bare mount point since the start"])
+def test_a_kept_file_whose_share_is_away_counts_as_there(tmp_path: Path, away: str) -> None:
+    """Else its row would go by its age, and the file be judged again when the share is back."""
+    line = Line(tmp_path / "inbox", after="keep")
+    for number in range(2):
+        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    line.run(5)
+    key = line.arrivals[0].key
+    line.root.rename(tmp_path / "share")
+    if away != "gone":
+        line.root.mkdir()
+    if away == "another folder":
+        (line.root / "b2_r_R1.png").write_bytes(PNG)
+    if away == "a bare mount point since the start":
+        line = Line(line.root, after="keep")
+        line.run(5)
+        assert line.intake.statistics().state is SourceState.ONLINE
+    assert line.intake.holds(key)
+    assert not line.intake.holds("0ther/" + key)
+    shutil.rmtree(line.root, ignore_errors=True)
+    (tmp_path / "share").rename(line.root)
+    line.run(20)
+    assert line.intake.holds(key)
+    line.arrivals[0].path.unlink()
+    assert not line.intake.holds(key)

@@ -16,7 +16,6 @@ from agent.line_file.editing import (
     edit_file,
     remove,
     rendered,
-    replace_weights,
     set_key,
 )
 from experts.document import parse_document
@@ -72,13 +71,9 @@ class TestTheExampleFile:
             add_expert(self.text, "cls/resistor-0402", ENTRY, file=FILE)
 
     def test_other_weights_leave_the_comment_beside_them(self):
-        changed = replace_weights(self.text, "cls/resistor-0402", "weights/b.safetensors", file=FILE)
+        changed = set_key(self.text, ("experts", "cls/resistor-0402", "weights"), "weights/b.safetensors", file=FILE)
         assert "    weights: weights/b.safetensors  # .safetensors, or .onnx" in changed
         assert values(changed)["experts"]["cls/resistor-0402"]["weights"] == "weights/b.safetensors"
-
-    def test_weights_of_nobody_are_an_error(self):
-        with pytest.raises(ConfigError, match="there is no such expert"):
-            replace_weights(self.text, "cls/other", "b.safetensors", file=FILE)
 
     def test_a_key_follows_the_comments_of_the_one_before(self):
         changed = set_key(self.text, ("experts", "cls/resistor-0402", "threshold"), 0.25, "learned", file=FILE)
@@ -88,9 +83,9 @@ class TestTheExampleFile:
         assert is_insertion(self.text, changed)
 
     def test_a_key_is_added_in_braces(self):
-        changed = set_key(self.text, ("experts", "det/alignment", "pin"), True, "of every board", file=FILE)
-        assert "    # of every board\n    {architecture: yolov5m" in changed
-        assert values(changed)["experts"]["det/alignment"]["pin"] is True
+        changed = set_key(self.text, ("experts", "cls/capacitor-0603", "pin"), True, "of every board", file=FILE)
+        assert "    # of every board\n    {architecture: resnet18" in changed
+        assert values(changed)["experts"]["cls/capacitor-0603"]["pin"] is True
 
     def test_no_line_grows_too_long(self):
         changed = set_key(self.text, ("experts", "cls/capacitor-0603", "shadow"), "cls/resistor-0402", file=FILE)

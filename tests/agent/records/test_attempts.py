@@ -191,7 +191,7 @@ def test_a_file_that_cannot_be_written_anew_is_kept_as_it_is_and_told(
     monkeypatch.setattr(threading, "excepthook", raised.append)
     monkeypatch.setattr("agent.records.attempts.COMPACT_BYTES", 100)
     log = AttemptLog(path)
-    draft = path.with_name("attempts.log.new")
+    draft = path.with_name(".attempts.log.tmp")
     draft.mkdir()
     log.begun(["long" * 25])
     log.begun(["b"])

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import time
@@ -65,13 +66,14 @@ class Line:
         self.folder = folder
         self.store = ResultStore(folder / "r.db")
         self.now = at(0, 0.0)
+        self.run_s = 0.0  # how much more has passed than the wall clock shows
         self.output = output
         self.export = self.restarted()
 
     def restarted(self) -> DailyExport:
         self.export = DailyExport(
             ExportSection.model_construct(folder=self.folder / "out", format=self.output),
-            "demo", self.store, lambda: self.now,
+            "demo", self.store, lambda: self.now, lambda: self.run_s + (self.now - at(0, 0.0)).total_seconds(),
         )  # fmt: skip
         return self.export
 
@@ -82,6 +84,12 @@ class Line:
     def settle(self) -> None:
         while self.store.statistics().pending:
             time.sleep(0.001)
+
+    def set_clock(self, now: datetime, passed: timedelta) -> None:
+        """Somebody sets the wall clock; ``passed``: what really went by."""
+        self.run_s += (self.now - now + passed).total_seconds()
+        self.now = now
+        self.export.step()
 
     def steps(self, now: datetime, count: int = 60) -> None:
         self.now = now
@@ -189,7 +197,8 @@ def test_csv_begins_with_what_it_is_and_holds_what_was_stored(tmp_path: Path) ->
     line.steps(at(1, 1.0))
     text = (tmp_path / "out" / "results-2026-05-01.csv").read_bytes().decode("utf-8")
     head, _, rest = text.partition("\n")
-    assert head == "# coserve results: schema 1, line demo, day 2026-05-01"
+    assert head.startswith("# coserve results: schema 1, line demo, day 2026-05-01, file ")
+    assert head.endswith(", after 0")
     (row,) = csv.DictReader(rest.splitlines(keepends=True))
     assert tuple(row) == RESULT_COLUMNS
     assert (row["seq"], row["key"], row["image"], row["verdict"]) == ("1", "full", BARE.image, "NG")
@@ -232,14 +241,78 @@ def test_before_the_first_result_there_is_nothing_to_write(line: Line) -> None:
     assert line.export.statistics().files == 0
 
 
-def test_a_clock_that_was_ahead_is_told_once_and_loses_nothing(line: Line, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_restarted_agent_waits_until_its_clock_has_run_evenly_for_an_hour(line: Line) -> None:
     line.record("a", at(0))
-    line.steps(at(10, 1.0))
-    line.record("b", at(1))
+    line.now = at(1, 1.0)
+    line.restarted()
+    line.steps(at(1, 1.9))
+    assert line.files() == {}
+    line.steps(at(1, 2.1))
+    assert line.files() == {"2026-05-01": ["a"]}
+
+
+def test_a_restored_results_file_overwrites_no_day_of_the_one_before_it(line: Line) -> None:
+    line.record("a", at(0))
+    line.store.close()
+    shutil.copy(line.folder / "r.db", line.folder / "saved.db")
+    line.store = ResultStore(line.folder / "r.db")
+    line.restarted()
+    line.record("lost with the disk", at(1))
     line.steps(at(2, 1.0))
-    assert [record.getMessage().split(" ")[0] for record in caplog.records] == ["export_ahead"]
-    line.steps(at(11, 1.0))
-    assert [key for found in line.files().values() for key in found] == ["a", "b"]
+    before = line.files()
+    line.store.close()
+    with closing(sqlite3.connect(line.folder / "saved.db")) as connection, connection:
+        connection.execute("UPDATE identity SET id = 'restored'")
+    (line.folder / "saved.db").replace(line.folder / "r.db")
+    line.store = ResultStore(line.folder / "r.db")
+    line.restarted()
+    line.record("b", at(2, 2.0))
+    line.steps(at(3, 1.0))
+    assert before == {"2026-05-01": ["a"], "2026-05-02": ["lost with the disk"]}
+    assert line.files() == before | {"2026-05-01-2": ["a"], "2026-05-02-2": [], "2026-05-03": ["b"]}
+
+
+def test_a_minute_of_a_wrong_clock_changes_nothing(line: Line) -> None:
+    line.record("a", at(0))
+    line.set_clock(at(300), passed=timedelta())
+    line.record("ahead", at(300))
+    line.steps(at(300, 12.1))
+    line.set_clock(at(0, 13), passed=timedelta(minutes=1))
+    line.record("b", at(0, 13))
+    line.steps(at(1, 1.0))
+    assert line.files() == {"2026-05-01": ["a", "ahead", "b"]}
+    line.record("c", at(1))
+    line.steps(at(2, 1.0))
+    assert line.files() == {"2026-05-01": ["a", "ahead", "b"], "2026-05-02": ["c"]}
+
+
+@pytest.mark.parametrize("days", [5, 300], ids=lambda days: f"{days} days")
+def test_a_clock_that_was_ahead_for_hours_stops_no_later_export(line: Line, days: int) -> None:
+    """The labels of the wrong days are used up; what comes after goes on under its own day."""
+    line.record("a", at(0))
+    line.set_clock(at(days, 1), passed=timedelta(minutes=1))
+    line.steps(at(days, 4))
+    line.set_clock(at(0, 15), passed=timedelta(minutes=1))
+    line.record("b", at(0, 15))
+    line.steps(at(0, 20))
+    ahead = line.files()
+    assert [key for found in ahead.values() for key in found] == ["a"]
+    line.steps(at(1, 1.0))
+    assert [found for label, found in line.files().items() if label not in ahead] == [["b"]]
+    line.record("c", at(1))
+    line.steps(at(2, 1.0))
+    keys = [found for found in line.files().values() if found]
+    assert sorted(keys) == [["a"], ["b"], ["c"]]
+    exported = last_exported(line.folder / "r.db")
+    assert exported is not None
+    assert exported.day == FIRST + timedelta(days=1)
+
+
+def test_a_clock_that_began_in_1970_makes_no_file_for_each_day_since(line: Line) -> None:
+    line.record("early", datetime(1970, 1, 1, 12, tzinfo=UTC))
+    line.record("a", at(0))
+    line.steps(at(2, 1.0))
+    assert line.files() == {"1970-01-01": ["early"], "2026-05-01": ["a"], "2026-05-02": []}
 
 
 EXPORTS = """
@@ -253,7 +326,10 @@ from agent.records.result_writer import ResultStore
 folder = Path(sys.argv[1])
 store = ResultStore(folder / "r.db")
 section = ExportSection.model_construct(folder=folder / "out", format=sys.argv[2])
-export = DailyExport(section, "demo", store, lambda: datetime(2026, 6, 1, 12, tzinfo=UTC))
+passed_s = 0.0
+start = datetime(2026, 6, 1, 10, tzinfo=UTC)
+export = DailyExport(section, "demo", store, lambda: start + timedelta(seconds=passed_s), lambda: passed_s)
+passed_s = 7200.0
 print("ready", flush=True)
 while str(export.statistics().day) != "2026-05-30":
     export.step()

@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -23,8 +24,6 @@ from experts.expert import Verdict
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-
-    import pytest
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 WAIT_S = 20.0
@@ -103,6 +102,27 @@ def test_a_key_is_accepted_once_and_its_sender_learns_how_it_stands(tmp_path: Pa
         again = accepted(store, [entry("a"), entry("b"), entry("c")])
         assert again == [Acceptance.JUDGED, Acceptance.UNDER_WAY, Acceptance.NEW]
         assert [each.entry.key for each in JournalReader(file).unfinished()] == ["b", "c"]
+
+
+@pytest.mark.parametrize("state", ["under way", "judged"])
+def test_a_key_that_was_given_for_something_else_is_told_and_nothing_of_it_is_written(
+    tmp_path: Path, state: str
+) -> None:
+    file = tmp_path / "r.db"
+    with closing(ResultStore(file)) as store:
+        accepted(store, [entry("a#R1", asked_sha256="one"), entry("a#R2", asked_sha256="one")])
+        if state != "under way":
+            for key in ("a#R1", "a#R2"):
+                store.record(replace(result(key), asked_sha256="one"))
+    with closing(ResultStore(file)) as store:
+        for others in (["a"], ["a#R1"], ["a#R1", "a#R3"], ["a#R3"]):
+            again = accepted(store, [entry(key, asked_sha256="two") for key in others], b"another image")
+            assert again == [Acceptance.REUSED] * len(others)
+        same = accepted(store, [entry("a#R1", asked_sha256="one"), entry("a#R2", asked_sha256="one")])
+        assert same == [Acceptance.JUDGED if state == "judged" else Acceptance.UNDER_WAY] * 2
+        assert accepted(store, [entry("ab", asked_sha256="two")]) == [Acceptance.NEW]
+    reader = JournalReader(file)
+    assert (reader.asked("a"), reader.asked("ab"), reader.asked("b")) == ({"one"}, {"two"}, set())
 
 
 def test_an_image_of_which_all_is_known_is_not_kept_again(tmp_path: Path) -> None:

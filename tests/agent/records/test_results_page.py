@@ -22,6 +22,7 @@ from agent.records.export import DailyExport
 from agent.records.outbox import Outbox, OutboxReader
 from agent.records.result_writer import ResultStore
 from agent.records.results import Result
+from agent.records.steadiness import STEADY_S
 from experts.expert import Verdict
 
 PAGE = (Path(__file__).parents[3] / "docs" / "results.md").read_text("utf-8")
@@ -59,7 +60,10 @@ def test_its_program_reads_a_file_of_a_day(tmp_path: Path) -> None:
         while store.statistics().pending:
             time.sleep(0.001)
         section = ExportSection.model_construct(folder=tmp_path, format="csv")
-        export = DailyExport(section, "demo", store, lambda: AT + timedelta(days=1, hours=13))
+        passed_s = 0.0
+        wall = lambda: AT + timedelta(days=1, hours=13, seconds=passed_s)  # noqa: E731
+        export = DailyExport(section, "demo", store, wall, lambda: passed_s)
+        passed_s = STEADY_S
         for _ in range(10):
             export.step()
     file = min(tmp_path.glob("results-*.csv"))

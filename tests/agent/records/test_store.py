@@ -143,6 +143,37 @@ def test_a_result_that_does_not_say_all_of_its_board_its_type_and_its_place_insp
     assert [stored.inspection for stored in store.newest_first()] == [inspection, None, None, None]
 
 
+def test_each_change_of_a_board_has_a_number_that_is_never_given_again(store: ResultStore) -> None:
+    """What a watcher reads on by: a verdict that is revised comes again, and a row that goes leaves its number."""
+    boards = [replace(BOARD, serial=serial) for serial in ("b1", "b2")]
+    for board in (*boards, replace(boards[0], verdict=Verdict.OK), boards[1]):  # the last one is known as it is
+        store.record_board(board)
+    settled(store)
+    page = store.after(0, 0, 10)
+    assert [(number, row.board.serial, row.board.verdict) for number, row in page.boards] == [
+        (2, "b2", Verdict.NG), (3, "b1", Verdict.OK),
+    ]  # fmt: skip
+    assert [number for number, _ in store.after(0, 2, 10).boards] == [3]
+    store.write(lambda database: database.execute("DELETE FROM boards"))
+    store.record_board(BOARD)
+    settled(store)
+    page = store.after(0, 3, 10)
+    assert ([number for number, _ in page.boards], page.last_board, page.last_seq) == ([4], 4, 0)
+
+
+def test_boards_come_behind_the_last_result_and_all_with_the_identity_of_the_file(store: ResultStore) -> None:
+    for number in range(3):
+        store.record(replace(BARE, key=str(number)))
+    store.record_board(BOARD)
+    settled(store)
+    first, second = store.after(0, 0, 2), store.after(2, 0, 2)
+    assert ([row.seq for row in first.results], first.boards) == ([1, 2], ())
+    assert ([row.seq for row in second.results], [number for number, _ in second.boards]) == ([3], [1])
+    assert (first.last_seq, first.last_board) == (second.last_seq, second.last_board) == (3, 1)
+    with closing(ResultStore(store.path.with_name("other.sqlite"))) as other:
+        assert first.file == second.file != other.after(0, 0, 1).file
+
+
 def test_a_board_comes_back_and_a_later_verdict_of_the_same_run_replaces_it(store: ResultStore) -> None:
     later = replace(
         BOARD, verdict=Verdict.UNKNOWN, closed_at=NOON + timedelta(seconds=5), missing={}, counts={Verdict.OK: 9}

@@ -4,9 +4,12 @@ import os
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
+
+from agent.runtime.threads import give_way
 
 SETTLING_S = 0.1
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -42,3 +45,23 @@ def _now() -> int:
 def _theirs() -> list[int]:
     own = {thread.native_id for thread in threading.enumerate()}
     return [task for task in map(int, os.listdir("/proc/self/task")) if task not in own]
+
+
+def scheduling_class() -> int | None:
+    """Of the calling thread; None where the system has none."""
+    return os.sched_getscheduler(0) if hasattr(os, "sched_getscheduler") else None
+
+
+def _is_given_way() -> bool:
+    """Has a thread that gives way another class then? A sandbox may forbid it."""
+
+    def look() -> bool:
+        before = scheduling_class()
+        give_way()
+        return scheduling_class() != before
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(look).result()
+
+
+gives_way_here = pytest.mark.skipif(not _is_given_way(), reason="no thread can give way to all others here")

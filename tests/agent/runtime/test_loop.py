@@ -63,7 +63,7 @@ class Agent:
         pools = [PoolSpec("host", room * largest, WORKSPACE_BYTES)]
         if self.box.is_split:
             pools.append(PoolSpec("device", 2 * largest, WORKSPACE_BYTES, cache="host"))
-        limits = Limits(tuple(pools), load_backoff_s=0.001, prepared_bytes=prepared_bytes)
+        limits = Limits(tuple(pools), load_backoff_s=0.001, away_s=0.0, prepared_bytes=prepared_bytes)
         self.engine = Engine(self.graph(), self.profile(specs), specs, PRESETS[policy], limits)
         self.loop = assemble(
             self.engine, self.box, specs, limits, line.copies, line.segments,
@@ -178,14 +178,14 @@ def test_an_expert_asked_for_directly_answers_without_a_verdict(line):
 
 
 def test_bad_weights_end_unknown_with_their_reason_and_everything_else_goes_on(breakable_line):
-    breakable_line.file_of("own-1").unlink()
+    breakable_line.file_of("own-1").write_bytes(b"")
     with Agent(breakable_line) as agent:
         bad = [agent.loop.submit(breakable_line.pixels(n), component="own-1") for n in range(3)]
         good = [agent.loop.submit(breakable_line.pixels(n), component="own-2") for n in range(3)]
         agent.settle()
         statistics = agent.loop.statistics()
     assert {agent.outcomes[request].verdict for request in bad} == {Verdict.UNKNOWN}
-    assert all("pack the line again" in agent.outcomes[request].reason for request in bad)
+    assert all("was not what was packed" in agent.outcomes[request].reason for request in bad)
     assert {agent.outcomes[request].verdict for request in good} == {Verdict.OK}
     assert list(statistics.engine.quarantined) == ["cls/own-1"]
 

@@ -20,6 +20,7 @@ from agent.runtime.loop import LoopOptions, assemble
 from agent.runtime.machine.detection import detect
 from agent.runtime.machine.memories import EmulatedMemory, HostMemory
 from agent.runtime.moe_loads import MoeLoads
+from agent.runtime.moe_usage import read_usage
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.text_sources import TextSource
 from agent.runtime.transfer import PacedLink, Transfers
@@ -31,7 +32,7 @@ from experts.llm.key_values import ContiguousKeyValues
 from experts.llm.model import Model, load_model
 from experts.llm.names import assemblies
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
-from experts.llm.serving.kv import kv_bytes_per_token
+from experts.llm.serving.kv import KvLayout
 from experts.llm.tiers.predict import MoveCosts, RowsTime
 from experts.llm.token_batch import Chunk, TokenBatch
 from experts.packed.packing import pack_line
@@ -95,7 +96,7 @@ def write_model(folder, family, seed):
 class Yard:
     """One memory with transfers into it; copies that hold ``places`` moe_experts at a time, or so many by expert."""
 
-    def __init__(self, packed, places, *, device=None, host_places=0, budget_bytes=ROOMY, rate=None):
+    def __init__(self, packed, places, *, device=None, host_places=0, budget_bytes=ROOMY, rate=None, kept=None):
         self.segments, copies = packed
         wanted = places if isinstance(places, dict) else dict.fromkeys((copy.expert.id for copy in copies), places)
         self.copies = {
@@ -104,7 +105,7 @@ class Yard:
             if copy.expert.id in wanted
         }
         self.link = PacedLink(rate)
-        self.loads = MoeLoads(self.segments, self.link, HostMemory())
+        self.loads = MoeLoads(self.segments, self.link, HostMemory(), kept=kept)
         memory = HostMemory() if device is None else device
         self.store = SlotStore(memory, budget_bytes, ("cpu",), SkeletonShelf(self.segments), self.loads)
         self.answers = SimpleQueue()
@@ -136,11 +137,11 @@ class Yard:
 
 
 @pytest.fixture
-def yard(packed):
+def yard(packed, tmp_path):
     made = []
 
     def make(places, **options):
-        made.append(Yard(packed, places, **options))
+        made.append(Yard(packed, places, kept=tmp_path, **options))
         return made[-1]
 
     yield make
@@ -312,7 +313,7 @@ def test_the_agent_serves_a_model_that_does_not_fit(packed):
     segments, copies = packed
     listed = [replace(copy, moe_places=2) for copy in copies if copy.expert.id in ("llm/mixtral-0", "llm/pr_moe-0")]
     spec = parse_spec({"model_type": "mixtral", **SIZES, **CONFIGS["mixtral"]}, "tiny")
-    token_bytes = kv_bytes_per_token(spec, torch.float32)
+    token_bytes = KvLayout.of(spec, torch.float32).token_bytes
     times = Performance(0.001, 0.002, 4, 1024 * 1024, K_prompt_s=1e-5, K_output_s=1e-3, lease_bytes=token_bytes)
     rows = {copy.expert.id: ExpertProfile(copy.name, times, copy.footprint, {SSD: 0.01}) for copy in listed}
     room_bytes = max(copy.footprint.total_bytes for copy in listed)
@@ -357,3 +358,20 @@ def test_a_model_without_a_cache_is_bound_as_ever(yard):
     with one.store.using("llm/mixtral-0@fp32") as slot:
         assert slot.moe is None
         assert isinstance(slot.skeleton("cpu").model, Model)
+
+
+def test_what_was_counted_in_serving_is_known_of_these_weights_after_the_next_start(yard, tmp_path, caplog):
+    one, expert = yard(4), "llm/mixtral-0"
+    one.load(expert)
+    one.greedy(expert)
+    one.evict(expert)
+    copy = one.copies[expert]
+    assert max(read_usage(tmp_path, copy).values()) > 0
+    first, *others = copy.packed.moe_layers
+    retrained = replace(copy, packed=replace(copy.packed, shared=(replace(first, sha256="other"), *others)))
+    assert read_usage(tmp_path, retrained) == {}
+    (file,) = tmp_path.glob("*.json")
+    for damaged in ("{", "[]", '{"usage": []}'):
+        file.write_text(damaged)
+        assert read_usage(tmp_path, copy) == {}
+    assert caplog.text.count("counted anew") == 3

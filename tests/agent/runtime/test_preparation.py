@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 import agent.runtime.preparation
 from agent.core.request import Rejected
@@ -27,10 +29,15 @@ from agent.runtime.image_sources import (
     stored_bytes,
 )
 from agent.runtime.machine.detection import detect
-from agent.runtime.preparation import LARGE_BYTES, Preparation, threads_for
+from agent.runtime.preparation import LARGE_BYTES, Preparation, least_pixels, prepare, threads_for
 from experts.backends import backend_for
 from experts.backends.base import Prepared
-from experts.expert import Expert, Fit, InputSpec
+from experts.backends.boxes import prediction
+from experts.expert import Expert, Fit, InputSpec, Orientation
+from experts.images import decode_image
+from experts.normalization import Normalization
+from experts.orientation import TAG
+from tests.agent.runtime.native_threads import gives_way_here, scheduling_class
 
 PATIENCE_S = 30.0
 LAST = ("last awaited", "last ahead")
@@ -63,6 +70,7 @@ class Workplace:
 
     def __init__(self, monkeypatch):
         self.decoded = []
+        self.classes = {}  # of the threads that decoded, as the system schedules them
         self.may_decode = threading.Event()
         self.may_decode.set()
         self.is_decoding = threading.Event()
@@ -80,6 +88,7 @@ class Workplace:
             self.is_four_begun.set()
         assert self.may_decode.wait(PATIENCE_S)
         self.decoded.append(name)
+        self.classes[name] = scheduling_class()
         return decoded(source, name, *limits)
 
     def prepare(self, request, source, expert, *later, due_s=0.0):
@@ -148,6 +157,53 @@ def test_of_three_steps_each_has_its_own_from_one_decoding(workplace, size):
         workplace.settle()
         assert workplace.preparation.held_bytes <= bytes_of(*steps[number + 1 :])
     assert workplace.decoded.count("1") == 1
+
+
+@pytest.mark.parametrize("later", [(ALIKE,), (ALIKE, OTHER), (OTHER, ALIKE, DETECTOR)])
+@pytest.mark.parametrize("side", [20, 90, 130])  # pixels that would fit beside nothing, beside one form, and not
+def test_no_more_is_held_than_the_engine_counts_where_a_later_step_has_the_same_form(workplace, later, side):
+    image = encoded(side, side)
+    workplace.prepare(1, image, SMALL, *later)
+    workplace.result(1, image, SMALL)
+    workplace.settle()
+    assert 0 < workplace.preparation.held_bytes <= bytes_of(*later)
+    for number, step in enumerate(later):
+        workplace.prepare(1, image, step, *later[number + 1 :])
+        assert_prepared(workplace.result(1, image, step), image, step)
+        workplace.settle()
+        assert workplace.preparation.held_bytes <= (bytes_of(*later[number + 1 :]) if later[number + 1 :] else 0)
+    assert workplace.decoded == ["1"]
+
+
+@gives_way_here
+def test_a_photograph_gives_way_to_the_cpu_s_executors_unless_a_device_waits_for_it(workplace):
+    image = encoded(400, 400)
+    for request, gives_way in ((1, True), (2, False)):
+        workplace.preparation.prepare(request, image, str(request), SMALL, due_s=5.0, gives_way=gives_way)
+        workplace.settle()
+    assert workplace.classes == {"1": os.SCHED_IDLE, "2": os.SCHED_OTHER}
+
+
+def test_a_device_does_not_wait_for_whoever_gives_way_at_the_same_photograph(workplace):
+    image, entered, is_late, may_go_on = encoded(400, 400), [], threading.Event(), threading.Event()
+
+    @contextmanager
+    def preparing(request):
+        entered.append(request)
+        if len(entered) == 2:  # its first step is answered, and the later one is worked on
+            is_late.set()
+            assert may_go_on.wait(PATIENCE_S)
+        yield
+
+    workplace.preparation.watch = preparing
+    workplace.prepare(1, image, SMALL, OTHER, due_s=1.0)
+    assert is_late.wait(PATIENCE_S)
+    workplace.result(1, image, SMALL)
+    workplace.preparation.prepare(1, image, "1", OTHER, due_s=2.0, gives_way=False)
+    assert_prepared(workplace.result(1, image, OTHER), image, OTHER)
+    may_go_on.set()
+    workplace.settle()
+    assert workplace.preparation.held_bytes == 0
 
 
 def test_what_is_forgotten_is_decoded_again_and_nothing_is_held(workplace):
@@ -229,6 +285,13 @@ def test_a_batch_has_what_was_not_told_of_before(workplace):
     assert workplace.preparation.requests == 0
 
 
+def test_a_batch_has_what_its_expert_is_shown_whatever_was_told_of_before(workplace):
+    image = encoded(20, 20)
+    workplace.prepare(9, image, OTHER)
+    assert_prepared(workplace.result(9, image, SMALL), image, SMALL)
+    assert_prepared(workplace.result(9, image, OTHER), image, OTHER)
+
+
 def test_a_broken_image_is_rejected_at_every_step(workplace):
     image = EncodedImage(b"no image", "broken.png", 1000)
     workplace.prepare(1, image, SMALL, OTHER)
@@ -262,6 +325,56 @@ def test_experts_that_are_shown_the_same_share_a_form():
     for each in (SMALL, OTHER, DETECTOR, expert("cls/unit", 32, normalize="unit")):
         tensor = backend_for(each.architecture).prepare(each, pixels).tensor
         assert tensor.nbytes == prepared_form(each).size_bytes
+
+
+def test_each_difference_in_what_is_shown_is_another_form():
+    half = Normalization((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    specs = [
+        {}, {"orientation": Orientation.EXIF}, {"normalize": half}, {"normalize": replace(half, scale=255)},
+        {"normalize": replace(half, channels="bgr")}, {"fit": Fit.CROPPED, "resize": 40},
+        {"fit": Fit.CROPPED, "resize": (40, 40)}, {"fit": Fit.CROPPED, "resize": 40, "interpolation": "bicubic"},
+    ]  # fmt: skip
+    assert len({prepared_form(expert("cls/a", 32, **spec)).name for spec in specs}) == len(specs)
+
+
+def turned_jpeg(height, width, orientation):
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[TAG] = orientation
+    pixels = np.zeros((height, width, 3), np.uint8)
+    pixels[: height // 2, : width // 4] = 255
+    Image.fromarray(pixels).save(file, "jpeg", exif=exif, quality=95)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("wanted", Orientation)
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("least", [None, (64, 64)])
+def test_a_box_lies_where_viewers_show_it_whatever_its_expert_was_shown(wanted, orientation, least):
+    """The white part of an image, found in the pixels of a detector."""
+    content = turned_jpeg(240, 480, orientation)
+    expert_of_it = expert("det/a", 96, "yolov8n", orientation=wanted)
+    prepared = prepare(expert_of_it, decode_image(content, "it", least=least))
+    rows, columns = np.nonzero(prepared.tensor.numpy().min(axis=0) > 0.7)
+    row = (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1, 0.9, 0)
+    (box,) = prediction(expert_of_it, [tuple(map(float, row))], prepared).boxes
+    with Image.open(io.BytesIO(content)) as image:
+        seen = np.asarray(ImageOps.exif_transpose(image)).min(axis=2) > 127
+    rows, columns = np.nonzero(seen)
+    expected = columns.min(), rows.min(), columns.max() + 1, rows.max() + 1
+    assert np.abs(np.subtract((box.left, box.top, box.right, box.bottom), expected)).max() <= 480 / 96
+
+
+def test_the_parts_of_a_turned_frame_are_cut_where_viewers_show_them():
+    content = turned_jpeg(40, 80, 6)
+    part = FramePart(Frame(EncodedImage(content, "it", 10_000), (80, 40)), (20, 0, 40, 20), "part")
+    assert pixels_of(part, "it").min() > 200
+
+
+def test_a_jpeg_keeps_pixels_enough_for_what_is_cut_from_it():
+    assert least_pixels(expert("cls/a", 32, fit=Fit.CROPPED, resize=40)) == (80, 80)
+    assert least_pixels(expert("cls/a", 32, fit=Fit.CROPPED, resize=(40, 50))) == (80, 100)
+    tall = replace(SMALL, input=InputSpec(32, 64, orientation=Orientation.EXIF))
+    assert least_pixels(tall) == (128, 128)
 
 
 def test_there_are_as_many_threads_as_cores():
@@ -345,6 +458,24 @@ class TestSmaller:
         held, anew = workplace.result(1, image, second), workplace.result(2, image, second)
         assert torch.equal(held.tensor, anew.tensor)
         assert held.scale_x == anew.scale_x
+
+    @pytest.mark.parametrize("proven", [SMALL, ALIKE])
+    @pytest.mark.parametrize("size", [(300, 400), (900, 1200)])
+    def test_for_one_of_two_experts_of_a_route_that_want_it_as_large(self, workplace, proven, size):
+        image = photograph(*size)
+        workplace.preparation.scaled = frozenset({proven.id})
+        alone = {each.id: workplace.result(number, image, each).tensor for number, each in ((7, SMALL), (8, ALIKE))}
+        assert not torch.equal(alone[SMALL.id], alone[ALIKE.id])
+        workplace.prepare(1, image, SMALL, ALIKE)
+        assert torch.equal(workplace.result(1, image, SMALL).tensor, alone[SMALL.id])
+        workplace.settle()
+        workplace.prepare(1, image, ALIKE)
+        assert torch.equal(workplace.result(1, image, ALIKE).tensor, alone[ALIKE.id])
+
+    def test_what_it_becomes_has_its_reduction_in_its_name(self):
+        whole, reduced = prepared_form(SMALL), prepared_form(SMALL, is_reduced=True)
+        assert whole.name != reduced.name
+        assert whole.size_bytes == reduced.size_bytes
 
     def test_no_other_form_of_image_is(self, workplace):
         workplace.preparation.scaled = frozenset({SMALL.id})

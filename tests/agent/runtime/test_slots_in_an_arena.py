@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import contextmanager
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from agent.core.events import BatchFailed
+from agent.core.performance import ExecutorSpec
+from agent.core.request import Batch, Part
+from agent.runtime.executor import BatchExecutor
 from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.machine.memories import EmulatedMemory
+from agent.runtime.preparation import Preparation
 from agent.runtime.slots import SkeletonShelf, SlotStore
+from agent.runtime.texts import Texts
 from experts.backends import backend_for
 from experts.expert import Expert, InputSpec, Precision
+from experts.llm.serving.output_lengths import OutputLengths
 from experts.packed.packing import pack_line
 from experts.packed.weights import SLOT_QUANTUM_BYTES, SegmentStore
 
@@ -247,3 +256,44 @@ def test_no_batch_runs_on_a_copy_whose_bytes_were_moved_before_its_skeleton_show
     bench.load("f")
     assert ended.wait(PATIENCE_S)
     assert answers == ["ok"]
+
+
+class LoadBetween:
+    """A store as an executor has it, where a load comes as soon as anything is in use, and stills a region."""
+
+    def __init__(self, bench, name):
+        self._bench, self._name, self.loading = bench, name, None
+
+    def using(self, copy):
+        return self._load_after(self._bench.store.using(copy))
+
+    def using_together(self, copies):
+        return self._load_after(self._bench.store.using_together(copies))
+
+    @contextmanager
+    def _load_after(self, use):
+        with use as slots:
+            if self.loading is None:
+                self.loading = in_the_background(lambda: self._bench.load(self._name))
+                wait_until(lambda: is_stilled(self._bench))
+            yield slots
+
+
+def test_a_quantum_over_two_on_one_trunk_and_a_load_that_moves_it_do_not_wait_for_each_other(fakes):
+    bench = Bench(fakes)
+    for name in ("c", "g", "h"):  # 3, the trunk's 4 and 1, 2
+        bench.load(name)
+    bench.store.evict("c")
+    store, answers, preparation = LoadBetween(bench, "d"), SimpleQueue(), Preparation(1)
+    texts = Texts({}, OutputLengths())
+    executor = BatchExecutor(ExecutorSpec(0, "cpu", "host"), store, preparation, answers.put, 1, texts=texts)
+    executor.start()
+    batch = Batch(1, 0, "g", "g", (1, 2), 0, 0.05, (Part("g", "g", (1,)), Part("h", "h", (2,))))
+    executor.start_quantum(batch, [fakes.copies["g"], fakes.copies["h"]])
+    assert isinstance(answers.get(timeout=PATIENCE_S), BatchFailed)  # fakes write no texts: it came that far
+    store.loading.join(PATIENCE_S)
+    assert sorted(bench.store.ready()) == ["d", "g", "h"]
+    bench.check()
+    executor.stop()
+    preparation.stop()
+    bench.store.close()

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import queue
+import shutil
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from agent.runtime.loop import BatchWatch
-from agent.runtime.text_engines import TextEngines
+from agent.runtime.text_engines import TextEngines, layout_of
 from agent.runtime.text_sources import TextSource
 from experts.errors import AgentCrashed, DeviceLost, PromptInvalid
 from experts.expert import Verdict
+from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
 from tests.agent.runtime.fake_text_engine import FakeTextEngine, token
 from tests.agent.runtime.text_line import (
     CHOICES,
+    CONFIG,
     EYE,
     PATIENCE_S,
     Reader,
@@ -160,6 +165,45 @@ def test_more_than_any_memory_holds_is_told_at_once(line):
         number, _ = agent.ask("llm/code", (1, 2), 120)
         agent.settle()
     assert "ask for fewer tokens" in agent.outcomes[number].reason
+
+
+def test_a_prefix_that_one_program_read_is_no_other_program_s_though_their_weights_are_the_same(tmp_path):
+    experts, (code, scaled) = write_line(tmp_path), ("llm/code", "llm/maths")
+    shutil.copy(tmp_path / "llm-code" / "model.safetensors", tmp_path / "llm-maths")
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    (tmp_path / "llm-maths" / "config.json").write_text(json.dumps(CONFIG | {"rope_scaling": scaling}))
+    line = TextLine.packed(tmp_path, experts)
+    assert line.copy(code).packed.segments == line.copy(scaled).packed.segments
+    prompt = tuple(range(1, 41))
+    with TextAgent(line) as agent:
+        readers = []
+        for expert in (code, scaled, code):
+            readers.append(agent.ask(expert, prompt, 8)[1])
+            agent.settle()
+        assert agent.loop.statistics().executors[0].read_tokens == 2 * len(prompt)  # the third goes on from the first
+    assert [reader.tokens for reader in readers] == [line.greedy(each, prompt, 8) for each in (code, scaled, code)]
+    assert readers[0].tokens != readers[1].tokens
+
+
+@pytest.mark.parametrize(
+    ("processors", "lease_tokens"), [(("cpu",), 70), (("cpu",), 100), (("integrated", "cpu"), 4100)]
+)
+def test_the_most_that_a_text_may_hold_is_taken_and_no_token_more(line, processors, lease_tokens):
+    prompt, expert = (1, 2, 3), "llm/code"
+    with TextAgent(line, processors=processors, lease_tokens=lease_tokens) as agent:
+        most = agent.loop.most_tokens(expert)
+        asked = [agent.ask(expert, prompt, count - len(prompt))[0] for count in (most, most + 1)]
+        agent.settle()
+    reasons = [agent.outcomes[number].reason or "" for number in asked]
+    assert ["ask for fewer tokens" in reason for reason in reasons] == [False, True]
+
+
+def test_memory_that_no_copy_of_an_expert_runs_from_is_no_room_for_its_texts(line):
+    copy, budget_bytes = line.copy("llm/code"), 2**20
+    arenas = {("host", "cpu"): ExtentArena(8 * budget_bytes), ("device", "cuda"): ExtentArena(budget_bytes)}
+    engines = TextEngines({}, arenas=arenas, layout_of=partial(layout_of, segments=line.segments))
+    engines.runs_on = {copy.name: {("device", "cuda")}}
+    assert engines.most_tokens([copy]) * engines.layout_of(copy).token_bytes <= budget_bytes
 
 
 # -- with an engine that writes without a model --

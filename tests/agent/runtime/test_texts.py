@@ -77,7 +77,7 @@ def test_a_router_reads_its_choices_and_writes_nothing(desk):
     assert desk.ask(1, text(count=100), "llm/router") == Work(3 + 3, 0, 5, 5)
 
 
-def test_the_work_of_a_route_is_the_most_of_any_expert_that_it_may_come_to(desk):
+def test_the_work_of_a_route_is_at_each_expert_what_it_is_there(desk):
     prompts = {"llm/router": (1,) * 9, "a": (1, 2), "b": (1, 2, 3, 4)}
 
     def text_for(expert):
@@ -85,7 +85,10 @@ def test_the_work_of_a_route_is_the_most_of_any_expert_that_it_may_come_to(desk)
         return TextRequest(Generation(prompts[expert], {"a": 40}.get(expert, 8), GREEDY, choices=choices), Reader())
 
     work = desk.ask(1, TextSource(text_for), "llm/router", "a", "b")
-    assert work == Work(9 + 3, desk.lengths.left("a", 0, 40), 42, 2 + desk.lengths.left("a", 0, 40))
+    assert work.at("llm/router") == Work(9 + 3, 0, 9 + 2, 9 + 2)  # not multiplied by what others write
+    assert work.at("a") == Work(2, desk.lengths.left("a", 0, 40), 42, 2 + desk.lengths.left("a", 0, 40))
+    assert work.at("b") == Work(4, desk.lengths.left("b", 0, 8), 12, 4 + desk.lengths.left("b", 0, 8))
+    assert work.most_of_any == 42
 
 
 def test_a_quantum_tells_what_each_has_left_and_holds(desk):

@@ -179,7 +179,7 @@ def damage_by_removing(file):
     file.unlink()
 
 
-@pytest.mark.parametrize("damage", [damage_by_cutting, damage_by_flipping, damage_by_removing])
+@pytest.mark.parametrize("damage", [damage_by_cutting, damage_by_flipping])
 @pytest.mark.parametrize("pool", ["host", "device"])
 def test_damaged_weights_fail_for_good_and_leave_their_room(breakable_line, damage, pool):
     yard = Yard(breakable_line)
@@ -191,6 +191,28 @@ def test_damaged_weights_fail_for_good_and_leave_their_room(breakable_line, dama
     assert "segments" in answer.reason
     assert yard.host.statistics().used_bytes == yard.device.statistics().used_bytes == 0
     yard.load("own-0", "ssd", pool)
+    yard.close()
+
+
+def unreadable(file):
+    file.unlink()
+    file.symlink_to(file)  # ELOOP: as of any file that is there and cannot be read
+
+
+@pytest.mark.parametrize("lose", [damage_by_removing, unreadable])
+@pytest.mark.parametrize("pool", ["host", "device"])
+def test_weights_that_are_not_there_may_come_back(breakable_line, lose, pool):
+    yard = Yard(breakable_line)
+    file = breakable_line.file_of("own-1")
+    content = file.read_bytes()
+    lose(file)
+    yard.start("own-1", "ssd", pool)
+    answer = yard.answer()
+    assert (answer.permanent, answer.is_away) == (False, True)
+    assert str(file) in answer.reason
+    file.unlink(missing_ok=True)
+    file.write_bytes(content)
+    yard.load("own-1", "ssd", pool)
     yard.close()
 
 

@@ -25,7 +25,7 @@ from experts.llm.key_values import ContiguousKeyValues
 from experts.llm.model import Model, load_model
 from experts.llm.names import assemblies
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
-from experts.llm.serving.kv import kv_bytes_per_token
+from experts.llm.serving.kv import KvLayout
 from experts.llm.token_batch import Chunk, TokenBatch
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
@@ -119,6 +119,7 @@ class TextAgent:
         *,
         engines=None,
         executors=1,
+        processors=None,
         lease_tokens=400,
         room=4,
         batch=4,
@@ -130,13 +131,13 @@ class TextAgent:
         spec = parse_spec(CONFIG, "tiny")
         self.texts = Performance(
             0.001, 0.002, batch, 1024 * 1024, K_prompt_s=1e-5, K_output_s=1e-3,
-            lease_bytes=kv_bytes_per_token(spec, torch.float32),
+            lease_bytes=KvLayout.of(spec, torch.float32).token_bytes,
         )  # fmt: skip
-        specs = [ExecutorSpec(number, "cpu", "host") for number in range(executors)]
+        specs = [ExecutorSpec(*each, "host") for each in enumerate(processors or ("cpu",) * executors)]
         largest = max(footprint_of(copy.packed).total_bytes for copy in line.copies.values())
         pool = PoolSpec("host", room * largest, WORKSPACE_BYTES, lease_bytes=lease_tokens * self.texts.lease_bytes)
         limits = Limits((pool,), load_backoff_s=0.001, quantum_s=quantum_s)
-        graph, matrix = line.graph(), PerformanceMatrix({"cpu": dict(self._rows())})
+        graph, matrix = line.graph(), PerformanceMatrix({spec.processor: dict(self._rows()) for spec in specs})
         self.engine = Engine(graph, matrix, specs, PRESETS["coserve"], limits)
         self.loop = assemble(
             self.engine, replace(detect("cpu"), cores=1), specs, limits, line.copies, line.segments,

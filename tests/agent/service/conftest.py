@@ -36,6 +36,7 @@ class Caller:
         self.was_accepted = threading.Event()
         self.ended = threading.Event()
         self.parts = []
+        self.refusal = None
         self.answers = 0
 
     def accepted(self):
@@ -44,6 +45,11 @@ class Caller:
     def judged(self, parts):
         self.answers += 1
         self.parts = list(parts)
+        self.ended.set()
+
+    def refused(self, refusal):
+        self.answers += 1
+        self.refusal = refusal
         self.ended.set()
 
     def wait(self):

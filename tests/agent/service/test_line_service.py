@@ -6,6 +6,8 @@ import errno
 import gc
 import io
 import json
+import os
+import re
 import signal
 import sqlite3
 import struct
@@ -26,7 +28,7 @@ import agent.service.judging.inspector
 import agent.service.serve
 from agent.config import read_line
 from agent.deployment.build import AgentOptions, build_agent, detect_box
-from agent.deployment.packed_copies import copies_of
+from agent.deployment.packed_copies import copies_of, lying_packed
 from agent.device_profile.identity import identity_of, packed_sha256
 from agent.device_profile.records import Allocation, KindProfile, LinkSpeed, UsageOrigin, UsageProfile
 from agent.device_profile.store import ProfileDraft
@@ -40,6 +42,7 @@ from agent.service.line_service import LineService
 from experts.errors import AgentCrashed
 from experts.expert import Precision, Verdict
 from experts.packed.packing import pack_line
+from experts.packed.sources import stamp_of
 from experts.packed.weights import SegmentStore
 
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
@@ -171,6 +174,95 @@ def test_a_board_is_judged_and_its_files_are_moved(line):
     assert line.verdicts() == [("B1_c0_R1.png", OK), ("B1_c1_R1.png", OK)]
     assert [(row.board.serial, row.board.verdict, row.revisions) for row in line.boards()] == [("B1", OK, 0)]
     assert sorted(file.name for file in (line.inbox / "done").rglob("*.png")) == ["B1_c0_R1.png", "B1_c1_R1.png"]
+
+
+@contextmanager
+def one_in_memory(line):
+    """A service whose memory holds one expert: f0 is in it, and f1 has to be loaded."""
+    line.document["memory"]["host"] = "11MiB"
+    with line.served() as service:
+        line.drop("B1_c0_R1.png")
+        wait_until(lambda: service.judged == 1)
+        yield service
+    assert service.desk.status().standing == {}
+
+
+def packed_file(line, expert):
+    folder = line.config.packed_folder
+    (own,) = {each.own.sha256 for each in lying_packed(line.config, folder) if each.expert == expert}
+    return folder / "segments" / f"{own}.bin"
+
+
+def test_packed_weights_that_vanish_for_a_while_cost_no_image_its_verdict(line):
+    with one_in_memory(line) as service:
+        away = line.config.packed_folder.rename(line.folder / "unmounted")
+        for number in range(10):
+            line.drop(f"B2_c{number % 2}_R{number}.png")
+        wait_until(lambda: service.agent.loop.statistics().transfers.failed >= 3)
+        assert not line.config.packed_folder.exists()  # nothing is written to a bare mount point
+        away.rename(line.config.packed_folder)
+        wait_until(lambda: service.judged == 11)
+    assert {verdict for _, verdict in line.verdicts()} == {OK}
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_packed_file_that_is_damaged_or_gone_is_packed_anew_beside_what_runs(line, caplog, is_removed):
+    with one_in_memory(line) as service:
+        file = packed_file(line, "cls/f1")
+        sound = file.read_bytes()
+        file.unlink() if is_removed else file.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+        line.drop("B1_c1_R1.png")
+        wait_until(lambda: service.judged == 2)
+        assert file.read_bytes() == sound
+    assert line.verdicts() == [("B1_c0_R1.png", OK), ("B1_c1_R1.png", OK)]
+    assert "packed_anew expert=cls/f1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{", "f1.yaml does not declare a fake"),
+        ('{"weight_bytes": 1000000, "label": "bad"}', "weights file is another: reload"),
+    ],
+)
+def test_what_cannot_be_packed_anew_as_it_was_is_quarantined_with_its_reason(line, source, reason):
+    line.document["memory"]["host"] = "11MiB"
+    with line.served() as service:
+        line.drop("B1_c0_R1.png")
+        wait_until(lambda: service.judged == 1)
+        packed_file(line, "cls/f1").write_bytes(b"torn")
+        (line.folder / "f1.yaml").write_text(source)
+        line.drop("B1_c1_R1.png")
+        wait_until(lambda: service.judged == 2)
+        assert re.search(reason, service.desk.status().standing["cls/f1"])
+    assert line.verdicts() == [("B1_c0_R1.png", OK), ("B1_c1_R1.png", UNKNOWN)]
+
+
+def test_a_source_with_other_bytes_is_found_in_the_background_though_it_lies_as_it_did(line):
+    """As in a system's image that gives every file one time and the inodes of the image before."""
+    with line.served():
+        pass
+    manifests = line.config.packed_folder / "manifests"
+    files = [manifests / "cls" / f"f{number}.fp32.json" for number in range(2)]
+    (line.folder / "f0.yaml").write_text('{"weight_bytes": 1000000, "label": "bad"}')
+    manifest = json.loads(files[0].read_text())
+    manifest["source"]["stamp"] = stamp_of(line.config.catalog.experts["cls/f0"])
+    files[0].write_text(json.dumps(manifest))
+    for file in files:
+        os.utime(file, (0, 0))  # of a boot before
+    with line.served() as service:
+        wait_until(lambda: "cls/f0" in service.desk.status().standing)
+        wait_until(lambda: files[1].stat().st_mtime > 0)  # sound, and looked at in this boot
+        assert "other bytes than it was packed from: reload" in service.desk.status().standing["cls/f0"]
+        assert [alarm for alarm in service.desk.status().alarms if alarm.startswith("expert cls/f0: its weights file")]
+        line.drop("B1_c0_R1.png")
+        line.drop("B1_c1_R1.png")
+        wait_until(lambda: service.judged == 2)
+        assert service.desk.reload().replaced == ("cls/f0",)
+        line.drop("B2_c0_R1.png")
+        wait_until(lambda: service.judged == 3)
+        assert not service.desk.status().standing
+    assert line.verdicts() == [("B1_c0_R1.png", UNKNOWN), ("B1_c1_R1.png", OK), ("B2_c0_R1.png", Verdict.NG)]
 
 
 def test_a_refused_file_is_moved_after_its_row_is_stored_and_not_before(line):

@@ -6,12 +6,17 @@ import sqlite3
 import threading
 from contextlib import closing, contextmanager
 
+import onnx
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from agent.api.calls.desk import Order
 from experts.errors import OrderRefused
 from experts.expert import Verdict
+from experts.importing import bring
+from tests.experts.conftest import ExpertFiles
 
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
 
@@ -67,6 +72,38 @@ def test_a_replaced_expert_answers_with_its_new_weights_under_its_old_name(desk_
         resident = {name for pool in service.desk.status().pools for name in pool.experts}
         assert len(resident) <= 2  # those that were replaced have left
     assert {row.result.experts for row in desk_line.results.query()} == {("cls/f0",)}
+
+
+def test_an_agent_does_not_grow_however_often_its_line_is_changed(desk_line, caller, png, wait_until_so):
+    """Experts that are replaced, quarantined, removed and added again."""
+
+    def sizes(service):
+        agent, loop = service.agent, service.agent.loop
+        known = loop._copies, loop._experts, loop._workshop.transfers._copies, service._inspector._models
+        return [
+            *map(len, (agent.copies, agent.packed, agent.retired, agent.setup.graph.experts, agent.templates.held)),
+            *map(len, (agent.heard, agent.experts, loop.statistics().engine.quarantined, *known)),
+        ]
+
+    def change(service, number):
+        desk_line.fake(0, label="ok", weight_bytes=1_000_000 + number)
+        (desk_line.folder / "f1.yaml").write_text("{" * (number % 3 + 1))
+        if number % 2:
+            add_expert(desk_line, 2)
+        else:
+            del desk_line.document["experts"]["cls/f2"], desk_line.document["routes"]["c2"]
+        rewrite(desk_line)
+        assert service.desk.reload().is_applied
+        assert asked(service, caller, Order(png(), component="c0"))[0][0].verdict is OK
+        wait_until_so(lambda: service.agent.loop.wait_until_idle(0.0))
+
+    add_expert(desk_line, 2)
+    with desk_line.served() as service:
+        found = []
+        for number in range(16):
+            change(service, number)
+            found.append(sizes(service))
+        assert found[4:8] == found[12:16]
 
 
 def test_a_removed_expert_finishes_what_it_was_asked_and_is_asked_no_more(desk_line, caller, png, wait_until_so):
@@ -191,6 +228,52 @@ def test_an_expert_that_is_broken_after_a_reload_is_unknown_and_the_others_go_on
         (broken,), (well,) = asked(service, caller, Order(png(), component="c1"), Order(png(), component="c0"))
         assert (broken.verdict, well.verdict) == (UNKNOWN, OK)
         assert "+" not in broken.reason
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".onnx"])
+def test_weights_with_labels_in_another_order_are_refused_and_those_of_before_go_on(
+    desk_line, caller, png, tmp_path, suffix
+):
+    """Trained again with its folders in another order: each label would be told for another."""
+    order, files = ("ok", "bad", "bent"), ExpertFiles(tmp_path)
+    expert = (
+        files.onnx("cls/x", labels=order)
+        if suffix == ".onnx"
+        else files.classifier("cls/x", "squeezenet1_1", labels=order)
+    )
+    state = {} if suffix == ".onnx" else load_file(expert.weights)
+
+    def bring_with(labels):
+        if suffix == ".onnx":
+            model = onnx.load_model(expert.weights)
+            del model.metadata_props[:]
+            model.metadata_props.add(key="names", value=str(dict(enumerate(labels))))
+            onnx.save_model(model, expert.weights)
+        else:
+            torch.save({"state_dict": state, "classes": list(labels)}, tmp_path / "trained.pt")
+            bring(tmp_path / "trained.pt", expert.weights)
+
+    bring_with(order)
+    desk_line.document["experts"]["cls/x"] = {
+        "architecture": expert.architecture, "weights": str(expert.weights), "labels": list(order),
+        "input": {"size": [expert.pixels.height, expert.pixels.width]},
+    }  # fmt: skip
+    desk_line.document["routes"]["cx"] = [{"expert": "cls/x", "pass": ["ok"]}]
+    desk_line.document["memory"]["host"] = "600MiB"
+    with desk_line.served() as service:
+        before = asked(service, caller, Order(png(), component="cx"))[0][0]
+        assert before.reason is None
+        bring_with(("bad", "ok", "bent"))
+        done = service.desk.reload()
+        assert not done.is_applied
+        (problem,) = done.problems
+        assert f"{expert.weights} has the labels bad, ok, bent, and the line ok, bad, bent" in problem
+        assert "line.yaml" in problem
+        after = asked(service, caller, Order(png(), component="cx"))[0][0]
+        assert (after.verdict, after.label) == (before.verdict, before.label)
+        desk_line.document["experts"]["cls/x"]["labels"] = ["bad", "ok", "bent"]
+        rewrite(desk_line)
+        assert service.desk.reload().replaced == ("cls/x",)
 
 
 def test_images_that_come_while_the_line_changes_over_and_over_are_all_judged(desk_line, caller, png):

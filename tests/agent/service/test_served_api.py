@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -15,11 +16,11 @@ import tritonclient.grpc as triton
 from PIL import Image
 
 from agent.api.calls.desk import Order
-from agent.api.client import Access, AgentClient
+from agent.api.client import EVERYTHING, Access, AgentClient
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
 from agent.service.doors.camera_door import CameraDoor
-from experts.errors import AddressUnusable, AgentUnreachable
+from experts.errors import AgentUnreachable
 from experts.expert import Verdict
 from experts.map_pictures import map_of
 from tests.experts.backends.onnx.anomaly_graphs import SIZE_PX, brightness
@@ -57,8 +58,13 @@ def test_an_unmodified_tritonclient_inspects_on_a_served_line(desk_line, address
                 assert answer.as_numpy("VERDICT")[0] == b"OK"
         with closing(triton.InferenceServerClient(address)) as client:
             board = [image_input(png()), text_input("BOARD", "B1"), text_input("REF", "R1")]
-            client.infer("c0", board, request_id="one")
-            client.infer("c0", board, request_id="one")
+            for is_repeat in (False, True):
+                answer = client.infer("c0", board, request_id="1", parameters={"key": "one"})
+                assert json.loads(answer.as_numpy("DETAIL")[0])["is_repeat"] is is_repeat
+            other = [image_input(png((200, 0, 0))), *board[1:]]
+            with pytest.raises(triton.InferenceServerException) as error:
+                client.infer("c0", other, request_id="1", parameters={"key": "one"})
+            assert error.value.status() == "StatusCode.ALREADY_EXISTS"
             client.unload_model("c0")
             client.load_model("c0")
             counted = client.get_inference_statistics("c0", as_json=True)["model_stats"][0]
@@ -109,9 +115,9 @@ def test_where_an_image_is_anomalous_is_sent_to_who_asks_for_it(desk_line, addre
             pb.InspectRequest(file=png((9, 9, 9)), component="solder", wants_maps=True), timeout=60
         ).parts
         assert (good.verdict, good.anomalies[0].HasField("map")) == (pb.VERDICT_OK, False)
-        stored = next(client.watch(0, with_maps=True))
+        stored, _ = next(client.watch(EVERYTHING, with_maps=True))
         assert brightest(stored.anomalies[0].map_png) == SPOT
-        assert next(client.watch(0)).anomalies[0].map_png is None
+        assert next(client.watch(EVERYTHING))[0].anomalies[0].map_png is None
         with closing(triton.InferenceServerClient(address)) as caller:
             outputs = [triton.InferRequestedOutput(name) for name in ("ANOMALY_SCORE", "ANOMALY_MAP")]
             answer = caller.infer("expert:look/solder", [image_input(solder)], outputs=outputs)
@@ -220,11 +226,14 @@ def test_callers_are_told_that_it_stops_before_any_camera_is_waited_for(desk_lin
     assert answered == [False]
 
 
-def test_a_line_whose_address_is_taken_does_not_start_and_leaves_nothing_behind(desk_line):
-    with closing(socket.create_server(("127.0.0.1", 0))) as other:
-        desk_line.document["api"] = {"grpc": [f"127.0.0.1:{other.getsockname()[1]}"]}
-        with pytest.raises(AddressUnusable), desk_line.served():
-            pass
-    desk_line.document["api"] = {}
-    with desk_line.served() as service:
-        assert service.desk.status().verdicts[Verdict.OK] == 0
+def test_an_address_that_is_taken_or_not_there_yet_is_waited_for_with_an_alarm(desk_line, wait_until_so):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        desk_line.document["api"] = {"grpc": [address]}
+        with desk_line.served() as service:
+            (alarm,) = service.desk.status().alarms
+            assert address in alarm
+            other.close()
+            wait_until_so(lambda: not service.desk.status().alarms)
+            with AgentClient(address) as client:
+                assert client.status().line == "test"

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from agent.config import ServiceManager, service_manager
+from agent.records.database import StateLock
 from agent.service.service_manager import (
     EXTENDED_EVERY_S,
     Heartbeat,
@@ -25,6 +26,7 @@ from agent.service.service_manager import (
     Notifier,
     failures_told,
 )
+from agent.service.starts import FREE_STARTS
 from experts.errors import ConfigError
 from experts.packed.weights import SegmentStore
 
@@ -314,12 +316,51 @@ class TestTheAgent:
         line = desk_line.folder / "line.yaml"
         line.write_text(yaml.safe_dump(desk_line.document))
         process = start(line)
-        ended = process.wait(PATIENCE_S)
-        assert ended.returncode == 1, ended.stderr
         said = listener.hear_until("STATUS")
         while "torch sees no CUDA device" not in said["STATUS"]:
             said = listener.hear_until("STATUS")
+        assert said["STATUS"].startswith("waiting ")
+        assert int(said["EXTEND_TIMEOUT_USEC"]) > 0
+        process.send_signal(signal.SIGTERM)
+        ended = process.wait(PATIENCE_S)
+        assert ended.returncode == 0, ended.stderr
         assert not any("READY" in message for message in listener.heard)
+        assert not (desk_line.folder / "state" / "starts.json").exists()  # it waits as long before each try
+
+    def test_starts_that_end_soon_are_spaced_and_a_signal_ends_the_pause(self, desk_line, listener, start):
+        line = desk_line.folder / "line.yaml"
+        line.write_text(yaml.safe_dump(desk_line.document))
+        for _ in range(FREE_STARTS):
+            process = start(line)
+            listener.hear_until("READY")
+            process.kill()
+            process.wait(PATIENCE_S)
+        process = start(line)
+        said = listener.hear_until("STATUS")
+        while "WATCHDOG" in said or "READY" in said:  # of those that were killed, which nobody had heard yet
+            said = listener.hear_until("STATUS")
+        assert said["STATUS"] == "waiting 5 s: earlier starts ended soon, and the log says why"
+        assert int(said["EXTEND_TIMEOUT_USEC"]) > 5_000_000
+        process.send_signal(signal.SIGTERM)
+        ended = process.wait(PATIENCE_S)
+        assert (ended.returncode, json.loads(ended.stdout)["requests"]) == (0, 0), ended.stderr
+        start(line)  # somebody asked for that end
+        listener.hear_until("READY")
+
+    def test_beside_another_agent_it_waits_before_the_next_try_and_counts_no_start(self, desk_line, listener, start):
+        line = desk_line.folder / "line.yaml"
+        line.write_text(yaml.safe_dump(desk_line.document))
+        state = desk_line.folder / "state"
+        with StateLock(state):
+            process = start(line)
+            said = listener.hear_until("STATUS")
+            assert said["STATUS"].startswith("waiting 20 s: ")
+            assert str(state) in said["STATUS"]
+            process.send_signal(signal.SIGTERM)
+            ended = process.wait(PATIENCE_S)
+        assert ended.returncode == 0, ended.stderr
+        assert not any("READY" in message for message in listener.heard)
+        assert not (state / "starts.json").exists()
 
     def test_a_mistake_in_its_line_file_is_78_and_stands_in_its_status(self, listener, start, tmp_path):
         """AC32"""

@@ -151,6 +151,29 @@ class TestThePages:
             for page in ("live", "ready"):
                 assert asked(address, f"/health/{page}")[::2] == (503, "the agent crashed\n")
 
+    @pytest.mark.parametrize(
+        ("host", "status"),
+        [
+            (b"localhost:1", 200), (b"127.0.0.1", 200), (b"LocalHost", 200), (b"[::1]:80", 200), (b"127.1.2.3:9", 200),
+            (b"rebound.example:80", 421), (b"127.0.0.1.rebound.example", 421), (b"localhost.rebound.example", 421),
+            (b"192.168.0.4:80", 421), (b"unix:80", 421), (b"", 421),
+        ],
+    )  # fmt: skip
+    def test_a_page_of_another_site_whose_name_leads_here_reads_nothing(self, line, host, status):
+        """DNS rebinding: the browser connects to this machine, and says the name that it was told."""
+        with served(line) as server, closing(connected(server.addresses[0])) as browser:
+            browser.sendall(b"GET /health/live HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
+            browser.shutdown(socket.SHUT_WR)
+            said = b"".join(iter(lambda: browser.recv(65536), b""))
+        assert said.startswith(b"HTTP/1.1 %d " % status)
+        assert (b"is no name of this machine's own" in said) == (status == 421)
+
+    def test_whoever_comes_by_the_socket_may_say_any_name(self, line, tmp_path_factory):
+        address = f"unix:{tmp_path_factory.mktemp('s')}/w.sock"
+        with served(line, address) as server, closing(connected(server.addresses[0])) as caller:
+            caller.sendall(b"GET /health/live HTTP/1.1\r\nHost: coserve\r\n\r\n")
+            assert caller.recv(65536).startswith(b"HTTP/1.1 200 ")
+
     def test_nothing_else_is_served(self, line):
         with served(line) as server:
             (address,) = server.addresses
@@ -187,7 +210,7 @@ class TestThePages:
 
 class TestRudeCallers:
     @pytest.mark.parametrize("address", [TCP, "unix"])
-    @pytest.mark.parametrize("sent", [b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: a\r\n"])
+    @pytest.mark.parametrize("sent", [b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"])
     def test_who_does_not_finish_a_request_is_cut_off(self, line, tmp_path_factory, address, sent):
         if address == "unix":
             address = f"unix:{tmp_path_factory.mktemp('s')}/w.sock"
@@ -213,7 +236,7 @@ class TestRudeCallers:
         many = {(f"{number:0100d}",): 1 for number in range(60_000)}  # more bytes than sockets hold
         line.told = [Metric(Kind.GAUGE, "many", "Many.", many, ("one",))]
         with served(line, connection_s=1.0) as server, closing(connected(server.addresses[0])) as slow:
-            slow.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
+            slow.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
             until(lambda: line.scraped)
             until(lambda: answers(server.addresses[0]))  # as soon as it is cut off, and its place free
             received = 0
@@ -226,7 +249,7 @@ class TestRudeCallers:
         monkeypatch.setattr("agent.web.pages.CONNECTIONS", 1)
         with served(line) as server, closing(connected(server.addresses[0])) as first:
             line.goes_on.clear()
-            first.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
+            first.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
             until(lambda: line.scraped)
             status, _, text = asked(server.addresses[0], "/health/live")
             assert (status, text) == (503, "1 callers are being answered - ask again in a while\n")

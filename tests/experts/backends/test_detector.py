@@ -125,6 +125,16 @@ def test_no_number_of_passing_boxes_hides_one_that_does_not(files, image, precis
     assert deciding_label(prediction, frozenset({"ok"})) == ("missing", pytest.approx(0.3, abs=1e-4))
 
 
+def test_boxes_count_from_the_expert_s_own_confidence_on_and_go_at_its_own_overlap(files, image):
+    expert = with_fixed_answers(files, [NOWHERE, PASSING, FAILING])
+    counted = answered(replace(expert, confidence=0.5), image, Precision.FP32)
+    assert {box.label for box in counted.boxes} == {"ok"}
+    assert {box.label for box in answered(expert, image, Precision.FP32).boxes} == {"ok", "missing"}
+    real = files.detector("det/real", size=64)
+    few, many = (len(answered(replace(real, iou=iou), image, Precision.FP32).boxes) for iou in (0.05, 1.0))
+    assert few < many
+
+
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.ONNXRUNTIME])
 def test_more_boxes_than_are_judged_are_no_prediction(files, image, precision):
     expert = with_fixed_answers(files, [PASSING, PASSING, FAILING])

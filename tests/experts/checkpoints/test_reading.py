@@ -196,6 +196,43 @@ class TestWhatIsTold:
         facts = read_checkpoint(saved(tmp_path, {"model": network.state_dict(), "classes": labels})).facts
         assert facts.labels is None
 
+    @pytest.mark.parametrize(
+        ("arguments", "problem"),
+        [
+            ({"loss": "bce_with_logits"}, "multilabel"),
+            ({"criterion": torch.nn.BCEWithLogitsLoss()}, "multilabel"),
+            ({"criterion": torch.nn.CrossEntropyLoss()}, "multiclass"),
+            ({"loss_fn": "torch.nn.functional.cross_entropy"}, "multiclass"),
+            ({"loss": "binary_cross_entropy"}, "multilabel"),
+            ({"problem_type": "multi_label_classification"}, "multilabel"),
+            ({"task": "multiclass"}, "multiclass"),
+            ({"pos_weight": [1.0, 2.0]}, "multilabel"),
+            ({"final_activation": "Sigmoid"}, "multilabel"),
+            ({"multi_label": True}, "multilabel"),
+            ({"loss": "focal", "activation": "relu", "pos_weight": None}, None),
+            ({"loss": "subcenter_arcface", "task": "classify"}, None),
+        ],
+    )
+    def test_a_loss_or_an_activation_tells_whether_labels_exclude_one_another(
+        self, tmp_path, network, arguments, problem
+    ):
+        document = {"state_dict": network.state_dict(), "hyper_parameters": arguments}
+        facts = read_checkpoint(saved(tmp_path, document)).facts
+        assert facts.problem == problem
+        assert problem is None or facts.evidence["problem"].startswith("hyper_parameters.")
+
+    def test_what_a_loss_keeps_beside_the_weights_is_told_and_left_out(self, tmp_path, network):
+        weights = prefixed(network.state_dict(), "net.") | {"criterion.pos_weight": torch.ones(3)}
+        found = read_checkpoint(saved(tmp_path, {"state_dict": weights}))
+        assert same(found, network.state_dict())
+        assert found.facts.problem == "multilabel"
+        assert "criterion.pos_weight is of a loss: left out" in found.said
+
+    def test_a_loss_within_a_whole_module_tells_it_too(self, tmp_path, network):
+        module = copy.deepcopy(network)
+        module.criterion = torch.nn.BCEWithLogitsLoss()
+        assert read_checkpoint(saved(tmp_path, module)).facts.problem == "multilabel"
+
     @pytest.mark.parametrize("size", [0, -1, True, "64", [1 << 40, 3], [[1], 2], 1.5, []])
     def test_what_is_no_size_is_not_told_as_one(self, tmp_path, network, size):
         facts = read_checkpoint(saved(tmp_path, {"model": network.state_dict(), "imgsz": size})).facts

@@ -76,7 +76,7 @@ def test_another_task_is_refused_by_name(graph, task):
 def test_a_classifier_tells_how_many_labels_and_not_which(graph):
     found = inspect_file(graph(("logits", "n", 4)))
     assert (found.kind, found.labels, found.label_count, found.size) == ("classifier", None, 4, (64, 96))
-    assert set(found.missing) == {"labels", "normalize"}
+    assert set(found.missing) == {"labels", "normalize", "task"}
     assert "--labels" in found.missing["labels"]
     assert "--normalize imagenet" in found.missing["normalize"]
 
@@ -109,6 +109,29 @@ def test_what_may_mean_several_things_is_asked(graph):
     file = graph(("a", "n", 1))
     assert "--kind" in inspect_file(file).missing["kind"]
     assert inspect_file(file, kind="anomaly").missing.keys() == {"normalize"}
+
+
+@pytest.mark.parametrize(
+    ("last", "kind", "outputs", "task"),
+    [
+        ("Sigmoid", None, 3, "multilabel"),
+        ("Softmax", None, 3, "multiclass"),
+        ("Identity", None, 3, None),
+        ("Identity", "classifier", 1, "multilabel"),
+        ("Sigmoid", "classifier", 1, "multilabel"),
+    ],
+)
+def test_its_last_operator_or_a_single_output_tells_whether_labels_exclude_one_another(
+    graph, last, kind, outputs, task
+):
+    file = graph(("logits", "n", outputs))
+    model = onnx.load_model(file)
+    model.graph.node[0].output[0] = "raw"
+    model.graph.node.append(helper.make_node(last, ["raw"], ["logits"]))
+    onnx.save(model, file)
+    found = inspect_file(file, kind=kind)
+    assert found.task == task
+    assert ("task" in found.missing) == (task is None)
 
 
 @pytest.mark.parametrize("names", ["{0: 'a', 2: 'b'}", "['a', 'a']", "{0: 1}", "open('x')", "[" * 5000, "'x'" * 9])

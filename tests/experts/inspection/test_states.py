@@ -22,8 +22,8 @@ def resnet(tmp_path_factory):
 def test_a_classifier_tells_its_architecture_and_no_names(resnet):
     found = inspect_file(resnet)
     assert (found.kind, found.architecture, found.stem, found.label_count) == ("classifier", "resnet18", "3x3", 3)
-    assert set(found.missing) == {"labels", "size", "normalize"}
-    assert "their 3 outputs" in found.missing["labels"]
+    assert set(found.missing) == {"labels", "size", "normalize", "task"}
+    assert "the 3 outputs" in found.missing["labels"]
     assert "of resnet18 with 3 labels" in found.sure["architecture"]
 
 
@@ -62,7 +62,7 @@ class TestCheckpoints:
         found = inspect_file(file)
         assert (found.architecture, found.labels, found.size) == ("mobilenet_v3_small", ("ok", "bent"), (96, 96))
         assert (found.sure["labels"], found.sure["size"]) == ("classes", "args.img_size")
-        assert set(found.missing) == {"normalize"}
+        assert set(found.missing) == {"normalize", "task"}
         assert "module. before every name was left out" in found.said
 
     def test_names_of_something_else_are_not_taken_for_labels(self, tmp_path):

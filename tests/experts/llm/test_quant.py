@@ -169,3 +169,16 @@ class TestAModel:
         _, tensors = self.tensors(model_files, "qwen3_moe", **sizes)
         matrices = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
         assert weight_bytes(Int8Tensors(tensors).values()) < 0.52 * weight_bytes(matrices.values())
+
+
+def test_a_head_that_is_the_embedding_is_in_int8_as_well(model_files):
+    directory = model_files.write(model_files.config("qwen2", tie_word_embeddings=True))
+    spec = read_spec(directory, "tiny")
+    tensors = open_checkpoint(directory, "tiny", spec).read_all()
+    packed = dict(Int8Tensors(tensors))
+    assert packed["embedding"].dtype is torch.int8
+    assert weight_bytes(packed.values()) < 0.6 * weight_bytes(one.bfloat16() for one in tensors.values())
+    model = Model(spec, packed)
+    assert model.dtype is torch.bfloat16  # of tokens, keys and values
+    found = output_difference(Model(spec, tensors), model, [list(range(1, 40)), [7]])
+    assert 0 < found.relative_error < 0.15

@@ -47,6 +47,15 @@ def test_one_of_other_weights_is_told(files, folder):
     assert why_not_calibrated(expert, folder).startswith(told)
 
 
+def test_one_of_another_input_is_told(files, folder):
+    """A corrected normalisation: the ranges were observed on other numbers."""
+    expert = files.fake("cls/x")
+    calibrate(expert, folder)
+    corrected = replace(expert, input=replace(expert.pixels, normalize="unit"))
+    told = "its calibration is of another input than it has now: `coserve profile LINE.yaml --samples FOLDER`"
+    assert why_not_calibrated(corrected, folder).startswith(told)
+
+
 def test_weights_that_were_only_touched_are_the_same(files, folder):
     expert = files.fake("cls/x")
     calibrate(expert, folder)

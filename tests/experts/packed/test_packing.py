@@ -6,14 +6,17 @@ import resource
 import signal
 from dataclasses import replace
 
+import onnx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from experts.errors import LoadError, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
 from experts.expert import Precision
+from experts.importing import bring
 from experts.packed.manifests import ManifestFolder
 from experts.packed.packing import forget_other_forms, pack_line
+from experts.packed.sources import stamp_of
 
 MIB = 1024 * 1024
 
@@ -60,7 +63,25 @@ def test_a_source_that_was_only_touched_is_not_packed_again(files, store):
     assert packed_in(store, [expert]) == packed
     assert files_of(store)[store.segment_path(packed[expert.id].own.sha256)] == before
     source = ManifestFolder(store.directory / "manifests").read(expert.id, "fp32").source
-    assert source.mtime_ns == 1  # and the next start need not hash it
+    assert source.stamp == stamp_of(expert)  # and the next start need not hash it
+
+
+@pytest.mark.parametrize("has_new_inode", [True, False])
+def test_a_source_of_the_same_size_and_time_with_other_bytes_is_packed_again(files, store, has_new_inode):
+    """An image of a system may set the time of every file to one moment."""
+    expert = files.fake("cls/x")
+    os.utime(expert.weights, ns=(1, 1))
+    before = packed_in(store, [expert])["cls/x"]
+    content = expert.weights.read_bytes()
+    other = content.replace(b"1", b"2")
+    if has_new_inode:
+        expert.weights.with_name("beside").write_bytes(other)
+        expert.weights.with_name("beside").replace(expert.weights)
+    else:
+        expert.weights.write_bytes(other)
+    os.utime(expert.weights, ns=(1, 1))
+    after = packed_in(store, [expert])["cls/x"]
+    assert after.source_sha256 != before.source_sha256
 
 
 def test_a_source_that_changed_is_packed_again_and_its_old_bytes_go(files, store):
@@ -79,6 +100,41 @@ def test_another_number_of_labels_is_looked_at_anew(files, store):
     report = pack(store, [replace(expert, labels=("ok", "ng"))])
     assert isinstance(report.failed["cls/x"], WeightsMismatch)
     assert report.packed == {}
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".onnx"])
+def test_labels_that_a_model_file_has_in_another_order_are_refused(files, store, tmp_path, suffix):
+    """Trained again with its folders in another order: each label would be told for another."""
+    line = ("ok", "missing", "shifted")
+    expert = (
+        files.classifier("cls/x", "squeezenet1_1", labels=line)
+        if suffix != ".onnx"
+        else files.onnx("cls/x", labels=line)
+    )
+
+    def bring_with(labels):
+        if suffix == ".onnx":
+            model = onnx.load_model(expert.weights)
+            del model.metadata_props[:]
+            model.metadata_props.add(key="names", value=str(dict(enumerate(labels))))
+            onnx.save_model(model, expert.weights)
+        else:
+            state = load_file(expert.weights)
+            torch.save({"state_dict": state, "classes": list(labels)}, tmp_path / "trained.pt")
+            bring(tmp_path / "trained.pt", expert.weights)
+
+    bring_with(line)
+    assert packed_in(store, [expert])
+    bring_with(("missing", "ok", "shifted"))
+    report = pack(store, [expert])
+    told = "has the labels missing, ok, shifted, and the line ok, missing, shifted: write them in the order of the file"
+    assert f"{expert.weights} {told}" in str(report.failed["cls/x"])
+    assert report.packed == {}
+    swapped = replace(expert, labels=("missing", "ok", "shifted"))
+    assert packed_in(store, [swapped])
+    assert told in str(pack(store, [expert]).failed["cls/x"])
+    bring_with(("gut", "fehlt", "schief"))
+    assert packed_in(store, [expert])
 
 
 def test_a_manifest_that_makes_no_sense_counts_as_absent(files, store):

@@ -57,6 +57,8 @@ def test_only_files_that_are_not_what_was_packed_are_discarded(store, spoiled):
     paths = {"own": store.segment_path(packed.own.sha256), "program": store.program_path(packed.program_sha256)}
     for name in spoiled:
         spoil(paths[name], place=2)
+    with store.locked():
+        pass  # as packing did: where nobody has packed, a drive may have gone
     assert store.discard_corrupt(packed) == tuple(path for name, path in paths.items() if name in spoiled)
     assert {name for name, path in paths.items() if not path.exists()} == spoiled
     assert store.discard_corrupt(packed) == tuple(path for name, path in paths.items() if name in spoiled)

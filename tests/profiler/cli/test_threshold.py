@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from agent.commands.doctor import examine
 from agent.commands.inspection import inspect_images
 from agent.config import read_line
 from coserve import app
@@ -75,13 +76,43 @@ def test_the_threshold_is_written_and_judges_then(line, data, tmp_path):
     assert [each["verdict"] for each in judged] == ["OK", "NG"]
 
 
-def test_only_one_line_of_the_file_is_new(line, data):
+def test_a_threshold_is_of_the_weights_and_the_input_that_it_was_learned_with(line, data, tmp_path):
+    """A model that was trained again, and a corrected normalisation, judge nothing by the threshold of before."""
+    assert run(line, "anomaly/solder", "--samples", data).exit_code == 0
+    image = [spotted(tmp_path / "one.png", 60)]
+
+    def judged():
+        (row,) = inspect_images(read_line(line, {}), image, "solder", lambda *_: None)
+        return row["verdict"], row["reason"] or ""
+
+    assert judged() == ("OK", "")
+    assert not [each for each in examine(read_line(line, {})).checks if each.name.startswith("threshold")]
+    learned, graph = line.read_text(), (tmp_path / "solder.onnx").read_bytes()
+    line.write_text(learned.replace("normalize: unit", "normalize: imagenet"))
+    assert judged()[0] == "UNKNOWN"
+    line.write_text(learned)
+    model = onnx.load_model_from_string(graph)
+    model.doc_string = "trained again"
+    onnx.save_model(model, tmp_path / "solder.onnx")
+    verdict, reason = judged()
+    assert verdict == "UNKNOWN"
+    (check,) = (each for each in examine(read_line(line, {})).checks if each.name == "threshold anomaly/solder")
+    assert "learned with other weights, or another input, than it has now: every image is UNKNOWN" in check.found
+    assert check.fix == f"coserve experts threshold {line} anomaly/solder --samples DATA"
+    assert "its threshold was learned with other weights" in reason
+    assert "coserve experts threshold LINE.yaml anomaly/solder" in reason
+    (tmp_path / "solder.onnx").write_bytes(graph)
+    assert judged() == ("OK", "")
+    assert run(line, "anomaly/solder", "--samples", data).exit_code == 0
+
+
+def test_only_the_threshold_and_its_evidence_are_new_in_the_file(line, data):
     before = line.read_text().splitlines()
     for rate in ("0.05", "0.1"):  # once made, once replaced
         assert run(line, "anomaly/solder", "--samples", data, "--false-alarms", rate).exit_code == 0
     after = line.read_text().splitlines()
     added = [text for text in after if text not in before]
-    assert [text.split(":")[0].strip() for text in added] == ["threshold"]
+    assert [text.split(":")[0].strip() for text in added] == ["threshold", "threshold_of"]
     assert [text for text in after if text not in added] == before
 
 

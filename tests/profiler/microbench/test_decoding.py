@@ -10,6 +10,7 @@ from agent.device_profile.records import ImageDecoding
 from experts.backends.classifier import write_random_weights
 from experts.errors import ImageError
 from experts.expert import Expert, InputSpec, Precision
+from experts.graph import ExpertGraph
 from profiler.microbench.decoding import MOST_COMPARED, DecodingBench
 from profiler.workload.samples import Sample
 from tests.profiler.microbench.test_agreement import LABELS, Workbench
@@ -34,6 +35,9 @@ def photographs(workbench, count, form="jpg", size=(400, 500)):
     return tuple(samples)
 
 
+GRAPH = ExpertGraph(["cls/a"], {})
+
+
 def network(workbench, seed=3):
     weights = workbench.folder / f"{seed}.safetensors"
     write_random_weights(weights, "squeezenet1_1", len(LABELS), seed)
@@ -42,7 +46,7 @@ def network(workbench, seed=3):
 
 def measured(workbench, copy, samples, tolerance=0.02):
     bench = workbench.bench(a=samples)
-    return DecodingBench(bench, tolerance).measure(copy)
+    return DecodingBench(bench, GRAPH, tolerance).measure(copy)
 
 
 def test_an_expert_that_says_the_same_of_smaller_jpegs_has_them(workbench):
@@ -80,9 +84,9 @@ def test_a_sample_that_went_away_is_told(workbench):
 
 def test_it_is_of_these_weights_and_these_samples(workbench):
     copy, samples = network(workbench), photographs(workbench, 2)
-    bench = DecodingBench(workbench.bench(a=samples), 0.02)
+    bench = DecodingBench(workbench.bench(a=samples), GRAPH, 0.02)
     assert bench.of_sha256(copy) == bench.of_sha256(copy)
-    assert bench.of_sha256(copy) != DecodingBench(workbench.bench(a=samples[:1]), 0.02).of_sha256(copy)
+    assert bench.of_sha256(copy) != DecodingBench(workbench.bench(a=samples[:1]), GRAPH, 0.02).of_sha256(copy)
     assert bench.of_sha256(copy) != bench.of_sha256(network(workbench, seed=4))
 
 

@@ -1,4 +1,4 @@
-"""The choice of precisions of a line of fakes that are all of one kind: what it rests on, and what is said of it."""
+"""The forms of a line of fakes that are all of one kind: what each rests on, and what is said of it."""
 
 from __future__ import annotations
 
@@ -10,26 +10,30 @@ import yaml
 from PIL import Image
 
 from agent.config import read_line
-from agent.deployment.build import detect_box
+from agent.deployment.build import build_agent, detect_box
 from agent.device_profile.identity import identity_of
 from agent.device_profile.store import ProfileDraft
 from profiler.allocation.step import CASUAL
+from profiler.microbench import agreement
 from profiler.microbench.batches import BatchOptions
 from profiler.profiling.profile_line import ProfilingOptions, profile_line
+from profiler.profiling.report import profile_json, profile_table
 
 SHORT = BatchOptions(sizes=(1, 2), repeats=1, limit_s=0.5)
 FASTEST_BF16 = {"fp16": 1.0, "onnxruntime": 1.0, "onednn-fp32": 1.0, "onednn-bf16": 1.0, "fp32": 0.5, "bf16": 0.001}
 FASTEST_FP32 = FASTEST_BF16 | {"fp32": 0.0005}
+NEARLY_AS_FAST = FASTEST_BF16 | {"fp32": 0.00104}
+LEAST = 3
 
 
 class LineOfOneKind:
     """Fakes cls/f0, cls/f1 and so on with a route each, which all declare the same; `precision: auto`."""
 
-    def __init__(self, folder, experts=6):
+    def __init__(self, folder, experts=6, shared=None):
         self.folder = folder
-        weights = folder / "fake.yaml"
-        weights.write_text(json.dumps({"weight_bytes": 300_000, "workspace_bytes": 1000, "label": "ok"}))
-        fake = {"architecture": "fake", "labels": ["ok", "bad"], "input": {"size": [8, 8]}, "weights": weights.name}
+        told = {"weight_bytes": 300_000, "workspace_bytes": 1000, "label": "ok", "shared": shared or {}}
+        (folder / "fake.yaml").write_text(json.dumps(told))
+        fake = {"architecture": "fake", "labels": ["ok", "bad"], "input": {"size": [8, 8]}, "weights": "fake.yaml"}
         document = {
             "line": "test",
             "state": "./state",
@@ -42,12 +46,13 @@ class LineOfOneKind:
         (folder / "line.yaml").write_text(yaml.safe_dump(document))
         self.config = read_line(folder / "line.yaml", {})
 
-    def crops(self, *components):
-        """A sample folder with one image of each of these."""
+    def crops(self, *components, each=LEAST):
+        """A sample folder with images of each of these."""
         for number in components:
             place = self.folder / "crops" / f"c{number}" / "ok"
-            place.mkdir(parents=True)
-            Image.new("RGB", (8, 8), (100, 100, 30)).save(place / "0.png")
+            place.mkdir(parents=True, exist_ok=True)
+            for image in range(each):
+                Image.new("RGB", (8, 8), (100, 100, 30)).save(place / f"{image}.png")
         return self.folder / "crops"
 
     def profiled(self, samples, seconds):
@@ -65,32 +70,105 @@ def line(tmp_path):
     return LineOfOneKind(tmp_path)
 
 
-def compared(done):
-    """What is told of comparisons."""
-    return [note for note in done.notes if "compared with fp32" in note]
+@pytest.fixture(autouse=True)
+def _few_images(monkeypatch):
+    monkeypatch.setattr(agreement, "LEAST_IMAGES", LEAST)
 
 
-@pytest.mark.parametrize(
-    ("sampled", "told"),
-    [
-        ((0,), "1 of its 6 experts were compared with fp32, and there are no sample images of cls/f1, cls/f2, cls/f3 "
-               "and 2 more"),
-        ((0, 2, 4), "3 of its 6 experts were compared with fp32, and there are no sample images of cls/f1, cls/f3, "
-                    "cls/f5"),
-    ],
-)  # fmt: skip
-def test_what_some_of_a_kind_agree_in_is_taken_for_all_and_told(line, sampled, told):
-    done = line.profiled(line.crops(*sampled), FASTEST_BF16)
-    ((kind, processor), form), *others = done.profile.precisions.items()
-    assert (processor, form, others) == ("cpu", "bf16", [])
-    advice = "give --samples FOLDER with images of their components, too"
-    assert compared(done) == [f"{kind} in bf16 on cpu: {told} - {advice}"]
+def forms(done):
+    return {expert.removeprefix("cls/"): each.precision for (expert, _), each in done.profile.forms.items()}
 
 
-@pytest.mark.parametrize(
-    ("sampled", "seconds", "form"), [(range(6), FASTEST_BF16, "bf16"), ((0,), FASTEST_FP32, "fp32")]
-)
-def test_nothing_is_told_where_all_were_compared_or_nothing_had_to_be(line, sampled, seconds, form):
-    done = line.profiled(line.crops(*sampled), seconds)
-    assert set(done.profile.precisions.values()) == {form}
-    assert compared(done) == []
+def told(done, *words):
+    return [note for note in done.notes if all(word in note for word in words)]
+
+
+def test_each_expert_is_run_in_what_is_proven_for_it_and_the_others_stay_exact_and_are_told(line):
+    line.crops(0, 1, 2)
+    line.crops(3, each=LEAST - 1)
+    done = line.profiled(line.folder / "crops", FASTEST_BF16)
+    assert forms(done) == {f"f{number}": "bf16" if number < 3 else "fp32" for number in range(6)}
+    assert set(done.profile.precisions.values()) == {"fp32"}  # of an expert that joins, nothing is proven
+    (note,) = told(done, "stay behind the fastest form")
+    assert note.startswith("3 of the 6 experts of fake 8x8 imagenet program=")
+    assert "cls/f3: not in bf16: it has 2 sample images for that, and a proof takes 3" in note
+    assert note.endswith("(and 2 more)")
+    whys = {expert: each.why for (expert, _), each in done.profile.forms.items()}
+    assert whys["cls/f0"] == "3 samples agree: at 95 % fewer than 100.0% are decided otherwise"
+    assert "it has no sample images" in whys["cls/f4"]
+    table = profile_table(done.profile)
+    assert "form         cls/f0, cls/f1, cls/f2 in bf16 on cpu: 3 samples agree" in table
+    assert "form         cls/f4, cls/f5 in fp32 on cpu: not in bf16" in table
+    told_as_json = profile_json(done.profile)["experts"]
+    assert told_as_json["cls/f3 on cpu"]["precision"] == "fp32"
+    agent = build_agent(line.config, lambda *_: None, lambda *_: None)
+    try:
+        assert agent.stored == done.profile
+        rows = agent.setup.matrix.experts["cpu"]
+        assert {name.removeprefix("cls/"): row.copy.partition("@")[2] for name, row in rows.items()} == forms(done)
+    finally:
+        agent.stop()
+
+
+def test_whom_samples_speak_against_does_not_keep_the_others_from_it(line, monkeypatch):
+    """One borderline image of one expert vetoed the form for all of its kind."""
+    monkeypatch.setattr(agreement, "judged", turned_in(agreement.judged, "cls/f2", "bf16"))
+    done = line.profiled(line.crops(*range(6)), FASTEST_BF16)
+    assert forms(done) == {f"f{number}": "fp32" if number == 2 else "bf16" for number in range(6)}
+    assert told(done, "cls/f2: not in bf16: 1 of 3 samples are decided otherwise")
+
+
+def turned_in(judged, expert, precision):
+    """One image of one expert is judged otherwise in one precision."""
+
+    def found(rig, copy, samples):
+        said = judged(rig, copy, samples)
+        is_turned = copy.expert.id == expert and copy.packed.precision == precision
+        return [replace(said[0], label="bad"), *said[1:]] if is_turned else said
+
+    return found
+
+
+def test_experts_that_share_tensors_run_alike(tmp_path):
+    line = LineOfOneKind(tmp_path, shared={"backbone": 4_000_000})
+    done = line.profiled(line.crops(*range(5)), FASTEST_BF16)
+    assert set(forms(done).values()) == {"fp32"}
+    assert told(done, "shares tensors with cls/f5, of which it has no sample images")
+    done = line.profiled(line.crops(5), FASTEST_BF16)
+    assert set(forms(done).values()) == {"bf16"}
+
+
+def test_a_form_that_is_faster_by_less_than_timing_is_off_is_not_taken(line):
+    done = line.profiled(line.crops(*range(6)), NEARLY_AS_FAST)
+    assert set(forms(done).values()) == {"fp32"}
+    assert not told(done, "stay behind")
+
+
+def test_another_least_score_is_another_verdict_that_nothing_is_proven_of(line):
+    done = line.profiled(line.crops(*range(6)), FASTEST_BF16)
+    assert set(forms(done).values()) == {"bf16"}
+    document = yaml.safe_load((line.folder / "line.yaml").read_text())
+    document["routes"]["c2"][0]["min_score"] = 0.5
+    (line.folder / "line.yaml").write_text(yaml.safe_dump(document))
+    line.config = read_line(line.folder / "line.yaml", {})
+    agent = build_agent(line.config, lambda *_: None, lambda *_: None)
+    try:
+        served = agent.setup.precisions["cpu"]
+        assert {name for name, form in served.items() if form == "fp32"} == {"cls/f2"}
+        (alarm,) = agent.alarms
+        assert "expert cls/f2 is judged by other thresholds or routes than those that its form was proven by" in alarm
+    finally:
+        agent.stop()
+    stages = []
+    profile_line(
+        line.config,
+        ProfilingOptions(samples=line.folder / "crops", allocation=CASUAL, batches=SHORT),
+        lambda stage, *_: stages.append(stage),
+    )
+    assert [stage for stage in stages if stage.startswith("compare bf16")]
+
+
+def test_nothing_is_told_where_nothing_had_to_be_compared(line):
+    done = line.profiled(line.crops(0), FASTEST_FP32)
+    assert set(forms(done).values()) == {"fp32"}
+    assert not told(done, "stay behind")

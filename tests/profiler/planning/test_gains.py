@@ -97,7 +97,7 @@ class TwoForms:
         )
 
     def agreed(self, **more):
-        found = Agreement(self.kind, "cpu", "bf16", 8, 0, 0.001, 0.02, "sha")
+        found = Agreement("cls/f0", self.kind, "cpu", "bf16", 8, 0, 0.001, 0.02, "sha", 8)
         return replace(self.profile, agreements=(replace(found, **more),))
 
     def setup(self, form=None, profile=None):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -23,15 +24,16 @@ from agent.device_profile.identity import identity_of
 from agent.device_profile.store import ProfileDraft
 from experts.backends import backend_for, forms
 from experts.backends.classifier import build_trainable
-from experts.backends.onednn import operators
 from experts.calibrations import CalibrationFolder
 from experts.expert import Expert, InputSpec, Precision
 from profiler.allocation.step import CASUAL
 from profiler.microbench import agreement, batches, calibrating, kinds
 from profiler.microbench.batches import BatchOptions
+from profiler.profiling.profile_expert import profile_expert
 from profiler.profiling.profile_line import ProfilingOptions, profile_line
 from profiler.profiling.report import profile_json, profile_table
 from tests.experts.conftest import trained_looking
+from tests.forms import needs
 
 FORM = Precision.ONEDNN_INT8
 SECONDS = {FORM: 0.001, Precision.FP32: 0.5}
@@ -41,9 +43,7 @@ SHOWN = {"ok": 230, "bad": 25}
 EACH = 6  # images of each label, of which half calibrate
 LOGIT = 20.0
 
-pytestmark = pytest.mark.skipif(
-    operators.why_absent(torch.int8) is not None, reason=f"eight bits take {operators.why_absent(torch.int8)}"
-)
+pytestmark = needs(Precision.ONEDNN_INT8)
 
 
 def picture(label, number):
@@ -122,7 +122,7 @@ class Line:
 
     def profiled(self, samples=None):
         """As if eight bits had been timed as the fastest."""
-        options = ProfilingOptions(samples=samples, allocation=CASUAL, batches=BatchOptions((1, 2), 1, limit_s=0.5))
+        options = options_with(samples)
         profile_line(self.config, options, lambda *_: None)
         self.seed()
         return profile_line(self.config, options, lambda *_: None)
@@ -137,6 +137,19 @@ class Line:
         return CalibrationFolder.beside(self.config.packed_folder).path(f"cls/{name}")
 
 
+def options_with(samples):
+    return ProfilingOptions(samples=samples, allocation=CASUAL, batches=BatchOptions((1, 2), 1, limit_s=0.5))
+
+
+@contextmanager
+def serving(config):
+    agent = build_agent(config, lambda *_: None, lambda *_: None)
+    try:
+        yield agent
+    finally:
+        agent.stop()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _quickly():
     """Two forms, each run as seldom as can be: what the others take and tell is asked elsewhere."""
@@ -144,7 +157,9 @@ def _quickly():
         patch.setattr(batches, "PEAK_RUNS", 1)
         patch.setattr(batches, "TRIAL_RUNS", 1)
         patch.setattr(kinds, "BATCHES_TOGETHER", 2)
-        patch.setattr(forms, "_ALL", frozenset({Precision.FP32, FORM}))
+        patch.setattr(agreement, "LEAST_IMAGES", EACH)
+        patch.setattr(forms, "TORCH_FORMS", frozenset({Precision.FP32}))
+        patch.setattr(forms, "CPU_FORMS", frozenset({FORM}))
         yield
 
 
@@ -159,33 +174,40 @@ def notes_of(done, *words):
 
 
 def chosen(done):
-    return {kind.split()[1]: form for (kind, _), form in done.profile.precisions.items()}
+    """By expert where the line file leaves the choice, else by size."""
+    kinds = {kind.split()[1]: form for (kind, _), form in done.profile.precisions.items()}
+    return {expert.removeprefix("cls/"): each.precision for (expert, _), each in done.profile.forms.items()} or kinds
 
 
 def agreements(done):
-    return {each.kind.split()[1]: each for each in done.profile.agreements if each.precision == FORM}
+    return {each.expert.removeprefix("cls/"): each for each in done.profile.agreements if each.precision == FORM}
 
 
 class TestAutomatically:
-    def test_a_kind_is_run_in_eight_bits_where_all_its_experts_agree_on_all_held_out_images(self, profiled):
+    def test_an_expert_is_run_in_eight_bits_where_it_agrees_on_all_held_out_images(self, profiled):
         _, done = profiled
-        assert chosen(done) == {"64x64": FORM, "72x72": Precision.FP32}
-        smooth, rough = agreements(done)["64x64"], agreements(done)["72x72"]
-        assert (smooth.images, smooth.labels_differ, smooth.agrees) == (2 * EACH, 0, True)  # of two experts, half each
+        assert chosen(done) == {"a": FORM, "b": FORM, "r": Precision.FP32}
+        for smooth in (agreements(done)["a"], agreements(done)["b"]):
+            assert (smooth.images, smooth.labels_differ, smooth.proves) == (EACH, 0, True)  # half of all
+        rough = agreements(done)["r"]
         assert (rough.images, rough.agrees) == (EACH, False)
         assert rough.labels_differ or rough.largest_score_difference > rough.tolerance
+        assert notes_of(done, f"cls/r: not in {FORM}: ")
 
     def test_the_table_shows_what_was_found(self, profiled):
         _, done = profiled
-        rows = [row.split() for row in profile_table(done.profile).splitlines() if FORM in row]
-        assert [row[-3:] for row in rows if "64x64" in row] == [["yes,", str(2 * EACH), "images"]]
+        table = profile_table(done.profile)
+        rows = [row.split() for row in table.splitlines() if FORM in row and row.split()[0] != "form"]
+        assert [row[-5:] for row in rows if "64x64" in row] == [["yes,", "2", "of", "2", "experts"]]
         assert [row[0] for row in rows] == ["*", ARCHITECTURE]
         assert any("NO:" in row for row in rows if "72x72" in row)
         told = {
-            (each["kind"].split()[1], each["precision"]): each["agrees"] for each in profile_json(done.profile)["forms"]
+            (each["kind"].split()[1], each["precision"]): (each["agrees"], each["proven"], each["compared"])
+            for each in profile_json(done.profile)["forms"]
         }
-        assert told["64x64", FORM] is True
-        assert told["72x72", FORM] is False
+        assert told["64x64", FORM] == (True, 2, 2)
+        assert told["72x72", FORM] == (False, 0, 1)
+        assert f"form         cls/a, cls/b in {FORM} on cpu: {EACH} samples agree" in table
 
     def test_it_takes_a_quarter_of_the_bytes(self, profiled):
         _, done = profiled
@@ -217,25 +239,48 @@ class TestAutomatically:
         line.folder, before = tmp_path / "copy", line.folder
         try:
             done = line.profiled(line.folder / "crops")
-            first, smooth = line.calibration("a").read_bytes(), agreements(done)["64x64"]
+            first, smooth = line.calibration("a").read_bytes(), agreements(done)["a"]
             line.crops("a", "b", "r", each=EACH + 2)
             done = line.profiled(line.folder / "crops")
             assert line.calibration("a").read_bytes() != first
-            assert agreements(done)["64x64"].samples_sha256 != smooth.samples_sha256
-            assert agreements(done)["64x64"].images == 2 * (EACH + 2)
+            assert agreements(done)["a"].of_sha256 != smooth.of_sha256
+            assert agreements(done)["a"].images == EACH + 2
         finally:
             line.folder = before
 
+    def test_a_retrained_expert_is_calibrated_and_proven_alone_and_runs_in_it_again(self, tmp_path):
+        line = Line(tmp_path / "line", smooth=("a", "b"))
+        line.profiled(line.crops("a", "b"))
+        others = line.calibration("b").stat()
+        line.train("a", 9)
+        with serving(line.config) as agent:
+            assert agent.setup.precisions["cpu"] == {"cls/a": Precision.FP32, "cls/b": FORM}
+            assert "cls/a" in agent.alarms[0]
+        done = profile_expert(line.config, "cls/a", options_with(line.folder / "crops"), lambda *_: None)
+        assert done.notes == ()
+        assert line.calibration("b").stat() == others
+        with serving(line.config) as agent:
+            assert agent.setup.precisions["cpu"] == {"cls/a": FORM, "cls/b": FORM}
+            assert agent.alarms == ()
+
 
 class TestWithoutWhatCalibratingTakes:
-    def test_an_expert_without_samples_keeps_its_kind_in_fp32_and_is_named(self, tmp_path):
+    def test_an_expert_without_samples_stays_exact_and_is_named_and_keeps_no_other(self, tmp_path):
         line = Line(tmp_path / "line", smooth=("a", "b"))
         done = line.profiled(line.crops("a"))
-        assert chosen(done) == {"64x64": Precision.FP32}
-        told = f"{ARCHITECTURE} 64x64 imagenet on cpu is not run in {FORM}: cls/b: there are no sample images to "
-        assert notes_of(done, told + "calibrate it on: give --samples FOLDER")
+        assert chosen(done) == {"a": FORM, "b": Precision.FP32}
+        told = f"1 of the 2 experts of {ARCHITECTURE} 64x64 imagenet on cpu stay behind the fastest form: cls/b: not in"
+        assert notes_of(done, f"{told} {FORM}: it has no sample images")
         assert not line.calibration("b").exists()
-        assert {form for _, form in done.profile.packed} == {"fp32", "source"}
+        assert {form for expert, form in done.profile.packed if expert == "cls/b"} == {"fp32", "source"}
+        agent = build_agent(line.config, lambda *_: None, lambda *_: None)
+        try:
+            assert agent.setup.precisions["cpu"] == {"cls/a": FORM, "cls/b": Precision.FP32}
+            rows = agent.setup.matrix.experts["cpu"]
+            own = {name: row.footprint.own_bytes for name, row in rows.items()}
+            assert own["cls/a"] < 0.35 * own["cls/b"]  # each is counted with what it holds in its own form
+        finally:
+            agent.stop()
 
     @pytest.mark.parametrize(
         ("shown", "told"),
@@ -247,24 +292,24 @@ class TestWithoutWhatCalibratingTakes:
     def test_of_one_label_only_or_too_few_nothing_is_calibrated_and_that_is_told(self, tmp_path, shown, told):
         line = Line(tmp_path / "line", smooth=("a",))
         done = line.profiled(line.crops("a", **shown))
-        assert chosen(done) == {"64x64": Precision.FP32}
+        assert chosen(done) == {"a": Precision.FP32}
         assert notes_of(done, f"{ARCHITECTURE} 64x64 imagenet on cpu is not run in {FORM}: cls/a: {told}")
         assert not line.calibration("a").exists()
 
     def test_without_any_images_nothing_is_tried(self, tmp_path):
         line = Line(tmp_path / "line", smooth=("a",))
         done = line.profiled()
-        assert chosen(done) == {"64x64": Precision.FP32}
+        assert chosen(done) == {"a": Precision.FP32}
         assert {kind.precision for kind in done.profile.kinds} == {Precision.FP32}
 
     def test_of_an_earlier_calibration_nothing_is_said_by_images_of_one_label(self, tmp_path):
         """They may be the ones that it was calibrated on."""
         line = Line(tmp_path / "line", smooth=("a",))
-        assert chosen(line.profiled(line.crops("a"))) == {"64x64": FORM}
+        assert chosen(line.profiled(line.crops("a"))) == {"a": FORM}
         shutil.rmtree(line.folder / "crops" / "a" / "bad")
         done = line.profiled(line.folder / "crops")
-        assert chosen(done) == {"64x64": Precision.FP32}
-        assert notes_of(done, "cls/a: its sample images show one label only (ok)")
+        assert chosen(done) == {"a": Precision.FP32}
+        assert notes_of(done, f"cls/a: not in {FORM}: ")
 
 
 class TestByName:

@@ -63,7 +63,8 @@ def test_each_is_measured_in_the_precision_that_it_runs_in(profiled):
     _, found = profiled
     kinds = kinds_of(found)
     assert "int8" in kinds
-    assert len(kinds) == 2
+    assert set(kinds) == {"int8"} | {each.precision for each in found.profile.forms.values()}
+    assert found.profile.forms["llm/broken", "cpu"].precision == "fp32"  # of which nothing is proven
     for kind in kinds.values():
         assert min(kind.K_prompt_s, kind.K_output_s, kind.B_s) > 0
         assert kind.samples.startswith(MADE_UP)

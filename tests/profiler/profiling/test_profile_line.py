@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 from agent.commands.inspection import inspect_images
 from agent.config import read_line
 from agent.deployment.build import build_agent, detect_box
+from agent.deployment.line_change import plan_change
 from agent.device_profile.identity import identity_of
 from agent.device_profile.records import SOURCE, BatchTimes, UsageOrigin
 from agent.device_profile.store import ProfileDraft, partial_of, read_profile
@@ -35,17 +36,20 @@ from agent.records.results import Result
 from agent.runtime.machine.detection import detect
 from coserve import app
 from experts.backends.classifier import write_random_weights
+from experts.backends.forms import why_absent
+from experts.backends.onednn import operators
 from experts.errors import AlreadyRunning, ConfigError, CoServeError
 from experts.expert import Precision, Verdict
 from profiler.allocation.search import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE
 from profiler.allocation.search_runs import RUNS
 from profiler.allocation.step import CASUAL, ENGINE, ON_ENGINE, SIMULATE
 from profiler.cli.arguments import disk_explained
-from profiler.microbench import batches, kinds
+from profiler.microbench import agreement, batches, kinds
 from profiler.microbench.agreement import candidate_precisions
 from profiler.microbench.batches import BatchOptions
 from profiler.microbench.spinning import ROUNDS, SpinTrial, try_setting
 from profiler.profiling import profile_line as profiling
+from profiler.profiling.profile_expert import profile_expert
 from profiler.profiling.profile_line import ProfilingOptions, learn_usage, profile_line
 from profiler.workload.samples import SYNTHETIC
 
@@ -168,6 +172,22 @@ def _few_runs(monkeypatch):
     monkeypatch.setattr(kinds, "BATCHES_TOGETHER", 2)
 
 
+@pytest.fixture(autouse=True)
+def _few_images(monkeypatch):
+    """What two prove here is as many as the crops are; how many it takes is asked where agreement is."""
+    monkeypatch.setattr(agreement, "LEAST_IMAGES", 2)
+
+
+def written(folder):
+    """What was written there, and when; the agent may read meanwhile."""
+    found = {file: file.stat() for file in folder.rglob("*")}
+    return {file: (status.st_ino, status.st_size, status.st_mtime_ns) for file, status in found.items()}
+
+
+def forms(profile):
+    return {expert: each.precision for (expert, _), each in profile.forms.items()}
+
+
 def told(stages):
     return lambda stage, done, total: None if stages is None else stages.append(stage)
 
@@ -252,13 +272,26 @@ class TestAWholeProfile:
             assert "probe" not in stages
             assert agent.setup.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "fp32", "cls/f2": "fp32"}
 
+    def test_a_form_that_this_cpu_lacks_runs_as_the_agent_runs_it_and_is_told(self, line, monkeypatch):
+        monkeypatch.setattr(operators, "why_absent", lambda dtype: "bf16 path needs avx512bw")
+        write_random_weights(line.folder / "s.safetensors", "squeezenet1_1", 2, seed=3)
+        line.document["experts"]["cls/f0"] |= {"architecture": "squeezenet1_1", "weights": "s.safetensors"}
+        line.document["experts"]["cls/f0"]["input"] = {"size": [64, 64]}
+        line.document["precision"] = "onednn-bf16"
+        done = line.profiled()
+        told = "runs in bf16, not in onednn-bf16, which does not run on this CPU: bf16 path needs avx512bw"
+        assert [note.partition(" on cpu ")[2] for note in done.notes] == [f"{told}; write `precision: auto`"]
+        with serving(line.config) as (agent, stages):
+            assert "probe" not in stages
+            assert agent.setup.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "fp32", "cls/f2": "fp32"}
+
     def test_a_precision_that_was_measured_may_be_asked_for_afterwards(self, line):
         weights = line.folder / "s.safetensors"
         write_random_weights(weights, "squeezenet1_1", 2, seed=3)
         line.document["experts"]["cls/f0"] |= {"architecture": "squeezenet1_1", "weights": weights.name}
         line.document["experts"]["cls/f0"]["input"] = {"size": [64, 64]}
         line.document["precision"] = "auto"
-        assert set(line.profiled().profile.precisions.values()) == {"fp32"}
+        assert set(forms(line.profiled().profile).values()) == {"fp32"}
         asked = run("plan", line.file, "--precision", "bf16", check=78).stderr
         advice = f"write `precision: bf16` into the line file, then run `coserve profile {line.file}`"
         assert f"experts.cls/f0: not packed in bf16 - {advice}" in asked
@@ -270,18 +303,75 @@ class TestAWholeProfile:
             assert agent.setup.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "fp32", "cls/f2": "fp32"}
             assert agent.setup.broken == {}
         write_random_weights(weights, "squeezenet1_1", 2, seed=4)
-        with pytest.raises(ConfigError, match="expert cls/f0 has other weights than those that were profiled"):
-            build_agent(line.config, lambda *_: None, lambda *_: None)
+        with serving(line.config) as (agent, stages):
+            assert "probe" not in stages  # the times of its kind are still true
+            assert agent.setup.precisions["cpu"]["cls/f0"] == "bf16"
+            assert "expert cls/f0 has other weights than those that were profiled" in agent.alarms[0]
 
-    def test_a_precision_that_was_not_measured_is_refused(self, line):
+    def test_an_expert_that_was_trained_anew_is_proven_beside_a_running_agent(self, line):
+        weights = line.folder / "s.safetensors"
+        write_random_weights(weights, "squeezenet1_1", 2, seed=3)
+        line.document["experts"]["cls/f0"] |= {"architecture": "squeezenet1_1", "weights": weights.name}
+        line.document["experts"]["cls/f0"]["input"] = {"size": [64, 64]}
+        before = line.profiled().profile
+        write_random_weights(weights, "squeezenet1_1", 2, seed=4)
+        (line.folder / "f1.yaml").write_text(json.dumps({"weight_bytes": 123_456, "label": "ok"}))  # another kind
+        with serving(line.config) as (agent, _):
+            assert (
+                "cls/f0 in fp32 has other packed weights than those that were profiled (and 1 more" in agent.alarms[0]
+            )
+            packed = written(line.config.packed_folder)
+            with StateLock(line.config.state):  # as a running agent holds it
+                for expert in ("cls/f0", "cls/f1"):
+                    run("profile", line.file, "--expert", expert, check=0)
+            assert written(line.config.packed_folder) == packed
+            assert plan_change(agent, line.config, lambda *_: None).agent.alarms == ()
+        after = read_profile(line.path)
+        assert times(after).items() > times(before).items()
+        assert {expert for expert, _ in after.packed} == {"cls/f0", "cls/f1", "cls/f2"}
+        assert (after.usage, after.allocation, after.box) == (before.usage, before.allocation, before.box)
+        with serving(line.config) as (agent, stages):
+            assert agent.alarms == ()
+            assert "probe" not in stages
+        assert "no expert 'cls/g'" in run("profile", line.file, "--expert", "cls/g", check=78).stderr
+        assert "leave --fresh" in run("profile", line.file, "--expert", "cls/f0", "--fresh", check=2).stderr
+
+    def test_a_faster_form_is_for_new_weights_only_once_it_is_proven_for_them(self, line, monkeypatch):
+        monkeypatch.setattr("experts.backends.forms.TORCH_FORMS", frozenset({Precision.FP32, Precision.BF16}))
+        monkeypatch.setattr("experts.backends.forms.CPU_FORMS", frozenset())  # two forms are enough to choose between
+        weights = line.folder / "s.safetensors"
+        write_random_weights(weights, "squeezenet1_1", 2, seed=3)
+        line.document["experts"]["cls/f0"] |= {"architecture": "squeezenet1_1", "weights": weights.name}
+        line.document["experts"]["cls/f0"]["input"] = {"size": [64, 64]}
+        line.document["precision"] = "auto"
+        options = {"samples": line.crops(), "tolerance": 1.0}
+        line.profiled(**options)
+        line.seed(bf16=0.001, fp32=0.5, **SLOW)
+        assert forms(line.profiled(**options).profile)["cls/f0"] == "bf16"
+        write_random_weights(weights, "squeezenet1_1", 2, seed=4)
+        with serving(line.config) as (agent, _):
+            assert agent.setup.precisions["cpu"]["cls/f0"] == "fp32"
+            assert "cls/f0" in agent.alarms[0]
+        without = profile_expert(line.config, "cls/f0", ProfilingOptions(batches=SHORT), told(None))
+        assert any("cls/f0: not in bf16: it has no sample images" in note for note in without.notes)
+        with serving(line.config) as (agent, _):
+            assert agent.setup.precisions["cpu"]["cls/f0"] == "fp32"
+            assert agent.alarms == ()
+        profile_expert(line.config, "cls/f0", ProfilingOptions(batches=SHORT, **options), told(None))
+        with serving(line.config) as (agent, _):
+            assert agent.setup.precisions["cpu"]["cls/f0"] == "bf16"
+            assert agent.alarms == ()
+
+    def test_a_precision_that_was_not_measured_is_probed_and_told(self, line):
         write_random_weights(line.folder / "s.safetensors", "squeezenet1_1", 2, seed=3)
         line.document["experts"]["cls/f0"] |= {"architecture": "squeezenet1_1", "weights": "s.safetensors"}
         line.document["experts"]["cls/f0"]["input"] = {"size": [64, 64]}
         line.profiled()
         line.document["precision"] = "bf16"
-        with pytest.raises(ConfigError, match="expert cls/f0 was not profiled in bf16") as caught:
-            build_agent(line.config, lambda *_: None, lambda *_: None)
-        assert "cls/f1" not in str(caught.value)
+        with serving(line.config) as (agent, stages):
+            assert "probe" in stages
+            assert agent.setup.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "fp32", "cls/f2": "fp32"}
+            assert "expert cls/f0 was not profiled in bf16: " in agent.alarms[0]
 
     def test_an_expert_that_cannot_be_served_is_a_note_and_stops_no_other(self, line):
         (line.folder / "f1.yaml").unlink()
@@ -312,7 +402,8 @@ class TestAnExpertThatFailsWhenItIsRun:
             "cls/f0 cannot be served: on cpu: its output is not a number: check its weights, or use precision fp32"
         ]
         forms = [form for name in ("squeezenet1_1", "fake") for form in candidate_precisions(name, "cpu")]
-        forms = [form for form in forms if form is not Precision.ONEDNN_INT8]  # which nobody is calibrated for
+        # nobody is calibrated for eight bits
+        forms = [form for form in forms if form is not Precision.ONEDNN_INT8 and why_absent(form) is None]
         assert len(done.profile.kinds) == (2 if precision == "fp32" else len(forms))
         assert len(done.profile.speedups["cpu"]) == min(line.identity.cores, 4)
         with serving(line.config) as (agent, stages):
@@ -627,9 +718,9 @@ class TestAgain:
         line.seed(bf16=0.001, fp32=0.5, **SLOW)
         stages = []
         first = line.profiled(stages, **options).profile
-        agreement = next(each for each in first.agreements if each.precision == "bf16")
-        assert agreement.images == 4
-        assert set(first.precisions.values()) == {"bf16" if agreement.agrees else "fp32"}
+        found = next(e for e in first.agreements if (e.expert, e.precision) == ("cls/f0", "bf16"))
+        assert found.images == 2
+        assert forms(first)["cls/f0"] == ("bf16" if found.proves else "fp32")
         write_random_weights(weights[0], "squeezenet1_1", 2, seed=7)
         stages = []
         second = line.profiled(stages, **options).profile
@@ -642,7 +733,7 @@ class TestAgain:
         assert not comparisons(stages)
         with serving(line.config) as (agent, stages):
             assert "probe" not in stages
-            assert set(agent.setup.precisions["cpu"].values()) == set(second.precisions.values())
+            assert agent.setup.precisions["cpu"] == forms(second)
 
     def test_an_expert_that_joined_is_measured_and_the_others_are_not(self, line):
         left = line.document["experts"].pop("cls/f2"), line.document["routes"].pop("c2")
@@ -730,7 +821,7 @@ class TestKilled:
         done = line.profiled(stages, samples=options.samples)
         compared = comparisons(stages) // 2
         assert compared == (COMPONENTS - 1 if stage.startswith("compare") else 0)
-        assert set(done.profile.precisions.values()) == {"bf16"}
+        assert set(forms(done.profile).values()) == {"bf16"}
 
     @pytest.mark.skipif(detect("cpu").cores < 2, reason="one core: one run, and nothing to take up")
     def test_in_the_search_on_the_engine_no_run_is_made_again(self, line):
@@ -838,9 +929,8 @@ class TestSamples:
         line.profiled(samples=crops)
         line.seed(bf16=0.001, fp32=0.5, **SLOW)
         done = line.profiled(samples=crops)
-        chosen = {kind.split()[-1]: form for (kind, _), form in done.profile.precisions.items()}
-        assert sorted(chosen.values()) == ["bf16", "bf16", "fp32"]
-        assert [note for note in done.notes if "stays fp32: no sample images, so bf16 is not proven to agree" in note]
+        assert forms(done.profile) == {"cls/f0": "bf16", "cls/f1": "bf16", "cls/f2": "fp32"}
+        assert [note for note in done.notes if "cls/f2: not in bf16: it has no sample images" in note]
         agreements = [each for each in done.profile.agreements if each.precision == "bf16"]
         assert [(each.images, each.agrees) for each in agreements] == [(2, True), (2, True)]
         assert {kind.samples.split(";")[0] for kind in done.profile.kinds} == {"2 images from crops", SYNTHETIC}
@@ -867,7 +957,7 @@ class TestSamples:
         assert comparisons(stages) == 2  # the kind of c0 alone
         images = [each.images for each in second.agreements if each.precision == "bf16"]
         assert sorted(images) == ([2, 2, 3] if change == "one more" else [2, 2, 2])
-        assert second.precisions == first.precisions
+        assert forms(second) == forms(first)
         assert times(second) == times(first)
 
     def test_without_any_it_stays_fp32_and_says_so_and_samples_that_come_later_count(self, line):
@@ -875,12 +965,12 @@ class TestSamples:
         line.profiled()
         line.seed(bf16=0.001, fp32=0.5, **SLOW)
         done = line.profiled()
-        assert set(done.profile.precisions.values()) == {"fp32"}
-        assert len([note for note in done.notes if "stays fp32: no sample images" in note]) == COMPONENTS
+        assert set(forms(done.profile).values()) == {"fp32"}
+        assert len([note for note in done.notes if "not in bf16: it has no sample images" in note]) == COMPONENTS
         measured = line.profiled(samples=line.crops()).profile
         assert {kind.samples.split(";")[0] for kind in measured.kinds} == {"2 images from crops"}
         line.seed(bf16=0.001, fp32=0.5, **SLOW)
-        assert set(line.profiled(samples=line.crops()).profile.precisions.values()) == {"bf16"}
+        assert set(forms(line.profiled(samples=line.crops()).profile).values()) == {"bf16"}
 
     def test_a_folder_without_a_usable_image_is_refused_and_nothing_is_written(self, line):
         (line.folder / "none" / "c0" / "ok").mkdir(parents=True)
@@ -1055,10 +1145,10 @@ class TestWhatLiesInTheProfilesPlace:
         assert reason in refused
         assert "--fresh" in refused
         image = line.crops() / "c0" / "ok" / "0.png"
-        for words in (("profile", "--casual"), ("inspect", image, "--component", "c0")):
-            error = run(words[0], line.file, *words[1:], check=78).stderr
-            assert str(line.path) in error
-            assert "--fresh" in error
+        error = run("profile", line.file, "--casual", check=78).stderr
+        assert str(line.path) in error
+        assert "--fresh" in error
+        assert inspect_images(line.config, [image], "c0", lambda *_: None)[0]["verdict"] == "OK"  # by a probe
         if spoil is not foreign:  # a plan may be made for another box, from that one's profile
             assert str(line.path) in run("plan", line.file, check=78).stderr
         assert line.path.read_bytes() == content
@@ -1075,17 +1165,20 @@ class TestWhatLiesInTheProfilesPlace:
             ("UPDATE speedups SET factors = '[0]'", "speedups.factors of cpu: [0] is not a list"),
         ],
     )
-    def test_and_was_edited_is_told_by_every_command(self, line, statement, reason):
+    def test_and_was_edited_is_told_by_every_command(self, line, statement, reason, caplog):
         line.profiled()
         with closing(sqlite3.connect(line.path)) as connection, connection:
             connection.execute(statement)
         content = line.path.read_bytes()
         image = line.crops() / "c0" / "ok" / "0.png"
-        for words in (["plan"], ["profile", "--casual"], ["inspect", image, "--component", "c0"]):
+        for words in (["plan"], ["profile", "--casual"]):
             told = run(words[0], line.file, *words[1:], check=78).stderr
             assert told.startswith(f"{line.path} ")
             assert reason in told
             assert "run `coserve profile LINE.yaml` again with --fresh" in told
+        run("inspect", line.file, image, "--component", "c0", check=0)  # the agent probes instead
+        assert f"profile_not_used reason={line.path} " in caplog.text
+        assert reason in caplog.text
         assert line.path.read_bytes() == content
 
     def test_other_libraries_of_the_same_box_are_simply_measured_anew(self, line):

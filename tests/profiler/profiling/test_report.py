@@ -63,8 +63,8 @@ def profile():
         links=(LinkSpeed("ssd", 7e8), LinkSpeed("host", 1.2e10)),
         kinds=(kind(), kind(precision="fp32"), kind(processor="cpu", precision="fp32", load_s={"ssd": 0.2})),
         agreements=(
-            Agreement(LARGE, "cuda", "bf16", 48, 0, 0.004, 0.02, "5a"),
-            Agreement(LARGE, "cuda", "fp16", 48, 3, 0.1, 0.02, "5a"),
+            Agreement("cls/a", LARGE, "cuda", "bf16", 48, 0, 0.004, 0.02, "5a", 30),
+            Agreement("cls/a", LARGE, "cuda", "fp16", 48, 3, 0.1, 0.02, "5a", 30),
         ),
         precisions={(LARGE, "cuda"): "bf16", (LARGE, "cpu"): "fp32"},
         packed={("cls/a", "bf16"): "1", ("cls/b", "bf16"): "2"},
@@ -161,7 +161,7 @@ def test_the_table_holds_all_and_fits(profile):
     assert max(len(line) for line in text.splitlines()) <= WIDTH
     for part in (
         "cuda: RTX 3080 Ti, 8 cores; torch 2.10.0",
-        "yes, 48 images",
+        "yes, 1 of 1 experts",
         "24 images from inbox/done",
         "ssd 700 MB/s, host 12,000 MB/s",
         "cuda executors against one: 1 x1.00, 2 x1.40, 3 x1.50",
@@ -175,11 +175,20 @@ def test_the_table_holds_all_and_fits(profile):
 
 @pytest.mark.parametrize(
     ("images", "differ", "score", "told"),
-    [(0, 0, 0.0, "not proven"), (48, 3, 0.0, "NO: 3 labels of 48"), (48, 0, 0.5, "NO: scores by 0.500")],
+    [
+        (0, 0, 0.0, "not proven"),
+        (29, 0, 0.0, "not proven"),
+        (30, 0, 0.0, "yes, 1 of 1 experts"),
+        (48, 3, 0.0, "NO: 1 of 1 experts"),
+        (48, 0, 0.5, "NO: 1 of 1 experts"),
+    ],
 )
-def test_a_precision_that_does_not_agree_says_how_far_it_is_off(profile, images, differ, score, told):
-    agreement = Agreement(LARGE, "cuda", "bf16", images, differ, score, 0.02, "5a")
+def test_of_how_many_experts_a_precision_is_proven_is_told(profile, images, differ, score, told):
+    agreement = Agreement("cls/a", LARGE, "cuda", "bf16", images, differ, score, 0.02, "5a", 30)
     assert told in profile_table(replace(profile, agreements=(agreement,)))
+    beside = replace(agreement, expert="cls/b", images=48, labels_differ=0, largest_score_difference=0.0)
+    both = told.replace("1 of 1", "1 of 2") if "NO" in told else f"yes, {1 + (images == 30)} of 2 experts"
+    assert both in profile_table(replace(profile, agreements=(agreement, beside)))
 
 
 def test_a_long_kind_and_the_longest_precision_are_not_cut_off(profile):

@@ -26,12 +26,13 @@ from profiler.replay.images import images_of
 from profiler.replay.player import player
 from profiler.workload.generated_line import LineRecipe, generate_line
 from profiler.workload.traces import Arrival, read_trace
+from tests.forms import each_of
 
 PX = 64
 RECIPE = LineRecipe(
     classifiers=5, architecture="squeezenet1_1", requests=40, every_s=0.0, memory_for=2, classifier_px=PX, seed=3
 )
-FORMS = [Precision.FP32, Precision.ONEDNN_FP32, Precision.ONEDNN_BF16, Precision.ONEDNN_INT8]
+FORMS = each_of(Precision.FP32, Precision.ONEDNN_FP32, Precision.ONEDNN_BF16, Precision.ONEDNN_INT8)
 WARM, SWITCHES = 200, 1000
 MOST_BYTES_PER_SWITCH = 4096  # Python's and malloc's own rounding; a layer has 40 KB in the mean, 10 KB in eight bits
 MOST_RESIDENT_BYTES_PER_SWITCH = 20 * 1024  # with what malloc keeps of what was given back, by megabytes at a time

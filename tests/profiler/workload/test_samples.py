@@ -111,7 +111,7 @@ class TestLabelledCrops:
 
     def test_all_are_taken_where_there_are_few(self, config, crops):
         assert len(LineSamples.find(config, crops).of("cls/chip")) == 5
-        assert len(LineSamples.find(config, crops).of("cls/solder")) == 24
+        assert len(LineSamples.find(config, crops).of("cls/solder")) == 40
 
     def test_broken_ones_are_passed_over_and_counted(self, config, crops):
         for number in range(4):
@@ -142,7 +142,7 @@ class TestCalibratingImages:
         samples = found(ok=60, bad=60)
         assert self.labels(samples.calibrating["cls/resistor"]) == {"ok": 8, "bad": 8}
         assert samples.held_out().by_expert == samples.by_expert
-        assert self.labels(samples.of("cls/resistor")) == {"ok": 12, "bad": 12}
+        assert self.labels(samples.of("cls/resistor")) == {"ok": 20, "bad": 20}
 
     def test_few_are_halved(self, found):
         samples = found(ok=5, bad=4)

@@ -1,72 +1,98 @@
-"""OpenCV's video capture, tamed: its backend named, its waits bounded, motion JPEG handed through as it was sent.
+"""A video read by PyAV: FFmpeg's packets one after the other, each frame with the time at which it came.
 
 Guarantees: a frame that FFmpeg calls broken is none; a JPEG that is cut or does not begin as one is none either. What
 a camera sends as JPEG is not decoded and encoded again: what is judged later is what the camera sent.
-One decoding thread: with more, FFmpeg hands each frame out as many frames late as there are threads, and a trigger
-would be answered with the past.
+One decoding thread: with more, FFmpeg hands each frame out as many frames late as there are threads.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Any
 
+import av
 import cv2
 import numpy as np
+from av.error import FFmpegError, InvalidDataError
+
+from agent.intake.cameras.sources.presentation import PresentationClock
+from agent.intake.cameras.sources.source import Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
+
+    from av.packet import Packet
+    from av.video.frame import VideoFrame
 
     from agent.intake.cameras.sources.source import Picture
 
-RAW = -1  # of CAP_PROP_FORMAT: packets as they came
-MOTION_JPEG = {int.from_bytes(code, "little") for code in (b"MJPG", b"mjpg", b"jpeg", b"JPEG")}
+COUNTED = {"mpjpeg", "mjpeg"}  # formats without times: FFmpeg counts their frames, and calls that times
+PARSED = {"h264", "hevc"}  # codecs whose packets over RTSP end where the next one begins
 JPEG_START, JPEG_END, JPEG_TABLES = b"\xff\xd8", b"\xff\xd9", b"\xff\xc4"
-FAILURES_MAXIMUM = 20  # reads in a row that fail at once: the stream is over, not one frame of it broken
-AT_ONCE_S = 0.002  # one that takes longer has waited for something that came, and was broken
-PAUSE_S = 0.005  # between two of these
 
 
 class Capture:
-    """One opened video. ``parameters`` are pairs of a property and its value, set before it is opened."""
+    """One opened video. Raises FFmpegError where it cannot be opened, and as ``av.open`` does."""
 
-    def __init__(self, place: str, backend: int, parameters: Sequence[int]) -> None:
-        self._video = cv2.VideoCapture(place, backend, list(parameters))
-        self._is_raw = (
-            self.is_open
-            and int(self._video.get(cv2.CAP_PROP_FOURCC)) in MOTION_JPEG
-            and backend == cv2.CAP_FFMPEG
-            and self._video.set(cv2.CAP_PROP_FORMAT, RAW)
-        )
-
-    @property
-    def is_open(self) -> bool:
-        return self._video.isOpened()
+    def __init__(
+        self, place: str, options: Mapping[str, str], timeouts_s: tuple[float, float] | None, kind: str | None = None
+    ) -> None:
+        self._container = av.open(place, format=kind, options=dict(options), timeout=timeouts_s)
+        known = [stream for stream in self._container.streams.video if stream.codec_context is not None]
+        if not known:
+            raise InvalidDataError(0, "it holds no video of a codec that is known here")
+        self._stream = known[0]
+        self._stream.codec_context.thread_count = 1
+        codec = self._stream.codec_context.name
+        self._is_jpeg = codec == "mjpeg"
+        self._has_times = self._container.format.name not in COUNTED
+        self._clock = PresentationClock(is_one_behind=codec in PARSED)
+        self._packets = self._container.demux(self._stream)
+        self._snapshots: deque[Snapshot] = deque()
 
     @property
     def frames_per_s(self) -> float:
         """As the video itself says; 0 where it does not."""
-        return self._video.get(cv2.CAP_PROP_FPS)
+        return float(self._stream.average_rate or self._stream.guessed_rate or 0)
 
-    def read(self, deadline: float) -> Picture | None:
+    def read(self, deadline: float) -> Snapshot | None:
         """The next whole picture; None if none came by the deadline. Raises EOFError when none will come."""
-        failures = 0
-        while failures < FAILURES_MAXIMUM:
-            asked_at = time.monotonic()
-            is_read, frame = self._video.read()
-            if is_read and not self._is_raw:
-                return frame  # type: ignore[return-value]  # its stubs know of any dtype; a video's are uint8
-            if is_read and (picture := whole_jpeg(frame.tobytes())) is not None:
-                return picture
-            now = time.monotonic()
-            failures = failures + 1 if not is_read and now - asked_at < AT_ONCE_S else 0
-            if now >= deadline:
-                return None
-            time.sleep(0.0 if is_read else PAUSE_S)
-        raise EOFError
+        while not self._snapshots:
+            self._clock.ask()
+            try:
+                packet = next(self._packets, None)
+            except FFmpegError as error:
+                raise EOFError(error.strerror) from error
+            if packet is None:
+                raise EOFError("it ended")
+            self._clock.came(self._time(packet))
+            self._snapshots.extend(self._decoded(packet))
+            if time.monotonic() >= deadline:
+                break
+        return self._snapshots.popleft() if self._snapshots else None
 
     def close(self) -> None:
-        self._video.release()
+        self._container.close()
+
+    def _time(self, of: Packet[Any] | VideoFrame) -> float | None:
+        if not self._has_times or of.pts is None or of.time_base is None:
+            return None
+        return float(of.pts * of.time_base)
+
+    def _decoded(self, packet: Packet[Any]) -> list[Snapshot]:
+        """What the packet completes: of a broken one nothing, of the last one all that the decoder still held."""
+        if self._is_jpeg:
+            jpeg = whole_jpeg(bytes(packet))
+            return [] if jpeg is None else [self._snapshot(jpeg, packet)]
+        try:
+            frames = packet.decode()
+        except InvalidDataError:
+            return []
+        return [self._snapshot(frame, frame) for frame in frames if not frame.is_corrupt]
+
+    def _snapshot(self, picture: Picture, timed: Packet[Any] | VideoFrame) -> Snapshot:
+        return Snapshot(picture, self._clock.came_at(self._time(timed), time.monotonic()))
 
 
 def whole_jpeg(packet: bytes) -> Picture | None:

@@ -9,13 +9,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import cv2
+from av.error import FFmpegError, InvalidDataError
 
 from agent.intake.cameras.sources.capture import Capture
+from agent.intake.cameras.sources.source import Snapshot
 from experts.errors import CameraFailed
 
 if TYPE_CHECKING:
-    from agent.intake.cameras.sources.source import Connection, Picture
+    from agent.intake.cameras.sources.source import Connection
 
 DEFAULT_FRAMES_PER_S = 25.0  # of a clip that does not say
 FASTEST_FRAMES_PER_S = 1000.0  # what a clip claims beyond is no rate
@@ -37,14 +38,14 @@ class ClipSource:
         self._begin()
         self._due = time.monotonic()
 
-    def read(self, deadline: float) -> Picture | None:
+    def read(self, deadline: float) -> Snapshot | None:
         if self._due > deadline:
             time.sleep(max(deadline - time.monotonic(), 0.0))
             return None
         time.sleep(max(self._due - time.monotonic(), 0.0))
-        picture = self._next(deadline)
+        snapshot = self._next(deadline)
         self._due = max(self._due, time.monotonic() - self._period_s) + self._period_s
-        return picture
+        return None if snapshot is None else Snapshot(snapshot.picture, time.monotonic())
 
     def close(self) -> None:
         if self._capture is not None:
@@ -52,25 +53,21 @@ class ClipSource:
 
     def _begin(self) -> None:
         self.close()
-        capture = Capture(str(self._path), cv2.CAP_FFMPEG, (cv2.CAP_PROP_N_THREADS, 1))
-        if not capture.is_open:
-            raise CameraFailed(f"{self._path}: {self._why_not()}")
-        self._capture, self._has_played = capture, False
-        said = capture.frames_per_s
+        try:
+            self._capture = Capture(str(self._path), {"protocol_whitelist": "file"}, None)
+        except InvalidDataError as error:
+            raise CameraFailed(f"{self._path}: not a video that can be read: {error.strerror}") from error
+        except FFmpegError as error:
+            raise CameraFailed(f"{self._path}: {error.strerror} - correct url:, or put the clip there") from error
+        self._has_played = False
+        said = self._capture.frames_per_s
         own = said if 0 < said <= FASTEST_FRAMES_PER_S else DEFAULT_FRAMES_PER_S
         self._period_s = 1 / (self._connection.frames_per_s or own)
 
-    def _why_not(self) -> str:
-        try:
-            with self._path.open("rb"):
-                return "not a video that can be read"
-        except OSError as error:
-            return f"{error.strerror} - correct url:, or put the clip there"
-
-    def _next(self, deadline: float) -> Picture | None:
+    def _next(self, deadline: float) -> Snapshot | None:
         assert self._capture is not None, "open it first"
         try:
-            picture = self._capture.read(deadline)
+            snapshot = self._capture.read(deadline)
         except EOFError:
             if not self._has_played:
                 raise CameraFailed(f"{self._path}: holds no picture that can be read", is_final=True) from None
@@ -78,5 +75,5 @@ class ClipSource:
                 raise CameraFailed("the clip has ended - `loop: true` plays it again", is_final=True) from None
             self._begin()
             return None
-        self._has_played |= picture is not None
-        return picture
+        self._has_played |= snapshot is not None
+        return snapshot

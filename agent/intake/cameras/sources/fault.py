@@ -5,6 +5,7 @@
 | word | what it does |
 | --- | --- |
 | stream | a picture every PERIOD_S, each brighter than the one before |
+| lag | as stream, but what comes is LAG_S old |
 | stall | nothing comes any more, and nothing ends |
 | garble | what comes looks like a JPEG and is none |
 | end | the camera ends the connection |
@@ -24,12 +25,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from agent.intake.cameras.sources.source import Snapshot
 from experts.errors import CameraFailed
 
 if TYPE_CHECKING:
-    from agent.intake.cameras.sources.source import Connection, Picture
+    from agent.intake.cameras.sources.source import Connection
 
 PERIOD_S = 0.02
+LAG_S = 3.0
 SIZE = (48, 64)
 NO_JPEG = b"\xff\xd8\xff\xc4 no picture at all \xff\xd9"
 
@@ -50,14 +53,15 @@ class FaultSource:
         if word == "hang":
             _hang()
 
-    def read(self, deadline: float) -> Picture | None:
+    def read(self, deadline: float) -> Snapshot | None:
         time.sleep(min(PERIOD_S, max(deadline - time.monotonic(), 0.0)))
-        match self._word():
+        word = self._word()
+        match word:
             case "stall":
                 time.sleep(max(deadline - time.monotonic(), 0.0))
                 return None
             case "garble":
-                return NO_JPEG
+                return Snapshot(NO_JPEG, time.monotonic())
             case "end" | "refuse":
                 raise CameraFailed("the camera ended the connection")
             case "leak":
@@ -67,7 +71,8 @@ class FaultSource:
             case "die":
                 signal.raise_signal(signal.SIGSEGV)  # of this thread, so that it does not go on to a picture
         self._number += 1
-        return np.full((*SIZE, 3), self._number % 256, np.uint8)
+        picture = np.full((*SIZE, 3), self._number % 256, np.uint8)
+        return Snapshot(picture, time.monotonic() - (LAG_S if word == "lag" else 0.0))
 
     def close(self) -> None:
         """There is nothing to close."""

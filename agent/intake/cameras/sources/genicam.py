@@ -3,6 +3,7 @@
 Producers are found where GenTL says: in the folders, or files, of GENICAM_GENTL64_PATH. The camera keeps the settings
 that it has, its pixel format and its trigger among them: they are made with its maker's tool, and stored in the camera.
 Guarantees: what harvesters cannot do within a time is not asked of it; a picture is copied before its buffer goes back.
+One that lay in a buffer counts as having come when the buffers were last seen empty.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import cv2
 import numpy as np
 
+from agent.intake.cameras.sources.presentation import PresentationClock
+from agent.intake.cameras.sources.source import Snapshot
 from experts.errors import CameraFailed
 
 if TYPE_CHECKING:
@@ -44,6 +47,8 @@ class GenicamSource:
         self._serial = connection.place
         self._harvester: Any = None
         self._acquirer: Any = None
+        self._opened_at = 0.0
+        self._clock = PresentationClock(shortest_wait_s=0.0)
 
     def open(self, deadline: float) -> None:
         del deadline  # discovery has the producers' own limits; whoever waits kills
@@ -61,19 +66,24 @@ class GenicamSource:
                 self._harvester.add_file(str(producer))
             self._harvester.update()
             self._acquirer = self._harvester.create(self._device())
+            self._opened_at = time.monotonic()
             self._acquirer.start()
         except CameraFailed:
             raise
         except Exception as error:  # a producer raises whatever it likes
             raise CameraFailed(f"GenICam camera {self._serial}: {error or type(error).__name__}") from error
 
-    def read(self, deadline: float) -> Picture | None:
+    def read(self, deadline: float) -> Snapshot | None:
+        self._clock.ask()
         try:
             buffer = self._acquirer.try_fetch(timeout=max(deadline - time.monotonic(), SHORTEST_S))
             if buffer is None:
                 return None
             try:
-                return _picture(buffer.payload.components)
+                self._clock.came(None)
+                picture = _picture(buffer.payload.components)
+                came_at = max(self._clock.came_at(None, time.monotonic()), self._opened_at)
+                return None if picture is None else Snapshot(picture, came_at)
             finally:
                 buffer.queue()
         except CameraFailed:

@@ -17,14 +17,10 @@ def source_of(connection: Connection) -> Source:
             from agent.intake.cameras.sources.clip import ClipSource
 
             return ClipSource(connection)
-        case "http" | "https" | "rtsp" | "rtsps":
+        case "http" | "https" | "rtsp" | "rtsps" | "v4l2":
             from agent.intake.cameras.sources.stream import StreamSource
 
             return StreamSource(connection)
-        case "v4l2":
-            from agent.intake.cameras.sources.video_device import VideoDeviceSource
-
-            return VideoDeviceSource(connection)
         case "genicam":
             from agent.intake.cameras.sources.genicam import GenicamSource
 

@@ -11,15 +11,29 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
+    from av.video.frame import VideoFrame
     from numpy.typing import NDArray
 
-# Pixels (height, width) or (height, width, 3) in the order BGR, uint8 or uint16; or one whole JPEG file as it was sent.
-Picture: TypeAlias = "NDArray[np.uint8] | NDArray[np.uint16] | bytes"
+# Pixels (height, width) or (height, width, 3) in the order BGR, uint8 or uint16; a frame as FFmpeg decoded it, which
+# becomes pixels when somebody wants it; or one whole JPEG file as it was sent.
+Picture: TypeAlias = "NDArray[np.uint8] | NDArray[np.uint16] | VideoFrame | bytes"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """A picture, and when it came by ``time.monotonic``, or would have come had nothing held it up."""
+
+    picture: Picture
+    came_at: float
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """All that is needed to read from one camera. A file's rate is its own where ``frames_per_s`` is None."""
+    """All that is needed to read from one camera. A file's rate is its own where ``frames_per_s`` is None.
+
+    ``ca``: the file of the authorities that may vouch for the camera, the system's where it is None; with
+    ``insecure_ok`` nobody must.
+    """
 
     url: str
     open_timeout_s: float
@@ -29,6 +43,9 @@ class Connection:
     password: str | None = field(default=None, repr=False)
     loop: bool = False
     frames_per_s: float | None = None
+    rtsp_transport: str | None = None
+    ca: str | None = None
+    insecure_ok: bool = False
 
     @property
     def scheme(self) -> str:
@@ -47,7 +64,7 @@ class Source(Protocol):
     def open(self, deadline: float) -> None:
         """Connect. Raises CameraFailed, whose reason says why in words."""
 
-    def read(self, deadline: float) -> Picture | None:
+    def read(self, deadline: float) -> Snapshot | None:
         """The next picture; None: there was none by the deadline, or what came was broken.
 
         Raises CameraFailed when none will ever come from this connection.

@@ -33,7 +33,7 @@ def connected(address):
 
 
 def head(length, path="/v1/chat/completions", **headers):
-    given = {"Host": "a", "Content-Type": "application/json", "Content-Length": str(length)} | headers
+    given = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": str(length)} | headers
     lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in given.items()), "", ""]
     return "\r\n".join(lines).encode()
 

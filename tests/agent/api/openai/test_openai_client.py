@@ -289,3 +289,72 @@ class TestTheToken:
         (tmp_path / "token").write_text("s3cret\n")
         address = serve_texts(token={"file": "./token"})[1]
         assert ask_chat(client_of(address, "any")).choices[0].message.content == TEXT
+
+
+def streamed(events, name):
+    return "".join(getattr(event.choices[0].delta, name, None) or "" for event in events)
+
+
+class TestThoughts:
+    @pytest.mark.parametrize(
+        ("pieces", "is_thought", "told"),
+        [
+            (("<th", "ink>\nwhy", " not</th", "ink>", "\n\nyes"), False, ("why not", "yes")),
+            (("why not\n</think>", "yes"), True, ("why not\n", "yes")),
+            (("<think>why", " </b"), False, ("why </b", "")),
+            (("<b>yes", "</think>"), False, ("", "<b>yes</think>")),
+            (("\n\n<", "yes"), False, ("", "\n\n<yes")),
+        ],
+    )
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_what_a_model_thinks_is_told_apart(self, client, desk, asking, pieces, is_thought, told, stream):
+        desk.holds = True
+        asked = asking.submit(lambda: list(ask_chat(client, stream=True)) if stream else ask_chat(client))
+        desk.wait_for(lambda desk: desk.texts)
+        for piece in pieces:
+            desk.texts[0].listener.wrote(TextPiece("llm/code", piece, is_thought=is_thought))
+        desk.texts[0].end()
+        if stream:
+            events = asked.result()
+            assert (streamed(events, "reasoning_content"), streamed(events, "content")) == told
+        else:
+            message = asked.result().choices[0].message
+            assert (getattr(message, "reasoning_content", ""), message.content) == told
+
+    def test_the_template_is_told_whether_to_think(self, client, desk):
+        ask_chat(client, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+        assert desk.text_orders[0].template == {"enable_thinking": False}
+
+
+class TestTools:
+    def test_messages_are_taken_as_clients_send_them(self, client, desk):
+        call = {"id": "c1", "type": "function", "function": {"name": "stock", "arguments": '{"part": "R17"}'}}
+        messages = [
+            *USER,
+            {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+            {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "12"}]},
+            {"role": "assistant", "content": "12", "tool_calls": None, "function_call": None, "audio": None},
+        ]
+        ask_chat(client, messages=messages)
+        called = {"id": "c1", "type": "function", "function": {"name": "stock", "arguments": {"part": "R17"}}}
+        assert desk.text_orders[0].messages == (
+            *USER,
+            {"role": "assistant", "content": "", "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": "c1", "content": "12"},
+            {"role": "assistant", "content": "12"},
+        )
+
+    @pytest.mark.parametrize(
+        ("message", "field"),
+        [
+            ({"role": "user", "content": None}, "messages[0].content"),
+            (
+                {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]},
+                "messages[0].tool_calls",
+            ),
+        ],
+    )
+    def test_what_is_wrong_with_them_is_told(self, client, message, field):
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask_chat(client, messages=[message])
+        assert refused.value.param == field

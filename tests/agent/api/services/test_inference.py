@@ -62,7 +62,7 @@ def test_alive_ready_metadata_and_an_image_judged(client, desk):
     server = client.get_server_metadata()
     assert server.name == "coserve"
     assert {"model_configuration", "model_repository", "statistics"} <= set(server.extensions)
-    assert f"max_message_bytes:{64 * 2**20}" in server.extensions
+    assert f"max_message_bytes:{16 * 2**20}" in server.extensions
     metadata = client.get_model_metadata("resistor", as_json=True)
     assert [tensor["name"] for tensor in metadata["inputs"]] == ["IMAGE", "BOARD", "REF"]
     assert {tensor["name"]: tensor["datatype"] for tensor in metadata["outputs"]} == {
@@ -97,13 +97,23 @@ def test_a_model_that_measures_anomalies_answers_with_score_and_map_where_they_a
         {"expert": "look/solder", "score": 3.5, "threshold": 1.25}
     ]
     assert not desk.orders[-1].wants_maps
+    assert json.loads(plain.as_numpy("DETAIL")[0])["outputs"] == [
+        {"label": "bent", "score": 0.75, "threshold": 0.5, "holds": True}
+    ]
 
 
-def test_with_a_board_it_is_an_inspection_whose_id_is_its_key(client, desk):
+def test_with_a_board_it_is_an_inspection_with_a_key_of_its_own_and_its_id_is_only_told_again(client, desk):
+    """A Triton client counts its ids, and starts again at 1 with its process."""
+    inspection = [texts("IMAGE", b"x"), texts("BOARD", b"B1"), texts("REF", b"R1")]
     for _ in range(2):
-        client.infer("resistor", [texts("IMAGE", b"x"), texts("BOARD", b"B1"), texts("REF", b"R1")], request_id="k1")
+        answer = client.infer("resistor", inspection, request_id="1", parameters={"key": "k1"})
+        assert answer.get_response().id == "1"
     (part,) = desk.results
     assert (part.key, part.board, part.ref) == ("k1", "B1", "R1")
+    for _ in range(2):
+        client.infer("resistor", inspection, request_id="1")
+    assert [order.key for order in desk.orders] == ["k1", "k1", None, None]
+    assert len(desk.results) == 3
 
 
 def test_board_and_reference_may_be_parameters(local, desk):
@@ -125,7 +135,7 @@ def test_pixels_and_an_expert_and_only_the_outputs_that_are_asked_for(local, des
 
 def test_several_images_are_several_orders(local, desk):
     images, boards = texts("IMAGE", b"x", b"NG", b"UNKNOWN"), texts("BOARD", b"B1", b"", b"B2")
-    result = local.infer("resistor", [images, boards], request_id="k")
+    result = local.infer("resistor", [images, boards], parameters={"key": "k"})
     assert result.as_numpy("VERDICT").tolist() == [b"OK", b"NG", b"UNKNOWN"]
     assert math.isnan(result.as_numpy("SCORE")[2])
     assert json.loads(result.as_numpy("DETAIL")[2])["reason"] == "not an image"

@@ -49,6 +49,7 @@ def test_what_was_measured_is_told_and_where_only_to_who_asks(agent, desk):
     def anomaly(**wanted):
         (part,) = agent.Inspect(pb.InspectRequest(file=b"strange", component="solder", **wanted)).parts
         (found,) = part.anomalies
+        assert [(each.label, each.score, each.threshold) for each in part.outputs] == [("bent", 0.75, 0.5)]
         return found
 
     plain, shown = anomaly(), anomaly(wants_maps=True)
@@ -277,7 +278,7 @@ class TestWatching:
     def test_stored_results_come_first_then_live_ones_then_a_board_behind_its_results(self, agent, desk):
         for number in range(3):
             agent.Inspect(self.part(number))
-        events = agent.WatchResults(pb.WatchResultsRequest(after_seq=1), timeout=DEADLINE_S)
+        events = agent.WatchResults(pb.WatchResultsRequest(after_seq=1, file=desk.file), timeout=DEADLINE_S)
         assert [next(events).result.seq for _ in range(2)] == [2, 3]
         agent.Inspect(pb.InspectRequest(file=b"NG", component="capacitor", board="B0"))
         assert next(events).result.seq == 4
@@ -285,6 +286,48 @@ class TestWatching:
         assert (board.serial, board.verdict, len(board.parts)) == ("B0", pb.VERDICT_NG, 2)
         events.cancel()
         desk.wait_for(lambda desk: not desk.watchers)
+
+    def test_who_watches_on_misses_no_board_and_hears_of_none_twice(self, agent, desk):
+        """Also what came while nobody watched; each event says what to watch on with."""
+        told, place = [], {"after_seq": 0, "after_board": 0}
+        for number in range(4):
+            agent.Inspect(self.part(number))
+            agent.Inspect(pb.InspectRequest(file=b"NG", component="capacitor", board=f"B{number}"))
+            events = agent.WatchResults(pb.WatchResultsRequest(**place), timeout=DEADLINE_S)
+            for _ in range(3):
+                event = next(events)
+                told.append(event.result.seq or event.board.serial)
+                place = {name: getattr(event, name) for name in ("file", "after_seq", "after_board")}
+            events.cancel()
+        assert told == [1, 2, "B0", 3, 4, "B1", 5, 6, "B2", 7, 8, "B3"]
+
+    @pytest.mark.parametrize(
+        ("place", "code", "reason"),
+        [
+            ({"after_seq": 1, "file": "0ther"}, grpc.StatusCode.FAILED_PRECONDITION, "CURSOR_UNKNOWN"),
+            ({"after_seq": 0, "file": "0ther"}, grpc.StatusCode.FAILED_PRECONDITION, "CURSOR_UNKNOWN"),
+            ({"after_seq": 3, "file": "f11e"}, grpc.StatusCode.FAILED_PRECONDITION, "CURSOR_UNKNOWN"),
+            ({"after_board": 2, "file": "f11e"}, grpc.StatusCode.FAILED_PRECONDITION, "CURSOR_UNKNOWN"),
+            ({"after_seq": 1}, grpc.StatusCode.INVALID_ARGUMENT, "INVALID"),
+            ({"after_board": 1}, grpc.StatusCode.INVALID_ARGUMENT, "INVALID"),
+        ],
+    )
+    def test_a_place_that_this_file_never_had_is_refused(self, agent, desk, place, code, reason):
+        agent.Inspect(self.part(0))
+        agent.Inspect(pb.InspectRequest(file=b"x", component="capacitor", board="B0"))
+        with pytest.raises(grpc.RpcError) as error:
+            next(agent.WatchResults(pb.WatchResultsRequest(**place), timeout=DEADLINE_S))
+        assert (error.value.code(), dict(error.value.trailing_metadata())["coserve-reason"]) == (code, reason)
+
+    def test_who_watches_when_another_file_takes_the_place_is_told_so(self, agent, desk):
+        """Its numbers begin anew: to go on would be to miss all up to the old ones."""
+        agent.Inspect(self.part(0))
+        events = agent.WatchResults(pb.WatchResultsRequest(after_seq=0), timeout=DEADLINE_S)
+        assert next(events).file == desk.file
+        desk.file = "0ther"
+        agent.Inspect(self.part(1))
+        with pytest.raises(grpc.RpcError, match="results file f11e, and this one is 0ther"):
+            next(events)
 
     def test_without_a_number_only_those_to_come(self, agent, desk):
         agent.Inspect(self.part(0))

@@ -64,7 +64,7 @@ def test_all_that_can_be_asked_for_arrives(texts, desk):
         texts, prompt="", prompt_tokens=tokens, max_tokens=9, sampling=settings, stop=["a", "b"], deadline_s=60
     )
     assert desk.text_orders == [
-        TextOrder("llm/code", (3, 1, 4), (), 9, Sampling(**sampling), ("a", "b"), 60.0)
+        TextOrder("llm/code", (3, 1, 4), (), 9, Sampling(**sampling), ("a", "b"), 60.0, frozenset(sampling))
     ]  # fmt: skip
     first = replies[0].piece.tokens[0]
     assert (first.text, first.content, first.logprob) == ("Hello", b"Hello", -0.5)
@@ -183,7 +183,7 @@ def test_texts_take_no_place_of_calls_that_ask(serve, desk):
 def test_the_client_has_the_desks_nouns(client, desk):
     order = TextOrder(
         "llm/code", None, ({"role": "user", "content": "hello", "name": "me"},), 9,
-        Sampling(temperature=0.0, seed=0, logprobs=1), ("END",), 60.0,
+        Sampling(temperature=0.0, seed=0, logprobs=1), ("END",), 60.0, frozenset({"temperature", "seed", "logprobs"}),
     )  # fmt: skip
     *pieces, end = client.generate(order)
     assert desk.text_orders == [order]

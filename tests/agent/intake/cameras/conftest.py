@@ -16,12 +16,11 @@ if TYPE_CHECKING:
 
 SYSTEM_PYTHON = "/usr/bin/python3"  # the one that Debian's bindings of GStreamer are for
 RTSP_SERVER = Path(__file__).with_name("rtsp_server.py")
-RTSP_PACKAGES = "gir1.2-gst-rtsp-server-1.0 gstreamer1.0-plugins-good gstreamer1.0-plugins-ugly python3-gi"
 
 
 @pytest.fixture(scope="session")
 def rtsp() -> Iterator[str]:
-    """The address of a real RTSP server with two live streams; what needs it is skipped where there is none."""
+    """The address of a real RTSP server with three live streams; what needs it is skipped where there is none."""
     try:
         server = subprocess.Popen(
             [SYSTEM_PYTHON, str(RTSP_SERVER)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -34,7 +33,7 @@ def rtsp() -> Iterator[str]:
         if not port:
             assert server.stderr is not None
             why = (server.stderr.read().strip().splitlines() or ["it says nothing"])[-1]
-            pytest.skip(f"no RTSP server ({why}): apt-get install {RTSP_PACKAGES}")
+            pytest.skip(f"no RTSP server ({why}): `make tools` installs it")
         yield f"rtsp://127.0.0.1:{port}"
         server.kill()
 

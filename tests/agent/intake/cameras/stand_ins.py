@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
+import socketserver
+import ssl
 import threading
 import time
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import cv2
 import numpy as np
@@ -60,12 +64,13 @@ class MjpegCamera:
 
     stream; burst (a second of pictures at once, then as stream); stall (nothing comes, and nothing ends); drop (the
     connection ends); garble (pictures cut in half, their rest zeros); refuse (404); lock (401 unless it is given a
-    login).
+    login); move (the stream is elsewhere, at ``moved_to``).
     """
 
     def __init__(self) -> None:
         self.word = "stream"
         self.login: str | None = None
+        self.moved_to = ""
         self.viewers = 0
         camera = self
 
@@ -85,6 +90,10 @@ class MjpegCamera:
     def answer(self, to: BaseHTTPRequestHandler) -> None:
         if self.word == "refuse":
             to.send_error(404)
+        elif self.word == "move":
+            to.send_response(302)
+            to.send_header("Location", self.moved_to)
+            to.end_headers()
         elif self.word == "lock" and not to.headers.get("Authorization"):
             to.send_response(401)
             to.send_header("WWW-Authenticate", 'Basic realm="camera"')
@@ -116,6 +125,46 @@ class MjpegCamera:
         self.word = "drop"
         self._server.shutdown()
         self._server.server_close()
+
+
+class TlsFront:
+    """A camera's TLS: what comes at a port of ``host`` is handed on to ``url``. ``heard``: requests that did."""
+
+    def __init__(self, authority: Path, url: str, host: str = "127.0.0.1") -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(authority / "server.pem", authority / "server.key")
+        parts = urlsplit(url)
+        self._behind = (parts.hostname, parts.port)
+        self.heard = 0
+        front = self
+
+        class Connection(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                with suppress(OSError), context.wrap_socket(self.request, server_side=True) as outer:
+                    front.serve(outer)
+
+        self._server = socketserver.ThreadingTCPServer((host, 0), Connection)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        address = f"{host}:{self._server.server_address[1]}"
+        self.url = parts._replace(scheme=f"{parts.scheme}s", netloc=address).geturl()
+
+    def serve(self, outer: socket.socket) -> None:
+        with socket.create_connection(self._behind) as inner:
+            threading.Thread(target=_pump, args=(inner, outer), daemon=True).start()
+            while content := outer.recv(65536):
+                self.heard += 1
+                inner.sendall(content)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _pump(source: socket.socket, to: socket.socket) -> None:
+    with suppress(OSError):
+        while content := source.recv(65536):
+            to.sendall(content)
 
 
 class FailingCamera:

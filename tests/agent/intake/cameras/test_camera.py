@@ -410,7 +410,7 @@ def test_processes_that_come_and_go_leave_no_descriptor_no_thread_and_no_process
         failing.say("stream")
         process = ChildProcess(connection_of(section(failing.url), None), heard.put)
         for number in range(3):
-            process.ask(wire.Take(number, is_fresh=True))
+            process.ask(wire.Take(number, since=0.0))
         while not isinstance(heard.get(timeout=WAIT_S), Received):
             continue
         failing.say(end)

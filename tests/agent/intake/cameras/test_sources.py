@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import time
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import av
 import cv2
 import numpy as np
 import pytest
 
 from agent.intake.cameras.encoding import encode
 from agent.intake.cameras.sources.capture import whole_jpeg
-from agent.intake.cameras.sources.diagnosis import why_not
 from agent.intake.cameras.sources.genicam import pixels_of, producers_in
 from agent.intake.cameras.sources.registry import source_of
 from agent.intake.cameras.sources.source import Connection, Picture, Source
 from agent.line_file.intake import CAMERA_SCHEMES
 from experts.errors import CameraFailed
 from experts.images import read_image
-from tests.agent.intake.cameras.stand_ins import BURST, WAIT_S, MjpegCamera, picture
+from tests.agent.intake.cameras.stand_ins import BURST, WAIT_S, MjpegCamera, TlsFront, picture
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +45,7 @@ def next_picture(source: Source) -> Picture:
     deadline = time.monotonic() + WAIT_S
     while (found := source.read(time.monotonic() + 1)) is None:
         assert time.monotonic() < deadline
-    return found
+    return found.picture
 
 
 def pixels(found: Picture) -> np.ndarray[Any, Any]:
@@ -94,10 +95,10 @@ class TestTheContract:
 
     def test_a_picture_that_was_handed_out_does_not_change(self, source: Source) -> None:
         first = next_picture(source)
-        before = bytes(first) if isinstance(first, bytes) else first.tobytes()
+        before = encode(first, 10**7)
         for _ in range(5):
             next_picture(source)
-        assert (bytes(first) if isinstance(first, bytes) else first.tobytes()) == before
+        assert encode(first, 10**7) == before
 
     def test_a_read_whose_time_is_over_returns(self, source: Source) -> None:
         next_picture(source)
@@ -173,6 +174,17 @@ class TestAClip:
                 next_picture(one)
         assert time.monotonic() - began >= 3 * period_s - 0.005
 
+    def test_what_holds_no_video_of_a_known_codec_says_so(self, tmp_path: Path) -> None:
+        path = tmp_path / "clip.avi"
+        with closing(av.open(str(path), "w")) as clip:
+            stream = clip.add_stream("mpeg4", rate=5)
+            stream.width = stream.height = 64
+            clip.mux(stream.encode(av.VideoFrame(64, 64, "yuv420p")))
+            clip.mux(stream.encode(None))
+        path.write_bytes(path.read_bytes().replace(b"FMP4", b"ZZZZ"))
+        with pytest.raises(CameraFailed, match="a codec that is known"):
+            opened(f"file:{path}")
+
     def test_what_holds_no_picture_says_so(self, tmp_path: Path) -> None:
         path = tmp_path / "clip.avi"
         path.write_bytes(b"no video")
@@ -237,8 +249,15 @@ class TestMotionJpeg:
             opened(mjpeg.url)
 
     def test_one_that_answers_with_something_else_is_told(self, mjpeg: MjpegCamera) -> None:
-        rtsp = connection(mjpeg.url.replace("http:", "rtsp:"))
-        assert "correct" in why_not(rtsp, time.monotonic() + WAIT_S)
+        with pytest.raises(CameraFailed, match="no video of this kind - correct the scheme"):
+            opened(mjpeg.url.replace("http:", "rtsp:"))
+
+    def test_nothing_is_asked_of_an_address_that_the_camera_names(self, mjpeg: MjpegCamera) -> None:
+        with closing(MjpegCamera()) as other:
+            mjpeg.word, mjpeg.moved_to = "move", other.url
+            with pytest.raises(CameraFailed):
+                opened(mjpeg.url)
+            assert other.viewers == 0
 
     def test_cut_packets_are_none_and_padded_ones_are_whole(self) -> None:
         whole = cv2.imencode(".jpg", picture(7))[1].tobytes()
@@ -265,6 +284,40 @@ def without_tables(jpeg: bytes) -> bytes:
         kept += b"" if jpeg[at + 1] == 0xC4 else jpeg[at:end]
         at = end
     return kept + jpeg[at:]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+class TestTls:
+    """A camera whose certificate, of an authority of our own, is for localhost and 127.0.0.1."""
+
+    @pytest.fixture(params=["http", "rtsp"])
+    def plain(self, request: pytest.FixtureRequest) -> str:
+        if request.param == "http":
+            return request.getfixturevalue("mjpeg").url
+        return f"{request.getfixturevalue('rtsp')}/h264"
+
+    def sees(self, url: str, **given: Any) -> bool:
+        with closing(opened(url, **given)) as one:
+            return pixels(next_picture(one)).shape == (48, 64, 3)
+
+    def test_one_that_an_authority_vouches_for_is_seen(
+        self, plain: str, authority: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with closing(TlsFront(authority, plain)) as front:
+            assert self.sees(front.url, ca=str(authority / "ca.pem"))
+            monkeypatch.setenv("SSL_CERT_FILE", str(authority / "ca.pem"))  # as the system's
+            assert self.sees(front.url)
+
+    @pytest.mark.parametrize(("host", "names_authority"), [("127.0.0.1", False), ("127.0.0.2", True)])
+    def test_one_that_nobody_vouches_for_by_this_name_is_told_nothing_unless_that_is_wanted(
+        self, plain: str, authority: Path, host: str, names_authority: bool
+    ) -> None:
+        ca = str(authority / "ca.pem") if names_authority else None
+        with closing(TlsFront(authority, plain, host)) as front:
+            with pytest.raises(CameraFailed, match="no TLS connection - is its certificate for 127"):
+                opened(front.url, ca=ca, user="line", password="secret")
+            assert front.heard == 0
+            assert self.sees(front.url, insecure_ok=True)
 
 
 class TestEncoding:

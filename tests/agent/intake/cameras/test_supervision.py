@@ -26,7 +26,7 @@ from agent.intake.cameras.supervision import (
     Unanswered,
 )
 
-OPEN_S, STALL_S = 10.0, 5.0
+OPEN_S, STALL_S, MAX_LAG_S = 10.0, 5.0, 2.0
 REFUSED = ConnectionFailed("connection refused")
 ENDED = ProcessEnded("its process ended")
 STREAMING = (ProcessReady(), Connected(), FramesCame())
@@ -37,7 +37,7 @@ class Desk:
 
     def __init__(self, evenly: float = 0.5) -> None:
         self.now = 0.0
-        self.one = Supervisor(OPEN_S, STALL_S, lambda: evenly)
+        self.one = Supervisor(OPEN_S, STALL_S, MAX_LAG_S, lambda: evenly)
         self.done: list[Action] = []
         self.say(Started())
 
@@ -92,6 +92,25 @@ def test_a_stall_is_noticed_within_its_timeout_killed_and_connected_anew() -> No
     assert desk.one.state is CameraState.STALLED
     assert desk.wait() == [StartProcess()]
     assert desk.say(*STREAMING) == [Tell(CameraState.STREAMING, "frames come")]
+    assert (desk.one.state, desk.one.alarm) == (CameraState.STREAMING, None)
+
+
+def test_late_frames_are_an_alarm_and_if_they_stay_late_it_is_connected_anew() -> None:
+    desk = Desk()
+    desk.say(*STREAMING)
+    assert kinds(desk.say(FramesCame(MAX_LAG_S + 0.1))) == [Tell]
+    assert (desk.one.state, "max_lag_s 2" in (desk.one.alarm or "")) == (CameraState.STREAMING, True)
+    desk.now = STALL_S - 0.1
+    assert desk.say(FramesCame(MAX_LAG_S + 1.0)) == []
+    assert desk.say(FramesCame(MAX_LAG_S)) == [Tell(CameraState.STREAMING, "frames come")]
+    assert desk.one.alarm is None
+    for lag_s, told in ((9.0, []), (9.0, [KillProcess])):  # the same trouble is not told twice
+        assert kinds(desk.say(FramesCame(lag_s))) == told
+        desk.now += STALL_S
+    assert desk.one.state is CameraState.STALLED
+    desk.say(ENDED)
+    assert desk.wait() == [StartProcess()]
+    desk.say(*STREAMING)
     assert (desk.one.state, desk.one.alarm) == (CameraState.STREAMING, None)
 
 

@@ -20,7 +20,7 @@ def ends() -> tuple[socket.socket, socket.socket]:
     "message",
     [
         Connection("rtsp://host/x", 1.0, 2.0, 3, user="ü", password='"', frames_per_s=4.0),
-        wire.Take(7, is_fresh=True),
+        wire.Take(7, since=1.5),
         wire.Ready(),
         wire.Opened(),
         wire.Seen(3, 1),

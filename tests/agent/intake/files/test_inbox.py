@@ -199,11 +199,11 @@ def test_a_claim_meets_another_agent_that_removes_the_folder_of_all_claims(
     """Between the making of `.work` and that of the owner's folder in it."""
     mkdir, removed = os.mkdir, []
 
-    def removed_at_once(path: Path, mode: int = 0o777) -> None:
-        mkdir(path, mode)
+    def removed_at_once(path: Path, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        mkdir(path, mode, dir_fd=dir_fd)
         if Path(path).name == ".work" and len(removed) < 3:
             removed.append(path)
-            os.rmdir(path)
+            os.rmdir(path, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "mkdir", removed_at_once)
     claimed = inbox.claim("1.png", write(inbox, "1.png"))
@@ -217,11 +217,11 @@ def test_a_claim_meets_another_agent_that_removes_the_folder_while_it_is_seen_to
     """Between "it exists" and "it is a folder", which are two looks."""
     mkdir, met = os.mkdir, []
 
-    def there_and_gone(path: Path, mode: int = 0o777) -> None:
+    def there_and_gone(path: Path, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
         if Path(path).name == inbox.work.name and len(met) < 3:
             met.append(path)
             raise FileExistsError(errno.EEXIST, "File exists", str(path))
-        mkdir(path, mode)
+        mkdir(path, mode, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "mkdir", there_and_gone)
     claimed = inbox.claim("1.png", write(inbox, "1.png"))
@@ -260,3 +260,51 @@ def test_a_folder_that_is_gone_is_not_made_for_a_claim(tmp_path: Path) -> None:
         inbox.claim("1.png", Sighting(1, 1, 1))
     assert raised.value.errno == errno.ENOENT
     assert not (tmp_path / "share").exists()
+
+
+class TestWhoeverWritesToTheFolder:
+    """Links that lie in a watched folder lead to no file of the agent's."""
+
+    @pytest.fixture
+    def database(self, tmp_path: Path) -> Path:
+        state = tmp_path / "state"
+        state.mkdir()
+        (state / "results.db").write_bytes(b"verdicts")
+        return state / "results.db"
+
+    def test_an_explanation_is_not_written_through_a_link_at_the_name_of_its_draft(
+        self, inbox: Inbox, database: Path
+    ) -> None:
+        placed = inbox.put_away(inbox.claim("a.png", write(inbox, "a.png")), "failed", "1")
+        for name in (".a.png.error.json.tmp", "a.png.error.json"):
+            (placed.parent / name).symlink_to(database)
+        inbox.explain(placed, {"file": "a.png"})
+        assert database.read_bytes() == b"verdicts"
+        assert json.loads((placed.parent / "a.png.error.json").read_text()) == {"file": "a.png"}
+        assert sorted(os.listdir(placed.parent)) == ["a.png", "a.png.error.json"]
+
+    @pytest.mark.parametrize("shelf", ["failed", "done/2026-05-01"])
+    def test_nothing_is_put_away_through_a_link(self, inbox: Inbox, database: Path, shelf: str) -> None:
+        claimed = inbox.claim("a.png", write(inbox, "a.png"))
+        (inbox.root / shelf.partition("/")[0]).symlink_to(database.parent)
+        with pytest.raises(NotADirectoryError, match="is a link"):
+            inbox.put_away(claimed, shelf, "1")
+        assert os.listdir(database.parent) == ["results.db"]
+        assert claimed.path.exists(), "it is tried again once the link is gone"
+
+    def test_nothing_is_claimed_through_a_link(self, inbox: Inbox, database: Path) -> None:
+        sighting = write(inbox, "sub/results.db")
+        (inbox.root / "sub" / "results.db").unlink()
+        (inbox.root / "sub").rmdir()
+        (inbox.root / "sub").symlink_to(database.parent)
+        with pytest.raises(NotADirectoryError):
+            inbox.claim("sub/results.db", sighting)
+        assert database.read_bytes() == b"verdicts"
+
+    def test_nothing_is_claimed_into_a_link(self, inbox: Inbox, database: Path) -> None:
+        sighting = write(inbox, "a.png")
+        inbox.work.parent.mkdir()
+        inbox.work.symlink_to(database.parent)
+        with pytest.raises(NotADirectoryError):
+            inbox.claim("a.png", sighting)
+        assert os.listdir(database.parent) == ["results.db"]

@@ -294,21 +294,3 @@ def web_server():
         httpd.shutdown()
         httpd.server_close()
         thread.join()
-
-
-@pytest.fixture(scope="session")
-def authority(tmp_path_factory):
-    """A certificate authority of our own, and a certificate of it for localhost: ca.pem, server.pem, server.key."""
-    folder = tmp_path_factory.mktemp("authority")
-
-    def openssl(*words):
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=PATIENCE_S)
-
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=our authority",
-            "-addext", "keyUsage=critical,keyCertSign")  # fmt: skip
-    openssl("req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=localhost")
-    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-    openssl("x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
-            "-out", "server.pem", "-days", "2", "-extfile", "names")  # fmt: skip
-    return folder

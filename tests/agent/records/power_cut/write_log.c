@@ -191,30 +191,47 @@ static int noted(char kind, int answer, uint64_t file, const char *path) {
     return answer;
 }
 
-int mkdir(const char *path, mode_t mode) {
+/* The absolute path of a name in an open folder. */
+static const char *whole(int at, const char *path, char into[PATH_MAX]) {
+    char link[40], above[PATH_MAX];
+    if (at == AT_FDCWD || path[0] == '/') return path;
+    snprintf(link, sizeof link, "/proc/self/fd/%d", at);
+    ssize_t length = readlink(link, above, sizeof above - 1);
+    if (length < 0) give_up(link);
+    above[length] = '\0';
+    if (snprintf(into, PATH_MAX, "%s/%s", above, path) >= PATH_MAX) give_up("too long a path");
+    return into;
+}
+
+int mkdirat(int at, const char *name, mode_t mode) {
     struct stat status = {0};
+    char place[PATH_MAX];
+    const char *path = whole(at, name, place);
     pthread_mutex_lock(&lock);
-    int answer = REAL(mkdir)(path, mode);
+    int answer = REAL(mkdirat)(at, name, mode);
     int error = errno;
     if (answer == 0 && stat(path, &status) != 0) give_up(path);
     errno = error;
     return noted('M', answer, status.st_ino, path);
 }
 
-int unlink(const char *path) {
+int mkdir(const char *path, mode_t mode) { return mkdirat(AT_FDCWD, path, mode); }
+
+int unlinkat(int at, const char *name, int flags) {
+    char place[PATH_MAX];
+    const char *path = whole(at, name, place);
     pthread_mutex_lock(&lock);
-    return noted('U', REAL(unlink)(path), 0, path);
+    return noted((flags & AT_REMOVEDIR) ? 'D' : 'U', REAL(unlinkat)(at, name, flags), 0, path);
 }
 
-int rmdir(const char *path) {
-    pthread_mutex_lock(&lock);
-    return noted('D', REAL(rmdir)(path), 0, path);
-}
+int unlink(const char *path) { return unlinkat(AT_FDCWD, path, 0); }
+int rmdir(const char *path) { return unlinkat(AT_FDCWD, path, AT_REMOVEDIR); }
 
-int rename(const char *from, const char *to) {
-    char both[2 * PATH_MAX];
+int renameat(int from_at, const char *from_name, int to_at, const char *to_name) {
+    char both[2 * PATH_MAX], from_place[PATH_MAX], to_place[PATH_MAX];
+    const char *from = whole(from_at, from_name, from_place), *to = whole(to_at, to_name, to_place);
     pthread_mutex_lock(&lock);
-    int answer = REAL(rename)(from, to);
+    int answer = REAL(renameat)(from_at, from_name, to_at, to_name);
     int error = errno;
     if (answer == 0 && is_below(from) != is_below(to)) give_up("renamed into the folder, or out of it");
     if (answer == 0 && is_below(from)) {
@@ -225,3 +242,5 @@ int rename(const char *from, const char *to) {
     errno = error;
     return answer;
 }
+
+int rename(const char *from, const char *to) { return renameat(AT_FDCWD, from, AT_FDCWD, to); }

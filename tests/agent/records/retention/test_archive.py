@@ -8,6 +8,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -164,3 +165,38 @@ def test_an_image_that_is_larger_than_the_limit_is_kept_when_it_is_alone(tmp_pat
     keeper = ImageKeeper(ImageArchive(tmp_path, "all"), limit_bytes=10)
     assert kept_by(keeper, PNG) is not None
     assert keeper.stop(60.0)
+
+
+def test_one_image_that_waited_too_long_behind_others_is_no_disk_that_hangs(tmp_path, monkeypatch):
+    """Its deadline passes on the keeper's way to it: nothing of it is written, and the next one is kept."""
+    archive, told, is_late = ImageArchive(tmp_path, "all"), queue.Queue(), threading.Event()
+    monkeypatch.setattr(archive, "keep", lambda content, name, at: name)
+    keeper = ImageKeeper(archive, deadline_s=0.5)
+    keeper.keep(PNG, "a", NOON, lambda relpath: is_late.wait(60) and told.put(relpath))
+    keeper.keep(PNG, "b", NOON, lambda relpath: told.put(relpath) or is_late.set())
+    assert [told.get(timeout=60), told.get(timeout=60)] == [None, "a"]
+    while keeper.statistics().waiting_bytes:
+        time.sleep(0.001)
+    assert kept_by(keeper, PNG, "c") == "c"
+    assert keeper.stop(60.0)
+    assert keeper.statistics().alarm is None
+
+
+def test_a_disk_that_hangs_keeps_one_image_waiting_for_its_deadline_and_later_ones_not_at_all(
+    tmp_path, monkeypatch, caplog
+):
+    archive = ImageArchive(tmp_path, "all")
+    keeper, told, hangs, tried = ImageKeeper(archive, deadline_s=0.2), queue.Queue(), threading.Event(), []
+    monkeypatch.setattr(archive, "keep", lambda content, name, at: (tried.append(name), hangs.wait(60)) and name)
+    for name in ("a", "b"):
+        keeper.keep(PNG, name, NOON, told.put)
+    assert [told.get(timeout=60), told.get(timeout=60)] == [None, None]
+    assert kept_by(keeper, PNG, "c") is None
+    assert "does not answer within 0.2 s" in str(keeper.statistics().alarm)
+    hangs.set()
+    while kept_by(keeper, PNG, "d") is None:
+        pass
+    assert keeper.stop(60.0)
+    assert set(tried) == {"a", "d"}, "what nobody waits for any more is not written"
+    assert (keeper.statistics().waiting_bytes, keeper.statistics().alarm) == (0, None)
+    assert told.empty(), "each was told once"

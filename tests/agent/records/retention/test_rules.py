@@ -37,6 +37,7 @@ from agent.records.retention.rules import (
     what_goes,
 )
 from agent.records.retention.sweeper import Removed, Sweeper
+from agent.records.steadiness import STEADY_S
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class Line:
     def now(self) -> datetime:
         return self.began + timedelta(seconds=self.ahead_s + self.monotonic_s)
 
-    def sweep(self, after_s: float = sweeper.STEADY_S) -> None:
+    def sweep(self, after_s: float = STEADY_S) -> None:
         """A whole round, after so much time."""
         self.sweeper.step()
         for _ in range(2):
@@ -417,25 +418,30 @@ def test_age_counts_only_once_the_clock_has_run_evenly_for_an_hour(line):
     """A clock that is set to a wrong year for a while takes nothing with it."""
     one = line(Limits(days=30))
     path = one.archived("a", Verdict.OK, age_days=1.0)
-    one.sweep(sweeper.STEADY_S / 4)
+    one.sweep(STEADY_S / 4)
     one.ahead_s += 10 * 365 * DAY_S
-    one.sweep(sweeper.STEADY_S / 2)
+    one.sweep(STEADY_S / 2)
     one.ahead_s -= 10 * 365 * DAY_S
-    one.sweep(sweeper.STEADY_S * 2)
+    one.sweep(STEADY_S * 2)
     assert path.exists()
     assert list(one.kept_as()) == ["a"]
     one.ahead_s += 30 * DAY_S
-    one.sweep(sweeper.STEADY_S / 2)
+    one.sweep(STEADY_S / 2)
     assert path.exists()
-    one.sweep(sweeper.STEADY_S)
-    one.sweep(sweeper.STEADY_S)
+    one.sweep(STEADY_S)
+    one.sweep(STEADY_S)
     assert not path.exists()
 
 
 def exported(one: Line, days_ago: float) -> None:
-    """The export as it was so many days ago."""
+    """The export as it was so many days ago, an hour after a start."""
     section = ExportSection.model_construct(folder=one.folder / "out", format="csv")
-    export = DailyExport(section, "demo", one.store, lambda: one.began - timedelta(days=days_ago))
+    passed_s = [0.0]
+    began = one.began - timedelta(days=days_ago, seconds=STEADY_S)
+    export = DailyExport(
+        section, "demo", one.store, lambda: began + timedelta(seconds=passed_s[0]), lambda: passed_s[0]
+    )
+    passed_s[0] = STEADY_S
     for _ in range(200):
         export.step()
     one.settle()
@@ -445,20 +451,20 @@ def test_what_is_not_exported_stays_where_that_is_required(line):
     """AC25: never deletes unexported rows, nor their images."""
     one = line(Limits(days=5, size_bytes=1, export_required=True))
     old = one.archived("old", Verdict.OK, age_days=20.0)
-    new = one.archived("new", Verdict.OK, age_days=10.0)
     put_away = one.shelved("a.png", Verdict.OK, age_days=20.0)
     one.sweep()
     one.sweep(0.0)
-    assert (old.exists(), new.exists(), put_away.exists()) == (True, True, True)
-    assert list(one.kept_as()) == ["old", "new"]
-    assert "images take 3000 bytes, 1 are wanted" in str(one.sweeper.statistics().alarm)
+    assert (old.exists(), put_away.exists()) == (True, True)
+    assert list(one.kept_as()) == ["old"]
+    assert "images take 2000 bytes, 1 are wanted" in str(one.sweeper.statistics().alarm)
     exported(one, 15.0)
+    new = one.archived("new", Verdict.OK, age_days=10.0)
     one.sweep()
     one.sweep(0.0)
     assert (old.exists(), new.exists(), put_away.exists()) == (False, True, True), "it was put away after that export"
     assert list(one.kept_as()) == ["new"]
     exported(one, -2.0)
-    one.sweep()
+    one.sweep(2 * DAY_S + STEADY_S)
     one.sweep(0.0)
     assert (new.exists(), put_away.exists()) == (False, False)
     assert list(one.kept_as()) == []

@@ -96,3 +96,9 @@ def test_an_error_on_the_thread_is_the_caller_s():
 
     with pytest.raises(torch.OutOfMemoryError):
         on_executor_thread(fail, "cpu", 1)
+
+
+def test_where_more_texts_still_gained_when_the_time_was_over_as_many_as_were_to_be_tried_are_assumed():
+    gains = {1: (1.0,), 2: (1.1,), 4: (1.2,)}
+    assert TextTimes({1: (1.0,)}, gains, most_rows=16).max_batch == 16
+    assert TextTimes({1: (1.0,)}, {1: (1.0,), 2: (2.0,), 4: (4.0,)}, most_rows=16).max_batch == AT_ONCE

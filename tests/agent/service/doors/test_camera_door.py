@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 
 import cv2
@@ -14,7 +14,7 @@ import yaml
 from agent.records.journal import Entry
 from agent.records.result_writer import ResultStore
 from agent.service.doors.camera_door import FRAMES_UNDER_WAY
-from experts.errors import OrderRefused
+from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
@@ -65,6 +65,64 @@ def test_each_trigger_ends_with_its_board(desk_line, clip, wait_until_so):
         ("B1", OK),
         ("B2", OK),
     ]
+
+
+@pytest.mark.parametrize("state", ["waits for its frame", "under way", "stored", "after a restart"])
+def test_the_same_trigger_again_takes_no_other_frame(desk_line, clip, wait_until_so, batches, state):
+    """Whose PLC repeats a trigger that was not answered in time has one frame judged, and two under one key never."""
+    camera(desk_line, clip(), mode="triggered")
+    cameras = desk_line.document["intake"]["cameras"]
+    cameras.append(cameras[0] | {"name": "side"})
+    with ExitStack() as ending:
+
+        def begin():
+            service = ending.enter_context(desk_line.served())
+            wait_until_so(lambda: all(view.state == "STREAMING" for view in service.desk.status().sources))
+            return service
+
+        service = begin()
+        if state in ("waits for its frame", "under way"):
+            batches.clear()
+            for number in range(FRAMES_UNDER_WAY if state == "waits for its frame" else 0):
+                service.desk.trigger("top", board=f"A{number}")
+        first = service.desk.trigger("top", "B1", None, "job 1")
+        if state == "under way":
+            wait_until_so(lambda: f"{first}#R1" in desk_line.unfinished)
+        elif state != "waits for its frame":
+            wait_until_so(lambda: service.judged == 2)
+        if state == "after a restart":
+            ending.close()
+            service = begin()
+        for other in (("top", "B2", None), ("top", None, None), ("top", "B1", "main"), ("side", "B1", None)):
+            with pytest.raises(OrderRefused, match="'camera/key/job 1' was given for something else") as refused:
+                service.desk.trigger(*other, "job 1")
+            assert refused.value.reason is Refusing.KEY_REUSED
+        assert service.desk.trigger("top", "B1", None, "job 1") == first
+        batches.set()
+        wait_until_so(lambda: len(desk_line.results.of_keys(first)) == 2)
+        assert service.desk.trigger("top", "B1", None, "job 1") == first
+        other = service.desk.trigger("side", "B1", None, "job 2")
+        wait_until_so(lambda: len(desk_line.results.of_keys(other)) == 2)
+    rows = [row.result for row in desk_line.results.query() if row.result.board == "B1"]
+    assert sorted(row.key for row in rows) == sorted(f"{key}#{ref}" for key in (first, other) for ref in ("R1", "R2"))
+
+
+def test_a_trigger_that_is_refused_leaves_its_key_to_the_next(desk_line, clip, wait_until_so):
+    camera(desk_line, clip(), mode="triggered")
+    with desk_line.served() as service:
+        with suppress(OrderRefused):  # it has not begun to stream, or has
+            service.desk.trigger("top", "B1", None, "k#1")
+        with pytest.raises(OrderRefused, match="a key with #"):
+            service.desk.trigger("top", "B1", None, "k#1")
+        camera_ = service._cameras["top"].camera
+        admit, camera_._delivery.admit = camera_._delivery.admit, lambda: False
+        wait_until_so(lambda: service.desk.status().sources[0].state == "STREAMING")
+        with pytest.raises(OrderRefused, match="triggers wait"):
+            service.desk.trigger("top", "B1", None, "k")
+        camera_._delivery.admit = admit
+        service.desk.trigger("top", "B2", None, "k")
+        wait_until_so(lambda: service.judged == 2)
+    assert {row.result.board for row in desk_line.results.query()} == {"B2"}
 
 
 def test_a_frame_of_another_size_is_unknown_part_by_part(desk_line, clip, wait_until_so):

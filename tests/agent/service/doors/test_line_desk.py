@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import sqlite3
 import threading
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from agent.api.calls.desk import BoardView, Order, Part
+from agent.api.calls.desk import Order
 from agent.records.journal import JournalReader
 from agent.records.result_writer import ResultStore
+from agent.service.doors.journal_door import asked_sha256
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 
@@ -96,7 +99,53 @@ def test_one_key_is_judged_once_whoever_sends_it_how_often(desk_line, caller, pn
         together = asked(service, caller, order, order, order)
         (later,) = asked(service, caller, order)
         assert [part.seq for (part,) in (*together, later)] == [1, 1, 1, 1]
+        assert [part.is_repeat for (part,) in (*together, later)] == [False, True, True, True]
         assert service.judged == 1
+
+
+INSPECTION = {"component": "c0", "board": "B1", "ref": "R1"}
+
+
+@pytest.mark.parametrize("state", ["under way", "stored", "after a restart"])
+def test_a_key_that_stands_for_one_inspection_stands_for_no_other(desk_line, caller, png, batches, state):
+    """A verdict that another image was given is nobody's: neither OK for a defective part, nor NG for a good one."""
+    others = [
+        Order(png((200, 0, 0)), **INSPECTION, key="B1/R1"),
+        Order(np.full((8, 8, 3), (10, 200, 30), np.uint8), **INSPECTION, key="B1/R1"),
+        *(Order(png(), **(INSPECTION | {name: other}), key="B1/R1")
+          for name, other in (("component", "c1"), ("board", "B2"), ("board", None), ("ref", "R2"))),
+        Order(png(), expert="cls/f0", board="B1", ref="R1", key="B1/R1"),
+        Order(png(size=(32, 16)), board="B1", key="B1/R1"),
+    ]  # fmt: skip
+    first = Order(png(), **INSPECTION, key="B1/R1")
+    desk_line.document["api"] = {"limits": {"requests": 3}}  # what a refusal kept of them would be missed
+    with ExitStack() as ending:
+        service = ending.enter_context(desk_line.served())
+        if state == "under way":
+            batches.clear()
+        someone = caller()
+        service.desk.order(first, someone)
+        assert someone.was_accepted.wait(60)
+        if state == "stored":
+            someone.wait()
+        elif state == "after a restart":
+            someone.wait()
+            ending.close()
+            service = ending.enter_context(desk_line.served())
+        for order in others:
+            refused = caller()
+            service.desk.order(order, refused)
+            refused.wait()
+            assert refused.refusal.reason is Refusing.KEY_REUSED
+            assert "'B1/R1' was given for something else" in str(refused.refusal)
+            assert (refused.answers, refused.parts, refused.was_accepted.is_set()) == (1, [], False)
+        again = caller()
+        service.desk.order(first, again)
+        batches.set()
+        (part,) = again.wait()
+        assert (part.verdict, part.seq, part.is_repeat, again.refusal) == (OK, 1, True, None)
+    assert [row.result.key for row in desk_line.results.query()] == ["api/B1/R1"]
+    assert desk_line.unfinished == []
 
 
 def test_what_is_cancelled_before_it_ran_leaves_nothing_and_may_come_again(
@@ -201,8 +250,7 @@ def test_a_frame_is_cut_by_its_boards_layout_and_told_when_all_its_parts_are_jud
         (board,) = service.desk.boards("B7", "main")
         assert board.verdict is OK
         assert asked(service, caller, order)[0] == [
-            Part(**{name: getattr(part, name) for name in Part.__slots__} | {"queue_s": 0.0, "compute_s": 0.0})
-            for part in parts
+            replace(part, queue_s=0.0, compute_s=0.0, is_repeat=True) for part in parts
         ]
 
 
@@ -340,7 +388,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_was_accepted_before_a_kill_is_judged_by_the_next_agent_and_once(desk_line, png, wait_until_so, forks):
+def test_what_was_accepted_before_a_kill_is_judged_by_the_next_agent_and_once(
+    desk_line, caller, png, wait_until_so, forks
+):
     """AC6, for what comes by wire."""
     for number in range(2):
         desk_line.fake(number, K_s=0.02)
@@ -351,7 +401,15 @@ def test_what_was_accepted_before_a_kill_is_judged_by_the_next_agent_and_once(de
     before = {row.result.key for row in desk_line.results.query()}
     assert len(before) + len(desk_line.unfinished) == 30
     assert desk_line.unfinished
-    with desk_line.served():
+    with desk_line.served() as service:
+        for is_same in (False, True):
+            image = png() if is_same else png((200, 0, 0))
+            orders = [Order(image, component=f"c{n % 2}", board=f"B{n // 2}", ref="R", key=str(n)) for n in range(30)]
+            again = [caller() for _ in orders]
+            for order, each in zip(orders, again, strict=True):
+                service.desk.order(order, each)
+            ends = [([part.is_repeat for part in each.wait()], each.refusal and each.refusal.reason) for each in again]
+            assert ends == [([True], None) if is_same else ([], Refusing.KEY_REUSED)] * 30
         wait_until_so(lambda: not desk_line.unfinished)
     rows = [row.result for row in desk_line.results.query()]
     assert sorted(row.key for row in rows) == sorted(f"api/{number}" for number in range(30))
@@ -365,10 +423,11 @@ def leave_unjudged(line, image):
     """As an earlier run that accepted this one, and was killed."""
     with closing(sqlite3.connect(line.folder / "state" / "results.db")) as database:
         database.execute("INSERT INTO accepted_images VALUES (1, ?)", (image,))
+        asked = asked_sha256(hashlib.sha256(image).hexdigest(), None, None, [("c1", None, None, None)])
         database.execute(
-            "INSERT INTO accepted (key, source, component, name, accepted_at, image)"
-            " VALUES ('api/left', 'api', 'c1', 'left', '2026-05-01T00:00:00.000000+00:00', 1)"
-        )
+            "INSERT INTO accepted (key, source, component, name, accepted_at, image, asked_sha256)"
+            " VALUES ('api/left', 'api', 'c1', 'left', '2026-05-01T00:00:00.000000+00:00', 1, ?)", (asked,),
+        )  # fmt: skip
         database.commit()
 
 
@@ -403,23 +462,24 @@ def test_who_sends_a_key_that_an_earlier_run_accepted_waits_for_its_verdict(desk
         assert (left.seq, left.component, done.seq) == (2, "c1", 1)
 
 
-def test_who_subscribes_hears_of_results_and_boards_in_their_order(desk_line, caller, png):
+def test_who_subscribes_hears_when_results_and_boards_are_there_to_be_read(desk_line, caller, png):
     heard = []
     with desk_line.served() as service:
-        end = service.desk.subscribe(heard.append)
+        end = service.desk.subscribe(lambda: heard.append(service.desk.stored_after(0, 0, 10)))
         asked(service, caller, Order(png(size=(32, 16)), board="B1"))
         asked(service, caller, Order(png(), component="c0", key="last"))
         end()
         asked(service, caller, Order(png(), component="c0"))
-    assert [each.seq if isinstance(each, Part) else each.serial for each in heard] in ([1, 2, "B1", 3], [1, 2, 3, "B1"])
-    assert [each.verdict for each in heard if isinstance(each, BoardView)] == [OK]
+    assert len(heard) == 4
+    assert [part.seq for part in heard[-1].results] == [1, 2, 3]
+    assert [(number, board.serial, board.verdict) for number, board in heard[-1].boards] == [(1, "B1", OK)]
 
 
 def test_results_are_read_on_from_a_number(desk_line, caller, png):
     with desk_line.served() as service:
         asked(service, caller, *(Order(png(), component="c0", key=str(number)) for number in range(5)))
-        assert [part.seq for part in service.desk.results_after(2, 2)] == [3, 4]
-        assert service.desk.results_after(5, 10) == []
+        assert [part.seq for part in service.desk.stored_after(2, 0, 2).results] == [3, 4]
+        assert service.desk.stored_after(5, 0, 10).results == ()
 
 
 def test_the_status_says_what_the_agent_does(desk_line, caller, png):

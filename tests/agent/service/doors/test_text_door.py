@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+from contextlib import contextmanager
+from copy import deepcopy
 
 import pytest
 
@@ -55,6 +58,20 @@ def refusal(service, order):
     with pytest.raises(OrderRefused) as refused:
         service.desk.generate(order, Reader())
     return refused.value
+
+
+@contextmanager
+def files_as_they_were(folder):
+    """A model's folder, whose small files are as before in the end."""
+    before = {path: path.read_bytes() for path in folder.glob("*.json")}
+    try:
+        yield folder
+    finally:
+        for path in folder.glob("*.json"):
+            if path in before:
+                path.write_bytes(before[path])
+            else:
+                path.unlink()
 
 
 class TestWriting:
@@ -295,3 +312,57 @@ class TestEnds:
         assert (texts.ended, texts.written_tokens, texts.shown, texts.under_way) == (1, 5, 1, 0)
         assert texts.read_tokens >= tokens_of(models, "the quick")
         assert texts.first_token_s > 0
+
+
+class TestRoom:
+    """Where memory has room for less than the context."""
+
+    @pytest.fixture
+    def service(self, text_line, models):
+        text_line.document = deepcopy(text_line.document)
+        text_line.document["texts"]["kv"] = "64KiB"
+        with files_as_they_were(models / "code") as folder:
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+            with text_line.served() as service:
+                yield service
+
+    def test_a_text_is_as_long_as_memory_has_room_for_and_no_longer(self, service):
+        (code,) = [each for each in service.desk.text_models() if each.name == "llm/code"]
+        assert CONTEXT < code.context_tokens < 1024
+        end = written(service).end
+        assert (end.ending, end.read_tokens + end.written_tokens) == (Ending.LENGTH, code.context_tokens)
+
+    def test_what_memory_never_has_room_for_is_the_order_s_fault(self, service):
+        (code,) = [each for each in service.desk.text_models() if each.name == "llm/code"]
+        most = refusal(service, TextOrder("llm/code", (1, 2), most_tokens=code.context_tokens - 1, sampling=GREEDY))
+        assert (most.reason, most.field) == (Refusing.INVALID, "max_tokens")
+        assert f"ask for at most {code.context_tokens - 2}" in str(most)
+        long = refusal(service, TextOrder("llm/code", (1,) * code.context_tokens, sampling=GREEDY))
+        assert (long.reason, long.field) == (Refusing.INVALID, "prompt")
+
+
+def test_a_label_may_be_called_as_an_ending_is(text_line):
+    text_line.document = deepcopy(text_line.document)
+    text_line.document["experts"]["llm/router"]["labels"] = ["stop", "length"]
+    text_line.document["texts"]["routes"]["helpdesk"]["experts"] = {"stop": "llm/code", "length": "llm/maths"}
+    with text_line.served() as service:
+        reader = written(service, "llm/router", "hello")
+        assert (reader.text, reader.end.ending, reader.end.label) == (reader.end.label, Ending.STOP, reader.text)
+        assert reader.text in {"stop", "length"}
+        assert written(service, "helpdesk", "hello", most_tokens=3).end.expert in {"llm/code", "llm/maths"}
+
+
+def test_a_model_s_own_way_of_drawing_is_taken_where_nothing_else_is_said(text_line, models):
+    with files_as_they_were(models / "code") as folder:
+        (folder / "generation_config.json").write_text('{"top_k": 1}')  # the likeliest
+        with text_line.served() as service:
+            texts, free = (
+                {
+                    written(service, most_tokens=8, sampling=Sampling(seed=seed), given=frozenset(given)).text
+                    for seed in range(4)
+                }
+                for given in ((), ("top_k",))
+            )
+    assert texts == {greedy(models, "code", "the quick", 8)}
+    assert len(free) > 1

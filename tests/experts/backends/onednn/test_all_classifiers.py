@@ -15,6 +15,8 @@ from experts.backends.onednn.form import FusedModule, OnednnForm, Placement, fus
 from experts.backends.onednn.fusion import FusedCall
 from experts.backends.onednn.layouts import reference
 from experts.backends.onednn.trial import tried
+from experts.expert import Precision
+from tests.forms import needs
 
 RUN = {
     "alexnet": 64,
@@ -76,6 +78,7 @@ def test_it_answers_as_eager_fp32_does(architecture):
     assert found.outputs["logits"] < 1e-4
 
 
+@needs(Precision.ONEDNN_BF16)
 @pytest.mark.parametrize("architecture", ["resnet50", "mobilenet_v3_small", "vit_b_32"])
 def test_in_bf16_it_answers_as_eager_bf16_does(architecture):
     module, fused = fused_of(architecture, torch.bfloat16)
@@ -86,6 +89,7 @@ def test_in_bf16_it_answers_as_eager_bf16_does(architecture):
 ROUNDED = 0.05  # of a call's answers' deviation: what 255 levels and those of the weights may make of it, in the mean
 
 
+@needs(Precision.ONEDNN_INT8)
 @pytest.mark.parametrize("architecture", RUN)
 def test_in_eight_bits_every_call_answers_as_in_fp32(architecture, eight_bits):
     module, plain = fused_of(architecture, torch.float32)
@@ -93,6 +97,7 @@ def test_in_eight_bits_every_call_answers_as_in_fp32(architecture, eight_bits):
     assert {name: error for name, error in errors.items() if not error < ROUNDED} == {}
 
 
+@needs(Precision.ONEDNN_INT8)
 @pytest.mark.parametrize("architecture", ["mobilenet_v2", "squeezenet1_1"])
 def test_a_call_with_another_scale_would_be_told(architecture, eight_bits):
     module, plain = fused_of(architecture, torch.float32)

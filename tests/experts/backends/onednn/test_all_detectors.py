@@ -9,6 +9,8 @@ from experts.backends import detector
 from experts.backends.onednn.form import FusedModule, OnednnForm, Placement, fused_module
 from experts.backends.onednn.layouts import reference
 from experts.backends.onednn.trial import tried
+from experts.expert import Precision
+from tests.forms import needs
 
 FAMILIES = ["yolov3-tiny", "yolov5n", "yolov6n", "yolov8n", "yolov9t", "yolov10n", "yolo11n", "yolo12n", "yolo26n"]
 SIZE = (64, 64)
@@ -31,6 +33,7 @@ def sample_of(module):
     return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in module.state_dict().items()}
 
 
+@needs(Precision.ONEDNN_INT8)
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_in_eight_bits_every_call_answers_as_in_fp32(architecture, eight_bits):
     module, plain = fused_of(architecture)

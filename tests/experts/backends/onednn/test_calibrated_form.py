@@ -8,22 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
+from agent.runtime.executor import judge
 from experts.backends import backend_for, observed_ranges
-from experts.backends.onednn import operators
 from experts.calibrations import CalibrationFolder, Range
 from experts.errors import WeightsMismatch
 from experts.expert import Precision
 from experts.packed.calibrated import calibration_of
 from experts.packed.manifests import ManifestFolder
 from experts.packed.packing import pack_line
+from tests.forms import needs
 
 FORM = Precision.ONEDNN_INT8
 ARCHITECTURE = "resnet18"
 SIZE = 64  # of which every convolution sees more than a pixel
 
-pytestmark = pytest.mark.skipif(
-    operators.why_absent(torch.int8) is not None, reason=f"eight bits take {operators.why_absent(torch.int8)}"
-)
+pytestmark = needs(Precision.ONEDNN_INT8)
 
 
 @pytest.fixture
@@ -174,3 +173,19 @@ def test_a_detector_is_calibrated_and_packed_alike(files, store, folder, make_sl
 def test_an_architecture_of_another_backend_has_no_such_form(files):
     with pytest.raises(WeightsMismatch, match="onnx has no form of eight bits"):
         observed_ranges(files.onnx("cls/x"), [torch.zeros(1, 3, 32, 32)])
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_what_is_no_number_on_the_way_in_is_no_answer_in_eight_bits_either(expert, folder, store, image, wrong):
+    """No level tells it: it became 0 or 255, and the expert sure of something."""
+    folder.write(expert.id, observed(expert, image))
+    expert = replace(expert, calibration=folder.path(expert.id))
+    backend = backend_for(ARCHITECTURE)
+    good = backend.prepare(expert, image)
+    bad = replace(good, tensor=good.tensor.clone().index_fill_(1, torch.tensor([0]), wrong))
+    for form in (Precision.FP32, FORM):
+        packable = backend.pack(expert, form)
+        skeleton = backend.skeleton(expert, form, packable.program, "cpu")
+        skeleton.bind(packable.tensors)
+        answers = judge(skeleton, expert, [good, bad])
+        assert [type(each).__name__ for each in answers] == ["Prediction", "Rejected"], form

@@ -9,20 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from experts.backends.onednn import operators
 from experts.backends.onednn.calibrating import mean_read, observed
 from experts.backends.onednn.correcting import corrected
 from experts.backends.onednn.form import OnednnForm, OnednnSkeleton, Placement, fused_module
 from experts.backends.onednn.fusion import FusedCall
 from experts.backends.onednn.layouts import reference
+from experts.expert import Precision
+from tests.forms import needs
 
 SIZE = (8, 8)
 CHANNELS = 8
 BETWEEN_LEVELS = 1.49  # of a weight's levels: all of them are rounded the same way, which is a shift and no noise
 
-pytestmark = pytest.mark.skipif(
-    operators.why_absent(torch.int8) is not None, reason=f"eight bits take {operators.why_absent(torch.int8)}"
-)
+pytestmark = needs(Precision.ONEDNN_INT8)
 
 
 class Residual(nn.Module):

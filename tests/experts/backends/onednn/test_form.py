@@ -18,6 +18,7 @@ from experts.expert import Precision
 from experts.packed.calibrated import calibration_of
 from experts.packed.manifests import ManifestFolder
 from experts.packed.packing import pack_line
+from tests.forms import each_of, needs
 
 FORM = Precision.ONEDNN_FP32
 FORMS = [Precision.ONEDNN_FP32, Precision.ONEDNN_BF16]
@@ -48,7 +49,7 @@ def expert(files):
     return files.classifier("cls/x", "squeezenet1_1", seed=3)
 
 
-@pytest.mark.parametrize("precision", FORMS)
+@pytest.mark.parametrize("precision", each_of(*FORMS))
 @pytest.mark.parametrize("architecture", ["squeezenet1_1", "mobilenet_v3_small", "resnet18"])
 def test_a_classifier_answers_as_in_fp32(files, image, architecture, precision):
     expert = files.classifier("cls/x", architecture, seed=3)
@@ -144,6 +145,7 @@ def calibrated(expert, folder, *images):
     return replace(expert, calibration=calibrations.path(expert.id))
 
 
+@needs(Precision.ONEDNN_INT8)
 @pytest.mark.parametrize("architecture", ["squeezenet1_1", "mobilenet_v3_small", "resnet18"])
 def test_a_classifier_answers_in_eight_bits_as_in_fp32(files, image, tmp_path, architecture):
     images = (image, image[::-1].copy(), 255 - image)
@@ -152,11 +154,13 @@ def test_a_classifier_answers_in_eight_bits_as_in_fp32(files, image, tmp_path, a
     assert [each.score for each in found] == pytest.approx([each.score for each in expected], abs=0.05)
 
 
+@needs(Precision.ONEDNN_INT8)
 def test_an_expert_that_was_not_calibrated_has_no_eight_bits(expert):
     with pytest.raises(WeightsMismatch, match="no form of eight bits before it is calibrated"):
         backend_for(expert.architecture).pack(expert, Precision.ONEDNN_INT8)
 
 
+@needs(Precision.ONEDNN_INT8)
 def test_an_expert_that_answers_with_no_number_is_not_calibrated(files, image, tmp_path):
     module = files.build("squeezenet1_1", 3)
     for parameter in module.parameters():
@@ -166,6 +170,7 @@ def test_an_expert_that_answers_with_no_number_is_not_calibrated(files, image, t
         calibrated(expert, tmp_path, image)
 
 
+@needs(Precision.ONEDNN_INT8)
 def test_a_weight_that_is_no_number_is_refused_with_its_name(expert, tmp_path, image):
     """Folding makes one of numbers that were too large; a ReLU behind it may hide it from what is observed."""
     expert, backend = calibrated(expert, tmp_path, image), backend_for(expert.architecture)
@@ -243,7 +248,9 @@ def test_it_runs_on_the_cpu_only(expert):
 def test_without_its_operators_the_form_is_not_offered_and_says_why(expert, monkeypatch):
     monkeypatch.setattr(forms.onednn, "why_absent", lambda dtype: "torch's C shim for opaque tensors")
     assert executable_forms().isdisjoint(FORMS)
-    with pytest.raises(WeightsMismatch, match=r"onednn-fp32 takes torch's C shim .*not here: choose fp32 or bf16"):
+    with pytest.raises(
+        WeightsMismatch, match=r"onednn-fp32 does not run on this CPU: torch's C shim .*; choose auto or fp32"
+    ):
         backend_for(expert.architecture).pack(expert, FORM)
     assert form_recipe(FORM) == ""
 

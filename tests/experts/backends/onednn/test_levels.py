@@ -55,8 +55,15 @@ def test_zero_is_a_level(seen, zero):
 def test_what_lies_outside_becomes_the_end_and_never_wraps(seen, zero):
     made = levels_of(seen, zero)
     span = max(abs(seen.low), abs(seen.high), made.scale)
-    outside = torch.tensor([-1e3 * span, -300 * made.scale, 300 * made.scale, 1e3 * span, -math.inf, math.inf])
-    assert made.of(outside).tolist() == [0, 0, HIGHEST, HIGHEST, 0, HIGHEST]
+    outside = torch.tensor([-1e3 * span, -300 * made.scale, 300 * made.scale, 1e3 * span])
+    assert made.of(outside).tolist() == [0, 0, HIGHEST, HIGHEST]
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
+def test_what_is_no_number_becomes_no_level(value):
+    """Eight bits would make it a plausible answer."""
+    with pytest.raises(FloatingPointError):
+        levels_of(Range(-1.0, 1.0), None).of(torch.tensor([0.5, value]))
 
 
 @given(RANGES)

@@ -27,9 +27,12 @@ from experts.backends.onednn.form import (
     packed_form,
 )
 from experts.backends.onednn.fusion import FusedCall
-from experts.backends.onednn.layouts import on_threads, reference
+from experts.backends.onednn.layouts import reference
 from experts.backends.onednn.levels import Values
+from experts.backends.onednn.operators import on_threads
 from experts.errors import BackendUnavailable
+from experts.expert import Precision
+from tests.forms import needs
 
 SIZE = (16, 16)
 OUTPUTS = ("answer", "inside")
@@ -604,18 +607,21 @@ def test_what_is_in_eight_bits(each):
     assert found == {f"{name}.weight" for name in each.module.eight}
 
 
+@needs(Precision.ONEDNN_INT8)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_it_is_as_near_to_fp32_as_its_scales_make_it(each, count, threads):
     assert is_as_near_as_its_scales_make_it(each, count, threads)
 
 
+@needs(Precision.ONEDNN_INT8)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_it_rounds_as_is_done_in_float64(each, count, threads):
     assert is_rounded_alike(each, count, threads)
 
 
+@needs(Precision.ONEDNN_INT8)
 @pytest.mark.parametrize("kind", [Residual, Grouped, Rows])
 def test_no_answer_depends_on_how_many_images_there_are(kind):
     made = tried(kind)
@@ -629,6 +635,7 @@ def test_no_answer_depends_on_how_many_images_there_are(kind):
                 assert slips <= SLIPS_MAXIMUM
 
 
+@needs(Precision.ONEDNN_INT8)
 def test_another_zero_in_the_padding_is_farther_from_fp32_than_that(monkeypatch):
     """So these checks would tell. Of what is padded nothing is zero but its own zero."""
     made = tried(NegativePadding)
@@ -639,6 +646,7 @@ def test_another_zero_in_the_padding_is_farther_from_fp32_than_that(monkeypatch)
     assert not is_rounded_alike(made, 3, 1)
 
 
+@needs(Precision.ONEDNN_INT8)
 @pytest.mark.parametrize("off", [-2, 2])
 def test_a_zero_that_is_off_by_two_is_told(off):
     made = tried(NegativePadding)
@@ -646,6 +654,7 @@ def test_a_zero_that_is_off_by_two_is_told(off):
     assert not is_rounded_alike(made, 3, 1)
 
 
+@needs(Precision.ONEDNN_INT8)
 def test_a_summand_that_others_read_is_not_overwritten(monkeypatch):
     made = tried(TwoResiduals)
     _, expected = made.emulated(3)
@@ -657,6 +666,7 @@ def test_a_summand_that_others_read_is_not_overwritten(monkeypatch):
     assert levels_apart(wrong, expected, made.scale)[0] > 2
 
 
+@needs(Precision.ONEDNN_INT8)
 @pytest.mark.parametrize("kind", [Residual, SumAfterActivation, Joined, Rows])
 def test_overwriting_the_bytes_is_a_whole_switch_of_expert(kind):
     """Weights, and ranges hundreds of times as large."""
@@ -680,6 +690,7 @@ def test_overwriting_the_bytes_is_a_whole_switch_of_expert(kind):
     assert not first[0].equal(outputs_of(bound_to(one.form, tensors), large, 1)[0])
 
 
+@needs(Precision.ONEDNN_INT8)
 def test_what_no_image_showed_becomes_the_end_of_the_range():
     made = tried(Residual)
     _, found = outputs_of(bound_to(made.form, made.tensors), made.images * 1e6, 2)
@@ -687,6 +698,7 @@ def test_what_no_image_showed_becomes_the_end_of_the_range():
     assert float(found.max()) == pytest.approx(made.scale * 255, rel=1e-5)
 
 
+@needs(Precision.ONEDNN_INT8)
 def test_several_threads_run_one_skeleton():
     made = tried(ResidualInPlace)
     skeleton = bound_to(made.form, made.tensors)

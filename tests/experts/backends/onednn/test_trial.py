@@ -17,10 +17,12 @@ from experts.backends.onednn.trial import CALL_DEVIATION_MAXIMUM, DEVIATION_MAXI
 from experts.errors import WeightsMismatch
 from experts.expert import Precision
 from experts.packed.packing import pack_line
+from tests.forms import needs
 
 ARCHITECTURE, PX = "resnet18", 32
 OFF = 1.1  # what the wrong calls are multiplied by
-NUMBERS = [torch.float32, torch.bfloat16]
+NUMBERS = [torch.float32, pytest.param(torch.bfloat16, marks=needs(Precision.ONEDNN_BF16))]
+EIGHT_BITS = pytest.param(torch.int8, marks=needs(Precision.ONEDNN_INT8))
 KEYS = ("CPU", "MkldnnCPU")  # of weights that lie as torch's do, and of those that do not
 
 
@@ -69,7 +71,7 @@ def trial_of(numbers, *of):
     return tried(module, decided_layouts(fused), classifier.OUTPUTS, sample)
 
 
-@pytest.mark.parametrize("numbers", [*NUMBERS, torch.int8])
+@pytest.mark.parametrize("numbers", [*NUMBERS, EIGHT_BITS])
 def test_on_this_box_every_call_answers_as_torch_does_with_room_to_spare(numbers):
     found = trial_of(numbers)
     calls = dict(found.calls)
@@ -86,6 +88,7 @@ def test_a_wrong_kind_of_call_is_told_of_and_no_other(numbers, computing):
     assert all(call.adds and call.overwrites for call in wrong)
 
 
+@needs(Precision.ONEDNN_BF16)
 def test_the_last_answers_alone_would_not_tell(computing):
     """Ten parts in a hundred of a layer in the middle are less than what rounding may make of bf16 in the end."""
     computing("_convolution_pointwise_.binary", lambda other, *rest: summing(other, *rest) if other.shape[1] == 64 else
@@ -160,6 +163,7 @@ def unlike(images, scale, zero, weight, scales, zeros, offsets, stride, padding,
     return torch.full(shape, 99.0).to(memory_format=torch.channels_last).to(answered[2])
 
 
+@needs(Precision.ONEDNN_INT8)
 def test_in_eight_bits_a_wrong_kind_of_call_is_told_of_and_no_other(computing):
     computing("qconv2d_pointwise", unlike, "onednn")
     limit = CALL_DEVIATION_MAXIMUM[torch.int8]
@@ -169,6 +173,7 @@ def test_in_eight_bits_a_wrong_kind_of_call_is_told_of_and_no_other(computing):
     ]
 
 
+@needs(Precision.ONEDNN_INT8)
 def test_a_level_beside_the_one_that_is_expected_is_none_to_refuse_a_form_for():
     """Joined with what is a hundred times as large, all of its values lie in three levels, one of them in another."""
     architecture, size = "yolo12n", (320, 320)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from experts.backends import backend_for
-from experts.backends.forms import executable_forms, form_recipe
+from experts.backends.forms import TORCH_FORMS, executable_forms, form_recipe, why_absent
 from experts.backends.onnx import session as onnx_session
 from experts.backends.onnx.layout import IDENTITY_KEY, runtime_identity
 from experts.backends.onnx.runtime_form import Refused, packable, runtime_form
@@ -122,7 +122,7 @@ def test_manifests_of_other_forms_know_nothing_of_this_one(files, store):
     expert = files.classifier("cls/x", "squeezenet1_1")
     packed_in(store, [expert], Precision.FP32, FORM)
     manifests = ManifestFolder(store.directory / "manifests")
-    recipe = [1, "squeezenet1_1", None, 3, [64, 64]]
+    recipe = [1, "squeezenet1_1", None, list(expert.labels), [64, 64]]
     assert json.loads(manifests.read(expert.id, "fp32").source.recipe) == recipe
     assert json.loads(manifests.read(expert.id, "onnxruntime").source.recipe) == [*recipe, form_recipe(FORM)]
     assert form_recipe(Precision.FP32) == ""
@@ -158,8 +158,9 @@ def test_it_runs_on_the_cpu_only(files):
 
 
 def test_torchs_architectures_offer_it_and_onnx_graphs_do_not():
-    of_torch = frozenset(Precision) - {Precision.INT8}  # which is of language models
-    assert executable_forms() == of_torch
+    others = {form for form in Precision if why_absent(form) is not None}
+    of_torch = frozenset(Precision) - others - {Precision.INT8}  # which is of language models
+    assert {FORM, *TORCH_FORMS} <= of_torch == executable_forms()
     assert backend_for("resnet18").precisions == backend_for("yolov5n").precisions == of_torch
     assert backend_for("onnx").precisions == {Precision.FP32}
 

@@ -23,11 +23,23 @@ def test_limits_are_kept_and_somebody_runs(candidates, rows, prompt_tokens):
 
 
 @given(CANDIDATES, st.integers(1, 8), st.integers(1, 64))
-def test_who_reads_is_not_kept_waiting_by_those_who_write_or_came_later(candidates, rows, prompt_tokens):
+def test_who_reads_and_ran_longest_ago_is_not_kept_waiting_by_those_who_write_or_read(candidates, rows, prompt_tokens):
     picked = {pick.request for pick in plan(candidates, rows, prompt_tokens)}
-    reading = [one.request for one in candidates if one.unread > 1]
-    assert not reading or reading[0] in picked
-    assert picked & set(reading) == set(reading[: len(picked & set(reading))])
+    reading = sorted((one for one in candidates if one.unread > 1), key=lambda one: (one.ran, one.came))
+    assert not reading or reading[0].request in picked
+
+
+@given(st.integers(2, 100), st.lists(st.integers(200, 9000), min_size=1, max_size=40), st.integers(16, 512))
+def test_a_prompt_is_read_within_its_share_however_long_those_are_that_came_before_it(short, others, tokens):
+    unread = {0: short, **dict(enumerate(others, 1))}
+    ran = dict.fromkeys(unread, 0)
+    bound = -(-short // LEAST_CHUNK_TOKENS) * -(-len(unread) // (tokens // LEAST_CHUNK_TOKENS))
+    for iteration in range(1, bound + 1):
+        candidates = [Candidate(n, left, len(others) - n, ran[n]) for n, left in unread.items() if left > 1]
+        for pick in plan(candidates, 64, tokens):
+            unread[pick.request] -= pick.tokens
+            ran[pick.request] = iteration
+    assert unread[0] <= 1  # its last token is written, not read
 
 
 def test_those_who_write_take_turns():
@@ -38,6 +50,8 @@ def test_those_who_write_take_turns():
 def test_prompts_share_what_may_be_read():
     candidates = [Candidate(1, 1, 1, 0), Candidate(2, 20, 2, 0), Candidate(3, 20, 3, 0), Candidate(4, 20, 4, 0)]
     assert plan(candidates, 8, 30) == [Pick(1, 1), Pick(2, 20), Pick(3, 10)]
+    short = [Candidate(1, 400, 1, 0), Candidate(2, 20, 2, 0), Candidate(3, 300, 3, 0)]
+    assert sorted(plan(short, 8, 220), key=lambda pick: pick.request) == [Pick(1, 100), Pick(2, 20), Pick(3, 100)]
 
 
 class TestTimes:

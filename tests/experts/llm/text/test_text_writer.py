@@ -145,3 +145,15 @@ def test_each_token_is_told_once_with_the_text_that_it_completes():
 def test_stop_strings_that_are_none_are_refused(stops):
     with pytest.raises(PromptInvalid, match="stop: has"):
         TextWriter(MODELS["byte level"], (), stops, lambda _: None)
+
+
+@KINDS
+@pytest.mark.parametrize("stop", ["k f", "fox", "ox j"])
+def test_tokens_that_are_told_are_those_of_the_text_that_is_shown(kind, stop):
+    model = MODELS[kind]
+    pieces, _ = written(model, model.encode("the quick fox jumps"), stops=(stop,))
+    shown = "".join(piece.text for piece in pieces)
+    told = [sampled.token for piece in pieces for sampled in piece.tokens]
+    assert shown == "the quick fox jumps".partition(stop)[0]
+    assert model.decode(told).startswith(shown.rstrip())
+    assert len(model.decode(told[:-1])) < len(shown), "the last that is told begins in what is shown"

@@ -1,0 +1,184 @@
+"""A line's records and measurements, copied to a folder and brought back: `coserve backup` and `restore`.
+
+Guarantees: a backup appears whole, under its name, and each of its files has its sha256 in it; results are copied as of
+one moment, also beside a running agent. Nothing is overwritten by a restore: what was there lies beside it. Restored
+results have a new identity: results that were stored since the backup are not in it, so their numbers come again, and
+no reader may take the new ones for the old.
+
+    DEST/backup.json   what it is: its format, the line, the time, and each file's sha256
+    DEST/line.yaml     the line file, with thresholds; not the weights that it names, nor kept images, nor secrets
+    DEST/results.db    results, boards, the journal and the outbox
+    DEST/profile.db    the device profile, where there is one
+    DEST/calibrations/ what int8 forms were calibrated with
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sqlite3
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agent.config import read_line
+from agent.records.database import damage_of, exchange, fresh_place, open_for_reading, state_held
+from experts.calibrations import CalibrationFolder
+from experts.errors import ConfigError
+from experts.filesystem import sync_folder, whole_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from agent.config import LineConfig
+
+FORMAT = 1
+MANIFEST = "backup.json"
+LINE_FILE, RESULTS, PROFILE, CALIBRATIONS = "line.yaml", "results.db", "profile.db", "calibrations"
+NO_LIMIT_S = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Backup:
+    """What a backup holds. ``files``: each file's sha256, by its path in the folder."""
+
+    line: str
+    made_at: str
+    files: dict[str, str]
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What was brought back; ``aside``: where what lay there before lies now."""
+
+    backup: Backup
+    aside: tuple[Path, ...]
+    is_line_file_kept: bool
+
+
+def back_up(config: LineConfig, destination: Path) -> Backup:
+    """Copy a line's state to a new folder. Raises ConfigError for what cannot be read or written."""
+    if destination.exists():
+        raise ConfigError(f"{destination} is there already - name a new folder")
+    draft = destination.with_name(f".{destination.name}.unfinished")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        _copy_state(config, draft)
+        files = {str(path.relative_to(draft)): _sha256(path) for path in _files(draft)}
+        backup = Backup(config.line, datetime.now(UTC).astimezone().isoformat(timespec="seconds"), files)
+        with whole_file(draft / MANIFEST) as file:
+            file.write(json.dumps(asdict(backup), indent=2).encode())
+        draft.rename(destination)
+        sync_folder(destination.parent)
+    except OSError as error:
+        raise ConfigError(f"{destination}: {error.strerror or error} - name a folder that can be written") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return backup
+
+
+def restore(line_file: Path, source: Path) -> Restored:
+    """Bring a backup back to the line of this file, which is taken from the backup where there is none.
+
+    Raises ConfigError for a backup that is none, or damaged; AlreadyRunning while an agent serves the line.
+    """
+    backup = _read_manifest(source)
+    try:
+        is_kept = line_file.exists()
+        if not is_kept:
+            _copy(source / LINE_FILE, line_file)
+        config = read_line(line_file)
+        if config.line != backup.line:
+            raise ConfigError(f"{source} is a backup of line {backup.line!r}, {line_file} is {config.line!r}")
+        with state_held(config.state):
+            aside = tuple(_put_back(config, source, backup))
+    except OSError as error:
+        raise ConfigError(f"{error.filename or source}: {error.strerror or error} - see to the disk") from error
+    same = is_kept and _sha256(line_file) == backup.files[LINE_FILE]
+    return Restored(backup, aside, is_kept and not same)
+
+
+def _copy_state(config: LineConfig, draft: Path) -> None:
+    _copy(config.document.file, draft / LINE_FILE)
+    if config.results_file.exists():
+        _copy_database(config.results_file, draft / RESULTS)
+    if config.profile_file.exists():
+        _copy(config.profile_file, draft / PROFILE)  # a finished profile is replaced whole, never written to
+    for path in _files(_calibrations(config)):
+        _copy(path, draft / CALIBRATIONS / path.relative_to(_calibrations(config)))
+
+
+def _copy_database(source: Path, target: Path) -> None:
+    try:
+        with closing(open_for_reading(source)) as reading, closing(sqlite3.connect(target)) as writing:
+            reading.backup(writing)
+        damage = damage_of(target, NO_LIMIT_S)
+    except sqlite3.DatabaseError as error:
+        damage = str(error)
+    if damage is not None:
+        raise ConfigError(f"{source} is damaged ({damage}): there is nothing sound to back up - see `coserve doctor`")
+
+
+def _put_back(config: LineConfig, source: Path, backup: Backup) -> Iterator[Path]:
+    """What lay there before is yielded. All is copied before anything takes its place."""
+    places = {RESULTS: config.results_file, PROFILE: config.profile_file}
+    ready = []
+    for name, sha256 in backup.files.items():
+        place = places.get(name, _calibrations(config) / name.removeprefix(f"{CALIBRATIONS}/"))
+        is_there = place.exists() and _sha256(place) == sha256
+        if name == LINE_FILE or (is_there and name != RESULTS):  # beside results may lie a log of newer ones
+            continue
+        fresh = fresh_place(place, "restoring")
+        _copy(source / name, fresh)
+        if name == RESULTS:
+            _give_identity(fresh)
+        ready.append((place, fresh))
+    for place, fresh in ready:
+        if aside := exchange(place, fresh, "replaced"):
+            yield aside
+
+
+def _give_identity(results: Path) -> None:
+    with closing(sqlite3.connect(results)) as database, database:
+        database.execute("UPDATE identity SET id = lower(hex(randomblob(4)))")
+
+
+def _read_manifest(source: Path) -> Backup:
+    """Raises ConfigError, naming the file, for whatever is not as it was written."""
+    try:
+        backup = Backup(**json.loads((source / MANIFEST).read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{source} is no backup of a line: {MANIFEST} cannot be read ({error})") from error
+    if backup.format != FORMAT:
+        raise ConfigError(f"{source} is a backup of format {backup.format}; this CoServe reads {FORMAT}")
+    for name, sha256 in backup.files.items():
+        path = source / name
+        if ".." in Path(name).parts or Path(name).is_absolute():
+            raise ConfigError(f"{source / MANIFEST} names {name!r}, which is no file of a backup")
+        if not path.is_file() or _sha256(path) != sha256:
+            raise ConfigError(f"{path} is missing or not as it was written - take another backup")
+    return backup
+
+
+def _calibrations(config: LineConfig) -> Path:
+    return CalibrationFolder.beside(config.packed_folder).directory
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with source.open("rb") as reading, whole_file(target) as writing:
+        shutil.copyfileobj(reading, writing)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

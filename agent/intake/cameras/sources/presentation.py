@@ -1,0 +1,81 @@
+"""When a stream's frames came, had nothing held them up: their presentation times against the monotonic clock.
+
+The least of (arrival - presentation time) is the distance of the two clocks; what a frame takes beyond it is lag, in
+the camera, the network, a buffer or the decoder. A stream without times is known by its reads: one that had to wait
+found every buffer empty, so that all later frames came after it.
+
+Guarantees: no frame is called newer than it is, but for the least delay that the camera ever had. Until a read has
+waited and the least distance holds still, as after each jump of the camera's clock, nothing is said at all.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+
+LONG_AGO = float("-inf")
+WAITED_S = 0.003  # a shorter read may have been held up by the interpreter's lock
+JUMP_S = 1.0  # what no delay explains: the camera's clock was set, or its stream began anew
+DRIFT = 5e-4  # of a camera's clock that is slow, seconds a second: crystals, and NTP's steady corrections
+STEADY_S = 0.05  # a backlog that is read away has the distance shrink by more
+SETTLING_S = 0.5  # within this
+
+
+class PresentationClock:
+    """See the module. Call ``ask`` before each packet is read and ``came`` after it.
+
+    ``is_one_behind``: a packet is handed out only when the next one begins, as FFmpeg's parser of H.264 does.
+    """
+
+    def __init__(self, *, is_one_behind: bool = False, shortest_wait_s: float = WAITED_S) -> None:
+        self._is_one_behind = is_one_behind
+        self._shortest_wait_s = shortest_wait_s
+        self._asked_at, self._asked_blocks = LONG_AGO, 0
+        self._emptied_at = LONG_AGO  # the last read that had to wait
+        self._last: tuple[float, float] | None = None  # the packet before: its time, and when it was read
+        self._distance_s: float | None = None
+        self._steadiest_s = 0.0  # the distance at ``_steady_since``
+        self._steady_since = LONG_AGO
+        self._is_settled = False
+
+    def ask(self) -> None:
+        """A packet is about to be read."""
+        self._asked_at, self._asked_blocks = time.monotonic(), _blocks()
+
+    def came(self, presented_s: float | None) -> None:
+        """That packet was read. ``presented_s``: its time by the camera's clock; None where it has none."""
+        now = time.monotonic()
+        has_waited = now - self._asked_at >= self._shortest_wait_s and _blocks() > self._asked_blocks
+        self.learn(presented_s, now, has_waited)
+
+    def learn(self, presented_s: float | None, now: float, has_waited: bool) -> None:
+        """As ``came``, at a given time."""
+        if has_waited:
+            self._emptied_at = now
+        if presented_s is None:
+            return
+        last, self._last = self._last, (presented_s, now)
+        if last is None:
+            return
+        last_presented_s, last_at = last
+        distance_s = (last_at if self._is_one_behind else now) - presented_s
+        known_s, gone_s = self._distance_s, presented_s - last_presented_s
+        if known_s is None or not -JUMP_S <= gone_s <= now - last_at + JUMP_S:
+            self._distance_s, self._steadiest_s, self._steady_since = distance_s, distance_s, now
+            self._is_settled = False
+            return
+        self._distance_s = min(distance_s, known_s + DRIFT * (now - last_at))
+        if distance_s < self._steadiest_s - STEADY_S:
+            self._steadiest_s, self._steady_since = distance_s, now
+        self._is_settled |= has_waited and now - self._steady_since >= SETTLING_S
+
+    def came_at(self, presented_s: float | None, now: float) -> float:
+        """When a frame of this time came, or would have without lag; LONG_AGO where that is not known yet."""
+        if presented_s is None or self._distance_s is None:
+            return self._emptied_at if self._last is None else LONG_AGO
+        return min(presented_s + self._distance_s, now) if self._is_settled else LONG_AGO
+
+
+def _blocks() -> int:
+    """How often this thread gave its core away to wait. To be put off it by others does not count."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw

@@ -1,0 +1,53 @@
+"""The pauses between starts that end soon: systemd tries for ever, and the agent spaces the tries.
+
+Guarantees: the count survives whatever ends the agent, and begins anew with a boot of the box, after HEALTHY_S of
+serving, after an end that somebody asked for once it serves or waits, and after a mistake in the line file. A disk that
+refuses the count costs the pause, never the start.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+from experts.filesystem import whole_text_file
+
+FREE_STARTS = 3  # without a pause: one for the failure, one for an image that ended the agent twice
+FIRST_PAUSE_S = 5.0  # doubles with each further start
+LONGEST_PAUSE_S = 300.0
+HEALTHY_S = 120.0
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Starts:
+    """The starts of one line's agent since it last served for HEALTHY_S, in its state folder."""
+
+    def __init__(self, state: Path, boot: Path = BOOT) -> None:
+        self._file = state / "starts.json"
+        self._boot = boot
+        self._ready_s: float | None = None
+
+    def begin(self) -> float:
+        """Count a start; the seconds that it has to wait before it does anything."""
+        boot, starts = "", 1
+        with suppress(OSError):
+            boot = self._boot.read_text().strip()
+        with suppress(OSError, ValueError, TypeError, KeyError, OverflowError):
+            then = json.loads(self._file.read_text())
+            starts += int(then["starts"]) if then["boot"] == boot else 0
+        with suppress(OSError), whole_text_file(self._file) as file:
+            json.dump({"boot": boot, "starts": starts}, file)
+        doublings = min(starts - FREE_STARTS - 1, 32)
+        return 0.0 if doublings < 0 else min(FIRST_PAUSE_S * 2**doublings, LONGEST_PAUSE_S)
+
+    def served(self, now_s: float) -> None:
+        """It serves at this moment: after HEALTHY_S of that the next start waits for nothing."""
+        self._ready_s = now_s if self._ready_s is None else self._ready_s
+        if now_s - self._ready_s >= HEALTHY_S:
+            self.forget()
+
+    def forget(self) -> None:
+        """The next start is the first one."""
+        with suppress(OSError):
+            self._file.unlink(missing_ok=True)

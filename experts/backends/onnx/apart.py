@@ -1,0 +1,81 @@
+"""Run by file name in a process of its own, see experts.backends.onnx.sandbox: packs graphs that it is told of.
+
+Each line of stdin is a folder, with an expert in its expert.json. That is packed in a fork of this process, which has
+imported all that it takes; the fork's memory and time are bounded before it looks at the graph. It leaves its tensors
+and its program in the folder, or says in error.json why there are none; how it ended is written to stdout. Where
+nothing is asked for IDLE_S, it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # it is run isolated: nothing else is added
+
+from safetensors.torch import save_file
+
+from experts.backends.onnx.backend import packed
+from experts.errors import ExpertError
+from experts.expert import Expert, Fit, InputSpec, Task
+
+IDLE_S = 20.0
+
+
+def main() -> None:
+    while select.select([sys.stdin], [], [], IDLE_S)[0] and (line := sys.stdin.readline()):
+        child = os.fork()
+        if not child:
+            os._exit(_end(Path(line.rstrip("\n"))))
+        _, status = os.waitpid(child, 0)
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        sys.stdout.flush()
+
+
+def _end(folder: Path) -> int:
+    try:
+        job = json.loads((folder / "expert.json").read_text("utf-8"))
+        _bound(job["memory_bytes"], job["limit_s"])
+        packable = packed(_expert(job["expert"]))
+        save_file({name: tensor.contiguous() for name, tensor in packable.tensors.items()}, folder / "tensors")
+        (folder / "program").write_bytes(packable.program)
+    except ExpertError as error:
+        _tell(folder, type(error).__name__, error.message)
+    except MemoryError:
+        _tell(folder, "WeightsRefused", "packing and trying it takes more memory than a model may")
+    except Exception as error:  # noqa: BLE001  a graph is anybody's: whatever comes of it concerns that one expert
+        _tell(folder, "WeightsCorrupt", f"it cannot be packed: {type(error).__name__}: {error}")
+    return 0
+
+
+def _bound(memory_bytes: int, limit_s: int) -> None:
+    pages = Path("/proc/self/statm")
+    if pages.is_file():  # elsewhere there is no such limit, or it is not kept
+        taken_bytes = int(pages.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken_bytes + memory_bytes,) * 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.alarm(10 * limit_s)  # a graph that waits takes no time of the processor
+
+
+def _expert(values: dict[str, Any]) -> Expert:
+    pixels = InputSpec(**{**values["input"], "fit": Fit(values["input"]["fit"])})
+    task = None if values["task"] is None else Task(values["task"])
+    return Expert(
+        values["id"], values["architecture"], Path(values["weights"]), tuple(values["labels"]), pixels, task=task
+    )
+
+
+def _tell(folder: Path, kind: str, message: str) -> None:
+    (folder / "error.json").write_text(json.dumps({"kind": kind, "message": message}), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Has graphs packed and tried in a process of its own, see ``apart``.
+
+Why: constants are folded and images tried by running the graph, and one may hold a loop without end, or a tensor larger
+than any memory. Guarantees: what takes more time or memory than a model does ends as a refusal of that one expert; of
+the graph itself this process sees what was packed, and that it answered.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from safetensors.torch import load_file
+
+from experts import errors
+from experts.backends.base import Packable
+
+if TYPE_CHECKING:
+    from experts.expert import Expert
+
+SCRIPT = Path(__file__).with_name("apart.py")
+LIMIT_S_PER_GB = 120  # of the processor
+MEMORY_BYTES = 6_000_000_000  # for constants and activations; beside them
+COPIES = 8  # of the weights: as they were read, in sessions, written
+
+
+class _Packer:
+    """The process, which is there while it is asked often; one at a time."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def ended(self, folder: Path) -> int:
+        """What the process that packed what lies in a folder ended with."""
+        with self._lock:
+            answer = self._asked(folder) or self._asked(folder)  # it had just ended itself, unasked
+        if not answer:
+            raise OSError("the process that packs graphs cannot be started")
+        return int(answer)
+
+    def _asked(self, folder: Path) -> str:
+        """Its answer; empty where it has ended."""
+        self._process = self._process or subprocess.Popen(
+            [sys.executable, "-I", str(SCRIPT)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        assert self._process.stdin is not None and self._process.stdout is not None, "they are pipes"  # noqa: PT018
+        answer = ""
+        with suppress(BrokenPipeError):
+            print(folder, file=self._process.stdin, flush=True)
+            answer = self._process.stdout.readline()
+        if not answer:
+            self.end()
+        return answer
+
+    def end(self) -> None:
+        """It is needed no more."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+_packer = _Packer()
+atexit.register(_packer.end)
+
+
+def packed_apart(expert: Expert) -> Packable:
+    """An expert's graph, packed. Raises what packing it raises, and WeightsRefused for one that exceeds the bounds."""
+    try:
+        size_bytes = expert.weights.stat().st_size if expert.weights.is_file() else 0
+        limit_s = LIMIT_S_PER_GB * max(1, math.ceil(size_bytes / 1e9))
+        bounds = {"memory_bytes": MEMORY_BYTES + COPIES * size_bytes, "limit_s": limit_s}
+        with tempfile.TemporaryDirectory(prefix="coserve-pack-") as name:
+            folder = Path(name)
+            (folder / "expert.json").write_text(json.dumps({"expert": asdict(expert), **bounds}, default=str), "utf-8")
+            ended = _packer.ended(folder)
+            if (folder / "error.json").is_file():
+                told = json.loads((folder / "error.json").read_text("utf-8"))
+                raise getattr(errors, told["kind"])(expert.id, told["message"])  # a class of those, by ``apart``
+            if ended:
+                raise errors.WeightsRefused(
+                    expert.id,
+                    f"{expert.weights}: packing and trying it took over {limit_s} s of the processor or "
+                    f"{bounds['memory_bytes'] / 1e9:.0f} GB of memory, and was ended ({ended}): no model does",
+                )
+            return Packable(load_file(folder / "tensors"), program=(folder / "program").read_bytes())
+    except OSError as error:
+        raise errors.LoadError(expert.id, f"cannot be packed: {error}") from error

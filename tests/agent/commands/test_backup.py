@@ -1,0 +1,204 @@
+"""A backup of a line, and its way back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+import time
+from contextlib import closing, suppress
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import pytest
+
+from agent.commands.backup import back_up, restore
+from agent.config import read_line
+from agent.records.database import StateLock
+from agent.records.result_reader import ResultReader
+from agent.records.result_writer import ResultStore
+from agent.records.results import Result
+from experts.errors import AlreadyRunning, ConfigError
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from agent.config import LineConfig
+
+NOON = datetime(2026, 5, 1, 12, tzinfo=UTC)
+LINE = """
+line: demo
+state: ./state
+experts:
+  cls/r: {architecture: resnet18, weights: r.safetensors, labels: [ok, bad],
+          input: {size: [64, 64], normalize: imagenet}}
+routes:
+  r: [{expert: cls/r, pass: [ok]}]
+"""
+
+
+def judged(config: LineConfig, *keys: str) -> None:
+    with closing(ResultStore(config.results_file)) as store:
+        for key in keys:
+            store.record(Result(key, "demo", "r", "i.png", Verdict.NG, NOON, NOON, 0.1, "ab"))
+        while store.statistics().pending:
+            time.sleep(0.001)
+
+
+def keys(config: LineConfig) -> list[str]:
+    return [row.result.key for row in ResultReader(config.results_file).query()]
+
+
+def identity(config: LineConfig) -> str:
+    with closing(sqlite3.connect(config.results_file)) as connection:
+        return connection.execute("SELECT id FROM identity").fetchone()[0]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> LineConfig:
+    (tmp_path / "line.yaml").write_text(LINE)
+    config = read_line(tmp_path / "line.yaml")
+    judged(config, "a", "b")
+    config.profile_file.write_bytes(b"measured")
+    calibration = config.packed_folder / "calibrations" / "cls" / "r.json"
+    calibration.parent.mkdir(parents=True)
+    calibration.write_text("{}")
+    return config
+
+
+def test_what_was_backed_up_comes_back_and_what_lay_there_is_put_aside(config: LineConfig, tmp_path: Path) -> None:
+    back_up(config, tmp_path / "saved")
+    judged(config, "c")
+    config.profile_file.write_bytes(b"other")
+    calibration = config.packed_folder / "calibrations" / "cls" / "r.json"
+    calibration.write_text("newer")
+    before = identity(config)
+    done = restore(tmp_path / "line.yaml", tmp_path / "saved")
+    assert keys(config) == ["a", "b"]
+    assert config.profile_file.read_bytes() == b"measured"
+    assert identity(config) != before, "its numbers come again: no reader may take them for the earlier ones"
+    assert calibration.read_text() == "{}"
+    assert not done.is_line_file_kept
+    aside = {path.name.partition(".replaced-")[0]: path for path in done.aside}
+    assert aside["r.json"].read_text() == "newer"
+    assert aside["profile.db"].read_bytes() == b"other"
+    with closing(sqlite3.connect(aside["results.db"])) as connection:
+        assert connection.execute("SELECT count(*) FROM results").fetchone() == (3,)
+
+
+class Killed(BaseException):
+    """What no code that runs on would catch."""
+
+
+def test_killed_at_any_step_a_restore_leaves_the_earlier_results_or_the_restored_ones(
+    config: LineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that starts then finds results, and a restore that is begun again ends well."""
+    back_up(config, tmp_path / "saved")
+    judged(config, "c")
+    left = [0]
+
+    def killing(call):
+        def called(*given, **named):
+            left[0] -= 1
+            if not left[0]:
+                raise Killed
+            return call(*given, **named)
+
+        return called
+
+    for name in ("link", "rename", "replace"):
+        monkeypatch.setattr(os, name, killing(getattr(os, name)))
+    for step in range(1, 9):
+        left[0] = step
+        with suppress(Killed):
+            restore(tmp_path / "line.yaml", tmp_path / "saved")
+        assert config.results_file.exists(), f"killed at step {step}"
+        assert keys(config) in (["a", "b"], ["a", "b", "c"])
+    left[0] = 0
+    restore(tmp_path / "line.yaml", tmp_path / "saved")
+    assert keys(config) == ["a", "b"]
+
+
+def test_the_log_of_a_restore_that_was_killed_is_not_played_into_the_next_one(
+    config: LineConfig, tmp_path: Path
+) -> None:
+    back_up(config, tmp_path / "saved")
+    restoring = config.results_file.with_name("results.db.restoring")
+    with closing(sqlite3.connect(shutil.copy(config.results_file, tmp_path / "other.db"))) as connection:
+        connection.execute("UPDATE results SET key = 'of another backup' || seq")
+        connection.commit()
+        shutil.copy(tmp_path / "other.db-wal", f"{restoring}-wal")
+    restore(tmp_path / "line.yaml", tmp_path / "saved")
+    assert keys(config) == ["a", "b"]
+
+
+def test_a_line_is_restored_where_nothing_of_it_is_left(config: LineConfig, tmp_path: Path) -> None:
+    back_up(config, tmp_path / "saved")
+    other = tmp_path / "other" / "top.yaml"
+    restore(other, tmp_path / "saved")
+    made = read_line(other)
+    assert keys(made) == ["a", "b"]
+    assert (made.packed_folder / "calibrations" / "cls" / "r.json").read_text() == "{}"
+    assert made.state == tmp_path / "other" / "state"
+
+
+def test_a_backup_beside_a_running_agent_is_of_one_moment(config: LineConfig, tmp_path: Path) -> None:
+    with StateLock(config.state), closing(ResultStore(config.results_file)) as store:
+        store.record(Result("c", "demo", "r", "i.png", Verdict.NG, NOON, NOON, 0.1, "ab"))
+        while store.statistics().pending:
+            time.sleep(0.001)
+        back_up(config, tmp_path / "saved")
+        with pytest.raises(AlreadyRunning):
+            restore(tmp_path / "line.yaml", tmp_path / "saved")
+    restore(tmp_path / "line.yaml", tmp_path / "saved")
+    assert keys(config) == ["a", "b", "c"]
+
+
+def test_an_edited_line_file_is_left_as_it_is_and_said(config: LineConfig, tmp_path: Path) -> None:
+    back_up(config, tmp_path / "saved")
+    (tmp_path / "line.yaml").write_text(f"{LINE}# edited\n")
+    assert restore(tmp_path / "line.yaml", tmp_path / "saved").is_line_file_kept
+    assert (tmp_path / "line.yaml").read_text().endswith("# edited\n")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda saved: (saved / "results.db").write_bytes(b"cut"), "results.db is missing or not as it was written"),
+        (lambda saved: (saved / "profile.db").unlink(), "profile.db is missing or not as it was written"),
+        (lambda saved: (saved / "backup.json").unlink(), "is no backup of a line"),
+        (lambda saved: _edit(saved, format=9), "of format 9"),
+        (lambda saved: _edit(saved, files={"../x": "ab"}), "'../x'"),
+        (lambda saved: _edit(saved, line="other"), "is a backup of line 'other'"),
+    ],
+)
+def test_a_backup_that_is_not_as_it_was_written_changes_nothing(
+    config: LineConfig, tmp_path: Path, spoil, told
+) -> None:
+    back_up(config, tmp_path / "saved")
+    judged(config, "c")
+    spoil(tmp_path / "saved")
+    with pytest.raises(ConfigError, match=told):
+        restore(tmp_path / "line.yaml", tmp_path / "saved")
+    assert keys(config) == ["a", "b", "c"]
+
+
+def _edit(saved: Path, **changes) -> None:
+    manifest = saved / "backup.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | changes))
+
+
+def test_damaged_results_are_no_backup_and_leave_no_folder(config: LineConfig, tmp_path: Path) -> None:
+    config.results_file.write_bytes(b"no database" * 1000)
+    with pytest.raises(ConfigError, match="is damaged"):
+        back_up(config, tmp_path / "saved")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["line.yaml", "state"]
+
+
+def test_no_backup_is_overwritten(config: LineConfig, tmp_path: Path) -> None:
+    back_up(config, tmp_path / "saved")
+    with pytest.raises(ConfigError, match="is there already"):
+        back_up(config, tmp_path / "saved")

@@ -1,0 +1,161 @@
+"""Agents of a box whose accelerator shares the CPU's memory, which `device: integrated` emulates."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import yaml
+
+from agent.config import read_line
+from agent.core.performance import (
+    SSD,
+    ExecutorSpec,
+    ExpertProfile,
+    Footprint,
+    Limits,
+    Performance,
+    PerformanceMatrix,
+    PoolSpec,
+)
+from agent.deployment import build
+from agent.deployment.build import AgentOptions, build_agent
+from agent.runtime.loop import BatchWatch, LoopOptions
+from agent.runtime.machine.detection import detect
+from agent.runtime.measuring.probe import Probed, estimated_matrix
+from agent.runtime.text_engines import text_engines
+from experts.backends.classifier import write_random_weights
+from experts.backends.forms import why_absent
+from experts.expert import Precision, Verdict
+from experts.llm.serving.blocks import BlockArena
+from experts.llm.serving.extents import ExtentArena
+from experts.packed.weights import SegmentStore
+from tests.agent.runtime.native_threads import gives_way_here, scheduling_class
+from tests.agent.runtime.text_line import TextAgent, TextLine, write_line
+
+PATIENCE_S = 60.0
+SIDE = 64
+PHOTOGRAPHS = 3
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A classifier whose form is the CPU's alone; the device runs it as torch does."""
+    folder = tmp_path_factory.mktemp("integrated")
+    write_random_weights(folder / "a.safetensors", "squeezenet1_1", 2, seed=0, image_size=SIDE)
+    document = {
+        "line": "test",
+        "state": "./state",
+        "experts": {
+            "cls/a": {
+                "architecture": "squeezenet1_1",
+                "weights": "a.safetensors",
+                "labels": ["ok", "bad"],
+                "input": {"size": [SIDE, SIDE]},
+            }
+        },
+        "routes": {"a": [{"expert": "cls/a", "pass": ["ok", "bad"]}]},
+        "memory": {"host": "256MiB"},
+        "device": "integrated",
+        "executors": {"integrated": 1, "cpu": 1},
+        "precision": str(Precision.ONEDNN_FP32),
+    }
+    (folder / "line.yaml").write_text(yaml.safe_dump(document))
+    return read_line(folder / "line.yaml", {})
+
+
+@contextmanager
+def served(config):
+    outcomes = {}
+    agent = build_agent(config, outcomes.__setitem__, lambda *_: None)
+    try:
+        yield agent, outcomes
+    finally:
+        agent.stop()
+
+
+@pytest.mark.skipif(
+    why_absent(Precision.ONEDNN_FP32) is not None, reason=f"it takes {why_absent(Precision.ONEDNN_FP32)}"
+)
+def test_a_form_of_the_cpu_alone_is_bound_for_the_cpu_alone(config, monkeypatch):
+    def equally_fast(box, copies, segments, usage, threads):
+        return Probed(estimated_matrix(box, copies, usage), {})
+
+    monkeypatch.setattr(build, "probe", equally_fast)  # each executor has its share of the images, however busy the box
+    with served(config) as (agent, outcomes):
+        columns = agent.setup.matrix.experts
+        forms = {processor: column["cls/a"].copy for processor, column in columns.items()}
+        assert forms == {"integrated": "cls/a@fp32", "cpu": "cls/a@onednn-fp32"}
+        assert {spec.pool for spec in agent.setup.executors} == {"host"}
+        image = np.zeros((SIDE, SIDE, 3), np.uint8)
+        for _ in range(40):
+            agent.loop.submit(image, component="a")  # all are there before any is answered
+        agent.start()
+        assert agent.loop.wait_until_idle(PATIENCE_S)
+        told = agent.loop.statistics()
+    assert {outcome.verdict for outcome in outcomes.values()} == {Verdict.OK}
+    assert all(executor.images for executor in told.executors)
+    assert told.transfers.failed == 0
+
+
+@gives_way_here
+@pytest.mark.parametrize(("processor", "idles"), [("integrated", False), ("cpu", True)])
+def test_photographs_for_the_device_do_not_give_way_to_the_cpu_s_executors(config, processor, idles):
+    alone = config.having(executors={processor: 1})
+    options = AgentOptions(loop=LoopOptions(ssd_bytes_per_s=1e3))  # the first batch waits for its expert for an hour
+    classes, are_told = [], threading.Event()
+
+    @contextmanager
+    def preparing(request):
+        classes.append(scheduling_class())
+        if len(classes) == PHOTOGRAPHS:
+            are_told.set()
+        yield
+
+    agent = build_agent(alone, lambda *_: None, lambda *_: None, options)
+    agent.loop.watch_batches(BatchWatch(lambda _: None, lambda _: None, preparing))
+    agent.start()
+    photograph = np.zeros((1000, 1000, 3), np.uint8)
+    for _ in range(PHOTOGRAPHS):
+        agent.loop.submit(photograph, component="a")
+    assert are_told.wait(PATIENCE_S)
+    agent.stop()
+    assert set(classes) == {os.SCHED_IDLE if idles else os.SCHED_OTHER}
+
+
+def test_the_box_has_one_memory_and_two_devices():
+    box = detect("integrated")
+    assert (box.processors, box.pools, box.is_split) == (("integrated", "cpu"), ("host",), False)
+
+
+def test_each_device_of_a_memory_has_an_arena_of_its_own(tmp_path):
+    segments = SegmentStore(tmp_path / "packed")
+    pool = PoolSpec("host", 1000, 1000, lease_bytes=8 * 2**20)
+    processors = ("integrated", "integrated", "cpu", "cpu")
+    specs = [ExecutorSpec(number, processor, "host") for number, processor in enumerate(processors)]
+    engines = text_engines(specs, Limits((pool,)), segments)
+    kinds = {place: type(arena) for place, arena in engines.arenas.items()}
+    assert kinds == {("host", "cpu:0"): BlockArena, ("host", "cpu"): ExtentArena}
+    assert engines.by_executor.keys() == {0, 1, 2, 3}
+    row = ExpertProfile("t", Performance(1.0, 1.0, 1, 0, lease_bytes=1), Footprint(1), {SSD: 1.0})
+    matrix = PerformanceMatrix({"integrated": {"t": row}, "cpu": {}})
+    alone = text_engines(specs, Limits((pool,)), segments, matrix)  # nothing is taken for one that runs none
+    assert (alone.by_executor.keys(), alone.arenas.keys()) == ({0, 1}, {("host", "cpu:0")})
+    engines.set_budget("host", 4 * 2**20)
+    assert {arena.budget_bytes for arena in engines.arenas.values()} == {4 * 2**20}
+    segments.close()
+
+
+def test_texts_are_written_alike_on_both(tmp_path):
+    line = TextLine.packed(tmp_path, write_line(tmp_path))
+    agent = TextAgent(line, processors=("integrated", "cpu"), lease_tokens=40_000)
+    asked = [agent.ask("llm/code", (1, 2, 3 + number), 12) for number in range(8)]  # before any is answered
+    with agent:
+        agent.settle()
+        told = agent.loop.statistics()
+    for number, (_, reader) in enumerate(asked):
+        assert reader.tokens == line.greedy("llm/code", (1, 2, 3 + number), 12)
+    assert all(executor.texts for executor in told.executors)

@@ -1,0 +1,155 @@
+"""A damaged results file: put aside, begun anew, and what is owed taken over."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from contextlib import closing
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import pytest
+
+from agent.records.database import damage_of
+from agent.records.journal import Entry, JournalReader
+from agent.records.outbox import Outbox, OutboxReader
+from agent.records.result_writer import ResultStore
+from agent.records.results import Result
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NOON = datetime(2026, 5, 1, 12, tzinfo=UTC)
+RESULT = Result("k", "demo", "r", "i.png", Verdict.NG, NOON, NOON, 0.1, "ab")
+PAGE = 4096
+LONG = {"steps": [{"model_sha256": "x" * 500}]}
+
+
+def opened(path: Path) -> ResultStore:
+    return ResultStore(path, followers=[Outbox("demo", ["mes"], ["result"], 10_000)])
+
+
+def settled(store: ResultStore) -> ResultStore:
+    while store.statistics().pending:
+        time.sleep(0.001)
+    return store
+
+
+def tables(path: Path) -> dict[str, int]:
+    """The first page of each table."""
+    with closing(sqlite3.connect(path)) as connection:
+        return dict(connection.execute("SELECT name, rootpage FROM sqlite_master WHERE rootpage > 0"))
+
+
+def spoil(path: Path, *pages: int) -> None:
+    with path.open("r+b") as file:
+        for page in pages:
+            file.seek((page - 1) * PAGE)
+            file.write(b"\xa5" * PAGE)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Results that were told to nobody yet, and a request that was accepted and not judged."""
+    path = tmp_path / "results.db"
+    with closing(opened(path)) as store:
+        for number in range(300):
+            store.record(replace(RESULT, key=f"k{number}", detail=LONG))
+        store.accept([Entry("owed", "api", "owed.png", NOON, component="r")], b"pixels" * 2000, lambda _: None)
+        settled(store)
+    return path
+
+
+def identity(path: Path) -> str:
+    with closing(sqlite3.connect(path)) as connection:
+        return connection.execute("SELECT id FROM identity").fetchone()[0]
+
+
+def test_a_sound_file_is_left_as_it_is(file: Path) -> None:
+    before = identity(file)
+    with closing(opened(file)) as store:
+        assert store.statistics().damage_alarm is None
+        assert sum(1 for _ in store.query()) == 300
+    assert damage_of(file) is None
+    assert identity(file) == before
+    assert [path.name for path in file.parent.iterdir()] == ["results.db"]
+
+
+@pytest.mark.parametrize("table", ["results", "results_finished_at", "boards"])
+def test_a_damaged_file_is_put_aside_at_a_start_and_what_is_owed_is_taken_over(
+    file: Path, table: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = identity(file)
+    spoil(file, tables(file)[table])
+    assert damage_of(file) is not None
+    with closing(opened(file)) as store:
+        (aside,) = [path for path in file.parent.iterdir() if ".damaged-" in path.name]
+        alarm = str(store.statistics().damage_alarm)
+        assert aside.name in alarm
+        assert "coserve restore" in alarm
+        store.record(RESULT)
+        assert [row.result.key for row in settled(store).query()] == ["k"]
+        assert [each.entry.key for each in JournalReader(file).unfinished()] == ["owed"]
+        assert JournalReader(file).content(JournalReader(file).unfinished()[0].image) == b"pixels" * 2000
+        assert len(OutboxReader(file).waiting("mes", 1000)) == 301
+    assert identity(file) != before
+    assert [record.getMessage().split(" ")[0] for record in caplog.records] == ["results_file_damaged"]
+    with closing(opened(file)) as store:
+        assert store.statistics().damage_alarm is None
+
+
+def test_a_file_that_is_no_database_is_put_aside(file: Path) -> None:
+    spoil(file, 1)
+    with closing(opened(file)) as store:
+        assert "not a database" in str(store.statistics().damage_alarm)
+        store.record(RESULT)
+        assert sum(1 for _ in settled(store).query()) == 1
+
+
+def test_an_accepted_image_that_cannot_be_read_is_named(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spoil(file, tables(file)["accepted_images"])
+    with closing(opened(file)):
+        assert JournalReader(file).unfinished() == []
+    assert "accepted_image_lost key=owed" in caplog.text
+
+
+BEGINS_ANEW = """
+import resource, signal, sqlite3, sys
+from pathlib import Path
+from agent.records.result_writer import ResultStore
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+try:
+    ResultStore(Path(sys.argv[1]))
+except sqlite3.Error as error:
+    print("refused", error)
+"""
+
+
+def test_what_is_owed_is_lost_to_no_disk_that_is_full_while_it_is_taken_over(file: Path, forks) -> None:
+    """As to no kill: the damaged file keeps its name until the new one holds all that is owed."""
+    with closing(opened(file)) as store:
+        store.accept([Entry("large", "api", "large.png", NOON, component="r")], bytes(2_000_000), lambda _: None)
+        settled(store)
+    spoil(file, tables(file)["results"])
+    assert forks.run(BEGINS_ANEW, file, 1_000_000).stdout.startswith("refused")
+    assert [path.name for path in file.parent.iterdir() if ".damaged-" in path.name] == []
+    with closing(opened(file)) as store:
+        assert store.statistics().damage_alarm is not None
+        assert {each.entry.key for each in JournalReader(file).unfinished()} == {"owed", "large"}
+
+
+def test_damage_that_a_commit_meets_costs_no_row(file: Path) -> None:
+    with closing(opened(file)) as store:
+        pages = file.stat().st_size // PAGE
+        kept = tables(file)["accepted"], tables(file)["accepted_images"]
+        spoil(file, *(page for page in range(3, pages + 1) if page not in kept))
+        for number in range(400):  # more than SQLite keeps in its cache
+            store.record(replace(RESULT, key=f"k{number}", detail=LONG))
+        settled(store)
+        assert store.statistics().damage_alarm is not None
+        assert store.statistics().alarm is None
+        assert sum(1 for _ in store.query()) == 400

@@ -1,0 +1,91 @@
+"""Whether a form runs on this CPU: tried, whatever torch or oneDNN say of the CPU's instructions."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+import torch
+
+from experts.backends.forms import executable_forms, forms_here, multiplies, runs_as, why_absent
+from experts.backends.onednn import operators
+from experts.expert import Precision
+
+ASKED = """
+import json
+from experts.backends.forms import executable_forms, why_absent
+from experts.backends.onednn.operators import identity
+from experts.expert import Precision
+reasons = {form: why_absent(form) for form in Precision}
+print(json.dumps({"reasons": reasons, "executable": sorted(executable_forms()), "identity": identity()}))
+"""
+on_x86 = pytest.mark.skipif(
+    platform.machine() not in {"x86_64", "AMD64"}, reason="oneDNN's sets of instructions of x86"
+)
+
+
+@cache
+def asked(**environment):
+    """What a process of its own finds."""
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED], env=os.environ | environment, capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)
+
+
+@on_x86
+@pytest.mark.parametrize("told", [{}, {"ATEN_CPU_CAPABILITY": "avx2"}], ids=["oneDNN told", "torch told as well"])
+def test_without_avx512_there_are_no_bf16_and_no_eight_bits_and_all_else(told):
+    found = asked(ONEDNN_MAX_CPU_ISA="AVX2", **told)
+    lacking = {form: reason for form, reason in found["reasons"].items() if reason is not None}
+    assert lacking.keys() == {"onednn-bf16", "onednn-int8"}
+    assert "avx512bw" in lacking["onednn-bf16"]
+    assert lacking["onednn-int8"] == "oneDNN's sums are off by 49% of the largest, as on a CPU without VNNI"
+    assert found["executable"] == ["bf16", "fp16", "fp32", "onednn-fp32", "onnxruntime"]
+
+
+@on_x86
+def test_bytes_packed_for_other_instructions_of_one_cpu_are_told_apart():
+    assert asked(ONEDNN_MAX_CPU_ISA="AVX2")["identity"] != asked(ONEDNN_MAX_CPU_ISA="SSE41")["identity"]
+
+
+@pytest.mark.parametrize("factor", [0.9, float("nan")])
+@pytest.mark.parametrize("name", ["_linear_pointwise", "_convolution_pointwise"])
+def test_an_operator_that_answers_wrongly_is_found(monkeypatch, name, factor):
+    right = getattr(torch.ops.mkldnn, name)
+    monkeypatch.setattr(torch.ops.mkldnn, name, lambda *given: right(*given) * factor)
+    off = "nan%" if factor != factor else "10%"
+    assert operators.why_absent.__wrapped__(torch.float32) == f"oneDNN's sums are off by {off} of the largest"
+
+
+def test_what_torch_refuses_is_the_reason(monkeypatch):
+    def refused(*_):
+        raise RuntimeError("bf16 path needs avx512bw\nat convolution.cpp:12")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_convolution_weight", refused)
+    assert operators.why_absent.__wrapped__(torch.float32) == "bf16 path needs avx512bw"
+
+
+def test_a_form_that_does_not_run_makes_way(monkeypatch):
+    monkeypatch.setattr(operators, "why_absent", lambda dtype: "sums are off")
+    assert {runs_as(form) for form in Precision} == set(Precision) - {
+        Precision.ONEDNN_FP32, Precision.ONEDNN_BF16, Precision.ONEDNN_INT8
+    }  # fmt: skip
+    assert runs_as(Precision.ONEDNN_BF16) is Precision.BF16
+    assert runs_as(Precision.ONEDNN_INT8) is Precision.FP32
+
+
+def test_torchs_forms_run_everywhere():
+    always = {Precision.FP32, Precision.BF16, Precision.FP16}
+    assert always <= executable_forms()
+    assert always | {Precision.INT8} <= set(forms_here())
+    assert all((why_absent(form) is None) == (form in forms_here()) for form in Precision)
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])
+def test_a_cpu_that_emulates_16_bits_does_not_multiply_them(monkeypatch, precision):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(["avx512_bw", "avx512_dq"], True))
+    assert not multiplies(precision)

@@ -1,0 +1,173 @@
+"""Labels that do not exclude one another: a sigmoid for each, in every form that executes it, and never a softmax."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnx.reference
+import pytest
+import torch
+from onnx import helper
+from safetensors.torch import load_file
+
+from experts.backends import backend_for, observed_ranges
+from experts.backends.classifier import build_trainable
+from experts.backends.onnx.layouts import require_served
+from experts.calibrations import CalibrationFolder
+from experts.errors import BackendUnavailable, OutputInvalid, WeightsMismatch
+from experts.expert import NOTHING_FOUND, Precision, Task
+from experts.packed.calibrated import calibration_of
+
+TOLERANCES = {
+    Precision.FP32: 1e-4, Precision.BF16: 0.05, Precision.FP16: 0.01, Precision.ONNXRUNTIME: 1e-4,
+    Precision.ONEDNN_FP32: 1e-4, Precision.ONEDNN_BF16: 0.05, Precision.ONEDNN_INT8: 0.1,
+}  # fmt: skip
+
+
+def independent(expert, **keys):
+    return replace(expert, task=Task.MULTILABEL, **keys)
+
+
+def answers(expert, precision, *images):
+    backend = backend_for(expert.architecture)
+    packed = backend.pack(expert, precision)
+    skeleton = backend.skeleton(expert, precision, packed.program, "cpu")
+    skeleton.bind(packed.tensors)
+    return skeleton.infer(expert, [backend.prepare(expert, image) for image in images])
+
+
+@pytest.mark.parametrize(
+    ("precision", "labels"),
+    [*((precision, ("ng",)) for precision in TOLERANCES), (Precision.FP32, ("scratch", "dent", "gone"))],
+    ids=str,
+)
+def test_every_form_answers_with_the_sigmoids_of_torch(files, image, precision, labels, tmp_path):
+    expert = independent(files.classifier("cls/x", "resnet18", labels=labels, size=32), otherwise="ok")
+    backend = backend_for("resnet18")
+    module = build_trainable("resnet18", len(labels))
+    module.load_state_dict(load_file(expert.weights))
+    images = (image, image[::-1].copy(), 255 - image)
+    batch = torch.stack([backend.prepare(expert, each).tensor for each in images])
+    if precision is Precision.ONEDNN_INT8:
+        folder = CalibrationFolder(tmp_path)
+        try:
+            folder.write(expert.id, calibration_of(expert, "0" * 64, 3, labels, observed_ranges(expert, [batch])))
+        except WeightsMismatch as error:
+            pytest.skip(str(error))
+        expert = replace(expert, calibration=folder.path(expert.id))
+    with torch.inference_mode():
+        expected = module.eval()(batch).sigmoid()
+    try:
+        found = answers(expert, precision, *images)
+    except (WeightsMismatch, BackendUnavailable) as error:
+        pytest.skip(f"this form is not for here: {error}")
+    for prediction, row in zip(found, expected.tolist(), strict=True):
+        assert [output.label for output in prediction.outputs] == list(labels)
+        assert [output.score for output in prediction.outputs] == pytest.approx(row, abs=TOLERANCES[precision])
+        assert prediction.label in {*(output.label for output in prediction.outputs if output.holds), "ok"}
+
+
+@pytest.mark.parametrize("architecture", ["resnet18", "onnx"])
+def test_one_label_is_refused_for_a_softmax(files, architecture):
+    expert = (
+        files.onnx("cls/x", labels=("ok",)) if architecture == "onnx" else files.classifier("cls/x", labels=("ok",))
+    )
+    with pytest.raises(WeightsMismatch, match=r"nothing to choose from: every image would be it - write `task: multil"):
+        backend_for(architecture).pack(expert, Precision.FP32)
+
+
+def test_the_heading_of_a_graph_tells_it_before_it_is_packed(files):
+    expert = files.onnx("cls/x", labels=("ok",))
+    with pytest.raises(WeightsMismatch, match="nothing to choose from"):
+        require_served(expert)
+    require_served(independent(expert))
+
+
+def ending(expert, *nodes):
+    """The same graph, with these behind its logits."""
+    model = onnx.load_model(expert.weights)
+    model.graph.node[-1].output[0] = "raw"
+    model.graph.node.extend(nodes)
+    onnx.save_model(model, expert.weights)
+    return expert
+
+
+def sigmoids(expert, image):
+    """What the graph's logits say."""
+    session = onnx.reference.ReferenceEvaluator(onnx.load_model(expert.weights))
+    pixels = backend_for("onnx").prepare(expert, image).tensor.unsqueeze(0).numpy()
+    return 1 / (1 + np.exp(-session.run(None, {"image": pixels})[0][0]))
+
+
+ENDINGS = {
+    "logits": (),
+    "sigmoid": (helper.make_node("Sigmoid", ["raw"], ["logits"]),),
+    "joined": (
+        helper.make_node("Split", ["raw"], ["raw0", "raw1", "raw2"], axis=1),
+        *(helper.make_node("Sigmoid", [f"raw{n}"], [f"own{n}"]) for n in range(3)),
+        helper.make_node("Concat", ["own0", "own1", "own2"], ["logits"], axis=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("nodes", ENDINGS.values(), ids=ENDINGS)
+def test_a_graph_is_given_a_sigmoid_once(files, image, nodes):
+    expected = sigmoids(files.onnx("cls/logits"), image)
+    expert = independent(files.onnx("cls/x"))
+    expert = ending(expert, *nodes) if nodes else expert
+    (found,) = answers(expert, Precision.FP32, image)
+    assert [output.score for output in found.outputs] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_a_graph_of_one_logit_may_answer_with_a_number_for_each_image(files, image):
+    plain = files.onnx("cls/logits", labels=("ng",))
+    expected = sigmoids(plain, image)
+    expert = independent(files.onnx("cls/x", labels=("ng",)))
+    ending(
+        expert,
+        helper.make_node("Flatten", ["raw"], ["flat"], axis=0),
+        helper.make_node("Squeeze", ["flat"], ["logits"]),
+    )
+    model = onnx.load_model(expert.weights)
+    del model.graph.output[0].type.tensor_type.shape.dim[1]
+    onnx.save_model(model, expert.weights)
+    first, second = answers(expert, Precision.FP32, image, image)
+    assert first.outputs[0].score == second.outputs[0].score == pytest.approx(float(expected[0]), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "reason"),
+    [
+        (
+            (helper.make_node("Softmax", ["raw"], ["logits"], axis=1),),
+            "ends in Softmax: its labels exclude one another",
+        ),
+        (
+            (helper.make_node("Sigmoid", ["raw"], ["s"]), helper.make_node("Mul", ["s", "s"], ["logits"])),
+            "answers from 0 to 1, which may be probabilities or not",
+        ),
+    ],
+    ids=["softmax", "unclear"],
+)
+def test_a_graph_that_ends_otherwise_is_refused(files, nodes, reason):
+    expert = ending(independent(files.onnx("cls/x")), *nodes)
+    with pytest.raises(WeightsMismatch, match=reason):
+        backend_for("onnx").pack(expert, Precision.FP32)
+
+
+def test_each_label_has_its_threshold_and_what_is_no_number_is_no_prediction(files, image):
+    expert = independent(files.classifier("cls/x", labels=("scratch", "dent"), size=32))
+    (plain,) = answers(expert, Precision.FP32, image)
+    low, high = (min(max(each.score, 1e-6), 1 - 1e-6) for each in plain.outputs)
+    strict = replace(expert, thresholds=(("dent", min(high + 1e-4, 1 - 1e-9)), ("scratch", low / 2)))
+    (found,) = answers(strict, Precision.FP32, image)
+    assert [output.holds for output in found.outputs] == [True, False]
+    assert (found.label, found.otherwise) == ("scratch", NOTHING_FOUND)
+    backend = backend_for("resnet18")
+    packed = backend.pack(expert, Precision.FP32)
+    skeleton = backend.skeleton(expert, Precision.FP32, packed.program, "cpu")
+    skeleton.bind(packed.tensors | {"fc.bias": torch.full((2,), float("nan"))})
+    with pytest.raises(OutputInvalid, match="not a number"):
+        skeleton.infer(expert, [backend.prepare(expert, image)])

@@ -1,0 +1,77 @@
+"""Files that appear whole, in folders that others may write to."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from experts.filesystem import open_folder, whole_file, whole_text_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_file_appears_with_its_bytes_and_leaves_no_draft(tmp_path: Path) -> None:
+    with whole_file(tmp_path / "a") as file:
+        file.write(b"first")
+        assert not (tmp_path / "a").exists()
+    with whole_text_file(tmp_path / "a") as text:
+        text.write("zweite Fassung: ü\n")
+        assert (tmp_path / "a").read_bytes() == b"first"
+    assert (tmp_path / "a").read_text("utf-8") == "zweite Fassung: ü\n"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("has_rivals", [False, True])
+def test_an_error_leaves_what_was_there(tmp_path: Path, has_rivals: bool) -> None:
+    (tmp_path / "a").write_bytes(b"first")
+
+    def fail() -> None:
+        with whole_file(tmp_path / "a", has_rivals=has_rivals) as file:
+            file.write(b"half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert (tmp_path / "a").read_bytes() == b"first"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_the_draft_of_a_killed_writer_goes_with_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / ".a.tmp").write_bytes(b"half")
+    with whole_file(tmp_path / "a") as file:
+        file.write(b"whole")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_link_at_the_draft_or_at_the_name_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_bytes(b"untouched")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("a", ".a.tmp"):
+        (folder / name).symlink_to(tmp_path / "elsewhere")
+    with whole_file(folder / "a", below=folder) as file:
+        file.write(b"ours")
+    assert (tmp_path / "elsewhere").read_bytes() == b"untouched"
+    assert (folder / "a").read_bytes() == b"ours"
+    assert not (folder / "a").is_symlink()
+
+
+def test_a_link_among_the_folders_is_refused_below_the_one_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "named").symlink_to(tmp_path / "elsewhere")  # whoever wrote the line file may mean a link
+    (tmp_path / "elsewhere" / "link").symlink_to(tmp_path)
+    with whole_file(tmp_path / "named" / "a", below=tmp_path / "named") as file:
+        file.write(b"ours")
+    with pytest.raises(NotADirectoryError, match=r"'link' is a link .* remove it"):
+        open_folder(tmp_path / "named" / "link", tmp_path / "named").__enter__()
+    assert (tmp_path / "elsewhere" / "a").read_bytes() == b"ours"
+
+
+def test_the_longest_name_can_be_written(tmp_path: Path) -> None:
+    name = "n" * os.pathconf(tmp_path, "PC_NAME_MAX")
+    with whole_file(tmp_path / name) as file:
+        file.write(b"whole")
+    assert os.listdir(tmp_path) == [name]
