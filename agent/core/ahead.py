@@ -86,12 +86,10 @@ class _Place:
 
     @property
     def next_due_s(self) -> float:
-        """When the next one to be begun is predicted to run."""
         return self.due_s + self.group.profile.performance.K_s * len(self.begun)
 
     @property
     def is_near(self) -> bool:
-        """Would the next one to be begun run in its queue's first batch?"""
         return self.group is self.line.queue.front and len(self.begun) < self.group.profile.performance.max_batch
 
     def runs_behind(self, due_s: float, begun: int) -> bool:
@@ -171,11 +169,9 @@ class PreparedAhead:
 
     @property
     def is_on(self) -> bool:
-        """Is there any room for it?"""
         return self._budget_bytes > 0
 
     def fitting(self, later: Later) -> Later:
-        """What may be held for the later steps of one request: all of it or nothing."""
         return later if later.size_bytes <= self._budget_bytes * LATER_SHARE else NOTHING_LATER
 
     # -- what becomes of requests --
@@ -207,7 +203,6 @@ class PreparedAhead:
                 self._has_changed = True
 
     def left(self, request: int) -> None:
-        """A request leaves its queue without running: it ends, or is queued elsewhere."""
         image = self._images.get(request)
         if image is not None and image.place is not None:
             self._leave(request, image)
@@ -234,12 +229,10 @@ class PreparedAhead:
         self._has_changed = True
 
     def are_begun(self, requests: Iterable[int]) -> bool:
-        """Is each of them queued, and prepared or being prepared?"""
         images = (self._images.get(request) for request in requests)
         return all(image is not None and image.form is not None for image in images)
 
     def held(self, requests: Iterable[int], now: float) -> None:
-        """Requests that are begun are in a batch behind the one that runs."""
         for request in requests:
             image = self._images[request]
             place = image.place
@@ -252,7 +245,6 @@ class PreparedAhead:
         self._has_changed = True
 
     def run(self, requests: Iterable[int]) -> None:
-        """Held requests run from now on."""
         for request in requests:
             image = self._images[request]
             assert image.form is not None, "nothing was taken from it"
@@ -269,7 +261,6 @@ class PreparedAhead:
             self._release(request, image)
 
     def advance(self, effects: list[Effect]) -> None:
-        """Begin whatever there is room for, what runs first first."""
         while self._has_changed:  # again where room was made for one that is near, and more of it than that took
             self._has_changed = False
             self._begin_all(effects)
@@ -290,7 +281,6 @@ class PreparedAhead:
                 heapreplace(firsts, (following.next_due_s, number, following))
 
     def statistics(self) -> PreparedStatistics:
-        """A frozen snapshot."""
         return PreparedStatistics(
             self._budget_bytes,
             self._used_bytes,
@@ -302,7 +292,6 @@ class PreparedAhead:
         )
 
     def check_invariants(self, in_flight: Iterable[int]) -> None:
-        """Raises AssertionError saying what does not add up."""
         images = self._images
         assert images.keys() <= set(in_flight), "something is held for a request that has its outcome"
         assert self._used_bytes == sum(image.size_bytes for image in images.values()), "prepared bytes miscounted"
@@ -416,7 +405,6 @@ class PreparedAhead:
         return True
 
     def _hold(self, request: int, image: _Image, form: str, own_bytes: int, later: Later) -> None:
-        """Count what is held for a request from now on."""
         more_bytes = own_bytes + later.size_bytes - image.size_bytes
         self._used_bytes += more_bytes
         self._has_changed |= more_bytes < 0
@@ -433,7 +421,6 @@ class PreparedAhead:
         self._has_changed = True
 
     def _forget(self, request: int, effects: list[Effect]) -> None:
-        """Nothing that is held for a request serves it where it goes."""
         image = self._images.pop(request, None)
         if image is not None and image.form is not None:
             self._release(request, image)
@@ -466,7 +453,6 @@ class PreparedAhead:
             del listed[bisect_left(listed, place.order, key=attrgetter("order"))]
 
     def _leave(self, request: int, image: _Image) -> None:
-        """It stands in no queue any more; what is held for it stays."""
         place, image.place = image.place, None
         assert place is not None, "it was queued"
         if request in place.begun:

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 
 class Batching:
-    """Of one Engine; see the module."""
-
     def __init__(
         self,
         queues: Sequence[ExecutorQueue],
@@ -60,7 +58,6 @@ class Batching:
         self._limits = limits
 
     def start(self, line: ServedLine, now: float, effects: list[Effect]) -> None:
-        """Every idle executor that may run something does."""
         for queue in self._queues:
             if not self._batches.is_running(queue.spec.id) and queue.head is not None:
                 group = self._turns.next_group(queue)
@@ -112,7 +109,6 @@ class Batching:
         self._supply.speculate(spec, batch.expert, line, now)
 
     def _batch_of_images(self, queue: ExecutorQueue, group: Group) -> tuple[Batch, tuple[ExpertProfile, ...], float]:
-        """What runs to its end; what it runs by, and the predicted seconds of its tokens."""
         self._turns.images_start(queue)
         requests, performance = self._take_images(queue, group), group.profile.performance
         number, workspace_bytes = self._batches.next_number(), performance.workspace_for(len(requests))
@@ -122,7 +118,6 @@ class Batching:
     def _batch_of_texts(
         self, queue: ExecutorQueue, group: Group, line: ServedLine
     ) -> tuple[Batch, tuple[ExpertProfile, ...], float]:
-        """The same of what runs for a quantum: of all experts that run together."""
         parts, profiles = self._take_quantum(queue, group)
         requests = tuple(request for part in parts for request in part.requests)
         batch = Batch(
@@ -148,7 +143,6 @@ class Batching:
         return lone_s if all(row.performance.runs_in_quanta for row in served) else self._limits.quantum_s
 
     def _take_images(self, queue: ExecutorQueue, group: Group) -> tuple[int, ...]:
-        """Requests that run to their end."""
         waiting = 1 if group.alone else len(group.requests)
         free_bytes = self._pools[queue.spec.pool].workspace_for(queue.spec.id)
         performance = group.profile.performance

@@ -168,7 +168,6 @@ class Engine:
         return min((moment for moment in moments if moment is not None), default=None)
 
     def statistics(self) -> EngineStatistics:
-        """A frozen snapshot."""
         counts = self._placement.counts
         return EngineStatistics(
             arrived=self._counts["arrived"],
@@ -311,7 +310,6 @@ class Engine:
         unfinished: tuple[tuple[int, Work], ...],
         effects: list[Effect],
     ) -> None:
-        """What became of the requests of one expert."""
         expert = part.expert
         self._splitter.ran(expert, batch.executor, len(batch.requests), profile.performance.max_batch)
         self._placement.ran(self._queues[batch.executor].spec.pool, part.copy)
@@ -415,7 +413,6 @@ class Engine:
         return min((self._tickets[request].queued_s, request) for request in part[0].requests)
 
     def _lower_leases(self, pool: ModelPool, by_bytes: int, reason: str, effects: list[Effect]) -> None:
-        """What a memory lacks is what begun requests hold there: the youngest of those that wait give it back."""
         to_bytes = max(pool.lease_bytes - by_bytes, self._most_leased(pool))
         if to_bytes >= pool.lease_bytes:
             return
@@ -436,7 +433,6 @@ class Engine:
         self._pressure.lower_leases(pool, to_bytes, reason, self._now, effects)
 
     def _most_leased(self, pool: ModelPool) -> int:
-        """The most that anybody who was taken may come to hold there."""
         rows = [
             row
             for queue in self._scheduler.queues
@@ -448,7 +444,6 @@ class Engine:
         return token_bytes * max(most, default=0)
 
     def _probation_for(self, batch: Batch, event: events.BatchFailed) -> Probation | None:
-        """What a failed batch means for its expert, if it was the expert's alone."""
         request = batch.requests[0]
         if event.out_of_memory or len(batch.requests) > 1 or self._tickets[request].is_cancelled:
             return None
@@ -585,7 +580,6 @@ class Engine:
     def _prepare_ahead(
         self, request: int, ticket: Ticket, queue: ExecutorQueue, group: Group, effects: list[Effect]
     ) -> None:
-        """It stands in a queue: an image can be prepared from now on."""
         if self._ahead.is_on and ticket.work is IMAGE:
             self._ahead.queued(request, queue, group, self._later.after(ticket, self._line), self._now, effects)
 
@@ -661,7 +655,6 @@ class Engine:
     def _give_back(
         self, expert: str, batch: Batch, profile: ExpertProfile, requests: Sequence[int], effects: list[Effect]
     ) -> None:
-        """Queue requests of a failed batch again, unless their expert is not asked any more."""
         reason = self._standings.reason(expert)
         if reason is not None:
             for request in requests:
@@ -683,14 +676,12 @@ class Engine:
             self._prepare_ahead(request, ticket, queue, group, effects)
 
     def _runs_alone(self, request: int) -> bool:
-        """Did a batch that it was in fail, in the step that it is at?"""
         return self._tickets[request].attempts > 0
 
     # -- background work --
 
     @property
     def _is_anybody_there(self) -> bool:
-        """Is a request of the line in flight, or something to be placed?"""
         return bool(self._tickets) or self._supply.has_to_place
 
     def _offered(self, event: events.Offered, effects: list[Effect]) -> bool:
@@ -736,7 +727,6 @@ class Engine:
     # -- experts --
 
     def _advance(self, effects: list[Effect]) -> None:
-        """Start whatever can start: overdue loads, batches, loads for the heads, then what is worth having early."""
         self._placement.release()
         if self._leases.is_any:
             self._turns.look_again(self._scheduler.queues)
@@ -768,7 +758,6 @@ class Engine:
         self._supply.place_pinned(expert, self._line, self._now)
 
     def _empty_queues(self, expert: str, effects: list[Effect]) -> None:
-        """Whoever waits for an expert that is not to be asked ends."""
         for queue in self._scheduler.queues:
             while (group := queue.first_group(expert)) is not None:
                 for request in tuple(group.requests):
@@ -786,7 +775,6 @@ class Engine:
                 self._supply.place(expert, self._runs_on(expert, copy), self._line, self._now)
 
     def _runs_on(self, expert: str, copy: str) -> ExecutorSpec:
-        """The first executor that runs an expert as this copy."""
         columns = self._line.matrix.experts
         specs = (queue.spec for queue in self._scheduler.queues)
         return next(
@@ -875,7 +863,6 @@ class Engine:
                 raise MemoryExceeded(f"{name}, workspace of one image per executor", owed, pool.spec.workspace_bytes)
 
     def _owe_workspaces(self) -> None:
-        """Each executor is owed the workspace of one image, whichever expert sees it."""
         for queue in self._scheduler.queues:
             profiles = self._line.matrix.experts[queue.spec.processor].values()
             largest = max((each.performance.workspace_for(1) for each in profiles), default=0)
@@ -891,7 +878,6 @@ class Engine:
         return not self._batches.is_running(queue.spec.id) or queue.is_overtaken
 
     def _load_paths(self) -> list[str]:
-        """``source_pool`` of every way a load can go on this box."""
         sources = ((source, pool.name) for pool in self._pools.values() for source in (SSD, pool.spec.cache))
         return sorted(f"{source}_{pool}" for source, pool in sources if source is not None)
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 
 class Holding:
-    """Of one Engine; see the module. ``size`` asks, and changes nothing."""
-
     def __init__(
         self,
         pools: Mapping[str, ModelPool],
@@ -53,7 +51,6 @@ class Holding:
         self._short: Collection[str] = ()
 
     def look(self, overdue: Collection[str], short: Collection[str]) -> None:
-        """Memories where somebody lacks room, as of now: beyond the overtaking bound, and at all."""
         self._overdue, self._short = overdue, short
 
     def size(self, queue: ExecutorQueue, running: Batch) -> int:

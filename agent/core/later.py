@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 
 class LaterSteps:
-    """Of one Engine; see the module."""
-
     def __init__(self, ahead: PreparedAhead) -> None:
         self._ahead = ahead
         self._found: dict[tuple[str, int], Later] = {}  # (component, step) -> what may come after it

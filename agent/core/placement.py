@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 
 
 class Claim(Enum):
-    """How strong a wish for room is."""
-
     OVERDUE = auto()
     DEMAND = auto()
     PATIENT = auto()
@@ -69,8 +67,6 @@ class Claim(Enum):
 
 
 class Answer(Enum):
-    """What became of a wish."""
-
     HERE = auto()  # resident, or on its way already
     STARTED = auto()
     NO_ROOM = auto()
@@ -80,8 +76,6 @@ class Answer(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A load in flight."""
-
     copy: str
     expert: str
     source: str
@@ -103,8 +97,6 @@ class Setback:
 
 
 class Placement:
-    """The expert management of one Engine."""
-
     def __init__(
         self,
         pools: Mapping[str, ModelPool],
@@ -207,7 +199,6 @@ class Placement:
         )
 
     def is_under_way(self, wish: Wish) -> bool:
-        """Is its copy in the wish's pool, or on its way there?"""
         return self.pools[wish.spec.pool].entry(wish.profile.copy) is not None
 
     def hold(self, wish: Wish) -> None:
@@ -218,7 +209,6 @@ class Placement:
         self._held[pool.name] = frozenset(copies)
 
     def may_use(self, pool: ModelPool, copy: str) -> bool:
-        """May a batch begin on this copy: is it there, and held for nobody?"""
         return pool.is_resident(copy) and copy not in self._held.get(pool.name, ())
 
     def set_back(self, pool: str, copy: str, attempts: int, now: float, *, is_away: bool = False) -> Setback:
@@ -231,12 +221,10 @@ class Placement:
         return setback
 
     def retry_s(self, pool: str, copy: str) -> float:
-        """When a copy that failed there may be tried there again."""
         return self._setbacks[pool, copy].retry_s
 
     @property
     def has_setbacks(self) -> bool:
-        """Has the load of any copy failed, and not gone well since?"""
         return bool(self._setbacks)
 
     def is_barred(self, pool: str, copy: str, now: float) -> bool:
@@ -249,7 +237,6 @@ class Placement:
         return any(each is not None and each.attempts >= attempts and now < each.retry_s for each in setbacks)
 
     def ran(self, pool: str, copy: str) -> None:
-        """A batch on it went well there: no failure counts any more."""
         self._setbacks.pop((pool, copy), None)
 
     def shrink(self, pool: ModelPool, to_bytes: int, effects: list[Effect]) -> None:
@@ -267,13 +254,11 @@ class Placement:
             self._evict(pool, victim, strategy.stage(victim), EvictionDecision("", short, tuple(ranked)), effects)
 
     def release(self) -> None:
-        """A new look at everything: the oldest claim comes first again."""
         self._kept_free.clear()
         self._held.clear()
         self._all_queued.clear()
 
     def loaded(self, load: Load) -> None:
-        """A load is complete."""
         self._end(load)
         self.pools[load.pool].loaded(load.copy)
         self._setbacks.pop((load.pool, load.copy), None)
@@ -306,7 +291,6 @@ class Placement:
                     self._evict(pool, candidate, STAGE_BY_RANK, decision, effects)
 
     def source_of(self, pool: ModelPool, copy: str) -> str:
-        """The nearest place that a load into ``pool`` would come from."""
         cache = pool.spec.cache
         return cache if cache is not None and self.pools[cache].entry(copy) is not None else SSD
 
@@ -315,7 +299,6 @@ class Placement:
         return min((setback.retry_s for setback in self._setbacks.values() if setback.retry_s > now), default=None)
 
     def is_retry_due(self, after_s: float, until_s: float) -> bool:
-        """Did the pause of a failed load end in this span?"""
         return any(after_s < setback.retry_s <= until_s for setback in self._setbacks.values())
 
     def _is_busy(self, source: str) -> bool:
@@ -401,7 +384,6 @@ class Placement:
         ]
 
     def _has_background_work(self, pool: ModelPool) -> bool:
-        """Does a background batch run from this memory, or is a background load under way into it or from it?"""
         if self.background_runs_in == pool.name:
             return True
         return any(load.is_background and pool.name in (load.pool, load.source) for load in self.loads.values())
@@ -439,7 +421,6 @@ class Placement:
         return frozenset(entry.copy for entry in in_use if entry.expert not in awaited)
 
     def _awaited(self, pool: ModelPool) -> Collection[str]:
-        """Experts with a group in any queue of this memory."""
         awaited = [queue.awaited for queue in self._users[pool.name]]
         return awaited[0] if len(awaited) == 1 else frozenset().union(*awaited)
 

@@ -40,7 +40,6 @@ class Entry:
 
     @property
     def is_untouched(self) -> bool:
-        """Evictable, and not used since it came."""
         return self.is_evictable and self.used_order == self.loaded_order
 
     @property
@@ -50,16 +49,12 @@ class Entry:
 
 @dataclass(slots=True)
 class Part:
-    """A shared part that is held, and by how many copies."""
-
     size_bytes: int
     holders: int
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """One memory, at one moment."""
-
     name: str
     expert_bytes: int
     used_bytes: int
@@ -74,8 +69,6 @@ class PoolStatistics:
 
 @dataclass(slots=True)
 class ModelPool:
-    """The ledger of one memory."""
-
     spec: PoolSpec
     guaranteed_workspace: dict[int, int] = field(default_factory=dict)  # executor -> bytes kept for a batch of one
     used_bytes: int = 0
@@ -92,7 +85,6 @@ class ModelPool:
 
     @property
     def expert_bytes(self) -> int:
-        """What may lie here: as planned, or less since the box proved to have less."""
         return self.spec.expert_bytes - self.missing_bytes
 
     def set_budget(self, expert_bytes: int) -> None:
@@ -105,7 +97,6 @@ class ModelPool:
 
     @property
     def lease_bytes(self) -> int:
-        """What may be leased here: as planned, or less."""
         return self.spec.lease_bytes - self.missing_lease_bytes
 
     def set_lease_budget(self, lease_bytes: int) -> None:
@@ -122,11 +113,9 @@ class ModelPool:
 
     @property
     def free_bytes(self) -> int:
-        """Room for weights."""
         return self.expert_bytes - self.used_bytes
 
     def entry(self, copy: str) -> Entry | None:
-        """The copy's entry while it is loading or resident."""
         return self._entries.get(copy)
 
     def entries(self) -> Iterator[Entry]:
@@ -134,17 +123,14 @@ class ModelPool:
         return iter(self._entries.values())
 
     def is_resident(self, copy: str) -> bool:
-        """May a batch run on it, or a copy be taken of it, right now?"""
         entry = self._entries.get(copy)
         return entry is not None and entry.is_resident
 
     def is_evictable(self, copy: str) -> bool:
-        """May it leave right now?"""
         entry = self._entries.get(copy)
         return entry is not None and entry.is_evictable
 
     def holders(self, part: str) -> int:
-        """How many copies hold a shared part; 0 when it is absent."""
         held = self._parts.get(part)
         return held.holders if held else 0
 
@@ -153,14 +139,12 @@ class ModelPool:
         return footprint.own_bytes + sum(part.size_bytes for part in footprint.shared if part.id not in self._parts)
 
     def freed_bytes(self, copy: str) -> int:
-        """What evicting a copy would take off the ledger now."""
         footprint = self._entries[copy].footprint
         return footprint.own_bytes + sum(
             part.size_bytes for part in footprint.shared if self._parts[part.id].holders == 1
         )
 
     def can_reserve(self, footprint: Footprint) -> bool:
-        """Is there room for it without evicting anything?"""
         return self.needed_bytes(footprint) <= self.free_bytes
 
     def start_load(self, copy: str, expert: str, footprint: Footprint, *, pinned: bool) -> int:
@@ -178,11 +162,9 @@ class ModelPool:
         return needed
 
     def loaded(self, copy: str) -> None:
-        """The bytes are there."""
         self._step(copy, Move.LOADED)
 
     def load_failed(self, copy: str) -> None:
-        """The bytes did not come; their room is free again."""
         self._step(copy, Move.LOAD_FAILED)
         self._forget(copy)
 
@@ -201,7 +183,6 @@ class ModelPool:
         entry.used_order = self._order
 
     def end_use(self, copy: str) -> None:
-        """One use is over."""
         entry = self._entries[copy]
         if entry.uses == 1:
             self._step(copy, Move.END_USE)
@@ -224,7 +205,6 @@ class ModelPool:
         self.workspace_used_bytes += size_bytes
 
     def return_workspace(self, executor: int) -> None:
-        """The batch is over."""
         self.workspace_used_bytes -= self._workspaces.pop(executor)
 
     def keep_workspace(self, executor: int, size_bytes: int) -> None:
@@ -234,12 +214,10 @@ class ModelPool:
 
     @property
     def free_lease_bytes(self) -> int:
-        """Room for leases."""
         return self.lease_bytes - self.lease_used_bytes
 
     @property
     def lessees(self) -> KeysView[int]:
-        """The requests that hold a lease here."""
         return self._leases.keys()
 
     def take_lease(self, request: int, size_bytes: int) -> None:
@@ -252,7 +230,6 @@ class ModelPool:
         self.lease_used_bytes += size_bytes
 
     def leased_bytes(self, request: int) -> int:
-        """The lease of a request that has begun."""
         return self._leases[request]
 
     def grow_lease(self, request: int, size_bytes: int) -> None:
@@ -264,11 +241,9 @@ class ModelPool:
         self.lease_used_bytes += further_bytes
 
     def return_lease(self, request: int) -> None:
-        """It holds nothing any more."""
         self.lease_used_bytes -= self._leases.pop(request)
 
     def statistics(self) -> PoolStatistics:
-        """A frozen snapshot."""
         return PoolStatistics(
             name=self.name,
             expert_bytes=self.expert_bytes,

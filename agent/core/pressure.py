@@ -47,8 +47,6 @@ class _Lowered:
 
 
 class MemoryPressure:
-    """The budgets of one Engine's memories, and where an expert can be had that fails in one of them."""
-
     def __init__(
         self,
         queues: Sequence[ExecutorQueue],
@@ -75,11 +73,9 @@ class MemoryPressure:
 
     @property
     def is_lasting(self) -> bool:
-        """Is a budget lowered, or was until a while ago?"""
         return bool(self._lowered)
 
     def ran_short(self, pool: ModelPool, to_bytes: int, reason: str, now: float, effects: list[Effect]) -> None:
-        """Less is to lie there from now on, so much if that can be."""
         if pool.spec.is_one_piece:
             return
         target_bytes = max(to_bytes, self._least_bytes(pool))
@@ -90,7 +86,6 @@ class MemoryPressure:
             self._pause(pool, now)
 
     def lower_leases(self, pool: ModelPool, to_bytes: int, reason: str, now: float, effects: list[Effect]) -> None:
-        """Less is to be leased there from now on, but no less than is."""
         self._set_leases(pool, max(to_bytes, pool.lease_used_bytes), reason, effects)
         if pool.missing_lease_bytes:
             self._pause(pool, now)
@@ -100,7 +95,6 @@ class MemoryPressure:
         self._lowered[pool.name] = _Lowered(pause_s, now + pause_s)
 
     def next_relief_s(self) -> float | None:
-        """When a budget that was lowered is looked at again."""
         return min((each.until_s for each in self._lowered.values()), default=None)
 
     def relieve(self, now: float, effects: list[Effect]) -> bool:
@@ -146,14 +140,12 @@ class MemoryPressure:
         )
 
     def barred(self, expert: str, now: float) -> frozenset[int]:
-        """The executors that an expert is not to be asked on for now."""
         if not self._placement.has_setbacks:
             return NOWHERE
         able = self._able(expert)
         return frozenset(spec.id for spec, row in able if self._placement.is_barred(spec.pool, row.copy, now))
 
     def stranded(self, expert: str, now: float) -> list[int]:
-        """The requests that wait for an expert where it is not to be asked."""
         barred = self.barred(expert, now)
         return [
             request

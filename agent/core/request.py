@@ -33,16 +33,13 @@ class Work:
 
     @property
     def leased(self) -> int:
-        """How many tokens its lease is for."""
         return self.most if self.lease is None else min(self.lease, self.most)
 
     @property
     def most_of_any(self) -> int:
-        """The most that it may hold at any step."""
         return max(self.most, *(work.most for _, work in self.steps)) if self.steps else self.most
 
     def at(self, expert: str) -> Work:
-        """What it is at one of its experts."""
         return dict(self.steps).get(expert, self) if self.steps else self
 
     def anew(self) -> Work:
@@ -110,10 +107,8 @@ class Batch:
 
     @property
     def all_parts(self) -> tuple[Part, ...]:
-        """The same for a batch on one expert."""
         return self.parts or (Part(self.expert, self.copy, self.requests),)
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """What it runs on, each once."""
         return tuple(part.copy for part in self.parts) or (self.copy,)

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 
 class Shadows:
-    """Of one Engine; see the module."""
-
     def __init__(
         self,
         background: BackgroundWork,
@@ -52,7 +50,6 @@ class Shadows:
         self.batch_count = 0
 
     def begin(self, line: ServedLine, now: float, effects: list[Effect]) -> None:
-        """One batch or one load, unless one is under way."""
         if self._background.batch is not None or self._placement.loads:
             return
         for expert in self._background.awaited:
@@ -62,13 +59,11 @@ class Shadows:
             any(self._loads(expert, awaited, line, now, effects) for expert in awaited)
 
     def batch_over(self, batch: Batch, now: float) -> None:
-        """The background batch ran, or failed."""
         self._batches.end(batch, now)
         self._background.batch = self._background.request = None
         self._placement.background_runs_in = None
 
     def ran(self, request: int, expert: str, prediction: Prediction, effects: list[Effect]) -> None:
-        """Its request was answered."""
         outcome = Outcome(
             Verdict.UNKNOWN,
             prediction.label,
@@ -80,18 +75,15 @@ class Shadows:
         self._end(Complete(request, outcome), effects)
 
     def failed(self, request: int, reason: str, effects: list[Effect]) -> None:
-        """It was not, and will not be."""
         self._background.failed += 1
         self._end(Fail(request, _unanswered(reason)), effects)
 
     def drop(self, request: int, reason: str, effects: list[Effect]) -> None:
-        """A request leaves without having run."""
         self._background.leave(request)
         self._background.dropped += 1
         self._end(Fail(request, _unanswered(reason)), effects)
 
     def drop_all_but(self, experts: frozenset[str], effects: list[Effect]) -> None:
-        """Those that wait for other shadows than these."""
         for request in tuple(self._background.requests):
             if self._background.expert_of(request) not in experts:
                 self.drop(request, DROPPED, effects)
@@ -101,7 +93,6 @@ class Shadows:
         effects.append(effect)
 
     def _end_refused(self, expert: str, line: ServedLine, now: float, effects: list[Effect]) -> None:
-        """Those end that wait for a shadow which is not to be asked, or that no executor can be asked for."""
         for request in self._background.waiting_for(expert):
             reason = self._standings.refusal(request, expert, now) or _unfit(expert, line)
             if reason is not None:
@@ -154,5 +145,4 @@ def _unfit(expert: str, line: ServedLine) -> str | None:
 
 
 def _unanswered(reason: str) -> Outcome:
-    """Why a shadow did not answer: it decides nothing, as its answer would."""
     return Outcome(Verdict.UNKNOWN, None, None, (), reason)

@@ -39,8 +39,6 @@ PATIENCE = 0.5  # of the overtaking bound: a head that has waited for longer has
 
 
 class Supply:
-    """Of one Engine; see the module."""
-
     def __init__(
         self,
         queues: Mapping[int, ExecutorQueue],
@@ -74,11 +72,9 @@ class Supply:
         return len(self._initial) > self._waiting
 
     def place_all(self, line: ServedLine, now: float) -> None:
-        """Each expert where it would be at the start; pinned ones first."""
         self._initial.extend(self._first_wishes(line, now))
 
     def place(self, expert: str, spec: ExecutorSpec, line: ServedLine, now: float) -> None:
-        """One expert, for this executor."""
         self._initial.append(Wish(spec, expert, line.matrix.experts[spec.processor][expert], now, now))
 
     def place_pinned(self, expert: str, line: ServedLine, now: float) -> bool:
@@ -100,12 +96,10 @@ class Supply:
             self._initial.extend(wish for wish in wishes if wish.expert not in known or wish.expert in at_home)
 
     def stop(self) -> None:
-        """The agent stops: what waits for spare room is not loaded."""
         self._initial.clear()
         self._speculations.clear()
 
     def speculate(self, spec: ExecutorSpec, expert: str, line: ServedLine, now: float) -> None:
-        """An expert runs: what may come after it is worth having, if there is room."""
         if not self._policy.overlapping:
             return
         for name in line.graph.subsequents(expert):

@@ -90,7 +90,6 @@ class Turns:
                 group.is_passed_over = not self._can_begin(queue, group)
 
     def next_group(self, queue: ExecutorQueue) -> Group | None:
-        """The group that an idle executor runs next, if any may run."""
         if not (queue.ongoing or queue.begins):
             return self._first(queue)
         if not self._is_overlapping:
@@ -100,11 +99,9 @@ class Turns:
         return self._next_quantum(queue) or self._next_images(queue)
 
     def is_anything_runnable(self, queue: ExecutorQueue) -> bool:
-        """Could its executor run something, were it idle?"""
         return self._next_runnable(queue) is not None or self._longest_without_turn(queue) is not None
 
     def images_start(self, queue: ExecutorQueue) -> None:
-        """A batch of images starts: quanta may go next."""
         queue.had_quantum = False
 
     def quantum_starts(self, queue: ExecutorQueue, group: Group) -> list[Share]:
@@ -163,7 +160,6 @@ class Turns:
         return shares
 
     def _is_kin(self, queue: ExecutorQueue, other: Group, group: Group) -> bool:
-        """Is it of the same family, and may run now?"""
         if other.profile.copy == group.profile.copy:
             return True
         is_kin = other.profile.family is not None and other.profile.family == group.profile.family
@@ -196,7 +192,6 @@ class Turns:
         return shares
 
     def _first(self, queue: ExecutorQueue) -> Group | None:
-        """The front if its expert may run; else, with an overlapping policy, the first group whose expert may."""
         front = queue.front
         if front is not None and self._placement.may_use(self._pools[queue.spec.pool], front.profile.copy):
             return front
@@ -271,7 +266,6 @@ class Turns:
         return min((each.oldest_s for each in here if each.order < group.order), default=math.inf)
 
     def _longest_without_turn(self, queue: ExecutorQueue) -> Group | None:
-        """Of the ongoing groups whose expert may run, the one whose last turn is longest ago."""
         pool = self._pools[queue.spec.pool]
         able = (group for group in queue.ongoing.values() if self._placement.may_use(pool, group.profile.copy))
         return min(able, key=lambda group: group.order, default=None)
@@ -291,7 +285,6 @@ class Turns:
         return sum(1 for _ in takewhile(lambda request: not self._runs_alone(request), begun.requests))
 
     def most_in_batch(self, queue: ExecutorQueue, group: Group) -> int:
-        """How many requests a batch may have that some of this group are in."""
         return self._batch_size(queue, group, group.profile.performance.max_batch)
 
     def _batch_size(self, queue: ExecutorQueue, group: Group, waiting: int) -> int:
@@ -310,7 +303,6 @@ class _Places:
         self._taken = 0
 
     def left_for(self, group: Group) -> int:
-        """How many of a group find a place."""
         return max(self._most_with(group) - self._taken, 0)
 
     def take(self, group: Group, count: int, kept: int = 0) -> int:

@@ -101,8 +101,7 @@ class RunsTexts(Protocol):
     """A skeleton of a language model."""
 
     @property
-    def model(self) -> Model:
-        """The model over the bytes that it is bound to."""
+    def model(self) -> Model: ...
 
 
 class BatchExecutor:
@@ -140,11 +139,9 @@ class BatchExecutor:
 
     @property
     def is_on_cpu(self) -> bool:
-        """Does it compute on the box's own cores?"""
         return self._device == "cpu"
 
     def start(self) -> None:
-        """Begin to take batches."""
         self._thread.start()
 
     def start_batch(self, batch: Batch, expert: Expert, images: Sequence[Shown]) -> None:
@@ -167,7 +164,6 @@ class BatchExecutor:
         self._inbox.put(_Quantum(batch, tuple(copies)))
 
     def statistics(self) -> ExecutorStatistics:
-        """A frozen snapshot."""
         engine = None if self._texts is None else self._texts.statistics(self.spec.id)
         if engine is None:
             return self._statistics
@@ -293,7 +289,6 @@ def _prepared(images: Sequence[DueTask[Prepared | Rejected]]) -> list[Prepared |
 
 
 def model_of(skeleton: Skeleton) -> Model:
-    """The language model of a skeleton that is bound."""
     assert isinstance(skeleton, RunsTexts), "only language models run in quanta"
     return skeleton.model
 

@@ -38,17 +38,14 @@ class ExpertCopy:
 
     @property
     def kind(self) -> str:
-        """The name of its kind."""
         return kind_name(self.expert, self.packed.program_sha256)
 
     @property
     def is_offloaded(self) -> bool:
-        """Do its moe_experts come and go?"""
         return self.moe_places is not None
 
     @property
     def block_bytes(self) -> int:
-        """What one of its moe_experts takes; 0 where it has none."""
         return moe_block_bytes(self.packed)
 
     @property
@@ -63,12 +60,10 @@ class ExpertCopy:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Everything that it holds as a whole while it is in a memory."""
         return (self.packed.own, *self.parts)
 
     @property
     def own_bytes(self) -> int:
-        """Its own region: its own segment, and behind it the places of moe_experts."""
         return self.packed.own.slot_bytes + slot_bytes((self.moe_places or 0) * self.block_bytes)
 
     @property
@@ -79,7 +74,6 @@ class ExpertCopy:
 
     @property
     def footprint(self) -> Footprint:
-        """What holding it costs, exactly as the slots hold it."""
         shared = tuple(SharedPart(segment.sha256, segment.slot_bytes) for segment in self.parts)
         return Footprint(self.own_bytes, shared)
 
@@ -111,7 +105,6 @@ def moe_block_bytes(packed: PackedExpert) -> int:
 
 
 def moe_experts_of(packed: PackedExpert) -> int:
-    """How many moe_experts it has, in all layers together."""
     return sum(len(segment.blocks.sha256) for segment in packed.moe_layers if segment.blocks is not None)
 
 

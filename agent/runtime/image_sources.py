@@ -61,12 +61,10 @@ class Frame:
 
     @property
     def name(self) -> str:
-        """What a rejection calls it."""
         return self._image.name
 
     @property
     def stored_bytes(self) -> int:
-        """What its parts have to be made from, until one of them is."""
         return len(self._image.content) if self._pixels is None else 0
 
     def pixels(self, room_for: RoomFor) -> NDArray[np.uint8]:

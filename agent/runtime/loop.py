@@ -84,11 +84,9 @@ class Decider(Protocol):
     def next_wakeup_s(self) -> float | None:
         """When a Tick is due if nothing else happens before; None for never."""
 
-    def statistics(self) -> EngineStatistics:
-        """A frozen snapshot."""
+    def statistics(self) -> EngineStatistics: ...
 
-    def check_invariants(self) -> None:
-        """Raises AssertionError saying what does not add up."""
+    def check_invariants(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +113,6 @@ class DecisionTimes:
 
 @dataclass(frozen=True, slots=True)
 class LoopStatistics:
-    """A frozen snapshot of a whole agent."""
-
     engine: EngineStatistics
     decisions: DecisionTimes
     transfers: TransferStatistics
@@ -241,7 +237,6 @@ class AgentLoop:
     # -- for any thread --
 
     def start(self) -> None:
-        """Begin: experts are placed, requests are taken."""
         end_team()  # of whoever prepared this; see there what it would cost the executors
         for executor in self._workshop.executors.values():
             executor.start()
@@ -300,7 +295,6 @@ class AgentLoop:
 
     @property
     def text_executors(self) -> Collection[int]:
-        """The executors that have somewhere to keep keys and values."""
         return self._workshop.text_engines.by_executor.keys()
 
     def scale_images(self, experts: Iterable[str]) -> None:
@@ -345,12 +339,10 @@ class AgentLoop:
 
     @property
     def crash(self) -> AgentCrashed | None:
-        """What ended the loop, if anything did."""
         return self._crash
 
     @property
     def requests_in_flight(self) -> int:
-        """Submitted, and without an outcome yet."""
         return len(self._sources)
 
     def statistics(self) -> LoopStatistics:
@@ -513,7 +505,6 @@ class AgentLoop:
             executor.hurry(batch)
 
     def _begin_batch(self, effect: effects.StartBatch) -> None:
-        """It runs from now on."""
         self._open.open_batch(effect, self._clock())
         self._shadows.batch_begun(effect.batch, self._clock())
         if self._watch is not None and effect.batch.requests[0] not in self._shadows:
@@ -628,7 +619,6 @@ class AgentLoop:
             self._changed.notify_all()
 
     def _check_invariants(self) -> None:
-        """The Engine's own, and that each memory holds what its ledger counts."""
         self._engine.check_invariants()
         ledgers = {pool.name: pool.used_bytes for pool in self._engine.statistics().pools}
         for store in self._workshop.stores:
@@ -740,7 +730,6 @@ def bind_where_they_run(
 def _stores(
     box: Box, executors: Sequence[ExecutorSpec], limits: Limits, shelf: SkeletonShelf, moe_loads: MoeLoads
 ) -> dict[str, SlotStore]:
-    """Each memory's slots, bound for the devices that run from it."""
     return {
         spec.name: SlotStore(
             memory_for(box, spec.name, spec.expert_bytes, spec.workspace_bytes),

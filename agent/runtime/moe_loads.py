@@ -53,8 +53,7 @@ class Offloads(Protocol):
     """A skeleton of a model whose moe_experts somebody else may hold."""
 
     @property
-    def spec(self) -> ArchSpec:
-        """What it is a skeleton of."""
+    def spec(self) -> ArchSpec: ...
 
     def bind_offloaded(self, tensors: Mapping[str, Tensor], moe_experts: Mapping[int, MoeExperts]) -> None:
         """Run from the tensors of the dense part; whoever is named by layer runs the rest."""
@@ -94,7 +93,6 @@ class MoeLoads:
         return OffloadedCopy(slot, memory, self, host, usage)
 
     def remember(self, copy: ExpertCopy, usage: Mapping[MoeExpert, float]) -> None:
-        """What was learned of a copy that leaves."""
         if usage and self._kept is not None:
             write_usage(self._kept, copy, usage)
 
@@ -108,7 +106,6 @@ class MoeLoads:
 
     @property
     def may_load_ahead(self) -> bool:
-        """Is nothing under way that the Engine asked for?"""
         return not self._link.is_demanded
 
     def costs_of(self, copy: ExpertCopy, measure: Callable[[], MoveCosts]) -> MoveCosts:
@@ -161,7 +158,6 @@ class OffloadedCopy:
         skeleton.bind_offloaded(tensors, self._shown[device].show(tensors, self._places(device)))
 
     def settle(self) -> None:
-        """Wait until no place is being filled."""
         self._cache.settle()
         if self._tier is not None:
             self._tier.settle()
@@ -225,13 +221,11 @@ class _HostBlocks:
         self._tier: HostTier | None = None
 
     def tier(self, kind: Mlp, costs: MoveCosts) -> HostTier:
-        """These as what a device's cache is filled from."""
         if self._tier is None:
             self._tier = HostTier(self._cache, self.block, self._form, kind, costs)
         return self._tier
 
     def block(self, place: int) -> Tensor:
-        """A place's bytes."""
         start = place * self._form.size_bytes
         return self._region.tensor("cpu")[start : start + self._form.size_bytes]
 
@@ -256,5 +250,4 @@ def form_of(copy: ExpertCopy) -> BlockForm:
 
 
 def layers_of(copy: ExpertCopy) -> dict[int, Segment]:
-    """The segment of each layer that has moe_experts."""
     return {layer_of(segment.tensors[0].name): segment for segment in copy.packed.moe_layers}

@@ -65,7 +65,6 @@ AT_ONCE = -math.inf  # due before everything that is only due some time
 
 
 def nothing_told(request: int) -> AbstractContextManager[object]:
-    """Where nobody watches which requests' images are being prepared."""
     return nullcontext()
 
 
@@ -140,7 +139,6 @@ class _Image:
         return "" if self.wanted is None else self.wanted.form.name
 
     def let_go(self) -> None:
-        """Of what its steps do not need, or not any more."""
         with self.changing:
             needed = set() if self.wanted is None else set(self.wanted.later)
             is_ready = self.wanted is None or (self.task is not None and self.task.future.done())
@@ -257,7 +255,6 @@ class Preparation:
         return known.task
 
     def hurry(self, request: int) -> None:
-        """A batch waits for its image: before everything that is only due some time."""
         known = self._images.get(request)
         if known is not None and known.task is not None:
             self._awaited.hurry(known.task)
@@ -277,7 +274,6 @@ class Preparation:
             self._ahead.allow(max(self._cores - self._computing, 0))
 
     def forget(self, request: int) -> None:
-        """Nothing is held for a request any more but what a batch has of it."""
         image = self._images.pop(request, None)
         if image is None:
             return
@@ -289,16 +285,13 @@ class Preparation:
 
     @property
     def requests(self) -> int:
-        """For how many requests something is held, or being prepared."""
         return len(self._images)
 
     @property
     def held_bytes(self) -> int:
-        """Of images that are held for later steps, now."""
         return sum(image.held_bytes for image in self._images.values())
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """End the threads, after what is in preparation; False if that took longer."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         has_ended = True
         for threads in (self._awaited, self._ahead, self._large):
@@ -334,7 +327,6 @@ class Preparation:
         return threads.submit(work, due_s, is_short=is_crop)
 
     def _work(self, image: _Image, form: _Form, answer: Callable[[Prepared | Rejected], None]) -> None:
-        """On one of the threads: first what is waited for, then what later steps need."""
         try:
             with self._watching(image):
                 prepared, pixels = self._prepared(image, form)
@@ -356,7 +348,6 @@ class Preparation:
         return nullcontext() if image.request is None or image.is_taken else self.watch(image.request)
 
     def _prepared(self, image: _Image, form: _Form) -> tuple[Prepared, Decoded | None]:
-        """With the pixels, where it was made from them."""
         with image.changing:
             prepared, pixels = image.held.get(form.name), image.pixels
         if prepared is not None:

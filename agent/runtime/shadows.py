@@ -46,8 +46,6 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """An image's share of a batch."""
-
     seconds: float
     executor: int
 
@@ -79,8 +77,6 @@ class ShadowWatch:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What waits for a shadow."""
-
     answer: ShadowAnswer  # as far as it is known
     image: ImageSource
     size_bytes: int
@@ -104,15 +100,12 @@ class Shadows:
 
     @property
     def held_bytes(self) -> int:
-        """Of images that wait for shadows, or run with one."""
         return self._held_bytes
 
     def image(self, request: int) -> ImageSource:
-        """What a background request is about."""
         return self._kept[request].image
 
     def batch_begun(self, batch: Batch, now: float) -> None:
-        """A batch starts, of the line or in the background."""
         if self.watch is None or not (self.pairs or self._kept):
             return
         self._since_s[batch.id] = now
@@ -120,7 +113,6 @@ class Shadows:
             self.watch.begun(batch.expert)
 
     def batch_ended(self, batch: Batch, now: float) -> None:
-        """It has its answer."""
         since_s = self._since_s.pop(batch.id, None)
         if self.watch is None or since_s is None:
             return
@@ -151,7 +143,6 @@ class Shadows:
         return asked
 
     def end(self, request: int, outcome: Outcome) -> None:
-        """A background request has its outcome."""
         kept = self._kept.pop(request)
         self._held_bytes -= kept.size_bytes
         self._cancelled.discard(request)
@@ -165,7 +156,6 @@ class Shadows:
         self.pairs = dict(pairs)
 
     def clear(self) -> None:
-        """Nothing is told of what is kept."""
         self._kept.clear()
         self._held_bytes = 0
 

@@ -70,8 +70,6 @@ class SlotStatistics:
 
 
 class SlotState(StrEnum):
-    """Where a slot stands."""
-
     LOADING = "loading"
     READY = "ready"
     GONE = "gone"
@@ -90,7 +88,6 @@ class Binding:
         return self.packed.layout == packed.layout and self.stands_on(shared_regions)
 
     def stands_on(self, shared_regions: Sequence[Region]) -> bool:
-        """Are these the shared regions it was bound to?"""
         if len(self.shared_regions) != len(shared_regions):
             return False
         return all(mine is theirs for mine, theirs in zip(self.shared_regions, shared_regions, strict=True))
@@ -116,7 +113,6 @@ class SharedPart:
 
     @property
     def region(self) -> Region:
-        """Its memory, once materialised."""
         assert self.housing is not None, "the part has no memory yet"
         return self.housing.region
 
@@ -134,19 +130,16 @@ class Slot:
 
     @property
     def region(self) -> Region:
-        """Its own memory, once materialised."""
         assert self.housing is not None, "the slot has no memory yet"
         return self.housing.region
 
     def stands_on(self, region: Region) -> bool:
-        """Is this its own region, or that of a part it shares?"""
         if self.housing is None:
             return False
         housings = (self.housing, *(part.housing for part in self.parts))
         return any(housing is not None and housing.region is region for housing in housings)
 
     def region_of(self, segment: Segment) -> Region:
-        """Where one of the copy's segments lies."""
         if segment.sha256 == self.copy.packed.own.sha256:
             return self.region
         return next(part.region for part in self.parts if part.segment.sha256 == segment.sha256)
@@ -186,7 +179,6 @@ class SkeletonShelf:
 
     @property
     def constructed(self) -> int:
-        """How many skeletons were constructed since the start."""
         return self._constructed
 
     def take(self, copy: ExpertCopy, device: str) -> Skeleton:
@@ -201,13 +193,11 @@ class SkeletonShelf:
         return backend.skeleton(copy.expert, Precision(packed.precision), self._segments.program(packed), device)
 
     def put(self, packed: PackedExpert, device: str, skeleton: Skeleton) -> None:
-        """Keep a skeleton whose region went to something else."""
         with self._lock:
             self._spares.append(_Spare(packed.layout, device, skeleton))
             del self._spares[: -self._limit or None]
 
     def clear(self) -> None:
-        """Let go of all spares."""
         with self._lock:
             self._spares.clear()
 
@@ -293,13 +283,11 @@ class SlotStore:
                 self._bind(slot, slot.housing, device)
 
     def commit(self, slot: Slot) -> None:
-        """All bytes are there: the copy can run, or be copied on."""
         with self._calm:
             slot.state = SlotState.READY
             self._calm.notify_all()
 
     def abandon(self, slot: Slot) -> None:
-        """The load came to nothing: the place is free again."""
         with self._calm:
             self._release(slot)
             self._calm.notify_all()
@@ -317,7 +305,6 @@ class SlotStore:
             self._release(slot)
 
     def ready(self) -> tuple[str, ...]:
-        """The copies that can run, or be copied on, right now."""
         with self._lock:
             return tuple(name for name, slot in self._slots.items() if slot.state is SlotState.READY)
 
@@ -356,7 +343,6 @@ class SlotStore:
         return slot
 
     def statistics(self) -> SlotStatistics:
-        """A frozen snapshot."""
         with self._lock:
             used_bytes = sum(slot.copy.own_bytes for slot in self._slots.values())
             used_bytes += sum(part.segment.slot_bytes for part in self._parts.values())
@@ -376,7 +362,6 @@ class SlotStore:
             )
 
     def _offloaded(self) -> OffloadTotals:
-        """Of copies that have left, and of those that are here."""
         totals = self._moe_of_gone
         for slot in self._slots.values():
             if slot.moe is not None and slot.state is SlotState.READY:
@@ -549,7 +534,6 @@ class SlotStore:
             self._strip(housing)
 
     def _strip(self, housing: Housing) -> None:
-        """Its skeletons go back to the shelf."""
         for device in tuple(housing.bindings):
             self._shelve(housing.bindings.pop(device), device)
 

@@ -69,7 +69,6 @@ class TextEngines:
         return bisect_right(range(1, room + 1), room, key=lambda tokens: self._rounded(copies, tokens))
 
     def set_budget(self, pool: str, budget_bytes: int) -> None:
-        """Keys and values of this memory keep to so much from now on."""
         for (name, _), arena in self.arenas.items():
             if name == pool:
                 arena.set_budget(budget_bytes)
@@ -121,7 +120,6 @@ def text_engines(
 
 
 def arena_for(device: str, budget_bytes: int, *, keeps_prefixes: bool) -> KvArena:
-    """Where keys and values lie that this device reads."""
     if device == "cpu":
         return ExtentArena(budget_bytes, keeps_prefixes=keeps_prefixes)
     return BlockArena(budget_bytes, device, keeps_prefixes=keeps_prefixes)

@@ -58,8 +58,6 @@ class TextEngine(Protocol):
 
 
 class RecordingWriter:
-    """Remembers what is written through it."""
-
     def __init__(self, target: Writer) -> None:
         self.target = target
         self.tokens: list[int] = []
@@ -91,7 +89,6 @@ class AskedText:
         return self.texts[expert]
 
     def come_to(self, expert: str, text: TextRequest, executor: int) -> None:
-        """It begins with an expert."""
         self.expert, self.lease = expert, self.work.at(expert).leased
         self.give(text, executor)
 
@@ -100,17 +97,14 @@ class AskedText:
         self.lease = max(self.rounded(tokens, expert), self.lease + 1)
 
     def rounded(self, tokens: int, expert: str) -> int:
-        """How many an arena counts for so many."""
         return self.rounding[expert](tokens) if expert in self.rounding else tokens
 
     def give(self, text: TextRequest, executor: int) -> None:
-        """An executor has this to write."""
         self.writer = RecordingWriter(text.writer)
         self.running = replace(text, writer=self.writer)
         self.executor, self.read = executor, len(text.generation.prompt)
 
     def leave(self) -> None:
-        """The expert is done with it."""
         self.expert = self.executor = self.running = self.writer = None
 
 
@@ -157,7 +151,6 @@ class Texts:
         return AskedText(source, texts, work, rounding=rounding)
 
     def take(self, request: int, asked: AskedText) -> None:
-        """It has its number."""
         self._asked[request] = asked
 
     def forget(self, request: int) -> None:
@@ -169,7 +162,6 @@ class Texts:
     # -- of the loop's thread --
 
     def preempt(self, request: int, executor: int) -> None:
-        """What it holds there is others' from now on."""
         self._engines[executor].preempt(request)
 
     def hurry(self) -> None:
@@ -202,7 +194,6 @@ class Texts:
         return Progressed(batch.id, (*refused, *finished), tuple(unfinished))
 
     def statistics(self, executor: int) -> EngineStatistics | None:
-        """Of one executor's engine; None where it has none."""
         engine = self._engines.get(executor)
         return None if engine is None else engine.statistics()
 

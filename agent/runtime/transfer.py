@@ -83,12 +83,10 @@ class PacedLink:
 
     @property
     def is_demanded(self) -> bool:
-        """Is anything under way that the Engine asked for?"""
         return self._demands > 0
 
     @contextmanager
     def demanded(self) -> Iterator[None]:
-        """While the Engine waits for bytes."""
         with self._lock:
             self._demands += 1
         try:
@@ -147,7 +145,6 @@ class Transfers:
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def know(self, copies: Mapping[str, ExpertCopy]) -> None:
-        """These may be loaded from now on, and none else."""
         self._copies = dict(copies)
         self._checked &= {name.rpartition("@")[0] for name in copies}
 
@@ -173,7 +170,6 @@ class Transfers:
         self._stores[effect.pool].evict(effect.copy)
 
     def statistics(self) -> TransferStatistics:
-        """A frozen snapshot."""
         with self._lock:
             return TransferStatistics(
                 loads=dict(self._loads),
@@ -213,7 +209,6 @@ class Transfers:
             end_team()
 
     def _begin_check(self, effect: StartLoad) -> None:
-        """Have the source of what was loaded looked at, if nobody has."""
         with self._lock, suppress(RuntimeError, KeyError):  # it is stopping, or the expert has left the line
             if self.distrust is not None and effect.expert not in self._checked:
                 self._checked.add(effect.expert)
@@ -298,7 +293,6 @@ class Transfers:
             self._segments.stream(segment, buffer, expert, copy_on)
 
     def _looked_into(self, error: errors.WeightsCorrupt, copy: ExpertCopy) -> errors.ExpertError:
-        """What is to be said, and done, about weights that were found corrupt."""
         try:
             gone = self._segments.discard_corrupt(copy.packed)
         except (errors.LoadError, FileNotFoundError) as refusal:  # its drive has gone, and nothing is known

@@ -123,7 +123,6 @@ def _box(name: str, model: str, processors: tuple[str, ...], host: MemorySize, d
 
 
 def _cores() -> int:
-    """Processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -161,11 +161,9 @@ class MeasuringRig:
         self._stores[pool].evict(copy.name)
 
     def scale_images(self, copy: ExpertCopy) -> None:
-        """From now on JPEGs are made smaller for this expert while they are decoded."""
         self._preparation.scaled |= {copy.expert.id}
 
     def clear(self) -> None:
-        """Make room for the next one."""
         for store in self._stores.values():
             for name in store.ready():
                 store.evict(name)
