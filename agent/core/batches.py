@@ -7,6 +7,7 @@ batch has ended, in the order in which the shell runs them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,18 +20,16 @@ if TYPE_CHECKING:
     from agent.core.request import Batch
 
 
+@dataclass(slots=True, eq=False)
 class Batches:
-    def __init__(
-        self, queues: Mapping[int, ExecutorQueue], pools: Mapping[str, ModelPool], ahead: PreparedAhead
-    ) -> None:
-        self._queues = queues
-        self._pools = pools
-        self._ahead = ahead
-        self._batches: dict[int, Batch] = {}
-        self._profiles: dict[int, tuple[ExpertProfile, ...]] = {}  # batch -> what its parts run by
-        self._running: dict[int, int] = {}  # executor -> batch
-        self._held: dict[int, int] = {}  # executor -> the batch behind that
-        self.count = 0  # that were begun or held since the start
+    _queues: Mapping[int, ExecutorQueue]
+    _pools: Mapping[str, ModelPool]
+    _ahead: PreparedAhead
+    _batches: dict[int, Batch] = field(default_factory=dict)
+    _profiles: dict[int, tuple[ExpertProfile, ...]] = field(default_factory=dict)  # batch -> what its parts run by
+    _running: dict[int, int] = field(default_factory=dict)  # executor -> batch
+    _held: dict[int, int] = field(default_factory=dict)  # executor -> the batch behind that
+    count: int = 0  # that were begun or held since the start
 
     @property
     def is_any(self) -> bool:

@@ -103,35 +103,25 @@ class Engine:
         self._placement = Placement(self._pools, queues, graph, matrix, policy, limits, homes)
         self._pressure = MemoryPressure(queues, self._placement, limits, matrix, homes)
         self._splitter = BatchSplitter()
-        self._leases = Leases(self._pools, limits.max_overtake_s if policy.bounded else math.inf)
+        overtake_s = limits.max_overtake_s if policy.bounded else math.inf
+        self._leases = Leases(self._pools, overtake_s)
         self._turns = Turns(
-            self._pools, self._placement, self._leases, self._splitter, policy, limits.max_overtake_s, self._runs_alone
+            self._pools, self._placement, self._leases, self._splitter, policy.overlapping, overtake_s, self._runs_alone
         )
         self._standings = Standings(limits)
-        self._ahead = PreparedAhead(queues, limits)
-        self._later = LaterSteps(self._ahead)
-        self._holding = Holding(self._pools, self._placement, self._splitter, self._ahead, policy)
+        self._ahead = ahead = PreparedAhead(queues, limits)
+        self._later = LaterSteps(ahead)
+        self._holding = Holding(self._placement, self._splitter, ahead, policy.overlapping and ahead.is_on)
         self._tickets: dict[int, Ticket] = {}
-        self._batches = Batches(self._queues, self._pools, self._ahead)
+        self._batches = Batches(self._queues, self._pools, ahead)
         self._supply = Supply(
-            self._queues, self._pools, self._placement, self._turns, self._standings, self._batches, policy, limits
+            self._queues, self._placement, self._turns, self._standings, self._batches, policy, limits
         )
         self._batching = Batching(
-            queues,
-            self._pools,
-            self._tickets,
-            self._batches,
-            self._turns,
-            self._splitter,
-            self._holding,
-            self._ahead,
-            self._supply,
-            limits,
+            queues, self._pools, self._tickets, self._batches, self._turns, self._holding, ahead, self._supply, limits
         )
         self._background = BackgroundWork(limits)
-        self._shadows = Shadows(
-            self._background, self._queues, self._pools, self._placement, self._standings, self._batches
-        )
+        self._shadows = Shadows(self._background, self._queues, self._placement, self._standings, self._batches)
         self._counts: Counter[str] = Counter()
         self._now = 0.0
         self._is_draining = False
@@ -393,9 +383,7 @@ class Engine:
         for part, profile in sorted(parts, key=self._age_of, reverse=True):  # each goes in front of the others
             retried = [request for request in part.requests if self._may_retry(request, part, batch, event, effects)]
             self._give_back(part.expert, batch, profile, retried, effects)
-        if (
-            event.out_of_memory and len(batch.requests) == 1
-        ):  # it cannot be made smaller: what lies there has to be less
+        if event.out_of_memory and len(batch.requests) == 1:  # no batch is smaller: the weights there have to be fewer
             pool = self._pools[self._queues[batch.executor].spec.pool]
             to_bytes = pool.used_bytes - batch.workspace_bytes
             self._pressure.ran_short(pool, to_bytes, event.reason, self._now, effects)
@@ -516,9 +504,6 @@ class Engine:
         self._standings.forget_all_but(event.graph.experts)
         for expert in sorted(event.retired):
             self._discard_if_gone(expert, effects)
-        return True
-
-    def _ticked(self, _: events.Tick, effects: list[Effect]) -> bool:
         return True
 
     def _drained(self, _: events.Drain, effects: list[Effect]) -> bool:
@@ -844,7 +829,7 @@ class Engine:
             events.Wanted: self._wanted,
             events.Unwanted: self._unwanted,
             events.LineChanged: self._line_changed,
-            events.Tick: self._ticked,
+            events.Tick: lambda *_: True,
             events.Drain: self._drained,
         }
 
@@ -868,8 +853,6 @@ class Engine:
             largest = max((each.performance.workspace_for(1) for each in profiles), default=0)
             self._pools[queue.spec.pool].guaranteed_workspace[queue.spec.id] = largest
 
-    # -- small answers --
-
     def _waits_for(self, queue: ExecutorQueue, load: Load) -> bool:
         """Does the head of this queue wait for this load, and not for its executor?"""
         head = queue.front
@@ -882,16 +865,10 @@ class Engine:
         return sorted(f"{source}_{pool}" for source, pool in sources if source is not None)
 
     def _queue_statistics(self, queue: ExecutorQueue) -> QueueStatistics:
-        batch = self._batches.running(queue.spec.id)
-        running = len(batch.requests) if batch else 0
-        return QueueStatistics(
-            queue.spec.id,
-            queue.spec.processor,
-            queue.request_count + queue.held_requests,
-            queue.length_s(self._now),
-            running,
-            batch.expert if batch else None,
-        )
+        spec, batch = queue.spec, self._batches.running(queue.spec.id)
+        requests, length_s = queue.request_count + queue.held_requests, queue.length_s(self._now)
+        running, expert = (len(batch.requests), batch.expert) if batch else (0, None)
+        return QueueStatistics(spec.id, spec.processor, requests, length_s, running, expert)
 
     def _unexpected(self) -> bool:
         self._counts["unexpected_events"] += 1

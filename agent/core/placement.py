@@ -85,10 +85,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Setback:
-    """A copy whose load failed: how often in a row, for how long it pauses now, and when it may be tried again.
-
-    ``since_s``: the first failure of those that followed one another.
-    """
+    """A copy whose loads failed in a row, from ``since_s`` on, and its backoff."""
 
     attempts: int
     pause_s: float
@@ -212,7 +209,7 @@ class Placement:
         return pool.is_resident(copy) and copy not in self._held.get(pool.name, ())
 
     def set_back(self, pool: str, copy: str, attempts: int, now: float, *, is_away: bool = False) -> Setback:
-        """A copy has failed so often in a row: it pauses there, for twice as long as the last time."""
+        """Back off a copy in a memory, for twice as long as the last time."""
         before, limits = self._setbacks.get((pool, copy)), self._limits
         longest_s = limits.longest_away_pause_s if is_away else limits.longest_pause_s
         pause_s = min(before.pause_s * 2 if before else limits.load_backoff_s, longest_s)
@@ -264,10 +261,7 @@ class Placement:
         self._setbacks.pop((load.pool, load.copy), None)
 
     def load_failed(self, load: Load, now: float, *, is_away: bool = False) -> Setback:
-        """A load came to nothing: how often in a row now, and when it may be tried again.
-
-        ``is_away``: for want of its file, which does not count until that has been so for ``away_s``.
-        """
+        """Count a failed load. ``is_away``: its file was missing, which counts only after ``away_s`` of that."""
         self._end(load)
         self.pools[load.pool].load_failed(load.copy)
         self._presence[load.expert] -= 1
@@ -277,7 +271,7 @@ class Placement:
         return self.set_back(load.pool, load.copy, attempts, now, is_away=is_away)
 
     def _failing_since_s(self, pool: str, copy: str, now: float) -> float:
-        """When its failures began; failures with a long time between them do not follow one another."""
+        """When the present run of failures began; ``away_s`` without one ends a run."""
         before = self._setbacks.get((pool, copy))
         return now if before is None or now - before.retry_s > self._limits.away_s else before.since_s
 
@@ -501,8 +495,7 @@ def pinned_homes(
     """The executor in whose memory each pinned expert stays for good: the first one that can run it."""
     homes = {}
     for expert in sorted(pinned):
-        able = (spec for spec in executors if expert in profiles[spec.processor])
-        home = next(able, None)
+        home = next((spec for spec in executors if expert in profiles[spec.processor]), None)
         if home is not None:
             homes[expert] = home
     return homes

@@ -208,7 +208,7 @@ class ModelPool:
         self.workspace_used_bytes -= self._workspaces.pop(executor)
 
     def keep_workspace(self, executor: int, size_bytes: int) -> None:
-        """The batch is over, and the next one takes so much of what it had, at most all of it."""
+        """Leave an ended batch's workspace to the next one, but for what exceeds ``size_bytes``."""
         self.workspace_used_bytes -= self._workspaces[executor] - size_bytes
         self._workspaces[executor] = size_bytes
 
@@ -261,18 +261,18 @@ class ModelPool:
         """Recount everything from the entries. Raises AssertionError saying what does not add up."""
         parts = {part.id: part.size_bytes for entry in self._entries.values() for part in entry.footprint.shared}
         own = sum(entry.footprint.own_bytes for entry in self._entries.values())
-        _require(own + sum(parts.values()) == self.used_bytes, f"{self.name}: ledger is not the sum of what is held")
-        _require(self.used_bytes <= self.expert_bytes, f"{self.name}: weights over budget")
-        _require(self.workspace_used_bytes <= self.spec.workspace_bytes, f"{self.name}: workspace over budget")
-        _require(sum(self._workspaces.values()) == self.workspace_used_bytes, f"{self.name}: workspace miscounted")
-        _require(self.lease_used_bytes <= self.lease_bytes, f"{self.name}: leases over budget")
-        _require(sum(self._leases.values()) == self.lease_used_bytes, f"{self.name}: leases miscounted")
-        _require(parts.keys() == self._parts.keys(), f"{self.name}: shared parts miscounted")
+        assert own + sum(parts.values()) == self.used_bytes, f"{self.name}: ledger is not the sum of what is held"
+        assert self.used_bytes <= self.expert_bytes, f"{self.name}: weights over budget"
+        assert self.workspace_used_bytes <= self.spec.workspace_bytes, f"{self.name}: workspace over budget"
+        assert sum(self._workspaces.values()) == self.workspace_used_bytes, f"{self.name}: workspace miscounted"
+        assert self.lease_used_bytes <= self.lease_bytes, f"{self.name}: leases over budget"
+        assert sum(self._leases.values()) == self.lease_used_bytes, f"{self.name}: leases miscounted"
+        assert parts.keys() == self._parts.keys(), f"{self.name}: shared parts miscounted"
         for entry in self._entries.values():
-            _require(entry.uses >= 0, f"{self.name}: {entry.copy} has negative uses")
+            assert entry.uses >= 0, f"{self.name}: {entry.copy} has negative uses"
             in_use = entry.state is Residency.IN_USE
-            _require(in_use == (entry.uses > 0), f"{self.name}: {entry.copy} is {entry.state} with {entry.uses} uses")
-            _require(entry.state is not Residency.ABSENT, f"{self.name}: {entry.copy} is listed and absent")
+            assert in_use == (entry.uses > 0), f"{self.name}: {entry.copy} is {entry.state} with {entry.uses} uses"
+            assert entry.state is not Residency.ABSENT, f"{self.name}: {entry.copy} is listed and absent"
 
     def _step(self, copy: str, move: Move) -> Entry:
         entry = self._entries.get(copy)
@@ -283,11 +283,7 @@ class ModelPool:
 
     def _hold(self, footprint: Footprint) -> None:
         for part in footprint.shared:
-            held = self._parts.get(part.id)
-            if held:
-                held.holders += 1
-            else:
-                self._parts[part.id] = Part(part.size_bytes, 1)
+            self._parts.setdefault(part.id, Part(part.size_bytes, 0)).holders += 1
 
     def _forget(self, copy: str) -> None:
         footprint = self._entries.pop(copy).footprint
@@ -298,11 +294,6 @@ class ModelPool:
             if not held.holders:
                 del self._parts[part.id]
                 self.used_bytes -= part.size_bytes
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)
 
 
 def misfits(footprints: Iterable[tuple[str, Footprint, bool]], expert_bytes: int) -> dict[str, int]:

@@ -16,7 +16,7 @@ the start keeps its budget: what leaves it makes no room for anything else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agent.core.effects import BudgetChanged, LeasesChanged
@@ -46,21 +46,14 @@ class _Lowered:
     until_s: float
 
 
+@dataclass(slots=True, eq=False)
 class MemoryPressure:
-    def __init__(
-        self,
-        queues: Sequence[ExecutorQueue],
-        placement: Placement,
-        limits: Limits,
-        matrix: PerformanceMatrix,
-        homes: Mapping[str, ExecutorSpec],
-    ) -> None:
-        self._queues = queues
-        self._placement = placement
-        self._limits = limits
-        self._matrix = matrix
-        self._homes = homes
-        self._lowered: dict[str, _Lowered] = {}
+    _queues: Sequence[ExecutorQueue]
+    _placement: Placement
+    _limits: Limits
+    _matrix: PerformanceMatrix
+    _homes: Mapping[str, ExecutorSpec]
+    _lowered: dict[str, _Lowered] = field(default_factory=dict)
 
     def change_line(self, matrix: PerformanceMatrix, homes: Mapping[str, ExecutorSpec], effects: list[Effect]) -> None:
         """From now on by these experts: a budget that was lowered is raised to what they need."""

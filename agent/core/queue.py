@@ -103,8 +103,7 @@ class ExecutorQueue:
             for group in self.ongoing.values():
                 if group.expert == expert:
                     return group
-        groups = self._groups_of.get(expert)
-        return groups[0] if groups else None
+        return self.first_to_begin(expert)
 
     def first_to_begin(self, expert: str) -> Group | None:
         groups = self._groups_of.get(expert)

@@ -7,6 +7,7 @@ Assumes: ``begin`` is called only while nothing else has work.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.core.background import DROPPED
@@ -24,30 +25,20 @@ if TYPE_CHECKING:
     from agent.core.effects import Effect
     from agent.core.performance import ExpertProfile
     from agent.core.placement import Placement
-    from agent.core.pool import ModelPool
     from agent.core.queue import ExecutorQueue
     from agent.core.served_line import ServedLine
     from agent.core.standing import Standings
     from experts.expert import Prediction
 
 
+@dataclass(slots=True, eq=False)
 class Shadows:
-    def __init__(
-        self,
-        background: BackgroundWork,
-        queues: Mapping[int, ExecutorQueue],
-        pools: Mapping[str, ModelPool],
-        placement: Placement,
-        standings: Standings,
-        batches: Batches,
-    ) -> None:
-        self._background = background
-        self._queues = queues
-        self._pools = pools
-        self._placement = placement
-        self._standings = standings
-        self._batches = batches
-        self.batch_count = 0
+    _background: BackgroundWork
+    _queues: Mapping[int, ExecutorQueue]
+    _placement: Placement
+    _standings: Standings
+    _batches: Batches
+    batch_count: int = 0
 
     def begin(self, line: ServedLine, now: float, effects: list[Effect]) -> None:
         if self._background.batch is not None or self._placement.loads:
@@ -64,13 +55,8 @@ class Shadows:
         self._placement.background_runs_in = None
 
     def ran(self, request: int, expert: str, prediction: Prediction, effects: list[Effect]) -> None:
-        outcome = Outcome(
-            Verdict.UNKNOWN,
-            prediction.label,
-            prediction.score,
-            (StepResult(expert, prediction),),
-            "asked in the shadow of another expert",
-        )
+        steps, reason = (StepResult(expert, prediction),), "asked in the shadow of another expert"
+        outcome = Outcome(Verdict.UNKNOWN, prediction.label, prediction.score, steps, reason)
         self._background.ran += 1
         self._end(Complete(request, outcome), effects)
 
@@ -107,7 +93,7 @@ class Shadows:
     def _runs(self, expert: str, line: ServedLine, now: float, effects: list[Effect]) -> bool:
         """Start a batch of one where a shadow is, if it is anywhere."""
         for queue, profile in self._homes(expert, line, now):
-            pool, needed_bytes = self._pools[queue.spec.pool], profile.performance.workspace_for(1)
+            pool, needed_bytes = self._placement.pools[queue.spec.pool], profile.performance.workspace_for(1)
             if pool.is_resident(profile.copy) and pool.workspace_for(queue.spec.id) >= needed_bytes:
                 self._start(queue, expert, profile, now, effects)
                 return True
