@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -207,7 +207,7 @@ class BatchExecutor:
                 with self._preparation.computing(self._computing_threads):
                     return self._run_quantum(work, started)
             prepared = _prepared(work.prepared)
-            self._waited(time.monotonic() - started)
+            self._add(waited_s=time.monotonic() - started)
             with self._preparation.computing(self._computing_threads):
                 results, infer_s = self._execute(work.batch, prepared)
         except Exception as error:
@@ -220,9 +220,10 @@ class BatchExecutor:
                 "batch_failed expert=%s executor=%d requests=%d out_of_memory=%s reason=%s",
                 batch.expert, self.spec.id, len(batch.requests), out_of_memory, error, exc_info=not expected,
             )  # fmt: skip
-            self._record((), time.monotonic() - started, 0.0)
+            self._add(batches=1, failed=1, busy_s=time.monotonic() - started)
             return BatchFailed(batch.id, str(error) or type(error).__name__, out_of_memory)
-        self._record(results, time.monotonic() - started, infer_s)
+        rejected, busy_s = sum(isinstance(each, Rejected) for each in results), time.monotonic() - started
+        self._add(batches=1, images=len(results), rejected=rejected, busy_s=busy_s, infer_s=infer_s)
         return Finished(batch.id, results)
 
     def _run_quantum(self, work: _Quantum, started: float) -> Progressed:
@@ -233,7 +234,9 @@ class BatchExecutor:
             began = time.monotonic()
             progressed = self._texts.run(work.batch, work.copies, models)
             infer_s = time.monotonic() - began
-        self._record_texts(progressed, time.monotonic() - started, infer_s)
+        ended, busy_s = progressed.finished, time.monotonic() - started
+        rejected = sum(isinstance(result, Rejected) for _, result in ended)
+        self._add(batches=1, texts=len(ended), rejected=rejected, busy_s=busy_s, infer_s=infer_s)
         return progressed
 
     def _execute(
@@ -249,31 +252,9 @@ class BatchExecutor:
             infer_s = time.monotonic() - started
         return tuple(each if isinstance(each, Rejected) else next(judged) for each in prepared), infer_s
 
-    def _waited(self, seconds: float) -> None:
-        self._statistics = replace(self._statistics, waited_s=self._statistics.waited_s + seconds)
-
-    def _record(self, results: Sequence[Prediction | Rejected], busy_s: float, infer_s: float) -> None:
-        before = self._statistics
-        self._statistics = replace(
-            before,
-            batches=before.batches + 1,
-            images=before.images + len(results),
-            rejected=before.rejected + sum(isinstance(result, Rejected) for result in results),
-            failed=before.failed + (not results),
-            busy_s=before.busy_s + busy_s,
-            infer_s=before.infer_s + infer_s,
-        )
-
-    def _record_texts(self, progressed: Progressed, busy_s: float, infer_s: float) -> None:
-        before = self._statistics
-        self._statistics = replace(
-            before,
-            batches=before.batches + 1,
-            texts=before.texts + len(progressed.finished),
-            rejected=before.rejected + sum(isinstance(result, Rejected) for _, result in progressed.finished),
-            busy_s=before.busy_s + busy_s,
-            infer_s=before.infer_s + infer_s,
-        )
+    def _add(self, **more: float) -> None:
+        counts: dict[str, Any] = {name: getattr(self._statistics, name) + count for name, count in more.items()}
+        self._statistics = replace(self._statistics, **counts)
 
 
 def _prepared(images: Sequence[DueTask[Prepared | Rejected]]) -> list[Prepared | Rejected]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict, deque
+from collections import deque
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -253,7 +253,7 @@ class AgentLoop:
         self._shadows.watch = watch
 
     def watch_weights(self, mend: Callable[[str], None], distrust: Callable[[str], None]) -> None:
-        """Before ``start``: who is told, on any thread, of experts whose packed files are damaged, gone, or stale."""
+        """Before ``start``: who is told, on any thread, of experts whose packed files are missing, or stale."""
         self._workshop.transfers.mend, self._workshop.transfers.distrust = mend, distrust
 
     def submit(
@@ -287,7 +287,7 @@ class AgentLoop:
         return self._texts.begin(source, self._workshop.text_engines.reached(copies))
 
     def most_tokens(self, expert: str) -> int | None:
-        """How many tokens one text of an expert may hold, alone in the memory that it has; None: nobody can tell."""
+        """Tokens that one text of an expert may hold, alone in its memory; None where that is unknown."""
         return self._workshop.text_engines.most_tokens(self._copies_of(expert))
 
     def _copies_of(self, expert: str) -> list[ExpertCopy]:
@@ -393,9 +393,7 @@ class AgentLoop:
         stops = [*executors, workshop.preparation.stop, workshop.transfers.stop]
         have_ended = [stop(max(deadline_s - time.monotonic(), 0.0)) for stop in stops]
         if not all(have_ended):
-            logger.error(
-                "threads_left_behind: a batch, a load or an image does not end; its memory ends with the process"
-            )
+            logger.error("threads_left_behind: a batch, load or image does not end; its memory ends with the process")
         return all(have_ended)
 
     def _raise_crash(self) -> None:
@@ -471,7 +469,7 @@ class AgentLoop:
             self._texts.hurry()
 
     def _change_line(self, change: events.LineChanged, copies: Mapping[str, ExpertCopy]) -> None:
-        known = dict(self._copies) | dict(copies)
+        known = {**self._copies, **copies}
         self._copies = {name: copy for name, copy in known.items() if expert_name(copy) in change.graph.experts}
         self._experts = {expert_name(copy): copy.expert for copy in self._copies.values()}
         self._workshop.preparation.scaled -= {copy.expert.id for copy in copies.values()}  # others by the same names
@@ -715,16 +713,14 @@ def assemble(
 def bind_where_they_run(
     stores: Iterable[SlotStore], engines: TextEngines, executors: Iterable[ExecutorSpec], matrix: PerformanceMatrix
 ) -> None:
-    """Copies are bound for the devices of those executors that have a row for them: a form may run on one alone."""
-    runs_on: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
+    """Have copies bound for the devices of executors that have a row for them alone."""
+    runs_on: dict[str, set[tuple[str, str]]] = {}
     for spec in executors:
         for row in matrix.experts[spec.processor].values():
-            runs_on[row.copy].add((spec.pool, torch_device(spec.processor)))
-    engines.runs_on = dict(runs_on)
+            runs_on.setdefault(row.copy, set()).add((spec.pool, torch_device(spec.processor)))
+    engines.runs_on = runs_on
     for store in stores:
-        store.bind_only(
-            {copy: {device for pool, device in places if pool == store.pool} for copy, places in runs_on.items()}
-        )
+        store.bind_only(runs_on)
 
 
 def _stores(

@@ -104,7 +104,6 @@ class MoeLoads:
         if self._ending.wait(max(delivered_at_s - time.monotonic(), 0.0)):
             raise LoadError(copy.expert.id, "the agent is stopping")
 
-    @property
     def may_load_ahead(self) -> bool:
         return not self._link.is_demanded
 
@@ -175,12 +174,9 @@ class OffloadedCopy:
 
     def _moe_of(self, spec: ArchSpec, device: str) -> OffloadedMoe:
         if self._host is not None:
-            self._tier = self._host.tier(
-                spec.mlp, self._loads.costs_of(self._slot.copy, lambda: self._measure(spec, device))
-            )
-        return OffloadedMoe(
-            spec, self._form, self._cache, host=self._tier, may_predict=lambda: self._loads.may_load_ahead
-        )
+            costs = self._loads.costs_of(self._slot.copy, lambda: self._measure(spec, device))
+            self._tier = self._host.tier(spec.mlp, costs)
+        return OffloadedMoe(spec, self._form, self._cache, host=self._tier, may_predict=self._loads.may_load_ahead)
 
     def _measure(self, spec: ArchSpec, device: str) -> MoveCosts:
         assert self._host is not None, "where nothing is moved there is nothing to compare"

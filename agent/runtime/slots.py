@@ -85,12 +85,8 @@ class Binding:
 
     def shows(self, packed: PackedExpert, shared_regions: Sequence[Region]) -> bool:
         """Would overwriting the bytes suffice to run this expert?"""
-        return self.packed.layout == packed.layout and self.stands_on(shared_regions)
-
-    def stands_on(self, shared_regions: Sequence[Region]) -> bool:
-        if len(self.shared_regions) != len(shared_regions):
-            return False
-        return all(mine is theirs for mine, theirs in zip(self.shared_regions, shared_regions, strict=True))
+        are_its_own = [*map(id, self.shared_regions)] == [*map(id, shared_regions)]
+        return self.packed.layout == packed.layout and are_its_own
 
 
 @dataclass(slots=True, eq=False)
@@ -203,8 +199,7 @@ class SkeletonShelf:
 
 
 class SlotStore:
-    """The slots of one memory. ``devices``: the torch devices that run from it; none for a mere cache. A copy is bound
-    for each of these, or for those that ``bind_only`` has told of it.
+    """The slots of one memory. ``devices``: the torch devices that run from it; none for a mere cache.
 
     ``moe_loads``: brings the moe_experts of copies that do not hold all of theirs; None where there is no such copy.
     """
@@ -218,7 +213,7 @@ class SlotStore:
         self._budget_bytes = budget_bytes
         self._devices = tuple(devices)
         self._shelf = shelf
-        self._runs_on: Mapping[str, Collection[str]] | None = None
+        self._runs_on: Mapping[str, Collection[tuple[str, str]]] | None = None
         self._moe_loads = moe_loads
         self._moe_of_gone = OffloadTotals()
         self._slots: dict[str, Slot] = {}
@@ -229,12 +224,8 @@ class SlotStore:
         self._stilled: Region | None = None  # what is to be moved: nobody begins to use it
         self._is_moving = False
         self._changing = Lock()  # held while regions are allocated, closed or bound
-        self._held_bytes = 0
-        self._peak_held_bytes = 0
-        self._regions_allocated = 0
-        self._regions_reused = 0
-        self._regions_moved = 0
-        self._binds = 0
+        self._held_bytes = self._peak_held_bytes = 0
+        self._regions_allocated = self._regions_reused = self._regions_moved = self._binds = 0
 
     def set_budget(self, budget_bytes: int) -> None:
         """Keep to so much from now on: spares go at once, or with the next allocation where one is under way."""
@@ -247,8 +238,8 @@ class SlotStore:
         finally:
             self._changing.release()
 
-    def bind_only(self, runs_on: Mapping[str, Collection[str]]) -> None:
-        """From now on each copy is bound for these devices of this memory, by its name: what runs it there."""
+    def bind_only(self, runs_on: Mapping[str, Collection[tuple[str, str]]]) -> None:
+        """Bind copies for these places alone from now on: by copy, (memory, torch device)."""
         self._runs_on = runs_on
 
     def reserve(self, copy: ExpertCopy) -> Slot:
@@ -275,7 +266,8 @@ class SlotStore:
             slot.housing = self._own_housing(slot)
             devices = self._devices
             if self._runs_on is not None:
-                devices = tuple(each for each in devices if each in self._runs_on.get(slot.copy.name, ()))
+                places = self._runs_on.get(slot.copy.name, ())
+                devices = tuple(each for each in devices if (self.pool, each) in places)
             if slot.copy.is_offloaded and devices:
                 assert self._moe_loads is not None, "nobody would bring its moe_experts"
                 slot.moe = self._moe_loads.offload(slot, self.memory)
@@ -316,10 +308,7 @@ class SlotStore:
 
     @contextmanager
     def using_together(self, copies: Collection[str]) -> Iterator[dict[str, Slot]]:
-        """The same of several, each once. Nobody has one of them while it waits for another.
-
-        Who did would keep their shared part in use, which a load may still to move it: each would wait for the other.
-        """
+        """``using`` for several copies, taken at once: a load that moves their shared part waits for all of them."""
         with self._calm:
             self._calm.wait_for(lambda: not any(self._is_stilled(copy) for copy in copies))
             slots = {copy: self._ready(copy) for copy in copies}
@@ -471,7 +460,7 @@ class SlotStore:
         """While no batch and no load but this slot's own touches a region: waits for those that do."""
         with self._calm:
             self._stilled = region
-            self._calm.wait_for(lambda: not any(self._touching(region, loading)))
+            self._calm.wait_for(lambda: not self._is_touched(region, loading))
             self._is_moving = True
         try:
             yield
@@ -480,10 +469,9 @@ class SlotStore:
                 self._stilled, self._is_moving = None, False
                 self._calm.notify_all()
 
-    def _touching(self, region: Region, loading: Slot) -> Iterator[Slot]:
-        for slot in self._slots.values():
-            if slot is not loading and slot.stands_on(region) and (slot.uses or slot.state is SlotState.LOADING):
-                yield slot
+    def _is_touched(self, region: Region, loading: Slot) -> bool:
+        at_work = (slot for slot in self._slots.values() if slot.uses or slot.state is SlotState.LOADING)
+        return any(slot is not loading and slot.stands_on(region) for slot in at_work)
 
     def _is_stilled(self, copy: str) -> bool:
         slot = self._slots.get(copy)
