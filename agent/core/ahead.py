@@ -42,8 +42,10 @@ LATER_SHARE = 0.125  # of the budget, at most, for the later steps of one reques
 
 @dataclass(frozen=True, slots=True)
 class PreparedStatistics:
-    """Images prepared ahead: bytes of them and of what is held for later steps, now; since the start, how many had to
-    give their room to others, and how many a batch started with that were not begun before."""
+    """Images prepared ahead: bytes held now, and counts since the start.
+
+    ``begun_late``: a batch started with them. ``displaced``: they gave their room to others.
+    """
 
     budget_bytes: int = 0
     used_bytes: int = 0
@@ -140,7 +142,6 @@ class _Image:
 
     @property
     def spare_bytes(self) -> int:
-        """What it could do without before its next step."""
         if self.is_held:
             return 0
         if self.place is None:
@@ -179,10 +180,6 @@ class PreparedAhead:
     def queued(
         self, request: int, queue: ExecutorQueue, group: Group, later: Later, now: float, effects: list[Effect]
     ) -> None:
-        """A request stands in a queue, for a step of its route, a retry of it, or on another executor than before.
-
-        ``later``: what may come after this step.
-        """
         form, image = group.profile.prepared, self._images.get(request)
         if form is None or form.size_bytes > self._budget_bytes:
             self._forget(request, effects)
@@ -341,10 +338,8 @@ class PreparedAhead:
         return True
 
     def _make_room(self, size_bytes: int, place: _Place, effects: list[Effect]) -> bool:
-        """For one that is near: of what is held for later steps, then of whoever starts last, after it.
-
-        Where all of that is not enough, nobody gives up anything.
-        """
+        """Make room for a near image: first from what is held for later steps, then from far images; False changes
+        nothing."""
         if not self._can_make_room(size_bytes, place):
             return False
         while self._used_bytes + size_bytes > self._budget_bytes:
@@ -367,7 +362,6 @@ class PreparedAhead:
         return lacking_bytes <= 0
 
     def _give_up_later(self, request: int, effects: list[Effect]) -> None:
-        """Nothing is held for the later steps of a request any more: its image is decoded again if it comes to them."""
         image = self._images[request]
         self._displaced_later += 1
         if image.place is None:
@@ -380,7 +374,7 @@ class PreparedAhead:
         effects.append(self._prepare(request, image, image.place, image.place.due_s))
 
     def _displace(self, place: _Place, effects: list[Effect]) -> None:
-        """Whoever is predicted to start last gives up its room; there is one that is not near itself, and is later."""
+        """The far image that is predicted to start last gives up its room; the caller knows that there is one."""
         lasts = [line.begun[-1] for line in self._lines.values() if line.begun]
         far = [each for each in lasts if each.runs_behind(place.next_due_s, len(each.begun))]
         last = max(far, key=attrgetter("next_due_s"))
@@ -393,7 +387,7 @@ class PreparedAhead:
         effects.append(Forget(request))
 
     def _goes_on(self, request: int, image: _Image, place: _Place, later: Later) -> bool:
-        """Can what is held for a request serve it where it is queued now? What is not needed any more is let go of."""
+        """Can what is held for a request serve it where it is queued now? The rest of what is held is released."""
         form = place.group.profile.prepared
         assert form is not None, "it holds something for that"
         kept = later if later.forms.keys() <= image.later.forms.keys() else NOTHING_LATER

@@ -42,8 +42,6 @@ NO_BACKGROUND = BackgroundStatistics()
 
 @dataclass(slots=True)
 class _Pause:
-    """A memory that was too short for background work."""
-
     pause_s: float
     until_s: float
 

@@ -50,7 +50,7 @@ class Batches:
         return executor in self._held
 
     def under_way(self, number: int) -> Batch | None:
-        """The batch of this number, if it runs: what is held behind another has no answer yet."""
+        """The batch of this number, if it runs; None for one that is held."""
         batch = self._batches.get(number)
         return batch if batch is not None and self._running[batch.executor] == number else None
 

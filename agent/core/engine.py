@@ -320,8 +320,7 @@ class Engine:
         unfinished: tuple[tuple[int, Work], ...],
         effects: list[Effect],
     ) -> None:
-        """Whoever is not done waits for its next quantum, unless nobody wants it any more, or its expert is not to be
-        asked, or there is no room for the larger lease that it needs."""
+        """Queue unfinished requests for their next quantum; end or preempt those that cannot have one."""
         queue, reason = self._queues[executor], self._standings.reason(expert)
         tokens_s: dict[int, float] = {}
         for request, left in unfinished:
@@ -344,7 +343,7 @@ class Engine:
             self._preempt(request, expert, executor, effects)
 
     def _without_room(self, requests: Iterable[int], performance: Performance) -> list[int]:
-        """Of requests that go on, those whose leases would have to be larger than there is room; the others' are."""
+        """Grow the leases of these requests; those for which there was no room."""
         tickets = sorted((self._tickets[request].queued_s, request) for request in requests)
         return [
             request
@@ -353,14 +352,13 @@ class Engine:
         ]
 
     def _preempt(self, request: int, expert: str, executor: int, effects: list[Effect]) -> None:
-        """Whoever has begun loses what it holds, and waits to begin anew, there where what it has written is."""
+        """A begun request loses what it holds, and begins anew on the executor that has its text."""
         ticket = self._tickets[request]
         self._lose(request, executor, effects)
         ticket.attempts = 0
         self._enqueue(request, ticket, expert, effects, home=executor)
 
     def _lose(self, request: int, executor: int, effects: list[Effect]) -> None:
-        """A request that has begun holds nothing there any more; it has done so much less then."""
         self._leases.end(request)
         ticket = self._tickets[request]
         ticket.left = ticket.left.anew()
@@ -517,10 +515,8 @@ class Engine:
     def _enqueue(
         self, request: int, ticket: Ticket, expert: str, effects: list[Effect], home: int | None = None
     ) -> bool:
-        """Queue what is left of a request's step. True if its executor, or a load, may have to start for it.
-
-        ``home``: the executor that it stays with, if that one is able.
-        """
+        """Queue what is left of a request's step, on ``home`` where that is able. True if a batch or load may start for
+        it."""
         refusal = self._standings.refusal(request, expert, self._now)
         if refusal is not None:
             return self._fail(request, refusal, effects)
@@ -610,7 +606,7 @@ class Engine:
         effects.append(effect)
 
     def _leave_queue(self, request: int, ticket: Ticket, effects: list[Effect] | None = None) -> None:
-        """``effects``: where it goes on to stand in another queue, without what it holds in this one's memory."""
+        """``effects``: given where the request moves to another queue, and loses what it holds here."""
         assert ticket.queue is not None
         assert ticket.group is not None
         ticket.queue.remove(ticket.group, request)
@@ -767,7 +763,8 @@ class Engine:
         )
 
     def _moves_elsewhere(self, request: int, part: Part, executor: int, reason: str, effects: list[Effect]) -> bool:
-        """A request that this executor's memory has no workspace for, however little lies there: others may have."""
+        """Move a request that even an empty memory here has no workspace for; False where no other executor has the
+        expert."""
         pool = self._queues[executor].spec.pool
         if not self._pressure.has_alternative(part.expert, pool, part.copy, self._now):
             return False
@@ -777,7 +774,7 @@ class Engine:
         return True
 
     def _move(self, request: int, expert: str, reason: str, effects: list[Effect]) -> None:
-        """To another executor; one that has been to as many as there are ends, else it might go round for ever."""
+        """Queue a request on another executor; a request fails once every executor has been tried."""
         ticket = self._tickets[request]
         ticket.attempts = 0
         ticket.moves += 1
@@ -787,8 +784,8 @@ class Engine:
             self._fail(request, f"{expert}: {reason}", effects)
 
     def _fall_back(self, expert: str, pool: str, copy: str, reason: str, effects: list[Effect]) -> bool:
-        """Where a copy fails too often, who waits for it there waits elsewhere; False where it may go on, or there is
-        no other place."""
+        """Move the requests of a copy that fails too often here to other executors; False where there is none, or no
+        need."""
         now, pressure = self._now, self._pressure
         if not self._placement.is_barred(pool, copy, now) or not pressure.has_alternative(expert, pool, copy, now):
             return False
@@ -804,7 +801,6 @@ class Engine:
         return self._pressure.barred(expert, now)
 
     def _discard_if_gone(self, expert: str, effects: list[Effect]) -> None:
-        """In quarantine, or of an earlier line and not waited for: it leaves memory."""
         is_done = expert in self._line.retired and not self._is_awaited(expert)
         if is_done or expert in self._standings.quarantined:
             self._placement.discard(expert, effects)
@@ -813,7 +809,7 @@ class Engine:
         return any(queue.first_group(expert) is not None for queue in self._scheduler.queues)
 
     def _answers_by_event(self) -> dict[type, Callable[..., bool]]:
-        """Who answers what. They take the event and the effects, and say whether more may move now."""
+        """What answers each event; True where more may move now."""
         return {
             events.Started: self._started,
             events.Arrived: self._arrived,

@@ -83,10 +83,8 @@ class Performance:
 
 @dataclass(frozen=True, slots=True)
 class PreparedForm:
-    """What an image becomes for an expert, whatever the image; experts whose ``name`` for it is the same share it.
-
-    So the name says all that its pixels depend on, and how much smaller it may be decoded, too.
-    """
+    """What an image becomes for an expert. ``name`` says all that pixels depend on: experts with one name share the
+    form."""
 
     name: str
     size_bytes: int

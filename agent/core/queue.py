@@ -147,10 +147,7 @@ class ExecutorQueue:
         return group
 
     def go_on(self, expert: str, profile: ExpertProfile, tokens_s: Mapping[int, float], now: float) -> Group:
-        """Requests whose quantum is over go to the tail, with those of their copy that had none this time.
-
-        ``tokens_s``: what each of them has left.
-        """
+        """Requests whose quantum is over go to the tail, with others of their copy. ``tokens_s``: left of each."""
         group = self.ongoing.get(profile.copy)
         if group is None:
             group = Group(expert, profile, now, now, fixed_s=0.0, is_ongoing=True)
@@ -173,10 +170,7 @@ class ExecutorQueue:
         now: float,
         tokens_s: Mapping[int, float] | None = None,
     ) -> Group:
-        """A new group in front of all others, for requests whose batch failed; they run alone, and are as old as ever.
-
-        ``queued_s``: when each of them was queued, the oldest first.
-        """
+        """A new group in front, for requests whose batch failed; they run alone. ``queued_s``: oldest first."""
         group = Group(expert, profile, now, now, fixed_s=profile.performance.B_s, alone=True)
         group.next = self.head
         group.order = self.head.order - 1 if self.head is not None else 0

@@ -129,10 +129,10 @@ class Supply:
         return lacking
 
     def _demand(self, wish: Wish, now: float) -> Claim:
-        """How much a head asks for: one that has time takes free room only while its executor has other work to do.
+        """How strongly a head asks. One that has time takes free room only while its executor has other work.
 
-        What leaves for it is chosen later then, knowing more of what is queued, and more requests share its load. One
-        behind a batch that is held is no head yet: it asks as a later group does.
+        Its victim is chosen later then, knowing more of the queue. Behind a held batch the first group asks as a later
+        one.
         """
         executor = wish.spec.id
         if self._batches.is_holding(executor):
@@ -142,9 +142,9 @@ class Supply:
         return Claim.EARLY if self._turns.is_anything_runnable(self._queues[executor]) else Claim.PATIENT
 
     def _has_time(self, wish: Wish, now: float) -> bool:
-        """Has it not waited for long, and would its queue be done soon, within the bound? A longer one is run in order.
+        """Is the wish young, and its queue short? A long queue is run in order.
 
-        Not on a device with a memory in front of it: what it loads ahead of time comes from there, not from the SSD.
+        Never on a device with a memory in front of it: its early loads come from there, not from the SSD.
         """
         if self._placement.pools[wish.spec.pool].spec.cache is not None:
             return False

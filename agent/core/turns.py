@@ -68,7 +68,7 @@ class Turns:
     _runs_alone: Callable[[int], bool]  # did a batch fail that this request was in?
 
     def look_again(self, queues: Sequence[ExecutorQueue]) -> None:
-        """Leases, residency or groups have changed: who is to be passed over?"""
+        """Leases, residency or groups have changed: mark the groups that are passed over."""
         for queue in queues:
             pool = self._pools[queue.spec.pool]
             for group in queue.ongoing.values():
@@ -160,7 +160,7 @@ class Turns:
         ]
 
     def _begin(self, places: _Places, groups: Sequence[Group], most: int | None = None) -> list[Share]:
-        """Who of these begins now, in their order, up to the first that cannot; they have their leases then."""
+        """Begin requests in order, up to the first that cannot; each takes its lease."""
         shares = []
         for group in groups:
             latest_s = self._passed_s(self._here(places.queue), group) + self._max_overtake_s
@@ -184,10 +184,7 @@ class Turns:
         return self._next_runnable(queue) if self._is_overlapping else None
 
     def _next_in_order(self, queue: ExecutorQueue) -> Group | None:
-        """Without overlap: an ongoing group, or the front, or nothing while the front's load is on its way.
-
-        One that goes on waits for no load that is not its own.
-        """
+        """Without overlap: an ongoing group, or the front, or nothing while the front's load is on its way."""
         longest, front = self._longest_without_turn(queue), queue.front
         if longest is not None and (queue.owes_turn or not queue.had_quantum):
             return longest
@@ -257,7 +254,7 @@ class Turns:
         return min(able, key=lambda group: group.order, default=None)
 
     def _can_begin(self, queue: ExecutorQueue, group: Group) -> bool:
-        """Is there a lease for its first request, and a place beside those that have begun, or in turn with them?"""
+        """Is there a lease for its first request, and a place beside requests that have begun, or in turn with them?"""
         if not self._leases.can_begin(next(iter(group.requests))):
             return False
         riders = self._riders(queue, group)

@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 class AgeLimits:
     """Ages of an open batch or load: the larger of seconds and a multiple of the predicted time.
 
-    Generous, as a wrong end costs a restart: first reads of a cold disk and batches beside a packing take many times
-    what was predicted, but not minutes.
+    Generous, as a wrong end costs a restart: a cold disk and a packing beside batches cost many times the prediction.
     """
 
     told_s: float = 120.0

@@ -107,8 +107,7 @@ class RunsTexts(Protocol):
 class BatchExecutor:
     """One executor: a batch that runs, at most one behind it, and the thread that runs them.
 
-    ``texts``: what its quanta run with; None where no expert of its memory takes texts. ``cores``: of its threads;
-    none: they run where the system has them run.
+    ``texts``: runs its quanta; None where its memory has no expert of texts. ``cores``: of its threads; (): any.
     """
 
     def __init__(
@@ -155,7 +154,7 @@ class BatchExecutor:
         self._inbox.put(_Images(batch, prepared))
 
     def hurry(self, batch: Batch) -> None:
-        """It is next, or runs: what is not prepared yet of its images is prepared before all others."""
+        """Prepare what the batch still lacks of its images before all others: the batch is next, or runs."""
         for request in batch.requests:
             self._preparation.hurry(request)
 
@@ -258,11 +257,8 @@ class BatchExecutor:
 
 
 def _prepared(images: Sequence[DueTask[Prepared | Rejected]]) -> list[Prepared | Rejected]:
-    """A batch's images, as soon as they are ready; the executor, who has nothing else to do, begins crops that wait.
-
-    Where all cores compute, none is prepared ahead; each costs less than to wake somebody for it. A photograph does
-    not, and who prepares it goes on for its later steps.
-    """
+    """A batch's images, as soon as they are ready. The executor begins waiting crops itself: that costs less than a
+    wake-up."""
     for task in images:
         if task.is_short:
             task.begin()

@@ -25,9 +25,8 @@ PREPARED_BYTES_PER_PIXEL = 3 * 4  # float32 in three channels: see experts.backe
 class ExpertCopy:
     """An expert in one precision, packed. ``name`` is what the Engine calls it.
 
-    ``moe_places``: how many of its moe_experts it holds at a time, which come and go while it runs; None: all of them,
-    as parts like any other, or it has none. ``moe_host_places``: how many more wait in host memory, where it runs from
-    a device's.
+    ``moe_places``: moe_experts held at a time; None: all of them, or there are none. ``moe_host_places``: how many more
+    wait in host memory, where the copy runs from a device's.
     """
 
     name: str
@@ -79,10 +78,9 @@ class ExpertCopy:
 
 
 def prepared_form(expert: Expert, *, is_reduced: bool = False) -> PreparedForm | None:
-    """What an image becomes for an expert before it runs; None for one of texts.
+    """What an image becomes for an expert; None for an expert of texts.
 
-    Experts with one name for it are shown the same: what decides is how an image is turned and fitted, to which size,
-    and how it is normalised, as detectors' images never are; and whether JPEGs are made smaller as they are decoded.
+    The name says all that decides: orientation, fit, size, normalisation (detectors have none), reduced decoding.
     """
     if expert.takes_texts:
         return None
@@ -109,11 +107,10 @@ def moe_experts_of(packed: PackedExpert) -> int:
 
 
 def kind_name(expert: Expert, program_sha256: str | None) -> str:
-    """The name of experts that run alike: architecture, input, stem, and for graphs of their owner's the program.
+    """The name of experts that run alike: architecture, input, stem, and for their owner's graphs the program.
 
-    A classifier or a detector that is executed from a graph (ONNX Runtime) is still of its architecture's kind: how it
-    is executed is its precision. Language models are alike where all that their directories say beside the weights is,
-    and where they are to run in the same precision, if the line says one of each.
+    An architecture that runs from a graph (ONNX Runtime) keeps its kind: that is its precision. Language models are
+    alike where their directories differ in weights alone, and the line names the same precision.
     """
     if expert.takes_texts:
         given = "auto" if expert.is_automatic else expert.precision

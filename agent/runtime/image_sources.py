@@ -146,10 +146,7 @@ def _cut(part: FramePart, room_for: RoomFor) -> NDArray[np.uint8]:
 
 
 def stored_bytes(image: ImageSource) -> int | None:
-    """What a source has to be decoded from; of pixels, which need not be, a part that stands for scaling them.
-
-    None: it is not known before somebody reads it, as to ask for it may take as long as reading.
-    """
+    """Bytes that a source is decoded from; None where only reading would tell. Pixels count for scaling alone."""
     if isinstance(image, np.ndarray):
         return image.nbytes // BYTES_OF_PIXELS
     if isinstance(image, bytes):

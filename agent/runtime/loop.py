@@ -130,10 +130,10 @@ def nobody_told(requests: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BatchWatch:
-    """Who is told, on the loop's thread, which requests a batch runs now, and that it has its answer.
+    """Callbacks on the loop's thread: a batch's requests run now (``begun``), or have their answer (``ended``).
 
-    ``given``: before its executor has it, which may hold it behind another one first; it can run at any moment then.
-    ``preparing``: what is entered, on any thread, while a request's image is decoded and prepared ahead of its batch.
+    ``given``: before the executor has the batch, which may run at any moment then. ``preparing``: a context entered, on
+    any thread, while a request's image is prepared ahead of its batch.
     """
 
     begun: Callable[[Sequence[int]], None]
@@ -144,10 +144,8 @@ class BatchWatch:
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """All that carries out an Engine's effects: memories, loads, executors. Made by ``assemble``.
-
-    ``routes``: of the line as it is at the start; None where nobody asks for a route with a text, or watches shadows.
-    """
+    """What carries out an Engine's effects. ``routes``: of the first line; None without texts on routes and without
+    shadows."""
 
     stores: tuple[SlotStore, ...]
     shelf: SkeletonShelf
@@ -244,25 +242,24 @@ class AgentLoop:
         self._heap_keeper.start()
 
     def watch_batches(self, watch: BatchWatch) -> None:
-        """Have somebody told of every batch. Before ``start``; what is told has to return soon and must not raise."""
+        """Watch every batch. Call before ``start``; callbacks return soon and do not raise."""
         self._watch = watch
         self._workshop.preparation.watch = watch.preparing
 
     def watch_shadows(self, watch: ShadowWatch) -> None:
-        """Have shadows shown what their experts have judged, and somebody told. As ``watch_batches``."""
+        """Show shadows what their experts have judged. As ``watch_batches``."""
         self._shadows.watch = watch
 
     def watch_weights(self, mend: Callable[[str], None], distrust: Callable[[str], None]) -> None:
-        """Before ``start``: who is told, on any thread, of experts whose packed files are missing, or stale."""
+        """Before ``start``: what to call, on any thread, for an expert whose packed files are missing, or stale."""
         self._workshop.transfers.mend, self._workshop.transfers.distrust = mend, distrust
 
     def submit(
         self, source: RequestSource, *, component: str | None = None, expert: str | None = None, about: object = None
     ) -> int:
-        """Take a request for a component's route, or for one expert; its number. Exactly one of the two is given.
+        """Take a request for a component's route, or for one expert: exactly one of the two; its number.
 
-        ``about``: what whoever watches shadows knows it by. Raises whatever a text's source raises for the expert that
-        it comes to first.
+        ``about``: names the request to a shadow's watch. Raises what a text's source raises for the first expert.
         """
         if (component is None) == (expert is None):
             raise ValueError("a request is for a component or for an expert: give exactly one of the two")
@@ -298,29 +295,29 @@ class AgentLoop:
         return self._workshop.text_engines.by_executor.keys()
 
     def scale_images(self, experts: Iterable[str]) -> None:
-        """Before ``start``: JPEGs are made smaller for these, by the line's names, too, while they are decoded."""
+        """Before ``start``: decode JPEGs smaller for these experts, by the line's names."""
         self._workshop.preparation.scaled |= frozenset(experts)
 
     def cancel(self, request: int) -> None:
-        """Its answer is not wanted any more; the outcome is delivered all the same, UNKNOWN if it did not run."""
+        """Drop the wish for an answer; the outcome is delivered all the same, UNKNOWN if the request did not run."""
         self._inbox.put(events.Cancelled(request))
 
     def quarantine(self, expert: str, reason: str) -> None:
-        """This expert cannot be served; its requests end UNKNOWN with this reason."""
+        """Stop asking an expert; its requests end UNKNOWN with this reason."""
         self._inbox.put(events.Quarantined(expert, reason))
 
     def want(self, expert: str) -> None:
-        """This expert is brought into memory, where there is room that nobody needs sooner."""
+        """Bring an expert into memory, in room that no queue needs sooner."""
         self._inbox.put(events.Wanted(expert))
 
     def unwant(self, expert: str) -> None:
-        """This expert leaves memory, unless it is pinned, runs, or somebody waits for it."""
+        """Evict an expert, unless it is pinned, runs, or has requests waiting."""
         self._inbox.put(events.Unwanted(expert))
 
     def change_line(self, change: events.LineChanged, copies: Mapping[str, ExpertCopy]) -> None:
-        """Other experts and routes from now on; ``copies``: those that are new, by name. Returns once it is so.
+        """Serve other experts and routes; ``copies``: the new ones, by name. Returns once that is so.
 
-        What was submitted before is finished under the routes that it came under.
+        Earlier requests are finished under their own routes.
         """
         self._ask(lambda: self._change_line(change, copies))
 
@@ -366,8 +363,8 @@ class AgentLoop:
     def stop(self) -> None:
         """End: batches that run are finished, loads are broken off, requests under way stay without an outcome.
 
-        What has not ended after ``STOP_S`` hangs, and is left behind with the memory it works on. Raises AgentCrashed
-        if it had crashed, after everything else has ended.
+        What has not ended after ``STOP_S`` is left behind with its memory. Raises AgentCrashed last if the loop had
+        crashed.
         """
         self._is_stopped = True
         self._inbox.put(Stop())
@@ -386,7 +383,7 @@ class AgentLoop:
                     ending.callback(store.close)
 
     def _end_threads(self) -> bool:
-        """Whether all have ended: only then nobody uses the memories any more."""
+        """False while a thread may still use the memories."""
         workshop = self._workshop
         deadline_s = time.monotonic() + STOP_S  # by the real clock: threads that work need real time
         executors = [executor.stop for executor in workshop.executors.values()]
@@ -512,15 +509,10 @@ class AgentLoop:
         source = self._sources[effect.request]
         if isinstance(source, TextSource):
             return  # its batch rejects it
+        expert, later = self._experts[effect.expert], [self._experts[expert] for expert in effect.later]
+        name, gives_way = image_name(source, effect.request), self._workshop.executors[effect.executor].is_on_cpu
         self._workshop.preparation.prepare(
-            effect.request,
-            source,
-            image_name(source, effect.request),
-            self._experts[effect.expert],
-            [self._experts[expert] for expert in effect.later],
-            effect.later_bytes,
-            effect.due_s,
-            gives_way=self._workshop.executors[effect.executor].is_on_cpu,
+            effect.request, source, name, expert, later, effect.later_bytes, effect.due_s, gives_way=gives_way
         )
 
     def _source_of(self, request: int) -> RequestSource:
@@ -608,7 +600,6 @@ class AgentLoop:
         return not (self._sources or self._open.batches)
 
     def _look_around(self) -> None:
-        """If nothing is under way any more, tell whoever waits for that."""
         if not self._is_drained():
             return
         if self._options.checks_invariants and self._is_idle() and self._inbox.empty():
@@ -668,10 +659,8 @@ def assemble(
 ) -> AgentLoop:
     """An agent's loop with its memories, transfers and executors; ``start`` it, and ``stop`` it once.
 
-    ``copies`` by name, all that the Engine's matrix mentions. ``on_outcome`` runs on the loop's thread: see AgentLoop.
-    ``matrix``: by which the ages of batches and loads are judged; None where nothing is known of their times.
-    ``routes``: the Engine's, where texts are asked of them. ``engines``: in the place of those that run texts.
-    Raises BackendUnavailable when the box cannot provide a memory.
+    ``copies`` by name, all that the Engine's matrix mentions. ``matrix``: predicts the ages of batches and loads; None:
+    unknown. ``routes``: the Engine's, for texts. ``engines``: replace those that run texts. Raises BackendUnavailable.
     """
     inbox: SimpleQueue[Message] = SimpleQueue()
     shelf = SkeletonShelf(segments)

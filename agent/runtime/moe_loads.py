@@ -11,6 +11,7 @@ through host memory, which keeps as many as it was given room for; there, few to
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from threading import Event as Flag
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -59,42 +60,33 @@ class Offloads(Protocol):
         """Run from the tensors of the dense part; whoever is named by layer runs the rest."""
 
 
+@dataclass(slots=True, eq=False)
 class MoeLoads:
     """The loads of one agent. ``host``: memory that blocks pass through on their way to a device.
 
-    ``usage``: how likely a token needs each moe_expert, by the copy's name; of others nothing is known beforehand. What
-    a copy learned is ``kept`` in a folder, and known when it comes back, also after the next start; None: it is not.
+    ``usage``: copy -> how likely a token needs each moe_expert. ``kept``: folder of learned usage; None: it is lost.
     """
 
-    def __init__(
-        self,
-        segments: SegmentStore,
-        link: PacedLink,
-        host: HostMemory,
-        usage: Mapping[str, Mapping[MoeExpert, float]] | None = None,
-        kept: Path | None = None,
-    ) -> None:
-        self._segments = segments
-        self._link = link
-        self._host = host
-        self._usage = usage or {}
-        self._kept = kept
-        self._tiers: dict[str, _HostBlocks] = {}
-        self._costs: dict[str, MoveCosts] = {}
-        self._ending = Flag()
-        self._lock = Lock()
+    _segments: SegmentStore
+    _link: PacedLink
+    _host: HostMemory
+    usage: Mapping[str, Mapping[MoeExpert, float]] = field(default_factory=dict)
+    kept: Path | None = None
+    _tiers: dict[str, _HostBlocks] = field(default_factory=dict)
+    _costs: dict[str, MoveCosts] = field(default_factory=dict)
+    _ending: Flag = field(default_factory=Flag)
+    _lock: Lock = field(default_factory=Lock)
 
     def offload(self, slot: Slot, memory: Memory) -> OffloadedCopy:
         """What runs the moe_experts of a copy in its slot of this memory, with nothing in their places yet."""
         copy = slot.copy
         host = None if slot.region.buffer is not None else self._blocks_of(copy)
-        learned = {} if self._kept is None else read_usage(self._kept, copy)
-        usage = learned or self._usage.get(copy.name, {})
-        return OffloadedCopy(slot, memory, self, host, usage)
+        learned = {} if self.kept is None else read_usage(self.kept, copy)
+        return OffloadedCopy(slot, memory, self, host, learned or self.usage.get(copy.name, {}))
 
     def remember(self, copy: ExpertCopy, usage: Mapping[MoeExpert, float]) -> None:
-        if usage and self._kept is not None:
-            write_usage(self._kept, copy, usage)
+        if usage and self.kept is not None:
+            write_usage(self.kept, copy, usage)
 
     def read(self, copy: ExpertCopy, moe_expert: MoeExpert, target: memoryview) -> None:
         """One block from the drive. Raises what reading raises, LoadError when the agent ends meanwhile."""
@@ -109,10 +101,9 @@ class MoeLoads:
 
     def costs_of(self, copy: ExpertCopy, measure: Callable[[], MoveCosts]) -> MoveCosts:
         """The measured constants of a copy's form; measured at its first load."""
-        layout = copy.packed.layout
-        if layout not in self._costs:
-            self._costs[layout] = measure()
-        return self._costs[layout]
+        if copy.packed.layout not in self._costs:
+            self._costs[copy.packed.layout] = measure()
+        return self._costs[copy.packed.layout]
 
     def close(self) -> None:
         """End, and give host memory back. Nothing may run any more. Idempotent."""

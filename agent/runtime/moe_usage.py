@@ -52,5 +52,4 @@ def _file(folder: Path, copy: ExpertCopy) -> Path:
 
 
 def _weights(copy: ExpertCopy) -> str:
-    """Equal for copies of the very same experts inside."""
     return " ".join(segment.sha256 for segment in copy.packed.moe_layers)

@@ -94,10 +94,7 @@ class ByteGate:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What an image becomes for an expert. ``name``: of all that its pixels depend on; those with one name share it.
-
-    ``least``: how many pixels are enough for it; None where all of them are to be had.
-    """
+    """What an image becomes for an expert. ``name`` as of PreparedForm; ``least``: enough pixels; None: all of them."""
 
     name: str
     expert: Expert
@@ -106,7 +103,7 @@ class _Form:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What an image is to be held as: for the expert of its step, and by name for those that may come after it."""
+    """What an image is to be held as: for its step's expert, and by name for later ones."""
 
     form: _Form
     later: Mapping[str, _Form] = field(default_factory=dict)
@@ -117,8 +114,7 @@ class _Wanted:
 class _Image:
     """One request's image. ``wanted`` is set on the loop's thread; None once it is forgotten.
 
-    ``held`` and ``pixels``: for later steps; ``at_work`` is held by the thread that works on it, ``changing`` by
-    whoever looks at the two or changes them.
+    ``held``, ``pixels``: for later steps. ``at_work``: held while a thread works on it; ``changing``: guards these two.
     """
 
     source: ImageSource
@@ -135,7 +131,7 @@ class _Image:
 
     @property
     def form(self) -> str:
-        """What it is prepared as for the step that it is at; nothing once it is forgotten."""
+        """The form for the present step; "" once it is forgotten."""
         return "" if self.wanted is None else self.wanted.form.name
 
     def let_go(self) -> None:
@@ -150,8 +146,7 @@ class _Image:
 
     @property
     def held_bytes(self) -> int:
-        """Of what it holds for later steps, and is prepared as that one of these has, too. Its source's own pixels are
-        the source's."""
+        """Bytes held for later steps, with its answer where one has that form; not the source's own pixels."""
         with self.changing:
             pixels = 0 if self.pixels is None or self.pixels.pixels is self.source else self.pixels.pixels.nbytes
             tensors: dict[int, int] = {id(each): each.tensor.nbytes for each in self.held.values()}
@@ -168,12 +163,11 @@ class _Image:
 
 
 def threads_for(box: Box) -> int:
-    """As many as the box has cores, at least two, so that reading one image overlaps with decoding another.
+    """One per core, at least two, so that reading one image overlaps with decoding another.
 
-    What is large and prepared ahead gives way to executors; what a batch waits for does not. Each has so many threads.
-    Decoders that share their cores make an executor's operators wait for one another: two cores with a ResNet50 and
-    photographs of 12 megapixels gave 0.84 of the images/s of decoding when the batch starts, and 1.16 giving way; more
-    of the time is spent waiting then, as what is decoded on these cores is not computed on them.
+    Large images ahead of their batch give way to executors: two cores, a ResNet50, photographs of 12 megapixels gave
+    1.16 of the images/s of decoding at the batch's start; sharing the cores gave 0.84, as operators wait for one
+    another.
     """
     return max(box.cores, LEAST_THREADS)
 
@@ -244,7 +238,7 @@ class Preparation:
         known.let_go()
 
     def take(self, request: int, image: ImageSource, name: str, expert: Expert) -> DueTask[Prepared | Rejected]:
-        """What a batch has from now on, and soon asks for; see ``hurry``."""
+        """The task that a batch will wait for; see ``hurry``."""
         known, form = self._images.get(request), self._form(expert)
         if known is None or known.task is None or known.form != form.name:
             return self._begin(_Image(image, name, _Wanted(form)), form, AT_ONCE)
@@ -344,7 +338,7 @@ class Preparation:
         image.let_go()
 
     def _watching(self, image: _Image) -> AbstractContextManager[object]:
-        """Whoever watches knows of a batch's requests already, and is not to be waited for again."""
+        """A batch's requests are known to the watch already."""
         return nullcontext() if image.request is None or image.is_taken else self.watch(image.request)
 
     def _prepared(self, image: _Image, form: _Form) -> tuple[Prepared, Decoded | None]:
@@ -357,7 +351,7 @@ class Preparation:
         return prepare(form.expert, pixels), pixels
 
     def _hold(self, image: _Image, name: str, ready: Prepared, pixels: Decoded | None) -> None:
-        """What later steps need: the pixels, or what they become for these. Where that breaks, a later step tells."""
+        """Hold what later steps need: the pixels, or what they become. An error here is left to the later step."""
         wanted = image.wanted
         if wanted is None or not wanted.later:
             return
@@ -379,7 +373,7 @@ class Preparation:
 
 
 def least_pixels(expert: Expert) -> tuple[int, int]:
-    """Height and width that are enough for an expert, where it may have JPEGs smaller, before they are cut."""
+    """Height and width that are enough for an expert before cropping, where it may have JPEGs smaller."""
     pixels = expert.pixels
     resize = pixels.resize or (pixels.height, pixels.width)
     height, width = (resize, resize) if isinstance(resize, int) else resize

@@ -161,9 +161,7 @@ class _Spare:
 class SkeletonShelf:
     """Skeletons without memory, by layout and device; the only place where one is constructed.
 
-    There are never more than ``limit`` of them: the one that was put there first goes for the next. Those that are
-    bound to slots are as many as slots; without a limit each layout would keep, for good, as many as were resident of
-    it at once on its own best day.
+    At most ``limit`` of them, oldest dropped first: else each layout would keep as many as were ever resident at once.
     """
 
     def __init__(self, segments: SegmentStore, limit: int = SPARE_SKELETONS) -> None:
@@ -308,7 +306,8 @@ class SlotStore:
 
     @contextmanager
     def using_together(self, copies: Collection[str]) -> Iterator[dict[str, Slot]]:
-        """``using`` for several copies, taken at once: a load that moves their shared part waits for all of them."""
+        """``using`` for several copies at once: taken one by one, they and a load that moves a shared part could
+        deadlock."""
         with self._calm:
             self._calm.wait_for(lambda: not any(self._is_stilled(copy) for copy in copies))
             slots = {copy: self._ready(copy) for copy in copies}
@@ -478,9 +477,9 @@ class SlotStore:
         return slot is not None and self._stilled is not None and slot.stands_on(self._stilled)
 
     def _rehouse(self, region: ArenaRegion, moved: ArenaRegion, loading: Slot) -> None:
-        """Everything that stood on a region stands on it where it is now; a spare's skeletons go back to the shelf.
+        """Everything that stood on a region stands on its new place; a spare's skeletons go back to the shelf.
 
-        Spares bound to a shared part keep what they show: it is no region of today's, so nobody takes them for bound.
+        Spares bound to a shared part keep the old region: no slot stands on it, so they never count as bound.
         """
         with self._lock:
             own = [slot.housing for slot in self._slots.values()] + [part.housing for part in self._parts.values()]

@@ -32,13 +32,13 @@ OWN_PROGRAM_BYTES = 1024 * 1024  # of a program that one copy alone runs; graphs
 
 @dataclass(frozen=True, slots=True)
 class Templates:
-    """``held``: for as long as skeletons may be asked for. ``failed``: experts none of whose copies can be run; why."""
+    """``held``: for as long as skeletons may be asked for. ``failed``: expert -> why none of its copies can run."""
 
     held: Mapping[Hashable, object]
     failed: Mapping[str, str]
 
     def after(self, new: Templates, copies: Mapping[str, Iterable[ExpertCopy]]) -> Templates:
-        """Those of these copies, by processor, with ``new`` ones among them, whose failures count."""
+        """The templates of these copies, by processor: kept ones and ``new`` ones; the failures of ``new``."""
         forms = {_Form.of(copy, processor) for processor, listed in copies.items() for copy in listed}
         held = {**self.held, **new.held}
         return Templates({form: template for form, template in held.items() if form in forms}, new.failed)
@@ -50,12 +50,10 @@ def make_templates(
     threads: int,
     progress: Callable[[int, int], None],
 ) -> Templates:
-    """Templates of all copies, by processor; ``threads``: what operators of the executors use.
+    """Templates of all copies, by processor; ``threads``: for operators. ``progress``: number done, number of all.
 
-    ``progress`` is told how many are done of how many. What is wrong with one expert is told, and stops no other. A
-    packed file that cannot be read is left to the load, which knows whether to try again, to drop it or to give up.
-    So is what no other copy would share, as of a quantised graph, whose weights are a part of its program: hundreds of
-    these would be held beside all budgets.
+    A failing expert is told, and stops no other. Left to the load: packed files that cannot be read, and large programs
+    that no other copy shares, as quantised graphs with their weights: hundreds would be held beside all budgets.
     """
     forms = [_Form.of(copy, processor) for processor, listed in copies.items() for copy in listed]
     shared = {form for form, count in Counter(forms).items() if count > 1}

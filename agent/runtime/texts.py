@@ -110,9 +110,9 @@ class AskedText:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """An expert that a request may come to: its name in the line file, and how an arena rounds what it holds.
+    """An expert that a request may come to, by its name in the line file; ``name``: the Engine's, where that differs.
 
-    ``name``: the Engine's for it, where that is another.
+    ``tokens_for``: how an arena rounds tokens.
     """
 
     expert: str
@@ -131,9 +131,9 @@ class Texts:
     # -- of any thread --
 
     def begin(self, source: TextSource, reached: Sequence[Reached]) -> AskedText:
-        """A request that may come to these experts, the first of them for certain, with the work that it is there.
+        """A request that may come to these experts, surely to the first, with its work at each.
 
-        Raises whatever its source raises for the first; what it raises for others is told when they are reached.
+        Raises what its source raises for the first; an error for another is told when the request gets there.
         """
         texts: dict[str, TextRequest] = {}
         works: list[tuple[str, Work]] = []
@@ -263,5 +263,5 @@ def expert_name(copy: ExpertCopy) -> str:
 
 
 def weights_name(copy: ExpertCopy) -> str:
-    """Equal for copies of the very same weights only, which are computed with alike: by the same program."""
+    """Equal only for copies of the same weights and the same program."""
     return " ".join((copy.packed.program_sha256 or "", *(segment.sha256 for segment in copy.packed.segments)))

@@ -52,9 +52,8 @@ STAGING_BYTES = 32 * 1024 * 1024  # four reads of a direct reader; held once for
 
 @dataclass(frozen=True, slots=True)
 class TransferStatistics:
-    """A frozen snapshot. ``loads`` and ``seconds`` by path, such as "ssd_host"; ``of_experts``: loads by expert, and
-    the memory that they went to. Counters run since the start.
-    """
+    """Counters since the start. ``loads``, ``seconds`` by path, such as "ssd_host"; ``of_experts``: loads by (expert,
+    pool)."""
 
     loads: Mapping[str, int]
     of_experts: Mapping[tuple[str, str], int]
@@ -68,10 +67,9 @@ class TransferStatistics:
 
 
 class PacedLink:
-    """Holds a link to a rate: bytes are let through one reservation after another, never faster. None: no limit.
+    """Holds a link to a rate: bytes are let through one reservation after another. None: no limit.
 
-    Time that passes unused is lost, so a burst after a pause is no faster than the link. Whoever could do without it
-    for now asks whether it ``is_demanded``.
+    Unused time is lost: no burst after a pause. Background loads ask first whether the link ``is_demanded``.
     """
 
     def __init__(self, bytes_per_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -108,8 +106,7 @@ class PacedLink:
 class Transfers:
     """The loads of one agent. ``post`` takes the answers, from any thread.
 
-    ``operator_threads``: what the executors run with; a runtime that fixes the number when a model is built, which
-    happens at the first load, takes it from there.
+    ``operator_threads``: of the executors, for runtimes that fix the number when a model is built, at its first load.
     """
 
     def __init__(
@@ -225,7 +222,7 @@ class Transfers:
             self.distrust(expert)
 
     def _let_loads_pass(self) -> None:
-        """They have the drive, but for a piece now and then where there is always one."""
+        """Wait up to CHECK_WAITS_S for loads in flight, which have the drive first. Raises CoServeError when stopping."""
         deadline_s = time.monotonic() + CHECK_WAITS_S
         while self._counts["in_flight"] and time.monotonic() < deadline_s and not self._stopping.is_set():
             self._stopping.wait(CHECK_WAITS_S / 20)
