@@ -80,6 +80,9 @@ if TYPE_CHECKING:
     from experts.expert import Prediction
     from experts.graph import ExpertGraph
 
+    Ended = tuple[tuple[int, Prediction | Rejected], ...]  # by request
+    Left = tuple[tuple[int, Work], ...]
+
 
 class Engine:
     """See the module. Raises MemoryExceeded at construction if an expert can never fit where it has to run."""
@@ -269,13 +272,7 @@ class Engine:
             return self._batch_failed(events.BatchFailed(event.batch, reason), effects)
         return self._batch_ran(batch, event.finished, event.unfinished, effects)
 
-    def _batch_ran(
-        self,
-        batch: Batch,
-        finished: tuple[tuple[int, Prediction | Rejected], ...],
-        unfinished: tuple[tuple[int, Work], ...],
-        effects: list[Effect],
-    ) -> bool:
+    def _batch_ran(self, batch: Batch, finished: Ended, unfinished: Left, effects: list[Effect]) -> bool:
         if batch.id == self._background.batch:
             return self._background_ran(batch, finished[0][1], effects)
         profiles = self._batches.end(batch, self._now)
@@ -292,33 +289,22 @@ class Engine:
         return True
 
     def _part_ran(
-        self,
-        batch: Batch,
-        part: Part,
-        profile: ExpertProfile,
-        finished: tuple[tuple[int, Prediction | Rejected], ...],
-        unfinished: tuple[tuple[int, Work], ...],
-        effects: list[Effect],
+        self, batch: Batch, part: Part, profile: ExpertProfile, ended: Ended, unfinished: Left, effects: list[Effect]
     ) -> None:
         expert = part.expert
         self._splitter.ran(expert, batch.executor, len(batch.requests), profile.performance.max_batch)
         self._placement.ran(self._queues[batch.executor].spec.pool, part.copy)
-        was_asked = bool(unfinished) or any(not isinstance(result, Rejected) for _, result in finished)
+        was_asked = bool(unfinished) or any(not isinstance(result, Rejected) for _, result in ended)
         if was_asked and self._standings.batch_ran(expert):
             self._released(expert, "a batch went well", effects)
         if unfinished:
             self._go_on(expert, batch.executor, profile, unfinished, effects)
-        for request, result in finished:
+        for request, result in ended:
             self._one_step_done(request, expert, result, effects)
         self._discard_if_gone(expert, effects)
 
     def _go_on(
-        self,
-        expert: str,
-        executor: int,
-        profile: ExpertProfile,
-        unfinished: tuple[tuple[int, Work], ...],
-        effects: list[Effect],
+        self, expert: str, executor: int, profile: ExpertProfile, unfinished: Left, effects: list[Effect]
     ) -> None:
         """Queue unfinished requests for their next quantum; end or preempt those that cannot have one."""
         queue, reason = self._queues[executor], self._standings.reason(expert)

@@ -441,15 +441,9 @@ class Placement:
         return -math.inf, math.inf
 
     def _candidate(self, entry: Entry, next_use_s: float | None) -> Candidate:
+        usage, lacks = self._usage.get(entry.expert, 0.0), self._lacks_preliminary(entry.expert)
         return Candidate(
-            copy=entry.copy,
-            expert=entry.expert,
-            footprint=entry.footprint,
-            usage=self._usage.get(entry.expert, 0.0),
-            next_use_s=next_use_s,
-            lacks_preliminary=self._lacks_preliminary(entry.expert),
-            loaded_order=entry.loaded_order,
-            used_order=entry.used_order,
+            entry.copy, entry.expert, entry.footprint, usage, next_use_s, lacks, entry.loaded_order, entry.used_order
         )
 
     def _next_use_s(self, pool: ModelPool, entry: Entry, soon_s: float = -math.inf) -> float | None:

@@ -636,10 +636,7 @@ def decision_times(decided: int, seconds: Iterable[float]) -> DecisionTimes:
     """Percentiles of the latest decisions; zeros before the first one."""
     ordered = sorted(seconds) or [0.0]
     return DecisionTimes(
-        count=decided,
-        p50_s=ordered[len(ordered) // 2],
-        p99_s=ordered[len(ordered) * 99 // 100],
-        longest_s=ordered[-1],
+        count=decided, p50_s=ordered[len(ordered) // 2], p99_s=ordered[len(ordered) * 99 // 100], longest_s=ordered[-1]
     )
 
 
@@ -673,15 +670,7 @@ def assemble(
     cores = team_cores(executors, threads)
     watch = watch_of(box)
     transfers = Transfers(
-        stores,
-        segments,
-        copies,
-        staging,
-        inbox.put,
-        workers=workers,
-        operator_threads=threads,
-        link=link,
-        watch=watch,
+        stores, segments, copies, staging, inbox.put, workers=workers, operator_threads=threads, link=link, watch=watch
     )
     preparation = Preparation(threads_for(box), options.max_pixels, options.scaled, box.cores)
     engines = engines or text_engines(executors, limits, segments, matrix, keeps_prefixes=options.keeps_prefixes)
@@ -715,13 +704,9 @@ def bind_where_they_run(
 def _stores(
     box: Box, executors: Sequence[ExecutorSpec], limits: Limits, shelf: SkeletonShelf, moe_loads: MoeLoads
 ) -> dict[str, SlotStore]:
-    return {
-        spec.name: SlotStore(
-            memory_for(box, spec.name, spec.expert_bytes, spec.workspace_bytes),
-            spec.expert_bytes,
-            sorted({torch_device(each.processor) for each in executors if each.pool == spec.name}),
-            shelf,
-            moe_loads,
-        )
-        for spec in limits.pools
-    }
+    stores = {}
+    for spec in limits.pools:
+        memory = memory_for(box, spec.name, spec.expert_bytes, spec.workspace_bytes)
+        devices = sorted({torch_device(each.processor) for each in executors if each.pool == spec.name})
+        stores[spec.name] = SlotStore(memory, spec.expert_bytes, devices, shelf, moe_loads)
+    return stores

@@ -55,14 +55,9 @@ def make_templates(
     A failing expert is told, and stops no other. Left to the load: packed files that cannot be read, and large programs
     that no other copy shares, as quantised graphs with their weights: hundreds would be held beside all budgets.
     """
-    forms = [_Form.of(copy, processor) for processor, listed in copies.items() for copy in listed]
-    shared = {form for form, count in Counter(forms).items() if count > 1}
-    wanted = {
-        form: copy
-        for processor, listed in copies.items()
-        for copy in listed
-        if (form := _Form.of(copy, processor)) in shared or not _is_large(copy, segments)
-    }
+    formed = [(copy, _Form.of(copy, processor)) for processor, listed in copies.items() for copy in listed]
+    count = Counter(form for _, form in formed)
+    wanted = {form: copy for copy, form in formed if count[form] > 1 or not _is_large(copy, segments)}
     held: dict[Hashable, object] = {}
     reasons: dict[_Form, str] = {}
     with ThreadPoolExecutor(1, "templates", use_threads, (threads,)) as thread:
@@ -75,7 +70,9 @@ def make_templates(
             except (ExpertError, OSError) as error:
                 logger.warning("template_left_to_load copy=%s device=%s reason=%s", copy.name, form.device, error)
             progress(number, len(wanted))
-    return Templates(held, _failed(copies, reasons))
+    able = {copy.expert.id for copy, form in formed if form not in reasons}
+    failed = {copy.expert.id: reasons[form] for copy, form in formed if copy.expert.id not in able}
+    return Templates(held, failed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +100,3 @@ def _template(copy: ExpertCopy, segments: SegmentStore, device: str) -> object:
     packed = copy.packed
     backend = backend_for(packed.architecture)
     return backend.template(copy.expert, Precision(packed.precision), segments.program(packed), device)
-
-
-def _failed(copies: Mapping[str, Sequence[ExpertCopy]], reasons: Mapping[_Form, str]) -> dict[str, str]:
-    """The experts that have a template on no processor; the reason is that of the last."""
-    found = {
-        (copy.expert.id, processor): reasons.get(_Form.of(copy, processor))
-        for processor, listed in copies.items()
-        for copy in listed
-    }
-    able = {expert for (expert, _), reason in found.items() if reason is None}
-    return {expert: reason for (expert, _), reason in found.items() if reason is not None and expert not in able}

@@ -222,7 +222,7 @@ class Transfers:
             self.distrust(expert)
 
     def _let_loads_pass(self) -> None:
-        """Wait up to CHECK_WAITS_S for loads in flight, which have the drive first. Raises CoServeError when stopping."""
+        """Wait up to CHECK_WAITS_S for loads in flight: they go first. Raises CoServeError when stopping."""
         deadline_s = time.monotonic() + CHECK_WAITS_S
         while self._counts["in_flight"] and time.monotonic() < deadline_s and not self._stopping.is_set():
             self._stopping.wait(CHECK_WAITS_S / 20)

@@ -86,14 +86,9 @@ class MeasuringRig:
         self.threads = threads
         staging = HostMemory(pinned=box.name == "cuda")
         moe_loads = MoeLoads(segments, PacedLink(None), staging)
+        devices = {self.target: [self.device]}
         self._stores: Mapping[str, SlotStore] = {
-            pool: SlotStore(
-                memory_for(box, pool, budget_bytes),
-                budget_bytes,
-                [torch_device(processor)] if pool == self.target else [],
-                shelf,
-                moe_loads,
-            )
+            pool: SlotStore(memory_for(box, pool, budget_bytes), budget_bytes, devices.get(pool, []), shelf, moe_loads)
             for pool in box.pools
         }
         self._answers: SimpleQueue[Answered | Breakdown] = SimpleQueue()
