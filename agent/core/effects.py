@@ -37,8 +37,7 @@ class Prepare(NamedTuple):
     """Have a request's image prepared for an expert, by the earliest ``due_s`` first; nothing is answered.
 
     Earlier forms of the image are reused; forms not named any more are released. ``later``: the experts that may
-    follow, for which up to ``later_bytes`` may be held. ``executor``: runs the batch. A tuple, as there is one per
-    image and step.
+    follow, for which up to ``later_bytes`` may be held. ``executor``: runs the batch. A tuple: one per image and step.
     """
 
     request: int

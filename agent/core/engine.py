@@ -501,8 +501,7 @@ class Engine:
     def _enqueue(
         self, request: int, ticket: Ticket, expert: str, effects: list[Effect], home: int | None = None
     ) -> bool:
-        """Queue what is left of a request's step, on ``home`` where that is able. True if a batch or load may start for
-        it."""
+        """Queue what is left of a request's step, on ``home`` if that is able. True if a batch or load may start now."""
         refusal = self._standings.refusal(request, expert, self._now)
         if refusal is not None:
             return self._fail(request, refusal, effects)
@@ -749,8 +748,7 @@ class Engine:
         )
 
     def _moves_elsewhere(self, request: int, part: Part, executor: int, reason: str, effects: list[Effect]) -> bool:
-        """Move a request that even an empty memory here has no workspace for; False where no other executor has the
-        expert."""
+        """Move a request that even an empty memory has no workspace for; False without another executor."""
         pool = self._queues[executor].spec.pool
         if not self._pressure.has_alternative(part.expert, pool, part.copy, self._now):
             return False
@@ -770,8 +768,7 @@ class Engine:
             self._fail(request, f"{expert}: {reason}", effects)
 
     def _fall_back(self, expert: str, pool: str, copy: str, reason: str, effects: list[Effect]) -> bool:
-        """Move the requests of a copy that fails too often here to other executors; False where there is none, or no
-        need."""
+        """Move the requests of a copy that fails too often; False where it may go on, or nothing else runs it."""
         now, pressure = self._now, self._pressure
         if not self._placement.is_barred(pool, copy, now) or not pressure.has_alternative(expert, pool, copy, now):
             return False

@@ -83,8 +83,7 @@ class Performance:
 
 @dataclass(frozen=True, slots=True)
 class PreparedForm:
-    """What an image becomes for an expert. ``name`` says all that pixels depend on: experts with one name share the
-    form."""
+    """What an image becomes for an expert. ``name`` says all that pixels depend on; experts with one name share it."""
 
     name: str
     size_bytes: int

@@ -41,7 +41,7 @@ class Group:
     alone: bool = False  # its requests run one by one, after a batch of them failed
     is_ongoing: bool = False
     is_passed_over: bool = False
-    gave_way: bool = False  # ongoing: whoever begins had places of its requests in its last quantum
+    gave_way: bool = False  # ongoing: its last quantum kept places for requests that begin
     requests: OrderedDict[int, float] = field(default_factory=OrderedDict)
     next: Group | None = None
     previous: Group | None = None

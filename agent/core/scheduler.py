@@ -61,8 +61,7 @@ class Scheduler:
     def place(
         self, request: int, expert: str, now: float, work: Work = IMAGE, unable: Collection[int] = ()
     ) -> tuple[Group, Assigned] | None:
-        """Queue a request: its group and the decision. None when no executor can run it; ``unable``: executors that
-        cannot."""
+        """Queue a request: its group and the decision. None when no executor outside of ``unable`` runs the expert."""
         options = [
             self._option(queue, expert, profile, now, 0.0 if work is IMAGE else profile.performance.tokens_s(work))
             for queue in self.queues

@@ -2,11 +2,11 @@
 
     overdue          heads of queues that have waited beyond the overtaking bound, the oldest first; a memory where one
                      of them lacks room is *full*: nothing younger takes what comes free there
-    the heads        of all queues, before their executors are idle where the policy overlaps; one that finds no room
-                     leaves its memory *short*, and the other heads what they can have there
-    the next groups  while a link that could serve one of them is free; of a short memory they take free room only
-    spare room       what may follow what runs now (speculation), then the placement at the start (section 4.1); none
-                     of a memory that is full or short
+    the heads        of all queues, before their executors are idle where the policy overlaps; a memory where one finds
+                     no room is *short*
+    the next groups  while a link that could serve one of them is free; free room only in a short memory
+    spare room       of memories neither full nor short: what may follow what runs now (speculation), then the placement
+                     at the start (section 4.1)
 
 Guarantees: a pinned expert is placed sooner or later; whatever is in quarantine, or whose pause is not over, is not
 loaded for spare room; speculation and placement give way to whatever a queue waits for.
@@ -49,7 +49,7 @@ class Supply:
     _limits: Limits
     _short: set[str] = field(default_factory=set)  # memories where a claim that is not overdue found no room this time
     _initial: deque[Wish] = field(default_factory=deque)
-    _waiting: int = 0  # of these, as the latest look at them found
+    _waiting: int = 0  # of these, for room or the end of a pause, as of the latest look
     _speculations: deque[Wish] = field(default_factory=lambda: deque(maxlen=SPECULATIONS))
 
     # -- what is to be had when there is room --
@@ -131,8 +131,7 @@ class Supply:
     def _demand(self, wish: Wish, now: float) -> Claim:
         """How strongly a head asks. One that has time takes free room only while its executor has other work.
 
-        Its victim is chosen later then, knowing more of the queue. Behind a held batch the first group asks as a later
-        one.
+        Its victim is chosen later then, knowing more of the queue. Behind a held batch a head asks as a later group.
         """
         executor = wish.spec.id
         if self._batches.is_holding(executor):

@@ -257,8 +257,7 @@ class BatchExecutor:
 
 
 def _prepared(images: Sequence[DueTask[Prepared | Rejected]]) -> list[Prepared | Rejected]:
-    """A batch's images, as soon as they are ready. The executor begins waiting crops itself: that costs less than a
-    wake-up."""
+    """A batch's images, once ready; the executor itself begins waiting crops, as a wake-up costs more."""
     for task in images:
         if task.is_short:
             task.begin()

@@ -124,10 +124,6 @@ class LoopStatistics:
     oldest_load_s: float | None
 
 
-def nobody_told(requests: Sequence[int]) -> None:
-    """Where nobody watches when executors are given batches."""
-
-
 @dataclass(frozen=True, slots=True)
 class BatchWatch:
     """Callbacks on the loop's thread: a batch's requests run now (``begun``), or have their answer (``ended``).
@@ -139,13 +135,12 @@ class BatchWatch:
     begun: Callable[[Sequence[int]], None]
     ended: Callable[[Sequence[int]], None]
     preparing: Callable[[int], AbstractContextManager[object]] = nothing_told
-    given: Callable[[Sequence[int]], None] = nobody_told
+    given: Callable[[Sequence[int]], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """What carries out an Engine's effects. ``routes``: of the first line; None without texts on routes and without
-    shadows."""
+    """What carries out an Engine's effects. ``routes``: at the start; None without texts on routes and shadows."""
 
     stores: tuple[SlotStore, ...]
     shelf: SkeletonShelf
@@ -350,8 +345,7 @@ class AgentLoop:
         """Wait until no request, load or batch is under way; False if it took longer. Raises AgentCrashed."""
         with self._changed:
             idle = self._changed.wait_for(lambda: self._crash is not None or self._is_idle(), timeout_s)
-        if self._crash is not None:
-            raise self._crash
+        self._raise_crash()
         return idle
 
     def wait_until_drained(self, timeout_s: float) -> bool:
@@ -363,8 +357,7 @@ class AgentLoop:
     def stop(self) -> None:
         """End: batches that run are finished, loads are broken off, requests under way stay without an outcome.
 
-        What has not ended after ``STOP_S`` is left behind with its memory. Raises AgentCrashed last if the loop had
-        crashed.
+        What has not ended after ``STOP_S`` is left behind with its memory. Raises AgentCrashed, last, after a crash.
         """
         self._is_stopped = True
         self._inbox.put(Stop())

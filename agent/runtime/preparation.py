@@ -1,22 +1,21 @@
 """Preparation: images are decoded and prepared for their experts, ahead of their batches and on threads of their own.
 
-Ahead of their batches, crops are begun on cores that no executor computes on, photographs on all of them: at the lowest
-priority for executors on the CPU, and at the usual one for those that drive a device, which would stand still for as
-long as the CPU's compute (see ``LARGE_BYTES``). What a batch still lacks its executor begins, too.
+Ahead of its batch a crop is begun on a core that no executor computes on, a photograph on any: at the lowest priority
+for executors on the CPU, at the usual one for executors that drive a device, which would stand still for as long as
+the CPU computes (see ``LARGE_BYTES``). An executor begins what its batch still lacks.
 
-Guarantees: what is due first is begun first, of either, and what a started batch waits for before all; an image is
-decoded once for all the steps that it was told of, unless it was forgotten meanwhile; of one that is forgotten nothing
-is held but what a batch has; images in decoding take DECODING_BYTES together at most. What the box has no memory for
-is not the image's fault: such a MemoryError is the future's, all else is a Prepared or Rejected.
+Guarantees: the earliest due image is begun first, and images of a started batch before all; an image is decoded once
+for all the steps that it was told of, unless it was forgotten meanwhile; nothing is held of a forgotten image but what
+a batch has; images in decoding take DECODING_BYTES together at most. A MemoryError, which is not the image's fault, is
+the future's; every other fault is a Rejected.
 
-A JPEG is made smaller while it is decoded for the experts that were found to say the same of it then, and for no others
-that want it as large: what an image becomes has its reduction in its name. That goes as far as leaves MARGIN times the
-pixels that they see to either side: what makes them smaller still is smoothed as ever. How much smaller is a matter of
-the image and the expert alone, so that their answers are, too: steps that need it in two sizes decode it twice.
+A JPEG is decoded smaller for the experts that were found to say the same of it then, to MARGIN times the pixels that
+they see to either side; the form's name tells of the reduction. How much smaller follows from image and expert alone,
+so that answers do, too: steps that need two sizes decode twice.
 
 For later steps an image's pixels are held where they take no more than what it becomes for all of these, else that:
-a crop stays what it is, of a photograph of 12 megapixels two small tensors are left. What it was prepared as already
-counts among these where a later step has the same form, as the Engine counts it.
+a crop stays what it is, of a photograph of 12 megapixels two small tensors are left. The present step's tensor counts
+among these where a later step has its form, as the Engine counts it.
 """
 
 from __future__ import annotations
@@ -55,10 +54,9 @@ logger = logging.getLogger(__name__)
 
 DECODING_BYTES = 512 * 1024 * 1024  # what images in decoding take together; one that takes more is decoded alone
 LEAST_THREADS = 2
-# From here on, and where nobody knows, an image is large: decoding it is worth being begun anywhere, at a priority that
-# gives way to executors. Little of that holds the interpreter's lock. What is smaller costs a millisecond, mostly with
-# the lock: a thread that had it and gave way held up executors, whose operators' threads spin on all cores meanwhile.
-# arbitrary, within a factor
+# An image of this size, or of unknown size, is large: worth decoding on any core, at a priority that gives way, as its
+# decoder seldom holds the interpreter's lock. A smaller one takes a millisecond, mostly with the lock: a thread that
+# gave way with it would hold up executors, whose operators' threads spin meanwhile. Arbitrary, within a factor.
 LARGE_BYTES = 256 * 1024
 MARGIN = 2  # times as many pixels to a side as the expert sees: less, and the decoder would do the smoothing
 AT_ONCE = -math.inf  # due before everything that is only due some time
@@ -120,10 +118,10 @@ class _Image:
     source: ImageSource
     name: str
     wanted: _Wanted | None
-    request: int | None = None  # None: of nobody who is watched
+    request: int | None = None  # None: not watched
     task: DueTask[Prepared | Rejected] | None = None
     is_taken: bool = False  # a batch waits for the task
-    is_idling: bool = False  # whoever works on it gives way to executors
+    is_idling: bool = False  # a thread that gives way to executors works on it
     held: dict[str, Prepared] = field(default_factory=dict)
     pixels: Decoded | None = None
     at_work: Lock = field(default_factory=Lock)
@@ -308,7 +306,7 @@ class Preparation:
         idles = threads is self._large
 
         def work(answer: Callable[[Prepared | Rejected], None]) -> None:
-            if image.is_idling and not gives_way:  # whoever works on it may not come on while executors compute
+            if image.is_idling and not gives_way:  # that thread may stand still while executors compute
                 self._work(image, form, answer)
                 return
             with image.at_work:

@@ -306,8 +306,7 @@ class SlotStore:
 
     @contextmanager
     def using_together(self, copies: Collection[str]) -> Iterator[dict[str, Slot]]:
-        """``using`` for several copies at once: taken one by one, they and a load that moves a shared part could
-        deadlock."""
+        """``using`` for several copies at once: one by one, they could deadlock with a load that moves a shared part."""
         with self._calm:
             self._calm.wait_for(lambda: not any(self._is_stilled(copy) for copy in copies))
             slots = {copy: self._ready(copy) for copy in copies}

@@ -1,8 +1,7 @@
 """The engines that run texts: one for each executor, over one arena of keys and values for each memory and device.
 
-Guarantees: an arena is as large as its memory's share for leases, whatever runs there; a memory that several devices
-run texts from has set so much apart for each (``agent.deployment.memory_needs``); how it rounds what a text holds
-is what leases are counted by, so who has its lease finds room.
+Guarantees: an arena is as large as its memory's share for leases, which is set apart once for each device that runs
+texts from there (``agent.deployment.memory_needs``); leases are counted as the arena rounds, so a lease has its room.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TextEngines:
-    """The engines ``by_executor``, and what they share. ``runs_on``: copy -> memories and devices that run it; None:
-    all."""
+    """The engines ``by_executor``, and what they share. ``runs_on``: copy -> its (memory, device)s; None: all."""
 
     by_executor: Mapping[int, TextEngine]
     lengths: OutputLengths = field(default_factory=OutputLengths)

@@ -238,7 +238,7 @@ class Texts:
         if left.held >= asked.lease:
             asked.needs(asked.read + len(asked.writer.tokens) + left.output, expert)
         foreseen = asked.work if asked.expert is None else asked.work.at(asked.expert)
-        most = max(foreseen.most, asked.rounded(left.most, expert))  # it may have come to one that nobody foresaw
+        most = max(foreseen.most, asked.rounded(left.most, expert))  # its expert may not have been foreseen
         return Work(left.prompt, left.output, most, asked.lease, left.held)
 
     def _work(self, reached: Reached, text: TextRequest) -> Work:

@@ -3,9 +3,9 @@
 Guarantees: every load that was started is answered exactly once, with Loaded when its bytes are in place and its
 skeleton is bound, or with LoadFailed when its room is free again; a part that several loads in flight share is moved
 by one of them while the others wait, and by the next one when that one fails. A device that is lost is no failure of
-the load: it is answered with a Breakdown. A packed file found corrupt is dropped, and the next packing makes it anew;
-one that is not there, or cannot be read, is a failure that passes. ``mend`` is told of experts that lack a file.
-Where ``distrust`` is there, an expert's source is hashed once, after its first load, on a thread that gives way.
+the load: it is answered with a Breakdown. A corrupt packed file is dropped and packed anew; a missing or unreadable one
+is a failure that passes. ``mend`` is told of experts that lack a file. With ``distrust``, an expert's source is hashed
+once, after its first load, on a thread that gives way.
 Assumes: the Engine bounds the loads in flight, and evicts only what is resident and unused.
 
 From the SSD, bytes go straight into a region that is host memory; into any other region they go piece by piece
@@ -52,8 +52,7 @@ STAGING_BYTES = 32 * 1024 * 1024  # four reads of a direct reader; held once for
 
 @dataclass(frozen=True, slots=True)
 class TransferStatistics:
-    """Counters since the start. ``loads``, ``seconds`` by path, such as "ssd_host"; ``of_experts``: loads by (expert,
-    pool)."""
+    """Counters since the start. ``loads``, ``seconds``: by path, as "ssd_host"; ``of_experts``: by (expert, pool)."""
 
     loads: Mapping[str, int]
     of_experts: Mapping[tuple[str, str], int]
@@ -128,7 +127,7 @@ class Transfers:
         self._checks = DaemonThreads(1, "check-sources", give_way)
         self._checked: set[str] = set()
         self._segments = segments
-        self._copies = dict(copies)  # others while it works: see ``know``
+        self._copies = dict(copies)  # changed by ``know``
         self._staging = _StagingBuffers(staging)
         self._post = post
         self._watch = watch or DeviceWatch()
