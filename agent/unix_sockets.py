@@ -54,7 +54,6 @@ class UnixSocket:
 
     @property
     def to_bind(self) -> str:
-        """The address to have bound."""
         return f"{UNIX}{self._hidden}"
 
     def show(self) -> None:

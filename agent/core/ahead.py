@@ -42,8 +42,10 @@ LATER_SHARE = 0.125  # of the budget, at most, for the later steps of one reques
 
 @dataclass(frozen=True, slots=True)
 class PreparedStatistics:
-    """Images prepared ahead: bytes of them and of what is held for later steps, now; since the start, how many had to
-    give their room to others, and how many a batch started with that were not begun before."""
+    """Images prepared ahead: bytes held now, and counts since the start.
+
+    ``begun_late``: a batch started with them. ``displaced``: they gave their room to others.
+    """
 
     budget_bytes: int = 0
     used_bytes: int = 0
@@ -86,12 +88,10 @@ class _Place:
 
     @property
     def next_due_s(self) -> float:
-        """When the next one to be begun is predicted to run."""
         return self.due_s + self.group.profile.performance.K_s * len(self.begun)
 
     @property
     def is_near(self) -> bool:
-        """Would the next one to be begun run in its queue's first batch?"""
         return self.group is self.line.queue.front and len(self.begun) < self.group.profile.performance.max_batch
 
     def runs_behind(self, due_s: float, begun: int) -> bool:
@@ -142,7 +142,6 @@ class _Image:
 
     @property
     def spare_bytes(self) -> int:
-        """What it could do without before its next step."""
         if self.is_held:
             return 0
         if self.place is None:
@@ -171,11 +170,9 @@ class PreparedAhead:
 
     @property
     def is_on(self) -> bool:
-        """Is there any room for it?"""
         return self._budget_bytes > 0
 
     def fitting(self, later: Later) -> Later:
-        """What may be held for the later steps of one request: all of it or nothing."""
         return later if later.size_bytes <= self._budget_bytes * LATER_SHARE else NOTHING_LATER
 
     # -- what becomes of requests --
@@ -183,10 +180,6 @@ class PreparedAhead:
     def queued(
         self, request: int, queue: ExecutorQueue, group: Group, later: Later, now: float, effects: list[Effect]
     ) -> None:
-        """A request stands in a queue, for a step of its route, a retry of it, or on another executor than before.
-
-        ``later``: what may come after this step.
-        """
         form, image = group.profile.prepared, self._images.get(request)
         if form is None or form.size_bytes > self._budget_bytes:
             self._forget(request, effects)
@@ -207,7 +200,6 @@ class PreparedAhead:
                 self._has_changed = True
 
     def left(self, request: int) -> None:
-        """A request leaves its queue without running: it ends, or is queued elsewhere."""
         image = self._images.get(request)
         if image is not None and image.place is not None:
             self._leave(request, image)
@@ -234,12 +226,10 @@ class PreparedAhead:
         self._has_changed = True
 
     def are_begun(self, requests: Iterable[int]) -> bool:
-        """Is each of them queued, and prepared or being prepared?"""
         images = (self._images.get(request) for request in requests)
         return all(image is not None and image.form is not None for image in images)
 
     def held(self, requests: Iterable[int], now: float) -> None:
-        """Requests that are begun are in a batch behind the one that runs."""
         for request in requests:
             image = self._images[request]
             place = image.place
@@ -252,7 +242,6 @@ class PreparedAhead:
         self._has_changed = True
 
     def run(self, requests: Iterable[int]) -> None:
-        """Held requests run from now on."""
         for request in requests:
             image = self._images[request]
             assert image.form is not None, "nothing was taken from it"
@@ -269,7 +258,6 @@ class PreparedAhead:
             self._release(request, image)
 
     def advance(self, effects: list[Effect]) -> None:
-        """Begin whatever there is room for, what runs first first."""
         while self._has_changed:  # again where room was made for one that is near, and more of it than that took
             self._has_changed = False
             self._begin_all(effects)
@@ -290,7 +278,6 @@ class PreparedAhead:
                 heapreplace(firsts, (following.next_due_s, number, following))
 
     def statistics(self) -> PreparedStatistics:
-        """A frozen snapshot."""
         return PreparedStatistics(
             self._budget_bytes,
             self._used_bytes,
@@ -302,7 +289,6 @@ class PreparedAhead:
         )
 
     def check_invariants(self, in_flight: Iterable[int]) -> None:
-        """Raises AssertionError saying what does not add up."""
         images = self._images
         assert images.keys() <= set(in_flight), "something is held for a request that has its outcome"
         assert self._used_bytes == sum(image.size_bytes for image in images.values()), "prepared bytes miscounted"
@@ -352,10 +338,7 @@ class PreparedAhead:
         return True
 
     def _make_room(self, size_bytes: int, place: _Place, effects: list[Effect]) -> bool:
-        """For one that is near: of what is held for later steps, then of whoever starts last, after it.
-
-        Where all of that is not enough, nobody gives up anything.
-        """
+        """Make room for a near image: from what is held for later steps, then from far images. False changes nothing."""
         if not self._can_make_room(size_bytes, place):
             return False
         while self._used_bytes + size_bytes > self._budget_bytes:
@@ -378,7 +361,6 @@ class PreparedAhead:
         return lacking_bytes <= 0
 
     def _give_up_later(self, request: int, effects: list[Effect]) -> None:
-        """Nothing is held for the later steps of a request any more: its image is decoded again if it comes to them."""
         image = self._images[request]
         self._displaced_later += 1
         if image.place is None:
@@ -391,7 +373,7 @@ class PreparedAhead:
         effects.append(self._prepare(request, image, image.place, image.place.due_s))
 
     def _displace(self, place: _Place, effects: list[Effect]) -> None:
-        """Whoever is predicted to start last gives up its room; there is one that is not near itself, and is later."""
+        """The far image that is predicted to start last gives up its room; the caller knows that there is one."""
         lasts = [line.begun[-1] for line in self._lines.values() if line.begun]
         far = [each for each in lasts if each.runs_behind(place.next_due_s, len(each.begun))]
         last = max(far, key=attrgetter("next_due_s"))
@@ -404,7 +386,7 @@ class PreparedAhead:
         effects.append(Forget(request))
 
     def _goes_on(self, request: int, image: _Image, place: _Place, later: Later) -> bool:
-        """Can what is held for a request serve it where it is queued now? What is not needed any more is let go of."""
+        """Can what is held for a request serve it where it is queued now? The rest of what is held is released."""
         form = place.group.profile.prepared
         assert form is not None, "it holds something for that"
         kept = later if later.forms.keys() <= image.later.forms.keys() else NOTHING_LATER
@@ -416,7 +398,6 @@ class PreparedAhead:
         return True
 
     def _hold(self, request: int, image: _Image, form: str, own_bytes: int, later: Later) -> None:
-        """Count what is held for a request from now on."""
         more_bytes = own_bytes + later.size_bytes - image.size_bytes
         self._used_bytes += more_bytes
         self._has_changed |= more_bytes < 0
@@ -433,7 +414,6 @@ class PreparedAhead:
         self._has_changed = True
 
     def _forget(self, request: int, effects: list[Effect]) -> None:
-        """Nothing that is held for a request serves it where it goes."""
         image = self._images.pop(request, None)
         if image is not None and image.form is not None:
             self._release(request, image)
@@ -466,7 +446,6 @@ class PreparedAhead:
             del listed[bisect_left(listed, place.order, key=attrgetter("order"))]
 
     def _leave(self, request: int, image: _Image) -> None:
-        """It stands in no queue any more; what is held for it stays."""
         place, image.place = image.place, None
         assert place is not None, "it was queued"
         if request in place.begun:

@@ -42,15 +42,11 @@ NO_BACKGROUND = BackgroundStatistics()
 
 @dataclass(slots=True)
 class _Pause:
-    """A memory that was too short for background work."""
-
     pause_s: float
     until_s: float
 
 
 class BackgroundWork:
-    """What waits, what runs, and where it may not run for now."""
-
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._waiting: dict[str, OrderedDict[int, int]] = {}  # expert -> request -> when it came, counted
@@ -63,19 +59,16 @@ class BackgroundWork:
 
     @property
     def is_waiting(self) -> bool:
-        """Is there any?"""
         return bool(self._experts)
 
     @property
     def requests(self) -> Collection[int]:
-        """Those that wait, the oldest first."""
         return self._experts.keys()
 
     def __contains__(self, request: int) -> bool:
         return request in self._experts or request == self.request
 
     def expert_of(self, request: int) -> str | None:
-        """Whom a request waits for; None for one that does not wait."""
         return self._experts.get(request)
 
     def offer(self, request: int, expert: str) -> list[int]:
@@ -87,7 +80,6 @@ class BackgroundWork:
         return list(self._experts)[:too_many] if too_many > 0 else []
 
     def leave(self, request: int) -> None:
-        """A request does not wait any more."""
         expert = self._experts.pop(request)
         waiting = self._waiting[expert]
         del waiting[request]
@@ -95,12 +87,10 @@ class BackgroundWork:
             del self._waiting[expert]
 
     def waiting_for(self, expert: str) -> tuple[int, ...]:
-        """The requests that wait for a shadow, the oldest first."""
         return tuple(self._waiting.get(expert, ()))
 
     @property
     def awaited(self) -> tuple[str, ...]:
-        """The shadows that something waits for, that of the oldest request first."""
         return tuple(sorted(self._waiting, key=lambda expert: next(iter(self._waiting[expert].values()))))
 
     def homes(
@@ -110,7 +100,6 @@ class BackgroundWork:
         columns: Mapping[str, Mapping[str, ExpertProfile]],
         now: float,
     ) -> Iterator[tuple[ExecutorSpec, ExpertProfile]]:
-        """Where a shadow may run: executors that are able, in memories that were not too short lately."""
         for spec in executors:
             profile = columns[spec.processor].get(expert)
             pause = self._pauses.get(spec.pool)
@@ -118,28 +107,23 @@ class BackgroundWork:
                 yield spec, profile
 
     def ran_short(self, pool: str, now: float) -> None:
-        """A memory was too short: nothing runs there for a while, each time for twice as long."""
         before = self._pauses.get(pool)
         pause_s = min(before.pause_s * 2 if before else self._limits.probation_s, self._limits.longest_pause_s)
         self._pauses[pool] = _Pause(pause_s, now + pause_s)
 
     def went_well(self, pool: str) -> None:
-        """It was long enough again."""
         self._pauses.pop(pool, None)
 
     def next_moment_s(self, now: float) -> float | None:
-        """When a pause ends that something may wait for."""
         if not self._experts:
             return None
         return min((pause.until_s for pause in self._pauses.values() if pause.until_s > now), default=None)
 
     def statistics(self) -> BackgroundStatistics:
-        """A frozen snapshot."""
         running = int(self.batch is not None)
         return BackgroundStatistics(len(self._experts), running, self.ran, self.failed, self.dropped)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError saying what does not add up."""
         listed = {request: expert for expert, waiting in self._waiting.items() for request in waiting}
         assert listed == self._experts, "background requests are miscounted"
         assert all(self._waiting.values()), "a shadow that nothing waits for is listed"

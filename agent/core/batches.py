@@ -7,6 +7,7 @@ batch has ended, in the order in which the shell runs them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,51 +20,41 @@ if TYPE_CHECKING:
     from agent.core.request import Batch
 
 
+@dataclass(slots=True, eq=False)
 class Batches:
-    """Of one Engine; see the module."""
-
-    def __init__(
-        self, queues: Mapping[int, ExecutorQueue], pools: Mapping[str, ModelPool], ahead: PreparedAhead
-    ) -> None:
-        self._queues = queues
-        self._pools = pools
-        self._ahead = ahead
-        self._batches: dict[int, Batch] = {}
-        self._profiles: dict[int, tuple[ExpertProfile, ...]] = {}  # batch -> what its parts run by
-        self._running: dict[int, int] = {}  # executor -> batch
-        self._held: dict[int, int] = {}  # executor -> the batch behind that
-        self.count = 0  # that were begun or held since the start
+    _queues: Mapping[int, ExecutorQueue]
+    _pools: Mapping[str, ModelPool]
+    _ahead: PreparedAhead
+    _batches: dict[int, Batch] = field(default_factory=dict)
+    _profiles: dict[int, tuple[ExpertProfile, ...]] = field(default_factory=dict)  # batch -> what its parts run by
+    _running: dict[int, int] = field(default_factory=dict)  # executor -> batch
+    _held: dict[int, int] = field(default_factory=dict)  # executor -> the batch behind that
+    count: int = 0  # that were begun or held since the start
 
     @property
     def is_any(self) -> bool:
-        """Does any executor run?"""
         return bool(self._running)
 
     @property
     def all(self) -> Collection[Batch]:
-        """Those that run and those that are held."""
         return self._batches.values()
 
     def running(self, executor: int) -> Batch | None:
-        """What an executor runs."""
         number = self._running.get(executor)
         return None if number is None else self._batches[number]
 
     def is_running(self, executor: int) -> bool:
-        """Does it run anything?"""
         return executor in self._running
 
     def is_holding(self, executor: int) -> bool:
-        """Does it have its next batch?"""
         return executor in self._held
 
     def under_way(self, number: int) -> Batch | None:
-        """The batch of this number, if it runs: what is held behind another has no answer yet."""
+        """The batch of this number, if it runs; None for one that is held."""
         batch = self._batches.get(number)
         return batch if batch is not None and self._running[batch.executor] == number else None
 
     def next_number(self) -> int:
-        """The number of the next batch; from 1 on, each once."""
         self.count += 1
         return self.count
 
@@ -82,7 +73,6 @@ class Batches:
         self._running[batch.executor] = batch.id
 
     def hold(self, batch: Batch, profile: ExpertProfile, predicted_s: float) -> None:
-        """An executor that runs is given its next batch."""
         queue = self._queues[batch.executor]
         queue.held_s = predicted_s
         queue.held_requests = len(batch.requests)
@@ -106,7 +96,6 @@ class Batches:
         return self._profiles.pop(batch.id)
 
     def _begin_held(self, queue: ExecutorQueue, now: float) -> bool:
-        """What was held behind a batch that is over runs now; False where nothing was."""
         number = self._held.pop(queue.spec.id, None)
         if number is None:
             return False
@@ -120,7 +109,6 @@ class Batches:
         return True
 
     def check_invariants(self) -> None:
-        """Raises AssertionError saying what does not add up."""
         for batch in self._batches.values():
             pool = self._pools[self._queues[batch.executor].spec.pool]
             for copy in batch.copies:

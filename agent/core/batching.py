@@ -10,6 +10,7 @@ a batch of images has neither.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.core.effects import StartBatch
@@ -26,41 +27,24 @@ if TYPE_CHECKING:
     from agent.core.pool import ModelPool
     from agent.core.queue import ExecutorQueue, Group
     from agent.core.served_line import ServedLine
-    from agent.core.splitter import BatchSplitter
     from agent.core.supply import Supply
     from agent.core.ticket import Ticket
     from agent.core.turns import Turns
 
 
+@dataclass(slots=True, eq=False)
 class Batching:
-    """Of one Engine; see the module."""
-
-    def __init__(
-        self,
-        queues: Sequence[ExecutorQueue],
-        pools: Mapping[str, ModelPool],
-        tickets: Mapping[int, Ticket],
-        batches: Batches,
-        turns: Turns,
-        splitter: BatchSplitter,
-        holding: Holding,
-        ahead: PreparedAhead,
-        supply: Supply,
-        limits: Limits,
-    ) -> None:
-        self._queues = queues
-        self._pools = pools
-        self._tickets = tickets
-        self._batches = batches
-        self._turns = turns
-        self._splitter = splitter
-        self._holding = holding
-        self._ahead = ahead
-        self._supply = supply
-        self._limits = limits
+    _queues: Sequence[ExecutorQueue]
+    _pools: Mapping[str, ModelPool]
+    _tickets: Mapping[int, Ticket]
+    _batches: Batches
+    _turns: Turns
+    _holding: Holding
+    _ahead: PreparedAhead
+    _supply: Supply
+    _limits: Limits
 
     def start(self, line: ServedLine, now: float, effects: list[Effect]) -> None:
-        """Every idle executor that may run something does."""
         for queue in self._queues:
             if not self._batches.is_running(queue.spec.id) and queue.head is not None:
                 group = self._turns.next_group(queue)
@@ -78,7 +62,7 @@ class Batching:
                 self._hold_batch(queue, size, line, now, effects)
 
     def _has_workspace(self, queue: ExecutorQueue, group: Group) -> bool:
-        """Always, but where the line has changed: what is owed may have grown while batches of others run."""
+        """False only after a reload raised the guaranteed workspace."""
         pool = self._pools[queue.spec.pool]
         return pool.workspace_for(queue.spec.id) >= group.profile.performance.workspace_for(1)
 
@@ -112,9 +96,9 @@ class Batching:
         self._supply.speculate(spec, batch.expert, line, now)
 
     def _batch_of_images(self, queue: ExecutorQueue, group: Group) -> tuple[Batch, tuple[ExpertProfile, ...], float]:
-        """What runs to its end; what it runs by, and the predicted seconds of its tokens."""
         self._turns.images_start(queue)
-        requests, performance = self._take_images(queue, group), group.profile.performance
+        waiting, performance = 1 if group.alone else len(group.requests), group.profile.performance
+        requests = queue.take(group, self._turns.batch_size(queue, group, waiting))
         number, workspace_bytes = self._batches.next_number(), performance.workspace_for(len(requests))
         batch = Batch(number, queue.spec.id, group.expert, group.profile.copy, requests, workspace_bytes)
         return batch, (group.profile,), self._off_queue(requests, performance)
@@ -122,19 +106,12 @@ class Batching:
     def _batch_of_texts(
         self, queue: ExecutorQueue, group: Group, line: ServedLine
     ) -> tuple[Batch, tuple[ExpertProfile, ...], float]:
-        """The same of what runs for a quantum: of all experts that run together."""
         parts, profiles = self._take_quantum(queue, group)
         requests = tuple(request for part in parts for request in part.requests)
-        batch = Batch(
-            self._batches.next_number(),
-            queue.spec.id,
-            group.expert,
-            group.profile.copy,
-            requests,
-            max(profile.performance.workspace_for(len(requests)) for profile in profiles),
-            self._quantum_s(queue, line),
-            parts if len(parts) > 1 else (),
-        )
+        workspace_bytes = max(profile.performance.workspace_for(len(requests)) for profile in profiles)
+        number, executor, copy = self._batches.next_number(), queue.spec.id, group.profile.copy
+        quantum_s, listed = self._quantum_s(queue, line), parts if len(parts) > 1 else ()
+        batch = Batch(number, executor, group.expert, copy, requests, workspace_bytes, quantum_s, listed)
         tokens_s = (self._off_queue(part.requests, row.performance) for part, row in zip(parts, profiles, strict=True))
         return batch, profiles, sum(tokens_s)
 
@@ -147,19 +124,8 @@ class Batching:
         served = (row for expert, row in rows.items() if expert not in line.retired)
         return lone_s if all(row.performance.runs_in_quanta for row in served) else self._limits.quantum_s
 
-    def _take_images(self, queue: ExecutorQueue, group: Group) -> tuple[int, ...]:
-        """Requests that run to their end."""
-        waiting = 1 if group.alone else len(group.requests)
-        free_bytes = self._pools[queue.spec.pool].workspace_for(queue.spec.id)
-        performance = group.profile.performance
-        size = self._splitter.batch_size(group.expert, queue.spec.id, performance, waiting, free_bytes)
-        return queue.take(group, size)
-
     def _take_quantum(self, queue: ExecutorQueue, group: Group) -> tuple[tuple[Part, ...], tuple[ExpertProfile, ...]]:
-        """Requests that run for a quantum, by expert, and what they run by; that whose turn it is comes first.
-
-        Those that begin have their leases, which others may have waited for.
-        """
+        """Requests that run for a quantum, by expert, and their profiles; the group whose turn it is comes first."""
         parts = {group.profile.copy: Part(group.expert, group.profile.copy, ())}
         profiles = {group.profile.copy: group.profile}
         for share in self._turns.quantum_starts(queue, group):
@@ -171,7 +137,7 @@ class Batching:
         return tuple(parts.values()), tuple(profiles.values())
 
     def _off_queue(self, requests: tuple[int, ...], performance: Performance) -> float:
-        """They stand in a batch now; the predicted seconds of their tokens."""
+        """Note that requests stand in a batch; the predicted seconds of their tokens."""
         tokens_s = 0.0
         for request in requests:
             ticket = self._tickets[request]

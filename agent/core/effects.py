@@ -28,20 +28,16 @@ class StartLoad:
 
 @dataclass(frozen=True, slots=True)
 class StartBatch:
-    """Run a batch, at once or when the one that its executor runs has its answer. Answer Finished, Progressed where it
-    has a quantum, or BatchFailed."""
+    """Run a batch, at once or behind the one that runs. Answer Finished, Progressed (a quantum), or BatchFailed."""
 
     batch: Batch
 
 
 class Prepare(NamedTuple):
-    """Have a request's image prepared for an expert, whoever is due first first; nothing is answered.
+    """Have a request's image prepared for an expert, by the earliest ``due_s`` first; nothing is answered.
 
-    What was prepared of it before is used, and what is not named any more is let go of. ``later``: the experts that may
-    come after that one, for which as many as ``later_bytes`` may be held, so that it is not decoded again.
-    ``executor``: whose batch waits for it.
-
-    A tuple: one is made for each image and step.
+    Earlier forms of the image are reused; forms not named any more are released. ``later``: the experts that may
+    follow, for which up to ``later_bytes`` may be held. ``executor``: runs the batch. A tuple: one per image and step.
     """
 
     request: int
@@ -54,15 +50,14 @@ class Prepare(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """What is prepared of a request's image is let go of, but for what a running batch has of it."""
+    """Release what is prepared of a request's image, but for what a running batch has of it."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class Preempt:
-    """What a request that has begun holds there is others' from now on. What it has written stays its own: when its
-    turn comes again, there or on another executor, it reads that after its prompt, and goes on."""
+    """Release the memory of a request that has begun. Its text stays: it is read again after the prompt."""
 
     request: int
     executor: int
@@ -70,8 +65,7 @@ class Preempt:
 
 @dataclass(frozen=True, slots=True)
 class EvictionDecision:
-    """Why something left: for whom (nobody where the memory ran short), how many bytes short, and whom it was weighed
-    against, first to go first."""
+    """Why a copy left: for which copy ("" where memory ran short), how many bytes short, and the ranked candidates."""
 
     for_copy: str
     needed_bytes: int
@@ -92,10 +86,7 @@ class Evict:
 
 
 class AssignmentCandidate(NamedTuple):
-    """One executor as the assignment saw it: its predicted queue length, and what the request would add to it.
-
-    A tuple: one is made for each executor and request.
-    """
+    """One executor as the assignment saw it. A tuple: one is made for each executor and request."""
 
     executor: int
     queue_s: float
@@ -123,8 +114,7 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StandingChanged:
-    """An expert failed, or serves again, and why. Nothing to carry out. ``retry_s``: seconds until a trial of one
-    on probation, None for the others."""
+    """An expert failed, or serves again. ``retry_s``: seconds until a trial on probation. Nothing to carry out."""
 
     expert: str
     standing: Standing
@@ -134,8 +124,10 @@ class StandingChanged:
 
 @dataclass(frozen=True, slots=True)
 class FellBack:
-    """An expert cannot be had in a memory for now: who waited for it there waits on other executors. ``retry_s``:
-    seconds until it may be tried there again. Nothing to carry out."""
+    """An expert failed too often in a memory: its requests there wait on other executors.
+
+    ``retry_s``: seconds until it may be tried there again. Nothing to carry out.
+    """
 
     expert: str
     copy: str
@@ -147,8 +139,7 @@ class FellBack:
 
 @dataclass(frozen=True, slots=True)
 class BudgetChanged:
-    """What lies in a memory keeps to so much from now on: less, as the box proved to have less than was planned with,
-    or some of that again."""
+    """A new budget for the weights in a memory: less, as the box has less than was planned, or some of that again."""
 
     pool: str
     before_bytes: int
@@ -158,7 +149,7 @@ class BudgetChanged:
 
 @dataclass(frozen=True, slots=True)
 class LeasesChanged:
-    """What begun requests hold in a memory keeps to so much from now on, for the same reasons as ``BudgetChanged``."""
+    """A new budget for leases in a memory, for the same reasons as ``BudgetChanged``."""
 
     pool: str
     before_bytes: int
@@ -183,17 +174,6 @@ class Fail:
 
 
 Effect = (
-    StartLoad
-    | StartBatch
-    | Prepare
-    | Forget
-    | Preempt
-    | Evict
-    | Assigned
-    | StandingChanged
-    | FellBack
-    | BudgetChanged
-    | LeasesChanged
-    | Complete
-    | Fail
-)
+    StartLoad | StartBatch | Prepare | Forget | Preempt | Evict | Assigned | StandingChanged | FellBack
+    | BudgetChanged | LeasesChanged | Complete | Fail
+)  # fmt: skip

@@ -80,6 +80,9 @@ if TYPE_CHECKING:
     from experts.expert import Prediction
     from experts.graph import ExpertGraph
 
+    Ended = tuple[tuple[int, Prediction | Rejected], ...]  # by request
+    Left = tuple[tuple[int, Work], ...]
+
 
 class Engine:
     """See the module. Raises MemoryExceeded at construction if an expert can never fit where it has to run."""
@@ -103,35 +106,25 @@ class Engine:
         self._placement = Placement(self._pools, queues, graph, matrix, policy, limits, homes)
         self._pressure = MemoryPressure(queues, self._placement, limits, matrix, homes)
         self._splitter = BatchSplitter()
-        self._leases = Leases(self._pools, limits.max_overtake_s if policy.bounded else math.inf)
+        overtake_s = limits.max_overtake_s if policy.bounded else math.inf
+        self._leases = Leases(self._pools, overtake_s)
         self._turns = Turns(
-            self._pools, self._placement, self._leases, self._splitter, policy, limits.max_overtake_s, self._runs_alone
+            self._pools, self._placement, self._leases, self._splitter, policy.overlapping, overtake_s, self._runs_alone
         )
         self._standings = Standings(limits)
-        self._ahead = PreparedAhead(queues, limits)
-        self._later = LaterSteps(self._ahead)
-        self._holding = Holding(self._pools, self._placement, self._splitter, self._ahead, policy)
+        self._ahead = ahead = PreparedAhead(queues, limits)
+        self._later = LaterSteps(ahead)
+        self._holding = Holding(self._placement, self._splitter, ahead, policy.overlapping and ahead.is_on)
         self._tickets: dict[int, Ticket] = {}
-        self._batches = Batches(self._queues, self._pools, self._ahead)
+        self._batches = Batches(self._queues, self._pools, ahead)
         self._supply = Supply(
-            self._queues, self._pools, self._placement, self._turns, self._standings, self._batches, policy, limits
+            self._queues, self._placement, self._turns, self._standings, self._batches, policy, limits
         )
         self._batching = Batching(
-            queues,
-            self._pools,
-            self._tickets,
-            self._batches,
-            self._turns,
-            self._splitter,
-            self._holding,
-            self._ahead,
-            self._supply,
-            limits,
+            queues, self._pools, self._tickets, self._batches, self._turns, self._holding, ahead, self._supply, limits
         )
         self._background = BackgroundWork(limits)
-        self._shadows = Shadows(
-            self._background, self._queues, self._pools, self._placement, self._standings, self._batches
-        )
+        self._shadows = Shadows(self._background, self._queues, self._placement, self._standings, self._batches)
         self._counts: Counter[str] = Counter()
         self._now = 0.0
         self._is_draining = False
@@ -168,7 +161,6 @@ class Engine:
         return min((moment for moment in moments if moment is not None), default=None)
 
     def statistics(self) -> EngineStatistics:
-        """A frozen snapshot."""
         counts = self._placement.counts
         return EngineStatistics(
             arrived=self._counts["arrived"],
@@ -280,13 +272,7 @@ class Engine:
             return self._batch_failed(events.BatchFailed(event.batch, reason), effects)
         return self._batch_ran(batch, event.finished, event.unfinished, effects)
 
-    def _batch_ran(
-        self,
-        batch: Batch,
-        finished: tuple[tuple[int, Prediction | Rejected], ...],
-        unfinished: tuple[tuple[int, Work], ...],
-        effects: list[Effect],
-    ) -> bool:
+    def _batch_ran(self, batch: Batch, finished: Ended, unfinished: Left, effects: list[Effect]) -> bool:
         if batch.id == self._background.batch:
             return self._background_ran(batch, finished[0][1], effects)
         profiles = self._batches.end(batch, self._now)
@@ -303,37 +289,24 @@ class Engine:
         return True
 
     def _part_ran(
-        self,
-        batch: Batch,
-        part: Part,
-        profile: ExpertProfile,
-        finished: tuple[tuple[int, Prediction | Rejected], ...],
-        unfinished: tuple[tuple[int, Work], ...],
-        effects: list[Effect],
+        self, batch: Batch, part: Part, profile: ExpertProfile, ended: Ended, unfinished: Left, effects: list[Effect]
     ) -> None:
-        """What became of the requests of one expert."""
         expert = part.expert
         self._splitter.ran(expert, batch.executor, len(batch.requests), profile.performance.max_batch)
         self._placement.ran(self._queues[batch.executor].spec.pool, part.copy)
-        was_asked = bool(unfinished) or any(not isinstance(result, Rejected) for _, result in finished)
+        was_asked = bool(unfinished) or any(not isinstance(result, Rejected) for _, result in ended)
         if was_asked and self._standings.batch_ran(expert):
             self._released(expert, "a batch went well", effects)
         if unfinished:
             self._go_on(expert, batch.executor, profile, unfinished, effects)
-        for request, result in finished:
+        for request, result in ended:
             self._one_step_done(request, expert, result, effects)
         self._discard_if_gone(expert, effects)
 
     def _go_on(
-        self,
-        expert: str,
-        executor: int,
-        profile: ExpertProfile,
-        unfinished: tuple[tuple[int, Work], ...],
-        effects: list[Effect],
+        self, expert: str, executor: int, profile: ExpertProfile, unfinished: Left, effects: list[Effect]
     ) -> None:
-        """Whoever is not done waits for its next quantum, unless nobody wants it any more, or its expert is not to be
-        asked, or there is no room for the larger lease that it needs."""
+        """Queue unfinished requests for their next quantum; end or preempt those that cannot have one."""
         queue, reason = self._queues[executor], self._standings.reason(expert)
         tokens_s: dict[int, float] = {}
         for request, left in unfinished:
@@ -356,7 +329,7 @@ class Engine:
             self._preempt(request, expert, executor, effects)
 
     def _without_room(self, requests: Iterable[int], performance: Performance) -> list[int]:
-        """Of requests that go on, those whose leases would have to be larger than there is room; the others' are."""
+        """Grow the leases of these requests; those for which there was no room."""
         tickets = sorted((self._tickets[request].queued_s, request) for request in requests)
         return [
             request
@@ -365,14 +338,13 @@ class Engine:
         ]
 
     def _preempt(self, request: int, expert: str, executor: int, effects: list[Effect]) -> None:
-        """Whoever has begun loses what it holds, and waits to begin anew, there where what it has written is."""
+        """A begun request loses what it holds, and begins anew on the executor that has its text."""
         ticket = self._tickets[request]
         self._lose(request, executor, effects)
         ticket.attempts = 0
         self._enqueue(request, ticket, expert, effects, home=executor)
 
     def _lose(self, request: int, executor: int, effects: list[Effect]) -> None:
-        """A request that has begun holds nothing there any more; it has done so much less then."""
         self._leases.end(request)
         ticket = self._tickets[request]
         ticket.left = ticket.left.anew()
@@ -395,9 +367,7 @@ class Engine:
         for part, profile in sorted(parts, key=self._age_of, reverse=True):  # each goes in front of the others
             retried = [request for request in part.requests if self._may_retry(request, part, batch, event, effects)]
             self._give_back(part.expert, batch, profile, retried, effects)
-        if (
-            event.out_of_memory and len(batch.requests) == 1
-        ):  # it cannot be made smaller: what lies there has to be less
+        if event.out_of_memory and len(batch.requests) == 1:  # no batch is smaller: the weights there have to be fewer
             pool = self._pools[self._queues[batch.executor].spec.pool]
             to_bytes = pool.used_bytes - batch.workspace_bytes
             self._pressure.ran_short(pool, to_bytes, event.reason, self._now, effects)
@@ -415,7 +385,6 @@ class Engine:
         return min((self._tickets[request].queued_s, request) for request in part[0].requests)
 
     def _lower_leases(self, pool: ModelPool, by_bytes: int, reason: str, effects: list[Effect]) -> None:
-        """What a memory lacks is what begun requests hold there: the youngest of those that wait give it back."""
         to_bytes = max(pool.lease_bytes - by_bytes, self._most_leased(pool))
         if to_bytes >= pool.lease_bytes:
             return
@@ -436,7 +405,6 @@ class Engine:
         self._pressure.lower_leases(pool, to_bytes, reason, self._now, effects)
 
     def _most_leased(self, pool: ModelPool) -> int:
-        """The most that anybody who was taken may come to hold there."""
         rows = [
             row
             for queue in self._scheduler.queues
@@ -448,7 +416,6 @@ class Engine:
         return token_bytes * max(most, default=0)
 
     def _probation_for(self, batch: Batch, event: events.BatchFailed) -> Probation | None:
-        """What a failed batch means for its expert, if it was the expert's alone."""
         request = batch.requests[0]
         if event.out_of_memory or len(batch.requests) > 1 or self._tickets[request].is_cancelled:
             return None
@@ -523,9 +490,6 @@ class Engine:
             self._discard_if_gone(expert, effects)
         return True
 
-    def _ticked(self, _: events.Tick, effects: list[Effect]) -> bool:
-        return True
-
     def _drained(self, _: events.Drain, effects: list[Effect]) -> bool:
         self._is_draining = True
         self._supply.stop()
@@ -537,10 +501,7 @@ class Engine:
     def _enqueue(
         self, request: int, ticket: Ticket, expert: str, effects: list[Effect], home: int | None = None
     ) -> bool:
-        """Queue what is left of a request's step. True if its executor, or a load, may have to start for it.
-
-        ``home``: the executor that it stays with, if that one is able.
-        """
+        """Queue what is left of a request's step, on ``home`` if that is able. True if a batch or load may start now."""
         refusal = self._standings.refusal(request, expert, self._now)
         if refusal is not None:
             return self._fail(request, refusal, effects)
@@ -585,7 +546,6 @@ class Engine:
     def _prepare_ahead(
         self, request: int, ticket: Ticket, queue: ExecutorQueue, group: Group, effects: list[Effect]
     ) -> None:
-        """It stands in a queue: an image can be prepared from now on."""
         if self._ahead.is_on and ticket.work is IMAGE:
             self._ahead.queued(request, queue, group, self._later.after(ticket, self._line), self._now, effects)
 
@@ -631,7 +591,7 @@ class Engine:
         effects.append(effect)
 
     def _leave_queue(self, request: int, ticket: Ticket, effects: list[Effect] | None = None) -> None:
-        """``effects``: where it goes on to stand in another queue, without what it holds in this one's memory."""
+        """``effects``: given where the request moves to another queue, and loses what it holds here."""
         assert ticket.queue is not None
         assert ticket.group is not None
         ticket.queue.remove(ticket.group, request)
@@ -661,7 +621,6 @@ class Engine:
     def _give_back(
         self, expert: str, batch: Batch, profile: ExpertProfile, requests: Sequence[int], effects: list[Effect]
     ) -> None:
-        """Queue requests of a failed batch again, unless their expert is not asked any more."""
         reason = self._standings.reason(expert)
         if reason is not None:
             for request in requests:
@@ -683,14 +642,12 @@ class Engine:
             self._prepare_ahead(request, ticket, queue, group, effects)
 
     def _runs_alone(self, request: int) -> bool:
-        """Did a batch that it was in fail, in the step that it is at?"""
         return self._tickets[request].attempts > 0
 
     # -- background work --
 
     @property
     def _is_anybody_there(self) -> bool:
-        """Is a request of the line in flight, or something to be placed?"""
         return bool(self._tickets) or self._supply.has_to_place
 
     def _offered(self, event: events.Offered, effects: list[Effect]) -> bool:
@@ -736,7 +693,6 @@ class Engine:
     # -- experts --
 
     def _advance(self, effects: list[Effect]) -> None:
-        """Start whatever can start: overdue loads, batches, loads for the heads, then what is worth having early."""
         self._placement.release()
         if self._leases.is_any:
             self._turns.look_again(self._scheduler.queues)
@@ -768,7 +724,6 @@ class Engine:
         self._supply.place_pinned(expert, self._line, self._now)
 
     def _empty_queues(self, expert: str, effects: list[Effect]) -> None:
-        """Whoever waits for an expert that is not to be asked ends."""
         for queue in self._scheduler.queues:
             while (group := queue.first_group(expert)) is not None:
                 for request in tuple(group.requests):
@@ -786,7 +741,6 @@ class Engine:
                 self._supply.place(expert, self._runs_on(expert, copy), self._line, self._now)
 
     def _runs_on(self, expert: str, copy: str) -> ExecutorSpec:
-        """The first executor that runs an expert as this copy."""
         columns = self._line.matrix.experts
         specs = (queue.spec for queue in self._scheduler.queues)
         return next(
@@ -794,7 +748,7 @@ class Engine:
         )
 
     def _moves_elsewhere(self, request: int, part: Part, executor: int, reason: str, effects: list[Effect]) -> bool:
-        """A request that this executor's memory has no workspace for, however little lies there: others may have."""
+        """Move a request that even an empty memory has no workspace for; False without another executor."""
         pool = self._queues[executor].spec.pool
         if not self._pressure.has_alternative(part.expert, pool, part.copy, self._now):
             return False
@@ -804,7 +758,7 @@ class Engine:
         return True
 
     def _move(self, request: int, expert: str, reason: str, effects: list[Effect]) -> None:
-        """To another executor; one that has been to as many as there are ends, else it might go round for ever."""
+        """Queue a request on another executor; a request fails once every executor has been tried."""
         ticket = self._tickets[request]
         ticket.attempts = 0
         ticket.moves += 1
@@ -814,8 +768,7 @@ class Engine:
             self._fail(request, f"{expert}: {reason}", effects)
 
     def _fall_back(self, expert: str, pool: str, copy: str, reason: str, effects: list[Effect]) -> bool:
-        """Where a copy fails too often, who waits for it there waits elsewhere; False where it may go on, or there is
-        no other place."""
+        """Move the requests of a copy that fails too often; False where it may go on, or nothing else runs it."""
         now, pressure = self._now, self._pressure
         if not self._placement.is_barred(pool, copy, now) or not pressure.has_alternative(expert, pool, copy, now):
             return False
@@ -831,7 +784,6 @@ class Engine:
         return self._pressure.barred(expert, now)
 
     def _discard_if_gone(self, expert: str, effects: list[Effect]) -> None:
-        """In quarantine, or of an earlier line and not waited for: it leaves memory."""
         is_done = expert in self._line.retired and not self._is_awaited(expert)
         if is_done or expert in self._standings.quarantined:
             self._placement.discard(expert, effects)
@@ -840,7 +792,7 @@ class Engine:
         return any(queue.first_group(expert) is not None for queue in self._scheduler.queues)
 
     def _answers_by_event(self) -> dict[type, Callable[..., bool]]:
-        """Who answers what. They take the event and the effects, and say whether more may move now."""
+        """What answers each event; True where more may move now."""
         return {
             events.Started: self._started,
             events.Arrived: self._arrived,
@@ -856,7 +808,7 @@ class Engine:
             events.Wanted: self._wanted,
             events.Unwanted: self._unwanted,
             events.LineChanged: self._line_changed,
-            events.Tick: self._ticked,
+            events.Tick: lambda *_: True,
             events.Drain: self._drained,
         }
 
@@ -875,13 +827,10 @@ class Engine:
                 raise MemoryExceeded(f"{name}, workspace of one image per executor", owed, pool.spec.workspace_bytes)
 
     def _owe_workspaces(self) -> None:
-        """Each executor is owed the workspace of one image, whichever expert sees it."""
         for queue in self._scheduler.queues:
             profiles = self._line.matrix.experts[queue.spec.processor].values()
             largest = max((each.performance.workspace_for(1) for each in profiles), default=0)
             self._pools[queue.spec.pool].guaranteed_workspace[queue.spec.id] = largest
-
-    # -- small answers --
 
     def _waits_for(self, queue: ExecutorQueue, load: Load) -> bool:
         """Does the head of this queue wait for this load, and not for its executor?"""
@@ -891,21 +840,14 @@ class Engine:
         return not self._batches.is_running(queue.spec.id) or queue.is_overtaken
 
     def _load_paths(self) -> list[str]:
-        """``source_pool`` of every way a load can go on this box."""
         sources = ((source, pool.name) for pool in self._pools.values() for source in (SSD, pool.spec.cache))
         return sorted(f"{source}_{pool}" for source, pool in sources if source is not None)
 
     def _queue_statistics(self, queue: ExecutorQueue) -> QueueStatistics:
-        batch = self._batches.running(queue.spec.id)
-        running = len(batch.requests) if batch else 0
-        return QueueStatistics(
-            queue.spec.id,
-            queue.spec.processor,
-            queue.request_count + queue.held_requests,
-            queue.length_s(self._now),
-            running,
-            batch.expert if batch else None,
-        )
+        spec, batch = queue.spec, self._batches.running(queue.spec.id)
+        requests, length_s = queue.request_count + queue.held_requests, queue.length_s(self._now)
+        running, expert = (len(batch.requests), batch.expert) if batch else (0, None)
+        return QueueStatistics(spec.id, spec.processor, requests, length_s, running, expert)
 
     def _unexpected(self) -> bool:
         self._counts["unexpected_events"] += 1

@@ -34,10 +34,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """A request for an expert in the shadow of another, which nobody waits for: background work.
-
-    It ends in one Complete or Fail as others do, once there was time for it or it was dropped.
-    """
+    """Background work: a request for an expert in another's shadow. It ends in one Complete or Fail."""
 
     request: int
     expert: str
@@ -52,9 +49,9 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """A load came to nothing. ``permanent``: the weights are bad, trying again is pointless.
+    """A load failed. ``permanent``: the weights are bad. ``out_of_memory``: the box had less than the ledger counts.
 
-    ``out_of_memory``: the box had less than the ledger counts on.
+    ``is_away``: its file is missing or cannot be read, which may pass.
     """
 
     load: int
@@ -74,10 +71,9 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """A batch's quantum is over. ``unfinished``: who goes on in a later one, with the work that each has left.
+    """A batch's quantum is over. ``unfinished``: requests that go on in a later quantum, with the work left.
 
-    Together the two name each request of the batch once. Whose work tells of a larger lease than it has goes on with
-    that one, or is preempted.
+    The two name each request once. A request whose work tells of a larger lease gets that one, or is preempted.
     """
 
     batch: int
@@ -96,17 +92,14 @@ class BatchFailed:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """Whoever asked does not want the answer any more."""
+    """The caller does not want the answer any more."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """A request that has begun and waits between two quanta lost what it held: it begins anew when its turn comes.
-
-    ``work``: what it has to do then, and the lease that it needs for that; None: what it held is to be read again.
-    """
+    """A request between two quanta lost its memory, and begins anew. ``work``: what is left; None: all, read again."""
 
     request: int
     work: Work | None = None
@@ -122,25 +115,23 @@ class Quarantined:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Somebody would like an expert to be in memory, where there is room that nobody needs sooner."""
+    """An expert is wanted in memory, in room that no queue needs sooner."""
 
     expert: str
 
 
 @dataclass(frozen=True, slots=True)
 class Unwanted:
-    """Somebody would like an expert to be out of memory; whoever asks for it brings it back."""
+    """An expert is not wanted in memory; the next request for it brings it back."""
 
     expert: str
 
 
 @dataclass(frozen=True, slots=True)
 class LineChanged:
-    """Other experts and routes from now on, on the same executors and memories.
+    """Other experts and routes from now on, on the same executors and memories; the sender has found that all fit.
 
-    ``graph`` still names the experts that ``retired`` names, and ``matrix`` those of them that something accepted under
-    an earlier line may need: it is finished by them, and then they are not asked any more. Whoever sends this has found
-    that each expert fits.
+    ``graph`` names the ``retired`` experts, too, and ``matrix`` those of them that accepted requests may still need.
     """
 
     graph: ExpertGraph
@@ -160,20 +151,6 @@ class Drain:
 
 
 Event = (
-    Started
-    | Arrived
-    | Offered
-    | Loaded
-    | LoadFailed
-    | Finished
-    | Progressed
-    | BatchFailed
-    | Cancelled
-    | Preempted
-    | Quarantined
-    | Wanted
-    | Unwanted
-    | LineChanged
-    | Tick
-    | Drain
-)
+    Started | Arrived | Offered | Loaded | LoadFailed | Finished | Progressed | BatchFailed | Cancelled | Preempted
+    | Quarantined | Wanted | Unwanted | LineChanged | Tick | Drain
+)  # fmt: skip

@@ -46,7 +46,6 @@ class Strategy:
     stage: Callable[[Candidate], int]
 
     def ranked(self, candidates: Iterable[Candidate]) -> list[Candidate]:
-        """First to go first."""
         return sorted(candidates, key=self.rank)
 
 

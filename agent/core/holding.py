@@ -18,42 +18,31 @@ Policies that load nothing while an executor runs decide one batch at a time, as
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection
 
     from agent.core.ahead import PreparedAhead
     from agent.core.placement import Placement
-    from agent.core.policy import Policy
     from agent.core.pool import ModelPool
     from agent.core.queue import ExecutorQueue, Group
     from agent.core.request import Batch
     from agent.core.splitter import BatchSplitter
 
 
+@dataclass(slots=True, eq=False)
 class Holding:
-    """Of one Engine; see the module. ``size`` asks, and changes nothing."""
-
-    def __init__(
-        self,
-        pools: Mapping[str, ModelPool],
-        placement: Placement,
-        splitter: BatchSplitter,
-        ahead: PreparedAhead,
-        policy: Policy,
-    ) -> None:
-        self._pools = pools
-        self._placement = placement
-        self._splitter = splitter
-        self._ahead = ahead
-        self.is_on = policy.overlapping and ahead.is_on
-        self._overdue: Collection[str] = ()
-        self._short: Collection[str] = ()
+    _placement: Placement
+    _splitter: BatchSplitter
+    _ahead: PreparedAhead
+    is_on: bool
+    _overdue: Collection[str] = ()  # memories that lack room beyond the overtaking bound
+    _short: Collection[str] = ()  # memories that lack room at all
 
     def look(self, overdue: Collection[str], short: Collection[str]) -> None:
-        """Memories where somebody lacks room, as of now: beyond the overtaking bound, and at all."""
         self._overdue, self._short = overdue, short
 
     def size(self, queue: ExecutorQueue, running: Batch) -> int:
@@ -62,7 +51,7 @@ class Holding:
         if group is None or group.alone or queue.ongoing or queue.begins or running.quantum_s is not None:
             return 0
         performance = group.profile.performance
-        pool = self._pools[queue.spec.pool]
+        pool = self._placement.pools[queue.spec.pool]
         free_bytes = pool.workspace_for(queue.spec.id) + running.workspace_bytes
         executor, most = queue.spec.id, performance.max_batch
         size = self._splitter.batch_size(group.expert, executor, performance, most, free_bytes)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 
 class LaterSteps:
-    """Of one Engine; see the module."""
-
     def __init__(self, ahead: PreparedAhead) -> None:
         self._ahead = ahead
         self._found: dict[tuple[str, int], Later] = {}  # (component, step) -> what may come after it
@@ -32,13 +30,10 @@ class LaterSteps:
         if ticket.graph is not line.graph:  # of an earlier line: few, and soon none
             return self._ahead.fitting(_forms_after(ticket.graph, component, step, line))
         if line is not self._line:
-            self._found.clear()
-            self._line = line
-        found = self._found.get((component, step))
-        if found is None:
-            found = self._ahead.fitting(_forms_after(ticket.graph, component, step, line))
-            self._found[component, step] = found
-        return found
+            self._found, self._line = {}, line
+        if (component, step) not in self._found:
+            self._found[component, step] = self._ahead.fitting(_forms_after(ticket.graph, component, step, line))
+        return self._found[component, step]
 
 
 def _forms_after(graph: ExpertGraph, component: str, step: int, line: ServedLine) -> Later:

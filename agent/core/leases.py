@@ -44,27 +44,22 @@ class Leases:
 
     @property
     def is_any(self) -> bool:
-        """Does anybody hold a lease, or wait for one?"""
         return bool(self._waiting or self._begun)
 
     @property
     def waiting(self) -> AbstractSet[int]:
-        """The requests that would need a lease to begin."""
         return self._waiting.keys()
 
     @property
     def begun(self) -> Mapping[int, str]:
-        """The requests that hold one, and the memory it is in."""
         return self._begun
 
     def wait(self, request: int, pool: str, size_bytes: int, since_s: float) -> None:
-        """A request is queued where it needs a lease to begin."""
         waiting = Waiting(since_s, request, size_bytes)
         self._waiting[request] = pool, waiting
         insort(self._queues[pool], waiting)
 
     def can_begin(self, request: int) -> bool:
-        """Is there room for its lease, beside that of those who waited long before it came?"""
         name, waiting = self._waiting[request]
         return self._has_room(name, waiting.size_bytes, waiting.since_s)
 
@@ -87,14 +82,12 @@ class Leases:
         return True
 
     def end(self, request: int) -> None:
-        """Its step ended, it was lost, or it leaves its queue: it waits for nothing and holds nothing any more."""
         if request in self._waiting:
             self._stop_waiting(request)
         elif request in self._begun:
             self._pools[self._begun.pop(request)].return_lease(request)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError saying what does not add up."""
         for name, pool in self._pools.items():
             lessees = {request for request, where in self._begun.items() if where == name}
             assert pool.lessees == lessees, f"{name}: leases held by {set(pool.lessees)}, begun are {lessees}"
@@ -104,7 +97,6 @@ class Leases:
         assert not both, f"requests {both} hold a lease and wait for one"
 
     def _has_room(self, name: str, size_bytes: int, since_s: float) -> bool:
-        """Is there, for somebody queued then, beside those who wait and came long before it?"""
         room_bytes = self._pools[name].free_lease_bytes - size_bytes
         if room_bytes < 0:
             return False

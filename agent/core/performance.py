@@ -33,7 +33,6 @@ class Footprint:
 
     @property
     def total_bytes(self) -> int:
-        """What it costs in an empty memory."""
         return self.own_bytes + sum(part.size_bytes for part in self.shared)
 
 
@@ -58,7 +57,6 @@ class Performance:
 
     @property
     def runs_in_quanta(self) -> bool:
-        """May a batch of it end with requests that are not done?"""
         return self.lease_bytes > 0
 
     def latency_s(self, batch_size: int) -> float:
@@ -66,15 +64,12 @@ class Performance:
         return self.K_s * batch_size + self.B_s
 
     def tokens_s(self, work: Work) -> float:
-        """Predicted seconds of what a request has in tokens."""
         return self.K_prompt_s * work.prompt + self.K_output_s * work.output
 
     def work_s(self, work: Work) -> float:
-        """Predicted seconds that one request adds to a batch."""
         return self.K_s + self.tokens_s(work)
 
     def lease_for(self, work: Work) -> int:
-        """Bytes that a request may come to hold under its lease."""
         return self.lease_bytes * work.leased
 
     def most_for(self, work: Work) -> int:
@@ -88,10 +83,7 @@ class Performance:
 
 @dataclass(frozen=True, slots=True)
 class PreparedForm:
-    """What an image becomes for an expert, whatever the image; experts whose ``name`` for it is the same share it.
-
-    So the name says all that its pixels depend on, and how much smaller it may be decoded, too.
-    """
+    """What an image becomes for an expert. ``name`` says all that pixels depend on; experts with one name share it."""
 
     name: str
     size_bytes: int
@@ -121,7 +113,6 @@ class PerformanceMatrix:
     usage: Mapping[str, float] = field(default_factory=dict)
 
     def runs_texts(self, executor: ExecutorSpec) -> bool:
-        """Does any expert take leases there?"""
         return any(row.performance.runs_in_quanta for row in self.experts[executor.processor].values())
 
 

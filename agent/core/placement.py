@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 
 
 class Claim(Enum):
-    """How strong a wish for room is."""
-
     OVERDUE = auto()
     DEMAND = auto()
     PATIENT = auto()
@@ -69,8 +67,6 @@ class Claim(Enum):
 
 
 class Answer(Enum):
-    """What became of a wish."""
-
     HERE = auto()  # resident, or on its way already
     STARTED = auto()
     NO_ROOM = auto()
@@ -80,8 +76,6 @@ class Answer(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A load in flight."""
-
     copy: str
     expert: str
     source: str
@@ -91,10 +85,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Setback:
-    """A copy whose load failed: how often in a row, for how long it pauses now, and when it may be tried again.
-
-    ``since_s``: the first failure of those that followed one another.
-    """
+    """A copy whose loads failed in a row, from ``since_s`` on, and its backoff."""
 
     attempts: int
     pause_s: float
@@ -103,8 +94,6 @@ class Setback:
 
 
 class Placement:
-    """The expert management of one Engine."""
-
     def __init__(
         self,
         pools: Mapping[str, ModelPool],
@@ -207,7 +196,6 @@ class Placement:
         )
 
     def is_under_way(self, wish: Wish) -> bool:
-        """Is its copy in the wish's pool, or on its way there?"""
         return self.pools[wish.spec.pool].entry(wish.profile.copy) is not None
 
     def hold(self, wish: Wish) -> None:
@@ -218,11 +206,10 @@ class Placement:
         self._held[pool.name] = frozenset(copies)
 
     def may_use(self, pool: ModelPool, copy: str) -> bool:
-        """May a batch begin on this copy: is it there, and held for nobody?"""
         return pool.is_resident(copy) and copy not in self._held.get(pool.name, ())
 
     def set_back(self, pool: str, copy: str, attempts: int, now: float, *, is_away: bool = False) -> Setback:
-        """A copy has failed so often in a row: it pauses there, for twice as long as the last time."""
+        """Back off a copy in a memory, for twice as long as the last time."""
         before, limits = self._setbacks.get((pool, copy)), self._limits
         longest_s = limits.longest_away_pause_s if is_away else limits.longest_pause_s
         pause_s = min(before.pause_s * 2 if before else limits.load_backoff_s, longest_s)
@@ -231,12 +218,10 @@ class Placement:
         return setback
 
     def retry_s(self, pool: str, copy: str) -> float:
-        """When a copy that failed there may be tried there again."""
         return self._setbacks[pool, copy].retry_s
 
     @property
     def has_setbacks(self) -> bool:
-        """Has the load of any copy failed, and not gone well since?"""
         return bool(self._setbacks)
 
     def is_barred(self, pool: str, copy: str, now: float) -> bool:
@@ -249,7 +234,6 @@ class Placement:
         return any(each is not None and each.attempts >= attempts and now < each.retry_s for each in setbacks)
 
     def ran(self, pool: str, copy: str) -> None:
-        """A batch on it went well there: no failure counts any more."""
         self._setbacks.pop((pool, copy), None)
 
     def shrink(self, pool: ModelPool, to_bytes: int, effects: list[Effect]) -> None:
@@ -267,22 +251,17 @@ class Placement:
             self._evict(pool, victim, strategy.stage(victim), EvictionDecision("", short, tuple(ranked)), effects)
 
     def release(self) -> None:
-        """A new look at everything: the oldest claim comes first again."""
         self._kept_free.clear()
         self._held.clear()
         self._all_queued.clear()
 
     def loaded(self, load: Load) -> None:
-        """A load is complete."""
         self._end(load)
         self.pools[load.pool].loaded(load.copy)
         self._setbacks.pop((load.pool, load.copy), None)
 
     def load_failed(self, load: Load, now: float, *, is_away: bool = False) -> Setback:
-        """A load came to nothing: how often in a row now, and when it may be tried again.
-
-        ``is_away``: for want of its file, which does not count until that has been so for ``away_s``.
-        """
+        """Count a failed load. ``is_away``: its file was missing, which counts only after ``away_s`` of that."""
         self._end(load)
         self.pools[load.pool].load_failed(load.copy)
         self._presence[load.expert] -= 1
@@ -292,7 +271,7 @@ class Placement:
         return self.set_back(load.pool, load.copy, attempts, now, is_away=is_away)
 
     def _failing_since_s(self, pool: str, copy: str, now: float) -> float:
-        """When its failures began; failures with a long time between them do not follow one another."""
+        """When the present run of failures began; ``away_s`` without one ends a run."""
         before = self._setbacks.get((pool, copy))
         return now if before is None or now - before.retry_s > self._limits.away_s else before.since_s
 
@@ -306,7 +285,6 @@ class Placement:
                     self._evict(pool, candidate, STAGE_BY_RANK, decision, effects)
 
     def source_of(self, pool: ModelPool, copy: str) -> str:
-        """The nearest place that a load into ``pool`` would come from."""
         cache = pool.spec.cache
         return cache if cache is not None and self.pools[cache].entry(copy) is not None else SSD
 
@@ -315,7 +293,6 @@ class Placement:
         return min((setback.retry_s for setback in self._setbacks.values() if setback.retry_s > now), default=None)
 
     def is_retry_due(self, after_s: float, until_s: float) -> bool:
-        """Did the pause of a failed load end in this span?"""
         return any(after_s < setback.retry_s <= until_s for setback in self._setbacks.values())
 
     def _is_busy(self, source: str) -> bool:
@@ -401,7 +378,6 @@ class Placement:
         ]
 
     def _has_background_work(self, pool: ModelPool) -> bool:
-        """Does a background batch run from this memory, or is a background load under way into it or from it?"""
         if self.background_runs_in == pool.name:
             return True
         return any(load.is_background and pool.name in (load.pool, load.source) for load in self.loads.values())
@@ -439,7 +415,6 @@ class Placement:
         return frozenset(entry.copy for entry in in_use if entry.expert not in awaited)
 
     def _awaited(self, pool: ModelPool) -> Collection[str]:
-        """Experts with a group in any queue of this memory."""
         awaited = [queue.awaited for queue in self._users[pool.name]]
         return awaited[0] if len(awaited) == 1 else frozenset().union(*awaited)
 
@@ -466,15 +441,9 @@ class Placement:
         return -math.inf, math.inf
 
     def _candidate(self, entry: Entry, next_use_s: float | None) -> Candidate:
+        usage, lacks = self._usage.get(entry.expert, 0.0), self._lacks_preliminary(entry.expert)
         return Candidate(
-            copy=entry.copy,
-            expert=entry.expert,
-            footprint=entry.footprint,
-            usage=self._usage.get(entry.expert, 0.0),
-            next_use_s=next_use_s,
-            lacks_preliminary=self._lacks_preliminary(entry.expert),
-            loaded_order=entry.loaded_order,
-            used_order=entry.used_order,
+            entry.copy, entry.expert, entry.footprint, usage, next_use_s, lacks, entry.loaded_order, entry.used_order
         )
 
     def _next_use_s(self, pool: ModelPool, entry: Entry, soon_s: float = -math.inf) -> float | None:
@@ -520,8 +489,7 @@ def pinned_homes(
     """The executor in whose memory each pinned expert stays for good: the first one that can run it."""
     homes = {}
     for expert in sorted(pinned):
-        able = (spec for spec in executors if expert in profiles[spec.processor])
-        home = next(able, None)
+        home = next((spec for spec in executors if expert in profiles[spec.processor]), None)
         if home is not None:
             homes[expert] = home
     return homes

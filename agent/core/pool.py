@@ -40,7 +40,6 @@ class Entry:
 
     @property
     def is_untouched(self) -> bool:
-        """Evictable, and not used since it came."""
         return self.is_evictable and self.used_order == self.loaded_order
 
     @property
@@ -50,16 +49,12 @@ class Entry:
 
 @dataclass(slots=True)
 class Part:
-    """A shared part that is held, and by how many copies."""
-
     size_bytes: int
     holders: int
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """One memory, at one moment."""
-
     name: str
     expert_bytes: int
     used_bytes: int
@@ -74,8 +69,6 @@ class PoolStatistics:
 
 @dataclass(slots=True)
 class ModelPool:
-    """The ledger of one memory."""
-
     spec: PoolSpec
     guaranteed_workspace: dict[int, int] = field(default_factory=dict)  # executor -> bytes kept for a batch of one
     used_bytes: int = 0
@@ -92,7 +85,6 @@ class ModelPool:
 
     @property
     def expert_bytes(self) -> int:
-        """What may lie here: as planned, or less since the box proved to have less."""
         return self.spec.expert_bytes - self.missing_bytes
 
     def set_budget(self, expert_bytes: int) -> None:
@@ -105,7 +97,6 @@ class ModelPool:
 
     @property
     def lease_bytes(self) -> int:
-        """What may be leased here: as planned, or less."""
         return self.spec.lease_bytes - self.missing_lease_bytes
 
     def set_lease_budget(self, lease_bytes: int) -> None:
@@ -122,11 +113,9 @@ class ModelPool:
 
     @property
     def free_bytes(self) -> int:
-        """Room for weights."""
         return self.expert_bytes - self.used_bytes
 
     def entry(self, copy: str) -> Entry | None:
-        """The copy's entry while it is loading or resident."""
         return self._entries.get(copy)
 
     def entries(self) -> Iterator[Entry]:
@@ -134,17 +123,14 @@ class ModelPool:
         return iter(self._entries.values())
 
     def is_resident(self, copy: str) -> bool:
-        """May a batch run on it, or a copy be taken of it, right now?"""
         entry = self._entries.get(copy)
         return entry is not None and entry.is_resident
 
     def is_evictable(self, copy: str) -> bool:
-        """May it leave right now?"""
         entry = self._entries.get(copy)
         return entry is not None and entry.is_evictable
 
     def holders(self, part: str) -> int:
-        """How many copies hold a shared part; 0 when it is absent."""
         held = self._parts.get(part)
         return held.holders if held else 0
 
@@ -153,14 +139,12 @@ class ModelPool:
         return footprint.own_bytes + sum(part.size_bytes for part in footprint.shared if part.id not in self._parts)
 
     def freed_bytes(self, copy: str) -> int:
-        """What evicting a copy would take off the ledger now."""
         footprint = self._entries[copy].footprint
         return footprint.own_bytes + sum(
             part.size_bytes for part in footprint.shared if self._parts[part.id].holders == 1
         )
 
     def can_reserve(self, footprint: Footprint) -> bool:
-        """Is there room for it without evicting anything?"""
         return self.needed_bytes(footprint) <= self.free_bytes
 
     def start_load(self, copy: str, expert: str, footprint: Footprint, *, pinned: bool) -> int:
@@ -178,11 +162,9 @@ class ModelPool:
         return needed
 
     def loaded(self, copy: str) -> None:
-        """The bytes are there."""
         self._step(copy, Move.LOADED)
 
     def load_failed(self, copy: str) -> None:
-        """The bytes did not come; their room is free again."""
         self._step(copy, Move.LOAD_FAILED)
         self._forget(copy)
 
@@ -201,7 +183,6 @@ class ModelPool:
         entry.used_order = self._order
 
     def end_use(self, copy: str) -> None:
-        """One use is over."""
         entry = self._entries[copy]
         if entry.uses == 1:
             self._step(copy, Move.END_USE)
@@ -224,22 +205,19 @@ class ModelPool:
         self.workspace_used_bytes += size_bytes
 
     def return_workspace(self, executor: int) -> None:
-        """The batch is over."""
         self.workspace_used_bytes -= self._workspaces.pop(executor)
 
     def keep_workspace(self, executor: int, size_bytes: int) -> None:
-        """The batch is over, and the next one takes so much of what it had, at most all of it."""
+        """Leave an ended batch's workspace to the next one, but for what exceeds ``size_bytes``."""
         self.workspace_used_bytes -= self._workspaces[executor] - size_bytes
         self._workspaces[executor] = size_bytes
 
     @property
     def free_lease_bytes(self) -> int:
-        """Room for leases."""
         return self.lease_bytes - self.lease_used_bytes
 
     @property
     def lessees(self) -> KeysView[int]:
-        """The requests that hold a lease here."""
         return self._leases.keys()
 
     def take_lease(self, request: int, size_bytes: int) -> None:
@@ -252,7 +230,6 @@ class ModelPool:
         self.lease_used_bytes += size_bytes
 
     def leased_bytes(self, request: int) -> int:
-        """The lease of a request that has begun."""
         return self._leases[request]
 
     def grow_lease(self, request: int, size_bytes: int) -> None:
@@ -264,11 +241,9 @@ class ModelPool:
         self.lease_used_bytes += further_bytes
 
     def return_lease(self, request: int) -> None:
-        """It holds nothing any more."""
         self.lease_used_bytes -= self._leases.pop(request)
 
     def statistics(self) -> PoolStatistics:
-        """A frozen snapshot."""
         return PoolStatistics(
             name=self.name,
             expert_bytes=self.expert_bytes,
@@ -286,18 +261,18 @@ class ModelPool:
         """Recount everything from the entries. Raises AssertionError saying what does not add up."""
         parts = {part.id: part.size_bytes for entry in self._entries.values() for part in entry.footprint.shared}
         own = sum(entry.footprint.own_bytes for entry in self._entries.values())
-        _require(own + sum(parts.values()) == self.used_bytes, f"{self.name}: ledger is not the sum of what is held")
-        _require(self.used_bytes <= self.expert_bytes, f"{self.name}: weights over budget")
-        _require(self.workspace_used_bytes <= self.spec.workspace_bytes, f"{self.name}: workspace over budget")
-        _require(sum(self._workspaces.values()) == self.workspace_used_bytes, f"{self.name}: workspace miscounted")
-        _require(self.lease_used_bytes <= self.lease_bytes, f"{self.name}: leases over budget")
-        _require(sum(self._leases.values()) == self.lease_used_bytes, f"{self.name}: leases miscounted")
-        _require(parts.keys() == self._parts.keys(), f"{self.name}: shared parts miscounted")
+        assert own + sum(parts.values()) == self.used_bytes, f"{self.name}: ledger is not the sum of what is held"
+        assert self.used_bytes <= self.expert_bytes, f"{self.name}: weights over budget"
+        assert self.workspace_used_bytes <= self.spec.workspace_bytes, f"{self.name}: workspace over budget"
+        assert sum(self._workspaces.values()) == self.workspace_used_bytes, f"{self.name}: workspace miscounted"
+        assert self.lease_used_bytes <= self.lease_bytes, f"{self.name}: leases over budget"
+        assert sum(self._leases.values()) == self.lease_used_bytes, f"{self.name}: leases miscounted"
+        assert parts.keys() == self._parts.keys(), f"{self.name}: shared parts miscounted"
         for entry in self._entries.values():
-            _require(entry.uses >= 0, f"{self.name}: {entry.copy} has negative uses")
+            assert entry.uses >= 0, f"{self.name}: {entry.copy} has negative uses"
             in_use = entry.state is Residency.IN_USE
-            _require(in_use == (entry.uses > 0), f"{self.name}: {entry.copy} is {entry.state} with {entry.uses} uses")
-            _require(entry.state is not Residency.ABSENT, f"{self.name}: {entry.copy} is listed and absent")
+            assert in_use == (entry.uses > 0), f"{self.name}: {entry.copy} is {entry.state} with {entry.uses} uses"
+            assert entry.state is not Residency.ABSENT, f"{self.name}: {entry.copy} is listed and absent"
 
     def _step(self, copy: str, move: Move) -> Entry:
         entry = self._entries.get(copy)
@@ -308,11 +283,7 @@ class ModelPool:
 
     def _hold(self, footprint: Footprint) -> None:
         for part in footprint.shared:
-            held = self._parts.get(part.id)
-            if held:
-                held.holders += 1
-            else:
-                self._parts[part.id] = Part(part.size_bytes, 1)
+            self._parts.setdefault(part.id, Part(part.size_bytes, 0)).holders += 1
 
     def _forget(self, copy: str) -> None:
         footprint = self._entries.pop(copy).footprint
@@ -323,11 +294,6 @@ class ModelPool:
             if not held.holders:
                 del self._parts[part.id]
                 self.used_bytes -= part.size_bytes
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)
 
 
 def misfits(footprints: Iterable[tuple[str, Footprint, bool]], expert_bytes: int) -> dict[str, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from agent.core.performance import ExecutorSpec, ExpertProfile
     from agent.core.pool import ModelPool
@@ -29,20 +29,20 @@ class Wish:
     starts_s: float
 
 
-def demands(queues: Sequence[ExecutorQueue]) -> list[Wish]:
-    """The head of every queue, the one that was opened first first."""
+def demands(queues: Iterable[ExecutorQueue]) -> list[Wish]:
+    """The head of every queue, oldest first."""
     heads = [(head.opened_s, queue.spec, head) for queue in queues if (head := queue.front) is not None]
     return [_wish(spec, group) for _, spec, group in sorted(heads, key=lambda each: (each[0], each[1].id))]
 
 
-def overdue(queues: Sequence[ExecutorQueue], until_s: float) -> list[Wish]:
-    """Of every queue the head, if a request of its group has waited since ``until_s`` or before; the oldest first."""
+def overdue(queues: Iterable[ExecutorQueue], until_s: float) -> list[Wish]:
+    """The heads with a request that has waited since ``until_s`` or before, oldest first."""
     heads = [(head.oldest_s, queue.spec, head) for queue in queues if (head := queue.front) is not None]
     late = sorted((each for each in heads if each[0] <= until_s), key=lambda each: (each[0], each[1].id))
     return [_wish(spec, group) for _, spec, group in late]
 
 
-def upcoming(queues: Sequence[ExecutorQueue], depth: int, pools: Mapping[str, ModelPool]) -> Iterator[Wish]:
+def upcoming(queues: Iterable[ExecutorQueue], depth: int, pools: Mapping[str, ModelPool]) -> Iterator[Wish]:
     """What is not there yet of the groups behind the heads, ``depth`` of each queue: by place, then by executor."""
     fronts = [(queue.spec, pools[queue.spec.pool], head) for queue in queues if (head := queue.front) is not None]
     for _ in range(depth):

@@ -16,7 +16,7 @@ the start keeps its budget: what leaves it makes no room for anything else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agent.core.effects import BudgetChanged, LeasesChanged
@@ -46,23 +46,14 @@ class _Lowered:
     until_s: float
 
 
+@dataclass(slots=True, eq=False)
 class MemoryPressure:
-    """The budgets of one Engine's memories, and where an expert can be had that fails in one of them."""
-
-    def __init__(
-        self,
-        queues: Sequence[ExecutorQueue],
-        placement: Placement,
-        limits: Limits,
-        matrix: PerformanceMatrix,
-        homes: Mapping[str, ExecutorSpec],
-    ) -> None:
-        self._queues = queues
-        self._placement = placement
-        self._limits = limits
-        self._matrix = matrix
-        self._homes = homes
-        self._lowered: dict[str, _Lowered] = {}
+    _queues: Sequence[ExecutorQueue]
+    _placement: Placement
+    _limits: Limits
+    _matrix: PerformanceMatrix
+    _homes: Mapping[str, ExecutorSpec]
+    _lowered: dict[str, _Lowered] = field(default_factory=dict)
 
     def change_line(self, matrix: PerformanceMatrix, homes: Mapping[str, ExecutorSpec], effects: list[Effect]) -> None:
         """From now on by these experts: a budget that was lowered is raised to what they need."""
@@ -75,11 +66,9 @@ class MemoryPressure:
 
     @property
     def is_lasting(self) -> bool:
-        """Is a budget lowered, or was until a while ago?"""
         return bool(self._lowered)
 
     def ran_short(self, pool: ModelPool, to_bytes: int, reason: str, now: float, effects: list[Effect]) -> None:
-        """Less is to lie there from now on, so much if that can be."""
         if pool.spec.is_one_piece:
             return
         target_bytes = max(to_bytes, self._least_bytes(pool))
@@ -90,7 +79,6 @@ class MemoryPressure:
             self._pause(pool, now)
 
     def lower_leases(self, pool: ModelPool, to_bytes: int, reason: str, now: float, effects: list[Effect]) -> None:
-        """Less is to be leased there from now on, but no less than is."""
         self._set_leases(pool, max(to_bytes, pool.lease_used_bytes), reason, effects)
         if pool.missing_lease_bytes:
             self._pause(pool, now)
@@ -100,7 +88,6 @@ class MemoryPressure:
         self._lowered[pool.name] = _Lowered(pause_s, now + pause_s)
 
     def next_relief_s(self) -> float | None:
-        """When a budget that was lowered is looked at again."""
         return min((each.until_s for each in self._lowered.values()), default=None)
 
     def relieve(self, now: float, effects: list[Effect]) -> bool:
@@ -146,14 +133,12 @@ class MemoryPressure:
         )
 
     def barred(self, expert: str, now: float) -> frozenset[int]:
-        """The executors that an expert is not to be asked on for now."""
         if not self._placement.has_setbacks:
             return NOWHERE
         able = self._able(expert)
         return frozenset(spec.id for spec, row in able if self._placement.is_barred(spec.pool, row.copy, now))
 
     def stranded(self, expert: str, now: float) -> list[int]:
-        """The requests that wait for an expert where it is not to be asked."""
         barred = self.barred(expert, now)
         return [
             request

@@ -41,19 +41,17 @@ class Group:
     alone: bool = False  # its requests run one by one, after a batch of them failed
     is_ongoing: bool = False
     is_passed_over: bool = False
-    gave_way: bool = False  # ongoing: whoever begins had places of its requests in its last quantum
+    gave_way: bool = False  # ongoing: its last quantum kept places for requests that begin
     requests: OrderedDict[int, float] = field(default_factory=OrderedDict)
     next: Group | None = None
     previous: Group | None = None
 
     @property
     def oldest_s(self) -> float:
-        """When its oldest remaining request was queued."""
         return next(iter(self.requests.values()))
 
     @property
     def newest_s(self) -> float:
-        """When its newest request was queued."""
         return next(reversed(self.requests.values()))
 
 
@@ -84,7 +82,6 @@ class ExecutorQueue:
         return running + self.unfinished_s + self.held_s + self._pending_s
 
     def next_start_s(self, now: float) -> float:
-        """When the executor is predicted to begin what stands first here."""
         return max(self.running_until_s or now, now) + self.held_s
 
     @property
@@ -96,38 +93,31 @@ class ExecutorQueue:
         return group
 
     def groups(self) -> Iterator[Group]:
-        """From head to tail."""
         group = self.head
         while group is not None:
             yield group
             group = group.next
 
     def first_group(self, expert: str) -> Group | None:
-        """The next group on this expert."""
         if self.ongoing:
             for group in self.ongoing.values():
                 if group.expert == expert:
                     return group
-        groups = self._groups_of.get(expert)
-        return groups[0] if groups else None
+        return self.first_to_begin(expert)
 
     def first_to_begin(self, expert: str) -> Group | None:
-        """The next group on this expert that is not ongoing."""
         groups = self._groups_of.get(expert)
         return groups[0] if groups else None
 
     def all_to_begin(self, expert: str) -> tuple[Group, ...]:
-        """Every group on this expert that is not ongoing, the next one first."""
         return tuple(self._groups_of.get(expert, ()))
 
     def last_group(self, expert: str) -> Group | None:
-        """The last group on this expert: the one that a request may join."""
         groups = self._groups_of.get(expert)
         return groups[-1] if groups else None
 
     @property
     def awaited(self) -> AbstractSet[str]:
-        """Every expert with a group here."""
         if self.ongoing:
             return self._groups_of.keys() | {group.expert for group in self.ongoing.values()}
         return self._groups_of.keys()
@@ -144,7 +134,6 @@ class ExecutorQueue:
     def open(
         self, expert: str, profile: ExpertProfile, request: int, now: float, load_s: float, tokens_s: float = 0.0
     ) -> Group:
-        """A new group at the tail."""
         starts_s = now + self.length_s(now)
         if self.tail is not None:
             starts_s = max(starts_s, self.tail.starts_s)
@@ -158,10 +147,7 @@ class ExecutorQueue:
         return group
 
     def go_on(self, expert: str, profile: ExpertProfile, tokens_s: Mapping[int, float], now: float) -> Group:
-        """Requests whose quantum is over go to the tail, with those of their copy that had none this time.
-
-        ``tokens_s``: what each of them has left.
-        """
+        """Requests whose quantum is over go to the tail, with others of their copy. ``tokens_s``: left of each."""
         group = self.ongoing.get(profile.copy)
         if group is None:
             group = Group(expert, profile, now, now, fixed_s=0.0, is_ongoing=True)
@@ -184,10 +170,7 @@ class ExecutorQueue:
         now: float,
         tokens_s: Mapping[int, float] | None = None,
     ) -> Group:
-        """A new group in front of all others, for requests whose batch failed; they run alone, and are as old as ever.
-
-        ``queued_s``: when each of them was queued, the oldest first.
-        """
+        """A new group in front, for requests whose batch failed; they run alone. ``queued_s``: oldest first."""
         group = Group(expert, profile, now, now, fixed_s=profile.performance.B_s, alone=True)
         group.next = self.head
         group.order = self.head.order - 1 if self.head is not None else 0
@@ -205,7 +188,6 @@ class ExecutorQueue:
         return group
 
     def take(self, group: Group, count: int) -> tuple[int, ...]:
-        """The first requests of a group leave the queue to run."""
         taken = tuple(group.requests.popitem(last=False)[0] for _ in range(count))
         self.request_count -= count
         self._pending_s -= group.profile.performance.K_s * count + group.fixed_s
@@ -216,7 +198,6 @@ class ExecutorQueue:
         return taken
 
     def remove(self, group: Group, request: int) -> None:
-        """One request leaves without running."""
         del group.requests[request]
         self.request_count -= 1
         self._pending_s -= group.profile.performance.K_s + self._tokens_s.pop(request, 0.0)

@@ -13,11 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """How much a request is, in tokens: to be read, expected to be written, and the most that it may ever hold.
+    """The size of a request, in tokens: to be read, expected to be written, and the most that it may ever hold.
 
-    ``lease``: how many it may hold for now; None: the most. One that needs more while it runs tells of more. ``held``:
-    how many it holds; they are to be read again where they are lost. ``steps``: what it is at each expert that it may
-    come to, by name, where that differs. An image has none. Raises ValueError for less than none.
+    ``lease``: may be held for now; None: the most. ``held``: to be read again where they are lost. ``steps``: the work
+    at each expert of its route, by name, where that differs. An image has none. Raises ValueError for negative numbers.
     """
 
     prompt: int = 0
@@ -33,20 +32,17 @@ class Work:
 
     @property
     def leased(self) -> int:
-        """How many tokens its lease is for."""
         return self.most if self.lease is None else min(self.lease, self.most)
 
     @property
     def most_of_any(self) -> int:
-        """The most that it may hold at any step."""
         return max(self.most, *(work.most for _, work in self.steps)) if self.steps else self.most
 
     def at(self, expert: str) -> Work:
-        """What it is at one of its experts."""
         return dict(self.steps).get(expert, self) if self.steps else self
 
     def anew(self) -> Work:
-        """The same once what it held is lost."""
+        """The work once the held tokens are lost."""
         return replace(self, prompt=self.prompt + self.held, held=0) if self.held else self
 
 
@@ -92,11 +88,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Requests that one executor runs on one expert, or on several of one family, in one go.
+    """Requests that one executor runs at once, on one expert or several of one family.
 
-    ``quantum_s``: they run for so long at most, and those that are not done then are told of as unfinished; None for
-    images, which run to their end. ``expert`` and ``copy`` are those whose turn it is; where others of its family run
-    along, ``parts`` names all of them, and has the requests in their order.
+    ``quantum_s``: how long they run at most; None for images, which run to their end. ``expert`` and ``copy``: whose
+    turn it is. ``parts``: all experts with their requests, in order; () for one expert.
     """
 
     id: int
@@ -110,10 +105,8 @@ class Batch:
 
     @property
     def all_parts(self) -> tuple[Part, ...]:
-        """The same for a batch on one expert."""
         return self.parts or (Part(self.expert, self.copy, self.requests),)
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """What it runs on, each once."""
         return tuple(part.copy for part in self.parts) or (self.copy,)

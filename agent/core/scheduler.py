@@ -37,7 +37,7 @@ class _Option(NamedTuple):
 class Scheduler:
     """The queues of all executors. ``switch_s(executor, profile)``: seconds until the copy could run there.
 
-    ``barred(expert, now)``: the executors that it cannot be had on for now; others are taken, if there are any.
+    ``barred(expert, now)``: executors to avoid for now, where there are others.
     """
 
     def __init__(
@@ -61,10 +61,7 @@ class Scheduler:
     def place(
         self, request: int, expert: str, now: float, work: Work = IMAGE, unable: Collection[int] = ()
     ) -> tuple[Group, Assigned] | None:
-        """Queue a request: its group and the decision. None when no executor can run the expert.
-
-        ``unable``: the executors that could run it, but never so much work.
-        """
+        """Queue a request: its group and the decision. None when no executor outside of ``unable`` runs the expert."""
         options = [
             self._option(queue, expert, profile, now, 0.0 if work is IMAGE else profile.performance.tokens_s(work))
             for queue in self.queues

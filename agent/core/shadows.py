@@ -7,6 +7,7 @@ Assumes: ``begin`` is called only while nothing else has work.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.core.background import DROPPED
@@ -24,35 +25,22 @@ if TYPE_CHECKING:
     from agent.core.effects import Effect
     from agent.core.performance import ExpertProfile
     from agent.core.placement import Placement
-    from agent.core.pool import ModelPool
     from agent.core.queue import ExecutorQueue
     from agent.core.served_line import ServedLine
     from agent.core.standing import Standings
     from experts.expert import Prediction
 
 
+@dataclass(slots=True, eq=False)
 class Shadows:
-    """Of one Engine; see the module."""
-
-    def __init__(
-        self,
-        background: BackgroundWork,
-        queues: Mapping[int, ExecutorQueue],
-        pools: Mapping[str, ModelPool],
-        placement: Placement,
-        standings: Standings,
-        batches: Batches,
-    ) -> None:
-        self._background = background
-        self._queues = queues
-        self._pools = pools
-        self._placement = placement
-        self._standings = standings
-        self._batches = batches
-        self.batch_count = 0
+    _background: BackgroundWork
+    _queues: Mapping[int, ExecutorQueue]
+    _placement: Placement
+    _standings: Standings
+    _batches: Batches
+    batch_count: int = 0
 
     def begin(self, line: ServedLine, now: float, effects: list[Effect]) -> None:
-        """One batch or one load, unless one is under way."""
         if self._background.batch is not None or self._placement.loads:
             return
         for expert in self._background.awaited:
@@ -62,36 +50,26 @@ class Shadows:
             any(self._loads(expert, awaited, line, now, effects) for expert in awaited)
 
     def batch_over(self, batch: Batch, now: float) -> None:
-        """The background batch ran, or failed."""
         self._batches.end(batch, now)
         self._background.batch = self._background.request = None
         self._placement.background_runs_in = None
 
     def ran(self, request: int, expert: str, prediction: Prediction, effects: list[Effect]) -> None:
-        """Its request was answered."""
-        outcome = Outcome(
-            Verdict.UNKNOWN,
-            prediction.label,
-            prediction.score,
-            (StepResult(expert, prediction),),
-            "asked in the shadow of another expert",
-        )
+        steps, reason = (StepResult(expert, prediction),), "asked in the shadow of another expert"
+        outcome = Outcome(Verdict.UNKNOWN, prediction.label, prediction.score, steps, reason)
         self._background.ran += 1
         self._end(Complete(request, outcome), effects)
 
     def failed(self, request: int, reason: str, effects: list[Effect]) -> None:
-        """It was not, and will not be."""
         self._background.failed += 1
         self._end(Fail(request, _unanswered(reason)), effects)
 
     def drop(self, request: int, reason: str, effects: list[Effect]) -> None:
-        """A request leaves without having run."""
         self._background.leave(request)
         self._background.dropped += 1
         self._end(Fail(request, _unanswered(reason)), effects)
 
     def drop_all_but(self, experts: frozenset[str], effects: list[Effect]) -> None:
-        """Those that wait for other shadows than these."""
         for request in tuple(self._background.requests):
             if self._background.expert_of(request) not in experts:
                 self.drop(request, DROPPED, effects)
@@ -101,7 +79,6 @@ class Shadows:
         effects.append(effect)
 
     def _end_refused(self, expert: str, line: ServedLine, now: float, effects: list[Effect]) -> None:
-        """Those end that wait for a shadow which is not to be asked, or that no executor can be asked for."""
         for request in self._background.waiting_for(expert):
             reason = self._standings.refusal(request, expert, now) or _unfit(expert, line)
             if reason is not None:
@@ -116,7 +93,7 @@ class Shadows:
     def _runs(self, expert: str, line: ServedLine, now: float, effects: list[Effect]) -> bool:
         """Start a batch of one where a shadow is, if it is anywhere."""
         for queue, profile in self._homes(expert, line, now):
-            pool, needed_bytes = self._pools[queue.spec.pool], profile.performance.workspace_for(1)
+            pool, needed_bytes = self._placement.pools[queue.spec.pool], profile.performance.workspace_for(1)
             if pool.is_resident(profile.copy) and pool.workspace_for(queue.spec.id) >= needed_bytes:
                 self._start(queue, expert, profile, now, effects)
                 return True
@@ -154,5 +131,4 @@ def _unfit(expert: str, line: ServedLine) -> str | None:
 
 
 def _unanswered(reason: str) -> Outcome:
-    """Why a shadow did not answer: it decides nothing, as its answer would."""
     return Outcome(Verdict.UNKNOWN, None, None, (), reason)

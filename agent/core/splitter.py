@@ -50,13 +50,11 @@ class BatchSplitter:
         return max(limit, 1)
 
     def ran_out_of_memory(self, expert: str, executor: int, batch_size: int) -> None:
-        """The box could not hold a batch of this size after all: at most half of it, until that has held for long."""
         before = self._limits.get((expert, executor))
         patience = FIRST_PATIENCE if before is None else min(before.patience * 2, LONGEST_PATIENCE)
         self._limits[expert, executor] = ProvenLimit(max(batch_size // 2, 1), patience)
 
     def ran(self, expert: str, executor: int, batch_size: int, max_batch: int) -> None:
-        """A batch of this size had the memory it needed."""
         proven = self._limits.get((expert, executor))
         if proven is None or batch_size < proven.requests:
             return

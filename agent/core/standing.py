@@ -51,11 +51,9 @@ class Standings:
 
     @property
     def on_probation(self) -> dict[str, str]:
-        """Expert -> reason."""
         return {expert: probation.reason for expert, probation in self._probations.items()}
 
     def reason(self, expert: str) -> str | None:
-        """Why an expert does not simply serve; None when it does."""
         if expert in self.quarantined:
             return f"{expert} is in quarantine: {self.quarantined[expert]}"
         probation = self._probations.get(expert)
@@ -69,23 +67,19 @@ class Standings:
         return None if may_begin or goes_on else self.reason(expert)
 
     def may_load(self, expert: str, now: float) -> bool:
-        """Is it worth having in memory before anybody asks for it?"""
         probation = self._probations.get(expert)
         return expert not in self.quarantined and (probation is None or now >= probation.retry_s)
 
     def let_through(self, request: int, expert: str) -> None:
-        """A request was taken; if the expert is on probation, it is its trial."""
         probation = self._probations.get(expert)
         if probation is not None:
             probation.trial = request
             self._trials[request] = expert
 
     def is_trial(self, request: int) -> bool:
-        """Was this request let through to an expert that is on probation still?"""
         return request in self._trials
 
     def request_ended(self, request: int) -> None:
-        """Whatever it came to, it is nobody's trial any more."""
         expert = self._trials.pop(request, None)
         if expert is not None:
             self._probations[expert].trial = None
@@ -129,7 +123,6 @@ class Standings:
         return True
 
     def forget_all_but(self, experts: frozenset[str]) -> None:
-        """Others are on no line any more, and nobody asks them."""
         for told in (self.quarantined, self._failed_batches, self._pauses_s, self._probations):
             for expert in [expert for expert in told if expert not in experts]:
                 del told[expert]
@@ -140,7 +133,6 @@ class Standings:
         return probation is not None and probation.copy is None
 
     def due_loads(self, after_s: float, until_s: float) -> Iterator[tuple[str, str]]:
-        """(expert, copy) of those whose failed loads may be tried again since this span."""
         for expert, probation in self._probations.items():
             if probation.copy is not None and after_s < probation.retry_s <= until_s:
                 yield expert, probation.copy

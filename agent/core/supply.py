@@ -2,11 +2,11 @@
 
     overdue          heads of queues that have waited beyond the overtaking bound, the oldest first; a memory where one
                      of them lacks room is *full*: nothing younger takes what comes free there
-    the heads        of all queues, before their executors are idle where the policy overlaps; one that finds no room
-                     leaves its memory *short*, and the other heads what they can have there
-    the next groups  while a link that could serve one of them is free; of a short memory they take free room only
-    spare room       what may follow what runs now (speculation), then the placement at the start (section 4.1); none
-                     of a memory that is full or short
+    the heads        of all queues, before their executors are idle where the policy overlaps; a memory where one finds
+                     no room is *short*
+    the next groups  while a link that could serve one of them is free; free room only in a short memory
+    spare room       of memories neither full nor short: what may follow what runs now (speculation), then the placement
+                     at the start (section 4.1)
 
 Guarantees: a pinned expert is placed sooner or later; whatever is in quarantine, or whose pause is not over, is not
 loaded for spare room; speculation and placement give way to whatever a queue waits for.
@@ -15,20 +15,20 @@ loaded for spare room; speculation and placement give way to whatever a queue wa
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agent.core.placement import Answer, Claim
 from agent.core.prefetch import Wish, demands, initial_placement, overdue, upcoming
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from agent.core.batches import Batches
     from agent.core.effects import Effect
     from agent.core.performance import ExecutorSpec, Limits
     from agent.core.placement import Placement
     from agent.core.policy import Policy
-    from agent.core.pool import ModelPool
     from agent.core.queue import ExecutorQueue
     from agent.core.served_line import ServedLine
     from agent.core.standing import Standings
@@ -38,51 +38,35 @@ SPECULATIONS = 32  # arbitrary: enough for every executor's last few batches
 PATIENCE = 0.5  # of the overtaking bound: a head that has waited for longer has no time any more; arbitrary, too
 
 
+@dataclass(slots=True, eq=False)
 class Supply:
-    """Of one Engine; see the module."""
-
-    def __init__(
-        self,
-        queues: Mapping[int, ExecutorQueue],
-        pools: Mapping[str, ModelPool],
-        placement: Placement,
-        turns: Turns,
-        standings: Standings,
-        batches: Batches,
-        policy: Policy,
-        limits: Limits,
-    ) -> None:
-        self._by_executor = queues
-        self._queues: Sequence[ExecutorQueue] = tuple(queues.values())
-        self._pools = pools
-        self._placement = placement
-        self._turns = turns
-        self._standings = standings
-        self._batches = batches
-        self._policy = policy
-        self._limits = limits
-        self._short: set[str] = set()  # memories where a claim that is not overdue found no room in this look
-        self._initial: deque[Wish] = deque()
-        self._waiting = 0  # of these, as the latest look at them found
-        self._speculations: deque[Wish] = deque(maxlen=SPECULATIONS)
+    _queues: Mapping[int, ExecutorQueue]
+    _placement: Placement
+    _turns: Turns
+    _standings: Standings
+    _batches: Batches
+    _policy: Policy
+    _limits: Limits
+    _short: set[str] = field(default_factory=set)  # memories where a claim that is not overdue found no room this time
+    _initial: deque[Wish] = field(default_factory=deque)
+    _waiting: int = 0  # of these, for room or the end of a pause, as of the latest look
+    _speculations: deque[Wish] = field(default_factory=lambda: deque(maxlen=SPECULATIONS))
 
     # -- what is to be had when there is room --
 
     @property
     def has_to_place(self) -> bool:
-        """Is there anything left that could be placed now? Not what waits for room, or for the end of a pause."""
+        """False where all that is left waits for room, or for the end of a pause."""
         return len(self._initial) > self._waiting
 
     def place_all(self, line: ServedLine, now: float) -> None:
-        """Each expert where it would be at the start; pinned ones first."""
         self._initial.extend(self._first_wishes(line, now))
 
     def place(self, expert: str, spec: ExecutorSpec, line: ServedLine, now: float) -> None:
-        """One expert, for this executor."""
         self._initial.append(Wish(spec, expert, line.matrix.experts[spec.processor][expert], now, now))
 
     def place_pinned(self, expert: str, line: ServedLine, now: float) -> bool:
-        """One that is to stay in memory, at its home; False for any other, which is loaded when it is asked for."""
+        """Place a pinned expert at its home; False for any other, which is loaded when it is asked for."""
         home = line.homes.get(expert)
         if home is not None:
             self.place(expert, home, line, now)
@@ -100,12 +84,10 @@ class Supply:
             self._initial.extend(wish for wish in wishes if wish.expert not in known or wish.expert in at_home)
 
     def stop(self) -> None:
-        """The agent stops: what waits for spare room is not loaded."""
         self._initial.clear()
         self._speculations.clear()
 
     def speculate(self, spec: ExecutorSpec, expert: str, line: ServedLine, now: float) -> None:
-        """An expert runs: what may come after it is worth having, if there is room."""
         if not self._policy.overlapping:
             return
         for name in line.graph.subsequents(expert):
@@ -115,7 +97,7 @@ class Supply:
 
     def _first_wishes(self, line: ServedLine, now: float) -> Iterator[Wish]:
         profiles = {processor: dict(experts) for processor, experts in line.matrix.experts.items()}
-        executors = [queue.spec for queue in self._queues]
+        executors = [queue.spec for queue in self._queues.values()]
         pinned = [(spec, expert) for expert, spec in line.homes.items()]
         served = line.graph.experts - line.retired - line.graph.in_shadow
         usage = {expert: line.matrix.usage.get(expert, 0.0) for expert in served}
@@ -126,17 +108,17 @@ class Supply:
     # -- what is claimed now --
 
     def claim_overdue(self, now: float, effects: list[Effect]) -> set[str]:
-        """First of all; the memories that are full: where an older claim waits for room."""
+        """Claim for overdue heads; the memories that are full: where an older claim waits for room."""
         full: set[str] = set()
         self._short.clear()
         if self._policy.bounded:
-            for wish in overdue(self._queues, now - self._limits.max_overtake_s):
+            for wish in overdue(self._queues.values(), now - self._limits.max_overtake_s):
                 self._claim_overdue_one(wish, full, now, effects)
         return full
 
     def claim(self, full: set[str], line: ServedLine, now: float, effects: list[Effect]) -> set[str]:
-        """All the rest, once whatever could start has; the memories that somebody lacks room in, overdue or not."""
-        for wish in demands(self._queues):
+        """Claim for all the rest, once every batch that can has started; the memories that are full or short."""
+        for wish in demands(self._queues.values()):
             if self._policy.overlapping or not self._batches.is_running(wish.spec.id):
                 self._claim_one(wish, self._demand(wish, now), full, now, effects)
         if self._policy.overlapping:
@@ -147,36 +129,32 @@ class Supply:
         return lacking
 
     def _demand(self, wish: Wish, now: float) -> Claim:
-        """How much a head asks for: one that has time takes free room only while its executor has other work to do.
+        """How strongly a head asks. One that has time takes free room only while its executor has other work.
 
-        What leaves for it is chosen later then, knowing more of what is queued, and more requests share its load. One
-        behind a batch that is held is no head yet: it asks as a later group does.
+        Its victim is chosen later then, knowing more of the queue. Behind a held batch a head asks as a later group.
         """
         executor = wish.spec.id
         if self._batches.is_holding(executor):
             return Claim.EARLY if self._has_time(wish, now) else Claim.PREFETCH
         if not self._policy.overlapping or not self._batches.is_running(executor) or not self._has_time(wish, now):
             return Claim.DEMAND
-        return Claim.EARLY if self._turns.is_anything_runnable(self._by_executor[executor]) else Claim.PATIENT
+        return Claim.EARLY if self._turns.is_anything_runnable(self._queues[executor]) else Claim.PATIENT
 
     def _has_time(self, wish: Wish, now: float) -> bool:
-        """Has it not waited for long, and would its queue be done soon, within the bound? A longer one is run in order.
+        """Is the wish young, and its queue short? A long queue is run in order.
 
-        Not on a device with a memory in front of it: what it loads ahead of time comes from there, not from the SSD.
+        Never on a device with a memory in front of it: its early loads come from there, not from the SSD.
         """
-        if self._pools[wish.spec.pool].spec.cache is not None:
+        if self._placement.pools[wish.spec.pool].spec.cache is not None:
             return False
-        bound_s, length_s = self._limits.max_overtake_s, self._by_executor[wish.spec.id].length_s(now)
+        bound_s, length_s = self._limits.max_overtake_s, self._queues[wish.spec.id].length_s(now)
         is_long = length_s > min(bound_s, self._limits.long_queue_s)
         return now - wish.since_s < PATIENCE * bound_s and not is_long
 
     def _prefetch(self, full: set[str], now: float, effects: list[Effect]) -> None:
-        """Load for the groups behind the heads, until no link that could serve one of them is free.
-
-        Where somebody lacks room they evict nothing: what would fit all the same makes nobody wait for longer.
-        """
+        """Load for the groups behind the heads while a link is free; in a short memory, evict nothing for them."""
         passed: set[str] = set()  # memories where an earlier group waits for a busy link
-        for wish in upcoming(self._queues, self._limits.prefetch_groups, self._pools):
+        for wish in upcoming(self._queues.values(), self._limits.prefetch_groups, self._placement.pools):
             claim = Claim.BYPASS if wish.spec.pool in passed else Claim.PREFETCH
             if self._has_time(wish, now):
                 claim = Claim.EARLY
@@ -209,10 +187,11 @@ class Supply:
         return answer
 
     def _take_free(self, wish: Wish, claim: Claim, now: float, effects: list[Effect]) -> Answer:
-        """Where somebody lacks room; by way of the memory in front, as far as that has some."""
+        """Load into free room of a short memory, by way of the memory in front as far as that has room."""
         staged = self._stage(wish, claim, now, effects)
-        is_next = staged in (Answer.HERE, Answer.NO_ROOM)
-        return self._placement.bring(wish, Claim.EARLY, now, effects) if is_next else staged
+        if staged not in (Answer.HERE, Answer.NO_ROOM):
+            return staged
+        return self._placement.bring(wish, Claim.EARLY, now, effects)
 
     def _stage(self, wish: Wish, claim: Claim, now: float, effects: list[Effect]) -> Answer:
         stages = claim in (Claim.PREFETCH, Claim.BYPASS)
@@ -225,7 +204,7 @@ class Supply:
                 self._placement.bring(wish, Claim.SPARE, now, effects)
 
     def _load_placements(self, full: set[str], line: ServedLine, now: float, effects: list[Effect]) -> None:
-        """As far as there is room and a link; a pinned expert may take what others have, and else waits on."""
+        """Load as far as there is room and a link; a pinned expert may evict others, and waits for room."""
         self._waiting = 0
         for _ in range(len(self._initial)):
             wish = self._initial.popleft()

@@ -12,10 +12,9 @@ the next. So an executor has two kinds of work, and they take turns:
 A quantum of requests that begin, and that passes the ongoing group whose last turn is longest ago, makes that one the
 next. A batch of an expert with an ongoing group takes that one's requests first, then those that have not begun
 (iteration-level scheduling, seen from outside: Orca, section 3), as many as a batch, the workspace, the leases and the
-overtaking bound let in. Where those that have begun would fill all places, they take turns: in every other quantum
-half of the places are for whoever can begin, and those that have begun have the others, the one
-whose last quantum is longest ago first. Requests whose batch failed run alone until their step ends, so that one of
-them that breaks every batch ends without the others.
+overtaking bound let in. Where requests that have begun would fill all places, every other quantum keeps half of the
+places for requests that can begin; of those that have begun, the one whose last quantum is longest ago goes first.
+A request whose batch failed runs alone until its step ends: one that breaks every batch ends without the others.
 
 Experts of one family may run in one batch. Whose turn it is, is decided for each of them as if it had no family; then
 the others of the family whose copies may run now ride along in the places that are left: ongoing groups, whole or not
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 
     from agent.core.leases import Leases
     from agent.core.placement import Placement
-    from agent.core.policy import Policy
     from agent.core.pool import ModelPool
     from agent.core.queue import ExecutorQueue, Group
     from agent.core.splitter import BatchSplitter
@@ -59,29 +57,18 @@ class Share:
     count: int
 
 
+@dataclass(slots=True, eq=False)
 class Turns:
-    """Of all queues of one Engine. ``runs_alone``: did a batch fail that this request was in?"""
-
-    def __init__(
-        self,
-        pools: Mapping[str, ModelPool],
-        placement: Placement,
-        leases: Leases,
-        splitter: BatchSplitter,
-        policy: Policy,
-        max_overtake_s: float,
-        runs_alone: Callable[[int], bool],
-    ) -> None:
-        self._pools = pools
-        self._placement = placement
-        self._leases = leases
-        self._splitter = splitter
-        self._is_overlapping = policy.overlapping
-        self._max_overtake_s = max_overtake_s if policy.bounded else math.inf
-        self._runs_alone = runs_alone
+    _pools: Mapping[str, ModelPool]
+    _placement: Placement
+    _leases: Leases
+    _splitter: BatchSplitter
+    _is_overlapping: bool
+    _max_overtake_s: float  # infinity without a bound
+    _runs_alone: Callable[[int], bool]  # did a batch fail that this request was in?
 
     def look_again(self, queues: Sequence[ExecutorQueue]) -> None:
-        """Leases, residency or groups have changed: who is to be passed over?"""
+        """Leases, residency or groups have changed: mark the groups that are passed over."""
         for queue in queues:
             pool = self._pools[queue.spec.pool]
             for group in queue.ongoing.values():
@@ -90,7 +77,6 @@ class Turns:
                 group.is_passed_over = not self._can_begin(queue, group)
 
     def next_group(self, queue: ExecutorQueue) -> Group | None:
-        """The group that an idle executor runs next, if any may run."""
         if not (queue.ongoing or queue.begins):
             return self._first(queue)
         if not self._is_overlapping:
@@ -100,11 +86,9 @@ class Turns:
         return self._next_quantum(queue) or self._next_images(queue)
 
     def is_anything_runnable(self, queue: ExecutorQueue) -> bool:
-        """Could its executor run something, were it idle?"""
         return self._next_runnable(queue) is not None or self._longest_without_turn(queue) is not None
 
     def images_start(self, queue: ExecutorQueue) -> None:
-        """A batch of images starts: quanta may go next."""
         queue.had_quantum = False
 
     def quantum_starts(self, queue: ExecutorQueue, group: Group) -> list[Share]:
@@ -123,20 +107,19 @@ class Turns:
             return [Share(group, 1)]
         begun, riders = queue.ongoing.get(group.profile.copy), self._riders(queue, group)
         waiting = self._joining(queue, group)
+        own = [each for each in waiting if each.profile.copy == group.profile.copy]
         shares: list[Share] = []
         if begun is not None and riders:
-            own = [each for each in waiting if each.profile.copy == group.profile.copy]
             kept = self._given_way(places, begun, riders, own)
             taken = places.take(begun, riders, kept)
             shares = [Share(begun, taken)] if taken else []
             if kept:
                 shares += self._begin(places, own)
-                more = places.take(begun, riders - taken)  # what nobody could have after all
+                more = places.take(begun, riders - taken)  # kept places that no request took
                 return shares + ([Share(begun, more)] if more else [])
         if group.profile.family is None:
             return shares + self._begin(places, waiting)
         if not group.is_ongoing:  # it is its turn: none of its family takes its places
-            own = [each for each in waiting if each.profile.copy == group.profile.copy]
             waiting = [each for each in waiting if each.profile.copy != group.profile.copy]
             shares += self._begin(places, own)
             if any(share.count < len(share.group.requests) for share in shares) or not shares:
@@ -144,7 +127,7 @@ class Turns:
         return shares + self._riding_along(places, group) + self._begin(places, waiting)
 
     def _given_way(self, places: _Places, begun: Group, riders: int, waiting: Sequence[Group]) -> int:
-        """How many places of a batch that those who have begun would fill are kept for those who can begin."""
+        """Places kept for requests that can begin, in a batch that those which have begun would fill."""
         left = places.left_for(begun)
         able = (self._leases.can_begin(request) for group in waiting for request in group.requests)
         kept = sum(takewhile(bool, islice(able, left // 2)))
@@ -163,7 +146,6 @@ class Turns:
         return shares
 
     def _is_kin(self, queue: ExecutorQueue, other: Group, group: Group) -> bool:
-        """Is it of the same family, and may run now?"""
         if other.profile.copy == group.profile.copy:
             return True
         is_kin = other.profile.family is not None and other.profile.family == group.profile.family
@@ -178,7 +160,7 @@ class Turns:
         ]
 
     def _begin(self, places: _Places, groups: Sequence[Group], most: int | None = None) -> list[Share]:
-        """Who of these begins now, in their order, up to the first that cannot; they have their leases then."""
+        """Begin requests in order, up to the first that cannot; each takes its lease."""
         shares = []
         for group in groups:
             latest_s = self._passed_s(self._here(places.queue), group) + self._max_overtake_s
@@ -196,17 +178,13 @@ class Turns:
         return shares
 
     def _first(self, queue: ExecutorQueue) -> Group | None:
-        """The front if its expert may run; else, with an overlapping policy, the first group whose expert may."""
         front = queue.front
         if front is not None and self._placement.may_use(self._pools[queue.spec.pool], front.profile.copy):
             return front
         return self._next_runnable(queue) if self._is_overlapping else None
 
     def _next_in_order(self, queue: ExecutorQueue) -> Group | None:
-        """Without overlap: an ongoing group, or the front, or nothing while the front's load is on its way.
-
-        One that goes on waits for no load that is not its own.
-        """
+        """Without overlap: an ongoing group, or the front, or nothing while the front's load is on its way."""
         longest, front = self._longest_without_turn(queue), queue.front
         if longest is not None and (queue.owes_turn or not queue.had_quantum):
             return longest
@@ -271,17 +249,16 @@ class Turns:
         return min((each.oldest_s for each in here if each.order < group.order), default=math.inf)
 
     def _longest_without_turn(self, queue: ExecutorQueue) -> Group | None:
-        """Of the ongoing groups whose expert may run, the one whose last turn is longest ago."""
         pool = self._pools[queue.spec.pool]
         able = (group for group in queue.ongoing.values() if self._placement.may_use(pool, group.profile.copy))
         return min(able, key=lambda group: group.order, default=None)
 
     def _can_begin(self, queue: ExecutorQueue, group: Group) -> bool:
-        """Is there a lease for its first request, and a place beside those that have begun, or in turn with them?"""
+        """Is there a lease for its first request, and a place beside requests that have begun, or in turn with them?"""
         if not self._leases.can_begin(next(iter(group.requests))):
             return False
         riders = self._riders(queue, group)
-        return not riders or self._batch_size(queue, group, riders + 1) > 1
+        return not riders or self.batch_size(queue, group, riders + 1) > 1
 
     def _riders(self, queue: ExecutorQueue, group: Group) -> int:
         """How many of those that have begun would run in a batch of this group, if it could be so large."""
@@ -290,11 +267,7 @@ class Turns:
             return 0
         return sum(1 for _ in takewhile(lambda request: not self._runs_alone(request), begun.requests))
 
-    def most_in_batch(self, queue: ExecutorQueue, group: Group) -> int:
-        """How many requests a batch may have that some of this group are in."""
-        return self._batch_size(queue, group, group.profile.performance.max_batch)
-
-    def _batch_size(self, queue: ExecutorQueue, group: Group, waiting: int) -> int:
+    def batch_size(self, queue: ExecutorQueue, group: Group, waiting: int) -> int:
         spec = queue.spec
         free_bytes = self._pools[spec.pool].workspace_for(spec.id)
         return self._splitter.batch_size(group.expert, spec.id, group.profile.performance, waiting, free_bytes)
@@ -310,11 +283,10 @@ class _Places:
         self._taken = 0
 
     def left_for(self, group: Group) -> int:
-        """How many of a group find a place."""
         return max(self._most_with(group) - self._taken, 0)
 
     def take(self, group: Group, count: int, kept: int = 0) -> int:
-        """So many do, or as many as there are places for beside those that are ``kept`` free; how many."""
+        """Take up to ``count`` places for a group, ``kept`` of them left free; how many were taken."""
         taken = min(count, max(self.left_for(group) - kept, 0))
         if taken:
             self._most = self._most_with(group)
@@ -322,5 +294,5 @@ class _Places:
         return taken
 
     def _most_with(self, group: Group) -> int:
-        own = self._turns.most_in_batch(self.queue, group)
+        own = self._turns.batch_size(self.queue, group, group.profile.performance.max_batch)
         return own if self._most is None else min(own, self._most)

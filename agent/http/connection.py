@@ -64,13 +64,11 @@ class Connection:
             self._writer.transport.abort()
 
     async def begin(self, status: int, headers: tuple[tuple[str, str], ...]) -> None:
-        """See ``agent.http.exchange.Stream``."""
         reason = HTTPStatus(status).phrase.encode()
         response = h11.Response(status_code=status, headers=[*headers, ("connection", "close")], reason=reason)
         await self._send(response)
 
     async def send(self, piece: bytes) -> None:
-        """See ``agent.http.exchange.Stream``."""
         await self._send(h11.Data(data=piece))
 
     async def _asked(self, head: h11.Request, cut: asyncio.Timeout, came_s: float) -> None:
@@ -134,7 +132,6 @@ class Connection:
             surplus += len(content)
 
     async def _head(self) -> h11.Request | None:
-        """The request's line and headers; None where it closes before that."""
         event = await self._event()
         return event if isinstance(event, h11.Request) else None
 

@@ -49,8 +49,7 @@ class Terms:
 class Stream(Protocol):
     """An answer that comes in pieces. Both raise OSError once nobody is there to read it, or does not read."""
 
-    async def begin(self, status: int, headers: tuple[tuple[str, str], ...]) -> None:
-        """Before the first piece."""
+    async def begin(self, status: int, headers: tuple[tuple[str, str], ...]) -> None: ...
 
     async def send(self, piece: bytes) -> None:
         """One more; returns once the caller's side has it, so that nothing piles up."""
@@ -60,11 +59,9 @@ class Application(Protocol):
     """What is served below some paths."""
 
     @property
-    def terms(self) -> Terms:
-        """Of each exchange."""
+    def terms(self) -> Terms: ...
 
-    def serves(self, path: str) -> bool:
-        """Whether a path is one of its own."""
+    def serves(self, path: str) -> bool: ...
 
     async def answer(self, request: HttpRequest, stream: Stream) -> Answer | None:
         """An answer; None where it was streamed. Cancelled when nobody wants it any more; raises nothing else."""

@@ -20,18 +20,15 @@ class Places:
         self._taken: Counter[int | None] = Counter()  # by application; None: for those who come
 
     def enter(self) -> Place | None:
-        """A place for somebody who comes; None where all are taken."""
         return Place(self) if self.take(None, self._arrivals) else None
 
     def take(self, kind: int | None, most: int) -> bool:
-        """Whether there is one more of this kind; if so it is taken."""
         if self._taken[kind] >= most:
             return False
         self._taken[kind] += 1
         return True
 
     def give_back(self, kind: int | None) -> None:
-        """One of this kind is free."""
         self._taken[kind] -= 1
 
 
@@ -52,7 +49,6 @@ class Place:
         return True
 
     def leave(self) -> None:
-        """It is free."""
         if self._is_held:
             self._is_held = False
             self._places.give_back(self._kind)

@@ -97,8 +97,6 @@ class HttpServer:
 
 
 class _Served:
-    """One address that is served."""
-
     def __init__(self, address: str, listening: socket.socket, place: UnixSocket | None = None) -> None:
         self.address = address
         self._listening = listening
@@ -106,7 +104,6 @@ class _Served:
         self._places = Places(ARRIVALS)
 
     async def start(self, applications: Sequence[Application], head_s: float) -> None:
-        """Take connections."""
         self._applications = applications
         self._head_s = head_s
         self._server = await asyncio.start_server(self._serve, sock=self._listening, limit=READ_BYTES)
@@ -119,7 +116,6 @@ class _Served:
         self._server.close()
 
     def close(self) -> None:
-        """Let the address go; nobody is being served any more."""
         self._listening.close()
         if self._place is not None:
             self._place.close()
@@ -139,7 +135,6 @@ class _Served:
 
 
 def _bound(address: str) -> _Served:
-    """Raises AddressUnusable."""
     return _at_path(address) if address.startswith(UNIX) else _at_port(address)
 
 

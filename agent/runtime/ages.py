@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 class AgeLimits:
     """Ages of an open batch or load: the larger of seconds and a multiple of the predicted time.
 
-    Generous, as a wrong end costs a restart: first reads of a cold disk and batches beside a packing take many times
-    what was predicted, but not minutes.
+    Generous, as a wrong end costs a restart: a cold disk and a packing beside batches cost many times the prediction.
     """
 
     told_s: float = 120.0
@@ -42,11 +41,9 @@ class AgeLimits:
     ended_multiple: float = 100.0
 
     def told_after_s(self, predicted_s: float) -> float:
-        """The age at which work of this predicted time is told of."""
         return max(self.told_s, self.told_multiple * predicted_s)
 
     def ended_after_s(self, predicted_s: float) -> float:
-        """The age at which it ends the agent."""
         return max(self.ended_s, self.ended_multiple * predicted_s)
 
 
@@ -61,7 +58,6 @@ class Forecast:
         self._ssd_bytes_per_s = ssd_bytes_per_s
 
     def of(self, matrix: PerformanceMatrix) -> Forecast:
-        """By other times, of the same executors."""
         other = copy(self)
         other._columns = matrix.experts
         return other
@@ -113,51 +109,41 @@ class OpenWork:
 
     @property
     def batches(self) -> int:
-        """How many are under way."""
         return len(self._batches)
 
     @property
     def loads(self) -> int:
-        """How many are under way."""
         return len(self._loads)
 
     def open_batch(self, effect: StartBatch, now: float) -> None:
-        """It was started."""
         self._batches[effect.batch.id] = _Opened(effect, now, self._forecast.batch_s(effect))
 
     def runs_on(self, executor: int) -> bool:
-        """Is a batch open there?"""
         return any(
             isinstance(opened.effect, StartBatch) and opened.effect.batch.executor == executor
             for opened in self._batches.values()
         )
 
     def open_load(self, effect: StartLoad, now: float) -> None:
-        """It was started."""
         waiting = [opened.effect for opened in self._loads.values()]
         waiting_bytes = sum(each.size_bytes for each in waiting if isinstance(each, StartLoad))
         predicted_s = self._forecast.load_s(effect, waiting_bytes + effect.size_bytes)
         self._loads[effect.load] = _Opened(effect, now, predicted_s)
 
     def close_batch(self, batch: int) -> Batch | None:
-        """It was answered; None if it was not open."""
         opened = self._batches.pop(batch, None)
         return opened.effect.batch if opened is not None and isinstance(opened.effect, StartBatch) else None
 
     def close_load(self, load: int) -> None:
-        """It was answered."""
         self._loads.pop(load, None)
 
     def oldest_batch_s(self, now: float) -> float | None:
-        """The age of the oldest one; None where none is under way."""
         return _oldest_s(self._batches.values(), now)
 
     def oldest_load_s(self, now: float) -> float | None:
-        """The age of the oldest one; None where none is under way."""
         return _oldest_s(self._loads.values(), now)
 
     def next_due_s(self) -> float | None:
-        """When ``look`` has something to do if nothing is answered before."""
         return min((opened.due_s(self._limits) for opened in self._all()), default=None)
 
     def look(self, now: float) -> None:

@@ -75,7 +75,6 @@ class DeviceWatch:
 
 
 def watch_of(box: Box) -> DeviceWatch:
-    """The watch over a box's accelerator."""
     if "cuda" in box.processors:
         return DeviceWatch("cuda", torch.cuda.synchronize)
     if "mps" in box.processors:
@@ -84,7 +83,6 @@ def watch_of(box: Box) -> DeviceWatch:
 
 
 def names_a_loss(error: Exception) -> bool:
-    """Does the error itself say that nothing more will run?"""
     text = str(error).lower()
     speaks = isinstance(error, torch.AcceleratorError) or any(speaker in text for speaker in SPEAKERS)
     return speaks and any(loss in text for loss in LOSSES)

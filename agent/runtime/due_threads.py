@@ -61,12 +61,10 @@ class DueTask(Generic[Result]):
 
     @property
     def is_open(self) -> bool:
-        """Has nobody begun or cancelled it yet?"""
         return self.work is not None and self.work.is_open
 
     @classmethod
     def done(cls, result: Result) -> DueTask[Result]:
-        """One that has nothing to do any more."""
         task: DueTask[Result] = cls(None, -math.inf)
         task.future.set_result(result)
         return task
@@ -78,12 +76,10 @@ class DueTask(Generic[Result]):
             self.carry_out(held[1])
 
     def cancel(self) -> None:
-        """Unless somebody has begun it."""
         if self.work is not None and self.work.claim() is not None:
             self.future.cancel()
 
     def carry_out(self, call: Call[Result]) -> None:
-        """By whoever has claimed it."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:

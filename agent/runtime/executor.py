@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -101,15 +101,13 @@ class RunsTexts(Protocol):
     """A skeleton of a language model."""
 
     @property
-    def model(self) -> Model:
-        """The model over the bytes that it is bound to."""
+    def model(self) -> Model: ...
 
 
 class BatchExecutor:
     """One executor: a batch that runs, at most one behind it, and the thread that runs them.
 
-    ``texts``: what its quanta run with; None where no expert of its memory takes texts. ``cores``: of its threads;
-    none: they run where the system has them run.
+    ``texts``: runs its quanta; None where its memory has no expert of texts. ``cores``: of its threads; (): any.
     """
 
     def __init__(
@@ -140,11 +138,9 @@ class BatchExecutor:
 
     @property
     def is_on_cpu(self) -> bool:
-        """Does it compute on the box's own cores?"""
         return self._device == "cpu"
 
     def start(self) -> None:
-        """Begin to take batches."""
         self._thread.start()
 
     def start_batch(self, batch: Batch, expert: Expert, images: Sequence[Shown]) -> None:
@@ -158,7 +154,7 @@ class BatchExecutor:
         self._inbox.put(_Images(batch, prepared))
 
     def hurry(self, batch: Batch) -> None:
-        """It is next, or runs: what is not prepared yet of its images is prepared before all others."""
+        """Prepare what the batch still lacks of its images before all others: the batch is next, or runs."""
         for request in batch.requests:
             self._preparation.hurry(request)
 
@@ -167,7 +163,6 @@ class BatchExecutor:
         self._inbox.put(_Quantum(batch, tuple(copies)))
 
     def statistics(self) -> ExecutorStatistics:
-        """A frozen snapshot."""
         engine = None if self._texts is None else self._texts.statistics(self.spec.id)
         if engine is None:
             return self._statistics
@@ -211,7 +206,7 @@ class BatchExecutor:
                 with self._preparation.computing(self._computing_threads):
                     return self._run_quantum(work, started)
             prepared = _prepared(work.prepared)
-            self._waited(time.monotonic() - started)
+            self._add(waited_s=time.monotonic() - started)
             with self._preparation.computing(self._computing_threads):
                 results, infer_s = self._execute(work.batch, prepared)
         except Exception as error:
@@ -224,9 +219,10 @@ class BatchExecutor:
                 "batch_failed expert=%s executor=%d requests=%d out_of_memory=%s reason=%s",
                 batch.expert, self.spec.id, len(batch.requests), out_of_memory, error, exc_info=not expected,
             )  # fmt: skip
-            self._record((), time.monotonic() - started, 0.0)
+            self._add(batches=1, failed=1, busy_s=time.monotonic() - started)
             return BatchFailed(batch.id, str(error) or type(error).__name__, out_of_memory)
-        self._record(results, time.monotonic() - started, infer_s)
+        rejected, busy_s = sum(isinstance(each, Rejected) for each in results), time.monotonic() - started
+        self._add(batches=1, images=len(results), rejected=rejected, busy_s=busy_s, infer_s=infer_s)
         return Finished(batch.id, results)
 
     def _run_quantum(self, work: _Quantum, started: float) -> Progressed:
@@ -237,7 +233,9 @@ class BatchExecutor:
             began = time.monotonic()
             progressed = self._texts.run(work.batch, work.copies, models)
             infer_s = time.monotonic() - began
-        self._record_texts(progressed, time.monotonic() - started, infer_s)
+        ended, busy_s = progressed.finished, time.monotonic() - started
+        rejected = sum(isinstance(result, Rejected) for _, result in ended)
+        self._add(batches=1, texts=len(ended), rejected=rejected, busy_s=busy_s, infer_s=infer_s)
         return progressed
 
     def _execute(
@@ -253,39 +251,13 @@ class BatchExecutor:
             infer_s = time.monotonic() - started
         return tuple(each if isinstance(each, Rejected) else next(judged) for each in prepared), infer_s
 
-    def _waited(self, seconds: float) -> None:
-        self._statistics = replace(self._statistics, waited_s=self._statistics.waited_s + seconds)
-
-    def _record(self, results: Sequence[Prediction | Rejected], busy_s: float, infer_s: float) -> None:
-        before = self._statistics
-        self._statistics = replace(
-            before,
-            batches=before.batches + 1,
-            images=before.images + len(results),
-            rejected=before.rejected + sum(isinstance(result, Rejected) for result in results),
-            failed=before.failed + (not results),
-            busy_s=before.busy_s + busy_s,
-            infer_s=before.infer_s + infer_s,
-        )
-
-    def _record_texts(self, progressed: Progressed, busy_s: float, infer_s: float) -> None:
-        before = self._statistics
-        self._statistics = replace(
-            before,
-            batches=before.batches + 1,
-            texts=before.texts + len(progressed.finished),
-            rejected=before.rejected + sum(isinstance(result, Rejected) for _, result in progressed.finished),
-            busy_s=before.busy_s + busy_s,
-            infer_s=before.infer_s + infer_s,
-        )
+    def _add(self, **more: float) -> None:
+        counts: dict[str, Any] = {name: getattr(self._statistics, name) + count for name, count in more.items()}
+        self._statistics = replace(self._statistics, **counts)
 
 
 def _prepared(images: Sequence[DueTask[Prepared | Rejected]]) -> list[Prepared | Rejected]:
-    """A batch's images, as soon as they are ready; the executor, who has nothing else to do, begins crops that wait.
-
-    Where all cores compute, none is prepared ahead; each costs less than to wake somebody for it. A photograph does
-    not, and who prepares it goes on for its later steps.
-    """
+    """A batch's images, once ready; the executor itself begins waiting crops, as a wake-up costs more."""
     for task in images:
         if task.is_short:
             task.begin()
@@ -293,7 +265,6 @@ def _prepared(images: Sequence[DueTask[Prepared | Rejected]]) -> list[Prepared |
 
 
 def model_of(skeleton: Skeleton) -> Model:
-    """The language model of a skeleton that is bound."""
     assert isinstance(skeleton, RunsTexts), "only language models run in quanta"
     return skeleton.model
 

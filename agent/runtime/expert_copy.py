@@ -25,9 +25,8 @@ PREPARED_BYTES_PER_PIXEL = 3 * 4  # float32 in three channels: see experts.backe
 class ExpertCopy:
     """An expert in one precision, packed. ``name`` is what the Engine calls it.
 
-    ``moe_places``: how many of its moe_experts it holds at a time, which come and go while it runs; None: all of them,
-    as parts like any other, or it has none. ``moe_host_places``: how many more wait in host memory, where it runs from
-    a device's.
+    ``moe_places``: moe_experts held at a time; None: all of them, or there are none. ``moe_host_places``: how many more
+    wait in host memory, where the copy runs from a device's.
     """
 
     name: str
@@ -38,17 +37,14 @@ class ExpertCopy:
 
     @property
     def kind(self) -> str:
-        """The name of its kind."""
         return kind_name(self.expert, self.packed.program_sha256)
 
     @property
     def is_offloaded(self) -> bool:
-        """Do its moe_experts come and go?"""
         return self.moe_places is not None
 
     @property
     def block_bytes(self) -> int:
-        """What one of its moe_experts takes; 0 where it has none."""
         return moe_block_bytes(self.packed)
 
     @property
@@ -63,12 +59,10 @@ class ExpertCopy:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Everything that it holds as a whole while it is in a memory."""
         return (self.packed.own, *self.parts)
 
     @property
     def own_bytes(self) -> int:
-        """Its own region: its own segment, and behind it the places of moe_experts."""
         return self.packed.own.slot_bytes + slot_bytes((self.moe_places or 0) * self.block_bytes)
 
     @property
@@ -79,16 +73,14 @@ class ExpertCopy:
 
     @property
     def footprint(self) -> Footprint:
-        """What holding it costs, exactly as the slots hold it."""
         shared = tuple(SharedPart(segment.sha256, segment.slot_bytes) for segment in self.parts)
         return Footprint(self.own_bytes, shared)
 
 
 def prepared_form(expert: Expert, *, is_reduced: bool = False) -> PreparedForm | None:
-    """What an image becomes for an expert before it runs; None for one of texts.
+    """What an image becomes for an expert; None for an expert of texts.
 
-    Experts with one name for it are shown the same: what decides is how an image is turned and fitted, to which size,
-    and how it is normalised, as detectors' images never are; and whether JPEGs are made smaller as they are decoded.
+    The name says all that decides: orientation, fit, size, normalisation (detectors have none), reduced decoding.
     """
     if expert.takes_texts:
         return None
@@ -111,16 +103,14 @@ def moe_block_bytes(packed: PackedExpert) -> int:
 
 
 def moe_experts_of(packed: PackedExpert) -> int:
-    """How many moe_experts it has, in all layers together."""
     return sum(len(segment.blocks.sha256) for segment in packed.moe_layers if segment.blocks is not None)
 
 
 def kind_name(expert: Expert, program_sha256: str | None) -> str:
-    """The name of experts that run alike: architecture, input, stem, and for graphs of their owner's the program.
+    """The name of experts that run alike: architecture, input, stem, and for their owner's graphs the program.
 
-    A classifier or a detector that is executed from a graph (ONNX Runtime) is still of its architecture's kind: how it
-    is executed is its precision. Language models are alike where all that their directories say beside the weights is,
-    and where they are to run in the same precision, if the line says one of each.
+    An architecture that runs from a graph (ONNX Runtime) keeps its kind: that is its precision. Language models are
+    alike where their directories differ in weights alone, and the line names the same precision.
     """
     if expert.takes_texts:
         given = "auto" if expert.is_automatic else expert.precision

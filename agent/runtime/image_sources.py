@@ -61,12 +61,10 @@ class Frame:
 
     @property
     def name(self) -> str:
-        """What a rejection calls it."""
         return self._image.name
 
     @property
     def stored_bytes(self) -> int:
-        """What its parts have to be made from, until one of them is."""
         return len(self._image.content) if self._pixels is None else 0
 
     def pixels(self, room_for: RoomFor) -> NDArray[np.uint8]:
@@ -148,10 +146,7 @@ def _cut(part: FramePart, room_for: RoomFor) -> NDArray[np.uint8]:
 
 
 def stored_bytes(image: ImageSource) -> int | None:
-    """What a source has to be decoded from; of pixels, which need not be, a part that stands for scaling them.
-
-    None: it is not known before somebody reads it, as to ask for it may take as long as reading.
-    """
+    """Bytes that a source is decoded from; None where only reading would tell. Pixels count for scaling alone."""
     if isinstance(image, np.ndarray):
         return image.nbytes // BYTES_OF_PIXELS
     if isinstance(image, bytes):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict, deque
+from collections import deque
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -84,11 +84,9 @@ class Decider(Protocol):
     def next_wakeup_s(self) -> float | None:
         """When a Tick is due if nothing else happens before; None for never."""
 
-    def statistics(self) -> EngineStatistics:
-        """A frozen snapshot."""
+    def statistics(self) -> EngineStatistics: ...
 
-    def check_invariants(self) -> None:
-        """Raises AssertionError saying what does not add up."""
+    def check_invariants(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +113,6 @@ class DecisionTimes:
 
 @dataclass(frozen=True, slots=True)
 class LoopStatistics:
-    """A frozen snapshot of a whole agent."""
-
     engine: EngineStatistics
     decisions: DecisionTimes
     transfers: TransferStatistics
@@ -128,30 +124,23 @@ class LoopStatistics:
     oldest_load_s: float | None
 
 
-def nobody_told(requests: Sequence[int]) -> None:
-    """Where nobody watches when executors are given batches."""
-
-
 @dataclass(frozen=True, slots=True)
 class BatchWatch:
-    """Who is told, on the loop's thread, which requests a batch runs now, and that it has its answer.
+    """Callbacks on the loop's thread: a batch's requests run now (``begun``), or have their answer (``ended``).
 
-    ``given``: before its executor has it, which may hold it behind another one first; it can run at any moment then.
-    ``preparing``: what is entered, on any thread, while a request's image is decoded and prepared ahead of its batch.
+    ``given``: before the executor has the batch, which may run at any moment then. ``preparing``: a context entered, on
+    any thread, while a request's image is prepared ahead of its batch.
     """
 
     begun: Callable[[Sequence[int]], None]
     ended: Callable[[Sequence[int]], None]
     preparing: Callable[[int], AbstractContextManager[object]] = nothing_told
-    given: Callable[[Sequence[int]], None] = nobody_told
+    given: Callable[[Sequence[int]], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """All that carries out an Engine's effects: memories, loads, executors. Made by ``assemble``.
-
-    ``routes``: of the line as it is at the start; None where nobody asks for a route with a text, or watches shadows.
-    """
+    """What carries out an Engine's effects. ``routes``: at the start; None without texts on routes and shadows."""
 
     stores: tuple[SlotStore, ...]
     shelf: SkeletonShelf
@@ -241,7 +230,6 @@ class AgentLoop:
     # -- for any thread --
 
     def start(self) -> None:
-        """Begin: experts are placed, requests are taken."""
         end_team()  # of whoever prepared this; see there what it would cost the executors
         for executor in self._workshop.executors.values():
             executor.start()
@@ -249,25 +237,24 @@ class AgentLoop:
         self._heap_keeper.start()
 
     def watch_batches(self, watch: BatchWatch) -> None:
-        """Have somebody told of every batch. Before ``start``; what is told has to return soon and must not raise."""
+        """Watch every batch. Call before ``start``; callbacks return soon and do not raise."""
         self._watch = watch
         self._workshop.preparation.watch = watch.preparing
 
     def watch_shadows(self, watch: ShadowWatch) -> None:
-        """Have shadows shown what their experts have judged, and somebody told. As ``watch_batches``."""
+        """Show shadows what their experts have judged. As ``watch_batches``."""
         self._shadows.watch = watch
 
     def watch_weights(self, mend: Callable[[str], None], distrust: Callable[[str], None]) -> None:
-        """Before ``start``: who is told, on any thread, of experts whose packed files are damaged, gone, or stale."""
+        """Before ``start``: what to call, on any thread, for an expert whose packed files are missing, or stale."""
         self._workshop.transfers.mend, self._workshop.transfers.distrust = mend, distrust
 
     def submit(
         self, source: RequestSource, *, component: str | None = None, expert: str | None = None, about: object = None
     ) -> int:
-        """Take a request for a component's route, or for one expert; its number. Exactly one of the two is given.
+        """Take a request for a component's route, or for one expert: exactly one of the two; its number.
 
-        ``about``: what whoever watches shadows knows it by. Raises whatever a text's source raises for the expert that
-        it comes to first.
+        ``about``: names the request to a shadow's watch. Raises what a text's source raises for the first expert.
         """
         if (component is None) == (expert is None):
             raise ValueError("a request is for a component or for an expert: give exactly one of the two")
@@ -292,7 +279,7 @@ class AgentLoop:
         return self._texts.begin(source, self._workshop.text_engines.reached(copies))
 
     def most_tokens(self, expert: str) -> int | None:
-        """How many tokens one text of an expert may hold, alone in the memory that it has; None: nobody can tell."""
+        """Tokens that one text of an expert may hold, alone in its memory; None where that is unknown."""
         return self._workshop.text_engines.most_tokens(self._copies_of(expert))
 
     def _copies_of(self, expert: str) -> list[ExpertCopy]:
@@ -300,33 +287,32 @@ class AgentLoop:
 
     @property
     def text_executors(self) -> Collection[int]:
-        """The executors that have somewhere to keep keys and values."""
         return self._workshop.text_engines.by_executor.keys()
 
     def scale_images(self, experts: Iterable[str]) -> None:
-        """Before ``start``: JPEGs are made smaller for these, by the line's names, too, while they are decoded."""
+        """Before ``start``: decode JPEGs smaller for these experts, by the line's names."""
         self._workshop.preparation.scaled |= frozenset(experts)
 
     def cancel(self, request: int) -> None:
-        """Its answer is not wanted any more; the outcome is delivered all the same, UNKNOWN if it did not run."""
+        """Drop the wish for an answer; the outcome is delivered all the same, UNKNOWN if the request did not run."""
         self._inbox.put(events.Cancelled(request))
 
     def quarantine(self, expert: str, reason: str) -> None:
-        """This expert cannot be served; its requests end UNKNOWN with this reason."""
+        """Stop asking an expert; its requests end UNKNOWN with this reason."""
         self._inbox.put(events.Quarantined(expert, reason))
 
     def want(self, expert: str) -> None:
-        """This expert is brought into memory, where there is room that nobody needs sooner."""
+        """Bring an expert into memory, in room that no queue needs sooner."""
         self._inbox.put(events.Wanted(expert))
 
     def unwant(self, expert: str) -> None:
-        """This expert leaves memory, unless it is pinned, runs, or somebody waits for it."""
+        """Evict an expert, unless it is pinned, runs, or has requests waiting."""
         self._inbox.put(events.Unwanted(expert))
 
     def change_line(self, change: events.LineChanged, copies: Mapping[str, ExpertCopy]) -> None:
-        """Other experts and routes from now on; ``copies``: those that are new, by name. Returns once it is so.
+        """Serve other experts and routes; ``copies``: the new ones, by name. Returns once that is so.
 
-        What was submitted before is finished under the routes that it came under.
+        Earlier requests are finished under their own routes.
         """
         self._ask(lambda: self._change_line(change, copies))
 
@@ -345,12 +331,10 @@ class AgentLoop:
 
     @property
     def crash(self) -> AgentCrashed | None:
-        """What ended the loop, if anything did."""
         return self._crash
 
     @property
     def requests_in_flight(self) -> int:
-        """Submitted, and without an outcome yet."""
         return len(self._sources)
 
     def statistics(self) -> LoopStatistics:
@@ -361,8 +345,7 @@ class AgentLoop:
         """Wait until no request, load or batch is under way; False if it took longer. Raises AgentCrashed."""
         with self._changed:
             idle = self._changed.wait_for(lambda: self._crash is not None or self._is_idle(), timeout_s)
-        if self._crash is not None:
-            raise self._crash
+        self._raise_crash()
         return idle
 
     def wait_until_drained(self, timeout_s: float) -> bool:
@@ -374,8 +357,7 @@ class AgentLoop:
     def stop(self) -> None:
         """End: batches that run are finished, loads are broken off, requests under way stay without an outcome.
 
-        What has not ended after ``STOP_S`` hangs, and is left behind with the memory it works on. Raises AgentCrashed
-        if it had crashed, after everything else has ended.
+        What has not ended after ``STOP_S`` is left behind with its memory. Raises AgentCrashed, last, after a crash.
         """
         self._is_stopped = True
         self._inbox.put(Stop())
@@ -394,16 +376,14 @@ class AgentLoop:
                     ending.callback(store.close)
 
     def _end_threads(self) -> bool:
-        """Whether all have ended: only then nobody uses the memories any more."""
+        """False while a thread may still use the memories."""
         workshop = self._workshop
         deadline_s = time.monotonic() + STOP_S  # by the real clock: threads that work need real time
         executors = [executor.stop for executor in workshop.executors.values()]
         stops = [*executors, workshop.preparation.stop, workshop.transfers.stop]
         have_ended = [stop(max(deadline_s - time.monotonic(), 0.0)) for stop in stops]
         if not all(have_ended):
-            logger.error(
-                "threads_left_behind: a batch, a load or an image does not end; its memory ends with the process"
-            )
+            logger.error("threads_left_behind: a batch, load or image does not end; its memory ends with the process")
         return all(have_ended)
 
     def _raise_crash(self) -> None:
@@ -479,7 +459,7 @@ class AgentLoop:
             self._texts.hurry()
 
     def _change_line(self, change: events.LineChanged, copies: Mapping[str, ExpertCopy]) -> None:
-        known = dict(self._copies) | dict(copies)
+        known = {**self._copies, **copies}
         self._copies = {name: copy for name, copy in known.items() if expert_name(copy) in change.graph.experts}
         self._experts = {expert_name(copy): copy.expert for copy in self._copies.values()}
         self._workshop.preparation.scaled -= {copy.expert.id for copy in copies.values()}  # others by the same names
@@ -513,7 +493,6 @@ class AgentLoop:
             executor.hurry(batch)
 
     def _begin_batch(self, effect: effects.StartBatch) -> None:
-        """It runs from now on."""
         self._open.open_batch(effect, self._clock())
         self._shadows.batch_begun(effect.batch, self._clock())
         if self._watch is not None and effect.batch.requests[0] not in self._shadows:
@@ -523,15 +502,10 @@ class AgentLoop:
         source = self._sources[effect.request]
         if isinstance(source, TextSource):
             return  # its batch rejects it
+        expert, later = self._experts[effect.expert], [self._experts[expert] for expert in effect.later]
+        name, gives_way = image_name(source, effect.request), self._workshop.executors[effect.executor].is_on_cpu
         self._workshop.preparation.prepare(
-            effect.request,
-            source,
-            image_name(source, effect.request),
-            self._experts[effect.expert],
-            [self._experts[expert] for expert in effect.later],
-            effect.later_bytes,
-            effect.due_s,
-            gives_way=self._workshop.executors[effect.executor].is_on_cpu,
+            effect.request, source, name, expert, later, effect.later_bytes, effect.due_s, gives_way=gives_way
         )
 
     def _source_of(self, request: int) -> RequestSource:
@@ -619,7 +593,6 @@ class AgentLoop:
         return not (self._sources or self._open.batches)
 
     def _look_around(self) -> None:
-        """If nothing is under way any more, tell whoever waits for that."""
         if not self._is_drained():
             return
         if self._options.checks_invariants and self._is_idle() and self._inbox.empty():
@@ -628,7 +601,6 @@ class AgentLoop:
             self._changed.notify_all()
 
     def _check_invariants(self) -> None:
-        """The Engine's own, and that each memory holds what its ledger counts."""
         self._engine.check_invariants()
         ledgers = {pool.name: pool.used_bytes for pool in self._engine.statistics().pools}
         for store in self._workshop.stores:
@@ -657,10 +629,7 @@ def decision_times(decided: int, seconds: Iterable[float]) -> DecisionTimes:
     """Percentiles of the latest decisions; zeros before the first one."""
     ordered = sorted(seconds) or [0.0]
     return DecisionTimes(
-        count=decided,
-        p50_s=ordered[len(ordered) // 2],
-        p99_s=ordered[len(ordered) * 99 // 100],
-        longest_s=ordered[-1],
+        count=decided, p50_s=ordered[len(ordered) // 2], p99_s=ordered[len(ordered) * 99 // 100], longest_s=ordered[-1]
     )
 
 
@@ -680,10 +649,8 @@ def assemble(
 ) -> AgentLoop:
     """An agent's loop with its memories, transfers and executors; ``start`` it, and ``stop`` it once.
 
-    ``copies`` by name, all that the Engine's matrix mentions. ``on_outcome`` runs on the loop's thread: see AgentLoop.
-    ``matrix``: by which the ages of batches and loads are judged; None where nothing is known of their times.
-    ``routes``: the Engine's, where texts are asked of them. ``engines``: in the place of those that run texts.
-    Raises BackendUnavailable when the box cannot provide a memory.
+    ``copies`` by name, all that the Engine's matrix mentions. ``matrix``: predicts the ages of batches and loads; None:
+    unknown. ``routes``: the Engine's, for texts. ``engines``: replace those that run texts. Raises BackendUnavailable.
     """
     inbox: SimpleQueue[Message] = SimpleQueue()
     shelf = SkeletonShelf(segments)
@@ -696,15 +663,7 @@ def assemble(
     cores = team_cores(executors, threads)
     watch = watch_of(box)
     transfers = Transfers(
-        stores,
-        segments,
-        copies,
-        staging,
-        inbox.put,
-        workers=workers,
-        operator_threads=threads,
-        link=link,
-        watch=watch,
+        stores, segments, copies, staging, inbox.put, workers=workers, operator_threads=threads, link=link, watch=watch
     )
     preparation = Preparation(threads_for(box), options.max_pixels, options.scaled, box.cores)
     engines = engines or text_engines(executors, limits, segments, matrix, keeps_prefixes=options.keeps_prefixes)
@@ -725,29 +684,22 @@ def assemble(
 def bind_where_they_run(
     stores: Iterable[SlotStore], engines: TextEngines, executors: Iterable[ExecutorSpec], matrix: PerformanceMatrix
 ) -> None:
-    """Copies are bound for the devices of those executors that have a row for them: a form may run on one alone."""
-    runs_on: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
+    """Have copies bound for the devices of executors that have a row for them alone."""
+    runs_on: dict[str, set[tuple[str, str]]] = {}
     for spec in executors:
         for row in matrix.experts[spec.processor].values():
-            runs_on[row.copy].add((spec.pool, torch_device(spec.processor)))
-    engines.runs_on = dict(runs_on)
+            runs_on.setdefault(row.copy, set()).add((spec.pool, torch_device(spec.processor)))
+    engines.runs_on = runs_on
     for store in stores:
-        store.bind_only(
-            {copy: {device for pool, device in places if pool == store.pool} for copy, places in runs_on.items()}
-        )
+        store.bind_only(runs_on)
 
 
 def _stores(
     box: Box, executors: Sequence[ExecutorSpec], limits: Limits, shelf: SkeletonShelf, moe_loads: MoeLoads
 ) -> dict[str, SlotStore]:
-    """Each memory's slots, bound for the devices that run from it."""
-    return {
-        spec.name: SlotStore(
-            memory_for(box, spec.name, spec.expert_bytes, spec.workspace_bytes),
-            spec.expert_bytes,
-            sorted({torch_device(each.processor) for each in executors if each.pool == spec.name}),
-            shelf,
-            moe_loads,
-        )
-        for spec in limits.pools
-    }
+    stores = {}
+    for spec in limits.pools:
+        memory = memory_for(box, spec.name, spec.expert_bytes, spec.workspace_bytes)
+        devices = sorted({torch_device(each.processor) for each in executors if each.pool == spec.name})
+        stores[spec.name] = SlotStore(memory, spec.expert_bytes, devices, shelf, moe_loads)
+    return stores

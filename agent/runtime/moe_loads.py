@@ -11,6 +11,7 @@ through host memory, which keeps as many as it was given room for; there, few to
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from threading import Event as Flag
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -53,50 +54,39 @@ class Offloads(Protocol):
     """A skeleton of a model whose moe_experts somebody else may hold."""
 
     @property
-    def spec(self) -> ArchSpec:
-        """What it is a skeleton of."""
+    def spec(self) -> ArchSpec: ...
 
     def bind_offloaded(self, tensors: Mapping[str, Tensor], moe_experts: Mapping[int, MoeExperts]) -> None:
         """Run from the tensors of the dense part; whoever is named by layer runs the rest."""
 
 
+@dataclass(slots=True, eq=False)
 class MoeLoads:
     """The loads of one agent. ``host``: memory that blocks pass through on their way to a device.
 
-    ``usage``: how likely a token needs each moe_expert, by the copy's name; of others nothing is known beforehand. What
-    a copy learned is ``kept`` in a folder, and known when it comes back, also after the next start; None: it is not.
+    ``usage``: copy -> how likely a token needs each moe_expert. ``kept``: folder of learned usage; None: it is lost.
     """
 
-    def __init__(
-        self,
-        segments: SegmentStore,
-        link: PacedLink,
-        host: HostMemory,
-        usage: Mapping[str, Mapping[MoeExpert, float]] | None = None,
-        kept: Path | None = None,
-    ) -> None:
-        self._segments = segments
-        self._link = link
-        self._host = host
-        self._usage = usage or {}
-        self._kept = kept
-        self._tiers: dict[str, _HostBlocks] = {}
-        self._costs: dict[str, MoveCosts] = {}
-        self._ending = Flag()
-        self._lock = Lock()
+    _segments: SegmentStore
+    _link: PacedLink
+    _host: HostMemory
+    usage: Mapping[str, Mapping[MoeExpert, float]] = field(default_factory=dict)
+    kept: Path | None = None
+    _tiers: dict[str, _HostBlocks] = field(default_factory=dict)
+    _costs: dict[str, MoveCosts] = field(default_factory=dict)
+    _ending: Flag = field(default_factory=Flag)
+    _lock: Lock = field(default_factory=Lock)
 
     def offload(self, slot: Slot, memory: Memory) -> OffloadedCopy:
         """What runs the moe_experts of a copy in its slot of this memory, with nothing in their places yet."""
         copy = slot.copy
         host = None if slot.region.buffer is not None else self._blocks_of(copy)
-        learned = {} if self._kept is None else read_usage(self._kept, copy)
-        usage = learned or self._usage.get(copy.name, {})
-        return OffloadedCopy(slot, memory, self, host, usage)
+        learned = {} if self.kept is None else read_usage(self.kept, copy)
+        return OffloadedCopy(slot, memory, self, host, learned or self.usage.get(copy.name, {}))
 
     def remember(self, copy: ExpertCopy, usage: Mapping[MoeExpert, float]) -> None:
-        """What was learned of a copy that leaves."""
-        if usage and self._kept is not None:
-            write_usage(self._kept, copy, usage)
+        if usage and self.kept is not None:
+            write_usage(self.kept, copy, usage)
 
     def read(self, copy: ExpertCopy, moe_expert: MoeExpert, target: memoryview) -> None:
         """One block from the drive. Raises what reading raises, LoadError when the agent ends meanwhile."""
@@ -106,17 +96,14 @@ class MoeLoads:
         if self._ending.wait(max(delivered_at_s - time.monotonic(), 0.0)):
             raise LoadError(copy.expert.id, "the agent is stopping")
 
-    @property
     def may_load_ahead(self) -> bool:
-        """Is nothing under way that the Engine asked for?"""
         return not self._link.is_demanded
 
     def costs_of(self, copy: ExpertCopy, measure: Callable[[], MoveCosts]) -> MoveCosts:
         """The measured constants of a copy's form; measured at its first load."""
-        layout = copy.packed.layout
-        if layout not in self._costs:
-            self._costs[layout] = measure()
-        return self._costs[layout]
+        if copy.packed.layout not in self._costs:
+            self._costs[copy.packed.layout] = measure()
+        return self._costs[copy.packed.layout]
 
     def close(self) -> None:
         """End, and give host memory back. Nothing may run any more. Idempotent."""
@@ -161,7 +148,6 @@ class OffloadedCopy:
         skeleton.bind_offloaded(tensors, self._shown[device].show(tensors, self._places(device)))
 
     def settle(self) -> None:
-        """Wait until no place is being filled."""
         self._cache.settle()
         if self._tier is not None:
             self._tier.settle()
@@ -179,12 +165,9 @@ class OffloadedCopy:
 
     def _moe_of(self, spec: ArchSpec, device: str) -> OffloadedMoe:
         if self._host is not None:
-            self._tier = self._host.tier(
-                spec.mlp, self._loads.costs_of(self._slot.copy, lambda: self._measure(spec, device))
-            )
-        return OffloadedMoe(
-            spec, self._form, self._cache, host=self._tier, may_predict=lambda: self._loads.may_load_ahead
-        )
+            costs = self._loads.costs_of(self._slot.copy, lambda: self._measure(spec, device))
+            self._tier = self._host.tier(spec.mlp, costs)
+        return OffloadedMoe(spec, self._form, self._cache, host=self._tier, may_predict=self._loads.may_load_ahead)
 
     def _measure(self, spec: ArchSpec, device: str) -> MoveCosts:
         assert self._host is not None, "where nothing is moved there is nothing to compare"
@@ -225,13 +208,11 @@ class _HostBlocks:
         self._tier: HostTier | None = None
 
     def tier(self, kind: Mlp, costs: MoveCosts) -> HostTier:
-        """These as what a device's cache is filled from."""
         if self._tier is None:
             self._tier = HostTier(self._cache, self.block, self._form, kind, costs)
         return self._tier
 
     def block(self, place: int) -> Tensor:
-        """A place's bytes."""
         start = place * self._form.size_bytes
         return self._region.tensor("cpu")[start : start + self._form.size_bytes]
 
@@ -256,5 +237,4 @@ def form_of(copy: ExpertCopy) -> BlockForm:
 
 
 def layers_of(copy: ExpertCopy) -> dict[int, Segment]:
-    """The segment of each layer that has moe_experts."""
     return {layer_of(segment.tensors[0].name): segment for segment in copy.packed.moe_layers}

@@ -38,7 +38,6 @@ def read_usage(folder: Path, copy: ExpertCopy) -> dict[MoeExpert, float]:
 
 
 def write_usage(folder: Path, copy: ExpertCopy, usage: Mapping[MoeExpert, float]) -> None:
-    """In the place of what was there."""
     rows = [[one.layer, one.number, share] for one, share in usage.items()]
     try:
         folder.mkdir(exist_ok=True)
@@ -53,5 +52,4 @@ def _file(folder: Path, copy: ExpertCopy) -> Path:
 
 
 def _weights(copy: ExpertCopy) -> str:
-    """Equal for copies of the very same experts inside."""
     return " ".join(segment.sha256 for segment in copy.packed.moe_layers)

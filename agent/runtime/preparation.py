@@ -1,22 +1,21 @@
 """Preparation: images are decoded and prepared for their experts, ahead of their batches and on threads of their own.
 
-Ahead of their batches, crops are begun on cores that no executor computes on, photographs on all of them: at the lowest
-priority for executors on the CPU, and at the usual one for those that drive a device, which would stand still for as
-long as the CPU's compute (see ``LARGE_BYTES``). What a batch still lacks its executor begins, too.
+Ahead of its batch a crop is begun on a core that no executor computes on, a photograph on any: at the lowest priority
+for executors on the CPU, at the usual one for executors that drive a device, which would stand still for as long as
+the CPU computes (see ``LARGE_BYTES``). An executor begins what its batch still lacks.
 
-Guarantees: what is due first is begun first, of either, and what a started batch waits for before all; an image is
-decoded once for all the steps that it was told of, unless it was forgotten meanwhile; of one that is forgotten nothing
-is held but what a batch has; images in decoding take DECODING_BYTES together at most. What the box has no memory for
-is not the image's fault: such a MemoryError is the future's, all else is a Prepared or Rejected.
+Guarantees: the earliest due image is begun first, and images of a started batch before all; an image is decoded once
+for all the steps that it was told of, unless it was forgotten meanwhile; nothing is held of a forgotten image but what
+a batch has; images in decoding take DECODING_BYTES together at most. A MemoryError, which is not the image's fault, is
+the future's; every other fault is a Rejected.
 
-A JPEG is made smaller while it is decoded for the experts that were found to say the same of it then, and for no others
-that want it as large: what an image becomes has its reduction in its name. That goes as far as leaves MARGIN times the
-pixels that they see to either side: what makes them smaller still is smoothed as ever. How much smaller is a matter of
-the image and the expert alone, so that their answers are, too: steps that need it in two sizes decode it twice.
+A JPEG is decoded smaller for the experts that were found to say the same of it then, to MARGIN times the pixels that
+they see to either side; the form's name tells of the reduction. How much smaller follows from image and expert alone,
+so that answers do, too: steps that need two sizes decode twice.
 
 For later steps an image's pixels are held where they take no more than what it becomes for all of these, else that:
-a crop stays what it is, of a photograph of 12 megapixels two small tensors are left. What it was prepared as already
-counts among these where a later step has the same form, as the Engine counts it.
+a crop stays what it is, of a photograph of 12 megapixels two small tensors are left. The present step's tensor counts
+among these where a later step has its form, as the Engine counts it.
 """
 
 from __future__ import annotations
@@ -55,17 +54,15 @@ logger = logging.getLogger(__name__)
 
 DECODING_BYTES = 512 * 1024 * 1024  # what images in decoding take together; one that takes more is decoded alone
 LEAST_THREADS = 2
-# From here on, and where nobody knows, an image is large: decoding it is worth being begun anywhere, at a priority that
-# gives way to executors. Little of that holds the interpreter's lock. What is smaller costs a millisecond, mostly with
-# the lock: a thread that had it and gave way held up executors, whose operators' threads spin on all cores meanwhile.
-# arbitrary, within a factor
+# An image of this size, or of unknown size, is large: worth decoding on any core, at a priority that gives way, as its
+# decoder seldom holds the interpreter's lock. A smaller one takes a millisecond, mostly with the lock: a thread that
+# gave way with it would hold up executors, whose operators' threads spin meanwhile. Arbitrary, within a factor.
 LARGE_BYTES = 256 * 1024
 MARGIN = 2  # times as many pixels to a side as the expert sees: less, and the decoder would do the smoothing
 AT_ONCE = -math.inf  # due before everything that is only due some time
 
 
 def nothing_told(request: int) -> AbstractContextManager[object]:
-    """Where nobody watches which requests' images are being prepared."""
     return nullcontext()
 
 
@@ -95,10 +92,7 @@ class ByteGate:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What an image becomes for an expert. ``name``: of all that its pixels depend on; those with one name share it.
-
-    ``least``: how many pixels are enough for it; None where all of them are to be had.
-    """
+    """What an image becomes for an expert. ``name`` as of PreparedForm; ``least``: enough pixels; None: all of them."""
 
     name: str
     expert: Expert
@@ -107,7 +101,7 @@ class _Form:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What an image is to be held as: for the expert of its step, and by name for those that may come after it."""
+    """What an image is to be held as: for its step's expert, and by name for later ones."""
 
     form: _Form
     later: Mapping[str, _Form] = field(default_factory=dict)
@@ -118,17 +112,16 @@ class _Wanted:
 class _Image:
     """One request's image. ``wanted`` is set on the loop's thread; None once it is forgotten.
 
-    ``held`` and ``pixels``: for later steps; ``at_work`` is held by the thread that works on it, ``changing`` by
-    whoever looks at the two or changes them.
+    ``held``, ``pixels``: for later steps. ``at_work``: held while a thread works on it; ``changing``: guards these two.
     """
 
     source: ImageSource
     name: str
     wanted: _Wanted | None
-    request: int | None = None  # None: of nobody who is watched
+    request: int | None = None  # None: not watched
     task: DueTask[Prepared | Rejected] | None = None
     is_taken: bool = False  # a batch waits for the task
-    is_idling: bool = False  # whoever works on it gives way to executors
+    is_idling: bool = False  # a thread that gives way to executors works on it
     held: dict[str, Prepared] = field(default_factory=dict)
     pixels: Decoded | None = None
     at_work: Lock = field(default_factory=Lock)
@@ -136,11 +129,10 @@ class _Image:
 
     @property
     def form(self) -> str:
-        """What it is prepared as for the step that it is at; nothing once it is forgotten."""
+        """The form for the present step; "" once it is forgotten."""
         return "" if self.wanted is None else self.wanted.form.name
 
     def let_go(self) -> None:
-        """Of what its steps do not need, or not any more."""
         with self.changing:
             needed = set() if self.wanted is None else set(self.wanted.later)
             is_ready = self.wanted is None or (self.task is not None and self.task.future.done())
@@ -152,8 +144,7 @@ class _Image:
 
     @property
     def held_bytes(self) -> int:
-        """Of what it holds for later steps, and is prepared as that one of these has, too. Its source's own pixels are
-        the source's."""
+        """Bytes held for later steps, with its answer where one has that form; not the source's own pixels."""
         with self.changing:
             pixels = 0 if self.pixels is None or self.pixels.pixels is self.source else self.pixels.pixels.nbytes
             tensors: dict[int, int] = {id(each): each.tensor.nbytes for each in self.held.values()}
@@ -170,12 +161,11 @@ class _Image:
 
 
 def threads_for(box: Box) -> int:
-    """As many as the box has cores, at least two, so that reading one image overlaps with decoding another.
+    """One per core, at least two, so that reading one image overlaps with decoding another.
 
-    What is large and prepared ahead gives way to executors; what a batch waits for does not. Each has so many threads.
-    Decoders that share their cores make an executor's operators wait for one another: two cores with a ResNet50 and
-    photographs of 12 megapixels gave 0.84 of the images/s of decoding when the batch starts, and 1.16 giving way; more
-    of the time is spent waiting then, as what is decoded on these cores is not computed on them.
+    Large images ahead of their batch give way to executors: two cores, a ResNet50, photographs of 12 megapixels gave
+    1.16 of the images/s of decoding at the batch's start; sharing the cores gave 0.84, as operators wait for one
+    another.
     """
     return max(box.cores, LEAST_THREADS)
 
@@ -246,7 +236,7 @@ class Preparation:
         known.let_go()
 
     def take(self, request: int, image: ImageSource, name: str, expert: Expert) -> DueTask[Prepared | Rejected]:
-        """What a batch has from now on, and soon asks for; see ``hurry``."""
+        """The task that a batch will wait for; see ``hurry``."""
         known, form = self._images.get(request), self._form(expert)
         if known is None or known.task is None or known.form != form.name:
             return self._begin(_Image(image, name, _Wanted(form)), form, AT_ONCE)
@@ -257,7 +247,6 @@ class Preparation:
         return known.task
 
     def hurry(self, request: int) -> None:
-        """A batch waits for its image: before everything that is only due some time."""
         known = self._images.get(request)
         if known is not None and known.task is not None:
             self._awaited.hurry(known.task)
@@ -277,7 +266,6 @@ class Preparation:
             self._ahead.allow(max(self._cores - self._computing, 0))
 
     def forget(self, request: int) -> None:
-        """Nothing is held for a request any more but what a batch has of it."""
         image = self._images.pop(request, None)
         if image is None:
             return
@@ -289,16 +277,13 @@ class Preparation:
 
     @property
     def requests(self) -> int:
-        """For how many requests something is held, or being prepared."""
         return len(self._images)
 
     @property
     def held_bytes(self) -> int:
-        """Of images that are held for later steps, now."""
         return sum(image.held_bytes for image in self._images.values())
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """End the threads, after what is in preparation; False if that took longer."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         has_ended = True
         for threads in (self._awaited, self._ahead, self._large):
@@ -321,7 +306,7 @@ class Preparation:
         idles = threads is self._large
 
         def work(answer: Callable[[Prepared | Rejected], None]) -> None:
-            if image.is_idling and not gives_way:  # whoever works on it may not come on while executors compute
+            if image.is_idling and not gives_way:  # that thread may stand still while executors compute
                 self._work(image, form, answer)
                 return
             with image.at_work:
@@ -334,7 +319,6 @@ class Preparation:
         return threads.submit(work, due_s, is_short=is_crop)
 
     def _work(self, image: _Image, form: _Form, answer: Callable[[Prepared | Rejected], None]) -> None:
-        """On one of the threads: first what is waited for, then what later steps need."""
         try:
             with self._watching(image):
                 prepared, pixels = self._prepared(image, form)
@@ -352,11 +336,10 @@ class Preparation:
         image.let_go()
 
     def _watching(self, image: _Image) -> AbstractContextManager[object]:
-        """Whoever watches knows of a batch's requests already, and is not to be waited for again."""
+        """A batch's requests are known to the watch already."""
         return nullcontext() if image.request is None or image.is_taken else self.watch(image.request)
 
     def _prepared(self, image: _Image, form: _Form) -> tuple[Prepared, Decoded | None]:
-        """With the pixels, where it was made from them."""
         with image.changing:
             prepared, pixels = image.held.get(form.name), image.pixels
         if prepared is not None:
@@ -366,7 +349,7 @@ class Preparation:
         return prepare(form.expert, pixels), pixels
 
     def _hold(self, image: _Image, name: str, ready: Prepared, pixels: Decoded | None) -> None:
-        """What later steps need: the pixels, or what they become for these. Where that breaks, a later step tells."""
+        """Hold what later steps need: the pixels, or what they become. An error here is left to the later step."""
         wanted = image.wanted
         if wanted is None or not wanted.later:
             return
@@ -388,7 +371,7 @@ class Preparation:
 
 
 def least_pixels(expert: Expert) -> tuple[int, int]:
-    """Height and width that are enough for an expert, where it may have JPEGs smaller, before they are cut."""
+    """Height and width that are enough for an expert before cropping, where it may have JPEGs smaller."""
     pixels = expert.pixels
     resize = pixels.resize or (pixels.height, pixels.width)
     height, width = (resize, resize) if isinstance(resize, int) else resize

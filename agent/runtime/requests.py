@@ -40,11 +40,9 @@ class Requests:
         self._submitted_s: dict[int, float] = {}
 
     def tell(self, number: int, outcome: Outcome) -> None:
-        """An outcome has come."""
         self._ended.put((number, outcome, time.monotonic()))
 
     def watch(self, loop: AgentLoop) -> None:
-        """Submit to this loop, and learn of its crash."""
         self._loop = loop
         loop.when_crashed(self._ended.put)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,14 +46,6 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
-    """An image's share of a batch."""
-
-    seconds: float
-    executor: int
-
-
-@dataclass(frozen=True, slots=True)
 class ShadowAnswer:
     """An expert and its shadow side by side. ``about``: what the request was submitted with.
 
@@ -79,8 +72,6 @@ class ShadowWatch:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What waits for a shadow."""
-
     answer: ShadowAnswer  # as far as it is known
     image: ImageSource
     size_bytes: int
@@ -97,22 +88,19 @@ class Shadows:
         self._cancelled: set[int] = set()
         self._held_bytes = 0
         self._since_s: dict[int, float] = {}  # batch -> when it began
-        self._shares: dict[int, dict[str, _Share]] = {}  # request -> expert -> of its batch
+        self._saying: dict[int, dict[str, Callable[[Prediction], Said]]] = {}  # request -> expert
 
     def __contains__(self, request: int) -> bool:
         return request in self._kept
 
     @property
     def held_bytes(self) -> int:
-        """Of images that wait for shadows, or run with one."""
         return self._held_bytes
 
     def image(self, request: int) -> ImageSource:
-        """What a background request is about."""
         return self._kept[request].image
 
     def batch_begun(self, batch: Batch, now: float) -> None:
-        """A batch starts, of the line or in the background."""
         if self.watch is None or not (self.pairs or self._kept):
             return
         self._since_s[batch.id] = now
@@ -120,7 +108,6 @@ class Shadows:
             self.watch.begun(batch.expert)
 
     def batch_ended(self, batch: Batch, now: float) -> None:
-        """It has its answer."""
         since_s = self._since_s.pop(batch.id, None)
         if self.watch is None or since_s is None:
             return
@@ -128,9 +115,9 @@ class Shadows:
             self.watch.ended(batch.expert)
         elif batch.expert not in self.pairs:
             return
+        saying = partial(Said, seconds=(now - since_s) / len(batch.requests), executor=batch.executor)
         for request in batch.requests:
-            share = _Share((now - since_s) / len(batch.requests), batch.executor)
-            self._shares.setdefault(request, {})[batch.expert] = share
+            self._saying.setdefault(request, {})[batch.expert] = saying
 
     def show(
         self, request: int, source: RequestSource, outcome: Outcome, about: object, number: Callable[[], int]
@@ -139,24 +126,23 @@ class Shadows:
 
         ``number``: that of another request.
         """
-        shares = self._shares.pop(request, {})
+        saying = self._saying.pop(request, {})
         if self.watch is None or isinstance(source, TextSource):
             return []
         asked: list[events.Event] = []
         for step in outcome.steps:
-            if step.expert in self.pairs and step.expert in shares:
-                said = _said(step.prediction, shares[step.expert])
+            if step.expert in self.pairs and step.expert in saying:
+                said = saying[step.expert](step.prediction)
                 answer = ShadowAnswer(about, step.expert, self.pairs[step.expert], said, None)
                 asked += self._keep(answer, source, number)
         return asked
 
     def end(self, request: int, outcome: Outcome) -> None:
-        """A background request has its outcome."""
         kept = self._kept.pop(request)
         self._held_bytes -= kept.size_bytes
         self._cancelled.discard(request)
-        answer, share = kept.answer, self._shares.pop(request, {}).get(kept.answer.shadow)
-        said = _said(outcome.steps[0].prediction, share) if outcome.steps and share is not None else None
+        answer, saying = kept.answer, self._saying.pop(request, {}).get(kept.answer.shadow)
+        said = saying(outcome.steps[0].prediction) if outcome.steps and saying is not None else None
         is_dropped = outcome.reason in (DROPPED, CANCELLED)
         self._tell(answer, said, None if said is not None else outcome.reason, is_dropped=is_dropped)
 
@@ -165,7 +151,6 @@ class Shadows:
         self.pairs = dict(pairs)
 
     def clear(self) -> None:
-        """Nothing is told of what is kept."""
         self._kept.clear()
         self._held_bytes = 0
 
@@ -198,10 +183,6 @@ class Shadows:
         if self.watch is not None:
             told = ShadowAnswer(answer.about, answer.expert, answer.shadow, answer.said, said, reason, is_dropped)
             self.watch.answered(told)
-
-
-def _said(prediction: Prediction, share: _Share) -> Said:
-    return Said(prediction, share.seconds, share.executor)
 
 
 def _to_keep(source: ImageSource) -> ImageSource:

@@ -70,8 +70,6 @@ class SlotStatistics:
 
 
 class SlotState(StrEnum):
-    """Where a slot stands."""
-
     LOADING = "loading"
     READY = "ready"
     GONE = "gone"
@@ -87,13 +85,8 @@ class Binding:
 
     def shows(self, packed: PackedExpert, shared_regions: Sequence[Region]) -> bool:
         """Would overwriting the bytes suffice to run this expert?"""
-        return self.packed.layout == packed.layout and self.stands_on(shared_regions)
-
-    def stands_on(self, shared_regions: Sequence[Region]) -> bool:
-        """Are these the shared regions it was bound to?"""
-        if len(self.shared_regions) != len(shared_regions):
-            return False
-        return all(mine is theirs for mine, theirs in zip(self.shared_regions, shared_regions, strict=True))
+        are_its_own = [*map(id, self.shared_regions)] == [*map(id, shared_regions)]
+        return self.packed.layout == packed.layout and are_its_own
 
 
 @dataclass(slots=True, eq=False)
@@ -116,7 +109,6 @@ class SharedPart:
 
     @property
     def region(self) -> Region:
-        """Its memory, once materialised."""
         assert self.housing is not None, "the part has no memory yet"
         return self.housing.region
 
@@ -134,19 +126,16 @@ class Slot:
 
     @property
     def region(self) -> Region:
-        """Its own memory, once materialised."""
         assert self.housing is not None, "the slot has no memory yet"
         return self.housing.region
 
     def stands_on(self, region: Region) -> bool:
-        """Is this its own region, or that of a part it shares?"""
         if self.housing is None:
             return False
         housings = (self.housing, *(part.housing for part in self.parts))
         return any(housing is not None and housing.region is region for housing in housings)
 
     def region_of(self, segment: Segment) -> Region:
-        """Where one of the copy's segments lies."""
         if segment.sha256 == self.copy.packed.own.sha256:
             return self.region
         return next(part.region for part in self.parts if part.segment.sha256 == segment.sha256)
@@ -172,9 +161,7 @@ class _Spare:
 class SkeletonShelf:
     """Skeletons without memory, by layout and device; the only place where one is constructed.
 
-    There are never more than ``limit`` of them: the one that was put there first goes for the next. Those that are
-    bound to slots are as many as slots; without a limit each layout would keep, for good, as many as were resident of
-    it at once on its own best day.
+    At most ``limit`` of them, oldest dropped first: else each layout would keep as many as were ever resident at once.
     """
 
     def __init__(self, segments: SegmentStore, limit: int = SPARE_SKELETONS) -> None:
@@ -186,7 +173,6 @@ class SkeletonShelf:
 
     @property
     def constructed(self) -> int:
-        """How many skeletons were constructed since the start."""
         return self._constructed
 
     def take(self, copy: ExpertCopy, device: str) -> Skeleton:
@@ -201,20 +187,17 @@ class SkeletonShelf:
         return backend.skeleton(copy.expert, Precision(packed.precision), self._segments.program(packed), device)
 
     def put(self, packed: PackedExpert, device: str, skeleton: Skeleton) -> None:
-        """Keep a skeleton whose region went to something else."""
         with self._lock:
             self._spares.append(_Spare(packed.layout, device, skeleton))
             del self._spares[: -self._limit or None]
 
     def clear(self) -> None:
-        """Let go of all spares."""
         with self._lock:
             self._spares.clear()
 
 
 class SlotStore:
-    """The slots of one memory. ``devices``: the torch devices that run from it; none for a mere cache. A copy is bound
-    for each of these, or for those that ``bind_only`` has told of it.
+    """The slots of one memory. ``devices``: the torch devices that run from it; none for a mere cache.
 
     ``moe_loads``: brings the moe_experts of copies that do not hold all of theirs; None where there is no such copy.
     """
@@ -228,7 +211,7 @@ class SlotStore:
         self._budget_bytes = budget_bytes
         self._devices = tuple(devices)
         self._shelf = shelf
-        self._runs_on: Mapping[str, Collection[str]] | None = None
+        self._runs_on: Mapping[str, Collection[tuple[str, str]]] | None = None
         self._moe_loads = moe_loads
         self._moe_of_gone = OffloadTotals()
         self._slots: dict[str, Slot] = {}
@@ -239,12 +222,8 @@ class SlotStore:
         self._stilled: Region | None = None  # what is to be moved: nobody begins to use it
         self._is_moving = False
         self._changing = Lock()  # held while regions are allocated, closed or bound
-        self._held_bytes = 0
-        self._peak_held_bytes = 0
-        self._regions_allocated = 0
-        self._regions_reused = 0
-        self._regions_moved = 0
-        self._binds = 0
+        self._held_bytes = self._peak_held_bytes = 0
+        self._regions_allocated = self._regions_reused = self._regions_moved = self._binds = 0
 
     def set_budget(self, budget_bytes: int) -> None:
         """Keep to so much from now on: spares go at once, or with the next allocation where one is under way."""
@@ -257,8 +236,8 @@ class SlotStore:
         finally:
             self._changing.release()
 
-    def bind_only(self, runs_on: Mapping[str, Collection[str]]) -> None:
-        """From now on each copy is bound for these devices of this memory, by its name: what runs it there."""
+    def bind_only(self, runs_on: Mapping[str, Collection[tuple[str, str]]]) -> None:
+        """Bind copies for these places alone from now on: by copy, (memory, torch device)."""
         self._runs_on = runs_on
 
     def reserve(self, copy: ExpertCopy) -> Slot:
@@ -285,7 +264,8 @@ class SlotStore:
             slot.housing = self._own_housing(slot)
             devices = self._devices
             if self._runs_on is not None:
-                devices = tuple(each for each in devices if each in self._runs_on.get(slot.copy.name, ()))
+                places = self._runs_on.get(slot.copy.name, ())
+                devices = tuple(each for each in devices if (self.pool, each) in places)
             if slot.copy.is_offloaded and devices:
                 assert self._moe_loads is not None, "nobody would bring its moe_experts"
                 slot.moe = self._moe_loads.offload(slot, self.memory)
@@ -293,13 +273,11 @@ class SlotStore:
                 self._bind(slot, slot.housing, device)
 
     def commit(self, slot: Slot) -> None:
-        """All bytes are there: the copy can run, or be copied on."""
         with self._calm:
             slot.state = SlotState.READY
             self._calm.notify_all()
 
     def abandon(self, slot: Slot) -> None:
-        """The load came to nothing: the place is free again."""
         with self._calm:
             self._release(slot)
             self._calm.notify_all()
@@ -317,7 +295,6 @@ class SlotStore:
             self._release(slot)
 
     def ready(self) -> tuple[str, ...]:
-        """The copies that can run, or be copied on, right now."""
         with self._lock:
             return tuple(name for name, slot in self._slots.items() if slot.state is SlotState.READY)
 
@@ -329,10 +306,7 @@ class SlotStore:
 
     @contextmanager
     def using_together(self, copies: Collection[str]) -> Iterator[dict[str, Slot]]:
-        """The same of several, each once. Nobody has one of them while it waits for another.
-
-        Who did would keep their shared part in use, which a load may still to move it: each would wait for the other.
-        """
+        """``using`` for several copies at once: one by one, they could deadlock with a load that moves a shared part."""
         with self._calm:
             self._calm.wait_for(lambda: not any(self._is_stilled(copy) for copy in copies))
             slots = {copy: self._ready(copy) for copy in copies}
@@ -356,7 +330,6 @@ class SlotStore:
         return slot
 
     def statistics(self) -> SlotStatistics:
-        """A frozen snapshot."""
         with self._lock:
             used_bytes = sum(slot.copy.own_bytes for slot in self._slots.values())
             used_bytes += sum(part.segment.slot_bytes for part in self._parts.values())
@@ -376,7 +349,6 @@ class SlotStore:
             )
 
     def _offloaded(self) -> OffloadTotals:
-        """Of copies that have left, and of those that are here."""
         totals = self._moe_of_gone
         for slot in self._slots.values():
             if slot.moe is not None and slot.state is SlotState.READY:
@@ -486,7 +458,7 @@ class SlotStore:
         """While no batch and no load but this slot's own touches a region: waits for those that do."""
         with self._calm:
             self._stilled = region
-            self._calm.wait_for(lambda: not any(self._touching(region, loading)))
+            self._calm.wait_for(lambda: not self._is_touched(region, loading))
             self._is_moving = True
         try:
             yield
@@ -495,19 +467,18 @@ class SlotStore:
                 self._stilled, self._is_moving = None, False
                 self._calm.notify_all()
 
-    def _touching(self, region: Region, loading: Slot) -> Iterator[Slot]:
-        for slot in self._slots.values():
-            if slot is not loading and slot.stands_on(region) and (slot.uses or slot.state is SlotState.LOADING):
-                yield slot
+    def _is_touched(self, region: Region, loading: Slot) -> bool:
+        at_work = (slot for slot in self._slots.values() if slot.uses or slot.state is SlotState.LOADING)
+        return any(slot is not loading and slot.stands_on(region) for slot in at_work)
 
     def _is_stilled(self, copy: str) -> bool:
         slot = self._slots.get(copy)
         return slot is not None and self._stilled is not None and slot.stands_on(self._stilled)
 
     def _rehouse(self, region: ArenaRegion, moved: ArenaRegion, loading: Slot) -> None:
-        """Everything that stood on a region stands on it where it is now; a spare's skeletons go back to the shelf.
+        """Everything that stood on a region stands on its new place; a spare's skeletons go back to the shelf.
 
-        Spares bound to a shared part keep what they show: it is no region of today's, so nobody takes them for bound.
+        Spares bound to a shared part keep the old region: no slot stands on it, so they never count as bound.
         """
         with self._lock:
             own = [slot.housing for slot in self._slots.values()] + [part.housing for part in self._parts.values()]
@@ -549,7 +520,6 @@ class SlotStore:
             self._strip(housing)
 
     def _strip(self, housing: Housing) -> None:
-        """Its skeletons go back to the shelf."""
         for device in tuple(housing.bindings):
             self._shelve(housing.bindings.pop(device), device)
 

@@ -32,13 +32,13 @@ OWN_PROGRAM_BYTES = 1024 * 1024  # of a program that one copy alone runs; graphs
 
 @dataclass(frozen=True, slots=True)
 class Templates:
-    """``held``: for as long as skeletons may be asked for. ``failed``: experts none of whose copies can be run; why."""
+    """``held``: for as long as skeletons may be asked for. ``failed``: expert -> why none of its copies can run."""
 
     held: Mapping[Hashable, object]
     failed: Mapping[str, str]
 
     def after(self, new: Templates, copies: Mapping[str, Iterable[ExpertCopy]]) -> Templates:
-        """Those of these copies, by processor, with ``new`` ones among them, whose failures count."""
+        """The templates of these copies, by processor: kept ones and ``new`` ones; the failures of ``new``."""
         forms = {_Form.of(copy, processor) for processor, listed in copies.items() for copy in listed}
         held = {**self.held, **new.held}
         return Templates({form: template for form, template in held.items() if form in forms}, new.failed)
@@ -50,21 +50,14 @@ def make_templates(
     threads: int,
     progress: Callable[[int, int], None],
 ) -> Templates:
-    """Templates of all copies, by processor; ``threads``: what operators of the executors use.
+    """Templates of all copies, by processor; ``threads``: for operators. ``progress``: number done, number of all.
 
-    ``progress`` is told how many are done of how many. What is wrong with one expert is told, and stops no other. A
-    packed file that cannot be read is left to the load, which knows whether to try again, to drop it or to give up.
-    So is what no other copy would share, as of a quantised graph, whose weights are a part of its program: hundreds of
-    these would be held beside all budgets.
+    A failing expert is told, and stops no other. Left to the load: packed files that cannot be read, and large programs
+    that no other copy shares, as quantised graphs with their weights: hundreds would be held beside all budgets.
     """
-    forms = [_Form.of(copy, processor) for processor, listed in copies.items() for copy in listed]
-    shared = {form for form, count in Counter(forms).items() if count > 1}
-    wanted = {
-        form: copy
-        for processor, listed in copies.items()
-        for copy in listed
-        if (form := _Form.of(copy, processor)) in shared or not _is_large(copy, segments)
-    }
+    formed = [(copy, _Form.of(copy, processor)) for processor, listed in copies.items() for copy in listed]
+    count = Counter(form for _, form in formed)
+    wanted = {form: copy for copy, form in formed if count[form] > 1 or not _is_large(copy, segments)}
     held: dict[Hashable, object] = {}
     reasons: dict[_Form, str] = {}
     with ThreadPoolExecutor(1, "templates", use_threads, (threads,)) as thread:
@@ -77,7 +70,9 @@ def make_templates(
             except (ExpertError, OSError) as error:
                 logger.warning("template_left_to_load copy=%s device=%s reason=%s", copy.name, form.device, error)
             progress(number, len(wanted))
-    return Templates(held, _failed(copies, reasons))
+    able = {copy.expert.id for copy, form in formed if form not in reasons}
+    failed = {copy.expert.id: reasons[form] for copy, form in formed if copy.expert.id not in able}
+    return Templates(held, failed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +100,3 @@ def _template(copy: ExpertCopy, segments: SegmentStore, device: str) -> object:
     packed = copy.packed
     backend = backend_for(packed.architecture)
     return backend.template(copy.expert, Precision(packed.precision), segments.program(packed), device)
-
-
-def _failed(copies: Mapping[str, Sequence[ExpertCopy]], reasons: Mapping[_Form, str]) -> dict[str, str]:
-    """The experts that have a template on no processor; the reason is that of the last."""
-    found = {
-        (copy.expert.id, processor): reasons.get(_Form.of(copy, processor))
-        for processor, listed in copies.items()
-        for copy in listed
-    }
-    able = {expert for (expert, _), reason in found.items() if reason is None}
-    return {expert: reason for (expert, _), reason in found.items() if reason is not None and expert not in able}

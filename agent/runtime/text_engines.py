@@ -1,8 +1,7 @@
 """The engines that run texts: one for each executor, over one arena of keys and values for each memory and device.
 
-Guarantees: an arena is as large as its memory's share for leases, whatever runs there; a memory that several devices
-run texts from has set so much apart for each (``agent.deployment.memory_needs``); how it rounds what a text holds
-is what leases are counted by, so who has its lease finds room.
+Guarantees: an arena is as large as its memory's share for leases, which is set apart once for each device that runs
+texts from there (``agent.deployment.memory_needs``); leases are counted as the arena rounds, so a lease has its room.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TextEngines:
-    """The engines ``by_executor``, and what they have in common.
-
-    ``runs_on``: the memories and devices that run each copy, by its name; None: all run it.
-    """
+    """The engines ``by_executor``, and what they share. ``runs_on``: copy -> its (memory, device)s; None: all."""
 
     by_executor: Mapping[int, TextEngine]
     lengths: OutputLengths = field(default_factory=OutputLengths)
@@ -52,24 +48,22 @@ class TextEngines:
     _layouts: dict[str, KvLayout] = field(default_factory=dict)
 
     def reached(self, copies: Iterable[ExpertCopy]) -> list[Reached]:
-        """The language models among these, in their order; what each holds is rounded as where that takes the most."""
+        """The language models among these copies, in order; each rounds tokens as its most wasteful arena."""
         by_expert: dict[str, list[ExpertCopy]] = {}
         for copy in copies:
             if family(copy.expert.architecture) == LLM:
                 by_expert.setdefault(copy.expert.id, []).append(copy)
-        named = ((expert, expert_name(each[0]), each) for expert, each in by_expert.items())
-        return [Reached(expert, partial(self._rounded, each), name) for expert, name, each in named]
+        return [Reached(expert, partial(self._rounded, own), expert_name(own[0])) for expert, own in by_expert.items()]
 
     def most_tokens(self, copies: Iterable[ExpertCopy]) -> int | None:
-        """How many tokens one text of an expert may hold, alone in the largest memory; None where nobody can tell."""
+        """Tokens that one text of an expert may hold, alone in the largest memory; None where that is unknown."""
         copies = list(copies)
-        room = max((arena.budget_bytes // layout.token_bytes for arena, layout in self._places(copies)), default=None)
-        if room is None:
+        rooms = [arena.budget_bytes // layout.token_bytes for arena, layout in self._places(copies)]
+        if not rooms:
             return None
-        return bisect_right(range(1, room + 1), room, key=lambda tokens: self._rounded(copies, tokens))
+        return bisect_right(range(1, max(rooms) + 1), max(rooms), key=lambda tokens: self._rounded(copies, tokens))
 
     def set_budget(self, pool: str, budget_bytes: int) -> None:
-        """Keys and values of this memory keep to so much from now on."""
         for (name, _), arena in self.arenas.items():
             if name == pool:
                 arena.set_budget(budget_bytes)
@@ -78,7 +72,7 @@ class TextEngines:
         return max((arena.tokens_for(layout, tokens) for arena, layout in self._places(copies)), default=tokens)
 
     def _places(self, copies: Iterable[ExpertCopy]) -> Iterator[tuple[KvArena, KvLayout]]:
-        """Each arena that one of these copies runs over, with how it keeps a token there."""
+        """Each arena that one of these copies runs over, and the layout of its tokens there."""
         for copy in copies:
             layout = self._layout(copy)
             for place, arena in self.arenas.items():
@@ -86,7 +80,7 @@ class TextEngines:
                     yield arena, layout
 
     def _layout(self, copy: ExpertCopy) -> KvLayout | None:
-        """None for one whose program cannot be read: whoever loads it says so."""
+        """None for a program that cannot be read: its load tells."""
         if copy.name not in self._layouts and self.layout_of is not None:
             with suppress(CoServeError):
                 self._layouts[copy.name] = self.layout_of(copy)
@@ -101,9 +95,9 @@ def text_engines(
     *,
     keeps_prefixes: bool = True,
 ) -> TextEngines:
-    """One for each executor whose memory has a share for leases.
+    """One engine for each executor whose memory has a share for leases.
 
-    ``matrix``: only a device that has a row for texts takes that share of its memory; None: each does.
+    ``matrix``: only a device with a row for texts takes that share; None: each does.
     """
     shares = {pool.name: pool.lease_bytes for pool in limits.pools if pool.lease_bytes}
     places = {
@@ -121,7 +115,6 @@ def text_engines(
 
 
 def arena_for(device: str, budget_bytes: int, *, keeps_prefixes: bool) -> KvArena:
-    """Where keys and values lie that this device reads."""
     if device == "cpu":
         return ExtentArena(budget_bytes, keeps_prefixes=keeps_prefixes)
     return BlockArena(budget_bytes, device, keeps_prefixes=keeps_prefixes)

@@ -58,8 +58,6 @@ class TextEngine(Protocol):
 
 
 class RecordingWriter:
-    """Remembers what is written through it."""
-
     def __init__(self, target: Writer) -> None:
         self.target = target
         self.tokens: list[int] = []
@@ -91,7 +89,6 @@ class AskedText:
         return self.texts[expert]
 
     def come_to(self, expert: str, text: TextRequest, executor: int) -> None:
-        """It begins with an expert."""
         self.expert, self.lease = expert, self.work.at(expert).leased
         self.give(text, executor)
 
@@ -100,25 +97,22 @@ class AskedText:
         self.lease = max(self.rounded(tokens, expert), self.lease + 1)
 
     def rounded(self, tokens: int, expert: str) -> int:
-        """How many an arena counts for so many."""
         return self.rounding[expert](tokens) if expert in self.rounding else tokens
 
     def give(self, text: TextRequest, executor: int) -> None:
-        """An executor has this to write."""
         self.writer = RecordingWriter(text.writer)
         self.running = replace(text, writer=self.writer)
         self.executor, self.read = executor, len(text.generation.prompt)
 
     def leave(self) -> None:
-        """The expert is done with it."""
         self.expert = self.executor = self.running = self.writer = None
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """An expert that a request may come to: its name in the line file, and how an arena rounds what it holds.
+    """An expert that a request may come to, by its name in the line file; ``name``: the Engine's, where that differs.
 
-    ``name``: the Engine's for it, where that is another.
+    ``tokens_for``: how an arena rounds tokens.
     """
 
     expert: str
@@ -137,9 +131,9 @@ class Texts:
     # -- of any thread --
 
     def begin(self, source: TextSource, reached: Sequence[Reached]) -> AskedText:
-        """A request that may come to these experts, the first of them for certain, with the work that it is there.
+        """A request that may come to these experts, surely to the first, with its work at each.
 
-        Raises whatever its source raises for the first; what it raises for others is told when they are reached.
+        Raises what its source raises for the first; an error for another is told when the request gets there.
         """
         texts: dict[str, TextRequest] = {}
         works: list[tuple[str, Work]] = []
@@ -157,7 +151,6 @@ class Texts:
         return AskedText(source, texts, work, rounding=rounding)
 
     def take(self, request: int, asked: AskedText) -> None:
-        """It has its number."""
         self._asked[request] = asked
 
     def forget(self, request: int) -> None:
@@ -169,7 +162,6 @@ class Texts:
     # -- of the loop's thread --
 
     def preempt(self, request: int, executor: int) -> None:
-        """What it holds there is others' from now on."""
         self._engines[executor].preempt(request)
 
     def hurry(self) -> None:
@@ -202,7 +194,6 @@ class Texts:
         return Progressed(batch.id, (*refused, *finished), tuple(unfinished))
 
     def statistics(self, executor: int) -> EngineStatistics | None:
-        """Of one executor's engine; None where it has none."""
         engine = self._engines.get(executor)
         return None if engine is None else engine.statistics()
 
@@ -247,7 +238,7 @@ class Texts:
         if left.held >= asked.lease:
             asked.needs(asked.read + len(asked.writer.tokens) + left.output, expert)
         foreseen = asked.work if asked.expert is None else asked.work.at(asked.expert)
-        most = max(foreseen.most, asked.rounded(left.most, expert))  # it may have come to one that nobody foresaw
+        most = max(foreseen.most, asked.rounded(left.most, expert))  # its expert may not have been foreseen
         return Work(left.prompt, left.output, most, asked.lease, left.held)
 
     def _work(self, reached: Reached, text: TextRequest) -> Work:
@@ -272,5 +263,5 @@ def expert_name(copy: ExpertCopy) -> str:
 
 
 def weights_name(copy: ExpertCopy) -> str:
-    """Equal for copies of the very same weights only, which are computed with alike: by the same program."""
+    """Equal only for copies of the same weights and the same program."""
     return " ".join((copy.packed.program_sha256 or "", *(segment.sha256 for segment in copy.packed.segments)))

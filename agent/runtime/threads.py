@@ -120,7 +120,6 @@ class Team:
 
 
 def lone_team(threads: int) -> Team:
-    """That of an executor with so many threads that is alone on the CPU."""
     return Team(team_cores([ExecutorSpec(0, "cpu", HOST)], threads).get(0, ()))
 
 

@@ -3,9 +3,9 @@
 Guarantees: every load that was started is answered exactly once, with Loaded when its bytes are in place and its
 skeleton is bound, or with LoadFailed when its room is free again; a part that several loads in flight share is moved
 by one of them while the others wait, and by the next one when that one fails. A device that is lost is no failure of
-the load: it is answered with a Breakdown. A packed file found corrupt is dropped, and the next packing makes it anew;
-one that is not there, or cannot be read, is a failure that passes. ``mend`` is told of experts that lack a file.
-Where ``distrust`` is there, an expert's source is hashed once, after its first load, on a thread that gives way.
+the load: it is answered with a Breakdown. A corrupt packed file is dropped and packed anew; a missing or unreadable one
+is a failure that passes. ``mend`` is told of experts that lack a file. With ``distrust``, an expert's source is hashed
+once, after its first load, on a thread that gives way.
 Assumes: the Engine bounds the loads in flight, and evicts only what is resident and unused.
 
 From the SSD, bytes go straight into a region that is host memory; into any other region they go piece by piece
@@ -52,9 +52,7 @@ STAGING_BYTES = 32 * 1024 * 1024  # four reads of a direct reader; held once for
 
 @dataclass(frozen=True, slots=True)
 class TransferStatistics:
-    """A frozen snapshot. ``loads`` and ``seconds`` by path, such as "ssd_host"; ``of_experts``: loads by expert, and
-    the memory that they went to. Counters run since the start.
-    """
+    """Counters since the start. ``loads``, ``seconds``: by path, as "ssd_host"; ``of_experts``: by (expert, pool)."""
 
     loads: Mapping[str, int]
     of_experts: Mapping[tuple[str, str], int]
@@ -68,10 +66,9 @@ class TransferStatistics:
 
 
 class PacedLink:
-    """Holds a link to a rate: bytes are let through one reservation after another, never faster. None: no limit.
+    """Holds a link to a rate: bytes are let through one reservation after another. None: no limit.
 
-    Time that passes unused is lost, so a burst after a pause is no faster than the link. Whoever could do without it
-    for now asks whether it ``is_demanded``.
+    Unused time is lost: no burst after a pause. Background loads ask first whether the link ``is_demanded``.
     """
 
     def __init__(self, bytes_per_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -83,12 +80,10 @@ class PacedLink:
 
     @property
     def is_demanded(self) -> bool:
-        """Is anything under way that the Engine asked for?"""
         return self._demands > 0
 
     @contextmanager
     def demanded(self) -> Iterator[None]:
-        """While the Engine waits for bytes."""
         with self._lock:
             self._demands += 1
         try:
@@ -110,8 +105,7 @@ class PacedLink:
 class Transfers:
     """The loads of one agent. ``post`` takes the answers, from any thread.
 
-    ``operator_threads``: what the executors run with; a runtime that fixes the number when a model is built, which
-    happens at the first load, takes it from there.
+    ``operator_threads``: of the executors, for runtimes that fix the number when a model is built, at its first load.
     """
 
     def __init__(
@@ -133,7 +127,7 @@ class Transfers:
         self._checks = DaemonThreads(1, "check-sources", give_way)
         self._checked: set[str] = set()
         self._segments = segments
-        self._copies = dict(copies)  # others while it works: see ``know``
+        self._copies = dict(copies)  # changed by ``know``
         self._staging = _StagingBuffers(staging)
         self._post = post
         self._watch = watch or DeviceWatch()
@@ -147,7 +141,6 @@ class Transfers:
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def know(self, copies: Mapping[str, ExpertCopy]) -> None:
-        """These may be loaded from now on, and none else."""
         self._copies = dict(copies)
         self._checked &= {name.rpartition("@")[0] for name in copies}
 
@@ -173,7 +166,6 @@ class Transfers:
         self._stores[effect.pool].evict(effect.copy)
 
     def statistics(self) -> TransferStatistics:
-        """A frozen snapshot."""
         with self._lock:
             return TransferStatistics(
                 loads=dict(self._loads),
@@ -213,7 +205,6 @@ class Transfers:
             end_team()
 
     def _begin_check(self, effect: StartLoad) -> None:
-        """Have the source of what was loaded looked at, if nobody has."""
         with self._lock, suppress(RuntimeError, KeyError):  # it is stopping, or the expert has left the line
             if self.distrust is not None and effect.expert not in self._checked:
                 self._checked.add(effect.expert)
@@ -230,7 +221,7 @@ class Transfers:
             self.distrust(expert)
 
     def _let_loads_pass(self) -> None:
-        """They have the drive, but for a piece now and then where there is always one."""
+        """Wait up to CHECK_WAITS_S for loads in flight: they go first. Raises CoServeError when stopping."""
         deadline_s = time.monotonic() + CHECK_WAITS_S
         while self._counts["in_flight"] and time.monotonic() < deadline_s and not self._stopping.is_set():
             self._stopping.wait(CHECK_WAITS_S / 20)
@@ -298,7 +289,6 @@ class Transfers:
             self._segments.stream(segment, buffer, expert, copy_on)
 
     def _looked_into(self, error: errors.WeightsCorrupt, copy: ExpertCopy) -> errors.ExpertError:
-        """What is to be said, and done, about weights that were found corrupt."""
         try:
             gone = self._segments.discard_corrupt(copy.packed)
         except (errors.LoadError, FileNotFoundError) as refusal:  # its drive has gone, and nothing is known

@@ -55,11 +55,9 @@ class Pages:
         self._process = ProcessCollector(PREFIX, registry=None)
 
     def serves(self, path: str) -> bool:
-        """See ``agent.http.exchange.Application``."""
         return path in PATHS
 
     async def answer(self, request: HttpRequest, stream: Stream) -> Answer:
-        """See ``agent.http.exchange.Application``."""
         if not self.serves(request.path):
             return _said(404, f"no such page - there are {', '.join(PATHS)}")
         if request.method != "GET":
@@ -73,7 +71,6 @@ class Pages:
             return _said(500, "see the agent's log")
 
     def refusal(self, status: int, reason: str) -> Answer:
-        """See ``agent.http.exchange.Application``."""
         return _said(status, reason)
 
     def close(self) -> None:
@@ -117,7 +114,6 @@ class _Question(Generic[Asked]):
 
 
 def _written(metrics: Sequence[Metric | Histogram], process: ProcessCollector, accepted: str) -> Answer:
-    """The metrics, and those of the process, in the form that whoever asks prefers."""
     registry = CollectorRegistry()
     registry.register(_Metrics(metrics))
     registry.register(process)
@@ -126,8 +122,6 @@ def _written(metrics: Sequence[Metric | Histogram], process: ProcessCollector, a
 
 
 class _Metrics(Collector):
-    """The line's metrics as families of the library's."""
-
     def __init__(self, metrics: Sequence[Metric | Histogram]) -> None:
         self._metrics = metrics
 

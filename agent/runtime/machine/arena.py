@@ -30,7 +30,6 @@ class Span:
 
     @property
     def end_bytes(self) -> int:
-        """The first byte behind it."""
         return self.offset_bytes + self.size_bytes
 
 
@@ -43,17 +42,14 @@ class Arena:
 
     @property
     def free_bytes(self) -> int:
-        """In all gaps together."""
         return self.capacity_bytes - sum(span.size_bytes for span in self._taken)
 
     @property
     def largest_gap_bytes(self) -> int:
-        """The most that ``take`` can give now."""
         return max((gap.size_bytes for gap in self._gaps()), default=0)
 
     @property
     def taken(self) -> tuple[Span, ...]:
-        """All that was taken, the lowest first."""
         return tuple(self._taken)
 
     def take(self, size_bytes: int) -> Span | None:
@@ -96,5 +92,4 @@ class Arena:
 
 
 def aligned(size_bytes: int) -> int:
-    """The next multiple of the alignment."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -36,7 +36,6 @@ class Box:
 
     @property
     def is_split(self) -> bool:
-        """Has the accelerator memory of its own?"""
         return self.device is not None
 
     @property
@@ -51,7 +50,6 @@ class Box:
         return DEVICE if self.is_split and processor != "cpu" else HOST
 
     def size_of(self, pool: str) -> MemorySize:
-        """How large a memory is."""
         return self.device if pool == DEVICE and self.device is not None else self.host
 
 

@@ -70,10 +70,7 @@ def host_memory(groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("
 
 def _own_groups(groups: Path, membership: Path) -> list[Path]:
     """The control group of this process (version 2) and those around it, up to the root of the tree."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return []
+    lines = _text(membership).splitlines()
     own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
     if own is None:
         return []
@@ -83,19 +80,13 @@ def _own_groups(groups: Path, membership: Path) -> list[Path]:
 
 def _read_bytes(file: Path) -> int | None:
     """One number of bytes; None where the file is absent or says "max"."""
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
+    text = _text(file)
     return int(text) if text.isdigit() else None
 
 
 def _reclaimable_bytes(statistics: Path) -> int:
     """Page cache that the kernel drops before it refuses memory."""
-    try:
-        lines = statistics.read_text().splitlines()
-    except OSError:
-        return 0
+    lines = _text(statistics).splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
 
 
@@ -123,7 +114,6 @@ def _box(name: str, model: str, processors: tuple[str, ...], host: MemorySize, d
 
 
 def _cores() -> int:
-    """Processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

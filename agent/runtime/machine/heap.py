@@ -41,11 +41,9 @@ class HeapKeeper:
         self._thread = Thread(target=self._run, name="heap-keeper", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End it, and give back what is free now."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -60,8 +60,7 @@ class Memory(Protocol):
     """One memory of the box. Safe for several threads."""
 
     @property
-    def pool(self) -> str:
-        """Its name."""
+    def pool(self) -> str: ...
 
     @property
     def views_hold_bytes(self) -> bool:
@@ -84,11 +83,9 @@ class HostRegion:
 
     @property
     def size_bytes(self) -> int:
-        """As it was asked for."""
         return self.buffer.size_bytes
 
     def tensor(self, device: str) -> Tensor:
-        """The bytes, as the CPU or the integrated accelerator sees them."""
         if device in ("cpu", "cpu:0"):
             return self.buffer.tensor
         if self.device_view is None:
@@ -96,7 +93,6 @@ class HostRegion:
         return self.device_view
 
     def close(self) -> None:
-        """Unpin, and give the pages back."""
         if self.is_registered:
             self.is_registered = False
             self.device_view = None
@@ -133,7 +129,6 @@ class HostMemory:
         return region
 
     def fill(self, region: Region, offset_bytes: int, source: Tensor) -> None:
-        """A plain copy within the host."""
         region.tensor("cpu")[offset_bytes : offset_bytes + source.numel()].copy_(source)
 
 
@@ -152,7 +147,6 @@ class ArenaRegion:
         return self.memory.shown(self, device)
 
     def close(self) -> None:
-        """Back to the arena."""
         if self.is_open:
             self.is_open = False
             self.memory.give_back(self)
@@ -179,7 +173,6 @@ class ArenaMemory:
 
     @property
     def held_bytes(self) -> int:
-        """What regions take."""
         with self._lock:
             return self.capacity_bytes - self._arena.free_bytes
 
@@ -193,13 +186,11 @@ class ArenaMemory:
             return region
 
     def give_back(self, region: ArenaRegion) -> None:
-        """A region was closed."""
         with self._lock:
             self._arena.give_back(region.span)
             del self._regions[region.span]
 
     def regions(self) -> tuple[ArenaRegion, ...]:
-        """All that are open, the lowest first."""
         with self._lock:
             return tuple(self._regions[span] for span in self._arena.taken)
 
@@ -223,7 +214,6 @@ class ArenaMemory:
         return moved
 
     def shown(self, region: ArenaRegion, device: str) -> Tensor:
-        """A region's bytes."""
         if device != self._device:
             raise BackendUnavailable(device, f"these bytes are on the {DEVICE}, which runs on {self._device}")
         if not region.is_open:
@@ -231,7 +221,6 @@ class ArenaMemory:
         return self._cut(region.span, 0, region.size_bytes)
 
     def fill(self, region: Region, offset_bytes: int, source: Tensor) -> None:
-        """Copy from host memory; complete on return."""
         self._copy([(region.tensor(self._device)[offset_bytes : offset_bytes + source.numel()], source)])
 
     def close(self) -> None:
@@ -277,13 +266,11 @@ class DeviceRegion:
     buffer: None = None
 
     def tensor(self, device: str) -> Tensor:
-        """The bytes on their device."""
         if device != self.device or self.bytes_ is None:
             raise BackendUnavailable(device, f"these bytes are on {self.device}")
         return self.bytes_
 
     def close(self) -> None:
-        """Back to the device's allocator, which serves workspaces and other experts from it."""
         self.bytes_ = None
 
 
@@ -351,7 +338,6 @@ class MpsMemory:
             raise MemoryExceeded(HOST, size_bytes, psutil.virtual_memory().available) from error
 
     def fill(self, region: Region, offset_bytes: int, source: Tensor) -> None:
-        """The copy into Metal's memory."""
         region.tensor("mps")[offset_bytes : offset_bytes + source.numel()].copy_(source)
         torch.mps.synchronize()
 

@@ -84,14 +84,12 @@ def _loadable(rig: MeasuringRig, copies: Sequence[ExpertCopy], loads: int) -> li
 
 
 def _load_once_s(rig: MeasuringRig, copy: ExpertCopy, pool: str) -> float:
-    """From the SSD straight into a memory, and out again."""
     seconds = rig.load(copy, pool, SSD)
     rig.evict(copy, pool)
     return seconds
 
 
 def _copy_once_s(rig: MeasuringRig, copy: ExpertCopy) -> float:
-    """From the host's copy into the device's memory, and out again."""
     rig.load(copy, HOST)
     seconds = rig.load(copy, rig.target, HOST)
     rig.clear()

@@ -50,7 +50,6 @@ class ResidentMeter:
         self._held_bytes = _status_bytes("RssAnon")
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        """See WorkspaceMeter."""
         give_back_unused()
         (PROCESS / "clear_refs").write_text(RESET_PEAK)
         run()
@@ -66,7 +65,6 @@ class CudaMeter:
         self._held_bytes: int = torch.cuda.memory_allocated()
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        """See WorkspaceMeter."""
         torch.cuda.reset_peak_memory_stats()
         run()
         torch.cuda.synchronize()
@@ -105,7 +103,6 @@ def _take_and_give_back() -> None:
 
 
 def _status_bytes(key: str) -> int:
-    """One line of this process's status, in bytes."""
     lines = (PROCESS / "status").read_text().splitlines()
     values = {name: rest for name, _, rest in (line.partition(":") for line in lines)}
     return int(values[key].removesuffix("kB")) * 1024

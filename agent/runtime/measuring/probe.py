@@ -127,12 +127,7 @@ def larger_batch(alone_s: float, limit_s: float) -> int:
 
 
 def _measure_first(
-    box: Box,
-    processor: str,
-    copies: Sequence[ExpertCopy],
-    segments: SegmentStore,
-    threads: int,
-    broken: dict[str, str],
+    box: Box, processor: str, copies: Sequence[ExpertCopy], segments: SegmentStore, threads: int, broken: dict[str, str]
 ) -> Performance | None:
     """The performance of a kind, measured on its first expert that can be run; ``broken`` gets those before it.
 

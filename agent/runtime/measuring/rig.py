@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from experts.llm.model import Model
     from experts.packed.weights import SegmentStore
 
+    Answered = Loaded | LoadFailed | Finished | Progressed | BatchFailed
     Shown = ImageSource | Prepared | Rejected  # an image of a batch: prepared by the rig, before it, or already
 
 LEAST_S = 1e-4  # handing work over costs about as much: no load, and neither K nor B, takes less
@@ -85,30 +86,15 @@ class MeasuringRig:
         self.threads = threads
         staging = HostMemory(pinned=box.name == "cuda")
         moe_loads = MoeLoads(segments, PacedLink(None), staging)
+        devices = {self.target: [self.device]}
         self._stores: Mapping[str, SlotStore] = {
-            pool: SlotStore(
-                memory_for(box, pool, budget_bytes),
-                budget_bytes,
-                [torch_device(processor)] if pool == self.target else [],
-                shelf,
-                moe_loads,
-            )
+            pool: SlotStore(memory_for(box, pool, budget_bytes), budget_bytes, devices.get(pool, []), shelf, moe_loads)
             for pool in box.pools
         }
-        self._answers: SimpleQueue[Loaded | LoadFailed | Finished | Progressed | BatchFailed | Breakdown] = (
-            SimpleQueue()
-        )
-        by_name = {copy.name: copy for copy in copies}
-        watch = watch_of(box)
+        self._answers: SimpleQueue[Answered | Breakdown] = SimpleQueue()
+        named, watch = {copy.name: copy for copy in copies}, watch_of(box)
         self._transfers = Transfers(
-            self._stores,
-            segments,
-            by_name,
-            staging,
-            self._answers.put,
-            workers=1,
-            operator_threads=threads,
-            watch=watch,
+            self._stores, segments, named, staging, self._answers.put, workers=1, operator_threads=threads, watch=watch
         )
         self._preparation = Preparation(threads_for(box), cores=box.cores)
         store = self._stores[self.target]
@@ -161,11 +147,9 @@ class MeasuringRig:
         self._stores[pool].evict(copy.name)
 
     def scale_images(self, copy: ExpertCopy) -> None:
-        """From now on JPEGs are made smaller for this expert while they are decoded."""
         self._preparation.scaled |= {copy.expert.id}
 
     def clear(self) -> None:
-        """Make room for the next one."""
         for store in self._stores.values():
             for name in store.ready():
                 store.evict(name)
@@ -255,7 +239,7 @@ class MeasuringRig:
         assert isinstance(answer, Finished | BatchFailed), "no load is under way while batches run"
         return answer
 
-    def _next_answer(self) -> Loaded | LoadFailed | Finished | Progressed | BatchFailed:
+    def _next_answer(self) -> Answered:
         answer = self._answers.get()
         if isinstance(answer, Breakdown):
             raise answer.error

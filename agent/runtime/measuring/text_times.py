@@ -139,7 +139,6 @@ class TextTimer:
         return TextTimes(read_s, write_s, self.overhead_s(), max(self._rows))
 
     def read_s(self, tokens: int) -> float:
-        """The seconds of an iteration that reads one prompt of so many tokens."""
         with self._holding({0: tokens}) as arena:
             return self._run([Chunk(0, 0, self._tokens(tokens))], arena)
 
@@ -186,7 +185,6 @@ class TextTimer:
         return tuple(run(size) for _ in range(repeats))
 
     def _writing(self, rows: int, arena: KvArena) -> list[Chunk]:
-        """The next token of each of so many texts, which have been read."""
         self._run([Chunk(row, 0, self._tokens(self._held)) for row in range(rows)], arena)
         return [Chunk(row, self._held, self._tokens(1)) for row in range(rows)]
 
