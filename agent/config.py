@@ -73,8 +73,7 @@ class LineSections(CatalogSections):
         "default auto",
     )
     policy: PolicyName = Field(
-        "coserve",
-        description="coserve, paper, samba, samba-fifo, samba-parallel, none, em or em-ra; default coserve",
+        "coserve", description="coserve, paper, samba, samba-fifo, samba-parallel, none, em or em-ra; default coserve"
     )
     scheduling: SchedulingSection = Field(SchedulingSection(), description="bounds of the scheduler")
     texts: TextsSection = Field(TextsSection(), description="texts for language models: their memory, time and routes")
@@ -109,17 +108,14 @@ class LineConfig:
 
     @property
     def results_file(self) -> Path:
-        """Where its verdicts lie."""
         return self.state / "results.db"
 
     @property
     def packed_folder(self) -> Path:
-        """Where its packed weights lie."""
         return self.state / "packed"
 
     @property
     def profile_file(self) -> Path:
-        """Where the device profile of its box lies."""
         return self.state / "profile.db"
 
     def precision_beside(self, expert: Expert) -> Precision | None:
@@ -156,7 +152,6 @@ class LineConfig:
 
 
 def automatic_precision(given: GivenPrecision) -> Precision | None:
-    """As a configuration has it: None for auto."""
     return given if isinstance(given, Precision) else None
 
 
@@ -331,7 +326,6 @@ def overlay(document: Document, environment: Mapping[str, str]) -> Document:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a line file, for editors."""
     schema = LineSections.model_json_schema(by_alias=True)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "CoServe line file"}
 

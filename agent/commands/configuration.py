@@ -52,19 +52,16 @@ def weights_problems(config: LineConfig) -> Iterator[ConfigError]:
 
 
 def shown_lines(keys: Sequence[ResolvedKey]) -> Iterator[str]:
-    """`key: value`, and behind it where the value comes from."""
     width = max((len(_text(key)) for key in keys), default=0)
     for key in keys:
         yield f"{_text(key):<{min(width, 72)}}  # {key.origin}"
 
 
 def shown_rows(keys: Sequence[ResolvedKey]) -> list[dict[str, Any]]:
-    """The same for scripts."""
     return [{"key": key.key, "value": _plain(key.value), "origin": key.origin} for key in keys]
 
 
 def _text(key: ResolvedKey) -> str:
-    """As YAML would have it."""
     value = _plain(key.value)
     return f"{key.key}: {value if isinstance(value, str) else json.dumps(value)}"
 

@@ -74,11 +74,9 @@ class Diagnosis:
 
     @property
     def problems(self) -> int:
-        """How many are not well."""
         return sum(not check.is_well for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
         return {"problems": self.problems, "checks": [asdict(check) for check in self.checks]}
 
 

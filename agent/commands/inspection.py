@@ -113,11 +113,7 @@ def _packed_weights(config: LineConfig, progress: Callable[[str, int, int], None
 
 
 def _outcomes(
-    config: LineConfig,
-    images: Sequence[Path],
-    component: str,
-    progress: Callable[[str, int, int], None],
-    packed: Path,
+    config: LineConfig, images: Sequence[Path], component: str, progress: Callable[[str, int, int], None], packed: Path
 ) -> list[tuple[Outcome, float]]:
     """What became of each image, in order, and in how many seconds."""
     with agent_with_requests(config, progress, AgentOptions(packed=packed)) as (agent, requests):

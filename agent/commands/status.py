@@ -20,7 +20,6 @@ EXPERTS_SHOWN = 8  # of a memory, on a line for people
 
 
 def status_row(status: StatusView) -> dict[str, Any]:
-    """All of it, as JSON has it."""
     row = asdict(status)
     row["verdicts"] = {str(verdict): count for verdict, count in status.verdicts.items()}
     return row

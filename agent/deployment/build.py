@@ -22,13 +22,7 @@ from agent.deployment.engine_setup import AS_CONFIGURED, EngineSetup, Given, Gro
 from agent.deployment.families import with_families
 from agent.deployment.packed_copies import changed_sources, copies_of, lying_packed, other_thresholds
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured
-from agent.deployment.profile_in_use import (
-    changed_experts,
-    changes_told,
-    scaled_experts,
-    unproven,
-    usable_profile,
-)
+from agent.deployment.profile_in_use import changed_experts, changes_told, scaled_experts, unproven, usable_profile
 from agent.device_profile.identity import box_mismatches, identity_of
 from agent.runtime.loop import AgentLoop, LoopOptions, assemble
 from agent.runtime.machine.box import threads_per_executor
@@ -110,7 +104,6 @@ class Agent:
         return self.experts.get(name, name)
 
     def start(self) -> None:
-        """Begin to place experts and take requests."""
         self.loop.start()
         for expert, reason in self.setup.broken.items():
             self.loop.quarantine(expert, reason)
@@ -179,7 +172,6 @@ def agent_with_requests(
 
 
 def pack_as_served(config: LineConfig, segments: SegmentStore, progress: Progress) -> PackingReport:
-    """Bring a line's packed weights up to date, in the precisions that its agent would run."""
     return packed_as_proven(groundwork_of(config, segments.directory, AS_SERVED), segments, progress)[1]
 
 
@@ -333,10 +325,7 @@ def held_copies(
 
 
 def measured_setup(
-    ground: Groundwork,
-    copies: Mapping[str, Sequence[ExpertCopy]],
-    segments: SegmentStore,
-    progress: Progress,
+    ground: Groundwork, copies: Mapping[str, Sequence[ExpertCopy]], segments: SegmentStore, progress: Progress
 ) -> EngineSetup:
     """By the times that the profile has, or a probe finds."""
     profile, timed = ground.profile, PerformanceMatrix({}, dict(ground.usage))

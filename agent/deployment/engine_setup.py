@@ -76,7 +76,6 @@ class EngineSetup:
 
     @property
     def pools(self) -> tuple[PoolSpec, ...]:
-        """Every memory, and how it is split."""
         return self.limits.pools
 
     def engine(self) -> Engine:
@@ -173,7 +172,6 @@ def planned(
 
 
 def kinds_of(config: LineConfig, lying: Sequence[PackedExpert]) -> dict[str, str]:
-    """The kind of every expert that lies packed, by its id."""
     return {name: kind_name(config.catalog.experts[name], program) for name, program in programs_of(lying).items()}
 
 

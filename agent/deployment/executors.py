@@ -43,7 +43,6 @@ def executor_specs(config: LineConfig, box: Box, allocation: Allocation | None =
 
 
 def executors_on(box: Box, processors: Iterable[str]) -> tuple[ExecutorSpec, ...]:
-    """One on each of these processors, numbered in their order."""
     return tuple(ExecutorSpec(number, processor, box.pool_of(processor)) for number, processor in enumerate(processors))
 
 

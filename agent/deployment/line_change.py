@@ -68,7 +68,6 @@ def line_name(expert: str) -> str:
 
 
 def with_line_names(text: str) -> str:
-    """A message of the Engine's with the line file's names in it."""
     return GENERATIONS.sub("", text) if GENERATION in text else text
 
 
@@ -87,7 +86,6 @@ def _fixed(key: str, values: Mapping[str, Any]) -> object:
 
 
 def taken_over(old: LineConfig, new: LineConfig) -> LineConfig:
-    """The old line with what of the new one a running agent can take over."""
     return replace(old, catalog=new.catalog, boards=new.boards, layouts=new.layouts, document=new.document)
 
 
@@ -228,7 +226,6 @@ def _needed(agent: Agent) -> frozenset[str]:
 
 
 def _served(agent: Agent) -> frozenset[str]:
-    """The Engine's names of the experts of the line as it is."""
     return agent.setup.graph.experts - agent.retired
 
 
@@ -250,7 +247,6 @@ def _names(agent: Agent, config: LineConfig, copies: Mapping[str, Sequence[Exper
 
 
 def _next_name(name: str, agent: Agent) -> str:
-    """One that the Engine has never heard."""
     is_new = name not in agent.heard | agent.config.catalog.experts.keys()
     return name if is_new else f"{name}{GENERATION}{agent.changes + 2}"
 

@@ -54,12 +54,10 @@ class MemoryNeeds:
 
     @property
     def whole_bytes(self) -> int:
-        """The memory's budget with all of its parts."""
         return self.budget_bytes + self.lease_bytes * self.arenas
 
     @property
     def is_enough(self) -> bool:
-        """May the largest expert run from it, with an image on every executor?"""
         return self.largest_bytes + self.one_image_bytes <= self.budget_bytes
 
     @property
@@ -73,7 +71,6 @@ class MemoryNeeds:
 
     @property
     def casual_workspace_bytes(self) -> int:
-        """As much as all executors can use at once, a quarter of the memory at most, one image each at least."""
         return max(min(self.maximum_batch_bytes, int(self.budget_bytes * WORKSPACE_FRACTION)), self.one_image_bytes)
 
     @property
@@ -91,7 +88,6 @@ class MemoryNeeds:
         return misfits(self.footprints, expert_bytes)
 
     def count_in(self, expert_bytes: int) -> int:
-        """How many of the most used copies fit into so many bytes."""
         return bisect_right(self.held_bytes, expert_bytes)
 
     def keeping(self, experts: int) -> PoolSpec:

@@ -138,7 +138,6 @@ def available_for(pool: str, budget_bytes: int) -> int:
 
 
 def pinned_experts(config: LineConfig) -> frozenset[str]:
-    """Those that stay in memory for good."""
     return frozenset(name for name, expert in config.catalog.experts.items() if expert.pin)
 
 

@@ -116,7 +116,6 @@ class MoeCaches:
         return found
 
     def _cautious_bytes(self, budget_bytes: int) -> int:
-        """What experts have whatever a probe finds of their batches."""
         is_settled = self._allocation is not None or self._config.memory.workspace is not None
         return budget_bytes if is_settled else budget_bytes - int(budget_bytes * WORKSPACE_FRACTION)
 
@@ -140,7 +139,6 @@ class MoeCaches:
 
 
 def host_tier_bytes(copies: Mapping[str, Iterable[ExpertCopy]]) -> int:
-    """What waits in host memory in front of a device, of all copies together."""
     tiers = {copy.name: copy.host_tier_bytes for listed in copies.values() for copy in listed}
     return sum(tiers.values())
 

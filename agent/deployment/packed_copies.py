@@ -58,7 +58,6 @@ def other_thresholds(config: LineConfig, packed: Iterable[PackedExpert]) -> list
 
 
 def copy_name(expert: str, precision: Precision) -> str:
-    """What the Engine calls an expert in one precision."""
     return f"{expert}@{precision}"
 
 

@@ -117,7 +117,6 @@ def in_form(
 
 
 def unmeasured(matrix: PerformanceMatrix, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, str]:
-    """Experts that have no row on any processor, and why."""
     return unmeasured_kinds(matrix, {copy.expert.id: copy.kind for listed in copies.values() for copy in listed})
 
 

@@ -77,7 +77,6 @@ def set_spinning(config: LineConfig) -> str | None:
 
 
 def set_default_spinning() -> None:
-    """The same without a line: as an agent without a profile waits."""
     set_unless_given(SPINNING[DEFAULT], VARIABLES)
 
 
@@ -161,10 +160,7 @@ def usage_of(config: LineConfig, profile: StoredProfile | None) -> dict[str, flo
 
 
 def precisions_of(
-    config: LineConfig,
-    processors: Iterable[str],
-    profile: StoredProfile | None,
-    programs: Mapping[str, str | None],
+    config: LineConfig, processors: Iterable[str], profile: StoredProfile | None, programs: Mapping[str, str | None]
 ) -> dict[str, dict[str, Precision]]:
     """processor -> expert -> the precision it is packed for and run in there.
 

@@ -18,7 +18,6 @@ SHARE_ROUNDING = 1e-9  # shares are sums of quotients
 
 
 def one_of(*words: str) -> Any:  # noqa: ANN401  # as pydantic types what it makes of it
-    """One of these, as text."""
     return Field(strict=True, pattern=f"^({'|'.join(words)})$", description=f"one of {', '.join(words)}")
 
 

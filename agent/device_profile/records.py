@@ -110,12 +110,10 @@ class Agreement:
 
     @property
     def agrees(self) -> bool:
-        """Decided alike on every image, with scores within the tolerance."""
         return self.labels_differ == 0 and self.largest_score_difference <= self.tolerance
 
     @property
     def proves(self) -> bool:
-        """Whether it agrees on enough images to run the expert so."""
         return self.agrees and self.images >= self.least
 
 
@@ -232,12 +230,10 @@ class ImageDecoding:
 
     @property
     def agrees(self) -> bool:
-        """Is it proven to say the same of the smaller ones?"""
         return self.smaller > 0 and self.labels_differ == 0 and self.largest_score_difference <= self.tolerance
 
     @property
     def image_s(self) -> float:
-        """What an image takes as it is served."""
         return (self.scaled_s if self.agrees else self.full_s) / self.images
 
 
@@ -269,17 +265,14 @@ class StoredProfile:
 
     @property
     def spinning_setting(self) -> str:
-        """The setting of OpenMP's waiting that an agent has to run with."""
         return next((times.setting for times in self.spinning if times.is_chosen), DEFAULT)
 
     @property
     def link_bytes_per_s(self) -> dict[str, float]:
-        """The speed of each link that was measured."""
         return {link.link: link.bytes_per_s for link in self.links}
 
     @property
     def kinds_run(self) -> frozenset[str]:
-        """The kinds that any processor runs."""
         return frozenset(kind for kind, _ in self.precisions) | {each.kind for each in self.forms.values()}
 
     @property

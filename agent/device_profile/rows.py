@@ -42,7 +42,6 @@ REQUIRED = ("links", "precisions", "packed", "usage", "allocation")  # parts: ea
 
 
 def put_head(database: Database, line: str, box: BoxIdentity) -> None:
-    """Whose profile it is; not finished."""
     TABLES["profile"].replace(database, [{"line": line, **asdict(box), "finished_at": None}])
 
 
@@ -65,18 +64,15 @@ def drop_outdated(database: Database) -> None:
 
 
 def put_speedups(database: Database, processor: str, speedups: Sequence[float]) -> None:
-    """A processor's, in the place of those that were there."""
     TABLES["speedups"].put(database, {"processor": processor, "factors": speedups})
 
 
 def put_precisions(database: Database, precisions: Mapping[tuple[str, str], str]) -> None:
-    """All choices, in the place of those that were there."""
     rows = [{"kind": k, "processor": p, "precision": chosen} for (k, p), chosen in precisions.items()]
     TABLES["precisions"].replace(database, rows)
 
 
 def put_packed(database: Database, packed: Mapping[tuple[str, str], str]) -> None:
-    """The digests of everything that is packed, in the place of those that were there."""
     rows = [{"expert": expert, "precision": p, "sha256": sha256} for (expert, p), sha256 in packed.items()]
     TABLES["packed"].replace(database, rows)
 
@@ -101,7 +97,6 @@ def put_allocation(database: Database, allocation: Allocation) -> None:
 
 
 def box_in(database: Database) -> BoxIdentity | None:
-    """Whose profile it is; None before that is known."""
     head = _head(database)
     return None if head is None else _box(head)
 
@@ -182,7 +177,6 @@ def _unknown_loads(profile: StoredProfile) -> list[str]:
 
 
 def _head(database: Database) -> dict[str, Any] | None:
-    """The row of the profile itself, if there is one yet."""
     return next(iter(TABLES["profile"].rows(database)), None)
 
 

@@ -24,13 +24,7 @@ HEADER = b"SQLite format 3\x00"
 AGAIN = "run `coserve profile LINE.yaml` again with --fresh, or move this file away to serve with a quick probe"
 CHECK_IT = "check the disk and the file's permissions, then run the command again"
 REFUSED_BY_DISK = frozenset(  # primary result codes that say nothing of what a file holds
-    {
-        sqlite3.SQLITE_FULL,
-        sqlite3.SQLITE_READONLY,
-        sqlite3.SQLITE_IOERR,
-        sqlite3.SQLITE_CANTOPEN,
-        sqlite3.SQLITE_BUSY,
-    }
+    {sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_BUSY}
 )
 PRIMARY = 0xFF
 JOURNAL_SUFFIXES = ("-journal", "-wal", "-shm")

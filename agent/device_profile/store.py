@@ -128,27 +128,21 @@ class ProfileDraft:
                 yield cls(path, database)
 
     def kinds(self) -> tuple[KindProfile, ...]:
-        """Those that are measured."""
         return rows.kinds_in(self._database)
 
     def agreements(self) -> tuple[Agreement, ...]:
-        """Those that are compared."""
         return TABLES["agreements"].records(self._database, Agreement)
 
     def speedups(self) -> dict[str, tuple[float, ...]]:
-        """Those that are measured, by processor."""
         return TABLES["speedups"].mapping(self._database)
 
     def links(self) -> tuple[LinkSpeed, ...]:
-        """Those that are measured."""
         return TABLES["links"].records(self._database, LinkSpeed)
 
     def spinning(self) -> tuple[SpinTimes, ...]:
-        """The settings of OpenMP's waiting that were tried; empty where that was not measured."""
         return TABLES["spinning"].records(self._database, SpinTimes)
 
     def decodings(self) -> tuple[ImageDecoding, ...]:
-        """What images cost before their batches, by expert."""
         return TABLES["decodings"].records(self._database, ImageDecoding)
 
     def packed(self) -> dict[tuple[str, str], str]:
@@ -156,7 +150,6 @@ class ProfileDraft:
         return TABLES["packed"].mapping(self._database)
 
     def trials(self, search: str) -> tuple[Trial, ...]:
-        """Those of a search that were saved."""
         return tuple(trial for trial in TABLES["trials"].records(self._database, Trial) if trial.search == search)
 
     def save_kind(self, kind: KindProfile) -> None:
@@ -166,17 +159,14 @@ class ProfileDraft:
             TABLES["speedups"].delete(self._database, processor=kind.processor)
 
     def save_agreement(self, agreement: Agreement) -> None:
-        """One comparison with fp32."""
         with self._database.atomic():
             TABLES["agreements"].put(self._database, agreement)
 
     def save_speedups(self, processor: str, speedups: Sequence[float]) -> None:
-        """What several executors of one processor gain."""
         with self._database.atomic():
             rows.put_speedups(self._database, processor, speedups)
 
     def save_links(self, links: Sequence[LinkSpeed]) -> None:
-        """All links of the box."""
         with self._part("links"):
             TABLES["links"].replace(self._database, links)
 
@@ -199,27 +189,22 @@ class ProfileDraft:
             rows.put_packed(self._database, packed)
 
     def save_spinning(self, spinning: Sequence[SpinTimes]) -> None:
-        """The settings of OpenMP's waiting that were tried, one of them chosen."""
         with self._database.atomic():
             TABLES["spinning"].replace(self._database, spinning)
 
     def save_decodings(self, decodings: Sequence[ImageDecoding]) -> None:
-        """Those of all experts, in the place of those that were there."""
         with self._database.atomic():
             TABLES["decodings"].replace(self._database, decodings)
 
     def save_usage(self, usage: UsageProfile) -> None:
-        """The usage probabilities."""
         with self._part("usage"):
             rows.put_usage(self._database, usage)
 
     def save_allocation(self, allocation: Allocation) -> None:
-        """The memory split and the executors."""
         with self._part("allocation"):
             rows.put_allocation(self._database, allocation)
 
     def save_trials(self, search: str, trials: Sequence[Trial]) -> None:
-        """What a search has tried so far."""
         with self._database.atomic():
             TABLES["trials"].delete(self._database, search=search)
             TABLES["trials"].put(self._database, *trials)
@@ -243,13 +228,11 @@ class ProfileDraft:
         return profile
 
     def _run(self) -> set[tuple[str, str, str]]:
-        """Kinds, processors and precisions as they were chosen last."""
         found = (row for name in ("precisions", "forms") for row in TABLES[name].rows(self._database))
         return {(row["kind"], row["processor"], row["precision"]) for row in found}
 
     @contextmanager
     def _part(self, part: str) -> Iterator[None]:
-        """One transaction that saves a part which every profile has."""
         with self._database.atomic():
             yield
             TABLES["parts"].put(self._database, {"part": part})

@@ -52,12 +52,10 @@ class Table:
         self._key = key
 
     def rows(self, database: Database) -> list[dict[str, Any]]:
-        """All as they were written, and in that order."""
         found = database.execute(f"SELECT {', '.join(self._columns)} FROM {self.name} ORDER BY rowid")
         return [self._checked(self._decoded(dict(zip(self._columns, row, strict=True)))) for row in found]
 
     def records(self, database: Database, record: type[Record]) -> tuple[Record, ...]:
-        """All rows as records that have these fields."""
         return tuple(record(**row) for row in self.rows(database))
 
     def mapping(self, database: Database) -> dict[Any, Any]:
@@ -71,12 +69,10 @@ class Table:
         database.table(self.name).insert_all([self._encoded(row) for row in rows], replace=True)
 
     def replace(self, database: Database, rows: Iterable[object]) -> None:
-        """As ``put``, in the place of all that were there."""
         self.delete(database)
         self.put(database, *rows)
 
     def delete(self, database: Database, **values: str) -> None:
-        """The rows that hold these values."""
         where = " AND ".join(f"{column} = :{column}" for column in values)
         database.table(self.name).delete_where(where or None, values)
 

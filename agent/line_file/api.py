@@ -35,7 +35,6 @@ def _address(text: str, info: ValidationInfo) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether this address (unix:PATH or HOST:PORT) can be reached from this machine alone."""
     if address.startswith(UNIX):
         return True
     return is_loopback_name(address.rpartition(":")[0])

@@ -333,7 +333,6 @@ class _Edit:
         return at
 
     def _row_end(self, at: int) -> int:
-        """Where the line ends that holds ``at``, without its line end."""
         following = self._next_line(at)
         return at + len(self.text[at:following].rstrip("\r\n"))
 

@@ -142,7 +142,6 @@ class FolderSection(Section):
 
     @property
     def has_sidecars(self) -> bool:
-        """Whether a file beside each image tells whose it is, and not its name."""
         return self.identity == "sidecar"
 
     @field_validator("pattern")
@@ -157,7 +156,6 @@ class FolderSection(Section):
 
     @property
     def shows_boards(self) -> bool:
-        """Whether every file shows a whole board."""
         return self.board_type is not None
 
     @model_validator(mode="after")
@@ -242,7 +240,6 @@ class CameraSection(Section):
 
     @property
     def scheme(self) -> str:
-        """What kind of camera: the part of its url before the colon."""
         return self.url.partition(":")[0]
 
     @model_validator(mode="after")

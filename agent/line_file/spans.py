@@ -34,7 +34,6 @@ class Span:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing stands there, as behind a key without a value."""
         return self.start == self.end
 
     def child(self, key: str | int) -> tuple[Span, Span] | None:

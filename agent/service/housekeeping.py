@@ -42,7 +42,6 @@ class Housekeeper:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
@@ -60,7 +59,6 @@ class Housekeeper:
         return 0.0 if began_s is None else time.monotonic() - began_s
 
     def statistics(self) -> HousekeepingStatistics:
-        """A frozen snapshot."""
         return self._statistics
 
     def step(self) -> None:

@@ -236,7 +236,6 @@ class LineMetrics:
 
 
 def _told(table: Table[Known], one: Known) -> list[Metric]:
-    """What is known of a thing that there is one of."""
     return [Metric(kind, name, words, {(): value(one)}) for kind, name, words, value in table]
 
 

@@ -159,12 +159,10 @@ class LineService:
 
     @property
     def crash(self) -> AgentCrashed | None:
-        """What ended the agent, if anything did."""
         return self._inspector.crash
 
     @property
     def agent(self) -> Agent:
-        """The agent behind it, for its statistics."""
         return self._inspector.agent
 
     def statistics(self) -> LineStatistics:

@@ -64,7 +64,6 @@ class Notifier:
         self._send(f"EXTEND_TIMEOUT_USEC={EXTENSION_S * 1_000_000}\nSTATUS=waiting {left_s:.0f} s: {_one_line(reason)}")
 
     def ready(self, status: str) -> None:
-        """It takes work, for the first time or again after a reload."""
         self._send_unless_ending(f"READY=1\nSTATUS={_one_line(status)}")
 
     def reloading(self) -> None:
@@ -73,16 +72,13 @@ class Notifier:
         self._send_unless_ending(f"RELOADING=1\nMONOTONIC_USEC={microseconds}\nSTATUS=reloading")
 
     def alive(self, status: str) -> None:
-        """It makes progress."""
         self._send_unless_ending(f"WATCHDOG=1\nSTATUS={_one_line(status)}")
 
     def stopping(self) -> None:
-        """It ends."""
         self._is_ending = True
         self._send("STOPPING=1\nSTATUS=stopping: finishing what was taken")
 
     def failed(self, reason: str) -> None:
-        """Why it does not start."""
         self._send(f"STATUS={reason.splitlines()[0] if reason else 'failed'}")
 
     def _send_unless_ending(self, message: str) -> None:
@@ -129,7 +125,6 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -48,6 +48,5 @@ class Starts:
             self.forget()
 
     def forget(self) -> None:
-        """The next start is the first one."""
         with suppress(OSError):
             self._file.unlink(missing_ok=True)

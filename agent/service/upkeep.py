@@ -60,7 +60,6 @@ class Upkeep:
         self._keepers = {duty: Housekeeper({duty: step}, duty) for duty, step in duties.items()}
 
     def start(self) -> None:
-        """Tell receivers what waits for them, and what comes; export and remove what is due."""
         self.deliveries.start()
         for keeper in self._keepers.values():
             keeper.start()

@@ -64,7 +64,6 @@ class _Sheet:
 
     @property
     def is_stored(self) -> bool:
-        """Whether each part has its verdict."""
         return self.parts.keys() <= self.verdicts.keys()
 
     def worst(self) -> tuple[Verdict, str | None]:
@@ -131,7 +130,6 @@ class BoardImages:
             self._inspector.enter(Task(part.key, called, source, ended, component=part.component))
 
     def end_unjudged(self, image: Arrival | Refusal, reason: str) -> None:
-        """None of its parts can be judged any more."""
         self._end(self._sheet(image), reason)
 
     def _sheet(self, image: Arrival | Refusal) -> _Sheet:
@@ -205,5 +203,4 @@ class BoardImages:
 
 
 def _keys(sheet: _Sheet) -> list[str]:
-    """Of all that may have ended the agent: its parts, and reading it."""
     return [sheet.image.key, *(part.key for part in sheet.parts.values())]

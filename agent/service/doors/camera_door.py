@@ -51,11 +51,9 @@ class _Taking:
         self.is_accepted = threading.Event()
 
     def accepted(self) -> None:
-        """As a Sender."""
         self.is_accepted.set()
 
     def judged(self, verdict: StoredVerdict) -> None:
-        """As a Sender."""
         self._left -= 1
         if not self._left:
             self._door.frame_judged()
@@ -83,11 +81,9 @@ class CameraDoor:
 
     @property
     def name(self) -> str:
-        """As the line file calls it."""
         return self._section.name
 
     def start(self) -> None:
-        """Connect."""
         self.camera.start()
 
     def stop(self, timeout_s: float) -> bool:
@@ -107,8 +103,7 @@ class CameraDoor:
             raise OrderRefused(Refusing.NOT_FOUND, f"no board type {board_type!r}")
         if board_type is not None and self._section.component is None and board_type not in config.layouts:
             raise OrderRefused(
-                Refusing.INVALID,
-                f"board type {board_type!r} has no layout to cut frames of camera {self.name} by",
+                Refusing.INVALID, f"board type {board_type!r} has no layout to cut frames of camera {self.name} by"
             )
         if short_name(key, "key") is None:
             return KEY_PREFIX + self.camera.trigger(board, board_type)
@@ -144,7 +139,6 @@ class CameraDoor:
         )
 
     def frame_judged(self) -> None:
-        """All requests of one frame have their verdict."""
         with self._has_changed:
             self._under_way -= 1
             self._has_changed.notify_all()

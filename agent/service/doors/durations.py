@@ -19,10 +19,8 @@ class Durations:
         self._sum_s = 0.0
 
     def add(self, seconds: float) -> None:
-        """Once more."""
         self._counts[bisect_left(BOUNDS_S, seconds)] += 1
         self._sum_s += seconds
 
     def distribution(self) -> Distribution:
-        """So far."""
         return Distribution(dict(zip(BOUNDS_S, accumulate(self._counts), strict=True)), self._sum_s)

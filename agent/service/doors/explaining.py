@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def explained_expert(expert: str, agent: Agent, engine: EngineStatistics) -> list[str]:
-    """Where an expert is, why, and what asking it costs."""
     where = [*_standing(expert, agent, engine), *_places(expert, agent, engine)]
     return [*where, _usage(expert, agent), *_costs(expert, agent)]
 

@@ -76,12 +76,10 @@ class FolderDoor:
         self._boards = BoardImages(inspector, verdicts, reader, self.reader, self.intake.settle, self._refuse)
 
     def start(self) -> None:
-        """Watch."""
         self.reader.start()
         self.intake.start()
 
     def change(self, config: LineConfig) -> None:
-        """Other components and boards from now on."""
         self.intake.name_by(naming_of(self._folder, config))
 
     def view(self) -> SourceView:

@@ -118,7 +118,6 @@ class JournalDoor:
 
     @property
     def unfinished(self) -> int:
-        """Requests that were accepted and have no verdict yet."""
         return len(self._open)
 
     def take_up(self) -> None:
@@ -132,11 +131,7 @@ class JournalDoor:
             self._thread.start()
 
     def send(
-        self,
-        sender: Sender,
-        entries: Sequence[Entry],
-        image: EncodedImage,
-        frame_size: tuple[int, int] | None = None,
+        self, sender: Sender, entries: Sequence[Entry], image: EncodedImage, frame_size: tuple[int, int] | None = None
     ) -> Sending:
         """Have these requests of one image accepted and judged; returns at once.
 
@@ -165,7 +160,6 @@ class JournalDoor:
             return not known
 
     def reserved(self, key: str) -> str | None:
-        """What a key is kept for; None for one that is not."""
         return self._reserved.get(key)
 
     def release(self, key: str) -> None:
@@ -181,7 +175,6 @@ class JournalDoor:
             self._thread.join(1.0)
 
     def _accept(self, sending: Sending, entries: Sequence[Entry]) -> None:
-        """All that was sent; or again that of it which is not in the journal any more."""
         self._store.accept(entries, sending.image.content, lambda answers: self._accepted(sending, entries, answers))
 
     # -- accepted: on the store's thread --
@@ -374,12 +367,10 @@ class JournalDoor:
 
 
 def asked_sha256(*said: object) -> str:
-    """A digest of what somebody asks for, to compare it with what the same key was given for before."""
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 def key_reused(key: str) -> OrderRefused:
-    """The refusal of a key, a caller's or that of a part, that stands for something else."""
     given = key.partition(PART_MARK)[0]
     reason = f"key {given!r} was given for something else (image, part, board) - each inspection has a key of its own"
     return OrderRefused(Refusing.KEY_REUSED, reason)
@@ -397,7 +388,6 @@ def _tell(sending: Sending, verdict: StoredVerdict | None) -> None:
 
 
 def _sources(sending: Sending) -> dict[str, ImageSource]:
-    """Where the pixels of each request come from, by its key."""
     is_cut = any(entry.box is not None for entry in sending.entries)
     frame = Frame(sending.image, sending.frame_size) if is_cut else None
     return {entry.key: _source(entry, sending.image, frame) for entry in sending.entries}

@@ -87,17 +87,14 @@ class LineDesk:
         self._started_s = time.monotonic()
 
     def order(self, order: Order, listener: Listener) -> Ticket:
-        """See ``agent.api.calls.desk.Desk``."""
         with self._tally.ordering():
             return self._orders.order(order, listener)
 
     def generate(self, order: TextOrder, listener: TextListener) -> TextTicket:
-        """See ``agent.api.calls.desk.Desk``."""
         with self._tally.ordering():
             return self._texts.generate(order, listener)
 
     def text_models(self) -> Sequence[TextModelView]:
-        """See ``agent.api.calls.desk.Desk``."""
         return self._texts.models()
 
     def models(self) -> Sequence[Model]:
@@ -112,13 +109,11 @@ class LineDesk:
         return [_model(name, asked, agent, standing) for name, asked in (routes | singles).items()]
 
     def load(self, model: str) -> None:
-        """See ``agent.api.calls.desk.Desk``."""
         agent = self._inspector.agent
         for expert in _experts_of(model, agent.config.catalog):
             agent.loop.want(agent.expert(expert))
 
     def unload(self, model: str) -> None:
-        """See ``agent.api.calls.desk.Desk``."""
         agent = self._inspector.agent
         for expert in _experts_of(model, agent.config.catalog):
             agent.loop.unwant(agent.expert(expert))
@@ -148,17 +143,14 @@ class LineDesk:
         return self._results.maps(row.seq) if measures_anomalies(row.result) else ()
 
     def subscribe(self, tell: Callable[[], None]) -> Callable[[], None]:
-        """See ``agent.api.calls.desk.Desk``."""
         return self._verdicts.subscribe(lambda *_: tell())
 
     def trigger(
         self, camera: str, board: str | None = None, board_type: str | None = None, key: str | None = None
     ) -> str:
-        """See ``agent.api.calls.desk.Desk``."""
         return self._controls.trigger(camera, board, board_type, key)
 
     def reload(self) -> ReloadView:
-        """See ``agent.api.calls.desk.Desk``."""
         return self._controls.reload()
 
     def status(self) -> StatusView:

@@ -108,7 +108,6 @@ class _Gathering:
             self.listener.judged([self.parts[key] for key in self.wanted])
 
     def end(self) -> None:
-        """Nobody listens any more."""
         with self.lock:
             self.is_over = True
 
@@ -119,7 +118,6 @@ class _Ticket:
     withdraw: Callable[[], None]
 
     def cancel(self) -> None:
-        """See ``agent.api.calls.desk.Ticket``."""
         self.gathering.end()
         self.withdraw()
 
@@ -127,12 +125,7 @@ class _Ticket:
 class OrderTaker:
     """See the module. For any thread."""
 
-    def __init__(
-        self,
-        inspector: Inspector,
-        journal: JournalDoor,
-        admission: Admission,
-    ) -> None:
+    def __init__(self, inspector: Inspector, journal: JournalDoor, admission: Admission) -> None:
         self._inspector = inspector
         self._journal = journal
         self._admission = admission
@@ -190,11 +183,7 @@ class OrderTaker:
             gathering.leave(len(gathering.wanted))
 
     def _ask(
-        self,
-        gathering: _Gathering,
-        pieces: Sequence[_Piece],
-        order: Order,
-        size: tuple[int, int] | None,
+        self, gathering: _Gathering, pieces: Sequence[_Piece], order: Order, size: tuple[int, int] | None
     ) -> Ticket:
         name = gathering.wanted[0]
         whole: ImageSource = (
@@ -295,7 +284,6 @@ class OrderTaker:
 
 
 def _asked_sha256(order: Order, pieces: Sequence[_Piece], content: bytes, board_type: str | None) -> str:
-    """Of all that defines an inspection: what is asked about which pixels, and whose they are."""
     parts = [(piece.component, piece.expert, piece.ref, piece.box) for piece in pieces]
     return asked_sha256(hashlib.sha256(content).hexdigest(), order.board, board_type, parts)
 

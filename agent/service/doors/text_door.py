@@ -112,7 +112,6 @@ class TextDoor:
             text.end_if_overdue(OVERDUE_S)
 
     def statistics(self) -> TextStatistics:
-        """A frozen snapshot."""
         with self._lock:
             ended = {name: self._ended[name] for name in (*Ending, FAILED, CANCELLED)}
             return TextStatistics(len(self._under_way), ended, self._first_tokens.distribution())

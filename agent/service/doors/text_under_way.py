@@ -62,7 +62,6 @@ class TextUnderWay:
 
     @property
     def size_bytes(self) -> int:
-        """What it takes while it waits."""
         words = sum(len(str(value)) for message in self.order.messages for value in message.values())
         words += len(self.order.prompt) if isinstance(self.order.prompt, str) else 0
         return 4 * words + TOKEN_BYTES * sum(len(one.generation.prompt) for one in self._requests.values())
@@ -84,17 +83,14 @@ class TextUnderWay:
         return self._requests[expert]
 
     def cancel(self) -> None:
-        """See ``agent.api.calls.desk.Ticket``."""
         self._is_closed = True
         self.withdraw()
 
     def end_if_overdue(self, since_s: float) -> None:
-        """Past its deadline for so long, it waits where nobody looks at that: it waits no longer."""
         if self._is_overdue(since_s):
             self.withdraw()
 
     def give_up(self) -> None:
-        """The agent stops, and whoever listens is told so."""
         self._fail(OrderRefused(Refusing.STOPPING, "the agent is stopping, and the text ends here", 5.0))
         self.cancel()
 
@@ -168,7 +164,6 @@ class TextUnderWay:
         self.listener.wrote(piece)
 
     def _finish(self, expert: str) -> None:
-        """What was held back is shown."""
         writer = self._requests[expert].writer
         if isinstance(writer, TextWriter):
             writer.finish()
@@ -218,7 +213,6 @@ class _Silent:
 
 
 def _no_room(field: str, asked: str, expert: str, speech: Speech, advice: str) -> PromptInvalid:
-    """For what no memory will ever hold."""
     room = f"memory has room for {speech.most_tokens} tokens of a text of {expert}"
     return PromptInvalid(field, f"{asked}: {room} - {advice}, or give texts.kv more memory")
 

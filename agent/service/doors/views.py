@@ -19,12 +19,7 @@ KEY_PREFIX = "api/"  # of callers' own keys, so that they meet no file's
 
 
 def part_of(
-    result: Result,
-    seq: int | None,
-    *,
-    queue_s: float = 0.0,
-    compute_s: float = 0.0,
-    maps: Sequence[KeptMap] = (),
+    result: Result, seq: int | None, *, queue_s: float = 0.0, compute_s: float = 0.0, maps: Sequence[KeptMap] = ()
 ) -> Part:
     """A stored result, as callers see it, with these of its pictures."""
     steps = result.detail.get("steps", ())
@@ -56,7 +51,6 @@ def part_of(
 
 
 def measures_anomalies(result: Result) -> bool:
-    """Whether a stored result says what an anomaly expert measured."""
     return any("anomaly" in step for step in result.detail.get("steps", ()))
 
 

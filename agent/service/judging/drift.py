@@ -54,12 +54,10 @@ class DriftStatistics:
 
     @property
     def threshold(self) -> float:
-        """The distance above which it is drift."""
         return max(CHANCE_FACTOR * self.chance, LEAST_DISTANCE)
 
     @property
     def has_drifted(self) -> bool:
-        """See the module's rule."""
         return self.steps >= LEAST_STEPS and self.distance > self.threshold
 
 
@@ -109,7 +107,6 @@ class UsageDrift:
                 self._forget_half()
 
     def sample(self) -> DriftSample:
-        """What was counted until now."""
         return DriftSample(self._expected, dict(self._seen), self._weight, self._squares)
 
     def _forget_half(self) -> None:
@@ -126,7 +123,6 @@ class DriftAlarm:
         self._warned_s: float | None = None
 
     def can_warn(self, now_s: float) -> bool:
-        """Whether there can be a warning now, whatever the statistics are."""
         return self._warned_s is None or now_s - self._warned_s >= WARNING_INTERVAL_S
 
     def due_warning(self, found: DriftStatistics, now_s: float) -> DriftStatistics | None:

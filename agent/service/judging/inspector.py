@@ -110,12 +110,10 @@ class Inspector:
         self.agent.loop.when_crashed(lambda crash: self._crashed(crash, on_crash))
 
     def start(self) -> None:
-        """Place experts, take images."""
         self.agent.start()
 
     @property
     def crash(self) -> AgentCrashed | None:
-        """What ended the agent, if anything did."""
         return self.agent.loop.crash
 
     @property
@@ -125,7 +123,6 @@ class Inspector:
 
     @property
     def in_flight(self) -> int:
-        """Images that the agent has taken, and not judged yet."""
         return len(self._tasks)
 
     @property
@@ -138,7 +135,6 @@ class Inspector:
         return self._attempts.attempts(key)
 
     def settled(self, key: str) -> None:
-        """This image has its verdict: how often it was tried is forgotten."""
         self._attempts.settled(key)
 
     def enter(self, task: Task) -> None:
@@ -170,7 +166,6 @@ class Inspector:
         self._attempts.begun([key])
 
     def ended(self, key: str) -> None:
-        """The agent has survived it."""
         self._attempts.ended([key])
 
     def model_of(self, expert: str) -> str:
@@ -191,7 +186,6 @@ class Inspector:
             self._drift = UsageDrift(usage)
 
     def drift(self) -> DriftStatistics:
-        """How far what is asked has moved from what was expected."""
         with self._drift_guard:
             sample = self._drift.sample()
         return sample.statistics()
@@ -216,7 +210,6 @@ class Inspector:
             self._attempts.forgive()
 
     def close(self) -> None:
-        """Nothing more is counted."""
         self._attempts.close()
 
     def _let_in(self, task: Task) -> bool:
@@ -292,11 +285,9 @@ class Inspector:
 
 
 def models_of(agent: Agent) -> dict[str, str]:
-    """The sha256 of each expert's weights file, by what the Engine calls the expert."""
     return {copy.rpartition("@")[0]: packed.source_sha256 for copy, packed in agent.packed.items()}
 
 
 def _in_line_names(outcome: Outcome) -> Outcome:
-    """The same, with experts called as the line file calls them."""
     steps = tuple(replace(step, expert=line_name(step.expert)) for step in outcome.steps)
     return replace(outcome, steps=steps, reason=outcome.reason and with_line_names(outcome.reason))

@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 
 def wall_clock() -> datetime:
-    """What the clock on the wall says, with time zone."""
     return datetime.now(UTC)
 
 
@@ -90,7 +89,6 @@ class LineBoards:
                 self._record(() if verdict is None else (verdict,))
 
     def expire(self) -> None:
-        """Close boards whose time is over."""
         with self._guard:
             self._record(self._ledger.expire(self._clock(), self._wall()))
 
@@ -100,7 +98,6 @@ class LineBoards:
             return self._ledger.runs(serial)
 
     def statistics(self) -> LedgerStatistics:
-        """A snapshot of how many boards are open and closed."""
         with self._guard:
             return self._ledger.statistics()
 

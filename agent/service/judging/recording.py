@@ -37,11 +37,7 @@ class _Subject:
 
 
 def arrival_result(
-    config: LineConfig,
-    arrival: Arrival,
-    outcome: Outcome,
-    models: Sequence[str] = (),
-    content: Content | None = None,
+    config: LineConfig, arrival: Arrival, outcome: Outcome, models: Sequence[str] = (), content: Content | None = None
 ) -> Result:
     """The row of a folder's image whose request has just ended; ``content``: to know it by when it comes again."""
     subject = _Subject(
@@ -110,7 +106,6 @@ class PartOfBoard:
 
 
 def part_result(config: LineConfig, part: PartOfBoard, outcome: Outcome, models: Sequence[str] = ()) -> Result:
-    """The row of one part of a board whose request has just ended."""
     subject = _Subject(part.key, part.component, part.image, part.board, part.board_type, part.ref, part.arrived_at)
     result = _judged(config, subject, outcome, models)
     return replace(result, detail={**result.detail, "box": list(part.box), "parts": part.parts})
@@ -179,7 +174,6 @@ def _judged(config: LineConfig, subject: _Subject, outcome: Outcome, models: Seq
 
 
 def _of_its_task(prediction: Prediction) -> dict[str, object]:
-    """What anomaly experts and multilabel experts have beside what all have."""
     if prediction.outputs:
         return {"outputs": [output.as_json() for output in prediction.outputs]}
     return {} if prediction.anomaly is None else {"anomaly": prediction.anomaly.as_json()}

@@ -33,17 +33,14 @@ class Gate(Generic[Item]):
 
     @property
     def waiting(self) -> int:
-        """How many stand outside."""
         return len(self._suspects) + len(self._others)
 
     def enter(self, item: Item, *, is_suspect: bool) -> None:
-        """Let it in now, or once its turn has come."""
         with self._lock:
             (self._suspects if is_suspect else self._others).append(item)
         self._open()
 
     def leave(self) -> None:
-        """One that was let in is done with."""
         self._left()
         self._open()
 

@@ -38,7 +38,6 @@ class Verdicts:
 
     @property
     def counts(self) -> Mapping[Verdict, int]:
-        """Results that were stored since the start."""
         return dict(self._counts)
 
     def subscribe(self, told: Told) -> Callable[[], None]:
