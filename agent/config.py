@@ -131,11 +131,7 @@ class LineConfig:
         precision: GivenPrecision | None = None,
     ) -> LineConfig:
         """The line with these in the place of what the file says; None: as it says. ``memory``: bytes by name.
-
-        ``precision``: auto as in a line file, whatever this one has: what the profile chose, without one fp32.
-
-        Raises ConfigError for a policy or a memory that there is none of.
-        """
+        ``precision``: as in a line file. Raises ConfigError for an unknown policy or memory."""
         policies = get_args(PolicyName)
         if policy is not None and policy not in policies:
             raise ConfigError(f"no policy {policy!r} - {suggestion(policy, policies)}")
@@ -156,10 +152,7 @@ def automatic_precision(given: GivenPrecision) -> Precision | None:
 
 
 def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineConfig:
-    """Read and validate one line file under this environment (default: the process's own).
-
-    Raises ConfigError, whose ``problems`` are all that was found.
-    """
+    """Read and validate a line file (``environment``: the process's own). Raises ConfigError with all ``problems``."""
     return line_of(read_document(path.absolute()), environment)
 
 
@@ -208,10 +201,8 @@ def line_of(document: Document, environment: Mapping[str, str] | None = None) ->
 
 @dataclass(frozen=True, slots=True)
 class ResolvedKey:
-    """One value of a line as it takes effect, addresses without what may be secret in them.
-
-    ``origin``: FILE:LINE, an environment variable, or `default`.
-    """
+    """One value that takes effect, secrets in addresses hidden. ``origin``: FILE:LINE, an environment variable, or
+    `default`."""
 
     key: str
     value: object
@@ -266,10 +257,8 @@ def read_secret(secret: SecretSection, environment: Mapping[str, str] | None = N
 
 @dataclass(frozen=True, slots=True)
 class ServiceManager:
-    """What systemd tells a unit's process. ``watchdog_s``: it is ended when it says nothing for so long.
-
-    ``takes_levels``: what goes to stderr is read by the journal, with a level before each line.
-    """
+    """What systemd tells a unit's process. ``watchdog_s``: longest silence before it is ended; ``takes_levels``: the
+    journal reads stderr, with a level before each line."""
 
     notify_socket: str | None = None
     watchdog_s: float | None = None
@@ -298,10 +287,7 @@ def _is_journal(stream: str) -> bool:
 
 
 def set_unless_given(variables: Mapping[str, str], unless: Collection[str]) -> bool:
-    """Set variables of this process for libraries that read them when they load, if none of ``unless`` is there.
-
-    What whoever started the process has set comes first, so a single one keeps all of these away. Whether they are set.
-    """
+    """Set variables for libraries that read them when they load; False where the user has set any of ``unless``."""
     if any(name in os.environ for name in unless):
         return False
     for name, value in variables.items():
@@ -331,11 +317,10 @@ def json_schema() -> dict[str, Any]:
 
 
 def usage_probabilities(config: LineConfig, pass_rates: Mapping[str, float] | None = None) -> dict[str, float]:
-    """How likely a request is to use each expert, from the boards' quantities (CoServe, section 4.5).
+    """How likely a request is to use each expert, from the boards' quantities (CoServe, section 4.5); 0: unused.
 
-    A component's share is its quantity among all components of all board types, one board of each; without boards all
-    routes share alike. A route of texts counts as one component more, and of a language model that no route names
-    nothing is known. ``pass_rates`` as for ``ExpertGraph.usage``. An expert that nobody uses has 0.
+    A component's share is its quantity over one board of each type; without boards all routes share alike. A route of
+    texts counts as one component more. ``pass_rates`` as for ``ExpertGraph.usage``.
     """
     quantities = _quantities(config) | dict.fromkeys(config.catalog.texts, 1)
     total = sum(quantities.values())

@@ -32,10 +32,7 @@ class AccessFiles:
 
 
 def ask_status(config: LineConfig | None, target: str | None, files: AccessFiles) -> StatusView:
-    """How the agent at an address is; None: at the line's first one.
-
-    Raises ConfigError, AgentUnreachable and OrderRefused.
-    """
+    """Status of the agent at ``target``, or at the line's first address. Raises as ``ask_to_write``."""
     with _client(config, target, files) as client:
         return client.status()
 
@@ -49,11 +46,8 @@ def ask_to_inspect(
     progress: Callable[[str, int, int], None],
     pictures: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """One row per image, in order, with the keys of ``inspect_images``; a file that cannot be read is UNKNOWN.
-
-    With ``pictures``, a folder, each image is drawn there as ``inspect_images`` does it.
-    Raises ConfigError, AgentUnreachable and OrderRefused.
-    """
+    """One row per image, in order, as ``inspect_images`` has them; a file that cannot be read is UNKNOWN. ``pictures``:
+    folder to draw each image in. Raises as ``ask_to_write``."""
     unreadable: dict[int, str] = {}
 
     def contents() -> Iterator[bytes]:
@@ -106,10 +100,8 @@ def _shown(part: Part) -> Shown:
 
 
 def ask_to_write(config: LineConfig | None, target: str | None, files: AccessFiles, order: TextOrder) -> Iterator[Told]:
-    """The pieces of a text as the agent at an address writes them, then its end; None: at the line's first one.
-
-    Raises ConfigError, AgentUnreachable and OrderRefused. Who asks no further has it cancelled.
-    """
+    """Pieces of a text as the agent writes them, then its end; closing the iterator cancels it. ``target`` None: the
+    line's first address. Raises ConfigError, AgentUnreachable and OrderRefused."""
     with _client(config, target, files) as client:
         yield from client.generate(order)
 

@@ -83,10 +83,8 @@ def back_up(config: LineConfig, destination: Path) -> Backup:
 
 
 def restore(line_file: Path, source: Path) -> Restored:
-    """Bring a backup back to the line of this file, which is taken from the backup where there is none.
-
-    Raises ConfigError for a backup that is none, or damaged; AlreadyRunning while an agent serves the line.
-    """
+    """Bring a backup back to the line of this file; without the file, the backup's own is taken. Raises ConfigError for
+    an invalid or damaged backup, AlreadyRunning while an agent serves the line."""
     backup = _read_manifest(source)
     try:
         is_kept = line_file.exists()

@@ -36,10 +36,8 @@ def probed_cameras(config: LineConfig) -> Iterator[CameraAnswer]:
 
 
 def weights_problems(config: LineConfig) -> Iterator[ConfigError]:
-    """What the files of ONNX experts say of themselves that is not served; of those that are there.
-
-    Told here and not when a line is read: an agent goes on without one expert, and says which.
-    """
+    """Weights files of ONNX experts that cannot be served. An agent would go on without these experts, so no line is
+    refused for them."""
     for name, expert in config.catalog.experts.items():
         if expert.architecture != "onnx":
             continue

@@ -31,12 +31,8 @@ def packed_bytes(manifests: Iterable[Manifest]) -> int:
 
 
 def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
-    """One row per expert, the most used first: id, architecture, labels, weights, sizes, usage, routes, pin, shadow;
-    whether JPEGs are made smaller for it while they are decoded.
-
-    ``usage`` is what the agent counts on: the device profile's, or computed where there is no profile that can be read.
-    ``size_bytes`` is what is packed, ``weights_bytes`` the file or directory it comes from; None for what is not there.
-    """
+    """One row per expert, the most used first. ``usage``: the device profile's, computed without one; ``size_bytes``:
+    what is packed; ``weights_bytes``: the file or directory it comes from. None: not there."""
     manifests = packed_manifests(config)
     profile = _profile(config)
     usage, scaled = usage_of(config, profile), scaled_experts(profile)

@@ -46,10 +46,7 @@ def order_for(
 def generated(
     config: LineConfig | None, target: str | None, files: AccessFiles, order: TextOrder, show: Callable[[str], None]
 ) -> dict[str, Any]:
-    """What became of it, with the whole text; ``show`` is given each piece as it comes.
-
-    Raises ConfigError, AgentUnreachable and OrderRefused.
-    """
+    """End and whole text; ``show`` is given each piece as it comes. Raises as ``ask_to_write``."""
     text = ""
     for told in ask_to_write(config, target, files, order):
         if isinstance(told, TextEnd):

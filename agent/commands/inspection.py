@@ -37,12 +37,10 @@ def inspect_images(
     progress: Callable[[str, int, int], None],
     pictures: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """One row per image, in order: image, component, verdict, label, score, experts, seconds, reason, boxes, anomalies,
-    outputs.
+    """One row per image, in order; ``pictures``: folder to draw each image in, as the row's ``picture`` says.
 
-    With ``pictures``, a folder, each image with what was found is drawn there, and its row says where: picture.
-    An agent may run on this line meanwhile. Raises ConfigError for a component without a route, and AgentCrashed; what
-    is wrong with an image is its row's reason.
+    An agent may run on this line meanwhile. A fault of an image is its row's reason. Raises ConfigError for a component
+    without a route, and AgentCrashed.
     """
     if component not in config.catalog.components:
         if component in config.catalog.texts or component in config.catalog.experts:
@@ -61,10 +59,7 @@ def inspect_images(
 
 
 def verify_line(config: LineConfig, progress: Callable[[str, int, int], None]) -> list[dict[str, Any]]:
-    """Hash all that is packed, and change nothing: expert, ok, reason, size_bytes, sha256 of its source.
-
-    ``ok`` is None for an expert that is not packed yet.
-    """
+    """Hash all that is packed, change nothing. ``ok`` is None for an expert that is not packed yet."""
     rows = []
     folder = ManifestFolder(config.packed_folder / "manifests")
     with closing(SegmentStore(config.packed_folder)) as segments:

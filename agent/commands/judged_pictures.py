@@ -50,10 +50,8 @@ class Shown:
 
 
 def draw_judged(images: Sequence[Path], ends: Sequence[Shown], folder: Path) -> list[Path | None]:
-    """The pictures, PNGs in ``folder`` that are called as the images; None of an image that cannot be read.
-
-    Raises ConfigError for what the disk refuses.
-    """
+    """PNGs in ``folder``, named as the images; None of an unreadable image. Raises ConfigError for what the disk
+    refuses."""
     times = Counter(image.name for image in images)
     targets = [
         folder / f"{'' if times[image.name] == 1 else f'{number}-'}{image.name}.judged.png"

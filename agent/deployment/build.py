@@ -59,11 +59,10 @@ Progress: TypeAlias = "Callable[[str, int, int], None]"
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """How an agent is built, beside its line.
+    """How an agent is built, beside its line. ``packed``: weights in the place of the line's own.
 
-    ``packed``: weights in the place of the line's own. ``profile``: "auto" takes the line's own, and probes with an
-    alarm where that does not hold for the box; one that is given is taken as it is; None probes. ``decider`` may put
-    something between the loop and its Engine, such as a clock.
+    ``profile``: "auto" takes the line's own, or probes with an alarm where it does not hold; one that is given is not
+    checked; None probes. ``decider`` may wrap the Engine, such as with a clock.
     """
 
     loop: LoopOptions = field(default_factory=LoopOptions)
@@ -78,10 +77,7 @@ AS_SERVED = AgentOptions()
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A line's agent, not started yet. ``setup``: what its Engine decides with.
-
-    ``packed``: what it may load, by the name of the copy.
-    """
+    """A line's agent. ``setup``: what its Engine decides with; ``packed``: what it may load, by copy."""
 
     config: LineConfig
     box: Box
@@ -122,10 +118,8 @@ def build_agent(
     progress: Progress,
     options: AgentOptions = AS_SERVED,
 ) -> Agent:
-    """An agent for a line.
-
-    Raises ConfigError for what must not start, and MemoryExceeded for pools that are given and too small.
-    """
+    """An agent, not started. Raises ConfigError for what must not start, MemoryExceeded for given pools that are too
+    small."""
     _import_runtimes(config)
     rss_before_bytes = psutil.Process().memory_info().rss
     with ExitStack() as on_failure:
@@ -217,10 +211,8 @@ def pack(
     progress: Progress,
     in_use: Iterable[PackedExpert] = (),
 ) -> PackingReport:
-    """Bring a line's packed weights up to date. ``precisions``: processor -> expert -> precision.
-
-    ``in_use``: what an agent runs from meanwhile; its files stay.
-    """
+    """Pack what is new or has changed. ``precisions``: by processor and expert; ``in_use``: what an agent runs from,
+    whose files stay."""
 
     def wanted(expert: str) -> set[Precision]:
         return {column[expert] for column in precisions.values()}

@@ -44,11 +44,8 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What stands in the place of what line file and profile say; None: as they say. ``usage``: of every expert.
-
-    ``form``: what every expert of images is planned in whose kind was measured in it, packed so or not (``planned``).
-    What a line file can say is overridden there: see ``LineConfig.having``.
-    """
+    """Replaces what line file and profile say; None: as they say. ``usage``: of every expert. ``form``: precision to
+    plan all experts of images in whose kind was measured in it. For keys of a line file see ``LineConfig.having``."""
 
     executors: Sequence[ExecutorSpec] | None = None
     pools: Sequence[PoolSpec] | None = None
@@ -61,10 +58,7 @@ AS_CONFIGURED = Given()
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """What an Engine is built with.
-
-    ``precisions``: those that experts are run in. ``broken``: experts that are not served, and why.
-    """
+    """What an Engine is built with. ``precisions``: what experts run in. ``broken``: experts not served, and why."""
 
     graph: ExpertGraph
     policy: str
@@ -125,10 +119,8 @@ def groundwork(
     lying: Sequence[PackedExpert],
     given: Given = AS_CONFIGURED,
 ) -> Groundwork:
-    """As line file and profile say. ``lying``: what lies packed already; it tells kinds of ONNX graphs apart.
-
-    Raises ConfigError for a processor that the box does not have.
-    """
+    """As line file and profile say. ``lying``: already packed; tells kinds of ONNX graphs apart. Raises ConfigError for
+    a processor that the box does not have."""
     allocation = None if profile is None else profile.allocation
     executors = tuple(given.executors or executor_specs(config, box, allocation))
     precisions = precisions_of(config, [spec.processor for spec in executors], profile, programs_of(lying))
@@ -145,8 +137,8 @@ def planned(
 ) -> EngineSetup:
     """What an agent of this line on this box would decide with, by this profile and what lies packed.
 
-    ``without``: experts that are known not to be servable, and why. Raises ConfigError, naming them, for experts that
-    are not packed or whose kind was not profiled, and for a profile of which an earlier version took the times.
+    ``without``: experts not servable, and why. Raises ConfigError for other experts that are not packed or whose kind
+    was not profiled, and for an outdated profile.
     """
     if reasons := tuple(outdated(profile)):
         told = f"the device profile: {'; '.join(reasons)} - run `coserve profile {config.document.file}` again"
@@ -191,11 +183,8 @@ def profiled_box(profile: StoredProfile) -> Box:
 def _as_packed(
     config: LineConfig, precisions: Precisions, packed: Mapping[str, Mapping[Precision, PackedExpert]]
 ) -> Precisions:
-    """The same, with torch's form for experts that do not run in the one that the line file gives.
-
-    Those are the ones that lie packed in torch's form and not in that one, as profiling leaves them and an agent runs
-    them: the CPU lacks the form, or they were not calibrated.
-    """
+    """Torch's form for experts that lie packed in torch's form only, not in the line file's. Profiling leaves them so,
+    where the CPU lacks the form or an expert was not calibrated."""
     form = config.precision
     if form is None or form.plain is form or config.document.values.get("precision") != form:
         return precisions
@@ -207,10 +196,8 @@ def _as_packed(
 
 
 def _to_run(precisions: Precisions, profile: StoredProfile, kinds: Mapping[str, str]) -> Precisions:
-    """``precisions`` without those of experts that the profile chose nothing for on a processor, as they fail there.
-
-    The matrix has no row for these. ``kinds``: of experts that are packed; of others they may not be known.
-    """
+    """``precisions`` without experts that fail on a processor: the profile chose nothing for them there. ``kinds``: of
+    packed experts."""
     return {
         processor: {
             name: form

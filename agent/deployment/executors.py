@@ -21,10 +21,8 @@ EMULATED = ("emulated", "integrated")
 
 
 def executor_specs(config: LineConfig, box: Box, allocation: Allocation | None = None) -> tuple[ExecutorSpec, ...]:
-    """The executors of a line on this box, the device's first; where the line file says auto, the allocation's.
-
-    Raises ConfigError for a processor that the box does not have.
-    """
+    """The executors of a line on this box, the device's first; where the line file says auto, the allocation's. Raises
+    ConfigError for a processor that the box does not have."""
     if config.executors is not None:
         counts = config.executors
     else:
@@ -47,10 +45,7 @@ def executors_on(box: Box, processors: Iterable[str]) -> tuple[ExecutorSpec, ...
 
 
 def casual_executors(box: Box) -> dict[str, int]:
-    """By processor: three on a device where memory is split, two where it is unified, and one CPU executor.
-
-    Source: CoServe, section 5.2.
-    """
+    """Three on a device with split memory, two with unified memory, one on the CPU (CoServe, section 5.2)."""
     device_executors = SPLIT_DEVICE_EXECUTORS if box.is_split else UNIFIED_DEVICE_EXECUTORS
     return {name: 1 if name == "cpu" else device_executors for name in box.processors}
 

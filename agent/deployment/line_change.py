@@ -48,10 +48,8 @@ GENERATIONS = re.compile(r"\+[0-9]+(?![\w.+-])")
 
 @dataclass(frozen=True, slots=True)
 class LineChange:
-    """What is to be done: the event for the Engine, the copies that are new to the loop, and the agent as it is then.
-
-    ``quarantined``: experts by the Engine's names that cannot be served, and why.
-    """
+    """Event for the Engine, copies new to the loop, the agent afterwards. ``quarantined``: not servable, by the
+    Engine's names, and why."""
 
     agent: Agent
     event: LineChanged
@@ -90,11 +88,8 @@ def taken_over(old: LineConfig, new: LineConfig) -> LineConfig:
 
 
 def plan_change(agent: Agent, config: LineConfig, progress: Progress) -> LineChange:
-    """Pack and measure what is new of ``config``, and say how the agent changes over to it; takes as long as that does.
-
-    Raises ConfigError for what must not be served, and for what there is no memory or no room on the drive to prepare
-    beside what runs.
-    """
+    """Pack and measure what is new of ``config``; may take minutes. Raises ConfigError for what must not be served, or
+    what lacks memory or disk to be prepared beside what runs."""
     try:
         return _planned(agent, config, progress)
     except ConfigError:

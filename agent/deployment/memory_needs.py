@@ -31,12 +31,9 @@ LIMITED_FRACTION = 0.1  # of the budget: maximum batches that take more are "a s
 class MemoryNeeds:
     """One memory with so many executors. ``held_bytes[n - 1]``: what the n most used copies take together.
 
-    ``budget_bytes``: for experts and workspaces, beside the ``lease_bytes`` that texts have for keys and values, in
-    each of so many ``arenas``: one for each device that runs texts from it, as none reads another's.
-
-    ``footprints``: of each expert, and whether it is pinned. ``largest``: the expert that needs most room,
-    ``largest_bytes``, beside the pinned ones. Workspaces: of one image, and of the maximum batch, on every executor at
-    once.
+    ``budget_bytes``: for experts and workspaces. Each device that runs texts has an arena of ``lease_bytes`` beside
+    these. ``footprints``: expert, footprint, is it pinned. ``largest``: the expert that needs most room beside the
+    pinned ones. Workspaces: of one image, and of the maximum batch, on every executor at once.
     """
 
     pool: str
@@ -62,11 +59,8 @@ class MemoryNeeds:
 
     @property
     def is_limited(self) -> bool:
-        """Do the maximum batches take so little that the rest can simply be the experts'?
-
-        The paper asks whether the processor's performance is limited, as such a one has a small maximum batch; here
-        the batch itself is asked: it may take LIMITED_FRACTION of the memory on all executors together.
-        """
+        """Are maximum batches so small that the rest can simply be the experts'? The paper asks whether the processor's
+        performance is limited; here the batches of all executors may take LIMITED_FRACTION of the memory."""
         return self.maximum_batch_bytes <= LIMITED_FRACTION * self.budget_bytes
 
     @property
@@ -116,7 +110,7 @@ def memory_needs(
     """What these executors need of each memory. ``budgets``: bytes by memory, nearest to the SSD first.
 
     A memory holds what runs from it and what those behind it are fed from; one that only feeds has no least size.
-    ``kv_bytes``: for keys and values, of each memory that language models run from; None: as much as suits it.
+    ``kv_bytes``: for keys and values, per memory that language models run from; None: a share.
     """
     pools = tuple(budgets)
     homes = pinned_homes(pinned, executors, profile.experts)
@@ -152,11 +146,10 @@ def memory_needs(
 def _lease_bytes(
     columns: Sequence[Iterable[ExpertProfile]], budget_bytes: int, spare_bytes: int, kv_bytes: int | None, arenas: int
 ) -> int:
-    """What each of so many arenas of a memory keeps: nothing where no language model runs, else its part of what is
-    configured.
+    """Each arena's bytes for keys and values: 0 without a language model, else its part of ``kv_bytes``.
 
-    Where nobody says, a quarter of it, or what the largest expert and an image on each executor leave, if that is less;
-    at least what one short text needs, so that a model which leaves no room for any is refused instead.
+    By default LEASE_FRACTION, or what the largest expert and an image on each executor leave; at least one short text,
+    so that a model which leaves no room is refused instead.
     """
     token_bytes = max((each.performance.lease_bytes for column in columns for each in column), default=0)
     if not token_bytes or kv_bytes is not None:

@@ -48,11 +48,8 @@ class MemoryShare:
 
 
 def casual_allocation(box: Box, budgets: Mapping[str, int]) -> Allocation:
-    """CoServe casual: three quarters of each memory for experts, the rest for batches; executors by the same rule.
-
-    ``budgets``: bytes by memory. How many experts fit is not counted. Source: CoServe, section 5.2, which gives the
-    split for a GPU's memory; that of the CPU's executor is shared alike.
-    """
+    """CoServe casual (section 5.2): three quarters of each memory for experts, the rest for batches; executors alike.
+    ``budgets``: bytes by memory. The paper gives the split for a GPU's memory; a CPU's is split alike."""
     pools = []
     for pool, budget_bytes in budgets.items():
         workspace_bytes = int(budget_bytes * WORKSPACE_FRACTION)
@@ -68,10 +65,8 @@ def pool_specs(
     allocation: Allocation | None = None,
     set_apart_bytes: int = 0,
 ) -> tuple[PoolSpec, ...]:
-    """Every memory of the box with its budget split. Raises ConfigError naming each expert that can never fit.
-
-    ``set_apart_bytes``: of host memory, for what waits there in front of a device and is no whole expert.
-    """
+    """Every memory with its budget split. ``set_apart_bytes``: of host memory, held in front of a device. Raises
+    ConfigError naming each expert that can never fit."""
     specs = []
     problems: list[ConfigError] = []
     for share in shares_of(config, box, executors, profile, allocation, set_apart_bytes):
@@ -153,10 +148,8 @@ def _workspace_bytes(config: LineConfig, needs: MemoryNeeds) -> int:
 
 
 def _searched_bytes(searched: PoolAllocation, needs: MemoryNeeds, casual_bytes: int) -> int:
-    """What the search gave to batches, brought to today's budget without a step in it: see the module.
-
-    The casual workspace, told in the log, where the largest expert would not fit beside it.
-    """
+    """The search's workspace, adapted to today's budget (see the module); the casual one, logged, where the largest
+    expert would not fit."""
     budget_bytes = needs.budget_bytes
     beside_experts_bytes = min(budget_bytes - searched.expert_bytes, searched.workspace_bytes)
     quarter_bytes = min(int(budget_bytes * WORKSPACE_FRACTION), searched.workspace_bytes)

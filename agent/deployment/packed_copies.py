@@ -40,11 +40,8 @@ def copies_of(
 
 
 def copy_of(config: LineConfig, expert: str, precision: Precision, packed: PackedExpert) -> ExpertCopy:
-    """An expert of the line in one precision, with what it holds of its moe_experts as the line file says.
-
-    A threshold that was learned with other weights, or another input, is left out: its images are UNKNOWN.
-    Raises ConfigError for too little.
-    """
+    """An expert in one precision. A threshold learned with other weights or another input is left out: UNKNOWN. Raises
+    ConfigError for a moe_cache that is too small."""
     served = config.catalog.experts[expert]
     if is_bound_elsewhere(served, packed.source_sha256):
         served = replace(served, threshold=None)

@@ -35,11 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CoreShare:
-    """How CPU executors share the cores now, against how a kind was measured.
-
-    ``factor``: how much longer than measured a batch takes. ``is_measured``: by speedups that the profile holds; else
-    the executors are taken to slow one another down in proportion.
-    """
+    """How CPU executors share the cores now, against how a kind was measured. ``factor``: how much longer a batch
+    takes. ``is_measured``: by the profile's speedups; else in proportion to the executors."""
 
     processor: str
     threads_profiled: int
@@ -57,9 +54,8 @@ def matrix(
 ) -> PerformanceMatrix:
     """The matrix of these copies, by processor. An expert whose kind was not measured there has no row.
 
-    ``executors``: those that will run; None for as many as were measured. Where they share the cores otherwise than
-    when a kind was measured, its K and B are scaled (``core_share``); several executors of an accelerator are not:
-    what they take from one another depends on what runs at the same time.
+    ``executors``: None for as many as were measured. Where executors share the CPU's cores otherwise than measured, K
+    and B are scaled (``core_share``). Executors of an accelerator interfere depending on what runs: no scaling.
     """
     kinds = {(kind.kind, kind.processor, kind.precision): kind for kind in profile.kinds}
     links, reduced = profile.link_bytes_per_s, scaled_experts(profile)
@@ -91,10 +87,9 @@ def in_form(
     kinds: Mapping[str, str],
     executors: Sequence[ExecutorSpec],
 ) -> PerformanceMatrix:
-    """The matrix as it would be, were every expert of images in ``form`` whose kind was measured in it on a processor.
+    """The matrix with every expert of images in ``form`` where its kind was measured in it. ``kinds``: by expert.
 
-    ``kinds``: by expert. Nothing need lie packed in that form: an expert's bytes are those it has now, in proportion to
-    what its kind's measured expert has in both forms. All others stay as they are.
+    Nothing need lie packed in that form: bytes are scaled as those of the kind's measured expert.
     """
     measured = {(kind.kind, kind.processor, kind.precision): kind for kind in profile.kinds if not kind.lease_bytes}
 
@@ -133,9 +128,8 @@ def unmeasured_kinds(matrix: PerformanceMatrix, kinds: Mapping[str, str]) -> dic
 def core_share(profile: StoredProfile, kind: KindProfile, executors: Sequence[ExecutorSpec]) -> CoreShare:
     """What sharing the cores costs a kind now.
 
-    n executors that are together S(n) times as fast as one alone (``StoredProfile.speedups``; beyond its end the last
-    value) each take n / S(n) times as long. A kind measured with some threads was measured as one of cores / threads.
-    Without speedups S is 1: the same cores do the same work, whoever they do it for.
+    n executors with a speedup of S(n) each take n / S(n) times as long (``StoredProfile.speedups``, the last value
+    beyond its end; 1 without). A kind measured with some threads was measured as one of cores / threads executors.
     """
     if torch_device(kind.processor) != "cpu":
         return CoreShare(kind.processor, kind.threads, len(executors), 1.0, is_measured=True)
@@ -147,10 +141,10 @@ def core_share(profile: StoredProfile, kind: KindProfile, executors: Sequence[Ex
 
 
 def load_time_s(kind: KindProfile, source: str, footprint: Footprint, links: Mapping[str, float]) -> float:
-    """How long loading an expert's own bytes takes; what it shares is there already, as a rule.
+    """Seconds to load an expert's own bytes; shared ones are usually there already.
 
-    The kind's measured time, which is of all its bytes, less what these took of the link, plus what this expert's own
-    take. Without the link's speed, in proportion to the bytes; for a source that was not measured, the link alone.
+    The kind's measured time plus the difference in bytes over the link's speed. Without that speed, in proportion to
+    bytes; for a source that was not measured, the link alone.
     """
     measured_s, speed = kind.load_s.get(source), links.get(source)
     if speed is None:

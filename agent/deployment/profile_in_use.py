@@ -44,10 +44,8 @@ NAMED = 5  # experts in one alarm, after the first
 
 
 def find_profile(config: LineConfig) -> StoredProfile | None:
-    """The profile of this line's box; None where there is none, or only one that is not finished.
-
-    Raises ConfigError for a file that cannot be read as one.
-    """
+    """The profile of this line's box; None without a finished one. Raises ConfigError for a file that cannot be
+    read."""
     path = config.profile_file
     if path.exists():
         return read_profile(path)
@@ -60,10 +58,10 @@ def find_profile(config: LineConfig) -> StoredProfile | None:
 
 
 def set_spinning(config: LineConfig) -> str | None:
-    """Have this process wait between operators as the line's profile found best: to be called before torch is loaded.
+    """Have this process wait between operators as the profile found best; call it before torch is loaded.
 
-    The setting that it runs with from now on; None where its user has set one of OpenMP's variables, which then counts.
-    A profile that cannot be read changes nothing here: whoever starts from it says why.
+    Returns the setting; None where the user has set one of OpenMP's variables, which then counts. An unreadable profile
+    changes nothing: the start reports it.
     """
     path = config.profile_file
     setting = DEFAULT
@@ -81,10 +79,8 @@ def set_default_spinning() -> None:
 
 
 def usable_profile(config: LineConfig, box: Box) -> tuple[StoredProfile | None, tuple[str, ...]]:
-    """The line's profile where it holds for this box; else None, with the alarm that says why a probe has to do.
-
-    Raises ConfigError instead of an alarm where the line's profile is strict.
-    """
+    """The line's profile if it holds for this box; else None, and the alarm. Raises ConfigError where the profile is
+    strict."""
     try:
         profile = find_profile(config)
         if profile is not None:
@@ -110,10 +106,8 @@ def _refuse_other_box(config: LineConfig, profile: StoredProfile, box: Box) -> N
 
 
 def changed_experts(config: LineConfig, profile: StoredProfile, packed: Iterable[PackedExpert]) -> dict[str, str]:
-    """The experts of these packed ones that are not as they were profiled, and how.
-
-    A form that an expert was not profiled in is accepted where its kind was timed in it and its weights are the same.
-    """
+    """Packed experts that differ from their profile, and how. A form that was not profiled is accepted where its kind
+    was timed in it and the weights are the same."""
     listed = tuple(packed)
     timed = {(kind.kind, kind.precision) for kind in profile.kinds}
     experts = config.catalog.experts
@@ -147,10 +141,8 @@ def changes_told(config: LineConfig, changed: Mapping[str, str]) -> tuple[str, .
 
 
 def usage_of(config: LineConfig, profile: StoredProfile | None) -> dict[str, float]:
-    """How likely a request is to use each expert: counted or served probabilities as the profile has them.
-
-    Those that were computed are computed again, from today's quantities with the profile's pass rates.
-    """
+    """Usage probability of each expert: counted or served ones as profiled, computed ones anew from today's
+    quantities."""
     if profile is None:
         return usage_probabilities(config)
     usage = profile.usage
@@ -162,10 +154,8 @@ def usage_of(config: LineConfig, profile: StoredProfile | None) -> dict[str, flo
 def precisions_of(
     config: LineConfig, processors: Iterable[str], profile: StoredProfile | None, programs: Mapping[str, str | None]
 ) -> dict[str, dict[str, Precision]]:
-    """processor -> expert -> the precision it is packed for and run in there.
-
-    ``programs``: expert -> sha256 of its program, of those that are packed; it tells kinds of ONNX graphs apart.
-    """
+    """processor -> expert -> precision. ``programs``: sha256 of packed programs, which tell kinds of ONNX graphs
+    apart."""
     return {
         processor: {
             name: precision_of(config, name, processor, profile, programs.get(name)) for name in config.catalog.experts
@@ -177,12 +167,10 @@ def precisions_of(
 def precision_of(
     config: LineConfig, expert: str, processor: str, profile: StoredProfile | None, program_sha256: str | None
 ) -> Precision:
-    """What the line file gives; where it says auto, what the profile proved for it, else for its kind, else its own:
-    fp32, and of a language model the checkpoint's, where the processor multiplies that.
+    """The line file's; for auto the profile's for the expert, else for its kind, else its own.
 
-    ONNX graphs and fakes do not follow the line file: they are fp32, or what the profile chose. A form of the CPU only
-    is for executors that run on it; the others take the same numbers as torch runs them. A language model may say its
-    own.
+    Its own: fp32, or a language model's checkpoint's where the processor multiplies that. ONNX graphs and fakes ignore
+    the line file. A form of the CPU only becomes torch's on other processors.
     """
     described = config.catalog.experts[expert]
     if described.precision is not None:

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 
 def identity_of(box: Box) -> BoxIdentity:
-    """What a profile that is measured on this box holds for. oneDNN's forms are tried the first time.
-
-    The others depend on libraries alone, whose versions are told.
-    """
+    """Identity that a profile of this box holds for. oneDNN's forms are tried on the first call; other forms depend on
+    library versions alone."""
     from experts.backends.forms import ONEDNN_FORMS, why_absent  # torch's operators, which a reader needs not
 
     return BoxIdentity(
@@ -40,10 +38,8 @@ def identity_of(box: Box) -> BoxIdentity:
 
 
 def packed_sha256(packed: PackedExpert) -> str:
-    """What was packed, and how: the owner's file, the program, and each tensor's dtype, shape and strides.
-
-    Which tensors are shared with other experts is left out: that changes when others come and go.
-    """
+    """Digest of the owner's file, the program, and each tensor's dtype, shape and strides. Sharing is left out: it
+    changes when other experts come and go."""
     tensors = sorted(
         [spec.name, spec.dtype, list(spec.shape), list(spec.stride)]
         for segment in packed.segments
@@ -54,10 +50,8 @@ def packed_sha256(packed: PackedExpert) -> str:
 
 
 def verdict_sha256(graph: ExpertGraph, expert: Expert) -> str:
-    """What makes an expert's outputs verdicts: what its entry says, and the steps of routes that ask it.
-
-    Not its weights, nor what its eight-bit form is made by: those are what is packed.
-    """
+    """Digest of what makes outputs verdicts: the expert's entry, and the steps of routes that ask it; weights and
+    calibration are in ``packed_sha256``."""
     asking = sorted(
         (component, number, sorted(step.passing), step.min_score, sorted(step.then.items()))
         for component, steps in graph.routes.items()
@@ -69,10 +63,8 @@ def verdict_sha256(graph: ExpertGraph, expert: Expert) -> str:
 
 
 def box_mismatches(profile: StoredProfile, box: BoxIdentity) -> tuple[str, ...]:
-    """Why a profile does not hold for a box as it is now, one sentence each; empty if it does.
-
-    Memory counts only where it shrank below what was shared out.
-    """
+    """Why a profile does not hold for a box, one sentence each. Memory counts where it shrank below what was shared
+    out."""
     budgets = profile.allocation.budget_bytes
     return (*outdated(profile), *differences(profile.box, box), *_shrunken(budgets, box))
 
@@ -117,11 +109,10 @@ def _shrunken(budgets: Mapping[str, int], box: BoxIdentity) -> Iterator[str]:
 
 
 def expert_mismatches(profile: StoredProfile, packed: Mapping[tuple[str, str], str]) -> dict[str, str]:
-    """The experts that are not as they were profiled, and how: what was proven of them does not hold any more.
+    """Experts that differ from their profile, and how; what was proven of them does not hold any more.
 
-    ``packed``: (expert, precision) -> ``packed_sha256``, of every expert that the line would serve now, and
-    (expert, SOURCE) of those that may be served in a form that they were not in when the box was profiled: it is no
-    mismatch where the owner's file is still the same. Experts that have left the line are none either.
+    ``packed``: (expert, precision) -> ``packed_sha256`` of every expert on the line. (expert, SOURCE) -> sha256 of the
+    owner's file excuses a form that was not profiled, where the file is the same.
     """
     known = {expert for expert, _ in profile.packed}
     found = {expert: "is not in the profile" for expert, _ in packed if expert not in known}

@@ -116,10 +116,8 @@ migrations = Migrations("profile")
 
 @migrations()
 def box_matrix_usage_and_allocation(database: Database) -> None:
-    """The first tables. Small lists and mappings are JSON, whose numbers Python reads back exactly.
-
-    ``parts`` names what was saved for the profile that is in this file: what an earlier one left is not a part of it.
-    """
+    """The first tables. Small lists and mappings are JSON, exact for numbers. ``parts``: what was saved for this
+    profile, not taken over from an earlier one."""
     for statement in FIRST_TABLES:
         database.execute(statement)
 
@@ -195,10 +193,9 @@ def forms_of_experts(database: Database) -> None:
 
 
 def open_for_writing(path: Path) -> Database:
-    """A file that is there or is made; its tables up to date, every commit synced.
-
-    Raises ProfileDamaged for a file that is no profile, ConfigError for a newer version's and on a network share, and
-    sqlite3.OperationalError where the disk refuses to be read or written (``is_refused_by_disk``).
+    """An existing or new file, its tables up to date, every commit synced. Raises ProfileDamaged for a file that is no
+    profile, ConfigError for a newer version's and on a network share, sqlite3.OperationalError where the disk refuses
+    (``is_refused_by_disk``).
     """
     kind = filesystem_type(path)
     if is_shared(kind):
@@ -215,10 +212,8 @@ def open_for_writing(path: Path) -> Database:
 
 
 def copy_in_memory(path: Path) -> Database:
-    """What a file holds, brought up to date in memory; the file is not touched, and no other is made beside it.
-
-    Raises ConfigError, saying what to do, for whatever cannot be read as a profile.
-    """
+    """A file's content, brought up to date in memory; the disk is not written. Raises ConfigError for what cannot be
+    read as a profile."""
     check_header(path)
     copy = Database(memory=True)
     try:

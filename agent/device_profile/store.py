@@ -96,13 +96,11 @@ def _rewrite(path: Path, write: Callable[[Database], None]) -> None:
 
 
 class ProfileDraft:
-    """A profile that is being measured. Every save is on the disk when it returns; what is not finished waits there.
+    """A profile that is being measured. Every save is on the disk when it returns.
 
-    What an earlier run measured is there already: ``kinds``, ``agreements``, ``speedups``, ``links``, ``spinning``,
-    ``decodings``, ``packed`` and ``trials`` tell what need not be measured again. Whether the experts behind an
-    agreement are still the same, ``packed`` tells, as it is before ``save_packed``. A processor's speedups are of its
-    kinds in the precisions chosen there: once one of these is measured again, or other ones are chosen, there are none
-    of it any more.
+    What an earlier run measured need not be measured again: ``kinds``, ``agreements`` and the other reading methods.
+    ``packed``, before ``save_packed``, tells whether an agreement's expert is still the same. A processor's speedups
+    are dropped once one of its kinds is measured again or runs in another precision.
     """
 
     def __init__(self, path: Path, database: Database) -> None:
@@ -112,12 +110,10 @@ class ProfileDraft:
     @classmethod
     @contextmanager
     def open(cls, path: Path, line: str, box: BoxIdentity, *, fresh: bool = False) -> Iterator[ProfileDraft]:
-        """Take up the partial profile of this box, or begin one.
+        """Take up the partial profile of this box, or begin one from a finished profile of the same box and libraries.
 
-        A new one starts from the kinds, agreements, speedups, links and spinning of a finished profile of the same box
-        and library versions; what an earlier version timed with decoding in it is no part of either. ``fresh``: from
-        nothing. The finished profile stays as it is until ``finish``. Raises ConfigError while another process has
-        this profile open, and on a network share.
+        ``fresh``: from nothing. The finished profile stays as it is until ``finish``. Times with decoding in them are
+        not taken over. Raises ConfigError while another process has this profile open, and on a network share.
         """
         path = path.absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -171,10 +167,8 @@ class ProfileDraft:
             TABLES["links"].replace(self._database, links)
 
     def save_precisions(self, precisions: Mapping[tuple[str, str], str], forms: Sequence[ExpertForm] = ()) -> None:
-        """The precision chosen for each (kind, processor), and the experts' own.
-
-        Where kinds were run in others before, speedups are given up.
-        """
+        """Precision of each (kind, processor), and experts' own forms; drops speedups where the precision was
+        another."""
         with self._part("precisions"):
             earlier, now = self._run(), {(k, p, chosen) for (k, p), chosen in precisions.items()}
             changed = earlier ^ (now | {(each.kind, each.processor, each.precision) for each in forms})
@@ -210,10 +204,8 @@ class ProfileDraft:
             TABLES["trials"].put(self._database, *trials)
 
     def finish(self) -> StoredProfile:
-        """Make it the box's profile, in the place of the one before; nothing can be saved any more.
-
-        Raises ConfigError, naming what is missing, for one that is not whole; then it stays a partial one.
-        """
+        """Make it the box's profile and close it. Raises ConfigError, naming what is missing, and stays a partial
+        one."""
         missing = rows.missing_parts(self._database)
         partial = partial_of(self.path)
         if missing:
@@ -239,11 +231,8 @@ class ProfileDraft:
 
 
 def _resumed(path: Path, line: str, box: BoxIdentity) -> Database | None:
-    """The partial profile, if there is one of this box; else what is there of it is removed.
-
-    So is one that is damaged, of which nothing is taken. What is refused for another reason stays as it is, such as
-    what may not be read, or not be written as the disk is full: ConfigError, sqlite3.OperationalError.
-    """
+    """The partial profile of this box; a damaged one, or another box's, is removed. Raises ConfigError or
+    sqlite3.OperationalError where the disk refuses; the file stays then."""
     partial = partial_of(path)
     if not partial.exists():
         remove_database(partial)  # a journal that was left without its file

@@ -39,10 +39,10 @@ BOM = "\ufeff"
 
 
 def set_key(text: str, path: KeyPath, value: Plain, comment: str = "", *, file: Path) -> str:
-    """The text with ``value`` at ``path``, in the place of what is there, or as the last key of its mapping.
+    """The text with ``value`` at ``path``, replaced or as the last key of its mapping. Missing mappings are made.
 
-    Mappings above it that are not there are made. ``comment`` goes on lines of its own: above a new key, or into a new
-    entry, above its keys; a key that is there keeps its own. ``file`` is the name that errors show. Raises ConfigError.
+    ``comment`` goes above a new key, or into a new entry above its keys; an existing key keeps its own. ``file``: named
+    in errors. Raises ConfigError.
     """
     edit = _Edit.of(text, file)
     known = edit.known(path)
@@ -57,10 +57,7 @@ def set_key(text: str, path: KeyPath, value: Plain, comment: str = "", *, file: 
 
 
 def add_expert(text: str, expert: str, entry: Mapping[str, Plain], comment: str = "", *, file: Path) -> str:
-    """The text with a new expert, last of its section; ``comment`` stands in the entry, above its keys.
-
-    Raises ConfigError for one that is there already.
-    """
+    """The text with a new expert, last of its section. Raises ConfigError for one that is there already."""
     return add_entry(text, ("experts", expert), entry, comment, file=file)
 
 

@@ -19,10 +19,8 @@ _LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One value: text[start:end]. ``flow``: in brackets or braces, or a scalar; else lines below one another.
-
-    A mapping has ``pairs`` of keys and values, a sequence ``items``; an alias has neither, and its anchor's ``name``.
-    """
+    """One value: text[start:end]. ``flow``: in brackets or braces, or a scalar; else a block. A mapping has ``pairs``,
+    a sequence ``items``; an alias has neither, and its anchor's ``name``."""
 
     start: int
     end: int

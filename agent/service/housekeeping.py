@@ -45,8 +45,7 @@ class Housekeeper:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish the step under way; False if that takes longer: what hangs ends with the process. One never started
-        has ended."""
+        """Finish the step under way; False after ``timeout_s``: a step that hangs ends with the process."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)

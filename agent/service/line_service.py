@@ -87,10 +87,9 @@ class LineStatistics:
 
 
 class LineService:
-    """One line, served. ``start`` it once, ``stop`` it once; in between it needs no thread of the caller's.
+    """One line, served. ``start`` once, ``stop`` once. ``on_crash``: called from any thread; then ``stop`` it.
 
-    ``on_crash`` is called, from any thread, when the agent has crashed: then ``stop`` it. ``clock``: monotonic seconds,
-    by which boards age and repeated warnings are spaced; ``wall``: what is stored and shown of boards that expire.
+    ``clock``: monotonic seconds, by which boards age and warnings are spaced; ``wall``: dates of boards that expire.
     """
 
     def __init__(
@@ -190,11 +189,7 @@ class LineService:
         )
 
     def start(self) -> None:
-        """Take up boards that were open, start the agent, then open the doors.
-
-        An address that is not there yet, or taken by somebody else, is tried again until it can be had; that is an
-        alarm.
-        """
+        """Take up open boards, start the agent, then open the doors. An address in use is retried, with an alarm."""
         self._boards.take_up()
         self._inspector.start()
         self._upkeep.start()
@@ -224,10 +219,8 @@ class LineService:
         log.info("ready line=%s experts=%d watching=%s", self._config.line, len(self._config.catalog.experts), watched)
 
     def stop(self) -> dict[str, Any]:
-        """Finish what was taken, store it, end; what was done, for the closing line.
-
-        Raises AgentCrashed if it had crashed, after everything has ended.
-        """
+        """Finish what was taken, store it, end; counts for the closing line. Raises AgentCrashed at the end if it had
+        crashed."""
         self._phase = "it stops: the next one will take work"
         for door in self._cameras.values():
             door.stop(0.0)  # they end while callers have their answers

@@ -76,10 +76,8 @@ class _Crashes:
 
 @contextmanager
 def _threads_watched(tell: Callable[[], None]) -> Iterator[_Crashes]:
-    """A thread that dies of a fault of the program leaves its work undone, and nobody would see it: ``tell``.
-
-    Those of ours have a name. What a library does in threads of its own, which have a number, it may do without.
-    """
+    """A thread of ours (it has a name) that dies of a fault ends the agent by ``tell``. Threads of libraries are
+    numbered."""
     crashes, before = _Crashes(), threading.excepthook
 
     def died(what: threading.ExceptHookArgs) -> None:
@@ -104,9 +102,8 @@ def _threads_watched(tell: Callable[[], None]) -> Iterator[_Crashes]:
 def _awaited_end() -> Iterator[_End]:
     """While it is open every signal that Python handles writes to its pipe.
 
-    Not an Event or a queue that a handler sets. Handlers run on the main thread alone, and only between two of its
-    instructions: a signal that another thread receives, or that comes after the last such look and before the main
-    thread waits for the lock, leaves it waiting for good. The pipe is written to where the signal arrives.
+    No Event or queue set by a handler: handlers run on the main thread, between two instructions. A signal that another
+    thread receives, or that comes just before the main thread blocks on a lock, would leave it blocked.
     """
     reader, writer = os.pipe()
     try:
@@ -122,10 +119,8 @@ def _awaited_end() -> Iterator[_End]:
 
 
 def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) -> Mapping[str, Any]:
-    """Serve until SIGTERM or SIGINT; what was done. SIGHUP has the line file read anew.
-
-    Raises ConfigError before anything starts, AlreadyRunning, StateUnusable, and AgentCrashed.
-    """
+    """Serve until SIGTERM or SIGINT; counts of what was done. SIGHUP reloads the line file. Raises ConfigError before
+    anything starts, AlreadyRunning, StateUnusable, AgentCrashed."""
     manager = service_manager()
     notifier, is_started_again = Notifier(manager), manager.notify_socket is not None
 

@@ -33,11 +33,8 @@ DELIVERIES_STOP_S = 3.0
 
 
 class Upkeep:
-    """See the module. It opens the store, whose commits it follows; whoever made it closes both.
-
-    ``is_needed``: whether a result's key is that of a file that still lies in a watched folder. Raises ConfigError for
-    receivers that cannot be told as the line file says.
-    """
+    """Opens the store, which the caller closes. ``is_needed``: does a result's file still lie in a watched folder.
+    Raises ConfigError for receivers that cannot be told."""
 
     def __init__(self, config: LineConfig, is_needed: Callable[[str], bool], wall: Callable[[], datetime]) -> None:
         receivers = line_receivers(config)

@@ -49,10 +49,8 @@ UNJUDGED = Course()
 
 @dataclass(slots=True, eq=False)
 class _Sheet:
-    """What is known of one image. ``parts``: those without a verdict, by ref; ``size``: (height, width) of what is cut.
-
-    Without parts and without verdicts nobody knows what it shows.
-    """
+    """One image. ``parts``: without a verdict, by ref; ``size``: (height, width) to cut. Neither parts nor verdicts: no
+    layout is known."""
 
     image: Arrival | Refusal
     size: tuple[int, int] | None
@@ -77,11 +75,8 @@ class _Sheet:
 
 
 class BoardImages:
-    """Of one folder. For any thread.
-
-    ``settle`` is told of each image once, when all its parts are stored; ``refuse`` of one whose parts are not known,
-    as its layout went with a reload.
-    """
+    """Of one folder. For any thread. ``settle`` is told of each image once, when all its parts are stored; ``refuse``
+    of one whose layout went with a reload."""
 
     def __init__(
         self,

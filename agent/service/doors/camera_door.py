@@ -94,10 +94,8 @@ class CameraDoor:
         return self.camera.stop(timeout_s)
 
     def trigger(self, board: str | None, board_type: str | None, key: str | None = None) -> str:
-        """Have it take one frame, the first time that this key comes; the key that its results begin with.
-
-        Raises OrderRefused.
-        """
+        """Take one frame, the first time that this key comes; returns the key its results begin with. Raises
+        OrderRefused."""
         config = self._config
         if board_type is not None and board_type not in config.boards:
             raise OrderRefused(Refusing.NOT_FOUND, f"no board type {board_type!r}")
@@ -186,10 +184,8 @@ class CameraDoor:
         self._journal.release(KEY_PREFIX + trigger.key)
 
     def _entries(self, config: LineConfig, key: str, board: str, board_type: str | None, at: datetime) -> list[Entry]:
-        """What is asked about a frame: of its one component, or of each part that its board's layout shows.
-
-        Raises CameraFailed where the line file, read anew since, has no such layout any more.
-        """
+        """Requests of a frame: its component, or each part of its board's layout. Raises CameraFailed if a reload
+        removed the layout."""
         key = KEY_PREFIX + key
         asked = self._journal.reserved(key)
         board_type = board_type or self._section.board_type

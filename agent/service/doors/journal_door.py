@@ -47,10 +47,7 @@ UNJUDGED = Course()
 
 @dataclass(frozen=True, slots=True)
 class StoredVerdict:
-    """A stored verdict, and where its request's time went; zeros for one of an earlier run.
-
-    ``is_repeat``: whoever is told did not have it judged, but sent again what somebody else had.
-    """
+    """A stored verdict, and where its time went (0: of an earlier run). ``is_repeat``: judged for another sender."""
 
     result: Result
     seq: int
@@ -133,20 +130,16 @@ class JournalDoor:
     def send(
         self, sender: Sender, entries: Sequence[Entry], image: EncodedImage, frame_size: tuple[int, int] | None = None
     ) -> Sending:
-        """Have these requests of one image accepted and judged; returns at once.
-
-        ``frame_size``: (height, width) that it must have where the requests are about parts of it.
-        """
+        """Accept and judge these requests of one image; returns at once. ``frame_size``: (height, width) that the
+        layout needs."""
         sending = Sending(sender, tuple(entries), image, frame_size)
         sending.cancel = lambda: self._cancel(sending)
         self._accept(sending, sending.entries)
         return sending
 
     def reserve(self, key: str, asked: str) -> bool:
-        """Keep a key for what will be sent under it, until ``release``; False where the same was asked before.
-
-        Raises OrderRefused where something else was, or nobody can tell.
-        """
+        """Keep a key until ``release``; False where the same was asked before. Raises OrderRefused where something else
+        was, or the journal cannot be read."""
         with self._reserving:
             try:
                 known = {self._reserved[key]} if key in self._reserved else self._reader.asked(key)
@@ -221,11 +214,8 @@ class JournalDoor:
             _tell(sending, StoredVerdict(known.result, known.seq, UNJUDGED, is_repeat=True))
 
     def _enter(self, request: _Open, attempts: int = 0) -> None:
-        """To the agent; an image that has ended it before too often is UNKNOWN instead.
-
-        ``attempts``: of a frame, those of whichever part has most: it may be the frame that ends the agent, and with
-        hundreds of parts it would do so hundreds of times.
-        """
+        """Hand it to the agent; an image that ended the agent too often is UNKNOWN. ``attempts``: the most of a frame's
+        parts, as the frame may be what ends it."""
         entry = request.entry
         attempts = max(attempts, self._inspector.attempts(entry.key))
         if attempts >= ATTEMPTS_MAXIMUM:

@@ -58,10 +58,8 @@ class _Piece:
 
 @dataclass(slots=True, eq=False)
 class _Gathering:
-    """An order whose pieces end one by one; told once, when the last one has.
-
-    ``leave`` gives back what it was admitted with, for so many pieces; more than there are do nothing.
-    """
+    """An order; told once, when its last piece ends. ``leave``: gives back the admission of so many pieces;
+    idempotent."""
 
     listener: Listener
     order: Order
@@ -176,8 +174,8 @@ class OrderTaker:
         return _Ticket(gathering, partial(self._cancel_sending, gathering, sending))
 
     def _cancel_sending(self, gathering: _Gathering, sending: Sending) -> None:
-        """One that waits for the disk is held in memory until it has been there, whether anybody waits for it or not:
-        else callers who give up and come again would fill the memory while the disk is full."""
+        """An order that waits for the disk keeps its admission until it is accepted: else cancelled orders fill the
+        memory."""
         sending.cancel()
         if gathering.is_accepted:
             gathering.leave(len(gathering.wanted))

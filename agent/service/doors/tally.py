@@ -36,9 +36,8 @@ ON_THE_WIRE = (Refusing.MESSAGE_TOO_LARGE, Refusing.UNAUTHENTICATED)  # refused 
 
 @dataclass(frozen=True, slots=True)
 class TallyStatistics:
-    """A snapshot. ``boards``: verdicts of boards, one that was revised again; ``seconds``: from arrival to stored
-    verdict, by kind of source; ``accepted`` and ``refused``: orders of callers.
-    """
+    """``boards``: board verdicts, each revision too; ``seconds``: from arrival to stored verdict, by kind of source;
+    ``accepted`` and ``refused``: callers' orders."""
 
     boards: Mapping[Verdict, int]
     seconds: Mapping[str, Distribution]

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Who is asked for a text: one expert, or a route whose router decides. ``reached``: whom it may come to, the
-    first of them for certain."""
+    """One expert, or a route whose router decides. ``reached``: experts it may come to, the certain one first."""
 
     expert: str | None
     route: str | None

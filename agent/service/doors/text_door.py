@@ -42,8 +42,7 @@ OVERDUE_S = 0.5  # what runs ends at its deadline by itself, a quantum later at 
 
 @dataclass(frozen=True, slots=True)
 class TextStatistics:
-    """A snapshot. ``ended``: by why, `failed` and `cancelled` beside the endings; ``first_token_s``: until something
-    was shown, of those that showed something."""
+    """``ended``: by ending, `failed` and `cancelled`; ``first_token_s``: of texts that showed something."""
 
     under_way: int
     ended: Mapping[str, int]

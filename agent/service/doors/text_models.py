@@ -25,10 +25,8 @@ KEPT = 32  # programs; a tokenizer with a large vocabulary takes tens of megabyt
 
 @dataclass(frozen=True, slots=True)
 class Speech:
-    """How one model is spoken to. ``labels``: those that it answers with, where it does, and the tokens of each.
-
-    ``most_tokens``: of one text, read and written together: its context, or what memory has room for if that is less.
-    """
+    """How one model is spoken to. ``labels``: its answers, as tokens. ``most_tokens``: read and written, by context and
+    memory."""
 
     model: TextModel
     spec: ArchSpec

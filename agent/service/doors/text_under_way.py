@@ -38,8 +38,7 @@ THOUGHT, THOUGHT_TOKENS = "<think>", 16  # where a model begins to think, and th
 
 @dataclass(eq=False)
 class TextUnderWay:
-    """Keeps ``agent.api.calls.desk.TextTicket``. ``speech_of``: how an expert is spoken to; ``left``: told with how it
-    ended, once its outcome is there. ``entered`` and ``withdraw``: set before it is let in."""
+    """Keeps ``TextTicket``. ``left``: told the ending, once. ``entered`` and ``withdraw``: set before it is let in."""
 
     order: TextOrder
     listener: TextListener

@@ -42,10 +42,8 @@ class ExpertDrift:
 
 @dataclass(frozen=True, slots=True)
 class DriftStatistics:
-    """A frozen snapshot. ``experts``: those whose shares moved most, the largest first.
-
-    ``steps``: the size of the sample; until something is forgotten, all steps since the start.
-    """
+    """``experts``: whose shares moved most, the largest first. ``steps``: sample size; all since the start until some
+    are forgotten."""
 
     steps: int
     distance: float
@@ -84,11 +82,8 @@ class DriftSample:
 
 
 class UsageDrift:
-    """Counts experts' steps against usage probabilities, which need not add up to 1. For one thread at a time.
-
-    Nothing here is slow, so that whoever counts never waits long for whoever looks: ``sample`` copies, and what follows
-    from the sample is computed by it.
-    """
+    """Counts experts' steps against usage probabilities of any sum. For one thread at a time. ``sample`` only copies:
+    statistics are computed outside the guard."""
 
     def __init__(self, usage: Mapping[str, float]) -> None:
         total = sum(usage.values()) or 1.0
@@ -136,8 +131,7 @@ class DriftAlarm:
 def chance_distance(probabilities: Iterable[float], draws: int) -> float:
     """The total variation distance to expect of so many independent draws from exactly these probabilities.
 
-    Half the sum of the mean absolute deviations of binomial counts, by De Moivre's formula, over the draws:
-    E|X - np| = 2 m C(n, m) p^m (1 - p)^(n - m + 1) with m = floor(np) + 1.
+    By De Moivre's formula: E|X - np| = 2 m C(n, m) p^m (1 - p)^(n - m + 1) with m = floor(np) + 1.
     """
     if not draws:
         return 0.0

@@ -44,10 +44,7 @@ ATTEMPTS_MAXIMUM = 2  # an image that was being judged each time when the agent 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """How an image was judged. ``queue_s``: before its first batch; ``compute_s``: in batches.
-
-    ``models``: the sha256 of the weights file behind each step of its outcome.
-    """
+    """Seconds before the first batch and in batches. ``models``: sha256 of the weights file behind each step."""
 
     queue_s: float = 0.0
     compute_s: float = 0.0
@@ -56,11 +53,9 @@ class Course:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One image to be judged, or text to be written, by a component's route or by one expert. ``ended`` runs on the
-    agent's thread, once.
+    """An image or a text for a component's route or one expert. ``ended`` runs on the agent's thread, once.
 
-    ``key`` identifies it across restarts; ``name`` is what the log calls its image. ``is_counted``: how often it was
-    tried, for the next start offers it again.
+    ``key`` identifies it across restarts; ``is_counted``: attempts are logged, as the next start offers it again.
     """
 
     key: str
@@ -88,10 +83,8 @@ class _Recent:
 
 
 class Inspector:
-    """The agent of a line with all that stands before it. ``start`` and ``stop`` it once; the rest is for any thread.
-
-    ``on_crash`` is called, from any thread, when the agent has crashed.
-    """
+    """The agent of a line and its gate. ``start`` and ``stop`` once; the rest for any thread. ``on_crash``: called from
+    any thread."""
 
     def __init__(self, config: LineConfig, progress: Progress, on_crash: Callable[[], None]) -> None:
         self._tasks: dict[int, Task] = {}

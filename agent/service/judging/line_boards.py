@@ -34,10 +34,8 @@ def wall_clock() -> datetime:
 
 
 class LineBoards:
-    """Counts results on boards, and records boards that are complete or whose time is over. For any thread.
-
-    ``clock``: monotonic seconds, by which boards age; ``wall``: the time that is stored and shown.
-    """
+    """Counts results on boards, records closed ones. For any thread. ``clock``: monotonic, ages boards; ``wall``: dates
+    them."""
 
     def __init__(
         self,

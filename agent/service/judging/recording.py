@@ -57,10 +57,8 @@ def arrival_result(
 
 
 def duplicate_result(config: LineConfig, arrival: Arrival, first: Result) -> Result:
-    """The row of an image that was judged before under another key: that one's verdict, and nobody asked.
-
-    Without board type, by which boards count: one that was judged long ago begins no new run of its board.
-    """
+    """The row of an image judged before under another key, with that verdict. No board type: an old image opens no new
+    run of its board."""
     now = datetime.now(UTC).astimezone()
     return Result(
         key=arrival.key,

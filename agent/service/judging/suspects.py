@@ -18,10 +18,8 @@ Item = TypeVar("Item")
 
 
 class Gate(Generic[Item]):
-    """For any thread. ``let_in`` is called by whoever enters or leaves; it neither blocks nor raises.
-
-    It says whether the item is inside now, and leaves later; one that turned back at the door is done with already.
-    """
+    """For any thread. ``let_in`` never blocks or raises: True if the item is inside and will ``leave``, False if it has
+    ended already."""
 
     def __init__(self, let_in: Callable[[Item], bool]) -> None:
         self._let_in = let_in
