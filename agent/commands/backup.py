@@ -1,11 +1,10 @@
 """A line's records and measurements, copied to a folder and brought back: `coserve backup` and `restore`.
 
-Guarantees: a backup appears whole, under its name, and each of its files has its sha256 in it; results are copied as of
-one moment, also beside a running agent. Nothing is overwritten by a restore: what was there lies beside it. Restored
-results have a new identity: results that were stored since the backup are not in it, so their numbers come again, and
-no reader may take the new ones for the old.
+Guarantees: a backup appears whole, with the sha256 of each file; results are copied as of one moment, also beside a
+running agent. A restore overwrites nothing: what was there lies beside it. Restored results have a new identity, as
+sequence numbers repeat: a reader must not take new results for old ones.
 
-    DEST/backup.json   what it is: its format, the line, the time, and each file's sha256
+    DEST/backup.json   its format, the line, the time, and each file's sha256
     DEST/line.yaml     the line file, with thresholds; not the weights that it names, nor kept images, nor secrets
     DEST/results.db    results, boards, the journal and the outbox
     DEST/profile.db    the device profile, where there is one

@@ -1,7 +1,7 @@
-"""Whether this box can serve this line: everything that a start, or a long day, would stumble over, looked at once.
+"""Whether this box can serve this line: `coserve doctor`.
 
-Guarantees: each check says what was looked at and found, and one that failed says what to do; no check stops another;
-nothing of a running agent is touched, and what would disturb it is left out and said.
+Guarantees: each check says what it found, and a failed one what to do; no check stops another; a running agent is not
+disturbed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The units of an agent that was installed with pip, as a shell script: `coserve service install`.
 
-Guarantees: what is printed is what is run. Each step may be repeated.
-The archive of `make bundle` has its own install.sh, which installs the packages too.
+Guarantees: what is printed is what is run; steps are idempotent. `make bundle` has its own install.sh.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """From a line file to an agent that is ready to start: packs, profiles or probes, plans the memories, puts it together.
 
-Guarantees: whatever must not start raises ConfigError here, before any request is taken; what is wrong with single
-experts does not stop the others: they are quarantined, and every request for them says why. With a device profile of
-the box nothing is run or timed at the start; what skeletons are copies of is made here, so that nothing is constructed
-beside running batches. What it decides with is settled as ``agent.deployment.engine_setup`` has it for plans, too.
-Experts that are new to the profile, or have other weights than the profiled ones, keep nobody from starting.
+Guarantees: what must not start raises ConfigError here, before any request is taken. A faulty expert is quarantined
+with the reason, also one that is new to the profile or has other weights; the others are served. With a device profile
+nothing is run or timed at the start. Templates are made here, so that nothing is constructed beside running batches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What an agent of a line decides with: executors, precisions, performance matrix, memory split, limits and policy.
 
-Guarantees: whoever serves and whoever plans settle it by the same functions, so that for the same line, box, profile
-and packed experts they decide alike. Nothing but manifests is read: no weights are touched, nothing is run or detected.
+Guarantees: serving and planning use the same functions, and so decide alike. Only manifests are read; nothing is run.
 """
 
 from __future__ import annotations

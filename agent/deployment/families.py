@@ -1,8 +1,7 @@
 """Families: language models on one backbone, whose texts may run in one quantum.
 
-Copies are of one family where everything but their weights is the same (their kind, and so their program, and their
-precision) and some of their weights are the very same: they lie in one segment that both hold. Who shares several
-segments with different others is of the family that has the largest of them: no copy is of two.
+Copies of one family have the same kind and precision, and share a segment of weights. A copy that shares several
+segments with different others is of the family with the largest.
 """
 
 from __future__ import annotations

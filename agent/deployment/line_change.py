@@ -1,10 +1,8 @@
 """A line file that was read anew, and what an agent that runs has to do to serve it.
 
-Guarantees: nothing of the running agent is changed here; what cannot be served as it should is a ConfigError, and the
-agent goes on as it was. An expert that is the same, down to its packed bytes, keeps its place in memory; one that was
-replaced is another one to the Engine, under a name of its own, and the old one finishes what it was asked. Of one that
-has finished nothing is kept: the next change forgets it, and however often a line is changed, the agent does not grow.
-Families are those of an agent that starts with the line.
+Guarantees: nothing of the running agent is changed here; what cannot be served is a ConfigError, and the agent goes on.
+An unchanged expert, down to its packed bytes, keeps its place in memory. A replaced expert gets a new name for the
+Engine; the old one finishes its requests and is forgotten by the next change, so the agent does not grow.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Memory needs: what one memory must hold and can hold, experts against workspaces (CoServe, section 4.4).
 
-Guarantees: every share it hands out is one that an Engine accepts with these executors: the largest expert fits beside
-the pinned ones, and each executor has the workspace of one image. Where language models run from a memory, the keys and
-values of their texts have a part of it that is neither experts' nor batches'; the parts are the whole budget.
+Guarantees: an Engine accepts every share: the largest expert fits beside the pinned ones, and each executor has the
+workspace of one image. Keys and values of texts have a part of their own; the parts are the whole budget.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """How the memories are shared out: weights against workspaces, and how many executors, where the line file says auto.
 
-Where language models run, keys and values of texts have their part first; the others share what is left.
-
-What the line file gives comes first, then the allocation that a device profile searched, then the rules that need
-neither: the CoServe paper's casual choice (section 5.2), bounded by what the batches can use at most. Of a searched
-allocation the workspaces are taken, bounded alike by what today's executors can use, and experts get the rest of
-today's budget, which differs from one start to the next where it is auto. In a smaller budget than the search had, the
-experts that it chose keep their room first, until batches have no more than the casual choice leaves them.
+Keys and values of texts have their part first. For the rest the line file comes first, then the device profile's
+searched allocation, then the paper's casual choice (section 5.2), bounded by what batches can use at most. A searched
+allocation gives the workspaces, bounded alike; experts get the rest of today's budget. In a smaller budget than the
+search had, its experts keep their room first, until batches have no more than the casual choice.
 """
 
 from __future__ import annotations

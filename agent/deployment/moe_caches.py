@@ -1,9 +1,7 @@
-"""How many of a language model's experts it holds at a time, where it cannot or shall not hold all of them.
+"""How many of a language model's moe_experts it holds at a time, where it cannot or shall not hold all of them.
 
-The line file comes first: ``moe_cache`` of the expert's section. Where it says nothing, a model holds all that it has,
-and where it would fit into none of the memories that it is to run from, as many as are left room for there, when
-texts, batches and pinned experts have theirs. In front of a device more of them wait in host memory, which is set apart
-from what host memory has for whole experts.
+``moe_cache`` of the line file comes first. Without it a model holds all, or as many as its memory has room for beside
+texts, batches and pinned experts. In front of a device more wait in a part of host memory that is set apart.
 """
 
 from __future__ import annotations

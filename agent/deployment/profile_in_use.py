@@ -1,8 +1,8 @@
 """How a line uses the device profile of its box: which one, whether it still holds, and what it says for each expert.
 
-Guarantees: the line file comes before the profile, and the profile before the rules that need none. A profile of
-another box, of other libraries or of more memory is not used at all. Of an expert with other weights than the profiled
-ones only its kind's times and sizes are used: its form falls back to fp32, and its JPEGs keep all their pixels.
+Guarantees: the line file comes before the profile. A profile of another box, other libraries or more memory is not
+used. An expert with other weights than profiled keeps its kind's times and sizes, runs in fp32, and decodes JPEGs in
+full.
 """
 
 from __future__ import annotations

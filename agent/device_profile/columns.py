@@ -1,7 +1,6 @@
 """What the columns of a device profile hold: the types of its records' fields, each with the words to refuse by.
 
-SQLite does not tell: every column takes text as well, and text counts as more than any number. So the types are strict,
-and their descriptions say what a column is to hold instead of what was found there.
+SQLite columns take text as well, and text compares above any number: so the types are strict.
 """
 
 from __future__ import annotations

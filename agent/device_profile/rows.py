@@ -1,7 +1,7 @@
 """A device profile's records as rows of its tables, and back.
 
-Functions here neither begin nor end a transaction. Those that read raise ValueError or sqlite3.Error where the file
-does not hold what was written (see ``tables``), and those that take the file's path ProfileDamaged.
+The caller has the transaction. Reading raises ValueError or sqlite3.Error for invalid rows, ProfileDamaged where a path
+is given.
 """
 
 from __future__ import annotations

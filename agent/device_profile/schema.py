@@ -1,7 +1,7 @@
 """The tables of a device profile's file, as migrations; and a connection to one that is written, or only read.
 
-Guarantees: a file that is written keeps a rollback journal (never a WAL), so that once it is closed it is whole in one
-file and may be renamed; one that is read is copied into memory and brought up to date there, never on the disk.
+Guarantees: a written file has a rollback journal (no WAL), so once closed it is one file that may be renamed; a file
+that is read is copied into memory and migrated there.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""The device profile: what the offline phase found out about a box and a line, in one SQLite file.
+"""The device profile: what the offline phase found out about a box and a line, in one SQLite file on a local disk.
 
-Guarantees: a finished profile appears whole under its name or not at all, and is never written to again, only replaced;
-what is being measured lies beside it, in ``PATH.partial``, where everything that was saved survives a kill or a power
-cut, and the next run takes it up; reading writes nothing. A profile that is not finished, or whose box, libraries or
-packed weights are not those of today, is refused by name and never used in part.
-Assumes: the folder is on a local disk.
+Guarantees: a finished profile appears whole or not at all, and is only ever replaced; what is being measured lies in
+``PATH.partial``, survives a kill or a power cut, and is resumed; reading writes nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The tables of a device profile's file: what their columns hold is what the records' fields are.
 
-Guarantees: what is read equals what was written, numbers to the last bit; what no column holds is refused by table,
-column and row, before it is written and when it is read. Reading raises ValueError or sqlite3.Error where the file does
-not hold what was written.
+Guarantees: what is read equals what was written, to the last bit; an invalid value is refused by table, column and row,
+when written (ValueError) and when read (ValueError or sqlite3.Error).
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Edits to a line file as text: a key set, an entry added or removed, and all else stays as it was, to the byte.
 
-Guarantees: comments, order, quoting, indentation and line ends of what is not touched stay; what the text then means is
-what it meant before and the change, read by the very reader of line files, or ConfigError says where it cannot be done
-(behind an alias, say) and nothing comes of it. Edits are pure: text in, text out.
-
-Text is spliced at the marks of the parser, because a library that loads a file, changes it and writes it again lays out
-anew what nobody asked it to touch: long lines, indented lists, comments between keys.
+Guarantees: comments, order, quoting, indentation and line ends stay. The result is read again: it means what it meant
+and the change, or ConfigError says where that cannot be done (behind an alias, say). Edits are pure: text in, text out.
+Text is spliced at the parser's marks, as libraries that load and dump lay out long lines and comments anew.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Where in a YAML text each key and value stands, to the character.
+"""Where in a YAML text each key and value stands, to the character, by the parser that reads line files.
 
-The same parser reads a line file, so that what is edited is what is read. A value ends with its last character: not
-with the comment behind it, nor with the blank lines below.
+A value ends with its last character, before comments and blank lines.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Python's garbage collector in a process that runs for months: what stays is not looked at again and again.
 
-A full collection looks at every object that may be part of a cycle, and holds the interpreter meanwhile. Beside torch
-there are 350,000: 0.2 s and more in which no batch begins and nobody is answered. While modules are loaded there are
-several such, in vain.
-
-Guarantees: whatever is made later is collected as ever; so is all that reference counts free, weights for one. Only a
-cycle of what was here already is kept, should it become garbage, until the process ends.
+A full collection stops the interpreter: beside torch, with 350,000 objects, for 0.2 s and more, and several times while
+modules are loaded. Guarantees: what is made later is collected as ever. A cycle of objects that are here now stays
+until the process ends.
 """
 
 from __future__ import annotations

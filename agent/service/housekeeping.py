@@ -1,7 +1,6 @@
 """A thread of what is due by time alone, one duty or several a step. Duties that may hang have each its own.
 
-Guarantees: whatever a duty raises, it is told, the other duties have their turn, and the duty has its own again in the
-next step; while one fails, ``statistics`` says which and why.
+Guarantees: a duty that raises is logged, shown by ``statistics``, and tried again in the next step, after the others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""A line as its metrics tell of it, and whether it is well: what ``agent.web`` asks.
+"""A line as its metrics tell of it, and whether it is well: what ``agent.web`` asks (``agent.web.readings``).
 
-Guarantees: see ``agent.web.readings``; nothing is counted here that is counted elsewhere. A folder's name is its path,
-so folders go by their number in the line file, from 1; cameras, experts and receivers go by their names.
+Folders go by their number in the line file, from 1; cameras, experts and receivers by their names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The composition root of ``coserve serve``: doors -> inspector -> verdicts -> boards, and everything ends in order.
 
-Guarantees: on stop nothing new is taken, what was taken is finished within ``DRAIN_S``, and what is not finished by
-then waits for the next start: files in their folder's ``.work``, all else in the journal. When the agent crashes,
-nothing more is taken and everything ends, so that whoever started it can start it again.
+Guarantees: on stop nothing new is taken, taken images are finished within ``DRAIN_S``, the rest waits for the next
+start: files in their folder's ``.work``, all else in the journal. After a crash nothing is taken and everything ends.
 """
 
 from __future__ import annotations

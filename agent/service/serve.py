@@ -1,9 +1,8 @@
 """The process of ``coserve serve``: one line is served until a signal comes, or until its agent crashes; systemd knows.
 
-Guarantees: a signal ends it whichever thread receives it and whenever it comes, also while a reload takes its time,
-which is left behind then; a thread that dies of a fault of the program ends it, as AgentCrashed; one agent serves a
-line at a time. Under a service manager, starts that end soon are spaced by growing pauses (see ``starts``), and by a
-steady one those that find no device yet, or a state that another process holds; the unit's status says why.
+Guarantees: a signal ends it at any time, also during a reload, and whichever thread receives it. A fault that ends a
+thread ends it as AgentCrashed. One agent serves a line. Under systemd, starts that end soon are spaced by growing
+pauses (``starts``), a missing device or a held state by a steady one; the unit's status says why.
 """
 
 from __future__ import annotations

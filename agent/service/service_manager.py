@@ -1,8 +1,7 @@
 """What systemd is told of the agent: that it starts, is ready, reloads, works, stops. Nothing where there is none.
 
-Guarantees: a message is one datagram, sent without waiting; a socket that nobody reads costs nothing but a line in the
-log. The watchdog is fed by whoever shows that the agent makes progress, never by a timer alone. What the journal reads
-has a level on each line.
+Guarantees: a message is one datagram, sent without waiting; a failure is one line in the log. Only progress of the
+agent feeds the watchdog, no timer.
 """
 
 from __future__ import annotations

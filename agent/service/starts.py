@@ -1,8 +1,7 @@
-"""The pauses between starts that end soon: systemd tries for ever, and the agent spaces the tries.
+"""Backoff between starts that end soon: systemd retries without limit.
 
-Guarantees: the count survives whatever ends the agent, and begins anew with a boot of the box, after HEALTHY_S of
-serving, after an end that somebody asked for once it serves or waits, and after a mistake in the line file. A disk that
-refuses the count costs the pause, never the start.
+Guarantees: the count survives any end; it is reset by a boot, HEALTHY_S of serving, a requested end, and a mistake in
+the line file. An unwritable count costs the backoff, never the start.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What becomes of verdicts once they are stored: told to receivers, exported each day, kept with images, removed.
 
-Guarantees: nothing here delays a verdict, or the agent's end, or ends it; what a disk, a broker or a web server refuses
-is tried again and stands among the alarms meanwhile, and so does what hangs, as on a share that does not answer.
+Guarantees: nothing here delays a verdict or the agent's end. What a disk, broker or server refuses is retried, with an
+alarm; a step that hangs is an alarm.
 """
 
 from __future__ import annotations

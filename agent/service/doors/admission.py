@@ -1,7 +1,6 @@
 """How much callers may have under way together: so many images and texts, of so many bytes; more is refused at once.
 
-Guarantees: what is let in and not given back never exceeds the limits, except by one image that alone is larger than
-they are; a refusal says when there may be room, by how fast they ended of late.
+Guarantees: what is admitted never exceeds the limits; a refusal says when to retry, by the recent rate.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """A folder's images of whole boards: cut by the layout, judged part by part, put away when all parts have a verdict.
 
-Guarantees: each part has a row of its own, under its image's key and its ref: after a crash the parts without one are
-judged, and no other. The file goes where the worst of its parts says, and only once all of them are stored. Which parts
-an image has is decided when the first of them is stored: a layout that is measured anew asks nothing more of it.
-An image of another size than the layout's is UNKNOWN, part by part: it shows something, and nobody knows what.
-It is decoded once for all parts, and what that takes counts among the bytes that the folder has read.
+Guarantees: each part has its own row, by the image's key and its ref: after a crash only parts without one are judged.
+The worst part decides where the file goes, once all are stored. The first stored part fixes which parts an image has.
+An image of another size than the layout's is UNKNOWN, part by part. It is decoded once, and the pixels count among the
+bytes that the folder has read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A camera's frames on their way: cut by its board's layout where it has one, journaled, judged.
 
-Guarantees: a frame is taken once all its requests are durable; a trigger that got no frame is stored as UNKNOWN, with
-the reason, for each part that its frame would have shown. A frame of another size than its layout's is UNKNOWN, part
-by part: it shows something, and nobody knows what.
+Guarantees: a frame is taken once all its requests are durable. A trigger without a frame, and a frame of another size
+than its layout's, is UNKNOWN, part by part.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Images of one folder whose bytes came before for the same part: told apart from new ones, and judged once.
 
-Guarantees: an image is a duplicate only of one whose OK or NG is stored, under the line file that is served; what is
-UNKNOWN, or cannot be looked up, is judged again. Of several that come at the same time the first is judged, the others
-wait for its verdict. What is stored is known after a restart; what waits comes again then.
+Guarantees: only a stored OK or NG under the served line file has duplicates; after UNKNOWN, or a failed look-up, an
+image is judged again. Of simultaneous ones the first is judged, the others wait for its verdict.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A watched folder's files on their way: claimed, read, judged, stored, put away.
 
-Guarantees: a file's verdict is committed before the file is moved, also that of one that is refused; a file whose
-verdict was committed before a crash is moved, not judged again. A file's bytes are read before it goes to the agent,
-so that nothing but its own folder waits for its disk. What shows a whole board is cut: see ``board_images``.
+Guarantees: a file's verdict is committed before the file is moved, a refused file's too; after a crash it is moved, not
+judged again. Bytes are read before the agent has the file: only its own folder waits for its disk.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Images that come by wire, from cameras and callers: journaled, judged, stored, answered.
 
-Guarantees: a request is accepted once it is on the disk, and not before; from then on it ends in exactly one stored
-verdict, whatever ends the process, unless everybody who waits for it has cancelled it before it ran: then nothing of it
-remains. Whoever sends a key again that is under way waits for the same verdict; one that was judged is told that one.
-Who sends it for something else is refused, and nothing of that remains: what is on the disk decides whether it is.
-Structure: all that is known of a key changes on the store's thread, in the order of commits; others only ask for it.
+Guarantees: a request is accepted once it is on the disk; then it ends in exactly one stored verdict, whatever ends the
+process. A request that every sender cancelled before it ran is withdrawn. A repeated key gets the same verdict, or is
+refused where it asks for something else: the disk decides. All that is known of a key changes on the store's thread, in
+the order of commits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The desk of a line: orders, and every question that can be asked while it runs.
+"""The desk of a line: orders, and every question that can be asked while it runs (``agent.api.calls.desk``).
 
-Guarantees: see ``agent.api.calls.desk``. What is told of the agent is one snapshot of it; what is told of results is
-stored.
+Guarantees: answers about the agent are of one snapshot; those about results are stored.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Orders of the APIs' callers: admitted, journaled where they are kept, judged, answered.
+"""Orders of the APIs' callers: admitted, journaled where they are kept, judged, answered (``agent.api.calls.desk``).
 
-Guarantees: see ``agent.api.calls.desk``. An order that is kept goes through the journal; one that is not is answered
-from memory, and nothing of it remains. Whatever becomes of an order, what it was admitted with is given back.
+Guarantees: an order that is not kept is answered from memory; every admission is given back.
 """
 
 from __future__ import annotations

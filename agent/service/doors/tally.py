@@ -1,8 +1,7 @@
 """What is counted of a line for its metrics alone, since the start: boards, orders, how long verdicts took.
 
-Guarantees: what is counted of verdicts is on the disk. Times are from a request's arrival, as its row has it, until
-its verdict was stored, by the wall clock: what an earlier run accepted counts from then, and where the clock was set
-back meanwhile, no time has passed.
+Guarantees: counted verdicts are on the disk. Times run by the wall clock from arrival, also in an earlier run, until
+the verdict is stored; 0 where the clock was set back.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Texts of the APIs' callers: let in, routed, written piece by piece, ended.
+"""Texts of the APIs' callers: let in, routed, written piece by piece, ended (``agent.api.calls.desk``).
 
-Guarantees: see ``agent.api.calls.desk``. A text that can be told to be impossible (its model, its prompt against the
-context, its sampling) is refused before anything of it runs. What it was admitted with is given back when the agent has
-its outcome, also of one that was cancelled: by then what it held in memory is given back as well. Texts are not
-journaled: who waits for one waits on the line, and the next start knows nothing of it.
+Guarantees: an impossible text (model, prompt, sampling) is refused before anything of it runs. Admission is given back
+with the agent's outcome, also of a cancelled text, whose memory is free by then. Texts are not journaled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What turns words into tokens for each language model of a line: read from its packed program once, then kept.
 
-Guarantees: experts of one program share what is read of it; of the longest unused nothing is kept beyond KEPT. For any
-thread.
+Guarantees: experts of one program share it; the KEPT last used stay. For any thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """One text under way: what it wants of each expert that it may come to, what of it was shown, how it ended.
 
-Guarantees: its listener is told one end, behind all pieces, unless it was cancelled; then nothing more. What it wants
-of an expert is tokenised once, before it is let in.
+Guarantees: its listener is told one end, after all pieces, and nothing after a cancel; prompts are tokenised once.
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
-"""Usage drift: how far what a line asks its experts for has moved from what its device profile expects.
+"""Usage drift: how far what a line asks its experts for has moved from what its device profile expects. Pure.
 
-The measure is the total variation distance between two distributions over experts: each expert's share of the steps
-counted, and its usage probability as a share of all. 0: as expected, 1: nothing in common. All counts are halved
-whenever they add up to more than FORGETTING_STEPS: what is long ago fades, a change is seen as soon after a year as
-after a day, and what was otherwise once is not told for ever. A small sample is never exactly as expected, so the
-distance counts as drift only when all of this holds:
-    at least LEAST_STEPS steps were counted,
-    the distance is above LEAST_DISTANCE,
-    it is above CHANCE_FACTOR times what chance alone gives at this sample size (``chance_distance``).
-The size of a sample in which steps weigh w is that of one with the same variance in which each weighs 1 (Kish's
-effective sample size): the square of the sum of w over the sum of the squares of w.
-Pure: no clock, no thread, no log.
+The measure is the total variation distance between each expert's share of the steps counted and its usage probability
+as a share of all: 0 as expected, 1 nothing in common. Counts are halved at FORGETTING_STEPS, so a change is seen as
+soon after a year as after a day. Drift is a distance above LEAST_DISTANCE, and above CHANCE_FACTOR times chance at this
+sample size (``chance_distance``), after LEAST_STEPS steps. Sample size with weights w is Kish's: (sum of w)^2 / sum of
+w^2.
 """
 
 from __future__ import annotations

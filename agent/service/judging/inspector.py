@@ -1,9 +1,8 @@
 """The agent as its doors see it: an image goes in under a key, and its outcome comes out, once.
 
-Guarantees: an image that was being judged when the agent was ended is judged alone at the next start, and at the second
-time it ends no agent any more (``attempts`` says so, and who brings it refuses it); one that is cancelled before it was
-let in never reaches the agent. After a crash nothing is taken, and what was taken has no outcome: the next start
-offers it again.
+Guarantees: an image that was being judged when the agent ended is judged alone at the next start, and refused after the
+second time (``attempts``). A cancelled image that was not let in never reaches the agent. After a crash nothing is
+taken, and open images have no outcome: the next start offers them again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The boards of a line that is served: what is decided of them, and its way to the store.
 
-Guarantees: verdicts reach the store in the order in which they were decided, whichever threads decide them, so that a
-late NG is never overwritten by the verdict that it made worse; one that the store did not take is handed over again
-before the next; no step of the wall clock closes a board.
+Guarantees: verdicts reach the store in the order of decision, so that a late NG is never overwritten; one that the
+store did not take is retried before the next; no step of the wall clock closes a board.
 """
 
 from __future__ import annotations

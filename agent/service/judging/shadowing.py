@@ -1,7 +1,7 @@
 """What the shadows of a line's experts said, on its way into the store; and which of them ended the agent.
 
-Guarantees: nothing here decides, delays or is told with a verdict; a shadow that ran when the agent was ended, in
-ENDINGS_MAXIMUM runs, is not asked any more until it has other weights: the line is worth more than a comparison.
+Guarantees: no verdict is changed or delayed; a shadow that ran at ENDINGS_MAXIMUM endings is quarantined until it has
+other weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The gate before the agent: an image that was being judged when the agent was ended is judged alone.
 
-Guarantees: each that entered is let in exactly once, in the order of its kind; while a suspect is inside, nobody else
-is; while one waits, nobody is let in before it. So what ends the agent next time is known, and no image that only
-stood beside it is blamed for it.
+Guarantees: each item is let in exactly once, in the order of its kind, suspects first and alone: so the item that ends
+the agent is known.
 """
 
 from __future__ import annotations

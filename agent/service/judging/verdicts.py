@@ -1,7 +1,6 @@
-"""Verdicts on their way out: into the store, onto their boards, and to whoever asked to be told.
+"""Verdicts on their way out: into the store, onto their boards, and to subscribers.
 
-Guarantees: nothing is told, counted or put on a board before its row is on the disk; who subscribed hears of every
-result and every board verdict in the order in which they were stored.
+Guarantees: all of them are told in the order of the store, after a row is on the disk.
 """
 
 from __future__ import annotations
