@@ -201,8 +201,7 @@ def line_of(document: Document, environment: Mapping[str, str] | None = None) ->
 
 @dataclass(frozen=True, slots=True)
 class ResolvedKey:
-    """One value that takes effect, secrets in addresses hidden. ``origin``: FILE:LINE, an environment variable, or
-    `default`."""
+    """One value that takes effect; no secrets in addresses. ``origin``: FILE:LINE, a variable, or `default`."""
 
     key: str
     value: object

@@ -36,8 +36,7 @@ def probed_cameras(config: LineConfig) -> Iterator[CameraAnswer]:
 
 
 def weights_problems(config: LineConfig) -> Iterator[ConfigError]:
-    """Weights files of ONNX experts that cannot be served. An agent would go on without these experts, so no line is
-    refused for them."""
+    """Weights files of ONNX experts that cannot be served; ``serve`` goes on without these experts."""
     for name, expert in config.catalog.experts.items():
         if expert.architecture != "onnx":
             continue

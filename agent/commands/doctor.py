@@ -1,7 +1,6 @@
 """Whether this box can serve this line: `coserve doctor`.
 
-Guarantees: each check says what it found, and a failed one what to do; no check stops another; a running agent is not
-disturbed.
+Guarantees: each check says what it found, and what to do; no check stops another; a running agent is not disturbed.
 """
 
 from __future__ import annotations

@@ -50,8 +50,7 @@ class Shown:
 
 
 def draw_judged(images: Sequence[Path], ends: Sequence[Shown], folder: Path) -> list[Path | None]:
-    """PNGs in ``folder``, named as the images; None of an unreadable image. Raises ConfigError for what the disk
-    refuses."""
+    """PNGs in ``folder``, named as the images; None: unreadable. Raises ConfigError for what the disk refuses."""
     times = Counter(image.name for image in images)
     targets = [
         folder / f"{'' if times[image.name] == 1 else f'{number}-'}{image.name}.judged.png"

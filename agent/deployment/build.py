@@ -116,8 +116,7 @@ def build_agent(
     progress: Progress,
     options: AgentOptions = AS_SERVED,
 ) -> Agent:
-    """An agent, not started. Raises ConfigError for what must not start, MemoryExceeded for given pools that are too
-    small."""
+    """An agent, not started. Raises ConfigError for what must not start, MemoryExceeded for too small given pools."""
     _import_runtimes(config)
     rss_before_bytes = psutil.Process().memory_info().rss
     with ExitStack() as on_failure:
@@ -209,8 +208,8 @@ def pack(
     progress: Progress,
     in_use: Iterable[PackedExpert] = (),
 ) -> PackingReport:
-    """Pack what is new or has changed. ``precisions``: by processor and expert; ``in_use``: what an agent runs from,
-    whose files stay."""
+    """Pack what is new. ``precisions``: by processor and expert; ``in_use``: what an agent runs from; these files
+    stay."""
 
     def wanted(expert: str) -> set[Precision]:
         return {column[expert] for column in precisions.values()}

@@ -195,8 +195,7 @@ def _as_packed(
 
 
 def _to_run(precisions: Precisions, profile: StoredProfile, kinds: Mapping[str, str]) -> Precisions:
-    """``precisions`` without experts that fail on a processor: the profile chose nothing for them there. ``kinds``: of
-    packed experts."""
+    """``precisions`` without those where an expert fails: the profile chose none. ``kinds``: of packed experts."""
     return {
         processor: {
             name: form

@@ -46,8 +46,7 @@ GENERATIONS = re.compile(r"\+[0-9]+(?![\w.+-])")
 
 @dataclass(frozen=True, slots=True)
 class LineChange:
-    """Event for the Engine, copies new to the loop, the agent afterwards. ``quarantined``: not servable, by the
-    Engine's names, and why."""
+    """Event, copies that are new to the loop, the agent afterwards. ``quarantined``: by the Engine's names, and why."""
 
     agent: Agent
     event: LineChanged

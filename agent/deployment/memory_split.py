@@ -145,8 +145,8 @@ def _workspace_bytes(config: LineConfig, needs: MemoryNeeds) -> int:
 
 
 def _searched_bytes(searched: PoolAllocation, needs: MemoryNeeds, casual_bytes: int) -> int:
-    """The search's workspace, adapted to today's budget (see the module); the casual one, logged, where the largest
-    expert would not fit."""
+    """The search's workspace in today's budget (see the module); the casual one where the largest expert would not
+    fit."""
     budget_bytes = needs.budget_bytes
     beside_experts_bytes = min(budget_bytes - searched.expert_bytes, searched.workspace_bytes)
     quarter_bytes = min(int(budget_bytes * WORKSPACE_FRACTION), searched.workspace_bytes)

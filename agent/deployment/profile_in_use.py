@@ -1,8 +1,7 @@
 """How a line uses the device profile of its box: which one, whether it still holds, and what it says for each expert.
 
 Guarantees: the line file comes before the profile. A profile of another box, other libraries or more memory is not
-used. An expert with other weights than profiled keeps its kind's times and sizes, runs in fp32, and decodes JPEGs in
-full.
+used. An expert with other weights than profiled keeps its kind's times and sizes, runs in fp32, decodes JPEGs in full.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ NAMED = 5  # experts in one alarm, after the first
 
 
 def find_profile(config: LineConfig) -> StoredProfile | None:
-    """The profile of this line's box; None without a finished one. Raises ConfigError for a file that cannot be
-    read."""
+    """The profile of this line's box; None without a finished one. Raises ConfigError for an unreadable file."""
     path = config.profile_file
     if path.exists():
         return read_profile(path)
@@ -79,7 +77,7 @@ def set_default_spinning() -> None:
 
 
 def usable_profile(config: LineConfig, box: Box) -> tuple[StoredProfile | None, tuple[str, ...]]:
-    """The line's profile if it holds for this box; else None, and the alarm. Raises ConfigError where the profile is
+    """The line's profile if it holds for this box; else None, and the alarm. Raises ConfigError if the profile is
     strict."""
     try:
         profile = find_profile(config)
@@ -141,8 +139,7 @@ def changes_told(config: LineConfig, changed: Mapping[str, str]) -> tuple[str, .
 
 
 def usage_of(config: LineConfig, profile: StoredProfile | None) -> dict[str, float]:
-    """Usage probability of each expert: counted or served ones as profiled, computed ones anew from today's
-    quantities."""
+    """Usage probability of each expert: counted or served ones as profiled, computed ones from today's quantities."""
     if profile is None:
         return usage_probabilities(config)
     usage = profile.usage
@@ -154,8 +151,7 @@ def usage_of(config: LineConfig, profile: StoredProfile | None) -> dict[str, flo
 def precisions_of(
     config: LineConfig, processors: Iterable[str], profile: StoredProfile | None, programs: Mapping[str, str | None]
 ) -> dict[str, dict[str, Precision]]:
-    """processor -> expert -> precision. ``programs``: sha256 of packed programs, which tell kinds of ONNX graphs
-    apart."""
+    """processor -> expert -> precision. ``programs``: sha256 of packed programs, which tell ONNX graphs apart."""
     return {
         processor: {
             name: precision_of(config, name, processor, profile, programs.get(name)) for name in config.catalog.experts

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 
 def identity_of(box: Box) -> BoxIdentity:
-    """Identity that a profile of this box holds for. oneDNN's forms are tried on the first call; other forms depend on
-    library versions alone."""
+    """Identity that a profile of this box holds for. oneDNN's forms are tried; others depend on library versions."""
     from experts.backends.forms import ONEDNN_FORMS, why_absent  # torch's operators, which a reader needs not
 
     return BoxIdentity(
@@ -63,8 +62,7 @@ def verdict_sha256(graph: ExpertGraph, expert: Expert) -> str:
 
 
 def box_mismatches(profile: StoredProfile, box: BoxIdentity) -> tuple[str, ...]:
-    """Why a profile does not hold for a box, one sentence each. Memory counts where it shrank below what was shared
-    out."""
+    """Why a profile does not hold for a box. Memory counts where it shrank below what was shared out."""
     budgets = profile.allocation.budget_bytes
     return (*outdated(profile), *differences(profile.box, box), *_shrunken(budgets, box))
 

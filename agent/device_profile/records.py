@@ -137,8 +137,8 @@ class UsageOrigin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class UsageProfile:
-    """Usage probabilities. ``pass_rates``: how often an expert let a request pass on. ``requests``: counted, 0 =
-    none."""
+    """Usage probabilities. ``pass_rates``: how often an expert let a request pass on. ``requests``: how many
+    counted."""
 
     probabilities: Mapping[str, float]
     pass_rates: Mapping[str, float]

@@ -1,7 +1,6 @@
-"""A device profile's records as rows of its tables, and back.
+"""A device profile's records as rows of its tables, and back. The caller has the transaction.
 
-The caller has the transaction. Reading raises ValueError or sqlite3.Error for invalid rows, ProfileDamaged where a path
-is given.
+Reading raises ValueError or sqlite3.Error for invalid rows, ProfileDamaged where a path is given.
 """
 
 from __future__ import annotations

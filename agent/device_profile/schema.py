@@ -193,9 +193,10 @@ def forms_of_experts(database: Database) -> None:
 
 
 def open_for_writing(path: Path) -> Database:
-    """An existing or new file, its tables up to date, every commit synced. Raises ProfileDamaged for a file that is no
-    profile, ConfigError for a newer version's and on a network share, sqlite3.OperationalError where the disk refuses
-    (``is_refused_by_disk``).
+    """A file, perhaps new, its tables up to date, every commit synced.
+
+    Raises ProfileDamaged for no profile, ConfigError for a newer version's or a network share, sqlite3.OperationalError
+    from the disk.
     """
     kind = filesystem_type(path)
     if is_shared(kind):
@@ -212,8 +213,7 @@ def open_for_writing(path: Path) -> Database:
 
 
 def copy_in_memory(path: Path) -> Database:
-    """A file's content, brought up to date in memory; the disk is not written. Raises ConfigError for what cannot be
-    read as a profile."""
+    """A file's content, brought up to date in memory only. Raises ConfigError for what cannot be read as a profile."""
     check_header(path)
     copy = Database(memory=True)
     try:

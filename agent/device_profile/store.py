@@ -164,8 +164,7 @@ class ProfileDraft:
             TABLES["links"].replace(self._database, links)
 
     def save_precisions(self, precisions: Mapping[tuple[str, str], str], forms: Sequence[ExpertForm] = ()) -> None:
-        """Precision of each (kind, processor), and experts' own forms; drops speedups where the precision was
-        another."""
+        """Precision of each (kind, processor), and experts' own forms; drops speedups of changed processors."""
         with self._part("precisions"):
             earlier, now = self._run(), {(k, p, chosen) for (k, p), chosen in precisions.items()}
             changed = earlier ^ (now | {(each.kind, each.processor, each.precision) for each in forms})
@@ -201,8 +200,7 @@ class ProfileDraft:
             TABLES["trials"].put(self._database, *trials)
 
     def finish(self) -> StoredProfile:
-        """Make it the box's profile and close it. Raises ConfigError, naming what is missing, and stays a partial
-        one."""
+        """Make it the box's profile, and close it. Raises ConfigError for what is missing; then it stays partial."""
         missing = rows.missing_parts(self._database)
         partial = partial_of(self.path)
         if missing:

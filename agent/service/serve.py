@@ -75,8 +75,7 @@ class _Crashes:
 
 @contextmanager
 def _threads_watched(tell: Callable[[], None]) -> Iterator[_Crashes]:
-    """A thread of ours (it has a name) that dies of a fault ends the agent by ``tell``. Threads of libraries are
-    numbered."""
+    """A fault that ends a thread of ours ends the agent by ``tell``. Libraries' threads have numbers for names."""
     crashes, before = _Crashes(), threading.excepthook
 
     def died(what: threading.ExceptHookArgs) -> None:

@@ -1,7 +1,7 @@
 """What becomes of verdicts once they are stored: told to receivers, exported each day, kept with images, removed.
 
-Guarantees: nothing here delays a verdict or the agent's end. What a disk, broker or server refuses is retried, with an
-alarm; a step that hangs is an alarm.
+Guarantees: nothing here delays a verdict or the agent's end. What is refused is retried, and what hangs left, with
+alarms.
 """
 
 from __future__ import annotations

@@ -48,8 +48,7 @@ UNJUDGED = Course()
 
 @dataclass(slots=True, eq=False)
 class _Sheet:
-    """One image. ``parts``: without a verdict, by ref; ``size``: (height, width) to cut. Neither parts nor verdicts: no
-    layout is known."""
+    """One image. ``parts``: without a verdict, by ref; ``size``: (height, width) to cut. Both empty: no layout."""
 
     image: Arrival | Refusal
     size: tuple[int, int] | None

@@ -93,8 +93,7 @@ class CameraDoor:
         return self.camera.stop(timeout_s)
 
     def trigger(self, board: str | None, board_type: str | None, key: str | None = None) -> str:
-        """Take one frame, the first time that this key comes; returns the key its results begin with. Raises
-        OrderRefused."""
+        """Take one frame, the first time that this key comes. Returns its results' key. Raises OrderRefused."""
         config = self._config
         if board_type is not None and board_type not in config.boards:
             raise OrderRefused(Refusing.NOT_FOUND, f"no board type {board_type!r}")
@@ -183,8 +182,7 @@ class CameraDoor:
         self._journal.release(KEY_PREFIX + trigger.key)
 
     def _entries(self, config: LineConfig, key: str, board: str, board_type: str | None, at: datetime) -> list[Entry]:
-        """Requests of a frame: its component, or each part of its board's layout. Raises CameraFailed if a reload
-        removed the layout."""
+        """Requests of a frame: its component, or each part of its layout. Raises CameraFailed without a layout."""
         key = KEY_PREFIX + key
         asked = self._journal.reserved(key)
         board_type = board_type or self._section.board_type

@@ -129,8 +129,8 @@ class JournalDoor:
     def send(
         self, sender: Sender, entries: Sequence[Entry], image: EncodedImage, frame_size: tuple[int, int] | None = None
     ) -> Sending:
-        """Accept and judge these requests of one image; returns at once. ``frame_size``: (height, width) that the
-        layout needs."""
+        """Accept and judge these requests of one image; returns at once. ``frame_size``: the layout's (height,
+        width)."""
         sending = Sending(sender, tuple(entries), image, frame_size)
         sending.cancel = lambda: self._cancel(sending)
         self._accept(sending, sending.entries)

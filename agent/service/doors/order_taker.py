@@ -57,8 +57,7 @@ class _Piece:
 
 @dataclass(slots=True, eq=False)
 class _Gathering:
-    """An order; told once, when its last piece ends. ``leave``: gives back the admission of so many pieces;
-    idempotent."""
+    """An order; told once, when its last piece ends. ``leave`` gives back the admission of so many pieces."""
 
     listener: Listener
     order: Order
@@ -173,8 +172,7 @@ class OrderTaker:
         return _Ticket(gathering, partial(self._cancel_sending, gathering, sending))
 
     def _cancel_sending(self, gathering: _Gathering, sending: Sending) -> None:
-        """An order that waits for the disk keeps its admission until it is accepted: else cancelled orders fill the
-        memory."""
+        """Admission stays until the journal accepted it: else cancelled orders that wait for a disk fill the memory."""
         sending.cancel()
         if gathering.is_accepted:
             gathering.leave(len(gathering.wanted))

@@ -24,8 +24,7 @@ KEPT = 32  # programs; a tokenizer with a large vocabulary takes tens of megabyt
 
 @dataclass(frozen=True, slots=True)
 class Speech:
-    """How one model is spoken to. ``labels``: its answers, as tokens. ``most_tokens``: read and written, by context and
-    memory."""
+    """How one model is spoken to. ``labels``: its answers, as tokens. ``most_tokens``: read and written together."""
 
     model: TextModel
     spec: ArchSpec

@@ -36,8 +36,7 @@ class ExpertDrift:
 
 @dataclass(frozen=True, slots=True)
 class DriftStatistics:
-    """``experts``: whose shares moved most, the largest first. ``steps``: sample size; all since the start until some
-    are forgotten."""
+    """``experts``: whose shares moved most, the largest first. ``steps``: sample size."""
 
     steps: int
     distance: float

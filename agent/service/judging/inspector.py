@@ -82,8 +82,7 @@ class _Recent:
 
 
 class Inspector:
-    """The agent of a line and its gate. ``start`` and ``stop`` once; the rest for any thread. ``on_crash``: called from
-    any thread."""
+    """The agent of a line and its gate. ``start`` and ``stop`` once; the rest, and ``on_crash``, on any thread."""
 
     def __init__(self, config: LineConfig, progress: Progress, on_crash: Callable[[], None]) -> None:
         self._tasks: dict[int, Task] = {}

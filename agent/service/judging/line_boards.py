@@ -33,8 +33,7 @@ def wall_clock() -> datetime:
 
 
 class LineBoards:
-    """Counts results on boards, records closed ones. For any thread. ``clock``: monotonic, ages boards; ``wall``: dates
-    them."""
+    """Counts results on boards, records closed ones. For any thread. ``clock``: boards' age; ``wall``: their dates."""
 
     def __init__(
         self,

@@ -57,8 +57,7 @@ def arrival_result(
 
 
 def duplicate_result(config: LineConfig, arrival: Arrival, first: Result) -> Result:
-    """The row of an image judged before under another key, with that verdict. No board type: an old image opens no new
-    run of its board."""
+    """The row of an image judged before under another key. No board type: it opens no new run of its board."""
     now = datetime.now(UTC).astimezone()
     return Result(
         key=arrival.key,

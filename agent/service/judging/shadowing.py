@@ -1,7 +1,6 @@
 """What the shadows of a line's experts said, on its way into the store; and which of them ended the agent.
 
-Guarantees: no verdict is changed or delayed; a shadow that ran at ENDINGS_MAXIMUM endings is quarantined until it has
-other weights.
+Guarantees: no verdict is changed or delayed; a shadow that ran at ENDINGS_MAXIMUM endings is asked no more.
 """
 
 from __future__ import annotations

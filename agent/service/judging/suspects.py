@@ -17,8 +17,7 @@ Item = TypeVar("Item")
 
 
 class Gate(Generic[Item]):
-    """For any thread. ``let_in`` never blocks or raises: True if the item is inside and will ``leave``, False if it has
-    ended already."""
+    """For any thread. ``let_in`` never blocks or raises; it says whether the item is inside and will ``leave``."""
 
     def __init__(self, let_in: Callable[[Item], bool]) -> None:
         self._let_in = let_in
