@@ -18,7 +18,7 @@ import psutil
 from agent.core.performance import PerformanceMatrix
 from agent.deployment.engine_setup import AS_CONFIGURED, EngineSetup, Given, Groundwork, groundwork
 from agent.deployment.families import with_families
-from agent.deployment.packed_copies import changed_sources, copies_of, lying_packed, other_thresholds
+from agent.deployment.packed_copies import changed_sources, copies_of, lying_packed, other_thresholds, with_forms
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured
 from agent.deployment.profile_in_use import changed_experts, changes_told, scaled_experts, unproven, usable_profile
 from agent.device_profile.identity import box_mismatches, identity_of
@@ -33,15 +33,16 @@ from experts.backends import backend_for
 from experts.errors import BackendUnavailable, ConfigError, DeviceMissing, ExpertError
 from experts.expert import OTHER_THRESHOLD, Precision
 from experts.packed.calibrated import why_not_calibrated
-from experts.packed.packing import PackingStep, pack_line
+from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from agent.config import LineConfig
     from agent.core.request import Outcome
+    from agent.deployment.engine_setup import Copies
     from agent.deployment.packed_copies import Precisions
     from agent.device_profile.records import StoredProfile
     from agent.runtime.expert_copy import ExpertCopy
@@ -211,14 +212,11 @@ def pack(
     """Pack what is new. ``precisions``: by processor and expert; ``in_use``: what an agent runs from; these files
     stay."""
 
-    def wanted(expert: str) -> set[Precision]:
-        return {column[expert] for column in precisions.values()}
-
-    def step(step: PackingStep) -> None:
-        progress("pack", step.number, step.total)
-
     try:
-        return pack_line(config.catalog.experts.values(), wanted, segments, step, in_use)
+        return pack_line(
+            config.catalog.experts.values(), lambda expert: {column[expert] for column in precisions.values()},
+            segments, lambda step: progress("pack", step.number, step.total), in_use,
+        )  # fmt: skip
     except BackendUnavailable as error:
         raise ConfigError(f"{error} - install it, or take the experts that need it off the line") from error
     finally:
@@ -268,54 +266,35 @@ def _executable(precisions: Precisions) -> Precisions:
 
     reasons = {form: reason for form in sorted(wanted) if (reason := why_absent(form)) is not None}
     for form, reason in reasons.items():
-        log.warning(
-            "form_absent precision=%s runs_as=%s reason=%s advice=write `precision: auto` or fp32",
-            form, form.plain, reason,
-        )  # fmt: skip
-    return {
-        processor: {name: form.plain if form in reasons else form for name, form in column.items()}
-        for processor, column in precisions.items()
-    }
+        advice = "write `precision: auto` or fp32"
+        log.warning("form_absent precision=%s runs_as=%s reason=%s advice=%s", form, form.plain, reason, advice)
+    return with_forms(precisions, lambda _, form: form.plain if form in reasons else form)
 
 
 def _calibrated(config: LineConfig, packed: Path, precisions: Precisions) -> Precisions:
     """The same, with fp32 for experts that are to have eight bits and are not calibrated as they are now; told each."""
-    names = {name for column in precisions.values() for name, form in column.items() if form is Precision.ONEDNN_INT8}
-    reasons: dict[str, str | None] = {}
-    for name in sorted(names):
-        with suppress(ExpertError):  # of weights that are not there packing tells
-            reasons[name] = why_not_calibrated(config.catalog.experts[name], packed)
-    instead = {name: Precision.ONEDNN_INT8.plain for name, reason in reasons.items() if reason is not None}
-    for name, form in instead.items():
-        log.warning(
-            "not_calibrated expert=%s precision=%s runs_as=%s reason=%s",
-            name, Precision.ONEDNN_INT8, form, reasons[name],
-        )  # fmt: skip
-    return {
-        processor: {
-            name: instead.get(name, form) if form is Precision.ONEDNN_INT8 else form for name, form in column.items()
-        }
-        for processor, column in precisions.items()
-    }
+    eight, reasons = Precision.ONEDNN_INT8, dict[str, str]()
+    for name in sorted({name for column in precisions.values() for name, form in column.items() if form is eight}):
+        with suppress(ExpertError):  # packing reports missing weights
+            if (reason := why_not_calibrated(config.catalog.experts[name], packed)) is not None:
+                reasons[name] = reason
+    for name, reason in reasons.items():
+        log.warning("not_calibrated expert=%s precision=%s runs_as=%s reason=%s", name, eight, eight.plain, reason)
+    return with_forms(precisions, lambda name, form: form.plain if form is eight and name in reasons else form)
 
 
-def held_copies(
-    ground: Groundwork, copies: Mapping[str, Sequence[ExpertCopy]]
-) -> tuple[Groundwork, Mapping[str, Sequence[ExpertCopy]]]:
+def held_copies(ground: Groundwork, copies: Copies) -> tuple[Groundwork, Copies]:
     """The copies as they are held: see Groundwork.sized."""
-    stored = ground.profile
 
-    def times(copies: Mapping[str, Sequence[ExpertCopy]]) -> PerformanceMatrix:
-        if stored is None:
+    def times(copies: Copies) -> PerformanceMatrix:
+        if ground.profile is None:
             return estimated_matrix(ground.box, copies, ground.usage)
-        return matrix(stored, ground.box, copies, ground.usage, ground.executors)
+        return matrix(ground.profile, ground.box, copies, ground.usage, ground.executors)
 
     return ground.sized(copies, times)
 
 
-def measured_setup(
-    ground: Groundwork, copies: Mapping[str, Sequence[ExpertCopy]], segments: SegmentStore, progress: Progress
-) -> EngineSetup:
+def measured_setup(ground: Groundwork, copies: Copies, segments: SegmentStore, progress: Progress) -> EngineSetup:
     """By the times that the profile has, or a probe finds."""
     profile, timed = ground.profile, PerformanceMatrix({}, dict(ground.usage))
     if profile is not None:
@@ -336,9 +315,7 @@ def measured_setup(
     return ground.setup(found, failed | dict(probed.failed))
 
 
-def _untimed(
-    ground: Groundwork, timed: PerformanceMatrix, copies: Mapping[str, Sequence[ExpertCopy]]
-) -> dict[str, list[ExpertCopy]]:
+def _untimed(ground: Groundwork, timed: PerformanceMatrix, copies: Copies) -> dict[str, list[ExpertCopy]]:
     """The copies to probe: without a profile all, else those without times that no profiling has found unable."""
     measured = {kind.processor for kind in ground.profile.kinds} if ground.profile is not None else set()
     return {
@@ -352,9 +329,7 @@ def _untimed(
     }
 
 
-def _profiled(
-    ground: Groundwork, stored: StoredProfile, copies: Mapping[str, Sequence[ExpertCopy]]
-) -> PerformanceMatrix:
+def _profiled(ground: Groundwork, stored: StoredProfile, copies: Copies) -> PerformanceMatrix:
     executors = ground.executors
     log.info("profile_used written_at=%s kinds=%d executors=%d", stored.written_at, len(stored.kinds), len(executors))
     for share in sorted({core_share(stored, kind, executors) for kind in stored.kinds}, key=astuple):

@@ -17,7 +17,7 @@ from agent.deployment.executors import executor_specs
 from agent.deployment.families import with_families
 from agent.deployment.memory_split import available_for, limits_of, pool_specs
 from agent.deployment.moe_caches import MoeCaches, host_tier_bytes
-from agent.deployment.packed_copies import by_precision, copies_of, lying_packed
+from agent.deployment.packed_copies import by_precision, copies_of, lying_packed, with_forms
 from agent.deployment.performance_matrix import in_form, matrix, unmeasured_kinds
 from agent.deployment.profile_in_use import precisions_of, programs_of, usage_of
 from agent.device_profile.identity import outdated
@@ -26,7 +26,7 @@ from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from agent.config import LineConfig
     from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix, PoolSpec
@@ -139,14 +139,13 @@ def planned(
     ``without``: experts not servable, and why. Raises ConfigError for other experts that are not packed or whose kind
     was not profiled, and for an outdated profile.
     """
+    again = f"run `coserve profile {config.document.file}`"
     if reasons := tuple(outdated(profile)):
-        told = f"the device profile: {'; '.join(reasons)} - run `coserve profile {config.document.file}` again"
-        raise ConfigError(told)
+        raise ConfigError(f"the device profile: {'; '.join(reasons)} - {again} again")
     lying = lying_packed(config, config.packed_folder)
+    kinds, packed = kinds_of(config, lying), by_precision(lying)
     ground = groundwork(config, box, profile, lying, given)
-    ground = replace(ground, precisions=_as_packed(config, ground.precisions, by_precision(lying)))
-    kinds = kinds_of(config, lying)
-    packed = by_precision(lying)
+    ground = replace(ground, precisions=_as_packed(config, ground.precisions, packed))
     _refuse_unpacked(config, _to_run(ground.precisions, profile, kinds), packed, without)
     able = {name: forms for name, forms in packed.items() if name not in without}
     ground, copies = ground.sized(
@@ -158,7 +157,12 @@ def planned(
         found = in_form(found, profile, given.form, kinds, ground.executors)
     found = with_families(found, chain.from_iterable(copies.values()))
     broken = unmeasured_kinds(found, kinds) | dict(without)
-    _refuse_unprofiled(config, profile, broken.keys() - without.keys())
+    known = {expert for expert, _ in profile.packed}  # to the profiler: without a row the expert is broken, not new
+    if problems := [
+        config.document.error(f"the device profile has no times of its kind - {again}", "experts", name)
+        for name in sorted(broken.keys() - without.keys() - known)
+    ]:
+        raise ConfigError.of(problems)
     return ground.setup(found, broken)
 
 
@@ -188,10 +192,7 @@ def _as_packed(
     if form is None or form.plain is form or config.document.values.get("precision") != form:
         return precisions
     plain = {name for name, forms in packed.items() if form.plain in forms and form not in forms}
-    return {
-        processor: {name: form.plain if wanted is form and name in plain else wanted for name, wanted in column.items()}
-        for processor, column in precisions.items()
-    }
+    return with_forms(precisions, lambda name, wanted: form.plain if wanted is form and name in plain else wanted)
 
 
 def _to_run(precisions: Precisions, profile: StoredProfile, kinds: Mapping[str, str]) -> Precisions:
@@ -215,33 +216,12 @@ def _refuse_unpacked(
     """Profiling packs what the line file asks for: another precision has to be written there first."""
     profiling = f"`coserve profile {config.document.file}`"
     written = config.document.values.get("precision")
-    wanted = {(name, form) for column in precisions.values() for name, form in column.items() if name not in without}
-    problems = [
-        config.document.error(
-            f"not packed in {form} - write `precision: {form}` into the line file, then run {profiling}"
-            if form == config.precision != written
-            else f"not packed in {form} - run {profiling}, which packs it",
-            "experts",
-            name,
-        )
-        for name, form in sorted(wanted)
-        if form not in packed.get(name, {})
-    ]
-    if problems:
-        raise ConfigError.of(problems)
-
-
-def _refuse_unprofiled(config: LineConfig, profile: StoredProfile, unmeasured: Iterable[str]) -> None:
-    """An expert without a row is broken if the profiler knew it, and new if it did not."""
-    known = {expert for expert, _ in profile.packed}
-    problems = [
-        config.document.error(
-            f"the device profile has no times of its kind - run `coserve profile {config.document.file}`",
-            "experts",
-            name,
-        )
-        for name in sorted(unmeasured)
-        if name not in known
-    ]
+    problems = []
+    for name, form in sorted({each for column in precisions.values() for each in column.items()}):
+        if name not in without and form not in packed.get(name, {}):
+            is_written = form != config.precision or form == written
+            step = "" if is_written else f"write `precision: {form}` into the line file, then "
+            told = f"not packed in {form} - {step}run {profiling}{', which packs it' if is_written else ''}"
+            problems.append(config.document.error(told, "experts", name))
     if problems:
         raise ConfigError.of(problems)

@@ -14,7 +14,7 @@ from experts.packed.sources import is_there, sha256_of, stamp_of
 from experts.thresholds.binding import is_bound_elsewhere
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from agent.config import LineConfig
@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from experts.packed.weights import PackedExpert
 
 Precisions: TypeAlias = "Mapping[str, Mapping[str, Precision]]"  # processor -> expert -> precision
+
+
+def with_forms(precisions: Precisions, form_of: Callable[[str, Precision], Precision]) -> Precisions:
+    """``form_of``: the expert's precision in the place of the one it has."""
+    return {
+        processor: {name: form_of(name, form) for name, form in column.items()}
+        for processor, column in precisions.items()
+    }
 
 
 def copies_of(
