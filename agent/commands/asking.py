@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from agent.api.calls.desk import Part
 from agent.api.client import Access, AgentClient
 from agent.config import read_secret
 from agent.line_file.api import UNIX
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from agent.api.calls.desk import Part, StatusView, TextOrder
+    from agent.api.calls.desk import StatusView, TextOrder
     from agent.api.calls.texts import Told
     from agent.commands.judged_pictures import Shown
     from agent.config import LineConfig
@@ -70,7 +71,7 @@ def ask_to_inspect(
     judged = iter(parts)
     ends = [None if number in unreadable else next(judged) for number in range(len(images))]
     rows = [
-        _unreadable_row(image, component, unreadable[number]) if end is None else _row(image, component, end)
+        _row(image, component, end or Part("", component, Verdict.UNKNOWN, reason=unreadable[number]))
         for number, (image, end) in enumerate(zip(images, ends, strict=True))
     ]
     return rows if pictures is None else _with_pictures(rows, images, ends, pictures)
@@ -156,18 +157,4 @@ def _row(image: Path, component: str, part: Part) -> dict[str, Any]:
             {"expert": each.expert, "score": each.score, "threshold": each.threshold} for each in part.anomalies
         ],
         "outputs": [output.as_json() for output in part.outputs],
-    }
-
-
-def _unreadable_row(image: Path, component: str, reason: str) -> dict[str, Any]:
-    row: dict[str, Any] = {"image": str(image), "component": component, "verdict": str(Verdict.UNKNOWN)}
-    return row | {
-        "label": None,
-        "score": None,
-        "experts": [],
-        "seconds": 0.0,
-        "reason": reason,
-        "boxes": [],
-        "anomalies": [],
-        "outputs": [],
     }

@@ -18,6 +18,7 @@ from agent.core.performance import PerformanceMatrix
 from agent.deployment.build import AgentOptions, groundwork_of, measured_setup, packed_as_proven
 from agent.deployment.engine_setup import Given
 from agent.deployment.families import with_families
+from agent.deployment.memory_split import pinned_experts
 from agent.deployment.packed_copies import copies_of, copy_name
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.templates import make_templates
@@ -27,7 +28,7 @@ from experts.expert import Precision
 from experts.graph import ExpertGraph
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from agent.config import LineConfig
     from agent.core.performance import ExpertProfile
@@ -147,11 +148,15 @@ def _setup_after(
         agent.setup,
         graph=_graph(config, names, retired),
         matrix=with_families(_matrix(agent, found, names, usage), served),
-        limits=replace(agent.setup.limits, pinned=frozenset(names[name] for name in _pinned(config))),
+        limits=replace(agent.setup.limits, pinned=frozenset(names[name] for name in pinned_experts(config))),
         precisions=found.precisions,
     )
     _refuse_without_leases(setup, agent.loop.text_executors)
-    _refuse_misfits(setup)
+    try:
+        setup.engine()
+    except MemoryExceeded as error:
+        reason = with_line_names(str(error))
+        raise ConfigError(f"{reason} - start anew with a larger memory:, or leave the expert out") from error
     return setup
 
 
@@ -211,12 +216,6 @@ def _unfinished(agent: Agent) -> set[str]:
     return set(agent.retired & there)
 
 
-def _needed(agent: Agent) -> frozenset[str]:
-    """The Engine's names of the experts that what was accepted may still have to be asked."""
-    is_behind = agent.loop.statistics().engine.serves_earlier_lines
-    return agent.setup.graph.experts if is_behind else _served(agent)
-
-
 def _served(agent: Agent) -> frozenset[str]:
     return agent.setup.graph.experts - agent.retired
 
@@ -247,7 +246,8 @@ def _matrix(
     agent: Agent, found: EngineSetup, names: Mapping[str, str], usage: Mapping[str, float]
 ) -> PerformanceMatrix:
     """The old rows as far as they may still be needed, and those of what is new under the Engine's names."""
-    kept = _needed(agent) | set(names.values())
+    is_behind = agent.loop.statistics().engine.serves_earlier_lines
+    kept = (agent.setup.graph.experts if is_behind else _served(agent)) | set(names.values())
     columns: dict[str, dict[str, ExpertProfile]] = {
         processor: {name: row for name, row in column.items() if name in kept}
         for processor, column in agent.setup.matrix.experts.items()
@@ -266,18 +266,6 @@ def _graph(config: LineConfig, names: Mapping[str, str], retired: frozenset[str]
     }
     shadows = {names[expert]: names[shadow] for expert, shadow in config.catalog.graph.shadows.items()}
     return ExpertGraph([*names.values(), *retired], routes, shadows)
-
-
-def _pinned(config: LineConfig) -> Iterable[str]:
-    return (name for name, expert in config.catalog.experts.items() if expert.pin)
-
-
-def _refuse_misfits(setup: EngineSetup) -> None:
-    try:
-        setup.engine()
-    except MemoryExceeded as error:
-        reason = with_line_names(str(error))
-        raise ConfigError(f"{reason} - start anew with a larger memory:, or leave the expert out") from error
 
 
 def _refuse_without_leases(setup: EngineSetup, text_executors: Collection[int]) -> None:

@@ -7,7 +7,7 @@ texts, batches and pinned experts. In front of a device more wait in a part of h
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST
@@ -50,22 +50,15 @@ def places_of(config: LineConfig, expert: str, packed: PackedExpert) -> int | No
     return None if places >= moe_experts_of(packed) else places
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class MoeCaches:
     """Sizes the caches of a line. ``times``: a matrix of copies, of which footprints and workspaces are read."""
 
-    def __init__(
-        self,
-        config: LineConfig,
-        box: Box,
-        executors: Sequence[ExecutorSpec],
-        allocation: Allocation | None,
-        times: Callable[[Mapping[str, Sequence[ExpertCopy]]], PerformanceMatrix],
-    ) -> None:
-        self._config = config
-        self._box = box
-        self._executors = executors
-        self._allocation = allocation
-        self._times = times
+    _config: LineConfig
+    _box: Box
+    _executors: Sequence[ExecutorSpec]
+    _allocation: Allocation | None
+    _times: Callable[[Mapping[str, Sequence[ExpertCopy]]], PerformanceMatrix]
 
     def sized(self, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, list[ExpertCopy]]:
         """The copies, by processor, those that do not fit with as many moe_experts as do."""

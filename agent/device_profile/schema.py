@@ -31,53 +31,30 @@ JOURNAL_SUFFIXES = ("-journal", "-wal", "-shm")
 
 FIRST_TABLES = (  # as a migration created them: never to be changed, another migration changes them
     """CREATE TABLE profile (
-        id INTEGER PRIMARY KEY CHECK (id = 1),
-        line TEXT NOT NULL,
-        device TEXT NOT NULL,
-        model TEXT NOT NULL,
-        processors TEXT NOT NULL,
-        cores INTEGER NOT NULL,
-        host_bytes INTEGER NOT NULL,
-        device_bytes INTEGER,
-        versions TEXT NOT NULL,
-        finished_at TEXT
+        id INTEGER PRIMARY KEY CHECK (id = 1), line TEXT NOT NULL, device TEXT NOT NULL, model TEXT NOT NULL,
+        processors TEXT NOT NULL, cores INTEGER NOT NULL, host_bytes INTEGER NOT NULL, device_bytes INTEGER,
+        versions TEXT NOT NULL, finished_at TEXT
     )""",
     "CREATE TABLE parts (part TEXT PRIMARY KEY)",
     "CREATE TABLE links (link TEXT PRIMARY KEY, bytes_per_s REAL NOT NULL CHECK (bytes_per_s > 0))",
     """CREATE TABLE kinds (
-        kind TEXT NOT NULL,
-        architecture TEXT NOT NULL,
-        processor TEXT NOT NULL,
-        precision TEXT NOT NULL,
-        threads INTEGER NOT NULL CHECK (threads > 0),
-        K_s REAL NOT NULL CHECK (K_s >= 0),
-        B_s REAL NOT NULL CHECK (B_s >= 0),
-        fit_error REAL NOT NULL,
-        max_batch INTEGER NOT NULL CHECK (max_batch > 0),
-        weight_bytes INTEGER NOT NULL CHECK (weight_bytes >= 0),
+        kind TEXT NOT NULL, architecture TEXT NOT NULL, processor TEXT NOT NULL, precision TEXT NOT NULL,
+        threads INTEGER NOT NULL CHECK (threads > 0), K_s REAL NOT NULL CHECK (K_s >= 0),
+        B_s REAL NOT NULL CHECK (B_s >= 0), fit_error REAL NOT NULL,
+        max_batch INTEGER NOT NULL CHECK (max_batch > 0), weight_bytes INTEGER NOT NULL CHECK (weight_bytes >= 0),
         workspace_base_bytes INTEGER NOT NULL CHECK (workspace_base_bytes >= 0),
-        workspace_bytes INTEGER NOT NULL CHECK (workspace_bytes >= 0),
-        load_s TEXT NOT NULL,
-        samples TEXT NOT NULL,
+        workspace_bytes INTEGER NOT NULL CHECK (workspace_bytes >= 0), load_s TEXT NOT NULL, samples TEXT NOT NULL,
         PRIMARY KEY (kind, processor, precision)
     )""",
     """CREATE TABLE batches (
-        kind TEXT NOT NULL,
-        processor TEXT NOT NULL,
-        precision TEXT NOT NULL,
-        batch_size INTEGER NOT NULL CHECK (batch_size > 0),
-        seconds TEXT NOT NULL,
+        kind TEXT NOT NULL, processor TEXT NOT NULL, precision TEXT NOT NULL,
+        batch_size INTEGER NOT NULL CHECK (batch_size > 0), seconds TEXT NOT NULL,
         workspace_bytes INTEGER NOT NULL CHECK (workspace_bytes >= 0),
         PRIMARY KEY (kind, processor, precision, batch_size)
     )""",
     """CREATE TABLE agreements (
-        kind TEXT NOT NULL,
-        processor TEXT NOT NULL,
-        precision TEXT NOT NULL,
-        images INTEGER NOT NULL,
-        labels_differ INTEGER NOT NULL,
-        largest_score_difference REAL NOT NULL,
-        tolerance REAL NOT NULL,
+        kind TEXT NOT NULL, processor TEXT NOT NULL, precision TEXT NOT NULL, images INTEGER NOT NULL,
+        labels_differ INTEGER NOT NULL, largest_score_difference REAL NOT NULL, tolerance REAL NOT NULL,
         samples_sha256 TEXT NOT NULL,
         PRIMARY KEY (kind, processor, precision)
     )""",
@@ -95,17 +72,12 @@ FIRST_TABLES = (  # as a migration created them: never to be changed, another mi
     "CREATE TABLE allocation_origin (id INTEGER PRIMARY KEY CHECK (id = 1), origin TEXT NOT NULL)",
     "CREATE TABLE allocation_budgets (pool TEXT PRIMARY KEY, budget_bytes INTEGER NOT NULL)",
     """CREATE TABLE allocation_pools (
-        pool TEXT PRIMARY KEY,
-        expert_bytes INTEGER NOT NULL,
-        workspace_bytes INTEGER NOT NULL,
+        pool TEXT PRIMARY KEY, expert_bytes INTEGER NOT NULL, workspace_bytes INTEGER NOT NULL,
         experts INTEGER NOT NULL
     )""",
     "CREATE TABLE allocation_executors (processor TEXT PRIMARY KEY, executors INTEGER NOT NULL)",
     """CREATE TABLE trials (
-        search TEXT NOT NULL,
-        number INTEGER NOT NULL,
-        setting TEXT NOT NULL,
-        images_per_s REAL NOT NULL,
+        search TEXT NOT NULL, number INTEGER NOT NULL, setting TEXT NOT NULL, images_per_s REAL NOT NULL,
         note TEXT NOT NULL
     )""",
     "CREATE INDEX trials_search ON trials (search)",
@@ -127,10 +99,7 @@ def openmp_spinning(database: Database) -> None:
     """How long threads wait between operators; a profile without rows was not asked."""
     database.execute(
         """CREATE TABLE spinning (
-            setting TEXT PRIMARY KEY,
-            one_s TEXT NOT NULL,
-            largest_s TEXT NOT NULL,
-            is_chosen INTEGER NOT NULL
+            setting TEXT PRIMARY KEY, one_s TEXT NOT NULL, largest_s TEXT NOT NULL, is_chosen INTEGER NOT NULL
         )"""
     )
 
@@ -148,16 +117,9 @@ def decoding_of_images(database: Database) -> None:
     """What images cost before their batches, and which experts have JPEGs smaller."""
     database.execute(
         """CREATE TABLE decodings (
-            expert TEXT PRIMARY KEY,
-            images INTEGER NOT NULL CHECK (images > 0),
-            megapixels REAL NOT NULL,
-            full_s REAL NOT NULL,
-            scaled_s REAL NOT NULL,
-            smaller INTEGER NOT NULL,
-            labels_differ INTEGER NOT NULL,
-            largest_score_difference REAL NOT NULL,
-            tolerance REAL NOT NULL,
-            of_sha256 TEXT NOT NULL
+            expert TEXT PRIMARY KEY, images INTEGER NOT NULL CHECK (images > 0), megapixels REAL NOT NULL,
+            full_s REAL NOT NULL, scaled_s REAL NOT NULL, smaller INTEGER NOT NULL, labels_differ INTEGER NOT NULL,
+            largest_score_difference REAL NOT NULL, tolerance REAL NOT NULL, of_sha256 TEXT NOT NULL
         )"""
     )
 

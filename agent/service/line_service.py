@@ -196,18 +196,14 @@ class LineService:
         self._doorkeeper.step()
         if self._closed_doors:
             self._doorkeeper.start()
+        listed = self._config.intake.folders
         self._folders = [
             FolderDoor(
-                self._config,
-                folder,
-                self._inspector,
-                self._verdicts,
-                self._store,
-                budget_bytes=READ_BYTES // len(self._config.intake.folders),
-                has_room=self._has_room,
+                self._config, folder, self._inspector, self._verdicts, self._store,
+                budget_bytes=READ_BYTES // len(listed), has_room=self._has_room,
             )
-            for folder in self._config.intake.folders
-        ]
+            for folder in listed
+        ]  # fmt: skip
         for folder in self._folders:
             folder.start()
         for camera in self._cameras.values():
@@ -224,23 +220,24 @@ class LineService:
         for door in self._cameras.values():
             door.stop(0.0)  # they end while callers have their answers
         self._stop_api()
-        self._stop_cameras()
+        _stop_all([door.stop for door in self._cameras.values()], CAMERAS_STOP_S)  # one that hangs is killed
         self._inspector.take_no_more()
         with ExitStack() as ending:  # in the order from below
             ending.callback(self._inspector.close)
             ending.callback(self._close_store)
             ending.callback(self._upkeep.stop)
-            ending.callback(self._stop_intakes)
+            ending.callback(_stop_all, [folder.intake.stop for folder in self._folders], FILING_S)
             ending.callback(self._wait_for_commits)
             ending.callback(self._shadows.flush)
             ending.callback(self._upkeep.stop_images)
             ending.callback(self._housekeeper.stop, HOUSEKEEPER_STOP_S)
             ending.callback(self._inspector.forgive)
             ending.callback(self._inspector.stop)
-            ending.callback(self._stop_readers)
+            ending.callback(_stop_all, [folder.reader.stop for folder in self._folders], READER_STOP_S)
             ending.callback(self._journal.stop)
             ending.callback(self._stop_web)
-            self._drain()
+            if not self._inspector.drain(DRAIN_S):
+                log.warning("not_drained images=%d they wait for the next start", self._inspector.in_flight)
             engine = self.agent.loop.statistics().engine
         counts = {str(verdict).lower(): count for verdict, count in self._verdicts.counts.items()}
         return {
@@ -264,10 +261,6 @@ class LineService:
                     self.api.start()
             self._closed_doors.remove(door)
 
-    def _stop_cameras(self) -> None:
-        """What they took already is durable, or becomes so; one that hangs is killed."""
-        _stop_all([door.stop for door in self._cameras.values()], CAMERAS_STOP_S)
-
     def _stop_api(self) -> None:
         """Callers are told not to come any more; whoever waits has its answer while there is time."""
         deadline_s = time.monotonic() + API_STOP_S
@@ -284,21 +277,10 @@ class LineService:
         if self._openai is not None:
             self._openai.stop()
 
-    def _drain(self) -> None:
-        if not self._inspector.drain(DRAIN_S):
-            log.warning("not_drained images=%d they wait for the next start", self._inspector.in_flight)
-
     def _wait_for_commits(self) -> None:
         deadline = time.monotonic() + COMMIT_S
         while self._store.statistics().pending and time.monotonic() < deadline:
             time.sleep(0.01)
-
-    def _stop_readers(self) -> None:
-        _stop_all([folder.reader.stop for folder in self._folders], READER_STOP_S)
-
-    def _stop_intakes(self) -> None:
-        """They move the files whose verdicts were just stored."""
-        _stop_all([folder.intake.stop for folder in self._folders], FILING_S)
 
     def _close_store(self) -> None:
         if not self._store.close(STORE_CLOSE_S):

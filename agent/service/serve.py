@@ -62,21 +62,10 @@ class _End:
                 reload()
 
 
-@dataclass(slots=True)
-class _Crashes:
-    """What ended a thread of ours that should never end so; the first one counts."""
-
-    first: AgentCrashed | None = None
-
-    def raise_first(self) -> None:
-        if self.first is not None:
-            raise self.first
-
-
 @contextmanager
-def _threads_watched(tell: Callable[[], None]) -> Iterator[_Crashes]:
+def _threads_watched(tell: Callable[[], None]) -> Iterator[list[AgentCrashed]]:
     """A fault that ends a thread of ours ends the agent by ``tell``. Libraries' threads have numbers for names."""
-    crashes, before = _Crashes(), threading.excepthook
+    crashes, before = list[AgentCrashed](), threading.excepthook
 
     def died(what: threading.ExceptHookArgs) -> None:
         name = "" if what.thread is None else what.thread.name
@@ -84,9 +73,8 @@ def _threads_watched(tell: Callable[[], None]) -> Iterator[_Crashes]:
             before(what)
             return
         log.critical("thread_died thread=%s: the agent ends", name, exc_info=what.exc_value)
-        if crashes.first is None:
-            crashes.first = AgentCrashed(what.exc_value)
-            crashes.first.__cause__ = what.exc_value
+        crashes.append(AgentCrashed(what.exc_value))
+        crashes[-1].__cause__ = what.exc_value
         tell()
 
     threading.excepthook = died
@@ -154,7 +142,8 @@ def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) ->
             notifier.stopping()
             heartbeat.stop()
             closing = service.stop()
-            crashes.raise_first()
+            if crashes:
+                raise crashes[0]
             starts.forget()
             log.info("stopped line=%s %s", config.line, " ".join(f"{key}={value}" for key, value in closing.items()))
             return closing

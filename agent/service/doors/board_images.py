@@ -72,25 +72,17 @@ class _Sheet:
         return verdict, f"{len(reasons)} of {len(self.verdicts)} parts are UNKNOWN; {ref}: {reason}"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class BoardImages:
     """Of one folder. For any thread. ``settle`` is told of each image once, when all its parts are stored; ``refuse``
     of one whose layout went with a reload."""
 
-    def __init__(
-        self,
-        inspector: Inspector,
-        verdicts: Verdicts,
-        results: ResultReader,
-        reader: ArrivalReader,
-        settle: Settle,
-        refuse: Refuse,
-    ) -> None:
-        self._inspector = inspector
-        self._verdicts = verdicts
-        self._results = results
-        self._reader = reader
-        self._settle = settle
-        self._refuse = refuse
+    _inspector: Inspector
+    _verdicts: Verdicts
+    _results: ResultReader
+    _reader: ArrivalReader
+    _settle: Settle
+    _refuse: Refuse
 
     def arrived(self, arrival: Arrival) -> None:
         """Have it read, if any of its parts is to be judged."""

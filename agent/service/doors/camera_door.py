@@ -123,16 +123,8 @@ class CameraDoor:
 
     def view(self) -> SourceView:
         """How it is doing."""
-        statistics = self.camera.statistics()
-        return SourceView(
-            self.name,
-            "camera",
-            str(statistics.state),
-            received=statistics.received,
-            waiting=statistics.waiting,
-            dropped=statistics.dropped,
-            alarm=statistics.alarm,
-        )
+        seen = self.camera.statistics()
+        return SourceView(self.name, "camera", str(seen.state), seen.received, seen.waiting, seen.dropped, seen.alarm)
 
     def frame_judged(self) -> None:
         with self._has_changed:

@@ -172,11 +172,12 @@ class JournalDoor:
     # -- accepted: on the store's thread --
 
     def _accepted(self, sending: Sending, entries: Sequence[Entry], answers: Sequence[Acceptance]) -> None:
-        sources = _sources(sending)
-        new, judged = [], []
         if Acceptance.REUSED in answers:
             _tell(sending, None)
             return
+        is_cut = any(entry.box is not None for entry in sending.entries)
+        frame = Frame(sending.image, sending.frame_size) if is_cut else None
+        new, judged = [], []
         with self._lock:
             waiting = [] if sending.is_cancelled else [sending]
             for entry, answer in zip(entries, answers, strict=True):
@@ -185,7 +186,7 @@ class JournalDoor:
                 elif answer is Acceptance.UNDER_WAY and entry.key in self._open:
                     self._open[entry.key].waiting += waiting
                 else:
-                    source, content = sources[entry.key], sending.image.content
+                    source, content = _source(entry, sending.image, frame), sending.image.content
                     maker = sending if answer is Acceptance.NEW else None
                     request = _Open(entry, source, maker, content, waiting=list(waiting), is_wanted=False)
                     self._open[entry.key] = request
@@ -322,20 +323,18 @@ class JournalDoor:
         content = self._content(number)
         if content is None:
             return
-        first = requests[0].entry
-        image = EncodedImage(content, first.name, self._max_pixels(first))
+        first, config = requests[0].entry, self._inspector.agent.config
+        max_pixels = {camera.name: camera.max_pixels for camera in config.intake.cameras}
+        image = EncodedImage(content, first.name, max_pixels.get(first.source, DEFAULT_MAX_PIXELS))
         attempts = max(self._inspector.attempts(request.entry.key) for request in requests)
-        frame = Frame(image, self._frame_size(first)) if first.box is not None else None
+        layout = config.layouts.get(first.board_type or "")
+        frame = None if first.box is None else Frame(image, None if layout is None else layout.size)
         with self._lock:
             requests[0].size_bytes = len(content)
             self._replayed_bytes += len(content)
         for request in requests:
             request.image, request.content = _source(request.entry, image, frame), content
             self._enter(request, attempts)
-
-    def _max_pixels(self, entry: Entry) -> int:
-        cameras = self._inspector.agent.config.intake.cameras
-        return next((camera.max_pixels for camera in cameras if camera.name == entry.source), DEFAULT_MAX_PIXELS)
 
     def _content(self, number: int) -> bytes | None:
         """Read for as long as it takes; None where the journal has nothing of it any more, or when it is to stop."""
@@ -349,10 +348,6 @@ class JournalDoor:
                 is_told = True
                 self._stopping.wait(REREAD_S)
         return None
-
-    def _frame_size(self, entry: Entry) -> tuple[int, int] | None:
-        layout = self._inspector.agent.config.layouts.get(entry.board_type or "")
-        return None if layout is None else layout.size
 
 
 def asked_sha256(*said: object) -> str:
@@ -374,12 +369,6 @@ def _tell(sending: Sending, verdict: StoredVerdict | None) -> None:
             sending.sender.judged(verdict)
     except Exception:  # one sender's mistake is not the others'
         log.exception("sender_failed key=%s", sending.entries[0].key)
-
-
-def _sources(sending: Sending) -> dict[str, ImageSource]:
-    is_cut = any(entry.box is not None for entry in sending.entries)
-    frame = Frame(sending.image, sending.frame_size) if is_cut else None
-    return {entry.key: _source(entry, sending.image, frame) for entry in sending.entries}
 
 
 def _source(entry: Entry, image: EncodedImage, frame: Frame | None) -> ImageSource:

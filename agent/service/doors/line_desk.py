@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -61,29 +61,19 @@ class Controls:
     alarms: Callable[[], Sequence[str]]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class LineDesk:
     """Keeps ``agent.api.calls.desk.Desk``. For any thread."""
 
-    def __init__(
-        self,
-        inspector: Inspector,
-        orders: OrderTaker,
-        texts: TextDoor,
-        verdicts: Verdicts,
-        boards: LineBoards,
-        store: ResultStore,
-        tally: Tally,
-        controls: Controls,
-    ) -> None:
-        self._inspector = inspector
-        self._orders = orders
-        self._texts = texts
-        self._verdicts = verdicts
-        self._boards = boards
-        self._results = store
-        self._tally = tally
-        self._controls = controls
-        self._started_s = time.monotonic()
+    _inspector: Inspector
+    _orders: OrderTaker
+    _texts: TextDoor
+    _verdicts: Verdicts
+    _boards: LineBoards
+    _results: ResultStore
+    _tally: Tally
+    _controls: Controls
+    _started_s: float = field(default_factory=time.monotonic, init=False)
 
     def order(self, order: Order, listener: Listener) -> Ticket:
         with self._tally.ordering():

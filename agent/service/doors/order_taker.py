@@ -135,7 +135,8 @@ class OrderTaker:
         pieces, layout = self._pieces(order, key, board_type)
         size = None if layout is None else layout.size
         content = _encoded(order.image) if order.is_kept else None
-        size_bytes = len(content) if content is not None else _size_bytes(order.image)
+        held = order.image if content is None else content
+        size_bytes = len(held) if isinstance(held, bytes) else held.nbytes
         if size is not None:
             size_bytes += size[0] * size[1] * 3  # a frame is held decoded until its last part is judged
         entered = self._admission.enter(len(pieces), size_bytes)
@@ -158,7 +159,10 @@ class OrderTaker:
         board_type: str | None,
     ) -> Ticket:
         order, now = gathering.order, datetime.now(UTC).astimezone()
-        asked = _asked_sha256(order, pieces, content, board_type) if order.key else None
+        asked = None
+        if order.key:
+            said = [(piece.component, piece.expert, piece.ref, piece.box) for piece in pieces]
+            asked = asked_sha256(hashlib.sha256(content).hexdigest(), order.board, board_type, said)
         entries = [  # one expert's answer is no verdict that a board could count
             Entry(
                 piece.key, SOURCE, piece.key, now, piece.component, piece.expert, order.board,
@@ -278,11 +282,6 @@ class OrderTaker:
         return order.board_type or next(iter(types), None)
 
 
-def _asked_sha256(order: Order, pieces: Sequence[_Piece], content: bytes, board_type: str | None) -> str:
-    parts = [(piece.component, piece.expert, piece.ref, piece.box) for piece in pieces]
-    return asked_sha256(hashlib.sha256(content).hexdigest(), order.board, board_type, parts)
-
-
 def _encoded(image: bytes | np.ndarray) -> bytes:
     """The image as a file's bytes: pixels as a BMP, which costs nothing to write."""
     if isinstance(image, bytes):
@@ -290,10 +289,6 @@ def _encoded(image: bytes | np.ndarray) -> bytes:
     file = io.BytesIO()
     Image.fromarray(image).save(file, "BMP")
     return file.getvalue()
-
-
-def _size_bytes(image: bytes | np.ndarray) -> int:
-    return len(image) if isinstance(image, bytes) else image.nbytes
 
 
 def _check_size(image: bytes | np.ndarray, layout: LayoutSections) -> None:

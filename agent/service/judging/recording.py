@@ -23,33 +23,11 @@ if TYPE_CHECKING:
     from experts.expert import Prediction
 
 
-@dataclass(frozen=True, slots=True)
-class _Subject:
-    """What a row is about."""
-
-    key: str
-    component: str
-    image: str
-    board: str | None
-    board_type: str | None
-    ref: str | None
-    arrived_at: datetime
-
-
 def arrival_result(
     config: LineConfig, arrival: Arrival, outcome: Outcome, models: Sequence[str] = (), content: Content | None = None
 ) -> Result:
     """The row of a folder's image whose request has just ended; ``content``: to know it by when it comes again."""
-    subject = _Subject(
-        arrival.key,
-        arrival.component or "",
-        arrival.relpath,
-        arrival.board,
-        arrival.board_type,
-        arrival.ref,
-        arrival.arrived_at,
-    )
-    result = _judged(config, subject, outcome, models)
+    result = _judged(config, arrival, arrival.relpath, arrival.arrived_at, outcome, models)
     if content is None:
         return result
     detail = {**result.detail, "image_sha256": content.sha256}
@@ -80,11 +58,9 @@ def duplicate_result(config: LineConfig, arrival: Arrival, first: Result) -> Res
 
 def entry_result(config: LineConfig, entry: Entry, outcome: Outcome, models: Sequence[str] = ()) -> Result:
     """The row of a journaled request that has just ended."""
-    subject = _Subject(
-        entry.key, entry.component or "", entry.name, entry.board, entry.board_type, entry.ref, entry.accepted_at
-    )
-    result = replace(_judged(config, subject, outcome, models), asked_sha256=entry.asked_sha256)
-    return result if entry.box is None else replace(result, detail={**result.detail, "box": list(entry.box)})
+    result = _judged(config, entry, entry.name, entry.accepted_at, outcome, models)
+    detail = result.detail if entry.box is None else {**result.detail, "box": list(entry.box)}
+    return replace(result, asked_sha256=entry.asked_sha256, detail=detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +79,7 @@ class PartOfBoard:
 
 
 def part_result(config: LineConfig, part: PartOfBoard, outcome: Outcome, models: Sequence[str] = ()) -> Result:
-    subject = _Subject(part.key, part.component, part.image, part.board, part.board_type, part.ref, part.arrived_at)
-    result = _judged(config, subject, outcome, models)
+    result = _judged(config, part, part.image, part.arrived_at, outcome, models)
     return replace(result, detail={**result.detail, "box": list(part.box), "parts": part.parts})
 
 
@@ -135,7 +110,14 @@ def inspection_of(result: Result) -> Inspection | None:
     return Inspection(result.board, result.board_type, result.component, result.ref, result.verdict, result.finished_at)
 
 
-def _judged(config: LineConfig, subject: _Subject, outcome: Outcome, models: Sequence[str]) -> Result:
+def _judged(
+    config: LineConfig,
+    about: Arrival | Entry | PartOfBoard,
+    image: str,
+    arrived_at: datetime,
+    outcome: Outcome,
+    models: Sequence[str],
+) -> Result:
     now = datetime.now(UTC).astimezone()
     steps = [
         {
@@ -149,18 +131,18 @@ def _judged(config: LineConfig, subject: _Subject, outcome: Outcome, models: Seq
         for step, model in zip_longest(outcome.steps, models)
     ]
     return Result(
-        key=subject.key,
+        key=about.key,
         line=config.line,
-        component=subject.component,
-        image=subject.image,
+        component=about.component or "",
+        image=image,
         verdict=outcome.verdict,
-        arrived_at=subject.arrived_at,
+        arrived_at=arrived_at,
         finished_at=now,
-        seconds=(now - subject.arrived_at).total_seconds(),
+        seconds=(now - arrived_at).total_seconds(),
         config_sha256=config.catalog.sha256,
-        board=subject.board,
-        board_type=subject.board_type,
-        ref=subject.ref,
+        board=about.board,
+        board_type=about.board_type,
+        ref=about.ref,
         label=outcome.label,
         score=outcome.score,
         reason=outcome.reason,

@@ -60,12 +60,8 @@ class ShadowRecorder:
         self._inspector.ended(self._key(shadow))
 
     def _answered(self, answer: ShadowAnswer) -> None:
-        pair = Pair(
-            line_name(answer.expert),
-            line_name(answer.shadow),
-            self._inspector.model_of(answer.expert),
-            self._inspector.model_of(answer.shadow),
-        )
+        expert, shadow, model_of = answer.expert, answer.shadow, self._inspector.model_of
+        pair = Pair(line_name(expert), line_name(shadow), model_of(expert), model_of(shadow))
         if answer.is_dropped:
             self._dropped[pair] += 1
             if self._dropped[pair] >= DROPS_TOGETHER:
