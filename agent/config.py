@@ -157,7 +157,7 @@ def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineC
 
 
 def line_of(document: Document, environment: Mapping[str, str] | None = None) -> LineConfig:
-    """As ``read_line``, of a file that is read already, or of what is about to be written to it."""
+    """As ``read_line``, of a document that is read already or about to be written."""
     document = overlay(document, os.environ if environment is None else environment)
     sections = document.validate(LineSections)
     problems = [
@@ -265,7 +265,6 @@ class ServiceManager:
 
 
 def service_manager(environment: Mapping[str, str] | None = None) -> ServiceManager:
-    """What this process was told by its service manager; nothing where there is none."""
     told = os.environ if environment is None else environment
     watchdog_us, process = told.get("WATCHDOG_USEC", ""), told.get("WATCHDOG_PID", str(os.getpid()))
     watches_us = watchdog_us.isdigit() and int(watchdog_us) > 0 and process == str(os.getpid())
@@ -295,7 +294,7 @@ def set_unless_given(variables: Mapping[str, str], unless: Collection[str]) -> b
 
 
 def environment_with(variables: Mapping[str, str], without: Collection[str]) -> dict[str, str]:
-    """The environment of a process to start: this one's, with these variables, and else none of ``without``."""
+    """Environment for a subprocess: this process's without ``without``, and ``variables``."""
     return {name: value for name, value in os.environ.items() if name not in without} | dict(variables)
 
 
@@ -331,7 +330,7 @@ def usage_probabilities(config: LineConfig, pass_rates: Mapping[str, float] | No
 
 
 def component_shares(config: LineConfig) -> dict[str, float]:
-    """How likely an image is of each component: by quantity over one board of each type; without boards all alike."""
+    """Share of each component's images: by quantity over one board of each type; without boards all alike."""
     quantities = _quantities(config)
     total = sum(quantities.values())
     return {component: quantity / total for component, quantity in quantities.items()}
@@ -346,7 +345,7 @@ def _quantities(config: LineConfig) -> dict[str, int]:
 
 
 def _used_by(route: str, config: LineConfig, pass_rates: Mapping[str, float]) -> dict[str, float]:
-    """Of one request of a route, how likely it uses each expert; a text's rules and what is left are taken alike."""
+    """Usage of each expert by one request of a route; a text's rules and its rest are equally likely."""
     texts = config.catalog.texts.get(route)
     if texts is None:
         return config.catalog.graph.usage({route: 1.0}, pass_rates)

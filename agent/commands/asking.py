@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AccessFiles:
-    """Where what is shown at HOST:PORT lies, as the command line was told; None: as the line file says."""
+    """Files given on the command line for HOST:PORT; None: the line file's."""
 
     authority: Path | None = None
     token: Path | None = None
@@ -80,7 +80,6 @@ def ask_to_inspect(
 def _with_pictures(
     rows: Sequence[dict[str, Any]], images: Sequence[Path], ends: Sequence[Part | None], folder: Path
 ) -> list[dict[str, Any]]:
-    """The same rows, each with its picture; of a file that could not be read there is none."""
     from agent.commands.judged_pictures import draw_judged
 
     read = [(image, _shown(end)) for image, end in zip(images, ends, strict=True) if end is not None]
@@ -119,7 +118,6 @@ def _own_address(config: LineConfig | None) -> str:
 
 
 def _access(config: LineConfig | None, files: AccessFiles) -> Access:
-    """From files that were named, or else from the line's own."""
     api = config and config.api
     authority = files.authority or (api and api.tls and api.tls.certificate)
     token = _text(files.token) if files.token else read_secret(api.token) if api and api.token else None

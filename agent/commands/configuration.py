@@ -22,7 +22,7 @@ PROBE_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class CameraAnswer:
-    """One camera that was asked for a frame. ``fault``: why none came; None if one did."""
+    """Camera probed for a frame. ``fault``: why none came; None if one did."""
 
     name: str
     fault: str | None

@@ -54,7 +54,7 @@ BUILT = time.struct_time((2026, 1, 1, 0, 0, 0, 0, 0, 0))  # no clock that is rig
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at. ``fix``: what to do about one that is not well; None where all is."""
+    """One finding. ``fix``: what to do; None if all is well."""
 
     name: str
     found: str
@@ -67,8 +67,6 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All checks, in their order."""
-
     checks: tuple[Check, ...]
 
     @property
@@ -80,7 +78,7 @@ class Diagnosis:
 
 
 def examine(config: LineConfig, *, cameras: bool = True) -> Diagnosis:
-    """Look at everything. ``cameras``: also at these, which takes some seconds each."""
+    """Make every check. ``cameras``: also probe cameras, some seconds each."""
     is_running = is_state_held(config.state)
     parts = [
         _agent(is_running),
@@ -95,7 +93,7 @@ def examine(config: LineConfig, *, cameras: bool = True) -> Diagnosis:
 
 
 def _safely(part: Iterator[Check]) -> list[Check]:
-    """What a part found; a fault of its own is a finding too."""
+    """Findings of a part; an error of the part is a finding too."""
     try:
         return list(part)
     except CoServeError as error:
@@ -122,7 +120,6 @@ def _device(config: LineConfig) -> Iterator[Check]:
 
 
 def _forms(config: LineConfig) -> Iterator[Check]:
-    """Which forms this CPU runs, and why not the others; they are tried."""
     from experts.backends.forms import forms_here, why_absent  # torch's operators, which no other check needs
 
     here = forms_here()

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def packed_bytes(manifests: Iterable[Manifest]) -> int:
-    """The size of all packed files of an expert; those that it shares with others counted in full."""
+    """Size of all packed files of an expert; segments shared with others count in full."""
     return sum(segment.size_bytes for manifest in manifests for segment in manifest.packed.segments)
 
 
@@ -60,7 +60,6 @@ def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
 
 
 def print_experts(rows: list[dict[str, Any]]) -> None:
-    """The same as a table."""
     table = Table("expert", "architecture", "packed", "usage", "labels", "routes", box=None, header_style="bold")
     for row in rows:
         size = "not yet" if row["size_bytes"] is None else mib(row["size_bytes"])

@@ -57,12 +57,11 @@ def generated(
 
 
 def for_terminal(text: str) -> str:
-    """The same without what would move a terminal's cursor, or worse."""
+    """Control characters are shown escaped: they would act on the terminal."""
     return "".join(each if each.isprintable() or each in KEPT else f"\\x{ord(each):02x}" for each in text)
 
 
 def closing_line(row: dict[str, Any]) -> str:
-    """How it went, in one line for people."""
     rate = row["written_tokens"] / row["seconds"] if row["seconds"] else 0.0
     why = "it ended" if row["ending"] is None else ENDINGS[Ending(row["ending"])]
     return (

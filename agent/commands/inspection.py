@@ -79,7 +79,6 @@ def verify_line(config: LineConfig, progress: Callable[[str, int, int], None]) -
 
 
 def _damage(manifest: Manifest, folder: ManifestFolder, segments: SegmentStore) -> str | None:
-    """What is wrong with an expert's packed files; None if nothing is."""
     packed = manifest.packed
     try:
         segments.program(packed)
@@ -95,7 +94,7 @@ def _damage(manifest: Manifest, folder: ManifestFolder, segments: SegmentStore) 
 
 @contextmanager
 def _packed_weights(config: LineConfig, progress: Callable[[str, int, int], None]) -> Iterator[Path]:
-    """A line's packed weights, which no agent changes meanwhile, and which are not changed beneath a running one."""
+    """Snapshot of a line's packed weights, packed first unless an agent runs."""
     refuse_root_beside_another(config.state)
     with closing(SegmentStore(config.packed_folder)) as segments:
         try:
@@ -110,7 +109,6 @@ def _packed_weights(config: LineConfig, progress: Callable[[str, int, int], None
 def _outcomes(
     config: LineConfig, images: Sequence[Path], component: str, progress: Callable[[str, int, int], None], packed: Path
 ) -> list[tuple[Outcome, float]]:
-    """What became of each image, in order, and in how many seconds."""
     with agent_with_requests(config, progress, AgentOptions(packed=packed)) as (agent, requests):
         agent.start()
         for image in images:

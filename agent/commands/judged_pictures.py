@@ -29,8 +29,6 @@ WORDS_AT = (10, STRIP_PX / 2)
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What is drawn of an image's end."""
-
     verdict: Verdict
     label: str | None
     score: float | None
@@ -41,7 +39,6 @@ class Shown:
 
     @classmethod
     def of(cls, outcome: Outcome) -> Shown:
-        """Of a request that was judged here."""
         predictions = [step.prediction for step in outcome.steps]
         boxes = tuple(box for each in predictions for box in each.boxes)
         anomalies = tuple(each.anomaly for each in predictions if each.anomaly is not None)
@@ -78,7 +75,7 @@ def _drawn(image: Path, shown: Shown, target: Path) -> Path | None:
 
 
 def _with_words(picture: Image.Image, shown: Shown, times: int) -> Image.Image:
-    """Boxes, of the image before it was enlarged so many times, and a strip below it."""
+    """Draw boxes, enlarged ``times``, and a strip of words below."""
     whole = Image.new("RGB", (picture.width, picture.height + STRIP_PX), GROUND)
     whole.paste(picture)
     draw = ImageDraw.Draw(whole)

@@ -32,13 +32,10 @@ END = "END_OF_FILE"
 
 @dataclass(frozen=True, slots=True)
 class UnitFiles:
-    """What is written where, and what is run then."""
-
     files: dict[str, str]
     commands: tuple[str, ...] = COMMANDS
 
     def script(self) -> str:
-        """All of it for a shell."""
         written = (
             f"mkdir -p {Path(path).parent}\ncat > {path} <<'{END}'\n{text.rstrip()}\n{END}\n"
             for path, text in self.files.items()
@@ -71,7 +68,6 @@ def _itself() -> Path:
 
 
 def _shipped() -> Path:
-    """The folder of the shipped files: of this checkout, or of the installation."""
     checkout = Path(__file__).parents[2] / "systemd"
     installed = Path(sysconfig.get_path("data")) / "share" / "coserve"
     for folder in (checkout, installed):

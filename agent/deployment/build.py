@@ -95,7 +95,7 @@ class Agent:
     alarms: tuple[str, ...] = ()  # what of the device profile does not hold
 
     def expert(self, name: str) -> str:
-        """What the Engine calls an expert of the line."""
+        """The Engine's name of an expert of the line."""
         return self.experts.get(name, name)
 
     def start(self) -> None:
@@ -170,7 +170,7 @@ def pack_as_served(config: LineConfig, segments: SegmentStore, progress: Progres
 def packed_as_proven(
     ground: Groundwork, segments: SegmentStore, progress: Progress, in_use: Iterable[PackedExpert] = ()
 ) -> tuple[Groundwork, PackingReport]:
-    """Pack a line as its profile has it, and again in fp32 what that does not know as it is now; that is told."""
+    """Pack a line as profiled; experts that differ from their profile are packed again in fp32, with an alarm."""
     config, profile, in_use = ground.config, ground.profile, tuple(in_use)
     report = pack(config, segments, ground.precisions, progress, in_use)
     copies = copies_of(config, ground.precisions, report.packed)
@@ -191,7 +191,7 @@ def packed_as_proven(
 
 
 def _thresholds_told(config: LineConfig, packed: Iterable[PackedExpert]) -> list[str]:
-    """What an alarm says of experts that judge nothing, because their thresholds are of others."""
+    """Alarms of experts that judge nothing: their thresholds belong to other weights."""
     told = [
         f"expert {name}: {OTHER_THRESHOLD}, so every image is UNKNOWN - run `coserve experts threshold "
         f"{config.document.file} {name} --samples DATA`, then reload"
@@ -233,7 +233,7 @@ def detect_box(config: LineConfig) -> Box:
 
 
 def doubts(config: LineConfig, profile: StoredProfile) -> tuple[str, ...]:
-    """What of this profile does not hold for an agent that starts now, or may not; nothing is packed or hashed."""
+    """Why this profile may not hold for an agent that starts now; nothing is packed or hashed."""
     try:
         box = detect_box(config)
     except ConfigError as error:
@@ -258,7 +258,7 @@ def groundwork_of(config: LineConfig, packed: Path, options: AgentOptions) -> Gr
 
 
 def _executable(precisions: Precisions) -> Precisions:
-    """The same, with torch's form in the place of one that does not run on this CPU; that is told, once each."""
+    """Replace forms that do not run on this CPU by torch's, with a warning each."""
     wanted = {form for column in precisions.values() for form in column.values() if form.is_cpu_only}
     if not wanted:
         return precisions
@@ -272,7 +272,7 @@ def _executable(precisions: Precisions) -> Precisions:
 
 
 def _calibrated(config: LineConfig, packed: Path, precisions: Precisions) -> Precisions:
-    """The same, with fp32 for experts that are to have eight bits and are not calibrated as they are now; told each."""
+    """Replace eight bits by fp32 for experts without a calibration of their weights, with a warning each."""
     eight, reasons = Precision.ONEDNN_INT8, dict[str, str]()
     for name in sorted({name for column in precisions.values() for name, form in column.items() if form is eight}):
         with suppress(ExpertError):  # packing reports missing weights
@@ -295,7 +295,7 @@ def held_copies(ground: Groundwork, copies: Copies) -> tuple[Groundwork, Copies]
 
 
 def measured_setup(ground: Groundwork, copies: Copies, segments: SegmentStore, progress: Progress) -> EngineSetup:
-    """By the times that the profile has, or a probe finds."""
+    """Setup by the times of the profile, or of a probe."""
     profile, timed = ground.profile, PerformanceMatrix({}, dict(ground.usage))
     if profile is not None:
         timed = _profiled(ground, profile, copies)
@@ -316,7 +316,7 @@ def measured_setup(ground: Groundwork, copies: Copies, segments: SegmentStore, p
 
 
 def _untimed(ground: Groundwork, timed: PerformanceMatrix, copies: Copies) -> dict[str, list[ExpertCopy]]:
-    """The copies to probe: without a profile all, else those without times that no profiling has found unable."""
+    """Copies to probe: without a profile all, else new and changed experts without times."""
     measured = {kind.processor for kind in ground.profile.kinds} if ground.profile is not None else set()
     return {
         processor: [
@@ -343,7 +343,7 @@ def _profiled(ground: Groundwork, stored: StoredProfile, copies: Copies) -> Perf
 
 
 def _import_runtimes(config: LineConfig) -> None:
-    """The backends of this line, before anything is measured; one that is not there is told of by packing."""
+    """Import backends before memory is measured; packing reports a missing one."""
     for architecture in sorted({expert.architecture for expert in config.catalog.experts.values()}):
         with suppress(BackendUnavailable):
             backend_for(architecture)

@@ -78,7 +78,7 @@ class EngineSetup:
 
 @dataclass(frozen=True, slots=True)
 class Groundwork:
-    """What is settled before anything is packed: who runs experts, in which precisions, how likely each is used."""
+    """Settled before packing: executors, precisions, usage."""
 
     config: LineConfig
     box: Box
@@ -93,7 +93,7 @@ class Groundwork:
     takes_any: bool = True  # the profile is taken for these experts however they are
 
     def sized(self, copies: Copies, times: Callable[[Copies], PerformanceMatrix]) -> tuple[Groundwork, Copies]:
-        """The copies as they are held, and the same with what that sets apart; all as they are in given memories."""
+        """The copies with their moe_experts, and the host memory set apart for these; unchanged in given memories."""
         if self.pools is not None:
             return self, copies
         allocation = None if self.profile is None else self.profile.allocation
@@ -171,7 +171,7 @@ def kinds_of(config: LineConfig, lying: Sequence[PackedExpert]) -> dict[str, str
 
 
 def profiled_box(profile: StoredProfile) -> Box:
-    """The box that a profile was measured on, with as much memory available as its allocation shares out."""
+    """The box that a profile was measured on, with the memory that its allocation shares out."""
     identity, budgets = profile.box, profile.allocation.budget_bytes
 
     def size(pool: str, total_bytes: int) -> MemorySize:

@@ -51,7 +51,7 @@ def casual_executors(box: Box) -> dict[str, int]:
 
 
 def _auto_executors(box: Box) -> Mapping[str, int]:
-    """The casual ones, but one for an emulated device, which is the CPU itself, and several where there is no other."""
+    """As casual, but one for an emulated device, which is the CPU itself, and several on a CPU alone."""
     casual = casual_executors(box)
     if box.processors == ("cpu",):
         return {"cpu": max(box.cores // CORES_PER_CPU_EXECUTOR, 1)}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def families(copies: Iterable[ExpertCopy]) -> dict[str, str]:
-    """The name of each copy's family, by the copy's name; of those that are of one. Independent of their order."""
+    """Name of the family, by copy, of copies that have one. Independent of their order."""
     texts = {copy.name: copy for copy in copies if copy.expert.takes_texts}
     holders: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
     for copy in texts.values():
@@ -36,7 +36,7 @@ def families(copies: Iterable[ExpertCopy]) -> dict[str, str]:
 
 
 def with_families(matrix: PerformanceMatrix, copies: Iterable[ExpertCopy]) -> PerformanceMatrix:
-    """The matrix with the families of these copies' experts; others are of none."""
+    """The matrix with these copies' families."""
     named: Mapping[str, str] = families(copies)
     experts = {
         processor: {expert: replace(row, family=named.get(row.copy)) for expert, row in column.items()}

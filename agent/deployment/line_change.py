@@ -59,7 +59,7 @@ class LineChange:
 
 
 def line_name(expert: str) -> str:
-    """What the line file calls an expert that the Engine calls so."""
+    """The line file's name of an expert, by the Engine's."""
     return expert.partition(GENERATION)[0]
 
 
@@ -68,14 +68,14 @@ def with_line_names(text: str) -> str:
 
 
 def keys_for_restart(old: LineConfig, new: LineConfig) -> tuple[str, ...]:
-    """The sections that differ, and that a running agent cannot take over."""
+    """Sections that differ and need a restart."""
     before, after = old.document.values, new.document.values
     differing = (key for key in sorted(before.keys() | after.keys()) if _fixed(key, before) != _fixed(key, after))
     return tuple(key for key in differing if key not in LIVE_KEYS)
 
 
 def _fixed(key: str, values: Mapping[str, Any]) -> object:
-    """What a section says, without the routes of texts, which are taken over as those of images are."""
+    """A section without routes of texts, which need no restart."""
     if key != TEXTS:
         return values.get(key)
     return {name: value for name, value in (values.get(key) or {}).items() if name != "routes"}
@@ -198,7 +198,7 @@ def _change(
 
 
 def _renamed(new: Mapping[str, Sequence[ExpertCopy]], names: Mapping[str, str]) -> dict[str, ExpertCopy]:
-    """The copies by the Engine's names."""
+    """Copies by the Engine's names."""
     renamed = {
         copy_name(names[copy.expert.id], Precision(copy.packed.precision)): copy
         for listed in new.values()
@@ -208,7 +208,7 @@ def _renamed(new: Mapping[str, Sequence[ExpertCopy]], names: Mapping[str, str]) 
 
 
 def _unfinished(agent: Agent) -> set[str]:
-    """The Engine's names of the experts of earlier lines that something accepted may need, or that lie in a memory."""
+    """Retired experts that accepted requests may need, or that lie in a memory, by the Engine's names."""
     engine = agent.loop.statistics().engine
     if engine.serves_earlier_lines:
         return set(agent.retired)
@@ -221,7 +221,7 @@ def _served(agent: Agent) -> frozenset[str]:
 
 
 def _names(agent: Agent, config: LineConfig, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, str]:
-    """The Engine's name of each expert of the new line: the old one's where it is the same."""
+    """The Engine's name of each expert of the new line: the old name where the expert is the same."""
     names = {}
     ran: defaultdict[str, dict[str, PackedExpert]] = defaultdict(dict)
     runs: defaultdict[str, dict[str, PackedExpert]] = defaultdict(dict)
@@ -245,7 +245,7 @@ def _next_name(name: str, agent: Agent) -> str:
 def _matrix(
     agent: Agent, found: EngineSetup, names: Mapping[str, str], usage: Mapping[str, float]
 ) -> PerformanceMatrix:
-    """The old rows as far as they may still be needed, and those of what is new under the Engine's names."""
+    """Old rows that may still be needed, and new rows under the Engine's names."""
     is_behind = agent.loop.statistics().engine.serves_earlier_lines
     kept = (agent.setup.graph.experts if is_behind else _served(agent)) | set(names.values())
     columns: dict[str, dict[str, ExpertProfile]] = {
@@ -269,7 +269,7 @@ def _graph(config: LineConfig, names: Mapping[str, str], retired: frozenset[str]
 
 
 def _refuse_without_leases(setup: EngineSetup, text_executors: Collection[int]) -> None:
-    """Memory for keys and values is taken at the start, by agents that have language models then."""
+    """Memory for keys and values is taken at the start only, for the language models of that time."""
     leases = {pool.name: pool.lease_bytes for pool in setup.pools}
     for spec in setup.executors:
         for name, row in setup.matrix.experts.get(spec.processor, {}).items():

@@ -68,33 +68,33 @@ class MemoryNeeds:
 
     @property
     def most(self) -> int:
-        """How many of the most used copies fit while each executor keeps the workspace of one image."""
+        """How many of the most used copies fit beside one image per executor."""
         return self.count_in(self.budget_bytes - self.one_image_bytes)
 
     @property
     def least(self) -> int:
-        """How many of them fit where only the largest expert and the pinned ones have to."""
+        """How many of the most used copies fit beside nothing but the largest and the pinned experts."""
         return self.count_in(self.largest_bytes)
 
     def misfits(self, expert_bytes: int) -> dict[str, int]:
-        """Experts that could never run from so many bytes for experts, and what each needs beside the pinned ones."""
+        """Experts that never fit into so many bytes, and what each needs beside the pinned ones."""
         return misfits(self.footprints, expert_bytes)
 
     def count_in(self, expert_bytes: int) -> int:
         return bisect_right(self.held_bytes, expert_bytes)
 
     def keeping(self, experts: int) -> PoolSpec:
-        """Room for so many of the most used copies, at least 1, and the rest for workspaces."""
+        """Room for so many of the most used copies, at least 1; the rest is workspace."""
         held = self.held_bytes[min(experts, self.most) - 1] if self.held_bytes else 0
         return self.leaving(self.budget_bytes - held)
 
     def leaving(self, workspace_bytes: int) -> PoolSpec:
-        """So much for workspaces, or as near as may be, and the rest for experts."""
+        """``workspace_bytes``, clamped; the rest is for experts."""
         workspace = max(min(workspace_bytes, self.budget_bytes - self.largest_bytes), self.one_image_bytes)
         return self.spec(self.budget_bytes - workspace, workspace)
 
     def spec(self, expert_bytes: int, workspace_bytes: int) -> PoolSpec:
-        """This memory, split so. A device's, behind a cache, is an arena that is taken as a whole."""
+        """This memory, split so. A device's, behind a cache, is one arena."""
         is_one_piece = self.cache is not None
         return PoolSpec(self.pool, expert_bytes, workspace_bytes, self.cache, is_one_piece, self.lease_bytes)
 
@@ -158,7 +158,7 @@ def _lease_bytes(
 
 
 def held_bytes(footprints: Sequence[Footprint]) -> tuple[int, ...]:
-    """What the first 1, 2, 3... of these take together; a part that several share counts once."""
+    """Bytes of the first 1, 2, 3... footprints together; a shared part counts once."""
     parts: set[str] = set()
     total = 0
     sizes = []
@@ -171,7 +171,7 @@ def held_bytes(footprints: Sequence[Footprint]) -> tuple[int, ...]:
 
 
 def _most_used_first(executors: Sequence[ExecutorSpec], profile: PerformanceMatrix) -> list[Footprint]:
-    """Of every copy that these executors may run, in descending usage probability (section 4.1)."""
+    """Footprints of all copies that these executors may run, by descending usage (section 4.1)."""
     copies = {
         each.copy: (-profile.usage.get(expert, 0.0), expert, each.footprint)
         for processor in sorted({spec.processor for spec in executors})

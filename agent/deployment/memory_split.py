@@ -37,8 +37,6 @@ CASUAL = "casual"
 
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
-    """One memory, and how it is split between experts and batches."""
-
     needs: MemoryNeeds
     expert_bytes: int
     workspace_bytes: int
@@ -82,7 +80,7 @@ def shares_of(
     allocation: Allocation | None = None,
     set_apart_bytes: int = 0,
 ) -> Iterator[MemoryShare]:
-    """Every memory with its budget split, whether all fit into it or not: see ``pool_specs``."""
+    """As ``pool_specs``, whether experts fit or not."""
     searched = {} if allocation is None else {share.pool: share for share in allocation.pools}
     budgets, pinned = pool_budgets(config, box), pinned_experts(config)
     budgets[HOST] = max(budgets[HOST] - set_apart_bytes, 0)
@@ -94,7 +92,6 @@ def shares_of(
 
 
 def limits_of(config: LineConfig, pools: tuple[PoolSpec, ...]) -> Limits:
-    """What the Engine of this line has to keep to."""
     given_s = config.texts.quantum_s
     shares = (pool.expert_bytes + pool.workspace_bytes + pool.lease_bytes for pool in pools if pool.name == HOST)
     host_bytes = sum(shares)
@@ -109,14 +106,14 @@ def limits_of(config: LineConfig, pools: tuple[PoolSpec, ...]) -> Limits:
 
 
 def prepared_bytes(config: LineConfig, host_bytes: int) -> int:
-    """What images may take that are prepared ahead of their batches, beside ``host_bytes``, which are the experts'."""
+    """Memory for images prepared ahead, beside the ``host_bytes`` of experts."""
     if config.memory.images is not None:
         return config.memory.images
     return min(int(host_bytes * PREPARED_FRACTION), MOST_PREPARED_BYTES)
 
 
 def pool_budgets(config: LineConfig, box: Box) -> dict[str, int]:
-    """What each memory may hold in all, weights and workspaces, by its name; nearest to the SSD first."""
+    """Budget of each memory, weights and workspaces; nearest to the SSD first."""
     given = {HOST: config.memory.host, DEVICE: config.memory.device}
     return {
         pool: size if (size := given[pool]) is not None else int(box.size_of(pool).available_bytes * FRACTIONS[pool])
@@ -125,7 +122,7 @@ def pool_budgets(config: LineConfig, box: Box) -> dict[str, int]:
 
 
 def available_for(pool: str, budget_bytes: int) -> int:
-    """How much of a memory has to be available for its automatic budget to be this."""
+    """Available memory that gives this automatic budget."""
     return round(budget_bytes / FRACTIONS[pool])
 
 
@@ -134,7 +131,7 @@ def pinned_experts(config: LineConfig) -> frozenset[str]:
 
 
 def _workspace_bytes(config: LineConfig, needs: MemoryNeeds) -> int:
-    """What batches may take, where no search has found better."""
+    """Workspace without a search."""
     given = config.memory.workspace
     if given is None:
         return needs.casual_workspace_bytes
@@ -162,7 +159,6 @@ def _searched_bytes(searched: PoolAllocation, needs: MemoryNeeds, casual_bytes: 
 
 
 def _misfits(config: LineConfig, needs: MemoryNeeds, expert_bytes: int) -> Iterator[ConfigError]:
-    """Each expert that can never run from so many bytes."""
     beside = " with all pinned experts" if pinned_experts(config) else ""
     given = config.memory.workspace
     lower = "" if given is None else f" lower memory.workspace, which takes {mib(given)},"

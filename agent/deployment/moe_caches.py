@@ -52,7 +52,7 @@ def places_of(config: LineConfig, expert: str, packed: PackedExpert) -> int | No
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MoeCaches:
-    """Sizes the caches of a line. ``times``: a matrix of copies, of which footprints and workspaces are read."""
+    """Sizes the caches of a line. ``times``: matrix of copies, read for footprints and workspaces."""
 
     _config: LineConfig
     _box: Box
@@ -61,7 +61,7 @@ class MoeCaches:
     _times: Callable[[Mapping[str, Sequence[ExpertCopy]]], PerformanceMatrix]
 
     def sized(self, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, list[ExpertCopy]]:
-        """The copies, by processor, those that do not fit with as many moe_experts as do."""
+        """The copies by processor; a copy that does not fit holds as many moe_experts as do."""
         found = {processor: list(listed) for processor, listed in copies.items()}
         listed = [copy for each in found.values() for copy in each]
         if not any(moe_block_bytes(copy.packed) for copy in listed):
@@ -76,7 +76,7 @@ class MoeCaches:
         return self._with_host_places(_having(found, places))
 
     def _fitting(self, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, int]:
-        """Places, by expert, of those that hold fewer than all because of their memory."""
+        """Places by expert, where memory limits them."""
         block_bytes: dict[str, int] = {}
         for copy in (copy for listed in copies.values() for copy in listed if not copy.is_offloaded):
             block_bytes[copy.expert.id] = max(copy.block_bytes, block_bytes.get(copy.expert.id, 0))
@@ -97,7 +97,7 @@ class MoeCaches:
         return places
 
     def _lacking_bytes(self, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, int]:
-        """By expert: how much more it needs than its memories have for it; below nothing: what they have left."""
+        """By expert: bytes lacking in its memories; negative: bytes left."""
         found: dict[str, int] = {}
         for share in shares_of(self._config, self._box, self._executors, self._times(copies), self._allocation):
             room_bytes = min(share.expert_bytes, self._cautious_bytes(share.needs.budget_bytes))

@@ -36,7 +36,6 @@ def with_forms(precisions: Precisions, form_of: Callable[[str, Precision], Preci
 def copies_of(
     config: LineConfig, precisions: Precisions, packed: Mapping[str, Mapping[Precision, PackedExpert]]
 ) -> dict[str, list[ExpertCopy]]:
-    """processor -> the copies that are packed in the precision wanted there."""
     return {
         processor: [
             copy_of(config, name, precision, packed[name][precision])
@@ -57,7 +56,7 @@ def copy_of(config: LineConfig, expert: str, precision: Precision, packed: Packe
 
 
 def other_thresholds(config: LineConfig, packed: Iterable[PackedExpert]) -> list[str]:
-    """The experts whose threshold is of other weights than these packed ones, or of another input."""
+    """Experts whose threshold was learned with other weights or another input."""
     experts = config.catalog.experts
     return sorted({each.expert for each in packed if is_bound_elsewhere(experts[each.expert], each.source_sha256)})
 
@@ -67,14 +66,14 @@ def copy_name(expert: str, precision: Precision) -> str:
 
 
 def lying_packed(config: LineConfig, directory: Path) -> list[PackedExpert]:
-    """What lies packed of the line's experts, as far as manifests tell, in the precisions that this version knows."""
+    """Packed experts of the line by manifest, in known precisions."""
     known = {str(precision) for precision in Precision}
     found = (manifest.packed for manifest in ManifestFolder(directory / "manifests").read_all())
     return [each for each in found if each.expert in config.catalog.experts and each.precision in known]
 
 
 def changed_sources(config: LineConfig, directory: Path) -> list[str]:
-    """The packed experts whose weights file is not the one that they were packed from."""
+    """Packed experts whose weights file has changed since."""
     found: dict[str, Source] = {
         manifest.packed.expert: manifest.source for manifest in ManifestFolder(directory / "manifests").read_all()
     }
@@ -82,14 +81,13 @@ def changed_sources(config: LineConfig, directory: Path) -> list[str]:
 
 
 def _is_source(expert: Expert | None, source: Source) -> bool:
-    """An expert that is not on the line any more has no source that could differ."""
+    """True for an expert that left the line: nothing to compare."""
     if expert is None or not is_there(expert):
         return True
     return stamp_of(expert) == source.stamp or sha256_of(expert) == source.sha256
 
 
 def by_precision(packed: Iterable[PackedExpert]) -> dict[str, dict[Precision, PackedExpert]]:
-    """expert -> precision -> what is packed."""
     found: defaultdict[str, dict[Precision, PackedExpert]] = defaultdict(dict)
     for each in packed:
         found[each.expert][Precision(each.precision)] = each
@@ -97,7 +95,7 @@ def by_precision(packed: Iterable[PackedExpert]) -> dict[str, dict[Precision, Pa
 
 
 def packed_manifests(config: LineConfig) -> dict[str, list[Manifest]]:
-    """What is packed of each of a line's experts, in one precision or several; an empty list where nothing is."""
+    """Manifests of each expert of a line, one per precision; none if not packed."""
     found: dict[str, list[Manifest]] = {name: [] for name in config.catalog.experts}
     for manifest in ManifestFolder(config.packed_folder / "manifests").read_all():
         found.get(manifest.packed.expert, []).append(manifest)

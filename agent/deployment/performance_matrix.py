@@ -116,7 +116,7 @@ def unmeasured(matrix: PerformanceMatrix, copies: Mapping[str, Sequence[ExpertCo
 
 
 def unmeasured_kinds(matrix: PerformanceMatrix, kinds: Mapping[str, str]) -> dict[str, str]:
-    """As ``unmeasured``, of experts with their kinds, whether they lie packed in a form to run or not."""
+    """As ``unmeasured``, for experts that need not be packed."""
     able = {expert for column in matrix.experts.values() for expert in column}
     return {
         expert: f"no expert of its kind ({kind}) could be run when the box was profiled"
@@ -156,7 +156,7 @@ def load_time_s(kind: KindProfile, source: str, footprint: Footprint, links: Map
 
 
 def _scaled(footprint: Footprint, factor: float, form: Precision) -> Footprint:
-    """What the same weights take in another form; what is shared in one is not what is shared in the other."""
+    """Bytes in another form; a part shared in one form is not shared in another."""
     shared = tuple(SharedPart(f"{part.id}@{form}", round(part.size_bytes * factor)) for part in footprint.shared)
     return Footprint(round(footprint.own_bytes * factor), shared)
 

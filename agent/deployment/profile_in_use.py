@@ -127,7 +127,7 @@ def changed_experts(config: LineConfig, profile: StoredProfile, packed: Iterable
 
 
 def changes_told(config: LineConfig, changed: Mapping[str, str]) -> tuple[str, ...]:
-    """What an alarm says of experts that are not as they were profiled; empty without any."""
+    """Alarm of experts that differ from their profile; empty without any."""
     if not changed:
         return ()
     (first, how), *others = sorted(changed.items())
@@ -186,7 +186,7 @@ def precision_of(
 
 
 def unproven(config: LineConfig, precisions: Precisions, changed: Collection[str]) -> Precisions:
-    """The same, with fp32 for ``changed`` experts in forms that the profile chose: what the line file gives stays."""
+    """Precisions with fp32 for ``changed`` experts in forms of the profile; the line file's stay."""
 
     def is_chosen(expert: str, processor: str) -> bool:
         return expert in changed and precision_of(config, expert, processor, None, None) is Precision.FP32
@@ -198,11 +198,11 @@ def unproven(config: LineConfig, precisions: Precisions, changed: Collection[str
 
 
 def programs_of(packed: Sequence[PackedExpert]) -> dict[str, str | None]:
-    """expert -> sha256 of its program; in fp32 where it lies packed in several precisions."""
+    """expert -> sha256 of its program, fp32's if there are several."""
     fp32_last = sorted(packed, key=lambda each: each.precision == Precision.FP32)
     return {each.expert: each.program_sha256 for each in fp32_last}
 
 
 def scaled_experts(profile: StoredProfile | None) -> frozenset[str]:
-    """The experts for which JPEGs are made smaller while they are decoded: those proven to say the same of them."""
+    """Experts with JPEGs decoded smaller, proven to answer the same."""
     return frozenset() if profile is None else frozenset(each.expert for each in profile.decodings if each.agrees)

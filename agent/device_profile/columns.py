@@ -21,7 +21,7 @@ def one_of(*words: str) -> Any:  # noqa: ANN401  # as pydantic types what it mak
 
 
 def _flag(value: object) -> object:
-    """As SQLite keeps it, which has no truth values."""
+    """SQLite has no booleans."""
     return bool(value) if value in (0, 1) else value
 
 

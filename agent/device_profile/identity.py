@@ -68,13 +68,13 @@ def box_mismatches(profile: StoredProfile, box: BoxIdentity) -> tuple[str, ...]:
 
 
 def outdated(profile: StoredProfile) -> Iterator[str]:
-    """Why its times are none that this version reckons with, on any box."""
+    """Why this version cannot use a profile's times, on any box."""
     if not all(kind.are_images_prepared for kind in profile.kinds):
         yield "batches were timed with the decoding of their images in them, as earlier versions did"
 
 
 def is_of_another_box(then: BoxIdentity, now: BoxIdentity) -> bool:
-    """Are these two boxes, whatever their libraries, their CPU's forms and the sizes of their memories?"""
+    """Libraries, forms and memory sizes aside."""
     return any(differences(replace(then, versions={}, forms=None), replace(now, versions={}, forms=None)))
 
 
@@ -98,7 +98,7 @@ def differences(then: BoxIdentity, now: BoxIdentity) -> Iterator[str]:
 
 
 def _shrunken(budgets: Mapping[str, int], box: BoxIdentity) -> Iterator[str]:
-    """Memories that are smaller now than what was shared out; an emulated device's arena is cut from the host's."""
+    """Memories smaller than what was shared out; an emulated device's is part of the host's."""
     sizes = {"host": box.host_bytes, "device": None if box.device == "emulated" else box.device_bytes}
     for pool, budget_bytes in budgets.items():
         size_bytes = sizes.get(pool)

@@ -263,7 +263,7 @@ class StoredProfile:
 
     @property
     def chosen_kinds(self) -> list[KindProfile]:
-        """The kinds as the agent will run them: in the precisions of their experts on each processor."""
+        """Kinds in the precisions that the agent runs on each processor."""
         own = {(each.kind, each.processor, each.precision) for each in self.forms.values()}
         others = {key: form for key, form in self.precisions.items() if key not in {each[:2] for each in own}}
         run = own | {(kind, processor, form) for (kind, processor), form in others.items()}

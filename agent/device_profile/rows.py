@@ -45,7 +45,6 @@ def put_head(database: Database, line: str, box: BoxIdentity) -> None:
 
 
 def put_kind(database: Database, kind: KindProfile) -> None:
-    """A kind's row and its batches, in the place of those that were there."""
     key = {"kind": kind.kind, "processor": kind.processor, "precision": kind.precision}
     TABLES["kinds"].put(database, kind)
     TABLES["batches"].delete(database, **key)
@@ -53,7 +52,7 @@ def put_kind(database: Database, kind: KindProfile) -> None:
 
 
 def drop_outdated(database: Database) -> None:
-    """Kinds that were timed with the decoding of their images in their batches, and what else was timed with them."""
+    """Drop kinds timed with decoding in their batches, and what depends on these times."""
     outdated = [_kind_key(row) for row in TABLES["kinds"].rows(database) if not row["are_images_prepared"]]
     for kind, processor, precision in outdated:
         for table in ("kinds", "batches"):
@@ -77,7 +76,6 @@ def put_packed(database: Database, packed: Mapping[tuple[str, str], str]) -> Non
 
 
 def put_usage(database: Database, usage: UsageProfile) -> None:
-    """The usage, in the place of the one that was there."""
     experts = dict.fromkeys([*usage.probabilities, *usage.pass_rates])
     rates = usage.pass_rates
     rows = [{"expert": e, "probability": usage.probabilities.get(e), "pass_rate": rates.get(e)} for e in experts]
@@ -86,7 +84,6 @@ def put_usage(database: Database, usage: UsageProfile) -> None:
 
 
 def put_allocation(database: Database, allocation: Allocation) -> None:
-    """The allocation, in the place of the one that was there."""
     budgets, executors = allocation.budget_bytes.items(), allocation.executors.items()
     TABLES["allocation_budgets"].replace(database, [{"pool": pool, "budget_bytes": size} for pool, size in budgets])
     TABLES["allocation_pools"].replace(database, allocation.pools)
@@ -101,7 +98,7 @@ def box_in(database: Database) -> BoxIdentity | None:
 
 
 def kinds_in(database: Database) -> tuple[KindProfile, ...]:
-    """All kinds, in the order in which they were saved."""
+    """All kinds, in the order of saving."""
     batches: defaultdict[tuple[str, ...], list[BatchTimes]] = defaultdict(list)
     for row in TABLES["batches"].rows(database):
         batches[_kind_key(row)].append(BatchTimes(row["batch_size"], row["seconds"], row["workspace_bytes"]))
@@ -109,7 +106,6 @@ def kinds_in(database: Database) -> tuple[KindProfile, ...]:
 
 
 def missing_parts(database: Database) -> list[str]:
-    """What a whole profile has and this one has not."""
     saved = {row["part"] for row in TABLES["parts"].rows(database)}
     missing = [part for part in REQUIRED if part not in saved]
     kinds = {_kind_key(row) for row in TABLES["kinds"].rows(database)}
@@ -164,7 +160,7 @@ def _whole(database: Database, head: Mapping[str, Any]) -> StoredProfile:
 
 
 def _unknown_loads(profile: StoredProfile) -> list[str]:
-    """Kinds of which nothing tells how long they take to load: neither a time of their own nor the link's speed."""
+    """Kinds with neither a load time nor the link's speed."""
     links = {link.link for link in profile.links}
     is_split = profile.box.device_bytes is not None
     return [

@@ -192,7 +192,6 @@ def copy_in_memory(path: Path) -> Database:
 
 @contextmanager
 def closed_on_error(database: Database) -> Iterator[None]:
-    """Nobody else closes it then."""
     try:
         yield
     except BaseException:
@@ -202,7 +201,7 @@ def closed_on_error(database: Database) -> Iterator[None]:
 
 @contextmanager
 def understood(path: Path, damaged: str = "is damaged") -> Iterator[None]:
-    """What cannot be read as a profile is ProfileDamaged, naming ``path``; what the disk refuses stays sqlite3's."""
+    """Turn errors into ProfileDamaged, naming ``path``; errors of the disk stay sqlite3's."""
     try:
         yield
     except sqlite3.Error as error:
@@ -232,7 +231,7 @@ def is_refused_by_disk(error: sqlite3.Error) -> bool:
 
 
 def remove_database(path: Path) -> None:
-    """The file, then what SQLite left beside it: a journal without its file is never played back."""
+    """The file first: SQLite never plays back a journal without its file."""
     for name in (path, *(path.with_name(path.name + suffix) for suffix in JOURNAL_SUFFIXES)):
         name.unlink(missing_ok=True)
 

@@ -139,14 +139,14 @@ class ProfileDraft:
         return TABLES["decodings"].records(self._database, ImageDecoding)
 
     def packed(self) -> dict[tuple[str, str], str]:
-        """What was profiled by whoever saved it last: this run, or the one that it takes up."""
+        """As saved last, by this run or the one it resumes."""
         return TABLES["packed"].mapping(self._database)
 
     def trials(self, search: str) -> tuple[Trial, ...]:
         return tuple(trial for trial in TABLES["trials"].records(self._database, Trial) if trial.search == search)
 
     def save_kind(self, kind: KindProfile) -> None:
-        """One kind on one processor in one precision; the processor's speedups are given up."""
+        """Save a kind on a processor in a precision; drops the processor's speedups."""
         with self._database.atomic():
             rows.put_kind(self._database, kind)
             TABLES["speedups"].delete(self._database, processor=kind.processor)
@@ -301,7 +301,7 @@ def _read_back(path: Path) -> StoredProfile:
 
 @contextmanager
 def _one_writer(path: Path) -> Iterator[None]:
-    """A lock on the profile's folder, which the kernel drops when its process ends, however it ends."""
+    """Lock on the profile's folder; the kernel drops it when the process ends."""
     descriptor = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:

@@ -43,7 +43,7 @@ Record = TypeVar("Record")
 
 
 class Table:
-    """``columns``: the type of each; ``key``: those that tell one row from the others, none where there is one only."""
+    """``columns``: their types; ``key``: primary key, none for a single row."""
 
     def __init__(self, name: str, columns: Mapping[str, Any], *key: str) -> None:
         self.name = name
@@ -58,13 +58,13 @@ class Table:
         return tuple(record(**row) for row in self.rows(database))
 
     def mapping(self, database: Database) -> dict[Any, Any]:
-        """Of a table with one column beside its key: what that holds, by key; by a tuple where that is of several."""
+        """Key (a tuple where it has several columns) -> the one other column."""
         (column,) = self._columns.keys() - set(self._key)
         key_of = itemgetter(*self._key)
         return {key_of(row): row[column] for row in self.rows(database)}
 
     def put(self, database: Database, *rows: object) -> None:
-        """Rows, or records that have these fields: each in the place of the one with its key."""
+        """Insert rows, or records with these fields; an equal key is replaced."""
         database.table(self.name).insert_all([self._encoded(row) for row in rows], replace=True)
 
     def replace(self, database: Database, rows: Iterable[object]) -> None:
@@ -81,18 +81,18 @@ class Table:
 
     @cached_property
     def _told(self) -> dict[str, dict[str, Any]]:
-        """What each column's type says of it: JSON's word for it, and what it holds in ours."""
+        """JSON Schema of each column: type and description."""
         return {name: column.json_schema() for name, column in self._types.items()}
 
     def _encoded(self, row: object) -> dict[str, Any]:
-        """As JSON knows it; numpy's numbers become Python's."""
+        """Plain JSON values; numpy's numbers become Python's."""
         values = row if isinstance(row, Mapping) else {name: getattr(row, name) for name in self._columns}
         plain: dict[str, Any] = json.loads(json.dumps(values, default=_plain))
         self._checked(plain)
         return plain
 
     def _decoded(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """As it was written; what cannot be decoded stays as it is, and is refused as that."""
+        """JSON columns decoded; an invalid one stays text, and is refused as such."""
         found = dict(row)
         for name, value in row.items():
             if self._told[name].get("type") in {"array", "object"}:

@@ -41,7 +41,6 @@ def is_loopback(address: str) -> bool:
 
 
 def is_loopback_name(host: str) -> bool:
-    """Whether this name or address is one by which this machine alone calls itself."""
     host = host.removeprefix("[").removesuffix("]")
     if host == "localhost":
         return True
@@ -76,12 +75,8 @@ class TlsSection(Section):
 class ApiLimitsSection(Section):
     """What the APIs take at once; more is refused at once, with a hint when to try again."""
 
-    requests: int = Field(
-        1000,
-        strict=True,
-        ge=1,
-        le=1_000_000,
-        description="images and texts under way, of all callers together; default 1000",
+    requests: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = Field(
+        1000, description="images and texts under way, of all callers together; default 1000"
     )
     memory: Size = Field(
         320 * MEBIBYTE, description="bytes of images and texts under way, of all callers; default 320MiB"

@@ -58,20 +58,13 @@ def _span(event: Any, events: Iterator[Any], text: str) -> Span:  # noqa: ANN401
     if isinstance(event, yaml.ScalarEvent):
         return Span(start, max(start, len(text[:end].rstrip())), flow=event.style not in {"|", ">"}, text=event.value)
     flow = bool(event.flow_style)
+    inside: list[Span] = []
+    while not isinstance(inner := next(events), yaml.CollectionEndEvent):
+        inside.append(_span(inner, events, text))
     if isinstance(event, yaml.SequenceStartEvent):
-        items = []
-        inner = next(events)
-        while not isinstance(inner, yaml.SequenceEndEvent):
-            items.append(_span(inner, events, text))
-            inner = next(events)
-        return _around(Span(start, _end(inner), flow, items=tuple(items)), items)
-    pairs = []
-    inner = next(events)
-    while not isinstance(inner, yaml.MappingEndEvent):
-        key = _span(inner, events, text)
-        pairs.append((key, _span(next(events), events, text)))
-        inner = next(events)
-    return _around(Span(start, _end(inner), flow, pairs=tuple(pairs)), [pair[1] for pair in pairs])
+        return _around(Span(start, _end(inner), flow, items=tuple(inside)), inside)
+    pairs = tuple(zip(inside[::2], inside[1::2], strict=True))
+    return _around(Span(start, _end(inner), flow, pairs=pairs), inside)
 
 
 def _end(event: Any) -> int:  # noqa: ANN401  # as above

@@ -30,7 +30,7 @@ def _pattern(text: str) -> str:
 
 
 def _route_name(text: str) -> str:
-    """Without a slash, which the names of experts have: neither stands for the other."""
+    """Without a slash: names of experts have one."""
     if not COMPONENT.fullmatch(text):
         raise ValueError(
             f"{text!r} is no name of a route - use letters, digits, `_`, `.`, `+` and `-`, a letter or digit first"
@@ -93,7 +93,7 @@ class TextsSection(Section):
 
 
 def text_routes_of(texts: TextsSection, sections: CatalogSections) -> dict[str, TextRoute]:
-    """The routes of a section in which ``text_problems`` finds nothing."""
+    """Routes of a section without ``text_problems``."""
     return {name: _route(name, section, sections) for name, section in texts.routes.items()}
 
 

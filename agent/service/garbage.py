@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def loading_modules() -> Iterator[None]:
-    """No collections while modules are loaded: what these make stays."""
+    """Disable collections while modules are loaded: their objects stay."""
     gc.disable()
     try:
         yield
@@ -28,14 +28,14 @@ def loading_modules() -> Iterator[None]:
 
 
 def keep_what_is_here() -> None:
-    """Collect once more, then leave out what is in use now; as long as a full collection, which it is."""
+    """Collect once more, then freeze what is left. Takes as long as a full collection."""
     gc.unfreeze()
     gc.collect()
     _leave_out()
 
 
 def _leave_out() -> None:
-    """Not beyond the end of the process: what has a finalizer still runs it."""
+    """Unfreeze at the end of the process: finalizers still run."""
     gc.freeze()
     atexit.unregister(gc.unfreeze)
     atexit.register(gc.unfreeze)

@@ -52,7 +52,7 @@ class Housekeeper:
 
     @property
     def step_s(self) -> float:
-        """How long the step under way has taken so far; 0 between two of them. From any thread."""
+        """Seconds of the step under way; 0 between steps. From any thread."""
         began_s = self._began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 
@@ -60,7 +60,6 @@ class Housekeeper:
         return self._statistics
 
     def step(self) -> None:
-        """Every duty once."""
         self._began_s = time.monotonic()
         failing = {duty: reason for duty in self._duties if (reason := self._do(duty)) is not None}
         before = self._statistics
@@ -68,7 +67,6 @@ class Housekeeper:
         self._began_s = None
 
     def _do(self, duty: str) -> str | None:
-        """Why it failed, if it did."""
         try:
             self._duties[duty]()
         except Exception as error:  # the boundary of the housekeeper's thread: it must outlive each of its duties

@@ -74,8 +74,6 @@ HOUSEKEEPER_STOP_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class LineStatistics:
-    """A snapshot of all that surrounds the agent's loop; the loop has its own."""
-
     requests_in_flight: int
     intakes: tuple[IntakeStatistics, ...]
     readers: tuple[ReadingStatistics, ...]
@@ -164,7 +162,6 @@ class LineService:
         return self._inspector.agent
 
     def statistics(self) -> LineStatistics:
-        """A frozen snapshot."""
         return LineStatistics(
             requests_in_flight=self.agent.loop.requests_in_flight,
             intakes=tuple(folder.intake.statistics() for folder in self._folders),
@@ -176,7 +173,7 @@ class LineService:
         )
 
     def status_line(self) -> str:
-        """How it is, in one line. Comes back only if the agent's loop does: whoever feeds a watchdog asks it."""
+        """Status in one line. Blocks unless the agent's loop makes progress: it feeds the watchdog."""
         status = self.desk.status()
         resident = {copy for pool in status.pools for copy in pool.experts}
         queued = sum(queue.requests for queue in status.queues)
@@ -262,7 +259,7 @@ class LineService:
             self._closed_doors.remove(door)
 
     def _stop_api(self) -> None:
-        """Callers are told not to come any more; whoever waits has its answer while there is time."""
+        """Refuse new callers; callers that wait get their answers while there is time."""
         deadline_s = time.monotonic() + API_STOP_S
         self._doorkeeper.stop(API_STOP_S)
         is_open = self.api is not None and "api" not in self._closed_doors
@@ -271,7 +268,7 @@ class LineService:
         self._texts.stop(max(deadline_s - time.monotonic(), 0.0))
 
     def _stop_web(self) -> None:
-        """After all that is worth watching: it says so long that nothing is taken any more."""
+        """Stops last: until then it tells that nothing is taken any more."""
         if self.web is not None:
             self.web.stop()
         if self._openai is not None:
@@ -303,7 +300,7 @@ class LineService:
         return self._cameras[camera].trigger(board, board_type, key)
 
     def _reload(self) -> ReloadView:
-        """One at a time. What comes meanwhile is served as before, and so is all that comes where it fails."""
+        """One reload at a time. Requests are served as before meanwhile, and after a failure."""
         if not self._reloading.acquire(blocking=False):
             raise OrderRefused(Refusing.NOT_NOW, "the line file is being read anew already", 5.0)
         try:
@@ -340,13 +337,13 @@ class LineService:
         return ReloadView(True, (), change.added, change.replaced, change.removed, for_restart)
 
     def _mend(self, expert: str) -> None:
-        """On any thread: an expert's packed files are damaged or gone, while those of others lie there."""
+        """Called on any thread: an expert's packed files are damaged or missing."""
         if expert not in self._damaged:
             self._damaged.add(expert)
             self._menders.submit(self._pack_anew, expert)
 
     def _distrust(self, expert: str) -> None:
-        """On any thread: packed weights that serve are not of their source. Nothing is judged with these any more."""
+        """Called on any thread: packed weights differ from their source, and judge no more."""
         name = line_name(expert)
         reason = "its weights file has other bytes than it was packed from: reload, and it is packed anew"
         log.error("packed_weights_stale expert=%s reason=%s", name, reason)
@@ -354,7 +351,7 @@ class LineService:
         self.agent.loop.quarantine(expert, reason)
 
     def _pack_anew(self, expert: str) -> None:
-        """Put the same files back from the expert's source. Quarantine it where that does not make these any more."""
+        """Restore the files from the expert's source; quarantine it if the source has changed."""
         name = line_name(expert)
         with self._reloading:
             try:
@@ -377,7 +374,6 @@ class LineService:
                 self._damaged.discard(expert)
 
     def _alarms(self) -> list[str]:
-        """What keeps work from going on, in the words of whom it concerns."""
         store = self._store.statistics()
         failing = {**self._housekeeper.statistics().failing, **self._doorkeeper.statistics().failing}
         return [
@@ -416,7 +412,7 @@ class LineService:
 
 
 def _device_alarms(config: LineConfig, agent: Agent) -> list[str]:
-    """What is told of a GPU that ought to serve, and does not: a driver that was not there at boot, or is broken."""
+    """Alarm of a GPU that should serve and does not: its driver was missing at boot, or is broken."""
     if config.device != "auto" or agent.box.name != "cpu" or not has_nvidia_gpu():
         return []
     alarm = "device: torch does not see this box's NVIDIA GPU, the CPU serves - see to nvidia-smi, then start again"
@@ -425,7 +421,7 @@ def _device_alarms(config: LineConfig, agent: Agent) -> list[str]:
 
 
 def _api_of(config: LineConfig, desk: LineDesk) -> ApiServer | None:
-    """None for a line that nobody may ask: it does without gRPC's time and memory."""
+    """None without addresses: saves gRPC's time and memory."""
     if not config.api.grpc:
         return None
     from agent.api.server import ApiServer
@@ -451,7 +447,7 @@ def _web_of(config: LineConfig, line: LineMetrics, openai: OpenAiEndpoint | None
 
 
 def _stop_all(stops: Sequence[Callable[[float], object]], timeout_s: float) -> None:
-    """Each is told to stop before any is waited for, so that those that hang take the time of one."""
+    """Tell all to stop before waiting for any: those that hang take the time of one."""
     deadline_s = time.monotonic() + timeout_s
     for stop in stops:
         stop(0.0)

@@ -51,12 +51,12 @@ class _End:
     writer: int
 
     def tell(self) -> None:
-        """From any thread, at any moment."""
+        """Any thread, any moment."""
         with suppress(OSError):  # it is full of what says the same, or nobody waits any more
             os.write(self.writer, bytes([TOLD]))
 
     def wait(self, reload: Callable[[], object]) -> None:
-        """Until somebody has told, or an ending signal has come, maybe before; ``reload`` returns at once."""
+        """Return after ``tell`` or an ending signal, even an earlier one; ``reload`` must not block."""
         while (number := os.read(self.reader, 1)[0]) not in (TOLD, *ENDING_SIGNALS):
             if number == RELOADING_SIGNAL:
                 reload()
@@ -158,13 +158,13 @@ def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) ->
 
 
 def _take_signals() -> dict[signal.Signals, Any]:
-    """Signals go to the pipe alone from now on; what was done about them before."""
+    """Leave signals to the pipe; returns the earlier handlers."""
     numbers = (*ENDING_SIGNALS, RELOADING_SIGNAL)
     return {number: signal.signal(number, lambda *_: None) for number in numbers}  # the pipe is written to before that
 
 
 def _waited(end: _End, notifier: Notifier, seconds: float, reason: str) -> bool:
-    """Do nothing for so long, and say why; False once it is told to end. A start itself ends at once by a signal."""
+    """Pause, and report why; False once told to end. The earlier signal handlers return afterwards."""
     if seconds:
         log.error("waiting seconds=%.0f reason=%s", seconds, reason)
     until_s, before = time.monotonic() + seconds, _take_signals()
@@ -181,7 +181,7 @@ def _waited(end: _End, notifier: Notifier, seconds: float, reason: str) -> bool:
 
 
 def _reload(service: LineService, notifier: Notifier) -> None:
-    """As the signal asks: the old configuration goes on where the new one is not to be had."""
+    """Handle SIGHUP: the old configuration stays if the new one is refused."""
     notifier.reloading()
     try:
         done = service.desk.reload()

@@ -20,7 +20,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Starts:
-    """The starts of one line's agent since it last served for HEALTHY_S, in its state folder."""
+    """Starts of one line's agent since it last served for HEALTHY_S."""
 
     def __init__(self, state: Path, boot: Path = BOOT) -> None:
         self._file = state / "starts.json"
@@ -28,7 +28,7 @@ class Starts:
         self._ready_s: float | None = None
 
     def begin(self) -> float:
-        """Count a start; the seconds that it has to wait before it does anything."""
+        """Count a start; returns the seconds to wait before it."""
         boot, starts = "", 1
         with suppress(OSError):
             boot = self._boot.read_text().strip()
@@ -41,7 +41,7 @@ class Starts:
         return 0.0 if doublings < 0 else min(FIRST_PAUSE_S * 2**doublings, LONGEST_PAUSE_S)
 
     def served(self, now_s: float) -> None:
-        """It serves at this moment: after HEALTHY_S of that the next start waits for nothing."""
+        """Call it while serving: HEALTHY_S of it reset the count."""
         self._ready_s = now_s if self._ready_s is None else self._ready_s
         if now_s - self._ready_s >= HEALTHY_S:
             self.forget()

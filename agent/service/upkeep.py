@@ -62,7 +62,6 @@ class Upkeep:
             keeper.start()
 
     def alarms(self) -> list[str]:
-        """What keeps any of it from going on."""
         parts = [
             ("images are not kept", self.images.statistics().alarm),
             ("images are not removed", self._sweeper.statistics().alarm),
@@ -72,11 +71,11 @@ class Upkeep:
         return alarms + [alarm for duty, keeper in self._keepers.items() for alarm in _troubles(duty, keeper)]
 
     def stop_images(self) -> None:
-        """Keep what is on its way: its verdicts are stored after that."""
+        """Call it before the store closes: verdicts wait for their images."""
         self.images.stop(KEEPER_STOP_S)
 
     def stop(self) -> None:
-        """Export, remove and tell no more; what was not told waits for the next start."""
+        """Stop exports, removal and delivery; messages wait for the next start."""
         deadline_s = time.monotonic() + DUTIES_STOP_S
         ended = {duty: keeper.stop(max(deadline_s - time.monotonic(), 0.0)) for duty, keeper in self._keepers.items()}
         if self._export is not None and ended["export"]:
@@ -85,7 +84,6 @@ class Upkeep:
 
 
 def _troubles(duty: str, keeper: Housekeeper) -> list[str]:
-    """What keeps a duty from being done."""
     failing = [f"{duty}: {reason}" for duty, reason in keeper.statistics().failing.items()]
     step_s = keeper.step_s
     if step_s > HANGS_S:

@@ -24,14 +24,14 @@ USUAL_RETRY_S = 0.5  # while nothing is known of how fast images end
 
 @dataclass(slots=True, eq=False)
 class Pass:
-    """What was let in, and not given back yet."""
+    """An admission, not given back yet."""
 
     images: int
     size_bytes: int
 
 
 class Admission:
-    """See the module. ``ended_per_s``: how many images ended a second of late."""
+    """``ended_per_s``: images that ended per second, recently."""
 
     def __init__(self, limits: ApiLimitsSection, ended_per_s: Callable[[], float]) -> None:
         self._limits = limits
@@ -67,7 +67,7 @@ class Admission:
         return min(max(seconds, SHORTEST_RETRY_S), LONGEST_RETRY_S)
 
     def leave(self, entered: Pass, images: int = 1) -> None:
-        """So many images of what was let in are done with, its bytes with the last; more than there are do nothing."""
+        """Give back so many images, and the bytes with the last; idempotent beyond that."""
         with self._lock:
             done = min(images, entered.images)
             entered.images -= done

@@ -85,7 +85,6 @@ class BoardImages:
     _refuse: Refuse
 
     def arrived(self, arrival: Arrival) -> None:
-        """Have it read, if any of its parts is to be judged."""
         sheet = self._sheet(arrival)
         attempts = max((self._inspector.attempts(key) for key in _keys(sheet)), default=0)
         if attempts >= ATTEMPTS_MAXIMUM:  # hundreds of parts would end it hundreds of times
@@ -97,7 +96,6 @@ class BoardImages:
             self._put_away(sheet)
 
     def read(self, arrival: Arrival, content: bytes) -> None:
-        """Have its parts judged."""
         sheet = self._sheet(arrival)
         if sheet.size is None:  # its rows could not be read when it came, or its layout has gone since
             self._reader.release(len(content))
@@ -118,7 +116,7 @@ class BoardImages:
         self._end(self._sheet(image), reason)
 
     def _sheet(self, image: Arrival | Refusal) -> _Sheet:
-        """What there is to do about it. Parts whose rows cannot be read are judged again; the rows stay as they are."""
+        """Open parts of an image. Parts with unreadable rows are judged again; the rows stay."""
         said = image if isinstance(image, Arrival) else image.name
         assert said is not None
         assert said.board_type is not None, "an image of a whole board"

@@ -42,7 +42,7 @@ LOOK_S = 0.2  # how often a door that waits for the disk looks whether the agent
 
 
 class _Taking:
-    """One frame's requests: durable, then judged one by one."""
+    """Keeps ``Sender`` for one frame."""
 
     def __init__(self, door: CameraDoor, requests: int) -> None:
         self._door = door
@@ -58,14 +58,14 @@ class _Taking:
             self._door.frame_judged()
 
     def refused(self, key: str) -> None:
-        """As a Sender. Only where the results file was replaced since its trigger's key was looked up."""
+        """Happens only if the results file was replaced after its trigger's key was looked up."""
         log.error("camera_frame_refused key=%s: the key of its trigger was given for something else", key)
         self.is_accepted.set()
         self._door.frame_judged()
 
 
 class CameraDoor:
-    """One camera. Raises SecretMissing where its password is not to be had."""
+    """One camera. Raises SecretMissing."""
 
     def __init__(self, section: CameraSection, inspector: Inspector, journal: JournalDoor, verdicts: Verdicts) -> None:
         self._section = section
@@ -86,7 +86,7 @@ class CameraDoor:
         self.camera.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """End; False if that took longer."""
+        """End; False after ``timeout_s``."""
         self._stopping.set()
         with self._has_changed:
             self._has_changed.notify_all()
@@ -122,7 +122,6 @@ class CameraDoor:
             )
 
     def view(self) -> SourceView:
-        """How it is doing."""
         seen = self.camera.statistics()
         return SourceView(self.name, "camera", str(seen.state), seen.received, seen.waiting, seen.dropped, seen.alarm)
 
@@ -139,7 +138,7 @@ class CameraDoor:
         return self._inspector.takes and self._under_way < FRAMES_UNDER_WAY
 
     def _take(self, frame: Frame) -> None:
-        """Once there is room for it; one that waits when the agent stops is left to the next."""
+        """Wait for room; a frame that waits while the agent stops is left to the next start."""
         with self._has_changed:
             while not (self._has_room() or self._stopping.is_set()):
                 self._has_changed.wait(LOOK_S)

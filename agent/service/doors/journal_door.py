@@ -69,7 +69,7 @@ class Sender(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Sending:
-    """One image that somebody sent, with the requests that are made of it. ``cancel`` it at any time."""
+    """One image with its requests. ``cancel`` it at any time."""
 
     sender: Sender
     entries: tuple[Entry, ...]
@@ -82,7 +82,7 @@ class Sending:
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """One request without a verdict. ``image``: its source; None until it is read back from the journal."""
+    """One request without a verdict. ``image``: None until it is read back from the journal."""
 
     entry: Entry
     image: ImageSource | None
@@ -95,7 +95,7 @@ class _Open:
 
 
 class JournalDoor:
-    """See the module. ``take_up`` first; then for any thread."""
+    """``take_up`` first; then for any thread."""
 
     def __init__(self, inspector: Inspector, verdicts: Verdicts, store: ResultStore, images: ImageKeeper) -> None:
         self._inspector = inspector
@@ -117,7 +117,7 @@ class JournalDoor:
         return len(self._open)
 
     def take_up(self) -> None:
-        """What an earlier run accepted and did not finish; it is judged behind everything's back, oldest first."""
+        """Judge in the background what an earlier run accepted and did not finish, oldest first."""
         unfinished = self._reader.unfinished()
         for each in unfinished:
             self._open[each.entry.key] = _Open(each.entry, None)
@@ -155,11 +155,11 @@ class JournalDoor:
         return self._reserved.get(key)
 
     def release(self, key: str) -> None:
-        """What was sent under this key is durable, or nothing was."""
+        """Call it once what was sent under this key is durable, or nothing was sent."""
         self._reserved.pop(key, None)
 
     def stop(self) -> None:
-        """Read nothing back any more."""
+        """Read no more of the journal."""
         self._stopping.set()
         with self._replayed:
             self._replayed.notify_all()
@@ -263,7 +263,7 @@ class JournalDoor:
             self._record(request, outcome, course)
 
     def _withdrawn(self, request: _Open) -> None:
-        """Nothing of it remains; for whoever sent the same meanwhile it is sent again."""
+        """Senders that came meanwhile have the request accepted anew."""
         with self._lock:
             self._close(request)
             waiting = list(request.waiting)
@@ -272,12 +272,12 @@ class JournalDoor:
             self._accept(sending, (request.entry,))
 
     def _close(self, request: _Open) -> None:
-        """Under the lock. Where a results file was moved away, the same key may have been accepted into the new one."""
+        """Call under the lock. A new results file may have accepted the same key again."""
         if self._open.get(request.entry.key) is request:
             del self._open[request.entry.key]
 
     def _record(self, request: _Open, outcome: Outcome, course: Course) -> None:
-        """Store the verdict; before it the image, where such images are kept."""
+        """Store the image, where such images are kept, then the verdict."""
         entry = request.entry
         result = entry_result(self._inspector.agent.config, entry, outcome, course.models)
         if request.content is not None and self._images.archive.wants(result.verdict):
@@ -337,7 +337,7 @@ class JournalDoor:
             self._enter(request, attempts)
 
     def _content(self, number: int) -> bytes | None:
-        """Read for as long as it takes; None where the journal has nothing of it any more, or when it is to stop."""
+        """Retry until it is read; None if the journal has lost it, or at a stop."""
         is_told = False
         while not self._stopping.is_set():
             try:
@@ -361,7 +361,7 @@ def key_reused(key: str) -> OrderRefused:
 
 
 def _tell(sending: Sending, verdict: StoredVerdict | None) -> None:
-    """``verdict``: None where its key was given for something else."""
+    """``verdict`` None: the key was given for something else."""
     try:
         if verdict is None:
             sending.sender.refused(sending.entries[0].key)

@@ -53,7 +53,7 @@ EXPERT_PREFIX = "expert:"
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """What else of the line the desk can reach."""
+    """Callbacks of the desk into the line."""
 
     sources: Callable[[], Sequence[SourceView]]
     trigger: Callable[[str, str | None, str | None, str | None], str]
@@ -87,7 +87,6 @@ class LineDesk:
         return self._texts.models()
 
     def models(self) -> Sequence[Model]:
-        """See ``agent.api.calls.desk.Desk``."""
         agent = self._inspector.agent
         standing = standing_of(agent, agent.loop.statistics().engine)
         catalog = agent.config.catalog
@@ -108,7 +107,6 @@ class LineDesk:
             agent.loop.unwant(agent.expert(expert))
 
     def boards(self, serial: str, board_type: str | None = None) -> Sequence[BoardView]:
-        """See ``agent.api.calls.desk.Desk``."""
         runs = [run for run in self._boards.runs(serial) if board_type in (None, run.board_type)]
         views = {run.board_type: self._with_parts(run_view(run)) for run in runs}
         for row in self._results.boards_of(serial):
@@ -122,7 +120,6 @@ class LineDesk:
         return replace(view, parts=parts)
 
     def stored_after(self, seq: int, board: int, limit: int, *, with_maps: bool = False) -> StoredView:
-        """See ``agent.api.calls.desk.Desk``."""
         page = self._results.after(seq, board, limit)
         parts = [part_of(row.result, row.seq, maps=self._maps(row) if with_maps else ()) for row in page.results]
         boards = [(number, verdict_view(row.board)) for number, row in page.boards]
@@ -143,7 +140,6 @@ class LineDesk:
         return self._controls.reload()
 
     def status(self) -> StatusView:
-        """See ``agent.api.calls.desk.Desk``."""
         agent = self._inspector.agent
         statistics = agent.loop.statistics()
         engine = statistics.engine
@@ -170,7 +166,6 @@ class LineDesk:
         )
 
     def explain(self, subject: str) -> Sequence[str]:
-        """See ``agent.api.calls.desk.Desk``."""
         agent = self._inspector.agent
         catalog = agent.config.catalog
         if subject in catalog.experts:
@@ -211,7 +206,7 @@ def _experts_of(model: str, catalog: Catalog) -> tuple[str, ...]:
 
 
 def standing_of(agent: Agent, engine: EngineStatistics) -> dict[str, str]:
-    """Experts that are not asked at the moment, as the line calls them, and why; none that a reload replaced."""
+    """Experts not asked now, by the line's names, and why."""
     reasons = engine.on_probation | engine.quarantined
     served = {name: agent.expert(name) for name in agent.config.catalog.experts}
     return {name: with_line_names(reasons[now]) for name, now in served.items() if now in reasons}

@@ -46,7 +46,7 @@ LONGEST_NAME = 200  # of a key, a serial or a ref: longer ones are no names
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One request that is made of an order's image. ``box``: the part that it is about; None for all of it."""
+    """One request of an order's image. ``box``: the part to judge; None for the whole image."""
 
     key: str
     component: str | None
@@ -69,7 +69,6 @@ class _Gathering:
     is_accepted: bool = False
 
     def accepted(self) -> None:
-        """As a Sender."""
         with self.lock:
             self.is_accepted = True
             was_over = self.is_over
@@ -79,14 +78,12 @@ class _Gathering:
             self.listener.accepted()
 
     def judged(self, verdict: StoredVerdict) -> None:
-        """As a Sender."""
         course = verdict.course
         maps = verdict.result.maps if self.order.wants_maps else ()
         part = part_of(verdict.result, verdict.seq, queue_s=course.queue_s, compute_s=course.compute_s, maps=maps)
         self.add(verdict.result.key, replace(part, is_repeat=verdict.is_repeat))
 
     def refused(self, key: str) -> None:
-        """As a Sender."""
         with self.lock:
             was_over, self.is_over = self.is_over, True
         self.leave(len(self.wanted))
@@ -94,7 +91,6 @@ class _Gathering:
             self.listener.refused(key_reused(key.removeprefix(KEY_PREFIX)))
 
     def add(self, key: str, part: Part) -> None:
-        """One more piece has ended."""
         with self.lock:
             self.parts[key] = part
             is_last = len(self.parts) == len(self.wanted) and not self.is_over
@@ -119,7 +115,7 @@ class _Ticket:
 
 
 class OrderTaker:
-    """See the module. For any thread."""
+    """For any thread."""
 
     def __init__(self, inspector: Inspector, journal: JournalDoor, admission: Admission) -> None:
         self._inspector = inspector
@@ -127,7 +123,6 @@ class OrderTaker:
         self._admission = admission
 
     def order(self, order: Order, listener: Listener) -> Ticket:
-        """See ``agent.api.calls.desk.Desk``."""
         if not self._inspector.takes:
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one will take it", 5.0)
         board_type = self._board_type(order)
@@ -240,7 +235,7 @@ class OrderTaker:
     def _pieces(
         self, order: Order, key: str, board_type: str | None
     ) -> tuple[tuple[_Piece, ...], LayoutSections | None]:
-        """What is asked about the image, and the layout that says so, if it is a whole board's."""
+        """Requests to make of the image; for a whole board also its layout."""
         ref = short_name(order.ref, "ref")
         catalog = self._inspector.agent.config.catalog
         if order.component is not None and order.expert is not None:
@@ -270,7 +265,7 @@ class OrderTaker:
         ), layout
 
     def _board_type(self, order: Order) -> str | None:
-        """The type of an order's board; None where the line has no boards, or the image belongs to none."""
+        """Type of an order's board; None if the line has no boards or the image belongs to none."""
         short_name(order.board, "board")
         types = self._inspector.agent.config.boards
         if order.board_type is not None and order.board_type not in types:
@@ -283,7 +278,7 @@ class OrderTaker:
 
 
 def _encoded(image: bytes | np.ndarray) -> bytes:
-    """The image as a file's bytes: pixels as a BMP, which costs nothing to write."""
+    """Pixels as BMP, which is the cheapest to write."""
     if isinstance(image, bytes):
         return image
     file = io.BytesIO()
@@ -292,7 +287,7 @@ def _encoded(image: bytes | np.ndarray) -> bytes:
 
 
 def _check_size(image: bytes | np.ndarray, layout: LayoutSections) -> None:
-    """Raises OrderRefused for a frame that the layout is not for. What is no image at all is found out later."""
+    """Raises OrderRefused for a frame of another size than the layout's. Decoding reports an invalid image."""
     if isinstance(image, bytes):
         try:
             with Image.open(io.BytesIO(image)) as opened:
@@ -310,7 +305,7 @@ def _check_size(image: bytes | np.ndarray, layout: LayoutSections) -> None:
 
 
 def short_name(name: str | None, what: str) -> str | None:
-    """The same name. Raises OrderRefused for one that is none."""
+    """The name. Raises OrderRefused for an invalid one."""
     if name is not None and len(name) > LONGEST_NAME:
         raise OrderRefused(Refusing.INVALID, f"a {what} of {len(name)} characters - at most {LONGEST_NAME}")
     if what == "key" and name and PART_MARK in name:

@@ -45,7 +45,7 @@ class TallyStatistics:
 
 
 class Tally:
-    """For any thread. ``wall``: what results are dated by."""
+    """For any thread. ``wall``: clock of results."""
 
     def __init__(self, wall: Callable[[], datetime] = wall_clock) -> None:
         self._wall = wall
@@ -55,7 +55,6 @@ class Tally:
         self._seconds = {source: Durations() for source in (FOLDER, *SOURCES.values())}
 
     def stored(self, stored: Result | BoardVerdict, _: Recorded) -> None:
-        """Something is on the disk."""
         if isinstance(stored, Result):
             self._time(stored)
         else:
@@ -64,7 +63,7 @@ class Tally:
 
     @contextmanager
     def ordering(self) -> Iterator[None]:
-        """An order is given under it."""
+        """Count an order as accepted or refused."""
         try:
             yield
         except OrderRefused as refused:
@@ -73,7 +72,6 @@ class Tally:
         self._ordered(None)
 
     def statistics(self) -> TallyStatistics:
-        """A frozen snapshot."""
         with self._lock:
             seconds = {source: durations.distribution() for source, durations in self._seconds.items()}
             refused = {reason: self._orders[reason] for reason in Refusing if reason not in ON_THE_WIRE}

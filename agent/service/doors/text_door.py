@@ -48,7 +48,7 @@ class TextStatistics:
 
 
 class TextDoor:
-    """Keeps what of ``agent.api.calls.desk.Desk`` is about texts. For any thread."""
+    """The desk's part for texts. For any thread."""
 
     def __init__(self, inspector: Inspector, admission: Admission, clock: Callable[[], float] = time.monotonic) -> None:
         self._inspector = inspector
@@ -62,7 +62,6 @@ class TextDoor:
         self._is_stopping = False
 
     def generate(self, order: TextOrder, listener: TextListener) -> TextTicket:
-        """See ``agent.api.calls.desk.Desk``."""
         if self._is_stopping or not self._inspector.takes:
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one will take it", 5.0)
         agent = self._inspector.agent
@@ -91,7 +90,6 @@ class TextDoor:
         return text
 
     def models(self) -> list[TextModelView]:
-        """See ``agent.api.calls.desk.Desk.text_models``."""
         agent = self._inspector.agent
         catalog, engine = agent.config.catalog, agent.loop.statistics().engine
         reasons = engine.on_probation | engine.quarantined
@@ -102,7 +100,7 @@ class TextDoor:
         return [self._view(name, experts, agent, reasons) for name, experts in asked.items()]
 
     def end_overdue(self) -> None:
-        """Texts whose deadline has passed while they wait for their turn: to be called now and then."""
+        """End texts whose deadline passed in a queue: call it periodically."""
         with self._lock:
             waiting = tuple(self._under_way)
         for text in waiting:
@@ -114,7 +112,7 @@ class TextDoor:
             return TextStatistics(len(self._under_way), ended, self._first_tokens.distribution())
 
     def stop(self, timeout_s: float) -> None:
-        """Take no more; those that have not ended by then are told so, and cancelled."""
+        """Take no more; cancel texts that have not ended by then."""
         self._is_stopping = True
         deadline_s = time.monotonic() + timeout_s
         while self._under_way and time.monotonic() < deadline_s:
@@ -146,7 +144,6 @@ class TextDoor:
         return TextModelView(name, experts, min(contexts, default=None), not found, next(iter(found), None))
 
     def _left(self, text: TextUnderWay, how: str) -> None:
-        """A text has its outcome."""
         if text.entered is not None:
             self._admission.leave(text.entered)
         with self._lock:

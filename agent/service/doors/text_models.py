@@ -33,8 +33,6 @@ class Speech:
 
 
 class TextModels:
-    """See the module."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._contexts: dict[str, int] = {}  # by the same; a few bytes each
@@ -80,7 +78,7 @@ def _within(context_tokens: int, agent: Agent, expert: str) -> int:
 
 
 def _packed(expert: str, agent: Agent) -> PackedExpert:
-    """Any copy's: all of an expert's have one program."""
+    """Any copy: all copies of an expert have one program."""
     for copy in agent.copies.values():
         if copy.expert.id == expert and copy.packed.program_sha256 is not None:
             return copy.packed

@@ -93,7 +93,7 @@ class TextUnderWay:
         self.cancel()
 
     def end(self, outcome: Outcome, course: Course) -> None:
-        """Its outcome, on the agent's thread."""
+        """Runs on the agent's thread."""
         step = outcome.steps[-1] if outcome.steps else None
         if outcome.reason == CANCELLED and self._is_overdue() and not self._is_closed:
             self.left(self, Ending.DEADLINE)
@@ -138,7 +138,7 @@ class TextUnderWay:
         return TextRequest(generation, writer, self.due_s)
 
     def _is_label(self, expert: str, label: str) -> bool:
-        """Whether it is a router's answer: one of its labels may be called as an ending is."""
+        """True for a router's answer: a label may be named like an ending."""
         choices = self._requests[expert].generation.choices
         return choices is not None and label in choices
 
@@ -149,7 +149,7 @@ class TextUnderWay:
             raise _no_room(field, f"has {read} tokens", expert, speech, "shorten it")
 
     def _wrote(self, expert: str, model: TextModel, is_thought: bool, piece: Piece) -> None:
-        """On the executor's thread, or where the text ends."""
+        """Runs on the executor's thread, or where the text ends."""
         self._writes = expert
         tokens = piece.tokens if self.order.sampling.logprobs is not None else ()
         self._show(TextPiece(expert, piece.text, tuple(_token_view(token, model) for token in tokens), is_thought))
@@ -178,7 +178,7 @@ class TextUnderWay:
         )  # fmt: skip
 
     def _ended_waiting(self, course: Course) -> TextEnd:
-        """Its deadline has passed while it waited, to be begun or to go on."""
+        """The deadline passed in a queue."""
         if self._writes is not None:
             self._finish(self._writes)
             return self._ended(Ending.DEADLINE, self._writes, course)
@@ -188,7 +188,7 @@ class TextUnderWay:
         return self.due_s is not None and self.clock() >= self.due_s + since_s
 
     def _failure(self, reason: str) -> OrderRefused:
-        """Whose fault it is: the order's, where it was refused for an expert that its route came to."""
+        """The order's fault, if it was refused for an expert that its route came to."""
         for error in self._failures.values():
             if isinstance(error, GenerationInvalid) and str(error) in reason:
                 return OrderRefused(Refusing.INVALID, reason, field=error.field)
@@ -204,7 +204,7 @@ class TextUnderWay:
 
 
 class _Silent:
-    """The writer of a router, whose answer is a label."""
+    """Writer of a router, whose answer is a label."""
 
     def write(self, _: Sampled) -> bool:
         return False
@@ -224,13 +224,13 @@ def _prompt(order: TextOrder, model: TextModel) -> tuple[int, ...]:
 
 
 def _opens_thought(prompt: tuple[int, ...], model: TextModel) -> bool:
-    """Whether the prompt ends where the model is to think first: some templates have that begun."""
+    """Some templates end the prompt inside the model's thoughts."""
     end = b"".join(model.token_bytes(token) for token in prompt[-THOUGHT_TOKENS:])
     return end.rstrip().endswith(THOUGHT.encode())
 
 
 def _router_prompt(order: TextOrder, model: TextModel) -> tuple[int, ...]:
-    """The last words alone: as a chat's where the router has a template for that, else as they are."""
+    """The last words alone, as a chat if the router has a template."""
     words = last_words(order)
     if model.chat is None:
         return model.prompt_of(words)

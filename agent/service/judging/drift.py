@@ -27,8 +27,6 @@ NAMED_EXPERTS = 3
 
 @dataclass(frozen=True, slots=True)
 class ExpertDrift:
-    """One expert's share of all steps: as expected, and as seen."""
-
     expert: str
     expected: float
     seen: float
@@ -54,7 +52,7 @@ class DriftStatistics:
 
 @dataclass(frozen=True, slots=True)
 class DriftSample:
-    """What was counted at one moment. ``seen``: expert -> how much its steps weigh; the rest is of all together."""
+    """Counts at one moment. ``seen``: weight of each expert's steps; the rest is of all together."""
 
     expected: Mapping[str, float]
     seen: Mapping[str, float]
@@ -62,7 +60,7 @@ class DriftSample:
     squares: float
 
     def statistics(self) -> DriftStatistics:
-        """How far it has moved. It takes long, a fraction of a millisecond for hundreds of experts."""
+        """Slow: a fraction of a millisecond for hundreds of experts."""
         steps = round(self.weight**2 / self.squares) if self.squares else 0
         shares = [
             ExpertDrift(expert, self.expected.get(expert, 0.0), self.seen.get(expert, 0.0) / (self.weight or 1.0))
@@ -86,7 +84,6 @@ class UsageDrift:
         self._squares = 0.0  # the squares of each step's weight
 
     def count(self, experts: Iterable[str]) -> None:
-        """These were asked, each once."""
         for expert in experts:
             self._seen[expert] += 1.0
             self._weight += 1.0
@@ -105,7 +102,7 @@ class UsageDrift:
 
 
 class DriftAlarm:
-    """Says when to warn: when usage has drifted, at the first time, then once an hour. ``now_s``: monotonic."""
+    """Warns when usage has drifted, at first and then once an hour. ``now_s``: monotonic."""
 
     def __init__(self) -> None:
         self._warned_s: float | None = None
@@ -114,7 +111,6 @@ class DriftAlarm:
         return self._warned_s is None or now_s - self._warned_s >= WARNING_INTERVAL_S
 
     def due_warning(self, found: DriftStatistics, now_s: float) -> DriftStatistics | None:
-        """What to warn of now."""
         if not self.can_warn(now_s) or not found.has_drifted:
             return None
         self._warned_s = now_s

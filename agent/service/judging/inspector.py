@@ -74,7 +74,7 @@ class Task:
 
 @dataclass(slots=True)
 class _Recent:
-    """How many requests ended of late, for a guess of when there is room again."""
+    """Rate of ended requests, for retry hints."""
 
     since_s: float = field(default_factory=time.monotonic)
     count: int = 0
@@ -109,7 +109,7 @@ class Inspector:
 
     @property
     def takes(self) -> bool:
-        """Whether images are taken: not while it stops, nor after a crash."""
+        """False while it stops, and after a crash."""
         return not self._stopping.is_set() and self.crash is None
 
     @property
@@ -118,7 +118,7 @@ class Inspector:
 
     @property
     def ended_per_s(self) -> float:
-        """How many images were judged a second of late; 0 before the first second is over."""
+        """Images judged per second, recently; 0 before the first second is over."""
         return self._recent.per_s
 
     def attempts(self, key: str) -> int:
@@ -129,14 +129,13 @@ class Inspector:
         self._attempts.settled(key)
 
     def enter(self, task: Task) -> None:
-        """Have it judged, now or once its turn has come."""
         is_suspect = self._attempts.attempts(task.key) > 0
         if is_suspect:
             log.warning("image_judged_alone file=%s: the agent was ended while it judged it", task.name)
         self._gate.enter(task, is_suspect=is_suspect)
 
     def cancel(self, task: Task) -> None:
-        """Nobody wants it any more: it ends CANCELLED, unless it ran its last step already, or does so now."""
+        """End a task as CANCELLED, unless its last step has run or runs now."""
         with self._guard:
             task.is_cancelled = True
             number = task.number
@@ -145,7 +144,7 @@ class Inspector:
 
     @contextmanager
     def counted(self, key: str) -> Iterator[None]:
-        """What is done under it may end the agent, and speaks against this key then."""
+        """An end of the agent inside counts against this key."""
         self.begun(key)
         try:
             yield
@@ -153,18 +152,18 @@ class Inspector:
             self.ended(key)
 
     def begun(self, key: str) -> None:
-        """What is done from now on may end the agent, and speaks against this key then, until it has ``ended``."""
+        """An end of the agent from now until ``ended`` counts against this key."""
         self._attempts.begun([key])
 
     def ended(self, key: str) -> None:
         self._attempts.ended([key])
 
     def model_of(self, expert: str) -> str:
-        """The sha256 of the weights file of an expert, by what the Engine calls it; empty where it is not known."""
+        """sha256 of an expert's weights file, by the Engine's name; empty if unknown."""
         return self._models.get(expert, "")
 
     def change_line(self, change: LineChange) -> None:
-        """Serve another line from now on; what was taken is finished as the earlier one says."""
+        """Serve another line; accepted requests finish under the earlier one."""
         self.agent.loop.change_line(change.event, change.copies)
         for expert, reason in change.quarantined.items():
             self.agent.loop.quarantine(expert, reason)
@@ -182,12 +181,12 @@ class Inspector:
         return sample.statistics()
 
     def take_no_more(self) -> None:
-        """From here on nothing is let in: what is on its way to the agent waits for the next start."""
+        """Let nothing more in: waiting images are left to the next start."""
         with self._guard:
             self._stopping.set()
 
     def drain(self, timeout_s: float) -> bool:
-        """Finish what was taken; False if that took longer."""
+        """Finish what was taken; False after ``timeout_s``."""
         self.agent.loop.drain()
         return self.agent.loop.wait_until_drained(timeout_s)
 
@@ -196,7 +195,7 @@ class Inspector:
         self.agent.stop()
 
     def forgive(self) -> None:
-        """What was still being judged has not ended the agent, where the agent was told to end."""
+        """A requested end does not count against images under way."""
         if self.crash is None:
             self._attempts.forgive()
 
@@ -204,7 +203,7 @@ class Inspector:
         self._attempts.close()
 
     def _let_in(self, task: Task) -> bool:
-        """Whether the agent has it now; one that was cancelled meanwhile has ended instead."""
+        """Whether the agent has it; a cancelled task has ended instead."""
         with self._guard:
             if not self.takes:
                 return True  # it came while we ended: the next start offers it again, and nobody comes in any more
@@ -220,7 +219,7 @@ class Inspector:
 
     @contextmanager
     def _preparing(self, number: int) -> Iterator[None]:
-        """Its image is decoded now, ahead of its batch, which would be counted: that may end the agent, too."""
+        """Decoding ahead of a batch may end the agent too."""
         with self._guard:
             task = self._tasks.get(number)
         with self.counted(task.key) if task is not None and task.is_counted else nullcontext():
@@ -248,7 +247,7 @@ class Inspector:
             recent.since_s, recent.count = now_s, 0
 
     def _batch_given(self, requests: Sequence[int]) -> None:
-        """It may end the agent from now on: an executor begins what it holds before anybody here knows of it."""
+        """Called before an executor holds the batch: it may end the agent from then on."""
         self._attempts.begun([task.key for task in self._tasks_of(requests) if task.is_counted])
 
     def _batch_begun(self, requests: Sequence[int]) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def arrival_result(
     config: LineConfig, arrival: Arrival, outcome: Outcome, models: Sequence[str] = (), content: Content | None = None
 ) -> Result:
-    """The row of a folder's image whose request has just ended; ``content``: to know it by when it comes again."""
+    """Row of a folder's image. ``content``: known bytes, to detect duplicates."""
     result = _judged(config, arrival, arrival.relpath, arrival.arrived_at, outcome, models)
     if content is None:
         return result
@@ -57,7 +57,6 @@ def duplicate_result(config: LineConfig, arrival: Arrival, first: Result) -> Res
 
 
 def entry_result(config: LineConfig, entry: Entry, outcome: Outcome, models: Sequence[str] = ()) -> Result:
-    """The row of a journaled request that has just ended."""
     result = _judged(config, entry, entry.name, entry.accepted_at, outcome, models)
     detail = result.detail if entry.box is None else {**result.detail, "box": list(entry.box)}
     return replace(result, asked_sha256=entry.asked_sha256, detail=detail)
@@ -65,7 +64,7 @@ def entry_result(config: LineConfig, entry: Entry, outcome: Outcome, models: Seq
 
 @dataclass(frozen=True, slots=True)
 class PartOfBoard:
-    """One part that an image of a whole board shows. ``parts``: how many are asked about that image altogether."""
+    """One part of an image of a whole board. ``parts``: how many of that image are judged."""
 
     key: str
     image: str
@@ -84,7 +83,7 @@ def part_result(config: LineConfig, part: PartOfBoard, outcome: Outcome, models:
 
 
 def refused_result(config: LineConfig, refusal: Refusal) -> Result:
-    """The row of a file that no request can be made of: UNKNOWN, with the reason."""
+    """Row of a file that no request can be made of: UNKNOWN."""
     name = refusal.name
     return Result(
         key=refusal.key,
@@ -104,7 +103,6 @@ def refused_result(config: LineConfig, refusal: Refusal) -> Result:
 
 
 def inspection_of(result: Result) -> Inspection | None:
-    """A result as its board sees it; None for one that belongs to no board."""
     if result.board is None or result.board_type is None or result.ref is None:
         return None
     return Inspection(result.board, result.board_type, result.component, result.ref, result.verdict, result.finished_at)
@@ -159,7 +157,7 @@ def _of_its_task(prediction: Prediction) -> dict[str, object]:
 
 
 def _maps(config: LineConfig, outcome: Outcome) -> tuple[KeptMap, ...]:
-    """Where an image that is NG is anomalous; nothing of any other, and where the line keeps no images."""
+    """Anomaly maps of an NG image, where the line keeps images."""
     if outcome.verdict is not Verdict.NG or config.records.images == "none":
         return ()
     measured = ((number, step, step.prediction.anomaly) for number, step in enumerate(outcome.steps))

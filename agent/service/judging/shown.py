@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Its result's key, its name in the log, and the component that it was judged for; None: one expert was asked."""
+    """Key of its result, name in the log, and component; None: one expert was asked."""
 
     key: str
     name: str

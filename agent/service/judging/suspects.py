@@ -46,7 +46,7 @@ class Gate(Generic[Item]):
             self._is_alone = False
 
     def _open(self) -> None:
-        """However many turn back at the door: one after the other, never one within another's turn."""
+        """A loop, not recursion: any number of items may turn back."""
         while (item := self._next()) is not None:
             if not self._let_in(item):
                 self._left()

@@ -40,7 +40,7 @@ class Verdicts:
         return dict(self._counts)
 
     def subscribe(self, told: Told) -> Callable[[], None]:
-        """Have ``told`` hear of everything that is stored from now on; call what is returned to end that."""
+        """``told`` hears of everything that is stored from now on; call the result to unsubscribe."""
         with self._guard:
             self._told = (*self._told, told)
 
@@ -51,7 +51,7 @@ class Verdicts:
         return end
 
     def record(self, result: Result, stored: Callable[[Recorded], None], *, is_urgent: bool = False) -> None:
-        """Store it; ``stored`` is called once it is, and counts on its board."""
+        """Store a result; ``stored`` is called afterwards."""
         self._store.record(result, lambda recorded: self._stored(result, stored, recorded), is_urgent=is_urgent)
 
     def _stored(self, result: Result, stored: Callable[[Recorded], None], recorded: Recorded) -> None:
