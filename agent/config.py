@@ -256,8 +256,7 @@ def read_secret(secret: SecretSection, environment: Mapping[str, str] | None = N
 
 @dataclass(frozen=True, slots=True)
 class ServiceManager:
-    """What systemd tells a unit's process. ``watchdog_s``: longest silence before it is ended; ``takes_levels``: the
-    journal reads stderr, with a level before each line."""
+    """Given by systemd. ``watchdog_s``: longest silence; ``takes_levels``: stderr lines begin with a level."""
 
     notify_socket: str | None = None
     watchdog_s: float | None = None

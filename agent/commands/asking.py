@@ -107,30 +107,25 @@ def ask_to_write(config: LineConfig | None, target: str | None, files: AccessFil
 
 
 def _client(config: LineConfig | None, target: str | None, files: AccessFiles) -> AgentClient:
-    address = target or _own_address(config)
-    return AgentClient(address, Access() if address.startswith(UNIX) else _access(config, files))
-
-
-def _own_address(config: LineConfig | None) -> str:
-    if config is None or not config.api.grpc:
-        raise ConfigError("the line file has no address of an agent - add api: {grpc: ...} to it, or name --target")
-    return config.api.grpc[0]
+    if not target:
+        if config is None or not config.api.grpc:
+            raise ConfigError("the line file has no address of an agent - add api: {grpc: ...} to it, or name --target")
+        target = config.api.grpc[0]
+    return AgentClient(target, Access() if target.startswith(UNIX) else _access(config, files))
 
 
 def _access(config: LineConfig | None, files: AccessFiles) -> Access:
     api = config and config.api
     authority = files.authority or (api and api.tls and api.tls.certificate)
-    token = _text(files.token) if files.token else read_secret(api.token) if api and api.token else None
+    token = read_secret(api.token) if api and api.token and not files.token else None
+    if files.token:
+        token = _bytes(files.token).decode("utf-8", "replace").rstrip("\r\n")
     return Access(
         token=token,
         authority=_bytes(authority) if authority else None,
         certificate=_bytes(files.certificate) if files.certificate else None,
         key=_bytes(files.key) if files.key else None,
     )
-
-
-def _text(file: Path) -> str:
-    return _bytes(file).decode("utf-8", "replace").rstrip("\r\n")
 
 
 def _bytes(file: Path) -> bytes:

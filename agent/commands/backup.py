@@ -133,16 +133,12 @@ def _put_back(config: LineConfig, source: Path, backup: Backup) -> Iterator[Path
         fresh = fresh_place(place, "restoring")
         _copy(source / name, fresh)
         if name == RESULTS:
-            _give_identity(fresh)
+            with closing(sqlite3.connect(fresh)) as database, database:
+                database.execute("UPDATE identity SET id = lower(hex(randomblob(4)))")
         ready.append((place, fresh))
     for place, fresh in ready:
         if aside := exchange(place, fresh, "replaced"):
             yield aside
-
-
-def _give_identity(results: Path) -> None:
-    with closing(sqlite3.connect(results)) as database, database:
-        database.execute("UPDATE identity SET id = lower(hex(randomblob(4)))")
 
 
 def _read_manifest(source: Path) -> Backup:

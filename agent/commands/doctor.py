@@ -37,7 +37,7 @@ from experts.sizes import MEBIBYTE, size_text
 from experts.thresholds.binding import is_bound_elsewhere
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from agent.config import LineConfig
     from agent.line_file.values import SecretSection
@@ -80,8 +80,8 @@ class Diagnosis:
 def examine(config: LineConfig, *, cameras: bool = True) -> Diagnosis:
     """Make every check. ``cameras``: also probe cameras, some seconds each."""
     is_running = is_state_held(config.state)
-    parts = [
-        _agent(is_running),
+    parts: list[Iterable[Check]] = [
+        [Check("agent", "running on this line" if is_running else "not running on this line")],
         *(part(config) for part in (_device, _forms, _memory, _profile, _weights, _state, _results, _folders)),
         _clock(),
         _secrets(config),
@@ -92,7 +92,7 @@ def examine(config: LineConfig, *, cameras: bool = True) -> Diagnosis:
     return Diagnosis(tuple(check for part in parts for check in _safely(part)))
 
 
-def _safely(part: Iterator[Check]) -> list[Check]:
+def _safely(part: Iterable[Check]) -> list[Check]:
     """Findings of a part; an error of the part is a finding too."""
     try:
         return list(part)
@@ -100,10 +100,6 @@ def _safely(part: Iterator[Check]) -> list[Check]:
         return [Check("check", str(error).splitlines()[0], "see the message")]
     except OSError as error:
         return [Check("check", f"{error.filename or ''} {error.strerror}".strip(), "see to the file or the disk")]
-
-
-def _agent(is_running: bool) -> Iterator[Check]:
-    yield Check("agent", "running on this line" if is_running else "not running on this line")
 
 
 def _device(config: LineConfig) -> Iterator[Check]:
@@ -138,9 +134,11 @@ def _memory(config: LineConfig) -> Iterator[Check]:
     for pool in box.pools:
         size, wanted = box.size_of(pool), given[pool]
         found = f"{size_text(size.available_bytes)} of {size_text(size.total_bytes)} available"
-        is_short = wanted is not None and wanted > size.available_bytes
-        found += f", the line file wants {size_text(wanted)}" if is_short else ""
-        yield Check(f"memory {pool}", found, f"lower memory.{pool}, or write auto" if is_short else None)
+        fix = None
+        if wanted is not None and wanted > size.available_bytes:
+            found += f", the line file wants {size_text(wanted)}"
+            fix = f"lower memory.{pool}, or write auto"
+        yield Check(f"memory {pool}", found, fix)
     images_bytes = prepared_bytes(config, pool_budgets(config, box)[HOST])
     yield Check("memory images", f"{size_text(images_bytes)} of host memory for images ahead of their batches")
 

@@ -44,8 +44,7 @@ class UnitFiles:
 
 
 def unit_files(command: Path | None = None) -> UnitFiles:
-    """Units that run ``command``, this very coserve. Raises CoServeError where the shipped files are missing, or where
-    no service could run it."""
+    """Units that run ``command``. Raises CoServeError without the shipped files, or if no service could run it."""
     runs = command or _itself()
     folder = _shipped()
     texts = {path: (folder / name).read_text(encoding="utf-8") for name, path in DESTINATIONS.items()}

@@ -118,7 +118,9 @@ def build_agent(
     options: AgentOptions = AS_SERVED,
 ) -> Agent:
     """An agent, not started. Raises ConfigError for what must not start, MemoryExceeded for too small given pools."""
-    _import_runtimes(config)
+    for architecture in sorted({expert.architecture for expert in config.catalog.experts.values()}):
+        with suppress(BackendUnavailable):  # packing reports it
+            backend_for(architecture)  # imports runtimes before memory is measured
     rss_before_bytes = psutil.Process().memory_info().rss
     with ExitStack() as on_failure:
         segments = on_failure.enter_context(closing(SegmentStore(options.packed or config.packed_folder)))
@@ -209,9 +211,7 @@ def pack(
     progress: Progress,
     in_use: Iterable[PackedExpert] = (),
 ) -> PackingReport:
-    """Pack what is new. ``precisions``: by processor and expert; ``in_use``: what an agent runs from; these files
-    stay."""
-
+    """Pack what is new. ``precisions``: by processor and expert; ``in_use``: packed files that must stay."""
     try:
         return pack_line(
             config.catalog.experts.values(), lambda expert: {column[expert] for column in precisions.values()},
@@ -340,10 +340,3 @@ def _profiled(ground: Groundwork, stored: StoredProfile, copies: Copies) -> Perf
                 "speedups" if share.is_measured else "shared cores",
             )  # fmt: skip
     return matrix(stored, ground.box, copies, ground.usage, executors)
-
-
-def _import_runtimes(config: LineConfig) -> None:
-    """Import backends before memory is measured; packing reports a missing one."""
-    for architecture in sorted({expert.architecture for expert in config.catalog.experts.values()}):
-        with suppress(BackendUnavailable):
-            backend_for(architecture)

@@ -143,7 +143,8 @@ def planned(
     if reasons := tuple(outdated(profile)):
         raise ConfigError(f"the device profile: {'; '.join(reasons)} - {again} again")
     lying = lying_packed(config, config.packed_folder)
-    kinds, packed = kinds_of(config, lying), by_precision(lying)
+    packed = by_precision(lying)
+    kinds = {name: kind_name(config.catalog.experts[name], program) for name, program in programs_of(lying).items()}
     ground = groundwork(config, box, profile, lying, given)
     ground = replace(ground, precisions=_as_packed(config, ground.precisions, packed))
     _refuse_unpacked(config, _to_run(ground.precisions, profile, kinds), packed, without)
@@ -166,10 +167,6 @@ def planned(
     return ground.setup(found, broken)
 
 
-def kinds_of(config: LineConfig, lying: Sequence[PackedExpert]) -> dict[str, str]:
-    return {name: kind_name(config.catalog.experts[name], program) for name, program in programs_of(lying).items()}
-
-
 def profiled_box(profile: StoredProfile) -> Box:
     """The box that a profile was measured on, with the memory that its allocation shares out."""
     identity, budgets = profile.box, profile.allocation.budget_bytes
@@ -186,8 +183,7 @@ def profiled_box(profile: StoredProfile) -> Box:
 def _as_packed(
     config: LineConfig, precisions: Precisions, packed: Mapping[str, Mapping[Precision, PackedExpert]]
 ) -> Precisions:
-    """Torch's form for experts that lie packed in torch's form only, not in the line file's. Profiling leaves them so,
-    where the CPU lacks the form or an expert was not calibrated."""
+    """The precisions, with torch's form for experts that profiling left unpacked in the line file's."""
     form = config.precision
     if form is None or form.plain is form or config.document.values.get("precision") != form:
         return precisions

@@ -223,6 +223,7 @@ def _served(agent: Agent) -> frozenset[str]:
 def _names(agent: Agent, config: LineConfig, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, str]:
     """The Engine's name of each expert of the new line: the old name where the expert is the same."""
     names = {}
+    known = agent.heard | agent.config.catalog.experts.keys()
     ran: defaultdict[str, dict[str, PackedExpert]] = defaultdict(dict)
     runs: defaultdict[str, dict[str, PackedExpert]] = defaultdict(dict)
     for copy in agent.copies.values():
@@ -233,13 +234,9 @@ def _names(agent: Agent, config: LineConfig, copies: Mapping[str, Sequence[Exper
         now = agent.expert(name)
         then, lies = ran[now], runs[name]
         is_same = agent.config.catalog.experts.get(name) == expert and lies == then
-        names[name] = now if is_same and now in _served(agent) else _next_name(name, agent)
+        unheard = f"{name}{GENERATION}{agent.changes + 2}" if name in known else name
+        names[name] = now if is_same and now in _served(agent) else unheard
     return names
-
-
-def _next_name(name: str, agent: Agent) -> str:
-    is_new = name not in agent.heard | agent.config.catalog.experts.keys()
-    return name if is_new else f"{name}{GENERATION}{agent.changes + 2}"
 
 
 def _matrix(

@@ -60,8 +60,7 @@ def pool_specs(
     allocation: Allocation | None = None,
     set_apart_bytes: int = 0,
 ) -> tuple[PoolSpec, ...]:
-    """Every memory with its budget split. ``set_apart_bytes``: of host memory, held in front of a device. Raises
-    ConfigError naming each expert that can never fit."""
+    """Memories, split. ``set_apart_bytes``: of host memory. Raises ConfigError naming experts that can never fit."""
     specs = []
     problems: list[ConfigError] = []
     for share in shares_of(config, box, executors, profile, allocation, set_apart_bytes):
@@ -142,8 +141,7 @@ def _workspace_bytes(config: LineConfig, needs: MemoryNeeds) -> int:
 
 
 def _searched_bytes(searched: PoolAllocation, needs: MemoryNeeds, casual_bytes: int) -> int:
-    """The search's workspace in today's budget (see the module); the casual one where the largest expert would not
-    fit."""
+    """The search's workspace in today's budget (see the module); the casual one if the largest expert would not fit."""
     budget_bytes = needs.budget_bytes
     beside_experts_bytes = min(budget_bytes - searched.expert_bytes, searched.workspace_bytes)
     quarter_bytes = min(int(budget_bytes * WORKSPACE_FRACTION), searched.workspace_bytes)

@@ -99,16 +99,15 @@ class MoeCaches:
     def _lacking_bytes(self, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, int]:
         """By expert: bytes lacking in its memories; negative: bytes left."""
         found: dict[str, int] = {}
+        is_settled = self._allocation is not None or self._config.memory.workspace is not None
         for share in shares_of(self._config, self._box, self._executors, self._times(copies), self._allocation):
-            room_bytes = min(share.expert_bytes, self._cautious_bytes(share.needs.budget_bytes))
+            budget_bytes = share.needs.budget_bytes
+            kept_bytes = 0 if is_settled else int(budget_bytes * WORKSPACE_FRACTION)  # a probe may find larger batches
+            room_bytes = min(share.expert_bytes, budget_bytes - kept_bytes)
             for expert, needed_bytes in share.needs.misfits(-1).items():
                 lack = needed_bytes - room_bytes
                 found[expert] = max(lack, found.get(expert, lack))
         return found
-
-    def _cautious_bytes(self, budget_bytes: int) -> int:
-        is_settled = self._allocation is not None or self._config.memory.workspace is not None
-        return budget_bytes if is_settled else budget_bytes - int(budget_bytes * WORKSPACE_FRACTION)
 
     def _with_host_places(self, copies: dict[str, list[ExpertCopy]]) -> dict[str, list[ExpertCopy]]:
         offloaded = sorted(

@@ -47,8 +47,7 @@ def copies_of(
 
 
 def copy_of(config: LineConfig, expert: str, precision: Precision, packed: PackedExpert) -> ExpertCopy:
-    """An expert in one precision. A threshold learned with other weights or another input is left out: UNKNOWN. Raises
-    ConfigError for a moe_cache that is too small."""
+    """An expert in one precision, without a threshold of other weights. Raises ConfigError for a small moe_cache."""
     served = config.catalog.experts[expert]
     if is_bound_elsewhere(served, packed.source_sha256):
         served = replace(served, threshold=None)

@@ -98,7 +98,9 @@ def in_form(
         now = measured.get((kinds.get(expert, ""), processor, row.copy.rpartition("@")[2]))
         if kind is None or now is None or kind is now:
             return row
-        footprint = _scaled(row.footprint, kind.weight_bytes / max(now.weight_bytes, 1), form)
+        ratio = kind.weight_bytes / max(now.weight_bytes, 1)
+        shared = [SharedPart(f"{part.id}@{form}", round(part.size_bytes * ratio)) for part in row.footprint.shared]
+        footprint = Footprint(round(row.footprint.own_bytes * ratio), tuple(shared))  # another form shares other parts
         factor = core_share(profile, kind, executors).factor
         load_s = {source: load_time_s(kind, source, footprint, profile.link_bytes_per_s) for source in row.load_s}
         performance = _performance(kind, factor)
@@ -153,12 +155,6 @@ def load_time_s(kind: KindProfile, source: str, footprint: Footprint, links: Map
         return measured_s * footprint.own_bytes / max(kind.weight_bytes, 1)
     fixed_s = 0.0 if measured_s is None else max(measured_s - kind.weight_bytes / speed, 0.0)
     return fixed_s + footprint.own_bytes / speed
-
-
-def _scaled(footprint: Footprint, factor: float, form: Precision) -> Footprint:
-    """Bytes in another form; a part shared in one form is not shared in another."""
-    shared = tuple(SharedPart(f"{part.id}@{form}", round(part.size_bytes * factor)) for part in footprint.shared)
-    return Footprint(round(footprint.own_bytes * factor), shared)
 
 
 def _slowdown(executors: int, speedups: Sequence[float]) -> float:

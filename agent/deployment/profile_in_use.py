@@ -77,30 +77,22 @@ def set_default_spinning() -> None:
 
 
 def usable_profile(config: LineConfig, box: Box) -> tuple[StoredProfile | None, tuple[str, ...]]:
-    """The line's profile if it holds for this box; else None, and the alarm. Raises ConfigError if the profile is
-    strict."""
+    """The line's profile if it holds for this box; else None, and the alarm. Raises ConfigError if it is strict."""
     try:
         profile = find_profile(config)
-        if profile is not None:
-            _refuse_other_box(config, profile, box)
+        if profile is not None and (reasons := box_mismatches(profile, identity_of(box))):
+            path = config.profile_file
+            replacing = " --fresh" if is_of_another_box(profile.box, identity_of(box)) else ""
+            profiling = f"`coserve profile {config.document.file}{replacing}`"
+            told = "".join(f"\n  - {reason}" for reason in reasons)
+            advice = f"run {profiling}, or move {path} away to serve with a quick probe"
+            raise ConfigError(f"{path} does not hold for this box as it is now:{told}\n{advice}")
     except ConfigError as error:
         if config.is_profile_strict:
             raise
         log.error("profile_not_used reason=%s", error)
         return None, (f"device profile not used, served by a quick probe: {' '.join(str(error).split())}",)
     return profile, ()
-
-
-def _refuse_other_box(config: LineConfig, profile: StoredProfile, box: Box) -> None:
-    """Raises ConfigError, with every reason, if the profile is of another box or of other libraries."""
-    reasons = box_mismatches(profile, identity_of(box))
-    if not reasons:
-        return
-    path = config.profile_file
-    told = "".join(f"\n  - {reason}" for reason in reasons)
-    replacing = " --fresh" if is_of_another_box(profile.box, identity_of(box)) else ""
-    advice = f"run `coserve profile {config.document.file}{replacing}`, or move {path} away to serve with a quick probe"
-    raise ConfigError(f"{path} does not hold for this box as it is now:{told}\n{advice}")
 
 
 def changed_experts(config: LineConfig, profile: StoredProfile, packed: Iterable[PackedExpert]) -> dict[str, str]:

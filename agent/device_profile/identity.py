@@ -37,8 +37,7 @@ def identity_of(box: Box) -> BoxIdentity:
 
 
 def packed_sha256(packed: PackedExpert) -> str:
-    """Digest of the owner's file, the program, and each tensor's dtype, shape and strides. Sharing is left out: it
-    changes when other experts come and go."""
+    """Digest of source file, program and tensors. Sharing is left out: it changes with other experts."""
     tensors = sorted(
         [spec.name, spec.dtype, list(spec.shape), list(spec.stride)]
         for segment in packed.segments
@@ -49,8 +48,7 @@ def packed_sha256(packed: PackedExpert) -> str:
 
 
 def verdict_sha256(graph: ExpertGraph, expert: Expert) -> str:
-    """Digest of what makes outputs verdicts: the expert's entry, and the steps of routes that ask it; weights and
-    calibration are in ``packed_sha256``."""
+    """Digest of an expert's entry and its routes' steps; weights and calibration are in ``packed_sha256``."""
     asking = sorted(
         (component, number, sorted(step.passing), step.min_score, sorted(step.then.items()))
         for component, steps in graph.routes.items()

@@ -137,8 +137,7 @@ class UsageOrigin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class UsageProfile:
-    """Usage probabilities. ``pass_rates``: how often an expert let a request pass on. ``requests``: how many
-    counted."""
+    """Usage probabilities. ``pass_rates``: how often a request passed on. ``requests``: how many were counted."""
 
     probabilities: Mapping[str, float]
     pass_rates: Mapping[str, float]

@@ -88,8 +88,7 @@ migrations = Migrations("profile")
 
 @migrations()
 def box_matrix_usage_and_allocation(database: Database) -> None:
-    """The first tables. Small lists and mappings are JSON, exact for numbers. ``parts``: what was saved for this
-    profile, not taken over from an earlier one."""
+    """Small lists and mappings are JSON, exact for numbers. ``parts``: saved for this profile, not an earlier one."""
     for statement in FIRST_TABLES:
         database.execute(statement)
 

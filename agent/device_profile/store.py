@@ -166,7 +166,9 @@ class ProfileDraft:
     def save_precisions(self, precisions: Mapping[tuple[str, str], str], forms: Sequence[ExpertForm] = ()) -> None:
         """Precision of each (kind, processor), and experts' own forms; drops speedups of changed processors."""
         with self._part("precisions"):
-            earlier, now = self._run(), {(k, p, chosen) for (k, p), chosen in precisions.items()}
+            found = (row for name in ("precisions", "forms") for row in TABLES[name].rows(self._database))
+            earlier = {(row["kind"], row["processor"], row["precision"]) for row in found}
+            now = {(k, p, chosen) for (k, p), chosen in precisions.items()}
             changed = earlier ^ (now | {(each.kind, each.processor, each.precision) for each in forms})
             for processor in {each[1] for each in changed} & {each[1] for each in earlier}:
                 TABLES["speedups"].delete(self._database, processor=processor)
@@ -213,10 +215,6 @@ class ProfileDraft:
         profile = _read_back(partial)
         take_name(partial, self.path)
         return profile
-
-    def _run(self) -> set[tuple[str, str, str]]:
-        found = (row for name in ("precisions", "forms") for row in TABLES[name].rows(self._database))
-        return {(row["kind"], row["processor"], row["precision"]) for row in found}
 
     @contextmanager
     def _part(self, part: str) -> Iterator[None]:

@@ -33,7 +33,7 @@ def _pattern(text: str) -> str:
 
 
 def _camera_url(text: str, info: ValidationInfo) -> str:
-    """No message repeats the url: a password may stand in it."""
+    """No message repeats more than the scheme: a password may stand in the url."""
     scheme, colon, rest = text.partition(":")
     if not colon or scheme not in CAMERA_SCHEMES:
         kind = f"{scheme}:" if colon else "this"

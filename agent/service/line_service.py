@@ -211,8 +211,7 @@ class LineService:
         log.info("ready line=%s experts=%d watching=%s", self._config.line, len(self._config.catalog.experts), watched)
 
     def stop(self) -> dict[str, Any]:
-        """Finish what was taken, store it, end; counts for the closing line. Raises AgentCrashed, last, if it had
-        crashed."""
+        """Finish what was taken, store it, end; returns counts. Raises AgentCrashed, last, if it had crashed."""
         self._phase = "it stops: the next one will take work"
         for door in self._cameras.values():
             door.stop(0.0)  # they end while callers have their answers

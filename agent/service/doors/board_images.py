@@ -74,8 +74,7 @@ class _Sheet:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoardImages:
-    """Of one folder. For any thread. ``settle`` is told of each image once, when all its parts are stored; ``refuse``
-    of one whose layout went with a reload."""
+    """For any thread. ``settle``: told of an image once all parts are stored; ``refuse``: of one without layout."""
 
     _inspector: Inspector
     _verdicts: Verdicts
@@ -86,7 +85,8 @@ class BoardImages:
 
     def arrived(self, arrival: Arrival) -> None:
         sheet = self._sheet(arrival)
-        attempts = max((self._inspector.attempts(key) for key in _keys(sheet)), default=0)
+        keys = (arrival.key, *(part.key for part in sheet.parts.values()))  # its parts, and reading it
+        attempts = max(self._inspector.attempts(key) for key in keys)
         if attempts >= ATTEMPTS_MAXIMUM:  # hundreds of parts would end it hundreds of times
             reason = f"ended the agent: it was being judged each of the {attempts} times that the agent was ended"
             self._end(sheet, f"{printable(arrival.relpath)}: {reason}")
@@ -183,7 +183,3 @@ class BoardImages:
             self._settle(sheet.image, *sheet.worst())
         else:
             self._refuse(sheet.image, NO_LAYOUT)
-
-
-def _keys(sheet: _Sheet) -> list[str]:
-    return [sheet.image.key, *(part.key for part in sheet.parts.values())]

@@ -129,16 +129,14 @@ class JournalDoor:
     def send(
         self, sender: Sender, entries: Sequence[Entry], image: EncodedImage, frame_size: tuple[int, int] | None = None
     ) -> Sending:
-        """Accept and judge these requests of one image; returns at once. ``frame_size``: the layout's (height,
-        width)."""
+        """Accept and judge requests of one image; returns at once. ``frame_size``: the layout's (height, width)."""
         sending = Sending(sender, tuple(entries), image, frame_size)
         sending.cancel = lambda: self._cancel(sending)
         self._accept(sending, sending.entries)
         return sending
 
     def reserve(self, key: str, asked: str) -> bool:
-        """Keep a key until ``release``; False where the same was asked before. Raises OrderRefused where something else
-        was, or the journal cannot be read."""
+        """Keep a key until ``release``; False: the same was asked before. Raises OrderRefused if something else was."""
         with self._reserving:
             try:
                 known = {self._reserved[key]} if key in self._reserved else self._reader.asked(key)
@@ -214,8 +212,7 @@ class JournalDoor:
             _tell(sending, StoredVerdict(known.result, known.seq, UNJUDGED, is_repeat=True))
 
     def _enter(self, request: _Open, attempts: int = 0) -> None:
-        """Hand it to the agent; an image that ended the agent too often is UNKNOWN. ``attempts``: the most of a frame's
-        parts, as the frame may be what ends it."""
+        """An image that ended the agent too often is UNKNOWN. ``attempts``: the most of its frame's parts."""
         entry = request.entry
         attempts = max(attempts, self._inspector.attempts(entry.key))
         if attempts >= ATTEMPTS_MAXIMUM:

@@ -33,12 +33,10 @@ if TYPE_CHECKING:
         TextTicket,
         Ticket,
     )
-    from agent.core.background import BackgroundStatistics
     from agent.core.pool import PoolStatistics
     from agent.core.statistics import EngineStatistics, QueueStatistics
     from agent.deployment.build import Agent
     from agent.records.result_writer import ResultStore
-    from agent.records.results import KeptMap, ResultRow
     from agent.runtime.executor import ExecutorStatistics
     from agent.service.doors.order_taker import OrderTaker
     from agent.service.doors.tally import Tally
@@ -121,12 +119,12 @@ class LineDesk:
 
     def stored_after(self, seq: int, board: int, limit: int, *, with_maps: bool = False) -> StoredView:
         page = self._results.after(seq, board, limit)
-        parts = [part_of(row.result, row.seq, maps=self._maps(row) if with_maps else ()) for row in page.results]
+        parts = []
+        for row in page.results:
+            has_maps = with_maps and measures_anomalies(row.result)
+            parts.append(part_of(row.result, row.seq, maps=self._results.maps(row.seq) if has_maps else ()))
         boards = [(number, verdict_view(row.board)) for number, row in page.boards]
         return StoredView(Place(page.file, page.last_seq, page.last_board), tuple(parts), tuple(boards))
-
-    def _maps(self, row: ResultRow) -> Sequence[KeptMap]:
-        return self._results.maps(row.seq) if measures_anomalies(row.result) else ()
 
     def subscribe(self, tell: Callable[[], None]) -> Callable[[], None]:
         return self._verdicts.subscribe(lambda *_: tell())
@@ -144,6 +142,7 @@ class LineDesk:
         statistics = agent.loop.statistics()
         engine = statistics.engine
         executors = {each.executor: each for each in statistics.executors}
+        behind = engine.background
         return StatusView(
             line=agent.config.line,
             version=version("coserve"),
@@ -162,7 +161,7 @@ class LineDesk:
             standing=standing_of(agent, engine),
             alarms=tuple(self._controls.alarms()),
             texts=_texts_view(self._texts.statistics(), statistics.executors),
-            shadows=_shadows_view(engine.background),
+            shadows=ShadowsView(behind.waiting, behind.running, behind.ran, behind.failed, behind.dropped),
         )
 
     def explain(self, subject: str) -> Sequence[str]:
@@ -228,10 +227,6 @@ def _texts_view(texts: TextStatistics, executors: Sequence[ExecutorStatistics]) 
         shown=shown.counts[math.inf],
         first_token_s=shown.sum_s,
     )
-
-
-def _shadows_view(seen: BackgroundStatistics) -> ShadowsView:
-    return ShadowsView(seen.waiting, seen.running, seen.ran, seen.failed, seen.dropped)
 
 
 def _queue_view(queue: QueueStatistics, executor: ExecutorStatistics | None) -> QueueView:

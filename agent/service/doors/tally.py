@@ -35,8 +35,7 @@ ON_THE_WIRE = (Refusing.MESSAGE_TOO_LARGE, Refusing.UNAUTHENTICATED)  # refused 
 
 @dataclass(frozen=True, slots=True)
 class TallyStatistics:
-    """``boards``: board verdicts, each revision too; ``seconds``: from arrival to stored verdict, by kind of source;
-    ``accepted`` and ``refused``: callers' orders."""
+    """``seconds``: arrival to stored verdict, by kind of source; ``accepted``, ``refused``: callers' orders."""
 
     boards: Mapping[Verdict, int]
     seconds: Mapping[str, Distribution]

@@ -73,8 +73,7 @@ class DriftSample:
 
 
 class UsageDrift:
-    """Counts experts' steps against usage probabilities of any sum. For one thread at a time. ``sample`` only copies:
-    statistics are computed outside the guard."""
+    """Counts steps against usage of any sum. Not thread-safe. ``sample`` copies: compute outside the guard."""
 
     def __init__(self, usage: Mapping[str, float]) -> None:
         total = sum(usage.values()) or 1.0

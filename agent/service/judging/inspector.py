@@ -229,7 +229,8 @@ class Inspector:
 
     def _judged(self, number: int, outcome: Outcome) -> None:
         models = tuple(self._models.get(step.expert, "") for step in outcome.steps)
-        outcome = _in_line_names(outcome)
+        steps = tuple(replace(step, expert=line_name(step.expert)) for step in outcome.steps)
+        outcome = replace(outcome, steps=steps, reason=outcome.reason and with_line_names(outcome.reason))
         with self._drift_guard:
             self._drift.count(step.expert for step in outcome.steps)
         with self._guard:
@@ -276,8 +277,3 @@ class Inspector:
 
 def models_of(agent: Agent) -> dict[str, str]:
     return {copy.rpartition("@")[0]: packed.source_sha256 for copy, packed in agent.packed.items()}
-
-
-def _in_line_names(outcome: Outcome) -> Outcome:
-    steps = tuple(replace(step, expert=line_name(step.expert)) for step in outcome.steps)
-    return replace(outcome, steps=steps, reason=outcome.reason and with_line_names(outcome.reason))
