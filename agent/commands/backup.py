@@ -142,7 +142,7 @@ def _put_back(config: LineConfig, source: Path, backup: Backup) -> Iterator[Path
 
 
 def _read_manifest(source: Path) -> Backup:
-    """Raises ConfigError, naming the file, for whatever is not as it was written."""
+    """Raises ConfigError, naming the file, for all that is not as it was written."""
     try:
         backup = Backup(**json.loads((source / MANIFEST).read_bytes()))
     except (OSError, ValueError, TypeError) as error:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 COLOURS = {Verdict.OK: (86, 214, 126), Verdict.NG: (255, 72, 62), Verdict.UNKNOWN: (255, 184, 48)}
 GROUND = (16, 18, 20)
-LEAST_WIDTH_PX = 480  # smaller images are enlarged, by whole numbers: below that nobody reads the words
+LEAST_WIDTH_PX = 480  # smaller images are enlarged by whole numbers, so that words are legible
 STRIP_PX, LINE_PX, WORDS_PX = 34, 2, 18
 WORDS_AT = (10, STRIP_PX / 2)
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, PerformanceMatrix
 
-WORKSPACE_FRACTION = 0.25  # of a memory, for batches, where nobody says (section 5.2)
-LEASE_FRACTION = 0.25  # of a memory that language models run from, for keys and values, where nobody says
+WORKSPACE_FRACTION = 0.25  # of a memory, for batches, by default (section 5.2)
+LEASE_FRACTION = 0.25  # of a memory that language models run from, for keys and values, by default
 LEAST_LEASED_TOKENS = 256  # of the model with the largest: a question and an answer
 LIMITED_FRACTION = 0.1  # of the budget: maximum batches that take more are "a substantial portion of the memory"
 

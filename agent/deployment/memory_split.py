@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 FRACTIONS = {HOST: 0.6, DEVICE: 0.9}  # of what is available: the rest is the system's, images', the page cache's
 PREPARED_FRACTION = 0.05  # of what host memory gives to experts and batches: as much again, for images ahead of these
-MOST_PREPARED_BYTES = 512 * 1024 * 1024  # some 850 images at 224 x 224: more are decoded long before anybody runs them
+MOST_PREPARED_BYTES = 512 * 1024 * 1024  # some 850 images at 224 x 224: more would wait long for a batch
 CASUAL = "casual"
 
 

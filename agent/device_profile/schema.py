@@ -224,7 +224,7 @@ def check_header(path: Path) -> None:
 
 
 def is_refused_by_disk(error: sqlite3.Error) -> bool:
-    """Is the disk full, read-only, failing or taken, whatever the file holds?"""
+    """Is the disk full, read-only, failing or taken?"""
     code: int | None = getattr(error, "sqlite_errorcode", None)  # what Python itself raises has none
     return code is not None and code & PRIMARY in REFUSED_BY_DISK
 

@@ -88,7 +88,7 @@ def _rewrite(path: Path, write: Callable[[Database], None]) -> None:
                     write(database)
             take_name(unfinished, path)
         except BaseException:
-            remove_database(unfinished)  # of no use to anybody, and on a full disk in the way
+            remove_database(unfinished)  # useless, and in the way on a full disk
             raise
 
 

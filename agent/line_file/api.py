@@ -119,7 +119,7 @@ class ApiSection(Section):
 
     @property
     def has_local_door(self) -> bool:
-        """Whether its gRPC is at the socket that nobody asked for, which is its owner's alone."""
+        """Whether gRPC is at the default socket only, which is its owner's alone."""
         return self._has_local_door
 
     @model_validator(mode="after")

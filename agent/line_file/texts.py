@@ -65,7 +65,7 @@ class TextRouteSection(Section):
     )
 
 
-QUANTUM_S, LONE_QUANTUM_S = 0.05, 0.2  # beside images, and without: whoever has a text joins after an iteration anyway
+QUANTUM_S, LONE_QUANTUM_S = 0.05, 0.2  # beside images, and without: new texts join after an iteration anyway
 
 
 class TextsSection(Section):
@@ -157,7 +157,7 @@ def _router_problems(
 def _gap_problems(
     section: TextRouteSection, sections: CatalogSections, document: Document, where: KeyPath
 ) -> Iterator[ConfigError]:
-    """Without ``otherwise``, every label of a router has to mean somebody."""
+    """Without ``otherwise``, every label of a router needs an expert."""
     if section.router is None:
         yield document.error("who answers what no rule matches? - add otherwise:, or a router:", *where)
         return

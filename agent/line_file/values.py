@@ -1,6 +1,6 @@
 """Kinds of values that several sections know: sizes, seconds, names, secrets by reference.
 
-Guarantees: a secret never stands in a line file; whatever is wrong is told with what to write instead.
+Guarantees: a secret never stands in a line file; each message says what to write instead.
 """
 
 from __future__ import annotations

@@ -302,5 +302,5 @@ def _size_bytes(file: Path) -> float:
 def _free_bytes(folder: Path) -> float:
     try:
         return shutil.disk_usage(folder).free
-    except OSError:  # whoever writes there raises the alarm
+    except OSError:  # the writer raises the alarm
         return math.nan

@@ -308,7 +308,7 @@ class LineService:
             return ReloadView(False, tuple(str(problem) for problem in error.problems))
         except OrderRefused:
             raise
-        except Exception as error:  # the disk that weights are packed to, or whatever it is: the agent outlives it
+        except Exception as error:  # such as of the disk: the agent outlives it
             log.exception("reload_failed file=%s", self._config.document.file)
             reason = f"{type(error).__name__}: {error}"
             return ReloadView(False, (f"{reason} - the log has more; mend what it says, then reload again",))
@@ -367,7 +367,7 @@ class LineService:
                     agent.loop.quarantine(expert, failure.message)
                 else:
                     log.error("not_packed_anew expert=%s reason=%s: it is tried again", name, failure.message)
-            except Exception:  # the disk, or whatever it is: its next load tells of it again
+            except Exception:  # such as of the disk: the next load reports it again
                 log.exception("not_packed_anew expert=%s", name)
             finally:
                 self._damaged.discard(expert)

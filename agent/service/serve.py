@@ -52,7 +52,7 @@ class _End:
 
     def tell(self) -> None:
         """Any thread, any moment."""
-        with suppress(OSError):  # it is full of what says the same, or nobody waits any more
+        with suppress(OSError):  # full of equal messages, or closed
             os.write(self.writer, bytes([TOLD]))
 
     def wait(self, reload: Callable[[], object]) -> None:
@@ -136,7 +136,7 @@ def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) ->
             heartbeat = Heartbeat(notifier, manager.watchdog_s, look)
             notifier.ready(service.status_line())
             heartbeat.start()
-            reloads = DaemonThreads(1, "reload")  # it may wait for a disk, and pack for minutes: nobody waits for it
+            reloads = DaemonThreads(1, "reload")  # may wait for a disk, or pack for minutes
             end.wait(lambda: reloads.submit(_reload, service, notifier))
             log.info("stopping line=%s", config.line)
             notifier.stopping()

@@ -178,7 +178,7 @@ class CameraDoor:
         asked = self._journal.reserved(key)
         board_type = board_type or self._section.board_type
         component = self._section.component
-        if component is not None:  # a part of a board only where somebody says of which type
+        if component is not None:  # a part of a board only if the type is given
             return [Entry(key, self.name, key, at, component, None, board, board_type, self.name, None, asked)]
         board_type = board_type or next(iter(config.boards), "")
         if board_type not in config.layouts:

@@ -90,7 +90,7 @@ class _Open:
     content: bytes | None = None
     size_bytes: int = 0
     waiting: list[Sending] = field(default_factory=list)
-    is_wanted: bool = True  # by the journal, even if nobody waits: it is of an earlier run
+    is_wanted: bool = True  # by the journal, without a sender: it is of an earlier run
     task: Task | None = None
 
 
@@ -231,7 +231,7 @@ class JournalDoor:
         )
         with self._lock:
             is_unwanted = not (request.waiting or request.is_wanted)
-        if is_unwanted:  # whoever sent it has cancelled it before it had a task: it does not come to run
+        if is_unwanted:  # cancelled before it had a task: it does not run
             self._inspector.cancel(request.task)
         self._inspector.enter(request.task)
 

@@ -53,7 +53,7 @@ class TextUnderWay:
     _writes: str | None = None  # the expert that has begun to write it
     _requests: dict[str, TextRequest] = field(default_factory=dict)
     _failures: dict[str, CoServeError] = field(default_factory=dict)  # by whom it cannot be asked of
-    _is_closed: bool = False  # nobody listens any more
+    _is_closed: bool = False  # no listener any more
 
     def __post_init__(self) -> None:
         self.since_s = self.clock()
@@ -65,7 +65,7 @@ class TextUnderWay:
         return 4 * words + TOKEN_BYTES * sum(len(one.generation.prompt) for one in self._requests.values())
 
     def prepare(self, reached: Sequence[str]) -> None:
-        """What it wants of all these, so that nobody waits for that later. Raises as ``text_for`` of the first."""
+        """Make the request for each expert now, so that routing is fast. Raises as ``text_for`` of the first."""
         for expert in reached:
             if expert not in self._requests and expert not in self._failures:
                 try:

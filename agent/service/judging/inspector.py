@@ -206,7 +206,7 @@ class Inspector:
         """Whether the agent has it; a cancelled task has ended instead."""
         with self._guard:
             if not self.takes:
-                return True  # it came while we ended: the next start offers it again, and nobody comes in any more
+                return True  # it came during the end: the next start offers it again
             if not task.is_cancelled:
                 task.let_in_s = time.monotonic()
                 expert = None if task.expert is None else self.agent.expert(task.expert)

@@ -1,4 +1,4 @@
-"""What an image is known by once it was judged, to whoever hears of it later."""
+"""What identifies an image once it was judged."""
 
 from __future__ import annotations
 
