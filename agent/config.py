@@ -73,8 +73,7 @@ class LineSections(CatalogSections):
         "default auto",
     )
     policy: PolicyName = Field(
-        "coserve",
-        description="coserve, paper, samba, samba-fifo, samba-parallel, none, em or em-ra; default coserve",
+        "coserve", description="coserve, paper, samba, samba-fifo, samba-parallel, none, em or em-ra; default coserve"
     )
     scheduling: SchedulingSection = Field(SchedulingSection(), description="bounds of the scheduler")
     texts: TextsSection = Field(TextsSection(), description="texts for language models: their memory, time and routes")
@@ -109,17 +108,14 @@ class LineConfig:
 
     @property
     def results_file(self) -> Path:
-        """Where its verdicts lie."""
         return self.state / "results.db"
 
     @property
     def packed_folder(self) -> Path:
-        """Where its packed weights lie."""
         return self.state / "packed"
 
     @property
     def profile_file(self) -> Path:
-        """Where the device profile of its box lies."""
         return self.state / "profile.db"
 
     def precision_beside(self, expert: Expert) -> Precision | None:
@@ -135,11 +131,7 @@ class LineConfig:
         precision: GivenPrecision | None = None,
     ) -> LineConfig:
         """The line with these in the place of what the file says; None: as it says. ``memory``: bytes by name.
-
-        ``precision``: auto as in a line file, whatever this one has: what the profile chose, without one fp32.
-
-        Raises ConfigError for a policy or a memory that there is none of.
-        """
+        ``precision``: as in a line file. Raises ConfigError for an unknown policy or memory."""
         policies = get_args(PolicyName)
         if policy is not None and policy not in policies:
             raise ConfigError(f"no policy {policy!r} - {suggestion(policy, policies)}")
@@ -156,20 +148,16 @@ class LineConfig:
 
 
 def automatic_precision(given: GivenPrecision) -> Precision | None:
-    """As a configuration has it: None for auto."""
     return given if isinstance(given, Precision) else None
 
 
 def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineConfig:
-    """Read and validate one line file under this environment (default: the process's own).
-
-    Raises ConfigError, whose ``problems`` are all that was found.
-    """
+    """Read and validate a line file (``environment``: the process's own). Raises ConfigError with all ``problems``."""
     return line_of(read_document(path.absolute()), environment)
 
 
 def line_of(document: Document, environment: Mapping[str, str] | None = None) -> LineConfig:
-    """As ``read_line``, of a file that is read already, or of what is about to be written to it."""
+    """As ``read_line``, of a document that is read already or about to be written."""
     document = overlay(document, os.environ if environment is None else environment)
     sections = document.validate(LineSections)
     problems = [
@@ -213,10 +201,7 @@ def line_of(document: Document, environment: Mapping[str, str] | None = None) ->
 
 @dataclass(frozen=True, slots=True)
 class ResolvedKey:
-    """One value of a line as it takes effect, addresses without what may be secret in them.
-
-    ``origin``: FILE:LINE, an environment variable, or `default`.
-    """
+    """One value that takes effect; no secrets in addresses. ``origin``: FILE:LINE, a variable, or `default`."""
 
     key: str
     value: object
@@ -271,10 +256,7 @@ def read_secret(secret: SecretSection, environment: Mapping[str, str] | None = N
 
 @dataclass(frozen=True, slots=True)
 class ServiceManager:
-    """What systemd tells a unit's process. ``watchdog_s``: it is ended when it says nothing for so long.
-
-    ``takes_levels``: what goes to stderr is read by the journal, with a level before each line.
-    """
+    """Given by systemd. ``watchdog_s``: longest silence; ``takes_levels``: stderr lines begin with a level."""
 
     notify_socket: str | None = None
     watchdog_s: float | None = None
@@ -282,7 +264,6 @@ class ServiceManager:
 
 
 def service_manager(environment: Mapping[str, str] | None = None) -> ServiceManager:
-    """What this process was told by its service manager; nothing where there is none."""
     told = os.environ if environment is None else environment
     watchdog_us, process = told.get("WATCHDOG_USEC", ""), told.get("WATCHDOG_PID", str(os.getpid()))
     watches_us = watchdog_us.isdigit() and int(watchdog_us) > 0 and process == str(os.getpid())
@@ -303,10 +284,7 @@ def _is_journal(stream: str) -> bool:
 
 
 def set_unless_given(variables: Mapping[str, str], unless: Collection[str]) -> bool:
-    """Set variables of this process for libraries that read them when they load, if none of ``unless`` is there.
-
-    What whoever started the process has set comes first, so a single one keeps all of these away. Whether they are set.
-    """
+    """Set variables for libraries that read them when they load; False where the user has set any of ``unless``."""
     if any(name in os.environ for name in unless):
         return False
     for name, value in variables.items():
@@ -315,7 +293,7 @@ def set_unless_given(variables: Mapping[str, str], unless: Collection[str]) -> b
 
 
 def environment_with(variables: Mapping[str, str], without: Collection[str]) -> dict[str, str]:
-    """The environment of a process to start: this one's, with these variables, and else none of ``without``."""
+    """Environment for a subprocess: this process's without ``without``, and ``variables``."""
     return {name: value for name, value in os.environ.items() if name not in without} | dict(variables)
 
 
@@ -331,17 +309,15 @@ def overlay(document: Document, environment: Mapping[str, str]) -> Document:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a line file, for editors."""
     schema = LineSections.model_json_schema(by_alias=True)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "CoServe line file"}
 
 
 def usage_probabilities(config: LineConfig, pass_rates: Mapping[str, float] | None = None) -> dict[str, float]:
-    """How likely a request is to use each expert, from the boards' quantities (CoServe, section 4.5).
+    """How likely a request is to use each expert, from the boards' quantities (CoServe, section 4.5); 0: unused.
 
-    A component's share is its quantity among all components of all board types, one board of each; without boards all
-    routes share alike. A route of texts counts as one component more, and of a language model that no route names
-    nothing is known. ``pass_rates`` as for ``ExpertGraph.usage``. An expert that nobody uses has 0.
+    A component's share is its quantity over one board of each type; without boards all routes share alike. A route of
+    texts counts as one component more. ``pass_rates`` as for ``ExpertGraph.usage``.
     """
     quantities = _quantities(config) | dict.fromkeys(config.catalog.texts, 1)
     total = sum(quantities.values())
@@ -353,7 +329,7 @@ def usage_probabilities(config: LineConfig, pass_rates: Mapping[str, float] | No
 
 
 def component_shares(config: LineConfig) -> dict[str, float]:
-    """How likely an image is of each component: by quantity over one board of each type; without boards all alike."""
+    """Share of each component's images: by quantity over one board of each type; without boards all alike."""
     quantities = _quantities(config)
     total = sum(quantities.values())
     return {component: quantity / total for component, quantity in quantities.items()}
@@ -368,7 +344,7 @@ def _quantities(config: LineConfig) -> dict[str, int]:
 
 
 def _used_by(route: str, config: LineConfig, pass_rates: Mapping[str, float]) -> dict[str, float]:
-    """Of one request of a route, how likely it uses each expert; a text's rules and what is left are taken alike."""
+    """Usage of each expert by one request of a route; a text's rules and its rest are equally likely."""
     texts = config.catalog.texts.get(route)
     if texts is None:
         return config.catalog.graph.usage({route: 1.0}, pass_rates)

@@ -75,7 +75,6 @@ def config_schema(as_json: AsJson = False) -> None:
 
 
 def _silent_cameras(config: LineConfig) -> list[str]:
-    """The cameras of which no frame is to be had, and why."""
     from agent.commands.configuration import probed_cameras
 
     with explained():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from agent.api.calls.desk import Part
 from agent.api.client import Access, AgentClient
 from agent.config import read_secret
 from agent.line_file.api import UNIX
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from agent.api.calls.desk import Part, StatusView, TextOrder
+    from agent.api.calls.desk import StatusView, TextOrder
     from agent.api.calls.texts import Told
     from agent.commands.judged_pictures import Shown
     from agent.config import LineConfig
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AccessFiles:
-    """Where what is shown at HOST:PORT lies, as the command line was told; None: as the line file says."""
+    """Files given on the command line for HOST:PORT; None: the line file's."""
 
     authority: Path | None = None
     token: Path | None = None
@@ -32,10 +33,7 @@ class AccessFiles:
 
 
 def ask_status(config: LineConfig | None, target: str | None, files: AccessFiles) -> StatusView:
-    """How the agent at an address is; None: at the line's first one.
-
-    Raises ConfigError, AgentUnreachable and OrderRefused.
-    """
+    """Status of the agent at ``target``, or at the line's first address. Raises as ``ask_to_write``."""
     with _client(config, target, files) as client:
         return client.status()
 
@@ -49,11 +47,8 @@ def ask_to_inspect(
     progress: Callable[[str, int, int], None],
     pictures: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """One row per image, in order, with the keys of ``inspect_images``; a file that cannot be read is UNKNOWN.
-
-    With ``pictures``, a folder, each image is drawn there as ``inspect_images`` does it.
-    Raises ConfigError, AgentUnreachable and OrderRefused.
-    """
+    """One row per image, in order, as ``inspect_images`` has them; a file that cannot be read is UNKNOWN. ``pictures``:
+    folder to draw each image in. Raises as ``ask_to_write``."""
     unreadable: dict[int, str] = {}
 
     def contents() -> Iterator[bytes]:
@@ -76,7 +71,7 @@ def ask_to_inspect(
     judged = iter(parts)
     ends = [None if number in unreadable else next(judged) for number in range(len(images))]
     rows = [
-        _unreadable_row(image, component, unreadable[number]) if end is None else _row(image, component, end)
+        _row(image, component, end or Part("", component, Verdict.UNKNOWN, reason=unreadable[number]))
         for number, (image, end) in enumerate(zip(images, ends, strict=True))
     ]
     return rows if pictures is None else _with_pictures(rows, images, ends, pictures)
@@ -85,7 +80,6 @@ def ask_to_inspect(
 def _with_pictures(
     rows: Sequence[dict[str, Any]], images: Sequence[Path], ends: Sequence[Part | None], folder: Path
 ) -> list[dict[str, Any]]:
-    """The same rows, each with its picture; of a file that could not be read there is none."""
     from agent.commands.judged_pictures import draw_judged
 
     read = [(image, _shown(end)) for image, end in zip(images, ends, strict=True) if end is not None]
@@ -106,40 +100,32 @@ def _shown(part: Part) -> Shown:
 
 
 def ask_to_write(config: LineConfig | None, target: str | None, files: AccessFiles, order: TextOrder) -> Iterator[Told]:
-    """The pieces of a text as the agent at an address writes them, then its end; None: at the line's first one.
-
-    Raises ConfigError, AgentUnreachable and OrderRefused. Who asks no further has it cancelled.
-    """
+    """Pieces of a text as the agent writes them, then its end; closing the iterator cancels it. ``target`` None: the
+    line's first address. Raises ConfigError, AgentUnreachable and OrderRefused."""
     with _client(config, target, files) as client:
         yield from client.generate(order)
 
 
 def _client(config: LineConfig | None, target: str | None, files: AccessFiles) -> AgentClient:
-    address = target or _own_address(config)
-    return AgentClient(address, Access() if address.startswith(UNIX) else _access(config, files))
-
-
-def _own_address(config: LineConfig | None) -> str:
-    if config is None or not config.api.grpc:
-        raise ConfigError("the line file has no address of an agent - add api: {grpc: ...} to it, or name --target")
-    return config.api.grpc[0]
+    if not target:
+        if config is None or not config.api.grpc:
+            raise ConfigError("the line file has no address of an agent - add api: {grpc: ...} to it, or name --target")
+        target = config.api.grpc[0]
+    return AgentClient(target, Access() if target.startswith(UNIX) else _access(config, files))
 
 
 def _access(config: LineConfig | None, files: AccessFiles) -> Access:
-    """From files that were named, or else from the line's own."""
     api = config and config.api
     authority = files.authority or (api and api.tls and api.tls.certificate)
-    token = _text(files.token) if files.token else read_secret(api.token) if api and api.token else None
+    token = read_secret(api.token) if api and api.token and not files.token else None
+    if files.token:
+        token = _bytes(files.token).decode("utf-8", "replace").rstrip("\r\n")
     return Access(
         token=token,
         authority=_bytes(authority) if authority else None,
         certificate=_bytes(files.certificate) if files.certificate else None,
         key=_bytes(files.key) if files.key else None,
     )
-
-
-def _text(file: Path) -> str:
-    return _bytes(file).decode("utf-8", "replace").rstrip("\r\n")
 
 
 def _bytes(file: Path) -> bytes:
@@ -164,18 +150,4 @@ def _row(image: Path, component: str, part: Part) -> dict[str, Any]:
             {"expert": each.expert, "score": each.score, "threshold": each.threshold} for each in part.anomalies
         ],
         "outputs": [output.as_json() for output in part.outputs],
-    }
-
-
-def _unreadable_row(image: Path, component: str, reason: str) -> dict[str, Any]:
-    row: dict[str, Any] = {"image": str(image), "component": component, "verdict": str(Verdict.UNKNOWN)}
-    return row | {
-        "label": None,
-        "score": None,
-        "experts": [],
-        "seconds": 0.0,
-        "reason": reason,
-        "boxes": [],
-        "anomalies": [],
-        "outputs": [],
     }

@@ -1,11 +1,10 @@
 """A line's records and measurements, copied to a folder and brought back: `coserve backup` and `restore`.
 
-Guarantees: a backup appears whole, under its name, and each of its files has its sha256 in it; results are copied as of
-one moment, also beside a running agent. Nothing is overwritten by a restore: what was there lies beside it. Restored
-results have a new identity: results that were stored since the backup are not in it, so their numbers come again, and
-no reader may take the new ones for the old.
+Guarantees: a backup appears whole, with the sha256 of each file; results are copied as of one moment, also beside a
+running agent. A restore overwrites nothing: what was there lies beside it. Restored results have a new identity, as
+sequence numbers repeat: a reader must not take new results for old ones.
 
-    DEST/backup.json   what it is: its format, the line, the time, and each file's sha256
+    DEST/backup.json   its format, the line, the time, and each file's sha256
     DEST/line.yaml     the line file, with thresholds; not the weights that it names, nor kept images, nor secrets
     DEST/results.db    results, boards, the journal and the outbox
     DEST/profile.db    the device profile, where there is one
@@ -83,10 +82,8 @@ def back_up(config: LineConfig, destination: Path) -> Backup:
 
 
 def restore(line_file: Path, source: Path) -> Restored:
-    """Bring a backup back to the line of this file, which is taken from the backup where there is none.
-
-    Raises ConfigError for a backup that is none, or damaged; AlreadyRunning while an agent serves the line.
-    """
+    """Bring a backup back to the line of this file; without the file, the backup's own is taken. Raises ConfigError for
+    an invalid or damaged backup, AlreadyRunning while an agent serves the line."""
     backup = _read_manifest(source)
     try:
         is_kept = line_file.exists()
@@ -136,20 +133,16 @@ def _put_back(config: LineConfig, source: Path, backup: Backup) -> Iterator[Path
         fresh = fresh_place(place, "restoring")
         _copy(source / name, fresh)
         if name == RESULTS:
-            _give_identity(fresh)
+            with closing(sqlite3.connect(fresh)) as database, database:
+                database.execute("UPDATE identity SET id = lower(hex(randomblob(4)))")
         ready.append((place, fresh))
     for place, fresh in ready:
         if aside := exchange(place, fresh, "replaced"):
             yield aside
 
 
-def _give_identity(results: Path) -> None:
-    with closing(sqlite3.connect(results)) as database, database:
-        database.execute("UPDATE identity SET id = lower(hex(randomblob(4)))")
-
-
 def _read_manifest(source: Path) -> Backup:
-    """Raises ConfigError, naming the file, for whatever is not as it was written."""
+    """Raises ConfigError, naming the file, for all that is not as it was written."""
     try:
         backup = Backup(**json.loads((source / MANIFEST).read_bytes()))
     except (OSError, ValueError, TypeError) as error:

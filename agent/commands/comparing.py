@@ -47,7 +47,6 @@ def comparison_of(config: LineConfig, expert: str) -> Comparison:
 
 
 def comparison_row(comparison: Comparison) -> dict[str, Any]:
-    """The same as plain values."""
     pair = comparison.pair
     return {
         "expert": pair.expert,
@@ -71,7 +70,7 @@ def comparison_row(comparison: Comparison) -> dict[str, Any]:
 
 
 def print_comparison(comparison: Comparison, images: Path) -> None:
-    """For people: the figures, then the latest images that differ. ``images``: the folder where images are kept."""
+    """Print the figures, then the latest images that differ. ``images``: the folder where images are kept."""
     console = Console(width=160 if not Console().is_terminal else None, highlight=False)
     for line in _figures(comparison):
         console.print(line)
@@ -127,7 +126,7 @@ def _differing_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[s
 
 
 def _with(text: str, expert: str, key: str, entry: Mapping[str, Any], file: Path) -> str:
-    """The text with an expert's key as another entry has it, or without it where that one has none."""
+    """The text with an expert's key set to, or removed like, another entry's."""
     path = ("experts", expert, key)
     if key in entry:
         return set_key(text, path, entry[key], file=file)
@@ -156,7 +155,7 @@ def _figures(comparison: Comparison) -> list[str]:
 
 
 def _processors(comparison: Comparison) -> list[str]:
-    """Where the two did not run on the same: then their times say little."""
+    """Times on different processors say little: tell the reader."""
     expert, shadow = (sorted({each.processor for each in ran}) for ran in (comparison.ran_on, comparison.shadow_ran_on))
     if expert == shadow:
         return []

@@ -22,7 +22,7 @@ PROBE_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class CameraAnswer:
-    """One camera that was asked for a frame. ``fault``: why none came; None if one did."""
+    """Camera probed for a frame. ``fault``: why none came; None if one did."""
 
     name: str
     fault: str | None
@@ -36,10 +36,7 @@ def probed_cameras(config: LineConfig) -> Iterator[CameraAnswer]:
 
 
 def weights_problems(config: LineConfig) -> Iterator[ConfigError]:
-    """What the files of ONNX experts say of themselves that is not served; of those that are there.
-
-    Told here and not when a line is read: an agent goes on without one expert, and says which.
-    """
+    """Weights files of ONNX experts that cannot be served; ``serve`` goes on without these experts."""
     for name, expert in config.catalog.experts.items():
         if expert.architecture != "onnx":
             continue
@@ -52,19 +49,16 @@ def weights_problems(config: LineConfig) -> Iterator[ConfigError]:
 
 
 def shown_lines(keys: Sequence[ResolvedKey]) -> Iterator[str]:
-    """`key: value`, and behind it where the value comes from."""
     width = max((len(_text(key)) for key in keys), default=0)
     for key in keys:
         yield f"{_text(key):<{min(width, 72)}}  # {key.origin}"
 
 
 def shown_rows(keys: Sequence[ResolvedKey]) -> list[dict[str, Any]]:
-    """The same for scripts."""
     return [{"key": key.key, "value": _plain(key.value), "origin": key.origin} for key in keys]
 
 
 def _text(key: ResolvedKey) -> str:
-    """As YAML would have it."""
     value = _plain(key.value)
     return f"{key.key}: {value if isinstance(value, str) else json.dumps(value)}"
 

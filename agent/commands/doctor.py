@@ -1,7 +1,6 @@
-"""Whether this box can serve this line: everything that a start, or a long day, would stumble over, looked at once.
+"""Whether this box can serve this line: `coserve doctor`.
 
-Guarantees: each check says what was looked at and found, and one that failed says what to do; no check stops another;
-nothing of a running agent is touched, and what would disturb it is left out and said.
+Guarantees: each check says what it found, and what to do; no check stops another; a running agent is not disturbed.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from experts.sizes import MEBIBYTE, size_text
 from experts.thresholds.binding import is_bound_elsewhere
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from agent.config import LineConfig
     from agent.line_file.values import SecretSection
@@ -55,7 +54,7 @@ BUILT = time.struct_time((2026, 1, 1, 0, 0, 0, 0, 0, 0))  # no clock that is rig
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at. ``fix``: what to do about one that is not well; None where all is."""
+    """One finding. ``fix``: what to do; None if all is well."""
 
     name: str
     found: str
@@ -68,80 +67,55 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All checks, in their order."""
-
     checks: tuple[Check, ...]
 
     @property
     def problems(self) -> int:
-        """How many are not well."""
         return sum(not check.is_well for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
         return {"problems": self.problems, "checks": [asdict(check) for check in self.checks]}
 
 
 def examine(config: LineConfig, *, cameras: bool = True) -> Diagnosis:
-    """Look at everything. ``cameras``: also at these, which takes some seconds each."""
+    """Make every check. ``cameras``: also probe cameras, some seconds each."""
     is_running = is_state_held(config.state)
-    parts: list[Callable[[], Iterable[Check]]] = [
-        lambda: _agent(is_running),
-        check_device(config),
-        lambda: _forms(config),
-        lambda: _memory(config),
-        lambda: _profile(config),
-        lambda: _weights(config),
-        lambda: _state(config),
-        lambda: _results(config),
-        lambda: _folders(config),
-        lambda: _clock(),
-        lambda: _secrets(config),
-        lambda: _addresses(config, is_running),
-        lambda: _receivers(config),
+    parts: list[Iterable[Check]] = [
+        [Check("agent", "running on this line" if is_running else "not running on this line")],
+        *(part(config) for part in (_device, _forms, _memory, _profile, _weights, _state, _results, _folders)),
+        _clock(),
+        _secrets(config),
+        _addresses(config, is_running),
+        _receivers(config),
+        *([_cameras(config, is_running)] if cameras else []),
     ]
-    if cameras:
-        parts.append(lambda: _cameras(config, is_running))
     return Diagnosis(tuple(check for part in parts for check in _safely(part)))
 
 
-def _safely(part: Callable[[], Iterable[Check]]) -> list[Check]:
-    """What a part found; a fault of its own is a finding too."""
+def _safely(part: Iterable[Check]) -> list[Check]:
+    """Findings of a part; an error of the part is a finding too."""
     try:
-        return list(part())
+        return list(part)
     except CoServeError as error:
         return [Check("check", str(error).splitlines()[0], "see the message")]
     except OSError as error:
         return [Check("check", f"{error.filename or ''} {error.strerror}".strip(), "see to the file or the disk")]
 
 
-def _agent(is_running: bool) -> Iterator[Check]:
-    yield Check("agent", "running on this line" if is_running else "not running on this line")
-
-
-def check_device(config: LineConfig) -> Callable[[], Iterable[Check]]:
-    """The box's processors, and that their runtimes really work on them."""
-
-    def look() -> Iterator[Check]:
-        try:
-            box = detect_box(config)
-        except ConfigError as error:
-            yield Check("device", error.message, "install the driver, or set device: auto")
-            return
-        versions = ", ".join(f"{name} {version}" for name, version in box.versions)
-        yield Check("device", f"{box.name} ({box.model}), processors {', '.join(box.processors)}, {box.cores} cores")
-        yield Check("libraries", versions)
-        for name, fault in check_runtimes(box).items():
-            if fault is None:
-                yield Check(name, "works")
-            else:
-                yield Check(name, fault, "install a pair of torch and torchvision that belong together, and the driver")
-
-    return look
+def _device(config: LineConfig) -> Iterator[Check]:
+    try:
+        box = detect_box(config)
+    except ConfigError as error:
+        yield Check("device", error.message, "install the driver, or set device: auto")
+        return
+    yield Check("device", f"{box.name} ({box.model}), processors {', '.join(box.processors)}, {box.cores} cores")
+    yield Check("libraries", ", ".join(f"{name} {version}" for name, version in box.versions))
+    for name, fault in check_runtimes(box).items():
+        fix = "install a pair of torch and torchvision that belong together, and the driver"
+        yield Check(name, fault or "works", fault and fix)
 
 
 def _forms(config: LineConfig) -> Iterator[Check]:
-    """Which forms this CPU runs, and why not the others; they are tried."""
     from experts.backends.forms import forms_here, why_absent  # torch's operators, which no other check needs
 
     here = forms_here()
@@ -160,11 +134,11 @@ def _memory(config: LineConfig) -> Iterator[Check]:
     for pool in box.pools:
         size, wanted = box.size_of(pool), given[pool]
         found = f"{size_text(size.available_bytes)} of {size_text(size.total_bytes)} available"
+        fix = None
         if wanted is not None and wanted > size.available_bytes:
-            found = f"{found}, the line file wants {size_text(wanted)}"
-            yield Check(f"memory {pool}", found, f"lower memory.{pool}, or write auto")
-        else:
-            yield Check(f"memory {pool}", found)
+            found += f", the line file wants {size_text(wanted)}"
+            fix = f"lower memory.{pool}, or write auto"
+        yield Check(f"memory {pool}", found, fix)
     images_bytes = prepared_bytes(config, pool_budgets(config, box)[HOST])
     yield Check("memory images", f"{size_text(images_bytes)} of host memory for images ahead of their batches")
 
@@ -184,23 +158,22 @@ def _profile(config: LineConfig) -> Iterator[Check]:
 
 
 def _weights(config: LineConfig) -> Iterator[Check]:
-    missing = [name for name, expert in config.catalog.experts.items() if not is_there(expert)]
+    experts = config.catalog.experts
+    missing = [name for name, expert in experts.items() if not is_there(expert)]
     packed = sum(bool(manifests) for manifests in packed_manifests(config).values())
-    total = len(config.catalog.experts)
     if missing:
         yield Check("weights", f"missing of {', '.join(missing[:5])} ({len(missing)} in all)", "put the files there")
-    for name, expert in config.catalog.experts.items():
+    for name, expert in experts.items():
         if expert.threshold_of is not None and is_there(expert) and is_bound_elsewhere(expert, sha256_of(expert)):
             learn = f"coserve experts threshold {config.document.file} {name} --samples DATA"
             yield Check(f"threshold {name}", f"{OTHER_THRESHOLD}: every image is UNKNOWN", learn)
-    yield Check("experts", f"{total} on the line, {packed} packed; `coserve experts verify` hashes them all")
+    yield Check("experts", f"{len(experts)} on the line, {packed} packed; `coserve experts verify` hashes them all")
 
 
 def _state(config: LineConfig) -> Iterator[Check]:
     above = _existing(config.state)
     kind = filesystem_type(config.state)
-    shared = is_shared(kind)
-    yield Check("state", f"{config.state} on {kind}", "set state: to a local disk" if shared else None)
+    yield Check("state", f"{config.state} on {kind}", "set state: to a local disk" if is_shared(kind) else None)
     if not os.access(above, os.W_OK):
         yield Check("state", f"{above} may not be written", f"give it to the agent's user: chown -R coserve {above}")
         return
@@ -263,10 +236,9 @@ def _folders(config: LineConfig) -> Iterator[Check]:
 def _clock() -> Iterator[Check]:
     now = time.gmtime()
     text = time.strftime("%Y-%m-%d %H:%M:%S UTC", now)
-    synchronized = Path("/run/systemd/timesync/synchronized").exists()
-    word = "synchronized" if synchronized else "whether it is synchronized is not known"
-    fix = "set the clock: results are dated by it" if now < BUILT else None
-    yield Check("clock", f"{text}, {word}", fix)
+    is_known = Path("/run/systemd/timesync/synchronized").exists()
+    word = "synchronized" if is_known else "whether it is synchronized is not known"
+    yield Check("clock", f"{text}, {word}", "set the clock: results are dated by it" if now < BUILT else None)
 
 
 def _secrets(config: LineConfig) -> Iterator[Check]:
@@ -307,8 +279,7 @@ def _cannot_bind(address: str) -> str | None:
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family) as listening:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind((host, int(port)))
     except OSError as error:
@@ -346,10 +317,7 @@ def _cameras(config: LineConfig, is_running: bool) -> Iterator[Check]:
 
 
 def _existing(path: Path) -> Path:
-    """The path, or what of it is there."""
-    while not path.exists():
-        path = path.parent
-    return path
+    return next(each for each in (path, *path.parents) if each.exists())
 
 
 def _number_in(file: str) -> int | None:

@@ -26,17 +26,13 @@ log = logging.getLogger(__name__)
 
 
 def packed_bytes(manifests: Iterable[Manifest]) -> int:
-    """The size of all packed files of an expert; those that it shares with others counted in full."""
+    """Size of all packed files of an expert; segments shared with others count in full."""
     return sum(segment.size_bytes for manifest in manifests for segment in manifest.packed.segments)
 
 
 def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
-    """One row per expert, the most used first: id, architecture, labels, weights, sizes, usage, routes, pin, shadow;
-    whether JPEGs are made smaller for it while they are decoded.
-
-    ``usage`` is what the agent counts on: the device profile's, or computed where there is no profile that can be read.
-    ``size_bytes`` is what is packed, ``weights_bytes`` the file or directory it comes from; None for what is not there.
-    """
+    """One row per expert, the most used first. ``usage``: the device profile's, computed without one; ``size_bytes``:
+    what is packed; ``weights_bytes``: the file or directory it comes from. None: not there."""
     manifests = packed_manifests(config)
     profile = _profile(config)
     usage, scaled = usage_of(config, profile), scaled_experts(profile)
@@ -64,7 +60,6 @@ def expert_rows(config: LineConfig) -> list[dict[str, Any]]:
 
 
 def print_experts(rows: list[dict[str, Any]]) -> None:
-    """The same as a table."""
     table = Table("expert", "architecture", "packed", "usage", "labels", "routes", box=None, header_style="bold")
     for row in rows:
         size = "not yet" if row["size_bytes"] is None else mib(row["size_bytes"])

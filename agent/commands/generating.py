@@ -46,10 +46,7 @@ def order_for(
 def generated(
     config: LineConfig | None, target: str | None, files: AccessFiles, order: TextOrder, show: Callable[[str], None]
 ) -> dict[str, Any]:
-    """What became of it, with the whole text; ``show`` is given each piece as it comes.
-
-    Raises ConfigError, AgentUnreachable and OrderRefused.
-    """
+    """End and whole text; ``show`` is given each piece as it comes. Raises as ``ask_to_write``."""
     text = ""
     for told in ask_to_write(config, target, files, order):
         if isinstance(told, TextEnd):
@@ -60,12 +57,11 @@ def generated(
 
 
 def for_terminal(text: str) -> str:
-    """The same without what would move a terminal's cursor, or worse."""
+    """Control characters are shown escaped: they would act on the terminal."""
     return "".join(each if each.isprintable() or each in KEPT else f"\\x{ord(each):02x}" for each in text)
 
 
 def closing_line(row: dict[str, Any]) -> str:
-    """How it went, in one line for people."""
     rate = row["written_tokens"] / row["seconds"] if row["seconds"] else 0.0
     why = "it ended" if row["ending"] is None else ENDINGS[Ending(row["ending"])]
     return (

@@ -37,12 +37,10 @@ def inspect_images(
     progress: Callable[[str, int, int], None],
     pictures: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """One row per image, in order: image, component, verdict, label, score, experts, seconds, reason, boxes, anomalies,
-    outputs.
+    """One row per image, in order; ``pictures``: folder to draw each image in, as the row's ``picture`` says.
 
-    With ``pictures``, a folder, each image with what was found is drawn there, and its row says where: picture.
-    An agent may run on this line meanwhile. Raises ConfigError for a component without a route, and AgentCrashed; what
-    is wrong with an image is its row's reason.
+    An agent may run on this line meanwhile. A fault of an image is its row's reason. Raises ConfigError for a component
+    without a route, and AgentCrashed.
     """
     if component not in config.catalog.components:
         if component in config.catalog.texts or component in config.catalog.experts:
@@ -61,10 +59,7 @@ def inspect_images(
 
 
 def verify_line(config: LineConfig, progress: Callable[[str, int, int], None]) -> list[dict[str, Any]]:
-    """Hash all that is packed, and change nothing: expert, ok, reason, size_bytes, sha256 of its source.
-
-    ``ok`` is None for an expert that is not packed yet.
-    """
+    """Hash all that is packed, change nothing. ``ok`` is None for an expert that is not packed yet."""
     rows = []
     folder = ManifestFolder(config.packed_folder / "manifests")
     with closing(SegmentStore(config.packed_folder)) as segments:
@@ -84,7 +79,6 @@ def verify_line(config: LineConfig, progress: Callable[[str, int, int], None]) -
 
 
 def _damage(manifest: Manifest, folder: ManifestFolder, segments: SegmentStore) -> str | None:
-    """What is wrong with an expert's packed files; None if nothing is."""
     packed = manifest.packed
     try:
         segments.program(packed)
@@ -100,7 +94,7 @@ def _damage(manifest: Manifest, folder: ManifestFolder, segments: SegmentStore) 
 
 @contextmanager
 def _packed_weights(config: LineConfig, progress: Callable[[str, int, int], None]) -> Iterator[Path]:
-    """A line's packed weights, which no agent changes meanwhile, and which are not changed beneath a running one."""
+    """Snapshot of a line's packed weights, packed first unless an agent runs."""
     refuse_root_beside_another(config.state)
     with closing(SegmentStore(config.packed_folder)) as segments:
         try:
@@ -113,13 +107,8 @@ def _packed_weights(config: LineConfig, progress: Callable[[str, int, int], None
 
 
 def _outcomes(
-    config: LineConfig,
-    images: Sequence[Path],
-    component: str,
-    progress: Callable[[str, int, int], None],
-    packed: Path,
+    config: LineConfig, images: Sequence[Path], component: str, progress: Callable[[str, int, int], None], packed: Path
 ) -> list[tuple[Outcome, float]]:
-    """What became of each image, in order, and in how many seconds."""
     with agent_with_requests(config, progress, AgentOptions(packed=packed)) as (agent, requests):
         agent.start()
         for image in images:

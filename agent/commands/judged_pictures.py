@@ -22,15 +22,13 @@ if TYPE_CHECKING:
 
 COLOURS = {Verdict.OK: (86, 214, 126), Verdict.NG: (255, 72, 62), Verdict.UNKNOWN: (255, 184, 48)}
 GROUND = (16, 18, 20)
-LEAST_WIDTH_PX = 480  # smaller images are enlarged, by whole numbers: below that nobody reads the words
+LEAST_WIDTH_PX = 480  # smaller images are enlarged by whole numbers, so that words are legible
 STRIP_PX, LINE_PX, WORDS_PX = 34, 2, 18
 WORDS_AT = (10, STRIP_PX / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What is drawn of an image's end."""
-
     verdict: Verdict
     label: str | None
     score: float | None
@@ -41,7 +39,6 @@ class Shown:
 
     @classmethod
     def of(cls, outcome: Outcome) -> Shown:
-        """Of a request that was judged here."""
         predictions = [step.prediction for step in outcome.steps]
         boxes = tuple(box for each in predictions for box in each.boxes)
         anomalies = tuple(each.anomaly for each in predictions if each.anomaly is not None)
@@ -50,10 +47,7 @@ class Shown:
 
 
 def draw_judged(images: Sequence[Path], ends: Sequence[Shown], folder: Path) -> list[Path | None]:
-    """The pictures, PNGs in ``folder`` that are called as the images; None of an image that cannot be read.
-
-    Raises ConfigError for what the disk refuses.
-    """
+    """PNGs in ``folder``, named as the images; None: unreadable. Raises ConfigError for what the disk refuses."""
     times = Counter(image.name for image in images)
     targets = [
         folder / f"{'' if times[image.name] == 1 else f'{number}-'}{image.name}.judged.png"
@@ -81,7 +75,7 @@ def _drawn(image: Path, shown: Shown, target: Path) -> Path | None:
 
 
 def _with_words(picture: Image.Image, shown: Shown, times: int) -> Image.Image:
-    """Boxes, of the image before it was enlarged so many times, and a strip below it."""
+    """Draw boxes, enlarged ``times``, and a strip of words below."""
     whole = Image.new("RGB", (picture.width, picture.height + STRIP_PX), GROUND)
     whole.paste(picture)
     draw = ImageDraw.Draw(whole)

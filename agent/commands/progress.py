@@ -32,12 +32,7 @@ def progress_on_stderr() -> Iterator[Report]:
 
 @contextmanager
 def _bars() -> Iterator[Report]:
-    columns = (
-        TextColumn("{task.description:<34}"),
-        BarColumn(bar_width=32),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    columns = (TextColumn("{task.description:<34}"), BarColumn(bar_width=32), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bars:
         tasks: dict[str, TaskID] = {}
 

@@ -38,10 +38,7 @@ def board_rows(
 
 
 def with_maps(config: LineConfig, rows: Iterable[dict[str, Any]], folder: Path) -> Iterator[dict[str, Any]]:
-    """The same rows, each with ``maps``: pictures of where its image is anomalous, which are written to ``folder``.
-
-    Raises ConfigError for what the disk refuses.
-    """
+    """Rows with ``maps``: anomaly pictures written to ``folder``. Raises ConfigError for what the disk refuses."""
     reader = _reader(config)
     for row in rows:
         yield row | {"maps": [_write_map(folder, row["seq"], each) for each in reader.maps(row["seq"])]}

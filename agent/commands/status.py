@@ -20,14 +20,12 @@ EXPERTS_SHOWN = 8  # of a memory, on a line for people
 
 
 def status_row(status: StatusView) -> dict[str, Any]:
-    """All of it, as JSON has it."""
     row = asdict(status)
     row["verdicts"] = {str(verdict): count for verdict, count in status.verdicts.items()}
     return row
 
 
 def print_status(status: StatusView) -> None:
-    """The same as tables: how it is, then queues, memories, sources, and what is wrong."""
     console = Console(width=160 if not Console().is_terminal else None, highlight=False)
     for line in _summary(status):
         console.print(escape(line))
@@ -59,7 +57,7 @@ def _summary(status: StatusView) -> list[str]:
 
 
 def _texts(texts: TextsView) -> list[str]:
-    """Nothing on a line that never wrote one."""
+    """Empty on a line without texts so far."""
     if not texts.under_way + texts.ended:
         return []
     first = f", begun after {texts.first_token_s / texts.shown:.2f} s on average" if texts.shown else ""
@@ -68,7 +66,7 @@ def _texts(texts: TextsView) -> list[str]:
 
 
 def _shadows(shadows: ShadowsView) -> list[str]:
-    """Nothing on a line that never had an image for one."""
+    """Empty on a line without images for shadows so far."""
     if shadows == ShadowsView():
         return []
     ended = f"{shadows.ran} shown to shadows, {shadows.failed} failed, {shadows.dropped} dropped"

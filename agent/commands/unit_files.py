@@ -1,7 +1,6 @@
 """The units of an agent that was installed with pip, as a shell script: `coserve service install`.
 
-Guarantees: what is printed is what is run. Each step may be repeated.
-The archive of `make bundle` has its own install.sh, which installs the packages too.
+Guarantees: what is printed is what is run; steps are idempotent. `make bundle` has its own install.sh.
 """
 
 from __future__ import annotations
@@ -33,13 +32,10 @@ END = "END_OF_FILE"
 
 @dataclass(frozen=True, slots=True)
 class UnitFiles:
-    """What is written where, and what is run then."""
-
     files: dict[str, str]
     commands: tuple[str, ...] = COMMANDS
 
     def script(self) -> str:
-        """All of it for a shell."""
         written = (
             f"mkdir -p {Path(path).parent}\ncat > {path} <<'{END}'\n{text.rstrip()}\n{END}\n"
             for path, text in self.files.items()
@@ -48,10 +44,7 @@ class UnitFiles:
 
 
 def unit_files(command: Path | None = None) -> UnitFiles:
-    """Units that run this very agent. ``command``: its coserve.
-
-    Raises CoServeError where the shipped files are not there, or where no service could run that command.
-    """
+    """Units that run ``command``. Raises CoServeError without the shipped files, or if no service could run it."""
     runs = command or _itself()
     folder = _shipped()
     texts = {path: (folder / name).read_text(encoding="utf-8") for name, path in DESTINATIONS.items()}
@@ -74,7 +67,6 @@ def _itself() -> Path:
 
 
 def _shipped() -> Path:
-    """The folder of the shipped files: of this checkout, or of the installation."""
     checkout = Path(__file__).parents[2] / "systemd"
     installed = Path(sysconfig.get_path("data")) / "share" / "coserve"
     for folder in (checkout, installed):

@@ -1,10 +1,8 @@
 """From a line file to an agent that is ready to start: packs, profiles or probes, plans the memories, puts it together.
 
-Guarantees: whatever must not start raises ConfigError here, before any request is taken; what is wrong with single
-experts does not stop the others: they are quarantined, and every request for them says why. With a device profile of
-the box nothing is run or timed at the start; what skeletons are copies of is made here, so that nothing is constructed
-beside running batches. What it decides with is settled as ``agent.deployment.engine_setup`` has it for plans, too.
-Experts that are new to the profile, or have other weights than the profiled ones, keep nobody from starting.
+Guarantees: what must not start raises ConfigError here, before any request is taken. A faulty expert is quarantined
+with the reason, also one that is new to the profile or has other weights; the others are served. With a device profile
+nothing is run or timed at the start. Templates are made here, so that nothing is constructed beside running batches.
 """
 
 from __future__ import annotations
@@ -20,15 +18,9 @@ import psutil
 from agent.core.performance import PerformanceMatrix
 from agent.deployment.engine_setup import AS_CONFIGURED, EngineSetup, Given, Groundwork, groundwork
 from agent.deployment.families import with_families
-from agent.deployment.packed_copies import changed_sources, copies_of, lying_packed, other_thresholds
+from agent.deployment.packed_copies import changed_sources, copies_of, lying_packed, other_thresholds, with_forms
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured
-from agent.deployment.profile_in_use import (
-    changed_experts,
-    changes_told,
-    scaled_experts,
-    unproven,
-    usable_profile,
-)
+from agent.deployment.profile_in_use import changed_experts, changes_told, scaled_experts, unproven, usable_profile
 from agent.device_profile.identity import box_mismatches, identity_of
 from agent.runtime.loop import AgentLoop, LoopOptions, assemble
 from agent.runtime.machine.box import threads_per_executor
@@ -41,15 +33,16 @@ from experts.backends import backend_for
 from experts.errors import BackendUnavailable, ConfigError, DeviceMissing, ExpertError
 from experts.expert import OTHER_THRESHOLD, Precision
 from experts.packed.calibrated import why_not_calibrated
-from experts.packed.packing import PackingStep, pack_line
+from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from agent.config import LineConfig
     from agent.core.request import Outcome
+    from agent.deployment.engine_setup import Copies
     from agent.deployment.packed_copies import Precisions
     from agent.device_profile.records import StoredProfile
     from agent.runtime.expert_copy import ExpertCopy
@@ -65,11 +58,10 @@ Progress: TypeAlias = "Callable[[str, int, int], None]"
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """How an agent is built, beside its line.
+    """How an agent is built, beside its line. ``packed``: weights in the place of the line's own.
 
-    ``packed``: weights in the place of the line's own. ``profile``: "auto" takes the line's own, and probes with an
-    alarm where that does not hold for the box; one that is given is taken as it is; None probes. ``decider`` may put
-    something between the loop and its Engine, such as a clock.
+    ``profile``: "auto" takes the line's own, or probes with an alarm where it does not hold; one that is given is not
+    checked; None probes. ``decider`` may wrap the Engine, such as with a clock.
     """
 
     loop: LoopOptions = field(default_factory=LoopOptions)
@@ -84,10 +76,7 @@ AS_SERVED = AgentOptions()
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A line's agent, not started yet. ``setup``: what its Engine decides with.
-
-    ``packed``: what it may load, by the name of the copy.
-    """
+    """A line's agent. ``setup``: what its Engine decides with; ``packed``: what it may load, by copy."""
 
     config: LineConfig
     box: Box
@@ -106,11 +95,10 @@ class Agent:
     alarms: tuple[str, ...] = ()  # what of the device profile does not hold
 
     def expert(self, name: str) -> str:
-        """What the Engine calls an expert of the line."""
+        """The Engine's name of an expert of the line."""
         return self.experts.get(name, name)
 
     def start(self) -> None:
-        """Begin to place experts and take requests."""
         self.loop.start()
         for expert, reason in self.setup.broken.items():
             self.loop.quarantine(expert, reason)
@@ -129,11 +117,10 @@ def build_agent(
     progress: Progress,
     options: AgentOptions = AS_SERVED,
 ) -> Agent:
-    """An agent for a line.
-
-    Raises ConfigError for what must not start, and MemoryExceeded for pools that are given and too small.
-    """
-    _import_runtimes(config)
+    """An agent, not started. Raises ConfigError for what must not start, MemoryExceeded for too small given pools."""
+    for architecture in sorted({expert.architecture for expert in config.catalog.experts.values()}):
+        with suppress(BackendUnavailable):  # packing reports it
+            backend_for(architecture)  # imports runtimes before memory is measured
     rss_before_bytes = psutil.Process().memory_info().rss
     with ExitStack() as on_failure:
         segments = on_failure.enter_context(closing(SegmentStore(options.packed or config.packed_folder)))
@@ -179,14 +166,13 @@ def agent_with_requests(
 
 
 def pack_as_served(config: LineConfig, segments: SegmentStore, progress: Progress) -> PackingReport:
-    """Bring a line's packed weights up to date, in the precisions that its agent would run."""
     return packed_as_proven(groundwork_of(config, segments.directory, AS_SERVED), segments, progress)[1]
 
 
 def packed_as_proven(
     ground: Groundwork, segments: SegmentStore, progress: Progress, in_use: Iterable[PackedExpert] = ()
 ) -> tuple[Groundwork, PackingReport]:
-    """Pack a line as its profile has it, and again in fp32 what that does not know as it is now; that is told."""
+    """Pack a line as profiled; experts that differ from their profile are packed again in fp32, with an alarm."""
     config, profile, in_use = ground.config, ground.profile, tuple(in_use)
     report = pack(config, segments, ground.precisions, progress, in_use)
     copies = copies_of(config, ground.precisions, report.packed)
@@ -207,7 +193,7 @@ def packed_as_proven(
 
 
 def _thresholds_told(config: LineConfig, packed: Iterable[PackedExpert]) -> list[str]:
-    """What an alarm says of experts that judge nothing, because their thresholds are of others."""
+    """Alarms of experts that judge nothing: their thresholds belong to other weights."""
     told = [
         f"expert {name}: {OTHER_THRESHOLD}, so every image is UNKNOWN - run `coserve experts threshold "
         f"{config.document.file} {name} --samples DATA`, then reload"
@@ -225,19 +211,12 @@ def pack(
     progress: Progress,
     in_use: Iterable[PackedExpert] = (),
 ) -> PackingReport:
-    """Bring a line's packed weights up to date. ``precisions``: processor -> expert -> precision.
-
-    ``in_use``: what an agent runs from meanwhile; its files stay.
-    """
-
-    def wanted(expert: str) -> set[Precision]:
-        return {column[expert] for column in precisions.values()}
-
-    def step(step: PackingStep) -> None:
-        progress("pack", step.number, step.total)
-
+    """Pack what is new. ``precisions``: by processor and expert; ``in_use``: packed files that must stay."""
     try:
-        return pack_line(config.catalog.experts.values(), wanted, segments, step, in_use)
+        return pack_line(
+            config.catalog.experts.values(), lambda expert: {column[expert] for column in precisions.values()},
+            segments, lambda step: progress("pack", step.number, step.total), in_use,
+        )  # fmt: skip
     except BackendUnavailable as error:
         raise ConfigError(f"{error} - install it, or take the experts that need it off the line") from error
     finally:
@@ -254,7 +233,7 @@ def detect_box(config: LineConfig) -> Box:
 
 
 def doubts(config: LineConfig, profile: StoredProfile) -> tuple[str, ...]:
-    """What of this profile does not hold for an agent that starts now, or may not; nothing is packed or hashed."""
+    """Why this profile may not hold for an agent that starts now; nothing is packed or hashed."""
     try:
         box = detect_box(config)
     except ConfigError as error:
@@ -279,7 +258,7 @@ def groundwork_of(config: LineConfig, packed: Path, options: AgentOptions) -> Gr
 
 
 def _executable(precisions: Precisions) -> Precisions:
-    """The same, with torch's form in the place of one that does not run on this CPU; that is told, once each."""
+    """Replace forms that do not run on this CPU by torch's, with a warning each."""
     wanted = {form for column in precisions.values() for form in column.values() if form.is_cpu_only}
     if not wanted:
         return precisions
@@ -287,58 +266,36 @@ def _executable(precisions: Precisions) -> Precisions:
 
     reasons = {form: reason for form in sorted(wanted) if (reason := why_absent(form)) is not None}
     for form, reason in reasons.items():
-        log.warning(
-            "form_absent precision=%s runs_as=%s reason=%s advice=write `precision: auto` or fp32",
-            form, form.plain, reason,
-        )  # fmt: skip
-    return {
-        processor: {name: form.plain if form in reasons else form for name, form in column.items()}
-        for processor, column in precisions.items()
-    }
+        advice = "write `precision: auto` or fp32"
+        log.warning("form_absent precision=%s runs_as=%s reason=%s advice=%s", form, form.plain, reason, advice)
+    return with_forms(precisions, lambda _, form: form.plain if form in reasons else form)
 
 
 def _calibrated(config: LineConfig, packed: Path, precisions: Precisions) -> Precisions:
-    """The same, with fp32 for experts that are to have eight bits and are not calibrated as they are now; told each."""
-    names = {name for column in precisions.values() for name, form in column.items() if form is Precision.ONEDNN_INT8}
-    reasons: dict[str, str | None] = {}
-    for name in sorted(names):
-        with suppress(ExpertError):  # of weights that are not there packing tells
-            reasons[name] = why_not_calibrated(config.catalog.experts[name], packed)
-    instead = {name: Precision.ONEDNN_INT8.plain for name, reason in reasons.items() if reason is not None}
-    for name, form in instead.items():
-        log.warning(
-            "not_calibrated expert=%s precision=%s runs_as=%s reason=%s",
-            name, Precision.ONEDNN_INT8, form, reasons[name],
-        )  # fmt: skip
-    return {
-        processor: {
-            name: instead.get(name, form) if form is Precision.ONEDNN_INT8 else form for name, form in column.items()
-        }
-        for processor, column in precisions.items()
-    }
+    """Replace eight bits by fp32 for experts without a calibration of their weights, with a warning each."""
+    eight, reasons = Precision.ONEDNN_INT8, dict[str, str]()
+    for name in sorted({name for column in precisions.values() for name, form in column.items() if form is eight}):
+        with suppress(ExpertError):  # packing reports missing weights
+            if (reason := why_not_calibrated(config.catalog.experts[name], packed)) is not None:
+                reasons[name] = reason
+    for name, reason in reasons.items():
+        log.warning("not_calibrated expert=%s precision=%s runs_as=%s reason=%s", name, eight, eight.plain, reason)
+    return with_forms(precisions, lambda name, form: form.plain if form is eight and name in reasons else form)
 
 
-def held_copies(
-    ground: Groundwork, copies: Mapping[str, Sequence[ExpertCopy]]
-) -> tuple[Groundwork, Mapping[str, Sequence[ExpertCopy]]]:
+def held_copies(ground: Groundwork, copies: Copies) -> tuple[Groundwork, Copies]:
     """The copies as they are held: see Groundwork.sized."""
-    stored = ground.profile
 
-    def times(copies: Mapping[str, Sequence[ExpertCopy]]) -> PerformanceMatrix:
-        if stored is None:
+    def times(copies: Copies) -> PerformanceMatrix:
+        if ground.profile is None:
             return estimated_matrix(ground.box, copies, ground.usage)
-        return matrix(stored, ground.box, copies, ground.usage, ground.executors)
+        return matrix(ground.profile, ground.box, copies, ground.usage, ground.executors)
 
     return ground.sized(copies, times)
 
 
-def measured_setup(
-    ground: Groundwork,
-    copies: Mapping[str, Sequence[ExpertCopy]],
-    segments: SegmentStore,
-    progress: Progress,
-) -> EngineSetup:
-    """By the times that the profile has, or a probe finds."""
+def measured_setup(ground: Groundwork, copies: Copies, segments: SegmentStore, progress: Progress) -> EngineSetup:
+    """Setup by the times of the profile, or of a probe."""
     profile, timed = ground.profile, PerformanceMatrix({}, dict(ground.usage))
     if profile is not None:
         timed = _profiled(ground, profile, copies)
@@ -358,10 +315,8 @@ def measured_setup(
     return ground.setup(found, failed | dict(probed.failed))
 
 
-def _untimed(
-    ground: Groundwork, timed: PerformanceMatrix, copies: Mapping[str, Sequence[ExpertCopy]]
-) -> dict[str, list[ExpertCopy]]:
-    """The copies to probe: without a profile all, else those without times that no profiling has found unable."""
+def _untimed(ground: Groundwork, timed: PerformanceMatrix, copies: Copies) -> dict[str, list[ExpertCopy]]:
+    """Copies to probe: without a profile all, else new and changed experts without times."""
     measured = {kind.processor for kind in ground.profile.kinds} if ground.profile is not None else set()
     return {
         processor: [
@@ -374,9 +329,7 @@ def _untimed(
     }
 
 
-def _profiled(
-    ground: Groundwork, stored: StoredProfile, copies: Mapping[str, Sequence[ExpertCopy]]
-) -> PerformanceMatrix:
+def _profiled(ground: Groundwork, stored: StoredProfile, copies: Copies) -> PerformanceMatrix:
     executors = ground.executors
     log.info("profile_used written_at=%s kinds=%d executors=%d", stored.written_at, len(stored.kinds), len(executors))
     for share in sorted({core_share(stored, kind, executors) for kind in stored.kinds}, key=astuple):
@@ -387,10 +340,3 @@ def _profiled(
                 "speedups" if share.is_measured else "shared cores",
             )  # fmt: skip
     return matrix(stored, ground.box, copies, ground.usage, executors)
-
-
-def _import_runtimes(config: LineConfig) -> None:
-    """The backends of this line, before anything is measured; one that is not there is told of by packing."""
-    for architecture in sorted({expert.architecture for expert in config.catalog.experts.values()}):
-        with suppress(BackendUnavailable):
-            backend_for(architecture)

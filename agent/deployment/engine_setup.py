@@ -1,7 +1,6 @@
 """What an agent of a line decides with: executors, precisions, performance matrix, memory split, limits and policy.
 
-Guarantees: whoever serves and whoever plans settle it by the same functions, so that for the same line, box, profile
-and packed experts they decide alike. Nothing but manifests is read: no weights are touched, nothing is run or detected.
+Guarantees: serving and planning use the same functions, and so decide alike. Only manifests are read; nothing is run.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from agent.deployment.executors import executor_specs
 from agent.deployment.families import with_families
 from agent.deployment.memory_split import available_for, limits_of, pool_specs
 from agent.deployment.moe_caches import MoeCaches, host_tier_bytes
-from agent.deployment.packed_copies import by_precision, copies_of, lying_packed
+from agent.deployment.packed_copies import by_precision, copies_of, lying_packed, with_forms
 from agent.deployment.performance_matrix import in_form, matrix, unmeasured_kinds
 from agent.deployment.profile_in_use import precisions_of, programs_of, usage_of
 from agent.device_profile.identity import outdated
@@ -27,7 +26,7 @@ from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from agent.config import LineConfig
     from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix, PoolSpec
@@ -44,11 +43,8 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What stands in the place of what line file and profile say; None: as they say. ``usage``: of every expert.
-
-    ``form``: what every expert of images is planned in whose kind was measured in it, packed so or not (``planned``).
-    What a line file can say is overridden there: see ``LineConfig.having``.
-    """
+    """Replaces what line file and profile say; None: as they say. ``usage``: of every expert. ``form``: precision to
+    plan all experts of images in whose kind was measured in it. For keys of a line file see ``LineConfig.having``."""
 
     executors: Sequence[ExecutorSpec] | None = None
     pools: Sequence[PoolSpec] | None = None
@@ -61,10 +57,7 @@ AS_CONFIGURED = Given()
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """What an Engine is built with.
-
-    ``precisions``: those that experts are run in. ``broken``: experts that are not served, and why.
-    """
+    """What an Engine is built with. ``precisions``: what experts run in. ``broken``: experts not served, and why."""
 
     graph: ExpertGraph
     policy: str
@@ -76,7 +69,6 @@ class EngineSetup:
 
     @property
     def pools(self) -> tuple[PoolSpec, ...]:
-        """Every memory, and how it is split."""
         return self.limits.pools
 
     def engine(self) -> Engine:
@@ -86,7 +78,7 @@ class EngineSetup:
 
 @dataclass(frozen=True, slots=True)
 class Groundwork:
-    """What is settled before anything is packed: who runs experts, in which precisions, how likely each is used."""
+    """Settled before packing: executors, precisions, usage."""
 
     config: LineConfig
     box: Box
@@ -101,7 +93,7 @@ class Groundwork:
     takes_any: bool = True  # the profile is taken for these experts however they are
 
     def sized(self, copies: Copies, times: Callable[[Copies], PerformanceMatrix]) -> tuple[Groundwork, Copies]:
-        """The copies as they are held, and the same with what that sets apart; all as they are in given memories."""
+        """The copies with their moe_experts, and the host memory set apart for these; unchanged in given memories."""
         if self.pools is not None:
             return self, copies
         allocation = None if self.profile is None else self.profile.allocation
@@ -126,10 +118,8 @@ def groundwork(
     lying: Sequence[PackedExpert],
     given: Given = AS_CONFIGURED,
 ) -> Groundwork:
-    """As line file and profile say. ``lying``: what lies packed already; it tells kinds of ONNX graphs apart.
-
-    Raises ConfigError for a processor that the box does not have.
-    """
+    """As line file and profile say. ``lying``: already packed; tells kinds of ONNX graphs apart. Raises ConfigError for
+    a processor that the box does not have."""
     allocation = None if profile is None else profile.allocation
     executors = tuple(given.executors or executor_specs(config, box, allocation))
     precisions = precisions_of(config, [spec.processor for spec in executors], profile, programs_of(lying))
@@ -146,17 +136,17 @@ def planned(
 ) -> EngineSetup:
     """What an agent of this line on this box would decide with, by this profile and what lies packed.
 
-    ``without``: experts that are known not to be servable, and why. Raises ConfigError, naming them, for experts that
-    are not packed or whose kind was not profiled, and for a profile of which an earlier version took the times.
+    ``without``: experts not servable, and why. Raises ConfigError for other experts that are not packed or whose kind
+    was not profiled, and for an outdated profile.
     """
+    again = f"run `coserve profile {config.document.file}`"
     if reasons := tuple(outdated(profile)):
-        told = f"the device profile: {'; '.join(reasons)} - run `coserve profile {config.document.file}` again"
-        raise ConfigError(told)
+        raise ConfigError(f"the device profile: {'; '.join(reasons)} - {again} again")
     lying = lying_packed(config, config.packed_folder)
-    ground = groundwork(config, box, profile, lying, given)
-    ground = replace(ground, precisions=_as_packed(config, ground.precisions, by_precision(lying)))
-    kinds = kinds_of(config, lying)
     packed = by_precision(lying)
+    kinds = {name: kind_name(config.catalog.experts[name], program) for name, program in programs_of(lying).items()}
+    ground = groundwork(config, box, profile, lying, given)
+    ground = replace(ground, precisions=_as_packed(config, ground.precisions, packed))
     _refuse_unpacked(config, _to_run(ground.precisions, profile, kinds), packed, without)
     able = {name: forms for name, forms in packed.items() if name not in without}
     ground, copies = ground.sized(
@@ -168,17 +158,17 @@ def planned(
         found = in_form(found, profile, given.form, kinds, ground.executors)
     found = with_families(found, chain.from_iterable(copies.values()))
     broken = unmeasured_kinds(found, kinds) | dict(without)
-    _refuse_unprofiled(config, profile, broken.keys() - without.keys())
+    known = {expert for expert, _ in profile.packed}  # to the profiler: without a row the expert is broken, not new
+    if problems := [
+        config.document.error(f"the device profile has no times of its kind - {again}", "experts", name)
+        for name in sorted(broken.keys() - without.keys() - known)
+    ]:
+        raise ConfigError.of(problems)
     return ground.setup(found, broken)
 
 
-def kinds_of(config: LineConfig, lying: Sequence[PackedExpert]) -> dict[str, str]:
-    """The kind of every expert that lies packed, by its id."""
-    return {name: kind_name(config.catalog.experts[name], program) for name, program in programs_of(lying).items()}
-
-
 def profiled_box(profile: StoredProfile) -> Box:
-    """The box that a profile was measured on, with as much memory available as its allocation shares out."""
+    """The box that a profile was measured on, with the memory that its allocation shares out."""
     identity, budgets = profile.box, profile.allocation.budget_bytes
 
     def size(pool: str, total_bytes: int) -> MemorySize:
@@ -193,26 +183,16 @@ def profiled_box(profile: StoredProfile) -> Box:
 def _as_packed(
     config: LineConfig, precisions: Precisions, packed: Mapping[str, Mapping[Precision, PackedExpert]]
 ) -> Precisions:
-    """The same, with torch's form for experts that do not run in the one that the line file gives.
-
-    Those are the ones that lie packed in torch's form and not in that one, as profiling leaves them and an agent runs
-    them: the CPU lacks the form, or they were not calibrated.
-    """
+    """The precisions, with torch's form for experts that profiling left unpacked in the line file's."""
     form = config.precision
     if form is None or form.plain is form or config.document.values.get("precision") != form:
         return precisions
     plain = {name for name, forms in packed.items() if form.plain in forms and form not in forms}
-    return {
-        processor: {name: form.plain if wanted is form and name in plain else wanted for name, wanted in column.items()}
-        for processor, column in precisions.items()
-    }
+    return with_forms(precisions, lambda name, wanted: form.plain if wanted is form and name in plain else wanted)
 
 
 def _to_run(precisions: Precisions, profile: StoredProfile, kinds: Mapping[str, str]) -> Precisions:
-    """``precisions`` without those of experts that the profile chose nothing for on a processor, as they fail there.
-
-    The matrix has no row for these. ``kinds``: of experts that are packed; of others they may not be known.
-    """
+    """``precisions`` without those where an expert fails: the profile chose none. ``kinds``: of packed experts."""
     return {
         processor: {
             name: form
@@ -232,33 +212,12 @@ def _refuse_unpacked(
     """Profiling packs what the line file asks for: another precision has to be written there first."""
     profiling = f"`coserve profile {config.document.file}`"
     written = config.document.values.get("precision")
-    wanted = {(name, form) for column in precisions.values() for name, form in column.items() if name not in without}
-    problems = [
-        config.document.error(
-            f"not packed in {form} - write `precision: {form}` into the line file, then run {profiling}"
-            if form == config.precision != written
-            else f"not packed in {form} - run {profiling}, which packs it",
-            "experts",
-            name,
-        )
-        for name, form in sorted(wanted)
-        if form not in packed.get(name, {})
-    ]
-    if problems:
-        raise ConfigError.of(problems)
-
-
-def _refuse_unprofiled(config: LineConfig, profile: StoredProfile, unmeasured: Iterable[str]) -> None:
-    """An expert without a row is broken if the profiler knew it, and new if it did not."""
-    known = {expert for expert, _ in profile.packed}
-    problems = [
-        config.document.error(
-            f"the device profile has no times of its kind - run `coserve profile {config.document.file}`",
-            "experts",
-            name,
-        )
-        for name in sorted(unmeasured)
-        if name not in known
-    ]
+    problems = []
+    for name, form in sorted({each for column in precisions.values() for each in column.items()}):
+        if name not in without and form not in packed.get(name, {}):
+            is_written = form != config.precision or form == written
+            step = "" if is_written else f"write `precision: {form}` into the line file, then "
+            told = f"not packed in {form} - {step}run {profiling}{', which packs it' if is_written else ''}"
+            problems.append(config.document.error(told, "experts", name))
     if problems:
         raise ConfigError.of(problems)

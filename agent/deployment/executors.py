@@ -21,10 +21,8 @@ EMULATED = ("emulated", "integrated")
 
 
 def executor_specs(config: LineConfig, box: Box, allocation: Allocation | None = None) -> tuple[ExecutorSpec, ...]:
-    """The executors of a line on this box, the device's first; where the line file says auto, the allocation's.
-
-    Raises ConfigError for a processor that the box does not have.
-    """
+    """The executors of a line on this box, the device's first; where the line file says auto, the allocation's. Raises
+    ConfigError for a processor that the box does not have."""
     if config.executors is not None:
         counts = config.executors
     else:
@@ -43,21 +41,17 @@ def executor_specs(config: LineConfig, box: Box, allocation: Allocation | None =
 
 
 def executors_on(box: Box, processors: Iterable[str]) -> tuple[ExecutorSpec, ...]:
-    """One on each of these processors, numbered in their order."""
     return tuple(ExecutorSpec(number, processor, box.pool_of(processor)) for number, processor in enumerate(processors))
 
 
 def casual_executors(box: Box) -> dict[str, int]:
-    """By processor: three on a device where memory is split, two where it is unified, and one CPU executor.
-
-    Source: CoServe, section 5.2.
-    """
+    """Three on a device with split memory, two with unified memory, one on the CPU (CoServe, section 5.2)."""
     device_executors = SPLIT_DEVICE_EXECUTORS if box.is_split else UNIFIED_DEVICE_EXECUTORS
     return {name: 1 if name == "cpu" else device_executors for name in box.processors}
 
 
 def _auto_executors(box: Box) -> Mapping[str, int]:
-    """The casual ones, but one for an emulated device, which is the CPU itself, and several where there is no other."""
+    """As casual, but one for an emulated device, which is the CPU itself, and several on a CPU alone."""
     casual = casual_executors(box)
     if box.processors == ("cpu",):
         return {"cpu": max(box.cores // CORES_PER_CPU_EXECUTOR, 1)}

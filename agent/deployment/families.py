@@ -1,8 +1,7 @@
 """Families: language models on one backbone, whose texts may run in one quantum.
 
-Copies are of one family where everything but their weights is the same (their kind, and so their program, and their
-precision) and some of their weights are the very same: they lie in one segment that both hold. Who shares several
-segments with different others is of the family that has the largest of them: no copy is of two.
+Copies of one family have the same kind and precision, and share a segment of weights. A copy that shares several
+segments with different others is of the family with the largest.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def families(copies: Iterable[ExpertCopy]) -> dict[str, str]:
-    """The name of each copy's family, by the copy's name; of those that are of one. Independent of their order."""
+    """Name of the family, by copy, of copies that have one. Independent of their order."""
     texts = {copy.name: copy for copy in copies if copy.expert.takes_texts}
     holders: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
     for copy in texts.values():
@@ -37,7 +36,7 @@ def families(copies: Iterable[ExpertCopy]) -> dict[str, str]:
 
 
 def with_families(matrix: PerformanceMatrix, copies: Iterable[ExpertCopy]) -> PerformanceMatrix:
-    """The matrix with the families of these copies' experts; others are of none."""
+    """The matrix with these copies' families."""
     named: Mapping[str, str] = families(copies)
     experts = {
         processor: {expert: replace(row, family=named.get(row.copy)) for expert, row in column.items()}

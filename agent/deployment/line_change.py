@@ -1,10 +1,8 @@
 """A line file that was read anew, and what an agent that runs has to do to serve it.
 
-Guarantees: nothing of the running agent is changed here; what cannot be served as it should is a ConfigError, and the
-agent goes on as it was. An expert that is the same, down to its packed bytes, keeps its place in memory; one that was
-replaced is another one to the Engine, under a name of its own, and the old one finishes what it was asked. Of one that
-has finished nothing is kept: the next change forgets it, and however often a line is changed, the agent does not grow.
-Families are those of an agent that starts with the line.
+Guarantees: nothing of the running agent is changed here; what cannot be served is a ConfigError, and the agent goes on.
+An unchanged expert, down to its packed bytes, keeps its place in memory. A replaced expert gets a new name for the
+Engine; the old one finishes its requests and is forgotten by the next change, so the agent does not grow.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from agent.core.performance import PerformanceMatrix
 from agent.deployment.build import AgentOptions, groundwork_of, measured_setup, packed_as_proven
 from agent.deployment.engine_setup import Given
 from agent.deployment.families import with_families
+from agent.deployment.memory_split import pinned_experts
 from agent.deployment.packed_copies import copies_of, copy_name
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.templates import make_templates
@@ -29,7 +28,7 @@ from experts.expert import Precision
 from experts.graph import ExpertGraph
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from agent.config import LineConfig
     from agent.core.performance import ExpertProfile
@@ -48,10 +47,7 @@ GENERATIONS = re.compile(r"\+[0-9]+(?![\w.+-])")
 
 @dataclass(frozen=True, slots=True)
 class LineChange:
-    """What is to be done: the event for the Engine, the copies that are new to the loop, and the agent as it is then.
-
-    ``quarantined``: experts by the Engine's names that cannot be served, and why.
-    """
+    """Event, copies that are new to the loop, the agent afterwards. ``quarantined``: by the Engine's names, and why."""
 
     agent: Agent
     event: LineChanged
@@ -63,40 +59,35 @@ class LineChange:
 
 
 def line_name(expert: str) -> str:
-    """What the line file calls an expert that the Engine calls so."""
+    """The line file's name of an expert, by the Engine's."""
     return expert.partition(GENERATION)[0]
 
 
 def with_line_names(text: str) -> str:
-    """A message of the Engine's with the line file's names in it."""
     return GENERATIONS.sub("", text) if GENERATION in text else text
 
 
 def keys_for_restart(old: LineConfig, new: LineConfig) -> tuple[str, ...]:
-    """The sections that differ, and that a running agent cannot take over."""
+    """Sections that differ and need a restart."""
     before, after = old.document.values, new.document.values
     differing = (key for key in sorted(before.keys() | after.keys()) if _fixed(key, before) != _fixed(key, after))
     return tuple(key for key in differing if key not in LIVE_KEYS)
 
 
 def _fixed(key: str, values: Mapping[str, Any]) -> object:
-    """What a section says, without the routes of texts, which are taken over as those of images are."""
+    """A section without routes of texts, which need no restart."""
     if key != TEXTS:
         return values.get(key)
     return {name: value for name, value in (values.get(key) or {}).items() if name != "routes"}
 
 
 def taken_over(old: LineConfig, new: LineConfig) -> LineConfig:
-    """The old line with what of the new one a running agent can take over."""
     return replace(old, catalog=new.catalog, boards=new.boards, layouts=new.layouts, document=new.document)
 
 
 def plan_change(agent: Agent, config: LineConfig, progress: Progress) -> LineChange:
-    """Pack and measure what is new of ``config``, and say how the agent changes over to it; takes as long as that does.
-
-    Raises ConfigError for what must not be served, and for what there is no memory or no room on the drive to prepare
-    beside what runs.
-    """
+    """Pack and measure what is new of ``config``; may take minutes. Raises ConfigError for what must not be served, or
+    what lacks memory or disk to be prepared beside what runs."""
     try:
         return _planned(agent, config, progress)
     except ConfigError:
@@ -157,11 +148,15 @@ def _setup_after(
         agent.setup,
         graph=_graph(config, names, retired),
         matrix=with_families(_matrix(agent, found, names, usage), served),
-        limits=replace(agent.setup.limits, pinned=frozenset(names[name] for name in _pinned(config))),
+        limits=replace(agent.setup.limits, pinned=frozenset(names[name] for name in pinned_experts(config))),
         precisions=found.precisions,
     )
     _refuse_without_leases(setup, agent.loop.text_executors)
-    _refuse_misfits(setup)
+    try:
+        setup.engine()
+    except MemoryExceeded as error:
+        reason = with_line_names(str(error))
+        raise ConfigError(f"{reason} - start anew with a larger memory:, or leave the expert out") from error
     return setup
 
 
@@ -203,7 +198,7 @@ def _change(
 
 
 def _renamed(new: Mapping[str, Sequence[ExpertCopy]], names: Mapping[str, str]) -> dict[str, ExpertCopy]:
-    """The copies by the Engine's names."""
+    """Copies by the Engine's names."""
     renamed = {
         copy_name(names[copy.expert.id], Precision(copy.packed.precision)): copy
         for listed in new.values()
@@ -213,7 +208,7 @@ def _renamed(new: Mapping[str, Sequence[ExpertCopy]], names: Mapping[str, str]) 
 
 
 def _unfinished(agent: Agent) -> set[str]:
-    """The Engine's names of the experts of earlier lines that something accepted may need, or that lie in a memory."""
+    """Retired experts that accepted requests may need, or that lie in a memory, by the Engine's names."""
     engine = agent.loop.statistics().engine
     if engine.serves_earlier_lines:
         return set(agent.retired)
@@ -221,20 +216,14 @@ def _unfinished(agent: Agent) -> set[str]:
     return set(agent.retired & there)
 
 
-def _needed(agent: Agent) -> frozenset[str]:
-    """The Engine's names of the experts that what was accepted may still have to be asked."""
-    is_behind = agent.loop.statistics().engine.serves_earlier_lines
-    return agent.setup.graph.experts if is_behind else _served(agent)
-
-
 def _served(agent: Agent) -> frozenset[str]:
-    """The Engine's names of the experts of the line as it is."""
     return agent.setup.graph.experts - agent.retired
 
 
 def _names(agent: Agent, config: LineConfig, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, str]:
-    """The Engine's name of each expert of the new line: the old one's where it is the same."""
+    """The Engine's name of each expert of the new line: the old name where the expert is the same."""
     names = {}
+    known = agent.heard | agent.config.catalog.experts.keys()
     ran: defaultdict[str, dict[str, PackedExpert]] = defaultdict(dict)
     runs: defaultdict[str, dict[str, PackedExpert]] = defaultdict(dict)
     for copy in agent.copies.values():
@@ -245,21 +234,17 @@ def _names(agent: Agent, config: LineConfig, copies: Mapping[str, Sequence[Exper
         now = agent.expert(name)
         then, lies = ran[now], runs[name]
         is_same = agent.config.catalog.experts.get(name) == expert and lies == then
-        names[name] = now if is_same and now in _served(agent) else _next_name(name, agent)
+        unheard = f"{name}{GENERATION}{agent.changes + 2}" if name in known else name
+        names[name] = now if is_same and now in _served(agent) else unheard
     return names
-
-
-def _next_name(name: str, agent: Agent) -> str:
-    """One that the Engine has never heard."""
-    is_new = name not in agent.heard | agent.config.catalog.experts.keys()
-    return name if is_new else f"{name}{GENERATION}{agent.changes + 2}"
 
 
 def _matrix(
     agent: Agent, found: EngineSetup, names: Mapping[str, str], usage: Mapping[str, float]
 ) -> PerformanceMatrix:
-    """The old rows as far as they may still be needed, and those of what is new under the Engine's names."""
-    kept = _needed(agent) | set(names.values())
+    """Old rows that may still be needed, and new rows under the Engine's names."""
+    is_behind = agent.loop.statistics().engine.serves_earlier_lines
+    kept = (agent.setup.graph.experts if is_behind else _served(agent)) | set(names.values())
     columns: dict[str, dict[str, ExpertProfile]] = {
         processor: {name: row for name, row in column.items() if name in kept}
         for processor, column in agent.setup.matrix.experts.items()
@@ -280,20 +265,8 @@ def _graph(config: LineConfig, names: Mapping[str, str], retired: frozenset[str]
     return ExpertGraph([*names.values(), *retired], routes, shadows)
 
 
-def _pinned(config: LineConfig) -> Iterable[str]:
-    return (name for name, expert in config.catalog.experts.items() if expert.pin)
-
-
-def _refuse_misfits(setup: EngineSetup) -> None:
-    try:
-        setup.engine()
-    except MemoryExceeded as error:
-        reason = with_line_names(str(error))
-        raise ConfigError(f"{reason} - start anew with a larger memory:, or leave the expert out") from error
-
-
 def _refuse_without_leases(setup: EngineSetup, text_executors: Collection[int]) -> None:
-    """Memory for keys and values is taken at the start, by agents that have language models then."""
+    """Memory for keys and values is taken at the start only, for the language models of that time."""
     leases = {pool.name: pool.lease_bytes for pool in setup.pools}
     for spec in setup.executors:
         for name, row in setup.matrix.experts.get(spec.processor, {}).items():

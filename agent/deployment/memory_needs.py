@@ -1,8 +1,7 @@
 """Memory needs: what one memory must hold and can hold, experts against workspaces (CoServe, section 4.4).
 
-Guarantees: every share it hands out is one that an Engine accepts with these executors: the largest expert fits beside
-the pinned ones, and each executor has the workspace of one image. Where language models run from a memory, the keys and
-values of their texts have a part of it that is neither experts' nor batches'; the parts are the whole budget.
+Guarantees: an Engine accepts every share: the largest expert fits beside the pinned ones, and each executor has the
+workspace of one image. Keys and values of texts have a part of their own; the parts are the whole budget.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 
     from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, PerformanceMatrix
 
-WORKSPACE_FRACTION = 0.25  # of a memory, for batches, where nobody says (section 5.2)
-LEASE_FRACTION = 0.25  # of a memory that language models run from, for keys and values, where nobody says
+WORKSPACE_FRACTION = 0.25  # of a memory, for batches, by default (section 5.2)
+LEASE_FRACTION = 0.25  # of a memory that language models run from, for keys and values, by default
 LEAST_LEASED_TOKENS = 256  # of the model with the largest: a question and an answer
 LIMITED_FRACTION = 0.1  # of the budget: maximum batches that take more are "a substantial portion of the memory"
 
@@ -31,12 +30,9 @@ LIMITED_FRACTION = 0.1  # of the budget: maximum batches that take more are "a s
 class MemoryNeeds:
     """One memory with so many executors. ``held_bytes[n - 1]``: what the n most used copies take together.
 
-    ``budget_bytes``: for experts and workspaces, beside the ``lease_bytes`` that texts have for keys and values, in
-    each of so many ``arenas``: one for each device that runs texts from it, as none reads another's.
-
-    ``footprints``: of each expert, and whether it is pinned. ``largest``: the expert that needs most room,
-    ``largest_bytes``, beside the pinned ones. Workspaces: of one image, and of the maximum batch, on every executor at
-    once.
+    ``budget_bytes``: for experts and workspaces. Each device that runs texts has an arena of ``lease_bytes`` beside
+    these. ``footprints``: expert, footprint, is it pinned. ``largest``: the expert that needs most room beside the
+    pinned ones. Workspaces: of one image, and of the maximum batch, on every executor at once.
     """
 
     pool: str
@@ -54,58 +50,51 @@ class MemoryNeeds:
 
     @property
     def whole_bytes(self) -> int:
-        """The memory's budget with all of its parts."""
         return self.budget_bytes + self.lease_bytes * self.arenas
 
     @property
     def is_enough(self) -> bool:
-        """May the largest expert run from it, with an image on every executor?"""
         return self.largest_bytes + self.one_image_bytes <= self.budget_bytes
 
     @property
     def is_limited(self) -> bool:
-        """Do the maximum batches take so little that the rest can simply be the experts'?
-
-        The paper asks whether the processor's performance is limited, as such a one has a small maximum batch; here
-        the batch itself is asked: it may take LIMITED_FRACTION of the memory on all executors together.
-        """
+        """Are maximum batches so small that the rest can simply be the experts'? The paper asks whether the processor's
+        performance is limited; here the batches of all executors may take LIMITED_FRACTION of the memory."""
         return self.maximum_batch_bytes <= LIMITED_FRACTION * self.budget_bytes
 
     @property
     def casual_workspace_bytes(self) -> int:
-        """As much as all executors can use at once, a quarter of the memory at most, one image each at least."""
         return max(min(self.maximum_batch_bytes, int(self.budget_bytes * WORKSPACE_FRACTION)), self.one_image_bytes)
 
     @property
     def most(self) -> int:
-        """How many of the most used copies fit while each executor keeps the workspace of one image."""
+        """How many of the most used copies fit beside one image per executor."""
         return self.count_in(self.budget_bytes - self.one_image_bytes)
 
     @property
     def least(self) -> int:
-        """How many of them fit where only the largest expert and the pinned ones have to."""
+        """How many of the most used copies fit beside nothing but the largest and the pinned experts."""
         return self.count_in(self.largest_bytes)
 
     def misfits(self, expert_bytes: int) -> dict[str, int]:
-        """Experts that could never run from so many bytes for experts, and what each needs beside the pinned ones."""
+        """Experts that never fit into so many bytes, and what each needs beside the pinned ones."""
         return misfits(self.footprints, expert_bytes)
 
     def count_in(self, expert_bytes: int) -> int:
-        """How many of the most used copies fit into so many bytes."""
         return bisect_right(self.held_bytes, expert_bytes)
 
     def keeping(self, experts: int) -> PoolSpec:
-        """Room for so many of the most used copies, at least 1, and the rest for workspaces."""
+        """Room for so many of the most used copies, at least 1; the rest is workspace."""
         held = self.held_bytes[min(experts, self.most) - 1] if self.held_bytes else 0
         return self.leaving(self.budget_bytes - held)
 
     def leaving(self, workspace_bytes: int) -> PoolSpec:
-        """So much for workspaces, or as near as may be, and the rest for experts."""
+        """``workspace_bytes``, clamped; the rest is for experts."""
         workspace = max(min(workspace_bytes, self.budget_bytes - self.largest_bytes), self.one_image_bytes)
         return self.spec(self.budget_bytes - workspace, workspace)
 
     def spec(self, expert_bytes: int, workspace_bytes: int) -> PoolSpec:
-        """This memory, split so. A device's, behind a cache, is an arena that is taken as a whole."""
+        """This memory, split so. A device's, behind a cache, is one arena."""
         is_one_piece = self.cache is not None
         return PoolSpec(self.pool, expert_bytes, workspace_bytes, self.cache, is_one_piece, self.lease_bytes)
 
@@ -120,7 +109,7 @@ def memory_needs(
     """What these executors need of each memory. ``budgets``: bytes by memory, nearest to the SSD first.
 
     A memory holds what runs from it and what those behind it are fed from; one that only feeds has no least size.
-    ``kv_bytes``: for keys and values, of each memory that language models run from; None: as much as suits it.
+    ``kv_bytes``: for keys and values, per memory that language models run from; None: a share.
     """
     pools = tuple(budgets)
     homes = pinned_homes(pinned, executors, profile.experts)
@@ -156,11 +145,10 @@ def memory_needs(
 def _lease_bytes(
     columns: Sequence[Iterable[ExpertProfile]], budget_bytes: int, spare_bytes: int, kv_bytes: int | None, arenas: int
 ) -> int:
-    """What each of so many arenas of a memory keeps: nothing where no language model runs, else its part of what is
-    configured.
+    """Each arena's bytes for keys and values: 0 without a language model, else its part of ``kv_bytes``.
 
-    Where nobody says, a quarter of it, or what the largest expert and an image on each executor leave, if that is less;
-    at least what one short text needs, so that a model which leaves no room for any is refused instead.
+    By default LEASE_FRACTION, or what the largest expert and an image on each executor leave; at least one short text,
+    so that a model which leaves no room is refused instead.
     """
     token_bytes = max((each.performance.lease_bytes for column in columns for each in column), default=0)
     if not token_bytes or kv_bytes is not None:
@@ -170,7 +158,7 @@ def _lease_bytes(
 
 
 def held_bytes(footprints: Sequence[Footprint]) -> tuple[int, ...]:
-    """What the first 1, 2, 3... of these take together; a part that several share counts once."""
+    """Bytes of the first 1, 2, 3... footprints together; a shared part counts once."""
     parts: set[str] = set()
     total = 0
     sizes = []
@@ -183,7 +171,7 @@ def held_bytes(footprints: Sequence[Footprint]) -> tuple[int, ...]:
 
 
 def _most_used_first(executors: Sequence[ExecutorSpec], profile: PerformanceMatrix) -> list[Footprint]:
-    """Of every copy that these executors may run, in descending usage probability (section 4.1)."""
+    """Footprints of all copies that these executors may run, by descending usage (section 4.1)."""
     copies = {
         each.copy: (-profile.usage.get(expert, 0.0), expert, each.footprint)
         for processor in sorted({spec.processor for spec in executors})

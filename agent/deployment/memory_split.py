@@ -1,12 +1,9 @@
 """How the memories are shared out: weights against workspaces, and how many executors, where the line file says auto.
 
-Where language models run, keys and values of texts have their part first; the others share what is left.
-
-What the line file gives comes first, then the allocation that a device profile searched, then the rules that need
-neither: the CoServe paper's casual choice (section 5.2), bounded by what the batches can use at most. Of a searched
-allocation the workspaces are taken, bounded alike by what today's executors can use, and experts get the rest of
-today's budget, which differs from one start to the next where it is auto. In a smaller budget than the search had, the
-experts that it chose keep their room first, until batches have no more than the casual choice leaves them.
+Keys and values of texts have their part first. For the rest the line file comes first, then the device profile's
+searched allocation, then the paper's casual choice (section 5.2), bounded by what batches can use at most. A searched
+allocation gives the workspaces, bounded alike; experts get the rest of today's budget. In a smaller budget than the
+search had, its experts keep their room first, until batches have no more than the casual choice.
 """
 
 from __future__ import annotations
@@ -34,25 +31,20 @@ log = logging.getLogger(__name__)
 
 FRACTIONS = {HOST: 0.6, DEVICE: 0.9}  # of what is available: the rest is the system's, images', the page cache's
 PREPARED_FRACTION = 0.05  # of what host memory gives to experts and batches: as much again, for images ahead of these
-MOST_PREPARED_BYTES = 512 * 1024 * 1024  # some 850 images at 224 x 224: more are decoded long before anybody runs them
+MOST_PREPARED_BYTES = 512 * 1024 * 1024  # some 850 images at 224 x 224: more would wait long for a batch
 CASUAL = "casual"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
-    """One memory, and how it is split between experts and batches."""
-
     needs: MemoryNeeds
     expert_bytes: int
     workspace_bytes: int
 
 
 def casual_allocation(box: Box, budgets: Mapping[str, int]) -> Allocation:
-    """CoServe casual: three quarters of each memory for experts, the rest for batches; executors by the same rule.
-
-    ``budgets``: bytes by memory. How many experts fit is not counted. Source: CoServe, section 5.2, which gives the
-    split for a GPU's memory; that of the CPU's executor is shared alike.
-    """
+    """CoServe casual (section 5.2): three quarters of each memory for experts, the rest for batches; executors alike.
+    ``budgets``: bytes by memory. The paper gives the split for a GPU's memory; a CPU's is split alike."""
     pools = []
     for pool, budget_bytes in budgets.items():
         workspace_bytes = int(budget_bytes * WORKSPACE_FRACTION)
@@ -68,10 +60,7 @@ def pool_specs(
     allocation: Allocation | None = None,
     set_apart_bytes: int = 0,
 ) -> tuple[PoolSpec, ...]:
-    """Every memory of the box with its budget split. Raises ConfigError naming each expert that can never fit.
-
-    ``set_apart_bytes``: of host memory, for what waits there in front of a device and is no whole expert.
-    """
+    """Memories, split. ``set_apart_bytes``: of host memory. Raises ConfigError naming experts that can never fit."""
     specs = []
     problems: list[ConfigError] = []
     for share in shares_of(config, box, executors, profile, allocation, set_apart_bytes):
@@ -90,7 +79,7 @@ def shares_of(
     allocation: Allocation | None = None,
     set_apart_bytes: int = 0,
 ) -> Iterator[MemoryShare]:
-    """Every memory with its budget split, whether all fit into it or not: see ``pool_specs``."""
+    """As ``pool_specs``, whether experts fit or not."""
     searched = {} if allocation is None else {share.pool: share for share in allocation.pools}
     budgets, pinned = pool_budgets(config, box), pinned_experts(config)
     budgets[HOST] = max(budgets[HOST] - set_apart_bytes, 0)
@@ -102,7 +91,6 @@ def shares_of(
 
 
 def limits_of(config: LineConfig, pools: tuple[PoolSpec, ...]) -> Limits:
-    """What the Engine of this line has to keep to."""
     given_s = config.texts.quantum_s
     shares = (pool.expert_bytes + pool.workspace_bytes + pool.lease_bytes for pool in pools if pool.name == HOST)
     host_bytes = sum(shares)
@@ -117,14 +105,14 @@ def limits_of(config: LineConfig, pools: tuple[PoolSpec, ...]) -> Limits:
 
 
 def prepared_bytes(config: LineConfig, host_bytes: int) -> int:
-    """What images may take that are prepared ahead of their batches, beside ``host_bytes``, which are the experts'."""
+    """Memory for images prepared ahead, beside the ``host_bytes`` of experts."""
     if config.memory.images is not None:
         return config.memory.images
     return min(int(host_bytes * PREPARED_FRACTION), MOST_PREPARED_BYTES)
 
 
 def pool_budgets(config: LineConfig, box: Box) -> dict[str, int]:
-    """What each memory may hold in all, weights and workspaces, by its name; nearest to the SSD first."""
+    """Budget of each memory, weights and workspaces; nearest to the SSD first."""
     given = {HOST: config.memory.host, DEVICE: config.memory.device}
     return {
         pool: size if (size := given[pool]) is not None else int(box.size_of(pool).available_bytes * FRACTIONS[pool])
@@ -133,17 +121,16 @@ def pool_budgets(config: LineConfig, box: Box) -> dict[str, int]:
 
 
 def available_for(pool: str, budget_bytes: int) -> int:
-    """How much of a memory has to be available for its automatic budget to be this."""
+    """Available memory that gives this automatic budget."""
     return round(budget_bytes / FRACTIONS[pool])
 
 
 def pinned_experts(config: LineConfig) -> frozenset[str]:
-    """Those that stay in memory for good."""
     return frozenset(name for name, expert in config.catalog.experts.items() if expert.pin)
 
 
 def _workspace_bytes(config: LineConfig, needs: MemoryNeeds) -> int:
-    """What batches may take, where no search has found better."""
+    """Workspace without a search."""
     given = config.memory.workspace
     if given is None:
         return needs.casual_workspace_bytes
@@ -154,10 +141,7 @@ def _workspace_bytes(config: LineConfig, needs: MemoryNeeds) -> int:
 
 
 def _searched_bytes(searched: PoolAllocation, needs: MemoryNeeds, casual_bytes: int) -> int:
-    """What the search gave to batches, brought to today's budget without a step in it: see the module.
-
-    The casual workspace, told in the log, where the largest expert would not fit beside it.
-    """
+    """The search's workspace in today's budget (see the module); the casual one if the largest expert would not fit."""
     budget_bytes = needs.budget_bytes
     beside_experts_bytes = min(budget_bytes - searched.expert_bytes, searched.workspace_bytes)
     quarter_bytes = min(int(budget_bytes * WORKSPACE_FRACTION), searched.workspace_bytes)
@@ -173,7 +157,6 @@ def _searched_bytes(searched: PoolAllocation, needs: MemoryNeeds, casual_bytes: 
 
 
 def _misfits(config: LineConfig, needs: MemoryNeeds, expert_bytes: int) -> Iterator[ConfigError]:
-    """Each expert that can never run from so many bytes."""
     beside = " with all pinned experts" if pinned_experts(config) else ""
     given = config.memory.workspace
     lower = "" if given is None else f" lower memory.workspace, which takes {mib(given)},"

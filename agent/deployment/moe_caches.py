@@ -1,15 +1,13 @@
-"""How many of a language model's experts it holds at a time, where it cannot or shall not hold all of them.
+"""How many of a language model's moe_experts it holds at a time, where it cannot or shall not hold all of them.
 
-The line file comes first: ``moe_cache`` of the expert's section. Where it says nothing, a model holds all that it has,
-and where it would fit into none of the memories that it is to run from, as many as are left room for there, when
-texts, batches and pinned experts have theirs. In front of a device more of them wait in host memory, which is set apart
-from what host memory has for whole experts.
+``moe_cache`` of the line file comes first. Without it a model holds all, or as many as its memory has room for beside
+texts, batches and pinned experts. In front of a device more wait in a part of host memory that is set apart.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.core.performance import DEVICE, HOST
@@ -52,25 +50,18 @@ def places_of(config: LineConfig, expert: str, packed: PackedExpert) -> int | No
     return None if places >= moe_experts_of(packed) else places
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class MoeCaches:
-    """Sizes the caches of a line. ``times``: a matrix of copies, of which footprints and workspaces are read."""
+    """Sizes the caches of a line. ``times``: matrix of copies, read for footprints and workspaces."""
 
-    def __init__(
-        self,
-        config: LineConfig,
-        box: Box,
-        executors: Sequence[ExecutorSpec],
-        allocation: Allocation | None,
-        times: Callable[[Mapping[str, Sequence[ExpertCopy]]], PerformanceMatrix],
-    ) -> None:
-        self._config = config
-        self._box = box
-        self._executors = executors
-        self._allocation = allocation
-        self._times = times
+    _config: LineConfig
+    _box: Box
+    _executors: Sequence[ExecutorSpec]
+    _allocation: Allocation | None
+    _times: Callable[[Mapping[str, Sequence[ExpertCopy]]], PerformanceMatrix]
 
     def sized(self, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, list[ExpertCopy]]:
-        """The copies, by processor, those that do not fit with as many moe_experts as do."""
+        """The copies by processor; a copy that does not fit holds as many moe_experts as do."""
         found = {processor: list(listed) for processor, listed in copies.items()}
         listed = [copy for each in found.values() for copy in each]
         if not any(moe_block_bytes(copy.packed) for copy in listed):
@@ -85,7 +76,7 @@ class MoeCaches:
         return self._with_host_places(_having(found, places))
 
     def _fitting(self, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, int]:
-        """Places, by expert, of those that hold fewer than all because of their memory."""
+        """Places by expert, where memory limits them."""
         block_bytes: dict[str, int] = {}
         for copy in (copy for listed in copies.values() for copy in listed if not copy.is_offloaded):
             block_bytes[copy.expert.id] = max(copy.block_bytes, block_bytes.get(copy.expert.id, 0))
@@ -106,19 +97,17 @@ class MoeCaches:
         return places
 
     def _lacking_bytes(self, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, int]:
-        """By expert: how much more it needs than its memories have for it; below nothing: what they have left."""
+        """By expert: bytes lacking in its memories; negative: bytes left."""
         found: dict[str, int] = {}
+        is_settled = self._allocation is not None or self._config.memory.workspace is not None
         for share in shares_of(self._config, self._box, self._executors, self._times(copies), self._allocation):
-            room_bytes = min(share.expert_bytes, self._cautious_bytes(share.needs.budget_bytes))
+            budget_bytes = share.needs.budget_bytes
+            kept_bytes = 0 if is_settled else int(budget_bytes * WORKSPACE_FRACTION)  # a probe may find larger batches
+            room_bytes = min(share.expert_bytes, budget_bytes - kept_bytes)
             for expert, needed_bytes in share.needs.misfits(-1).items():
                 lack = needed_bytes - room_bytes
                 found[expert] = max(lack, found.get(expert, lack))
         return found
-
-    def _cautious_bytes(self, budget_bytes: int) -> int:
-        """What experts have whatever a probe finds of their batches."""
-        is_settled = self._allocation is not None or self._config.memory.workspace is not None
-        return budget_bytes if is_settled else budget_bytes - int(budget_bytes * WORKSPACE_FRACTION)
 
     def _with_host_places(self, copies: dict[str, list[ExpertCopy]]) -> dict[str, list[ExpertCopy]]:
         offloaded = sorted(
@@ -140,7 +129,6 @@ class MoeCaches:
 
 
 def host_tier_bytes(copies: Mapping[str, Iterable[ExpertCopy]]) -> int:
-    """What waits in host memory in front of a device, of all copies together."""
     tiers = {copy.name: copy.host_tier_bytes for listed in copies.values() for copy in listed}
     return sum(tiers.values())
 

@@ -14,7 +14,7 @@ from experts.packed.sources import is_there, sha256_of, stamp_of
 from experts.thresholds.binding import is_bound_elsewhere
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from agent.config import LineConfig
@@ -25,10 +25,17 @@ if TYPE_CHECKING:
 Precisions: TypeAlias = "Mapping[str, Mapping[str, Precision]]"  # processor -> expert -> precision
 
 
+def with_forms(precisions: Precisions, form_of: Callable[[str, Precision], Precision]) -> Precisions:
+    """``form_of``: the expert's precision in the place of the one it has."""
+    return {
+        processor: {name: form_of(name, form) for name, form in column.items()}
+        for processor, column in precisions.items()
+    }
+
+
 def copies_of(
     config: LineConfig, precisions: Precisions, packed: Mapping[str, Mapping[Precision, PackedExpert]]
 ) -> dict[str, list[ExpertCopy]]:
-    """processor -> the copies that are packed in the precision wanted there."""
     return {
         processor: [
             copy_of(config, name, precision, packed[name][precision])
@@ -40,11 +47,7 @@ def copies_of(
 
 
 def copy_of(config: LineConfig, expert: str, precision: Precision, packed: PackedExpert) -> ExpertCopy:
-    """An expert of the line in one precision, with what it holds of its moe_experts as the line file says.
-
-    A threshold that was learned with other weights, or another input, is left out: its images are UNKNOWN.
-    Raises ConfigError for too little.
-    """
+    """An expert in one precision, without a threshold of other weights. Raises ConfigError for a small moe_cache."""
     served = config.catalog.experts[expert]
     if is_bound_elsewhere(served, packed.source_sha256):
         served = replace(served, threshold=None)
@@ -52,25 +55,24 @@ def copy_of(config: LineConfig, expert: str, precision: Precision, packed: Packe
 
 
 def other_thresholds(config: LineConfig, packed: Iterable[PackedExpert]) -> list[str]:
-    """The experts whose threshold is of other weights than these packed ones, or of another input."""
+    """Experts whose threshold was learned with other weights or another input."""
     experts = config.catalog.experts
     return sorted({each.expert for each in packed if is_bound_elsewhere(experts[each.expert], each.source_sha256)})
 
 
 def copy_name(expert: str, precision: Precision) -> str:
-    """What the Engine calls an expert in one precision."""
     return f"{expert}@{precision}"
 
 
 def lying_packed(config: LineConfig, directory: Path) -> list[PackedExpert]:
-    """What lies packed of the line's experts, as far as manifests tell, in the precisions that this version knows."""
+    """Packed experts of the line by manifest, in known precisions."""
     known = {str(precision) for precision in Precision}
     found = (manifest.packed for manifest in ManifestFolder(directory / "manifests").read_all())
     return [each for each in found if each.expert in config.catalog.experts and each.precision in known]
 
 
 def changed_sources(config: LineConfig, directory: Path) -> list[str]:
-    """The packed experts whose weights file is not the one that they were packed from."""
+    """Packed experts whose weights file has changed since."""
     found: dict[str, Source] = {
         manifest.packed.expert: manifest.source for manifest in ManifestFolder(directory / "manifests").read_all()
     }
@@ -78,14 +80,13 @@ def changed_sources(config: LineConfig, directory: Path) -> list[str]:
 
 
 def _is_source(expert: Expert | None, source: Source) -> bool:
-    """An expert that is not on the line any more has no source that could differ."""
+    """True for an expert that left the line: nothing to compare."""
     if expert is None or not is_there(expert):
         return True
     return stamp_of(expert) == source.stamp or sha256_of(expert) == source.sha256
 
 
 def by_precision(packed: Iterable[PackedExpert]) -> dict[str, dict[Precision, PackedExpert]]:
-    """expert -> precision -> what is packed."""
     found: defaultdict[str, dict[Precision, PackedExpert]] = defaultdict(dict)
     for each in packed:
         found[each.expert][Precision(each.precision)] = each
@@ -93,7 +94,7 @@ def by_precision(packed: Iterable[PackedExpert]) -> dict[str, dict[Precision, Pa
 
 
 def packed_manifests(config: LineConfig) -> dict[str, list[Manifest]]:
-    """What is packed of each of a line's experts, in one precision or several; an empty list where nothing is."""
+    """Manifests of each expert of a line, one per precision; none if not packed."""
     found: dict[str, list[Manifest]] = {name: [] for name in config.catalog.experts}
     for manifest in ManifestFolder(config.packed_folder / "manifests").read_all():
         found.get(manifest.packed.expert, []).append(manifest)

@@ -35,11 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CoreShare:
-    """How CPU executors share the cores now, against how a kind was measured.
-
-    ``factor``: how much longer than measured a batch takes. ``is_measured``: by speedups that the profile holds; else
-    the executors are taken to slow one another down in proportion.
-    """
+    """How CPU executors share the cores now, against how a kind was measured. ``factor``: how much longer a batch
+    takes. ``is_measured``: by the profile's speedups; else in proportion to the executors."""
 
     processor: str
     threads_profiled: int
@@ -57,9 +54,8 @@ def matrix(
 ) -> PerformanceMatrix:
     """The matrix of these copies, by processor. An expert whose kind was not measured there has no row.
 
-    ``executors``: those that will run; None for as many as were measured. Where they share the cores otherwise than
-    when a kind was measured, its K and B are scaled (``core_share``); several executors of an accelerator are not:
-    what they take from one another depends on what runs at the same time.
+    ``executors``: None for as many as were measured. Where executors share the CPU's cores otherwise than measured, K
+    and B are scaled (``core_share``). Executors of an accelerator interfere depending on what runs: no scaling.
     """
     kinds = {(kind.kind, kind.processor, kind.precision): kind for kind in profile.kinds}
     links, reduced = profile.link_bytes_per_s, scaled_experts(profile)
@@ -91,10 +87,9 @@ def in_form(
     kinds: Mapping[str, str],
     executors: Sequence[ExecutorSpec],
 ) -> PerformanceMatrix:
-    """The matrix as it would be, were every expert of images in ``form`` whose kind was measured in it on a processor.
+    """The matrix with every expert of images in ``form`` where its kind was measured in it. ``kinds``: by expert.
 
-    ``kinds``: by expert. Nothing need lie packed in that form: an expert's bytes are those it has now, in proportion to
-    what its kind's measured expert has in both forms. All others stay as they are.
+    Nothing need lie packed in that form: bytes are scaled as those of the kind's measured expert.
     """
     measured = {(kind.kind, kind.processor, kind.precision): kind for kind in profile.kinds if not kind.lease_bytes}
 
@@ -103,7 +98,9 @@ def in_form(
         now = measured.get((kinds.get(expert, ""), processor, row.copy.rpartition("@")[2]))
         if kind is None or now is None or kind is now:
             return row
-        footprint = _scaled(row.footprint, kind.weight_bytes / max(now.weight_bytes, 1), form)
+        ratio = kind.weight_bytes / max(now.weight_bytes, 1)
+        shared = [SharedPart(f"{part.id}@{form}", round(part.size_bytes * ratio)) for part in row.footprint.shared]
+        footprint = Footprint(round(row.footprint.own_bytes * ratio), tuple(shared))  # another form shares other parts
         factor = core_share(profile, kind, executors).factor
         load_s = {source: load_time_s(kind, source, footprint, profile.link_bytes_per_s) for source in row.load_s}
         performance = _performance(kind, factor)
@@ -117,12 +114,11 @@ def in_form(
 
 
 def unmeasured(matrix: PerformanceMatrix, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, str]:
-    """Experts that have no row on any processor, and why."""
     return unmeasured_kinds(matrix, {copy.expert.id: copy.kind for listed in copies.values() for copy in listed})
 
 
 def unmeasured_kinds(matrix: PerformanceMatrix, kinds: Mapping[str, str]) -> dict[str, str]:
-    """As ``unmeasured``, of experts with their kinds, whether they lie packed in a form to run or not."""
+    """As ``unmeasured``, for experts that need not be packed."""
     able = {expert for column in matrix.experts.values() for expert in column}
     return {
         expert: f"no expert of its kind ({kind}) could be run when the box was profiled"
@@ -134,9 +130,8 @@ def unmeasured_kinds(matrix: PerformanceMatrix, kinds: Mapping[str, str]) -> dic
 def core_share(profile: StoredProfile, kind: KindProfile, executors: Sequence[ExecutorSpec]) -> CoreShare:
     """What sharing the cores costs a kind now.
 
-    n executors that are together S(n) times as fast as one alone (``StoredProfile.speedups``; beyond its end the last
-    value) each take n / S(n) times as long. A kind measured with some threads was measured as one of cores / threads.
-    Without speedups S is 1: the same cores do the same work, whoever they do it for.
+    n executors with a speedup of S(n) each take n / S(n) times as long (``StoredProfile.speedups``, the last value
+    beyond its end; 1 without). A kind measured with some threads was measured as one of cores / threads executors.
     """
     if torch_device(kind.processor) != "cpu":
         return CoreShare(kind.processor, kind.threads, len(executors), 1.0, is_measured=True)
@@ -148,10 +143,10 @@ def core_share(profile: StoredProfile, kind: KindProfile, executors: Sequence[Ex
 
 
 def load_time_s(kind: KindProfile, source: str, footprint: Footprint, links: Mapping[str, float]) -> float:
-    """How long loading an expert's own bytes takes; what it shares is there already, as a rule.
+    """Seconds to load an expert's own bytes; shared ones are usually there already.
 
-    The kind's measured time, which is of all its bytes, less what these took of the link, plus what this expert's own
-    take. Without the link's speed, in proportion to the bytes; for a source that was not measured, the link alone.
+    The kind's measured time plus the difference in bytes over the link's speed. Without that speed, in proportion to
+    bytes; for a source that was not measured, the link alone.
     """
     measured_s, speed = kind.load_s.get(source), links.get(source)
     if speed is None:
@@ -160,12 +155,6 @@ def load_time_s(kind: KindProfile, source: str, footprint: Footprint, links: Map
         return measured_s * footprint.own_bytes / max(kind.weight_bytes, 1)
     fixed_s = 0.0 if measured_s is None else max(measured_s - kind.weight_bytes / speed, 0.0)
     return fixed_s + footprint.own_bytes / speed
-
-
-def _scaled(footprint: Footprint, factor: float, form: Precision) -> Footprint:
-    """What the same weights take in another form; what is shared in one is not what is shared in the other."""
-    shared = tuple(SharedPart(f"{part.id}@{form}", round(part.size_bytes * factor)) for part in footprint.shared)
-    return Footprint(round(footprint.own_bytes * factor), shared)
 
 
 def _slowdown(executors: int, speedups: Sequence[float]) -> float:

@@ -1,8 +1,7 @@
 """How a line uses the device profile of its box: which one, whether it still holds, and what it says for each expert.
 
-Guarantees: the line file comes before the profile, and the profile before the rules that need none. A profile of
-another box, of other libraries or of more memory is not used at all. Of an expert with other weights than the profiled
-ones only its kind's times and sizes are used: its form falls back to fp32, and its JPEGs keep all their pixels.
+Guarantees: the line file comes before the profile. A profile of another box, other libraries or more memory is not
+used. An expert with other weights than profiled keeps its kind's times and sizes, runs in fp32, decodes JPEGs in full.
 """
 
 from __future__ import annotations
@@ -44,10 +43,7 @@ NAMED = 5  # experts in one alarm, after the first
 
 
 def find_profile(config: LineConfig) -> StoredProfile | None:
-    """The profile of this line's box; None where there is none, or only one that is not finished.
-
-    Raises ConfigError for a file that cannot be read as one.
-    """
+    """The profile of this line's box; None without a finished one. Raises ConfigError for an unreadable file."""
     path = config.profile_file
     if path.exists():
         return read_profile(path)
@@ -60,10 +56,10 @@ def find_profile(config: LineConfig) -> StoredProfile | None:
 
 
 def set_spinning(config: LineConfig) -> str | None:
-    """Have this process wait between operators as the line's profile found best: to be called before torch is loaded.
+    """Have this process wait between operators as the profile found best; call it before torch is loaded.
 
-    The setting that it runs with from now on; None where its user has set one of OpenMP's variables, which then counts.
-    A profile that cannot be read changes nothing here: whoever starts from it says why.
+    Returns the setting; None where the user has set one of OpenMP's variables, which then counts. An unreadable profile
+    changes nothing: the start reports it.
     """
     path = config.profile_file
     setting = DEFAULT
@@ -77,19 +73,20 @@ def set_spinning(config: LineConfig) -> str | None:
 
 
 def set_default_spinning() -> None:
-    """The same without a line: as an agent without a profile waits."""
     set_unless_given(SPINNING[DEFAULT], VARIABLES)
 
 
 def usable_profile(config: LineConfig, box: Box) -> tuple[StoredProfile | None, tuple[str, ...]]:
-    """The line's profile where it holds for this box; else None, with the alarm that says why a probe has to do.
-
-    Raises ConfigError instead of an alarm where the line's profile is strict.
-    """
+    """The line's profile if it holds for this box; else None, and the alarm. Raises ConfigError if it is strict."""
     try:
         profile = find_profile(config)
-        if profile is not None:
-            _refuse_other_box(config, profile, box)
+        if profile is not None and (reasons := box_mismatches(profile, identity_of(box))):
+            path = config.profile_file
+            replacing = " --fresh" if is_of_another_box(profile.box, identity_of(box)) else ""
+            profiling = f"`coserve profile {config.document.file}{replacing}`"
+            told = "".join(f"\n  - {reason}" for reason in reasons)
+            advice = f"run {profiling}, or move {path} away to serve with a quick probe"
+            raise ConfigError(f"{path} does not hold for this box as it is now:{told}\n{advice}")
     except ConfigError as error:
         if config.is_profile_strict:
             raise
@@ -98,23 +95,9 @@ def usable_profile(config: LineConfig, box: Box) -> tuple[StoredProfile | None, 
     return profile, ()
 
 
-def _refuse_other_box(config: LineConfig, profile: StoredProfile, box: Box) -> None:
-    """Raises ConfigError, with every reason, if the profile is of another box or of other libraries."""
-    reasons = box_mismatches(profile, identity_of(box))
-    if not reasons:
-        return
-    path = config.profile_file
-    told = "".join(f"\n  - {reason}" for reason in reasons)
-    replacing = " --fresh" if is_of_another_box(profile.box, identity_of(box)) else ""
-    advice = f"run `coserve profile {config.document.file}{replacing}`, or move {path} away to serve with a quick probe"
-    raise ConfigError(f"{path} does not hold for this box as it is now:{told}\n{advice}")
-
-
 def changed_experts(config: LineConfig, profile: StoredProfile, packed: Iterable[PackedExpert]) -> dict[str, str]:
-    """The experts of these packed ones that are not as they were profiled, and how.
-
-    A form that an expert was not profiled in is accepted where its kind was timed in it and its weights are the same.
-    """
+    """Packed experts that differ from their profile, and how. A form that was not profiled is accepted where its kind
+    was timed in it and the weights are the same."""
     listed = tuple(packed)
     timed = {(kind.kind, kind.precision) for kind in profile.kinds}
     experts = config.catalog.experts
@@ -136,7 +119,7 @@ def changed_experts(config: LineConfig, profile: StoredProfile, packed: Iterable
 
 
 def changes_told(config: LineConfig, changed: Mapping[str, str]) -> tuple[str, ...]:
-    """What an alarm says of experts that are not as they were profiled; empty without any."""
+    """Alarm of experts that differ from their profile; empty without any."""
     if not changed:
         return ()
     (first, how), *others = sorted(changed.items())
@@ -148,10 +131,7 @@ def changes_told(config: LineConfig, changed: Mapping[str, str]) -> tuple[str, .
 
 
 def usage_of(config: LineConfig, profile: StoredProfile | None) -> dict[str, float]:
-    """How likely a request is to use each expert: counted or served probabilities as the profile has them.
-
-    Those that were computed are computed again, from today's quantities with the profile's pass rates.
-    """
+    """Usage probability of each expert: counted or served ones as profiled, computed ones from today's quantities."""
     if profile is None:
         return usage_probabilities(config)
     usage = profile.usage
@@ -161,15 +141,9 @@ def usage_of(config: LineConfig, profile: StoredProfile | None) -> dict[str, flo
 
 
 def precisions_of(
-    config: LineConfig,
-    processors: Iterable[str],
-    profile: StoredProfile | None,
-    programs: Mapping[str, str | None],
+    config: LineConfig, processors: Iterable[str], profile: StoredProfile | None, programs: Mapping[str, str | None]
 ) -> dict[str, dict[str, Precision]]:
-    """processor -> expert -> the precision it is packed for and run in there.
-
-    ``programs``: expert -> sha256 of its program, of those that are packed; it tells kinds of ONNX graphs apart.
-    """
+    """processor -> expert -> precision. ``programs``: sha256 of packed programs, which tell ONNX graphs apart."""
     return {
         processor: {
             name: precision_of(config, name, processor, profile, programs.get(name)) for name in config.catalog.experts
@@ -181,12 +155,10 @@ def precisions_of(
 def precision_of(
     config: LineConfig, expert: str, processor: str, profile: StoredProfile | None, program_sha256: str | None
 ) -> Precision:
-    """What the line file gives; where it says auto, what the profile proved for it, else for its kind, else its own:
-    fp32, and of a language model the checkpoint's, where the processor multiplies that.
+    """The line file's; for auto the profile's for the expert, else for its kind, else its own.
 
-    ONNX graphs and fakes do not follow the line file: they are fp32, or what the profile chose. A form of the CPU only
-    is for executors that run on it; the others take the same numbers as torch runs them. A language model may say its
-    own.
+    Its own: fp32, or a language model's checkpoint's where the processor multiplies that. ONNX graphs and fakes ignore
+    the line file. A form of the CPU only becomes torch's on other processors.
     """
     described = config.catalog.experts[expert]
     if described.precision is not None:
@@ -206,7 +178,7 @@ def precision_of(
 
 
 def unproven(config: LineConfig, precisions: Precisions, changed: Collection[str]) -> Precisions:
-    """The same, with fp32 for ``changed`` experts in forms that the profile chose: what the line file gives stays."""
+    """Precisions with fp32 for ``changed`` experts in forms of the profile; the line file's stay."""
 
     def is_chosen(expert: str, processor: str) -> bool:
         return expert in changed and precision_of(config, expert, processor, None, None) is Precision.FP32
@@ -218,11 +190,11 @@ def unproven(config: LineConfig, precisions: Precisions, changed: Collection[str
 
 
 def programs_of(packed: Sequence[PackedExpert]) -> dict[str, str | None]:
-    """expert -> sha256 of its program; in fp32 where it lies packed in several precisions."""
+    """expert -> sha256 of its program, fp32's if there are several."""
     fp32_last = sorted(packed, key=lambda each: each.precision == Precision.FP32)
     return {each.expert: each.program_sha256 for each in fp32_last}
 
 
 def scaled_experts(profile: StoredProfile | None) -> frozenset[str]:
-    """The experts for which JPEGs are made smaller while they are decoded: those proven to say the same of them."""
+    """Experts with JPEGs decoded smaller, proven to answer the same."""
     return frozenset() if profile is None else frozenset(each.expert for each in profile.decodings if each.agrees)

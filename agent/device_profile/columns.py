@@ -1,7 +1,6 @@
 """What the columns of a device profile hold: the types of its records' fields, each with the words to refuse by.
 
-SQLite does not tell: every column takes text as well, and text counts as more than any number. So the types are strict,
-and their descriptions say what a column is to hold instead of what was found there.
+SQLite columns take text as well, and text compares above any number: so the types are strict.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ SHARE_ROUNDING = 1e-9  # shares are sums of quotients
 
 
 def one_of(*words: str) -> Any:  # noqa: ANN401  # as pydantic types what it makes of it
-    """One of these, as text."""
     return Field(strict=True, pattern=f"^({'|'.join(words)})$", description=f"one of {', '.join(words)}")
 
 
 def _flag(value: object) -> object:
-    """As SQLite keeps it, which has no truth values."""
+    """SQLite has no booleans."""
     return bool(value) if value in (0, 1) else value
 
 

@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 
 def identity_of(box: Box) -> BoxIdentity:
-    """What a profile that is measured on this box holds for. oneDNN's forms are tried the first time.
-
-    The others depend on libraries alone, whose versions are told.
-    """
+    """Identity that a profile of this box holds for. oneDNN's forms are tried; others depend on library versions."""
     from experts.backends.forms import ONEDNN_FORMS, why_absent  # torch's operators, which a reader needs not
 
     return BoxIdentity(
@@ -40,10 +37,7 @@ def identity_of(box: Box) -> BoxIdentity:
 
 
 def packed_sha256(packed: PackedExpert) -> str:
-    """What was packed, and how: the owner's file, the program, and each tensor's dtype, shape and strides.
-
-    Which tensors are shared with other experts is left out: that changes when others come and go.
-    """
+    """Digest of source file, program and tensors. Sharing is left out: it changes with other experts."""
     tensors = sorted(
         [spec.name, spec.dtype, list(spec.shape), list(spec.stride)]
         for segment in packed.segments
@@ -54,10 +48,7 @@ def packed_sha256(packed: PackedExpert) -> str:
 
 
 def verdict_sha256(graph: ExpertGraph, expert: Expert) -> str:
-    """What makes an expert's outputs verdicts: what its entry says, and the steps of routes that ask it.
-
-    Not its weights, nor what its eight-bit form is made by: those are what is packed.
-    """
+    """Digest of an expert's entry and its routes' steps; weights and calibration are in ``packed_sha256``."""
     asking = sorted(
         (component, number, sorted(step.passing), step.min_score, sorted(step.then.items()))
         for component, steps in graph.routes.items()
@@ -69,22 +60,19 @@ def verdict_sha256(graph: ExpertGraph, expert: Expert) -> str:
 
 
 def box_mismatches(profile: StoredProfile, box: BoxIdentity) -> tuple[str, ...]:
-    """Why a profile does not hold for a box as it is now, one sentence each; empty if it does.
-
-    Memory counts only where it shrank below what was shared out.
-    """
+    """Why a profile does not hold for a box. Memory counts where it shrank below what was shared out."""
     budgets = profile.allocation.budget_bytes
     return (*outdated(profile), *differences(profile.box, box), *_shrunken(budgets, box))
 
 
 def outdated(profile: StoredProfile) -> Iterator[str]:
-    """Why its times are none that this version reckons with, on any box."""
+    """Why this version cannot use a profile's times, on any box."""
     if not all(kind.are_images_prepared for kind in profile.kinds):
         yield "batches were timed with the decoding of their images in them, as earlier versions did"
 
 
 def is_of_another_box(then: BoxIdentity, now: BoxIdentity) -> bool:
-    """Are these two boxes, whatever their libraries, their CPU's forms and the sizes of their memories?"""
+    """Libraries, forms and memory sizes aside."""
     return any(differences(replace(then, versions={}, forms=None), replace(now, versions={}, forms=None)))
 
 
@@ -108,7 +96,7 @@ def differences(then: BoxIdentity, now: BoxIdentity) -> Iterator[str]:
 
 
 def _shrunken(budgets: Mapping[str, int], box: BoxIdentity) -> Iterator[str]:
-    """Memories that are smaller now than what was shared out; an emulated device's arena is cut from the host's."""
+    """Memories smaller than what was shared out; an emulated device's is part of the host's."""
     sizes = {"host": box.host_bytes, "device": None if box.device == "emulated" else box.device_bytes}
     for pool, budget_bytes in budgets.items():
         size_bytes = sizes.get(pool)
@@ -117,11 +105,10 @@ def _shrunken(budgets: Mapping[str, int], box: BoxIdentity) -> Iterator[str]:
 
 
 def expert_mismatches(profile: StoredProfile, packed: Mapping[tuple[str, str], str]) -> dict[str, str]:
-    """The experts that are not as they were profiled, and how: what was proven of them does not hold any more.
+    """Experts that differ from their profile, and how; what was proven of them does not hold any more.
 
-    ``packed``: (expert, precision) -> ``packed_sha256``, of every expert that the line would serve now, and
-    (expert, SOURCE) of those that may be served in a form that they were not in when the box was profiled: it is no
-    mismatch where the owner's file is still the same. Experts that have left the line are none either.
+    ``packed``: (expert, precision) -> ``packed_sha256`` of every expert on the line. (expert, SOURCE) -> sha256 of the
+    owner's file excuses a form that was not profiled, where the file is the same.
     """
     known = {expert for expert, _ in profile.packed}
     found = {expert: "is not in the profile" for expert, _ in packed if expert not in known}

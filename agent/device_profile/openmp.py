@@ -1,14 +1,11 @@
 """How long OpenMP's threads wait for the next operator before they sleep: the settings that a box can be measured in.
 
-Between two operators of a model lie microseconds; a thread that sleeps has to be woken, one that spins takes a core
-from decoding and loading meanwhile. Which is better depends on the processor, so it is measured (`coserve profile`) and
-set where an agent starts. The variables are read when the library loads, with torch: later they change nothing.
-The default is ours, 10,000 pauses of the processor: from 30 us to 250 us, as long as it pauses. By themselves the
-libraries wait for milliseconds: alone that is up to a tenth faster (a line of ResNet18, 2 cores), but beside other work
-on the same cores an operator may wait so for a thread that has lost its core (2 cores, others at work: of a ResNet18
-that takes 9 ms, every tenth run took 640, and with ours 54), which does not show where one expert is measured alone. So
-no setting waits longer than the default.
-GNU's library (libgomp) reads the first, LLVM's and Intel's the second.
+Operators are microseconds apart: a sleeping thread has to be woken, a spinning one takes a core from decoding and
+loading. `coserve profile` measures which is better; an agent sets it at its start, as the libraries read the variables
+when they load. The default is 10,000 pauses, 30 us to 250 us. The libraries' own is milliseconds: up to a tenth faster
+alone (ResNet18, 2 cores). Beside other work an operator then waits for a thread that lost its core: every tenth run of
+9 ms took 640 ms, with ours 54. Profiling one expert alone does not show that, so no setting waits longer than the
+default. libgomp reads the first variable, LLVM's and Intel's libraries the second.
 """
 
 from __future__ import annotations

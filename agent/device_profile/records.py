@@ -30,10 +30,8 @@ SOURCE = "source"  # in ``StoredProfile.packed``, in the place of a precision
 
 @dataclass(frozen=True, slots=True)
 class BoxIdentity:
-    """What a profile holds for. ``versions``: the libraries that run experts, by name.
-
-    ``forms``: oneDNN's that run on its CPU, with commas between; None where an earlier version wrote the profile.
-    """
+    """What a profile holds for. ``versions``: libraries that run experts. ``forms``: oneDNN's that run on its CPU,
+    joined by commas; None: written by an earlier version."""
 
     device: Text  # Box.name: cpu, cuda, jetson, mps, emulated
     model: Text
@@ -58,14 +56,13 @@ class BatchTimes:
 class KindProfile:
     """One kind of experts on one processor in one precision (CoServe, section 4.5).
 
-    ``kind`` names experts that run alike: architecture, input, stem, program (``kind_name``). A batch of n takes
-    ``K_s * n + B_s``; ``fit_error`` is the largest relative distance of a size's mean from that line over the sizes up
-    to ``max_batch``. ``load_s``: of all its bytes, shared ones too, by source: "ssd" and where memory is split "host".
-    ``samples`` says what was run. ``are_images_prepared``: before their batches, so that no decoding is in these times,
-    as in those of earlier versions.
+    ``kind``: experts that run alike (``kind_name``). A batch of n takes ``K_s * n + B_s``; ``fit_error``: largest
+    relative distance of a size's mean from that line, up to ``max_batch``. ``load_s``: of all its bytes, shared ones
+    too, by source: "ssd", and where memory is split "host". ``samples``: what was run. ``are_images_prepared``: no
+    decoding is in these times.
 
-    Of language models: beside those, seconds of each token that is read and of each that is written, and the bytes of
-    its keys and values; its ``batches`` are iterations of so many texts that write a token each.
+    Language models: seconds per token read and written, bytes of its keys and values; ``batches`` are iterations of so
+    many texts that write a token each.
     """
 
     kind: Text
@@ -93,8 +90,8 @@ class KindProfile:
 class Agreement:
     """How one expert decides in a precision on one processor, against fp32 on the same samples.
 
-    ``labels_differ``: images on which labels, boxes or the way along a route differ. ``least``: the images that a proof
-    takes. ``of_sha256``: which samples, judged how (``verdict_sha256``); an agreement on others says nothing of these.
+    ``labels_differ``: images whose labels, boxes or way along a route differ. ``least``: images that a proof takes.
+    ``of_sha256``: the samples and how they were judged (``verdict_sha256``).
     """
 
     expert: Text
@@ -110,21 +107,17 @@ class Agreement:
 
     @property
     def agrees(self) -> bool:
-        """Decided alike on every image, with scores within the tolerance."""
         return self.labels_differ == 0 and self.largest_score_difference <= self.tolerance
 
     @property
     def proves(self) -> bool:
-        """Whether it agrees on enough images to run the expert so."""
         return self.agrees and self.images >= self.least
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertForm:
-    """The form that one expert was given by ``precision: auto`` on one processor, and in words why.
-
-    ``verdict_sha256``: what it was judged by; with other thresholds or routes it is no proof.
-    """
+    """The form that ``precision: auto`` gave one expert on one processor, and why. ``verdict_sha256``: what it was
+    judged by; with other thresholds or routes the form is not proven."""
 
     expert: Text
     processor: Text
@@ -144,10 +137,7 @@ class UsageOrigin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class UsageProfile:
-    """Usage probabilities and where they are from: "computed from quantities", "counted on samples", "served".
-
-    ``pass_rates``: of each expert, how often it let a request pass on. ``requests``: how many were counted, 0 = none.
-    """
+    """Usage probabilities. ``pass_rates``: how often a request passed on. ``requests``: how many were counted."""
 
     probabilities: Mapping[str, float]
     pass_rates: Mapping[str, float]
@@ -167,10 +157,8 @@ class PoolAllocation:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Memory split and executors, for budgets of ``budget_bytes`` by pool. ``origin``: how it was found.
-
-    "searched on the engine", "searched in simulation", "casual". ``executors`` by processor.
-    """
+    """Memory split and executors by processor, for budgets of ``budget_bytes`` by pool. ``origin``: "searched on the
+    engine", "searched in simulation", "casual"."""
 
     origin: str
     budget_bytes: Mapping[str, int]
@@ -199,10 +187,8 @@ class LinkSpeed:
 
 @dataclass(frozen=True, slots=True)
 class SpinTimes:
-    """How one setting of OpenMP's waiting did (see ``openmp``): seconds of a batch of one and of the maximum batch.
-
-    A value per process in which it was tried; the n-th of all settings were measured one after the other.
-    """
+    """Seconds of a batch of one and of the maximum batch under one setting of OpenMP's waiting (see ``openmp``). One
+    value per process; the n-th values of all settings were measured in a row."""
 
     setting: Spinning
     one_s: Positives
@@ -212,11 +198,10 @@ class SpinTimes:
 
 @dataclass(frozen=True, slots=True)
 class ImageDecoding:
-    """What one expert's samples take on one thread, from their files to what it sees; and what it says of smaller ones.
+    """Decoding of one expert's samples on one thread, and its outputs on images that were decoded smaller.
 
-    ``full_s``, ``scaled_s``: all ``images`` together, with all their pixels, and with JPEGs made smaller while they are
-    decoded, which ``smaller`` of them are large enough for; of these, how far its outputs are apart (``Agreement``).
-    ``of_sha256``: which weights and samples these were.
+    ``full_s``, ``scaled_s``: all ``images`` together; ``smaller``: those large enough to decode smaller, whose outputs
+    are compared (``Agreement``). ``of_sha256``: weights and samples.
     """
 
     expert: Text
@@ -232,23 +217,19 @@ class ImageDecoding:
 
     @property
     def agrees(self) -> bool:
-        """Is it proven to say the same of the smaller ones?"""
         return self.smaller > 0 and self.labels_differ == 0 and self.largest_score_difference <= self.tolerance
 
     @property
     def image_s(self) -> float:
-        """What an image takes as it is served."""
         return (self.scaled_s if self.agrees else self.full_s) / self.images
 
 
 @dataclass(frozen=True, slots=True)
 class StoredProfile:
-    """A whole profile. ``precisions``: (kind, processor) -> what its experts run in that have no form of their own.
+    """A whole profile. ``precisions``: (kind, processor) -> precision of experts without a form of their own.
 
-    ``forms``: (expert, processor) -> its own, where the line file leaves the choice.
-    ``packed``: (expert, precision) -> ``packed_sha256`` of what was profiled, and (expert, SOURCE) -> sha256 of the
-    owner's file that it was packed from, which tells whether another form is of the same weights.
-    ``speedups[processor][n - 1]``: how much faster n executors of a processor are together than one alone.
+    ``forms``: (expert, processor) -> its own. ``packed``: (expert, precision) -> ``packed_sha256``, and (expert,
+    SOURCE) -> sha256 of the owner's file. ``speedups[processor][n - 1]``: n executors together against one alone.
     """
 
     line: str
@@ -269,22 +250,19 @@ class StoredProfile:
 
     @property
     def spinning_setting(self) -> str:
-        """The setting of OpenMP's waiting that an agent has to run with."""
         return next((times.setting for times in self.spinning if times.is_chosen), DEFAULT)
 
     @property
     def link_bytes_per_s(self) -> dict[str, float]:
-        """The speed of each link that was measured."""
         return {link.link: link.bytes_per_s for link in self.links}
 
     @property
     def kinds_run(self) -> frozenset[str]:
-        """The kinds that any processor runs."""
         return frozenset(kind for kind, _ in self.precisions) | {each.kind for each in self.forms.values()}
 
     @property
     def chosen_kinds(self) -> list[KindProfile]:
-        """The kinds as the agent will run them: in the precisions of their experts on each processor."""
+        """Kinds in the precisions that the agent runs on each processor."""
         own = {(each.kind, each.processor, each.precision) for each in self.forms.values()}
         others = {key: form for key, form in self.precisions.items() if key not in {each[:2] for each in own}}
         run = own | {(kind, processor, form) for (kind, processor), form in others.items()}

@@ -1,7 +1,6 @@
-"""A device profile's records as rows of its tables, and back.
+"""A device profile's records as rows of its tables, and back. The caller has the transaction.
 
-Functions here neither begin nor end a transaction. Those that read raise ValueError or sqlite3.Error where the file
-does not hold what was written (see ``tables``), and those that take the file's path ProfileDamaged.
+Reading raises ValueError or sqlite3.Error for invalid rows, ProfileDamaged where a path is given.
 """
 
 from __future__ import annotations
@@ -42,12 +41,10 @@ REQUIRED = ("links", "precisions", "packed", "usage", "allocation")  # parts: ea
 
 
 def put_head(database: Database, line: str, box: BoxIdentity) -> None:
-    """Whose profile it is; not finished."""
     TABLES["profile"].replace(database, [{"line": line, **asdict(box), "finished_at": None}])
 
 
 def put_kind(database: Database, kind: KindProfile) -> None:
-    """A kind's row and its batches, in the place of those that were there."""
     key = {"kind": kind.kind, "processor": kind.processor, "precision": kind.precision}
     TABLES["kinds"].put(database, kind)
     TABLES["batches"].delete(database, **key)
@@ -55,7 +52,7 @@ def put_kind(database: Database, kind: KindProfile) -> None:
 
 
 def drop_outdated(database: Database) -> None:
-    """Kinds that were timed with the decoding of their images in their batches, and what else was timed with them."""
+    """Drop kinds timed with decoding in their batches, and what depends on these times."""
     outdated = [_kind_key(row) for row in TABLES["kinds"].rows(database) if not row["are_images_prepared"]]
     for kind, processor, precision in outdated:
         for table in ("kinds", "batches"):
@@ -65,24 +62,20 @@ def drop_outdated(database: Database) -> None:
 
 
 def put_speedups(database: Database, processor: str, speedups: Sequence[float]) -> None:
-    """A processor's, in the place of those that were there."""
     TABLES["speedups"].put(database, {"processor": processor, "factors": speedups})
 
 
 def put_precisions(database: Database, precisions: Mapping[tuple[str, str], str]) -> None:
-    """All choices, in the place of those that were there."""
     rows = [{"kind": k, "processor": p, "precision": chosen} for (k, p), chosen in precisions.items()]
     TABLES["precisions"].replace(database, rows)
 
 
 def put_packed(database: Database, packed: Mapping[tuple[str, str], str]) -> None:
-    """The digests of everything that is packed, in the place of those that were there."""
     rows = [{"expert": expert, "precision": p, "sha256": sha256} for (expert, p), sha256 in packed.items()]
     TABLES["packed"].replace(database, rows)
 
 
 def put_usage(database: Database, usage: UsageProfile) -> None:
-    """The usage, in the place of the one that was there."""
     experts = dict.fromkeys([*usage.probabilities, *usage.pass_rates])
     rates = usage.pass_rates
     rows = [{"expert": e, "probability": usage.probabilities.get(e), "pass_rate": rates.get(e)} for e in experts]
@@ -91,7 +84,6 @@ def put_usage(database: Database, usage: UsageProfile) -> None:
 
 
 def put_allocation(database: Database, allocation: Allocation) -> None:
-    """The allocation, in the place of the one that was there."""
     budgets, executors = allocation.budget_bytes.items(), allocation.executors.items()
     TABLES["allocation_budgets"].replace(database, [{"pool": pool, "budget_bytes": size} for pool, size in budgets])
     TABLES["allocation_pools"].replace(database, allocation.pools)
@@ -101,13 +93,12 @@ def put_allocation(database: Database, allocation: Allocation) -> None:
 
 
 def box_in(database: Database) -> BoxIdentity | None:
-    """Whose profile it is; None before that is known."""
     head = _head(database)
     return None if head is None else _box(head)
 
 
 def kinds_in(database: Database) -> tuple[KindProfile, ...]:
-    """All kinds, in the order in which they were saved."""
+    """All kinds, in the order of saving."""
     batches: defaultdict[tuple[str, ...], list[BatchTimes]] = defaultdict(list)
     for row in TABLES["batches"].rows(database):
         batches[_kind_key(row)].append(BatchTimes(row["batch_size"], row["seconds"], row["workspace_bytes"]))
@@ -115,7 +106,6 @@ def kinds_in(database: Database) -> tuple[KindProfile, ...]:
 
 
 def missing_parts(database: Database) -> list[str]:
-    """What a whole profile has and this one has not."""
     saved = {row["part"] for row in TABLES["parts"].rows(database)}
     missing = [part for part in REQUIRED if part not in saved]
     kinds = {_kind_key(row) for row in TABLES["kinds"].rows(database)}
@@ -170,7 +160,7 @@ def _whole(database: Database, head: Mapping[str, Any]) -> StoredProfile:
 
 
 def _unknown_loads(profile: StoredProfile) -> list[str]:
-    """Kinds of which nothing tells how long they take to load: neither a time of their own nor the link's speed."""
+    """Kinds with neither a load time nor the link's speed."""
     links = {link.link for link in profile.links}
     is_split = profile.box.device_bytes is not None
     return [
@@ -182,7 +172,6 @@ def _unknown_loads(profile: StoredProfile) -> list[str]:
 
 
 def _head(database: Database) -> dict[str, Any] | None:
-    """The row of the profile itself, if there is one yet."""
     return next(iter(TABLES["profile"].rows(database)), None)
 
 

@@ -1,7 +1,7 @@
 """The tables of a device profile's file, as migrations; and a connection to one that is written, or only read.
 
-Guarantees: a file that is written keeps a rollback journal (never a WAL), so that once it is closed it is whole in one
-file and may be renamed; one that is read is copied into memory and brought up to date there, never on the disk.
+Guarantees: a written file has a rollback journal (no WAL), so once closed it is one file that may be renamed; a file
+that is read is copied into memory and migrated there.
 """
 
 from __future__ import annotations
@@ -24,66 +24,37 @@ HEADER = b"SQLite format 3\x00"
 AGAIN = "run `coserve profile LINE.yaml` again with --fresh, or move this file away to serve with a quick probe"
 CHECK_IT = "check the disk and the file's permissions, then run the command again"
 REFUSED_BY_DISK = frozenset(  # primary result codes that say nothing of what a file holds
-    {
-        sqlite3.SQLITE_FULL,
-        sqlite3.SQLITE_READONLY,
-        sqlite3.SQLITE_IOERR,
-        sqlite3.SQLITE_CANTOPEN,
-        sqlite3.SQLITE_BUSY,
-    }
+    {sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_BUSY}
 )
 PRIMARY = 0xFF
 JOURNAL_SUFFIXES = ("-journal", "-wal", "-shm")
 
 FIRST_TABLES = (  # as a migration created them: never to be changed, another migration changes them
     """CREATE TABLE profile (
-        id INTEGER PRIMARY KEY CHECK (id = 1),
-        line TEXT NOT NULL,
-        device TEXT NOT NULL,
-        model TEXT NOT NULL,
-        processors TEXT NOT NULL,
-        cores INTEGER NOT NULL,
-        host_bytes INTEGER NOT NULL,
-        device_bytes INTEGER,
-        versions TEXT NOT NULL,
-        finished_at TEXT
+        id INTEGER PRIMARY KEY CHECK (id = 1), line TEXT NOT NULL, device TEXT NOT NULL, model TEXT NOT NULL,
+        processors TEXT NOT NULL, cores INTEGER NOT NULL, host_bytes INTEGER NOT NULL, device_bytes INTEGER,
+        versions TEXT NOT NULL, finished_at TEXT
     )""",
     "CREATE TABLE parts (part TEXT PRIMARY KEY)",
     "CREATE TABLE links (link TEXT PRIMARY KEY, bytes_per_s REAL NOT NULL CHECK (bytes_per_s > 0))",
     """CREATE TABLE kinds (
-        kind TEXT NOT NULL,
-        architecture TEXT NOT NULL,
-        processor TEXT NOT NULL,
-        precision TEXT NOT NULL,
-        threads INTEGER NOT NULL CHECK (threads > 0),
-        K_s REAL NOT NULL CHECK (K_s >= 0),
-        B_s REAL NOT NULL CHECK (B_s >= 0),
-        fit_error REAL NOT NULL,
-        max_batch INTEGER NOT NULL CHECK (max_batch > 0),
-        weight_bytes INTEGER NOT NULL CHECK (weight_bytes >= 0),
+        kind TEXT NOT NULL, architecture TEXT NOT NULL, processor TEXT NOT NULL, precision TEXT NOT NULL,
+        threads INTEGER NOT NULL CHECK (threads > 0), K_s REAL NOT NULL CHECK (K_s >= 0),
+        B_s REAL NOT NULL CHECK (B_s >= 0), fit_error REAL NOT NULL,
+        max_batch INTEGER NOT NULL CHECK (max_batch > 0), weight_bytes INTEGER NOT NULL CHECK (weight_bytes >= 0),
         workspace_base_bytes INTEGER NOT NULL CHECK (workspace_base_bytes >= 0),
-        workspace_bytes INTEGER NOT NULL CHECK (workspace_bytes >= 0),
-        load_s TEXT NOT NULL,
-        samples TEXT NOT NULL,
+        workspace_bytes INTEGER NOT NULL CHECK (workspace_bytes >= 0), load_s TEXT NOT NULL, samples TEXT NOT NULL,
         PRIMARY KEY (kind, processor, precision)
     )""",
     """CREATE TABLE batches (
-        kind TEXT NOT NULL,
-        processor TEXT NOT NULL,
-        precision TEXT NOT NULL,
-        batch_size INTEGER NOT NULL CHECK (batch_size > 0),
-        seconds TEXT NOT NULL,
+        kind TEXT NOT NULL, processor TEXT NOT NULL, precision TEXT NOT NULL,
+        batch_size INTEGER NOT NULL CHECK (batch_size > 0), seconds TEXT NOT NULL,
         workspace_bytes INTEGER NOT NULL CHECK (workspace_bytes >= 0),
         PRIMARY KEY (kind, processor, precision, batch_size)
     )""",
     """CREATE TABLE agreements (
-        kind TEXT NOT NULL,
-        processor TEXT NOT NULL,
-        precision TEXT NOT NULL,
-        images INTEGER NOT NULL,
-        labels_differ INTEGER NOT NULL,
-        largest_score_difference REAL NOT NULL,
-        tolerance REAL NOT NULL,
+        kind TEXT NOT NULL, processor TEXT NOT NULL, precision TEXT NOT NULL, images INTEGER NOT NULL,
+        labels_differ INTEGER NOT NULL, largest_score_difference REAL NOT NULL, tolerance REAL NOT NULL,
         samples_sha256 TEXT NOT NULL,
         PRIMARY KEY (kind, processor, precision)
     )""",
@@ -101,17 +72,12 @@ FIRST_TABLES = (  # as a migration created them: never to be changed, another mi
     "CREATE TABLE allocation_origin (id INTEGER PRIMARY KEY CHECK (id = 1), origin TEXT NOT NULL)",
     "CREATE TABLE allocation_budgets (pool TEXT PRIMARY KEY, budget_bytes INTEGER NOT NULL)",
     """CREATE TABLE allocation_pools (
-        pool TEXT PRIMARY KEY,
-        expert_bytes INTEGER NOT NULL,
-        workspace_bytes INTEGER NOT NULL,
+        pool TEXT PRIMARY KEY, expert_bytes INTEGER NOT NULL, workspace_bytes INTEGER NOT NULL,
         experts INTEGER NOT NULL
     )""",
     "CREATE TABLE allocation_executors (processor TEXT PRIMARY KEY, executors INTEGER NOT NULL)",
     """CREATE TABLE trials (
-        search TEXT NOT NULL,
-        number INTEGER NOT NULL,
-        setting TEXT NOT NULL,
-        images_per_s REAL NOT NULL,
+        search TEXT NOT NULL, number INTEGER NOT NULL, setting TEXT NOT NULL, images_per_s REAL NOT NULL,
         note TEXT NOT NULL
     )""",
     "CREATE INDEX trials_search ON trials (search)",
@@ -122,10 +88,7 @@ migrations = Migrations("profile")
 
 @migrations()
 def box_matrix_usage_and_allocation(database: Database) -> None:
-    """The first tables. Small lists and mappings are JSON, whose numbers Python reads back exactly.
-
-    ``parts`` names what was saved for the profile that is in this file: what an earlier one left is not a part of it.
-    """
+    """Small lists and mappings are JSON, exact for numbers. ``parts``: saved for this profile, not an earlier one."""
     for statement in FIRST_TABLES:
         database.execute(statement)
 
@@ -135,10 +98,7 @@ def openmp_spinning(database: Database) -> None:
     """How long threads wait between operators; a profile without rows was not asked."""
     database.execute(
         """CREATE TABLE spinning (
-            setting TEXT PRIMARY KEY,
-            one_s TEXT NOT NULL,
-            largest_s TEXT NOT NULL,
-            is_chosen INTEGER NOT NULL
+            setting TEXT PRIMARY KEY, one_s TEXT NOT NULL, largest_s TEXT NOT NULL, is_chosen INTEGER NOT NULL
         )"""
     )
 
@@ -156,16 +116,9 @@ def decoding_of_images(database: Database) -> None:
     """What images cost before their batches, and which experts have JPEGs smaller."""
     database.execute(
         """CREATE TABLE decodings (
-            expert TEXT PRIMARY KEY,
-            images INTEGER NOT NULL CHECK (images > 0),
-            megapixels REAL NOT NULL,
-            full_s REAL NOT NULL,
-            scaled_s REAL NOT NULL,
-            smaller INTEGER NOT NULL,
-            labels_differ INTEGER NOT NULL,
-            largest_score_difference REAL NOT NULL,
-            tolerance REAL NOT NULL,
-            of_sha256 TEXT NOT NULL
+            expert TEXT PRIMARY KEY, images INTEGER NOT NULL CHECK (images > 0), megapixels REAL NOT NULL,
+            full_s REAL NOT NULL, scaled_s REAL NOT NULL, smaller INTEGER NOT NULL, labels_differ INTEGER NOT NULL,
+            largest_score_difference REAL NOT NULL, tolerance REAL NOT NULL, of_sha256 TEXT NOT NULL
         )"""
     )
 
@@ -201,10 +154,10 @@ def forms_of_experts(database: Database) -> None:
 
 
 def open_for_writing(path: Path) -> Database:
-    """A file that is there or is made; its tables up to date, every commit synced.
+    """A file, perhaps new, its tables up to date, every commit synced.
 
-    Raises ProfileDamaged for a file that is no profile, ConfigError for a newer version's and on a network share, and
-    sqlite3.OperationalError where the disk refuses to be read or written (``is_refused_by_disk``).
+    Raises ProfileDamaged for no profile, ConfigError for a newer version's or a network share, sqlite3.OperationalError
+    from the disk.
     """
     kind = filesystem_type(path)
     if is_shared(kind):
@@ -221,10 +174,7 @@ def open_for_writing(path: Path) -> Database:
 
 
 def copy_in_memory(path: Path) -> Database:
-    """What a file holds, brought up to date in memory; the file is not touched, and no other is made beside it.
-
-    Raises ConfigError, saying what to do, for whatever cannot be read as a profile.
-    """
+    """A file's content, brought up to date in memory only. Raises ConfigError for what cannot be read as a profile."""
     check_header(path)
     copy = Database(memory=True)
     try:
@@ -241,7 +191,6 @@ def copy_in_memory(path: Path) -> Database:
 
 @contextmanager
 def closed_on_error(database: Database) -> Iterator[None]:
-    """Nobody else closes it then."""
     try:
         yield
     except BaseException:
@@ -251,7 +200,7 @@ def closed_on_error(database: Database) -> Iterator[None]:
 
 @contextmanager
 def understood(path: Path, damaged: str = "is damaged") -> Iterator[None]:
-    """What cannot be read as a profile is ProfileDamaged, naming ``path``; what the disk refuses stays sqlite3's."""
+    """Turn errors into ProfileDamaged, naming ``path``; errors of the disk stay sqlite3's."""
     try:
         yield
     except sqlite3.Error as error:
@@ -275,13 +224,13 @@ def check_header(path: Path) -> None:
 
 
 def is_refused_by_disk(error: sqlite3.Error) -> bool:
-    """Is the disk full, read-only, failing or taken, whatever the file holds?"""
+    """Is the disk full, read-only, failing or taken?"""
     code: int | None = getattr(error, "sqlite_errorcode", None)  # what Python itself raises has none
     return code is not None and code & PRIMARY in REFUSED_BY_DISK
 
 
 def remove_database(path: Path) -> None:
-    """The file, then what SQLite left beside it: a journal without its file is never played back."""
+    """The file first: SQLite never plays back a journal without its file."""
     for name in (path, *(path.with_name(path.name + suffix) for suffix in JOURNAL_SUFFIXES)):
         name.unlink(missing_ok=True)
 

@@ -1,10 +1,7 @@
-"""The device profile: what the offline phase found out about a box and a line, in one SQLite file.
+"""The device profile: what the offline phase found out about a box and a line, in one SQLite file on a local disk.
 
-Guarantees: a finished profile appears whole under its name or not at all, and is never written to again, only replaced;
-what is being measured lies beside it, in ``PATH.partial``, where everything that was saved survives a kill or a power
-cut, and the next run takes it up; reading writes nothing. A profile that is not finished, or whose box, libraries or
-packed weights are not those of today, is refused by name and never used in part.
-Assumes: the folder is on a local disk.
+Guarantees: a finished profile appears whole or not at all, and is only ever replaced; what is being measured lies in
+``PATH.partial``, survives a kill or a power cut, and is resumed; reading writes nothing.
 """
 
 from __future__ import annotations
@@ -91,18 +88,16 @@ def _rewrite(path: Path, write: Callable[[Database], None]) -> None:
                     write(database)
             take_name(unfinished, path)
         except BaseException:
-            remove_database(unfinished)  # of no use to anybody, and on a full disk in the way
+            remove_database(unfinished)  # useless, and in the way on a full disk
             raise
 
 
 class ProfileDraft:
-    """A profile that is being measured. Every save is on the disk when it returns; what is not finished waits there.
+    """A profile that is being measured. Every save is on the disk when it returns.
 
-    What an earlier run measured is there already: ``kinds``, ``agreements``, ``speedups``, ``links``, ``spinning``,
-    ``decodings``, ``packed`` and ``trials`` tell what need not be measured again. Whether the experts behind an
-    agreement are still the same, ``packed`` tells, as it is before ``save_packed``. A processor's speedups are of its
-    kinds in the precisions chosen there: once one of these is measured again, or other ones are chosen, there are none
-    of it any more.
+    What an earlier run measured need not be measured again: ``kinds``, ``agreements`` and the other reading methods.
+    ``packed``, before ``save_packed``, tells whether an agreement's expert is still the same. A processor's speedups
+    are dropped once one of its kinds is measured again or runs in another precision.
     """
 
     def __init__(self, path: Path, database: Database) -> None:
@@ -112,12 +107,10 @@ class ProfileDraft:
     @classmethod
     @contextmanager
     def open(cls, path: Path, line: str, box: BoxIdentity, *, fresh: bool = False) -> Iterator[ProfileDraft]:
-        """Take up the partial profile of this box, or begin one.
+        """Take up the partial profile of this box, or begin one from a finished profile of the same box and libraries.
 
-        A new one starts from the kinds, agreements, speedups, links and spinning of a finished profile of the same box
-        and library versions; what an earlier version timed with decoding in it is no part of either. ``fresh``: from
-        nothing. The finished profile stays as it is until ``finish``. Raises ConfigError while another process has
-        this profile open, and on a network share.
+        ``fresh``: from nothing. The finished profile stays as it is until ``finish``. Times with decoding in them are
+        not taken over. Raises ConfigError while another process has this profile open, and on a network share.
         """
         path = path.absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,65 +121,54 @@ class ProfileDraft:
                 yield cls(path, database)
 
     def kinds(self) -> tuple[KindProfile, ...]:
-        """Those that are measured."""
         return rows.kinds_in(self._database)
 
     def agreements(self) -> tuple[Agreement, ...]:
-        """Those that are compared."""
         return TABLES["agreements"].records(self._database, Agreement)
 
     def speedups(self) -> dict[str, tuple[float, ...]]:
-        """Those that are measured, by processor."""
         return TABLES["speedups"].mapping(self._database)
 
     def links(self) -> tuple[LinkSpeed, ...]:
-        """Those that are measured."""
         return TABLES["links"].records(self._database, LinkSpeed)
 
     def spinning(self) -> tuple[SpinTimes, ...]:
-        """The settings of OpenMP's waiting that were tried; empty where that was not measured."""
         return TABLES["spinning"].records(self._database, SpinTimes)
 
     def decodings(self) -> tuple[ImageDecoding, ...]:
-        """What images cost before their batches, by expert."""
         return TABLES["decodings"].records(self._database, ImageDecoding)
 
     def packed(self) -> dict[tuple[str, str], str]:
-        """What was profiled by whoever saved it last: this run, or the one that it takes up."""
+        """As saved last, by this run or the one it resumes."""
         return TABLES["packed"].mapping(self._database)
 
     def trials(self, search: str) -> tuple[Trial, ...]:
-        """Those of a search that were saved."""
         return tuple(trial for trial in TABLES["trials"].records(self._database, Trial) if trial.search == search)
 
     def save_kind(self, kind: KindProfile) -> None:
-        """One kind on one processor in one precision; the processor's speedups are given up."""
+        """Save a kind on a processor in a precision; drops the processor's speedups."""
         with self._database.atomic():
             rows.put_kind(self._database, kind)
             TABLES["speedups"].delete(self._database, processor=kind.processor)
 
     def save_agreement(self, agreement: Agreement) -> None:
-        """One comparison with fp32."""
         with self._database.atomic():
             TABLES["agreements"].put(self._database, agreement)
 
     def save_speedups(self, processor: str, speedups: Sequence[float]) -> None:
-        """What several executors of one processor gain."""
         with self._database.atomic():
             rows.put_speedups(self._database, processor, speedups)
 
     def save_links(self, links: Sequence[LinkSpeed]) -> None:
-        """All links of the box."""
         with self._part("links"):
             TABLES["links"].replace(self._database, links)
 
     def save_precisions(self, precisions: Mapping[tuple[str, str], str], forms: Sequence[ExpertForm] = ()) -> None:
-        """The precision chosen for each (kind, processor), and the experts' own.
-
-        Where kinds were run in others before, speedups are given up.
-        """
+        """Precision of each (kind, processor), and experts' own forms; drops speedups of changed processors."""
         with self._part("precisions"):
-            earlier, now = self._run(), {(k, p, chosen) for (k, p), chosen in precisions.items()}
+            found = (row for name in ("precisions", "forms") for row in TABLES[name].rows(self._database))
+            earlier = {(row["kind"], row["processor"], row["precision"]) for row in found}
+            now = {(k, p, chosen) for (k, p), chosen in precisions.items()}
             changed = earlier ^ (now | {(each.kind, each.processor, each.precision) for each in forms})
             for processor in {each[1] for each in changed} & {each[1] for each in earlier}:
                 TABLES["speedups"].delete(self._database, processor=processor)
@@ -199,36 +181,28 @@ class ProfileDraft:
             rows.put_packed(self._database, packed)
 
     def save_spinning(self, spinning: Sequence[SpinTimes]) -> None:
-        """The settings of OpenMP's waiting that were tried, one of them chosen."""
         with self._database.atomic():
             TABLES["spinning"].replace(self._database, spinning)
 
     def save_decodings(self, decodings: Sequence[ImageDecoding]) -> None:
-        """Those of all experts, in the place of those that were there."""
         with self._database.atomic():
             TABLES["decodings"].replace(self._database, decodings)
 
     def save_usage(self, usage: UsageProfile) -> None:
-        """The usage probabilities."""
         with self._part("usage"):
             rows.put_usage(self._database, usage)
 
     def save_allocation(self, allocation: Allocation) -> None:
-        """The memory split and the executors."""
         with self._part("allocation"):
             rows.put_allocation(self._database, allocation)
 
     def save_trials(self, search: str, trials: Sequence[Trial]) -> None:
-        """What a search has tried so far."""
         with self._database.atomic():
             TABLES["trials"].delete(self._database, search=search)
             TABLES["trials"].put(self._database, *trials)
 
     def finish(self) -> StoredProfile:
-        """Make it the box's profile, in the place of the one before; nothing can be saved any more.
-
-        Raises ConfigError, naming what is missing, for one that is not whole; then it stays a partial one.
-        """
+        """Make it the box's profile, and close it. Raises ConfigError for what is missing; then it stays partial."""
         missing = rows.missing_parts(self._database)
         partial = partial_of(self.path)
         if missing:
@@ -242,25 +216,16 @@ class ProfileDraft:
         take_name(partial, self.path)
         return profile
 
-    def _run(self) -> set[tuple[str, str, str]]:
-        """Kinds, processors and precisions as they were chosen last."""
-        found = (row for name in ("precisions", "forms") for row in TABLES[name].rows(self._database))
-        return {(row["kind"], row["processor"], row["precision"]) for row in found}
-
     @contextmanager
     def _part(self, part: str) -> Iterator[None]:
-        """One transaction that saves a part which every profile has."""
         with self._database.atomic():
             yield
             TABLES["parts"].put(self._database, {"part": part})
 
 
 def _resumed(path: Path, line: str, box: BoxIdentity) -> Database | None:
-    """The partial profile, if there is one of this box; else what is there of it is removed.
-
-    So is one that is damaged, of which nothing is taken. What is refused for another reason stays as it is, such as
-    what may not be read, or not be written as the disk is full: ConfigError, sqlite3.OperationalError.
-    """
+    """The partial profile of this box; a damaged one, or another box's, is removed. Raises ConfigError or
+    sqlite3.OperationalError where the disk refuses; the file stays then."""
     partial = partial_of(path)
     if not partial.exists():
         remove_database(partial)  # a journal that was left without its file
@@ -334,7 +299,7 @@ def _read_back(path: Path) -> StoredProfile:
 
 @contextmanager
 def _one_writer(path: Path) -> Iterator[None]:
-    """A lock on the profile's folder, which the kernel drops when its process ends, however it ends."""
+    """Lock on the profile's folder; the kernel drops it when the process ends."""
     descriptor = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:

@@ -1,8 +1,7 @@
 """The tables of a device profile's file: what their columns hold is what the records' fields are.
 
-Guarantees: what is read equals what was written, numbers to the last bit; what no column holds is refused by table,
-column and row, before it is written and when it is read. Reading raises ValueError or sqlite3.Error where the file does
-not hold what was written.
+Guarantees: what is read equals what was written, to the last bit; an invalid value is refused by table, column and row,
+when written (ValueError) and when read (ValueError or sqlite3.Error).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ Record = TypeVar("Record")
 
 
 class Table:
-    """``columns``: the type of each; ``key``: those that tell one row from the others, none where there is one only."""
+    """``columns``: their types; ``key``: primary key, none for a single row."""
 
     def __init__(self, name: str, columns: Mapping[str, Any], *key: str) -> None:
         self.name = name
@@ -52,31 +51,27 @@ class Table:
         self._key = key
 
     def rows(self, database: Database) -> list[dict[str, Any]]:
-        """All as they were written, and in that order."""
         found = database.execute(f"SELECT {', '.join(self._columns)} FROM {self.name} ORDER BY rowid")
         return [self._checked(self._decoded(dict(zip(self._columns, row, strict=True)))) for row in found]
 
     def records(self, database: Database, record: type[Record]) -> tuple[Record, ...]:
-        """All rows as records that have these fields."""
         return tuple(record(**row) for row in self.rows(database))
 
     def mapping(self, database: Database) -> dict[Any, Any]:
-        """Of a table with one column beside its key: what that holds, by key; by a tuple where that is of several."""
+        """Key (a tuple where it has several columns) -> the one other column."""
         (column,) = self._columns.keys() - set(self._key)
         key_of = itemgetter(*self._key)
         return {key_of(row): row[column] for row in self.rows(database)}
 
     def put(self, database: Database, *rows: object) -> None:
-        """Rows, or records that have these fields: each in the place of the one with its key."""
+        """Insert rows, or records with these fields; an equal key is replaced."""
         database.table(self.name).insert_all([self._encoded(row) for row in rows], replace=True)
 
     def replace(self, database: Database, rows: Iterable[object]) -> None:
-        """As ``put``, in the place of all that were there."""
         self.delete(database)
         self.put(database, *rows)
 
     def delete(self, database: Database, **values: str) -> None:
-        """The rows that hold these values."""
         where = " AND ".join(f"{column} = :{column}" for column in values)
         database.table(self.name).delete_where(where or None, values)
 
@@ -86,18 +81,18 @@ class Table:
 
     @cached_property
     def _told(self) -> dict[str, dict[str, Any]]:
-        """What each column's type says of it: JSON's word for it, and what it holds in ours."""
+        """JSON Schema of each column: type and description."""
         return {name: column.json_schema() for name, column in self._types.items()}
 
     def _encoded(self, row: object) -> dict[str, Any]:
-        """As JSON knows it; numpy's numbers become Python's."""
+        """Plain JSON values; numpy's numbers become Python's."""
         values = row if isinstance(row, Mapping) else {name: getattr(row, name) for name in self._columns}
         plain: dict[str, Any] = json.loads(json.dumps(values, default=_plain))
         self._checked(plain)
         return plain
 
     def _decoded(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """As it was written; what cannot be decoded stays as it is, and is refused as that."""
+        """JSON columns decoded; an invalid one stays text, and is refused as such."""
         found = dict(row)
         for name, value in row.items():
             if self._told[name].get("type") in {"array", "object"}:

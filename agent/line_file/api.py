@@ -35,14 +35,12 @@ def _address(text: str, info: ValidationInfo) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether this address (unix:PATH or HOST:PORT) can be reached from this machine alone."""
     if address.startswith(UNIX):
         return True
     return is_loopback_name(address.rpartition(":")[0])
 
 
 def is_loopback_name(host: str) -> bool:
-    """Whether this name or address is one by which this machine alone calls itself."""
     host = host.removeprefix("[").removesuffix("]")
     if host == "localhost":
         return True
@@ -77,12 +75,8 @@ class TlsSection(Section):
 class ApiLimitsSection(Section):
     """What the APIs take at once; more is refused at once, with a hint when to try again."""
 
-    requests: int = Field(
-        1000,
-        strict=True,
-        ge=1,
-        le=1_000_000,
-        description="images and texts under way, of all callers together; default 1000",
+    requests: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = Field(
+        1000, description="images and texts under way, of all callers together; default 1000"
     )
     memory: Size = Field(
         320 * MEBIBYTE, description="bytes of images and texts under way, of all callers; default 320MiB"
@@ -125,7 +119,7 @@ class ApiSection(Section):
 
     @property
     def has_local_door(self) -> bool:
-        """Whether its gRPC is at the socket that nobody asked for, which is its owner's alone."""
+        """Whether gRPC is at the default socket only, which is its owner's alone."""
         return self._has_local_door
 
     @model_validator(mode="after")

@@ -35,7 +35,6 @@ class BoardSection(Section):
 
     @property
     def patience_s(self) -> float:
-        """``timeout_s``, or its default."""
         return 2 * self.takt_s if self.timeout_s is None else self.timeout_s
 
 

@@ -1,11 +1,8 @@
 """Edits to a line file as text: a key set, an entry added or removed, and all else stays as it was, to the byte.
 
-Guarantees: comments, order, quoting, indentation and line ends of what is not touched stay; what the text then means is
-what it meant before and the change, read by the very reader of line files, or ConfigError says where it cannot be done
-(behind an alias, say) and nothing comes of it. Edits are pure: text in, text out.
-
-Text is spliced at the marks of the parser, because a library that loads a file, changes it and writes it again lays out
-anew what nobody asked it to touch: long lines, indented lists, comments between keys.
+Guarantees: comments, order, quoting, indentation and line ends stay. The result is read again: it means what it meant
+and the change, or ConfigError says where that cannot be done (behind an alias, say). Edits are pure: text in, text out.
+Text is spliced at the parser's marks, as libraries that load and dump lay out long lines and comments anew.
 """
 
 from __future__ import annotations
@@ -39,10 +36,10 @@ BOM = "\ufeff"
 
 
 def set_key(text: str, path: KeyPath, value: Plain, comment: str = "", *, file: Path) -> str:
-    """The text with ``value`` at ``path``, in the place of what is there, or as the last key of its mapping.
+    """The text with ``value`` at ``path``, replaced or as the last key of its mapping. Missing mappings are made.
 
-    Mappings above it that are not there are made. ``comment`` goes on lines of its own: above a new key, or into a new
-    entry, above its keys; a key that is there keeps its own. ``file`` is the name that errors show. Raises ConfigError.
+    ``comment`` goes above a new key, or into a new entry above its keys; an existing key keeps its own. ``file``: named
+    in errors. Raises ConfigError.
     """
     edit = _Edit.of(text, file)
     known = edit.known(path)
@@ -57,15 +54,12 @@ def set_key(text: str, path: KeyPath, value: Plain, comment: str = "", *, file: 
 
 
 def add_expert(text: str, expert: str, entry: Mapping[str, Plain], comment: str = "", *, file: Path) -> str:
-    """The text with a new expert, last of its section; ``comment`` stands in the entry, above its keys.
-
-    Raises ConfigError for one that is there already.
-    """
+    """The text with a new expert, last of its section. Raises ConfigError for one that is there already."""
     return add_entry(text, ("experts", expert), entry, comment, file=file)
 
 
 def add_entry(text: str, path: KeyPath, value: Mapping[str, Plain], comment: str = "", *, file: Path) -> str:
-    """As ``set_key``, of a key that must not be there yet."""
+    """As ``set_key``, for a key that must not exist."""
     edit = _Edit.of(text, file)
     if edit.known(path) == len(path):
         raise edit.error("is there already - choose another name, or remove it first", path)
@@ -81,7 +75,7 @@ def remove(text: str, path: KeyPath, *, file: Path) -> str:
 
 
 def append(text: str, path: KeyPath, value: Plain, comment: str = "", *, file: Path) -> str:
-    """The text with one item more at the end of the list at ``path``, which is made where there is none."""
+    """The text with an item more at the end of the list at ``path``, which may be missing."""
     edit = _Edit.of(text, file)
     there = edit.pair(path)[1] if edit.known(path) == len(path) else None
     if there is None or there.is_empty:
@@ -94,7 +88,7 @@ def append(text: str, path: KeyPath, value: Plain, comment: str = "", *, file: P
 
 
 def content_of(file: Path) -> bytes:
-    """A line file's; of one that is not there, in a folder that is: what it begins with. Raises ConfigError."""
+    """Content of a line file; of a missing one, its first lines. Raises ConfigError."""
     if file.exists() or not file.absolute().parent.is_dir():
         return read_document(file).content
     name = UNNAMED.sub("-", file.absolute().parent.name).strip("-.") or "line"
@@ -103,7 +97,7 @@ def content_of(file: Path) -> bytes:
 
 @contextmanager
 def begun(file: Path, content: bytes) -> Iterator[None]:
-    """It is there, with this content if it was not; gone again if what is to be written to it comes to nothing."""
+    """A missing file is created with this content, and removed if its edit fails."""
     if file.exists():
         yield
         return
@@ -171,8 +165,6 @@ def _has_rows(value: Plain) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Edit:
-    """A text, and where everything stands in it."""
-
     file: Path
     text: str  # without byte order mark
     root: Span | None
@@ -205,7 +197,6 @@ class _Edit:
         return length
 
     def pair(self, path: KeyPath) -> tuple[Span, Span]:
-        """The key and the value at a path that is there."""
         span = self.root
         pair = None
         for part in path:
@@ -229,7 +220,7 @@ class _Edit:
         return self._spliced(colon, self._row_end(there.end), f" {rendered(value)}{beside}")
 
     def with_key(self, path: KeyPath, value: Plain, comment: str) -> str:
-        """The text with a key more, last of the mapping above it."""
+        """The text with a key more, last of its mapping."""
         parent = self.pair(path[:-1])[1] if len(path) > 1 else self.root
         key = str(path[-1])
         if parent is None:
@@ -260,7 +251,7 @@ class _Edit:
         return changed[:at] + words + changed[at:]
 
     def _gap(self, at: int, row: str) -> str:
-        """What parts a row from what is before it: a space, or a line of its own where the line would be too long."""
+        """A space, or a line end where the line would be too long."""
         start = self._line_start(at)
         line = self.text[start : self._row_end(at)]
         if len(line) + len(row) + 2 <= LINE_LENGTH:
@@ -268,7 +259,6 @@ class _Edit:
         return self.line_end + " " * (len(line) - len(line.lstrip(" -")) + len(STEP))
 
     def with_item(self, there: Span, value: Plain) -> str:
-        """The text with one item more in a list that has some."""
         last = (there.items or ())[-1]
         if there.flow:
             row = rendered(value)
@@ -298,7 +288,7 @@ class _Edit:
         return self._spliced(start, self._below(there.end, column + 1), "")
 
     def proved(self, changed: str, path: KeyPath, change: Callable[[dict[str, Any]], dict[str, Any]]) -> str:
-        """``changed``, if it means what the text meant, and the change; else ConfigError."""
+        """``changed``, if it means the old text and the change; else ConfigError."""
         wanted = change(_copied(parse_document(self.file, self.text.encode()).values))
         try:
             means = parse_document(self.file, changed.encode()).values
@@ -322,7 +312,7 @@ class _Edit:
         return at - self._line_start(at)
 
     def _below(self, end: int, column: int) -> int:
-        """Where the line after a value begins, and after the comments that go with it: those as far in, or further."""
+        """Start of the line after a value and its comments, which are indented as far or further."""
         at = self._next_line(end)
         while at < len(self.text):
             following = self._next_line(at)
@@ -333,7 +323,6 @@ class _Edit:
         return at
 
     def _row_end(self, at: int) -> int:
-        """Where the line ends that holds ``at``, without its line end."""
         following = self._next_line(at)
         return at + len(self.text[at:following].rstrip("\r\n"))
 
@@ -374,7 +363,7 @@ def _removed(values: dict[str, Any], path: KeyPath) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:  # noqa: ANN401  # plain YAML values
-    """The value as YAML gives it back, without tuples; of what aliases share, a copy each."""
+    """Plain copy without tuples or aliases."""
     if isinstance(value, dict):
         return {key: _copied(each) for key, each in value.items()}
     return [_copied(each) for each in value] if isinstance(value, list | tuple) else value

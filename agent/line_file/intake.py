@@ -33,7 +33,7 @@ def _pattern(text: str) -> str:
 
 
 def _camera_url(text: str, info: ValidationInfo) -> str:
-    """Whatever is wrong with it is told without it: a password may stand in it, anywhere."""
+    """No message repeats more than the scheme: a password may stand in the url."""
     scheme, colon, rest = text.partition(":")
     if not colon or scheme not in CAMERA_SCHEMES:
         kind = f"{scheme}:" if colon else "this"
@@ -51,7 +51,7 @@ def _camera_url(text: str, info: ValidationInfo) -> str:
 
 
 def _check_address(url: str) -> None:
-    """Raises ValueError for an address in the network that holds a password, or that is none."""
+    """Raises ValueError for an invalid address, or one with a password."""
     try:
         parts = urlsplit(url)
         host, password, behind = parts.hostname, parts.password, f"{parts.path}{parts.query}{parts.fragment}"
@@ -99,20 +99,13 @@ class FolderSection(Section):
         description="what shows that a file is complete: rename (it appears whole), marker (NAME.done beside it, or "
         "its sidecar), stable (it stops changing), or auto: any of them; default auto",
     )
-    settle_ms: int | None = Field(
+    settle_ms: Annotated[int, Field(strict=True, ge=0, le=600_000)] | None = Field(
         None,
-        strict=True,
-        ge=0,
-        le=600_000,
         description="how long a file must stay unchanged, in ms, 0 to 600000; default 200 once its writer closed it, "
         "2000 where that cannot be seen",
     )
-    poll_s: float = Field(
-        2.0,
-        strict=True,
-        ge=0.05,
-        le=3600,
-        description="seconds between two looks at the folder, 0.05 to 3600; default 2",
+    poll_s: Annotated[float, Field(strict=True, ge=0.05, le=3600)] = Field(
+        2.0, description="seconds between two looks at the folder, 0.05 to 3600; default 2"
     )
     stale_after_s: Seconds = Field(
         60.0,
@@ -132,17 +125,13 @@ class FolderSection(Section):
         description="the same bytes again for the same board, component and ref: reinspect (judge them again) or skip "
         "(they get the verdict of the first, OK or NG, and no expert is asked); default reinspect",
     )
-    max_pixels: int = Field(
+    max_pixels: MaxPixels = Field(
         DEFAULT_MAX_PIXELS,
-        strict=True,
-        ge=1,
-        le=LARGEST_MAX_PIXELS,
         description=f"larger images are refused, in pixels, 1 to {LARGEST_MAX_PIXELS}; default {DEFAULT_MAX_PIXELS}",
     )
 
     @property
     def has_sidecars(self) -> bool:
-        """Whether a file beside each image tells whose it is, and not its name."""
         return self.identity == "sidecar"
 
     @field_validator("pattern")
@@ -157,7 +146,6 @@ class FolderSection(Section):
 
     @property
     def shows_boards(self) -> bool:
-        """Whether every file shows a whole board."""
         return self.board_type is not None
 
     @model_validator(mode="after")
@@ -242,7 +230,6 @@ class CameraSection(Section):
 
     @property
     def scheme(self) -> str:
-        """What kind of camera: the part of its url before the colon."""
         return self.url.partition(":")[0]
 
     @model_validator(mode="after")

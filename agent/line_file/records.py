@@ -106,11 +106,8 @@ class OutboxSection(Section):
         description="board (each board's verdict), ng (each image that is NG or UNKNOWN), result (each image); "
         "default [board, ng]",
     )
-    limit: int = Field(
+    limit: Annotated[int, Field(strict=True, ge=100, le=10_000_000)] = Field(
         100_000,
-        strict=True,
-        ge=100,
-        le=10_000_000,
         description="messages that may wait for one receiver; the oldest give way, counted; default 100000",
     )
     per_s: Annotated[float, Field(strict=True, gt=0, le=100_000)] = Field(

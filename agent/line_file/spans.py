@@ -1,7 +1,6 @@
-"""Where in a YAML text each key and value stands, to the character.
+"""Where in a YAML text each key and value stands, to the character, by the parser that reads line files.
 
-The same parser reads a line file, so that what is edited is what is read. A value ends with its last character: not
-with the comment behind it, nor with the blank lines below.
+A value ends with its last character, before comments and blank lines.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ _LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One value: text[start:end]. ``flow``: in brackets or braces, or a scalar; else lines below one another.
-
-    A mapping has ``pairs`` of keys and values, a sequence ``items``; an alias has neither, and its anchor's ``name``.
-    """
+    """One value: text[start:end]. ``flow``: in brackets or braces, or a scalar; else a block. A mapping has ``pairs``,
+    a sequence ``items``; an alias has neither, and its anchor's ``name``."""
 
     start: int
     end: int
@@ -34,7 +31,6 @@ class Span:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing stands there, as behind a key without a value."""
         return self.start == self.end
 
     def child(self, key: str | int) -> tuple[Span, Span] | None:
@@ -62,20 +58,13 @@ def _span(event: Any, events: Iterator[Any], text: str) -> Span:  # noqa: ANN401
     if isinstance(event, yaml.ScalarEvent):
         return Span(start, max(start, len(text[:end].rstrip())), flow=event.style not in {"|", ">"}, text=event.value)
     flow = bool(event.flow_style)
+    inside: list[Span] = []
+    while not isinstance(inner := next(events), yaml.CollectionEndEvent):
+        inside.append(_span(inner, events, text))
     if isinstance(event, yaml.SequenceStartEvent):
-        items = []
-        inner = next(events)
-        while not isinstance(inner, yaml.SequenceEndEvent):
-            items.append(_span(inner, events, text))
-            inner = next(events)
-        return _around(Span(start, _end(inner), flow, items=tuple(items)), items)
-    pairs = []
-    inner = next(events)
-    while not isinstance(inner, yaml.MappingEndEvent):
-        key = _span(inner, events, text)
-        pairs.append((key, _span(next(events), events, text)))
-        inner = next(events)
-    return _around(Span(start, _end(inner), flow, pairs=tuple(pairs)), [pair[1] for pair in pairs])
+        return _around(Span(start, _end(inner), flow, items=tuple(inside)), inside)
+    pairs = tuple(zip(inside[::2], inside[1::2], strict=True))
+    return _around(Span(start, _end(inner), flow, pairs=pairs), inside)
 
 
 def _end(event: Any) -> int:  # noqa: ANN401  # as above

@@ -30,7 +30,7 @@ def _pattern(text: str) -> str:
 
 
 def _route_name(text: str) -> str:
-    """Without a slash, which the names of experts have: neither stands for the other."""
+    """Without a slash: names of experts have one."""
     if not COMPONENT.fullmatch(text):
         raise ValueError(
             f"{text!r} is no name of a route - use letters, digits, `_`, `.`, `+` and `-`, a letter or digit first"
@@ -65,7 +65,7 @@ class TextRouteSection(Section):
     )
 
 
-QUANTUM_S, LONE_QUANTUM_S = 0.05, 0.2  # beside images, and without: whoever has a text joins after an iteration anyway
+QUANTUM_S, LONE_QUANTUM_S = 0.05, 0.2  # beside images, and without: new texts join after an iteration anyway
 
 
 class TextsSection(Section):
@@ -93,7 +93,7 @@ class TextsSection(Section):
 
 
 def text_routes_of(texts: TextsSection, sections: CatalogSections) -> dict[str, TextRoute]:
-    """The routes of a section in which ``text_problems`` finds nothing."""
+    """Routes of a section without ``text_problems``."""
     return {name: _route(name, section, sections) for name, section in texts.routes.items()}
 
 
@@ -157,7 +157,7 @@ def _router_problems(
 def _gap_problems(
     section: TextRouteSection, sections: CatalogSections, document: Document, where: KeyPath
 ) -> Iterator[ConfigError]:
-    """Without ``otherwise``, every label of a router has to mean somebody."""
+    """Without ``otherwise``, every label of a router needs an expert."""
     if section.router is None:
         yield document.error("who answers what no rule matches? - add otherwise:, or a router:", *where)
         return

@@ -1,6 +1,6 @@
 """Kinds of values that several sections know: sizes, seconds, names, secrets by reference.
 
-Guarantees: a secret never stands in a line file; whatever is wrong is told with what to write instead.
+Guarantees: a secret never stands in a line file; each message says what to write instead.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SecretSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _is_no_secret_itself(cls, said: object) -> object:
-        """What is no mapping may be the secret: it is not told back."""
+        """The value may be the secret: no message repeats it."""
         if not isinstance(said, dict | cls):
             raise ValueError("a secret never stands in a line file - write {credential: NAME} or {file: PATH}")
         return said

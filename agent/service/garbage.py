@@ -1,11 +1,8 @@
 """Python's garbage collector in a process that runs for months: what stays is not looked at again and again.
 
-A full collection looks at every object that may be part of a cycle, and holds the interpreter meanwhile. Beside torch
-there are 350,000: 0.2 s and more in which no batch begins and nobody is answered. While modules are loaded there are
-several such, in vain.
-
-Guarantees: whatever is made later is collected as ever; so is all that reference counts free, weights for one. Only a
-cycle of what was here already is kept, should it become garbage, until the process ends.
+A full collection stops the interpreter: beside torch, with 350,000 objects, for 0.2 s and more, and several times while
+modules are loaded. Guarantees: what is made later is collected as ever. A cycle of objects that are here now stays
+until the process ends.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def loading_modules() -> Iterator[None]:
-    """No collections while modules are loaded: what these make stays."""
+    """Disable collections while modules are loaded: their objects stay."""
     gc.disable()
     try:
         yield
@@ -31,14 +28,14 @@ def loading_modules() -> Iterator[None]:
 
 
 def keep_what_is_here() -> None:
-    """Collect once more, then leave out what is in use now; as long as a full collection, which it is."""
+    """Collect once more, then freeze what is left. Takes as long as a full collection."""
     gc.unfreeze()
     gc.collect()
     _leave_out()
 
 
 def _leave_out() -> None:
-    """Not beyond the end of the process: what has a finalizer still runs it."""
+    """Unfreeze at the end of the process: finalizers still run."""
     gc.freeze()
     atexit.unregister(gc.unfreeze)
     atexit.register(gc.unfreeze)

@@ -1,7 +1,6 @@
 """A thread of what is due by time alone, one duty or several a step. Duties that may hang have each its own.
 
-Guarantees: whatever a duty raises, it is told, the other duties have their turn, and the duty has its own again in the
-next step; while one fails, ``statistics`` says which and why.
+Guarantees: a duty that raises is logged, shown by ``statistics``, and tried again in the next step, after the others.
 """
 
 from __future__ import annotations
@@ -42,12 +41,10 @@ class Housekeeper:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish the step under way; False if that takes longer: what hangs ends with the process. One never started
-        has ended."""
+        """Finish the step under way; False after ``timeout_s``: a step that hangs ends with the process."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
@@ -55,16 +52,14 @@ class Housekeeper:
 
     @property
     def step_s(self) -> float:
-        """How long the step under way has taken so far; 0 between two of them. From any thread."""
+        """Seconds of the step under way; 0 between steps. From any thread."""
         began_s = self._began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 
     def statistics(self) -> HousekeepingStatistics:
-        """A frozen snapshot."""
         return self._statistics
 
     def step(self) -> None:
-        """Every duty once."""
         self._began_s = time.monotonic()
         failing = {duty: reason for duty in self._duties if (reason := self._do(duty)) is not None}
         before = self._statistics
@@ -72,7 +67,6 @@ class Housekeeper:
         self._began_s = None
 
     def _do(self, duty: str) -> str | None:
-        """Why it failed, if it did."""
         try:
             self._duties[duty]()
         except Exception as error:  # the boundary of the housekeeper's thread: it must outlive each of its duties

@@ -1,7 +1,6 @@
-"""A line as its metrics tell of it, and whether it is well: what ``agent.web`` asks.
+"""A line as its metrics tell of it, and whether it is well: what ``agent.web`` asks (``agent.web.readings``).
 
-Guarantees: see ``agent.web.readings``; nothing is counted here that is counted elsewhere. A folder's name is its path,
-so folders go by their number in the line file, from 1; cameras, experts and receivers go by their names.
+Folders go by their number in the line file, from 1; cameras, experts and receivers by their names.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ RESULTS: Table[Path] = (
 
 @dataclass(frozen=True, slots=True)
 class Instruments:
-    """The parts of a line that know its numbers. ``phase``: why it takes no work by intention; None while it serves."""
+    """Sources of a line's numbers. ``phase``: why no work is taken on purpose; None while serving."""
 
     inspector: Inspector
     admission: Admission
@@ -156,7 +155,6 @@ class LineMetrics:
         self._dropped: Counter[str] = Counter()  # frames by camera: the most that were seen
 
     def condition(self) -> Condition:
-        """See ``agent.web.readings.Line``."""
         line = self._line
         line.inspector.agent.loop.statistics()
         crash, alarm = line.inspector.crash, line.upkeep.store.statistics().alarm
@@ -164,7 +162,6 @@ class LineMetrics:
         return Condition(None if crash is None else str(crash), line.phase() or unstored)
 
     def metrics(self) -> Sequence[Metric | Histogram]:
-        """See ``agent.web.readings.Line``."""
         line, loop = self._line, self._line.inspector.agent.loop.statistics()
         folders = {str(number): folder for number, folder in enumerate(line.folders(), start=1)}
         places: dict[Labels, float] = {(str(one.executor), one.processor): 1 for one in loop.executors}
@@ -236,12 +233,10 @@ class LineMetrics:
 
 
 def _told(table: Table[Known], one: Known) -> list[Metric]:
-    """What is known of a thing that there is one of."""
     return [Metric(kind, name, words, {(): value(one)}) for kind, name, words, value in table]
 
 
 def _each(table: Table[Known], label: str, found: Mapping[str, Known]) -> list[Metric]:
-    """What is known of each of several things, by their names."""
     return [
         Metric(kind, name, words, {(one,): value(known) for one, known in found.items()}, (label,))
         for kind, name, words, value in table
@@ -260,7 +255,7 @@ def _shadows(loop: LoopStatistics) -> Iterator[Metric]:
 
 
 def _loads(loop: LoopStatistics) -> Iterator[Metric]:
-    """An expert that a reload replaced is another one to the Engine, and the same to whoever reads its name."""
+    """The Engine names a replaced expert anew; a metric keeps the line's name."""
     loads: Counter[Labels] = Counter()
     for (expert, pool), count in loop.transfers.of_experts.items():
         loads[line_name(expert), pool] += count
@@ -274,7 +269,7 @@ def _loads(loop: LoopStatistics) -> Iterator[Metric]:
 
 
 def _moe_experts(loop: LoopStatistics) -> Iterator[Metric]:
-    """Of language models that hold a part of their moe_experts, by the memory that they run in."""
+    """Language models with partly resident moe_experts, by memory."""
     stores = {store.pool: store.moe_experts for store in loop.slots}
     needed: dict[Labels, float] = {}
     for pool, found in stores.items():
@@ -307,5 +302,5 @@ def _size_bytes(file: Path) -> float:
 def _free_bytes(folder: Path) -> float:
     try:
         return shutil.disk_usage(folder).free
-    except OSError:  # whoever writes there raises the alarm
+    except OSError:  # the writer raises the alarm
         return math.nan

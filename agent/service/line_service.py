@@ -1,8 +1,7 @@
 """The composition root of ``coserve serve``: doors -> inspector -> verdicts -> boards, and everything ends in order.
 
-Guarantees: on stop nothing new is taken, what was taken is finished within ``DRAIN_S``, and what is not finished by
-then waits for the next start: files in their folder's ``.work``, all else in the journal. When the agent crashes,
-nothing more is taken and everything ends, so that whoever started it can start it again.
+Guarantees: on stop nothing new is taken, taken images are finished within ``DRAIN_S``, the rest waits for the next
+start: files in their folder's ``.work``, all else in the journal. After a crash nothing is taken and everything ends.
 """
 
 from __future__ import annotations
@@ -75,8 +74,6 @@ HOUSEKEEPER_STOP_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class LineStatistics:
-    """A snapshot of all that surrounds the agent's loop; the loop has its own."""
-
     requests_in_flight: int
     intakes: tuple[IntakeStatistics, ...]
     readers: tuple[ReadingStatistics, ...]
@@ -87,10 +84,9 @@ class LineStatistics:
 
 
 class LineService:
-    """One line, served. ``start`` it once, ``stop`` it once; in between it needs no thread of the caller's.
+    """One line, served. ``start`` once, ``stop`` once. ``on_crash``: called from any thread; then ``stop`` it.
 
-    ``on_crash`` is called, from any thread, when the agent has crashed: then ``stop`` it. ``clock``: monotonic seconds,
-    by which boards age and repeated warnings are spaced; ``wall``: what is stored and shown of boards that expire.
+    ``clock``: monotonic seconds, by which boards age and warnings are spaced; ``wall``: dates of boards that expire.
     """
 
     def __init__(
@@ -159,16 +155,13 @@ class LineService:
 
     @property
     def crash(self) -> AgentCrashed | None:
-        """What ended the agent, if anything did."""
         return self._inspector.crash
 
     @property
     def agent(self) -> Agent:
-        """The agent behind it, for its statistics."""
         return self._inspector.agent
 
     def statistics(self) -> LineStatistics:
-        """A frozen snapshot."""
         return LineStatistics(
             requests_in_flight=self.agent.loop.requests_in_flight,
             intakes=tuple(folder.intake.statistics() for folder in self._folders),
@@ -180,7 +173,7 @@ class LineService:
         )
 
     def status_line(self) -> str:
-        """How it is, in one line. Comes back only if the agent's loop does: whoever feeds a watchdog asks it."""
+        """Status in one line. Blocks unless the agent's loop makes progress: it feeds the watchdog."""
         status = self.desk.status()
         resident = {copy for pool in status.pools for copy in pool.experts}
         queued = sum(queue.requests for queue in status.queues)
@@ -192,11 +185,7 @@ class LineService:
         )
 
     def start(self) -> None:
-        """Take up boards that were open, start the agent, then open the doors.
-
-        An address that is not there yet, or taken by somebody else, is tried again until it can be had; that is an
-        alarm.
-        """
+        """Take up open boards, start the agent, then open the doors. An address in use is retried, with an alarm."""
         self._boards.take_up()
         self._inspector.start()
         self._upkeep.start()
@@ -204,18 +193,14 @@ class LineService:
         self._doorkeeper.step()
         if self._closed_doors:
             self._doorkeeper.start()
+        listed = self._config.intake.folders
         self._folders = [
             FolderDoor(
-                self._config,
-                folder,
-                self._inspector,
-                self._verdicts,
-                self._store,
-                budget_bytes=READ_BYTES // len(self._config.intake.folders),
-                has_room=self._has_room,
+                self._config, folder, self._inspector, self._verdicts, self._store,
+                budget_bytes=READ_BYTES // len(listed), has_room=self._has_room,
             )
-            for folder in self._config.intake.folders
-        ]
+            for folder in listed
+        ]  # fmt: skip
         for folder in self._folders:
             folder.start()
         for camera in self._cameras.values():
@@ -226,31 +211,29 @@ class LineService:
         log.info("ready line=%s experts=%d watching=%s", self._config.line, len(self._config.catalog.experts), watched)
 
     def stop(self) -> dict[str, Any]:
-        """Finish what was taken, store it, end; what was done, for the closing line.
-
-        Raises AgentCrashed if it had crashed, after everything has ended.
-        """
+        """Finish what was taken, store it, end; returns counts. Raises AgentCrashed, last, if it had crashed."""
         self._phase = "it stops: the next one will take work"
         for door in self._cameras.values():
             door.stop(0.0)  # they end while callers have their answers
         self._stop_api()
-        self._stop_cameras()
+        _stop_all([door.stop for door in self._cameras.values()], CAMERAS_STOP_S)  # one that hangs is killed
         self._inspector.take_no_more()
         with ExitStack() as ending:  # in the order from below
             ending.callback(self._inspector.close)
             ending.callback(self._close_store)
             ending.callback(self._upkeep.stop)
-            ending.callback(self._stop_intakes)
+            ending.callback(_stop_all, [folder.intake.stop for folder in self._folders], FILING_S)
             ending.callback(self._wait_for_commits)
             ending.callback(self._shadows.flush)
             ending.callback(self._upkeep.stop_images)
             ending.callback(self._housekeeper.stop, HOUSEKEEPER_STOP_S)
             ending.callback(self._inspector.forgive)
             ending.callback(self._inspector.stop)
-            ending.callback(self._stop_readers)
+            ending.callback(_stop_all, [folder.reader.stop for folder in self._folders], READER_STOP_S)
             ending.callback(self._journal.stop)
             ending.callback(self._stop_web)
-            self._drain()
+            if not self._inspector.drain(DRAIN_S):
+                log.warning("not_drained images=%d they wait for the next start", self._inspector.in_flight)
             engine = self.agent.loop.statistics().engine
         counts = {str(verdict).lower(): count for verdict, count in self._verdicts.counts.items()}
         return {
@@ -274,12 +257,8 @@ class LineService:
                     self.api.start()
             self._closed_doors.remove(door)
 
-    def _stop_cameras(self) -> None:
-        """What they took already is durable, or becomes so; one that hangs is killed."""
-        _stop_all([door.stop for door in self._cameras.values()], CAMERAS_STOP_S)
-
     def _stop_api(self) -> None:
-        """Callers are told not to come any more; whoever waits has its answer while there is time."""
+        """Refuse new callers; callers that wait get their answers while there is time."""
         deadline_s = time.monotonic() + API_STOP_S
         self._doorkeeper.stop(API_STOP_S)
         is_open = self.api is not None and "api" not in self._closed_doors
@@ -288,27 +267,16 @@ class LineService:
         self._texts.stop(max(deadline_s - time.monotonic(), 0.0))
 
     def _stop_web(self) -> None:
-        """After all that is worth watching: it says so long that nothing is taken any more."""
+        """Stops last: until then it tells that nothing is taken any more."""
         if self.web is not None:
             self.web.stop()
         if self._openai is not None:
             self._openai.stop()
 
-    def _drain(self) -> None:
-        if not self._inspector.drain(DRAIN_S):
-            log.warning("not_drained images=%d they wait for the next start", self._inspector.in_flight)
-
     def _wait_for_commits(self) -> None:
         deadline = time.monotonic() + COMMIT_S
         while self._store.statistics().pending and time.monotonic() < deadline:
             time.sleep(0.01)
-
-    def _stop_readers(self) -> None:
-        _stop_all([folder.reader.stop for folder in self._folders], READER_STOP_S)
-
-    def _stop_intakes(self) -> None:
-        """They move the files whose verdicts were just stored."""
-        _stop_all([folder.intake.stop for folder in self._folders], FILING_S)
 
     def _close_store(self) -> None:
         if not self._store.close(STORE_CLOSE_S):
@@ -331,7 +299,7 @@ class LineService:
         return self._cameras[camera].trigger(board, board_type, key)
 
     def _reload(self) -> ReloadView:
-        """One at a time. What comes meanwhile is served as before, and so is all that comes where it fails."""
+        """One reload at a time. Requests are served as before meanwhile, and after a failure."""
         if not self._reloading.acquire(blocking=False):
             raise OrderRefused(Refusing.NOT_NOW, "the line file is being read anew already", 5.0)
         try:
@@ -340,7 +308,7 @@ class LineService:
             return ReloadView(False, tuple(str(problem) for problem in error.problems))
         except OrderRefused:
             raise
-        except Exception as error:  # the disk that weights are packed to, or whatever it is: the agent outlives it
+        except Exception as error:  # such as of the disk: the agent outlives it
             log.exception("reload_failed file=%s", self._config.document.file)
             reason = f"{type(error).__name__}: {error}"
             return ReloadView(False, (f"{reason} - the log has more; mend what it says, then reload again",))
@@ -368,13 +336,13 @@ class LineService:
         return ReloadView(True, (), change.added, change.replaced, change.removed, for_restart)
 
     def _mend(self, expert: str) -> None:
-        """On any thread: an expert's packed files are damaged or gone, while those of others lie there."""
+        """Called on any thread: an expert's packed files are damaged or missing."""
         if expert not in self._damaged:
             self._damaged.add(expert)
             self._menders.submit(self._pack_anew, expert)
 
     def _distrust(self, expert: str) -> None:
-        """On any thread: packed weights that serve are not of their source. Nothing is judged with these any more."""
+        """Called on any thread: packed weights differ from their source, and judge no more."""
         name = line_name(expert)
         reason = "its weights file has other bytes than it was packed from: reload, and it is packed anew"
         log.error("packed_weights_stale expert=%s reason=%s", name, reason)
@@ -382,7 +350,7 @@ class LineService:
         self.agent.loop.quarantine(expert, reason)
 
     def _pack_anew(self, expert: str) -> None:
-        """Put the same files back from the expert's source. Quarantine it where that does not make these any more."""
+        """Restore the files from the expert's source; quarantine it if the source has changed."""
         name = line_name(expert)
         with self._reloading:
             try:
@@ -399,13 +367,12 @@ class LineService:
                     agent.loop.quarantine(expert, failure.message)
                 else:
                     log.error("not_packed_anew expert=%s reason=%s: it is tried again", name, failure.message)
-            except Exception:  # the disk, or whatever it is: its next load tells of it again
+            except Exception:  # such as of the disk: the next load reports it again
                 log.exception("not_packed_anew expert=%s", name)
             finally:
                 self._damaged.discard(expert)
 
     def _alarms(self) -> list[str]:
-        """What keeps work from going on, in the words of whom it concerns."""
         store = self._store.statistics()
         failing = {**self._housekeeper.statistics().failing, **self._doorkeeper.statistics().failing}
         return [
@@ -444,7 +411,7 @@ class LineService:
 
 
 def _device_alarms(config: LineConfig, agent: Agent) -> list[str]:
-    """What is told of a GPU that ought to serve, and does not: a driver that was not there at boot, or is broken."""
+    """Alarm of a GPU that should serve and does not: its driver was missing at boot, or is broken."""
     if config.device != "auto" or agent.box.name != "cpu" or not has_nvidia_gpu():
         return []
     alarm = "device: torch does not see this box's NVIDIA GPU, the CPU serves - see to nvidia-smi, then start again"
@@ -453,7 +420,7 @@ def _device_alarms(config: LineConfig, agent: Agent) -> list[str]:
 
 
 def _api_of(config: LineConfig, desk: LineDesk) -> ApiServer | None:
-    """None for a line that nobody may ask: it does without gRPC's time and memory."""
+    """None without addresses: saves gRPC's time and memory."""
     if not config.api.grpc:
         return None
     from agent.api.server import ApiServer
@@ -479,7 +446,7 @@ def _web_of(config: LineConfig, line: LineMetrics, openai: OpenAiEndpoint | None
 
 
 def _stop_all(stops: Sequence[Callable[[float], object]], timeout_s: float) -> None:
-    """Each is told to stop before any is waited for, so that those that hang take the time of one."""
+    """Tell all to stop before waiting for any: those that hang take the time of one."""
     deadline_s = time.monotonic() + timeout_s
     for stop in stops:
         stop(0.0)

@@ -1,9 +1,8 @@
 """The process of ``coserve serve``: one line is served until a signal comes, or until its agent crashes; systemd knows.
 
-Guarantees: a signal ends it whichever thread receives it and whenever it comes, also while a reload takes its time,
-which is left behind then; a thread that dies of a fault of the program ends it, as AgentCrashed; one agent serves a
-line at a time. Under a service manager, starts that end soon are spaced by growing pauses (see ``starts``), and by a
-steady one those that find no device yet, or a state that another process holds; the unit's status says why.
+Guarantees: a signal ends it at any time, also during a reload, and whichever thread receives it. A fault that ends a
+thread ends it as AgentCrashed. One agent serves a line. Under systemd, starts that end soon are spaced by growing
+pauses (``starts``), a missing device or a held state by a steady one; the unit's status says why.
 """
 
 from __future__ import annotations
@@ -52,35 +51,21 @@ class _End:
     writer: int
 
     def tell(self) -> None:
-        """From any thread, at any moment."""
-        with suppress(OSError):  # it is full of what says the same, or nobody waits any more
+        """Any thread, any moment."""
+        with suppress(OSError):  # full of equal messages, or closed
             os.write(self.writer, bytes([TOLD]))
 
     def wait(self, reload: Callable[[], object]) -> None:
-        """Until somebody has told, or an ending signal has come, maybe before; ``reload`` returns at once."""
+        """Return after ``tell`` or an ending signal, even an earlier one; ``reload`` must not block."""
         while (number := os.read(self.reader, 1)[0]) not in (TOLD, *ENDING_SIGNALS):
             if number == RELOADING_SIGNAL:
                 reload()
 
 
-@dataclass(slots=True)
-class _Crashes:
-    """What ended a thread of ours that should never end so; the first one counts."""
-
-    first: AgentCrashed | None = None
-
-    def raise_first(self) -> None:
-        if self.first is not None:
-            raise self.first
-
-
 @contextmanager
-def _threads_watched(tell: Callable[[], None]) -> Iterator[_Crashes]:
-    """A thread that dies of a fault of the program leaves its work undone, and nobody would see it: ``tell``.
-
-    Those of ours have a name. What a library does in threads of its own, which have a number, it may do without.
-    """
-    crashes, before = _Crashes(), threading.excepthook
+def _threads_watched(tell: Callable[[], None]) -> Iterator[list[AgentCrashed]]:
+    """A fault that ends a thread of ours ends the agent by ``tell``. Libraries' threads have numbers for names."""
+    crashes, before = list[AgentCrashed](), threading.excepthook
 
     def died(what: threading.ExceptHookArgs) -> None:
         name = "" if what.thread is None else what.thread.name
@@ -88,9 +73,8 @@ def _threads_watched(tell: Callable[[], None]) -> Iterator[_Crashes]:
             before(what)
             return
         log.critical("thread_died thread=%s: the agent ends", name, exc_info=what.exc_value)
-        if crashes.first is None:
-            crashes.first = AgentCrashed(what.exc_value)
-            crashes.first.__cause__ = what.exc_value
+        crashes.append(AgentCrashed(what.exc_value))
+        crashes[-1].__cause__ = what.exc_value
         tell()
 
     threading.excepthook = died
@@ -104,9 +88,8 @@ def _threads_watched(tell: Callable[[], None]) -> Iterator[_Crashes]:
 def _awaited_end() -> Iterator[_End]:
     """While it is open every signal that Python handles writes to its pipe.
 
-    Not an Event or a queue that a handler sets. Handlers run on the main thread alone, and only between two of its
-    instructions: a signal that another thread receives, or that comes after the last such look and before the main
-    thread waits for the lock, leaves it waiting for good. The pipe is written to where the signal arrives.
+    No Event or queue set by a handler: handlers run on the main thread, between two instructions. A signal that another
+    thread receives, or that comes just before the main thread blocks on a lock, would leave it blocked.
     """
     reader, writer = os.pipe()
     try:
@@ -122,10 +105,8 @@ def _awaited_end() -> Iterator[_End]:
 
 
 def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) -> Mapping[str, Any]:
-    """Serve until SIGTERM or SIGINT; what was done. SIGHUP has the line file read anew.
-
-    Raises ConfigError before anything starts, AlreadyRunning, StateUnusable, and AgentCrashed.
-    """
+    """Serve until SIGTERM or SIGINT; counts of what was done. SIGHUP reloads the line file. Raises ConfigError before
+    anything starts, AlreadyRunning, StateUnusable, AgentCrashed."""
     manager = service_manager()
     notifier, is_started_again = Notifier(manager), manager.notify_socket is not None
 
@@ -155,13 +136,14 @@ def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) ->
             heartbeat = Heartbeat(notifier, manager.watchdog_s, look)
             notifier.ready(service.status_line())
             heartbeat.start()
-            reloads = DaemonThreads(1, "reload")  # it may wait for a disk, and pack for minutes: nobody waits for it
+            reloads = DaemonThreads(1, "reload")  # may wait for a disk, or pack for minutes
             end.wait(lambda: reloads.submit(_reload, service, notifier))
             log.info("stopping line=%s", config.line)
             notifier.stopping()
             heartbeat.stop()
             closing = service.stop()
-            crashes.raise_first()
+            if crashes:
+                raise crashes[0]
             starts.forget()
             log.info("stopped line=%s %s", config.line, " ".join(f"{key}={value}" for key, value in closing.items()))
             return closing
@@ -176,13 +158,13 @@ def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) ->
 
 
 def _take_signals() -> dict[signal.Signals, Any]:
-    """Signals go to the pipe alone from now on; what was done about them before."""
+    """Leave signals to the pipe; returns the earlier handlers."""
     numbers = (*ENDING_SIGNALS, RELOADING_SIGNAL)
     return {number: signal.signal(number, lambda *_: None) for number in numbers}  # the pipe is written to before that
 
 
 def _waited(end: _End, notifier: Notifier, seconds: float, reason: str) -> bool:
-    """Do nothing for so long, and say why; False once it is told to end. A start itself ends at once by a signal."""
+    """Pause, and report why; False once told to end. The earlier signal handlers return afterwards."""
     if seconds:
         log.error("waiting seconds=%.0f reason=%s", seconds, reason)
     until_s, before = time.monotonic() + seconds, _take_signals()
@@ -199,7 +181,7 @@ def _waited(end: _End, notifier: Notifier, seconds: float, reason: str) -> bool:
 
 
 def _reload(service: LineService, notifier: Notifier) -> None:
-    """As the signal asks: the old configuration goes on where the new one is not to be had."""
+    """Handle SIGHUP: the old configuration stays if the new one is refused."""
     notifier.reloading()
     try:
         done = service.desk.reload()

@@ -1,8 +1,7 @@
 """What systemd is told of the agent: that it starts, is ready, reloads, works, stops. Nothing where there is none.
 
-Guarantees: a message is one datagram, sent without waiting; a socket that nobody reads costs nothing but a line in the
-log. The watchdog is fed by whoever shows that the agent makes progress, never by a timer alone. What the journal reads
-has a level on each line.
+Guarantees: a message is one datagram, sent without waiting; a failure is one line in the log. Only progress of the
+agent feeds the watchdog, no timer.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ FED_PER_LIMIT = 3  # the watchdog is fed so often within its limit
 
 
 class JournalFormatter(logging.Formatter):
-    """A record as the journal reads it from stderr: its level before each line; the time it knows itself."""
+    """Formats for the journal on stderr: a level before each line, no time."""
 
     def __init__(self) -> None:
         super().__init__("%(name)s %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record's lines; those of a traceback have its level too."""
+        """Traceback lines have the record's level too."""
         level = next((number for limit, number in JOURNAL_LEVELS if record.levelno >= limit), DEBUG_LEVEL)
         return "\n".join(f"<{level}>{line}" for line in super().format(record).splitlines())
 
 
 class Notifier:
-    """Messages to the service manager. For any thread. Once it ends, nothing is told but that, and why."""
+    """Messages to the service manager. For any thread. After ``stopping``, only failures are sent."""
 
     def __init__(self, manager: ServiceManager, clock: Callable[[], float] = time.monotonic) -> None:
         self._address = manager.notify_socket
@@ -53,36 +52,32 @@ class Notifier:
         self._is_ending = False
 
     def starting(self, stage: str, done: int, total: int) -> None:
-        """One more step of a start that may take long: it is on its way, and has more time."""
+        """Report a step of a start, and extend its timeout."""
         now_s = self._clock()
         if now_s - self._extended_s >= EXTENDED_EVERY_S:
             self._extended_s = now_s
             self._send(f"EXTEND_TIMEOUT_USEC={EXTENSION_S * 1_000_000}\nSTATUS=starting: {stage} {done}/{total}")
 
     def waiting(self, reason: str, left_s: float) -> None:
-        """It does nothing before this time is over; called every EXTENDED_EVERY_S."""
+        """Report a pause; call it every EXTENDED_EVERY_S."""
         self._send(f"EXTEND_TIMEOUT_USEC={EXTENSION_S * 1_000_000}\nSTATUS=waiting {left_s:.0f} s: {_one_line(reason)}")
 
     def ready(self, status: str) -> None:
-        """It takes work, for the first time or again after a reload."""
         self._send_unless_ending(f"READY=1\nSTATUS={_one_line(status)}")
 
     def reloading(self) -> None:
-        """It reads its configuration anew: ``ready`` follows."""
+        """``ready`` must follow."""
         microseconds = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
         self._send_unless_ending(f"RELOADING=1\nMONOTONIC_USEC={microseconds}\nSTATUS=reloading")
 
     def alive(self, status: str) -> None:
-        """It makes progress."""
         self._send_unless_ending(f"WATCHDOG=1\nSTATUS={_one_line(status)}")
 
     def stopping(self) -> None:
-        """It ends."""
         self._is_ending = True
         self._send("STOPPING=1\nSTATUS=stopping: finishing what was taken")
 
     def failed(self, reason: str) -> None:
-        """Why it does not start."""
         self._send(f"STATUS={reason.splitlines()[0] if reason else 'failed'}")
 
     def _send_unless_ending(self, message: str) -> None:
@@ -104,13 +99,13 @@ class Notifier:
 
 
 def _one_line(status: str) -> str:
-    """Each line of a message says something else: one of an alarm's must not."""
+    """In a message each line is a variable of its own."""
     return " ".join(status.splitlines())
 
 
 @contextmanager
 def failures_told(notifier: Notifier) -> Iterator[None]:
-    """What keeps the agent from starting, or ends it, stands in the unit's status too."""
+    """Report errors as the unit's status."""
     try:
         yield
     except CoServeError as error:
@@ -119,7 +114,7 @@ def failures_told(notifier: Notifier) -> Iterator[None]:
 
 
 class Heartbeat:
-    """Feeds the watchdog as long as ``look`` comes back with a status: one that hangs, or raises, feeds nothing."""
+    """Feeds the watchdog while ``look`` returns a status; not when it hangs or raises."""
 
     def __init__(self, notifier: Notifier, limit_s: float | None, look: Callable[[], str]) -> None:
         self._notifier = notifier
@@ -129,7 +124,6 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def stop(self) -> None:

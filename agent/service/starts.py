@@ -1,8 +1,7 @@
-"""The pauses between starts that end soon: systemd tries for ever, and the agent spaces the tries.
+"""Backoff between starts that end soon: systemd retries without limit.
 
-Guarantees: the count survives whatever ends the agent, and begins anew with a boot of the box, after HEALTHY_S of
-serving, after an end that somebody asked for once it serves or waits, and after a mistake in the line file. A disk that
-refuses the count costs the pause, never the start.
+Guarantees: the count survives any end; it is reset by a boot, HEALTHY_S of serving, a requested end, and a mistake in
+the line file. An unwritable count costs the backoff, never the start.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Starts:
-    """The starts of one line's agent since it last served for HEALTHY_S, in its state folder."""
+    """Starts of one line's agent since it last served for HEALTHY_S."""
 
     def __init__(self, state: Path, boot: Path = BOOT) -> None:
         self._file = state / "starts.json"
@@ -29,7 +28,7 @@ class Starts:
         self._ready_s: float | None = None
 
     def begin(self) -> float:
-        """Count a start; the seconds that it has to wait before it does anything."""
+        """Count a start; returns the seconds to wait before it."""
         boot, starts = "", 1
         with suppress(OSError):
             boot = self._boot.read_text().strip()
@@ -42,12 +41,11 @@ class Starts:
         return 0.0 if doublings < 0 else min(FIRST_PAUSE_S * 2**doublings, LONGEST_PAUSE_S)
 
     def served(self, now_s: float) -> None:
-        """It serves at this moment: after HEALTHY_S of that the next start waits for nothing."""
+        """Call it while serving: HEALTHY_S of it reset the count."""
         self._ready_s = now_s if self._ready_s is None else self._ready_s
         if now_s - self._ready_s >= HEALTHY_S:
             self.forget()
 
     def forget(self) -> None:
-        """The next start is the first one."""
         with suppress(OSError):
             self._file.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """What becomes of verdicts once they are stored: told to receivers, exported each day, kept with images, removed.
 
-Guarantees: nothing here delays a verdict, or the agent's end, or ends it; what a disk, a broker or a web server refuses
-is tried again and stands among the alarms meanwhile, and so does what hangs, as on a share that does not answer.
+Guarantees: nothing here delays a verdict or the agent's end. What is refused is retried, and what hangs left, with
+alarms.
 """
 
 from __future__ import annotations
@@ -33,11 +33,8 @@ DELIVERIES_STOP_S = 3.0
 
 
 class Upkeep:
-    """See the module. It opens the store, whose commits it follows; whoever made it closes both.
-
-    ``is_needed``: whether a result's key is that of a file that still lies in a watched folder. Raises ConfigError for
-    receivers that cannot be told as the line file says.
-    """
+    """Opens the store, which the caller closes. ``is_needed``: does a result's file still lie in a watched folder.
+    Raises ConfigError for receivers that cannot be told."""
 
     def __init__(self, config: LineConfig, is_needed: Callable[[str], bool], wall: Callable[[], datetime]) -> None:
         receivers = line_receivers(config)
@@ -60,13 +57,11 @@ class Upkeep:
         self._keepers = {duty: Housekeeper({duty: step}, duty) for duty, step in duties.items()}
 
     def start(self) -> None:
-        """Tell receivers what waits for them, and what comes; export and remove what is due."""
         self.deliveries.start()
         for keeper in self._keepers.values():
             keeper.start()
 
     def alarms(self) -> list[str]:
-        """What keeps any of it from going on."""
         parts = [
             ("images are not kept", self.images.statistics().alarm),
             ("images are not removed", self._sweeper.statistics().alarm),
@@ -76,11 +71,11 @@ class Upkeep:
         return alarms + [alarm for duty, keeper in self._keepers.items() for alarm in _troubles(duty, keeper)]
 
     def stop_images(self) -> None:
-        """Keep what is on its way: its verdicts are stored after that."""
+        """Call it before the store closes: verdicts wait for their images."""
         self.images.stop(KEEPER_STOP_S)
 
     def stop(self) -> None:
-        """Export, remove and tell no more; what was not told waits for the next start."""
+        """Stop exports, removal and delivery; messages wait for the next start."""
         deadline_s = time.monotonic() + DUTIES_STOP_S
         ended = {duty: keeper.stop(max(deadline_s - time.monotonic(), 0.0)) for duty, keeper in self._keepers.items()}
         if self._export is not None and ended["export"]:
@@ -89,7 +84,6 @@ class Upkeep:
 
 
 def _troubles(duty: str, keeper: Housekeeper) -> list[str]:
-    """What keeps a duty from being done."""
     failing = [f"{duty}: {reason}" for duty, reason in keeper.statistics().failing.items()]
     step_s = keeper.step_s
     if step_s > HANGS_S:

@@ -1,7 +1,6 @@
 """How much callers may have under way together: so many images and texts, of so many bytes; more is refused at once.
 
-Guarantees: what is let in and not given back never exceeds the limits, except by one image that alone is larger than
-they are; a refusal says when there may be room, by how fast they ended of late.
+Guarantees: what is admitted never exceeds the limits; a refusal says when to retry, by the recent rate.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ USUAL_RETRY_S = 0.5  # while nothing is known of how fast images end
 
 @dataclass(slots=True, eq=False)
 class Pass:
-    """What was let in, and not given back yet."""
+    """An admission, not given back yet."""
 
     images: int
     size_bytes: int
 
 
 class Admission:
-    """See the module. ``ended_per_s``: how many images ended a second of late."""
+    """``ended_per_s``: images that ended per second, recently."""
 
     def __init__(self, limits: ApiLimitsSection, ended_per_s: Callable[[], float]) -> None:
         self._limits = limits
@@ -68,7 +67,7 @@ class Admission:
         return min(max(seconds, SHORTEST_RETRY_S), LONGEST_RETRY_S)
 
     def leave(self, entered: Pass, images: int = 1) -> None:
-        """So many images of what was let in are done with, its bytes with the last; more than there are do nothing."""
+        """Give back so many images, and the bytes with the last; idempotent beyond that."""
         with self._lock:
             done = min(images, entered.images)
             entered.images -= done

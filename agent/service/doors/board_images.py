@@ -1,10 +1,9 @@
 """A folder's images of whole boards: cut by the layout, judged part by part, put away when all parts have a verdict.
 
-Guarantees: each part has a row of its own, under its image's key and its ref: after a crash the parts without one are
-judged, and no other. The file goes where the worst of its parts says, and only once all of them are stored. Which parts
-an image has is decided when the first of them is stored: a layout that is measured anew asks nothing more of it.
-An image of another size than the layout's is UNKNOWN, part by part: it shows something, and nobody knows what.
-It is decoded once for all parts, and what that takes counts among the bytes that the folder has read.
+Guarantees: each part has its own row, by the image's key and its ref: after a crash only parts without one are judged.
+The worst part decides where the file goes, once all are stored. The first stored part fixes which parts an image has.
+An image of another size than the layout's is UNKNOWN, part by part. It is decoded once, and the pixels count among the
+bytes that the folder has read.
 """
 
 from __future__ import annotations
@@ -49,10 +48,7 @@ UNJUDGED = Course()
 
 @dataclass(slots=True, eq=False)
 class _Sheet:
-    """What is known of one image. ``parts``: those without a verdict, by ref; ``size``: (height, width) of what is cut.
-
-    Without parts and without verdicts nobody knows what it shows.
-    """
+    """One image. ``parts``: without a verdict, by ref; ``size``: (height, width) to cut. Both empty: no layout."""
 
     image: Arrival | Refusal
     size: tuple[int, int] | None
@@ -64,7 +60,6 @@ class _Sheet:
 
     @property
     def is_stored(self) -> bool:
-        """Whether each part has its verdict."""
         return self.parts.keys() <= self.verdicts.keys()
 
     def worst(self) -> tuple[Verdict, str | None]:
@@ -77,33 +72,21 @@ class _Sheet:
         return verdict, f"{len(reasons)} of {len(self.verdicts)} parts are UNKNOWN; {ref}: {reason}"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class BoardImages:
-    """Of one folder. For any thread.
+    """For any thread. ``settle``: told of an image once all parts are stored; ``refuse``: of one without layout."""
 
-    ``settle`` is told of each image once, when all its parts are stored; ``refuse`` of one whose parts are not known,
-    as its layout went with a reload.
-    """
-
-    def __init__(
-        self,
-        inspector: Inspector,
-        verdicts: Verdicts,
-        results: ResultReader,
-        reader: ArrivalReader,
-        settle: Settle,
-        refuse: Refuse,
-    ) -> None:
-        self._inspector = inspector
-        self._verdicts = verdicts
-        self._results = results
-        self._reader = reader
-        self._settle = settle
-        self._refuse = refuse
+    _inspector: Inspector
+    _verdicts: Verdicts
+    _results: ResultReader
+    _reader: ArrivalReader
+    _settle: Settle
+    _refuse: Refuse
 
     def arrived(self, arrival: Arrival) -> None:
-        """Have it read, if any of its parts is to be judged."""
         sheet = self._sheet(arrival)
-        attempts = max((self._inspector.attempts(key) for key in _keys(sheet)), default=0)
+        keys = (arrival.key, *(part.key for part in sheet.parts.values()))  # its parts, and reading it
+        attempts = max(self._inspector.attempts(key) for key in keys)
         if attempts >= ATTEMPTS_MAXIMUM:  # hundreds of parts would end it hundreds of times
             reason = f"ended the agent: it was being judged each of the {attempts} times that the agent was ended"
             self._end(sheet, f"{printable(arrival.relpath)}: {reason}")
@@ -113,7 +96,6 @@ class BoardImages:
             self._put_away(sheet)
 
     def read(self, arrival: Arrival, content: bytes) -> None:
-        """Have its parts judged."""
         sheet = self._sheet(arrival)
         if sheet.size is None:  # its rows could not be read when it came, or its layout has gone since
             self._reader.release(len(content))
@@ -131,11 +113,10 @@ class BoardImages:
             self._inspector.enter(Task(part.key, called, source, ended, component=part.component))
 
     def end_unjudged(self, image: Arrival | Refusal, reason: str) -> None:
-        """None of its parts can be judged any more."""
         self._end(self._sheet(image), reason)
 
     def _sheet(self, image: Arrival | Refusal) -> _Sheet:
-        """What there is to do about it. Parts whose rows cannot be read are judged again; the rows stay as they are."""
+        """Open parts of an image. Parts with unreadable rows are judged again; the rows stay."""
         said = image if isinstance(image, Arrival) else image.name
         assert said is not None
         assert said.board_type is not None, "an image of a whole board"
@@ -202,8 +183,3 @@ class BoardImages:
             self._settle(sheet.image, *sheet.worst())
         else:
             self._refuse(sheet.image, NO_LAYOUT)
-
-
-def _keys(sheet: _Sheet) -> list[str]:
-    """Of all that may have ended the agent: its parts, and reading it."""
-    return [sheet.image.key, *(part.key for part in sheet.parts.values())]

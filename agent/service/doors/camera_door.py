@@ -1,8 +1,7 @@
 """A camera's frames on their way: cut by its board's layout where it has one, journaled, judged.
 
-Guarantees: a frame is taken once all its requests are durable; a trigger that got no frame is stored as UNKNOWN, with
-the reason, for each part that its frame would have shown. A frame of another size than its layout's is UNKNOWN, part
-by part: it shows something, and nobody knows what.
+Guarantees: a frame is taken once all its requests are durable. A trigger without a frame, and a frame of another size
+than its layout's, is UNKNOWN, part by part.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ LOOK_S = 0.2  # how often a door that waits for the disk looks whether the agent
 
 
 class _Taking:
-    """One frame's requests: durable, then judged one by one."""
+    """Keeps ``Sender`` for one frame."""
 
     def __init__(self, door: CameraDoor, requests: int) -> None:
         self._door = door
@@ -51,24 +50,22 @@ class _Taking:
         self.is_accepted = threading.Event()
 
     def accepted(self) -> None:
-        """As a Sender."""
         self.is_accepted.set()
 
     def judged(self, verdict: StoredVerdict) -> None:
-        """As a Sender."""
         self._left -= 1
         if not self._left:
             self._door.frame_judged()
 
     def refused(self, key: str) -> None:
-        """As a Sender. Only where the results file was replaced since its trigger's key was looked up."""
+        """Happens only if the results file was replaced after its trigger's key was looked up."""
         log.error("camera_frame_refused key=%s: the key of its trigger was given for something else", key)
         self.is_accepted.set()
         self._door.frame_judged()
 
 
 class CameraDoor:
-    """One camera. Raises SecretMissing where its password is not to be had."""
+    """One camera. Raises SecretMissing."""
 
     def __init__(self, section: CameraSection, inspector: Inspector, journal: JournalDoor, verdicts: Verdicts) -> None:
         self._section = section
@@ -83,32 +80,26 @@ class CameraDoor:
 
     @property
     def name(self) -> str:
-        """As the line file calls it."""
         return self._section.name
 
     def start(self) -> None:
-        """Connect."""
         self.camera.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """End; False if that took longer."""
+        """End; False after ``timeout_s``."""
         self._stopping.set()
         with self._has_changed:
             self._has_changed.notify_all()
         return self.camera.stop(timeout_s)
 
     def trigger(self, board: str | None, board_type: str | None, key: str | None = None) -> str:
-        """Have it take one frame, the first time that this key comes; the key that its results begin with.
-
-        Raises OrderRefused.
-        """
+        """Take one frame, the first time that this key comes. Returns its results' key. Raises OrderRefused."""
         config = self._config
         if board_type is not None and board_type not in config.boards:
             raise OrderRefused(Refusing.NOT_FOUND, f"no board type {board_type!r}")
         if board_type is not None and self._section.component is None and board_type not in config.layouts:
             raise OrderRefused(
-                Refusing.INVALID,
-                f"board type {board_type!r} has no layout to cut frames of camera {self.name} by",
+                Refusing.INVALID, f"board type {board_type!r} has no layout to cut frames of camera {self.name} by"
             )
         if short_name(key, "key") is None:
             return KEY_PREFIX + self.camera.trigger(board, board_type)
@@ -131,20 +122,10 @@ class CameraDoor:
             )
 
     def view(self) -> SourceView:
-        """How it is doing."""
-        statistics = self.camera.statistics()
-        return SourceView(
-            self.name,
-            "camera",
-            str(statistics.state),
-            received=statistics.received,
-            waiting=statistics.waiting,
-            dropped=statistics.dropped,
-            alarm=statistics.alarm,
-        )
+        seen = self.camera.statistics()
+        return SourceView(self.name, "camera", str(seen.state), seen.received, seen.waiting, seen.dropped, seen.alarm)
 
     def frame_judged(self) -> None:
-        """All requests of one frame have their verdict."""
         with self._has_changed:
             self._under_way -= 1
             self._has_changed.notify_all()
@@ -157,7 +138,7 @@ class CameraDoor:
         return self._inspector.takes and self._under_way < FRAMES_UNDER_WAY
 
     def _take(self, frame: Frame) -> None:
-        """Once there is room for it; one that waits when the agent stops is left to the next."""
+        """Wait for room; a frame that waits while the agent stops is left to the next start."""
         with self._has_changed:
             while not (self._has_room() or self._stopping.is_set()):
                 self._has_changed.wait(LOOK_S)
@@ -192,15 +173,12 @@ class CameraDoor:
         self._journal.release(KEY_PREFIX + trigger.key)
 
     def _entries(self, config: LineConfig, key: str, board: str, board_type: str | None, at: datetime) -> list[Entry]:
-        """What is asked about a frame: of its one component, or of each part that its board's layout shows.
-
-        Raises CameraFailed where the line file, read anew since, has no such layout any more.
-        """
+        """Requests of a frame: its component, or each part of its layout. Raises CameraFailed without a layout."""
         key = KEY_PREFIX + key
         asked = self._journal.reserved(key)
         board_type = board_type or self._section.board_type
         component = self._section.component
-        if component is not None:  # a part of a board only where somebody says of which type
+        if component is not None:  # a part of a board only if the type is given
             return [Entry(key, self.name, key, at, component, None, board, board_type, self.name, None, asked)]
         board_type = board_type or next(iter(config.boards), "")
         if board_type not in config.layouts:

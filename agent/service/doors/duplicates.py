@@ -1,8 +1,7 @@
 """Images of one folder whose bytes came before for the same part: told apart from new ones, and judged once.
 
-Guarantees: an image is a duplicate only of one whose OK or NG is stored, under the line file that is served; what is
-UNKNOWN, or cannot be looked up, is judged again. Of several that come at the same time the first is judged, the others
-wait for its verdict. What is stored is known after a restart; what waits comes again then.
+Guarantees: only a stored OK or NG under the served line file has duplicates; after UNKNOWN, or a failed look-up, an
+image is judged again. Of simultaneous ones the first is judged, the others wait for its verdict.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ log = logging.getLogger(__name__)
 
 
 def content_of(arrival: Arrival, image: bytes, config_sha256: str) -> Content:
-    """What an image is known by when it comes again."""
     return Content(
         sha256=hashlib.sha256(image).hexdigest(),
         source=f"{arrival.key.partition('/')[0]}/",
@@ -46,7 +44,6 @@ class Duplicates:
         self._waiting: dict[Content, list[Arrival]] = {}  # of everything in _judged, who waits for it
 
     def first_of(self, content: Content) -> Result | None:
-        """The result of the image that this is a duplicate of, if it is stored."""
         try:
             row = self._results.first_judged(content)
         except (sqlite3.Error, OSError) as error:
@@ -55,7 +52,7 @@ class Duplicates:
         return None if row is None else row.result
 
     def begin(self, arrival: Arrival, content: Content) -> bool:
-        """Whether this one is to be judged; else it waits for another's verdict, and comes back by ``end``."""
+        """Whether to judge this image; else it waits, and comes back by ``end``."""
         with self._guard:
             waiting = self._waiting.get(content)
             if waiting is not None:
@@ -66,7 +63,7 @@ class Duplicates:
             return True
 
     def end(self, key: str) -> list[Arrival]:
-        """What was judged under this key is stored: who waited for it, to be asked for again."""
+        """Arrivals that waited for this key's verdict, which is stored now."""
         with self._guard:
             content = self._judged.pop(key, None)
             return [] if content is None else self._waiting.pop(content)

@@ -18,13 +18,11 @@ if TYPE_CHECKING:
 
 
 def explained_expert(expert: str, agent: Agent, engine: EngineStatistics) -> list[str]:
-    """Where an expert is, why, and what asking it costs."""
     where = [*_standing(expert, agent, engine), *_places(expert, agent, engine)]
     return [*where, _usage(expert, agent), *_costs(expert, agent)]
 
 
 def explained_component(component: str, catalog: Catalog, agent: Agent, engine: EngineStatistics) -> list[str]:
-    """A component's route, and how its experts are."""
     sentences = []
     for number, step in enumerate(catalog.components[component], start=1):
         passing = ", ".join(sorted(step.passing))
@@ -35,7 +33,6 @@ def explained_component(component: str, catalog: Catalog, agent: Agent, engine: 
 
 
 def explained_result(row: ResultRow, graph: ExpertGraph) -> list[str]:
-    """How a verdict came about, step by step."""
     result = row.result
     steps: Sequence[Mapping[str, object]] = result.detail.get("steps", ())
     sentences = [f"{result.image} is {result.verdict}, as result {row.seq} of {result.finished_at:%Y-%m-%d %H:%M:%S}."]
@@ -63,7 +60,7 @@ def _meaning(step: RouteStep | None, label: str, score: float) -> str:
 
 
 def _meaning_of_outputs(step: RouteStep, outputs: Sequence[Mapping[str, object]]) -> str | None:
-    """Which labels decide where they do not exclude one another; None where the label that was told does."""
+    """For multilabel experts: labels that decided; None where the told label did."""
     labels = {str(output["label"]): bool(output["holds"]) for output in outputs}
     failing = [label for label, holds in labels.items() if holds and label not in step.passing]
     lacking = [label for label, holds in labels.items() if not holds and label in step.passing]

@@ -1,8 +1,7 @@
 """A watched folder's files on their way: claimed, read, judged, stored, put away.
 
-Guarantees: a file's verdict is committed before the file is moved, also that of one that is refused; a file whose
-verdict was committed before a crash is moved, not judged again. A file's bytes are read before it goes to the agent,
-so that nothing but its own folder waits for its disk. What shows a whole board is cut: see ``board_images``.
+Guarantees: a file's verdict is committed before the file is moved, a refused file's too; after a crash it is moved, not
+judged again. Bytes are read before the agent has the file: only its own folder waits for its disk.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class FolderDoor:
-    """One folder. ``budget_bytes``: of its images read and not judged yet; ``has_room``: whether it may claim more."""
+    """One folder. ``budget_bytes``: of its unjudged images; ``has_room``: may it claim more."""
 
     def __init__(
         self,
@@ -76,16 +75,13 @@ class FolderDoor:
         self._boards = BoardImages(inspector, verdicts, reader, self.reader, self.intake.settle, self._refuse)
 
     def start(self) -> None:
-        """Watch."""
         self.reader.start()
         self.intake.start()
 
     def change(self, config: LineConfig) -> None:
-        """Other components and boards from now on."""
         self.intake.name_by(naming_of(self._folder, config))
 
     def view(self) -> SourceView:
-        """How the folder is doing."""
         intake, reading = self.intake.statistics(), self.reader.statistics()
         return SourceView(
             str(self._folder.path),
@@ -146,7 +142,7 @@ class FolderDoor:
             self._refuse(arrival, reason)
 
     def _refused(self, refusal: Refusal) -> None:
-        """A file that no request can be made of: UNKNOWN, with the reason in its row."""
+        """A file that no request can be made of is UNKNOWN."""
         if self._is_known(refusal):
             return
         if refusal.name is not None and refusal.name.component is None:
@@ -155,7 +151,7 @@ class FolderDoor:
             self._refuse(refusal, refusal.reason)
 
     def _refuse(self, image: Arrival | Refusal, reason: str) -> None:
-        """In one row, whatever it shows."""
+        """One row, even if the image shows a board."""
         config = self._inspector.agent.config
         if isinstance(image, Arrival):
             result = arrival_result(config, image, Outcome(Verdict.UNKNOWN, None, None, (), reason))
@@ -164,7 +160,7 @@ class FolderDoor:
         self._record(result, image)
 
     def _is_known(self, judged: Arrival | Refusal) -> bool:
-        """Whether its verdict was stored before a restart; then its file goes where that says."""
+        """Whether its verdict is stored; if so, put its file away."""
         try:
             known = self._results.find(judged.key)
         except sqlite3.Error as error:  # then it is judged again, and the row that is there stays

@@ -1,10 +1,9 @@
 """Images that come by wire, from cameras and callers: journaled, judged, stored, answered.
 
-Guarantees: a request is accepted once it is on the disk, and not before; from then on it ends in exactly one stored
-verdict, whatever ends the process, unless everybody who waits for it has cancelled it before it ran: then nothing of it
-remains. Whoever sends a key again that is under way waits for the same verdict; one that was judged is told that one.
-Who sends it for something else is refused, and nothing of that remains: what is on the disk decides whether it is.
-Structure: all that is known of a key changes on the store's thread, in the order of commits; others only ask for it.
+Guarantees: a request is accepted once it is on the disk; then it ends in exactly one stored verdict, whatever ends the
+process. A request that every sender cancelled before it ran is withdrawn. A repeated key gets the same verdict, or is
+refused where it asks for something else: the disk decides. All that is known of a key changes on the store's thread, in
+the order of commits.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ UNJUDGED = Course()
 
 @dataclass(frozen=True, slots=True)
 class StoredVerdict:
-    """A stored verdict, and where its request's time went; zeros for one of an earlier run.
-
-    ``is_repeat``: whoever is told did not have it judged, but sent again what somebody else had.
-    """
+    """A stored verdict, and where its time went (0: of an earlier run). ``is_repeat``: judged for another sender."""
 
     result: Result
     seq: int
@@ -73,7 +69,7 @@ class Sender(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Sending:
-    """One image that somebody sent, with the requests that are made of it. ``cancel`` it at any time."""
+    """One image with its requests. ``cancel`` it at any time."""
 
     sender: Sender
     entries: tuple[Entry, ...]
@@ -86,7 +82,7 @@ class Sending:
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """One request without a verdict. ``image``: its source; None until it is read back from the journal."""
+    """One request without a verdict. ``image``: None until it is read back from the journal."""
 
     entry: Entry
     image: ImageSource | None
@@ -94,12 +90,12 @@ class _Open:
     content: bytes | None = None
     size_bytes: int = 0
     waiting: list[Sending] = field(default_factory=list)
-    is_wanted: bool = True  # by the journal, even if nobody waits: it is of an earlier run
+    is_wanted: bool = True  # by the journal, without a sender: it is of an earlier run
     task: Task | None = None
 
 
 class JournalDoor:
-    """See the module. ``take_up`` first; then for any thread."""
+    """``take_up`` first; then for any thread."""
 
     def __init__(self, inspector: Inspector, verdicts: Verdicts, store: ResultStore, images: ImageKeeper) -> None:
         self._inspector = inspector
@@ -118,11 +114,10 @@ class JournalDoor:
 
     @property
     def unfinished(self) -> int:
-        """Requests that were accepted and have no verdict yet."""
         return len(self._open)
 
     def take_up(self) -> None:
-        """What an earlier run accepted and did not finish; it is judged behind everything's back, oldest first."""
+        """Judge in the background what an earlier run accepted and did not finish, oldest first."""
         unfinished = self._reader.unfinished()
         for each in unfinished:
             self._open[each.entry.key] = _Open(each.entry, None)
@@ -132,26 +127,16 @@ class JournalDoor:
             self._thread.start()
 
     def send(
-        self,
-        sender: Sender,
-        entries: Sequence[Entry],
-        image: EncodedImage,
-        frame_size: tuple[int, int] | None = None,
+        self, sender: Sender, entries: Sequence[Entry], image: EncodedImage, frame_size: tuple[int, int] | None = None
     ) -> Sending:
-        """Have these requests of one image accepted and judged; returns at once.
-
-        ``frame_size``: (height, width) that it must have where the requests are about parts of it.
-        """
+        """Accept and judge requests of one image; returns at once. ``frame_size``: the layout's (height, width)."""
         sending = Sending(sender, tuple(entries), image, frame_size)
         sending.cancel = lambda: self._cancel(sending)
         self._accept(sending, sending.entries)
         return sending
 
     def reserve(self, key: str, asked: str) -> bool:
-        """Keep a key for what will be sent under it, until ``release``; False where the same was asked before.
-
-        Raises OrderRefused where something else was, or nobody can tell.
-        """
+        """Keep a key until ``release``; False: the same was asked before. Raises OrderRefused if something else was."""
         with self._reserving:
             try:
                 known = {self._reserved[key]} if key in self._reserved else self._reader.asked(key)
@@ -165,15 +150,14 @@ class JournalDoor:
             return not known
 
     def reserved(self, key: str) -> str | None:
-        """What a key is kept for; None for one that is not."""
         return self._reserved.get(key)
 
     def release(self, key: str) -> None:
-        """What was sent under this key is durable, or nothing was."""
+        """Call it once what was sent under this key is durable, or nothing was sent."""
         self._reserved.pop(key, None)
 
     def stop(self) -> None:
-        """Read nothing back any more."""
+        """Read no more of the journal."""
         self._stopping.set()
         with self._replayed:
             self._replayed.notify_all()
@@ -181,17 +165,17 @@ class JournalDoor:
             self._thread.join(1.0)
 
     def _accept(self, sending: Sending, entries: Sequence[Entry]) -> None:
-        """All that was sent; or again that of it which is not in the journal any more."""
         self._store.accept(entries, sending.image.content, lambda answers: self._accepted(sending, entries, answers))
 
     # -- accepted: on the store's thread --
 
     def _accepted(self, sending: Sending, entries: Sequence[Entry], answers: Sequence[Acceptance]) -> None:
-        sources = _sources(sending)
-        new, judged = [], []
         if Acceptance.REUSED in answers:
             _tell(sending, None)
             return
+        is_cut = any(entry.box is not None for entry in sending.entries)
+        frame = Frame(sending.image, sending.frame_size) if is_cut else None
+        new, judged = [], []
         with self._lock:
             waiting = [] if sending.is_cancelled else [sending]
             for entry, answer in zip(entries, answers, strict=True):
@@ -200,7 +184,7 @@ class JournalDoor:
                 elif answer is Acceptance.UNDER_WAY and entry.key in self._open:
                     self._open[entry.key].waiting += waiting
                 else:
-                    source, content = sources[entry.key], sending.image.content
+                    source, content = _source(entry, sending.image, frame), sending.image.content
                     maker = sending if answer is Acceptance.NEW else None
                     request = _Open(entry, source, maker, content, waiting=list(waiting), is_wanted=False)
                     self._open[entry.key] = request
@@ -228,11 +212,7 @@ class JournalDoor:
             _tell(sending, StoredVerdict(known.result, known.seq, UNJUDGED, is_repeat=True))
 
     def _enter(self, request: _Open, attempts: int = 0) -> None:
-        """To the agent; an image that has ended it before too often is UNKNOWN instead.
-
-        ``attempts``: of a frame, those of whichever part has most: it may be the frame that ends the agent, and with
-        hundreds of parts it would do so hundreds of times.
-        """
+        """An image that ended the agent too often is UNKNOWN. ``attempts``: the most of its frame's parts."""
         entry = request.entry
         attempts = max(attempts, self._inspector.attempts(entry.key))
         if attempts >= ATTEMPTS_MAXIMUM:
@@ -251,7 +231,7 @@ class JournalDoor:
         )
         with self._lock:
             is_unwanted = not (request.waiting or request.is_wanted)
-        if is_unwanted:  # whoever sent it has cancelled it before it had a task: it does not come to run
+        if is_unwanted:  # cancelled before it had a task: it does not run
             self._inspector.cancel(request.task)
         self._inspector.enter(request.task)
 
@@ -280,7 +260,7 @@ class JournalDoor:
             self._record(request, outcome, course)
 
     def _withdrawn(self, request: _Open) -> None:
-        """Nothing of it remains; for whoever sent the same meanwhile it is sent again."""
+        """Senders that came meanwhile have the request accepted anew."""
         with self._lock:
             self._close(request)
             waiting = list(request.waiting)
@@ -289,12 +269,12 @@ class JournalDoor:
             self._accept(sending, (request.entry,))
 
     def _close(self, request: _Open) -> None:
-        """Under the lock. Where a results file was moved away, the same key may have been accepted into the new one."""
+        """Call under the lock. A new results file may have accepted the same key again."""
         if self._open.get(request.entry.key) is request:
             del self._open[request.entry.key]
 
     def _record(self, request: _Open, outcome: Outcome, course: Course) -> None:
-        """Store the verdict; before it the image, where such images are kept."""
+        """Store the image, where such images are kept, then the verdict."""
         entry = request.entry
         result = entry_result(self._inspector.agent.config, entry, outcome, course.models)
         if request.content is not None and self._images.archive.wants(result.verdict):
@@ -340,10 +320,12 @@ class JournalDoor:
         content = self._content(number)
         if content is None:
             return
-        first = requests[0].entry
-        image = EncodedImage(content, first.name, self._max_pixels(first))
+        first, config = requests[0].entry, self._inspector.agent.config
+        max_pixels = {camera.name: camera.max_pixels for camera in config.intake.cameras}
+        image = EncodedImage(content, first.name, max_pixels.get(first.source, DEFAULT_MAX_PIXELS))
         attempts = max(self._inspector.attempts(request.entry.key) for request in requests)
-        frame = Frame(image, self._frame_size(first)) if first.box is not None else None
+        layout = config.layouts.get(first.board_type or "")
+        frame = None if first.box is None else Frame(image, None if layout is None else layout.size)
         with self._lock:
             requests[0].size_bytes = len(content)
             self._replayed_bytes += len(content)
@@ -351,12 +333,8 @@ class JournalDoor:
             request.image, request.content = _source(request.entry, image, frame), content
             self._enter(request, attempts)
 
-    def _max_pixels(self, entry: Entry) -> int:
-        cameras = self._inspector.agent.config.intake.cameras
-        return next((camera.max_pixels for camera in cameras if camera.name == entry.source), DEFAULT_MAX_PIXELS)
-
     def _content(self, number: int) -> bytes | None:
-        """Read for as long as it takes; None where the journal has nothing of it any more, or when it is to stop."""
+        """Retry until it is read; None if the journal has lost it, or at a stop."""
         is_told = False
         while not self._stopping.is_set():
             try:
@@ -368,25 +346,19 @@ class JournalDoor:
                 self._stopping.wait(REREAD_S)
         return None
 
-    def _frame_size(self, entry: Entry) -> tuple[int, int] | None:
-        layout = self._inspector.agent.config.layouts.get(entry.board_type or "")
-        return None if layout is None else layout.size
-
 
 def asked_sha256(*said: object) -> str:
-    """A digest of what somebody asks for, to compare it with what the same key was given for before."""
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 def key_reused(key: str) -> OrderRefused:
-    """The refusal of a key, a caller's or that of a part, that stands for something else."""
     given = key.partition(PART_MARK)[0]
     reason = f"key {given!r} was given for something else (image, part, board) - each inspection has a key of its own"
     return OrderRefused(Refusing.KEY_REUSED, reason)
 
 
 def _tell(sending: Sending, verdict: StoredVerdict | None) -> None:
-    """``verdict``: None where its key was given for something else."""
+    """``verdict`` None: the key was given for something else."""
     try:
         if verdict is None:
             sending.sender.refused(sending.entries[0].key)
@@ -394,13 +366,6 @@ def _tell(sending: Sending, verdict: StoredVerdict | None) -> None:
             sending.sender.judged(verdict)
     except Exception:  # one sender's mistake is not the others'
         log.exception("sender_failed key=%s", sending.entries[0].key)
-
-
-def _sources(sending: Sending) -> dict[str, ImageSource]:
-    """Where the pixels of each request come from, by its key."""
-    is_cut = any(entry.box is not None for entry in sending.entries)
-    frame = Frame(sending.image, sending.frame_size) if is_cut else None
-    return {entry.key: _source(entry, sending.image, frame) for entry in sending.entries}
 
 
 def _source(entry: Entry, image: EncodedImage, frame: Frame | None) -> ImageSource:

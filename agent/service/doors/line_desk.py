@@ -1,14 +1,13 @@
-"""The desk of a line: orders, and every question that can be asked while it runs.
+"""The desk of a line: orders, and every question that can be asked while it runs (``agent.api.calls.desk``).
 
-Guarantees: see ``agent.api.calls.desk``. What is told of the agent is one snapshot of it; what is told of results is
-stored.
+Guarantees: answers about the agent are of one snapshot; those about results are stored.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -34,12 +33,10 @@ if TYPE_CHECKING:
         TextTicket,
         Ticket,
     )
-    from agent.core.background import BackgroundStatistics
     from agent.core.pool import PoolStatistics
     from agent.core.statistics import EngineStatistics, QueueStatistics
     from agent.deployment.build import Agent
     from agent.records.result_writer import ResultStore
-    from agent.records.results import KeptMap, ResultRow
     from agent.runtime.executor import ExecutorStatistics
     from agent.service.doors.order_taker import OrderTaker
     from agent.service.doors.tally import Tally
@@ -54,7 +51,7 @@ EXPERT_PREFIX = "expert:"
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """What else of the line the desk can reach."""
+    """Callbacks of the desk into the line."""
 
     sources: Callable[[], Sequence[SourceView]]
     trigger: Callable[[str, str | None, str | None, str | None], str]
@@ -62,46 +59,32 @@ class Controls:
     alarms: Callable[[], Sequence[str]]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class LineDesk:
     """Keeps ``agent.api.calls.desk.Desk``. For any thread."""
 
-    def __init__(
-        self,
-        inspector: Inspector,
-        orders: OrderTaker,
-        texts: TextDoor,
-        verdicts: Verdicts,
-        boards: LineBoards,
-        store: ResultStore,
-        tally: Tally,
-        controls: Controls,
-    ) -> None:
-        self._inspector = inspector
-        self._orders = orders
-        self._texts = texts
-        self._verdicts = verdicts
-        self._boards = boards
-        self._results = store
-        self._tally = tally
-        self._controls = controls
-        self._started_s = time.monotonic()
+    _inspector: Inspector
+    _orders: OrderTaker
+    _texts: TextDoor
+    _verdicts: Verdicts
+    _boards: LineBoards
+    _results: ResultStore
+    _tally: Tally
+    _controls: Controls
+    _started_s: float = field(default_factory=time.monotonic, init=False)
 
     def order(self, order: Order, listener: Listener) -> Ticket:
-        """See ``agent.api.calls.desk.Desk``."""
         with self._tally.ordering():
             return self._orders.order(order, listener)
 
     def generate(self, order: TextOrder, listener: TextListener) -> TextTicket:
-        """See ``agent.api.calls.desk.Desk``."""
         with self._tally.ordering():
             return self._texts.generate(order, listener)
 
     def text_models(self) -> Sequence[TextModelView]:
-        """See ``agent.api.calls.desk.Desk``."""
         return self._texts.models()
 
     def models(self) -> Sequence[Model]:
-        """See ``agent.api.calls.desk.Desk``."""
         agent = self._inspector.agent
         standing = standing_of(agent, agent.loop.statistics().engine)
         catalog = agent.config.catalog
@@ -112,19 +95,16 @@ class LineDesk:
         return [_model(name, asked, agent, standing) for name, asked in (routes | singles).items()]
 
     def load(self, model: str) -> None:
-        """See ``agent.api.calls.desk.Desk``."""
         agent = self._inspector.agent
         for expert in _experts_of(model, agent.config.catalog):
             agent.loop.want(agent.expert(expert))
 
     def unload(self, model: str) -> None:
-        """See ``agent.api.calls.desk.Desk``."""
         agent = self._inspector.agent
         for expert in _experts_of(model, agent.config.catalog):
             agent.loop.unwant(agent.expert(expert))
 
     def boards(self, serial: str, board_type: str | None = None) -> Sequence[BoardView]:
-        """See ``agent.api.calls.desk.Desk``."""
         runs = [run for run in self._boards.runs(serial) if board_type in (None, run.board_type)]
         views = {run.board_type: self._with_parts(run_view(run)) for run in runs}
         for row in self._results.boards_of(serial):
@@ -138,35 +118,31 @@ class LineDesk:
         return replace(view, parts=parts)
 
     def stored_after(self, seq: int, board: int, limit: int, *, with_maps: bool = False) -> StoredView:
-        """See ``agent.api.calls.desk.Desk``."""
         page = self._results.after(seq, board, limit)
-        parts = [part_of(row.result, row.seq, maps=self._maps(row) if with_maps else ()) for row in page.results]
+        parts = []
+        for row in page.results:
+            has_maps = with_maps and measures_anomalies(row.result)
+            parts.append(part_of(row.result, row.seq, maps=self._results.maps(row.seq) if has_maps else ()))
         boards = [(number, verdict_view(row.board)) for number, row in page.boards]
         return StoredView(Place(page.file, page.last_seq, page.last_board), tuple(parts), tuple(boards))
 
-    def _maps(self, row: ResultRow) -> Sequence[KeptMap]:
-        return self._results.maps(row.seq) if measures_anomalies(row.result) else ()
-
     def subscribe(self, tell: Callable[[], None]) -> Callable[[], None]:
-        """See ``agent.api.calls.desk.Desk``."""
         return self._verdicts.subscribe(lambda *_: tell())
 
     def trigger(
         self, camera: str, board: str | None = None, board_type: str | None = None, key: str | None = None
     ) -> str:
-        """See ``agent.api.calls.desk.Desk``."""
         return self._controls.trigger(camera, board, board_type, key)
 
     def reload(self) -> ReloadView:
-        """See ``agent.api.calls.desk.Desk``."""
         return self._controls.reload()
 
     def status(self) -> StatusView:
-        """See ``agent.api.calls.desk.Desk``."""
         agent = self._inspector.agent
         statistics = agent.loop.statistics()
         engine = statistics.engine
         executors = {each.executor: each for each in statistics.executors}
+        behind = engine.background
         return StatusView(
             line=agent.config.line,
             version=version("coserve"),
@@ -185,11 +161,10 @@ class LineDesk:
             standing=standing_of(agent, engine),
             alarms=tuple(self._controls.alarms()),
             texts=_texts_view(self._texts.statistics(), statistics.executors),
-            shadows=_shadows_view(engine.background),
+            shadows=ShadowsView(behind.waiting, behind.running, behind.ran, behind.failed, behind.dropped),
         )
 
     def explain(self, subject: str) -> Sequence[str]:
-        """See ``agent.api.calls.desk.Desk``."""
         agent = self._inspector.agent
         catalog = agent.config.catalog
         if subject in catalog.experts:
@@ -230,7 +205,7 @@ def _experts_of(model: str, catalog: Catalog) -> tuple[str, ...]:
 
 
 def standing_of(agent: Agent, engine: EngineStatistics) -> dict[str, str]:
-    """Experts that are not asked at the moment, as the line calls them, and why; none that a reload replaced."""
+    """Experts not asked now, by the line's names, and why."""
     reasons = engine.on_probation | engine.quarantined
     served = {name: agent.expert(name) for name in agent.config.catalog.experts}
     return {name: with_line_names(reasons[now]) for name, now in served.items() if now in reasons}
@@ -252,10 +227,6 @@ def _texts_view(texts: TextStatistics, executors: Sequence[ExecutorStatistics]) 
         shown=shown.counts[math.inf],
         first_token_s=shown.sum_s,
     )
-
-
-def _shadows_view(seen: BackgroundStatistics) -> ShadowsView:
-    return ShadowsView(seen.waiting, seen.running, seen.ran, seen.failed, seen.dropped)
 
 
 def _queue_view(queue: QueueStatistics, executor: ExecutorStatistics | None) -> QueueView:

@@ -1,7 +1,6 @@
-"""Orders of the APIs' callers: admitted, journaled where they are kept, judged, answered.
+"""Orders of the APIs' callers: admitted, journaled where they are kept, judged, answered (``agent.api.calls.desk``).
 
-Guarantees: see ``agent.api.calls.desk``. An order that is kept goes through the journal; one that is not is answered
-from memory, and nothing of it remains. Whatever becomes of an order, what it was admitted with is given back.
+Guarantees: an order that is not kept is answered from memory; every admission is given back.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ LONGEST_NAME = 200  # of a key, a serial or a ref: longer ones are no names
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One request that is made of an order's image. ``box``: the part that it is about; None for all of it."""
+    """One request of an order's image. ``box``: the part to judge; None for the whole image."""
 
     key: str
     component: str | None
@@ -58,10 +57,7 @@ class _Piece:
 
 @dataclass(slots=True, eq=False)
 class _Gathering:
-    """An order whose pieces end one by one; told once, when the last one has.
-
-    ``leave`` gives back what it was admitted with, for so many pieces; more than there are do nothing.
-    """
+    """An order; told once, when its last piece ends. ``leave`` gives back the admission of so many pieces."""
 
     listener: Listener
     order: Order
@@ -73,7 +69,6 @@ class _Gathering:
     is_accepted: bool = False
 
     def accepted(self) -> None:
-        """As a Sender."""
         with self.lock:
             self.is_accepted = True
             was_over = self.is_over
@@ -83,14 +78,12 @@ class _Gathering:
             self.listener.accepted()
 
     def judged(self, verdict: StoredVerdict) -> None:
-        """As a Sender."""
         course = verdict.course
         maps = verdict.result.maps if self.order.wants_maps else ()
         part = part_of(verdict.result, verdict.seq, queue_s=course.queue_s, compute_s=course.compute_s, maps=maps)
         self.add(verdict.result.key, replace(part, is_repeat=verdict.is_repeat))
 
     def refused(self, key: str) -> None:
-        """As a Sender."""
         with self.lock:
             was_over, self.is_over = self.is_over, True
         self.leave(len(self.wanted))
@@ -98,7 +91,6 @@ class _Gathering:
             self.listener.refused(key_reused(key.removeprefix(KEY_PREFIX)))
 
     def add(self, key: str, part: Part) -> None:
-        """One more piece has ended."""
         with self.lock:
             self.parts[key] = part
             is_last = len(self.parts) == len(self.wanted) and not self.is_over
@@ -108,7 +100,6 @@ class _Gathering:
             self.listener.judged([self.parts[key] for key in self.wanted])
 
     def end(self) -> None:
-        """Nobody listens any more."""
         with self.lock:
             self.is_over = True
 
@@ -119,26 +110,19 @@ class _Ticket:
     withdraw: Callable[[], None]
 
     def cancel(self) -> None:
-        """See ``agent.api.calls.desk.Ticket``."""
         self.gathering.end()
         self.withdraw()
 
 
 class OrderTaker:
-    """See the module. For any thread."""
+    """For any thread."""
 
-    def __init__(
-        self,
-        inspector: Inspector,
-        journal: JournalDoor,
-        admission: Admission,
-    ) -> None:
+    def __init__(self, inspector: Inspector, journal: JournalDoor, admission: Admission) -> None:
         self._inspector = inspector
         self._journal = journal
         self._admission = admission
 
     def order(self, order: Order, listener: Listener) -> Ticket:
-        """See ``agent.api.calls.desk.Desk``."""
         if not self._inspector.takes:
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one will take it", 5.0)
         board_type = self._board_type(order)
@@ -146,7 +130,8 @@ class OrderTaker:
         pieces, layout = self._pieces(order, key, board_type)
         size = None if layout is None else layout.size
         content = _encoded(order.image) if order.is_kept else None
-        size_bytes = len(content) if content is not None else _size_bytes(order.image)
+        held = order.image if content is None else content
+        size_bytes = len(held) if isinstance(held, bytes) else held.nbytes
         if size is not None:
             size_bytes += size[0] * size[1] * 3  # a frame is held decoded until its last part is judged
         entered = self._admission.enter(len(pieces), size_bytes)
@@ -169,7 +154,10 @@ class OrderTaker:
         board_type: str | None,
     ) -> Ticket:
         order, now = gathering.order, datetime.now(UTC).astimezone()
-        asked = _asked_sha256(order, pieces, content, board_type) if order.key else None
+        asked = None
+        if order.key:
+            said = [(piece.component, piece.expert, piece.ref, piece.box) for piece in pieces]
+            asked = asked_sha256(hashlib.sha256(content).hexdigest(), order.board, board_type, said)
         entries = [  # one expert's answer is no verdict that a board could count
             Entry(
                 piece.key, SOURCE, piece.key, now, piece.component, piece.expert, order.board,
@@ -183,18 +171,13 @@ class OrderTaker:
         return _Ticket(gathering, partial(self._cancel_sending, gathering, sending))
 
     def _cancel_sending(self, gathering: _Gathering, sending: Sending) -> None:
-        """One that waits for the disk is held in memory until it has been there, whether anybody waits for it or not:
-        else callers who give up and come again would fill the memory while the disk is full."""
+        """Admission stays until the journal accepted it: else cancelled orders that wait for a disk fill the memory."""
         sending.cancel()
         if gathering.is_accepted:
             gathering.leave(len(gathering.wanted))
 
     def _ask(
-        self,
-        gathering: _Gathering,
-        pieces: Sequence[_Piece],
-        order: Order,
-        size: tuple[int, int] | None,
+        self, gathering: _Gathering, pieces: Sequence[_Piece], order: Order, size: tuple[int, int] | None
     ) -> Ticket:
         name = gathering.wanted[0]
         whole: ImageSource = (
@@ -252,7 +235,7 @@ class OrderTaker:
     def _pieces(
         self, order: Order, key: str, board_type: str | None
     ) -> tuple[tuple[_Piece, ...], LayoutSections | None]:
-        """What is asked about the image, and the layout that says so, if it is a whole board's."""
+        """Requests to make of the image; for a whole board also its layout."""
         ref = short_name(order.ref, "ref")
         catalog = self._inspector.agent.config.catalog
         if order.component is not None and order.expert is not None:
@@ -282,7 +265,7 @@ class OrderTaker:
         ), layout
 
     def _board_type(self, order: Order) -> str | None:
-        """The type of an order's board; None where the line has no boards, or the image belongs to none."""
+        """Type of an order's board; None if the line has no boards or the image belongs to none."""
         short_name(order.board, "board")
         types = self._inspector.agent.config.boards
         if order.board_type is not None and order.board_type not in types:
@@ -294,14 +277,8 @@ class OrderTaker:
         return order.board_type or next(iter(types), None)
 
 
-def _asked_sha256(order: Order, pieces: Sequence[_Piece], content: bytes, board_type: str | None) -> str:
-    """Of all that defines an inspection: what is asked about which pixels, and whose they are."""
-    parts = [(piece.component, piece.expert, piece.ref, piece.box) for piece in pieces]
-    return asked_sha256(hashlib.sha256(content).hexdigest(), order.board, board_type, parts)
-
-
 def _encoded(image: bytes | np.ndarray) -> bytes:
-    """The image as a file's bytes: pixels as a BMP, which costs nothing to write."""
+    """Pixels as BMP, which is the cheapest to write."""
     if isinstance(image, bytes):
         return image
     file = io.BytesIO()
@@ -309,12 +286,8 @@ def _encoded(image: bytes | np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def _size_bytes(image: bytes | np.ndarray) -> int:
-    return len(image) if isinstance(image, bytes) else image.nbytes
-
-
 def _check_size(image: bytes | np.ndarray, layout: LayoutSections) -> None:
-    """Raises OrderRefused for a frame that the layout is not for. What is no image at all is found out later."""
+    """Raises OrderRefused for a frame of another size than the layout's. Decoding reports an invalid image."""
     if isinstance(image, bytes):
         try:
             with Image.open(io.BytesIO(image)) as opened:
@@ -332,7 +305,7 @@ def _check_size(image: bytes | np.ndarray, layout: LayoutSections) -> None:
 
 
 def short_name(name: str | None, what: str) -> str | None:
-    """The same name. Raises OrderRefused for one that is none."""
+    """The name. Raises OrderRefused for an invalid one."""
     if name is not None and len(name) > LONGEST_NAME:
         raise OrderRefused(Refusing.INVALID, f"a {what} of {len(name)} characters - at most {LONGEST_NAME}")
     if what == "key" and name and PART_MARK in name:

@@ -1,8 +1,7 @@
 """What is counted of a line for its metrics alone, since the start: boards, orders, how long verdicts took.
 
-Guarantees: what is counted of verdicts is on the disk. Times are from a request's arrival, as its row has it, until
-its verdict was stored, by the wall clock: what an earlier run accepted counts from then, and where the clock was set
-back meanwhile, no time has passed.
+Guarantees: counted verdicts are on the disk. Times run by the wall clock from arrival, also in an earlier run, until
+the verdict is stored; 0 where the clock was set back.
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ ON_THE_WIRE = (Refusing.MESSAGE_TOO_LARGE, Refusing.UNAUTHENTICATED)  # refused 
 
 @dataclass(frozen=True, slots=True)
 class TallyStatistics:
-    """A snapshot. ``boards``: verdicts of boards, one that was revised again; ``seconds``: from arrival to stored
-    verdict, by kind of source; ``accepted`` and ``refused``: orders of callers.
-    """
+    """``seconds``: arrival to stored verdict, by kind of source; ``accepted``, ``refused``: callers' orders."""
 
     boards: Mapping[Verdict, int]
     seconds: Mapping[str, Distribution]
@@ -47,7 +44,7 @@ class TallyStatistics:
 
 
 class Tally:
-    """For any thread. ``wall``: what results are dated by."""
+    """For any thread. ``wall``: clock of results."""
 
     def __init__(self, wall: Callable[[], datetime] = wall_clock) -> None:
         self._wall = wall
@@ -57,7 +54,6 @@ class Tally:
         self._seconds = {source: Durations() for source in (FOLDER, *SOURCES.values())}
 
     def stored(self, stored: Result | BoardVerdict, _: Recorded) -> None:
-        """Something is on the disk."""
         if isinstance(stored, Result):
             self._time(stored)
         else:
@@ -66,7 +62,7 @@ class Tally:
 
     @contextmanager
     def ordering(self) -> Iterator[None]:
-        """An order is given under it."""
+        """Count an order as accepted or refused."""
         try:
             yield
         except OrderRefused as refused:
@@ -75,7 +71,6 @@ class Tally:
         self._ordered(None)
 
     def statistics(self) -> TallyStatistics:
-        """A frozen snapshot."""
         with self._lock:
             seconds = {source: durations.distribution() for source, durations in self._seconds.items()}
             refused = {reason: self._orders[reason] for reason in Refusing if reason not in ON_THE_WIRE}

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Who is asked for a text: one expert, or a route whose router decides. ``reached``: whom it may come to, the
-    first of them for certain."""
+    """One expert, or a route whose router decides. ``reached``: experts it may come to, the certain one first."""
 
     expert: str | None
     route: str | None
@@ -41,7 +40,7 @@ def destination_of(order: TextOrder, catalog: Catalog) -> Destination:
 
 
 def check_order(order: TextOrder) -> None:
-    """What is wrong with an order whoever writes it. Raises OrderRefused, GenerationInvalid."""
+    """Checks that need no model. Raises OrderRefused, GenerationInvalid."""
     if order.most_tokens is not None and order.most_tokens < 1:
         raise invalid("max_tokens", f"is {order.most_tokens}: give 1 or more")
     if order.prompt is not None and order.messages:

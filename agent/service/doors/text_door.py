@@ -1,9 +1,7 @@
-"""Texts of the APIs' callers: let in, routed, written piece by piece, ended.
+"""Texts of the APIs' callers: let in, routed, written piece by piece, ended (``agent.api.calls.desk``).
 
-Guarantees: see ``agent.api.calls.desk``. A text that can be told to be impossible (its model, its prompt against the
-context, its sampling) is refused before anything of it runs. What it was admitted with is given back when the agent has
-its outcome, also of one that was cancelled: by then what it held in memory is given back as well. Texts are not
-journaled: who waits for one waits on the line, and the next start knows nothing of it.
+Guarantees: an impossible text (model, prompt, sampling) is refused before anything of it runs. Admission is given back
+with the agent's outcome, also of a cancelled text, whose memory is free by then. Texts are not journaled.
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ OVERDUE_S = 0.5  # what runs ends at its deadline by itself, a quantum later at 
 
 @dataclass(frozen=True, slots=True)
 class TextStatistics:
-    """A snapshot. ``ended``: by why, `failed` and `cancelled` beside the endings; ``first_token_s``: until something
-    was shown, of those that showed something."""
+    """``ended``: by ending, `failed` and `cancelled`; ``first_token_s``: of texts that showed something."""
 
     under_way: int
     ended: Mapping[str, int]
@@ -51,7 +48,7 @@ class TextStatistics:
 
 
 class TextDoor:
-    """Keeps what of ``agent.api.calls.desk.Desk`` is about texts. For any thread."""
+    """The desk's part for texts. For any thread."""
 
     def __init__(self, inspector: Inspector, admission: Admission, clock: Callable[[], float] = time.monotonic) -> None:
         self._inspector = inspector
@@ -65,7 +62,6 @@ class TextDoor:
         self._is_stopping = False
 
     def generate(self, order: TextOrder, listener: TextListener) -> TextTicket:
-        """See ``agent.api.calls.desk.Desk``."""
         if self._is_stopping or not self._inspector.takes:
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one will take it", 5.0)
         agent = self._inspector.agent
@@ -94,7 +90,6 @@ class TextDoor:
         return text
 
     def models(self) -> list[TextModelView]:
-        """See ``agent.api.calls.desk.Desk.text_models``."""
         agent = self._inspector.agent
         catalog, engine = agent.config.catalog, agent.loop.statistics().engine
         reasons = engine.on_probation | engine.quarantined
@@ -105,20 +100,19 @@ class TextDoor:
         return [self._view(name, experts, agent, reasons) for name, experts in asked.items()]
 
     def end_overdue(self) -> None:
-        """Texts whose deadline has passed while they wait for their turn: to be called now and then."""
+        """End texts whose deadline passed in a queue: call it periodically."""
         with self._lock:
             waiting = tuple(self._under_way)
         for text in waiting:
             text.end_if_overdue(OVERDUE_S)
 
     def statistics(self) -> TextStatistics:
-        """A frozen snapshot."""
         with self._lock:
             ended = {name: self._ended[name] for name in (*Ending, FAILED, CANCELLED)}
             return TextStatistics(len(self._under_way), ended, self._first_tokens.distribution())
 
     def stop(self, timeout_s: float) -> None:
-        """Take no more; those that have not ended by then are told so, and cancelled."""
+        """Take no more; cancel texts that have not ended by then."""
         self._is_stopping = True
         deadline_s = time.monotonic() + timeout_s
         while self._under_way and time.monotonic() < deadline_s:
@@ -150,7 +144,6 @@ class TextDoor:
         return TextModelView(name, experts, min(contexts, default=None), not found, next(iter(found), None))
 
     def _left(self, text: TextUnderWay, how: str) -> None:
-        """A text has its outcome."""
         if text.entered is not None:
             self._admission.leave(text.entered)
         with self._lock:

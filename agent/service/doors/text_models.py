@@ -1,7 +1,6 @@
 """What turns words into tokens for each language model of a line: read from its packed program once, then kept.
 
-Guarantees: experts of one program share what is read of it; of the longest unused nothing is kept beyond KEPT. For any
-thread.
+Guarantees: experts of one program share it; the KEPT last used stay. For any thread.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ KEPT = 32  # programs; a tokenizer with a large vocabulary takes tens of megabyt
 
 @dataclass(frozen=True, slots=True)
 class Speech:
-    """How one model is spoken to. ``labels``: those that it answers with, where it does, and the tokens of each.
-
-    ``most_tokens``: of one text, read and written together: its context, or what memory has room for if that is less.
-    """
+    """How one model is spoken to. ``labels``: its answers, as tokens. ``most_tokens``: read and written together."""
 
     model: TextModel
     spec: ArchSpec
@@ -37,8 +33,6 @@ class Speech:
 
 
 class TextModels:
-    """See the module."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._contexts: dict[str, int] = {}  # by the same; a few bytes each
@@ -84,7 +78,7 @@ def _within(context_tokens: int, agent: Agent, expert: str) -> int:
 
 
 def _packed(expert: str, agent: Agent) -> PackedExpert:
-    """Any copy's: all of an expert's have one program."""
+    """Any copy: all copies of an expert have one program."""
     for copy in agent.copies.values():
         if copy.expert.id == expert and copy.packed.program_sha256 is not None:
             return copy.packed

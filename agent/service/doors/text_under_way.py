@@ -1,7 +1,6 @@
 """One text under way: what it wants of each expert that it may come to, what of it was shown, how it ended.
 
-Guarantees: its listener is told one end, behind all pieces, unless it was cancelled; then nothing more. What it wants
-of an expert is tokenised once, before it is let in.
+Guarantees: its listener is told one end, after all pieces, and nothing after a cancel; prompts are tokenised once.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ THOUGHT, THOUGHT_TOKENS = "<think>", 16  # where a model begins to think, and th
 
 @dataclass(eq=False)
 class TextUnderWay:
-    """Keeps ``agent.api.calls.desk.TextTicket``. ``speech_of``: how an expert is spoken to; ``left``: told with how it
-    ended, once its outcome is there. ``entered`` and ``withdraw``: set before it is let in."""
+    """Keeps ``TextTicket``. ``left``: told the ending, once. ``entered`` and ``withdraw``: set before it is let in."""
 
     order: TextOrder
     listener: TextListener
@@ -55,20 +53,19 @@ class TextUnderWay:
     _writes: str | None = None  # the expert that has begun to write it
     _requests: dict[str, TextRequest] = field(default_factory=dict)
     _failures: dict[str, CoServeError] = field(default_factory=dict)  # by whom it cannot be asked of
-    _is_closed: bool = False  # nobody listens any more
+    _is_closed: bool = False  # no listener any more
 
     def __post_init__(self) -> None:
         self.since_s = self.clock()
 
     @property
     def size_bytes(self) -> int:
-        """What it takes while it waits."""
         words = sum(len(str(value)) for message in self.order.messages for value in message.values())
         words += len(self.order.prompt) if isinstance(self.order.prompt, str) else 0
         return 4 * words + TOKEN_BYTES * sum(len(one.generation.prompt) for one in self._requests.values())
 
     def prepare(self, reached: Sequence[str]) -> None:
-        """What it wants of all these, so that nobody waits for that later. Raises as ``text_for`` of the first."""
+        """Make the request for each expert now, so that routing is fast. Raises as ``text_for`` of the first."""
         for expert in reached:
             if expert not in self._requests and expert not in self._failures:
                 try:
@@ -84,22 +81,19 @@ class TextUnderWay:
         return self._requests[expert]
 
     def cancel(self) -> None:
-        """See ``agent.api.calls.desk.Ticket``."""
         self._is_closed = True
         self.withdraw()
 
     def end_if_overdue(self, since_s: float) -> None:
-        """Past its deadline for so long, it waits where nobody looks at that: it waits no longer."""
         if self._is_overdue(since_s):
             self.withdraw()
 
     def give_up(self) -> None:
-        """The agent stops, and whoever listens is told so."""
         self._fail(OrderRefused(Refusing.STOPPING, "the agent is stopping, and the text ends here", 5.0))
         self.cancel()
 
     def end(self, outcome: Outcome, course: Course) -> None:
-        """Its outcome, on the agent's thread."""
+        """Runs on the agent's thread."""
         step = outcome.steps[-1] if outcome.steps else None
         if outcome.reason == CANCELLED and self._is_overdue() and not self._is_closed:
             self.left(self, Ending.DEADLINE)
@@ -144,7 +138,7 @@ class TextUnderWay:
         return TextRequest(generation, writer, self.due_s)
 
     def _is_label(self, expert: str, label: str) -> bool:
-        """Whether it is a router's answer: one of its labels may be called as an ending is."""
+        """True for a router's answer: a label may be named like an ending."""
         choices = self._requests[expert].generation.choices
         return choices is not None and label in choices
 
@@ -155,7 +149,7 @@ class TextUnderWay:
             raise _no_room(field, f"has {read} tokens", expert, speech, "shorten it")
 
     def _wrote(self, expert: str, model: TextModel, is_thought: bool, piece: Piece) -> None:
-        """On the executor's thread, or where the text ends."""
+        """Runs on the executor's thread, or where the text ends."""
         self._writes = expert
         tokens = piece.tokens if self.order.sampling.logprobs is not None else ()
         self._show(TextPiece(expert, piece.text, tuple(_token_view(token, model) for token in tokens), is_thought))
@@ -168,7 +162,6 @@ class TextUnderWay:
         self.listener.wrote(piece)
 
     def _finish(self, expert: str) -> None:
-        """What was held back is shown."""
         writer = self._requests[expert].writer
         if isinstance(writer, TextWriter):
             writer.finish()
@@ -185,7 +178,7 @@ class TextUnderWay:
         )  # fmt: skip
 
     def _ended_waiting(self, course: Course) -> TextEnd:
-        """Its deadline has passed while it waited, to be begun or to go on."""
+        """The deadline passed in a queue."""
         if self._writes is not None:
             self._finish(self._writes)
             return self._ended(Ending.DEADLINE, self._writes, course)
@@ -195,7 +188,7 @@ class TextUnderWay:
         return self.due_s is not None and self.clock() >= self.due_s + since_s
 
     def _failure(self, reason: str) -> OrderRefused:
-        """Whose fault it is: the order's, where it was refused for an expert that its route came to."""
+        """The order's fault, if it was refused for an expert that its route came to."""
         for error in self._failures.values():
             if isinstance(error, GenerationInvalid) and str(error) in reason:
                 return OrderRefused(Refusing.INVALID, reason, field=error.field)
@@ -211,14 +204,13 @@ class TextUnderWay:
 
 
 class _Silent:
-    """The writer of a router, whose answer is a label."""
+    """Writer of a router, whose answer is a label."""
 
     def write(self, _: Sampled) -> bool:
         return False
 
 
 def _no_room(field: str, asked: str, expert: str, speech: Speech, advice: str) -> PromptInvalid:
-    """For what no memory will ever hold."""
     room = f"memory has room for {speech.most_tokens} tokens of a text of {expert}"
     return PromptInvalid(field, f"{asked}: {room} - {advice}, or give texts.kv more memory")
 
@@ -232,13 +224,13 @@ def _prompt(order: TextOrder, model: TextModel) -> tuple[int, ...]:
 
 
 def _opens_thought(prompt: tuple[int, ...], model: TextModel) -> bool:
-    """Whether the prompt ends where the model is to think first: some templates have that begun."""
+    """Some templates end the prompt inside the model's thoughts."""
     end = b"".join(model.token_bytes(token) for token in prompt[-THOUGHT_TOKENS:])
     return end.rstrip().endswith(THOUGHT.encode())
 
 
 def _router_prompt(order: TextOrder, model: TextModel) -> tuple[int, ...]:
-    """The last words alone: as a chat's where the router has a template for that, else as they are."""
+    """The last words alone, as a chat if the router has a template."""
     words = last_words(order)
     if model.chat is None:
         return model.prompt_of(words)

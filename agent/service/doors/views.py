@@ -19,14 +19,8 @@ KEY_PREFIX = "api/"  # of callers' own keys, so that they meet no file's
 
 
 def part_of(
-    result: Result,
-    seq: int | None,
-    *,
-    queue_s: float = 0.0,
-    compute_s: float = 0.0,
-    maps: Sequence[KeptMap] = (),
+    result: Result, seq: int | None, *, queue_s: float = 0.0, compute_s: float = 0.0, maps: Sequence[KeptMap] = ()
 ) -> Part:
-    """A stored result, as callers see it, with these of its pictures."""
     steps = result.detail.get("steps", ())
     return Part(
         key=result.key.removeprefix(KEY_PREFIX),
@@ -56,12 +50,11 @@ def part_of(
 
 
 def measures_anomalies(result: Result) -> bool:
-    """Whether a stored result says what an anomaly expert measured."""
     return any("anomaly" in step for step in result.detail.get("steps", ()))
 
 
 def anomaly_views(outcome: Outcome, *, with_maps: bool) -> tuple[AnomalyView, ...]:
-    """What anomaly experts measured of an image that is not stored."""
+    """Anomalies of an image that is not stored."""
     measured = ((step.expert, step.prediction.anomaly) for step in outcome.steps)
     return tuple(
         AnomalyView(
@@ -82,7 +75,6 @@ def _anomalies(result: Result, maps: Sequence[KeptMap]) -> tuple[AnomalyView, ..
 
 
 def verdict_view(board: BoardVerdict) -> BoardView:
-    """A stored board verdict, as callers see it."""
     return BoardView(
         board.serial, board.board_type, board.verdict, board.opened_at, board.closed_at, board.missing, board.counts,
         is_revision=board.is_revision,
@@ -90,7 +82,6 @@ def verdict_view(board: BoardVerdict) -> BoardView:
 
 
 def run_view(run: BoardRun) -> BoardView:
-    """A board as its ledger has it."""
     closed = run.closed
     return BoardView(
         run.serial,

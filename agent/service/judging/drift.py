@@ -1,16 +1,10 @@
-"""Usage drift: how far what a line asks its experts for has moved from what its device profile expects.
+"""Usage drift: how far what a line asks its experts for has moved from what its device profile expects. Pure.
 
-The measure is the total variation distance between two distributions over experts: each expert's share of the steps
-counted, and its usage probability as a share of all. 0: as expected, 1: nothing in common. All counts are halved
-whenever they add up to more than FORGETTING_STEPS: what is long ago fades, a change is seen as soon after a year as
-after a day, and what was otherwise once is not told for ever. A small sample is never exactly as expected, so the
-distance counts as drift only when all of this holds:
-    at least LEAST_STEPS steps were counted,
-    the distance is above LEAST_DISTANCE,
-    it is above CHANCE_FACTOR times what chance alone gives at this sample size (``chance_distance``).
-The size of a sample in which steps weigh w is that of one with the same variance in which each weighs 1 (Kish's
-effective sample size): the square of the sum of w over the sum of the squares of w.
-Pure: no clock, no thread, no log.
+The measure is the total variation distance between each expert's share of the steps counted and its usage probability
+as a share of all: 0 as expected, 1 nothing in common. Counts are halved at FORGETTING_STEPS, so a change is seen as
+soon after a year as after a day. Drift is a distance above LEAST_DISTANCE, and above CHANCE_FACTOR times chance at this
+sample size (``chance_distance``), after LEAST_STEPS steps. Sample size with weights w is Kish's: (sum of w)^2 / sum of
+w^2.
 """
 
 from __future__ import annotations
@@ -33,8 +27,6 @@ NAMED_EXPERTS = 3
 
 @dataclass(frozen=True, slots=True)
 class ExpertDrift:
-    """One expert's share of all steps: as expected, and as seen."""
-
     expert: str
     expected: float
     seen: float
@@ -42,10 +34,7 @@ class ExpertDrift:
 
 @dataclass(frozen=True, slots=True)
 class DriftStatistics:
-    """A frozen snapshot. ``experts``: those whose shares moved most, the largest first.
-
-    ``steps``: the size of the sample; until something is forgotten, all steps since the start.
-    """
+    """``experts``: whose shares moved most, the largest first. ``steps``: sample size."""
 
     steps: int
     distance: float
@@ -54,18 +43,16 @@ class DriftStatistics:
 
     @property
     def threshold(self) -> float:
-        """The distance above which it is drift."""
         return max(CHANCE_FACTOR * self.chance, LEAST_DISTANCE)
 
     @property
     def has_drifted(self) -> bool:
-        """See the module's rule."""
         return self.steps >= LEAST_STEPS and self.distance > self.threshold
 
 
 @dataclass(frozen=True, slots=True)
 class DriftSample:
-    """What was counted at one moment. ``seen``: expert -> how much its steps weigh; the rest is of all together."""
+    """Counts at one moment. ``seen``: weight of each expert's steps; the rest is of all together."""
 
     expected: Mapping[str, float]
     seen: Mapping[str, float]
@@ -73,7 +60,7 @@ class DriftSample:
     squares: float
 
     def statistics(self) -> DriftStatistics:
-        """How far it has moved. It takes long, a fraction of a millisecond for hundreds of experts."""
+        """Slow: a fraction of a millisecond for hundreds of experts."""
         steps = round(self.weight**2 / self.squares) if self.squares else 0
         shares = [
             ExpertDrift(expert, self.expected.get(expert, 0.0), self.seen.get(expert, 0.0) / (self.weight or 1.0))
@@ -86,11 +73,7 @@ class DriftSample:
 
 
 class UsageDrift:
-    """Counts experts' steps against usage probabilities, which need not add up to 1. For one thread at a time.
-
-    Nothing here is slow, so that whoever counts never waits long for whoever looks: ``sample`` copies, and what follows
-    from the sample is computed by it.
-    """
+    """Counts steps against usage of any sum. Not thread-safe. ``sample`` copies: compute outside the guard."""
 
     def __init__(self, usage: Mapping[str, float]) -> None:
         total = sum(usage.values()) or 1.0
@@ -100,7 +83,6 @@ class UsageDrift:
         self._squares = 0.0  # the squares of each step's weight
 
     def count(self, experts: Iterable[str]) -> None:
-        """These were asked, each once."""
         for expert in experts:
             self._seen[expert] += 1.0
             self._weight += 1.0
@@ -109,7 +91,6 @@ class UsageDrift:
                 self._forget_half()
 
     def sample(self) -> DriftSample:
-        """What was counted until now."""
         return DriftSample(self._expected, dict(self._seen), self._weight, self._squares)
 
     def _forget_half(self) -> None:
@@ -120,17 +101,15 @@ class UsageDrift:
 
 
 class DriftAlarm:
-    """Says when to warn: when usage has drifted, at the first time, then once an hour. ``now_s``: monotonic."""
+    """Warns when usage has drifted, at first and then once an hour. ``now_s``: monotonic."""
 
     def __init__(self) -> None:
         self._warned_s: float | None = None
 
     def can_warn(self, now_s: float) -> bool:
-        """Whether there can be a warning now, whatever the statistics are."""
         return self._warned_s is None or now_s - self._warned_s >= WARNING_INTERVAL_S
 
     def due_warning(self, found: DriftStatistics, now_s: float) -> DriftStatistics | None:
-        """What to warn of now."""
         if not self.can_warn(now_s) or not found.has_drifted:
             return None
         self._warned_s = now_s
@@ -140,8 +119,7 @@ class DriftAlarm:
 def chance_distance(probabilities: Iterable[float], draws: int) -> float:
     """The total variation distance to expect of so many independent draws from exactly these probabilities.
 
-    Half the sum of the mean absolute deviations of binomial counts, by De Moivre's formula, over the draws:
-    E|X - np| = 2 m C(n, m) p^m (1 - p)^(n - m + 1) with m = floor(np) + 1.
+    By De Moivre's formula: E|X - np| = 2 m C(n, m) p^m (1 - p)^(n - m + 1) with m = floor(np) + 1.
     """
     if not draws:
         return 0.0

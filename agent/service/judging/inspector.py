@@ -1,9 +1,8 @@
 """The agent as its doors see it: an image goes in under a key, and its outcome comes out, once.
 
-Guarantees: an image that was being judged when the agent was ended is judged alone at the next start, and at the second
-time it ends no agent any more (``attempts`` says so, and who brings it refuses it); one that is cancelled before it was
-let in never reaches the agent. After a crash nothing is taken, and what was taken has no outcome: the next start
-offers it again.
+Guarantees: an image that was being judged when the agent ended is judged alone at the next start, and refused after the
+second time (``attempts``). A cancelled image that was not let in never reaches the agent. After a crash nothing is
+taken, and open images have no outcome: the next start offers them again.
 """
 
 from __future__ import annotations
@@ -44,10 +43,7 @@ ATTEMPTS_MAXIMUM = 2  # an image that was being judged each time when the agent 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """How an image was judged. ``queue_s``: before its first batch; ``compute_s``: in batches.
-
-    ``models``: the sha256 of the weights file behind each step of its outcome.
-    """
+    """Seconds before the first batch and in batches. ``models``: sha256 of the weights file behind each step."""
 
     queue_s: float = 0.0
     compute_s: float = 0.0
@@ -56,11 +52,9 @@ class Course:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One image to be judged, or text to be written, by a component's route or by one expert. ``ended`` runs on the
-    agent's thread, once.
+    """An image or a text for a component's route or one expert. ``ended`` runs on the agent's thread, once.
 
-    ``key`` identifies it across restarts; ``name`` is what the log calls its image. ``is_counted``: how often it was
-    tried, for the next start offers it again.
+    ``key`` identifies it across restarts; ``is_counted``: attempts are logged, as the next start offers it again.
     """
 
     key: str
@@ -80,7 +74,7 @@ class Task:
 
 @dataclass(slots=True)
 class _Recent:
-    """How many requests ended of late, for a guess of when there is room again."""
+    """Rate of ended requests, for retry hints."""
 
     since_s: float = field(default_factory=time.monotonic)
     count: int = 0
@@ -88,10 +82,7 @@ class _Recent:
 
 
 class Inspector:
-    """The agent of a line with all that stands before it. ``start`` and ``stop`` it once; the rest is for any thread.
-
-    ``on_crash`` is called, from any thread, when the agent has crashed.
-    """
+    """The agent of a line and its gate. ``start`` and ``stop`` once; the rest, and ``on_crash``, on any thread."""
 
     def __init__(self, config: LineConfig, progress: Progress, on_crash: Callable[[], None]) -> None:
         self._tasks: dict[int, Task] = {}
@@ -110,27 +101,24 @@ class Inspector:
         self.agent.loop.when_crashed(lambda crash: self._crashed(crash, on_crash))
 
     def start(self) -> None:
-        """Place experts, take images."""
         self.agent.start()
 
     @property
     def crash(self) -> AgentCrashed | None:
-        """What ended the agent, if anything did."""
         return self.agent.loop.crash
 
     @property
     def takes(self) -> bool:
-        """Whether images are taken: not while it stops, nor after a crash."""
+        """False while it stops, and after a crash."""
         return not self._stopping.is_set() and self.crash is None
 
     @property
     def in_flight(self) -> int:
-        """Images that the agent has taken, and not judged yet."""
         return len(self._tasks)
 
     @property
     def ended_per_s(self) -> float:
-        """How many images were judged a second of late; 0 before the first second is over."""
+        """Images judged per second, recently; 0 before the first second is over."""
         return self._recent.per_s
 
     def attempts(self, key: str) -> int:
@@ -138,18 +126,16 @@ class Inspector:
         return self._attempts.attempts(key)
 
     def settled(self, key: str) -> None:
-        """This image has its verdict: how often it was tried is forgotten."""
         self._attempts.settled(key)
 
     def enter(self, task: Task) -> None:
-        """Have it judged, now or once its turn has come."""
         is_suspect = self._attempts.attempts(task.key) > 0
         if is_suspect:
             log.warning("image_judged_alone file=%s: the agent was ended while it judged it", task.name)
         self._gate.enter(task, is_suspect=is_suspect)
 
     def cancel(self, task: Task) -> None:
-        """Nobody wants it any more: it ends CANCELLED, unless it ran its last step already, or does so now."""
+        """End a task as CANCELLED, unless its last step has run or runs now."""
         with self._guard:
             task.is_cancelled = True
             number = task.number
@@ -158,7 +144,7 @@ class Inspector:
 
     @contextmanager
     def counted(self, key: str) -> Iterator[None]:
-        """What is done under it may end the agent, and speaks against this key then."""
+        """An end of the agent inside counts against this key."""
         self.begun(key)
         try:
             yield
@@ -166,19 +152,18 @@ class Inspector:
             self.ended(key)
 
     def begun(self, key: str) -> None:
-        """What is done from now on may end the agent, and speaks against this key then, until it has ``ended``."""
+        """An end of the agent from now until ``ended`` counts against this key."""
         self._attempts.begun([key])
 
     def ended(self, key: str) -> None:
-        """The agent has survived it."""
         self._attempts.ended([key])
 
     def model_of(self, expert: str) -> str:
-        """The sha256 of the weights file of an expert, by what the Engine calls it; empty where it is not known."""
+        """sha256 of an expert's weights file, by the Engine's name; empty if unknown."""
         return self._models.get(expert, "")
 
     def change_line(self, change: LineChange) -> None:
-        """Serve another line from now on; what was taken is finished as the earlier one says."""
+        """Serve another line; accepted requests finish under the earlier one."""
         self.agent.loop.change_line(change.event, change.copies)
         for expert, reason in change.quarantined.items():
             self.agent.loop.quarantine(expert, reason)
@@ -191,18 +176,17 @@ class Inspector:
             self._drift = UsageDrift(usage)
 
     def drift(self) -> DriftStatistics:
-        """How far what is asked has moved from what was expected."""
         with self._drift_guard:
             sample = self._drift.sample()
         return sample.statistics()
 
     def take_no_more(self) -> None:
-        """From here on nothing is let in: what is on its way to the agent waits for the next start."""
+        """Let nothing more in: waiting images are left to the next start."""
         with self._guard:
             self._stopping.set()
 
     def drain(self, timeout_s: float) -> bool:
-        """Finish what was taken; False if that took longer."""
+        """Finish what was taken; False after ``timeout_s``."""
         self.agent.loop.drain()
         return self.agent.loop.wait_until_drained(timeout_s)
 
@@ -211,19 +195,18 @@ class Inspector:
         self.agent.stop()
 
     def forgive(self) -> None:
-        """What was still being judged has not ended the agent, where the agent was told to end."""
+        """A requested end does not count against images under way."""
         if self.crash is None:
             self._attempts.forgive()
 
     def close(self) -> None:
-        """Nothing more is counted."""
         self._attempts.close()
 
     def _let_in(self, task: Task) -> bool:
-        """Whether the agent has it now; one that was cancelled meanwhile has ended instead."""
+        """Whether the agent has it; a cancelled task has ended instead."""
         with self._guard:
             if not self.takes:
-                return True  # it came while we ended: the next start offers it again, and nobody comes in any more
+                return True  # it came during the end: the next start offers it again
             if not task.is_cancelled:
                 task.let_in_s = time.monotonic()
                 expert = None if task.expert is None else self.agent.expert(task.expert)
@@ -236,7 +219,7 @@ class Inspector:
 
     @contextmanager
     def _preparing(self, number: int) -> Iterator[None]:
-        """Its image is decoded now, ahead of its batch, which would be counted: that may end the agent, too."""
+        """Decoding ahead of a batch may end the agent too."""
         with self._guard:
             task = self._tasks.get(number)
         with self.counted(task.key) if task is not None and task.is_counted else nullcontext():
@@ -246,7 +229,8 @@ class Inspector:
 
     def _judged(self, number: int, outcome: Outcome) -> None:
         models = tuple(self._models.get(step.expert, "") for step in outcome.steps)
-        outcome = _in_line_names(outcome)
+        steps = tuple(replace(step, expert=line_name(step.expert)) for step in outcome.steps)
+        outcome = replace(outcome, steps=steps, reason=outcome.reason and with_line_names(outcome.reason))
         with self._drift_guard:
             self._drift.count(step.expert for step in outcome.steps)
         with self._guard:
@@ -264,7 +248,7 @@ class Inspector:
             recent.since_s, recent.count = now_s, 0
 
     def _batch_given(self, requests: Sequence[int]) -> None:
-        """It may end the agent from now on: an executor begins what it holds before anybody here knows of it."""
+        """Called before an executor holds the batch: it may end the agent from then on."""
         self._attempts.begun([task.key for task in self._tasks_of(requests) if task.is_counted])
 
     def _batch_begun(self, requests: Sequence[int]) -> None:
@@ -292,11 +276,4 @@ class Inspector:
 
 
 def models_of(agent: Agent) -> dict[str, str]:
-    """The sha256 of each expert's weights file, by what the Engine calls the expert."""
     return {copy.rpartition("@")[0]: packed.source_sha256 for copy, packed in agent.packed.items()}
-
-
-def _in_line_names(outcome: Outcome) -> Outcome:
-    """The same, with experts called as the line file calls them."""
-    steps = tuple(replace(step, expert=line_name(step.expert)) for step in outcome.steps)
-    return replace(outcome, steps=steps, reason=outcome.reason and with_line_names(outcome.reason))

@@ -1,8 +1,7 @@
 """The boards of a line that is served: what is decided of them, and its way to the store.
 
-Guarantees: verdicts reach the store in the order in which they were decided, whichever threads decide them, so that a
-late NG is never overwritten by the verdict that it made worse; one that the store did not take is handed over again
-before the next; no step of the wall clock closes a board.
+Guarantees: verdicts reach the store in the order of decision, so that a late NG is never overwritten; one that the
+store did not take is retried before the next; no step of the wall clock closes a board.
 """
 
 from __future__ import annotations
@@ -30,15 +29,11 @@ log = logging.getLogger(__name__)
 
 
 def wall_clock() -> datetime:
-    """What the clock on the wall says, with time zone."""
     return datetime.now(UTC)
 
 
 class LineBoards:
-    """Counts results on boards, and records boards that are complete or whose time is over. For any thread.
-
-    ``clock``: monotonic seconds, by which boards age; ``wall``: the time that is stored and shown.
-    """
+    """Counts results on boards, records closed ones. For any thread. ``clock``: boards' age; ``wall``: their dates."""
 
     def __init__(
         self,
@@ -57,17 +52,17 @@ class LineBoards:
         self._tell: Callable[[BoardVerdict, Recorded], None] = lambda *_: None
 
     def change(self, boards: Mapping[str, BoardSection]) -> None:
-        """Other board types from now on; boards that are open are judged by what they began with."""
+        """Set board types; open boards keep theirs."""
         manifests = _manifests(boards)
         with self._guard:
             self._ledger.change(manifests)
 
     def when_stored(self, tell: Callable[[BoardVerdict, Recorded], None]) -> None:
-        """Have this called, on the store's thread, for every verdict that is new there."""
+        """``tell`` is called on the store's thread, for every new board verdict."""
         self._tell = tell
 
     def take_up(self) -> None:
-        """Boards that were open when the agent last ended; closed ones stay as they are stored."""
+        """Reopen boards of the last run; closed ones stay as stored."""
         if not self._ledger.longest_timeout:  # no board types
             return
 
@@ -79,7 +74,7 @@ class LineBoards:
             self._record(self._ledger.replay(newest_first, recorded_since, self._clock(), self._wall()))
 
     def count(self, result: Result) -> None:
-        """A result that was just stored, on its board, if it has one that is open or of a type that is configured."""
+        """Count a stored result on its board, if that is open or of a configured type."""
         inspection = inspection_of(result)
         if inspection is None:
             return
@@ -90,22 +85,20 @@ class LineBoards:
                 self._record(() if verdict is None else (verdict,))
 
     def expire(self) -> None:
-        """Close boards whose time is over."""
         with self._guard:
             self._record(self._ledger.expire(self._clock(), self._wall()))
 
     def runs(self, serial: str) -> tuple[BoardRun, ...]:
-        """The boards of this serial that wait for images, or closed a short while ago."""
+        """Boards of this serial that wait for images, or closed recently."""
         with self._guard:
             return self._ledger.runs(serial)
 
     def statistics(self) -> LedgerStatistics:
-        """A snapshot of how many boards are open and closed."""
         with self._guard:
             return self._ledger.statistics()
 
     def _record(self, verdicts: Iterable[BoardVerdict]) -> None:
-        """Under the guard: another thread's verdict of the same board must not come in between."""
+        """Call under the guard: another thread's verdict of the same board must not interleave."""
         self._decided.extend(verdicts)
         while self._decided:
             verdict = self._decided[0]

@@ -23,37 +23,11 @@ if TYPE_CHECKING:
     from experts.expert import Prediction
 
 
-@dataclass(frozen=True, slots=True)
-class _Subject:
-    """What a row is about."""
-
-    key: str
-    component: str
-    image: str
-    board: str | None
-    board_type: str | None
-    ref: str | None
-    arrived_at: datetime
-
-
 def arrival_result(
-    config: LineConfig,
-    arrival: Arrival,
-    outcome: Outcome,
-    models: Sequence[str] = (),
-    content: Content | None = None,
+    config: LineConfig, arrival: Arrival, outcome: Outcome, models: Sequence[str] = (), content: Content | None = None
 ) -> Result:
-    """The row of a folder's image whose request has just ended; ``content``: to know it by when it comes again."""
-    subject = _Subject(
-        arrival.key,
-        arrival.component or "",
-        arrival.relpath,
-        arrival.board,
-        arrival.board_type,
-        arrival.ref,
-        arrival.arrived_at,
-    )
-    result = _judged(config, subject, outcome, models)
+    """Row of a folder's image. ``content``: known bytes, to detect duplicates."""
+    result = _judged(config, arrival, arrival.relpath, arrival.arrived_at, outcome, models)
     if content is None:
         return result
     detail = {**result.detail, "image_sha256": content.sha256}
@@ -61,10 +35,7 @@ def arrival_result(
 
 
 def duplicate_result(config: LineConfig, arrival: Arrival, first: Result) -> Result:
-    """The row of an image that was judged before under another key: that one's verdict, and nobody asked.
-
-    Without board type, by which boards count: one that was judged long ago begins no new run of its board.
-    """
+    """The row of an image judged before under another key. No board type: it opens no new run of its board."""
     now = datetime.now(UTC).astimezone()
     return Result(
         key=arrival.key,
@@ -86,17 +57,14 @@ def duplicate_result(config: LineConfig, arrival: Arrival, first: Result) -> Res
 
 
 def entry_result(config: LineConfig, entry: Entry, outcome: Outcome, models: Sequence[str] = ()) -> Result:
-    """The row of a journaled request that has just ended."""
-    subject = _Subject(
-        entry.key, entry.component or "", entry.name, entry.board, entry.board_type, entry.ref, entry.accepted_at
-    )
-    result = replace(_judged(config, subject, outcome, models), asked_sha256=entry.asked_sha256)
-    return result if entry.box is None else replace(result, detail={**result.detail, "box": list(entry.box)})
+    result = _judged(config, entry, entry.name, entry.accepted_at, outcome, models)
+    detail = result.detail if entry.box is None else {**result.detail, "box": list(entry.box)}
+    return replace(result, asked_sha256=entry.asked_sha256, detail=detail)
 
 
 @dataclass(frozen=True, slots=True)
 class PartOfBoard:
-    """One part that an image of a whole board shows. ``parts``: how many are asked about that image altogether."""
+    """One part of an image of a whole board. ``parts``: how many of that image are judged."""
 
     key: str
     image: str
@@ -110,14 +78,12 @@ class PartOfBoard:
 
 
 def part_result(config: LineConfig, part: PartOfBoard, outcome: Outcome, models: Sequence[str] = ()) -> Result:
-    """The row of one part of a board whose request has just ended."""
-    subject = _Subject(part.key, part.component, part.image, part.board, part.board_type, part.ref, part.arrived_at)
-    result = _judged(config, subject, outcome, models)
+    result = _judged(config, part, part.image, part.arrived_at, outcome, models)
     return replace(result, detail={**result.detail, "box": list(part.box), "parts": part.parts})
 
 
 def refused_result(config: LineConfig, refusal: Refusal) -> Result:
-    """The row of a file that no request can be made of: UNKNOWN, with the reason."""
+    """Row of a file that no request can be made of: UNKNOWN."""
     name = refusal.name
     return Result(
         key=refusal.key,
@@ -137,13 +103,19 @@ def refused_result(config: LineConfig, refusal: Refusal) -> Result:
 
 
 def inspection_of(result: Result) -> Inspection | None:
-    """A result as its board sees it; None for one that belongs to no board."""
     if result.board is None or result.board_type is None or result.ref is None:
         return None
     return Inspection(result.board, result.board_type, result.component, result.ref, result.verdict, result.finished_at)
 
 
-def _judged(config: LineConfig, subject: _Subject, outcome: Outcome, models: Sequence[str]) -> Result:
+def _judged(
+    config: LineConfig,
+    about: Arrival | Entry | PartOfBoard,
+    image: str,
+    arrived_at: datetime,
+    outcome: Outcome,
+    models: Sequence[str],
+) -> Result:
     now = datetime.now(UTC).astimezone()
     steps = [
         {
@@ -157,18 +129,18 @@ def _judged(config: LineConfig, subject: _Subject, outcome: Outcome, models: Seq
         for step, model in zip_longest(outcome.steps, models)
     ]
     return Result(
-        key=subject.key,
+        key=about.key,
         line=config.line,
-        component=subject.component,
-        image=subject.image,
+        component=about.component or "",
+        image=image,
         verdict=outcome.verdict,
-        arrived_at=subject.arrived_at,
+        arrived_at=arrived_at,
         finished_at=now,
-        seconds=(now - subject.arrived_at).total_seconds(),
+        seconds=(now - arrived_at).total_seconds(),
         config_sha256=config.catalog.sha256,
-        board=subject.board,
-        board_type=subject.board_type,
-        ref=subject.ref,
+        board=about.board,
+        board_type=about.board_type,
+        ref=about.ref,
         label=outcome.label,
         score=outcome.score,
         reason=outcome.reason,
@@ -179,14 +151,13 @@ def _judged(config: LineConfig, subject: _Subject, outcome: Outcome, models: Seq
 
 
 def _of_its_task(prediction: Prediction) -> dict[str, object]:
-    """What anomaly experts and multilabel experts have beside what all have."""
     if prediction.outputs:
         return {"outputs": [output.as_json() for output in prediction.outputs]}
     return {} if prediction.anomaly is None else {"anomaly": prediction.anomaly.as_json()}
 
 
 def _maps(config: LineConfig, outcome: Outcome) -> tuple[KeptMap, ...]:
-    """Where an image that is NG is anomalous; nothing of any other, and where the line keeps no images."""
+    """Anomaly maps of an NG image, where the line keeps images."""
     if outcome.verdict is not Verdict.NG or config.records.images == "none":
         return ()
     measured = ((number, step, step.prediction.anomaly) for number, step in enumerate(outcome.steps))

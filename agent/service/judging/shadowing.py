@@ -1,7 +1,6 @@
 """What the shadows of a line's experts said, on its way into the store; and which of them ended the agent.
 
-Guarantees: nothing here decides, delays or is told with a verdict; a shadow that ran when the agent was ended, in
-ENDINGS_MAXIMUM runs, is not asked any more until it has other weights: the line is worth more than a comparison.
+Guarantees: no verdict is changed or delayed; a shadow that ran at ENDINGS_MAXIMUM endings is asked no more.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ DROPS_TOGETHER = 100  # that are written at once: a line without time to spare d
 
 
 class ShadowRecorder:
-    """Of one line; before its agent starts. What it is told of, it is told on the loop's thread."""
+    """Make it before the agent starts. Callbacks run on the loop's thread."""
 
     def __init__(self, inspector: Inspector, store: ResultStore) -> None:
         self._inspector = inspector
@@ -40,7 +39,7 @@ class ShadowRecorder:
         self.refuse_enders()
 
     def refuse_enders(self) -> None:
-        """Shadows of the line as it is that ended the agent too often are asked no more."""
+        """Quarantine shadows of the line that ended the agent too often."""
         for shadow in sorted(self._graph.in_shadow):
             endings = self._inspector.attempts(self._key(shadow))
             if endings >= ENDINGS_MAXIMUM:
@@ -61,12 +60,8 @@ class ShadowRecorder:
         self._inspector.ended(self._key(shadow))
 
     def _answered(self, answer: ShadowAnswer) -> None:
-        pair = Pair(
-            line_name(answer.expert),
-            line_name(answer.shadow),
-            self._inspector.model_of(answer.expert),
-            self._inspector.model_of(answer.shadow),
-        )
+        expert, shadow, model_of = answer.expert, answer.shadow, self._inspector.model_of
+        pair = Pair(line_name(expert), line_name(shadow), model_of(expert), model_of(shadow))
         if answer.is_dropped:
             self._dropped[pair] += 1
             if self._dropped[pair] >= DROPS_TOGETHER:
@@ -79,7 +74,7 @@ class ShadowRecorder:
             log.debug("shadow_said_nothing shadow=%s image=%s reason=%s", pair.shadow, row.image, row.reason)
 
     def flush(self) -> None:
-        """Write what was counted; once the loop has ended, on any thread."""
+        """Write the counts; after the loop has ended."""
         for pair in tuple(self._dropped):
             self._write_dropped(pair)
 
@@ -97,7 +92,7 @@ class ShadowRecorder:
         return SideBySide(shown.key, shown.name, shown.component, pair, said, other, datetime.now(UTC), reason)
 
     def _side(self, expert: str, component: str | None, said: Said) -> Side:
-        """What the expert's step of the route makes of it."""
+        """Judge a prediction by the expert's step of the route."""
         prediction = said.prediction
         steps = () if component is None else self._graph.routes.get(component, ())
         number = next((index for index, step in enumerate(steps) if step.expert == expert), None)

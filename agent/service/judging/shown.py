@@ -1,4 +1,4 @@
-"""What an image is known by once it was judged, to whoever hears of it later."""
+"""What identifies an image once it was judged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Its result's key, its name in the log, and the component that it was judged for; None: one expert was asked."""
+    """Key of its result, name in the log, and component; None: one expert was asked."""
 
     key: str
     name: str

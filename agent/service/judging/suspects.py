@@ -1,8 +1,7 @@
 """The gate before the agent: an image that was being judged when the agent was ended is judged alone.
 
-Guarantees: each that entered is let in exactly once, in the order of its kind; while a suspect is inside, nobody else
-is; while one waits, nobody is let in before it. So what ends the agent next time is known, and no image that only
-stood beside it is blamed for it.
+Guarantees: each item is let in exactly once, in the order of its kind, suspects first and alone: so the item that ends
+the agent is known.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ Item = TypeVar("Item")
 
 
 class Gate(Generic[Item]):
-    """For any thread. ``let_in`` is called by whoever enters or leaves; it neither blocks nor raises.
-
-    It says whether the item is inside now, and leaves later; one that turned back at the door is done with already.
-    """
+    """For any thread. ``let_in`` never blocks or raises; it says whether the item is inside and will ``leave``."""
 
     def __init__(self, let_in: Callable[[Item], bool]) -> None:
         self._let_in = let_in
@@ -33,17 +29,14 @@ class Gate(Generic[Item]):
 
     @property
     def waiting(self) -> int:
-        """How many stand outside."""
         return len(self._suspects) + len(self._others)
 
     def enter(self, item: Item, *, is_suspect: bool) -> None:
-        """Let it in now, or once its turn has come."""
         with self._lock:
             (self._suspects if is_suspect else self._others).append(item)
         self._open()
 
     def leave(self) -> None:
-        """One that was let in is done with."""
         self._left()
         self._open()
 
@@ -53,7 +46,7 @@ class Gate(Generic[Item]):
             self._is_alone = False
 
     def _open(self) -> None:
-        """However many turn back at the door: one after the other, never one within another's turn."""
+        """A loop, not recursion: any number of items may turn back."""
         while (item := self._next()) is not None:
             if not self._let_in(item):
                 self._left()

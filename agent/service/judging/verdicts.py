@@ -1,7 +1,6 @@
-"""Verdicts on their way out: into the store, onto their boards, and to whoever asked to be told.
+"""Verdicts on their way out: into the store, onto their boards, and to subscribers.
 
-Guarantees: nothing is told, counted or put on a board before its row is on the disk; who subscribed hears of every
-result and every board verdict in the order in which they were stored.
+Guarantees: all of them are told in the order of the store, after a row is on the disk.
 """
 
 from __future__ import annotations
@@ -38,11 +37,10 @@ class Verdicts:
 
     @property
     def counts(self) -> Mapping[Verdict, int]:
-        """Results that were stored since the start."""
         return dict(self._counts)
 
     def subscribe(self, told: Told) -> Callable[[], None]:
-        """Have ``told`` hear of everything that is stored from now on; call what is returned to end that."""
+        """``told`` hears of everything that is stored from now on; call the result to unsubscribe."""
         with self._guard:
             self._told = (*self._told, told)
 
@@ -53,7 +51,7 @@ class Verdicts:
         return end
 
     def record(self, result: Result, stored: Callable[[Recorded], None], *, is_urgent: bool = False) -> None:
-        """Store it; ``stored`` is called once it is, and counts on its board."""
+        """Store a result; ``stored`` is called afterwards."""
         self._store.record(result, lambda recorded: self._stored(result, stored, recorded), is_urgent=is_urgent)
 
     def _stored(self, result: Result, stored: Callable[[Recorded], None], recorded: Recorded) -> None:
