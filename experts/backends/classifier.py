@@ -75,8 +75,6 @@ class _Template:
 
 
 class ClassifierSkeleton:
-    """One torchvision module in inference mode."""
-
     def __init__(self, module: Module, precision: Precision, device: str, memory_format: torch.memory_format) -> None:
         self._module = module
         self._binding = Binding(module)
@@ -187,7 +185,6 @@ def observed_ranges(expert: Expert, batches: Iterable[Tensor]) -> Ranges:
 
 
 def reader_of(expert: Expert) -> Answered:
-    """What makes predictions of the module's outputs, for whoever runs the module in a runtime of its own."""
     return _answered
 
 
@@ -225,8 +222,7 @@ def _ready(expert: Expert, precision: Precision) -> dict[str, Tensor]:
 
 
 def _unseen_structure(expert: Expert) -> bytes:
-    """What a module is built for and its weights do not show: a MaxViT's input size, by which it cuts its windows."""
-    if not expert.architecture.startswith("maxvit_"):
+    if not expert.architecture.startswith("maxvit_"):  # a MaxViT cuts its windows by the input's size
         return b""
     return f"for images of {expert.pixels.height}x{expert.pixels.width}".encode()
 
@@ -278,7 +274,6 @@ _runtime_form = MadeOnce(_make_runtime_form, TEMPLATES_KEPT)
 
 
 def _sample(form: _Form) -> dict[str, Tensor]:
-    """Weights as a form may have them, float32."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         return fold_weights(_build(form, init_weights=False).state_dict(), _template(form).pairs)

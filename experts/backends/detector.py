@@ -126,8 +126,6 @@ class _Answered:
 
 
 class DetectorSkeleton:
-    """One YOLO model in inference mode."""
-
     def __init__(self, template: _Template, precision: Precision, device: str) -> None:
         self._module = deepcopy(template.folded)
         self._binding = Binding(self._module)
@@ -319,7 +317,6 @@ _runtime_form = MadeOnce(_make_runtime_form, TEMPLATES_KEPT)
 
 
 def _sample(form: tuple[str, int]) -> dict[str, Tensor]:
-    """Weights as an architecture with so many labels may have them, float32."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         return _folded(_template(*form), _build(*form).state_dict())

@@ -39,7 +39,6 @@ def executable_forms() -> frozenset[Precision]:
 
 
 def forms_here() -> tuple[Precision, ...]:
-    """All forms that run on this CPU, language models' too, in their order."""
     return tuple(form for form in Precision if why_absent(form) is None)
 
 

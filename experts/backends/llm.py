@@ -59,7 +59,6 @@ class LlmSkeleton:
 
     @property
     def spec(self) -> ArchSpec:
-        """What it is a skeleton of."""
         return self._spec
 
     @property

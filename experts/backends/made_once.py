@@ -31,7 +31,6 @@ class MadeOnce(Generic[*Key, Made]):
 
     @property
     def count(self) -> int:
-        """How many were made since the start."""
         return self._count
 
     def __call__(self, *key: *Key) -> Made:

@@ -105,7 +105,6 @@ def read_graph(expert: str, path: Path) -> onnx.ModelProto:
 
 
 def is_scattered(model: onnx.ModelProto) -> bool:
-    """Whether weights of a graph lie in other files than its own, as torch exports it by default."""
     return any(uses_external_data(tensor) for tensor in model.graph.initializer)
 
 

@@ -116,8 +116,6 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """A layer's experts: how many, of what width, and how a token is shared out among them."""
-
     moe_experts: int
     per_token: int
     size: int
@@ -138,8 +136,7 @@ class LayerSpec:
 
     @property
     def has_shared_expert(self) -> bool:
-        """Whether every token also goes through one expert of its own gate (Qwen2-MoE)."""
-        return self.moe is not None and self.mlp_size > 0 and self.residual is None
+        return self.moe is not None and self.mlp_size > 0 and self.residual is None  # Qwen2-MoE's
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +167,10 @@ class ArchSpec:
 
     @property
     def query_size(self) -> int:
-        """The width of all queries of a token."""
         return self.heads * self.head_size
 
     @property
     def kv_size(self) -> int:
-        """The width of all keys of a token, and of all its values."""
         return self.kv_heads * self.head_size
 
     def kv_bytes(self, itemsize: int) -> int:
@@ -423,7 +418,6 @@ class _Fields:
         return _Fields(value or {}, self.expert, f"{self.prefix}{name}.")
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """At least 1, unless the default is 0: then 0 may also be written."""
         least = 0 if default == 0 else 1
         return int(self._take(name, default, "a whole number", lambda value: _is_integer(value) and value >= least))
 
@@ -451,7 +445,6 @@ class _Fields:
         return kind(value)
 
     def expect(self, name: str, served: tuple[Any, ...], default: object) -> None:
-        """Refuse a field that says anything but this."""
         value = self.values.get(name, default)
         if value is not None and value not in served:
             raise self.refused(name, f"{value!r} is not served: {served[0]!r} is needed")

@@ -80,7 +80,6 @@ def _compare(reference: Model, model: Model, text: Sequence[int]) -> tuple[Tenso
 
 
 def _logits(model: Model, text: Sequence[int]) -> Tensor:
-    """What a model says behind all tokens but the last, in fp32 on the CPU."""
     batch = TokenBatch.of([Chunk(0, 0, text[:-1])], model.device)
     key_values = ContiguousKeyValues(model.spec, model.dtype, model.device)
     return model.logits(model.hidden(batch, key_values)).float().cpu()

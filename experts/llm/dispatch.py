@@ -52,7 +52,6 @@ class MlpWeights:
     down_bias: Tensor | None = None
 
     def of(self, moe_expert: int) -> MlpWeights:
-        """One of several experts."""
         up_bias = None if self.up_bias is None else self.up_bias[moe_expert]
         down_bias = None if self.down_bias is None else self.down_bias[moe_expert]
         return MlpWeights(self.kind, self.up[moe_expert], self.down[moe_expert], up_bias, down_bias)
@@ -66,7 +65,6 @@ class MoeExperts(Protocol):
 
 
 def plain(matrices: Matrix) -> Tensor:
-    """Matrices that are not quantised, as what multiplies them together at once wants them."""
     assert not isinstance(matrices, Int8Matrix), "quantised experts are run one by one"
     return matrices
 

@@ -97,12 +97,10 @@ class ContiguousKeyValues:
 
     @property
     def sequences(self) -> dict[int, int]:
-        """How many tokens are kept of each sequence."""
         return dict(self._lengths)
 
     @property
     def size_bytes(self) -> int:
-        """What the buffers take."""
         return sum(buffer.nbytes for buffer in (*self._keys, *self._values))
 
     def reserve(self, batch: TokenBatch) -> BatchOfSlots:

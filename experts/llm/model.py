@@ -138,7 +138,6 @@ class Model:
         return ((self._embedding, self._positions), *of_layers, (self._norm, self._norm_bias, self._head))
 
     def rotation(self, positions: Tensor) -> Rotation | None:
-        """How queries and keys at these positions are turned; None where positions are embedded instead."""
         return None if self._rope is None else self._rope.at(positions, self.dtype)
 
     def embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:

@@ -50,7 +50,6 @@ def read_program(directory: Path, expert: str) -> dict[str, bytes]:
 
 
 def pack_program(files: Mapping[str, bytes]) -> bytes:
-    """The program of these files."""
     names = sorted(files)
     table = json.dumps([[name, len(files[name])] for name in names])
     return b"".join((table.encode(), b"\n", *(files[name] for name in names)))

@@ -57,7 +57,6 @@ class Int8Matrix:
     scale: Tensor
 
     def __getitem__(self, number: int) -> Int8Matrix:
-        """One of several."""
         return Int8Matrix(self.values[number], self.scale[number])
 
 
@@ -115,17 +114,14 @@ def quantise(matrix: Tensor, dtype: torch.dtype) -> Int8Matrix:
 
 
 def dequantise(matrix: Int8Matrix) -> Tensor:
-    """What it stands for, in fp32."""
     return matrix.values.float() * matrix.scale.float().unsqueeze(-1)
 
 
 def is_quantised(name: str, *, is_tied: bool = False) -> bool:
-    """Whether a model's tensor of this name is held in int8: the matrices that all tokens are multiplied with."""
     return name == (EMBEDDING if is_tied else HEAD) or name.endswith((".qkv", ".output", ".up", ".down"))
 
 
 def looked_up(token_ids: Tensor, table: Matrix) -> Tensor:
-    """The rows of these tokens, in the dtype of computation."""
     if not isinstance(table, Int8Matrix):
         return embedding(token_ids, table)
     return table.values[token_ids].to(table.scale.dtype) * table.scale[token_ids].unsqueeze(-1)
@@ -173,5 +169,4 @@ class Int8Tensors(Mapping[str, "Tensor"]):
 
 
 def weight_bytes(tensors: Iterable[Tensor]) -> int:
-    """What tensors take, padding not counted."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -34,8 +34,6 @@ class Rotation:
 
 
 class Rope:
-    """A model's rotary frequencies, on its device."""
-
     def __init__(self, spec: RopeSpec, head_size: int, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(spec, head_size).to(device)
         self._magnitude = spec.magnitude

@@ -45,13 +45,11 @@ def sparse_route(logits: Tensor, spec: MoeSpec) -> SparseMasks:
 
 
 def sparse_scatter(tokens: Tensor, masks: SparseMasks) -> Tensor:
-    """(experts, places, hidden)."""
-    return torch.einsum("sec,sm->ecm", masks.dispatch.to(tokens.dtype), tokens)
+    return torch.einsum("sec,sm->ecm", masks.dispatch.to(tokens.dtype), tokens)  # (experts, places, hidden)
 
 
 def sparse_combine(computed: Tensor, masks: SparseMasks) -> Tensor:
-    """(tokens, hidden) of (experts, places, hidden)."""
-    return torch.einsum("sec,ecm->sm", masks.combine.to(computed.dtype), computed)
+    return torch.einsum("sec,ecm->sm", masks.combine.to(computed.dtype), computed)  # (tokens, hidden)
 
 
 def run_sparse(tokens: Tensor, masks: SparseMasks, weights: MlpWeights) -> Tensor:

@@ -27,7 +27,6 @@ class Row:
 
     @property
     def end(self) -> int:
-        """How many tokens of the sequence there are with these."""
         return self.first + self.count
 
 
@@ -85,5 +84,4 @@ class TokenBatch:
 
     @property
     def decode_start(self) -> int:
-        """Where the decode rows' tokens begin, one for each."""
         return len(self.token_ids) - len(self.decode_rows)

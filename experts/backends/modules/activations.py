@@ -51,9 +51,8 @@ def workspace(module: Module, size: tuple[int, int], dtype: torch.dtype) -> Work
 
 
 def _reordered_bytes(module: Module) -> int:
-    """The biggest convolution's weights, twice: what its kernel may reorder into memory of its own before it starts."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in module.state_dict().values() if tensor.dim() == 4]
-    return 2 * max(sizes, default=0)
+    return 2 * max(sizes, default=0)  # a kernel may reorder the largest before it starts
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed by mypy here

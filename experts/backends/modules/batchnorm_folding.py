@@ -96,11 +96,9 @@ class _Reads(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed 
         return begins
 
     def norm_ends(self, module: Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """The hook of a BatchNorm that ends."""
         self._is_in_norm = False
 
     def count(self, values: object) -> None:
-        """Something takes these, or is answered with them."""
         self._reads.update(self._sources[id(value)] for value in tree_leaves(values) if id(value) in self._sources)
 
     def pairs(self) -> tuple[FoldablePair, ...]:

@@ -108,7 +108,6 @@ class OnednnForms(Generic[Structure]):
         device: str,
         answered: Answered,
     ) -> OnednnSkeleton:
-        """A new one, unbound. Raises BackendUnavailable, also for another device than the CPU."""
         if device != "cpu":
             raise BackendUnavailable(f"{expert.architecture} in {precision}", f"it runs on the CPU, not on {device}")
         return OnednnSkeleton(self.packed(expert, precision, structure, program), answered)

@@ -164,8 +164,6 @@ def _watched(part: str | FusedCall | Values, weights: Mapping[str, Tensor]) -> T
 
 
 class _Watched:
-    """A call whose values are watched."""
-
     def __init__(self, part: FusedCall, weight: Tensor, call: Call) -> None:
         self.weight = part.weight
         self._part, self._tensor, self._call = part, weight, call

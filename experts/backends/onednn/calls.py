@@ -43,7 +43,6 @@ class Arrangements:
 
 
 def bound(call: FusedCall, arrangements: Arrangements, weight: Tensor, bias: Tensor | None) -> Call:
-    """A call with its weights."""
     if isinstance(call.shape, ConvolutionShape):
         return Convolution(call, call.shape, arrangements, weight, bias)
     return Linear(call, call.shape, arrangements, weight, bias)
@@ -120,6 +119,5 @@ Call: TypeAlias = Convolution | Linear
 
 
 def _seen_as(images: Tensor, count: int, height: int, width: int) -> Tensor:
-    """The same pixels as other images, channels last; nothing is copied where they lie so."""
-    channels = images.shape[1]
+    channels = images.shape[1]  # channels last: nothing is copied
     return images.permute(0, 2, 3, 1).reshape(count, height, width, channels).permute(0, 3, 1, 2)

@@ -65,12 +65,10 @@ class FusedModule:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of images, and of whatever no fused call computes."""
-        return computed_in(self.numbers)
+        return computed_in(self.numbers)  # of images, and of what no fused call computes
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """By the name of the weight, what it is applied in, of those that may lie in a layout of oneDNN's."""
         calls = (each for each in self.inputs if isinstance(each, FusedCall))
         return {call.weight: call.shape for call in calls if call.owns_weight}
 
@@ -103,8 +101,7 @@ class Placement:
 
     @property
     def name(self) -> str:
-        """Its tensor's name there: equal bytes in another layout are another tensor."""
-        return f"{self.weight} {self.sha256[:DIGEST_LETTERS]}"
+        return f"{self.weight} {self.sha256[:DIGEST_LETTERS]}"  # equal bytes in another layout are another tensor
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -116,7 +113,6 @@ class OnednnForm:
 
     @property
     def quantised(self) -> frozenset[str]:
-        """The names of the weights in eight bits."""
         calls = (each for each in self.module.inputs if isinstance(each, FusedCall))
         return frozenset(call.weight for call in calls if call.quantisation is not None)
 
@@ -232,7 +228,6 @@ def fused_module(
 
 
 def computed_in(numbers: torch.dtype) -> torch.dtype:
-    """The dtype of what fused calls of such numbers read and answer with elsewhere."""
     return torch.float32 if numbers == torch.int8 else numbers
 
 

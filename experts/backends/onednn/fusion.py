@@ -64,7 +64,6 @@ class FusedCall:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The names of the tensors that it needs, as they are packed."""
         if self.quantisation is not None:
             return self.weight, f"{self.weight} {SCALES}", f"{self.weight} {OFFSETS}", LEVELS
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
@@ -98,7 +97,6 @@ def fused(recording: Recording, dtype: torch.dtype) -> Fused:
 
 
 def apply(call: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """What a node of a fused call does."""
     return call(*tensors)
 
 

@@ -70,5 +70,4 @@ def quantised_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scale(wanted: float) -> float:
-    """What values of next to nothing are divided by has to be something; what is always zero has any scale."""
-    return max(wanted, SCALE_LEAST) if wanted else 1.0
+    return max(wanted, SCALE_LEAST) if wanted else 1.0  # a divisor is not 0; what is always

@@ -92,7 +92,6 @@ def on_threads(threads: int, call: Callable[[], Result]) -> Result:
 
 
 def cores() -> int:
-    """How many cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -120,7 +119,6 @@ class BlockedLayout:
 
 
 def layout_of(blocked: Tensor) -> BlockedLayout:
-    """How an opaque tensor lies."""
     operators = torch.ops.mkldnn
     description = bytes(operators._get_mkldnn_serialized_md(blocked).numpy())
     return BlockedLayout(tuple(blocked.shape), blocked.dtype, int(operators._nbytes(blocked)), description)
@@ -209,8 +207,7 @@ _PLAINLY: tuple[str, list[float], str] = ("none", [], "")  # without an activati
 
 
 def _told_layout() -> BlockedLayout:
-    """Another one for each set of instructions, from SSE to AVX-512 with VNNI."""
-    weight, source = torch.zeros(64, 64, 1, 1), [16, 64, 14, 14]
+    weight, source = torch.zeros(64, 64, 1, 1), [16, 64, 14, 14]  # its layout differs by the CPU's instructions
     return layout_of(torch.ops.mkldnn._reorder_convolution_weight(weight, [0, 0], [1, 1], [1, 1], 1, source))
 
 
@@ -261,6 +258,5 @@ def _tried_in_eight_bits(rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unscaled(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales, zeros and offsets that change nothing."""
     channels = len(weight)
     return torch.ones(channels), torch.zeros(channels, dtype=torch.int64), torch.zeros(channels)

@@ -34,12 +34,10 @@ class Levels:
 
     @property
     def scale(self) -> float:
-        """What one level is worth."""
         return float(self._row[0])
 
     @property
     def zero(self) -> int:
-        """The level of zero."""
         return int(self._row[1])
 
     def of(self, values: Tensor) -> Tensor:
@@ -55,25 +53,21 @@ class Levels:
 
 
 def to_levels(levels: Levels, found: Tensor) -> Tensor:
-    """What a node does that brings values to levels."""
     return levels.of(found)
 
 
 def to_values(levels: Levels, found: Tensor) -> Tensor:
-    """What a node does that brings levels to values."""
     return levels.back(found)
 
 
 def pooled_levels(levels: Tensor, *arguments: Any, **named: Any) -> Tensor:  # noqa: ANN401  torch's own
-    """The greatest of windows of levels: torch pools no eight bits, and bf16 holds every one of them."""
-    found: Tensor = functional.max_pool2d(levels.to(torch.bfloat16), *arguments, **named)
+    found: Tensor = functional.max_pool2d(levels.to(torch.bfloat16), *arguments, **named)  # torch pools no eight bits
     return found.to(torch.uint8)
 
 
 def quantised_call(
     call: FusedCall, arrangements: Arrangements, weight: Tensor, scales: Tensor, offsets: Tensor, table: Tensor
 ) -> Call:
-    """A call with its weight, the scales of its channels, what is added to them, and the levels that it reads."""
     if isinstance(call.shape, ConvolutionShape):
         return QuantisedConvolution(call, call.shape, arrangements, weight, scales, offsets, table)
     return QuantisedLinear(call, call.shape, arrangements, weight, scales, offsets, table)
@@ -100,7 +94,6 @@ class _Scales:
         return 1.0 if self._summand is None else self._summand.scale
 
     def answered(self) -> tuple[float, int, torch.dtype]:
-        """The answer's scale, zero and type."""
         if self.answer is None:
             return 1.0, 0, torch.float32
         return self.answer.scale / self.unit, self.answer.zero, torch.uint8

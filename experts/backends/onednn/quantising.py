@@ -186,8 +186,6 @@ def _is_never_negative(call: FusedCall) -> bool:
 
 
 class _Rewriting:
-    """Carries out a plan. In place."""
-
     def __init__(self, graph: Graph, parts: dict[Node, str | FusedCall | Values], plan: _Plan) -> None:
         self._graph = graph
         self._parts = parts

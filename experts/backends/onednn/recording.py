@@ -89,7 +89,6 @@ class _Values:
         node.meta["storage"] = self.storage(tensor)
 
     def storage(self, tensor: Tensor) -> int:
-        """A number for the bytes that a tensor lies on, in the order they were first met."""
         return self.storages.setdefault(tensor.untyped_storage()._cdata, len(self.storages))
 
 
@@ -125,7 +124,6 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not follow
         return result
 
     def end(self, outputs: Sequence[object]) -> None:
-        """The run is over, with these answers."""
         self.graph.output(tuple(self._reference(output) for output in outputs))
 
     def _note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Node:
@@ -183,8 +181,7 @@ def _as_on_the_cpu(func: Callable[..., Any], result: Any) -> Any:  # noqa: ANN40
 
 
 def _version(tensor: Tensor) -> int:
-    """How often it was written to; of tensors that were made in inference mode that is not known."""
-    return 0 if tensor.is_inference() else int(tensor._version)
+    return 0 if tensor.is_inference() else int(tensor._version)  # inference mode counts no writes
 
 
 def _tensors(values: object) -> Any:  # noqa: ANN401  an iterator of tensors

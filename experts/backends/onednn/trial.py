@@ -118,7 +118,6 @@ def tried(module: Module, form: OnednnForm, outputs: Sequence[str], sample: Mapp
 
 
 def described(call: FusedCall) -> str:
-    """A call in words: its layer, and what kind it is."""
     kind = _convolution_kind(call.shape) if isinstance(call.shape, ConvolutionShape) else "linear"
     done = " + ".join((kind, *["sum"] * call.adds, *[call.activation.name] * (call.activation.name != "none")))
     return f"{call.weight.removesuffix('.weight')} ({done} in {_named(call.shape.dtype)})"
@@ -202,7 +201,6 @@ class _Expected:
         return self._answer.back(self._answer.of(found)), slack + self._answer.scale
 
     def read(self, answer: Tensor) -> Tensor:
-        """The call's own answer for that image, as values."""
         last = self._last(answer)
         return last.float() if self._answer is None else self._answer.back(last)
 
@@ -233,7 +231,6 @@ class _Expected:
 
 
 def _activated(activation: Activation, values: Tensor) -> Tensor:
-    """By torch's own operator of that name."""
     return _ACTIVATIONS[activation.name](values, activation)
 
 

@@ -57,7 +57,6 @@ class AnomalyOutputs:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that are there: what a session is asked for."""
         return tuple(name for name in (self.score, self.map) if name is not None)
 
 
@@ -78,12 +77,10 @@ def settle_outputs(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInf
 
 
 def note(model: onnx.ModelProto, outputs: AnomalyOutputs) -> None:
-    """Write it into a program. In place."""
     model.metadata_props.add(key=_NOTE, value=json.dumps(asdict(outputs), sort_keys=True))
 
 
 def noted_outputs(session: InferenceSession) -> AnomalyOutputs | None:
-    """What a program's session measures; None for a program of other experts."""
     note = session.get_modelmeta().custom_metadata_map.get(_NOTE)
     return None if note is None else AnomalyOutputs(**json.loads(note))
 
@@ -150,8 +147,7 @@ def _small(values: np.ndarray) -> AnomalyMap:
 
 
 def _joined(parts: Iterable[np.ndarray]) -> np.ndarray:
-    """The answers to several batches as one. A number without dimensions is the score of a single image."""
-    return np.concatenate([np.atleast_1d(part) for part in parts])
+    return np.concatenate([np.atleast_1d(part) for part in parts])  # one image's score may lack a dimension
 
 
 def _answers(session: InferenceSession, made_up: np.ndarray, at_once: int) -> dict[str, np.ndarray]:
@@ -186,7 +182,6 @@ def _not_understood(answers: Mapping[str, np.ndarray]) -> str:
 
 
 def _meant(candidates: Sequence[str], known: Sequence[str]) -> str | None:
-    """The output with a known name, or the only one there is."""
     named = [name for name in candidates if name in known]
     chosen = named or candidates
     return chosen[0] if len(chosen) == 1 else None
@@ -221,8 +216,7 @@ def _are_alike(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def _maps(values: np.ndarray) -> np.ndarray:
-    """(n, height, width)"""
-    return values[:, 0] if values.ndim == 4 else values
+    return values[:, 0] if values.ndim == 4 else values  # (n, height, width)
 
 
 def _highest(maps: np.ndarray) -> np.ndarray:

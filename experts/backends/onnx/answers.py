@@ -41,8 +41,6 @@ _LINEAR = frozenset({"Add", "Conv", "Gemm", "GlobalAveragePool", "MatMul", "Redu
 
 
 class Answers(StrEnum):
-    """What a graph answers with, one value per label."""
-
     LOGITS = "logits"
     PROBABILITIES = "probabilities"
 
@@ -96,13 +94,11 @@ def _independent(expert: Expert, operator: str | None, known: np.ndarray) -> Ans
 
 
 def note(model: onnx.ModelProto, answers: Answers) -> None:
-    """Write it into a program. In place."""
     if answers is not Answers.LOGITS:
         model.metadata_props.add(key=_NOTE, value=answers)
 
 
 def noted(session: InferenceSession) -> Answers:
-    """What a program's session answers with."""
     return Answers(session.get_modelmeta().custom_metadata_map.get(_NOTE, Answers.LOGITS))
 
 
@@ -135,13 +131,11 @@ def _each_probable(expert: Expert, rows: np.ndarray, answers: Answers) -> np.nda
 
 
 def _are_within(rows: np.ndarray) -> np.ndarray:
-    """Whether each value may be a probability."""
     found: np.ndarray = (rows >= -ROW_SUM_TOLERANCE) & (rows <= 1 + ROW_SUM_TOLERANCE)
     return found
 
 
 def _are_probabilities(rows: np.ndarray, tolerance: float = ROW_SUM_TOLERANCE) -> np.ndarray:
-    """Whether each row is not negative and adds up to 1."""
     found: np.ndarray = (rows >= 0).all(axis=1) & (np.abs(rows.sum(axis=1, dtype=np.float64) - 1) <= tolerance)
     return found
 

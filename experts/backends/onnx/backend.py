@@ -219,8 +219,7 @@ def _understood(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoPr
 
 
 def _by_label(expert: Expert, rows: np.ndarray) -> np.ndarray:
-    """(n, labels); a single label of each image may come without a dimension of its own."""
-    return rows[:, None] if rows.ndim == 1 and expert.task is Task.MULTILABEL else rows
+    return rows[:, None] if rows.ndim == 1 and expert.task is Task.MULTILABEL else rows  # one label may lack its axis
 
 
 def _filled(images: Tensor, size: int) -> Tensor:

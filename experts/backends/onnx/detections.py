@@ -86,12 +86,10 @@ def _within(scores: np.ndarray) -> bool:
 
 
 def note(model: onnx.ModelProto, layout: Layout) -> None:
-    """Write it into a program. In place."""
     model.metadata_props.add(key=_NOTE, value=layout)
 
 
 def noted(session: InferenceSession) -> Layout | None:
-    """The layout of a program's boxes; None for a program of another kind."""
     found = session.get_modelmeta().custom_metadata_map.get(_NOTE)
     return None if found is None else Layout(found)
 
@@ -135,10 +133,9 @@ def _rows(expert: Expert, layout: Layout, answer: Tensor, prepared: Prepared) ->
 
 
 def _torchvision_rows(expert: Expert, boxes: np.ndarray, labels: np.ndarray, scores: np.ndarray) -> Tensor:
-    """Its label 0 is the background, which it never answers with."""
     found = torch.from_numpy(boxes), torch.from_numpy(scores)
     require_numbers(expert, *found)
-    return selected(expert, found[0], found[1], torch.from_numpy(labels) - 1)
+    return selected(expert, found[0], found[1], torch.from_numpy(labels) - 1)  # label
 
 
 def _refuse_full(expert: Expert, scores: Tensor) -> None:

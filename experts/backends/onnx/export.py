@@ -92,7 +92,6 @@ def _drop_unread_inputs(model: onnx.ModelProto) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """What the innermost error says: the exporter wraps it in advice to its developers."""
-    while error.__cause__ is not None:
+    while error.__cause__ is not None:  # the exporter wraps it in advice to its developers
         error = error.__cause__
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

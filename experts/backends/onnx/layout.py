@@ -80,7 +80,6 @@ class LaidOutGraph:
     placements: Mapping[str, Placement]
 
     def tensors(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """One expert's weights as the program's inputs, by their names there."""
         return {name: placement.laid(weights[placement.source]) for name, placement in self.placements.items()}
 
 
@@ -113,12 +112,10 @@ def laid_out(model: onnx.ModelProto, images: str) -> LaidOutGraph:
 
 @cache
 def runtime_identity() -> str:
-    """What a program's layout depends on: the version of ONNX Runtime, and the block of channels on this CPU."""
     return f"onnxruntime {onnxruntime.__version__}, channels in blocks of {_channel_block()}"
 
 
 def identity_of(program: bytes) -> str | None:
-    """The ``runtime_identity`` under which a program was laid out."""
     notes = onnx.load_from_string(program).metadata_props
     return next((note.value for note in notes if note.key == IDENTITY_KEY), None)
 

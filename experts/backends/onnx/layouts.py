@@ -41,7 +41,6 @@ class Layout(StrEnum):
 
     @property
     def fit(self) -> Fit:
-        """How whoever exports this brings images to its size."""
         return Fit.FILLED if self in {Layout.QUERIES, Layout.CHOSEN_QUERIES} else Fit.LETTERBOXED
 
 
@@ -59,7 +58,6 @@ class Detections:
 
     @property
     def fit(self) -> Fit:
-        """How images come to its size, as far as its file tells."""
         fits = {layout.fit for layout in self.layouts}
         return fits.pop() if len(fits) == 1 else Fit.LETTERBOXED
 

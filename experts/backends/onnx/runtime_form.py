@@ -106,10 +106,9 @@ def packable(expert: Expert, form: LaidOutGraph | Refused, tensors: Mapping[str,
 
 
 def _as_ort_value(tensor: Tensor) -> OrtValue:
-    """The tensor's own memory, on the CPU, as ONNX Runtime takes it; nothing is copied."""
     if not tensor.is_contiguous():
         raise ValueError("ONNX Runtime reads contiguous tensors only")
-    return OrtValue.ortvalue_from_numpy(tensor.numpy())
+    return OrtValue.ortvalue_from_numpy(tensor.numpy())  # without a copy
 
 
 def _deviations(

@@ -72,7 +72,6 @@ _sessions = MadeOnce(_make_session, SESSIONS_KEPT)
 
 
 def session_once(program: bytes, *, is_final: bool = False) -> onnxruntime.InferenceSession:
-    """A session that nobody else gets, on one thread of the CPU. ``is_final`` as in ``shared_session``."""
     return onnxruntime.InferenceSession(program, _options(1, is_final=is_final), providers=[PROVIDERS["cpu"]])
 
 
@@ -125,14 +124,13 @@ def _providers(provider: str, device: str) -> list[str | tuple[str, dict[str, in
 
 @cache
 def _prepare_process() -> None:
-    """Once, before the first session; under the lock, as a cache lets two threads in that ask at once."""
     onnxruntime.disable_telemetry_events()
     memory = OrtMemoryInfo("Cpu", OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, OrtMemType.DEFAULT)
     onnxruntime.create_and_register_allocator(memory, OrtArenaCfg({"arena_extend_strategy": GROW_AS_REQUESTED}))
 
 
 def _options(threads: int, *, is_final: bool = False) -> onnxruntime.SessionOptions:
-    with _preparing:
+    with _preparing:  # a cache alone lets two threads in that ask at once
         _prepare_process()
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors only: they come as exceptions as well

@@ -148,8 +148,7 @@ class BlockArena:
             return table.held
 
     def place(self, request: int) -> tuple[int, int]:
-        """Any order is as good as another: what is read is gathered."""
-        return 0, request
+        return 0, request  # any order is as good as another: what is read is gathered
 
     def key_values(self, layout: KvLayout) -> BlockKeyValues:
         return BlockKeyValues(self, layout)
@@ -219,7 +218,6 @@ class BlockArena:
         return held
 
     def _check_room(self, blocks: int) -> None:
-        """Raises MemoryExceeded where so many are promised to others."""
         free = self._count - self._promised
         if blocks > free:
             raise MemoryExceeded("keys and values", blocks * self._block_bytes, free * self._block_bytes)
@@ -306,8 +304,6 @@ class BlockArena:
 
 
 class BlockKeyValues:
-    """The arena as models of one layout see it."""
-
     def __init__(self, arena: BlockArena, layout: KvLayout) -> None:
         self._arena = arena
         self._layout = layout
@@ -320,8 +316,6 @@ class BlockKeyValues:
 
 
 class BatchOfBlocks:
-    """One batch's view of its blocks."""
-
     def __init__(self, view: Tensor, batch: TokenBatch, tables: Sequence[Sequence[int]]) -> None:
         device, width = view.device, view.shape[4]
         self._keys = [view[:, layer, 0] for layer in range(view.shape[1])]
@@ -371,7 +365,6 @@ def _padded(tables: Sequence[Tensor]) -> Tensor:
 
 
 def _blocks_of(tokens: tuple[int, ...], width: int) -> Iterator[tuple[int, ...]]:
-    """The full ones."""
     return (tokens[start : start + width] for start in range(0, len(tokens) - width + 1, width))
 
 

@@ -104,7 +104,6 @@ class EngineStatistics:
 
     @property
     def overhead_s(self) -> float:
-        """Outside of tensor work, for each iteration."""
         return (self.busy_s - self.tensor_s) / self.iterations if self.iterations else 0.0
 
 
@@ -135,7 +134,6 @@ class _Group:
 
     @property
     def ran(self) -> int:
-        """When it had its last iteration, as the one of its texts that waits longest has it."""
         return min(text.ran for text in self.going)
 
 
@@ -171,8 +169,6 @@ class _TimedKeyValues:
 
 
 class _Asked(Enum):
-    """What may be asked of a request between two iterations."""
-
     FORGET = auto()
     PREEMPT = auto()
     SWAP_OUT = auto()
@@ -318,7 +314,6 @@ class LlmEngine:
         text.has_room, text.is_swapped = True, False
 
     def _prefix(self, text: Text, end: int) -> Prefix | None:
-        """The text's tokens up to ``end``, as a prefix."""
         weights = self._weights.get(text.request)
         return None if weights is None else Prefix(weights, tuple(text.tokens[:end]))
 

@@ -62,7 +62,6 @@ class Slab:
         self.touched = [0] * extents  # how many positions of each are memory
 
     def touch(self, extent: int, positions: int) -> None:
-        """So many positions are going to be written."""
         if positions > self.touched[extent]:
             self.touched[extent] = math.ceil(positions / self._unit) * self._unit
 
@@ -104,7 +103,6 @@ class CachedPrefix:
     used: int  # when it was of use last, in uses of the arena
 
     def common(self, layout: KvLayout, wanted: Prefix) -> int:
-        """How many tokens of the wanted one it has."""
         if self.prefix.weights != wanted.weights or self.extent.layout != layout:
             return 0
         return common_length(self.prefix.tokens, wanted.tokens)
@@ -112,8 +110,6 @@ class CachedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """What a request held, in the host's memory."""
-
     layout: KvLayout
     promised: int
     tokens: Tensor
@@ -368,8 +364,6 @@ class ExtentArena:
 
 
 class ExtentKeyValues:
-    """The arena as models of one layout see it."""
-
     def __init__(self, arena: ExtentArena, layout: KvLayout) -> None:
         self._arena = arena
         self._layout = layout
@@ -382,8 +376,6 @@ class ExtentKeyValues:
 
 
 class BatchOfExtents:
-    """One batch's view of its extents."""
-
     def __init__(self, layout: KvLayout, batch: TokenBatch, extents: Sequence[Extent]) -> None:
         self._extents = extents
         self._rows = batch.rows

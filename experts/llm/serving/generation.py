@@ -72,12 +72,10 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether chance has no part in it."""
         return self.temperature == 0 or self.top_k == 1
 
     @property
     def has_penalties(self) -> bool:
-        """Whether what was read or written changes what may follow."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
@@ -108,7 +106,6 @@ class Generation:
 
     @property
     def most_tokens(self) -> int:
-        """The most that it may ever hold: what is read, and all that may be written after it."""
         if self.choices is None:
             return len(self.prompt) + self.most_new_tokens
         return len(self.prompt) + max(len(tokens) for tokens in self.choices.values())

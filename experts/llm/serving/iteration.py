@@ -48,8 +48,6 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """A request's part in an iteration, in tokens."""
-
     request: int
     tokens: int
 
@@ -110,16 +108,13 @@ class IterationTimes:
 
     @property
     def base_s(self) -> float:
-        """B: what an iteration takes whatever is in it."""
-        return self._line()[0]
+        return self._line()[0]  # B
 
     @property
     def token_s(self) -> float:
-        """K: what a token more takes."""
-        return self._line()[1]
+        return self._line()[1]  # K
 
     def seconds(self, tokens: int) -> float:
-        """What an iteration of so many tokens is expected to take; 0 where none has run."""
         base_s, token_s = self._line()
         return base_s + token_s * tokens
 
@@ -153,7 +148,6 @@ class IterationTimes:
 
     @property
     def _has_line(self) -> bool:
-        """Whether sizes differ enough for a line through them."""
         return self._weight > 0 and self._variance >= (0.05 * self._tokens / self._weight) ** 2
 
     def _line(self) -> tuple[float, float]:

@@ -42,14 +42,12 @@ class KvLayout:
 
     @property
     def head_bytes(self) -> int:
-        """What one token's keys take in one head of one layer."""
         itemsize: int = self.dtype.itemsize
-        return self.head_size * itemsize
+        return self.head_size * itemsize  # of one token's keys, in one layer
 
     @property
     def token_bytes(self) -> int:
-        """What one token's keys and values take in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_bytes
+        return 2 * self.layers * self.kv_heads * self.head_bytes  # of one token, in all layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,11 +40,9 @@ class Sampler:
                 self.draw()
 
     def draw(self) -> float:
-        """The next number of the request's own, in [0, 1)."""
         return self._random.random()
 
     def wrote(self, token: int) -> None:
-        """Remember a token, as penalties do."""
         if self._seen is not None:
             self._seen.wrote(token)
 

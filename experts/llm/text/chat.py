@@ -43,7 +43,6 @@ class ChatTemplate:
         self._compiled = functools.cache(self._sandbox.compiled)
 
     def named(self, expert: str) -> ChatTemplate:
-        """The same template, compiled once, of another expert."""
         other = copy.copy(self)
         other._expert = expert
         return other
@@ -78,7 +77,6 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 - as the library declares it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """See ``jinja2.ext.Extension``."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -91,8 +89,7 @@ def _sandbox(render_s: float) -> BoundedSandbox:
 
 
 def _json(value: Any, indent: int | None = None, **options: Any) -> str:  # noqa: ANN401 - JSON
-    """Jinja's own escapes what would be HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)  # Jinja's own escapes HTML
 
 
 def _refuse(message: str) -> NoReturn:

@@ -100,7 +100,6 @@ class Words:
         return self._give(more)
 
     def rest(self) -> str:
-        """What waited for its other half, when none comes any more."""
         return self._give(self._more())
 
     def _more(self) -> str:
@@ -115,9 +114,8 @@ class Words:
 
 
 def _whole(before: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[int]:
-    """As many of the tokens at the end as begin with a whole character: half a one would spoil those behind it."""
     ends = (list(before[start:]) for start in range(len(before)))
-    return next((end for end in ends if HALF not in decode(end)), [])
+    return next((end for end in ends if HALF not in decode(end)), [])  # half a character would spoil the rest
 
 
 class StopStrings:
@@ -142,7 +140,6 @@ class StopStrings:
         return text
 
     def rest(self) -> str:
-        """What was held back, when nothing comes any more."""
         text, self._held = self._held, ""
         return "" if self.is_complete else text
 

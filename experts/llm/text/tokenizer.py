@@ -62,15 +62,12 @@ class TextModel:
         )
 
     def named(self, expert: str) -> TextModel:
-        """The same for another expert of the same files, by whose name errors call it."""
         return replace(self, expert=expert, chat=self.chat and self.chat.named(expert))
 
     def encode(self, text: str, *, adds_special: bool = True) -> tuple[int, ...]:
-        """The tokens of a text. ``adds_special``: with those that the model wants around it, as its beginning."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=adds_special).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of these tokens, without special ones."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def prompt_of(self, text: str) -> tuple[int, ...]:
@@ -106,7 +103,6 @@ class TextModel:
 
     @cached_property
     def tokens(self) -> int:
-        """How many tokens there are to tell apart: one more than the largest."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def drawn(self, asked: Sampling, given: Container[str]) -> Sampling:
@@ -182,7 +178,6 @@ def _sampling(generation: Mapping[str, Any], expert: str) -> dict[str, Any]:
 
 
 def _spelled(token: object) -> str | None:
-    """A special token as a tokenizer_config.json has it: a string, or an object that says more of it."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 

@@ -36,8 +36,6 @@ CLOSE_S = 5.0  # a load that does not end by then is left behind
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A moe_expert that is there, to be used."""
-
     moe_expert: MoeExpert
     place: int
 
@@ -90,23 +88,19 @@ class MoeCache:
             return found
 
     def used(self, moe_experts: Iterable[MoeExpert]) -> None:
-        """These are not needed any more."""
         with self._changed:
             for moe_expert in moe_experts:
                 self._tell(Used(moe_expert))
 
     def predict(self, layer: int, numbers: Sequence[int]) -> None:
-        """A layer to come will likely need these."""
         with self._changed:
             self._tell(Predicted(layer, tuple(numbers)))
 
     def bypass(self, layer: int, numbers: Sequence[int]) -> None:
-        """These were needed and ran elsewhere."""
         with self._changed:
             self._tell(Bypassed(layer, tuple(numbers)))
 
     def end_pass(self) -> None:
-        """Load nothing ahead any more; what is under way goes on."""
         with self._changed:
             self._tell(PassEnded())
 
@@ -117,22 +111,18 @@ class MoeCache:
             self._changed.wait_for(lambda: not self._residency.in_flight)
 
     def holds(self, moe_expert: MoeExpert) -> bool:
-        """Is it there at this moment?"""
         with self._changed:
             return self._residency.place_of(moe_expert) is not None
 
     def usage(self) -> dict[MoeExpert, float]:
-        """See MoeResidency.usage."""
         with self._changed:
             return self._residency.usage()
 
     def statistics(self) -> CacheStatistics:
-        """A frozen snapshot."""
         with self._changed:
             return CacheStatistics(self._residency.statistics(), self._loads, self._failures, self._waited_s)
 
     def close(self) -> None:
-        """End the threads. Idempotent."""
         self._threads.stop(CLOSE_S)
 
     def _there(self, wanted: Collection[MoeExpert]) -> Placed | None:

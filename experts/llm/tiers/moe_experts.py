@@ -29,8 +29,6 @@ PRIOR_PASSES = 32.0  # arbitrary: how many passes usage probabilities are worth
 
 @dataclass(frozen=True, slots=True, order=True)
 class MoeExpert:
-    """One of a layer's experts."""
-
     layer: int
     number: int
 
@@ -61,8 +59,6 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A Load was carried out."""
-
     moe_expert: MoeExpert
 
 
@@ -87,8 +83,6 @@ class PassEnded:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """The place is about to be taken by another."""
-
     moe_expert: MoeExpert
     place: int
 
@@ -124,15 +118,12 @@ class ResidencyStatistics:
 
     @property
     def hit_rate(self) -> float:
-        """Of all needs, those that found what they needed in its place. 1.0 before the first."""
         needs = self.hits + self.late + self.misses
         return self.hits / needs if needs else 1.0
 
 
 @dataclass(slots=True)
 class _Holding:
-    """What a place holds, or is being filled with."""
-
     place: int
     is_loaded: bool = False
     pins: int = 0
@@ -210,13 +201,11 @@ class MoeResidency:
         return tuple(self._begin_loads())
 
     def place_of(self, moe_expert: MoeExpert) -> int | None:
-        """Where it lies; None while it is absent or on its way."""
         holding = self._held.get(moe_expert)
         return holding.place if holding is not None and holding.is_loaded else None
 
     @property
     def in_flight(self) -> int:
-        """Loads without an answer."""
         return self._in_flight
 
     def usage(self) -> dict[MoeExpert, float]:
@@ -299,7 +288,6 @@ class MoeResidency:
             self._offer(moe_expert)
 
     def _unwish(self, moe_expert: MoeExpert) -> None:
-        """Nobody waits for it any more, or one less; nothing where its load failed."""
         waiting = self._wishes.needed.pop(moe_expert, 0)
         if waiting > 1:
             self._wishes.needed[moe_expert] = waiting - 1
@@ -386,8 +374,7 @@ class MoeResidency:
         return self._is_unpredicted(victim) and self._rank(victim) < self._rank(moe_expert)
 
     def _turns_until(self, layer: int) -> int:
-        """Layers until it is run: the one that runs now has its next turn in the next pass."""
-        return (layer - self._layer - 1) % self._layers
+        return (layer - self._layer - 1) % self._layers  # the layer that runs now is next in the next pass
 
 
 def _anybody(_victim: MoeExpert) -> bool:

@@ -92,8 +92,6 @@ class OffloadTotals:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """One moe_expert's rows among those of its layer."""
-
     start: int
     end: int
 
@@ -118,7 +116,6 @@ class HostTier:
         self._costs = costs
 
     def way(self, rows: int) -> Way:
-        """What is to be moved for so many rows of one moe_expert that the device lacks."""
         return Way.WEIGHTS if self._costs is None else cheaper_way(self._form.size_bytes, rows, self._costs)
 
     @contextmanager
@@ -131,24 +128,19 @@ class HostTier:
             self._cache.used((moe_expert,))
 
     def run(self, moe_expert: MoeExpert, rows: Tensor) -> Tensor:
-        """Take rows there, through the network, and back."""
         with self.holding(moe_expert) as block:
             return run_mlp(rows.cpu(), self._form.weights(block, self._kind)).to(rows.device)
 
     def end_pass(self) -> None:
-        """See MoeCache.end_pass."""
         self._cache.end_pass()
 
     def settle(self) -> None:
-        """See MoeCache.settle."""
         self._cache.settle()
 
     def statistics(self) -> CacheStatistics:
-        """See MoeCache.statistics."""
         return self._cache.statistics()
 
     def close(self) -> None:
-        """See MoeCache.close."""
         self._cache.close()
 
 
@@ -200,12 +192,10 @@ class OffloadedMoe:
             self._host.settle()
 
     def statistics(self) -> OffloadStatistics:
-        """A frozen snapshot."""
         cache, host = self._cache.statistics(), None if self._host is None else self._host.statistics()
         return OffloadStatistics(cache, host, self._rows_moved, cache.loads * self._form.size_bytes)
 
     def close(self) -> None:
-        """End the threads that load into its places. Idempotent."""
         self._cache.close()
 
     def run(self, layer: int, tokens: Tensor, table: MappingTable) -> Tensor:
@@ -279,7 +269,6 @@ class OffloadedMoe:
         self._cache.predict(following, self._ahead[layer].likely(tokens))
 
     def _following(self, layer: int) -> int | None:
-        """The next layer with experts; None behind the last one."""
         return next((later for later in self._layers if later > layer), None)
 
     def _gate_ahead(self, layer: int, following: int) -> GateAhead:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 
 class Way(StrEnum):
-    """What is moved to bring tokens and a moe_expert together."""
-
     WEIGHTS = "weights"
     ACTIVATIONS = "activations"
 
@@ -35,7 +33,6 @@ class RowsTime:
     B_s: float
 
     def at(self, rows: int) -> float:
-        """The prediction for so many."""
         return self.K_s * rows + self.B_s
 
 
@@ -53,11 +50,9 @@ class MoveCosts:
     cpu: RowsTime
 
     def weights_s(self, block_bytes: int, rows: int) -> float:
-        """Weights to the device, and run there."""
         return self.link_s + block_bytes / self.link_bytes_per_s + self.device.at(rows)
 
     def activations_s(self, rows: int) -> float:
-        """Hidden states to the host, run there, and back."""
         return 2 * (self.link_s + rows * self.row_bytes / self.link_bytes_per_s) + self.cpu.at(rows)
 
 

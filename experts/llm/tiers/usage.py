@@ -48,8 +48,6 @@ def count_routing(model: Model, prompts: Sequence[Sequence[int]]) -> dict[MoeExp
 
 
 class _Counting:
-    """Runs a layer's experts as ever, and counts who has tokens."""
-
     def __init__(self, moe_experts: MlpWeights | MoeExperts, counts: Tensor) -> None:
         self._moe_experts = moe_experts
         self._counts = counts
