@@ -147,28 +147,19 @@ class ClassifierBackend:
 
 
 def build_trainable(architecture: str, class_count: int, stem: str | None = None, image_size: int = 224) -> Module:
-    """A fresh module of an architecture with random weights, in training mode; its state dict can be packed.
-
-    Raises ValueError for an architecture or a stem that is not known.
-    """
+    """A fresh module in training mode, weights random. Raises ValueError for an unknown architecture or stem."""
     return _build(_form_of(architecture, class_count, stem, (image_size, image_size)), init_weights=True).train()
 
 
 def weight_shapes(architecture: str, class_count: int, stem: str | None, image_size: int) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of an architecture's weights, without auxiliary heads; nothing of their size is held.
-
-    Raises ValueError for an architecture or a stem that is not known.
-    """
+    """Built without memory, without auxiliary heads. Raises ValueError for an unknown architecture or stem."""
     form = _form_of(architecture, class_count, stem, (image_size, image_size))
     with Weightless():
         return {name: tuple(tensor.shape) for name, tensor in _build(form, init_weights=False).state_dict().items()}
 
 
 def write_random_weights(path: Path, architecture: str, class_count: int, seed: int, image_size: int = 224) -> None:
-    """A .safetensors file of untrained weights, for measuring: the same ones for the same seed.
-
-    Raises ValueError for an architecture that is not known, OSError for what the disk refuses.
-    """
+    """Untrained weights, for measuring. Raises ValueError for an unknown architecture, OSError from the disk."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         tensors = build_trainable(architecture, class_count, image_size=image_size).state_dict()
@@ -177,10 +168,7 @@ def write_random_weights(path: Path, architecture: str, class_count: int, seed: 
 
 
 def observed_ranges(expert: Expert, batches: Iterable[Tensor]) -> Ranges:
-    """What its layers read and answer with on these images, float32 (n, 3, height, width): its eight bits' ranges.
-
-    Raises what ``pack`` raises.
-    """
+    """Ranges of its layers' values on images, float32 (n, 3, height, width). Raises as ``pack``."""
     return _onednn_forms.ranges(expert, _form(expert), _ready(expert, Precision.ONEDNN_INT8), batches)
 
 

@@ -57,10 +57,7 @@ if TYPE_CHECKING:
 
 
 def _keep_ultralytics_to_itself() -> None:
-    """What it reads at import: no look-ups on the network, no installing, no settings in the user's home, no chatter.
-
-    The one place outside agent/config.py that touches the environment: ultralytics has no other way in.
-    """
+    """ultralytics has no other way in than the environment: no network, installing, settings or chatter."""
     os.environ.setdefault("YOLO_OFFLINE", "true")
     os.environ.setdefault("YOLO_AUTOINSTALL", "false")
     os.environ.setdefault("YOLO_VERBOSE", "false")
@@ -198,36 +195,24 @@ class DetectorBackend:
 
 
 def build_trainable(architecture: str, class_count: int) -> Module:
-    """A fresh model with random weights, in training mode, on which ``model.loss(batch)`` works.
-
-    Raises ValueError for an architecture that is not known.
-    """
+    """A fresh model in training mode: ``model.loss(batch)`` works. ValueError for an unknown architecture."""
     model = _build(architecture, class_count)
     model.args = get_cfg()
     return model.train()
 
 
 def observed_ranges(expert: Expert, batches: Iterable[Tensor]) -> Ranges:
-    """What its layers read and answer with on these images, float32 (n, 3, height, width): its eight bits' ranges.
-
-    Raises what ``pack`` raises.
-    """
+    """Ranges of its layers' values on images, float32 (n, 3, height, width). Raises as ``pack``."""
     return _onednn_forms.ranges(expert, _form(expert), _ready(expert, Precision.ONEDNN_INT8), batches)
 
 
 def reader_of(expert: Expert) -> Answered:
-    """What makes predictions of the head's raw outputs, boxes and scores, for whoever runs the model elsewhere.
-
-    Raises WeightsMismatch for an architecture that cannot be built.
-    """
+    """Reads the head's raw outputs, boxes and scores. Raises WeightsMismatch where the model cannot be built."""
     return _Answered(_template_of(expert).strides)
 
 
 def write_onnx_export(path: Path, architecture: str, labels: Sequence[str], side_px: int, seed: int) -> None:
-    """What ultralytics' own exporter makes of a fresh model, for square images: suppression is left to who runs it.
-
-    ``path`` ends in .onnx. Raises ValueError for an architecture that is not known, OSError for what the disk refuses.
-    """
+    """By ultralytics' exporter, without suppression. ``path`` ends in .onnx. Raises ValueError, OSError."""
     from ultralytics import YOLO
 
     with torch.random.fork_rng(devices=()):
@@ -264,10 +249,7 @@ def outline(architecture: str) -> Outline:
 
 
 def weight_shapes(architecture: str, class_count: int) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of an architecture's weights; nothing of their size is held.
-
-    Raises ValueError for an architecture that is not known.
-    """
+    """Built without memory for the weights. Raises ValueError for an unknown architecture."""
     with Weightless():
         return {name: tuple(tensor.shape) for name, tensor in _build(architecture, class_count).state_dict().items()}
 
@@ -371,11 +353,7 @@ def _building_alone() -> Iterator[None]:
 
 
 def _decoded(raw_boxes: Tensor, anchors: Tensor, scale: Tensor) -> Tensor:
-    """Boxes (boxes, 4) as left, top, right, bottom in input pixels, float32. ``raw_boxes``: (4 * bins, boxes).
-
-    Each side's distance from its anchor is the expectation of a distribution over bins (Generalized Focal Loss,
-    arXiv 2006.04388); a head with one bin answers with the distance itself.
-    """
+    """Corners in pixels, float32: a side is the expectation over bins (Generalized Focal Loss, arXiv 2006.04388)."""
     bins = raw_boxes.float().unflatten(0, (SIDES, len(raw_boxes) // SIDES))
     weights = torch.arange(bins.shape[1], dtype=torch.float32, device=bins.device).view(1, -1, 1)
     distances = (bins.softmax(1) * weights).sum(1) if bins.shape[1] > 1 else bins.squeeze(1)

@@ -43,20 +43,14 @@ def forms_here() -> tuple[Precision, ...]:
 
 
 def why_absent(precision: Precision) -> str | None:
-    """Why a form does not run on this CPU; None where its operators answered rightly on a tiny tensor.
-
-    A form is tried once in a process.
-    """
+    """None where the form's operators answered rightly on a tiny tensor: each form is tried once in a process."""
     if precision in ONEDNN_FORMS:
         return onednn.why_absent(ONEDNN_NUMBERS[precision])
     return _runtime_fault() if precision is Precision.ONNXRUNTIME else _torch_fault(_TORCH_NUMBERS[precision])
 
 
 def multiplies(precision: Precision) -> bool:
-    """Does this CPU have instructions that multiply numbers of 16 bits, and may oneDNN use them?
-
-    Torch's answer for oneDNN alone is yes on every CPU with AVX-512, where most emulate bf16.
-    """
+    """Has this CPU 16-bit products, and may oneDNN use them? oneDNN alone says yes for bf16 wherever AVX-512 is."""
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     if not any(capabilities.get(name) for name in _INSTRUCTIONS[precision]):
         return False

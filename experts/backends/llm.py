@@ -119,10 +119,7 @@ class LlmBackend:
 
 
 def _check_words(expert: Expert, files: Mapping[str, bytes]) -> None:
-    """What turns words into tokens, where it is there: without it a model still answers those who ask in tokens.
-
-    Raises TokenizerUnusable, WeightsMismatch for a label that it has no token for.
-    """
+    """Raises TokenizerUnusable, WeightsMismatch for a label without tokens. No tokenizer: only tokens can be asked."""
     if TOKENIZER not in files:
         return
     words = TextModel.of(files, expert.id)
@@ -139,10 +136,7 @@ def _can_spell(words: TextModel, label: str) -> bool:
 
 
 def iteration_bytes(spec: ArchSpec, itemsize: int, rows: int) -> int:
-    """The memory that one iteration takes beside weights, keys and values, from shapes: see ``Backend``.
-
-    The widest layer's tensors for TOKENS_AT_ONCE tokens, and for each row its logits, twice in fp32 for sampling.
-    """
+    """The widest layer's tensors for TOKENS_AT_ONCE, and for each row its logits, twice in fp32 for sampling."""
     widest = max(_layer_width(spec, number) for number in range(len(spec.layers)))
     per_token = 4 * spec.hidden_size + 2 * (spec.query_size + 2 * spec.kv_size) + widest
     return TOKENS_AT_ONCE * per_token * itemsize + rows * spec.vocab_size * (itemsize + 2 * FP32_BYTES)
@@ -159,13 +153,7 @@ def _layer_width(spec: ArchSpec, number: int) -> int:
 
 
 class _PackedTensors(Mapping[str, "Tensor"]):
-    """A checkpoint's tensors in execution dtype, each read when asked for: a model need not fit into memory beside it.
-
-    ``precision`` None: in their own dtype.
-
-    Asking raises LoadError, WeightsCorrupt for values that are not numbers, WeightsMismatch for those that the dtype
-    has no room for.
-    """
+    """Each tensor is read when asked for. ``precision`` None: in its own dtype. Raises as ``LlmBackend.pack``."""
 
     def __init__(self, checkpoint: Checkpoint, precision: Precision | None) -> None:
         self._checkpoint = checkpoint

@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 
 def require_numbers(expert: Expert, *outputs: Tensor) -> None:
-    """Raises OutputInvalid unless every value is a finite number.
-
-    To be asked of raw outputs: an infinite one becomes a score of 0 or 1 like any other.
-    """
+    """Raises OutputInvalid for NaN or infinity. Ask raw outputs: an infinite one becomes a score like any other."""
     if not all(_is_finite(output) for output in outputs):
         raise OutputInvalid(expert.id, "its output is not a number: check its weights, or use precision fp32")
 

@@ -30,11 +30,7 @@ NAMES_SHOWN = 4
 
 
 def fit(expert: Expert, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors found, in the architecture's order and dtypes, without BatchNorm's count of training batches.
-
-    ``expected`` may lie on the meta device. Raises WeightsMismatch with the names that do not fit, WeightsCorrupt where
-    a value is not a number.
-    """
+    """In ``expected``'s order and dtypes (meta will do). Raises WeightsMismatch with names, WeightsCorrupt for NaN."""
     wanted = {name: tensor for name, tensor in expected.items() if not _is_count(name)}
     given = {name: tensor for name, tensor in found.items() if not _is_count(name)}
     reshaped = [name for name in wanted if name in given and wanted[name].shape != given[name].shape]

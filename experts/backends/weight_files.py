@@ -45,11 +45,7 @@ def saving(path: Path) -> Iterator[None]:
 
 
 def read_state_dict(expert: Expert) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file, whose labels are the line's.
-
-    Raises WeightsRefused for any other kind, .pt with the way to import it, and WeightsMismatch for labels that are in
-    another order.
-    """
+    """Raises WeightsRefused for all but .safetensors, WeightsMismatch for labels in another order."""
     if expert.weights.suffix in {".pt", ".pth"}:
         target = expert.weights.with_suffix(".safetensors")
         raise WeightsRefused(
@@ -78,10 +74,7 @@ def told_labels(path: Path) -> tuple[str, ...] | None:
 
 
 def read_onnx(expert: str, path: Path, *, gathers: bool = False) -> onnx.ModelProto:
-    """A complete ONNX model, checked. ``gathers``: take in weights that lie in other files of its folder.
-
-    Raises WeightsRefused where they do, and are not to be gathered or cannot be.
-    """
+    """A complete ONNX model, checked. Raises WeightsRefused for weights in other files, unless it ``gathers`` them."""
     model = read_graph(expert, path)
     try:
         if is_scattered(model):

@@ -106,11 +106,7 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Path, expert: str, spec: ArchSpec) -> Checkpoint:
-    """The tensors of a directory for this model.
-
-    Raises WeightsMissing, WeightsCorrupt, WeightsRefused for a pickle, LoadError, WeightsMismatch with all that does
-    not fit.
-    """
+    """Raises WeightsMissing, WeightsCorrupt, LoadError, WeightsRefused (a pickle), WeightsMismatch with all names."""
     files = {path: _open(path, expert) for path in _files(directory, expert)}
     stored: dict[str, StoredTensor] = {}
     for path, file in files.items():

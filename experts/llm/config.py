@@ -98,20 +98,16 @@ class RopeKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary positions. ``factor`` stretches the ``trained_positions``; the rest is read by its kind alone.
-
-    ``slow_turns`` and ``fast_turns``: how often a frequency turns within the trained positions, where it counts as slow
-    (stretched) and as fast (left as it is); between them it is blended. ``magnitude`` scales cosine and sine.
-    """
+    """Rotary positions; beside ``factor``, each field is read by some kinds alone."""
 
     theta: float
     kind: RopeKind = RopeKind.DEFAULT
-    factor: float = 1.0
+    factor: float = 1.0  # stretches the ``trained_positions``
     trained_positions: int = 0
-    slow_turns: float = 1.0
-    fast_turns: float = 1.0
+    slow_turns: float = 1.0  # within the trained positions, of frequencies that are stretched
+    fast_turns: float = 1.0  # and of those left as they are; between them it is blended
     is_ramp_rounded: bool = True
-    magnitude: float = 1.0
+    magnitude: float = 1.0  # scales cosine and sine
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +120,9 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer's feed-forward part; attention is alike in all layers.
+    """One layer's feed-forward part; attention is alike in all layers."""
 
-    Without ``moe`` it is an MLP of width ``mlp_size``. With it, ``mlp_size`` is the MLP that runs beside the experts:
-    a shared expert behind a sigmoid gate, or joined as ``residual`` says; 0: there is none.
-    """
-
-    mlp_size: int
+    mlp_size: int  # with ``moe``, of the MLP beside it, behind a sigmoid gate or joined as ``residual`` says; 0: none
     moe: MoeSpec | None = None
     residual: Residual | None = None
 
@@ -141,10 +133,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ArchSpec:
-    """All that decides which tensors a model has and what is computed from them. Sizes in elements.
-
-    ``rope`` None: positions are learned, one vector for each of ``max_positions``.
-    """
+    """Decides which tensors a model has and what is computed from them. Sizes in elements."""
 
     family: Family
     vocab_size: int
@@ -154,7 +143,7 @@ class ArchSpec:
     head_size: int
     max_positions: int
     norm_epsilon: float
-    rope: RopeSpec | None
+    rope: RopeSpec | None  # None: positions are learned, one vector for each of ``max_positions``
     layers: tuple[LayerSpec, ...]
     mlp: Mlp = Mlp.SWIGLU
     norm: Norm = Norm.RMS
@@ -179,10 +168,7 @@ class ArchSpec:
 
 
 def read_spec(directory: Path, expert: str) -> ArchSpec:
-    """What ``directory``'s config.json describes.
-
-    Raises WeightsMissing, WeightsCorrupt where it is no JSON object, ModelUnsupported naming the field.
-    """
+    """Raises WeightsMissing, WeightsCorrupt where config.json is no JSON object, ModelUnsupported naming the field."""
     path = directory / CONFIG_NAME
     try:
         content = path.read_bytes()

@@ -40,14 +40,11 @@ Way: TypeAlias = "Callable[[Tensor, MappingTable, MlpWeights], Tensor]"
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """A feed-forward network, or several of one form with the experts as first dimension.
-
-    ``up``: (width, hidden); for ``SWIGLU`` (2 * width, hidden), the gate's rows first. ``down``: (hidden, width).
-    """
+    """A feed-forward network, or several with the experts as first dimension."""
 
     kind: Mlp
-    up: Matrix
-    down: Matrix
+    up: Matrix  # (width, hidden); for ``SWIGLU`` (2 * width, hidden), the gate's rows first
+    down: Matrix  # (hidden, width)
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 

@@ -67,10 +67,7 @@ class FeedForwardWeights:
 
 
 class Model:
-    """One language model over tensors that somebody else owns, by the model's names (``experts.llm.names``).
-
-    ``moe_experts``: by layer, those whose tensors are not among them; whoever holds them runs them.
-    """
+    """One model over borrowed tensors (``names``). ``moe_experts``: by layer, those that another memory holds."""
 
     def __init__(
         self, spec: ArchSpec, tensors: Mapping[str, Tensor], moe_experts: Mapping[int, MoeExperts] | None = None
@@ -197,10 +194,7 @@ def feed_forward(tokens: Tensor, layer: LayerSpec, weights: FeedForwardWeights) 
 
 
 def load_model(directory: Path, expert: str, dtype: torch.dtype | None = None) -> Model:
-    """The model of a Hugging Face directory on the CPU, in its own dtype or this one.
-
-    Raises what ``read_spec`` and ``open_checkpoint`` raise.
-    """
+    """A Hugging Face directory's model, on the CPU. Raises as ``read_spec`` and ``open_checkpoint``."""
     spec = read_spec(directory, expert)
     return Model(spec, open_checkpoint(directory, expert, spec).read_all(dtype))
 

@@ -29,10 +29,7 @@ LARGEST_FILE_BYTES = 64 * 1024 * 1024  # a tokenizer of a million tokens has a t
 
 
 def read_program(directory: Path, expert: str) -> dict[str, bytes]:
-    """The files of a model's directory that make its program, as far as they are there: config.json at least.
-
-    Raises WeightsMissing, WeightsCorrupt for one that is no such file by its size, LoadError.
-    """
+    """config.json at least. Raises WeightsMissing, WeightsCorrupt for a file of another size, LoadError."""
     files: dict[str, bytes] = {}
     for name in PROGRAM_FILES:
         path = directory / name

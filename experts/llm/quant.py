@@ -134,10 +134,7 @@ def matrix_of(tensors: Mapping[str, Tensor], name: str) -> Matrix:
 
 
 class Int8Tensors(Mapping[str, "Tensor"]):
-    """A model's tensors with their matrices in int8, each quantised when asked for; then its scales are at hand.
-
-    ``source``: the same in the dtype that is computed in, or a finer one. Asking raises what the source raises.
-    """
+    """Each matrix is quantised when asked for, its scales then at hand. Raises what ``source`` raises."""
 
     def __init__(self, source: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> None:
         self._source = source

@@ -41,17 +41,13 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Tokens, (tokens) int64, with their positions, and whose they are: prefill rows first, decode rows last.
-
-    Decode rows are those at the end with one token each; attention runs them together. ``last``: where each row's last
-    token stands; ``starts``: its first.
-    """
+    """Tokens of many sequences: prefill rows first, then decode rows, of one token each."""
 
     token_ids: Tensor
     positions: Tensor
     rows: tuple[Row, ...]
-    starts: tuple[int, ...]
-    last: Tensor
+    starts: tuple[int, ...]  # and its first
+    last: Tensor  # where each row's last token stands
     prefill_count: int
 
     @classmethod

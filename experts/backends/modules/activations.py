@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 
 def peak_bytes(module: Module, image: Tensor) -> int:
-    """The most that the intermediate tensors of one forward pass take at one moment, input included.
-
-    ``module`` and ``image`` lie on the meta device: nothing is computed. What a kernel allocates is not seen.
-    """
+    """The most that intermediate tensors take at once, input included; all on the meta device, kernels' unseen."""
     weights = {tensor.untyped_storage()._cdata for tensor in module.state_dict(keep_vars=True).values()}
     live = _LiveBytes(weights)
     live.track(image)

@@ -40,10 +40,7 @@ class FoldablePair:
 
 
 def foldable_pairs(module: Module, size: tuple[int, int]) -> tuple[FoldablePair, ...]:
-    """All pairs of a module in inference mode on the meta device, in the order they run; empty without a BatchNorm.
-
-    ``size``: height and width of images that it takes. The module is the caller's alone meanwhile.
-    """
+    """In the order they run. ``module``: in inference mode, on meta, the caller's alone. ``size``: height, width."""
     if not any(isinstance(part, BatchNorm2d) for part in module.modules()):
         return ()
     with ExitStack() as watching, torch.no_grad():

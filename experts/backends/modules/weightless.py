@@ -14,10 +14,7 @@ _HOLDERS = frozenset({torch.empty, torch.zeros, torch.ones})  # what modules mak
 
 
 class Weightless(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed by mypy here
-    """A context in which parameters land on the meta device, while numbers that a constructor computes stay real.
-
-    ``torch.device("meta")`` would take those too, and some constructors read them (RegNet's widths, YOLO's strides).
-    """
+    """Parameters land on meta; what constructors compute and read (RegNet's widths, YOLO's strides) stays real."""
 
     def __torch_function__(
         self,

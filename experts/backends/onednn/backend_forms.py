@@ -46,11 +46,7 @@ Made = TypeVar("Made", FusedModule, OnednnForm)
 
 
 class OnednnForms(Generic[Structure]):
-    """By what decides on a module's structure, its size of images and dtype.
-
-    ``module``: the folded module on the meta device. ``sample``: weights such as it may have, float32. ``outputs``:
-    what it answers with, see ``recording.recorded``.
-    """
+    """``module``: folded, on meta; ``sample``: weights it may have, float32; ``outputs``: see ``recorded``."""
 
     def __init__(
         self,
@@ -68,10 +64,7 @@ class OnednnForms(Generic[Structure]):
     def pack(
         self, expert: Expert, precision: Precision, structure: Structure, weights: Mapping[str, Tensor]
     ) -> Packable:
-        """One expert's weights, by their names in the module, in the form's dtype.
-
-        Raises WeightsMismatch, also for one that is to have eight bits and was not calibrated as it is now.
-        """
+        """One expert's weights by name. Raises WeightsMismatch, also for eight bits that were not calibrated so."""
         form = self._decided(structure, _size(expert), ONEDNN_NUMBERS[precision])
         ranges = _calibrated(expert, form) if precision is Precision.ONEDNN_INT8 else None
         return packable(expert, precision, form, weights, ranges)
@@ -79,12 +72,7 @@ class OnednnForms(Generic[Structure]):
     def ranges(
         self, expert: Expert, structure: Structure, weights: Mapping[str, Tensor], batches: Iterable[Tensor]
     ) -> Ranges:
-        """What the expert's calls read and answer with on these images, and how far eight bits shift their answers.
-
-        Raises WeightsMismatch where it has no form of eight bits, and where a call answers with what is no number.
-
-        ``weights``: by their names in the module, float32. ``batches``: float32 (n, 3, height, width).
-        """
+        """``weights``: float32, by name. Raises WeightsMismatch without a form of eight bits, and for NaN."""
         plain = _taken(expert, self._fused(structure, _size(expert), torch.float32))
         form = _taken(expert, self._decided(structure, _size(expert), torch.int8))
         images = list(batches)

@@ -21,10 +21,7 @@ _multiply = torch.ops.mkldnn._linear_pointwise.default
 
 
 class Arrangements:
-    """How a call is put for a batch, so that it wants its weight as it lies; asked once for each size and threads.
-
-    ``is_blocked``: the weight lies in the reference's layout, not as torch's do.
-    """
+    """How a call is put, once for each batch size and thread count. ``is_blocked``: in the reference's layout."""
 
     def __init__(self, shape: Shape, *, is_blocked: bool) -> None:
         self._shape = shape

@@ -38,12 +38,7 @@ DIGITS = 6  # of a shift, as it is kept: far below what a level is worth
 def corrected(
     form: OnednnForm, plain: FusedModule, weights: Mapping[str, Tensor], seen: Observed, images: Tensor
 ) -> dict[str, CallRanges]:
-    """The ranges, and of all calls in eight bits of ``form`` their shifts.
-
-    ``plain``: the module in float32, of which ``seen`` tells. ``weights``: as it has them. ``images``: those that it
-    was observed on, (n, 3, height, width). Raises ValueError for a weight that is no number, KeyError for a call that
-    was not observed.
-    """
+    """``seen``: of ``plain``, float32, on ``images`` (n, 3, height, width). Raises ValueError, KeyError."""
     calls = {part.weight: part for part in plain.inputs if isinstance(part, FusedCall)}
     tensors = form.tensors(weights, seen.ranges)
     measured: dict[str, _Measured] = {}

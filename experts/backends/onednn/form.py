@@ -126,10 +126,7 @@ class OnednnForm:
         return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
 
     def tensors(self, weights: Mapping[str, Tensor], ranges: Ranges | None = None) -> dict[str, Tensor]:
-        """One expert's weights as they are packed, from those of the module, in the form's dtype.
-
-        ``ranges``: of the values of its calls, for a form of eight bits.
-        """
+        """One expert's weights as they are packed. ``ranges``: of its calls' values, for a form of eight bits."""
         if ranges is not None:
             weights = quantised_weights(self.module.inputs, weights, ranges)
         return on_threads(1, lambda: dict(self._laid(name, weights[name].detach()) for name in self.module.weights))
@@ -142,10 +139,7 @@ class OnednnForm:
 
 
 class OnednnSkeleton:
-    """The graph of one form, and the bytes of one expert's weights. ``answered`` reads the outputs.
-
-    ``watched``: what each call is run as, for whoever wants to know what it answers.
-    """
+    """One form's graph over one expert's bytes. ``answered`` reads the outputs; ``watched`` wraps each call."""
 
     def __init__(self, form: OnednnForm, answered: Answered, watched: Watched = lambda call, made: made) -> None:
         self._watched = watched
@@ -210,11 +204,7 @@ class OnednnSkeleton:
 def fused_module(
     module: Module, size: tuple[int, int], outputs: Sequence[str], numbers: torch.dtype
 ) -> FusedModule | Refused:
-    """A module on the meta device in this form, for images of that height and width.
-
-    ``outputs`` names its answers, see ``recording.recorded``. ``numbers``: the weights of fused calls; int8 where they
-    can be, else float32.
-    """
+    """``module``: on meta; ``outputs``: see ``recorded``; ``numbers``: of calls' weights, int8 where they can be."""
     dtype = computed_in(numbers)
     try:
         found = fused(recorded(deepcopy(module).to(dtype), size, outputs, dtype), dtype)
@@ -244,10 +234,7 @@ def packable(
     tensors: Mapping[str, Tensor],
     ranges: Ranges | None = None,
 ) -> Packable:
-    """One expert's weights, by their names in the module. ``ranges``: of its values, where they have eight bits.
-
-    Raises WeightsMismatch where the form is refused, and for a weight that is no number and is to have eight bits.
-    """
+    """``ranges``: for eight bits. Raises WeightsMismatch where the form is refused, and for NaN in eight bits."""
     if isinstance(form, Refused):
         raise WeightsMismatch(
             expert.id, f"{expert.architecture} does not run in {precision}: {form.reason}; choose {precision.plain}"
@@ -259,11 +246,7 @@ def packable(
 
 
 def packed_form(subject: str, fused: FusedModule | Refused, program: bytes) -> OnednnForm:
-    """What the program of a packed expert describes. ``subject``: what is told of, in errors.
-
-    Raises BackendUnavailable where weights do not lie so on this CPU with this torch: what the program says is compared
-    with what oneDNN says here, and nothing else is done with it.
-    """
+    """``subject``: for errors. Raises BackendUnavailable where weights do not lie so on this CPU with this torch."""
     if isinstance(fused, Refused):
         raise BackendUnavailable(subject, fused.reason)
     told, levels = _told(subject, program)
@@ -297,10 +280,7 @@ def _told(subject: str, program: bytes) -> tuple[dict[str, str], str | None]:
 
 
 def _laid_out(images: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """A batch, channels last, from where each image lies: there is no copy of the whole in between.
-
-    Where numbers are converted, too, that is channel by channel, for which torch has faster code.
-    """
+    """A batch, channels last, without a copy of the whole; converted by channel, which torch does faster."""
     batch = torch.empty((len(images), *images[0].shape), dtype=dtype, memory_format=torch.channels_last)
     for place, image in zip(batch, images, strict=True):
         for part, values in ((place, image),) if image.dtype == dtype else zip(place, image, strict=True):

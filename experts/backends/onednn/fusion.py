@@ -46,21 +46,16 @@ class Activation:
 
 @dataclass(frozen=True, slots=True)
 class FusedCall:
-    """A convolution or a linear layer with all that is done in the same call. ``weight``, ``bias``: names of weights.
-
-    ``adds``: something of the output's shape before the activation; ``overwrites`` it with the output.
-    ``owns_weight``: no other call reads it. ``quantisation``: what it reads and answers with where its weight has eight
-    bits.
-    """
+    """A convolution or a linear layer with all that is done in the same call."""
 
     shape: Shape
-    weight: str
+    weight: str  # its name
     bias: str | None
     activation: Activation
-    adds: bool = False
-    overwrites: bool = False
-    owns_weight: bool = True
-    quantisation: Quantisation | None = None
+    adds: bool = False  # something of the output's shape before the activation
+    overwrites: bool = False  # what is added, with the output
+    owns_weight: bool = True  # no other call reads it
+    quantisation: Quantisation | None = None  # None: its weight has no eight bits
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -99,10 +99,7 @@ class LinearShape:
         return Extent(images * self.rows, 1, 1)
 
     def arranged(self, images: int) -> Extent:
-        """As ``arrangement``, by a rule that ``serves`` proves: a single row alone wants a layout of its own.
-
-        To ask oneDNN for each batch would take the weight's memory twice, which of a VGG is 800 MB.
-        """
+        """A rule that ``serves`` proves: asking oneDNN per batch would hold the weight twice, 800 MB of a VGG."""
         return Extent(max(images * self.rows, ROWS_MINIMUM), 1, 1)
 
     def reordered(self, weight: Tensor, extent: Extent) -> Tensor:

@@ -50,11 +50,7 @@ CPU_KEYS = ("model name", "cpu family", "model", "stepping", "cache size", "flag
 
 @cache
 def why_absent(dtype: torch.dtype) -> str | None:
-    """Why fused calls with weights of that type do not run on this CPU; None where they do.
-
-    The calls are tried on a tiny tensor: torch asks the CPU and oneDNN its own settings, which differ. Without VNNI,
-    sums of eight-bit products saturate silently, so that the answers have to be compared, too.
-    """
+    """Tried: torch asks the CPU, oneDNN its own settings, and without VNNI eight-bit sums saturate silently."""
     if not torch.backends.mkldnn.is_available():
         return "this torch was built without oneDNN"
     lacking = [name for name in NEEDED if not hasattr(torch.ops.mkldnn, name)]
@@ -97,10 +93,7 @@ def cores() -> int:
 
 @cache
 def identity() -> str:
-    """What a layout depends on beside the shapes: torch, the CPU, and how many threads it may be run by.
-
-    One weight's layout is part of it: oneDNN may be told to use fewer instructions than the CPU has.
-    """
+    """Torch, CPU, cores and one weight's layout: oneDNN may be told to use fewer instructions than the CPU has."""
     told = _cpu()
     name = told.get("model name", platform.processor() or platform.machine())
     layout = on_threads(1, _told_layout)
@@ -133,11 +126,7 @@ def blocked_bytes(blocked: Tensor) -> Tensor:
 
 
 def blocked_view(flat: Tensor, layout: BlockedLayout) -> Tensor:
-    """An opaque tensor over the bytes of a flat one; it holds no memory of its own.
-
-    It must not be used once the flat one's memory is gone. Raises ValueError for bytes that are fewer or more than the
-    layout's, of another dtype, with gaps or not aligned.
-    """
+    """Opaque, and valid as long as ``flat``. Raises ValueError for another size or dtype, gaps, misalignment."""
     if flat.dtype != layout.dtype or flat.dim() != 1 or not flat.is_contiguous() or flat.nbytes != layout.size_bytes:
         raise ValueError(f"{layout.size_bytes} bytes of {layout.dtype} are needed, not {flat.nbytes} of {flat.dtype}")
     if flat.device.type != "cpu" or flat.data_ptr() % ALIGNMENT_BYTES:

@@ -74,12 +74,7 @@ def quantised_call(
 
 
 class _Scales:
-    """What a call is told of its levels, in units of its summand's where it has one.
-
-    oneDNN compiles the summand's scale into the call, where any other would be compiled anew for each expert: so that
-    one is 1, and all others are told relative to it. What follows a sum is nothing, or what cuts off below zero: both
-    commute with a scale.
-    """
+    """In units of the summand's scale: oneDNN compiles that one into the call, so 1 keeps it the same for all."""
 
     def __init__(self, call: FusedCall, table: Tensor) -> None:
         quantisation = call.quantisation

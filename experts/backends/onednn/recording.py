@@ -49,11 +49,7 @@ class Recording:
 
 
 def recorded(module: Module, size: tuple[int, int], outputs: Sequence[str], dtype: torch.dtype) -> Recording:
-    """What a module in inference mode on the meta device does with images of that height and width.
-
-    A module that answers with a mapping gives those of its entries that ``outputs`` names, in that order; any other,
-    its answer alone. Raises Unrecordable, and whatever the module raises on images of that size.
-    """
+    """``outputs``: entries of a mapping, in order. Raises Unrecordable, and what the module raises."""
     one, other = (_run(module, size, outputs, dtype, count) for count in COUNTS)
     if len(other.graph.nodes) != len(one.graph.nodes):
         raise Unrecordable("it makes other calls for another number of images")

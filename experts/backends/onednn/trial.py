@@ -58,13 +58,10 @@ SUMMING = 1e-6  # of the largest sum that is activated, some units in float32's 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How far made-up answers were from torch's, of the largest of these: outputs by name, and calls as they ran.
+    """Deviations from torch, in parts of its largest value; NaN where torch's answer is not finite."""
 
-    Not a number where torch's are none.
-    """
-
-    outputs: Mapping[str, float]
-    calls: tuple[tuple[FusedCall, float], ...]
+    outputs: Mapping[str, float]  # by name
+    calls: tuple[tuple[FusedCall, float], ...]  # as they ran
 
 
 def decided_form(
@@ -73,10 +70,7 @@ def decided_form(
     outputs: Sequence[str],
     sample: Mapping[str, Tensor],
 ) -> OnednnForm | Refused:
-    """The form that a module's weights are packed in: how each lies is decided here, and the whole is tried.
-
-    ``module``: the one on the meta device that was fused. ``sample``: weights such as it may have, float32 on the CPU.
-    """
+    """Layouts, decided and tried. ``module``: on meta, as it was fused; ``sample``: weights it may have, float32."""
     if isinstance(fused, Refused):
         return fused
     form = decided_layouts(fused)
@@ -172,10 +166,7 @@ class _TriedCall:
 
 
 class _Expected:
-    """What a call has to answer with, for the last of its images, by torch's operators. float32.
-
-    ``weights``: the module's; ``packed``: those that are packed of it, not laid out yet.
-    """
+    """A call's right answer for its last image, by torch, float32. ``packed``: weights, not laid out yet."""
 
     def __init__(self, call: FusedCall, weights: Mapping[str, Tensor], packed: Mapping[str, Tensor]) -> None:
         self._call = call
@@ -185,10 +176,7 @@ class _Expected:
         self._answer = None if answer is None else Levels(packed[LEVELS], answer)
 
     def of(self, source: Tensor, other: Tensor | None = None) -> tuple[Tensor, float]:
-        """Of what it is applied to, and what is added; and by how much rounding alone may put any of it off.
-
-        That is by what sums of that size are rounded by, and by one level: what lies between two is either.
-        """
+        """The answer, and its slack: rounding of sums of that size, and one level, as either may come."""
         quantisation = self._call.quantisation
         values = self._values(self._last(source), None if quantisation is None else quantisation.source)
         sums = self._applied(values).float()

@@ -61,11 +61,7 @@ class AnomalyOutputs:
 
 
 def settle_outputs(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoProto) -> AnomalyOutputs:
-    """Find the outputs that count, and leave no others in the graph; one that takes only one image says so then.
-
-    In place; ``images``: the graph's input. Raises WeightsMismatch where no output is a score or a map, or where two
-    may be the one that is meant; what ONNX Runtime refuses comes as it is.
-    """
+    """Leave the outputs that count, and fix a batch of one if need be. In place. Raises WeightsMismatch, REFUSALS."""
     made_up = probe_images(expert.pixels.height, expert.pixels.width)
     alone = _answers(session_once(model.SerializeToString()), made_up, at_once=1)
     outputs = _counting(expert, alone)
@@ -88,10 +84,7 @@ def noted_outputs(session: InferenceSession) -> AnomalyOutputs | None:
 def predictions(
     expert: Expert, outputs: AnomalyOutputs, runs: Sequence[Sequence[np.ndarray]], batch: Sequence[Prepared]
 ) -> tuple[Prediction, ...]:
-    """One prediction for each image of a batch. ``runs``: what the graph answered with, time after time, by output.
-
-    Raises OutputInvalid for what is no number, and for an expert without a threshold.
-    """
+    """``runs``: the graph's answers, by output. Raises OutputInvalid for NaN or infinity, or without a threshold."""
     if expert.threshold is None:
         why = "it has no threshold" if expert.threshold_of is None else OTHER_THRESHOLD
         raise OutputInvalid(
@@ -115,11 +108,7 @@ def predictions(
 
 
 def certainty(score: float, threshold: float) -> float:
-    """How sure it is that a score is anomalous: 0.5 at the threshold, towards 1 above it and 0 below.
-
-    A logistic function of the distance in units of the threshold: models count on scales of their own, and the
-    threshold is the one thing that is known of each.
-    """
+    """0.5 at the threshold: logistic in units of the threshold, as each model counts on a scale of its own."""
     distance = SCALE * (score - threshold) / (abs(threshold) or 1.0)
     return 1 / (1 + math.exp(-distance)) if distance >= 0 else math.exp(distance) / (1 + math.exp(distance))
 

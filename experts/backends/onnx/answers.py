@@ -141,10 +141,7 @@ def _are_probabilities(rows: np.ndarray, tolerance: float = ROW_SUM_TOLERANCE) -
 
 
 def last_operator(model: onnx.ModelProto) -> str | None:
-    """The operator that made the values of the first output; None where they come from outside.
-
-    Of outputs that were joined, that of all of them, and Concat where they have several.
-    """
+    """Operator behind the first output; None: outside. Of joined outputs, their common one, else Concat."""
     makers = {name: node for node in model.graph.node for name in node.output}
     found, waiting = set(), [model.graph.output[0].name]
     for name in waiting:

@@ -111,10 +111,7 @@ class OnnxSkeleton:
         return tuple(Prediction(expert.labels[int(row.argmax())], float(row.max())) for row in rows)
 
     def fed(self, images: Tensor) -> IOBinding:
-        """What one run of the session reads and writes: the addresses of the weights that are bound, and of images.
-
-        Made for every batch: the session belongs to all experts of its program, and keeps nothing of any of them.
-        """
+        """A run's inputs and outputs by address. Made per batch: the session keeps nothing of any expert."""
         feeds = self._session.io_binding()
         for name, tensor in (*self._tensors.items(), (self._images, images)):
             element = NUMPY_TYPES[tensor.dtype]
@@ -223,10 +220,7 @@ def _by_label(expert: Expert, rows: np.ndarray) -> np.ndarray:
 
 
 def _filled(images: Tensor, size: int) -> Tensor:
-    """Exactly ``size`` images: what a graph with a fixed batch wants; those added are the last one again.
-
-    Empty ones might be no numbers to the graph, where all that are asked about are.
-    """
+    """Exactly ``size`` images, the last one repeated: an empty one might give NaN, where all asked about are sound."""
     if len(images) == size:
         return images.contiguous()
     return torch.cat((images, images[-1:].expand(size - len(images), *images.shape[1:])))

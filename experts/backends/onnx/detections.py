@@ -38,10 +38,7 @@ _SCORE_TOLERANCE = 1e-3  # by which a score may be under 0 or over 1
 
 
 def decided(expert: Expert, found: Detections, answers: Sequence[np.ndarray]) -> Layout:
-    """The one layout of a graph, and of the images that it wants; ``answers``: its outputs for made-up images.
-
-    Raises WeightsMismatch where that is not one, or the line prepares its images in another way.
-    """
+    """``answers``: for made-up images. Raises WeightsMismatch for none or several, or images prepared otherwise."""
     layout = Layout.TORCHVISION if found.layouts == (Layout.TORCHVISION,) else _decided(expert, found, answers[0])
     if (expert.pixels.fit, expert.pixels.normalize) != (layout.fit, "unit"):
         raise WeightsMismatch(
@@ -97,10 +94,7 @@ def noted(session: InferenceSession) -> Layout | None:
 def predictions(
     expert: Expert, layout: Layout, runs: Sequence[Sequence[np.ndarray]], batch: Sequence[Prepared]
 ) -> tuple[Prediction, ...]:
-    """One prediction per image. ``runs``: what the graph answered with, time after time, output by output.
-
-    Raises OutputInvalid for what is no number, and for more boxes than are judged.
-    """
+    """One prediction per image. ``runs``: by output. Raises OutputInvalid for NaN and for too many boxes."""
     if layout is Layout.TORCHVISION:
         found = [_torchvision_rows(expert, *run) for run in runs]
     else:

@@ -84,11 +84,7 @@ class LaidOutGraph:
 
 
 def laid_out(model: onnx.ModelProto, images: str) -> LaidOutGraph:
-    """The graph as ONNX Runtime executes it on this CPU; ``model`` is used up.
-
-    Raises ValueError where it is too large or a weight is not found again, ``onnx_session.REFUSALS`` where it cannot
-    be run at all.
-    """
+    """``model`` is used up. Raises ValueError where it is too large or a weight is lost, and ``session.REFUSALS``."""
     order = [value.name for value in model.graph.input]
     probes = _probes(model)
     if sum(tensor.nbytes for tensor in probes.values()) > SIZE_MAXIMUM_BYTES:
@@ -140,10 +136,7 @@ def _shape(value: onnx.ValueInfoProto) -> tuple[int, ...]:
 
 
 def _probes(model: onnx.ModelProto) -> dict[str, np.ndarray]:
-    """Values for what convolutions alone read: like no other's, and the first of each tells which weight it is.
-
-    A weight that something else reads as well stays an input, lest what is computed from it becomes a constant.
-    """
+    """Values whose first tells the weight. What others read as well stays an input, lest results become constants."""
     by_convolutions = (name for node in model.graph.node if node.op_type == "Conv" for name in node.input[1:3])
     by_others = {name for node in model.graph.node for name in node.input[: 1 if node.op_type == "Conv" else None]}
     shapes = {value.name: _shape(value) for value in model.graph.input if value.name not in by_others}

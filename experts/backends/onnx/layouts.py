@@ -46,15 +46,12 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Detections:
-    """What a graph's boxes may be, at least one, and the outputs that hold them.
-
-    ``extra``: see Layout. ``at_once``: how many images it takes, where that is less than its input says.
-    """
+    """Layouts that a graph's boxes may have, at least one."""
 
     layouts: tuple[Layout, ...]
-    outputs: tuple[str, ...]
-    extra: int = 0
-    at_once: int | None = None
+    outputs: tuple[str, ...]  # that hold them
+    extra: int = 0  # see Layout
+    at_once: int | None = None  # images that it takes, where fewer than its input says
 
     @property
     def fit(self) -> Fit:
@@ -63,10 +60,7 @@ class Detections:
 
 
 def input_of(expert: Expert) -> InputSpec:
-    """What an expert's file wants to see: images of a detector are brought to its size as its exporter does it.
-
-    Files of ultralytics' and YOLOv5's want them upright, as their loaders give them. Raises as ``read_detections``.
-    """
+    """As its exporter prepares images: ultralytics' and YOLOv5's upright. Raises as ``read_detections``."""
     heading = read_heading(expert.id, expert.weights)
     found = _detections(expert, heading)
     turned = Orientation.EXIF if "stride" in heading.metadata else Orientation.STORED
@@ -75,18 +69,12 @@ def input_of(expert: Expert) -> InputSpec:
 
 
 def read_detections(expert: Expert) -> Detections | None:
-    """What the boxes of an expert's file may be; None where it is no detector.
-
-    Raises what reading a file raises, and WeightsMismatch where it is not served, or does not fit the line's labels.
-    """
+    """None: no detector. Raises as ``read_heading``, and WeightsMismatch for what is not served or does not fit."""
     return _detections(expert, read_heading(expert.id, expert.weights))
 
 
 def require_served(expert: Expert) -> None:
-    """Raises as ``read_detections``, and WeightsMismatch for all else that a heading tells to be not served.
-
-    What a heading leaves open is found out when the file is packed.
-    """
+    """Raises as ``read_detections``, and WeightsMismatch for what a heading shows; packing finds the rest."""
     heading = read_heading(expert.id, expert.weights)
     _require_fitting_input(expert, heading)
     if expert.task is Task.ANOMALY:
@@ -171,11 +159,7 @@ def _detections(expert: Expert, heading: Heading) -> Detections | None:
 
 
 def require_names(expert: Expert, names: tuple[str, ...] | None) -> None:
-    """``names``: the labels that a model's file tells of, in the order of its outputs; None where it tells none.
-
-    Raises WeightsMismatch where the line has others in number, or the same ones in another order. Other words for all
-    of them are the line's own.
-    """
+    """WeightsMismatch for another number of labels, or the same in another order; other words are the line's own."""
     if names is None or expert.labels == names:
         return
     if len(names) != len(expert.labels):

@@ -78,10 +78,7 @@ class RuntimeSkeleton:
 def runtime_form(
     module: Module, size: tuple[int, int], outputs: Sequence[str], sample: Mapping[str, Tensor]
 ) -> LaidOutGraph | Refused:
-    """A module in this form, checked. It lies on the meta device; ``sample``: weights such as it may have, on the CPU.
-
-    ``outputs`` names its answers, see ``onnx_export.exported``.
-    """
+    """``module``: on the meta device; ``sample``: weights as it may have; ``outputs``: see ``export.exported``."""
     try:
         graph = laid_out(exported(module, size, outputs), IMAGES)
         deviations = _deviations(module, graph, size, outputs, sample)

@@ -46,11 +46,7 @@ _NOTES = ("producer_name", "producer_version", "doc_string", "metadata_props", "
 def shared_session(
     program: bytes, threads: int, device: str, *, is_final: bool = False
 ) -> onnxruntime.InferenceSession:
-    """The session of a program. ``is_final``: the graph is run as it is, because it was optimised when it was packed.
-
-    Raises BackendUnavailable rather than run on another processor than was asked for, and for a program that this ONNX
-    Runtime does not take.
-    """
+    """``is_final``: run as it is. Raises BackendUnavailable rather than run elsewhere, and for a refused program."""
     return _sessions(program, threads, device, is_final)
 
 
@@ -88,10 +84,7 @@ def try_runtime() -> None:
 
 
 def optimised(model: onnx.ModelProto, level: GraphOptimizationLevel, without: tuple[str, ...] = ()) -> onnx.ModelProto:
-    """The graph after ONNX Runtime's optimisation for the CPU up to a level, ``without`` some of its optimizers.
-
-    Names and notes that differ from export to export go, so that equal graphs become equal programs.
-    """
+    """For the CPU, ``without`` some optimizers. Notes go, so that equal graphs become equal programs."""
     options = _options(threads=1)
     options.graph_optimization_level = level
     with tempfile.TemporaryDirectory(prefix="coserve-onnx-") as folder:

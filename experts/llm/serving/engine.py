@@ -47,60 +47,46 @@ FORGOTTEN = "nobody waits for it any more"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request's part in a quantum. ``weights``: what equals for the very same weights only; None: no prefix is kept.
-
-    The ``model`` may be another object each time, of the same weights. ``lease``: how many tokens it may hold for now,
-    never fewer than before; None: the most that it may ever. One whose lease is full goes no further.
-    """
+    """A request's part in a quantum."""
 
     request: int
     expert: str
-    model: Model
+    model: Model  # may be another object each time, of the same weights
     text: TextRequest
-    weights: str | None = None
-    lease: int | None = None
+    weights: str | None = None  # equal for the very same weights only; None: no prefix is kept
+    lease: int | None = None  # tokens it may hold for now, never fewer than before; None: the most ever
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What an unfinished text still has before it, in tokens: to read, expected to write, and the most it may hold.
+    """What an unfinished text has before it, in tokens."""
 
-    ``held``: of those that it has read, the ones whose keys and values are there.
-    """
-
-    prompt: int
-    output: int
-    most: int
+    prompt: int  # to read
+    output: int  # expected to write
+    most: int  # that it may hold
     held: int = field(default=0, compare=False)  # it does not say what is left
 
 
 @dataclass(frozen=True, slots=True)
 class Quantum:
-    """What became of each turn. ``finished``: a text's label is its Ending, a router's the choice and its probability;
-    a router whose time was over has an empty one.
+    """What became of each turn."""
 
-    ``lacking``: those of the unfinished that the arena had no room for, against their lease; they hold nothing.
-    """
-
-    finished: tuple[tuple[int, Prediction | Refused], ...]
+    finished: tuple[tuple[int, Prediction | Refused], ...]  # Ending, or a router's choice, empty where it was too late
     unfinished: tuple[tuple[int, Left], ...]
-    lacking: tuple[int, ...] = ()
+    lacking: tuple[int, ...] = ()  # unfinished, without room for their lease: they hold nothing
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """What an engine has done since it was made. ``tensor_s`` of ``busy_s`` were spent in the models and in sampling.
-
-    ``read_tokens``: of prompts, those read again included.
-    """
+    """Totals since the engine was made."""
 
     quanta: int = 0
     iterations: int = 0
     rows: int = 0
-    read_tokens: int = 0
+    read_tokens: int = 0  # of prompts, those read again included
     written_tokens: int = 0
     busy_s: float = 0.0
-    tensor_s: float = 0.0
+    tensor_s: float = 0.0  # of ``busy_s``: in the models and in sampling
 
     @property
     def overhead_s(self) -> float:
@@ -228,10 +214,7 @@ class LlmEngine:
         self._do_what_was_asked_if_idle()
 
     def preempt(self, request: int, *, is_swapped: bool = False) -> None:
-        """Take its room: what it had is read again when its next turn comes, or copied back where it ``is_swapped``.
-
-        What was written stays. From any thread.
-        """
+        """Take its room; what it had is read again, or copied back where it ``is_swapped``. From any thread."""
         self._asked.append((request, _Asked.SWAP_OUT if is_swapped else _Asked.PREEMPT))
         self._do_what_was_asked_if_idle()
 

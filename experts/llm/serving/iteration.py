@@ -34,14 +34,11 @@ class IterationLimits:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A request that could run. ``unread``: its next tokens, in one piece if it ``is_whole``; 1: it writes.
-
-    ``came`` and ``ran``: in counts of the engine, when it came, and when it ran last.
-    """
+    """A request that could run."""
 
     request: int
-    unread: int
-    came: int
+    unread: int  # its next tokens, in one piece if it ``is_whole``; 1: it writes
+    came: int  # in counts of the engine, as is ``ran``, its last iteration
     ran: int
     is_whole: bool = False
 
@@ -85,10 +82,7 @@ def _shares(reading: Sequence[Candidate], tokens: int) -> list[Pick]:
 
 
 class IterationTimes:
-    """What an iteration of a model takes, ``B + K * tokens``, fitted to those that ran; later ones weigh more.
-
-    Where only one size was seen, all of its time is blamed on its tokens: more are thought dearer than they will be.
-    """
+    """``B + K * tokens``, later iterations weighing more; of one size alone, all its time counts as its tokens'."""
 
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
@@ -119,10 +113,7 @@ class IterationTimes:
         return base_s + token_s * tokens
 
     def tokens_within(self, seconds: float) -> int:
-        """How many tokens an iteration may have to end in time, which can be less than none.
-
-        At most twice as many as were ever measured: a line is trusted near its points only.
-        """
+        """Tokens that fit in time, perhaps below 0: a line is trusted up to GROWTH times what was measured."""
         if not self.is_known:
             return LEAST_CHUNK_TOKENS
         base_s, token_s = self._line()
@@ -130,10 +121,7 @@ class IterationTimes:
         return int(min((seconds - base_s) / token_s, most)) if token_s > 0 else most
 
     def least_tokens(self, seconds: float) -> int:
-        """How many tokens of prompts an iteration may have in any case, though it ends too late.
-
-        Where it would without any, as many as take no longer than the pass over the weights that is paid anyway.
-        """
+        """Prompts' tokens allowed even if late: as many as cost no more than the pass over the weights itself."""
         if self.seconds(LEAST_CHUNK_TOKENS) <= max(seconds, 0.0):
             return LEAST_CHUNK_TOKENS
         most = max(GROWTH * self._most_tokens, LEAST_CHUNK_TOKENS)

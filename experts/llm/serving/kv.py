@@ -25,15 +25,12 @@ LEAST_PREFIX_TOKENS = 16  # what is shorter is read again in less time than is s
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """What a token's keys and values look like: models that have it in common can be read in one go.
-
-    ``positions``: the context, the most tokens of a sequence.
-    """
+    """Shape of a token's keys and values: models of one layout can be read in one go."""
 
     layers: int
     kv_heads: int
     head_size: int
-    positions: int
+    positions: int  # the context, the most tokens of a sequence
     dtype: torch.dtype
 
     @classmethod
@@ -60,21 +57,17 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class KvStatistics:
-    """One arena at one moment. ``promised_bytes`` + ``cached_bytes`` + ``idle_bytes`` never exceed ``budget_bytes``.
-
-    ``idle_bytes``: given back by requests, taken by the next ones or, where room is short, by the machine.
-    ``swapped_bytes``: in the host's memory, outside the budget. ``prefix_tokens``: not read again, thanks to prefixes.
-    """
+    """One arena at one moment: promised, cached and idle bytes never exceed the budget."""
 
     budget_bytes: int
     promised_bytes: int
     cached_bytes: int
-    idle_bytes: int
-    swapped_bytes: int
+    idle_bytes: int  # given back by requests, for the next ones or, where room is short, the machine
+    swapped_bytes: int  # in the host's memory, outside the budget
     requests: int
     prefixes: int
     prefix_hits: int
-    prefix_tokens: int
+    prefix_tokens: int  # not read again, thanks to prefixes
 
 
 class KvArena(Protocol):
@@ -91,19 +84,13 @@ class KvArena(Protocol):
         """How many tokens are promised to whoever needs so many: at least those, in whole units of the arena."""
 
     def begin(self, request: int, layout: KvLayout, tokens: int, prefix: Prefix | None = None) -> int:
-        """Promise room for so many tokens in all; returns how many of the prefix's are there already.
-
-        Raises MemoryExceeded, ValueError for a request that has begun or more tokens than the layout's positions.
-        """
+        """Promise room; gives how many tokens of the prefix are there. Raises MemoryExceeded; ValueError if begun."""
 
     def grow(self, request: int, tokens: int) -> None:
         """Promise room for so many tokens in all to one that has begun. Raises MemoryExceeded, as ``begin`` does."""
 
     def release(self, request: int, prefix: Prefix | None = None, *, is_sound: bool = True) -> None:
-        """Take the promise back; idempotent. ``prefix``: the tokens it holds, kept while nobody needs the room.
-
-        Not ``is_sound``: there may be numbers in it that are none, and nobody must ever meet them.
-        """
+        """Idempotent. ``prefix``: its tokens, kept while there is room. Not ``is_sound``: it may hold NaN."""
 
     def swap_out(self, request: int) -> None:
         """Copy what it holds to the host's memory, and take its promise back."""

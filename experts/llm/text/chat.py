@@ -48,10 +48,7 @@ class ChatTemplate:
         return other
 
     def render(self, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any] | None = None) -> str:
-        """The text up to where the model's next message begins. ``told``: what else the template may ask for.
-
-        Raises PromptInvalid where the template refuses these messages, TokenizerUnusable where it is broken.
-        """
+        """``told``: more for the template. Raises PromptInvalid where it refuses, TokenizerUnusable where it fails."""
         reserved = {**self._special_tokens, "messages": list(messages), "add_generation_prompt": True}
         if taken := sorted((told or {}).keys() & reserved.keys()):
             raise PromptInvalid("chat_template_kwargs", f"{taken[0]}: is not for callers to say - leave it out")

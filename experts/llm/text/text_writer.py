@@ -34,10 +34,7 @@ class Piece:
 
 
 class TextWriter:
-    """Keeps ``experts.llm.serving.generation.Writer``; ``tell`` is called where that is, and must not raise.
-
-    ``written``: tokens so far, those of a stop string included.
-    """
+    """A ``generation.Writer``. ``tell`` must not raise. ``written``: tokens, those of a stop string included."""
 
     def __init__(
         self, model: TextModel, prompt: Sequence[int], stops: Sequence[str], tell: Callable[[Piece], None]
@@ -79,11 +76,7 @@ class TextWriter:
 
 
 class Words:
-    """A text that grows token by token. ``decode``: tokens to text; ``before``: tokens that it follows.
-
-    What one token adds may depend on those before it, as a space between words does. So a few are kept: those of the
-    last text that was given out, and those that came since.
-    """
+    """Text by token. What a token adds may depend on those before it, so the last shown ones are kept."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
         self._decode = decode

@@ -77,10 +77,7 @@ class TextModel:
     def chat_prompt_of(
         self, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any] | None = None
     ) -> tuple[int, ...]:
-        """The tokens to have a chat's next message written. Raises PromptInvalid; TokenizerUnusable without a template.
-
-        ``messages``: each with a role and its content, as the template wants them; ``told``: what else it is told.
-        """
+        """A chat's tokens. ``told``: see ``render``. Raises PromptInvalid; TokenizerUnusable without a template."""
         if self.chat is None:
             raise TokenizerUnusable(
                 self.expert, TOKENIZER_CONFIG, "the model has no chat template: give it a prompt to continue instead"
@@ -202,10 +199,7 @@ def _template_source(settings: Mapping[str, Any]) -> str | None:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """Byte-level BPE spells each byte as one visible character (Radford et al. 2019, `bytes_to_unicode`).
-
-    Visible ones of Latin-1 stand for themselves, the others for those from 256 on, in their order.
-    """
+    """The visible character that spells each byte in byte-level BPE (Radford et al. 2019, `bytes_to_unicode`)."""
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(hidden)}

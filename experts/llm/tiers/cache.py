@@ -73,10 +73,7 @@ class MoeCache:
             self._tell(Needed(layer, tuple(numbers)))
 
     def first_of(self, wanted: Collection[MoeExpert]) -> Placed:
-        """One of those that were needed: the first that is there, or the next to come.
-
-        Raises what the load of any of them raised.
-        """
+        """The first of these to be in its place. Raises what the load of any of them raised."""
         with self._changed:
             found = self._there(wanted)
             if found is None:

@@ -33,10 +33,7 @@ LEAST_S = 1e-9
 def measured_costs(
     form: BlockForm, kind: Mlp, host_block: Tensor, device_block: Tensor, copy: Callable[[int], None]
 ) -> MoveCosts:
-    """Times of one block. ``copy``: bring so many bytes of the host's block to the device's, done when it returns.
-
-    Both blocks are overwritten.
-    """
+    """Times of one block; overwrites both. ``copy``: so many bytes from host to device, done when it returns."""
     host_block.zero_()
     copy(form.size_bytes)
     on_host, on_device = form.weights(host_block, kind), form.weights(device_block, kind)

@@ -102,18 +102,15 @@ Decision: TypeAlias = Evict | Load
 
 @dataclass(frozen=True, slots=True)
 class ResidencyStatistics:
-    """Counters since the start. ``hits``: needed and there; ``late``: needed while they were being loaded ahead.
-
-    ``ahead``: loaded before they were needed; ``ahead_used``: and then needed while still there.
-    """
+    """Counters since the start."""
 
     places: int
     held: int
-    hits: int
-    late: int
+    hits: int  # needed and there
+    late: int  # needed while they were being loaded ahead
     misses: int
-    ahead: int
-    ahead_used: int
+    ahead: int  # loaded before they were needed
+    ahead_used: int  # and then needed while still there
     evictions: int
 
     @property

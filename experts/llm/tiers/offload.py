@@ -60,14 +60,11 @@ class BlockForm:
 
 @dataclass(frozen=True, slots=True)
 class OffloadStatistics:
-    """``cache``: of the memory that the model runs in; ``host``: of the tier behind it, where there is one.
+    """Counters of one copy."""
 
-    ``rows_moved``: tokens that were taken to weights in host memory.
-    """
-
-    cache: CacheStatistics
-    host: CacheStatistics | None
-    rows_moved: int
+    cache: CacheStatistics  # of the memory that the model runs in
+    host: CacheStatistics | None  # of the tier behind it
+    rows_moved: int  # tokens that were taken to weights in host memory
     bytes_loaded: int
 
 
@@ -101,10 +98,7 @@ class _Span:
 
 
 class HostTier:
-    """moe_experts in host memory, in front of a device's cache. ``block``: a place's bytes on the CPU.
-
-    ``costs`` None: weights are always moved.
-    """
+    """moe_experts in host memory. ``block``: a place's bytes on the CPU. ``costs`` None: weights always move."""
 
     def __init__(
         self, cache: MoeCache, block: Callable[[int], Tensor], form: BlockForm, kind: Mlp, costs: MoveCosts | None
@@ -170,10 +164,7 @@ class OffloadedMoe:
         self._rows_moved = 0
 
     def show(self, tensors: Mapping[str, Tensor], cache_bytes: Tensor) -> Mapping[int, MoeExperts]:
-        """What a model runs its layers with, over these bytes from now on: uint8, on the device, place after place.
-
-        ``tensors``: the dense part, by the model's names. To be told again when bytes are moved within their memory.
-        """
+        """Run over these bytes: uint8, on the device, by place. To be told again when they are moved."""
         self._bytes, self._tensors = cache_bytes, tensors
         self._weights.clear()
         self._ahead.clear()
