@@ -24,7 +24,7 @@ from experts.backends.modules.activations import Workspace, workspace
 from experts.backends.modules.batchnorm_folding import FoldablePair, fold_structure, fold_weights, foldable_pairs
 from experts.backends.modules.binding import Binding
 from experts.backends.modules.weightless import Weightless
-from experts.backends.onednn.backend_forms import OnednnForms
+from experts.backends.onednn.backend_forms import OnednnForms, image_size
 from experts.backends.outputs import label_by_label, require_numbers, require_several_labels
 from experts.backends.pixels import fitted
 from experts.backends.state_dict import DTYPES, executable, fit
@@ -109,7 +109,7 @@ class ClassifierBackend:
         if precision is Precision.ONNXRUNTIME:
             from experts.backends.onnx.runtime_form import packable
 
-            return packable(expert, _runtime_form(form, _size(expert)), ready)
+            return packable(expert, _runtime_form(form, image_size(expert)), ready)
         if precision in ONEDNN_FORMS:
             return _onednn_forms.pack(expert, precision, form, ready)
         return Packable(ready, _unseen_structure(expert))
@@ -143,7 +143,7 @@ class ClassifierBackend:
         return 0
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
-        return _workspace(_form(expert), _size(expert), precision).batch_bytes(batch_size)
+        return _workspace(_form(expert), image_size(expert), precision).batch_bytes(batch_size)
 
 
 def build_trainable(architecture: str, class_count: int, stem: str | None = None, image_size: int = 224) -> Module:
@@ -188,13 +188,9 @@ def _known_architectures() -> frozenset[str]:
     return frozenset(models.list_models(module=models))
 
 
-def _size(expert: Expert) -> tuple[int, int]:
-    return expert.pixels.height, expert.pixels.width
-
-
 def _form(expert: Expert) -> _Form:
     try:
-        return _form_of(expert.architecture, len(expert.labels), expert.stem, _size(expert))
+        return _form_of(expert.architecture, len(expert.labels), expert.stem, image_size(expert))
     except ValueError as error:
         raise WeightsMismatch(expert.id, str(error)) from error
 

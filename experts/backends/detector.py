@@ -33,7 +33,7 @@ from experts.backends.made_once import MadeOnce
 from experts.backends.modules.activations import Workspace, workspace
 from experts.backends.modules.binding import Binding, weight_names
 from experts.backends.modules.weightless import Weightless
-from experts.backends.onednn.backend_forms import OnednnForms
+from experts.backends.onednn.backend_forms import OnednnForms, image_size
 from experts.backends.outputs import require_numbers
 from experts.backends.state_dict import DTYPES, executable, fit
 from experts.backends.streams import await_writes
@@ -156,7 +156,7 @@ class DetectorBackend:
         if precision is Precision.ONNXRUNTIME:
             from experts.backends.onnx.runtime_form import packable
 
-            return packable(expert, _runtime_form(*_form(expert), _size(expert)), ready)
+            return packable(expert, _runtime_form(*_form(expert), image_size(expert)), ready)
         if precision in ONEDNN_FORMS:
             return _onednn_forms.pack(expert, precision, _form(expert), ready)
         return Packable(ready)
@@ -191,7 +191,7 @@ class DetectorBackend:
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         _template_of(expert)  # refuses what it cannot be built for
-        return _workspace(*_form(expert), _size(expert), precision).batch_bytes(batch_size)
+        return _workspace(*_form(expert), image_size(expert), precision).batch_bytes(batch_size)
 
 
 def build_trainable(architecture: str, class_count: int) -> Module:
@@ -318,10 +318,6 @@ def _folded(template: _Template, tensors: Mapping[str, Tensor]) -> dict[str, Ten
     model.fuse(verbose=False)
     names = weight_names(template.folded)
     return {name: tensor for name, tensor in model.state_dict().items() if name in names}
-
-
-def _size(expert: Expert) -> tuple[int, int]:
-    return expert.pixels.height, expert.pixels.width
 
 
 @lru_cache(maxsize=256)

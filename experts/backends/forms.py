@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 
 from experts.backends.onednn import operators as onednn
 from experts.backends.onednn.backend_forms import ONEDNN_NUMBERS
+from experts.backends.state_dict import DTYPES
 from experts.errors import WeightsMismatch
 from experts.expert import Expert, Precision
 
@@ -24,12 +25,6 @@ CPU_FORMS = ONEDNN_FORMS | {Precision.ONNXRUNTIME}
 _INSTRUCTIONS = {  # as torch names them: of Intel and AMD, then of ARM
     Precision.BF16: ("avx512_bf16", "amx_bf16", "bf16"),
     Precision.FP16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
-}
-_TORCH_NUMBERS = {
-    Precision.FP32: torch.float32,
-    Precision.BF16: torch.bfloat16,
-    Precision.FP16: torch.float16,
-    Precision.INT8: torch.bfloat16,  # what language models of int8 matrices compute in
 }
 
 
@@ -46,7 +41,9 @@ def why_absent(precision: Precision) -> str | None:
     """None where the form's operators answered rightly on a tiny tensor: each form is tried once in a process."""
     if precision in ONEDNN_FORMS:
         return onednn.why_absent(ONEDNN_NUMBERS[precision])
-    return _runtime_fault() if precision is Precision.ONNXRUNTIME else _torch_fault(_TORCH_NUMBERS[precision])
+    if precision is Precision.ONNXRUNTIME:
+        return _runtime_fault()
+    return _torch_fault(DTYPES.get(precision, torch.bfloat16))  # which language models of int8 matrices compute in
 
 
 def multiplies(precision: Precision) -> bool:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
     from torch.nn import Module
@@ -62,11 +62,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[misc]  # torch is not follo
         self._known = ignored
 
     def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # noqa: ANN401  torch's own signature
         result = func(*args, **(kwargs or {}))
         tree_map_only(torch.Tensor, self.track, result)

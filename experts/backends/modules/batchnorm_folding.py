@@ -107,11 +107,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed 
         )
 
     def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # noqa: ANN401  torch's own signature
         if not self._is_in_norm:
             self.count((args, kwargs))

@@ -8,7 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
 
 _HOLDERS = frozenset({torch.empty, torch.zeros, torch.ones})  # what modules make parameters and buffers with
 
@@ -17,11 +17,7 @@ class Weightless(TorchFunctionMode):  # type: ignore[misc]  # torch is not follo
     """Parameters land on meta; what constructors compute and read (RegNet's widths, YOLO's strides) stays real."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # noqa: ANN401  torch's own signature
         named = dict(kwargs or {})
         if func in _HOLDERS:

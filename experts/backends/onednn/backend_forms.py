@@ -65,7 +65,7 @@ class OnednnForms(Generic[Structure]):
         self, expert: Expert, precision: Precision, structure: Structure, weights: Mapping[str, Tensor]
     ) -> Packable:
         """One expert's weights by name. Raises WeightsMismatch, also for eight bits that were not calibrated so."""
-        form = self._decided(structure, _size(expert), ONEDNN_NUMBERS[precision])
+        form = self._decided(structure, image_size(expert), ONEDNN_NUMBERS[precision])
         ranges = _calibrated(expert, form) if precision is Precision.ONEDNN_INT8 else None
         return packable(expert, precision, form, weights, ranges)
 
@@ -73,8 +73,8 @@ class OnednnForms(Generic[Structure]):
         self, expert: Expert, structure: Structure, weights: Mapping[str, Tensor], batches: Iterable[Tensor]
     ) -> Ranges:
         """``weights``: float32, by name. Raises WeightsMismatch without a form of eight bits, and for NaN."""
-        plain = _taken(expert, self._fused(structure, _size(expert), torch.float32))
-        form = _taken(expert, self._decided(structure, _size(expert), torch.int8))
+        plain = _taken(expert, self._fused(structure, image_size(expert), torch.float32))
+        form = _taken(expert, self._decided(structure, image_size(expert), torch.int8))
         images = list(batches)
         try:
             seen = observed(plain.graph, plain.inputs, weights, images)
@@ -85,7 +85,7 @@ class OnednnForms(Generic[Structure]):
     def packed(self, expert: Expert, precision: Precision, structure: Structure, program: bytes) -> OnednnForm:
         """What the skeletons of a packed form run. Raises BackendUnavailable where it was not packed for this box."""
         subject = f"{expert.architecture} in {precision}"
-        return self._packed(subject, structure, _size(expert), ONEDNN_NUMBERS[precision], program)
+        return self._packed(subject, structure, image_size(expert), ONEDNN_NUMBERS[precision], program)
 
     def skeleton(
         self,
@@ -129,5 +129,5 @@ def _calibrated(expert: Expert, form: OnednnForm | Refused) -> Ranges:
     return found.ranges
 
 
-def _size(expert: Expert) -> tuple[int, int]:
+def image_size(expert: Expert) -> tuple[int, int]:
     return expert.pixels.height, expert.pixels.width

@@ -102,11 +102,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not follow
         self._values.put(images, self._last_input)
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # noqa: ANN401  torch's own signature
         named = dict(kwargs or {})
         given = list(_tensors((args, named)))

@@ -23,9 +23,10 @@ import torch
 from torch.nn.functional import adaptive_max_pool2d
 
 from experts.backends.onnx.answers import probe_images
+from experts.backends.onnx.layouts import mismatch
 from experts.backends.onnx.pruning import keep_outputs
 from experts.backends.onnx.session import REFUSALS, session_once
-from experts.errors import OutputInvalid, WeightsMismatch
+from experts.errors import OutputInvalid
 from experts.expert import OTHER_THRESHOLD, Anomaly, AnomalyMap, Prediction
 from experts.orientation import upright_map
 
@@ -156,7 +157,7 @@ def _counting(expert: Expert, answers: Mapping[str, np.ndarray]) -> AnomalyOutpu
     outputs = AnomalyOutputs(_meant(scores, SCORE_NAMES), _meant(maps, MAP_NAMES))
     unclear = (len(scores) > 1 and outputs.score is None) or (len(maps) > 1 and outputs.map is None)
     if unclear or not outputs.names:
-        raise WeightsMismatch(expert.id, f"{expert.weights} {_not_understood(answers)}")
+        raise mismatch(expert, _not_understood(answers))
     return outputs
 
 

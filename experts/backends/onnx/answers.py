@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from experts.backends.onnx.layouts import mismatch
 from experts.backends.outputs import require_several_labels
-from experts.errors import OutputInvalid, WeightsMismatch
+from experts.errors import OutputInvalid
 from experts.expert import Task
 
 if TYPE_CHECKING:
@@ -64,15 +65,13 @@ def answers_of(expert: Expert, model: onnx.ModelProto, rows: np.ndarray) -> Answ
     if expert.task is Task.MULTILABEL:
         return _independent(expert, operator, known)
     if operator in INDEPENDENT:
-        raise WeightsMismatch(
-            expert.id,
-            f"{expert.weights} ends in {operator}: its labels do not exclude one another - write `task: multilabel`, "
+        raise mismatch(
+            expert,
+            f"ends in {operator}: its labels do not exclude one another - write `task: multilabel`, "
             f"or if only one can hold, export it without that {operator}",
         )
     if operator == "Softmax" and not _are_probabilities(known, ROUNDED_SUM_TOLERANCE).all():
-        raise WeightsMismatch(
-            expert.id, f"{expert.weights} ends in a Softmax that is not over the labels: export it with axis=1"
-        )
+        raise mismatch(expert, "ends in a Softmax that is not over the labels: export it with axis=1")
     if operator == "Softmax" or (len(known) and _are_probabilities(known).all()):
         return Answers.PROBABILITIES
     return Answers.LOGITS
@@ -80,14 +79,11 @@ def answers_of(expert: Expert, model: onnx.ModelProto, rows: np.ndarray) -> Answ
 
 def _independent(expert: Expert, operator: str | None, known: np.ndarray) -> Answers:
     if operator in EXCLUSIVE:
-        raise WeightsMismatch(
-            expert.id,
-            f"{expert.weights} ends in {operator}: its labels exclude one another - remove `task: multilabel`",
-        )
+        raise mismatch(expert, f"ends in {operator}: its labels exclude one another - remove `task: multilabel`")
     if operator not in INDEPENDENT | _LINEAR and bool(_are_within(known).all()):
-        raise WeightsMismatch(
-            expert.id,
-            f"{expert.weights} ends in {operator} and answers from 0 to 1, which may be probabilities or not: export "
+        raise mismatch(
+            expert,
+            f"ends in {operator} and answers from 0 to 1, which may be probabilities or not: export "
             "it so that it ends in one Sigmoid of all labels, or before that",
         )
     return Answers.PROBABILITIES if operator in INDEPENDENT else Answers.LOGITS

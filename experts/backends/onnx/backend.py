@@ -26,7 +26,7 @@ from experts.backends.letterbox import filled, letterboxed
 from experts.backends.onnx import anomaly, detections
 from experts.backends.onnx.answers import PROBES, RECIPE, answers_of, note, noted, probabilities, probe_images
 from experts.backends.onnx.heading import read_heading
-from experts.backends.onnx.layouts import read_detections, require_names
+from experts.backends.onnx.layouts import mismatch, read_detections, require_names
 from experts.backends.onnx.memory import peak_bytes
 from experts.backends.onnx.pruning import add_what_is_no_number, keep_outputs, take_batches
 from experts.backends.onnx.sandbox import packed_apart
@@ -184,7 +184,7 @@ def packed(expert: Expert) -> Packable:
     try:
         folded = _understood(expert, model, images)
     except REFUSALS as error:
-        raise WeightsMismatch(expert.id, f"{expert.weights} does not run on ONNX Runtime: {error}") from error
+        raise mismatch(expert, f"does not run on ONNX Runtime: {error}") from error
     add_what_is_no_number(folded)
     tensors = _lift(folded)
     for name, tensor in tensors.items():
@@ -245,16 +245,11 @@ def _label_rows(expert: Expert, session: InferenceSession, images: np.ndarray) -
     for first, *_ in _probe(session, images):
         rows = _by_label(expert, first)
         if rows.ndim != 2 or rows.shape[0] != size:
-            raise WeightsMismatch(
-                expert.id,
-                f"{expert.weights} answers {size} images with {rows.shape}, not (images, labels): export it anew",
-            )
+            raise mismatch(expert, f"answers {size} images with {rows.shape}, not (images, labels): export it anew")
         parts.append(rows)
     found = np.concatenate(parts)[:PROBES]
     if found.shape[1] != len(expert.labels):
-        raise WeightsMismatch(
-            expert.id, f"{expert.weights} tells {found.shape[1]} labels apart, the line names {len(expert.labels)}"
-        )
+        raise mismatch(expert, f"tells {found.shape[1]} labels apart, the line names {len(expert.labels)}")
     return found
 
 
@@ -264,7 +259,7 @@ def _images_of(expert: Expert, model: onnx.ModelProto) -> onnx.ValueInfoProto:
     inputs = [value for value in model.graph.input if value.name not in weights]
     if len(inputs) != 1:
         names = ", ".join(value.name for value in inputs) or "none"
-        raise WeightsMismatch(expert.id, f"{expert.weights} must have one input, the images; it has {names}")
+        raise mismatch(expert, f"must have one input, the images; it has {names}")
     return inputs[0]
 
 
@@ -276,9 +271,7 @@ def _require_fitting_input(expert: Expert, images: onnx.ValueInfoProto) -> None:
     fits = len(shape) == 4 and all(one in {None, other} for one, other in zip(shape[1:], wanted[1:], strict=True))
     if kind.elem_type != TensorProto.FLOAT or not fits:
         kind_name = TensorProto.DataType.Name(kind.elem_type)
-        raise WeightsMismatch(
-            expert.id, f"{expert.weights} takes {kind_name} {shape}, the line sends FLOAT {wanted}: correct `input`"
-        )
+        raise mismatch(expert, f"takes {kind_name} {shape}, the line sends FLOAT {wanted}: correct `input`")
 
 
 def _lift(model: onnx.ModelProto) -> dict[str, Tensor]:

@@ -18,9 +18,9 @@ import torch
 from torchvision.ops import box_convert
 
 from experts.backends.boxes import prediction, selected, suppressed
-from experts.backends.onnx.layouts import Detections, Layout, fitting
+from experts.backends.onnx.layouts import Detections, Layout, fitting, mismatch
 from experts.backends.outputs import require_numbers
-from experts.errors import OutputInvalid, WeightsMismatch
+from experts.errors import OutputInvalid
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,9 +41,9 @@ def decided(expert: Expert, found: Detections, answers: Sequence[np.ndarray]) ->
     """``answers``: for made-up images. Raises WeightsMismatch for none or several, or images prepared otherwise."""
     layout = Layout.TORCHVISION if found.layouts == (Layout.TORCHVISION,) else _decided(expert, found, answers[0])
     if (expert.pixels.fit, expert.pixels.normalize) != (layout.fit, "unit"):
-        raise WeightsMismatch(
-            expert.id,
-            f"{expert.weights} is a detector, which wants its images {layout.fit} and `normalize: unit`; the line "
+        raise mismatch(
+            expert,
+            f"is a detector, which wants its images {layout.fit} and `normalize: unit`; the line "
             f"sends them {expert.pixels.fit} and `normalize: {expert.pixels.normalize}`",
         )
     return layout
@@ -56,10 +56,9 @@ def _decided(expert: Expert, found: Detections, answer: np.ndarray) -> Layout:
         return Layout.CHOSEN  # whole numbers in the place of labels are no chance
     if len(layouts) != 1:
         what = " or ".join(sorted(layouts)) or "none of the layouts that are known, with scores from 0 to 1"
-        raise WeightsMismatch(
-            expert.id,
-            f"{expert.weights} answers {answer.shape}, which is {what}: export it anew, with its metadata and its "
-            "last activation",
+        raise mismatch(
+            expert,
+            f"answers {answer.shape}, which is {what}: export it anew, with its metadata and its last activation",
         )
     return layouts.pop()
 

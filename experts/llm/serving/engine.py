@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from enum import Enum, auto
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -225,11 +225,7 @@ class LlmEngine:
 
     def statistics(self) -> EngineStatistics:
         """As of the last whole quantum."""
-        tally = self._tally
-        return EngineStatistics(
-            tally.quanta, tally.iterations, tally.rows, tally.read_tokens, tally.written_tokens, tally.busy_s,
-            tally.tensor_s,
-        )  # fmt: skip
+        return EngineStatistics(*astuple(self._tally))
 
     def _groups(self, turns: Sequence[Turn]) -> list[_Group]:
         places: dict[int, tuple[_Group, int]] = {}

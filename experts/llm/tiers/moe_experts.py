@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -214,11 +214,7 @@ class MoeResidency:
 
     def statistics(self) -> ResidencyStatistics:
         """A frozen snapshot."""
-        counts = self._counts
-        return ResidencyStatistics(
-            self._places, len(self._held), counts.hits, counts.late, counts.misses, counts.ahead, counts.ahead_used,
-            counts.evictions,
-        )  # fmt: skip
+        return ResidencyStatistics(self._places, len(self._held), *astuple(self._counts))
 
     def check_invariants(self) -> None:
         """Raises AssertionError where the books are wrong."""
