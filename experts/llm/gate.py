@@ -43,10 +43,5 @@ def mapping_table(chosen: Tensor, weight: Tensor, moe_experts: int) -> MappingTa
     keys = chosen.reshape(-1).to(torch.uint8 if moe_experts <= 256 else torch.int16)
     moe_expert, order = torch.sort(keys, stable=True)
     counts = torch.bincount(keys, minlength=moe_experts)
-    return MappingTable(
-        order=order,
-        source=order // chosen.shape[1],
-        moe_expert=moe_expert.to(torch.int64),
-        ends=counts.cumsum(dim=0).to(torch.int32),
-        weight=weight,
-    )
+    ends = counts.cumsum(dim=0).to(torch.int32)
+    return MappingTable(order, order // chosen.shape[1], moe_expert.to(torch.int64), ends, weight)

@@ -131,15 +131,10 @@ def fold_weights(tensors: Mapping[str, Tensor], pairs: Sequence[FoldablePair]) -
     for pair in pairs:
         weight = f"{pair.convolution}.weight"
         bias = f"{pair.convolution}.bias"
-        norm = {key: folded.pop(f"{pair.batchnorm}.{key}") for key in _NORM_KEYS}
+        scale, shift, mean, variance = (folded.pop(f"{pair.batchnorm}.{key}").double() for key in _NORM_KEYS)
+        old_bias = folded[bias].double() if bias in folded else None
         fused_weight, fused_bias = fuse_conv_bn_weights(
-            folded[weight].double(),
-            folded[bias].double() if bias in folded else None,
-            norm["running_mean"].double(),
-            norm["running_var"].double(),
-            pair.epsilon,
-            norm["weight"].double(),
-            norm["bias"].double(),
+            folded[weight].double(), old_bias, mean, variance, pair.epsilon, scale, shift
         )
         folded[weight] = fused_weight.detach().to(tensors[weight].dtype)
         folded[bias] = fused_bias.detach().to(tensors[weight].dtype)

@@ -49,11 +49,9 @@ class OnednnForms(Generic[Structure]):
     """``module``: folded, on meta; ``sample``: weights it may have, float32; ``outputs``: see ``recorded``."""
 
     def __init__(
-        self,
-        module: Callable[[Structure], Module],
-        sample: Callable[[Structure], Mapping[str, Tensor]],
+        self, module: Callable[[Structure], Module], sample: Callable[[Structure], Mapping[str, Tensor]],
         outputs: Sequence[str],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._module = module
         self._sample = sample
         self._outputs = outputs
@@ -88,14 +86,9 @@ class OnednnForms(Generic[Structure]):
         return self._packed(subject, structure, image_size(expert), ONEDNN_NUMBERS[precision], program)
 
     def skeleton(
-        self,
-        expert: Expert,
-        precision: Precision,
-        structure: Structure,
-        program: bytes,
-        device: str,
+        self, expert: Expert, precision: Precision, structure: Structure, program: bytes, device: str,
         answered: Answered,
-    ) -> OnednnSkeleton:
+    ) -> OnednnSkeleton:  # fmt: skip
         if device != "cpu":
             raise BackendUnavailable(f"{expert.architecture} in {precision}", f"it runs on the CPU, not on {device}")
         return OnednnSkeleton(self.packed(expert, precision, structure, program), answered)

@@ -40,11 +40,9 @@ class Observed:
 
 
 def observed(
-    graph: GraphModule,
-    inputs: Sequence[str | FusedCall | Values],
-    weights: Mapping[str, Tensor],
+    graph: GraphModule, inputs: Sequence[str | FusedCall | Values], weights: Mapping[str, Tensor],
     batches: Iterable[Tensor],
-) -> Observed:
+) -> Observed:  # fmt: skip
     """``weights``: as the module has them. Raises ValueError, naming the weight, for NaN or infinity."""
     watched = [_watched(part, weights) for part in inputs]
     with torch.inference_mode():
@@ -106,10 +104,7 @@ def _seen(call: FusedCall, ranges: CallRanges) -> Iterator[tuple[Values, Range]]
 
 
 def _quantised_call(
-    call: FusedCall,
-    weights: Mapping[str, Tensor],
-    table: Mapping[Values, tuple[float, int]],
-    shifts: Sequence[float],
+    call: FusedCall, weights: Mapping[str, Tensor], table: Mapping[Values, tuple[float, int]], shifts: Sequence[float]
 ) -> dict[str, Tensor]:
     """With w = s q and x = t (l - z): sum(w x) = s t sum(q l) - s t z sum(q), in units of the summand's scale."""
     quantisation = call.quantisation

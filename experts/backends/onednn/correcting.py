@@ -62,14 +62,9 @@ class _Measured:
     """A call in eight bits whose shifts are measured, and taken off, before it is run. ``plain``: it in float32."""
 
     def __init__(
-        self,
-        plain: FusedCall,
-        call: FusedCall,
-        run: Callable[..., Tensor],
-        weight: Tensor,
-        tensors: Mapping[str, Tensor],
-        expected: Tensor,
-    ) -> None:
+        self, plain: FusedCall, call: FusedCall, run: Callable[..., Tensor], weight: Tensor,
+        tensors: Mapping[str, Tensor], expected: Tensor,
+    ) -> None:  # fmt: skip
         quantisation = call.quantisation
         assert quantisation is not None, "asked for calls of eight bits"
         self._plain, self._run = plain, run

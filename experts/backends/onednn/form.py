@@ -228,12 +228,9 @@ def decided_layouts(fused: FusedModule) -> OnednnForm:
 
 
 def packable(
-    expert: Expert,
-    precision: Precision,
-    form: OnednnForm | Refused,
-    tensors: Mapping[str, Tensor],
+    expert: Expert, precision: Precision, form: OnednnForm | Refused, tensors: Mapping[str, Tensor],
     ranges: Ranges | None = None,
-) -> Packable:
+) -> Packable:  # fmt: skip
     """``ranges``: for eight bits. Raises WeightsMismatch where the form is refused, and for NaN in eight bits."""
     if isinstance(form, Refused):
         raise WeightsMismatch(

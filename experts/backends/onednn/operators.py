@@ -31,16 +31,9 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 NEEDED = (
-    "_reorder_convolution_weight",
-    "_reorder_linear_weight",
-    "_convolution_pointwise",
-    "_convolution_pointwise_",
-    "_linear_pointwise",
-    "_nbytes",
-    "_get_mkldnn_serialized_md",
-    "_is_mkldnn_bf16_supported",
-    "data_ptr",
-)
+    "_reorder_convolution_weight", "_reorder_linear_weight", "_convolution_pointwise", "_convolution_pointwise_",
+    "_linear_pointwise", "_nbytes", "_get_mkldnn_serialized_md", "_is_mkldnn_bf16_supported", "data_ptr",
+)  # fmt: skip
 NEEDED_IN_EIGHT_BITS = ("qconv_prepack", "qconv2d_pointwise", "qlinear_prepack", "qlinear_pointwise")
 TRIED_DEVIATION_MAXIMUM = 0.01  # rounding to bf16 makes 0.004; what saturates is off by a half
 ALIGNMENT_BYTES = 64  # of what oneDNN is given: a cache line, and the widest vector load

@@ -98,15 +98,9 @@ class QuantisedConvolution(Convolution):
     """See ``Convolution``. Levels in; levels out, or float32. Safe for several threads."""
 
     def __init__(
-        self,
-        call: FusedCall,
-        shape: ConvolutionShape,
-        arrangements: Arrangements,
-        weight: Tensor,
-        scales: Tensor,
-        offsets: Tensor,
-        table: Tensor,
-    ) -> None:
+        self, call: FusedCall, shape: ConvolutionShape, arrangements: Arrangements, weight: Tensor, scales: Tensor,
+        offsets: Tensor, table: Tensor,
+    ) -> None:  # fmt: skip
         super().__init__(call, shape, arrangements, weight, offsets)
         self._scales = _Scales(call, table)
         self._weight = (weight, scales, torch.zeros(len(scales), dtype=torch.int64))
@@ -143,15 +137,9 @@ class QuantisedLinear(Linear):
     """See ``Linear``. Levels in; levels out, or float32. Safe for several threads."""
 
     def __init__(
-        self,
-        call: FusedCall,
-        shape: LinearShape,
-        arrangements: Arrangements,
-        weight: Tensor,
-        scales: Tensor,
-        offsets: Tensor,
-        table: Tensor,
-    ) -> None:
+        self, call: FusedCall, shape: LinearShape, arrangements: Arrangements, weight: Tensor, scales: Tensor,
+        offsets: Tensor, table: Tensor,
+    ) -> None:  # fmt: skip
         super().__init__(call, shape, arrangements, weight, offsets)
         self._scales = _Scales(call, table)
         self._weight = (weight, scales, torch.zeros(len(scales), dtype=torch.int64), offsets)

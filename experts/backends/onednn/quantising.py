@@ -214,18 +214,11 @@ class _Rewriting:
         call, values = self._plan.calls[node], self._plan.values
         placeholder, *operands = node.args
         summand = operands[1] if call.adds else None
-        quantisation = Quantisation(
-            values[operands[0]],
-            values[node] if node in self._plan.levelled else None,
-            None if summand is None else values[summand],
-        )
-        is_summand_own = summand is not None and summand not in self._plan.levelled
-        self._parts[placeholder] = replace(
-            call,
-            shape=_shape(call, quantisation),
-            overwrites=call.overwrites or is_summand_own,
-            quantisation=quantisation,
-        )
+        answer = values[node] if node in self._plan.levelled else None
+        quantisation = Quantisation(values[operands[0]], answer, None if summand is None else values[summand])
+        overwrites = call.overwrites or (summand is not None and summand not in self._plan.levelled)
+        shape = _shape(call, quantisation)
+        self._parts[placeholder] = replace(call, shape=shape, overwrites=overwrites, quantisation=quantisation)
         read = [
             each if each in self._plan.levelled else self._brought(each, node, to_levels, is_own=each is summand)
             for each in operands

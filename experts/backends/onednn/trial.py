@@ -65,10 +65,7 @@ class Trial:
 
 
 def decided_form(
-    module: Module,
-    fused: FusedModule | Refused,
-    outputs: Sequence[str],
-    sample: Mapping[str, Tensor],
+    module: Module, fused: FusedModule | Refused, outputs: Sequence[str], sample: Mapping[str, Tensor]
 ) -> OnednnForm | Refused:
     """Layouts, decided and tried. ``module``: on meta, as it was fused; ``sample``: weights it may have, float32."""
     if isinstance(fused, Refused):

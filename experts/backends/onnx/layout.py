@@ -119,13 +119,10 @@ def identity_of(program: bytes) -> str | None:
 def _channel_block() -> int:
     """How many channels ONNX Runtime's convolutions take together here; 1 where it does not block them."""
     weight = numpy_helper.from_array(np.ones((1, 64, 1, 1), dtype=np.float32), "weight")
-    graph = helper.make_graph(
-        [helper.make_node("Conv", ["images", "weight"], ["answer"])],
-        "probe",
-        [helper.make_tensor_value_info("images", TensorProto.FLOAT, [1, 64, 8, 8])],
-        [helper.make_tensor_value_info("answer", TensorProto.FLOAT, [1, 1, 8, 8])],
-        [weight],
-    )
+    shapes = {"images": [1, 64, 8, 8], "answer": [1, 1, 8, 8]}
+    images, answer = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items())
+    node = helper.make_node("Conv", ["images", "weight"], ["answer"])
+    graph = helper.make_graph([node], "probe", [images], [answer], [weight])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     found = optimised(model, GraphOptimizationLevel.ORT_ENABLE_ALL)
     return int(found.graph.initializer[0].dims[0])  # the one output channel, filled up to a block

@@ -30,13 +30,9 @@ from experts.errors import BackendUnavailable
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 REFUSALS = (
-    ort_errors.Fail,
-    ort_errors.InvalidArgument,
-    ort_errors.InvalidGraph,
-    ort_errors.InvalidProtobuf,
-    ort_errors.NotImplemented,
-    ort_errors.RuntimeException,
-)
+    ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.InvalidGraph, ort_errors.InvalidProtobuf,
+    ort_errors.NotImplemented, ort_errors.RuntimeException,
+)  # fmt: skip
 SESSIONS_KEPT = 2  # that no skeleton or template holds: a profile comes back to a form in a moment
 GROW_AS_REQUESTED = 1  # of the arena; its default doubles what it holds
 _preparing = Lock()

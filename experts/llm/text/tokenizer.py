@@ -51,15 +51,11 @@ class TextModel:
         description = _object(files, TOKENIZER, expert, is_needed=True)
         tokenizer = _tokenizer(files[TOKENIZER], expert)
         generation = _object(files, GENERATION_CONFIG, expert)
-        return cls(
-            expert,
-            _context_tokens(config, expert),
-            _stop_tokens(config, generation, settings, tokenizer),
-            _sampling(generation, expert),
-            _chat(files, settings, expert),
-            tokenizer,
-            '"ByteLevel"' in json.dumps(description.get("decoder")),
-        )
+        context_tokens = _context_tokens(config, expert)
+        stop_tokens, sampling = _stop_tokens(config, generation, settings, tokenizer), _sampling(generation, expert)
+        chat = _chat(files, settings, expert)
+        is_byte_level = '"ByteLevel"' in json.dumps(description.get("decoder"))
+        return cls(expert, context_tokens, stop_tokens, sampling, chat, tokenizer, is_byte_level)
 
     def named(self, expert: str) -> TextModel:
         return replace(self, expert=expert, chat=self.chat and self.chat.named(expert))

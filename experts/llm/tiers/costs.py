@@ -40,13 +40,8 @@ def measured_costs(
     short_s, whole_s = _least_s(lambda: copy(SHORT_BYTES)), _least_s(lambda: copy(form.size_bytes))
     bytes_per_s = form.size_bytes / max(whole_s - short_s, LEAST_S)
     row = _rows(on_host, 1, "cpu")
-    return MoveCosts(
-        link_bytes_per_s=bytes_per_s,
-        link_s=short_s,
-        row_bytes=row.numel() * row.element_size(),
-        device=_rows_time(on_device, str(device_block.device)),
-        cpu=_rows_time(on_host, "cpu"),
-    )
+    device, cpu = _rows_time(on_device, str(device_block.device)), _rows_time(on_host, "cpu")
+    return MoveCosts(bytes_per_s, short_s, row.nbytes, device, cpu)
 
 
 def _rows_time(weights: MlpWeights, device: str) -> RowsTime:

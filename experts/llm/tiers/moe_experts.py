@@ -150,14 +150,9 @@ class MoeResidency:
     """The cache of one model with so many ``layers``. ``prior``: how likely a pass needs each moe_expert."""
 
     def __init__(
-        self,
-        places: int,
-        layers: int,
-        prior: Mapping[MoeExpert, float] | None = None,
-        *,
-        loads_at_once: int = 1,
-        half_life_passes: float = HALF_LIFE_PASSES,
-    ) -> None:
+        self, places: int, layers: int, prior: Mapping[MoeExpert, float] | None = None, *,
+        loads_at_once: int = 1, half_life_passes: float = HALF_LIFE_PASSES,
+    ) -> None:  # fmt: skip
         if places < 1 or layers < 1 or loads_at_once < 1 or half_life_passes <= 0:
             raise ValueError(f"{places} places, {layers} layers, {loads_at_once} loads, half-life {half_life_passes}")
         self._places = places

@@ -142,14 +142,9 @@ class OffloadedMoe:
     """One copy's moe_experts. ``may_predict``: is there a moment to load ahead, or do others want the link?"""
 
     def __init__(
-        self,
-        spec: ArchSpec,
-        form: BlockForm,
-        cache: MoeCache,
-        *,
-        host: HostTier | None = None,
+        self, spec: ArchSpec, form: BlockForm, cache: MoeCache, *, host: HostTier | None = None,
         may_predict: Callable[[], bool] = lambda: True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._spec = spec
         self._form = form
         self._cache = cache
