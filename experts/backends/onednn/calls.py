@@ -32,11 +32,8 @@ class Arrangements:
         """None: in no way."""
         key = (images, torch.get_num_threads())
         if key not in self._known:
-            self._known[key] = self._ask(images)
+            self._known[key] = arrangement(self._shape, images) if self._is_blocked else self._shape.extent(images)
         return self._known[key]
-
-    def _ask(self, images: int) -> Extent | None:
-        return arrangement(self._shape, images) if self._is_blocked else self._shape.extent(images)
 
 
 def bound(call: FusedCall, arrangements: Arrangements, weight: Tensor, bias: Tensor | None) -> Call:

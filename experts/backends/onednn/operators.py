@@ -193,13 +193,6 @@ def _told_layout() -> BlockedLayout:
     return layout_of(torch.ops.mkldnn._reorder_convolution_weight(weight, [0, 0], [1, 1], [1, 1], 1, source))
 
 
-def _tried_weight(dtype: torch.dtype) -> Tensor:
-    made: Tensor = torch.ops.mkldnn._reorder_convolution_weight(
-        _TRIED_WEIGHT.to(dtype), *_GEOMETRY, list(_TRIED_IMAGES.shape)
-    )
-    return made
-
-
 def _tried_deviation(dtype: torch.dtype) -> float:
     """How far a convolution and a linear layer are from exact sums, of the largest. Raises RuntimeError."""
     rows, matrix = _TRIED_IMAGES.reshape(-1, 64), _TRIED_WEIGHT.reshape(-1, 64)
@@ -215,28 +208,21 @@ def _tried_deviation(dtype: torch.dtype) -> float:
 def _tried_in(dtype: torch.dtype, rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
     operators = torch.ops.mkldnn
     images = _TRIED_IMAGES.to(dtype).contiguous(memory_format=torch.channels_last)
-    weight = operators._reorder_linear_weight(matrix.to(dtype), len(rows))
-    return (
-        operators._convolution_pointwise(images, _tried_weight(dtype), None, *_GEOMETRY, *_PLAINLY),
-        operators._linear_pointwise(rows.to(dtype), weight, None, *_PLAINLY),
-    )
+    weight = operators._reorder_convolution_weight(_TRIED_WEIGHT.to(dtype), *_GEOMETRY, list(images.shape))
+    packed = operators._reorder_linear_weight(matrix.to(dtype), len(rows))
+    convolved = operators._convolution_pointwise(images, weight, None, *_GEOMETRY, *_PLAINLY)
+    return convolved, operators._linear_pointwise(rows.to(dtype), packed, None, *_PLAINLY)
 
 
 def _tried_in_eight_bits(rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
     operators = torch.ops.onednn
     images = _TRIED_IMAGES.to(torch.uint8).contiguous(memory_format=torch.channels_last)
-    weight = operators.qconv_prepack(
-        _TRIED_WEIGHT.to(torch.int8), torch.ones(len(_TRIED_WEIGHT)), 1.0, 0, *_GEOMETRY, list(images.shape)
-    )
+    scales, *others = _unscaled(_TRIED_WEIGHT)
+    weight = operators.qconv_prepack(_TRIED_WEIGHT.to(torch.int8), scales, 1.0, 0, *_GEOMETRY, list(images.shape))
     packed = operators.qlinear_prepack(matrix.to(torch.int8), list(rows.shape))
-    return (
-        operators.qconv2d_pointwise(
-            images, 1.0, 0, weight, *_unscaled(_TRIED_WEIGHT), *_GEOMETRY, 1.0, 0, torch.float32, *_PLAINLY
-        ),
-        operators.qlinear_pointwise(
-            rows.to(torch.uint8), 1.0, 0, packed, *_unscaled(matrix), 1.0, 0, torch.float32, *_PLAINLY
-        ),
-    )
+    answer = (1.0, 0, torch.float32, *_PLAINLY)  # scale, zero, type
+    convolved = operators.qconv2d_pointwise(images, 1.0, 0, weight, scales, *others, *_GEOMETRY, *answer)
+    return convolved, operators.qlinear_pointwise(rows.to(torch.uint8), 1.0, 0, packed, *_unscaled(matrix), *answer)
 
 
 def _unscaled(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

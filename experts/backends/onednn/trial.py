@@ -179,8 +179,9 @@ class _Expected:
         sums = self._applied(values).float()
         if other is not None:
             sums = sums + self._values(self._last(other), None if quantisation is None else quantisation.summand)
+        activation = self._call.activation
         largest = float(sums.abs().nan_to_num(0.0, posinf=0.0).max())  # an infinite one explains nothing
-        found, slack = _activated(self._call.activation, sums), SUMMING * largest
+        found, slack = _ACTIVATIONS[activation.name](sums, activation), SUMMING * largest
         if self._answer is None:
             return found, slack
         return self._answer.back(self._answer.of(found)), slack + self._answer.scale
@@ -213,10 +214,6 @@ class _Expected:
             return self._weights[name]
         levels, scales = self._packed[name], self._packed[f"{name} {SCALES}"]
         return levels * scales.reshape(-1, *[1] * (levels.dim() - 1))
-
-
-def _activated(activation: Activation, values: Tensor) -> Tensor:
-    return _ACTIVATIONS[activation.name](values, activation)
 
 
 def _named(numbers: torch.dtype) -> str:

@@ -95,13 +95,11 @@ def predictions(
     answers = {name: _joined(values)[: len(batch)] for name, values in zip(outputs.names, parts, strict=True)}
     if not all(np.isfinite(values).all() for values in answers.values()):
         raise OutputInvalid(expert.id, "its output is not a number: check its weights")
-    maps = None if outputs.map is None else _maps(answers[outputs.map])
-    if outputs.score is not None:
-        scores = answers[outputs.score].reshape(-1)
+    if outputs.map is None:
+        where: Sequence[np.ndarray | None] = [None] * len(batch)
     else:
-        assert maps is not None, "a program has a score or a map"
-        scores = _highest(maps)
-    where = [None] * len(scores) if maps is None else list(maps)
+        where = [each.reshape(each.shape[-2:]) for each in answers[outputs.map]]
+    scores = answers[outputs.score or outputs.names[0]].reshape(len(batch), -1).max(axis=1)
     return tuple(
         _prediction(expert, expert.threshold, float(score), each, prepared.orientation)
         for score, each, prepared in zip(scores, where, batch, strict=True)
@@ -157,18 +155,14 @@ def _counting(expert: Expert, answers: Mapping[str, np.ndarray]) -> AnomalyOutpu
     outputs = AnomalyOutputs(_meant(scores, SCORE_NAMES), _meant(maps, MAP_NAMES))
     unclear = (len(scores) > 1 and outputs.score is None) or (len(maps) > 1 and outputs.map is None)
     if unclear or not outputs.names:
-        raise mismatch(expert, _not_understood(answers))
+        shapes = {name: str(("n", *rows.shape[1:])).replace("'", "") for name, rows in answers.items()}
+        given = ", ".join(f"{name} {rows.dtype} {shapes[name]}" for name, rows in answers.items())
+        raise mismatch(
+            expert,
+            f"answers with {given}: an anomaly expert gives one score (n,) or (n, 1), one map (n, 1, height, width), "
+            "or both; name them pred_score and anomaly_map where there are more, and export it anew",
+        )
     return outputs
-
-
-def _not_understood(answers: Mapping[str, np.ndarray]) -> str:
-    given = ", ".join(
-        f"{name} {rows.dtype} {('n', *rows.shape[1:])}".replace("'", "") for name, rows in answers.items()
-    )
-    return (
-        f"answers with {given}: an anomaly expert gives one score (n,) or (n, 1), one map (n, 1, height, width), or "
-        "both; name them pred_score and anomaly_map where there are more, and export it anew"
-    )
 
 
 def _meant(candidates: Sequence[str], known: Sequence[str]) -> str | None:
@@ -203,12 +197,3 @@ def _are_alike(one: np.ndarray, other: np.ndarray) -> bool:
         return False
     tolerance = BATCH_TOLERANCE * float(np.abs(other[numbers]).max(initial=0.0))
     return bool((np.abs(one[numbers] - other[numbers]) <= tolerance).all())
-
-
-def _maps(values: np.ndarray) -> np.ndarray:
-    return values[:, 0] if values.ndim == 4 else values  # (n, height, width)
-
-
-def _highest(maps: np.ndarray) -> np.ndarray:
-    found: np.ndarray = maps.reshape(len(maps), -1).max(axis=1)
-    return found

@@ -155,7 +155,14 @@ class OnnxBackend:
         return _FITTED[expert.pixels.fit](image, expert.pixels)
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
-        return f"{_recipe(expert)}; {FEW_BITS}"
+        if expert.task is Task.ANOMALY:
+            own = anomaly.RECIPE
+        elif expert.task is Task.MULTILABEL:
+            own = f"{RECIPE}, label by label"
+        else:
+            is_detector = expert.pixels.fit in {Fit.LETTERBOXED, Fit.FILLED}
+            own = f"{detections.RECIPE}: {', '.join(expert.labels)}" if is_detector else RECIPE
+        return f"{own}; {FEW_BITS}"
 
     def token_bytes(self, expert: Expert, precision: Precision) -> int:
         return 0
@@ -164,15 +171,6 @@ class OnnxBackend:
         status = expert.weights.stat()
         stamp = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
         return _workspace_bytes(expert, stamp) * batch_size
-
-
-def _recipe(expert: Expert) -> str:
-    if expert.task is Task.ANOMALY:
-        return anomaly.RECIPE
-    if expert.task is Task.MULTILABEL:
-        return f"{RECIPE}, label by label"
-    is_detector = expert.pixels.fit in {Fit.LETTERBOXED, Fit.FILLED}
-    return f"{detections.RECIPE}: {', '.join(expert.labels)}" if is_detector else RECIPE
 
 
 def packed(expert: Expert) -> Packable:

@@ -23,7 +23,7 @@ import torch
 
 from experts.errors import MemoryExceeded
 from experts.llm.key_values import DecodeLayout, Stored, mask_of
-from experts.llm.serving.kv import KvStatistics
+from experts.llm.serving.kv import ArenaKeyValues, KvStatistics, Swapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -63,15 +63,6 @@ class Table:
         return [node.block for node in self.shared] + self.own
 
 
-@dataclass(frozen=True, slots=True)
-class SwappedTable:
-    """What a request held, in the host's memory: (layers, keys and values, kv heads, tokens, size)."""
-
-    layout: KvLayout
-    promised: int
-    tokens: Tensor
-
-
 class BlockArena:
     """All blocks of one memory. ``keeps_prefixes``: whether what is released is kept while there is room."""
 
@@ -87,7 +78,7 @@ class BlockArena:
         self._lock = Lock()
         self._views: dict[KvLayout, Tensor] = {}
         self._tables: dict[int, Table] = {}
-        self._swapped: dict[int, SwappedTable] = {}
+        self._swapped: dict[int, Swapped] = {}
         self._roots: dict[tuple[KvLayout, str], PrefixNode] = {}
         self._promised = self._uses = self._hits = self._hit_tokens = 0
 
@@ -135,7 +126,7 @@ class BlockArena:
     def swap_out(self, request: int) -> None:
         with self._lock:
             table = self._tables.pop(request)
-            self._swapped[request] = SwappedTable(table.layout, table.promised, self._tokens(table).cpu())
+            self._swapped[request] = Swapped(table.layout, table.promised, self._tokens(table).cpu())
             self._give_back(table)
 
     def swap_in(self, request: int) -> int:
@@ -150,8 +141,8 @@ class BlockArena:
     def place(self, request: int) -> tuple[int, int]:
         return 0, request  # any order is as good as another: what is read is gathered
 
-    def key_values(self, layout: KvLayout) -> BlockKeyValues:
-        return BlockKeyValues(self, layout)
+    def key_values(self, layout: KvLayout) -> ArenaKeyValues:
+        return ArenaKeyValues(self, layout)
 
     def forget_prefixes(self, weights: str | None = None) -> None:
         with self._lock:
@@ -171,7 +162,6 @@ class BlockArena:
             )  # fmt: skip
 
     def reserve(self, layout: KvLayout, batch: TokenBatch) -> BatchOfBlocks:
-        """Room for a batch's tokens, within what was promised to its requests. Raises ValueError."""
         with self._lock:
             tables = [self._table_for(layout, row) for row in batch.rows]
             for table, row in zip(tables, batch.rows, strict=True):
@@ -301,18 +291,6 @@ class BlockArena:
                 f"a token takes {layout.token_bytes} bytes, a block has {self._block_bytes}: larger blocks"
             )
         return tokens
-
-
-class BlockKeyValues:
-    def __init__(self, arena: BlockArena, layout: KvLayout) -> None:
-        self._arena = arena
-        self._layout = layout
-
-    def reserve(self, batch: TokenBatch) -> BatchOfBlocks:
-        return self._arena.reserve(self._layout, batch)
-
-    def release(self, sequence: int) -> None:
-        self._arena.release(sequence)
 
 
 class BatchOfBlocks:

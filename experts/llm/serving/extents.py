@@ -26,7 +26,7 @@ import torch
 
 from experts.errors import MemoryExceeded
 from experts.llm.key_values import DecodeLayout, Stored, mask_of
-from experts.llm.serving.kv import LEAST_PREFIX_TOKENS, KvStatistics, Prefix
+from experts.llm.serving.kv import LEAST_PREFIX_TOKENS, ArenaKeyValues, KvStatistics, Prefix, Swapped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,13 +106,6 @@ class CachedPrefix:
         if self.prefix.weights != wanted.weights or self.extent.layout != layout:
             return 0
         return common_length(self.prefix.tokens, wanted.tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Swapped:
-    layout: KvLayout
-    promised: int
-    tokens: Tensor
 
 
 class ExtentArena:
@@ -200,8 +193,8 @@ class ExtentArena:
     def place(self, request: int) -> tuple[int, int]:
         return self._extents[request].place
 
-    def key_values(self, layout: KvLayout) -> ExtentKeyValues:
-        return ExtentKeyValues(self, layout)
+    def key_values(self, layout: KvLayout) -> ArenaKeyValues:
+        return ArenaKeyValues(self, layout)
 
     def forget_prefixes(self, weights: str | None = None) -> None:
         with self._lock:
@@ -217,7 +210,6 @@ class ExtentArena:
             )  # fmt: skip
 
     def reserve(self, layout: KvLayout, batch: TokenBatch) -> BatchOfExtents:
-        """Room for a batch's tokens, within what was promised to its requests. Raises ValueError."""
         with self._lock:
             extents = [self._extent_for(layout, row) for row in batch.rows]
             for extent, row in zip(extents, batch.rows, strict=True):
@@ -361,18 +353,6 @@ class ExtentArena:
 
     def _bytes(self, layout: KvLayout, tokens: int) -> int:
         return tokens * layout.token_bytes
-
-
-class ExtentKeyValues:
-    def __init__(self, arena: ExtentArena, layout: KvLayout) -> None:
-        self._arena = arena
-        self._layout = layout
-
-    def reserve(self, batch: TokenBatch) -> BatchOfExtents:
-        return self._arena.reserve(self._layout, batch)
-
-    def release(self, sequence: int) -> None:
-        self._arena.release(sequence)
 
 
 class BatchOfExtents:

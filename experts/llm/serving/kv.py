@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from experts.llm.config import ArchSpec
-    from experts.llm.key_values import KeyValues
+    from experts.llm.key_values import BatchKeyValues, KeyValues
+    from experts.llm.token_batch import TokenBatch
 
 LEAST_PREFIX_TOKENS = 16  # what is shorter is read again in less time than is spent looking for it
 
@@ -70,6 +72,15 @@ class KvStatistics:
     prefix_tokens: int  # not read again, thanks to prefixes
 
 
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """What a request held, in the host's memory."""
+
+    layout: KvLayout
+    promised: int
+    tokens: Tensor  # (layers, keys and values, kv heads, tokens, size)
+
+
 class KvArena(Protocol):
     """Safe to be asked from several threads; a request's keys and values are one thread's at a time."""
 
@@ -104,7 +115,24 @@ class KvArena(Protocol):
     def key_values(self, layout: KvLayout) -> KeyValues:
         """What a model of this layout reads and writes; sequences are requests that have begun."""
 
+    def reserve(self, layout: KvLayout, batch: TokenBatch) -> BatchKeyValues:
+        """Room for a batch's tokens, within what was promised to its requests. Raises ValueError."""
+
     def forget_prefixes(self, weights: str | None = None) -> None:
         """Drop what is kept of texts that these weights read, or of all."""
 
     def statistics(self) -> KvStatistics: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaKeyValues:
+    """An arena as models of one layout see it."""
+
+    arena: KvArena
+    layout: KvLayout
+
+    def reserve(self, batch: TokenBatch) -> BatchKeyValues:
+        return self.arena.reserve(self.layout, batch)
+
+    def release(self, sequence: int) -> None:
+        self.arena.release(sequence)

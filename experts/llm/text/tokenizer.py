@@ -26,6 +26,7 @@ CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 TEXT_FILES = (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE)
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a generation_config.json may give
+USUAL = Sampling()
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # which a chat template may name
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # of tokenizers like SentencePiece's, for what their words do not spell
 WORD_START = "\u2581"  # where those have a space
@@ -100,11 +101,8 @@ class TextModel:
 
     def drawn(self, asked: Sampling, given: Container[str]) -> Sampling:
         """How tokens are drawn for a caller: as asked, where it differs from the usual or was ``given``."""
-        usual = Sampling()
-        own = {name: value for name, value in self.sampling.items() if name not in given}
-        return replace(
-            asked, **{name: value for name, value in own.items() if getattr(asked, name) == getattr(usual, name)}
-        )
+        unasked = {name for name in self.sampling if name not in given and getattr(asked, name) == getattr(USUAL, name)}
+        return replace(asked, **{name: self.sampling[name] for name in unasked})
 
     def token_bytes(self, token: int) -> bytes:
         """What one token stands for; it may be a part of a character. Special ones are spelled out."""

@@ -29,7 +29,7 @@ from experts.llm.tiers.moe_experts import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
-    from experts.llm.tiers.moe_experts import Decision, Event, MoeResidency, ResidencyStatistics
+    from experts.llm.tiers.moe_experts import Event, MoeResidency, ResidencyStatistics
 
 CLOSE_S = 5.0  # a load that does not end by then is left behind
 
@@ -133,10 +133,7 @@ class MoeCache:
         return None
 
     def _tell(self, event: Event) -> None:
-        self._carry_out(self._residency.handle(event))
-
-    def _carry_out(self, decisions: Iterable[Decision]) -> None:
-        for decision in decisions:
+        for decision in self._residency.handle(event):
             if isinstance(decision, Load):
                 try:
                     self._threads.submit(self._load, decision)

@@ -197,9 +197,12 @@ class OffloadedMoe:
             self._run_all(wanted, on_host, spans, layer, scattered, computed)
         finally:
             self._cache.used(wanted)
-        self._bypass(layer, on_host)
+        if on_host:
+            self._cache.bypass(layer, sorted(on_host))
         if layer == self._layers[-1]:
-            self._end_pass()
+            self._cache.end_pass()
+            if self._host is not None:
+                self._host.end_pass()
         return combine(computed, table, tokens.dtype)
 
     def _run_all(
@@ -236,15 +239,6 @@ class OffloadedMoe:
             for number, span in spans.items()
             if host.way(span.rows) is Way.ACTIVATIONS and not self._cache.holds(MoeExpert(layer, number))
         )
-
-    def _bypass(self, layer: int, on_host: frozenset[int]) -> None:
-        if on_host:
-            self._cache.bypass(layer, sorted(on_host))
-
-    def _end_pass(self) -> None:
-        self._cache.end_pass()
-        if self._host is not None:
-            self._host.end_pass()
 
     def _predict(self, layer: int, tokens: Tensor) -> None:
         following = self._following(layer)
