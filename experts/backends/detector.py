@@ -1,9 +1,8 @@
 """Detectors: the YOLO families of ultralytics, built from its YAML files by name. The only module that imports it.
 
-An expert is a state dict of the family with one class per label. Its images are letterboxed and scaled to [0, 1]
-whatever the expert's ``normalize`` says, because that is how ultralytics trains. The head's raw outputs are decoded
-here, in float32 and without ultralytics' cache of anchors: coordinates stay exact in bf16, and threads do not meet.
-An image with more boxes than can be kept is not judged by the best of them: OutputInvalid, with their number.
+An expert is a state dict of the family with one class per label. Images are letterboxed and scaled to [0, 1] whatever
+``normalize`` says, as ultralytics trains. The head's raw outputs are decoded here, in float32: coordinates stay exact
+in bf16, and threads share no cache of anchors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which forms run on this CPU, found out by trying them, and in which torch's architectures can be packed.
+"""Forms that run on this CPU, found by trying them, and forms that torch's architectures can be packed in.
 
-Asked by packing, profiling, serving, ``coserve doctor`` and the tests, so that all give the same answer.
+Packing, profiling, serving, ``coserve doctor`` and the tests ask here, so all give the same answer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Language models: Hugging Face directories, of the families that ``experts.llm.config`` reads.
 
-An expert's weights are a directory: config.json, safetensors, the tokenizer's files. Its tensors are packed under the
-model's own names, so what models have in common bit for bit (a backbone, embeddings) is stored, read and held once, as
-for images' experts. Whoever serves texts runs ``LlmSkeleton.model`` in iterations (``experts.llm``): a model takes no
-images, so ``prepare`` and ``infer`` refuse them.
+Tensors are packed under the model's own names: what models have in common bit for bit (a backbone, embeddings) is
+stored, read and held once. Texts run through ``LlmSkeleton.model`` in iterations (``experts.llm``).
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Where keys and values of the tokens so far are kept, between one iteration and the next.
+"""Keys and values of the tokens so far, kept between iterations.
 
-``KeyValues`` is the seam to whoever schedules: it knows how memory is shared out; the model asks once an iteration for
-room for its tokens, then appends and reads layer by layer. ``ContiguousKeyValues`` gives each sequence one slot of one
-buffer for each layer: what is read is a view, nothing is gathered.
+``KeyValues`` is the seam to scheduling: the model asks once an iteration for room for its tokens, then appends and
+reads layer by layer. ``ContiguousKeyValues`` gives each sequence one slot of one buffer per layer: reads are views.
 
-Guarantees: a sequence's keys and values are what was appended for it, whatever else was in the batch; a released
-sequence's room is used again; nobody reads memory that was never written, whose numbers may be none.
+Guarantees: a sequence reads what was appended for it, whatever else was in the batch; a released sequence's room is
+used again; memory that was never written is never read, as it may hold NaN.
 """
 
 from __future__ import annotations

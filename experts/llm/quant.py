@@ -1,13 +1,11 @@
 """Weight-only int8: matrices in a byte a number, each output channel with a scale of its own; tokens stay as they are.
 
-Guarantees: what is computed is the same, up to rounding, by either way of multiplying; a scale is rounded before its
-channel's numbers are, so its rounding adds nothing to their error: half a step, a 254th of the channel's largest.
-Symmetric: zero is zero. An embedding that is the head, too, is quantised with it, a scale for each token. Others are
-not, nor are norms, gates, coefficients and biases: they are small, or are looked up and not multiplied, or decide who
-computes.
+Guarantees: both ways of multiplying compute the same, up to rounding. A scale is rounded before its channel's numbers,
+so a number's error is half a step, a 254th of the channel's largest. Zero is zero. A tied embedding is quantised with
+the head, a scale for each token. Other embeddings, norms, gates, coefficients and biases are not quantised.
 
-Few rows multiply int8 as it lies, in half the time of bf16: reading the matrix is what takes time. Many rows multiply a
-copy in their own dtype: then computing does, and the kernel for bytes is slower at that (see FEW_ROWS).
+Few rows multiply int8 as it lies, in half the time of bf16: reading the matrix takes the time. Many rows multiply a
+copy in their own dtype, as computing then takes the time (see FEW_ROWS).
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """BatchNorm folded into the convolution before it, where a run of the module proves that it may be.
 
-Proof: run once in inference mode on the meta device, the convolution's output goes to the BatchNorm and to no other
-operator, and either of the two is called exactly once. Then BatchNorm is an affine map of the convolution's channels,
-and the convolution absorbs it. Others (BatchNorm first, as in DenseNet; modules without BatchNorm, as in transformers)
-stay as they are.
+Proof: in one run on the meta device the convolution's output goes to the BatchNorm alone, and each is called once. Then
+BatchNorm is an affine map of the convolution's channels. Others (BatchNorm first, as in DenseNet) stay as they are.
 
-Guarantees: nothing is changed that another thread could run into while the proof is made: the hooks are the module's
-own, and the operators watched are the calling thread's. (torch.fx would tell the same pairs, but replaces
-``Module.__call__`` for the whole process while it traces: batches on other threads fail.)
+Guarantees: the proof changes nothing for other threads: hooks are the module's own, watched operators this thread's.
+(torch.fx would tell the same pairs, but replaces ``Module.__call__`` for the whole process.)
 """
 
 from __future__ import annotations

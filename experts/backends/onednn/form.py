@@ -1,9 +1,8 @@
 """oneDNN as a form of execution of torch's architectures, beside fp32, bf16 and ONNX Runtime; on the CPU.
 
-Guarantees: experts of one architecture, input size and number of labels share one graph and one layout, so switching
-between them overwrites bytes. How weights lie is decided at packing, where ``onednn.trial`` tries the form, and written
-in the program; before any byte is looked at through it, torch is asked again, and where it says anything else, as on
-another CPU, nothing is run: the line has to be packed there.
+Guarantees: experts of one architecture, input size and number of labels share one graph and one layout, so a switch
+overwrites bytes. Packing decides the layouts, tries the form (``onednn.trial``) and notes them in the program. Before
+any byte is read through a layout, torch is asked again: on another CPU nothing runs until the line is packed there.
 """
 
 from __future__ import annotations

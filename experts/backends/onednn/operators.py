@@ -1,11 +1,10 @@
-"""oneDNN's operators as torch has them, and its opaque tensors as views of bytes that somebody else owns.
+"""oneDNN's operators as torch has them, and its opaque tensors as views of borrowed bytes.
 
-Both are torch's own but no part of its documented API: the operators that its compiler generates calls of, and the C
-shim of its ahead-of-time compiler. So they are tried first (``why_absent``), and what depends on them is keyed by
-``identity``: torch's version, this CPU as oneDNN sees it, and the cores that this process may use.
+Neither is documented API of torch: operators that its compiler calls, and the C shim of its ahead-of-time compiler. So
+they are tried first (``why_absent``), and all that depends on them is keyed by ``identity``.
 
-Guarantees: ``blocked_view`` copies nothing, and gives torch no description of bytes but one that torch told of a tensor
-of its own in this very process; what a file says is compared with that, never passed on.
+Guarantees: ``blocked_view`` copies nothing. It hands torch only descriptions that torch made in this process; what a
+file says is compared with them, never passed on.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """A fused graph in which convolutions and linear layers compute with eight bits.
 
-What becomes of a call: its weight has eight bits, and it reads levels (``levels``); it answers with levels where
-somebody reads these, else in float32. Levels go from call to call through whatever moves values without computing with
-them: pooling of maxima, joining, dividing, enlarging; all values that meet so share one scale, and what is joined with
-levels is brought to these before. Everywhere else they are brought back to float32, and to levels again before the next
-call. The last layers stay as they are: their answers are the outputs, which eight bits would make coarse; so do layers
-of a single pixel, which cost nothing.
+A call reads levels (``levels``) and answers with levels where levels are read, else in float32. Operators that only
+move values (max pooling, joining, splitting, enlarging) pass levels on; values that meet so share one scale. The last
+layers stay in float32, as eight bits would make outputs coarse; so do layers of a single pixel, which cost nothing.
 
-Guarantees: the graph's outputs differ from the fused one's by rounding alone, as far as every value lies within the
-range that its levels stand for. Nothing is read after it was written to: what anybody writes to but a sum in place
-stays in float32.
+Guarantees: outputs differ from the fused graph's by rounding alone, as long as values lie within their ranges. Nothing
+is read after it was written to: storage that is written stays in float32, but for sums in place.
 """
 
 from __future__ import annotations

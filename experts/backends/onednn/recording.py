@@ -1,14 +1,11 @@
-"""What a module does, call by call: its forward pass as a graph in which the number of images is open.
+"""A module's forward pass as a graph, call by call, in which the number of images is open.
 
-The module is run twice on the meta device, with another number of images each time, while every call of a torch
-function on this thread is noted: the same calls must come both times, and a whole number that differs is taken for a
-multiple of the number of images, perhaps with a constant beside it, and computed from the images at hand. Whoever uses
-a recording tries it on a third number.
+The module runs twice on the meta device, with another number of images each time, while this thread's torch calls are
+noted. The calls must match. A whole number that differs is a multiple of the number of images, plus a constant.
 
-Guarantees: a recording does what the module did, in its order; what cannot be recorded so is Unrecordable, with the
-reason. Nothing is changed that another thread could run into meanwhile: the calls watched are the calling thread's own.
-(torch.fx's tracer would tell the same, but replaces ``Module.__call__`` for the whole process while it traces, and ends
-at the first ``if`` that asks for a size.)
+Guarantees: a recording does what the module did, in its order; anything else is Unrecordable, with the reason. Other
+threads are not affected. (torch.fx's tracer replaces ``Module.__call__`` for the whole process, and ends at the first
+``if`` that asks for a size.)
 """
 
 from __future__ import annotations

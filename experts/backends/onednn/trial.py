@@ -1,10 +1,8 @@
 """A form is tried before anything is packed in it: on made-up weights and images, as a whole and call by call.
 
-Guarantees: a call is compared with what torch's own operators make of the very values that it read, so that no error of
-one vanishes, and no rounding of many adds up, on the way to the outputs; the outputs are compared with the module's, so
-that what the calls are put together to is tried, too. Whatever disagrees by more than the form's numbers explain
-refuses the form, named: what is refused runs as it does without this form.
-Nothing here depends on the time of day or on the box but the answers: the same box decides the same way.
+Guarantees: a call is compared with torch's own operators on the very values that it read, so no error vanishes and no
+rounding adds up on the way. The outputs are compared with the module's. A deviation beyond the form's rounding refuses
+the form, by name. The same box decides the same way.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Anomaly experts: what a graph measures of an image, and what is made of that against the line's threshold.
+"""Anomaly experts: a graph's scores and maps, judged against the line's threshold.
 
-Two kinds of values count. A score is one number per image, a map one number per pixel; the larger, the stranger. Where
-a graph gives no score, it is its map's maximum. Anomalib's exports are told by the names of their outputs (v2:
-``pred_score`` and ``anomaly_map``; its ``pred_label`` and ``pred_mask`` are answers to a threshold of its own, and are
-left out), all others by shapes: (n,) or (n, 1) is a score, (n, 1, h, w) or (n, h, w) a map. Decided when a graph is
-packed, and noted in its program: what is not asked for is not computed.
+A score is one number per image, a map one per pixel; the larger, the stranger. Without a score, the map's maximum is
+the score. Anomalib's outputs are known by name (v2: ``pred_score`` and ``anomaly_map``; ``pred_label`` and
+``pred_mask`` follow a threshold of its own and are dropped), all others by shape: (n,) or (n, 1) is a score, (n, 1, h,
+w) or (n, h, w) a map. The choice is made at packing and noted in the program: nothing else is computed.
 
-Guarantees: an image's score does not depend on the images beside it (a graph of which it would is run with one image
-at a time); a graph may claim any batch and only take one; no threshold lies in the packed bytes, so another one packs
-nothing anew.
+Guarantees: an image's score does not depend on its neighbours: a graph that mixes them runs one image at a time. No
+threshold lies in the packed bytes, so another one packs nothing anew.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""What the values mean that an ONNX graph answers with: decided once, when it is packed, and noted in its program.
+"""Meaning of an ONNX classifier's values: decided once, at packing, and noted in its program.
 
-An answer is one probability per label. Where labels exclude one another, logits (or logarithms of probabilities) become
-that by a softmax, those of `task: multilabel` by a sigmoid each; what is that already is taken as it is. Told by the
-operator that the graph ends in, where that says it: Softmax, or Sigmoid, and either is refused for the other task.
-Otherwise by its answers to made-up images: probabilities are what adds up to 1 for every one of them. Of a multilabel
-graph only operators tell it: numbers from 0 to 1 may be either, and a second sigmoid would make every label hold.
-Guarantees: an image's score does not depend on the images beside it. A graph of logits carries no note, so its program
-is byte for byte what device profiles know it by.
+An answer is one probability per label. Logits become probabilities by a softmax, for `task: multilabel` by a sigmoid
+each. The graph's last operator (Softmax, Sigmoid) tells which they are, and is refused for the other task. Otherwise
+answers to made-up images decide: probabilities add up to 1 for each. Multilabel graphs are told by operators alone: a
+second sigmoid would make every label hold.
+Guarantees: an image's score does not depend on its neighbours. A graph of logits carries no note: device profiles know
+its program byte for byte.
 """
 
 from __future__ import annotations

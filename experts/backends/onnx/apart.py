@@ -1,9 +1,8 @@
-"""Run by file name in a process of its own, see experts.backends.onnx.sandbox: packs graphs that it is told of.
+"""Packs ONNX graphs in a process of its own; run by file name, see experts.backends.onnx.sandbox.
 
-Each line of stdin is a folder, with an expert in its expert.json. That is packed in a fork of this process, which has
-imported all that it takes; the fork's memory and time are bounded before it looks at the graph. It leaves its tensors
-and its program in the folder, or says in error.json why there are none; how it ended is written to stdout. Where
-nothing is asked for IDLE_S, it ends.
+Each line of stdin is a folder with an expert.json. A fork packs it, its memory and time bounded before it reads the
+graph, and leaves tensors and program in the folder, or the reason in error.json. Its exit status goes to stdout. After
+IDLE_S without a line the process ends.
 """
 
 from __future__ import annotations

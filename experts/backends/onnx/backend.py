@@ -1,12 +1,10 @@
-"""ONNX graphs on ONNX Runtime: classifiers, detectors and anomaly experts exported by whatever made them.
+"""ONNX graphs on ONNX Runtime: classifiers, detectors and anomaly experts of any exporter.
 
-They take and answer float32; between them a graph may compute with eight bits, as its quantiser left it.
+Inputs and outputs are float32; between them a graph may compute with eight bits, as its quantiser left it.
 
-A session that owned its weights would have to be built anew for each expert, which takes most of a second. So the
-weights are lifted out of the graph at packing, after ONNX Runtime's own folding of constants and BatchNorm, and become
-inputs. What is left is the program: experts of one program share a session, and a switch constructs nothing.
-Of a classifier the first output counts, (n, labels): logits or probabilities, see ``answers``; what a detector answers
-with, see ``detections``; an anomaly expert, ``anomaly``.
+Building a session takes most of a second, too long for a switch. So packing folds constants and BatchNorm by ONNX
+Runtime's own means, then lifts the weights out: they become inputs. The rest is the program: experts of one program
+share a session. Outputs: see ``answers`` (classifiers), ``detections`` and ``anomaly``.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""What ONNX graphs of detectors answer with: decided once, at packing, and read as boxes.
+"""Boxes of ONNX detectors: their layout is decided once, at packing, and noted in the program.
 
-A file's heading says which layouts its outputs can be, see ``layouts``; where it leaves several, the graph's answers to
-made-up images decide, and what they do not decide is refused. The decision is noted in the program, so it is never
-taken per batch. Outputs that hold no boxes, such as the masks of a segmentation model, are cut off with what only they
-need.
-Guarantees: thresholds, suppression and limits are those of detectors that torch runs, see ``experts.backends.boxes``.
-A graph that chooses its boxes itself keeps only so many: where all of these are boxes, others may be missing, and the
-image is not judged.
+A file's heading says which layouts are possible, see ``layouts``; answers to made-up images decide among several, and
+what stays open is refused. Outputs without boxes, such as masks, are cut off with the nodes that only they need.
+Guarantees: thresholds, suppression and limits are those of torch's detectors (``experts.backends.boxes``). A graph that
+chooses its boxes itself has room for a fixed number: where all are boxes, others may be missing, and the image is not
+judged.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Graphs in the form that ONNX Runtime executes, with their weights still coming in from outside.
 
-On many CPUs ONNX Runtime convolves in blocks of channels, and reorders the weights of convolutions to suit when it
-builds a session; weights that come in as inputs it cannot reorder, and then convolves a third slower. So its
-optimisation is run once, at packing, on weights made up for the purpose. In the outcome each of them is found again by
-its values, which tells how a real expert's weight has to lie; then they become inputs. What is packed is therefore laid
-out for this version of ONNX Runtime and this CPU: ``runtime_identity`` names both, and programs carry it.
+ONNX Runtime convolves in blocks of channels and reorders constant weights to suit; weights that are inputs it cannot
+reorder, and convolves a third slower. So packing runs its optimisation once, on made-up weights. In the outcome each
+weight is found again by its values, which tells how a real one has to lie; then the weights become inputs again. The
+layout fits this version of ONNX Runtime and this CPU: programs carry both as ``runtime_identity``.
 
-Source of the blocked orders: MLAS, ONNX Runtime's kernels (MlasReorderFilterOIHWBiBo and MlasReorderFilterOIHWBo); that
-they are so is not believed but found, value by value, in each graph.
+Source of the blocked orders: MLAS, ONNX Runtime's kernels (MlasReorderFilterOIHWBiBo and MlasReorderFilterOIHWBo); each
+graph is checked for them, value by value.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""ONNX graphs as they are asked: outputs that count stay, what only others need goes, and images come in batches.
+"""ONNX graphs adapted to serving: unused outputs go, and images come in batches.
 
-What is no number in the middle of a graph of few bits becomes a level there like any other, and a plausible answer. So
-whatever may make one before it is brought to levels is also added to the outputs, as 0 where all are numbers, and else
-as none: the answer is then refused as that of a graph in float32.
+In a graph of few bits a NaN becomes a level like any other, and a plausible answer. So each value that may become NaN
+or infinite before it is quantised is also added to the outputs, as 0 or NaN: the answer is then refused.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """ONNX Runtime as a form of execution of torch's architectures, beside fp32, bf16 and fp16; on the CPU.
 
-Guarantees: experts of one architecture, input size and number of labels share one program byte for byte, so they share
-a session, and switching between them overwrites bytes. A graph is used only after it answered as its module does, on
-made-up weights and images; an architecture whose graph does not is refused, with the reason. Exporting happens at
-packing, once per architecture and process; serving reads the program from the packed files.
+Guarantees: experts of one architecture, input size and number of labels share one program and session, so a switch
+overwrites bytes. A graph is used only after it answered as its module does, on made-up weights and images; else the
+architecture is refused. Export happens at packing, once per architecture and process.
 """
 
 from __future__ import annotations

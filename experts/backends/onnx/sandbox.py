@@ -1,8 +1,7 @@
-"""Has graphs packed and tried in a process of its own, see ``apart``.
+"""Packs and tries ONNX graphs in a process of its own, see ``apart``.
 
-Why: constants are folded and images tried by running the graph, and one may hold a loop without end, or a tensor larger
-than any memory. Guarantees: what takes more time or memory than a model does ends as a refusal of that one expert; of
-the graph itself this process sees what was packed, and that it answered.
+Folding constants and trying images run the graph, which may hold an endless loop or a tensor larger than any memory.
+Guarantees: a graph beyond the bounds is a refusal of that one expert; this process never runs it.
 """
 
 from __future__ import annotations

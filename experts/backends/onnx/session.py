@@ -1,15 +1,13 @@
 """ONNX Runtime sessions: one per program, number of threads and device, shared by everything that runs it.
 
-Guarantees: a program's session is built once, and lives as long as a skeleton or template holds it; beside those, the
-SESSIONS_KEPT asked for last. What is only tried, at packing, gets a session of its own on one thread, and leaves none.
+Guarantees: a program's session is built once and lives as long as a skeleton or template holds it; beside those, the
+SESSIONS_KEPT asked for last. A trial at packing has a session of its own on one thread, and leaves none.
 
-Each has threads of its own, one less than its operators use, asleep between batches. ONNX Runtime's pool for the whole
-process would have fewer, but from Python it cannot be told not to spin: a MobileNetV3 then took twice the time of the
-processor, and cores belong to other experts too. Asleep, 36 threads hold 3 MB.
+Each session has its own threads, asleep between batches. ONNX Runtime's process-wide pool cannot be told from Python
+not to spin: a MobileNetV3 then took twice the processor time. Asleep, 36 threads hold 3 MB.
 
-A session holds no weights. All of them take their workspace from one arena, which keeps what the largest batches so far
-needed: with an arena each, every architecture would keep a workspace of its own, and without any, detectors of large
-images run up to a third slower, waiting for the system's memory. What ONNX Runtime would report to its makers is off.
+A session holds no weights. All take their workspace from one arena: with one each, every architecture would keep its
+own; without any, detectors of large images run up to a third slower, waiting for the system. Telemetry is off.
 """
 
 from __future__ import annotations

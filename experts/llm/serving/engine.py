@@ -1,13 +1,13 @@
 """The engine of one executor: texts of any models, run iteration by iteration within a quantum.
 
-It has no thread of its own, and decides nothing that the agent's core decides: the turns that it is given have their
-leases, and what it is not given waits. It keeps each text's tokens, keys and values from one quantum to the next.
+It has no thread and no policy of its own: the agent's core gives turns and leases. It keeps each text's tokens, keys
+and values from one quantum to the next.
 
-Guarantees: an iteration runs everything but attention over all its rows at once; who finishes leaves it at once, and
-leaves no keys and values behind; a quantum has at least one iteration and ends on time, as far as times measured before
-tell; each request of a quantum is answered exactly once. A request's tokens do not depend on its neighbours. Whatever
-is wrong with a request (its prompt, its writer, what its expert answers) is its own. ``forget`` and ``preempt`` may
-come from any thread, and take effect between two iterations. What a model raises passes through: no text loses by it.
+Guarantees: all but attention runs over all rows of an iteration at once; a finished text leaves at once, with its keys
+and values; a quantum has at least one iteration, ends on time as far as measured times tell, and answers each request
+once. A request's tokens do not depend on its neighbours, and its faults (prompt, writer, expert) are its own.
+``forget`` and ``preempt`` may come from any thread, and take effect between two iterations. A model's exception passes
+through: no text loses by it.
 """
 
 from __future__ import annotations

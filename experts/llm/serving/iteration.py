@@ -1,12 +1,11 @@
-"""Who runs in an iteration, and for how long: pure decisions over numbers.
+"""Requests of an iteration, and its length: pure decisions over numbers.
 
-Iteration-level scheduling (Orca, OSDI 2022, section 3.1): every iteration picks its rows anew, so whoever has finished
-leaves at once and whoever has come joins the next one. Long prompts are read in chunks beside those that write.
+Iteration-level scheduling (Orca, OSDI 2022, section 3.1): every iteration picks its rows anew, so a finished request
+leaves at once and a new one joins the next. Long prompts are read in chunks beside requests that write.
 
-Guarantees of ``plan``: no more rows and tokens than the limits, but at least one of each; those that write go on
-together, and take turns where there are more than rows; prompts share what an iteration may read, those that ran
-longest ago first where that is too little for all: what a short one lacks is read soon, however long others are; one
-that is to be read always has a row, however many write.
+Guarantees of ``plan``: no more rows and tokens than the limits, but at least one of each. Writing requests go on
+together, in turns where there are more than rows. Prompts share the tokens of an iteration, least recently run first,
+so a short one is read soon beside long ones. A prompt always has a row, however many requests write.
 """
 
 from __future__ import annotations

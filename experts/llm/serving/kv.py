@@ -1,12 +1,12 @@
-"""One byte budget for the keys and values of all models in one memory, whoever they belong to.
+"""One byte budget for the keys and values of all models in one memory.
 
-``KvArena`` is the seam: whoever schedules begins and releases requests by number, models read and write through
-``key_values``. Two keep it: ``ExtentArena`` (contiguous, for CPUs), ``BlockArena`` (blocks and tables, for CUDA); one
-contract suite holds for both.
+``KvArena`` is the seam: scheduling begins and releases requests by number, models read and write through
+``key_values``. ``ExtentArena`` (contiguous, for CPUs) and ``BlockArena`` (blocks and tables, for CUDA) keep one
+contract suite.
 
-Guarantees: what requests were promised never exceeds the budget, at any step; where the budget has room for a request,
-it finds it, whatever was begun, released or kept before: nothing is lost to fragments, and cached prefixes go first. A
-prefix is shared between the very same weights only. What a request leaves behind nobody reads but as such a prefix.
+Guarantees: promises never exceed the budget. Where the budget has room for a request, the request finds it: nothing is
+lost to fragments, and cached prefixes go first. Only the very same weights share a prefix; nothing else that a request
+leaves behind is ever read.
 """
 
 from __future__ import annotations
