@@ -1,7 +1,7 @@
 """The contract of a backend: how one family of architectures is packed, bound to memory and run.
 
 A backend is stateless; a skeleton is one module without memory of its own. ``bind`` makes its parameters views of
-bytes that somebody else owns; after that, overwriting those bytes is a complete switch of expert: nothing is
+borrowed bytes; after that, overwriting those bytes is a complete switch of expert: nothing is
 constructed, converted or allocated. Numbers (thresholds, means) belong to the siblings, not here.
 """
 

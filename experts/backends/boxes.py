@@ -1,4 +1,4 @@
-"""Boxes of detectors, whoever runs them: suppression, what is too many, and the way back into the image's own pixels.
+"""Boxes of torch's and ONNX detectors: suppression, limits, and the way back into the image's own pixels.
 
 An image with more boxes than can be kept is not judged by the best of them: OutputInvalid, with their number.
 """

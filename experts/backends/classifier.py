@@ -50,7 +50,7 @@ AUXILIARY_HEADS = {"googlenet": ("aux1.", "aux2."), "inception_v3": ("AuxLogits.
 RESNETS = ("resnet", "resnext", "wide_resnet")  # the families that take another stem
 FIXED_SIZE = ("vit_", "maxvit_")  # families whose weights depend on the size of the input
 TRANSFORMERS = ("vit_", "swin_", "maxvit_")  # their activations are sequences: channels_last gains nothing
-TEMPLATES_KEPT = 64  # that nobody holds: packing goes through the line's forms in turn
+TEMPLATES_KEPT = 64  # beside those that are held: packing goes through the line's forms in turn
 OUTPUTS = ("logits",)
 ANY_SIZE = (224, 224)  # that every family without a size of its own takes
 

@@ -83,7 +83,7 @@ _one_at_a_time = Lock()
 
 OUTPUTS = ("boxes", "scores")
 SIDES = 4  # of a box
-TEMPLATES_KEPT = 64  # that nobody holds: packing goes through the line's forms in turn
+TEMPLATES_KEPT = 64  # beside those that are held: packing goes through the line's forms in turn
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

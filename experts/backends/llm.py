@@ -49,7 +49,7 @@ FP32_BYTES = 4
 
 
 class LlmSkeleton:
-    """One model over memory that somebody else owns. ``model`` runs it."""
+    """One model over borrowed memory. ``model`` runs it."""
 
     def __init__(self, spec: ArchSpec) -> None:
         self._spec = spec
@@ -70,7 +70,7 @@ class LlmSkeleton:
         self._model = Model(self._spec, tensors)
 
     def bind_offloaded(self, tensors: Mapping[str, Tensor], moe_experts: Mapping[int, MoeExperts]) -> None:
-        """The same, where ``tensors`` are the dense part alone, and somebody else runs the experts of these layers."""
+        """Bind the dense part alone; ``moe_experts`` run the experts of these layers."""
         self._model = Model(self._spec, tensors, moe_experts)
 
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:

@@ -24,7 +24,7 @@ DTYPES = {
     Precision.ONNXRUNTIME: torch.float32,
     Precision.ONEDNN_FP32: torch.float32,
     Precision.ONEDNN_BF16: torch.bfloat16,
-    Precision.ONEDNN_INT8: torch.float32,  # whatever is in eight bits is made of that
+    Precision.ONEDNN_INT8: torch.float32,  # eight bits are made of that
 }
 NAMES_SHOWN = 4
 

@@ -55,7 +55,7 @@ class MlpWeights:
 
 
 class MoeExperts(Protocol):
-    """One layer's experts that are not all at hand: whoever holds them runs them."""
+    """One layer's experts that are not all at hand: the memory that holds them runs them."""
 
     def run(self, tokens: Tensor, table: MappingTable) -> Tensor:
         """See ``run_moe_experts``, which gives the same."""

@@ -125,7 +125,7 @@ class Model:
         with torch.inference_mode():
             return project(self._normed(hidden, self._norm, self._norm_bias), self._head)
 
-    # -- the steps of a pass, for whoever runs several models in one (``experts.llm.serving.family``) --
+    # -- steps of a pass: ``experts.llm.serving.family`` runs several models in one --
 
     @property
     def parts(self) -> tuple[object, ...]:

@@ -39,7 +39,7 @@ class Rope:
         self._magnitude = spec.magnitude
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """The rotation of tokens at these positions; angles in fp32 whatever the dtype."""
+        """The rotation of tokens at these positions; angles always in fp32."""
         angles = positions.to(torch.float32)[:, None, None] * self._frequencies
         angles = torch.cat((angles, angles), dim=-1)
         cosine, sine = angles.cos() * self._magnitude, angles.sin() * self._magnitude

@@ -1,7 +1,7 @@
 """Dispatch by one-hot masks and sparse einsums (GShard, arXiv 2006.16668, algorithm 1): what the table replaces.
 
-It serves nobody: tests compare the table's results with it, the benchmark its time. Tokens S, experts E, places C of an
-expert; a mask of S * E * C numbers says who stands where, and most of what is multiplied with it is zero. C is as many
+For tests, which compare results, and the benchmark, which compares times. Tokens S, experts E, places C of an expert;
+a mask of S * E * C numbers says who stands where, and most of what is multiplied with it is zero. C is as many
 as the fullest expert has, so that nothing is dropped.
 """
 

@@ -39,7 +39,7 @@ ONEDNN_NUMBERS = {  # that fused calls multiply
     Precision.ONEDNN_BF16: torch.bfloat16,
     Precision.ONEDNN_INT8: torch.int8,
 }
-FORMS_KEPT = 64  # that nobody holds: packing goes through the line's forms in turn
+FORMS_KEPT = 64  # beside those that are held: packing goes through the line's forms in turn
 
 Structure = TypeVar("Structure", bound="Hashable")
 Made = TypeVar("Made", FusedModule, OnednnForm)

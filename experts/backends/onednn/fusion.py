@@ -2,8 +2,8 @@
 layer with its activation. Whatever is not matched stays as it was recorded; attention alone is handed rows in order.
 
 Guarantees: a fused call stands where its convolution stood, or where the sum stood if something is added, and then
-nothing that it reads is written in between; what is added is overwritten only where nobody reads it any more, this very
-convolution included; a sum whose writing others see, through a view made before, stays a sum.
+nothing that it reads is written in between; what is added is overwritten only after its last reader, this very
+convolution included; a sum whose writing shows through an earlier view stays a sum.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def _is_sum(node: Node) -> bool:
 
 
 def _is_writing_seen(graph: Graph, node: Node) -> bool:
-    """Does anybody read later, through what was made before a node, bytes that this one writes to?"""
+    """Are bytes that a node writes read later, through something made before it?"""
     written = node.meta.get("writes", frozenset())
     before = set(itertools.takewhile(lambda each: each is not node, graph.nodes))
     read = {each for reader in _between(graph, node, None) for each in reader.all_input_nodes}
@@ -218,7 +218,7 @@ def _is_writing_seen(graph: Graph, node: Node) -> bool:
 
 
 def _is_last_read(graph: Graph, other: Node, reader: Node) -> bool:
-    """Does nobody read the bytes of ``other`` after ``reader``, and are they all its own?"""
+    """Is ``reader`` the last to read the bytes of ``other``, and are they all its own?"""
     storage = other.meta["storage"]
     makers = [node for node in graph.nodes if node.meta.get("storage") == storage]
     after = _between(graph, reader, None)

@@ -90,7 +90,7 @@ def _leads_on(node: Node) -> bool:
 
 
 def _written(graph: Graph) -> set[int]:
-    """The storages that somebody writes to, but for sums in place of what nobody reads afterwards."""
+    """Storages that are written to, but for sums in place after the last reader."""
     return {storage for node in graph.nodes if node.target is not apply for storage in node.meta.get("writes", ())}
 
 
@@ -100,7 +100,7 @@ def _storage(node: Node) -> int | None:
 
 
 def _levelled(graph: Graph, calls: Mapping[Node, FusedCall], written: set[int]) -> set[Node]:
-    """The nodes whose values are levels: what somebody needs as such, and is made as such."""
+    """Nodes whose values are levels: needed as such, and made as such."""
     moving = {node for node in graph.nodes if _moves(node) and _storage(node) not in written}
     while True:
         needed = _needed_as_levels(graph, calls, moving)

@@ -136,7 +136,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not follow
                     part.meta["writes"] = frozenset()
                     self._keep(each, part)
 
-    def _reference(self, value: object) -> Any:  # noqa: ANN401  whatever a call may take
+    def _reference(self, value: object) -> Any:  # noqa: ANN401  any argument of a call
         """A value as a graph names it: tensors as the nodes that made them, and the CPU in the place of meta."""
         if isinstance(value, torch.Tensor):
             return self._node_of(value)
@@ -163,7 +163,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not follow
         return node
 
 
-def _as_on_the_cpu(func: Callable[..., Any], result: Any) -> Any:  # noqa: ANN401  whatever a call answers with
+def _as_on_the_cpu(func: Callable[..., Any], result: Any) -> Any:  # noqa: ANN401  any answer of a call
     """A convolution's answer with its channels last, which it is not on the meta device: what is a view of it and what
     is a copy depends on that."""
     return result.contiguous(memory_format=torch.channels_last) if func is torch.conv2d else result
@@ -201,7 +201,7 @@ class _Opening:
         self._graph = graph
         self._numbers: dict[tuple[int, int], Node] = {}  # by factor and constant
 
-    def merged(self, one: Any, other: Any) -> Any:  # noqa: ANN401  whatever a call may take
+    def merged(self, one: Any, other: Any) -> Any:  # noqa: ANN401  any argument of a call
         if isinstance(one, Node):
             if not isinstance(other, Node) or other.name != one.name:
                 raise Unrecordable("it reads other tensors for another number of images")

@@ -48,7 +48,7 @@ def _end(folder: Path) -> int:
         _tell(folder, type(error).__name__, error.message)
     except MemoryError:
         _tell(folder, "WeightsRefused", "packing and trying it takes more memory than a model may")
-    except Exception as error:  # noqa: BLE001  a graph is anybody's: whatever comes of it concerns that one expert
+    except Exception as error:  # noqa: BLE001  an untrusted graph: any fault is that one expert's
         _tell(folder, "WeightsCorrupt", f"it cannot be packed: {type(error).__name__}: {error}")
     return 0
 

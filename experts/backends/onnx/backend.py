@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from experts.backends.base import Prepared
     from experts.expert import Expert
 
-LIFTED_BYTES = 1024  # a float constant of this size is a weight, whatever reads it
+LIFTED_BYTES = 1024  # a float constant of this size is a weight for any reader
 WEIGHT_READERS = frozenset(
     {"Add", "BatchNormalization", "Conv", "ConvTranspose", "Div", "Gemm", "GroupNormalization", "InstanceNormalization"}
     | {"LayerNormalization", "MatMul", "Mul", "PRelu", "Sub"}

@@ -48,7 +48,7 @@ def keep_outputs(model: onnx.ModelProto, names: Sequence[str]) -> None:
     graph.output.extend(outputs)
     needed = set(names)
     kept = []
-    for node in reversed(graph.node):  # a graph is in the order of its execution: whoever reads comes later
+    for node in reversed(graph.node):  # a graph is in the order of its execution: readers come later
         if needed.intersection(node.output):
             needed.update(_read_by(node))
             kept.append(node)

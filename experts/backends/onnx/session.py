@@ -92,7 +92,7 @@ def optimised(model: onnx.ModelProto, level: GraphOptimizationLevel, without: tu
 
 
 def strip_notes(model: onnx.ModelProto) -> None:
-    """Remove whatever does not decide on the answers: who exported it, when, and from which lines of source."""
+    """Remove what does not decide on the answers: exporter, date, lines of source."""
     for field in _NOTES:
         model.ClearField(field)
     graph = model.graph

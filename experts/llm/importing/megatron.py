@@ -74,7 +74,7 @@ class States(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What the trainer was told. ``given``: by whoever imports, before ``stored``."""
+    """The trainer's arguments. ``given`` at the import go before ``stored``."""
 
     source: str
     stored: Mapping[str, Any]

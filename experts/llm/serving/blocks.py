@@ -1,10 +1,9 @@
-"""Keys and values in blocks with a table for each request, for GPUs: every block of a memory is alike, whoever has it.
+"""Keys and values in blocks with a table for each request, for GPUs: all blocks of a memory are alike.
 
 One buffer is taken once and cut into blocks of equally many bytes. A layout has as many tokens in a block as fit, and
 sees all blocks through one strided view of its own, so a block goes from any model to any other and nothing is lost to
 fragments (PagedAttention, arXiv 2309.06180, section 4, with bytes instead of tokens as unit). Prefixes share blocks:
-full ones are nodes of a tree of their tokens, counted by the requests that read them, and the least recently used that
-nobody reads goes first.
+full ones are nodes of a tree of their tokens, counted by their readers; the least recently used without one goes first.
 
 Guarantees, beside the arena's: a block is wiped before it is written for another, so numbers of one model are never
 read as another's; a shared block is never written. Attention gathers what it reads, which costs a copy of it: a kernel
@@ -260,7 +259,7 @@ class BlockArena:
         self._free.append(node.block)
 
     def _drop_prefixes(self, count: int) -> None:
-        """Until so many blocks are free: what nobody reads goes, what was not used for longest first, ends first."""
+        """Until so many blocks are free: unread prefixes go, least recently used first, ends first."""
         below = (node for root in self._roots.values() for node in _below(root))
         ends = [(node.used, node.block, node) for node in below if _is_droppable(node)]
         heapify(ends)

@@ -181,7 +181,7 @@ class LlmEngine:
         self._came = 0
 
     def run(self, turns: Sequence[Turn], quantum_s: float) -> Quantum:
-        """Iterate until the quantum is over, one has finished whose row nobody here can take, or somebody comes."""
+        """Iterate until the quantum is over, a finished text leaves its row unused, or ``hurry`` was called."""
         with self._running:
             began_s = self._clock()
             groups = self._groups(turns)
@@ -199,17 +199,17 @@ class LlmEngine:
         return quantum
 
     def _has_free_rows(self, groups: Sequence[_Group]) -> bool:
-        """Has one finished whose row nobody here can take? Then its answer goes out, and others may come."""
+        """Has a text finished, and no other here can take its row? Then its answer goes out, and others may come."""
         texts = [text for group in groups for text in group.texts]
         going = sum(text.result is None for text in texts)
         return going < min(len(texts), self._limits.rows)
 
     def hurry(self) -> None:
-        """Somebody wants to join: the quantum that runs, or else the next, ends after an iteration. From any thread."""
+        """A request wants to join: this quantum, or else the next, ends after an iteration. From any thread."""
         self._is_hurried = True
 
     def forget(self, request: int) -> None:
-        """Nobody waits for it any more, or it has its answer: give back what it holds. Idempotent, from any thread."""
+        """The request is abandoned or answered: give back what it holds. Idempotent, from any thread."""
         self._asked.append((request, _Asked.FORGET))
         self._do_what_was_asked_if_idle()
 

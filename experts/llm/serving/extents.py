@@ -52,9 +52,9 @@ class Slab:
         if sys.platform == "linux":
             with suppress(OSError):  # of a kernel without huge pages
                 self._map.madvise(mmap.MADV_NOHUGEPAGE)  # one is more than was promised
-            self._map.madvise(mmap.MADV_DONTDUMP)  # nobody reads a crash's file of so many addresses
+            self._map.madvise(mmap.MADV_DONTDUMP)  # a crash's file of so many addresses is of no use
         shape = (extents, layout.layers, 2, layout.kv_heads, positions, layout.head_size)
-        with torch.inference_mode(False):  # whoever asks for it, it is written outside of a model's pass, too
+        with torch.inference_mode(False):  # it is written outside of a model's pass, too
             self.buffer = torch.frombuffer(self._map, dtype=layout.dtype).view(shape)
         self.keys = [self.buffer[:, layer, 0] for layer in range(layout.layers)]
         self.values = [self.buffer[:, layer, 1] for layer in range(layout.layers)]

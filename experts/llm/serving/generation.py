@@ -1,7 +1,7 @@
 """What a text is asked to be, and what comes of it: known without torch, to doors and runtime alike.
 
-Guarantees: whatever is invalid by itself is refused where it is made, naming the field; what only a model can tell (its
-context, its vocabulary) is refused by ``check_against``, which doors call before they take a request in.
+Guarantees: what is invalid by itself is refused where it is made, naming the field. Limits of a model (context,
+vocabulary) are checked by ``check_against``, before a door accepts a request.
 """
 
 from __future__ import annotations

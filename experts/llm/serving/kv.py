@@ -89,10 +89,10 @@ class KvArena(Protocol):
         """What all that is promised may take."""
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Keep to so much from now on, no more than at first: what is kept for nobody goes, what is promised stays."""
+        """New budget, at most the first one: cached prefixes and idle memory go, promises stay."""
 
     def tokens_for(self, layout: KvLayout, tokens: int) -> int:
-        """How many tokens are promised to whoever needs so many: at least those, in whole units of the arena."""
+        """Tokens that a promise of so many holds: at least those, in whole units of the arena."""
 
     def begin(self, request: int, layout: KvLayout, tokens: int, prefix: Prefix | None = None) -> int:
         """Promise room; gives how many tokens of the prefix are there. Raises MemoryExceeded; ValueError if begun."""

@@ -108,7 +108,7 @@ class WrittenText(Text):
         self.sampler.wrote(sampled.token)
         try:
             is_over = self.text.writer.write(sampled)
-        except Exception as error:  # noqa: BLE001 - the boundary to whoever reads: theirs ends, no other
+        except Exception as error:  # noqa: BLE001 - the boundary to a caller's writer: its own text ends
             self.refuse(f"whoever reads it failed: {type(error).__name__}: {error}")
             return
         if is_over:

@@ -85,7 +85,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         return Template.from_code(self, self.compile(tree), self.make_globals(None), None)
 
     def render(self, template: Template, given: Mapping[str, Any]) -> str:
-        """Its text. Raises TemplateRuntimeError, and whatever goes wrong in it."""
+        """Its text. Raises TemplateRuntimeError, and any error of the template."""
         token = _budget.set(_Budget(self._render_s))
         try:
             return "".join(_counted(template.generate(given)))
@@ -163,7 +163,7 @@ def _look() -> None:
         budget.look()
 
 
-def _made(value: Any) -> Any:  # noqa: ANN401 - whatever a template makes
+def _made(value: Any) -> Any:  # noqa: ANN401 - any value of a template
     """The same value, counted."""
     budget = _budget.get()
     if budget is not None:
@@ -176,7 +176,7 @@ def _check_length(characters: int) -> None:
         raise _Exceeded(f"it makes more than {MOST_CHARACTERS} characters")
 
 
-def _checked(value: Any) -> Any:  # noqa: ANN401 - whatever a template prints
+def _checked(value: Any) -> Any:  # noqa: ANN401 - any value of a template
     _look()
     _size(value)
     return value

@@ -1,8 +1,7 @@
-"""TextModel: what of a Hugging Face directory turns words into a model's tokens, and its tokens into words.
+"""TextModel: words to a model's tokens and back, by the files of a Hugging Face directory.
 
-Guarantees: it is made of the bytes of the directory's small files alone, so nothing is looked for on disk or in the
-network; whatever a file lacks, or holds that cannot be used, is told with the file's name (TokenizerUnusable), and a
-chat template that is broken spoils chats only. Immutable, and for any thread.
+Guarantees: it needs the bytes of the directory's small files alone, no disk and no network. A fault is told with the
+file's name (TokenizerUnusable); a broken chat template spoils chats only. Immutable, and for any thread.
 """
 
 from __future__ import annotations
@@ -159,7 +158,7 @@ def _stop_tokens(
 
 
 def _sampling(generation: Mapping[str, Any], expert: str) -> dict[str, Any]:
-    """How the model wants its tokens drawn, whatever ``do_sample`` says, which few files keep up with the rest."""
+    """How the model wants tokens drawn. ``do_sample`` is ignored: few files keep it up to date."""
     found = {name: generation[name] for name in DEFAULTS if generation.get(name) is not None}
     try:
         Sampling(**found)

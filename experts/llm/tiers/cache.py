@@ -1,9 +1,8 @@
 """The places of one memory, filled in the background as their residency decides.
 
-Guarantees: whoever needs a moe_expert is given its place when it is there, and keeps it until ``used``; a load that
-fails is told to those who need what it was to bring, and to nobody else; after ``settle`` no thread writes into a place
-before somebody needs or predicts again. Several threads may need at once: each uses what is there before it waits for
-more, so none holds a place that another waits for while it waits itself.
+Guarantees: a needed moe_expert keeps its place until ``used``; a failed load is told to those who need it; after
+``settle`` no thread writes into a place before the next need or prediction. Threads do not deadlock: each uses what is
+there before it waits for more.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """A frozen snapshot. ``waited_s``: how long whoever needed something waited for it, all together."""
+    """A frozen snapshot. ``waited_s``: of all needs together."""
 
     residency: ResidencyStatistics
     loads: int

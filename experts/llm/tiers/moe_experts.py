@@ -1,6 +1,6 @@
 """Which moe_experts of one model lie in a cache of so many places: a pure policy, events in, decisions out.
 
-Guarantees, whatever the order of events: never more moe_experts than places; one that is needed is not evicted before
+Guarantees, in any order of events: never more moe_experts than places; one that is needed is not evicted before
 it was used; what is loaded ahead takes a free place, or that of one that is not needed sooner; speculation never goes
 before a need; the same events give the same decisions. As long as each Load is answered and each that came is used,
 every need is met, with a single place, too: what does not fit at once is loaded as places are used up.
@@ -64,14 +64,14 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class NotLoaded:
-    """A Load came to nothing: its place is free; whoever needs it has to be told."""
+    """A Load failed: its place is free; waiting passes have to be told."""
 
     moe_expert: MoeExpert
 
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """One that was needed has run, or whoever needed it does not any more."""
+    """A needed one has run, or is not needed any more."""
 
     moe_expert: MoeExpert
 
@@ -89,7 +89,7 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Fill the place; answer with Loaded or NotLoaded. ``is_needed``: somebody waits for it."""
+    """Fill the place; answer with Loaded or NotLoaded. ``is_needed``: a pass waits for it."""
 
     moe_expert: MoeExpert
     place: int
@@ -260,7 +260,7 @@ class MoeResidency:
             self._offer(moe_expert)
 
     def _drop(self, moe_expert: MoeExpert) -> None:
-        """Its load failed: it is not tried again before somebody needs or predicts it again."""
+        """Its load failed: no retry before it is needed or predicted again."""
         self._in_flight -= 1
         self._free.append(self._held.pop(moe_expert).place)
         self._wishes.predicted.pop(moe_expert, None)

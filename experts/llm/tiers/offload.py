@@ -4,8 +4,8 @@ Each moe_expert's matrices lie in one block of bytes, in a place of a cache; a l
 others come, and names those that the next one will likely need. Between SSD and device there may be host memory: then
 few tokens may be run there, where the weights are, instead of the weights being moved.
 
-Guarantees: each expert's tokens are computed by that expert and written to places of their own, whatever came first, so
-the result does not depend on what was where; nothing is needed any more once a layer has run, or failed.
+Guarantees: each expert's tokens are computed by that expert and written to places of their own, so the result does not
+depend on what lay where; nothing stays needed once a layer has run, or failed.
 Assumes: the tensors of norms and gates are filled before the first pass, and stay until the next ``show``.
 """
 
@@ -172,7 +172,7 @@ class OffloadedMoe:
             guard.synchronize()
 
     def settle(self) -> None:
-        """Wait until nothing is being loaded: nobody writes into these bytes until the next pass."""
+        """Wait for all loads: no thread writes into these bytes until the next pass."""
         self._cache.settle()
         if self._host is not None:
             self._host.settle()
