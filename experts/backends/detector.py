@@ -248,7 +248,7 @@ def outline(architecture: str) -> Outline:
 
 
 def weight_shapes(architecture: str, class_count: int) -> dict[str, tuple[int, ...]]:
-    """Built without memory for the weights. Raises ValueError for an unknown architecture."""
+    """Built without memory for weights. Raises ValueError for an unknown architecture."""
     with Weightless():
         return {name: tuple(tensor.shape) for name, tensor in _build(architecture, class_count).state_dict().items()}
 

@@ -183,7 +183,7 @@ def stored_dtype(directory: Path) -> str | None:
     """The dtype that a directory's config.json says its tensors have, as torch calls it; None where it says none."""
     try:
         values = json.loads((directory / CONFIG_NAME).read_bytes())
-    except (OSError, ValueError):  # packing tells
+    except (OSError, ValueError):  # packing tells the reason
         return None
     named = (values.get("dtype") or values.get("torch_dtype")) if isinstance(values, dict) else None
     return named if isinstance(named, str) else None

@@ -49,7 +49,7 @@ class FusedCall:
     """A convolution or a linear layer with all that is done in the same call."""
 
     shape: Shape
-    weight: str  # its name
+    weight: str  # its name, as is the bias
     bias: str | None
     activation: Activation
     adds: bool = False  # something of the output's shape before the activation

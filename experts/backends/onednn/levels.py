@@ -64,4 +64,4 @@ def quantised_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scale(wanted: float) -> float:
-    return max(wanted, SCALE_LEAST) if wanted else 1.0  # a divisor is not 0; what is always
+    return max(wanted, SCALE_LEAST) if wanted else 1.0  # never a divisor of 0; any scale suits zeros

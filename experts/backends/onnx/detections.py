@@ -126,7 +126,7 @@ def _rows(expert: Expert, layout: Layout, answer: Tensor, prepared: Prepared) ->
 def _torchvision_rows(expert: Expert, boxes: np.ndarray, labels: np.ndarray, scores: np.ndarray) -> Tensor:
     found = torch.from_numpy(boxes), torch.from_numpy(scores)
     require_numbers(expert, *found)
-    return selected(expert, found[0], found[1], torch.from_numpy(labels) - 1)  # label
+    return selected(expert, found[0], found[1], torch.from_numpy(labels) - 1)  # 0 is the background
 
 
 def _refuse_full(expert: Expert, scores: Tensor) -> None:
