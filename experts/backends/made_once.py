@@ -15,7 +15,7 @@ Key = TypeVarTuple("Key")
 
 
 class MadeOnce(Generic[*Key, Made]):
-    """What is held is never made twice; of all else the ``kept`` asked for last stay. An error is not kept."""
+    """Thread-safe. What is held is never made twice; of the rest the ``kept`` asked for last stay; errors do not."""
 
     def __init__(self, make: Callable[[*Key], Made], kept: int) -> None:
         self._make = make

@@ -104,11 +104,10 @@ def combine(computed: Tensor, table: MappingTable, dtype: torch.dtype) -> Tensor
 
 
 def way_of_running(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Way:
-    """How to run the experts of these pairs, by how many there are and how evenly they are spread.
+    """By how many pairs there are and how evenly they are spread.
 
-    On a CPU few pairs go through a loop. Padded experts are one multiplication, whose threads meet once instead of once
-    for each expert: beside other work on the same cores that is four times faster (1024 tokens, 128 experts, 256 wide).
-    Quantised experts go through the loop, where each is multiplied as suits its own rows.
+    Few pairs, and quantised experts, go through a loop. Padded experts are one multiplication, whose threads meet once:
+    four times faster beside other work on the same cores (1024 tokens, 128 experts, 256 wide).
     """
     is_looped = len(scattered) < LOOPED_PAIRS_AN_EXPERT * len(table.ends)
     if is_looped or isinstance(weights.up, Int8Matrix) or isinstance(weights.down, Int8Matrix):

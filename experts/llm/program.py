@@ -28,7 +28,7 @@ LARGEST_FILE_BYTES = 64 * 1024 * 1024  # a tokenizer of a million tokens has a t
 
 
 def read_program(directory: Path, expert: str) -> dict[str, bytes]:
-    """config.json at least. Raises WeightsMissing, WeightsCorrupt for a file of another size, LoadError."""
+    """config.json at least. Raises WeightsMissing, WeightsCorrupt for a file that is too large, LoadError."""
     files: dict[str, bytes] = {}
     for name in PROGRAM_FILES:
         path = directory / name

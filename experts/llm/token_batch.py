@@ -46,8 +46,8 @@ class TokenBatch:
     token_ids: Tensor
     positions: Tensor
     rows: tuple[Row, ...]
-    starts: tuple[int, ...]  # and its first
-    last: Tensor  # where each row's last token stands
+    starts: tuple[int, ...]  # where each row's first token stands
+    last: Tensor  # and its last
     prefill_count: int
 
     @classmethod

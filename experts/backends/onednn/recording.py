@@ -34,15 +34,13 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A graph from images and weights to the outputs asked for.
+    """A graph from images and weights, its placeholders, to the outputs.
 
-    Its placeholders are the images and the weights that are read; ``weights``: their names in the module, by the names
-    of their placeholders. Of each node that makes a tensor, ``meta`` tells: "shape", with COUNTS[0] images; "storage",
-    the same for all that lie on the same bytes; of each: "writes", the storages that it changes.
+    ``meta`` of a node: "shape", with COUNTS[0] images; "storage", equal for equal bytes; "writes", storages it changes.
     """
 
     graph: Graph
-    weights: Mapping[str, str]
+    weights: Mapping[str, str]  # names in the module, by the names of their placeholders
 
 
 def recorded(module: Module, size: tuple[int, int], outputs: Sequence[str], dtype: torch.dtype) -> Recording:
