@@ -20,7 +20,7 @@ from experts.llm.config import Mlp
 from experts.llm.quant import Int8Matrix, project
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -112,14 +112,12 @@ def way_of_running(scattered: Tensor, table: MappingTable, weights: MlpWeights) 
     is_looped = len(scattered) < LOOPED_PAIRS_AN_EXPERT * len(table.ends)
     if is_looped or isinstance(weights.up, Int8Matrix) or isinstance(weights.down, Int8Matrix):
         return run_each
-    if not scattered.is_cuda and _padded_rows(table) <= PADDED_ROWS_A_PAIR * len(scattered):
-        return run_padded
+    if not scattered.is_cuda:
+        padded_rows = len(table.ends) * int(_counts(table).max())
+        if padded_rows <= PADDED_ROWS_A_PAIR * len(scattered):
+            return run_padded
     is_aligned = all(_is_aligned(matrix) for matrix in (scattered, weights.up, weights.down))
     return run_grouped if is_aligned else run_each
-
-
-def _padded_rows(table: MappingTable) -> int:
-    return len(table.ends) * int(_counts(table).max())
 
 
 def _counts(table: MappingTable) -> Tensor:
@@ -137,7 +135,7 @@ def run_each(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Ten
     """Each expert that has tokens, one after the other."""
     computed = torch.empty_like(scattered)
     start = 0
-    for moe_expert, end in enumerate(_ends(table)):
+    for moe_expert, end in enumerate(table.ends.tolist()):
         if end > start:
             computed[start:end] = run_mlp(scattered[start:end], weights.of(moe_expert))
         start = end
@@ -173,8 +171,3 @@ def _batched(rows: Tensor, matrices: Tensor, biases: Tensor | None) -> Tensor:
     if biases is None:
         return torch.bmm(rows, matrices.transpose(1, 2))
     return torch.baddbmm(biases.unsqueeze(1), rows, matrices.transpose(1, 2))
-
-
-def _ends(table: MappingTable) -> Sequence[int]:
-    ends: list[int] = table.ends.tolist()
-    return ends

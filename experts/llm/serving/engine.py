@@ -232,7 +232,8 @@ class LlmEngine:
         groups = []
         for family in families({id(turn.model): turn.model for turn in turns}.values()):
             layout = KvLayout.of(family.spec, family.dtype)
-            groups.append(_Group(family, layout, self._times_of(family)))
+            kind = (type(family.models[0]), family.spec, family.dtype, family.device, len(family.models))
+            groups.append(_Group(family, layout, self._times.setdefault(kind, IterationTimes())))
             places.update({id(model): (groups[-1], place) for place, model in enumerate(family.models)})
         for turn in turns:
             text = self._enter(turn)
@@ -257,10 +258,6 @@ class LlmEngine:
                 text.refuse(f"expert {turn.expert}: {error}")
         text.lease = text.most_tokens if turn.lease is None else min(turn.lease, text.most_tokens)
         return text
-
-    def _times_of(self, family: Family) -> IterationTimes:
-        kind = (type(family.models[0]), family.spec, family.dtype, family.device, len(family.models))
-        return self._times.setdefault(kind, IterationTimes())
 
     def _make_room(self, groups: Iterable[_Group]) -> list[int]:
         """Promise each text all that its lease is for; returns those for which there is no room."""

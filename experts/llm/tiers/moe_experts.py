@@ -295,7 +295,7 @@ class MoeResidency:
     def _begin_one(self) -> tuple[Decision, ...]:
         """The first wish that may have a place. While a need finds none, nothing is loaded ahead."""
         for moe_expert in self._wishes.needed:
-            return self._begin(moe_expert, self._is_unpredicted) or self._begin(moe_expert, _anybody)
+            return self._begin(moe_expert, self._is_unpredicted) or self._begin(moe_expert, lambda victim: True)
         for moe_expert in self._absent(self._wishes.predicted):
             return self._begin(moe_expert, partial(self._is_later, moe_expert))
         for moe_expert in self._absent(self._wishes.bypassed):
@@ -363,7 +363,3 @@ class MoeResidency:
 
     def _turns_until(self, layer: int) -> int:
         return (layer - self._layer - 1) % self._layers  # the layer that runs now is next in the next pass
-
-
-def _anybody(_victim: MoeExpert) -> bool:
-    return True

@@ -11,6 +11,7 @@ Assumes: the tensors of norms and gates are filled before the first pass, and st
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -241,15 +242,12 @@ class OffloadedMoe:
         )
 
     def _predict(self, layer: int, tokens: Tensor) -> None:
-        following = self._following(layer)
+        following = next((later for later in self._layers if later > layer), None)
         if following is None or not self._may_predict():
             return
         if layer not in self._ahead:
             self._ahead[layer] = self._gate_ahead(layer, following)
         self._cache.predict(following, self._ahead[layer].likely(tokens))
-
-    def _following(self, layer: int) -> int | None:
-        return next((later for later in self._layers if later > layer), None)
 
     def _gate_ahead(self, layer: int, following: int) -> GateAhead:
         moe = self._spec.layers[following].moe
@@ -298,7 +296,5 @@ def _spans(table: MappingTable) -> dict[int, _Span]:
 
 
 def _view(block: Tensor, one: BlockTensor) -> Tensor:
-    count = 1
-    for extent in one.shape:
-        count *= extent
-    return block[one.offset_bytes : one.offset_bytes + count * one.dtype.itemsize].view(one.dtype).view(one.shape)
+    size_bytes = math.prod(one.shape) * one.dtype.itemsize
+    return block[one.offset_bytes : one.offset_bytes + size_bytes].view(one.dtype).view(one.shape)
