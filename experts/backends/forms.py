@@ -29,7 +29,7 @@ _INSTRUCTIONS = {  # as torch names them: of Intel and AMD, then of ARM
 
 
 def executable_forms() -> frozenset[Precision]:
-    """Forms of torch's architectures: torch's own, which another processor may run, and what runs on this CPU."""
+    """torch's own forms, which another processor may run, and those that run on this CPU."""
     return TORCH_FORMS | {form for form in CPU_FORMS if why_absent(form) is None}
 
 
@@ -43,7 +43,7 @@ def why_absent(precision: Precision) -> str | None:
         return onednn.why_absent(ONEDNN_NUMBERS[precision])
     if precision is Precision.ONNXRUNTIME:
         return _runtime_fault()
-    return _torch_fault(DTYPES.get(precision, torch.bfloat16))  # which language models of int8 matrices compute in
+    return _torch_fault(DTYPES.get(precision, torch.bfloat16))  # int8 matrices are computed in bf16
 
 
 def multiplies(precision: Precision) -> bool:
@@ -57,12 +57,12 @@ def multiplies(precision: Precision) -> bool:
 
 
 def runs_as(precision: Precision) -> Precision:
-    """The form; where it does not run on this CPU, the form of torch that runs in its place."""
+    """The form, or torch's form in its place where it does not run on this CPU."""
     return precision if precision not in CPU_FORMS or why_absent(precision) is None else precision.plain
 
 
 def require_executable(expert: Expert, precision: Precision) -> None:
-    """Raises WeightsMismatch, with the reason and what to choose, for a form that is not among them."""
+    """Raises WeightsMismatch with the reason and a remedy."""
     if precision in TORCH_FORMS:
         return
     reason = why_absent(precision) if precision in CPU_FORMS else "it is a form of language models"
@@ -71,7 +71,7 @@ def require_executable(expert: Expert, precision: Precision) -> None:
 
 
 def form_recipe(precision: Precision) -> str:
-    """What decides on the bytes of a form beside the expert; once it changes, all are packed again."""
+    """Versions and CPU that a form's bytes depend on: a change packs all experts again."""
     if precision not in CPU_FORMS or why_absent(precision) is not None:
         return ""
     if precision in ONEDNN_FORMS:

@@ -25,13 +25,13 @@ def require_numbers(expert: Expert, *outputs: Tensor) -> None:
 
 
 def require_several_labels(expert: Expert) -> None:
-    """Raises WeightsMismatch where a softmax would have nothing to choose from: it is then sure of every image."""
+    """Raises WeightsMismatch for a softmax of one label, which is sure of every image."""
     if len(expert.labels) < 2 and expert.task is not Task.MULTILABEL:
         raise WeightsMismatch(expert.id, ONE_LABEL)
 
 
 def label_by_label(expert: Expert, rows: Sequence[Sequence[float]]) -> tuple[Prediction, ...]:
-    """One prediction for each row of probabilities, one for each label, that do not exclude one another."""
+    """One prediction for each row of independent probabilities, one per label."""
     thresholds = dict(expert.thresholds)
     names = [(label, thresholds.get(label, HOLDS_FROM)) for label in expert.labels]
     return tuple(
@@ -49,5 +49,5 @@ def _of_outputs(expert: Expert, outputs: tuple[LabelScore, ...]) -> Prediction:
 
 
 def _is_finite(output: Tensor) -> bool:
-    """By its extremes, which are no numbers where any value is none: asking each value reads all of them five times."""
+    """By its extremes, NaN where any value is: asking each value reads all of them five times."""
     return not output.numel() or all(math.isfinite(extreme) for extreme in torch.stack(torch.aminmax(output)).tolist())

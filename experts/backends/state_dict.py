@@ -35,13 +35,13 @@ def fit(expert: Expert, found: Mapping[str, Tensor], expected: Mapping[str, Tens
     given = {name: tensor for name, tensor in found.items() if not _is_count(name)}
     reshaped = [name for name in wanted if name in given and wanted[name].shape != given[name].shape]
     _refuse_other_labels(expert, reshaped, given, wanted)
+    shapes = [f"{name} {tuple(given[name].shape)} instead of {tuple(wanted[name].shape)}" for name in reshaped]
     complaints = [
         _complaint("missing", [name for name in wanted if name not in given]),
         _complaint("unexpected", [name for name in given if name not in wanted]),
-        _complaint("of another shape", [_shapes(name, given, wanted) for name in reshaped]),
+        _complaint("of another shape", shapes),
     ]
-    if any(complaints):
-        text = "; ".join(complaint for complaint in complaints if complaint)
+    if text := "; ".join(complaint for complaint in complaints if complaint):
         raise WeightsMismatch(expert.id, f"{expert.weights} is not a {expert.architecture}: {text}")
     for name, tensor in given.items():
         if not is_finite(tensor):
@@ -87,10 +87,6 @@ def _complaint(what: str, names: Sequence[str]) -> str:
         return ""
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return f"{what}: {', '.join(names[:NAMES_SHOWN])}{more}"
-
-
-def _shapes(name: str, given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
-    return f"{name} {tuple(given[name].shape)} instead of {tuple(wanted[name].shape)}"
 
 
 def _is_count(name: str) -> bool:

@@ -148,8 +148,8 @@ def _answers(session: InferenceSession, made_up: np.ndarray, at_once: int) -> di
 
 def _counting(expert: Expert, answers: Mapping[str, np.ndarray]) -> AnomalyOutputs:
     numbers = {name: rows for name, rows in answers.items() if np.issubdtype(rows.dtype, np.floating)}
-    scores = [name for name, rows in numbers.items() if _is_score(rows)]
-    maps = [name for name, rows in numbers.items() if _is_map(rows)]
+    scores = [name for name, rows in numbers.items() if rows.ndim in {1, 2} and rows[0].size == 1]
+    maps = [name for name, rows in numbers.items() if rows.ndim == 3 or (rows.ndim == 4 and rows.shape[1] == 1)]
     outputs = AnomalyOutputs(_meant(scores, SCORE_NAMES), _meant(maps, MAP_NAMES))
     unclear = (len(scores) > 1 and outputs.score is None) or (len(maps) > 1 and outputs.map is None)
     if unclear or not outputs.names:
@@ -167,14 +167,6 @@ def _meant(candidates: Sequence[str], known: Sequence[str]) -> str | None:
     named = [name for name in candidates if name in known]
     chosen = named or candidates
     return chosen[0] if len(chosen) == 1 else None
-
-
-def _is_score(rows: np.ndarray) -> bool:
-    return rows.ndim in {1, 2} and rows[0].size == 1
-
-
-def _is_map(rows: np.ndarray) -> bool:
-    return rows.ndim == 3 or (rows.ndim == 4 and rows.shape[1] == 1)
 
 
 def _takes_several(

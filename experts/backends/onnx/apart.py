@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # it is run isolated: nothing else is added
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # isolated Python adds no path
 
 from safetensors.torch import save_file
 
@@ -55,13 +55,13 @@ def _end(folder: Path) -> int:
 
 def _bound(memory_bytes: int, limit_s: int) -> None:
     pages = Path("/proc/self/statm")
-    if pages.is_file():  # elsewhere there is no such limit, or it is not kept
+    if pages.is_file():  # Linux alone keeps this limit
         taken_bytes = int(pages.read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken_bytes + memory_bytes,) * 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.alarm(10 * limit_s)  # a graph that waits takes no time of the processor
+    signal.alarm(10 * limit_s)  # waiting takes no processor time
 
 
 def _expert(values: dict[str, Any]) -> Expert:

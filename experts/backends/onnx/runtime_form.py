@@ -45,16 +45,12 @@ class RuntimeSkeleton:
 
     def __init__(self, expert: Expert, program: bytes, device: str, answered: Answered) -> None:
         """Raises BackendUnavailable where this is not the CPU and the ONNX Runtime that the program is laid out for."""
+        subject = f"{expert.architecture} in {Precision.ONNXRUNTIME}"
         if device != "cpu":
-            raise BackendUnavailable(
-                f"{expert.architecture} in {Precision.ONNXRUNTIME}", f"it runs on the CPU, not on {device}"
-            )
-        found = identity_of(program)
-        if found != runtime_identity():
-            raise BackendUnavailable(
-                f"{expert.architecture} in {Precision.ONNXRUNTIME}",
-                f"it was packed for {found}, this box has {runtime_identity()}: pack the line again here",
-            )
+            raise BackendUnavailable(subject, f"it runs on the CPU, not on {device}")
+        found, here = identity_of(program), runtime_identity()
+        if found != here:
+            raise BackendUnavailable(subject, f"it was packed for {found}, not for {here}: pack the line again here")
         self._session = shared_session(program, torch.get_num_threads(), device, is_final=True)
         self._names = frozenset(node.name for node in self._session.get_inputs()) - {IMAGES}
         self._outputs = [node.name for node in self._session.get_outputs()]
