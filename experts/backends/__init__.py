@@ -40,7 +40,7 @@ def backend_for(architecture: str) -> Backend:
 
 
 def own_precision(expert: Expert, processor: str) -> Precision:
-    """As stored for language models, else fp32: emulated, 16 bits take longer than reading twice the bytes."""
+    """Language models run as stored, all others in fp32: emulated, 16 bits take longer than twice the bytes."""
     if family(expert.architecture) != LLM:
         return Precision.FP32
     from experts.llm.config import stored_dtype

@@ -152,7 +152,7 @@ def build_trainable(architecture: str, class_count: int, stem: str | None = None
 
 
 def weight_shapes(architecture: str, class_count: int, stem: str | None, image_size: int) -> dict[str, tuple[int, ...]]:
-    """Built without memory, without auxiliary heads. Raises ValueError for an unknown architecture or stem."""
+    """Build without memory, without auxiliary heads. Raises ValueError for an unknown architecture or stem."""
     form = _form_of(architecture, class_count, stem, (image_size, image_size))
     with Weightless():
         return {name: tuple(tensor.shape) for name, tensor in _build(form, init_weights=False).state_dict().items()}

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 def _keep_ultralytics_to_itself() -> None:
-    """ultralytics has no other way in than the environment: no network, installing, settings or chatter."""
+    """Set ultralytics' environment, its only way in: no network, installing, settings or chatter."""
     os.environ.setdefault("YOLO_OFFLINE", "true")
     os.environ.setdefault("YOLO_AUTOINSTALL", "false")
     os.environ.setdefault("YOLO_VERBOSE", "false")
@@ -211,7 +211,7 @@ def reader_of(expert: Expert) -> Answered:
 
 
 def write_onnx_export(path: Path, architecture: str, labels: Sequence[str], side_px: int, seed: int) -> None:
-    """By ultralytics' exporter, without suppression. ``path`` ends in .onnx. Raises ValueError, OSError."""
+    """Export by ultralytics itself, without suppression. ``path`` ends in .onnx. Raises ValueError, OSError."""
     from ultralytics import YOLO
 
     with torch.random.fork_rng(devices=()):
@@ -248,7 +248,7 @@ def outline(architecture: str) -> Outline:
 
 
 def weight_shapes(architecture: str, class_count: int) -> dict[str, tuple[int, ...]]:
-    """Built without memory for weights. Raises ValueError for an unknown architecture."""
+    """Build without memory for weights. Raises ValueError for an unknown architecture."""
     with Weightless():
         return {name: tuple(tensor.shape) for name, tensor in _build(architecture, class_count).state_dict().items()}
 

@@ -47,7 +47,7 @@ def why_absent(precision: Precision) -> str | None:
 
 
 def multiplies(precision: Precision) -> bool:
-    """Has this CPU 16-bit products, and may oneDNN use them? oneDNN alone says yes for bf16 wherever AVX-512 is."""
+    """CPU has 16-bit products and oneDNN may use them. oneDNN alone says yes for bf16 wherever AVX-512 is."""
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     if not any(capabilities.get(name) for name in _INSTRUCTIONS[precision]):
         return False

@@ -49,5 +49,5 @@ def _of_outputs(expert: Expert, outputs: tuple[LabelScore, ...]) -> Prediction:
 
 
 def _is_finite(output: Tensor) -> bool:
-    """By its extremes, NaN where any value is: asking each value reads all of them five times."""
+    """Ask its extremes, NaN where any value is: asking each value reads all of them five times."""
     return not output.numel() or all(math.isfinite(extreme) for extreme in torch.stack(torch.aminmax(output)).tolist())

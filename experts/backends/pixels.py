@@ -32,7 +32,7 @@ def stretched(image: np.ndarray, spec: InputSpec) -> Prepared:
 
 
 def cropped(image: np.ndarray, spec: InputSpec) -> Prepared:
-    """What torchvision's Resize and CenterCrop make of a PIL image; beyond the scaled image is black, as there."""
+    """Crop as torchvision's Resize and CenterCrop do with a PIL image; beyond the scaled image is black, as there."""
     require_rgb(image)
     height, width = image.shape[:2]
     scaled_height, scaled_width = _resized(height, width, spec.resize)

@@ -30,7 +30,7 @@ NAMES_SHOWN = 4
 
 
 def fit(expert: Expert, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """In ``expected``'s order and dtypes (meta will do). Raises WeightsMismatch with names, WeightsCorrupt for NaN."""
+    """Cast like ``expected``, which may be on meta. Raises WeightsMismatch with names, WeightsCorrupt for NaN."""
     wanted = {name: tensor for name, tensor in expected.items() if not _is_count(name)}
     given = {name: tensor for name, tensor in found.items() if not _is_count(name)}
     reshaped = [name for name in wanted if name in given and wanted[name].shape != given[name].shape]

@@ -147,7 +147,7 @@ def _missing(expert: str, path: Path) -> WeightsMissing:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """By the extremes, which NaN or infinity becomes: nothing is copied."""
+    """Ask the extremes, which NaN or infinity becomes: nothing is copied."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))

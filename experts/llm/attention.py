@@ -84,7 +84,7 @@ def prefill_attention(queries: Tensor, stored: Stored, mask: Tensor | None) -> T
 
 
 def reference_attention(queries: Tensor, keys: Tensor, values: Tensor, rows: Sequence[Row]) -> Tensor:
-    """By the formula (arXiv 1706.03762, equation 1); ``keys``, ``values``: of whole sequences, row after row."""
+    """Formula of arXiv 1706.03762, equation 1; ``keys``, ``values``: of whole sequences, row after row."""
     group = queries.shape[1] // keys.shape[1]
     attended, start, stored_start = [], 0, 0
     for row in rows:

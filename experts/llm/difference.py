@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OutputDifference:
-    """Over positions of texts; logits compared in fp32."""
+    """Comparison over positions of texts; logits in fp32."""
 
     tokens: int  # positions
     largest: float

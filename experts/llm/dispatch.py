@@ -104,7 +104,7 @@ def combine(computed: Tensor, table: MappingTable, dtype: torch.dtype) -> Tensor
 
 
 def way_of_running(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Way:
-    """By how many pairs there are and how evenly they are spread.
+    """Choose by how many pairs there are and how evenly they are spread.
 
     Few pairs, and quantised experts, go through a loop. Padded experts are one multiplication, whose threads meet once:
     four times faster beside other work on the same cores (1024 tokens, 128 experts, 256 wide).

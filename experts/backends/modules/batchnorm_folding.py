@@ -37,7 +37,7 @@ class FoldablePair:
 
 
 def foldable_pairs(module: Module, size: tuple[int, int]) -> tuple[FoldablePair, ...]:
-    """In the order they run. ``module``: in inference mode, on meta, the caller's alone. ``size``: height, width."""
+    """Pairs as they run. ``module``: in inference mode, on meta, the caller's alone. ``size``: height, width."""
     if not any(isinstance(part, BatchNorm2d) for part in module.modules()):
         return ()
     with ExitStack() as watching, torch.no_grad():

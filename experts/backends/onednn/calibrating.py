@@ -74,7 +74,7 @@ def mean_answers(call: FusedCall, weight: Tensor, read: Tensor) -> Tensor:
 def quantised_weights(
     inputs: Sequence[str | FusedCall | Values], weights: Mapping[str, Tensor], ranges: Ranges
 ) -> dict[str, Tensor]:
-    """Adds levels, scales, offsets and the table. Raises KeyError if not observed, ValueError for NaN or shifts."""
+    """Add levels, scales, offsets and table. Raises KeyError if not observed, ValueError for NaN, wrong shifts."""
     calls = [each for each in inputs if isinstance(each, FusedCall) and each.quantisation is not None]
     table = _table(calls, ranges)
     found = dict(weights)

@@ -99,7 +99,7 @@ class LinearShape:
         return Extent(images * self.rows, 1, 1)
 
     def arranged(self, images: int) -> Extent:
-        """A rule that ``serves`` proves: asking oneDNN per batch would hold the weight twice, 800 MB of a VGG."""
+        """Rule that ``serves`` proves: asking oneDNN per batch would hold the weight twice, 800 MB of a VGG."""
         return Extent(max(images * self.rows, ROWS_MINIMUM), 1, 1)
 
     def reordered(self, weight: Tensor, extent: Extent) -> Tensor:

@@ -42,7 +42,7 @@ CPU_KEYS = ("model name", "cpu family", "model", "stepping", "cache size", "flag
 
 @cache
 def why_absent(dtype: torch.dtype) -> str | None:
-    """Tried: torch asks the CPU, oneDNN its own settings, and without VNNI eight-bit sums saturate silently."""
+    """Try it: torch asks the CPU, oneDNN its own settings, and without VNNI eight-bit sums saturate silently."""
     if not torch.backends.mkldnn.is_available():
         return "this torch was built without oneDNN"
     lacking = [name for name in NEEDED if not hasattr(torch.ops.mkldnn, name)]
@@ -118,7 +118,7 @@ def blocked_bytes(blocked: Tensor) -> Tensor:
 
 
 def blocked_view(flat: Tensor, layout: BlockedLayout) -> Tensor:
-    """Opaque, and valid as long as ``flat``. Raises ValueError for another size or dtype, gaps, misalignment."""
+    """View ``flat`` as opaque, while ``flat`` lives. ValueError for another size or dtype, gaps, misalignment."""
     if flat.dtype != layout.dtype or flat.dim() != 1 or not flat.is_contiguous() or flat.nbytes != layout.size_bytes:
         raise ValueError(f"{layout.size_bytes} bytes of {layout.dtype} are needed, not {flat.nbytes} of {flat.dtype}")
     if flat.device.type != "cpu" or flat.data_ptr() % ALIGNMENT_BYTES:

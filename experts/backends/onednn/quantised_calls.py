@@ -74,7 +74,7 @@ def quantised_call(
 
 
 class _Scales:
-    """In units of the summand's scale: oneDNN compiles that one into the call, so 1 keeps it the same for all."""
+    """Scales in units of the summand's: oneDNN compiles that one into the call, so 1 keeps it the same for all."""
 
     def __init__(self, call: FusedCall, table: Tensor) -> None:
         quantisation = call.quantisation

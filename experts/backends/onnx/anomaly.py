@@ -105,7 +105,7 @@ def predictions(
 
 
 def certainty(score: float, threshold: float) -> float:
-    """0.5 at the threshold: logistic in units of the threshold, as each model counts on a scale of its own."""
+    """Logistic in units of the threshold, where it is 0.5: each model counts on a scale of its own."""
     distance = SCALE * (score - threshold) / (abs(threshold) or 1.0)
     return 1 / (1 + math.exp(-distance)) if distance >= 0 else math.exp(distance) / (1 + math.exp(distance))
 

@@ -109,7 +109,7 @@ class OnnxSkeleton:
         return tuple(Prediction(expert.labels[int(row.argmax())], float(row.max())) for row in rows)
 
     def fed(self, images: Tensor) -> IOBinding:
-        """A run's inputs and outputs by address. Made per batch: the session keeps nothing of any expert."""
+        """Inputs and outputs of a run, by address. Made per batch: the session keeps nothing of any expert."""
         feeds = self._session.io_binding()
         for name, tensor in (*self._tensors.items(), (self._images, images)):
             element = NUMPY_TYPES[tensor.dtype]

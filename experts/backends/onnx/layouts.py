@@ -61,7 +61,7 @@ class Detections:
 
 
 def input_of(expert: Expert) -> InputSpec:
-    """As its exporter prepares images: ultralytics' and YOLOv5's upright. Raises as ``read_detections``."""
+    """Prepare images as the exporter does: ultralytics' and YOLOv5's upright. Raises as ``read_detections``."""
     heading = read_heading(expert.id, expert.weights)
     found = _detections(expert, heading)
     turned = Orientation.EXIF if "stride" in heading.metadata else Orientation.STORED

@@ -78,7 +78,7 @@ def try_runtime() -> None:
 
 
 def optimised(model: onnx.ModelProto, level: GraphOptimizationLevel, without: tuple[str, ...] = ()) -> onnx.ModelProto:
-    """For the CPU, ``without`` some optimizers. Notes go, so that equal graphs become equal programs."""
+    """Optimise for the CPU, ``without`` some optimizers. Notes go, so that equal graphs become equal programs."""
     options = _options(threads=1)
     options.graph_optimization_level = level
     with tempfile.TemporaryDirectory(prefix="coserve-onnx-") as folder:

@@ -259,7 +259,7 @@ class BlockArena:
         self._free.append(node.block)
 
     def _drop_prefixes(self, count: int) -> None:
-        """Until so many blocks are free: unread prefixes go, least recently used first, ends first."""
+        """Drop unread prefixes until so many blocks are free: least recently used first, ends first."""
         below = (node for root in self._roots.values() for node in _below(root))
         ends = [(node.used, node.block, node) for node in below if _is_droppable(node)]
         heapify(ends)

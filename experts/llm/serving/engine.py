@@ -59,7 +59,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What an unfinished text has before it, in tokens."""
+    """Remaining work of an unfinished text, in tokens."""
 
     prompt: int  # to read
     output: int  # expected to write
@@ -69,7 +69,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Quantum:
-    """What became of each turn."""
+    """Outcome of each turn."""
 
     finished: tuple[tuple[int, Prediction | Refused], ...]  # Ending, or a router's choice, empty where it was too late
     unfinished: tuple[tuple[int, Left], ...]
@@ -199,7 +199,7 @@ class LlmEngine:
         return quantum
 
     def _has_free_rows(self, groups: Sequence[_Group]) -> bool:
-        """Has a text finished, and no other here can take its row? Then its answer goes out, and others may come."""
+        """A text has finished and no other here can take its row: its answer goes out, and others may come."""
         texts = [text for group in groups for text in group.texts]
         going = sum(text.result is None for text in texts)
         return going < min(len(texts), self._limits.rows)

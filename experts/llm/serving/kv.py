@@ -74,7 +74,7 @@ class KvStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """What a request held, in the host's memory."""
+    """Keys and values of a request, in the host's memory."""
 
     layout: KvLayout
     promised: int

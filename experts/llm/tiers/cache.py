@@ -41,7 +41,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """A frozen snapshot. ``waited_s``: of all needs together."""
+    """Frozen snapshot. ``waited_s``: of all needs together."""
 
     residency: ResidencyStatistics
     loads: int
