@@ -40,11 +40,7 @@ def backend_for(architecture: str) -> Backend:
 
 
 def own_precision(expert: Expert, processor: str) -> Precision:
-    """What an expert runs in where nobody chose anything else: language models as they are stored, all others in fp32.
-
-    On a CPU that does not multiply 16 bits itself a language model, too, runs in fp32: emulating them takes longer than
-    reading twice the bytes.
-    """
+    """Language models run as stored, all others in fp32: emulated, 16 bits take longer than twice the bytes."""
     if family(expert.architecture) != LLM:
         return Precision.FP32
     from experts.llm.config import stored_dtype
@@ -58,11 +54,7 @@ def own_precision(expert: Expert, processor: str) -> Precision:
 
 
 def observed_ranges(expert: Expert, batches: Iterable[Tensor]) -> Ranges:
-    """What an expert's layers read and answer with on these images, of which its eight-bit form is made.
-
-    ``batches``: as ``prepare`` gives them, float32 (n, 3, height, width). Raises what packing raises, and
-    WeightsMismatch for an architecture that has no form of eight bits.
-    """
+    """``batches``: float32 (n, 3, height, width). Raises as packing, WeightsMismatch without a form of eight bits."""
     if family(expert.architecture) == "detector":
         from experts.backends import detector
 

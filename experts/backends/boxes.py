@@ -1,4 +1,4 @@
-"""Boxes of detectors, whoever runs them: suppression, what is too many, and the way back into the image's own pixels.
+"""Boxes of torch's and ONNX detectors: suppression, limits, and the way back into the image's own pixels.
 
 An image with more boxes than can be kept is not judged by the best of them: OutputInvalid, with their number.
 """
@@ -32,11 +32,7 @@ def candidates(expert: Expert, scores: Tensor) -> Tensor:
 
 
 def suppressed(expert: Expert, boxes: Tensor, scores: Tensor) -> Tensor:
-    """Rows (left, top, right, bottom, score, label), best first, after non-maximum suppression within each label.
-
-    ``boxes``: corners (anchors, 4); ``scores``: (anchors, labels). Nothing is left out: the best boxes alone could hide
-    the one that does not pass. Raises OutputInvalid for too many.
-    """
+    """Rows (left, top, right, bottom, score, label), best first, none left out: OutputInvalid for too many."""
     best, labels = scores.max(dim=1)
     found = _told(expert, best)
     _refuse_beyond(CANDIDATES_MAXIMUM, len(found), "boxes before suppression", expert)
@@ -45,10 +41,7 @@ def suppressed(expert: Expert, boxes: Tensor, scores: Tensor) -> Tensor:
 
 
 def selected(expert: Expert, boxes: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
-    """The same rows of boxes that the model chose itself: only their scores decide. ``scores``, ``labels``: (boxes,).
-
-    Raises OutputInvalid for too many, and for a label that the expert does not have.
-    """
+    """Rows of boxes that the model chose: (boxes,). Raises OutputInvalid for too many, or for an unknown label."""
     found = _told(expert, scores)
     found = found[scores[found].argsort(descending=True, stable=True)]
     rows = _rows(expert, boxes[found], scores[found], labels[found])

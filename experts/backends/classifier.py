@@ -24,7 +24,7 @@ from experts.backends.modules.activations import Workspace, workspace
 from experts.backends.modules.batchnorm_folding import FoldablePair, fold_structure, fold_weights, foldable_pairs
 from experts.backends.modules.binding import Binding
 from experts.backends.modules.weightless import Weightless
-from experts.backends.onednn.backend_forms import OnednnForms
+from experts.backends.onednn.backend_forms import OnednnForms, image_size
 from experts.backends.outputs import label_by_label, require_numbers, require_several_labels
 from experts.backends.pixels import fitted
 from experts.backends.state_dict import DTYPES, executable, fit
@@ -50,7 +50,7 @@ AUXILIARY_HEADS = {"googlenet": ("aux1.", "aux2."), "inception_v3": ("AuxLogits.
 RESNETS = ("resnet", "resnext", "wide_resnet")  # the families that take another stem
 FIXED_SIZE = ("vit_", "maxvit_")  # families whose weights depend on the size of the input
 TRANSFORMERS = ("vit_", "swin_", "maxvit_")  # their activations are sequences: channels_last gains nothing
-TEMPLATES_KEPT = 64  # that nobody holds: packing goes through the line's forms in turn
+TEMPLATES_KEPT = 64  # beside those that are held: packing goes through the line's forms in turn
 OUTPUTS = ("logits",)
 ANY_SIZE = (224, 224)  # that every family without a size of its own takes
 
@@ -75,8 +75,6 @@ class _Template:
 
 
 class ClassifierSkeleton:
-    """One torchvision module in inference mode."""
-
     def __init__(self, module: Module, precision: Precision, device: str, memory_format: torch.memory_format) -> None:
         self._module = module
         self._binding = Binding(module)
@@ -111,7 +109,7 @@ class ClassifierBackend:
         if precision is Precision.ONNXRUNTIME:
             from experts.backends.onnx.runtime_form import packable
 
-            return packable(expert, _runtime_form(form, _size(expert)), ready)
+            return packable(expert, _runtime_form(form, image_size(expert)), ready)
         if precision in ONEDNN_FORMS:
             return _onednn_forms.pack(expert, precision, form, ready)
         return Packable(ready, _unseen_structure(expert))
@@ -145,32 +143,23 @@ class ClassifierBackend:
         return 0
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
-        return _workspace(_form(expert), _size(expert), precision).batch_bytes(batch_size)
+        return _workspace(_form(expert), image_size(expert), precision).batch_bytes(batch_size)
 
 
 def build_trainable(architecture: str, class_count: int, stem: str | None = None, image_size: int = 224) -> Module:
-    """A fresh module of an architecture with random weights, in training mode; its state dict can be packed.
-
-    Raises ValueError for an architecture or a stem that is not known.
-    """
+    """A fresh module in training mode, weights random. Raises ValueError for an unknown architecture or stem."""
     return _build(_form_of(architecture, class_count, stem, (image_size, image_size)), init_weights=True).train()
 
 
 def weight_shapes(architecture: str, class_count: int, stem: str | None, image_size: int) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of an architecture's weights, without auxiliary heads; nothing of their size is held.
-
-    Raises ValueError for an architecture or a stem that is not known.
-    """
+    """Build without memory, without auxiliary heads. Raises ValueError for an unknown architecture or stem."""
     form = _form_of(architecture, class_count, stem, (image_size, image_size))
     with Weightless():
         return {name: tuple(tensor.shape) for name, tensor in _build(form, init_weights=False).state_dict().items()}
 
 
 def write_random_weights(path: Path, architecture: str, class_count: int, seed: int, image_size: int = 224) -> None:
-    """A .safetensors file of untrained weights, for measuring: the same ones for the same seed.
-
-    Raises ValueError for an architecture that is not known, OSError for what the disk refuses.
-    """
+    """Untrained weights, for measuring. Raises ValueError for an unknown architecture, OSError from the disk."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         tensors = build_trainable(architecture, class_count, image_size=image_size).state_dict()
@@ -179,15 +168,11 @@ def write_random_weights(path: Path, architecture: str, class_count: int, seed: 
 
 
 def observed_ranges(expert: Expert, batches: Iterable[Tensor]) -> Ranges:
-    """What its layers read and answer with on these images, float32 (n, 3, height, width): its eight bits' ranges.
-
-    Raises what ``pack`` raises.
-    """
+    """Ranges of its layers' values on images, float32 (n, 3, height, width). Raises as ``pack``."""
     return _onednn_forms.ranges(expert, _form(expert), _ready(expert, Precision.ONEDNN_INT8), batches)
 
 
 def reader_of(expert: Expert) -> Answered:
-    """What makes predictions of the module's outputs, for whoever runs the module in a runtime of its own."""
     return _answered
 
 
@@ -203,13 +188,9 @@ def _known_architectures() -> frozenset[str]:
     return frozenset(models.list_models(module=models))
 
 
-def _size(expert: Expert) -> tuple[int, int]:
-    return expert.pixels.height, expert.pixels.width
-
-
 def _form(expert: Expert) -> _Form:
     try:
-        return _form_of(expert.architecture, len(expert.labels), expert.stem, _size(expert))
+        return _form_of(expert.architecture, len(expert.labels), expert.stem, image_size(expert))
     except ValueError as error:
         raise WeightsMismatch(expert.id, str(error)) from error
 
@@ -225,8 +206,7 @@ def _ready(expert: Expert, precision: Precision) -> dict[str, Tensor]:
 
 
 def _unseen_structure(expert: Expert) -> bytes:
-    """What a module is built for and its weights do not show: a MaxViT's input size, by which it cuts its windows."""
-    if not expert.architecture.startswith("maxvit_"):
+    if not expert.architecture.startswith("maxvit_"):  # a MaxViT cuts its windows by the input's size
         return b""
     return f"for images of {expert.pixels.height}x{expert.pixels.width}".encode()
 
@@ -278,7 +258,6 @@ _runtime_form = MadeOnce(_make_runtime_form, TEMPLATES_KEPT)
 
 
 def _sample(form: _Form) -> dict[str, Tensor]:
-    """Weights as a form may have them, float32."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         return fold_weights(_build(form, init_weights=False).state_dict(), _template(form).pairs)

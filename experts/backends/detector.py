@@ -1,9 +1,8 @@
 """Detectors: the YOLO families of ultralytics, built from its YAML files by name. The only module that imports it.
 
-An expert is a state dict of the family with one class per label. Its images are letterboxed and scaled to [0, 1]
-whatever the expert's ``normalize`` says, because that is how ultralytics trains. The head's raw outputs are decoded
-here, in float32 and without ultralytics' cache of anchors: coordinates stay exact in bf16, and threads do not meet.
-An image with more boxes than can be kept is not judged by the best of them: OutputInvalid, with their number.
+An expert is a state dict of the family with one class per label. Images are letterboxed and scaled to [0, 1] whatever
+``normalize`` says, as ultralytics trains. The head's raw outputs are decoded here, in float32: coordinates stay exact
+in bf16, and threads share no cache of anchors.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from experts.backends.made_once import MadeOnce
 from experts.backends.modules.activations import Workspace, workspace
 from experts.backends.modules.binding import Binding, weight_names
 from experts.backends.modules.weightless import Weightless
-from experts.backends.onednn.backend_forms import OnednnForms
+from experts.backends.onednn.backend_forms import OnednnForms, image_size
 from experts.backends.outputs import require_numbers
 from experts.backends.state_dict import DTYPES, executable, fit
 from experts.backends.streams import await_writes
@@ -57,10 +56,7 @@ if TYPE_CHECKING:
 
 
 def _keep_ultralytics_to_itself() -> None:
-    """What it reads at import: no look-ups on the network, no installing, no settings in the user's home, no chatter.
-
-    The one place outside agent/config.py that touches the environment: ultralytics has no other way in.
-    """
+    """Set ultralytics' environment, its only way in: no network, installing, settings or chatter."""
     os.environ.setdefault("YOLO_OFFLINE", "true")
     os.environ.setdefault("YOLO_AUTOINSTALL", "false")
     os.environ.setdefault("YOLO_VERBOSE", "false")
@@ -87,7 +83,7 @@ _one_at_a_time = Lock()
 
 OUTPUTS = ("boxes", "scores")
 SIDES = 4  # of a box
-TEMPLATES_KEPT = 64  # that nobody holds: packing goes through the line's forms in turn
+TEMPLATES_KEPT = 64  # beside those that are held: packing goes through the line's forms in turn
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -126,8 +122,6 @@ class _Answered:
 
 
 class DetectorSkeleton:
-    """One YOLO model in inference mode."""
-
     def __init__(self, template: _Template, precision: Precision, device: str) -> None:
         self._module = deepcopy(template.folded)
         self._binding = Binding(self._module)
@@ -161,7 +155,7 @@ class DetectorBackend:
         if precision is Precision.ONNXRUNTIME:
             from experts.backends.onnx.runtime_form import packable
 
-            return packable(expert, _runtime_form(*_form(expert), _size(expert)), ready)
+            return packable(expert, _runtime_form(*_form(expert), image_size(expert)), ready)
         if precision in ONEDNN_FORMS:
             return _onednn_forms.pack(expert, precision, _form(expert), ready)
         return Packable(ready)
@@ -196,40 +190,28 @@ class DetectorBackend:
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         _template_of(expert)  # refuses what it cannot be built for
-        return _workspace(*_form(expert), _size(expert), precision).batch_bytes(batch_size)
+        return _workspace(*_form(expert), image_size(expert), precision).batch_bytes(batch_size)
 
 
 def build_trainable(architecture: str, class_count: int) -> Module:
-    """A fresh model with random weights, in training mode, on which ``model.loss(batch)`` works.
-
-    Raises ValueError for an architecture that is not known.
-    """
+    """A fresh model in training mode: ``model.loss(batch)`` works. ValueError for an unknown architecture."""
     model = _build(architecture, class_count)
     model.args = get_cfg()
     return model.train()
 
 
 def observed_ranges(expert: Expert, batches: Iterable[Tensor]) -> Ranges:
-    """What its layers read and answer with on these images, float32 (n, 3, height, width): its eight bits' ranges.
-
-    Raises what ``pack`` raises.
-    """
+    """Ranges of its layers' values on images, float32 (n, 3, height, width). Raises as ``pack``."""
     return _onednn_forms.ranges(expert, _form(expert), _ready(expert, Precision.ONEDNN_INT8), batches)
 
 
 def reader_of(expert: Expert) -> Answered:
-    """What makes predictions of the head's raw outputs, boxes and scores, for whoever runs the model elsewhere.
-
-    Raises WeightsMismatch for an architecture that cannot be built.
-    """
+    """Reads the head's raw outputs, boxes and scores. Raises WeightsMismatch where the model cannot be built."""
     return _Answered(_template_of(expert).strides)
 
 
 def write_onnx_export(path: Path, architecture: str, labels: Sequence[str], side_px: int, seed: int) -> None:
-    """What ultralytics' own exporter makes of a fresh model, for square images: suppression is left to who runs it.
-
-    ``path`` ends in .onnx. Raises ValueError for an architecture that is not known, OSError for what the disk refuses.
-    """
+    """Export by ultralytics itself, without suppression. ``path`` ends in .onnx. Raises ValueError, OSError."""
     from ultralytics import YOLO
 
     with torch.random.fork_rng(devices=()):
@@ -266,10 +248,7 @@ def outline(architecture: str) -> Outline:
 
 
 def weight_shapes(architecture: str, class_count: int) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of an architecture's weights; nothing of their size is held.
-
-    Raises ValueError for an architecture that is not known.
-    """
+    """Build without memory for weights. Raises ValueError for an unknown architecture."""
     with Weightless():
         return {name: tuple(tensor.shape) for name, tensor in _build(architecture, class_count).state_dict().items()}
 
@@ -319,7 +298,6 @@ _runtime_form = MadeOnce(_make_runtime_form, TEMPLATES_KEPT)
 
 
 def _sample(form: tuple[str, int]) -> dict[str, Tensor]:
-    """Weights as an architecture with so many labels may have them, float32."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         return _folded(_template(*form), _build(*form).state_dict())
@@ -339,10 +317,6 @@ def _folded(template: _Template, tensors: Mapping[str, Tensor]) -> dict[str, Ten
     model.fuse(verbose=False)
     names = weight_names(template.folded)
     return {name: tensor for name, tensor in model.state_dict().items() if name in names}
-
-
-def _size(expert: Expert) -> tuple[int, int]:
-    return expert.pixels.height, expert.pixels.width
 
 
 @lru_cache(maxsize=256)
@@ -374,11 +348,7 @@ def _building_alone() -> Iterator[None]:
 
 
 def _decoded(raw_boxes: Tensor, anchors: Tensor, scale: Tensor) -> Tensor:
-    """Boxes (boxes, 4) as left, top, right, bottom in input pixels, float32. ``raw_boxes``: (4 * bins, boxes).
-
-    Each side's distance from its anchor is the expectation of a distribution over bins (Generalized Focal Loss,
-    arXiv 2006.04388); a head with one bin answers with the distance itself.
-    """
+    """Corners in pixels, float32: a side is the expectation over bins (Generalized Focal Loss, arXiv 2006.04388)."""
     bins = raw_boxes.float().unflatten(0, (SIDES, len(raw_boxes) // SIDES))
     weights = torch.arange(bins.shape[1], dtype=torch.float32, device=bins.device).view(1, -1, 1)
     distances = (bins.softmax(1) * weights).sum(1) if bins.shape[1] > 1 else bins.squeeze(1)

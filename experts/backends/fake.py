@@ -134,13 +134,11 @@ def read_fake(expert: Expert) -> FakeModel:
 
 
 def _label_of(expert: Expert, prepared: Prepared) -> str:
-    """Any label, but the same one for the same picture, whatever the batch around it."""
     colour = prepared.tensor.mean(dim=(1, 2)).mul(64).round().to(torch.int32).tolist()
     return expert.labels[int.from_bytes(hashlib.sha256(repr(colour).encode()).digest()[:8]) % len(expert.labels)]
 
 
 def _seed(expert: str, name: str) -> int:
-    """Own bytes differ from expert to expert; shared ones do not."""
     text = f"{name}" if name != OWN else f"{name} {expert}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:WORD_BYTES])
 

@@ -1,6 +1,6 @@
-"""Which forms run on this CPU, found out by trying them, and in which torch's architectures can be packed.
+"""Forms that run on this CPU, found by trying them, and forms that torch's architectures can be packed in.
 
-Asked by packing, profiling, serving, ``coserve doctor`` and the tests, so that all give the same answer.
+Packing, profiling, serving, ``coserve doctor`` and the tests ask here, so all give the same answer.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 
 from experts.backends.onednn import operators as onednn
 from experts.backends.onednn.backend_forms import ONEDNN_NUMBERS
+from experts.backends.state_dict import DTYPES
 from experts.errors import WeightsMismatch
 from experts.expert import Expert, Precision
 
@@ -25,39 +26,28 @@ _INSTRUCTIONS = {  # as torch names them: of Intel and AMD, then of ARM
     Precision.BF16: ("avx512_bf16", "amx_bf16", "bf16"),
     Precision.FP16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
 }
-_TORCH_NUMBERS = {
-    Precision.FP32: torch.float32,
-    Precision.BF16: torch.bfloat16,
-    Precision.FP16: torch.float16,
-    Precision.INT8: torch.bfloat16,  # what language models of int8 matrices compute in
-}
 
 
 def executable_forms() -> frozenset[Precision]:
-    """Forms of torch's architectures: torch's own, which another processor may run, and what runs on this CPU."""
+    """torch's own forms, which another processor may run, and those that run on this CPU."""
     return TORCH_FORMS | {form for form in CPU_FORMS if why_absent(form) is None}
 
 
 def forms_here() -> tuple[Precision, ...]:
-    """All forms that run on this CPU, language models' too, in their order."""
     return tuple(form for form in Precision if why_absent(form) is None)
 
 
 def why_absent(precision: Precision) -> str | None:
-    """Why a form does not run on this CPU; None where its operators answered rightly on a tiny tensor.
-
-    A form is tried once in a process.
-    """
+    """None where the form's operators answered rightly on a tiny tensor: each form is tried once in a process."""
     if precision in ONEDNN_FORMS:
         return onednn.why_absent(ONEDNN_NUMBERS[precision])
-    return _runtime_fault() if precision is Precision.ONNXRUNTIME else _torch_fault(_TORCH_NUMBERS[precision])
+    if precision is Precision.ONNXRUNTIME:
+        return _runtime_fault()
+    return _torch_fault(DTYPES.get(precision, torch.bfloat16))  # int8 matrices are computed in bf16
 
 
 def multiplies(precision: Precision) -> bool:
-    """Does this CPU have instructions that multiply numbers of 16 bits, and may oneDNN use them?
-
-    Torch's answer for oneDNN alone is yes on every CPU with AVX-512, where most emulate bf16.
-    """
+    """CPU has 16-bit products and oneDNN may use them. oneDNN alone says yes for bf16 wherever AVX-512 is."""
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     if not any(capabilities.get(name) for name in _INSTRUCTIONS[precision]):
         return False
@@ -67,12 +57,12 @@ def multiplies(precision: Precision) -> bool:
 
 
 def runs_as(precision: Precision) -> Precision:
-    """The form; where it does not run on this CPU, the form of torch that runs in its place."""
+    """The form, or torch's form in its place where it does not run on this CPU."""
     return precision if precision not in CPU_FORMS or why_absent(precision) is None else precision.plain
 
 
 def require_executable(expert: Expert, precision: Precision) -> None:
-    """Raises WeightsMismatch, with the reason and what to choose, for a form that is not among them."""
+    """Raises WeightsMismatch with the reason and a remedy."""
     if precision in TORCH_FORMS:
         return
     reason = why_absent(precision) if precision in CPU_FORMS else "it is a form of language models"
@@ -81,7 +71,7 @@ def require_executable(expert: Expert, precision: Precision) -> None:
 
 
 def form_recipe(precision: Precision) -> str:
-    """What decides on the bytes of a form beside the expert; once it changes, all are packed again."""
+    """Versions and CPU that a form's bytes depend on: a change packs all experts again."""
     if precision not in CPU_FORMS or why_absent(precision) is not None:
         return ""
     if precision in ONEDNN_FORMS:

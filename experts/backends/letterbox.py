@@ -40,10 +40,8 @@ def filled(image: np.ndarray, spec: InputSpec) -> Prepared:
 
 
 def _scaled(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Without antialiasing."""
     return image if image.shape[:2] == (height, width) else cv2.resize(image, (width, height))
 
 
 def _padding(room: int) -> int:
-    """Pixels before the image along one axis; those of an odd room are rounded as ultralytics rounds them."""
-    return round(room / 2 - 0.1)
+    return round(room / 2 - 0.1)  # as ultralytics rounds an odd room

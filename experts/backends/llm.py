@@ -1,9 +1,7 @@
 """Language models: Hugging Face directories, of the families that ``experts.llm.config`` reads.
 
-An expert's weights are a directory: config.json, safetensors, the tokenizer's files. Its tensors are packed under the
-model's own names, so what models have in common bit for bit (a backbone, embeddings) is stored, read and held once, as
-for images' experts. Whoever serves texts runs ``LlmSkeleton.model`` in iterations (``experts.llm``): a model takes no
-images, so ``prepare`` and ``infer`` refuse them.
+Tensors are packed under the model's own names: what models have in common bit for bit (a backbone, embeddings) is
+stored, read and held once. Texts run through ``LlmSkeleton.model`` in iterations (``experts.llm``).
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ FP32_BYTES = 4
 
 
 class LlmSkeleton:
-    """One model over memory that somebody else owns. ``model`` runs it."""
+    """One model over borrowed memory. ``model`` runs it."""
 
     def __init__(self, spec: ArchSpec) -> None:
         self._spec = spec
@@ -59,7 +57,6 @@ class LlmSkeleton:
 
     @property
     def spec(self) -> ArchSpec:
-        """What it is a skeleton of."""
         return self._spec
 
     @property
@@ -73,7 +70,7 @@ class LlmSkeleton:
         self._model = Model(self._spec, tensors)
 
     def bind_offloaded(self, tensors: Mapping[str, Tensor], moe_experts: Mapping[int, MoeExperts]) -> None:
-        """The same, where ``tensors`` are the dense part alone, and somebody else runs the experts of these layers."""
+        """Bind the dense part alone; ``moe_experts`` run the experts of these layers."""
         self._model = Model(self._spec, tensors, moe_experts)
 
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
@@ -120,10 +117,7 @@ class LlmBackend:
 
 
 def _check_words(expert: Expert, files: Mapping[str, bytes]) -> None:
-    """What turns words into tokens, where it is there: without it a model still answers those who ask in tokens.
-
-    Raises TokenizerUnusable, WeightsMismatch for a label that it has no token for.
-    """
+    """Raises TokenizerUnusable, WeightsMismatch for a label without tokens. No tokenizer: only tokens can be asked."""
     if TOKENIZER not in files:
         return
     words = TextModel.of(files, expert.id)
@@ -140,10 +134,7 @@ def _can_spell(words: TextModel, label: str) -> bool:
 
 
 def iteration_bytes(spec: ArchSpec, itemsize: int, rows: int) -> int:
-    """The memory that one iteration takes beside weights, keys and values, from shapes: see ``Backend``.
-
-    The widest layer's tensors for TOKENS_AT_ONCE tokens, and for each row its logits, twice in fp32 for sampling.
-    """
+    """The widest layer's tensors for TOKENS_AT_ONCE, and for each row its logits, twice in fp32 for sampling."""
     widest = max(_layer_width(spec, number) for number in range(len(spec.layers)))
     per_token = 4 * spec.hidden_size + 2 * (spec.query_size + 2 * spec.kv_size) + widest
     return TOKENS_AT_ONCE * per_token * itemsize + rows * spec.vocab_size * (itemsize + 2 * FP32_BYTES)
@@ -160,13 +151,7 @@ def _layer_width(spec: ArchSpec, number: int) -> int:
 
 
 class _PackedTensors(Mapping[str, "Tensor"]):
-    """A checkpoint's tensors in execution dtype, each read when asked for: a model need not fit into memory beside it.
-
-    ``precision`` None: in their own dtype.
-
-    Asking raises LoadError, WeightsCorrupt for values that are not numbers, WeightsMismatch for those that the dtype
-    has no room for.
-    """
+    """Each tensor is read when asked for. ``precision`` None: in its own dtype. Raises as ``LlmBackend.pack``."""
 
     def __init__(self, checkpoint: Checkpoint, precision: Precision | None) -> None:
         self._checkpoint = checkpoint

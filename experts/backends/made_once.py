@@ -15,11 +15,7 @@ Key = TypeVarTuple("Key")
 
 
 class MadeOnce(Generic[*Key, Made]):
-    """Makes one thing for each key, one at a time, also when several threads ask at once.
-
-    Guarantees: what somebody holds is never made a second time, and is the same for all who ask; of what nobody holds,
-    the ``kept`` that were asked for last stay, and nothing else. An error of ``make`` is the asker's, and is not kept.
-    """
+    """Thread-safe. What is held is never made twice; of the rest the ``kept`` asked for last stay; errors do not."""
 
     def __init__(self, make: Callable[[*Key], Made], kept: int) -> None:
         self._make = make
@@ -31,7 +27,6 @@ class MadeOnce(Generic[*Key, Made]):
 
     @property
     def count(self) -> int:
-        """How many were made since the start."""
         return self._count
 
     def __call__(self, *key: *Key) -> Made:

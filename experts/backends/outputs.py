@@ -19,22 +19,19 @@ if TYPE_CHECKING:
 
 
 def require_numbers(expert: Expert, *outputs: Tensor) -> None:
-    """Raises OutputInvalid unless every value is a finite number.
-
-    To be asked of raw outputs: an infinite one becomes a score of 0 or 1 like any other.
-    """
+    """Raises OutputInvalid for NaN or infinity. Ask raw outputs: an infinite one becomes a score like any other."""
     if not all(_is_finite(output) for output in outputs):
         raise OutputInvalid(expert.id, "its output is not a number: check its weights, or use precision fp32")
 
 
 def require_several_labels(expert: Expert) -> None:
-    """Raises WeightsMismatch where a softmax would have nothing to choose from: it is then sure of every image."""
+    """Raises WeightsMismatch for a softmax of one label, which is sure of every image."""
     if len(expert.labels) < 2 and expert.task is not Task.MULTILABEL:
         raise WeightsMismatch(expert.id, ONE_LABEL)
 
 
 def label_by_label(expert: Expert, rows: Sequence[Sequence[float]]) -> tuple[Prediction, ...]:
-    """One prediction for each row of probabilities, one for each label, that do not exclude one another."""
+    """One prediction for each row of independent probabilities, one per label."""
     thresholds = dict(expert.thresholds)
     names = [(label, thresholds.get(label, HOLDS_FROM)) for label in expert.labels]
     return tuple(
@@ -52,5 +49,5 @@ def _of_outputs(expert: Expert, outputs: tuple[LabelScore, ...]) -> Prediction:
 
 
 def _is_finite(output: Tensor) -> bool:
-    """By its extremes, which are no numbers where any value is none: asking each value reads all of them five times."""
+    """Ask its extremes, NaN where any value is: asking each value reads all of them five times."""
     return not output.numel() or all(math.isfinite(extreme) for extreme in torch.stack(torch.aminmax(output)).tolist())

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def fitted(image: np.ndarray, spec: InputSpec) -> Prepared:
-    """The image as a classifier wants it: stretched to its size, or scaled and cut to it."""
     return cropped(image, spec) if spec.fit is Fit.CROPPED else stretched(image, spec)
 
 
@@ -33,10 +32,7 @@ def stretched(image: np.ndarray, spec: InputSpec) -> Prepared:
 
 
 def cropped(image: np.ndarray, spec: InputSpec) -> Prepared:
-    """The middle of the image, once it is scaled: what torchvision's Resize and CenterCrop make of a PIL image.
-
-    What the expert's size has beyond the scaled image is black, as there.
-    """
+    """Crop as torchvision's Resize and CenterCrop do with a PIL image; beyond the scaled image is black, as there."""
     require_rgb(image)
     height, width = image.shape[:2]
     scaled_height, scaled_width = _resized(height, width, spec.resize)
@@ -62,7 +58,6 @@ def normalized(image: np.ndarray, normalize: str | Normalization) -> Tensor:
 
 
 def require_rgb(image: np.ndarray) -> None:
-    """ValueError unless uint8 (height, width, 3) with at least one pixel."""
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
         raise ValueError(f"an image is uint8 (height, width, 3), not {image.dtype} {image.shape}")
 
@@ -79,5 +74,4 @@ def _resized(height: int, width: int, wanted: int | tuple[int, int] | None) -> t
 
 
 def _before(scaled: int, wanted: int) -> int:
-    """Pixels before the middle, rounded as torchvision does; fewer than none where there are too few."""
-    return round((scaled - wanted) / 2) if scaled >= wanted else -((wanted - scaled) // 2)
+    return round((scaled - wanted) / 2) if scaled >= wanted else -((wanted - scaled) // 2)  # as torchvision rounds

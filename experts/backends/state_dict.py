@@ -24,28 +24,24 @@ DTYPES = {
     Precision.ONNXRUNTIME: torch.float32,
     Precision.ONEDNN_FP32: torch.float32,
     Precision.ONEDNN_BF16: torch.bfloat16,
-    Precision.ONEDNN_INT8: torch.float32,  # whatever is in eight bits is made of that
+    Precision.ONEDNN_INT8: torch.float32,  # eight bits are made of that
 }
 NAMES_SHOWN = 4
 
 
 def fit(expert: Expert, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors found, in the architecture's order and dtypes, without BatchNorm's count of training batches.
-
-    ``expected`` may lie on the meta device. Raises WeightsMismatch with the names that do not fit, WeightsCorrupt where
-    a value is not a number.
-    """
+    """Cast like ``expected``, which may be on meta. Raises WeightsMismatch with names, WeightsCorrupt for NaN."""
     wanted = {name: tensor for name, tensor in expected.items() if not _is_count(name)}
     given = {name: tensor for name, tensor in found.items() if not _is_count(name)}
     reshaped = [name for name in wanted if name in given and wanted[name].shape != given[name].shape]
     _refuse_other_labels(expert, reshaped, given, wanted)
+    shapes = [f"{name} {tuple(given[name].shape)} instead of {tuple(wanted[name].shape)}" for name in reshaped]
     complaints = [
         _complaint("missing", [name for name in wanted if name not in given]),
         _complaint("unexpected", [name for name in given if name not in wanted]),
-        _complaint("of another shape", [_shapes(name, given, wanted) for name in reshaped]),
+        _complaint("of another shape", shapes),
     ]
-    if any(complaints):
-        text = "; ".join(complaint for complaint in complaints if complaint)
+    if text := "; ".join(complaint for complaint in complaints if complaint):
         raise WeightsMismatch(expert.id, f"{expert.weights} is not a {expert.architecture}: {text}")
     for name, tensor in given.items():
         if not is_finite(tensor):
@@ -91,10 +87,6 @@ def _complaint(what: str, names: Sequence[str]) -> str:
         return ""
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return f"{what}: {', '.join(names[:NAMES_SHOWN])}{more}"
-
-
-def _shapes(name: str, given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
-    return f"{name} {tuple(given[name].shape)} instead of {tuple(wanted[name].shape)}"
 
 
 def _is_count(name: str) -> bool:

@@ -6,6 +6,5 @@ import torch
 
 
 def await_writes(device: torch.device) -> None:
-    """Wait until what torch writes on this thread's stream is written, for whoever reads it on another stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from experts.expert import Expert
 
 LABELS = "labels"  # in the metadata of a .safetensors file: a JSON list
-SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors tells what the system refused
+SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # in safetensors' messages
 
 
 @contextmanager
 def saving(path: Path) -> Iterator[None]:
-    """What the disk refuses while safetensors writes ``path``, as the OSError that it was."""
+    """Turn safetensors' error back into the OSError of the disk."""
     try:
         yield
     except SafetensorError as error:
@@ -45,11 +45,7 @@ def saving(path: Path) -> Iterator[None]:
 
 
 def read_state_dict(expert: Expert) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file, whose labels are the line's.
-
-    Raises WeightsRefused for any other kind, .pt with the way to import it, and WeightsMismatch for labels that are in
-    another order.
-    """
+    """Raises WeightsRefused for all but .safetensors, WeightsMismatch for labels in another order."""
     if expert.weights.suffix in {".pt", ".pth"}:
         target = expert.weights.with_suffix(".safetensors")
         raise WeightsRefused(
@@ -60,13 +56,13 @@ def read_state_dict(expert: Expert) -> dict[str, Tensor]:
     if expert.weights.suffix != ".safetensors":
         raise WeightsRefused(expert.id, f"{expert.weights}: {expert.architecture} takes a .safetensors file")
     tensors, names = read_tensors(expert.id, expert.weights), told_labels(expert.weights)
-    if names is not None and len(names) == len(expert.labels):  # other numbers are of another head, or of its trainer
+    if names is not None and len(names) == len(expert.labels):  # else they are of another head
         require_names(expert, names)
     return tensors
 
 
 def told_labels(path: Path) -> tuple[str, ...] | None:
-    """The labels that a file tells of, in the order of its outputs: in .safetensors as an import wrote them down."""
+    """A file's labels in the order of its outputs; None where it tells none. In .safetensors an import notes them."""
     try:
         if path.suffix == ".onnx":
             return read_heading(str(path), path).names
@@ -78,10 +74,7 @@ def told_labels(path: Path) -> tuple[str, ...] | None:
 
 
 def read_onnx(expert: str, path: Path, *, gathers: bool = False) -> onnx.ModelProto:
-    """A complete ONNX model, checked. ``gathers``: take in weights that lie in other files of its folder.
-
-    Raises WeightsRefused where they do, and are not to be gathered or cannot be.
-    """
+    """A complete ONNX model, checked. Raises WeightsRefused for weights in other files, unless it ``gathers`` them."""
     model = read_graph(expert, path)
     try:
         if is_scattered(model):
@@ -105,7 +98,6 @@ def read_graph(expert: str, path: Path) -> onnx.ModelProto:
 
 
 def is_scattered(model: onnx.ModelProto) -> bool:
-    """Whether weights of a graph lie in other files than its own, as torch exports it by default."""
     return any(uses_external_data(tensor) for tensor in model.graph.initializer)
 
 
@@ -155,7 +147,7 @@ def _missing(expert: str, path: Path) -> WeightsMissing:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether every value is a number. By the extremes, which a NaN or an infinity becomes, and which copy nothing."""
+    """Ask the extremes, which NaN or infinity becomes: nothing is copied."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))

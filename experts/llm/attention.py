@@ -36,10 +36,7 @@ class Attention:
         self._masks = [_chunk_mask(row, batch.positions.device) for row in batch.prefill_rows]
 
     def run(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Keep the tokens' keys and values, then let each token attend to its sequence up to itself.
-
-        ``queries`` (tokens, heads, head size), the others (tokens, kv heads, head size); gives queries' shape.
-        """
+        """Keep keys and values, then attend causally; all (tokens, heads or kv heads, head size)."""
         batch = self._batch
         self._key_values.append(layer, keys, values)
         if not batch.prefill_count and self._is_one_call:
@@ -87,11 +84,7 @@ def prefill_attention(queries: Tensor, stored: Stored, mask: Tensor | None) -> T
 
 
 def reference_attention(queries: Tensor, keys: Tensor, values: Tensor, rows: Sequence[Row]) -> Tensor:
-    """The same for whole sequences by the formula (arXiv 1706.03762, equation 1).
-
-    ``queries``: of the rows' tokens; ``keys`` and ``values``: of each row's sequence from its first token on, rows one
-    after the other, all as (tokens, heads or kv heads, head size).
-    """
+    """Formula of arXiv 1706.03762, equation 1; ``keys``, ``values``: of whole sequences, row after row."""
     group = queries.shape[1] // keys.shape[1]
     attended, start, stored_start = [], 0, 0
     for row in rows:

@@ -37,8 +37,6 @@ NAMES_SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as its file's header tells of it."""
-
     file: Path
     shape: Shape
     number_format: str
@@ -59,12 +57,10 @@ class Checkpoint:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The model's names of all that can be read."""
         return tuple(self._parts)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the checkpoint is in: the dtype of its embedding."""
         _, (embedding,) = self._parts[EMBEDDING]
         return FORMATS[self._stored[embedding.name].number_format]
 
@@ -110,11 +106,7 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Path, expert: str, spec: ArchSpec) -> Checkpoint:
-    """The tensors of a directory for this model.
-
-    Raises WeightsMissing, WeightsCorrupt, WeightsRefused for a pickle, LoadError, WeightsMismatch with all that does
-    not fit.
-    """
+    """Raises WeightsMissing, WeightsCorrupt, LoadError, WeightsRefused (a pickle), WeightsMismatch with all names."""
     files = {path: _open(path, expert) for path in _files(directory, expert)}
     stored: dict[str, StoredTensor] = {}
     for path, file in files.items():
@@ -176,7 +168,6 @@ def _check_index(directory: Path, expert: str, stored: Mapping[str, StoredTensor
 
 
 def _form_in(assembly: Assembly, stored: Mapping[str, StoredTensor]) -> tuple[Part, ...]:
-    """The form that a checkpoint has anything of; the usual one where it has nothing."""
     there = (form for form in assembly.forms if any(part.name in stored for part in form))
     return next(there, assembly.forms[0])
 

@@ -98,26 +98,20 @@ class RopeKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary positions. ``factor`` stretches the ``trained_positions``; the rest is read by its kind alone.
-
-    ``slow_turns`` and ``fast_turns``: how often a frequency turns within the trained positions, where it counts as slow
-    (stretched) and as fast (left as it is); between them it is blended. ``magnitude`` scales cosine and sine.
-    """
+    """Rotary positions; beside ``factor``, each field is read by some kinds alone."""
 
     theta: float
     kind: RopeKind = RopeKind.DEFAULT
-    factor: float = 1.0
+    factor: float = 1.0  # stretches the ``trained_positions``
     trained_positions: int = 0
-    slow_turns: float = 1.0
-    fast_turns: float = 1.0
+    slow_turns: float = 1.0  # within the trained positions, of frequencies that are stretched
+    fast_turns: float = 1.0  # and of those left as they are; between them it is blended
     is_ramp_rounded: bool = True
-    magnitude: float = 1.0
+    magnitude: float = 1.0  # scales cosine and sine
 
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """A layer's experts: how many, of what width, and how a token is shared out among them."""
-
     moe_experts: int
     per_token: int
     size: int
@@ -126,28 +120,20 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer's feed-forward part; attention is alike in all layers.
+    """One layer's feed-forward part; attention is alike in all layers."""
 
-    Without ``moe`` it is an MLP of width ``mlp_size``. With it, ``mlp_size`` is the MLP that runs beside the experts:
-    a shared expert behind a sigmoid gate, or joined as ``residual`` says; 0: there is none.
-    """
-
-    mlp_size: int
+    mlp_size: int  # with ``moe``, of the MLP beside it, behind a sigmoid gate or joined as ``residual`` says; 0: none
     moe: MoeSpec | None = None
     residual: Residual | None = None
 
     @property
     def has_shared_expert(self) -> bool:
-        """Whether every token also goes through one expert of its own gate (Qwen2-MoE)."""
-        return self.moe is not None and self.mlp_size > 0 and self.residual is None
+        return self.moe is not None and self.mlp_size > 0 and self.residual is None  # Qwen2-MoE's
 
 
 @dataclass(frozen=True, slots=True)
 class ArchSpec:
-    """All that decides which tensors a model has and what is computed from them. Sizes in elements.
-
-    ``rope`` None: positions are learned, one vector for each of ``max_positions``.
-    """
+    """Decides which tensors a model has and what is computed from them. Sizes in elements."""
 
     family: Family
     vocab_size: int
@@ -157,7 +143,7 @@ class ArchSpec:
     head_size: int
     max_positions: int
     norm_epsilon: float
-    rope: RopeSpec | None
+    rope: RopeSpec | None  # None: positions are learned, one vector for each of ``max_positions``
     layers: tuple[LayerSpec, ...]
     mlp: Mlp = Mlp.SWIGLU
     norm: Norm = Norm.RMS
@@ -170,12 +156,10 @@ class ArchSpec:
 
     @property
     def query_size(self) -> int:
-        """The width of all queries of a token."""
         return self.heads * self.head_size
 
     @property
     def kv_size(self) -> int:
-        """The width of all keys of a token, and of all its values."""
         return self.kv_heads * self.head_size
 
     def kv_bytes(self, itemsize: int) -> int:
@@ -184,10 +168,7 @@ class ArchSpec:
 
 
 def read_spec(directory: Path, expert: str) -> ArchSpec:
-    """What ``directory``'s config.json describes.
-
-    Raises WeightsMissing, WeightsCorrupt where it is no JSON object, ModelUnsupported naming the field.
-    """
+    """Raises WeightsMissing, WeightsCorrupt where config.json is no JSON object, ModelUnsupported naming the field."""
     path = directory / CONFIG_NAME
     try:
         content = path.read_bytes()
@@ -202,7 +183,7 @@ def stored_dtype(directory: Path) -> str | None:
     """The dtype that a directory's config.json says its tensors have, as torch calls it; None where it says none."""
     try:
         values = json.loads((directory / CONFIG_NAME).read_bytes())
-    except (OSError, ValueError):  # told by whoever reads it to pack it
+    except (OSError, ValueError):  # packing tells the reason
         return None
     named = (values.get("dtype") or values.get("torch_dtype")) if isinstance(values, dict) else None
     return named if isinstance(named, str) else None
@@ -423,7 +404,6 @@ class _Fields:
         return _Fields(value or {}, self.expert, f"{self.prefix}{name}.")
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """At least 1, unless the default is 0: then 0 may also be written."""
         least = 0 if default == 0 else 1
         return int(self._take(name, default, "a whole number", lambda value: _is_integer(value) and value >= least))
 
@@ -451,7 +431,6 @@ class _Fields:
         return kind(value)
 
     def expect(self, name: str, served: tuple[Any, ...], default: object) -> None:
-        """Refuse a field that says anything but this."""
         value = self.values.get(name, default)
         if value is not None and value not in served:
             raise self.refused(name, f"{value!r} is not served: {served[0]!r} is needed")

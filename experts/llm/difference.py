@@ -20,20 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OutputDifference:
-    """Over ``tokens`` positions; logits compared in fp32.
+    """Comparison over positions of texts; logits in fp32."""
 
-    ``relative_error``: the root of mean squares of what differs, over that of the reference's logits. ``divergence``:
-    the mean Kullback-Leibler divergence of what may follow, in nats. ``same_best``: the share of positions at which
-    both hold the same token likeliest. ``loss`` and ``reference_loss``: the mean negative log likelihood of the texts
-    themselves, in nats a token.
-    """
-
-    tokens: int
+    tokens: int  # positions
     largest: float
-    relative_error: float
-    divergence: float
-    same_best: float
-    loss: float
+    relative_error: float  # root mean square of the difference, over that of the reference's logits
+    divergence: float  # mean Kullback-Leibler divergence of what may follow, in nats
+    same_best: float  # share of positions at which both hold the same token likeliest
+    loss: float  # mean negative log likelihood of the texts, in nats a token
     reference_loss: float
 
     def __str__(self) -> str:
@@ -80,7 +74,6 @@ def _compare(reference: Model, model: Model, text: Sequence[int]) -> tuple[Tenso
 
 
 def _logits(model: Model, text: Sequence[int]) -> Tensor:
-    """What a model says behind all tokens but the last, in fp32 on the CPU."""
     batch = TokenBatch.of([Chunk(0, 0, text[:-1])], model.device)
     key_values = ContiguousKeyValues(model.spec, model.dtype, model.device)
     return model.logits(model.hidden(batch, key_values)).float().cpu()

@@ -20,7 +20,7 @@ from experts.llm.config import Mlp
 from experts.llm.quant import Int8Matrix, project
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -40,33 +40,28 @@ Way: TypeAlias = "Callable[[Tensor, MappingTable, MlpWeights], Tensor]"
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """A feed-forward network, or several of one form with the experts as first dimension.
-
-    ``up``: (width, hidden); for ``SWIGLU`` (2 * width, hidden), the gate's rows first. ``down``: (hidden, width).
-    """
+    """A feed-forward network, or several with the experts as first dimension."""
 
     kind: Mlp
-    up: Matrix
-    down: Matrix
+    up: Matrix  # (width, hidden); for ``SWIGLU`` (2 * width, hidden), the gate's rows first
+    down: Matrix  # (hidden, width)
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
     def of(self, moe_expert: int) -> MlpWeights:
-        """One of several experts."""
         up_bias = None if self.up_bias is None else self.up_bias[moe_expert]
         down_bias = None if self.down_bias is None else self.down_bias[moe_expert]
         return MlpWeights(self.kind, self.up[moe_expert], self.down[moe_expert], up_bias, down_bias)
 
 
 class MoeExperts(Protocol):
-    """One layer's experts that are not all at hand: whoever holds them runs them."""
+    """One layer's experts that are not all at hand: the memory that holds them runs them."""
 
     def run(self, tokens: Tensor, table: MappingTable) -> Tensor:
         """See ``run_moe_experts``, which gives the same."""
 
 
 def plain(matrices: Matrix) -> Tensor:
-    """Matrices that are not quantised, as what multiplies them together at once wants them."""
     assert not isinstance(matrices, Int8Matrix), "quantised experts are run one by one"
     return matrices
 
@@ -109,23 +104,20 @@ def combine(computed: Tensor, table: MappingTable, dtype: torch.dtype) -> Tensor
 
 
 def way_of_running(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Way:
-    """How to run the experts of these pairs, by how many there are and how evenly they are spread.
+    """Choose by how many pairs there are and how evenly they are spread.
 
-    On a CPU few pairs go through a loop. Padded experts are one multiplication, whose threads meet once instead of once
-    for each expert: beside other work on the same cores that is four times faster (1024 tokens, 128 experts, 256 wide).
-    Quantised experts go through the loop, where each is multiplied as suits its own rows.
+    Few pairs, and quantised experts, go through a loop. Padded experts are one multiplication, whose threads meet once:
+    four times faster beside other work on the same cores (1024 tokens, 128 experts, 256 wide).
     """
     is_looped = len(scattered) < LOOPED_PAIRS_AN_EXPERT * len(table.ends)
     if is_looped or isinstance(weights.up, Int8Matrix) or isinstance(weights.down, Int8Matrix):
         return run_each
-    if not scattered.is_cuda and _padded_rows(table) <= PADDED_ROWS_A_PAIR * len(scattered):
-        return run_padded
+    if not scattered.is_cuda:
+        padded_rows = len(table.ends) * int(_counts(table).max())
+        if padded_rows <= PADDED_ROWS_A_PAIR * len(scattered):
+            return run_padded
     is_aligned = all(_is_aligned(matrix) for matrix in (scattered, weights.up, weights.down))
     return run_grouped if is_aligned else run_each
-
-
-def _padded_rows(table: MappingTable) -> int:
-    return len(table.ends) * int(_counts(table).max())
 
 
 def _counts(table: MappingTable) -> Tensor:
@@ -143,7 +135,7 @@ def run_each(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Ten
     """Each expert that has tokens, one after the other."""
     computed = torch.empty_like(scattered)
     start = 0
-    for moe_expert, end in enumerate(_ends(table)):
+    for moe_expert, end in enumerate(table.ends.tolist()):
         if end > start:
             computed[start:end] = run_mlp(scattered[start:end], weights.of(moe_expert))
         start = end
@@ -179,8 +171,3 @@ def _batched(rows: Tensor, matrices: Tensor, biases: Tensor | None) -> Tensor:
     if biases is None:
         return torch.bmm(rows, matrices.transpose(1, 2))
     return torch.baddbmm(biases.unsqueeze(1), rows, matrices.transpose(1, 2))
-
-
-def _ends(table: MappingTable) -> Sequence[int]:
-    ends: list[int] = table.ends.tolist()
-    return ends

@@ -20,24 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MappingTable:
-    """Pairs of a token and one of its experts; pair ``token * per_token + n`` is a token's n-th choice.
+    """Pairs of a token and one of its experts; pair ``token * per_token + n`` is a token's n-th choice."""
 
-    ``order``: the pairs sorted by expert, then token (int64); ``source``: their tokens, ``moe_expert``: their experts;
-    ``ends``: cumulative, where each expert's pairs end (int32); ``weight``: (tokens, per_token) fp32.
-    """
-
-    order: Tensor
-    source: Tensor
-    moe_expert: Tensor
-    ends: Tensor
-    weight: Tensor
+    order: Tensor  # the pairs sorted by expert, then token, int64
+    source: Tensor  # their tokens
+    moe_expert: Tensor  # their experts
+    ends: Tensor  # cumulative, where each expert's pairs end, int32
+    weight: Tensor  # (tokens, per_token) fp32
 
 
 def route(logits: Tensor, spec: MoeSpec) -> MappingTable:
-    """The table for gate logits (tokens, experts): softmax over all in fp32, then the largest ``per_token``.
-
-    Where ``spec`` says so, their weights are made to sum to 1: Mixtral always, others by ``norm_topk_prob``.
-    """
+    """Softmax of (tokens, experts) in fp32, then top ``per_token``; Mixtral's, and by ``norm_topk_prob``, sum to 1."""
     weight, chosen = logits.float().softmax(dim=-1).topk(spec.per_token, dim=-1)
     if spec.is_normalised:
         weight = weight / weight.sum(dim=-1, keepdim=True)
@@ -50,10 +43,5 @@ def mapping_table(chosen: Tensor, weight: Tensor, moe_experts: int) -> MappingTa
     keys = chosen.reshape(-1).to(torch.uint8 if moe_experts <= 256 else torch.int16)
     moe_expert, order = torch.sort(keys, stable=True)
     counts = torch.bincount(keys, minlength=moe_experts)
-    return MappingTable(
-        order=order,
-        source=order // chosen.shape[1],
-        moe_expert=moe_expert.to(torch.int64),
-        ends=counts.cumsum(dim=0).to(torch.int32),
-        weight=weight,
-    )
+    ends = counts.cumsum(dim=0).to(torch.int32)
+    return MappingTable(order, order // chosen.shape[1], moe_expert.to(torch.int64), ends, weight)

@@ -1,11 +1,10 @@
-"""Where keys and values of the tokens so far are kept, between one iteration and the next.
+"""Keys and values of the tokens so far, kept between iterations.
 
-``KeyValues`` is the seam to whoever schedules: it knows how memory is shared out; the model asks once an iteration for
-room for its tokens, then appends and reads layer by layer. ``ContiguousKeyValues`` gives each sequence one slot of one
-buffer for each layer: what is read is a view, nothing is gathered.
+``KeyValues`` is the seam to scheduling: the model asks once an iteration for room for its tokens, then appends and
+reads layer by layer. ``ContiguousKeyValues`` gives each sequence one slot of one buffer per layer: reads are views.
 
-Guarantees: a sequence's keys and values are what was appended for it, whatever else was in the batch; a released
-sequence's room is used again; nobody reads memory that was never written, whose numbers may be none.
+Guarantees: a sequence reads what was appended for it, whatever else was in the batch; a released sequence's room is
+used again; memory that was never written is never read, as it may hold NaN.
 """
 
 from __future__ import annotations
@@ -37,16 +36,11 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLayout:
-    """How some of the decode rows lie in what ``decode`` gives, the same for every layer.
+    """How some of the decode rows lie in what ``decode`` gives, the same for every layer."""
 
-    ``mask``: (sequences, 1, 1, positions), true where there is a token of the sequence; None where all are.
-    ``places``: at which sequence each row stands; None: row i is sequence i, and there are no others.
-    ``rows``: which of the decode rows these are, counted from the first.
-    """
-
-    mask: Tensor | None
-    places: Tensor | None
-    rows: slice | Tensor = field(default_factory=lambda: slice(None))
+    mask: Tensor | None  # (sequences, 1, 1, positions), true where a sequence has a token; None: everywhere
+    places: Tensor | None  # at which sequence each row stands; None: row i is sequence i, and there are no others
+    rows: slice | Tensor = field(default_factory=lambda: slice(None))  # of the decode rows, counted from the first
 
 
 class BatchKeyValues(Protocol):
@@ -70,21 +64,14 @@ class KeyValues(Protocol):
     """All sequences' keys and values of one model."""
 
     def reserve(self, batch: TokenBatch) -> BatchKeyValues:
-        """Make room for a batch's tokens. ValueError where one begins beyond the end of what its sequence holds.
-
-        One that begins before it goes on from there: what came after is forgotten.
-        """
+        """Room for a batch. A row before its sequence's end cuts it there; ValueError for one beyond its end."""
 
     def release(self, sequence: int) -> None:
         """Forget a sequence. Idempotent."""
 
 
 class ContiguousKeyValues:
-    """A slot for each sequence, in one buffer for each layer; slots and their length grow by doubling.
-
-    A decode batch is read as one range of slots, with those between its own that belong to others or to nobody: they
-    are computed and thrown away, which costs less than gathering until half of the range is such.
-    """
+    """Slots grow by doubling. Decode rows are one range with what lies between, cheaper than gathering up to half."""
 
     def __init__(self, spec: ArchSpec, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         shape = (FIRST_SLOTS, spec.kv_heads, FIRST_POSITIONS, spec.head_size)
@@ -97,12 +84,10 @@ class ContiguousKeyValues:
 
     @property
     def sequences(self) -> dict[int, int]:
-        """How many tokens are kept of each sequence."""
         return dict(self._lengths)
 
     @property
     def size_bytes(self) -> int:
-        """What the buffers take."""
         return sum(buffer.nbytes for buffer in (*self._keys, *self._values))
 
     def reserve(self, batch: TokenBatch) -> BatchOfSlots:

@@ -67,10 +67,7 @@ class FeedForwardWeights:
 
 
 class Model:
-    """One language model over tensors that somebody else owns, by the model's names (``experts.llm.names``).
-
-    ``moe_experts``: by layer, those whose tensors are not among them; whoever holds them runs them.
-    """
+    """One model over borrowed tensors (``names``). ``moe_experts``: by layer, those that another memory holds."""
 
     def __init__(
         self, spec: ArchSpec, tensors: Mapping[str, Tensor], moe_experts: Mapping[int, MoeExperts] | None = None
@@ -128,7 +125,7 @@ class Model:
         with torch.inference_mode():
             return project(self._normed(hidden, self._norm, self._norm_bias), self._head)
 
-    # -- the steps of a pass, for whoever runs several models in one (``experts.llm.serving.family``) --
+    # -- steps of a pass: ``experts.llm.serving.family`` runs several models in one --
 
     @property
     def parts(self) -> tuple[object, ...]:
@@ -138,7 +135,6 @@ class Model:
         return ((self._embedding, self._positions), *of_layers, (self._norm, self._norm_bias, self._head))
 
     def rotation(self, positions: Tensor) -> Rotation | None:
-        """How queries and keys at these positions are turned; None where positions are embedded instead."""
         return None if self._rope is None else self._rope.at(positions, self.dtype)
 
     def embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
@@ -198,10 +194,7 @@ def feed_forward(tokens: Tensor, layer: LayerSpec, weights: FeedForwardWeights) 
 
 
 def load_model(directory: Path, expert: str, dtype: torch.dtype | None = None) -> Model:
-    """The model of a Hugging Face directory on the CPU, in its own dtype or this one.
-
-    Raises what ``read_spec`` and ``open_checkpoint`` raise.
-    """
+    """A Hugging Face directory's model, on the CPU. Raises as ``read_spec`` and ``open_checkpoint``."""
     spec = read_spec(directory, expert)
     return Model(spec, open_checkpoint(directory, expert, spec).read_all(dtype))
 

@@ -32,8 +32,6 @@ EXPERTS = ".experts."  # between a layer's name and that of a tensor of all its 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor as a checkpoint has it."""
-
     name: str
     shape: Shape
 

@@ -1,11 +1,10 @@
-"""A language model's program: what its directory says beside the weights, as one run of bytes.
+"""A language model's program: its directory's small files as one run of bytes.
 
-Guarantees: equal files make equal bytes, whatever the order they were read in and whatever else the directory holds, so
-that models of one config and one tokenizer share a program; what ``files_of`` returns is what ``pack_program`` was
-given, byte for byte. The bytes of a program are written by packing and checked by their sha256: nothing here guards
-against others.
+Guarantees: equal files make equal bytes, in any order, so models of one config and tokenizer share a program;
+``files_of`` returns what ``pack_program`` was given. Packing writes programs and their sha256 is checked: nothing here
+guards against other bytes.
 
-In the program: a line of JSON, [[name, bytes], ...] in the order of the names, then the files, one after the other.
+Format: a line of JSON, [[name, bytes], ...] in the order of the names, then the files, one after the other.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ LARGEST_FILE_BYTES = 64 * 1024 * 1024  # a tokenizer of a million tokens has a t
 
 
 def read_program(directory: Path, expert: str) -> dict[str, bytes]:
-    """The files of a model's directory that make its program, as far as they are there: config.json at least.
-
-    Raises WeightsMissing, WeightsCorrupt for one that is no such file by its size, LoadError.
-    """
+    """config.json at least. Raises WeightsMissing, WeightsCorrupt for a file that is too large, LoadError."""
     files: dict[str, bytes] = {}
     for name in PROGRAM_FILES:
         path = directory / name
@@ -50,7 +46,6 @@ def read_program(directory: Path, expert: str) -> dict[str, bytes]:
 
 
 def pack_program(files: Mapping[str, bytes]) -> bytes:
-    """The program of these files."""
     names = sorted(files)
     table = json.dumps([[name, len(files[name])] for name in names])
     return b"".join((table.encode(), b"\n", *(files[name] for name in names)))

@@ -1,13 +1,11 @@
 """Weight-only int8: matrices in a byte a number, each output channel with a scale of its own; tokens stay as they are.
 
-Guarantees: what is computed is the same, up to rounding, by either way of multiplying; a scale is rounded before its
-channel's numbers are, so its rounding adds nothing to their error: half a step, a 254th of the channel's largest.
-Symmetric: zero is zero. An embedding that is the head, too, is quantised with it, a scale for each token. Others are
-not, nor are norms, gates, coefficients and biases: they are small, or are looked up and not multiplied, or decide who
-computes.
+Guarantees: both ways of multiplying compute the same, up to rounding. A scale is rounded before its channel's numbers,
+so a number's error is half a step, a 254th of the channel's largest. Zero is zero. A tied embedding is quantised with
+the head, a scale for each token. Other embeddings, norms, gates, coefficients and biases are not quantised.
 
-Few rows multiply int8 as it lies, in half the time of bf16: reading the matrix is what takes time. Many rows multiply a
-copy in their own dtype: then computing does, and the kernel for bytes is slower at that (see FEW_ROWS).
+Few rows multiply int8 as it lies, in half the time of bf16: reading the matrix takes the time. Many rows multiply a
+copy in their own dtype, as computing then takes the time (see FEW_ROWS).
 """
 
 from __future__ import annotations
@@ -57,7 +55,6 @@ class Int8Matrix:
     scale: Tensor
 
     def __getitem__(self, number: int) -> Int8Matrix:
-        """One of several."""
         return Int8Matrix(self.values[number], self.scale[number])
 
 
@@ -115,17 +112,14 @@ def quantise(matrix: Tensor, dtype: torch.dtype) -> Int8Matrix:
 
 
 def dequantise(matrix: Int8Matrix) -> Tensor:
-    """What it stands for, in fp32."""
     return matrix.values.float() * matrix.scale.float().unsqueeze(-1)
 
 
 def is_quantised(name: str, *, is_tied: bool = False) -> bool:
-    """Whether a model's tensor of this name is held in int8: the matrices that all tokens are multiplied with."""
     return name == (EMBEDDING if is_tied else HEAD) or name.endswith((".qkv", ".output", ".up", ".down"))
 
 
 def looked_up(token_ids: Tensor, table: Matrix) -> Tensor:
-    """The rows of these tokens, in the dtype of computation."""
     if not isinstance(table, Int8Matrix):
         return embedding(token_ids, table)
     return table.values[token_ids].to(table.scale.dtype) * table.scale[token_ids].unsqueeze(-1)
@@ -138,10 +132,7 @@ def matrix_of(tensors: Mapping[str, Tensor], name: str) -> Matrix:
 
 
 class Int8Tensors(Mapping[str, "Tensor"]):
-    """A model's tensors with their matrices in int8, each quantised when asked for; then its scales are at hand.
-
-    ``source``: the same in the dtype that is computed in, or a finer one. Asking raises what the source raises.
-    """
+    """Each matrix is quantised when asked for, its scales then at hand. Raises what ``source`` raises."""
 
     def __init__(self, source: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> None:
         self._source = source
@@ -173,5 +164,4 @@ class Int8Tensors(Mapping[str, "Tensor"]):
 
 
 def weight_bytes(tensors: Iterable[Tensor]) -> int:
-    """What tensors take, padding not counted."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

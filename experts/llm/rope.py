@@ -34,14 +34,12 @@ class Rotation:
 
 
 class Rope:
-    """A model's rotary frequencies, on its device."""
-
     def __init__(self, spec: RopeSpec, head_size: int, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(spec, head_size).to(device)
         self._magnitude = spec.magnitude
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """The rotation of tokens at these positions; angles in fp32 whatever the dtype."""
+        """The rotation of tokens at these positions; angles always in fp32."""
         angles = positions.to(torch.float32)[:, None, None] * self._frequencies
         angles = torch.cat((angles, angles), dim=-1)
         cosine, sine = angles.cos() * self._magnitude, angles.sin() * self._magnitude

@@ -1,7 +1,7 @@
 """Dispatch by one-hot masks and sparse einsums (GShard, arXiv 2006.16668, algorithm 1): what the table replaces.
 
-It serves nobody: tests compare the table's results with it, the benchmark its time. Tokens S, experts E, places C of an
-expert; a mask of S * E * C numbers says who stands where, and most of what is multiplied with it is zero. C is as many
+For tests, which compare results, and the benchmark, which compares times. Tokens S, experts E, places C of an expert;
+a mask of S * E * C numbers says who stands where, and most of what is multiplied with it is zero. C is as many
 as the fullest expert has, so that nothing is dropped.
 """
 
@@ -45,13 +45,11 @@ def sparse_route(logits: Tensor, spec: MoeSpec) -> SparseMasks:
 
 
 def sparse_scatter(tokens: Tensor, masks: SparseMasks) -> Tensor:
-    """(experts, places, hidden)."""
-    return torch.einsum("sec,sm->ecm", masks.dispatch.to(tokens.dtype), tokens)
+    return torch.einsum("sec,sm->ecm", masks.dispatch.to(tokens.dtype), tokens)  # (experts, places, hidden)
 
 
 def sparse_combine(computed: Tensor, masks: SparseMasks) -> Tensor:
-    """(tokens, hidden) of (experts, places, hidden)."""
-    return torch.einsum("sec,ecm->sm", masks.combine.to(computed.dtype), computed)
+    return torch.einsum("sec,ecm->sm", masks.combine.to(computed.dtype), computed)  # (tokens, hidden)
 
 
 def run_sparse(tokens: Tensor, masks: SparseMasks, weights: MlpWeights) -> Tensor:

@@ -27,7 +27,6 @@ class Row:
 
     @property
     def end(self) -> int:
-        """How many tokens of the sequence there are with these."""
         return self.first + self.count
 
 
@@ -42,17 +41,13 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Tokens, (tokens) int64, with their positions, and whose they are: prefill rows first, decode rows last.
-
-    Decode rows are those at the end with one token each; attention runs them together. ``last``: where each row's last
-    token stands; ``starts``: its first.
-    """
+    """Tokens of many sequences: prefill rows first, then decode rows, of one token each."""
 
     token_ids: Tensor
     positions: Tensor
     rows: tuple[Row, ...]
-    starts: tuple[int, ...]
-    last: Tensor
+    starts: tuple[int, ...]  # where each row's first token stands
+    last: Tensor  # and its last
     prefill_count: int
 
     @classmethod
@@ -85,5 +80,4 @@ class TokenBatch:
 
     @property
     def decode_start(self) -> int:
-        """Where the decode rows' tokens begin, one for each."""
         return len(self.token_ids) - len(self.decode_rows)

@@ -12,17 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
     from torch.nn import Module
 
 
 def peak_bytes(module: Module, image: Tensor) -> int:
-    """The most that the intermediate tensors of one forward pass take at one moment, input included.
-
-    ``module`` and ``image`` lie on the meta device: nothing is computed. What a kernel allocates is not seen.
-    """
+    """The most that intermediate tensors take at once, input included; all on the meta device, kernels' unseen."""
     weights = {tensor.untyped_storage()._cdata for tensor in module.state_dict(keep_vars=True).values()}
     live = _LiveBytes(weights)
     live.track(image)
@@ -51,9 +48,8 @@ def workspace(module: Module, size: tuple[int, int], dtype: torch.dtype) -> Work
 
 
 def _reordered_bytes(module: Module) -> int:
-    """The biggest convolution's weights, twice: what its kernel may reorder into memory of its own before it starts."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in module.state_dict().values() if tensor.dim() == 4]
-    return 2 * max(sizes, default=0)
+    return 2 * max(sizes, default=0)  # a kernel may reorder the largest before it starts
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed by mypy here
@@ -66,11 +62,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[misc]  # torch is not follo
         self._known = ignored
 
     def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # noqa: ANN401  torch's own signature
         result = func(*args, **(kwargs or {}))
         tree_map_only(torch.Tensor, self.track, result)

@@ -1,13 +1,10 @@
 """BatchNorm folded into the convolution before it, where a run of the module proves that it may be.
 
-Proof: run once in inference mode on the meta device, the convolution's output goes to the BatchNorm and to no other
-operator, and either of the two is called exactly once. Then BatchNorm is an affine map of the convolution's channels,
-and the convolution absorbs it. Others (BatchNorm first, as in DenseNet; modules without BatchNorm, as in transformers)
-stay as they are.
+Proof: in one run on the meta device the convolution's output goes to the BatchNorm alone, and each is called once. Then
+BatchNorm is an affine map of the convolution's channels. Others (BatchNorm first, as in DenseNet) stay as they are.
 
-Guarantees: nothing is changed that another thread could run into while the proof is made: the hooks are the module's
-own, and the operators watched are the calling thread's. (torch.fx would tell the same pairs, but replaces
-``Module.__call__`` for the whole process while it traces: batches on other threads fail.)
+Guarantees: the proof changes nothing for other threads: hooks are the module's own, watched operators this thread's.
+(torch.fx would tell the same pairs, but replaces ``Module.__call__`` for the whole process.)
 """
 
 from __future__ import annotations
@@ -40,10 +37,7 @@ class FoldablePair:
 
 
 def foldable_pairs(module: Module, size: tuple[int, int]) -> tuple[FoldablePair, ...]:
-    """All pairs of a module in inference mode on the meta device, in the order they run; empty without a BatchNorm.
-
-    ``size``: height and width of images that it takes. The module is the caller's alone meanwhile.
-    """
+    """Pairs as they run. ``module``: in inference mode, on meta, the caller's alone. ``size``: height, width."""
     if not any(isinstance(part, BatchNorm2d) for part in module.modules()):
         return ()
     with ExitStack() as watching, torch.no_grad():
@@ -96,11 +90,9 @@ class _Reads(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed 
         return begins
 
     def norm_ends(self, module: Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """The hook of a BatchNorm that ends."""
         self._is_in_norm = False
 
     def count(self, values: object) -> None:
-        """Something takes these, or is answered with them."""
         self._reads.update(self._sources[id(value)] for value in tree_leaves(values) if id(value) in self._sources)
 
     def pairs(self) -> tuple[FoldablePair, ...]:
@@ -112,11 +104,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed 
         )
 
     def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # noqa: ANN401  torch's own signature
         if not self._is_in_norm:
             self.count((args, kwargs))
@@ -140,15 +128,10 @@ def fold_weights(tensors: Mapping[str, Tensor], pairs: Sequence[FoldablePair]) -
     for pair in pairs:
         weight = f"{pair.convolution}.weight"
         bias = f"{pair.convolution}.bias"
-        norm = {key: folded.pop(f"{pair.batchnorm}.{key}") for key in _NORM_KEYS}
+        scale, shift, mean, variance = (folded.pop(f"{pair.batchnorm}.{key}").double() for key in _NORM_KEYS)
+        old_bias = folded[bias].double() if bias in folded else None
         fused_weight, fused_bias = fuse_conv_bn_weights(
-            folded[weight].double(),
-            folded[bias].double() if bias in folded else None,
-            norm["running_mean"].double(),
-            norm["running_var"].double(),
-            pair.epsilon,
-            norm["weight"].double(),
-            norm["bias"].double(),
+            folded[weight].double(), old_bias, mean, variance, pair.epsilon, scale, shift
         )
         folded[weight] = fused_weight.detach().to(tensors[weight].dtype)
         folded[bias] = fused_bias.detach().to(tensors[weight].dtype)

@@ -44,5 +44,4 @@ class Binding:
 
 
 def weight_names(module: Module) -> set[str]:
-    """The names of a module's state that inference reads: all but BatchNorm's count of training batches."""
     return {name for name in module.state_dict() if not name.endswith("num_batches_tracked")}

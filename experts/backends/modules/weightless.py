@@ -8,23 +8,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
 
 _HOLDERS = frozenset({torch.empty, torch.zeros, torch.ones})  # what modules make parameters and buffers with
 
 
 class Weightless(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed by mypy here
-    """A context in which parameters land on the meta device, while numbers that a constructor computes stay real.
-
-    ``torch.device("meta")`` would take those too, and some constructors read them (RegNet's widths, YOLO's strides).
-    """
+    """Parameters land on meta; what constructors compute and read (RegNet's widths, YOLO's strides) stays real."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # noqa: ANN401  torch's own signature
         named = dict(kwargs or {})
         if func in _HOLDERS:

@@ -39,25 +39,19 @@ ONEDNN_NUMBERS = {  # that fused calls multiply
     Precision.ONEDNN_BF16: torch.bfloat16,
     Precision.ONEDNN_INT8: torch.int8,
 }
-FORMS_KEPT = 64  # that nobody holds: packing goes through the line's forms in turn
+FORMS_KEPT = 64  # beside those that are held: packing goes through the line's forms in turn
 
 Structure = TypeVar("Structure", bound="Hashable")
 Made = TypeVar("Made", FusedModule, OnednnForm)
 
 
 class OnednnForms(Generic[Structure]):
-    """By what decides on a module's structure, its size of images and dtype.
-
-    ``module``: the folded module on the meta device. ``sample``: weights such as it may have, float32. ``outputs``:
-    what it answers with, see ``recording.recorded``.
-    """
+    """``module``: folded, on meta; ``sample``: weights it may have, float32; ``outputs``: see ``recorded``."""
 
     def __init__(
-        self,
-        module: Callable[[Structure], Module],
-        sample: Callable[[Structure], Mapping[str, Tensor]],
+        self, module: Callable[[Structure], Module], sample: Callable[[Structure], Mapping[str, Tensor]],
         outputs: Sequence[str],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._module = module
         self._sample = sample
         self._outputs = outputs
@@ -68,25 +62,17 @@ class OnednnForms(Generic[Structure]):
     def pack(
         self, expert: Expert, precision: Precision, structure: Structure, weights: Mapping[str, Tensor]
     ) -> Packable:
-        """One expert's weights, by their names in the module, in the form's dtype.
-
-        Raises WeightsMismatch, also for one that is to have eight bits and was not calibrated as it is now.
-        """
-        form = self._decided(structure, _size(expert), ONEDNN_NUMBERS[precision])
+        """One expert's weights by name. Raises WeightsMismatch, also for eight bits that were not calibrated so."""
+        form = self._decided(structure, image_size(expert), ONEDNN_NUMBERS[precision])
         ranges = _calibrated(expert, form) if precision is Precision.ONEDNN_INT8 else None
         return packable(expert, precision, form, weights, ranges)
 
     def ranges(
         self, expert: Expert, structure: Structure, weights: Mapping[str, Tensor], batches: Iterable[Tensor]
     ) -> Ranges:
-        """What the expert's calls read and answer with on these images, and how far eight bits shift their answers.
-
-        Raises WeightsMismatch where it has no form of eight bits, and where a call answers with what is no number.
-
-        ``weights``: by their names in the module, float32. ``batches``: float32 (n, 3, height, width).
-        """
-        plain = _taken(expert, self._fused(structure, _size(expert), torch.float32))
-        form = _taken(expert, self._decided(structure, _size(expert), torch.int8))
+        """``weights``: float32, by name. Raises WeightsMismatch without a form of eight bits, and for NaN."""
+        plain = _taken(expert, self._fused(structure, image_size(expert), torch.float32))
+        form = _taken(expert, self._decided(structure, image_size(expert), torch.int8))
         images = list(batches)
         try:
             seen = observed(plain.graph, plain.inputs, weights, images)
@@ -97,18 +83,12 @@ class OnednnForms(Generic[Structure]):
     def packed(self, expert: Expert, precision: Precision, structure: Structure, program: bytes) -> OnednnForm:
         """What the skeletons of a packed form run. Raises BackendUnavailable where it was not packed for this box."""
         subject = f"{expert.architecture} in {precision}"
-        return self._packed(subject, structure, _size(expert), ONEDNN_NUMBERS[precision], program)
+        return self._packed(subject, structure, image_size(expert), ONEDNN_NUMBERS[precision], program)
 
     def skeleton(
-        self,
-        expert: Expert,
-        precision: Precision,
-        structure: Structure,
-        program: bytes,
-        device: str,
+        self, expert: Expert, precision: Precision, structure: Structure, program: bytes, device: str,
         answered: Answered,
-    ) -> OnednnSkeleton:
-        """A new one, unbound. Raises BackendUnavailable, also for another device than the CPU."""
+    ) -> OnednnSkeleton:  # fmt: skip
         if device != "cpu":
             raise BackendUnavailable(f"{expert.architecture} in {precision}", f"it runs on the CPU, not on {device}")
         return OnednnSkeleton(self.packed(expert, precision, structure, program), answered)
@@ -142,5 +122,5 @@ def _calibrated(expert: Expert, form: OnednnForm | Refused) -> Ranges:
     return found.ranges
 
 
-def _size(expert: Expert) -> tuple[int, int]:
+def image_size(expert: Expert) -> tuple[int, int]:
     return expert.pixels.height, expert.pixels.width

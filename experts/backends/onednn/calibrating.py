@@ -33,25 +33,17 @@ Ranges: TypeAlias = "Mapping[str, CallRanges]"  # by the names of the calls' wei
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observed:
-    """What calls read and answered with, by the names of their weights.
-
-    ``means``: of each output channel, float32, before the bias, what is added and the activation.
-    """
+    """Values of calls, by the names of their weights."""
 
     ranges: Mapping[str, CallRanges]
-    means: Mapping[str, Tensor]
+    means: Mapping[str, Tensor]  # of each output channel, float32, before the bias, what is added and the activation
 
 
 def observed(
-    graph: GraphModule,
-    inputs: Sequence[str | FusedCall | Values],
-    weights: Mapping[str, Tensor],
+    graph: GraphModule, inputs: Sequence[str | FusedCall | Values], weights: Mapping[str, Tensor],
     batches: Iterable[Tensor],
-) -> Observed:
-    """What the calls of a float32 graph read and answer with on these images. ``weights``: as the module has them.
-
-    Raises ValueError, which names a call's weight, where that is no number.
-    """
+) -> Observed:  # fmt: skip
+    """``weights``: as the module has them. Raises ValueError, naming the weight, for NaN or infinity."""
     watched = [_watched(part, weights) for part in inputs]
     with torch.inference_mode():
         for images in batches:
@@ -71,10 +63,7 @@ def mean_read(call: FusedCall, source: Tensor) -> Tensor:
 
 
 def mean_answers(call: FusedCall, weight: Tensor, read: Tensor) -> Tensor:
-    """The mean of each output channel, before the bias, what is added and the activation.
-
-    All of that is linear, so that the answer to a mean (``mean_read``) is the mean of the answers.
-    """
+    """Each output channel's mean before bias, sum and activation: linear, so the answer to ``mean_read``."""
     shape = call.shape
     if not isinstance(shape, ConvolutionShape):
         return functional.linear(read, weight)[0]
@@ -85,11 +74,7 @@ def mean_answers(call: FusedCall, weight: Tensor, read: Tensor) -> Tensor:
 def quantised_weights(
     inputs: Sequence[str | FusedCall | Values], weights: Mapping[str, Tensor], ranges: Ranges
 ) -> dict[str, Tensor]:
-    """The module's weights and, of each call of eight bits, its levels, their scales and its offsets; and the table.
-
-    Raises KeyError for a call that was not observed, ValueError for a weight that is no number, or that has not as many
-    output channels as shifts.
-    """
+    """Add levels, scales, offsets and table. Raises KeyError if not observed, ValueError for NaN, wrong shifts."""
     calls = [each for each in inputs if isinstance(each, FusedCall) and each.quantisation is not None]
     table = _table(calls, ranges)
     found = dict(weights)
@@ -119,15 +104,9 @@ def _seen(call: FusedCall, ranges: CallRanges) -> Iterator[tuple[Values, Range]]
 
 
 def _quantised_call(
-    call: FusedCall,
-    weights: Mapping[str, Tensor],
-    table: Mapping[Values, tuple[float, int]],
-    shifts: Sequence[float],
+    call: FusedCall, weights: Mapping[str, Tensor], table: Mapping[Values, tuple[float, int]], shifts: Sequence[float]
 ) -> dict[str, Tensor]:
-    """The zero of what it reads is not oneDNN's to subtract, but part of its offsets: reading level 0 is no zero there.
-
-    With w = s q and x = t (l - z): sum(w x) = s t sum(q l) - s t z sum(q). All in units of the summand's scale.
-    """
+    """With w = s q and x = t (l - z): sum(w x) = s t sum(q l) - s t z sum(q), in units of the summand's scale."""
     quantisation = call.quantisation
     assert quantisation is not None, "asked for calls of eight bits"
     quantised, scales = _quantised_weight(call.weight, weights)
@@ -164,8 +143,6 @@ def _watched(part: str | FusedCall | Values, weights: Mapping[str, Tensor]) -> T
 
 
 class _Watched:
-    """A call whose values are watched."""
-
     def __init__(self, part: FusedCall, weight: Tensor, call: Call) -> None:
         self.weight = part.weight
         self._part, self._tensor, self._call = part, weight, call

@@ -21,10 +21,7 @@ _multiply = torch.ops.mkldnn._linear_pointwise.default
 
 
 class Arrangements:
-    """How a call is put for a batch, so that it wants its weight as it lies; asked once for each size and threads.
-
-    ``is_blocked``: the weight lies in the reference's layout, not as torch's do.
-    """
+    """How a call is put, once for each batch size and thread count. ``is_blocked``: in the reference's layout."""
 
     def __init__(self, shape: Shape, *, is_blocked: bool) -> None:
         self._shape = shape
@@ -35,15 +32,11 @@ class Arrangements:
         """None: in no way."""
         key = (images, torch.get_num_threads())
         if key not in self._known:
-            self._known[key] = self._ask(images)
+            self._known[key] = arrangement(self._shape, images) if self._is_blocked else self._shape.extent(images)
         return self._known[key]
-
-    def _ask(self, images: int) -> Extent | None:
-        return arrangement(self._shape, images) if self._is_blocked else self._shape.extent(images)
 
 
 def bound(call: FusedCall, arrangements: Arrangements, weight: Tensor, bias: Tensor | None) -> Call:
-    """A call with its weights."""
     if isinstance(call.shape, ConvolutionShape):
         return Convolution(call, call.shape, arrangements, weight, bias)
     return Linear(call, call.shape, arrangements, weight, bias)
@@ -120,6 +113,5 @@ Call: TypeAlias = Convolution | Linear
 
 
 def _seen_as(images: Tensor, count: int, height: int, width: int) -> Tensor:
-    """The same pixels as other images, channels last; nothing is copied where they lie so."""
-    channels = images.shape[1]
+    channels = images.shape[1]  # channels last: nothing is copied
     return images.permute(0, 2, 3, 1).reshape(count, height, width, channels).permute(0, 3, 1, 2)

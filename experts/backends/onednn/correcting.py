@@ -1,13 +1,12 @@
-"""By how much rounding shifts the mean of what calls of eight bits answer with, measured on images call by call.
+"""Bias correction: by how much rounding to eight bits shifts the mean of each output channel, measured call by call.
 
-The noise of rounding cancels out over an image, a shifted mean does not: it shifts all pixels of a channel alike, and
-goes on to whatever reads it. So the mean of each output channel in eight bits is compared with that in float32. A call
-reads there what those before it answer with in eight bits, their own shifts taken off, so that it makes up for what is
-left of these, too. (Bias correction, in the empirical form: Nagel, van Baalen, Blankevoort and Welling, "Data-Free
-Quantization Through Weight Equalization and Bias Correction", ICCV 2019, section 4.2 and appendix D.)
+Noise of rounding cancels out over an image; a shifted mean does not. A call reads what the calls before it answer in
+eight bits, their shifts taken off, so it also makes up for what is left of these. Source: Nagel, van Baalen,
+Blankevoort and Welling, "Data-Free Quantization Through Weight Equalization and Bias Correction", ICCV 2019, section
+4.2 and appendix D.
 
-Guarantees: the same images, weights and ranges give the same shifts. All images are one batch, as the means of a call
-have to be known before the next one runs: as many are held as it is calibrated on, and what eight bits take for them.
+Guarantees: the same images, weights and ranges give the same shifts. All images are one batch, as a call's means must
+be known before the next call runs.
 """
 
 from __future__ import annotations
@@ -38,12 +37,7 @@ DIGITS = 6  # of a shift, as it is kept: far below what a level is worth
 def corrected(
     form: OnednnForm, plain: FusedModule, weights: Mapping[str, Tensor], seen: Observed, images: Tensor
 ) -> dict[str, CallRanges]:
-    """The ranges, and of all calls in eight bits of ``form`` their shifts.
-
-    ``plain``: the module in float32, of which ``seen`` tells. ``weights``: as it has them. ``images``: those that it
-    was observed on, (n, 3, height, width). Raises ValueError for a weight that is no number, KeyError for a call that
-    was not observed.
-    """
+    """``seen``: of ``plain``, float32, on ``images`` (n, 3, height, width). Raises ValueError, KeyError."""
     calls = {part.weight: part for part in plain.inputs if isinstance(part, FusedCall)}
     tensors = form.tensors(weights, seen.ranges)
     measured: dict[str, _Measured] = {}
@@ -67,14 +61,9 @@ class _Measured:
     """A call in eight bits whose shifts are measured, and taken off, before it is run. ``plain``: it in float32."""
 
     def __init__(
-        self,
-        plain: FusedCall,
-        call: FusedCall,
-        run: Callable[..., Tensor],
-        weight: Tensor,
-        tensors: Mapping[str, Tensor],
-        expected: Tensor,
-    ) -> None:
+        self, plain: FusedCall, call: FusedCall, run: Callable[..., Tensor], weight: Tensor,
+        tensors: Mapping[str, Tensor], expected: Tensor,
+    ) -> None:  # fmt: skip
         quantisation = call.quantisation
         assert quantisation is not None, "asked for calls of eight bits"
         self._plain, self._run = plain, run

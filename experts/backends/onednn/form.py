@@ -1,9 +1,8 @@
 """oneDNN as a form of execution of torch's architectures, beside fp32, bf16 and ONNX Runtime; on the CPU.
 
-Guarantees: experts of one architecture, input size and number of labels share one graph and one layout, so switching
-between them overwrites bytes. How weights lie is decided at packing, where ``onednn.trial`` tries the form, and written
-in the program; before any byte is looked at through it, torch is asked again, and where it says anything else, as on
-another CPU, nothing is run: the line has to be packed there.
+Guarantees: experts of one architecture, input size and number of labels share one graph and one layout, so a switch
+overwrites bytes. Packing decides the layouts, tries the form (``onednn.trial``) and notes them in the program. Before
+any byte is read through a layout, torch is asked again: on another CPU nothing runs until the line is packed there.
 """
 
 from __future__ import annotations
@@ -65,12 +64,10 @@ class FusedModule:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of images, and of whatever no fused call computes."""
-        return computed_in(self.numbers)
+        return computed_in(self.numbers)  # of images, and of what no fused call computes
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """By the name of the weight, what it is applied in, of those that may lie in a layout of oneDNN's."""
         calls = (each for each in self.inputs if isinstance(each, FusedCall))
         return {call.weight: call.shape for call in calls if call.owns_weight}
 
@@ -103,8 +100,7 @@ class Placement:
 
     @property
     def name(self) -> str:
-        """Its tensor's name there: equal bytes in another layout are another tensor."""
-        return f"{self.weight} {self.sha256[:DIGEST_LETTERS]}"
+        return f"{self.weight} {self.sha256[:DIGEST_LETTERS]}"  # equal bytes in another layout are another tensor
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -116,7 +112,6 @@ class OnednnForm:
 
     @property
     def quantised(self) -> frozenset[str]:
-        """The names of the weights in eight bits."""
         calls = (each for each in self.module.inputs if isinstance(each, FusedCall))
         return frozenset(call.weight for call in calls if call.quantisation is not None)
 
@@ -130,10 +125,7 @@ class OnednnForm:
         return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
 
     def tensors(self, weights: Mapping[str, Tensor], ranges: Ranges | None = None) -> dict[str, Tensor]:
-        """One expert's weights as they are packed, from those of the module, in the form's dtype.
-
-        ``ranges``: of the values of its calls, for a form of eight bits.
-        """
+        """One expert's weights as they are packed. ``ranges``: of its calls' values, for a form of eight bits."""
         if ranges is not None:
             weights = quantised_weights(self.module.inputs, weights, ranges)
         return on_threads(1, lambda: dict(self._laid(name, weights[name].detach()) for name in self.module.weights))
@@ -146,10 +138,7 @@ class OnednnForm:
 
 
 class OnednnSkeleton:
-    """The graph of one form, and the bytes of one expert's weights. ``answered`` reads the outputs.
-
-    ``watched``: what each call is run as, for whoever wants to know what it answers.
-    """
+    """One form's graph over one expert's bytes. ``answered`` reads the outputs; ``watched`` wraps each call."""
 
     def __init__(self, form: OnednnForm, answered: Answered, watched: Watched = lambda call, made: made) -> None:
         self._watched = watched
@@ -214,11 +203,7 @@ class OnednnSkeleton:
 def fused_module(
     module: Module, size: tuple[int, int], outputs: Sequence[str], numbers: torch.dtype
 ) -> FusedModule | Refused:
-    """A module on the meta device in this form, for images of that height and width.
-
-    ``outputs`` names its answers, see ``recording.recorded``. ``numbers``: the weights of fused calls; int8 where they
-    can be, else float32.
-    """
+    """``module``: on meta; ``outputs``: see ``recorded``; ``numbers``: of calls' weights, int8 where they can be."""
     dtype = computed_in(numbers)
     try:
         found = fused(recorded(deepcopy(module).to(dtype), size, outputs, dtype), dtype)
@@ -232,7 +217,6 @@ def fused_module(
 
 
 def computed_in(numbers: torch.dtype) -> torch.dtype:
-    """The dtype of what fused calls of such numbers read and answer with elsewhere."""
     return torch.float32 if numbers == torch.int8 else numbers
 
 
@@ -243,16 +227,10 @@ def decided_layouts(fused: FusedModule) -> OnednnForm:
 
 
 def packable(
-    expert: Expert,
-    precision: Precision,
-    form: OnednnForm | Refused,
-    tensors: Mapping[str, Tensor],
+    expert: Expert, precision: Precision, form: OnednnForm | Refused, tensors: Mapping[str, Tensor],
     ranges: Ranges | None = None,
-) -> Packable:
-    """One expert's weights, by their names in the module. ``ranges``: of its values, where they have eight bits.
-
-    Raises WeightsMismatch where the form is refused, and for a weight that is no number and is to have eight bits.
-    """
+) -> Packable:  # fmt: skip
+    """``ranges``: for eight bits. Raises WeightsMismatch where the form is refused, and for NaN in eight bits."""
     if isinstance(form, Refused):
         raise WeightsMismatch(
             expert.id, f"{expert.architecture} does not run in {precision}: {form.reason}; choose {precision.plain}"
@@ -264,11 +242,7 @@ def packable(
 
 
 def packed_form(subject: str, fused: FusedModule | Refused, program: bytes) -> OnednnForm:
-    """What the program of a packed expert describes. ``subject``: what is told of, in errors.
-
-    Raises BackendUnavailable where weights do not lie so on this CPU with this torch: what the program says is compared
-    with what oneDNN says here, and nothing else is done with it.
-    """
+    """``subject``: for errors. Raises BackendUnavailable where weights do not lie so on this CPU with this torch."""
     if isinstance(fused, Refused):
         raise BackendUnavailable(subject, fused.reason)
     told, levels = _told(subject, program)
@@ -302,10 +276,7 @@ def _told(subject: str, program: bytes) -> tuple[dict[str, str], str | None]:
 
 
 def _laid_out(images: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """A batch, channels last, from where each image lies: there is no copy of the whole in between.
-
-    Where numbers are converted, too, that is channel by channel, for which torch has faster code.
-    """
+    """A batch, channels last, without a copy of the whole; converted by channel, which torch does faster."""
     batch = torch.empty((len(images), *images[0].shape), dtype=dtype, memory_format=torch.channels_last)
     for place, image in zip(batch, images, strict=True):
         for part, values in ((place, image),) if image.dtype == dtype else zip(place, image, strict=True):

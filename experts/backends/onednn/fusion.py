@@ -2,8 +2,8 @@
 layer with its activation. Whatever is not matched stays as it was recorded; attention alone is handed rows in order.
 
 Guarantees: a fused call stands where its convolution stood, or where the sum stood if something is added, and then
-nothing that it reads is written in between; what is added is overwritten only where nobody reads it any more, this very
-convolution included; a sum whose writing others see, through a view made before, stays a sum.
+nothing that it reads is written in between; what is added is overwritten only after its last reader, this very
+convolution included; a sum whose writing shows through an earlier view stays a sum.
 """
 
 from __future__ import annotations
@@ -46,25 +46,19 @@ class Activation:
 
 @dataclass(frozen=True, slots=True)
 class FusedCall:
-    """A convolution or a linear layer with all that is done in the same call. ``weight``, ``bias``: names of weights.
-
-    ``adds``: something of the output's shape before the activation; ``overwrites`` it with the output.
-    ``owns_weight``: no other call reads it. ``quantisation``: what it reads and answers with where its weight has eight
-    bits.
-    """
+    """A convolution or a linear layer with all that is done in the same call."""
 
     shape: Shape
-    weight: str
+    weight: str  # its name, as is the bias
     bias: str | None
     activation: Activation
-    adds: bool = False
-    overwrites: bool = False
-    owns_weight: bool = True
-    quantisation: Quantisation | None = None
+    adds: bool = False  # something of the output's shape before the activation
+    overwrites: bool = False  # what is added, with the output
+    owns_weight: bool = True  # no other call reads it
+    quantisation: Quantisation | None = None  # None: its weight has no eight bits
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The names of the tensors that it needs, as they are packed."""
         if self.quantisation is not None:
             return self.weight, f"{self.weight} {SCALES}", f"{self.weight} {OFFSETS}", LEVELS
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
@@ -98,7 +92,6 @@ def fused(recording: Recording, dtype: torch.dtype) -> Fused:
 
 
 def apply(call: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """What a node of a fused call does."""
     return call(*tensors)
 
 
@@ -217,7 +210,7 @@ def _is_sum(node: Node) -> bool:
 
 
 def _is_writing_seen(graph: Graph, node: Node) -> bool:
-    """Does anybody read later, through what was made before a node, bytes that this one writes to?"""
+    """Are bytes that a node writes read later, through something made before it?"""
     written = node.meta.get("writes", frozenset())
     before = set(itertools.takewhile(lambda each: each is not node, graph.nodes))
     read = {each for reader in _between(graph, node, None) for each in reader.all_input_nodes}
@@ -225,7 +218,7 @@ def _is_writing_seen(graph: Graph, node: Node) -> bool:
 
 
 def _is_last_read(graph: Graph, other: Node, reader: Node) -> bool:
-    """Does nobody read the bytes of ``other`` after ``reader``, and are they all its own?"""
+    """Is ``reader`` the last to read the bytes of ``other``, and are they all its own?"""
     storage = other.meta["storage"]
     makers = [node for node in graph.nodes if node.meta.get("storage") == storage]
     after = _between(graph, reader, None)

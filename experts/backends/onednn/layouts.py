@@ -62,11 +62,9 @@ class ConvolutionShape:
 
     @property
     def is_pointwise(self) -> bool:
-        """Is each pixel of the output made of one of the input, the same one?"""
         return (self.weight[2:], self.stride, self.padding, self.groups) == ((1, 1), (1, 1), (0, 0), 1)
 
     def extent(self, images: int) -> Extent:
-        """Of so many images as they are."""
         return Extent(images, self.height, self.width)
 
     def others(self, images: int) -> Iterator[Extent]:
@@ -98,14 +96,10 @@ class LinearShape:
     dtype: torch.dtype
 
     def extent(self, images: int) -> Extent:
-        """Of so many images as they are."""
         return Extent(images * self.rows, 1, 1)
 
     def arranged(self, images: int) -> Extent:
-        """As ``arrangement``, by a rule that ``serves`` proves: a single row alone wants a layout of its own.
-
-        To ask oneDNN for each batch would take the weight's memory twice, which of a VGG is 800 MB.
-        """
+        """Rule that ``serves`` proves: asking oneDNN per batch would hold the weight twice, 800 MB of a VGG."""
         return Extent(max(images * self.rows, ROWS_MINIMUM), 1, 1)
 
     def reordered(self, weight: Tensor, extent: Extent) -> Tensor:
@@ -122,7 +116,6 @@ Shape = ConvolutionShape | LinearShape
 
 @cache  # as many as the line's architectures have
 def reference(shape: Shape) -> BlockedLayout:
-    """The layout that weights of this shape are packed in."""
     return on_threads(1, lambda: layout_of(in_reference_layout(shape, _any_weight(shape))))
 
 

@@ -29,13 +29,10 @@ SCALE_LEAST = 2.0**-64  # so that what is divided by it, or by a product of two,
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Values of a graph that share one scale, as what is joined and what it is joined from must. ``row``: in a table.
+    """Values of a graph that share one scale, as what is joined and what it is joined from must."""
 
-    ``zero``: the level of zero where it is the same for every expert, None where each has its own.
-    """
-
-    row: int
-    zero: int | None
+    row: int  # in a table
+    zero: int | None  # level of zero where it is the same for every expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +54,7 @@ def levels(values: Range, zero: int | None) -> tuple[float, int]:
 
 
 def quantised_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Levels, int8 of the same shape, and scales, float32, one for each first index: of its largest value.
-
-    Raises ValueError for a weight that holds what is no number, or infinite.
-    """
+    """Levels, int8, and scales, float32, one for each first index. Raises ValueError for NaN or infinity."""
     largest = weight.abs().flatten(1).amax(dim=1)
     if not largest.isfinite().all():
         raise ValueError("weights that are no numbers have no levels")
@@ -70,5 +64,4 @@ def quantised_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scale(wanted: float) -> float:
-    """What values of next to nothing are divided by has to be something; what is always zero has any scale."""
-    return max(wanted, SCALE_LEAST) if wanted else 1.0
+    return max(wanted, SCALE_LEAST) if wanted else 1.0  # never a divisor of 0; any scale suits zeros

@@ -1,11 +1,10 @@
-"""oneDNN's operators as torch has them, and its opaque tensors as views of bytes that somebody else owns.
+"""oneDNN's operators as torch has them, and its opaque tensors as views of borrowed bytes.
 
-Both are torch's own but no part of its documented API: the operators that its compiler generates calls of, and the C
-shim of its ahead-of-time compiler. So they are tried first (``why_absent``), and what depends on them is keyed by
-``identity``: torch's version, this CPU as oneDNN sees it, and the cores that this process may use.
+Neither is documented API of torch: operators that its compiler calls, and the C shim of its ahead-of-time compiler. So
+they are tried first (``why_absent``), and all that depends on them is keyed by ``identity``.
 
-Guarantees: ``blocked_view`` copies nothing, and gives torch no description of bytes but one that torch told of a tensor
-of its own in this very process; what a file says is compared with that, never passed on.
+Guarantees: ``blocked_view`` copies nothing. It hands torch only descriptions that torch made in this process; what a
+file says is compared with them, never passed on.
 """
 
 from __future__ import annotations
@@ -31,16 +30,9 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 NEEDED = (
-    "_reorder_convolution_weight",
-    "_reorder_linear_weight",
-    "_convolution_pointwise",
-    "_convolution_pointwise_",
-    "_linear_pointwise",
-    "_nbytes",
-    "_get_mkldnn_serialized_md",
-    "_is_mkldnn_bf16_supported",
-    "data_ptr",
-)
+    "_reorder_convolution_weight", "_reorder_linear_weight", "_convolution_pointwise", "_convolution_pointwise_",
+    "_linear_pointwise", "_nbytes", "_get_mkldnn_serialized_md", "_is_mkldnn_bf16_supported", "data_ptr",
+)  # fmt: skip
 NEEDED_IN_EIGHT_BITS = ("qconv_prepack", "qconv2d_pointwise", "qlinear_prepack", "qlinear_pointwise")
 TRIED_DEVIATION_MAXIMUM = 0.01  # rounding to bf16 makes 0.004; what saturates is off by a half
 ALIGNMENT_BYTES = 64  # of what oneDNN is given: a cache line, and the widest vector load
@@ -50,11 +42,7 @@ CPU_KEYS = ("model name", "cpu family", "model", "stepping", "cache size", "flag
 
 @cache
 def why_absent(dtype: torch.dtype) -> str | None:
-    """Why fused calls with weights of that type do not run on this CPU; None where they do.
-
-    The calls are tried on a tiny tensor: torch asks the CPU and oneDNN its own settings, which differ. Without VNNI,
-    sums of eight-bit products saturate silently, so that the answers have to be compared, too.
-    """
+    """Try it: torch asks the CPU, oneDNN its own settings, and without VNNI eight-bit sums saturate silently."""
     if not torch.backends.mkldnn.is_available():
         return "this torch was built without oneDNN"
     lacking = [name for name in NEEDED if not hasattr(torch.ops.mkldnn, name)]
@@ -92,16 +80,12 @@ def on_threads(threads: int, call: Callable[[], Result]) -> Result:
 
 
 def cores() -> int:
-    """How many cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @cache
 def identity() -> str:
-    """What a layout depends on beside the shapes: torch, the CPU, and how many threads it may be run by.
-
-    One weight's layout is part of it: oneDNN may be told to use fewer instructions than the CPU has.
-    """
+    """Torch, CPU, cores and one weight's layout: oneDNN may be told to use fewer instructions than the CPU has."""
     told = _cpu()
     name = told.get("model name", platform.processor() or platform.machine())
     layout = on_threads(1, _told_layout)
@@ -120,7 +104,6 @@ class BlockedLayout:
 
 
 def layout_of(blocked: Tensor) -> BlockedLayout:
-    """How an opaque tensor lies."""
     operators = torch.ops.mkldnn
     description = bytes(operators._get_mkldnn_serialized_md(blocked).numpy())
     return BlockedLayout(tuple(blocked.shape), blocked.dtype, int(operators._nbytes(blocked)), description)
@@ -135,11 +118,7 @@ def blocked_bytes(blocked: Tensor) -> Tensor:
 
 
 def blocked_view(flat: Tensor, layout: BlockedLayout) -> Tensor:
-    """An opaque tensor over the bytes of a flat one; it holds no memory of its own.
-
-    It must not be used once the flat one's memory is gone. Raises ValueError for bytes that are fewer or more than the
-    layout's, of another dtype, with gaps or not aligned.
-    """
+    """View ``flat`` as opaque, while ``flat`` lives. ValueError for another size or dtype, gaps, misalignment."""
     if flat.dtype != layout.dtype or flat.dim() != 1 or not flat.is_contiguous() or flat.nbytes != layout.size_bytes:
         raise ValueError(f"{layout.size_bytes} bytes of {layout.dtype} are needed, not {flat.nbytes} of {flat.dtype}")
     if flat.device.type != "cpu" or flat.data_ptr() % ALIGNMENT_BYTES:
@@ -209,16 +188,8 @@ _PLAINLY: tuple[str, list[float], str] = ("none", [], "")  # without an activati
 
 
 def _told_layout() -> BlockedLayout:
-    """Another one for each set of instructions, from SSE to AVX-512 with VNNI."""
-    weight, source = torch.zeros(64, 64, 1, 1), [16, 64, 14, 14]
+    weight, source = torch.zeros(64, 64, 1, 1), [16, 64, 14, 14]  # its layout differs by the CPU's instructions
     return layout_of(torch.ops.mkldnn._reorder_convolution_weight(weight, [0, 0], [1, 1], [1, 1], 1, source))
-
-
-def _tried_weight(dtype: torch.dtype) -> Tensor:
-    made: Tensor = torch.ops.mkldnn._reorder_convolution_weight(
-        _TRIED_WEIGHT.to(dtype), *_GEOMETRY, list(_TRIED_IMAGES.shape)
-    )
-    return made
 
 
 def _tried_deviation(dtype: torch.dtype) -> float:
@@ -236,31 +207,23 @@ def _tried_deviation(dtype: torch.dtype) -> float:
 def _tried_in(dtype: torch.dtype, rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
     operators = torch.ops.mkldnn
     images = _TRIED_IMAGES.to(dtype).contiguous(memory_format=torch.channels_last)
-    weight = operators._reorder_linear_weight(matrix.to(dtype), len(rows))
-    return (
-        operators._convolution_pointwise(images, _tried_weight(dtype), None, *_GEOMETRY, *_PLAINLY),
-        operators._linear_pointwise(rows.to(dtype), weight, None, *_PLAINLY),
-    )
+    weight = operators._reorder_convolution_weight(_TRIED_WEIGHT.to(dtype), *_GEOMETRY, list(images.shape))
+    packed = operators._reorder_linear_weight(matrix.to(dtype), len(rows))
+    convolved = operators._convolution_pointwise(images, weight, None, *_GEOMETRY, *_PLAINLY)
+    return convolved, operators._linear_pointwise(rows.to(dtype), packed, None, *_PLAINLY)
 
 
 def _tried_in_eight_bits(rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
     operators = torch.ops.onednn
     images = _TRIED_IMAGES.to(torch.uint8).contiguous(memory_format=torch.channels_last)
-    weight = operators.qconv_prepack(
-        _TRIED_WEIGHT.to(torch.int8), torch.ones(len(_TRIED_WEIGHT)), 1.0, 0, *_GEOMETRY, list(images.shape)
-    )
+    scales, *others = _unscaled(_TRIED_WEIGHT)
+    weight = operators.qconv_prepack(_TRIED_WEIGHT.to(torch.int8), scales, 1.0, 0, *_GEOMETRY, list(images.shape))
     packed = operators.qlinear_prepack(matrix.to(torch.int8), list(rows.shape))
-    return (
-        operators.qconv2d_pointwise(
-            images, 1.0, 0, weight, *_unscaled(_TRIED_WEIGHT), *_GEOMETRY, 1.0, 0, torch.float32, *_PLAINLY
-        ),
-        operators.qlinear_pointwise(
-            rows.to(torch.uint8), 1.0, 0, packed, *_unscaled(matrix), 1.0, 0, torch.float32, *_PLAINLY
-        ),
-    )
+    answer = (1.0, 0, torch.float32, *_PLAINLY)  # scale, zero, type
+    convolved = operators.qconv2d_pointwise(images, 1.0, 0, weight, scales, *others, *_GEOMETRY, *answer)
+    return convolved, operators.qlinear_pointwise(rows.to(torch.uint8), 1.0, 0, packed, *_unscaled(matrix), *answer)
 
 
 def _unscaled(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales, zeros and offsets that change nothing."""
     channels = len(weight)
     return torch.ones(channels), torch.zeros(channels, dtype=torch.int64), torch.zeros(channels)

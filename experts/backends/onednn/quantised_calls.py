@@ -34,12 +34,10 @@ class Levels:
 
     @property
     def scale(self) -> float:
-        """What one level is worth."""
         return float(self._row[0])
 
     @property
     def zero(self) -> int:
-        """The level of zero."""
         return int(self._row[1])
 
     def of(self, values: Tensor) -> Tensor:
@@ -55,37 +53,28 @@ class Levels:
 
 
 def to_levels(levels: Levels, found: Tensor) -> Tensor:
-    """What a node does that brings values to levels."""
     return levels.of(found)
 
 
 def to_values(levels: Levels, found: Tensor) -> Tensor:
-    """What a node does that brings levels to values."""
     return levels.back(found)
 
 
 def pooled_levels(levels: Tensor, *arguments: Any, **named: Any) -> Tensor:  # noqa: ANN401  torch's own
-    """The greatest of windows of levels: torch pools no eight bits, and bf16 holds every one of them."""
-    found: Tensor = functional.max_pool2d(levels.to(torch.bfloat16), *arguments, **named)
+    found: Tensor = functional.max_pool2d(levels.to(torch.bfloat16), *arguments, **named)  # torch pools no eight bits
     return found.to(torch.uint8)
 
 
 def quantised_call(
     call: FusedCall, arrangements: Arrangements, weight: Tensor, scales: Tensor, offsets: Tensor, table: Tensor
 ) -> Call:
-    """A call with its weight, the scales of its channels, what is added to them, and the levels that it reads."""
     if isinstance(call.shape, ConvolutionShape):
         return QuantisedConvolution(call, call.shape, arrangements, weight, scales, offsets, table)
     return QuantisedLinear(call, call.shape, arrangements, weight, scales, offsets, table)
 
 
 class _Scales:
-    """What a call is told of its levels, in units of its summand's where it has one.
-
-    oneDNN compiles the summand's scale into the call, where any other would be compiled anew for each expert: so that
-    one is 1, and all others are told relative to it. What follows a sum is nothing, or what cuts off below zero: both
-    commute with a scale.
-    """
+    """Scales in units of the summand's: oneDNN compiles that one into the call, so 1 keeps it the same for all."""
 
     def __init__(self, call: FusedCall, table: Tensor) -> None:
         quantisation = call.quantisation
@@ -100,7 +89,6 @@ class _Scales:
         return 1.0 if self._summand is None else self._summand.scale
 
     def answered(self) -> tuple[float, int, torch.dtype]:
-        """The answer's scale, zero and type."""
         if self.answer is None:
             return 1.0, 0, torch.float32
         return self.answer.scale / self.unit, self.answer.zero, torch.uint8
@@ -110,15 +98,9 @@ class QuantisedConvolution(Convolution):
     """See ``Convolution``. Levels in; levels out, or float32. Safe for several threads."""
 
     def __init__(
-        self,
-        call: FusedCall,
-        shape: ConvolutionShape,
-        arrangements: Arrangements,
-        weight: Tensor,
-        scales: Tensor,
-        offsets: Tensor,
-        table: Tensor,
-    ) -> None:
+        self, call: FusedCall, shape: ConvolutionShape, arrangements: Arrangements, weight: Tensor, scales: Tensor,
+        offsets: Tensor, table: Tensor,
+    ) -> None:  # fmt: skip
         super().__init__(call, shape, arrangements, weight, offsets)
         self._scales = _Scales(call, table)
         self._weight = (weight, scales, torch.zeros(len(scales), dtype=torch.int64))
@@ -155,15 +137,9 @@ class QuantisedLinear(Linear):
     """See ``Linear``. Levels in; levels out, or float32. Safe for several threads."""
 
     def __init__(
-        self,
-        call: FusedCall,
-        shape: LinearShape,
-        arrangements: Arrangements,
-        weight: Tensor,
-        scales: Tensor,
-        offsets: Tensor,
-        table: Tensor,
-    ) -> None:
+        self, call: FusedCall, shape: LinearShape, arrangements: Arrangements, weight: Tensor, scales: Tensor,
+        offsets: Tensor, table: Tensor,
+    ) -> None:  # fmt: skip
         super().__init__(call, shape, arrangements, weight, offsets)
         self._scales = _Scales(call, table)
         self._weight = (weight, scales, torch.zeros(len(scales), dtype=torch.int64), offsets)

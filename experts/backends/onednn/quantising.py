@@ -1,15 +1,11 @@
 """A fused graph in which convolutions and linear layers compute with eight bits.
 
-What becomes of a call: its weight has eight bits, and it reads levels (``levels``); it answers with levels where
-somebody reads these, else in float32. Levels go from call to call through whatever moves values without computing with
-them: pooling of maxima, joining, dividing, enlarging; all values that meet so share one scale, and what is joined with
-levels is brought to these before. Everywhere else they are brought back to float32, and to levels again before the next
-call. The last layers stay as they are: their answers are the outputs, which eight bits would make coarse; so do layers
-of a single pixel, which cost nothing.
+A call reads levels (``levels``) and answers with levels where levels are read, else in float32. Operators that only
+move values (max pooling, joining, splitting, enlarging) pass levels on; values that meet so share one scale. The last
+layers stay in float32, as eight bits would make outputs coarse; so do layers of a single pixel, which cost nothing.
 
-Guarantees: the graph's outputs differ from the fused one's by rounding alone, as far as every value lies within the
-range that its levels stand for. Nothing is read after it was written to: what anybody writes to but a sum in place
-stays in float32.
+Guarantees: outputs differ from the fused graph's by rounding alone, as long as values lie within their ranges. Nothing
+is read after it was written to: storage that is written stays in float32, but for sums in place.
 """
 
 from __future__ import annotations
@@ -94,7 +90,7 @@ def _leads_on(node: Node) -> bool:
 
 
 def _written(graph: Graph) -> set[int]:
-    """The storages that somebody writes to, but for sums in place of what nobody reads afterwards."""
+    """Storages that are written to, but for sums in place after the last reader."""
     return {storage for node in graph.nodes if node.target is not apply for storage in node.meta.get("writes", ())}
 
 
@@ -104,7 +100,7 @@ def _storage(node: Node) -> int | None:
 
 
 def _levelled(graph: Graph, calls: Mapping[Node, FusedCall], written: set[int]) -> set[Node]:
-    """The nodes whose values are levels: what somebody needs as such, and is made as such."""
+    """Nodes whose values are levels: needed as such, and made as such."""
     moving = {node for node in graph.nodes if _moves(node) and _storage(node) not in written}
     while True:
         needed = _needed_as_levels(graph, calls, moving)
@@ -186,8 +182,6 @@ def _is_never_negative(call: FusedCall) -> bool:
 
 
 class _Rewriting:
-    """Carries out a plan. In place."""
-
     def __init__(self, graph: Graph, parts: dict[Node, str | FusedCall | Values], plan: _Plan) -> None:
         self._graph = graph
         self._parts = parts
@@ -216,18 +210,11 @@ class _Rewriting:
         call, values = self._plan.calls[node], self._plan.values
         placeholder, *operands = node.args
         summand = operands[1] if call.adds else None
-        quantisation = Quantisation(
-            values[operands[0]],
-            values[node] if node in self._plan.levelled else None,
-            None if summand is None else values[summand],
-        )
-        is_summand_own = summand is not None and summand not in self._plan.levelled
-        self._parts[placeholder] = replace(
-            call,
-            shape=_shape(call, quantisation),
-            overwrites=call.overwrites or is_summand_own,
-            quantisation=quantisation,
-        )
+        answer = values[node] if node in self._plan.levelled else None
+        quantisation = Quantisation(values[operands[0]], answer, None if summand is None else values[summand])
+        overwrites = call.overwrites or (summand is not None and summand not in self._plan.levelled)
+        shape = _shape(call, quantisation)
+        self._parts[placeholder] = replace(call, shape=shape, overwrites=overwrites, quantisation=quantisation)
         read = [
             each if each in self._plan.levelled else self._brought(each, node, to_levels, is_own=each is summand)
             for each in operands

@@ -1,14 +1,11 @@
-"""What a module does, call by call: its forward pass as a graph in which the number of images is open.
+"""A module's forward pass as a graph, call by call, in which the number of images is open.
 
-The module is run twice on the meta device, with another number of images each time, while every call of a torch
-function on this thread is noted: the same calls must come both times, and a whole number that differs is taken for a
-multiple of the number of images, perhaps with a constant beside it, and computed from the images at hand. Whoever uses
-a recording tries it on a third number.
+The module runs twice on the meta device, with another number of images each time, while this thread's torch calls are
+noted. The calls must match. A whole number that differs is a multiple of the number of images, plus a constant.
 
-Guarantees: a recording does what the module did, in its order; what cannot be recorded so is Unrecordable, with the
-reason. Nothing is changed that another thread could run into meanwhile: the calls watched are the calling thread's own.
-(torch.fx's tracer would tell the same, but replaces ``Module.__call__`` for the whole process while it traces, and ends
-at the first ``if`` that asks for a size.)
+Guarantees: a recording does what the module did, in its order; anything else is Unrecordable, with the reason. Other
+threads are not affected. (torch.fx's tracer replaces ``Module.__call__`` for the whole process, and ends at the first
+``if`` that asks for a size.)
 """
 
 from __future__ import annotations
@@ -37,23 +34,17 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A graph from images and weights to the outputs asked for.
+    """A graph from images and weights, its placeholders, to the outputs.
 
-    Its placeholders are the images and the weights that are read; ``weights``: their names in the module, by the names
-    of their placeholders. Of each node that makes a tensor, ``meta`` tells: "shape", with COUNTS[0] images; "storage",
-    the same for all that lie on the same bytes; of each: "writes", the storages that it changes.
+    ``meta`` of a node: "shape", with COUNTS[0] images; "storage", equal for equal bytes; "writes", storages it changes.
     """
 
     graph: Graph
-    weights: Mapping[str, str]
+    weights: Mapping[str, str]  # names in the module, by the names of their placeholders
 
 
 def recorded(module: Module, size: tuple[int, int], outputs: Sequence[str], dtype: torch.dtype) -> Recording:
-    """What a module in inference mode on the meta device does with images of that height and width.
-
-    A module that answers with a mapping gives those of its entries that ``outputs`` names, in that order; any other,
-    its answer alone. Raises Unrecordable, and whatever the module raises on images of that size.
-    """
+    """``outputs``: entries of a mapping, in order. Raises Unrecordable, and what the module raises."""
     one, other = (_run(module, size, outputs, dtype, count) for count in COUNTS)
     if len(other.graph.nodes) != len(one.graph.nodes):
         raise Unrecordable("it makes other calls for another number of images")
@@ -89,7 +80,6 @@ class _Values:
         node.meta["storage"] = self.storage(tensor)
 
     def storage(self, tensor: Tensor) -> int:
-        """A number for the bytes that a tensor lies on, in the order they were first met."""
         return self.storages.setdefault(tensor.untyped_storage()._cdata, len(self.storages))
 
 
@@ -107,11 +97,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not follow
         self._values.put(images, self._last_input)
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # noqa: ANN401  torch's own signature
         named = dict(kwargs or {})
         given = list(_tensors((args, named)))
@@ -125,7 +111,6 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not follow
         return result
 
     def end(self, outputs: Sequence[object]) -> None:
-        """The run is over, with these answers."""
         self.graph.output(tuple(self._reference(output) for output in outputs))
 
     def _note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Node:
@@ -149,7 +134,7 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not follow
                     part.meta["writes"] = frozenset()
                     self._keep(each, part)
 
-    def _reference(self, value: object) -> Any:  # noqa: ANN401  whatever a call may take
+    def _reference(self, value: object) -> Any:  # noqa: ANN401  any argument of a call
         """A value as a graph names it: tensors as the nodes that made them, and the CPU in the place of meta."""
         if isinstance(value, torch.Tensor):
             return self._node_of(value)
@@ -176,15 +161,14 @@ class _Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not follow
         return node
 
 
-def _as_on_the_cpu(func: Callable[..., Any], result: Any) -> Any:  # noqa: ANN401  whatever a call answers with
+def _as_on_the_cpu(func: Callable[..., Any], result: Any) -> Any:  # noqa: ANN401  any answer of a call
     """A convolution's answer with its channels last, which it is not on the meta device: what is a view of it and what
     is a copy depends on that."""
     return result.contiguous(memory_format=torch.channels_last) if func is torch.conv2d else result
 
 
 def _version(tensor: Tensor) -> int:
-    """How often it was written to; of tensors that were made in inference mode that is not known."""
-    return 0 if tensor.is_inference() else int(tensor._version)
+    return 0 if tensor.is_inference() else int(tensor._version)  # inference mode counts no writes
 
 
 def _tensors(values: object) -> Any:  # noqa: ANN401  an iterator of tensors
@@ -215,7 +199,7 @@ class _Opening:
         self._graph = graph
         self._numbers: dict[tuple[int, int], Node] = {}  # by factor and constant
 
-    def merged(self, one: Any, other: Any) -> Any:  # noqa: ANN401  whatever a call may take
+    def merged(self, one: Any, other: Any) -> Any:  # noqa: ANN401  any argument of a call
         if isinstance(one, Node):
             if not isinstance(other, Node) or other.name != one.name:
                 raise Unrecordable("it reads other tensors for another number of images")

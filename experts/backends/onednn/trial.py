@@ -1,10 +1,8 @@
 """A form is tried before anything is packed in it: on made-up weights and images, as a whole and call by call.
 
-Guarantees: a call is compared with what torch's own operators make of the very values that it read, so that no error of
-one vanishes, and no rounding of many adds up, on the way to the outputs; the outputs are compared with the module's, so
-that what the calls are put together to is tried, too. Whatever disagrees by more than the form's numbers explain
-refuses the form, named: what is refused runs as it does without this form.
-Nothing here depends on the time of day or on the box but the answers: the same box decides the same way.
+Guarantees: a call is compared with torch's own operators on the very values that it read, so no error vanishes and no
+rounding adds up on the way. The outputs are compared with the module's. A deviation beyond the form's rounding refuses
+the form, by name. The same box decides the same way.
 """
 
 from __future__ import annotations
@@ -58,25 +56,16 @@ SUMMING = 1e-6  # of the largest sum that is activated, some units in float32's 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How far made-up answers were from torch's, of the largest of these: outputs by name, and calls as they ran.
+    """Deviations from torch, in parts of its largest value; NaN where torch's answer is not finite."""
 
-    Not a number where torch's are none.
-    """
-
-    outputs: Mapping[str, float]
-    calls: tuple[tuple[FusedCall, float], ...]
+    outputs: Mapping[str, float]  # by name
+    calls: tuple[tuple[FusedCall, float], ...]  # as they ran
 
 
 def decided_form(
-    module: Module,
-    fused: FusedModule | Refused,
-    outputs: Sequence[str],
-    sample: Mapping[str, Tensor],
+    module: Module, fused: FusedModule | Refused, outputs: Sequence[str], sample: Mapping[str, Tensor]
 ) -> OnednnForm | Refused:
-    """The form that a module's weights are packed in: how each lies is decided here, and the whole is tried.
-
-    ``module``: the one on the meta device that was fused. ``sample``: weights such as it may have, float32 on the CPU.
-    """
+    """Layouts, decided and tried. ``module``: on meta, as it was fused; ``sample``: weights it may have, float32."""
     if isinstance(fused, Refused):
         return fused
     form = decided_layouts(fused)
@@ -118,7 +107,6 @@ def tried(module: Module, form: OnednnForm, outputs: Sequence[str], sample: Mapp
 
 
 def described(call: FusedCall) -> str:
-    """A call in words: its layer, and what kind it is."""
     kind = _convolution_kind(call.shape) if isinstance(call.shape, ConvolutionShape) else "linear"
     done = " + ".join((kind, *["sum"] * call.adds, *[call.activation.name] * (call.activation.name != "none")))
     return f"{call.weight.removesuffix('.weight')} ({done} in {_named(call.shape.dtype)})"
@@ -173,10 +161,7 @@ class _TriedCall:
 
 
 class _Expected:
-    """What a call has to answer with, for the last of its images, by torch's operators. float32.
-
-    ``weights``: the module's; ``packed``: those that are packed of it, not laid out yet.
-    """
+    """A call's right answer for its last image, by torch, float32. ``packed``: weights, not laid out yet."""
 
     def __init__(self, call: FusedCall, weights: Mapping[str, Tensor], packed: Mapping[str, Tensor]) -> None:
         self._call = call
@@ -186,23 +171,20 @@ class _Expected:
         self._answer = None if answer is None else Levels(packed[LEVELS], answer)
 
     def of(self, source: Tensor, other: Tensor | None = None) -> tuple[Tensor, float]:
-        """Of what it is applied to, and what is added; and by how much rounding alone may put any of it off.
-
-        That is by what sums of that size are rounded by, and by one level: what lies between two is either.
-        """
+        """The answer, and its slack: rounding of sums of that size, and one level, as either may come."""
         quantisation = self._call.quantisation
         values = self._values(self._last(source), None if quantisation is None else quantisation.source)
         sums = self._applied(values).float()
         if other is not None:
             sums = sums + self._values(self._last(other), None if quantisation is None else quantisation.summand)
+        activation = self._call.activation
         largest = float(sums.abs().nan_to_num(0.0, posinf=0.0).max())  # an infinite one explains nothing
-        found, slack = _activated(self._call.activation, sums), SUMMING * largest
+        found, slack = _ACTIVATIONS[activation.name](sums, activation), SUMMING * largest
         if self._answer is None:
             return found, slack
         return self._answer.back(self._answer.of(found)), slack + self._answer.scale
 
     def read(self, answer: Tensor) -> Tensor:
-        """The call's own answer for that image, as values."""
         last = self._last(answer)
         return last.float() if self._answer is None else self._answer.back(last)
 
@@ -230,11 +212,6 @@ class _Expected:
             return self._weights[name]
         levels, scales = self._packed[name], self._packed[f"{name} {SCALES}"]
         return levels * scales.reshape(-1, *[1] * (levels.dim() - 1))
-
-
-def _activated(activation: Activation, values: Tensor) -> Tensor:
-    """By torch's own operator of that name."""
-    return _ACTIVATIONS[activation.name](values, activation)
 
 
 def _named(numbers: torch.dtype) -> str:

@@ -1,14 +1,12 @@
-"""Anomaly experts: what a graph measures of an image, and what is made of that against the line's threshold.
+"""Anomaly experts: a graph's scores and maps, judged against the line's threshold.
 
-Two kinds of values count. A score is one number per image, a map one number per pixel; the larger, the stranger. Where
-a graph gives no score, it is its map's maximum. Anomalib's exports are told by the names of their outputs (v2:
-``pred_score`` and ``anomaly_map``; its ``pred_label`` and ``pred_mask`` are answers to a threshold of its own, and are
-left out), all others by shapes: (n,) or (n, 1) is a score, (n, 1, h, w) or (n, h, w) a map. Decided when a graph is
-packed, and noted in its program: what is not asked for is not computed.
+A score is one number per image, a map one per pixel; the larger, the stranger. Without a score, the map's maximum is
+the score. Anomalib's outputs are known by name (v2: ``pred_score`` and ``anomaly_map``; ``pred_label`` and
+``pred_mask`` follow a threshold of its own and are dropped), all others by shape: (n,) or (n, 1) is a score, (n, 1, h,
+w) or (n, h, w) a map. The choice is made at packing and noted in the program: nothing else is computed.
 
-Guarantees: an image's score does not depend on the images beside it (a graph of which it would is run with one image
-at a time); a graph may claim any batch and only take one; no threshold lies in the packed bytes, so another one packs
-nothing anew.
+Guarantees: an image's score does not depend on its neighbours: a graph that mixes them runs one image at a time. No
+threshold lies in the packed bytes, so another one packs nothing anew.
 """
 
 from __future__ import annotations
@@ -23,9 +21,10 @@ import torch
 from torch.nn.functional import adaptive_max_pool2d
 
 from experts.backends.onnx.answers import probe_images
+from experts.backends.onnx.layouts import mismatch
 from experts.backends.onnx.pruning import keep_outputs
 from experts.backends.onnx.session import REFUSALS, session_once
-from experts.errors import OutputInvalid, WeightsMismatch
+from experts.errors import OutputInvalid
 from experts.expert import OTHER_THRESHOLD, Anomaly, AnomalyMap, Prediction
 from experts.orientation import upright_map
 
@@ -57,16 +56,11 @@ class AnomalyOutputs:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that are there: what a session is asked for."""
         return tuple(name for name in (self.score, self.map) if name is not None)
 
 
 def settle_outputs(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoProto) -> AnomalyOutputs:
-    """Find the outputs that count, and leave no others in the graph; one that takes only one image says so then.
-
-    In place; ``images``: the graph's input. Raises WeightsMismatch where no output is a score or a map, or where two
-    may be the one that is meant; what ONNX Runtime refuses comes as it is.
-    """
+    """Leave the outputs that count, and fix a batch of one if need be. In place. Raises WeightsMismatch, REFUSALS."""
     made_up = probe_images(expert.pixels.height, expert.pixels.width)
     alone = _answers(session_once(model.SerializeToString()), made_up, at_once=1)
     outputs = _counting(expert, alone)
@@ -78,12 +72,10 @@ def settle_outputs(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInf
 
 
 def note(model: onnx.ModelProto, outputs: AnomalyOutputs) -> None:
-    """Write it into a program. In place."""
     model.metadata_props.add(key=_NOTE, value=json.dumps(asdict(outputs), sort_keys=True))
 
 
 def noted_outputs(session: InferenceSession) -> AnomalyOutputs | None:
-    """What a program's session measures; None for a program of other experts."""
     note = session.get_modelmeta().custom_metadata_map.get(_NOTE)
     return None if note is None else AnomalyOutputs(**json.loads(note))
 
@@ -91,10 +83,7 @@ def noted_outputs(session: InferenceSession) -> AnomalyOutputs | None:
 def predictions(
     expert: Expert, outputs: AnomalyOutputs, runs: Sequence[Sequence[np.ndarray]], batch: Sequence[Prepared]
 ) -> tuple[Prediction, ...]:
-    """One prediction for each image of a batch. ``runs``: what the graph answered with, time after time, by output.
-
-    Raises OutputInvalid for what is no number, and for an expert without a threshold.
-    """
+    """``runs``: the graph's answers, by output. Raises OutputInvalid for NaN or infinity, or without a threshold."""
     if expert.threshold is None:
         why = "it has no threshold" if expert.threshold_of is None else OTHER_THRESHOLD
         raise OutputInvalid(
@@ -104,13 +93,11 @@ def predictions(
     answers = {name: _joined(values)[: len(batch)] for name, values in zip(outputs.names, parts, strict=True)}
     if not all(np.isfinite(values).all() for values in answers.values()):
         raise OutputInvalid(expert.id, "its output is not a number: check its weights")
-    maps = None if outputs.map is None else _maps(answers[outputs.map])
-    if outputs.score is not None:
-        scores = answers[outputs.score].reshape(-1)
+    if outputs.map is None:
+        where: Sequence[np.ndarray | None] = [None] * len(batch)
     else:
-        assert maps is not None, "a program has a score or a map"
-        scores = _highest(maps)
-    where = [None] * len(scores) if maps is None else list(maps)
+        where = [each.reshape(each.shape[-2:]) for each in answers[outputs.map]]
+    scores = answers[outputs.score or outputs.names[0]].reshape(len(batch), -1).max(axis=1)
     return tuple(
         _prediction(expert, expert.threshold, float(score), each, prepared.orientation)
         for score, each, prepared in zip(scores, where, batch, strict=True)
@@ -118,11 +105,7 @@ def predictions(
 
 
 def certainty(score: float, threshold: float) -> float:
-    """How sure it is that a score is anomalous: 0.5 at the threshold, towards 1 above it and 0 below.
-
-    A logistic function of the distance in units of the threshold: models count on scales of their own, and the
-    threshold is the one thing that is known of each.
-    """
+    """Logistic in units of the threshold, where it is 0.5: each model counts on a scale of its own."""
     distance = SCALE * (score - threshold) / (abs(threshold) or 1.0)
     return 1 / (1 + math.exp(-distance)) if distance >= 0 else math.exp(distance) / (1 + math.exp(distance))
 
@@ -150,8 +133,7 @@ def _small(values: np.ndarray) -> AnomalyMap:
 
 
 def _joined(parts: Iterable[np.ndarray]) -> np.ndarray:
-    """The answers to several batches as one. A number without dimensions is the score of a single image."""
-    return np.concatenate([np.atleast_1d(part) for part in parts])
+    return np.concatenate([np.atleast_1d(part) for part in parts])  # one image's score may lack a dimension
 
 
 def _answers(session: InferenceSession, made_up: np.ndarray, at_once: int) -> dict[str, np.ndarray]:
@@ -166,38 +148,25 @@ def _answers(session: InferenceSession, made_up: np.ndarray, at_once: int) -> di
 
 def _counting(expert: Expert, answers: Mapping[str, np.ndarray]) -> AnomalyOutputs:
     numbers = {name: rows for name, rows in answers.items() if np.issubdtype(rows.dtype, np.floating)}
-    scores = [name for name, rows in numbers.items() if _is_score(rows)]
-    maps = [name for name, rows in numbers.items() if _is_map(rows)]
+    scores = [name for name, rows in numbers.items() if rows.ndim in {1, 2} and rows[0].size == 1]
+    maps = [name for name, rows in numbers.items() if rows.ndim == 3 or (rows.ndim == 4 and rows.shape[1] == 1)]
     outputs = AnomalyOutputs(_meant(scores, SCORE_NAMES), _meant(maps, MAP_NAMES))
     unclear = (len(scores) > 1 and outputs.score is None) or (len(maps) > 1 and outputs.map is None)
     if unclear or not outputs.names:
-        raise WeightsMismatch(expert.id, f"{expert.weights} {_not_understood(answers)}")
+        shapes = {name: str(("n", *rows.shape[1:])).replace("'", "") for name, rows in answers.items()}
+        given = ", ".join(f"{name} {rows.dtype} {shapes[name]}" for name, rows in answers.items())
+        raise mismatch(
+            expert,
+            f"answers with {given}: an anomaly expert gives one score (n,) or (n, 1), one map (n, 1, height, width), "
+            "or both; name them pred_score and anomaly_map where there are more, and export it anew",
+        )
     return outputs
 
 
-def _not_understood(answers: Mapping[str, np.ndarray]) -> str:
-    given = ", ".join(
-        f"{name} {rows.dtype} {('n', *rows.shape[1:])}".replace("'", "") for name, rows in answers.items()
-    )
-    return (
-        f"answers with {given}: an anomaly expert gives one score (n,) or (n, 1), one map (n, 1, height, width), or "
-        "both; name them pred_score and anomaly_map where there are more, and export it anew"
-    )
-
-
 def _meant(candidates: Sequence[str], known: Sequence[str]) -> str | None:
-    """The output with a known name, or the only one there is."""
     named = [name for name in candidates if name in known]
     chosen = named or candidates
     return chosen[0] if len(chosen) == 1 else None
-
-
-def _is_score(rows: np.ndarray) -> bool:
-    return rows.ndim in {1, 2} and rows[0].size == 1
-
-
-def _is_map(rows: np.ndarray) -> bool:
-    return rows.ndim == 3 or (rows.ndim == 4 and rows.shape[1] == 1)
 
 
 def _takes_several(
@@ -218,13 +187,3 @@ def _are_alike(one: np.ndarray, other: np.ndarray) -> bool:
         return False
     tolerance = BATCH_TOLERANCE * float(np.abs(other[numbers]).max(initial=0.0))
     return bool((np.abs(one[numbers] - other[numbers]) <= tolerance).all())
-
-
-def _maps(values: np.ndarray) -> np.ndarray:
-    """(n, height, width)"""
-    return values[:, 0] if values.ndim == 4 else values
-
-
-def _highest(maps: np.ndarray) -> np.ndarray:
-    found: np.ndarray = maps.reshape(len(maps), -1).max(axis=1)
-    return found

@@ -1,12 +1,11 @@
-"""What the values mean that an ONNX graph answers with: decided once, when it is packed, and noted in its program.
+"""Meaning of an ONNX classifier's values: decided once, at packing, and noted in its program.
 
-An answer is one probability per label. Where labels exclude one another, logits (or logarithms of probabilities) become
-that by a softmax, those of `task: multilabel` by a sigmoid each; what is that already is taken as it is. Told by the
-operator that the graph ends in, where that says it: Softmax, or Sigmoid, and either is refused for the other task.
-Otherwise by its answers to made-up images: probabilities are what adds up to 1 for every one of them. Of a multilabel
-graph only operators tell it: numbers from 0 to 1 may be either, and a second sigmoid would make every label hold.
-Guarantees: an image's score does not depend on the images beside it. A graph of logits carries no note, so its program
-is byte for byte what device profiles know it by.
+An answer is one probability per label. Logits become probabilities by a softmax, for `task: multilabel` by a sigmoid
+each. The graph's last operator (Softmax, Sigmoid) tells which they are, and is refused for the other task. Otherwise
+answers to made-up images decide: probabilities add up to 1 for each. Multilabel graphs are told by operators alone: a
+second sigmoid would make every label hold.
+Guarantees: an image's score does not depend on its neighbours. A graph of logits carries no note: device profiles know
+its program byte for byte.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from experts.backends.onnx.layouts import mismatch
 from experts.backends.outputs import require_several_labels
-from experts.errors import OutputInvalid, WeightsMismatch
+from experts.errors import OutputInvalid
 from experts.expert import Task
 
 if TYPE_CHECKING:
@@ -41,8 +41,6 @@ _LINEAR = frozenset({"Add", "Conv", "Gemm", "GlobalAveragePool", "MatMul", "Redu
 
 
 class Answers(StrEnum):
-    """What a graph answers with, one value per label."""
-
     LOGITS = "logits"
     PROBABILITIES = "probabilities"
 
@@ -66,15 +64,13 @@ def answers_of(expert: Expert, model: onnx.ModelProto, rows: np.ndarray) -> Answ
     if expert.task is Task.MULTILABEL:
         return _independent(expert, operator, known)
     if operator in INDEPENDENT:
-        raise WeightsMismatch(
-            expert.id,
-            f"{expert.weights} ends in {operator}: its labels do not exclude one another - write `task: multilabel`, "
+        raise mismatch(
+            expert,
+            f"ends in {operator}: its labels do not exclude one another - write `task: multilabel`, "
             f"or if only one can hold, export it without that {operator}",
         )
     if operator == "Softmax" and not _are_probabilities(known, ROUNDED_SUM_TOLERANCE).all():
-        raise WeightsMismatch(
-            expert.id, f"{expert.weights} ends in a Softmax that is not over the labels: export it with axis=1"
-        )
+        raise mismatch(expert, "ends in a Softmax that is not over the labels: export it with axis=1")
     if operator == "Softmax" or (len(known) and _are_probabilities(known).all()):
         return Answers.PROBABILITIES
     return Answers.LOGITS
@@ -82,27 +78,22 @@ def answers_of(expert: Expert, model: onnx.ModelProto, rows: np.ndarray) -> Answ
 
 def _independent(expert: Expert, operator: str | None, known: np.ndarray) -> Answers:
     if operator in EXCLUSIVE:
-        raise WeightsMismatch(
-            expert.id,
-            f"{expert.weights} ends in {operator}: its labels exclude one another - remove `task: multilabel`",
-        )
+        raise mismatch(expert, f"ends in {operator}: its labels exclude one another - remove `task: multilabel`")
     if operator not in INDEPENDENT | _LINEAR and bool(_are_within(known).all()):
-        raise WeightsMismatch(
-            expert.id,
-            f"{expert.weights} ends in {operator} and answers from 0 to 1, which may be probabilities or not: export "
+        raise mismatch(
+            expert,
+            f"ends in {operator} and answers from 0 to 1, which may be probabilities or not: export "
             "it so that it ends in one Sigmoid of all labels, or before that",
         )
     return Answers.PROBABILITIES if operator in INDEPENDENT else Answers.LOGITS
 
 
 def note(model: onnx.ModelProto, answers: Answers) -> None:
-    """Write it into a program. In place."""
     if answers is not Answers.LOGITS:
         model.metadata_props.add(key=_NOTE, value=answers)
 
 
 def noted(session: InferenceSession) -> Answers:
-    """What a program's session answers with."""
     return Answers(session.get_modelmeta().custom_metadata_map.get(_NOTE, Answers.LOGITS))
 
 
@@ -135,22 +126,17 @@ def _each_probable(expert: Expert, rows: np.ndarray, answers: Answers) -> np.nda
 
 
 def _are_within(rows: np.ndarray) -> np.ndarray:
-    """Whether each value may be a probability."""
     found: np.ndarray = (rows >= -ROW_SUM_TOLERANCE) & (rows <= 1 + ROW_SUM_TOLERANCE)
     return found
 
 
 def _are_probabilities(rows: np.ndarray, tolerance: float = ROW_SUM_TOLERANCE) -> np.ndarray:
-    """Whether each row is not negative and adds up to 1."""
     found: np.ndarray = (rows >= 0).all(axis=1) & (np.abs(rows.sum(axis=1, dtype=np.float64) - 1) <= tolerance)
     return found
 
 
 def last_operator(model: onnx.ModelProto) -> str | None:
-    """The operator that made the values of the first output; None where they come from outside.
-
-    Of outputs that were joined, that of all of them, and Concat where they have several.
-    """
+    """Operator behind the first output; None: outside. Of joined outputs, their common one, else Concat."""
     makers = {name: node for node in model.graph.node for name in node.output}
     found, waiting = set(), [model.graph.output[0].name]
     for name in waiting:

@@ -1,9 +1,8 @@
-"""Run by file name in a process of its own, see experts.backends.onnx.sandbox: packs graphs that it is told of.
+"""Packs ONNX graphs in a process of its own; run by file name, see experts.backends.onnx.sandbox.
 
-Each line of stdin is a folder, with an expert in its expert.json. That is packed in a fork of this process, which has
-imported all that it takes; the fork's memory and time are bounded before it looks at the graph. It leaves its tensors
-and its program in the folder, or says in error.json why there are none; how it ended is written to stdout. Where
-nothing is asked for IDLE_S, it ends.
+Each line of stdin is a folder with an expert.json. A fork packs it, its memory and time bounded before it reads the
+graph, and leaves tensors and program in the folder, or the reason in error.json. Its exit status goes to stdout. After
+IDLE_S without a line the process ends.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # it is run isolated: nothing else is added
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # isolated Python adds no path
 
 from safetensors.torch import save_file
 
@@ -49,20 +48,20 @@ def _end(folder: Path) -> int:
         _tell(folder, type(error).__name__, error.message)
     except MemoryError:
         _tell(folder, "WeightsRefused", "packing and trying it takes more memory than a model may")
-    except Exception as error:  # noqa: BLE001  a graph is anybody's: whatever comes of it concerns that one expert
+    except Exception as error:  # noqa: BLE001  an untrusted graph: any fault is that one expert's
         _tell(folder, "WeightsCorrupt", f"it cannot be packed: {type(error).__name__}: {error}")
     return 0
 
 
 def _bound(memory_bytes: int, limit_s: int) -> None:
     pages = Path("/proc/self/statm")
-    if pages.is_file():  # elsewhere there is no such limit, or it is not kept
+    if pages.is_file():  # Linux alone keeps this limit
         taken_bytes = int(pages.read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken_bytes + memory_bytes,) * 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.alarm(10 * limit_s)  # a graph that waits takes no time of the processor
+    signal.alarm(10 * limit_s)  # waiting takes no processor time
 
 
 def _expert(values: dict[str, Any]) -> Expert:

@@ -1,12 +1,10 @@
-"""ONNX graphs on ONNX Runtime: classifiers, detectors and anomaly experts exported by whatever made them.
+"""ONNX graphs on ONNX Runtime: classifiers, detectors and anomaly experts of any exporter.
 
-They take and answer float32; between them a graph may compute with eight bits, as its quantiser left it.
+Inputs and outputs are float32; between them a graph may compute with eight bits, as its quantiser left it.
 
-A session that owned its weights would have to be built anew for each expert, which takes most of a second. So the
-weights are lifted out of the graph at packing, after ONNX Runtime's own folding of constants and BatchNorm, and become
-inputs. What is left is the program: experts of one program share a session, and a switch constructs nothing.
-Of a classifier the first output counts, (n, labels): logits or probabilities, see ``answers``; what a detector answers
-with, see ``detections``; an anomaly expert, ``anomaly``.
+Building a session takes most of a second, too long for a switch. So packing folds constants and BatchNorm by ONNX
+Runtime's own means, then lifts the weights out: they become inputs. The rest is the program: experts of one program
+share a session. Outputs: see ``answers`` (classifiers), ``detections`` and ``anomaly``.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from experts.backends.letterbox import filled, letterboxed
 from experts.backends.onnx import anomaly, detections
 from experts.backends.onnx.answers import PROBES, RECIPE, answers_of, note, noted, probabilities, probe_images
 from experts.backends.onnx.heading import read_heading
-from experts.backends.onnx.layouts import read_detections, require_names
+from experts.backends.onnx.layouts import mismatch, read_detections, require_names
 from experts.backends.onnx.memory import peak_bytes
 from experts.backends.onnx.pruning import add_what_is_no_number, keep_outputs, take_batches
 from experts.backends.onnx.sandbox import packed_apart
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
     from experts.backends.base import Prepared
     from experts.expert import Expert
 
-LIFTED_BYTES = 1024  # a float constant of this size is a weight, whatever reads it
+LIFTED_BYTES = 1024  # a float constant of this size is a weight for any reader
 WEIGHT_READERS = frozenset(
     {"Add", "BatchNormalization", "Conv", "ConvTranspose", "Div", "Gemm", "GroupNormalization", "InstanceNormalization"}
     | {"LayerNormalization", "MatMul", "Mul", "PRelu", "Sub"}
@@ -111,10 +109,7 @@ class OnnxSkeleton:
         return tuple(Prediction(expert.labels[int(row.argmax())], float(row.max())) for row in rows)
 
     def fed(self, images: Tensor) -> IOBinding:
-        """What one run of the session reads and writes: the addresses of the weights that are bound, and of images.
-
-        Made for every batch: the session belongs to all experts of its program, and keeps nothing of any of them.
-        """
+        """Inputs and outputs of a run, by address. Made per batch: the session keeps nothing of any expert."""
         feeds = self._session.io_binding()
         for name, tensor in (*self._tensors.items(), (self._images, images)):
             element = NUMPY_TYPES[tensor.dtype]
@@ -158,7 +153,14 @@ class OnnxBackend:
         return _FITTED[expert.pixels.fit](image, expert.pixels)
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
-        return f"{_recipe(expert)}; {FEW_BITS}"
+        if expert.task is Task.ANOMALY:
+            own = anomaly.RECIPE
+        elif expert.task is Task.MULTILABEL:
+            own = f"{RECIPE}, label by label"
+        else:
+            is_detector = expert.pixels.fit in {Fit.LETTERBOXED, Fit.FILLED}
+            own = f"{detections.RECIPE}: {', '.join(expert.labels)}" if is_detector else RECIPE
+        return f"{own}; {FEW_BITS}"
 
     def token_bytes(self, expert: Expert, precision: Precision) -> int:
         return 0
@@ -167,15 +169,6 @@ class OnnxBackend:
         status = expert.weights.stat()
         stamp = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
         return _workspace_bytes(expert, stamp) * batch_size
-
-
-def _recipe(expert: Expert) -> str:
-    if expert.task is Task.ANOMALY:
-        return anomaly.RECIPE
-    if expert.task is Task.MULTILABEL:
-        return f"{RECIPE}, label by label"
-    is_detector = expert.pixels.fit in {Fit.LETTERBOXED, Fit.FILLED}
-    return f"{detections.RECIPE}: {', '.join(expert.labels)}" if is_detector else RECIPE
 
 
 def packed(expert: Expert) -> Packable:
@@ -187,7 +180,7 @@ def packed(expert: Expert) -> Packable:
     try:
         folded = _understood(expert, model, images)
     except REFUSALS as error:
-        raise WeightsMismatch(expert.id, f"{expert.weights} does not run on ONNX Runtime: {error}") from error
+        raise mismatch(expert, f"does not run on ONNX Runtime: {error}") from error
     add_what_is_no_number(folded)
     tensors = _lift(folded)
     for name, tensor in tensors.items():
@@ -219,15 +212,11 @@ def _understood(expert: Expert, model: onnx.ModelProto, images: onnx.ValueInfoPr
 
 
 def _by_label(expert: Expert, rows: np.ndarray) -> np.ndarray:
-    """(n, labels); a single label of each image may come without a dimension of its own."""
-    return rows[:, None] if rows.ndim == 1 and expert.task is Task.MULTILABEL else rows
+    return rows[:, None] if rows.ndim == 1 and expert.task is Task.MULTILABEL else rows  # one label may lack its axis
 
 
 def _filled(images: Tensor, size: int) -> Tensor:
-    """Exactly ``size`` images: what a graph with a fixed batch wants; those added are the last one again.
-
-    Empty ones might be no numbers to the graph, where all that are asked about are.
-    """
+    """Exactly ``size`` images, the last one repeated: an empty one might give NaN, where all asked about are sound."""
     if len(images) == size:
         return images.contiguous()
     return torch.cat((images, images[-1:].expand(size - len(images), *images.shape[1:])))
@@ -252,16 +241,11 @@ def _label_rows(expert: Expert, session: InferenceSession, images: np.ndarray) -
     for first, *_ in _probe(session, images):
         rows = _by_label(expert, first)
         if rows.ndim != 2 or rows.shape[0] != size:
-            raise WeightsMismatch(
-                expert.id,
-                f"{expert.weights} answers {size} images with {rows.shape}, not (images, labels): export it anew",
-            )
+            raise mismatch(expert, f"answers {size} images with {rows.shape}, not (images, labels): export it anew")
         parts.append(rows)
     found = np.concatenate(parts)[:PROBES]
     if found.shape[1] != len(expert.labels):
-        raise WeightsMismatch(
-            expert.id, f"{expert.weights} tells {found.shape[1]} labels apart, the line names {len(expert.labels)}"
-        )
+        raise mismatch(expert, f"tells {found.shape[1]} labels apart, the line names {len(expert.labels)}")
     return found
 
 
@@ -271,7 +255,7 @@ def _images_of(expert: Expert, model: onnx.ModelProto) -> onnx.ValueInfoProto:
     inputs = [value for value in model.graph.input if value.name not in weights]
     if len(inputs) != 1:
         names = ", ".join(value.name for value in inputs) or "none"
-        raise WeightsMismatch(expert.id, f"{expert.weights} must have one input, the images; it has {names}")
+        raise mismatch(expert, f"must have one input, the images; it has {names}")
     return inputs[0]
 
 
@@ -283,9 +267,7 @@ def _require_fitting_input(expert: Expert, images: onnx.ValueInfoProto) -> None:
     fits = len(shape) == 4 and all(one in {None, other} for one, other in zip(shape[1:], wanted[1:], strict=True))
     if kind.elem_type != TensorProto.FLOAT or not fits:
         kind_name = TensorProto.DataType.Name(kind.elem_type)
-        raise WeightsMismatch(
-            expert.id, f"{expert.weights} takes {kind_name} {shape}, the line sends FLOAT {wanted}: correct `input`"
-        )
+        raise mismatch(expert, f"takes {kind_name} {shape}, the line sends FLOAT {wanted}: correct `input`")
 
 
 def _lift(model: onnx.ModelProto) -> dict[str, Tensor]:

@@ -1,12 +1,10 @@
-"""What ONNX graphs of detectors answer with: decided once, at packing, and read as boxes.
+"""Boxes of ONNX detectors: their layout is decided once, at packing, and noted in the program.
 
-A file's heading says which layouts its outputs can be, see ``layouts``; where it leaves several, the graph's answers to
-made-up images decide, and what they do not decide is refused. The decision is noted in the program, so it is never
-taken per batch. Outputs that hold no boxes, such as the masks of a segmentation model, are cut off with what only they
-need.
-Guarantees: thresholds, suppression and limits are those of detectors that torch runs, see ``experts.backends.boxes``.
-A graph that chooses its boxes itself keeps only so many: where all of these are boxes, others may be missing, and the
-image is not judged.
+A file's heading says which layouts are possible, see ``layouts``; answers to made-up images decide among several, and
+what stays open is refused. Outputs without boxes, such as masks, are cut off with the nodes that only they need.
+Guarantees: thresholds, suppression and limits are those of torch's detectors (``experts.backends.boxes``). A graph that
+chooses its boxes itself has room for a fixed number: where all are boxes, others may be missing, and the image is not
+judged.
 """
 
 from __future__ import annotations
@@ -18,9 +16,9 @@ import torch
 from torchvision.ops import box_convert
 
 from experts.backends.boxes import prediction, selected, suppressed
-from experts.backends.onnx.layouts import Detections, Layout, fitting
+from experts.backends.onnx.layouts import Detections, Layout, fitting, mismatch
 from experts.backends.outputs import require_numbers
-from experts.errors import OutputInvalid, WeightsMismatch
+from experts.errors import OutputInvalid
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,15 +36,12 @@ _SCORE_TOLERANCE = 1e-3  # by which a score may be under 0 or over 1
 
 
 def decided(expert: Expert, found: Detections, answers: Sequence[np.ndarray]) -> Layout:
-    """The one layout of a graph, and of the images that it wants; ``answers``: its outputs for made-up images.
-
-    Raises WeightsMismatch where that is not one, or the line prepares its images in another way.
-    """
+    """``answers``: for made-up images. Raises WeightsMismatch for none or several, or images prepared otherwise."""
     layout = Layout.TORCHVISION if found.layouts == (Layout.TORCHVISION,) else _decided(expert, found, answers[0])
     if (expert.pixels.fit, expert.pixels.normalize) != (layout.fit, "unit"):
-        raise WeightsMismatch(
-            expert.id,
-            f"{expert.weights} is a detector, which wants its images {layout.fit} and `normalize: unit`; the line "
+        raise mismatch(
+            expert,
+            f"is a detector, which wants its images {layout.fit} and `normalize: unit`; the line "
             f"sends them {expert.pixels.fit} and `normalize: {expert.pixels.normalize}`",
         )
     return layout
@@ -59,10 +54,9 @@ def _decided(expert: Expert, found: Detections, answer: np.ndarray) -> Layout:
         return Layout.CHOSEN  # whole numbers in the place of labels are no chance
     if len(layouts) != 1:
         what = " or ".join(sorted(layouts)) or "none of the layouts that are known, with scores from 0 to 1"
-        raise WeightsMismatch(
-            expert.id,
-            f"{expert.weights} answers {answer.shape}, which is {what}: export it anew, with its metadata and its "
-            "last activation",
+        raise mismatch(
+            expert,
+            f"answers {answer.shape}, which is {what}: export it anew, with its metadata and its last activation",
         )
     return layouts.pop()
 
@@ -86,12 +80,10 @@ def _within(scores: np.ndarray) -> bool:
 
 
 def note(model: onnx.ModelProto, layout: Layout) -> None:
-    """Write it into a program. In place."""
     model.metadata_props.add(key=_NOTE, value=layout)
 
 
 def noted(session: InferenceSession) -> Layout | None:
-    """The layout of a program's boxes; None for a program of another kind."""
     found = session.get_modelmeta().custom_metadata_map.get(_NOTE)
     return None if found is None else Layout(found)
 
@@ -99,10 +91,7 @@ def noted(session: InferenceSession) -> Layout | None:
 def predictions(
     expert: Expert, layout: Layout, runs: Sequence[Sequence[np.ndarray]], batch: Sequence[Prepared]
 ) -> tuple[Prediction, ...]:
-    """One prediction per image. ``runs``: what the graph answered with, time after time, output by output.
-
-    Raises OutputInvalid for what is no number, and for more boxes than are judged.
-    """
+    """One prediction per image. ``runs``: by output. Raises OutputInvalid for NaN and for too many boxes."""
     if layout is Layout.TORCHVISION:
         found = [_torchvision_rows(expert, *run) for run in runs]
     else:
@@ -135,10 +124,9 @@ def _rows(expert: Expert, layout: Layout, answer: Tensor, prepared: Prepared) ->
 
 
 def _torchvision_rows(expert: Expert, boxes: np.ndarray, labels: np.ndarray, scores: np.ndarray) -> Tensor:
-    """Its label 0 is the background, which it never answers with."""
     found = torch.from_numpy(boxes), torch.from_numpy(scores)
     require_numbers(expert, *found)
-    return selected(expert, found[0], found[1], torch.from_numpy(labels) - 1)
+    return selected(expert, found[0], found[1], torch.from_numpy(labels) - 1)  # 0 is the background
 
 
 def _refuse_full(expert: Expert, scores: Tensor) -> None:

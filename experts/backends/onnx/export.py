@@ -29,12 +29,7 @@ EXAMPLES = 2  # images in the example: a size of one would be taken for fixed
 
 
 def exported(module: Module, size: tuple[int, int], outputs: Sequence[str]) -> onnx.ModelProto:
-    """The graph of a module in inference mode on the meta device, for images of that height and width.
-
-    A module that answers with a mapping gives those of its entries that ``outputs`` names; any other, its answer under
-    that one name. Weights that do not reach an output are no inputs. Raises ValueError, with the reason, for a module
-    that cannot be exported.
-    """
+    """``outputs``: of a mapping, or the one name. Weights that reach none are no inputs. Raises ValueError."""
     names = weight_names(module)
     weights = {name: tensor for name, tensor in module.state_dict().items() if name in names}
     stateless = _Stateless(module, outputs).eval()
@@ -92,7 +87,6 @@ def _drop_unread_inputs(model: onnx.ModelProto) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """What the innermost error says: the exporter wraps it in advice to its developers."""
-    while error.__cause__ is not None:
+    while error.__cause__ is not None:  # the exporter wraps it in advice to its developers
         error = error.__cause__
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -1,7 +1,7 @@
 """What an ONNX file says of itself beside its weights: inputs, outputs, metadata. Read without a runtime.
 
-Guarantees: weights and nodes are passed over, so a file of gigabytes costs some kilobytes and milliseconds; whatever
-the file holds, it ends in a Heading or in WeightsCorrupt. The format is protobuf's wire format; the numbers of fields
+Guarantees: weights and nodes are skipped, so a file of gigabytes costs kilobytes and milliseconds; any file ends in a
+Heading or in WeightsCorrupt. The format is protobuf's wire format; the numbers of fields
 are those of onnx.proto3 (ONNX, IR version 3 and later).
 """
 

@@ -1,13 +1,12 @@
 """Graphs in the form that ONNX Runtime executes, with their weights still coming in from outside.
 
-On many CPUs ONNX Runtime convolves in blocks of channels, and reorders the weights of convolutions to suit when it
-builds a session; weights that come in as inputs it cannot reorder, and then convolves a third slower. So its
-optimisation is run once, at packing, on weights made up for the purpose. In the outcome each of them is found again by
-its values, which tells how a real expert's weight has to lie; then they become inputs. What is packed is therefore laid
-out for this version of ONNX Runtime and this CPU: ``runtime_identity`` names both, and programs carry it.
+ONNX Runtime convolves in blocks of channels and reorders constant weights to suit; weights that are inputs it cannot
+reorder, and convolves a third slower. So packing runs its optimisation once, on made-up weights. In the outcome each
+weight is found again by its values, which tells how a real one has to lie; then the weights become inputs again. The
+layout fits this version of ONNX Runtime and this CPU: programs carry both as ``runtime_identity``.
 
-Source of the blocked orders: MLAS, ONNX Runtime's kernels (MlasReorderFilterOIHWBiBo and MlasReorderFilterOIHWBo); that
-they are so is not believed but found, value by value, in each graph.
+Source of the blocked orders: MLAS, ONNX Runtime's kernels (MlasReorderFilterOIHWBiBo and MlasReorderFilterOIHWBo); each
+graph is checked for them, value by value.
 """
 
 from __future__ import annotations
@@ -80,16 +79,11 @@ class LaidOutGraph:
     placements: Mapping[str, Placement]
 
     def tensors(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """One expert's weights as the program's inputs, by their names there."""
         return {name: placement.laid(weights[placement.source]) for name, placement in self.placements.items()}
 
 
 def laid_out(model: onnx.ModelProto, images: str) -> LaidOutGraph:
-    """The graph as ONNX Runtime executes it on this CPU; ``model`` is used up.
-
-    Raises ValueError where it is too large or a weight is not found again, ``onnx_session.REFUSALS`` where it cannot
-    be run at all.
-    """
+    """``model`` is used up. Raises ValueError where it is too large or a weight is lost, and ``session.REFUSALS``."""
     order = [value.name for value in model.graph.input]
     probes = _probes(model)
     if sum(tensor.nbytes for tensor in probes.values()) > SIZE_MAXIMUM_BYTES:
@@ -113,12 +107,10 @@ def laid_out(model: onnx.ModelProto, images: str) -> LaidOutGraph:
 
 @cache
 def runtime_identity() -> str:
-    """What a program's layout depends on: the version of ONNX Runtime, and the block of channels on this CPU."""
     return f"onnxruntime {onnxruntime.__version__}, channels in blocks of {_channel_block()}"
 
 
 def identity_of(program: bytes) -> str | None:
-    """The ``runtime_identity`` under which a program was laid out."""
     notes = onnx.load_from_string(program).metadata_props
     return next((note.value for note in notes if note.key == IDENTITY_KEY), None)
 
@@ -126,13 +118,10 @@ def identity_of(program: bytes) -> str | None:
 def _channel_block() -> int:
     """How many channels ONNX Runtime's convolutions take together here; 1 where it does not block them."""
     weight = numpy_helper.from_array(np.ones((1, 64, 1, 1), dtype=np.float32), "weight")
-    graph = helper.make_graph(
-        [helper.make_node("Conv", ["images", "weight"], ["answer"])],
-        "probe",
-        [helper.make_tensor_value_info("images", TensorProto.FLOAT, [1, 64, 8, 8])],
-        [helper.make_tensor_value_info("answer", TensorProto.FLOAT, [1, 1, 8, 8])],
-        [weight],
-    )
+    shapes = {"images": [1, 64, 8, 8], "answer": [1, 1, 8, 8]}
+    images, answer = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items())
+    node = helper.make_node("Conv", ["images", "weight"], ["answer"])
+    graph = helper.make_graph([node], "probe", [images], [answer], [weight])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     found = optimised(model, GraphOptimizationLevel.ORT_ENABLE_ALL)
     return int(found.graph.initializer[0].dims[0])  # the one output channel, filled up to a block
@@ -143,10 +132,7 @@ def _shape(value: onnx.ValueInfoProto) -> tuple[int, ...]:
 
 
 def _probes(model: onnx.ModelProto) -> dict[str, np.ndarray]:
-    """Values for what convolutions alone read: like no other's, and the first of each tells which weight it is.
-
-    A weight that something else reads as well stays an input, lest what is computed from it becomes a constant.
-    """
+    """Values whose first tells the weight. What others read as well stays an input, lest results become constants."""
     by_convolutions = (name for node in model.graph.node if node.op_type == "Conv" for name in node.input[1:3])
     by_others = {name for node in model.graph.node for name in node.input[: 1 if node.op_type == "Conv" else None]}
     shapes = {value.name: _shape(value) for value in model.graph.input if value.name not in by_others}

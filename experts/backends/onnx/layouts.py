@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from experts.backends.onnx.heading import Heading
     from experts.expert import Expert, InputSpec
 
+_KNOWN = "(n, 4 + labels, anchors), (n, anchors, 5 + labels), (n, boxes, 6) or (n, queries, 4 + labels)"
 _SERVED_TASKS = frozenset({"classify", "detect", "segment"})  # of those that ultralytics notes
 
 
@@ -41,34 +42,26 @@ class Layout(StrEnum):
 
     @property
     def fit(self) -> Fit:
-        """How whoever exports this brings images to its size."""
         return Fit.FILLED if self in {Layout.QUERIES, Layout.CHOSEN_QUERIES} else Fit.LETTERBOXED
 
 
 @dataclass(frozen=True, slots=True)
 class Detections:
-    """What a graph's boxes may be, at least one, and the outputs that hold them.
-
-    ``extra``: see Layout. ``at_once``: how many images it takes, where that is less than its input says.
-    """
+    """Layouts that a graph's boxes may have, at least one."""
 
     layouts: tuple[Layout, ...]
-    outputs: tuple[str, ...]
-    extra: int = 0
-    at_once: int | None = None
+    outputs: tuple[str, ...]  # that hold them
+    extra: int = 0  # see Layout
+    at_once: int | None = None  # images that it takes, where fewer than its input says
 
     @property
     def fit(self) -> Fit:
-        """How images come to its size, as far as its file tells."""
         fits = {layout.fit for layout in self.layouts}
         return fits.pop() if len(fits) == 1 else Fit.LETTERBOXED
 
 
 def input_of(expert: Expert) -> InputSpec:
-    """What an expert's file wants to see: images of a detector are brought to its size as its exporter does it.
-
-    Files of ultralytics' and YOLOv5's want them upright, as their loaders give them. Raises as ``read_detections``.
-    """
+    """Prepare images as the exporter does: ultralytics' and YOLOv5's upright. Raises as ``read_detections``."""
     heading = read_heading(expert.id, expert.weights)
     found = _detections(expert, heading)
     turned = Orientation.EXIF if "stride" in heading.metadata else Orientation.STORED
@@ -77,18 +70,12 @@ def input_of(expert: Expert) -> InputSpec:
 
 
 def read_detections(expert: Expert) -> Detections | None:
-    """What the boxes of an expert's file may be; None where it is no detector.
-
-    Raises what reading a file raises, and WeightsMismatch where it is not served, or does not fit the line's labels.
-    """
+    """None: no detector. Raises as ``read_heading``, and WeightsMismatch for what is not served or does not fit."""
     return _detections(expert, read_heading(expert.id, expert.weights))
 
 
 def require_served(expert: Expert) -> None:
-    """Raises as ``read_detections``, and WeightsMismatch for all else that a heading tells to be not served.
-
-    What a heading leaves open is found out when the file is packed.
-    """
+    """Raises as ``read_detections``, and WeightsMismatch for what a heading shows; packing finds the rest."""
     heading = read_heading(expert.id, expert.weights)
     _require_fitting_input(expert, heading)
     if expert.task is Task.ANOMALY:
@@ -97,9 +84,9 @@ def require_served(expert: Expert) -> None:
     is_multilabel = expert.task is Task.MULTILABEL
     if not is_multilabel and _detections(expert, heading) is not None:
         if expert.pixels.normalize != "unit":
-            raise WeightsMismatch(expert.id, f"{expert.weights} is a detector: set `input.normalize` to unit")
+            raise mismatch(expert, "is a detector: set `input.normalize` to unit")
         if expert.pixels.fit is Fit.CROPPED:
-            raise WeightsMismatch(expert.id, f"{expert.weights} is a detector, which is not cut: remove `input.fit`")
+            raise mismatch(expert, "is a detector, which is not cut: remove `input.fit`")
         return
     shape = heading.outputs[0].shape if heading.outputs else ()
     require_names(expert, heading.names)
@@ -107,9 +94,9 @@ def require_served(expert: Expert) -> None:
         raise WeightsMismatch(expert.id, ONE_LABEL)
     is_single = is_multilabel and shape is not None and len(shape) == len(expert.labels) == 1
     if not is_single and shape is not None and (len(shape) != 2 or shape[1] not in {None, len(expert.labels)}):
-        raise WeightsMismatch(
-            expert.id,
-            f"{expert.weights} answers {_shown(shape)}: for the {len(expert.labels)} labels that the line names, that "
+        raise mismatch(
+            expert,
+            f"answers {_shown(shape)}: for the {len(expert.labels)} labels that the line names, that "
             "is neither (n, labels) nor boxes",
         )
 
@@ -118,7 +105,7 @@ def _require_fitting_input(expert: Expert, heading: Heading) -> None:
     size = (expert.pixels.height, expert.pixels.width)
     if len(heading.inputs) != 1:
         names = ", ".join(value.name for value in heading.inputs) or "none"
-        raise WeightsMismatch(expert.id, f"{expert.weights} must have one input, the images; it has {names}")
+        raise mismatch(expert, f"must have one input, the images; it has {names}")
     shape = heading.inputs[0].shape
     if shape is None:
         return
@@ -126,9 +113,8 @@ def _require_fitting_input(expert: Expert, heading: Heading) -> None:
         len(shape) == 4 and all(one in {None, other} for one, other in zip(shape[1:], (3, *size), strict=True))
     )
     if heading.inputs[0].element != FLOAT or not fits:
-        raise WeightsMismatch(
-            expert.id,
-            f"{expert.weights} does not take float32 (n, 3, {size[0]}, {size[1]}) but {_shown(shape)}: correct `input`",
+        raise mismatch(
+            expert, f"does not take float32 (n, 3, {size[0]}, {size[1]}) but {_shown(shape)}: correct `input`"
         )
 
 
@@ -138,9 +124,9 @@ def _require_measuring(expert: Expert, heading: Heading) -> None:
         listed = ", ".join(
             f"{value.name} {_shown(value.shape)}" for value in heading.outputs if value.shape is not None
         )
-        raise WeightsMismatch(
-            expert.id,
-            f"{expert.weights} answers {listed or 'nothing'}: of `task: anomaly` that is neither a score (n) or (n, 1) "
+        raise mismatch(
+            expert,
+            f"answers {listed or 'nothing'}: of `task: anomaly` that is neither a score (n) or (n, 1) "
             "nor a map (n, 1, height, width)",
         )
 
@@ -155,9 +141,7 @@ def _detections(expert: Expert, heading: Heading) -> Detections | None:
     """What a file's boxes may be; None where it is no detector. Raises WeightsMismatch, see ``read_detections``."""
     task = heading.metadata.get("task", "detect")
     if task not in _SERVED_TASKS:
-        raise WeightsMismatch(
-            expert.id, f"{expert.weights} is exported for the task {task}, which is not served: detect and segment are"
-        )
+        raise mismatch(expert, f"is exported for the task {task}, which is not served: detect and segment are")
     if parts := _torchvision_outputs(heading):
         require_names(expert, heading.names)
         return Detections((Layout.TORCHVISION,), parts, at_once=1)
@@ -168,28 +152,31 @@ def _detections(expert: Expert, heading: Heading) -> Detections | None:
     extra = _extra(heading)
     layouts = fitting(first.shape, len(expert.labels), extra) & _written_by(heading.metadata)
     if not layouts:
-        raise WeightsMismatch(expert.id, _unfitting(expert, first.shape))
+        raise mismatch(
+            expert,
+            f"answers {_shown(first.shape)}: for the {len(expert.labels)} labels that the line names, that is "
+            f"none of {_KNOWN}",
+        )
     return Detections(tuple(sorted(layouts)), (first.name,), extra, _suppressed_at_once(heading))
 
 
-def require_names(expert: Expert, names: tuple[str, ...] | None) -> None:
-    """``names``: the labels that a model's file tells of, in the order of its outputs; None where it tells none.
+def mismatch(expert: Expert, what: str) -> WeightsMismatch:
+    return WeightsMismatch(expert.id, f"{expert.weights} {what}")
 
-    Raises WeightsMismatch where the line has others in number, or the same ones in another order. Other words for all
-    of them are the line's own.
-    """
+
+def require_names(expert: Expert, names: tuple[str, ...] | None) -> None:
+    """WeightsMismatch for another number of labels, or the same in another order; other words are the line's own."""
     if names is None or expert.labels == names:
         return
     if len(names) != len(expert.labels):
-        raise WeightsMismatch(
-            expert.id,
-            f"{expert.weights} tells {len(names)} labels apart, {_listed(names)}; the line names {len(expert.labels)}",
+        raise mismatch(
+            expert, f"tells {len(names)} labels apart, {_listed(names)}; the line names {len(expert.labels)}"
         )
     moved = [label for label, name in zip(expert.labels, names, strict=True) if label != name and label in names]
     if moved:
-        raise WeightsMismatch(
-            expert.id,
-            f"{expert.weights} has the labels {_listed(names)}, and the line {_listed(expert.labels)}: write them in "
+        raise mismatch(
+            expert,
+            f"has the labels {_listed(names)}, and the line {_listed(expert.labels)}: write them in "
             "the order of the file",
         )
 
@@ -239,14 +226,6 @@ def _torchvision_outputs(heading: Heading) -> tuple[str, str, str] | None:
     if not len(boxes) == len(labels) == len(scores) == 1:
         return None
     return boxes[0], labels[0], scores[0]
-
-
-def _unfitting(expert: Expert, shape: Sequence[int | None]) -> str:
-    known = "(n, 4 + labels, anchors), (n, anchors, 5 + labels), (n, boxes, 6) or (n, queries, 4 + labels)"
-    return (
-        f"{expert.weights} answers {_shown(shape)}: for the {len(expert.labels)} labels that the line names, that is "
-        f"none of {known}"
-    )
 
 
 def _shown(shape: Sequence[int | None]) -> str:

@@ -1,4 +1,4 @@
-"""ONNX graphs such as trainers export, with random weights: for whoever measures. They see nothing, and run as trained.
+"""ONNX graphs as trainers export them, with random weights, for measurements: they detect nothing, and run as trained.
 
 Guarantees: all files of one call have the same graph, so that their experts share one program, and no two of them have
 a tensor of a layer in common; the same seed gives the same weights.

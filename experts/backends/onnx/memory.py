@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 
 def peak_bytes(model: onnx.ModelProto, images: str, shape: tuple[int, ...]) -> int:
-    """The most that intermediate values take at one moment when nodes run in the graph's order, input included.
-
-    A value whose shape cannot be inferred counts as large as the largest one.
-    """
+    """The most that values take at once, in the graph's order; an unknown shape counts as the largest."""
     sizes = _value_bytes(model, images, shape)
     guess = max(sizes.values(), default=0)
     weights = {tensor.name for tensor in model.graph.initializer}

@@ -1,8 +1,7 @@
-"""ONNX graphs as they are asked: outputs that count stay, what only others need goes, and images come in batches.
+"""ONNX graphs adapted to serving: unused outputs go, and images come in batches.
 
-What is no number in the middle of a graph of few bits becomes a level there like any other, and a plausible answer. So
-whatever may make one before it is brought to levels is also added to the outputs, as 0 where all are numbers, and else
-as none: the answer is then refused as that of a graph in float32.
+In a graph of few bits a NaN becomes a level like any other, and a plausible answer. So each value that may become NaN
+or infinite before it is quantised is also added to the outputs, as 0 or NaN: the answer is then refused.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     import onnx
 
 LEVELLING = frozenset({"QuantizeLinear", "DynamicQuantizeLinear"})
-UNBOUNDED = frozenset(  # operators that make what is no number, or infinite, of moderate numbers
+UNBOUNDED = frozenset(  # operators that make NaN or infinity of moderate numbers
     {"Acos", "Acosh", "Asin", "Atanh", "Cosh", "Div", "Exp", "Log", "LpNormalization", "Mod", "Pow", "Reciprocal"}
     | {"ReduceLogSum", "ReduceLogSumExp", "ReduceProd", "Sinh", "Sqrt", "Tan"}
 )
@@ -49,7 +48,7 @@ def keep_outputs(model: onnx.ModelProto, names: Sequence[str]) -> None:
     graph.output.extend(outputs)
     needed = set(names)
     kept = []
-    for node in reversed(graph.node):  # a graph is in the order of its execution: whoever reads comes later
+    for node in reversed(graph.node):  # a graph is in the order of its execution: readers come later
         if needed.intersection(node.output):
             needed.update(_read_by(node))
             kept.append(node)
@@ -62,9 +61,9 @@ def keep_outputs(model: onnx.ModelProto, names: Sequence[str]) -> None:
 
 
 def add_what_is_no_number(model: onnx.ModelProto) -> None:
-    """Let a graph of few bits answer with no number where any of its values is none. In place."""
+    """Let a graph of few bits answer NaN where any of its values is NaN or infinite. In place."""
     graph = model.graph
-    levelled: set[str] = set()  # what levels are made of, at however many removes
+    levelled: set[str] = set()  # values that levels are made of, directly or not
     for node in reversed(graph.node):
         if node.op_type in LEVELLING or levelled.intersection(node.output):
             levelled.update(_read_by(node))
@@ -73,7 +72,7 @@ def add_what_is_no_number(model: onnx.ModelProto) -> None:
         return
     added = []
     for number, name in enumerate(doubted):
-        zero = f"no number {number}"  # a difference of what is infinite, or no number, is none
+        zero = f"no number {number}"  # the difference of NaN or infinity with itself is NaN
         added += [
             helper.make_node("Sub", [name, name], [f"{zero} of each"]),
             helper.make_node("Cast", [f"{zero} of each"], [f"{zero} in float"], to=TensorProto.FLOAT),

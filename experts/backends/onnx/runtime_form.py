@@ -1,9 +1,8 @@
 """ONNX Runtime as a form of execution of torch's architectures, beside fp32, bf16 and fp16; on the CPU.
 
-Guarantees: experts of one architecture, input size and number of labels share one program byte for byte, so they share
-a session, and switching between them overwrites bytes. A graph is used only after it answered as its module does, on
-made-up weights and images; an architecture whose graph does not is refused, with the reason. Exporting happens at
-packing, once per architecture and process; serving reads the program from the packed files.
+Guarantees: experts of one architecture, input size and number of labels share one program and session, so a switch
+overwrites bytes. A graph is used only after it answered as its module does, on made-up weights and images; else the
+architecture is refused. Export happens at packing, once per architecture and process.
 """
 
 from __future__ import annotations
@@ -46,16 +45,12 @@ class RuntimeSkeleton:
 
     def __init__(self, expert: Expert, program: bytes, device: str, answered: Answered) -> None:
         """Raises BackendUnavailable where this is not the CPU and the ONNX Runtime that the program is laid out for."""
+        subject = f"{expert.architecture} in {Precision.ONNXRUNTIME}"
         if device != "cpu":
-            raise BackendUnavailable(
-                f"{expert.architecture} in {Precision.ONNXRUNTIME}", f"it runs on the CPU, not on {device}"
-            )
-        found = identity_of(program)
-        if found != runtime_identity():
-            raise BackendUnavailable(
-                f"{expert.architecture} in {Precision.ONNXRUNTIME}",
-                f"it was packed for {found}, this box has {runtime_identity()}: pack the line again here",
-            )
+            raise BackendUnavailable(subject, f"it runs on the CPU, not on {device}")
+        found, here = identity_of(program), runtime_identity()
+        if found != here:
+            raise BackendUnavailable(subject, f"it was packed for {found}, not for {here}: pack the line again here")
         self._session = shared_session(program, torch.get_num_threads(), device, is_final=True)
         self._names = frozenset(node.name for node in self._session.get_inputs()) - {IMAGES}
         self._outputs = [node.name for node in self._session.get_outputs()]
@@ -78,10 +73,7 @@ class RuntimeSkeleton:
 def runtime_form(
     module: Module, size: tuple[int, int], outputs: Sequence[str], sample: Mapping[str, Tensor]
 ) -> LaidOutGraph | Refused:
-    """A module in this form, checked. It lies on the meta device; ``sample``: weights such as it may have, on the CPU.
-
-    ``outputs`` names its answers, see ``onnx_export.exported``.
-    """
+    """``module``: on the meta device; ``sample``: weights as it may have; ``outputs``: see ``export.exported``."""
     try:
         graph = laid_out(exported(module, size, outputs), IMAGES)
         deviations = _deviations(module, graph, size, outputs, sample)
@@ -106,10 +98,9 @@ def packable(expert: Expert, form: LaidOutGraph | Refused, tensors: Mapping[str,
 
 
 def _as_ort_value(tensor: Tensor) -> OrtValue:
-    """The tensor's own memory, on the CPU, as ONNX Runtime takes it; nothing is copied."""
     if not tensor.is_contiguous():
         raise ValueError("ONNX Runtime reads contiguous tensors only")
-    return OrtValue.ortvalue_from_numpy(tensor.numpy())
+    return OrtValue.ortvalue_from_numpy(tensor.numpy())  # without a copy
 
 
 def _deviations(

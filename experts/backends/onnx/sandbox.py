@@ -1,8 +1,7 @@
-"""Has graphs packed and tried in a process of its own, see ``apart``.
+"""Packs and tries ONNX graphs in a process of its own, see ``apart``.
 
-Why: constants are folded and images tried by running the graph, and one may hold a loop without end, or a tensor larger
-than any memory. Guarantees: what takes more time or memory than a model does ends as a refusal of that one expert; of
-the graph itself this process sees what was packed, and that it answered.
+Folding constants and trying images run the graph, which may hold an endless loop or a tensor larger than any memory.
+Guarantees: a graph beyond the bounds is a refusal of that one expert; this process never runs it.
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ if TYPE_CHECKING:
 
 SCRIPT = Path(__file__).with_name("apart.py")
 LIMIT_S_PER_GB = 120  # of the processor
-MEMORY_BYTES = 6_000_000_000  # for constants and activations; beside them
+MEMORY_BYTES = 6_000_000_000  # for constants and activations; weights come on top
 COPIES = 8  # of the weights: as they were read, in sessions, written
 
 
 class _Packer:
-    """The process, which is there while it is asked often; one at a time."""
+    """The packing process: kept while in use, one graph at a time."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._process: subprocess.Popen[str] | None = None
 
     def ended(self, folder: Path) -> int:
-        """What the process that packed what lies in a folder ended with."""
+        """Exit status of the fork that packed this folder."""
         with self._lock:
-            answer = self._asked(folder) or self._asked(folder)  # it had just ended itself, unasked
+            answer = self._asked(folder) or self._asked(folder)  # an idle process ends by itself
         if not answer:
             raise OSError("the process that packs graphs cannot be started")
         return int(answer)
 
     def _asked(self, folder: Path) -> str:
-        """Its answer; empty where it has ended."""
+        """Its answer; empty where the process has ended."""
         self._process = self._process or subprocess.Popen(
             [sys.executable, "-I", str(SCRIPT)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -64,7 +63,6 @@ class _Packer:
         return answer
 
     def end(self) -> None:
-        """It is needed no more."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -76,7 +74,7 @@ atexit.register(_packer.end)
 
 
 def packed_apart(expert: Expert) -> Packable:
-    """An expert's graph, packed. Raises what packing it raises, and WeightsRefused for one that exceeds the bounds."""
+    """Raises as packing does, and WeightsRefused for a graph that exceeds the bounds."""
     try:
         size_bytes = expert.weights.stat().st_size if expert.weights.is_file() else 0
         limit_s = LIMIT_S_PER_GB * max(1, math.ceil(size_bytes / 1e9))

@@ -1,15 +1,13 @@
 """ONNX Runtime sessions: one per program, number of threads and device, shared by everything that runs it.
 
-Guarantees: a program's session is built once, and lives as long as a skeleton or template holds it; beside those, the
-SESSIONS_KEPT asked for last. What is only tried, at packing, gets a session of its own on one thread, and leaves none.
+Guarantees: a program's session is built once and lives as long as a skeleton or template holds it; beside those, the
+SESSIONS_KEPT asked for last. A trial at packing has a session of its own on one thread, and leaves none.
 
-Each has threads of its own, one less than its operators use, asleep between batches. ONNX Runtime's pool for the whole
-process would have fewer, but from Python it cannot be told not to spin: a MobileNetV3 then took twice the time of the
-processor, and cores belong to other experts too. Asleep, 36 threads hold 3 MB.
+Each session has its own threads, asleep between batches. ONNX Runtime's process-wide pool cannot be told from Python
+not to spin: a MobileNetV3 then took twice the processor time. Asleep, 36 threads hold 3 MB.
 
-A session holds no weights. All of them take their workspace from one arena, which keeps what the largest batches so far
-needed: with an arena each, every architecture would keep a workspace of its own, and without any, detectors of large
-images run up to a third slower, waiting for the system's memory. What ONNX Runtime would report to its makers is off.
+A session holds no weights. All take their workspace from one arena: with one each, every architecture would keep its
+own; without any, detectors of large images run up to a third slower, waiting for the system. Telemetry is off.
 """
 
 from __future__ import annotations
@@ -30,13 +28,9 @@ from experts.errors import BackendUnavailable
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 REFUSALS = (
-    ort_errors.Fail,
-    ort_errors.InvalidArgument,
-    ort_errors.InvalidGraph,
-    ort_errors.InvalidProtobuf,
-    ort_errors.NotImplemented,
-    ort_errors.RuntimeException,
-)
+    ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.InvalidGraph, ort_errors.InvalidProtobuf,
+    ort_errors.NotImplemented, ort_errors.RuntimeException,
+)  # fmt: skip
 SESSIONS_KEPT = 2  # that no skeleton or template holds: a profile comes back to a form in a moment
 GROW_AS_REQUESTED = 1  # of the arena; its default doubles what it holds
 _preparing = Lock()
@@ -46,11 +40,7 @@ _NOTES = ("producer_name", "producer_version", "doc_string", "metadata_props", "
 def shared_session(
     program: bytes, threads: int, device: str, *, is_final: bool = False
 ) -> onnxruntime.InferenceSession:
-    """The session of a program. ``is_final``: the graph is run as it is, because it was optimised when it was packed.
-
-    Raises BackendUnavailable rather than run on another processor than was asked for, and for a program that this ONNX
-    Runtime does not take.
-    """
+    """``is_final``: run as it is. Raises BackendUnavailable rather than run elsewhere, and for a refused program."""
     return _sessions(program, threads, device, is_final)
 
 
@@ -72,7 +62,6 @@ _sessions = MadeOnce(_make_session, SESSIONS_KEPT)
 
 
 def session_once(program: bytes, *, is_final: bool = False) -> onnxruntime.InferenceSession:
-    """A session that nobody else gets, on one thread of the CPU. ``is_final`` as in ``shared_session``."""
     return onnxruntime.InferenceSession(program, _options(1, is_final=is_final), providers=[PROVIDERS["cpu"]])
 
 
@@ -89,10 +78,7 @@ def try_runtime() -> None:
 
 
 def optimised(model: onnx.ModelProto, level: GraphOptimizationLevel, without: tuple[str, ...] = ()) -> onnx.ModelProto:
-    """The graph after ONNX Runtime's optimisation for the CPU up to a level, ``without`` some of its optimizers.
-
-    Names and notes that differ from export to export go, so that equal graphs become equal programs.
-    """
+    """Optimise for the CPU, ``without`` some optimizers. Notes go, so that equal graphs become equal programs."""
     options = _options(threads=1)
     options.graph_optimization_level = level
     with tempfile.TemporaryDirectory(prefix="coserve-onnx-") as folder:
@@ -106,7 +92,7 @@ def optimised(model: onnx.ModelProto, level: GraphOptimizationLevel, without: tu
 
 
 def strip_notes(model: onnx.ModelProto) -> None:
-    """Remove whatever does not decide on the answers: who exported it, when, and from which lines of source."""
+    """Remove what does not decide on the answers: exporter, date, lines of source."""
     for field in _NOTES:
         model.ClearField(field)
     graph = model.graph
@@ -125,14 +111,13 @@ def _providers(provider: str, device: str) -> list[str | tuple[str, dict[str, in
 
 @cache
 def _prepare_process() -> None:
-    """Once, before the first session; under the lock, as a cache lets two threads in that ask at once."""
     onnxruntime.disable_telemetry_events()
     memory = OrtMemoryInfo("Cpu", OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, OrtMemType.DEFAULT)
     onnxruntime.create_and_register_allocator(memory, OrtArenaCfg({"arena_extend_strategy": GROW_AS_REQUESTED}))
 
 
 def _options(threads: int, *, is_final: bool = False) -> onnxruntime.SessionOptions:
-    with _preparing:
+    with _preparing:  # a cache alone lets two threads in that ask at once
         _prepare_process()
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors only: they come as exceptions as well

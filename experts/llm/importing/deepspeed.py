@@ -65,9 +65,8 @@ def import_deepspeed(
 ) -> Imported:  # fmt: skip
     """Write a checkpoint as a Hugging Face directory of model_type ``pr_moe``.
 
-    ``given``: arguments of its trainer that it does not tell itself, by their names there. ``tokenizer``: a folder
-    whose tokenizer files are copied. ``read``: how pickles are. Raises WeightsMissing, WeightsRefused, WeightsCorrupt,
-    WeightsMismatch, LoadError, and TrainingUnsupported naming the argument that is lacking or not followed.
+    ``given``: the trainer's arguments, by name. ``tokenizer``: a folder whose files are copied. ``read``: of pickles.
+    Raises WeightsMissing, WeightsRefused, WeightsCorrupt, WeightsMismatch, LoadError, TrainingUnsupported (argument).
     """
     folder = _tagged(source)
     files = _files(folder)

@@ -74,7 +74,7 @@ class States(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What the trainer was told. ``given``: by whoever imports, before ``stored``."""
+    """The trainer's arguments. ``given`` at the import go before ``stored``."""
 
     source: str
     stored: Mapping[str, Any]
@@ -117,8 +117,6 @@ class _Found:
 
 
 class GptCheckpoint:
-    """One model, with the arguments it was trained by."""
-
     def __init__(self, source: str, states: States, arguments: Arguments) -> None:
         self._source = source
         self._states = states
@@ -130,7 +128,6 @@ class GptCheckpoint:
 
     @property
     def layers(self) -> int:
-        """How many there are."""
         return 1 + max((one.layer for one in self._found if one.layer is not None), default=-1)
 
     def config(self) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""Keys and values in blocks with a table for each request, for GPUs: every block of a memory is alike, whoever has it.
+"""Keys and values in blocks with a table for each request, for GPUs: all blocks of a memory are alike.
 
 One buffer is taken once and cut into blocks of equally many bytes. A layout has as many tokens in a block as fit, and
 sees all blocks through one strided view of its own, so a block goes from any model to any other and nothing is lost to
 fragments (PagedAttention, arXiv 2309.06180, section 4, with bytes instead of tokens as unit). Prefixes share blocks:
-full ones are nodes of a tree of their tokens, counted by the requests that read them, and the least recently used that
-nobody reads goes first.
+full ones are nodes of a tree of their tokens, counted by their readers; the least recently used without one goes first.
 
 Guarantees, beside the arena's: a block is wiped before it is written for another, so numbers of one model are never
 read as another's; a shared block is never written. Attention gathers what it reads, which costs a copy of it: a kernel
@@ -23,7 +22,7 @@ import torch
 
 from experts.errors import MemoryExceeded
 from experts.llm.key_values import DecodeLayout, Stored, mask_of
-from experts.llm.serving.kv import KvStatistics
+from experts.llm.serving.kv import ArenaKeyValues, KvStatistics, Swapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -63,15 +62,6 @@ class Table:
         return [node.block for node in self.shared] + self.own
 
 
-@dataclass(frozen=True, slots=True)
-class SwappedTable:
-    """What a request held, in the host's memory: (layers, keys and values, kv heads, tokens, size)."""
-
-    layout: KvLayout
-    promised: int
-    tokens: Tensor
-
-
 class BlockArena:
     """All blocks of one memory. ``keeps_prefixes``: whether what is released is kept while there is room."""
 
@@ -87,7 +77,7 @@ class BlockArena:
         self._lock = Lock()
         self._views: dict[KvLayout, Tensor] = {}
         self._tables: dict[int, Table] = {}
-        self._swapped: dict[int, SwappedTable] = {}
+        self._swapped: dict[int, Swapped] = {}
         self._roots: dict[tuple[KvLayout, str], PrefixNode] = {}
         self._promised = self._uses = self._hits = self._hit_tokens = 0
 
@@ -135,7 +125,7 @@ class BlockArena:
     def swap_out(self, request: int) -> None:
         with self._lock:
             table = self._tables.pop(request)
-            self._swapped[request] = SwappedTable(table.layout, table.promised, self._tokens(table).cpu())
+            self._swapped[request] = Swapped(table.layout, table.promised, self._tokens(table).cpu())
             self._give_back(table)
 
     def swap_in(self, request: int) -> int:
@@ -148,11 +138,10 @@ class BlockArena:
             return table.held
 
     def place(self, request: int) -> tuple[int, int]:
-        """Any order is as good as another: what is read is gathered."""
-        return 0, request
+        return 0, request  # any order is as good as another: what is read is gathered
 
-    def key_values(self, layout: KvLayout) -> BlockKeyValues:
-        return BlockKeyValues(self, layout)
+    def key_values(self, layout: KvLayout) -> ArenaKeyValues:
+        return ArenaKeyValues(self, layout)
 
     def forget_prefixes(self, weights: str | None = None) -> None:
         with self._lock:
@@ -172,7 +161,6 @@ class BlockArena:
             )  # fmt: skip
 
     def reserve(self, layout: KvLayout, batch: TokenBatch) -> BatchOfBlocks:
-        """Room for a batch's tokens, within what was promised to its requests. Raises ValueError."""
         with self._lock:
             tables = [self._table_for(layout, row) for row in batch.rows]
             for table, row in zip(tables, batch.rows, strict=True):
@@ -219,7 +207,6 @@ class BlockArena:
         return held
 
     def _check_room(self, blocks: int) -> None:
-        """Raises MemoryExceeded where so many are promised to others."""
         free = self._count - self._promised
         if blocks > free:
             raise MemoryExceeded("keys and values", blocks * self._block_bytes, free * self._block_bytes)
@@ -272,7 +259,7 @@ class BlockArena:
         self._free.append(node.block)
 
     def _drop_prefixes(self, count: int) -> None:
-        """Until so many blocks are free: what nobody reads goes, what was not used for longest first, ends first."""
+        """Drop unread prefixes until so many blocks are free: least recently used first, ends first."""
         below = (node for root in self._roots.values() for node in _below(root))
         ends = [(node.used, node.block, node) for node in below if _is_droppable(node)]
         heapify(ends)
@@ -305,23 +292,7 @@ class BlockArena:
         return tokens
 
 
-class BlockKeyValues:
-    """The arena as models of one layout see it."""
-
-    def __init__(self, arena: BlockArena, layout: KvLayout) -> None:
-        self._arena = arena
-        self._layout = layout
-
-    def reserve(self, batch: TokenBatch) -> BatchOfBlocks:
-        return self._arena.reserve(self._layout, batch)
-
-    def release(self, sequence: int) -> None:
-        self._arena.release(sequence)
-
-
 class BatchOfBlocks:
-    """One batch's view of its blocks."""
-
     def __init__(self, view: Tensor, batch: TokenBatch, tables: Sequence[Sequence[int]]) -> None:
         device, width = view.device, view.shape[4]
         self._keys = [view[:, layer, 0] for layer in range(view.shape[1])]
@@ -371,7 +342,6 @@ def _padded(tables: Sequence[Tensor]) -> Tensor:
 
 
 def _blocks_of(tokens: tuple[int, ...], width: int) -> Iterator[tuple[int, ...]]:
-    """The full ones."""
     return (tokens[start : start + width] for start in range(0, len(tokens) - width + 1, width))
 
 

@@ -1,20 +1,20 @@
 """The engine of one executor: texts of any models, run iteration by iteration within a quantum.
 
-It has no thread of its own, and decides nothing that the agent's core decides: the turns that it is given have their
-leases, and what it is not given waits. It keeps each text's tokens, keys and values from one quantum to the next.
+It has no thread and no policy of its own: the agent's core gives turns and leases. It keeps each text's tokens, keys
+and values from one quantum to the next.
 
-Guarantees: an iteration runs everything but attention over all its rows at once; who finishes leaves it at once, and
-leaves no keys and values behind; a quantum has at least one iteration and ends on time, as far as times measured before
-tell; each request of a quantum is answered exactly once. A request's tokens do not depend on its neighbours. Whatever
-is wrong with a request (its prompt, its writer, what its expert answers) is its own. ``forget`` and ``preempt`` may
-come from any thread, and take effect between two iterations. What a model raises passes through: no text loses by it.
+Guarantees: all but attention runs over all rows of an iteration at once; a finished text leaves at once, with its keys
+and values; a quantum has at least one iteration, ends on time as far as measured times tell, and answers each request
+once. A request's tokens do not depend on its neighbours, and its faults (prompt, writer, expert) are its own.
+``forget`` and ``preempt`` may come from any thread, and take effect between two iterations. A model's exception passes
+through: no text loses by it.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from enum import Enum, auto
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -47,64 +47,49 @@ FORGOTTEN = "nobody waits for it any more"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request's part in a quantum. ``weights``: what equals for the very same weights only; None: no prefix is kept.
-
-    The ``model`` may be another object each time, of the same weights. ``lease``: how many tokens it may hold for now,
-    never fewer than before; None: the most that it may ever. One whose lease is full goes no further.
-    """
+    """A request's part in a quantum."""
 
     request: int
     expert: str
-    model: Model
+    model: Model  # may be another object each time, of the same weights
     text: TextRequest
-    weights: str | None = None
-    lease: int | None = None
+    weights: str | None = None  # equal for the very same weights only; None: no prefix is kept
+    lease: int | None = None  # tokens it may hold for now, never fewer than before; None: the most ever
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What an unfinished text still has before it, in tokens: to read, expected to write, and the most it may hold.
+    """Remaining work of an unfinished text, in tokens."""
 
-    ``held``: of those that it has read, the ones whose keys and values are there.
-    """
-
-    prompt: int
-    output: int
-    most: int
+    prompt: int  # to read
+    output: int  # expected to write
+    most: int  # that it may hold
     held: int = field(default=0, compare=False)  # it does not say what is left
 
 
 @dataclass(frozen=True, slots=True)
 class Quantum:
-    """What became of each turn. ``finished``: a text's label is its Ending, a router's the choice and its probability;
-    a router whose time was over has an empty one.
+    """Outcome of each turn."""
 
-    ``lacking``: those of the unfinished that the arena had no room for, against their lease; they hold nothing.
-    """
-
-    finished: tuple[tuple[int, Prediction | Refused], ...]
+    finished: tuple[tuple[int, Prediction | Refused], ...]  # Ending, or a router's choice, empty where it was too late
     unfinished: tuple[tuple[int, Left], ...]
-    lacking: tuple[int, ...] = ()
+    lacking: tuple[int, ...] = ()  # unfinished, without room for their lease: they hold nothing
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """What an engine has done since it was made. ``tensor_s`` of ``busy_s`` were spent in the models and in sampling.
-
-    ``read_tokens``: of prompts, those read again included.
-    """
+    """Totals since the engine was made."""
 
     quanta: int = 0
     iterations: int = 0
     rows: int = 0
-    read_tokens: int = 0
+    read_tokens: int = 0  # of prompts, those read again included
     written_tokens: int = 0
     busy_s: float = 0.0
-    tensor_s: float = 0.0
+    tensor_s: float = 0.0  # of ``busy_s``: in the models and in sampling
 
     @property
     def overhead_s(self) -> float:
-        """Outside of tensor work, for each iteration."""
         return (self.busy_s - self.tensor_s) / self.iterations if self.iterations else 0.0
 
 
@@ -135,7 +120,6 @@ class _Group:
 
     @property
     def ran(self) -> int:
-        """When it had its last iteration, as the one of its texts that waits longest has it."""
         return min(text.ran for text in self.going)
 
 
@@ -171,8 +155,6 @@ class _TimedKeyValues:
 
 
 class _Asked(Enum):
-    """What may be asked of a request between two iterations."""
-
     FORGET = auto()
     PREEMPT = auto()
     SWAP_OUT = auto()
@@ -199,7 +181,7 @@ class LlmEngine:
         self._came = 0
 
     def run(self, turns: Sequence[Turn], quantum_s: float) -> Quantum:
-        """Iterate until the quantum is over, one has finished whose row nobody here can take, or somebody comes."""
+        """Iterate until the quantum is over, a finished text leaves its row unused, or ``hurry`` was called."""
         with self._running:
             began_s = self._clock()
             groups = self._groups(turns)
@@ -217,25 +199,22 @@ class LlmEngine:
         return quantum
 
     def _has_free_rows(self, groups: Sequence[_Group]) -> bool:
-        """Has one finished whose row nobody here can take? Then its answer goes out, and others may come."""
+        """A text has finished and no other here can take its row: its answer goes out, and others may come."""
         texts = [text for group in groups for text in group.texts]
         going = sum(text.result is None for text in texts)
         return going < min(len(texts), self._limits.rows)
 
     def hurry(self) -> None:
-        """Somebody wants to join: the quantum that runs, or else the next, ends after an iteration. From any thread."""
+        """A request wants to join: this quantum, or else the next, ends after an iteration. From any thread."""
         self._is_hurried = True
 
     def forget(self, request: int) -> None:
-        """Nobody waits for it any more, or it has its answer: give back what it holds. Idempotent, from any thread."""
+        """The request is abandoned or answered: give back what it holds. Idempotent, from any thread."""
         self._asked.append((request, _Asked.FORGET))
         self._do_what_was_asked_if_idle()
 
     def preempt(self, request: int, *, is_swapped: bool = False) -> None:
-        """Take its room: what it had is read again when its next turn comes, or copied back where it ``is_swapped``.
-
-        What was written stays. From any thread.
-        """
+        """Take its room; what it had is read again, or copied back where it ``is_swapped``. From any thread."""
         self._asked.append((request, _Asked.SWAP_OUT if is_swapped else _Asked.PREEMPT))
         self._do_what_was_asked_if_idle()
 
@@ -246,18 +225,15 @@ class LlmEngine:
 
     def statistics(self) -> EngineStatistics:
         """As of the last whole quantum."""
-        tally = self._tally
-        return EngineStatistics(
-            tally.quanta, tally.iterations, tally.rows, tally.read_tokens, tally.written_tokens, tally.busy_s,
-            tally.tensor_s,
-        )  # fmt: skip
+        return EngineStatistics(*astuple(self._tally))
 
     def _groups(self, turns: Sequence[Turn]) -> list[_Group]:
         places: dict[int, tuple[_Group, int]] = {}
         groups = []
         for family in families({id(turn.model): turn.model for turn in turns}.values()):
             layout = KvLayout.of(family.spec, family.dtype)
-            groups.append(_Group(family, layout, self._times_of(family)))
+            kind = (type(family.models[0]), family.spec, family.dtype, family.device, len(family.models))
+            groups.append(_Group(family, layout, self._times.setdefault(kind, IterationTimes())))
             places.update({id(model): (groups[-1], place) for place, model in enumerate(family.models)})
         for turn in turns:
             text = self._enter(turn)
@@ -282,10 +258,6 @@ class LlmEngine:
                 text.refuse(f"expert {turn.expert}: {error}")
         text.lease = text.most_tokens if turn.lease is None else min(turn.lease, text.most_tokens)
         return text
-
-    def _times_of(self, family: Family) -> IterationTimes:
-        kind = (type(family.models[0]), family.spec, family.dtype, family.device, len(family.models))
-        return self._times.setdefault(kind, IterationTimes())
 
     def _make_room(self, groups: Iterable[_Group]) -> list[int]:
         """Promise each text all that its lease is for; returns those for which there is no room."""
@@ -318,7 +290,6 @@ class LlmEngine:
         text.has_room, text.is_swapped = True, False
 
     def _prefix(self, text: Text, end: int) -> Prefix | None:
-        """The text's tokens up to ``end``, as a prefix."""
         weights = self._weights.get(text.request)
         return None if weights is None else Prefix(weights, tuple(text.tokens[:end]))
 

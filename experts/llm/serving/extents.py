@@ -26,7 +26,7 @@ import torch
 
 from experts.errors import MemoryExceeded
 from experts.llm.key_values import DecodeLayout, Stored, mask_of
-from experts.llm.serving.kv import LEAST_PREFIX_TOKENS, KvStatistics, Prefix
+from experts.llm.serving.kv import LEAST_PREFIX_TOKENS, ArenaKeyValues, KvStatistics, Prefix, Swapped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,9 +52,9 @@ class Slab:
         if sys.platform == "linux":
             with suppress(OSError):  # of a kernel without huge pages
                 self._map.madvise(mmap.MADV_NOHUGEPAGE)  # one is more than was promised
-            self._map.madvise(mmap.MADV_DONTDUMP)  # nobody reads a crash's file of so many addresses
+            self._map.madvise(mmap.MADV_DONTDUMP)  # a crash's file of so many addresses is of no use
         shape = (extents, layout.layers, 2, layout.kv_heads, positions, layout.head_size)
-        with torch.inference_mode(False):  # whoever asks for it, it is written outside of a model's pass, too
+        with torch.inference_mode(False):  # it is written outside of a model's pass, too
             self.buffer = torch.frombuffer(self._map, dtype=layout.dtype).view(shape)
         self.keys = [self.buffer[:, layer, 0] for layer in range(layout.layers)]
         self.values = [self.buffer[:, layer, 1] for layer in range(layout.layers)]
@@ -62,7 +62,6 @@ class Slab:
         self.touched = [0] * extents  # how many positions of each are memory
 
     def touch(self, extent: int, positions: int) -> None:
-        """So many positions are going to be written."""
         if positions > self.touched[extent]:
             self.touched[extent] = math.ceil(positions / self._unit) * self._unit
 
@@ -104,19 +103,9 @@ class CachedPrefix:
     used: int  # when it was of use last, in uses of the arena
 
     def common(self, layout: KvLayout, wanted: Prefix) -> int:
-        """How many tokens of the wanted one it has."""
         if self.prefix.weights != wanted.weights or self.extent.layout != layout:
             return 0
         return common_length(self.prefix.tokens, wanted.tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Swapped:
-    """What a request held, in the host's memory."""
-
-    layout: KvLayout
-    promised: int
-    tokens: Tensor
 
 
 class ExtentArena:
@@ -204,8 +193,8 @@ class ExtentArena:
     def place(self, request: int) -> tuple[int, int]:
         return self._extents[request].place
 
-    def key_values(self, layout: KvLayout) -> ExtentKeyValues:
-        return ExtentKeyValues(self, layout)
+    def key_values(self, layout: KvLayout) -> ArenaKeyValues:
+        return ArenaKeyValues(self, layout)
 
     def forget_prefixes(self, weights: str | None = None) -> None:
         with self._lock:
@@ -221,7 +210,6 @@ class ExtentArena:
             )  # fmt: skip
 
     def reserve(self, layout: KvLayout, batch: TokenBatch) -> BatchOfExtents:
-        """Room for a batch's tokens, within what was promised to its requests. Raises ValueError."""
         with self._lock:
             extents = [self._extent_for(layout, row) for row in batch.rows]
             for extent, row in zip(extents, batch.rows, strict=True):
@@ -367,23 +355,7 @@ class ExtentArena:
         return tokens * layout.token_bytes
 
 
-class ExtentKeyValues:
-    """The arena as models of one layout see it."""
-
-    def __init__(self, arena: ExtentArena, layout: KvLayout) -> None:
-        self._arena = arena
-        self._layout = layout
-
-    def reserve(self, batch: TokenBatch) -> BatchOfExtents:
-        return self._arena.reserve(self._layout, batch)
-
-    def release(self, sequence: int) -> None:
-        self._arena.release(sequence)
-
-
 class BatchOfExtents:
-    """One batch's view of its extents."""
-
     def __init__(self, layout: KvLayout, batch: TokenBatch, extents: Sequence[Extent]) -> None:
         self._extents = extents
         self._rows = batch.rows

@@ -1,7 +1,7 @@
 """What a text is asked to be, and what comes of it: known without torch, to doors and runtime alike.
 
-Guarantees: whatever is invalid by itself is refused where it is made, naming the field; what only a model can tell (its
-context, its vocabulary) is refused by ``check_against``, which doors call before they take a request in.
+Guarantees: what is invalid by itself is refused where it is made, naming the field. Limits of a model (context,
+vocabulary) are checked by ``check_against``, before a door accepts a request.
 """
 
 from __future__ import annotations
@@ -38,25 +38,17 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is drawn from what may follow. The defaults draw from the model's own distribution.
+    """How a token is drawn. The defaults draw from the model's own distribution. Raises SamplingInvalid."""
 
-    ``temperature`` 0: the likeliest token, always. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 leave no token out;
-    ``min_p``: as a share of the likeliest token's probability (arXiv 2407.01082). ``repetition_penalty`` divides the
-    logits of tokens that were read or written (CTRL, arXiv 1909.05858, section 4.1); ``presence_penalty`` and
-    ``frequency_penalty`` are subtracted once, and once each time, for tokens that were written. ``seed`` None: another
-    text each time. ``logprobs``: how many alternatives are told with each token; None: none.
-    Raises SamplingInvalid.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float = 1.0  # 0: the likeliest token, always
+    top_p: float = 1.0  # leaves no token out, as do ``top_k`` and ``min_p`` 0
     top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    logprobs: int | None = None
+    min_p: float = 0.0  # as a share of the likeliest token's probability (arXiv 2407.01082)
+    repetition_penalty: float = 1.0  # divides logits of tokens read or written (CTRL, arXiv 1909.05858, section 4.1)
+    presence_penalty: float = 0.0  # subtracted once for tokens that were written
+    frequency_penalty: float = 0.0  # and once each time
+    seed: int | None = None  # None: another text each time
+    logprobs: int | None = None  # alternatives told with each token; None: none
 
     def __post_init__(self) -> None:
         for name, least, most in NUMBERS:
@@ -72,31 +64,23 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether chance has no part in it."""
         return self.temperature == 0 or self.top_k == 1
 
     @property
     def has_penalties(self) -> bool:
-        """Whether what was read or written changes what may follow."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One text: what is read, and how and how far it goes on. Raises PromptInvalid.
-
-    ``stop_tokens``: one of them ends the text, and is not written. ``choices``: a router's, label -> its tokens;
-    nothing is sampled then: the answer is the label whose tokens are likeliest after the prompt, its score its
-    probability among the choices. ``written``: so many of the prompt's last tokens were written by this very text,
-    on another engine; it goes on as it would have there.
-    """
+    """One text: what is read, and how and how far it goes on. Raises PromptInvalid."""
 
     prompt: tuple[int, ...]
     most_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
-    stop_tokens: frozenset[int] = frozenset()
-    choices: Mapping[str, tuple[int, ...]] | None = None
-    written: int = 0
+    stop_tokens: frozenset[int] = frozenset()  # one of them ends the text, and is not written
+    choices: Mapping[str, tuple[int, ...]] | None = None  # a router's: the likeliest is the answer, nothing is sampled
+    written: int = 0  # by this very text on another engine: the last of the prompt's tokens
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -108,7 +92,6 @@ class Generation:
 
     @property
     def most_tokens(self) -> int:
-        """The most that it may ever hold: what is read, and all that may be written after it."""
         if self.choices is None:
             return len(self.prompt) + self.most_new_tokens
         return len(self.prompt) + max(len(tokens) for tokens in self.choices.values())
@@ -116,21 +99,15 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A token that was written. ``logprob`` and ``alternatives``: by the model's own distribution, before sampling.
-
-    ``alternatives``: the likeliest tokens with theirs, as many as were asked for, the likeliest first.
-    """
+    """A token that was written."""
 
     token: int
-    logprob: float
-    alternatives: tuple[tuple[int, float], ...] = ()
+    logprob: float  # by the model's own distribution, before sampling
+    alternatives: tuple[tuple[int, float], ...] = ()  # likeliest first, with theirs
 
 
 class Writer(Protocol):
-    """Where a text's tokens go. Called on the executor's thread: it returns soon, and does not raise.
-
-    One that raises all the same ends its own request, no other.
-    """
+    """Called on the executor's thread: returns soon, does not raise. One that raises ends its own request alone."""
 
     def write(self, sampled: Sampled) -> bool:
         """Take a token. True: the text ends with it, for instance as a stop string is complete."""

@@ -1,12 +1,11 @@
-"""Who runs in an iteration, and for how long: pure decisions over numbers.
+"""Requests of an iteration, and its length: pure decisions over numbers.
 
-Iteration-level scheduling (Orca, OSDI 2022, section 3.1): every iteration picks its rows anew, so whoever has finished
-leaves at once and whoever has come joins the next one. Long prompts are read in chunks beside those that write.
+Iteration-level scheduling (Orca, OSDI 2022, section 3.1): every iteration picks its rows anew, so a finished request
+leaves at once and a new one joins the next. Long prompts are read in chunks beside requests that write.
 
-Guarantees of ``plan``: no more rows and tokens than the limits, but at least one of each; those that write go on
-together, and take turns where there are more than rows; prompts share what an iteration may read, those that ran
-longest ago first where that is too little for all: what a short one lacks is read soon, however long others are; one
-that is to be read always has a row, however many write.
+Guarantees of ``plan``: no more rows and tokens than the limits, but at least one of each. Writing requests go on
+together, in turns where there are more than rows. Prompts share the tokens of an iteration, least recently run first,
+so a short one is read soon beside long ones. A prompt always has a row, however many requests write.
 """
 
 from __future__ import annotations
@@ -34,22 +33,17 @@ class IterationLimits:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A request that could run. ``unread``: its next tokens, in one piece if it ``is_whole``; 1: it writes.
-
-    ``came`` and ``ran``: in counts of the engine, when it came, and when it ran last.
-    """
+    """A request that could run."""
 
     request: int
-    unread: int
-    came: int
+    unread: int  # its next tokens, in one piece if it ``is_whole``; 1: it writes
+    came: int  # in counts of the engine, as is ``ran``, its last iteration
     ran: int
     is_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """A request's part in an iteration, in tokens."""
-
     request: int
     tokens: int
 
@@ -87,10 +81,7 @@ def _shares(reading: Sequence[Candidate], tokens: int) -> list[Pick]:
 
 
 class IterationTimes:
-    """What an iteration of a model takes, ``B + K * tokens``, fitted to those that ran; later ones weigh more.
-
-    Where only one size was seen, all of its time is blamed on its tokens: more are thought dearer than they will be.
-    """
+    """``B + K * tokens``, later iterations weighing more; of one size alone, all its time counts as its tokens'."""
 
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
@@ -110,24 +101,18 @@ class IterationTimes:
 
     @property
     def base_s(self) -> float:
-        """B: what an iteration takes whatever is in it."""
-        return self._line()[0]
+        return self._line()[0]  # B
 
     @property
     def token_s(self) -> float:
-        """K: what a token more takes."""
-        return self._line()[1]
+        return self._line()[1]  # K
 
     def seconds(self, tokens: int) -> float:
-        """What an iteration of so many tokens is expected to take; 0 where none has run."""
         base_s, token_s = self._line()
         return base_s + token_s * tokens
 
     def tokens_within(self, seconds: float) -> int:
-        """How many tokens an iteration may have to end in time, which can be less than none.
-
-        At most twice as many as were ever measured: a line is trusted near its points only.
-        """
+        """Tokens that fit in time, perhaps below 0: a line is trusted up to GROWTH times what was measured."""
         if not self.is_known:
             return LEAST_CHUNK_TOKENS
         base_s, token_s = self._line()
@@ -135,10 +120,7 @@ class IterationTimes:
         return int(min((seconds - base_s) / token_s, most)) if token_s > 0 else most
 
     def least_tokens(self, seconds: float) -> int:
-        """How many tokens of prompts an iteration may have in any case, though it ends too late.
-
-        Where it would without any, as many as take no longer than the pass over the weights that is paid anyway.
-        """
+        """Prompts' tokens allowed even if late: as many as cost no more than the pass over the weights itself."""
         if self.seconds(LEAST_CHUNK_TOKENS) <= max(seconds, 0.0):
             return LEAST_CHUNK_TOKENS
         most = max(GROWTH * self._most_tokens, LEAST_CHUNK_TOKENS)
@@ -153,7 +135,6 @@ class IterationTimes:
 
     @property
     def _has_line(self) -> bool:
-        """Whether sizes differ enough for a line through them."""
         return self._weight > 0 and self._variance >= (0.05 * self._tokens / self._weight) ** 2
 
     def _line(self) -> tuple[float, float]:

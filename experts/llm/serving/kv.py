@@ -1,12 +1,12 @@
-"""One byte budget for the keys and values of all models in one memory, whoever they belong to.
+"""One byte budget for the keys and values of all models in one memory.
 
-``KvArena`` is the seam: whoever schedules begins and releases requests by number, models read and write through
-``key_values``. Two keep it: ``ExtentArena`` (contiguous, for CPUs), ``BlockArena`` (blocks and tables, for CUDA); one
-contract suite holds for both.
+``KvArena`` is the seam: scheduling begins and releases requests by number, models read and write through
+``key_values``. ``ExtentArena`` (contiguous, for CPUs) and ``BlockArena`` (blocks and tables, for CUDA) keep one
+contract suite.
 
-Guarantees: what requests were promised never exceeds the budget, at any step; where the budget has room for a request,
-it finds it, whatever was begun, released or kept before: nothing is lost to fragments, and cached prefixes go first. A
-prefix is shared between the very same weights only. What a request leaves behind nobody reads but as such a prefix.
+Guarantees: promises never exceed the budget. Where the budget has room for a request, the request finds it: nothing is
+lost to fragments, and cached prefixes go first. Only the very same weights share a prefix; nothing else that a request
+leaves behind is ever read.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from experts.llm.config import ArchSpec
-    from experts.llm.key_values import KeyValues
+    from experts.llm.key_values import BatchKeyValues, KeyValues
+    from experts.llm.token_batch import TokenBatch
 
 LEAST_PREFIX_TOKENS = 16  # what is shorter is read again in less time than is spent looking for it
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """What a token's keys and values look like: models that have it in common can be read in one go.
-
-    ``positions``: the context, the most tokens of a sequence.
-    """
+    """Shape of a token's keys and values: models of one layout can be read in one go."""
 
     layers: int
     kv_heads: int
     head_size: int
-    positions: int
+    positions: int  # the context, the most tokens of a sequence
     dtype: torch.dtype
 
     @classmethod
@@ -42,14 +41,12 @@ class KvLayout:
 
     @property
     def head_bytes(self) -> int:
-        """What one token's keys take in one head of one layer."""
         itemsize: int = self.dtype.itemsize
-        return self.head_size * itemsize
+        return self.head_size * itemsize  # of one token's keys, in one layer
 
     @property
     def token_bytes(self) -> int:
-        """What one token's keys and values take in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_bytes
+        return 2 * self.layers * self.kv_heads * self.head_bytes  # of one token, in all layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +59,26 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class KvStatistics:
-    """One arena at one moment. ``promised_bytes`` + ``cached_bytes`` + ``idle_bytes`` never exceed ``budget_bytes``.
-
-    ``idle_bytes``: given back by requests, taken by the next ones or, where room is short, by the machine.
-    ``swapped_bytes``: in the host's memory, outside the budget. ``prefix_tokens``: not read again, thanks to prefixes.
-    """
+    """One arena at one moment: promised, cached and idle bytes never exceed the budget."""
 
     budget_bytes: int
     promised_bytes: int
     cached_bytes: int
-    idle_bytes: int
-    swapped_bytes: int
+    idle_bytes: int  # given back by requests, for the next ones or, where room is short, the machine
+    swapped_bytes: int  # in the host's memory, outside the budget
     requests: int
     prefixes: int
     prefix_hits: int
-    prefix_tokens: int
+    prefix_tokens: int  # not read again, thanks to prefixes
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """Keys and values of a request, in the host's memory."""
+
+    layout: KvLayout
+    promised: int
+    tokens: Tensor  # (layers, keys and values, kv heads, tokens, size)
 
 
 class KvArena(Protocol):
@@ -87,25 +89,19 @@ class KvArena(Protocol):
         """What all that is promised may take."""
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Keep to so much from now on, no more than at first: what is kept for nobody goes, what is promised stays."""
+        """New budget, at most the first one: cached prefixes and idle memory go, promises stay."""
 
     def tokens_for(self, layout: KvLayout, tokens: int) -> int:
-        """How many tokens are promised to whoever needs so many: at least those, in whole units of the arena."""
+        """Tokens that a promise of so many holds: at least those, in whole units of the arena."""
 
     def begin(self, request: int, layout: KvLayout, tokens: int, prefix: Prefix | None = None) -> int:
-        """Promise room for so many tokens in all; returns how many of the prefix's are there already.
-
-        Raises MemoryExceeded, ValueError for a request that has begun or more tokens than the layout's positions.
-        """
+        """Promise room; gives how many tokens of the prefix are there. Raises MemoryExceeded; ValueError if begun."""
 
     def grow(self, request: int, tokens: int) -> None:
         """Promise room for so many tokens in all to one that has begun. Raises MemoryExceeded, as ``begin`` does."""
 
     def release(self, request: int, prefix: Prefix | None = None, *, is_sound: bool = True) -> None:
-        """Take the promise back; idempotent. ``prefix``: the tokens it holds, kept while nobody needs the room.
-
-        Not ``is_sound``: there may be numbers in it that are none, and nobody must ever meet them.
-        """
+        """Idempotent. ``prefix``: its tokens, kept while there is room. Not ``is_sound``: it may hold NaN."""
 
     def swap_out(self, request: int) -> None:
         """Copy what it holds to the host's memory, and take its promise back."""
@@ -119,7 +115,24 @@ class KvArena(Protocol):
     def key_values(self, layout: KvLayout) -> KeyValues:
         """What a model of this layout reads and writes; sequences are requests that have begun."""
 
+    def reserve(self, layout: KvLayout, batch: TokenBatch) -> BatchKeyValues:
+        """Room for a batch's tokens, within what was promised to its requests. Raises ValueError."""
+
     def forget_prefixes(self, weights: str | None = None) -> None:
         """Drop what is kept of texts that these weights read, or of all."""
 
     def statistics(self) -> KvStatistics: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaKeyValues:
+    """An arena as models of one layout see it."""
+
+    arena: KvArena
+    layout: KvLayout
+
+    def reserve(self, batch: TokenBatch) -> BatchKeyValues:
+        return self.arena.reserve(self.layout, batch)
+
+    def release(self, sequence: int) -> None:
+        self.arena.release(sequence)

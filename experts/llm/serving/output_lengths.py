@@ -49,5 +49,4 @@ class OutputLengths:
         return max(min(expected, most) - written, 1)
 
     def _unknown(self, has_ended_any: bool, written: int, most: int) -> int:
-        """Longer than all that are known: about as much again as there is."""
         return 2 * written if has_ended_any else max(min(most // UNKNOWN_SHARE, UNKNOWN_MOST), 2 * written)

@@ -40,11 +40,9 @@ class Sampler:
                 self.draw()
 
     def draw(self) -> float:
-        """The next number of the request's own, in [0, 1)."""
         return self._random.random()
 
     def wrote(self, token: int) -> None:
-        """Remember a token, as penalties do."""
         if self._seen is not None:
             self._seen.wrote(token)
 
@@ -116,10 +114,7 @@ def _tokens(raw: Tensor, sound: Sequence[bool], samplers: Sequence[Sampler]) -> 
 
 
 def _first_candidates(sampler: Sampler) -> int:
-    """How many of the likeliest tokens are looked at; 0: all, in their own order.
-
-    By the row's own Sampling, not by its neighbours': among equal logits the choice may depend on it.
-    """
+    """How many of the likeliest are looked at, by the row's own Sampling alone; 0: all, in their own order."""
     if sampler.sampling.top_k:
         return sampler.sampling.top_k
     return FIRST_CANDIDATES if sampler.sampling.top_p < 1 else 0
@@ -148,10 +143,7 @@ def _drawn(logits: Tensor, samplers: Sequence[Sampler], candidates: int) -> Tens
 
 
 def _nucleus(shares: Tensor, top_p: Tensor, is_whole: Sequence[bool]) -> Tensor:
-    """Shares in descending order, zero behind the fewest that make up top-p (arXiv 1904.09751, section 3.1).
-
-    ``is_whole``: what a row's shares are shares of is the whole vocabulary, not these candidates alone.
-    """
+    """Zero behind top-p (arXiv 1904.09751, section 3.1). ``is_whole``: shares of the whole vocabulary."""
     sums = shares.double().cumsum(dim=-1)
     whole = torch.tensor(is_whole, device=shares.device)[:, None]
     total = torch.where(whole, torch.ones_like(sums[:, -1:]), sums[:, -1:])

@@ -53,26 +53,21 @@ class Text:
 
     @property
     def is_sound(self) -> bool:
-        """Whether all that it holds is known to be numbers."""
-        return self.checked == self.held
+        return self.checked == self.held  # without NaN or infinity
 
     @property
     def is_whole(self) -> bool:
-        """Whether what it wants next must run in one piece."""
         return False
 
     @property
     def unread(self) -> int:
-        """How many tokens it wants to run next."""
         return len(self.tokens) - self.held
 
     @property
     def next_tokens(self) -> int:
-        """As many of these as there is room for."""
         return min(self.unread, self.promised - self.held)
 
     def chunk(self, count: int) -> Chunk:
-        """The next tokens."""
         return Chunk(self.request, self.held, self.tokens[self.held : self.held + count])
 
     def wanted(self, count: int) -> int:
@@ -113,7 +108,7 @@ class WrittenText(Text):
         self.sampler.wrote(sampled.token)
         try:
             is_over = self.text.writer.write(sampled)
-        except Exception as error:  # noqa: BLE001 - the boundary to whoever reads: theirs ends, no other
+        except Exception as error:  # noqa: BLE001 - the boundary to a caller's writer: its own text ends
             self.refuse(f"whoever reads it failed: {type(error).__name__}: {error}")
             return
         if is_over:
@@ -133,8 +128,7 @@ class RoutedText(Text):
         self._pending = [label for label, tokens in self._choices.items() if len(tokens) > 1]
 
     def end(self, ending: Ending) -> None:
-        """Without a label: one of its own may be called as the ending is."""
-        self.result = Prediction("", 1.0)
+        self.result = Prediction("", 1.0)  # no label: one may be called as the ending is
 
     @property
     def is_whole(self) -> bool:
@@ -148,7 +142,6 @@ class RoutedText(Text):
 
     @property
     def left_to_read(self) -> int:
-        """Of the prompt, and of all choices that were not yet weighed."""
         return len(self.tokens) - self.held + sum(len(self._choices[label]) - 1 for label in self._pending)
 
     def chunk(self, count: int) -> Chunk:
@@ -191,6 +184,5 @@ class RoutedText(Text):
 
 
 def text_of(request: int, expert: str, text: TextRequest, came: int) -> Text:
-    """A text that has not begun."""
     kind = WrittenText if text.generation.choices is None else RoutedText
     return kind(request, expert, text, came)

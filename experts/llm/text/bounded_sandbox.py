@@ -45,8 +45,6 @@ class _Exceeded(TemplateRuntimeError):
 
 
 class _Budget:
-    """What is left of one rendering's time and text."""
-
     def __init__(self, render_s: float) -> None:
         self._due_s = time.monotonic() + render_s
         self._made = 0
@@ -78,7 +76,6 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         self.give(filters=known, calls={})
 
     def give(self, *, filters: Mapping[str, Callable[..., Any]], calls: Mapping[str, Callable[..., Any]]) -> None:
-        """More that a template may use."""
         self.filters.update({name: _bounded(name, function) for name, function in filters.items()})
         self.globals.update({name: _bounded(name, function) for name, function in calls.items()})
 
@@ -88,7 +85,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         return Template.from_code(self, self.compile(tree), self.make_globals(None), None)
 
     def render(self, template: Template, given: Mapping[str, Any]) -> str:
-        """Its text. Raises TemplateRuntimeError, and whatever goes wrong in it."""
+        """Its text. Raises TemplateRuntimeError, and any error of the template."""
         token = _budget.set(_Budget(self._render_s))
         try:
             return "".join(_counted(template.generate(given)))
@@ -104,7 +101,6 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         return _made(super().call(context, obj, *settled, **named))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401 - jinja2's
-        """Each operator that can make much of little."""
         _check_operator(operator, left, right)
         return _made(super().call_binop(context, operator, left, right))
 
@@ -113,13 +109,11 @@ class _Watched(NodeTransformer):
     """Every loop and every ~ through a filter of ours."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        """A loop looks at the clock at each turn."""
         self.generic_visit(node)
         node.iter = nodes.Filter(node.iter, LOOPED, [], [], None, None)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        """Joined texts are counted before they are."""
         self.generic_visit(node)
         return nodes.Filter(nodes.List(node.nodes), JOINED, [], [], None, None)
 
@@ -169,7 +163,7 @@ def _look() -> None:
         budget.look()
 
 
-def _made(value: Any) -> Any:  # noqa: ANN401 - whatever a template makes
+def _made(value: Any) -> Any:  # noqa: ANN401 - any value of a template
     """The same value, counted."""
     budget = _budget.get()
     if budget is not None:
@@ -182,8 +176,7 @@ def _check_length(characters: int) -> None:
         raise _Exceeded(f"it makes more than {MOST_CHARACTERS} characters")
 
 
-def _checked(value: Any) -> Any:  # noqa: ANN401 - whatever a template prints
-    """The same value, which as a text is not too long."""
+def _checked(value: Any) -> Any:  # noqa: ANN401 - any value of a template
     _look()
     _size(value)
     return value

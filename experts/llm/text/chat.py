@@ -43,16 +43,12 @@ class ChatTemplate:
         self._compiled = functools.cache(self._sandbox.compiled)
 
     def named(self, expert: str) -> ChatTemplate:
-        """The same template, compiled once, of another expert."""
         other = copy.copy(self)
         other._expert = expert
         return other
 
     def render(self, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any] | None = None) -> str:
-        """The text up to where the model's next message begins. ``told``: what else the template may ask for.
-
-        Raises PromptInvalid where the template refuses these messages, TokenizerUnusable where it is broken.
-        """
+        """``told``: more for the template. Raises PromptInvalid where it refuses, TokenizerUnusable where it fails."""
         reserved = {**self._special_tokens, "messages": list(messages), "add_generation_prompt": True}
         if taken := sorted((told or {}).keys() & reserved.keys()):
             raise PromptInvalid("chat_template_kwargs", f"{taken[0]}: is not for callers to say - leave it out")
@@ -78,7 +74,6 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 - as the library declares it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """See ``jinja2.ext.Extension``."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -91,8 +86,7 @@ def _sandbox(render_s: float) -> BoundedSandbox:
 
 
 def _json(value: Any, indent: int | None = None, **options: Any) -> str:  # noqa: ANN401 - JSON
-    """Jinja's own escapes what would be HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)  # Jinja's own escapes HTML
 
 
 def _refuse(message: str) -> NoReturn:

@@ -34,10 +34,7 @@ class Piece:
 
 
 class TextWriter:
-    """Keeps ``experts.llm.serving.generation.Writer``; ``tell`` is called where that is, and must not raise.
-
-    ``written``: tokens so far, those of a stop string included.
-    """
+    """A ``generation.Writer``. ``tell`` must not raise. ``written``: tokens, those of a stop string included."""
 
     def __init__(
         self, model: TextModel, prompt: Sequence[int], stops: Sequence[str], tell: Callable[[Piece], None]
@@ -79,11 +76,7 @@ class TextWriter:
 
 
 class Words:
-    """A text that grows token by token. ``decode``: tokens to text; ``before``: tokens that it follows.
-
-    What one token adds may depend on those before it, as a space between words does. So a few are kept: those of the
-    last text that was given out, and those that came since.
-    """
+    """Text by token. What a token adds may depend on those before it, so the last shown ones are kept."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
         self._decode = decode
@@ -100,7 +93,6 @@ class Words:
         return self._give(more)
 
     def rest(self) -> str:
-        """What waited for its other half, when none comes any more."""
         return self._give(self._more())
 
     def _more(self) -> str:
@@ -115,9 +107,8 @@ class Words:
 
 
 def _whole(before: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[int]:
-    """As many of the tokens at the end as begin with a whole character: half a one would spoil those behind it."""
     ends = (list(before[start:]) for start in range(len(before)))
-    return next((end for end in ends if HALF not in decode(end)), [])
+    return next((end for end in ends if HALF not in decode(end)), [])  # half a character would spoil the rest
 
 
 class StopStrings:
@@ -142,7 +133,6 @@ class StopStrings:
         return text
 
     def rest(self) -> str:
-        """What was held back, when nothing comes any more."""
         text, self._held = self._held, ""
         return "" if self.is_complete else text
 

@@ -1,8 +1,7 @@
-"""TextModel: what of a Hugging Face directory turns words into a model's tokens, and its tokens into words.
+"""TextModel: words to a model's tokens and back, by the files of a Hugging Face directory.
 
-Guarantees: it is made of the bytes of the directory's small files alone, so nothing is looked for on disk or in the
-network; whatever a file lacks, or holds that cannot be used, is told with the file's name (TokenizerUnusable), and a
-chat template that is broken spoils chats only. Immutable, and for any thread.
+Guarantees: it needs the bytes of the directory's small files alone, no disk and no network. A fault is told with the
+file's name (TokenizerUnusable); a broken chat template spoils chats only. Immutable, and for any thread.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 TEXT_FILES = (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE)
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a generation_config.json may give
+USUAL = Sampling()
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # which a chat template may name
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # of tokenizers like SentencePiece's, for what their words do not spell
 WORD_START = "\u2581"  # where those have a space
@@ -51,26 +51,19 @@ class TextModel:
         description = _object(files, TOKENIZER, expert, is_needed=True)
         tokenizer = _tokenizer(files[TOKENIZER], expert)
         generation = _object(files, GENERATION_CONFIG, expert)
-        return cls(
-            expert,
-            _context_tokens(config, expert),
-            _stop_tokens(config, generation, settings, tokenizer),
-            _sampling(generation, expert),
-            _chat(files, settings, expert),
-            tokenizer,
-            '"ByteLevel"' in json.dumps(description.get("decoder")),
-        )
+        context_tokens = _context_tokens(config, expert)
+        stop_tokens, sampling = _stop_tokens(config, generation, settings, tokenizer), _sampling(generation, expert)
+        chat = _chat(files, settings, expert)
+        is_byte_level = '"ByteLevel"' in json.dumps(description.get("decoder"))
+        return cls(expert, context_tokens, stop_tokens, sampling, chat, tokenizer, is_byte_level)
 
     def named(self, expert: str) -> TextModel:
-        """The same for another expert of the same files, by whose name errors call it."""
         return replace(self, expert=expert, chat=self.chat and self.chat.named(expert))
 
     def encode(self, text: str, *, adds_special: bool = True) -> tuple[int, ...]:
-        """The tokens of a text. ``adds_special``: with those that the model wants around it, as its beginning."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=adds_special).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of these tokens, without special ones."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def prompt_of(self, text: str) -> tuple[int, ...]:
@@ -80,10 +73,7 @@ class TextModel:
     def chat_prompt_of(
         self, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any] | None = None
     ) -> tuple[int, ...]:
-        """The tokens to have a chat's next message written. Raises PromptInvalid; TokenizerUnusable without a template.
-
-        ``messages``: each with a role and its content, as the template wants them; ``told``: what else it is told.
-        """
+        """A chat's tokens. ``told``: see ``render``. Raises PromptInvalid; TokenizerUnusable without a template."""
         if self.chat is None:
             raise TokenizerUnusable(
                 self.expert, TOKENIZER_CONFIG, "the model has no chat template: give it a prompt to continue instead"
@@ -106,16 +96,12 @@ class TextModel:
 
     @cached_property
     def tokens(self) -> int:
-        """How many tokens there are to tell apart: one more than the largest."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def drawn(self, asked: Sampling, given: Container[str]) -> Sampling:
         """How tokens are drawn for a caller: as asked, where it differs from the usual or was ``given``."""
-        usual = Sampling()
-        own = {name: value for name, value in self.sampling.items() if name not in given}
-        return replace(
-            asked, **{name: value for name, value in own.items() if getattr(asked, name) == getattr(usual, name)}
-        )
+        unasked = {name for name in self.sampling if name not in given and getattr(asked, name) == getattr(USUAL, name)}
+        return replace(asked, **{name: self.sampling[name] for name in unasked})
 
     def token_bytes(self, token: int) -> bytes:
         """What one token stands for; it may be a part of a character. Special ones are spelled out."""
@@ -172,7 +158,7 @@ def _stop_tokens(
 
 
 def _sampling(generation: Mapping[str, Any], expert: str) -> dict[str, Any]:
-    """How the model wants its tokens drawn, whatever ``do_sample`` says, which few files keep up with the rest."""
+    """How the model wants tokens drawn. ``do_sample`` is ignored: few files keep it up to date."""
     found = {name: generation[name] for name in DEFAULTS if generation.get(name) is not None}
     try:
         Sampling(**found)
@@ -182,7 +168,6 @@ def _sampling(generation: Mapping[str, Any], expert: str) -> dict[str, Any]:
 
 
 def _spelled(token: object) -> str | None:
-    """A special token as a tokenizer_config.json has it: a string, or an object that says more of it."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
@@ -207,10 +192,7 @@ def _template_source(settings: Mapping[str, Any]) -> str | None:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """Byte-level BPE spells each byte as one visible character (Radford et al. 2019, `bytes_to_unicode`).
-
-    Visible ones of Latin-1 stand for themselves, the others for those from 256 on, in their order.
-    """
+    """The visible character that spells each byte in byte-level BPE (Radford et al. 2019, `bytes_to_unicode`)."""
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(hidden)}

@@ -1,9 +1,8 @@
 """The places of one memory, filled in the background as their residency decides.
 
-Guarantees: whoever needs a moe_expert is given its place when it is there, and keeps it until ``used``; a load that
-fails is told to those who need what it was to bring, and to nobody else; after ``settle`` no thread writes into a place
-before somebody needs or predicts again. Several threads may need at once: each uses what is there before it waits for
-more, so none holds a place that another waits for while it waits itself.
+Guarantees: a needed moe_expert keeps its place until ``used``; a failed load is told to those who need it; after
+``settle`` no thread writes into a place before the next need or prediction. Threads do not deadlock: each uses what is
+there before it waits for more.
 """
 
 from __future__ import annotations
@@ -29,22 +28,20 @@ from experts.llm.tiers.moe_experts import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
-    from experts.llm.tiers.moe_experts import Decision, Event, MoeResidency, ResidencyStatistics
+    from experts.llm.tiers.moe_experts import Event, MoeResidency, ResidencyStatistics
 
 CLOSE_S = 5.0  # a load that does not end by then is left behind
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A moe_expert that is there, to be used."""
-
     moe_expert: MoeExpert
     place: int
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """A frozen snapshot. ``waited_s``: how long whoever needed something waited for it, all together."""
+    """Frozen snapshot. ``waited_s``: of all needs together."""
 
     residency: ResidencyStatistics
     loads: int
@@ -75,10 +72,7 @@ class MoeCache:
             self._tell(Needed(layer, tuple(numbers)))
 
     def first_of(self, wanted: Collection[MoeExpert]) -> Placed:
-        """One of those that were needed: the first that is there, or the next to come.
-
-        Raises what the load of any of them raised.
-        """
+        """The first of these to be in its place. Raises what the load of any of them raised."""
         with self._changed:
             found = self._there(wanted)
             if found is None:
@@ -90,23 +84,19 @@ class MoeCache:
             return found
 
     def used(self, moe_experts: Iterable[MoeExpert]) -> None:
-        """These are not needed any more."""
         with self._changed:
             for moe_expert in moe_experts:
                 self._tell(Used(moe_expert))
 
     def predict(self, layer: int, numbers: Sequence[int]) -> None:
-        """A layer to come will likely need these."""
         with self._changed:
             self._tell(Predicted(layer, tuple(numbers)))
 
     def bypass(self, layer: int, numbers: Sequence[int]) -> None:
-        """These were needed and ran elsewhere."""
         with self._changed:
             self._tell(Bypassed(layer, tuple(numbers)))
 
     def end_pass(self) -> None:
-        """Load nothing ahead any more; what is under way goes on."""
         with self._changed:
             self._tell(PassEnded())
 
@@ -117,22 +107,18 @@ class MoeCache:
             self._changed.wait_for(lambda: not self._residency.in_flight)
 
     def holds(self, moe_expert: MoeExpert) -> bool:
-        """Is it there at this moment?"""
         with self._changed:
             return self._residency.place_of(moe_expert) is not None
 
     def usage(self) -> dict[MoeExpert, float]:
-        """See MoeResidency.usage."""
         with self._changed:
             return self._residency.usage()
 
     def statistics(self) -> CacheStatistics:
-        """A frozen snapshot."""
         with self._changed:
             return CacheStatistics(self._residency.statistics(), self._loads, self._failures, self._waited_s)
 
     def close(self) -> None:
-        """End the threads. Idempotent."""
         self._threads.stop(CLOSE_S)
 
     def _there(self, wanted: Collection[MoeExpert]) -> Placed | None:
@@ -146,10 +132,7 @@ class MoeCache:
         return None
 
     def _tell(self, event: Event) -> None:
-        self._carry_out(self._residency.handle(event))
-
-    def _carry_out(self, decisions: Iterable[Decision]) -> None:
-        for decision in decisions:
+        for decision in self._residency.handle(event):
             if isinstance(decision, Load):
                 try:
                     self._threads.submit(self._load, decision)

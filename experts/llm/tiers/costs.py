@@ -33,23 +33,15 @@ LEAST_S = 1e-9
 def measured_costs(
     form: BlockForm, kind: Mlp, host_block: Tensor, device_block: Tensor, copy: Callable[[int], None]
 ) -> MoveCosts:
-    """Times of one block. ``copy``: bring so many bytes of the host's block to the device's, done when it returns.
-
-    Both blocks are overwritten.
-    """
+    """Times of one block; overwrites both. ``copy``: so many bytes from host to device, done when it returns."""
     host_block.zero_()
     copy(form.size_bytes)
     on_host, on_device = form.weights(host_block, kind), form.weights(device_block, kind)
     short_s, whole_s = _least_s(lambda: copy(SHORT_BYTES)), _least_s(lambda: copy(form.size_bytes))
     bytes_per_s = form.size_bytes / max(whole_s - short_s, LEAST_S)
     row = _rows(on_host, 1, "cpu")
-    return MoveCosts(
-        link_bytes_per_s=bytes_per_s,
-        link_s=short_s,
-        row_bytes=row.numel() * row.element_size(),
-        device=_rows_time(on_device, str(device_block.device)),
-        cpu=_rows_time(on_host, "cpu"),
-    )
+    device, cpu = _rows_time(on_device, str(device_block.device)), _rows_time(on_host, "cpu")
+    return MoveCosts(bytes_per_s, short_s, row.nbytes, device, cpu)
 
 
 def _rows_time(weights: MlpWeights, device: str) -> RowsTime:

@@ -1,6 +1,6 @@
 """Which moe_experts of one model lie in a cache of so many places: a pure policy, events in, decisions out.
 
-Guarantees, whatever the order of events: never more moe_experts than places; one that is needed is not evicted before
+Guarantees, in any order of events: never more moe_experts than places; one that is needed is not evicted before
 it was used; what is loaded ahead takes a free place, or that of one that is not needed sooner; speculation never goes
 before a need; the same events give the same decisions. As long as each Load is answered and each that came is used,
 every need is met, with a single place, too: what does not fit at once is loaded as places are used up.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -29,8 +29,6 @@ PRIOR_PASSES = 32.0  # arbitrary: how many passes usage probabilities are worth
 
 @dataclass(frozen=True, slots=True, order=True)
 class MoeExpert:
-    """One of a layer's experts."""
-
     layer: int
     number: int
 
@@ -61,21 +59,19 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A Load was carried out."""
-
     moe_expert: MoeExpert
 
 
 @dataclass(frozen=True, slots=True)
 class NotLoaded:
-    """A Load came to nothing: its place is free; whoever needs it has to be told."""
+    """A Load failed: its place is free; waiting passes have to be told."""
 
     moe_expert: MoeExpert
 
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """One that was needed has run, or whoever needed it does not any more."""
+    """A needed one has run, or is not needed any more."""
 
     moe_expert: MoeExpert
 
@@ -87,15 +83,13 @@ class PassEnded:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """The place is about to be taken by another."""
-
     moe_expert: MoeExpert
     place: int
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Fill the place; answer with Loaded or NotLoaded. ``is_needed``: somebody waits for it."""
+    """Fill the place; answer with Loaded or NotLoaded. ``is_needed``: a pass waits for it."""
 
     moe_expert: MoeExpert
     place: int
@@ -108,31 +102,25 @@ Decision: TypeAlias = Evict | Load
 
 @dataclass(frozen=True, slots=True)
 class ResidencyStatistics:
-    """Counters since the start. ``hits``: needed and there; ``late``: needed while they were being loaded ahead.
-
-    ``ahead``: loaded before they were needed; ``ahead_used``: and then needed while still there.
-    """
+    """Counters since the start."""
 
     places: int
     held: int
-    hits: int
-    late: int
+    hits: int  # needed and there
+    late: int  # needed while they were being loaded ahead
     misses: int
-    ahead: int
-    ahead_used: int
+    ahead: int  # loaded before they were needed
+    ahead_used: int  # and then needed while still there
     evictions: int
 
     @property
     def hit_rate(self) -> float:
-        """Of all needs, those that found what they needed in its place. 1.0 before the first."""
         needs = self.hits + self.late + self.misses
         return self.hits / needs if needs else 1.0
 
 
 @dataclass(slots=True)
 class _Holding:
-    """What a place holds, or is being filled with."""
-
     place: int
     is_loaded: bool = False
     pins: int = 0
@@ -162,14 +150,9 @@ class MoeResidency:
     """The cache of one model with so many ``layers``. ``prior``: how likely a pass needs each moe_expert."""
 
     def __init__(
-        self,
-        places: int,
-        layers: int,
-        prior: Mapping[MoeExpert, float] | None = None,
-        *,
-        loads_at_once: int = 1,
-        half_life_passes: float = HALF_LIFE_PASSES,
-    ) -> None:
+        self, places: int, layers: int, prior: Mapping[MoeExpert, float] | None = None, *,
+        loads_at_once: int = 1, half_life_passes: float = HALF_LIFE_PASSES,
+    ) -> None:  # fmt: skip
         if places < 1 or layers < 1 or loads_at_once < 1 or half_life_passes <= 0:
             raise ValueError(f"{places} places, {layers} layers, {loads_at_once} loads, half-life {half_life_passes}")
         self._places = places
@@ -210,13 +193,11 @@ class MoeResidency:
         return tuple(self._begin_loads())
 
     def place_of(self, moe_expert: MoeExpert) -> int | None:
-        """Where it lies; None while it is absent or on its way."""
         holding = self._held.get(moe_expert)
         return holding.place if holding is not None and holding.is_loaded else None
 
     @property
     def in_flight(self) -> int:
-        """Loads without an answer."""
         return self._in_flight
 
     def usage(self) -> dict[MoeExpert, float]:
@@ -228,11 +209,7 @@ class MoeResidency:
 
     def statistics(self) -> ResidencyStatistics:
         """A frozen snapshot."""
-        counts = self._counts
-        return ResidencyStatistics(
-            self._places, len(self._held), counts.hits, counts.late, counts.misses, counts.ahead, counts.ahead_used,
-            counts.evictions,
-        )  # fmt: skip
+        return ResidencyStatistics(self._places, len(self._held), *astuple(self._counts))
 
     def check_invariants(self) -> None:
         """Raises AssertionError where the books are wrong."""
@@ -283,7 +260,7 @@ class MoeResidency:
             self._offer(moe_expert)
 
     def _drop(self, moe_expert: MoeExpert) -> None:
-        """Its load failed: it is not tried again before somebody needs or predicts it again."""
+        """Its load failed: no retry before it is needed or predicted again."""
         self._in_flight -= 1
         self._free.append(self._held.pop(moe_expert).place)
         self._wishes.predicted.pop(moe_expert, None)
@@ -299,7 +276,6 @@ class MoeResidency:
             self._offer(moe_expert)
 
     def _unwish(self, moe_expert: MoeExpert) -> None:
-        """Nobody waits for it any more, or one less; nothing where its load failed."""
         waiting = self._wishes.needed.pop(moe_expert, 0)
         if waiting > 1:
             self._wishes.needed[moe_expert] = waiting - 1
@@ -319,7 +295,7 @@ class MoeResidency:
     def _begin_one(self) -> tuple[Decision, ...]:
         """The first wish that may have a place. While a need finds none, nothing is loaded ahead."""
         for moe_expert in self._wishes.needed:
-            return self._begin(moe_expert, self._is_unpredicted) or self._begin(moe_expert, _anybody)
+            return self._begin(moe_expert, self._is_unpredicted) or self._begin(moe_expert, lambda victim: True)
         for moe_expert in self._absent(self._wishes.predicted):
             return self._begin(moe_expert, partial(self._is_later, moe_expert))
         for moe_expert in self._absent(self._wishes.bypassed):
@@ -386,9 +362,4 @@ class MoeResidency:
         return self._is_unpredicted(victim) and self._rank(victim) < self._rank(moe_expert)
 
     def _turns_until(self, layer: int) -> int:
-        """Layers until it is run: the one that runs now has its next turn in the next pass."""
-        return (layer - self._layer - 1) % self._layers
-
-
-def _anybody(_victim: MoeExpert) -> bool:
-    return True
+        return (layer - self._layer - 1) % self._layers  # the layer that runs now is next in the next pass

@@ -4,13 +4,14 @@ Each moe_expert's matrices lie in one block of bytes, in a place of a cache; a l
 others come, and names those that the next one will likely need. Between SSD and device there may be host memory: then
 few tokens may be run there, where the weights are, instead of the weights being moved.
 
-Guarantees: each expert's tokens are computed by that expert and written to places of their own, whatever came first, so
-the result does not depend on what was where; nothing is needed any more once a layer has run, or failed.
+Guarantees: each expert's tokens are computed by that expert and written to places of their own, so the result does not
+depend on what lay where; nothing stays needed once a layer has run, or failed.
 Assumes: the tensors of norms and gates are filled before the first pass, and stay until the next ``show``.
 """
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -60,14 +61,11 @@ class BlockForm:
 
 @dataclass(frozen=True, slots=True)
 class OffloadStatistics:
-    """``cache``: of the memory that the model runs in; ``host``: of the tier behind it, where there is one.
+    """Counters of one copy."""
 
-    ``rows_moved``: tokens that were taken to weights in host memory.
-    """
-
-    cache: CacheStatistics
-    host: CacheStatistics | None
-    rows_moved: int
+    cache: CacheStatistics  # of the memory that the model runs in
+    host: CacheStatistics | None  # of the tier behind it
+    rows_moved: int  # tokens that were taken to weights in host memory
     bytes_loaded: int
 
 
@@ -92,8 +90,6 @@ class OffloadTotals:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """One moe_expert's rows among those of its layer."""
-
     start: int
     end: int
 
@@ -103,10 +99,7 @@ class _Span:
 
 
 class HostTier:
-    """moe_experts in host memory, in front of a device's cache. ``block``: a place's bytes on the CPU.
-
-    ``costs`` None: weights are always moved.
-    """
+    """moe_experts in host memory. ``block``: a place's bytes on the CPU. ``costs`` None: weights always move."""
 
     def __init__(
         self, cache: MoeCache, block: Callable[[int], Tensor], form: BlockForm, kind: Mlp, costs: MoveCosts | None
@@ -118,7 +111,6 @@ class HostTier:
         self._costs = costs
 
     def way(self, rows: int) -> Way:
-        """What is to be moved for so many rows of one moe_expert that the device lacks."""
         return Way.WEIGHTS if self._costs is None else cheaper_way(self._form.size_bytes, rows, self._costs)
 
     @contextmanager
@@ -131,24 +123,19 @@ class HostTier:
             self._cache.used((moe_expert,))
 
     def run(self, moe_expert: MoeExpert, rows: Tensor) -> Tensor:
-        """Take rows there, through the network, and back."""
         with self.holding(moe_expert) as block:
             return run_mlp(rows.cpu(), self._form.weights(block, self._kind)).to(rows.device)
 
     def end_pass(self) -> None:
-        """See MoeCache.end_pass."""
         self._cache.end_pass()
 
     def settle(self) -> None:
-        """See MoeCache.settle."""
         self._cache.settle()
 
     def statistics(self) -> CacheStatistics:
-        """See MoeCache.statistics."""
         return self._cache.statistics()
 
     def close(self) -> None:
-        """See MoeCache.close."""
         self._cache.close()
 
 
@@ -156,14 +143,9 @@ class OffloadedMoe:
     """One copy's moe_experts. ``may_predict``: is there a moment to load ahead, or do others want the link?"""
 
     def __init__(
-        self,
-        spec: ArchSpec,
-        form: BlockForm,
-        cache: MoeCache,
-        *,
-        host: HostTier | None = None,
+        self, spec: ArchSpec, form: BlockForm, cache: MoeCache, *, host: HostTier | None = None,
         may_predict: Callable[[], bool] = lambda: True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._spec = spec
         self._form = form
         self._cache = cache
@@ -178,10 +160,7 @@ class OffloadedMoe:
         self._rows_moved = 0
 
     def show(self, tensors: Mapping[str, Tensor], cache_bytes: Tensor) -> Mapping[int, MoeExperts]:
-        """What a model runs its layers with, over these bytes from now on: uint8, on the device, place after place.
-
-        ``tensors``: the dense part, by the model's names. To be told again when bytes are moved within their memory.
-        """
+        """Run over these bytes: uint8, on the device, by place. To be told again when they are moved."""
         self._bytes, self._tensors = cache_bytes, tensors
         self._weights.clear()
         self._ahead.clear()
@@ -194,18 +173,16 @@ class OffloadedMoe:
             guard.synchronize()
 
     def settle(self) -> None:
-        """Wait until nothing is being loaded: nobody writes into these bytes until the next pass."""
+        """Wait for all loads: no thread writes into these bytes until the next pass."""
         self._cache.settle()
         if self._host is not None:
             self._host.settle()
 
     def statistics(self) -> OffloadStatistics:
-        """A frozen snapshot."""
         cache, host = self._cache.statistics(), None if self._host is None else self._host.statistics()
         return OffloadStatistics(cache, host, self._rows_moved, cache.loads * self._form.size_bytes)
 
     def close(self) -> None:
-        """End the threads that load into its places. Idempotent."""
         self._cache.close()
 
     def run(self, layer: int, tokens: Tensor, table: MappingTable) -> Tensor:
@@ -221,9 +198,12 @@ class OffloadedMoe:
             self._run_all(wanted, on_host, spans, layer, scattered, computed)
         finally:
             self._cache.used(wanted)
-        self._bypass(layer, on_host)
+        if on_host:
+            self._cache.bypass(layer, sorted(on_host))
         if layer == self._layers[-1]:
-            self._end_pass()
+            self._cache.end_pass()
+            if self._host is not None:
+                self._host.end_pass()
         return combine(computed, table, tokens.dtype)
 
     def _run_all(
@@ -261,26 +241,13 @@ class OffloadedMoe:
             if host.way(span.rows) is Way.ACTIVATIONS and not self._cache.holds(MoeExpert(layer, number))
         )
 
-    def _bypass(self, layer: int, on_host: frozenset[int]) -> None:
-        if on_host:
-            self._cache.bypass(layer, sorted(on_host))
-
-    def _end_pass(self) -> None:
-        self._cache.end_pass()
-        if self._host is not None:
-            self._host.end_pass()
-
     def _predict(self, layer: int, tokens: Tensor) -> None:
-        following = self._following(layer)
+        following = next((later for later in self._layers if later > layer), None)
         if following is None or not self._may_predict():
             return
         if layer not in self._ahead:
             self._ahead[layer] = self._gate_ahead(layer, following)
         self._cache.predict(following, self._ahead[layer].likely(tokens))
-
-    def _following(self, layer: int) -> int | None:
-        """The next layer with experts; None behind the last one."""
-        return next((later for later in self._layers if later > layer), None)
 
     def _gate_ahead(self, layer: int, following: int) -> GateAhead:
         moe = self._spec.layers[following].moe
@@ -329,7 +296,5 @@ def _spans(table: MappingTable) -> dict[int, _Span]:
 
 
 def _view(block: Tensor, one: BlockTensor) -> Tensor:
-    count = 1
-    for extent in one.shape:
-        count *= extent
-    return block[one.offset_bytes : one.offset_bytes + count * one.dtype.itemsize].view(one.dtype).view(one.shape)
+    size_bytes = math.prod(one.shape) * one.dtype.itemsize
+    return block[one.offset_bytes : one.offset_bytes + size_bytes].view(one.dtype).view(one.shape)

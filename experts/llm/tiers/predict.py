@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 
 class Way(StrEnum):
-    """What is moved to bring tokens and a moe_expert together."""
-
     WEIGHTS = "weights"
     ACTIVATIONS = "activations"
 
@@ -35,29 +33,23 @@ class RowsTime:
     B_s: float
 
     def at(self, rows: int) -> float:
-        """The prediction for so many."""
         return self.K_s * rows + self.B_s
 
 
 @dataclass(frozen=True, slots=True)
 class MoveCosts:
-    """Profiled constants of one model's moe_experts on one box. ``row_bytes``: one token's hidden state.
-
-    ``link_s``: what any copy over the link takes beside its bytes.
-    """
+    """Profiled constants of one model's moe_experts on one box."""
 
     link_bytes_per_s: float
-    link_s: float
-    row_bytes: int
+    link_s: float  # of any copy, beside its bytes
+    row_bytes: int  # one token's hidden state
     device: RowsTime
     cpu: RowsTime
 
     def weights_s(self, block_bytes: int, rows: int) -> float:
-        """Weights to the device, and run there."""
         return self.link_s + block_bytes / self.link_bytes_per_s + self.device.at(rows)
 
     def activations_s(self, rows: int) -> float:
-        """Hidden states to the host, run there, and back."""
         return 2 * (self.link_s + rows * self.row_bytes / self.link_bytes_per_s) + self.cpu.at(rows)
 
 
@@ -69,10 +61,7 @@ def cheaper_way(block_bytes: int, rows: int, costs: MoveCosts) -> Way:
 
 @dataclass(frozen=True, slots=True)
 class GateAhead:
-    """A later layer's gate, for tokens as an earlier layer's norm has left them: (experts, hidden), and a bias.
-
-    Both norms scale the same normalised token, so the gate takes the one's scale out and the other's in.
-    """
+    """A later layer's gate, (experts, hidden), for tokens that an earlier norm has scaled."""
 
     spec: MoeSpec
     gate: Tensor

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 def count_routing(model: Model, prompts: Sequence[Sequence[int]]) -> dict[MoeExpert, float]:
-    """Of each moe_expert the share of the prompts' tokens that go to it; those that none goes to have 0.
-
-    A layer's shares sum to its choices a token. ValueError where there is no token to count.
-    """
+    """Share of the prompts' tokens that go to each moe_expert. Raises ValueError without a token to count."""
     tokens = sum(len(prompt) for prompt in prompts)
     if not tokens:
         raise ValueError("a prompt with tokens is needed: there is nothing to count")
@@ -48,8 +45,6 @@ def count_routing(model: Model, prompts: Sequence[Sequence[int]]) -> dict[MoeExp
 
 
 class _Counting:
-    """Runs a layer's experts as ever, and counts who has tokens."""
-
     def __init__(self, moe_experts: MlpWeights | MoeExperts, counts: Tensor) -> None:
         self._moe_experts = moe_experts
         self._counts = counts
