@@ -1,9 +1,8 @@
-"""Calibrations: the ranges of an expert's values on images of the line, and how far rounding to them moves its answers:
-what its eight-bit form is made by.
+"""Calibrations: the ranges of an expert's values on images of the line, and by how much rounding moves its answers.
 
-One JSON file per expert, beside what is packed. Guarantees: it is written beside its place, synced and renamed, so that
-a power cut leaves the old one or the new; one that cannot be understood, or is of another format, counts as absent.
-Whether one is of the weights that an expert has now tells ``experts.packed.calibrated``.
+An expert's eight-bit form is made by them. One JSON file per expert, beside the packed weights. Guarantees: a power cut
+leaves the old file or the new; a file of another format, or one that cannot be understood, counts as absent.
+``experts.packed.calibrated`` tells whether a calibration is of the expert's present weights.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ HOW = "`coserve profile LINE.yaml --samples FOLDER` calibrates it"
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The least and the greatest of some values. Raises ValueError where one of these is no number, or infinite."""
+    """The least and the greatest of some values. Raises ValueError for NaN and infinity."""
 
     low: float
     high: float
@@ -37,7 +36,6 @@ class Range:
 
     @classmethod
     def around(cls, ranges: Iterable[Range]) -> Range:
-        """The least that holds all of these. Raises ValueError for none."""
         found = list(ranges)
         return cls(min(each.low for each in found), max(each.high for each in found))
 
@@ -46,8 +44,8 @@ class Range:
 class CallRanges:
     """What a layer read and answered with. ``summand`` None: nothing is added in it.
 
-    ``shifts``: by how much rounding moves the mean of each output channel, before the activation; empty where that was
-    not measured. Raises ValueError where one of these is no number, or infinite.
+    ``shifts``: by how much rounding moves the mean of each output channel, before the activation; empty: not measured.
+    Raises ValueError for NaN and infinity.
     """
 
     source: Range
@@ -77,6 +75,14 @@ class Calibration:
     ranges: Mapping[str, CallRanges]
 
 
+def path_of(directory: Path, expert: str, suffix: str) -> Path:
+    """An expert's own file in a folder. Raises ValueError for what is no expert's id."""
+    *above, name = expert.split("/")
+    if any(part in {"", ".", ".."} or "\0" in part for part in (*above, name)):
+        raise ValueError(f"{expert!r} cannot be an expert's id: it is not kind/name")
+    return directory.joinpath(*above, name + suffix)
+
+
 class CalibrationFolder:
     """The calibrations of one line, by expert."""
 
@@ -85,15 +91,10 @@ class CalibrationFolder:
 
     @classmethod
     def beside(cls, packed: Path) -> CalibrationFolder:
-        """The one of a folder of packed weights."""
         return cls(packed / "calibrations")
 
     def path(self, expert: str) -> Path:
-        """Where an expert's lies. Raises ValueError for what is no expert's id."""
-        parts = expert.split("/")
-        if any(part in {"", ".", ".."} or "\0" in part for part in parts):
-            raise ValueError(f"{expert!r} cannot be an expert's id: it is not kind/name")
-        return self.directory.joinpath(*parts[:-1], f"{parts[-1]}.json")
+        return path_of(self.directory, expert, ".json")
 
     def write(self, expert: str, calibration: Calibration) -> None:
         """Raises OSError for what the disk refuses."""
@@ -103,32 +104,23 @@ class CalibrationFolder:
             file.write(json.dumps({"format": FORMAT, **asdict(calibration)}).encode())
 
     def copy(self, expert: str, to: CalibrationFolder) -> None:
-        """Have another folder hold the same of an expert, where there is one. Raises OSError as ``write``."""
-        found = self.read(expert)
-        if found is not None:
+        if (found := self.read(expert)) is not None:
             to.write(expert, found)
 
     def read(self, expert: str) -> Calibration | None:
-        """An expert's; None where there is none, or none that can be understood."""
         return read_calibration(self.path(expert))
 
 
 def read_calibration(path: Path) -> Calibration | None:
-    """A file's; None where there is none, or none that can be understood."""
+    """None where the file is absent or cannot be understood."""
     try:
         document = json.loads(path.read_bytes())
         if document["format"] != FORMAT:
             return None
-        found = {name: _call_ranges(each) for name, each in document["ranges"].items()}
-        return Calibration(
-            str(document["weights_sha256"]),
-            str(document["stamp"]),
-            str(document["input"]),
-            str(document["samples_sha256"]),
-            int(document["images"]),
-            tuple(map(str, document["labels"])),
-            found,
-        )
+        texts = {key: str(document[key]) for key in ("weights_sha256", "stamp", "input", "samples_sha256")}
+        labels = tuple(map(str, document["labels"]))
+        ranges = {name: _call_ranges(each) for name, each in document["ranges"].items()}
+        return Calibration(**texts, images=int(document["images"]), labels=labels, ranges=ranges)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
 
@@ -142,14 +134,9 @@ def digest_of(path: Path) -> str:
 
 
 def _call_ranges(document: Mapping[str, Any]) -> CallRanges:
-    """Raises TypeError, ValueError, KeyError, AttributeError, OverflowError for what is none."""
-    summand = document["summand"]
-    return CallRanges(
-        _range(document["source"]),
-        _range(document["answer"]),
-        None if summand is None else _range(summand),
-        tuple(map(float, document["shifts"])),
-    )
+    summand = None if document["summand"] is None else _range(document["summand"])
+    shifts = tuple(map(float, document["shifts"]))
+    return CallRanges(_range(document["source"]), _range(document["answer"]), summand, shifts)
 
 
 def _range(document: Mapping[str, float]) -> Range:

@@ -1,8 +1,7 @@
 """The catalog: a line's experts and routes as read from YAML, validated and hashed.
 
-What the file says is checked here to the end, so that a wrong one never starts; what the disk holds is not: weights
-that are missing or broken quarantine their expert at run time and leave the others serving. Of ONNX files the heading
-is read, which tells detectors from classifiers: they want their images otherwise.
+The line file is checked here to the end, the disk is not: missing or broken weights quarantine their expert at run time
+and leave the others serving. Only the headings of ONNX files are read: detectors want other images than classifiers.
 """
 
 from __future__ import annotations
@@ -15,16 +14,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StrictBool,
-    ValidationInfo,
-    WithJsonSchema,
+    AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationInfo, WithJsonSchema,
     model_validator,
-)
+)  # fmt: skip
 from pydantic_core import PydanticKnownError
 
 from experts.architectures import known_architecture
@@ -59,9 +51,7 @@ NO_TEXTS: Mapping[str, TextRoute] = MappingProxyType({})
 PICKLES = frozenset({".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin"})
 AUTOMATIC = "auto"  # of a language model's precision
 DETECTOR_STRIDE_PX = 32
-OF_IMAGES = frozenset(
-    {"input", "stem", "task", "threshold", "threshold_of", "thresholds", "otherwise", "confidence", "iou"}
-)  # keys
+OF_IMAGES = ("confidence", "input", "iou", "otherwise", "stem", "task", "threshold", "threshold_of", "thresholds")
 LARGEST_SIDE_PX = 8192
 
 EXPERT_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
@@ -120,7 +110,7 @@ Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
-    """Any mapping of a line file: frozen, and a key that nobody reads is an error."""
+    """Mapping of a line file: frozen; an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=False)
 
@@ -211,7 +201,6 @@ class InputSection(PreparationSection):
 
     @property
     def named(self) -> str | Normalization | None:
-        """``normalize``, by its name where it has one."""
         return None if self.normalize is None else named(Normalization(**dict(self.normalize)))
 
     @model_validator(mode="after")
@@ -232,14 +221,13 @@ def _sides(value: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def _for_images(value: object, info: ValidationInfo) -> object:
-    """A key that only language models can do without."""
     if value is None and family(info.data.get("architecture", LLM)) != LLM:
         raise PydanticKnownError("missing")
     return value
 
 
 def _labels_of_images(labels: list[str] | None, info: ValidationInfo) -> object:
-    """Labels, which language models can do without, and anomaly experts have by default."""
+    """Labels; anomaly experts have some by default."""
     if labels is None and info.data.get("task") == Task.ANOMALY:
         return list(ANOMALY_LABELS)
     return _for_images(labels, info)
@@ -332,9 +320,8 @@ class ExpertSection(Section):
             raise ValueError(f"weights {suffix} are a pickle - convert them once with `coserve experts import`")
         wanted = ".onnx" if kind == "onnx" else ".safetensors"
         if kind != "fake" and suffix != wanted:
-            raise ValueError(
-                f"weights of {self.architecture} must be a {wanted} file, not {suffix or 'without suffix'}"
-            )
+            found = suffix or "without suffix"
+            raise ValueError(f"weights of {self.architecture} must be a {wanted} file, not {found}")
         self._consistent_labels(kind)
         if kind != "detector" and (kind != "onnx" or self.task):
             for key in sorted(self.model_fields_set & {"confidence", "iou"}):
@@ -344,26 +331,26 @@ class ExpertSection(Section):
         if self.threshold_of is not None and self.threshold is None:
             raise ValueError("threshold_of says what a threshold was learned with - write `threshold:`, or remove it")
         if self.task == "anomaly" and len(self.labels or ()) != len(ANOMALY_LABELS):
-            raise ValueError(
-                f"labels of task anomaly are two, of what is good and of what is not, not {self.labels} - correct them"
-            )
+            raise ValueError(f"labels of task anomaly are two, good and anomalous, not {self.labels} - correct them")
         if self.stem and kind != "classifier":
             raise ValueError(f"stem is for classifiers, not for {self.architecture} - remove it")
         for key in ("precision", "moe_cache"):
             if getattr(self, key) is not None:
                 raise ValueError(f"{key} is for llm, not for {self.architecture} - remove it")
-        if kind == "detector" and self.input and (self.input.fit or isinstance(self.input.named, Normalization)):
-            raise ValueError(
-                f"images of {self.architecture} are letterboxed, and pixels 0 to 1 - remove `fit` and `normalize`"
-            )
-        is_cut = self.input is not None and self.input.fit and _sides(self.input.fit.resize) != self.input.size
-        if self.task == "anomaly" and is_cut:
-            raise ValueError("fit is not for task anomaly, whose map lies over the whole image - remove it")
-        if kind == "detector" and self.input and any(side % DETECTOR_STRIDE_PX for side in self.input.size):
-            raise ValueError(
-                f"a detector's input size must be multiples of 32, not {list(self.input.size)} - change it"
-            )
+        if self.input is not None:
+            self._consistent_input(kind, self.input)
         return self
+
+    def _consistent_input(self, kind: str, wanted: InputSection) -> None:
+        if self.task == "anomaly" and wanted.fit and _sides(wanted.fit.resize) != wanted.size:
+            raise ValueError("fit is not for task anomaly, whose map lies over the whole image - remove it")
+        if kind != "detector":
+            return
+        if wanted.fit or isinstance(wanted.named, Normalization):
+            images = f"images of {self.architecture} are letterboxed, and pixels 0 to 1"
+            raise ValueError(f"{images} - remove `fit` and `normalize`")
+        if any(side % DETECTOR_STRIDE_PX for side in wanted.size):
+            raise ValueError(f"a detector's input size must be multiples of 32, not {list(wanted.size)} - change it")
 
     def _consistent_labels(self, kind: str) -> None:
         if self.task and kind != "onnx" and (kind, self.task) != ("classifier", "multilabel"):
@@ -387,8 +374,8 @@ class ExpertSection(Section):
                 f"weights of llm are a Hugging Face directory, not a {suffix} file - name the folder that holds "
                 "config.json and model.safetensors"
             )
-        for key in sorted(OF_IMAGES & self.model_fields_set):
-            if getattr(self, key) is not None:
+        for key in OF_IMAGES:
+            if key in self.model_fields_set and getattr(self, key) is not None:
                 raise ValueError(f"{key} is for images, and llm takes texts - remove it")
         return self
 
@@ -435,12 +422,11 @@ class Catalog:
 
     @property
     def components(self) -> Mapping[str, tuple[RouteStep, ...]]:
-        """The routes of images, by component type."""
         return {name: steps for name, steps in self.graph.routes.items() if name not in self.texts}
 
 
 def read_catalog(file: Path) -> Catalog:
-    """The catalog of a file that holds `experts:` and `routes:` and nothing else. Raises ConfigError."""
+    """The catalog of a file that holds only `experts:` and `routes:`. Raises ConfigError."""
     document = read_document(file)
     sections = document.validate(CatalogSections)
     if problems := list(catalog_problems(sections, document)):
@@ -457,15 +443,14 @@ def build_catalog(sections: CatalogSections, document: Document, texts: Mapping[
     }
     routes |= {name: route.steps for name, route in texts.items() if route.steps}
     shadows = {name: section.shadow for name, section in sections.experts.items() if section.shadow is not None}
-    return Catalog(
-        MappingProxyType(experts), ExpertGraph(experts, routes, shadows), document.sha256, MappingProxyType({**texts})
-    )
+    graph = ExpertGraph(experts, routes, shadows)
+    return Catalog(MappingProxyType(experts), graph, document.sha256, MappingProxyType({**texts}))
 
 
 def catalog_problems(sections: CatalogSections, document: Document) -> Iterator[ConfigError]:
-    """What single keys cannot show: routes of images against experts, and the dependencies of all of them together.
+    """Problems between keys: routes of images against experts, shadows, and dependencies in a circle.
 
-    A router of texts is asked first and by nobody else, so its routes depend in no circle.
+    A router of texts is always asked first, so its routes depend in no circle.
     """
     if not sections.routes and any(not is_llm(section) for section in sections.experts.values()):
         meaning = CatalogSections.model_fields["routes"].description
@@ -477,51 +462,42 @@ def catalog_problems(sections: CatalogSections, document: Document) -> Iterator[
 
 
 def is_llm(section: ExpertSection) -> bool:
-    """Whether it takes texts."""
     return family(section.architecture) == LLM
 
 
 def _expert(name: str, section: ExpertSection) -> Expert:
+    as_given = ("architecture", "weights", "pin", "stem", "threshold", "threshold_of", "confidence", "iou")
     expert = Expert(
         id=name,
-        architecture=section.architecture,
-        weights=section.weights,
         labels=tuple(section.labels or ()),
         input=None if section.input is None else _input(section.input, section.architecture),
-        pin=section.pin,
-        stem=section.stem,
         precision=None if section.precision in {None, AUTOMATIC} else Precision(section.precision),
         is_automatic=section.precision == AUTOMATIC,
         moe_cache_bytes=section.moe_cache,
         task=None if section.task is None else Task(section.task),
-        threshold=section.threshold,
-        threshold_of=section.threshold_of,
         thresholds=tuple(sorted(section.thresholds.items())),
         otherwise=section.otherwise or NOTHING_FOUND,
-        confidence=section.confidence,
-        iou=section.iou,
+        **{key: getattr(section, key) for key in as_given},
     )
     return _fitted(expert, section) if section.architecture == "onnx" and section.task is None else expert
 
 
 def _fitted(expert: Expert, section: ExpertSection) -> Expert:
-    """One whose file is an ONNX detector gets images as its exporter makes them; others, and files unread, as it was.
-
-    What is wrong with a file is told when it is packed, or by ``config check``.
-    """
+    """An ONNX detector gets images as its exporter makes them; packing and ``config check`` tell what is wrong."""
     try:
         pixels = input_of(expert)
     except ExpertError:
         return expert
-    if section.input is not None and section.input.normalize is None and pixels.fit in {Fit.LETTERBOXED, Fit.FILLED}:
+    given = section.input
+    if given is not None and given.normalize is None and pixels.fit in {Fit.LETTERBOXED, Fit.FILLED}:
         pixels = replace(pixels, normalize="unit")
-    if section.input is not None and section.input.orientation is not None:
-        pixels = replace(pixels, orientation=section.input.orientation)
+    if given is not None and given.orientation is not None:
+        pixels = replace(pixels, orientation=given.orientation)
     return replace(expert, input=pixels)
 
 
 def _input(section: InputSection, architecture: str) -> InputSpec:
-    """What an architecture's experts are shown. Detectors are ultralytics', whose loader turns images."""
+    """Detectors are ultralytics', whose loader turns images."""
     is_detector = family(architecture) == "detector"
     normalize, orientation = ("unit", Orientation.EXIF) if is_detector else ("imagenet", Orientation.STORED)
     spec = InputSpec(*section.size, section.named or normalize, orientation=section.orientation or orientation)
@@ -607,12 +583,8 @@ def _cycle_problems(sections: CatalogSections, document: Document) -> Iterator[C
         return
     routes = list(dict.fromkeys(edges[edge] for edge in _edges_of(cycle, edges)))
     lines = ", ".join(f"{route} (line {document.place('routes', route).line})" for route in routes)
-    circle = " -> ".join(cycle)
-    yield document.error(
-        f"experts depend on one another in a circle: {circle}, by the routes {lines} - change the order in one",
-        "routes",
-        routes[0],
-    )
+    found = f"experts depend on one another in a circle: {' -> '.join(cycle)}, by the routes {lines}"
+    yield document.error(f"{found} - change the order in one", "routes", routes[0])
 
 
 def _edges_of(cycle: tuple[str, ...], edges: Mapping[tuple[str, str], str]) -> Iterator[tuple[str, str]]:

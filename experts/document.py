@@ -48,7 +48,6 @@ class Entry:
     children: Mapping[str | int, Entry] = field(default_factory=dict)
 
     def at(self, node: yaml.Node) -> Entry:
-        """The same value, standing where this node stands."""
         return replace(self, line=node.start_mark.line + 1, column=node.start_mark.column + 1)
 
 
@@ -64,7 +63,6 @@ class Document:
 
     @cached_property
     def sha256(self) -> str:
-        """Of the file's bytes, in hex."""
         return hashlib.sha256(self.content).hexdigest()
 
     @cached_property
@@ -82,19 +80,12 @@ class Document:
         except (yaml.YAMLError, _Refused) as error:
             raise ConfigError(f"environment variable {variable}: {_yaml_reason(error)} - quote the value") from error
         return replace(
-            self,
-            overrides={**self.overrides, path: variable},
-            override_values={**self.override_values, path: value},
+            self, overrides={**self.overrides, path: variable}, override_values={**self.override_values, path: value}
         )
 
     def place(self, *path: str | int) -> Place:
         """Where the key at ``path`` stands; for a key that is not there, where the nearest one above it stands."""
-        entry = self.root
-        for part in path:
-            child = entry.children.get(part)
-            if child is None:
-                break
-            entry = child
+        entry, _ = self._nearest(path)
         return Place(self.file, entry.line, entry.column, key_text(path))
 
     def origin(self, path: KeyPath) -> str | None:
@@ -102,7 +93,8 @@ class Document:
         variable = self._variable_of(path)
         if variable is not None:
             return variable
-        return f"{self.file.name}:{self.place(*path).line}" if self._holds(path) else None
+        entry, is_there = self._nearest(path)
+        return f"{self.file.name}:{entry.line}" if is_there else None
 
     def error(self, message: str, *path: str | int) -> ConfigError:
         """A ConfigError about the value at ``path``, naming the file's place, or the variable that set it."""
@@ -116,17 +108,18 @@ class Document:
         for length in range(len(path), 0, -1):
             if path[:length] in self.overrides:
                 return self.overrides[path[:length]]
-        if path and not self._holds(path):
+        if path and not self._nearest(path)[1]:
             return next((name for set_path, name in self.overrides.items() if set_path[: len(path)] == path), None)
         return None
 
-    def _holds(self, path: KeyPath) -> bool:
+    def _nearest(self, path: KeyPath) -> tuple[Entry, bool]:
+        """The entry at ``path``, or the nearest above it; and whether it is the one at ``path``."""
         entry = self.root
         for part in path:
             if part not in entry.children:
-                return False
+                return entry, False
             entry = entry.children[part]
-        return True
+        return entry, True
 
     def validate(self, model: type[Model]) -> Model:
         """The values as this model, which is given ``{"folder": the file's folder}`` as context.
@@ -143,7 +136,7 @@ class Document:
         path = tuple(part for part in details["loc"] if part != "[key]")
         if details["type"] == "extra_forbidden":
             return self.error(f"unknown key - {suggestion(str(path[-1]), _keys_below(model, path[:-1]))}", *path)
-        field_info = _field_at(model, path)
+        _, field_info = _annotation_at(model, path)
         meaning = f" - {field_info.description}" if field_info and field_info.description else ""
         if details["type"] == "missing":
             return self.error(f"is missing{meaning or ' - add it'}", *path)
@@ -316,7 +309,6 @@ def _annotation_at(model: type[BaseModel], path: KeyPath) -> tuple[Any, FieldInf
 
 
 def _bare(annotation: Any) -> Any:  # noqa: ANN401  # a type expression
-    """The type without what is annotated to it, and without the None that its default may be."""
     while hasattr(annotation, "__metadata__") or get_origin(annotation) in {UnionType, Union}:
         annotation = next(argument for argument in get_args(annotation) if argument is not NoneType)
     return annotation
@@ -327,7 +319,3 @@ def _keys_below(model: type[BaseModel], path: KeyPath) -> list[str]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [info.alias or name for name, info in annotation.model_fields.items()]
     return []
-
-
-def _field_at(model: type[BaseModel], path: KeyPath) -> FieldInfo | None:
-    return _annotation_at(model, path)[1]

@@ -55,8 +55,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class CoServeError(Exception):
-    """The root: whatever CoServe raises on purpose."""
+class CoServeError(Exception): ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,28 +136,22 @@ class SampleUnfit(ConfigError):
 
 
 class ExpertError(CoServeError):
-    """Something about one expert, whose id it holds."""
-
     def __init__(self, expert: str, message: str) -> None:
         super().__init__(f"expert {expert}: {message}")
         self.expert = expert
         self.message = message
 
 
-class WeightsError(ExpertError):
-    """The weights cannot be served and retrying will not help."""
+class WeightsError(ExpertError): ...
 
 
-class WeightsMissing(WeightsError):
-    """The weights file, or one of its packed segments, is not there."""
+class WeightsMissing(WeightsError): ...
 
 
-class WeightsCorrupt(WeightsError):
-    """Truncated, or the bytes do not have the recorded sha256."""
+class WeightsCorrupt(WeightsError): ...
 
 
-class WeightsMismatch(WeightsError):
-    """The tensors do not fit the architecture, or the number of labels."""
+class WeightsMismatch(WeightsError): ...
 
 
 class ModelUnsupported(WeightsError):
@@ -177,8 +170,7 @@ class TrainingUnsupported(WeightsError):
         self.argument = argument
 
 
-class WeightsRefused(WeightsError):
-    """A format that is never read at serve time, or a pickle that holds more than tensors."""
+class WeightsRefused(WeightsError): ...
 
 
 class WeightsUnclear(WeightsError):
@@ -198,8 +190,7 @@ class TokenizerUnusable(ExpertError):
         self.file = file
 
 
-class LoadError(ExpertError):
-    """Reading or copying the weights failed this time."""
+class LoadError(ExpertError): ...
 
 
 class OutputInvalid(ExpertError):
@@ -210,8 +201,6 @@ class OutputInvalid(ExpertError):
 
 
 class MemoryExceeded(CoServeError):
-    """A pool cannot hold what was asked of it. Sizes in bytes."""
-
     def __init__(self, pool: str, wanted_bytes: int, free_bytes: int) -> None:
         super().__init__(f"memory {pool}: {wanted_bytes} bytes wanted, {free_bytes} free")
         self.pool = pool
@@ -220,20 +209,16 @@ class MemoryExceeded(CoServeError):
 
 
 class ImageError(CoServeError):
-    """Something about one image, whose name it holds."""
-
     def __init__(self, image: str, message: str) -> None:
         super().__init__(f"{image}: {message}")
         self.image = image
         self.message = message
 
 
-class ImageUnreadable(ImageError):
-    """Broken, truncated, not an image, or not permitted."""
+class ImageUnreadable(ImageError): ...
 
 
-class ImageTooLarge(ImageError):
-    """More pixels than the configured limit."""
+class ImageTooLarge(ImageError): ...
 
 
 class GenerationInvalid(CoServeError):
@@ -254,8 +239,7 @@ class SamplingInvalid(GenerationInvalid):
         self.allowed = allowed
 
 
-class PromptInvalid(GenerationInvalid):
-    """What is to be read, or how far it is to go on."""
+class PromptInvalid(GenerationInvalid): ...
 
 
 class FileChanged(CoServeError):
@@ -284,20 +268,16 @@ class CameraFailed(CoServeError):
 
 
 class BackendUnavailable(CoServeError):
-    """A configured runtime or device is not there. ``what`` names it."""
-
     def __init__(self, what: str, message: str) -> None:
         super().__init__(f"{what}: {message}")
         self.what = what
 
 
 class Unrecordable(CoServeError):
-    """A module whose calls are not the same for any number of images, or that reads what is not there on meta."""
+    """A module whose calls change with the number of images, or that reads values which meta tensors lack."""
 
 
 class IllegalMove(CoServeError):
-    """An expert's residency has no such step from where it is."""
-
     def __init__(self, copy: str, state: str, move: str) -> None:
         super().__init__(f"{copy}: no move {move!r} from state {state!r}")
         self.copy = copy
@@ -374,8 +354,6 @@ class MessageRefused(CoServeError):
 
 
 class AlreadyRunning(CoServeError):
-    """Another agent, or a profile run, holds the lock of this state directory."""
-
     def __init__(self, lock: Path) -> None:
         super().__init__(
             f"{lock} is held by another agent or `coserve profile`: stop it first, or give this line its own state"
@@ -384,8 +362,6 @@ class AlreadyRunning(CoServeError):
 
 
 class StateUnusable(CoServeError):
-    """The disk does not let this state directory be made or written to."""
-
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path}: {reason} - make room there or correct `state`, then start again")
         self.path = path

@@ -22,10 +22,7 @@ HEADER_BYTES_MAXIMUM = 100_000_000  # what safetensors reads
 
 
 def write_weights(
-    file: BinaryIO,
-    weights: Mapping[str, StoredTensor],
-    checkpoint: Checkpoint,
-    metadata: Mapping[str, str] = NOTHING,
+    file: BinaryIO, weights: Mapping[str, StoredTensor], checkpoint: Checkpoint, metadata: Mapping[str, str] = NOTHING
 ) -> None:
     """Write all of them, each as one of its own. Raises WeightsRefused for what is larger than what it was made of."""
     written_bytes = sum(tensor.size_bytes for tensor in weights.values())

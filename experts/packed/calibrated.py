@@ -1,7 +1,7 @@
-"""Whether an expert has a calibration that holds for its weights and its input as they are now.
+"""Whether an expert's calibration is of its present weights and input.
 
-Guarantees: one of other weights, or of another input, is never taken for one that holds; the weights are hashed only
-where their file is not the one that was calibrated, by how it lies on its drive.
+Guarantees: a calibration of other weights, or of another input, never counts; the weights are hashed only where the
+file's stamp has changed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def calibration_of(
     expert: Expert, samples_sha256: str, images: int, labels: tuple[str, ...], ranges: Mapping[str, CallRanges]
 ) -> Calibration:
-    """What was observed of an expert with its weights as they are. Raises LoadError, WeightsMissing."""
-    stamp = stamp_of(expert)
+    """Raises LoadError, WeightsMissing."""
+    stamp = stamp_of(expert)  # before the bytes are read: what is written meanwhile shows the next time
     return Calibration(sha256_of(expert), stamp, expert.pixels.text, samples_sha256, images, labels, ranges)
 
 
@@ -37,8 +37,6 @@ def why_not_calibrated(expert: Expert, packed: Path) -> str | None:
         return f"it is not calibrated: {HOW}"
     if found.input != expert.pixels.text:
         return f"its calibration is of another input than it has now: {HOW} anew"
-    if stamp_of(expert) == found.stamp:
-        return None
-    if sha256_of(expert) == found.weights_sha256:
+    if stamp_of(expert) == found.stamp or sha256_of(expert) == found.weights_sha256:
         return None
     return f"its calibration is of other weights than it has now: {HOW} anew"

@@ -17,7 +17,7 @@ import os
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from experts.daemon_threads import DaemonThreads
 from experts.errors import LoadError, WeightsCorrupt, WeightsMissing
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Future
     from pathlib import Path
+
+Result = TypeVar("Result")
 
 READERS = 4  # parallel preadv of one file: what it took to reach the device's limit
 CLOSE_S = 5.0  # a read that the drive does not answer by then is left behind
@@ -66,10 +68,6 @@ class FilePart:
     content: memoryview
 
 
-class _DirectRefusedError(Exception):
-    """The filesystem takes no direct reads of this file."""
-
-
 class DirectReader:
     """A few threads that read parts of files. Several callers may read at once; they share the threads."""
 
@@ -77,7 +75,6 @@ class DirectReader:
         self._threads = DaemonThreads(readers, "direct-read")
 
     def close(self) -> None:
-        """End the threads after the reads under way; one that hangs ends with the process."""
         self._threads.stop(CLOSE_S)
 
     def read(
@@ -87,35 +84,17 @@ class DirectReader:
 
         ``on_part`` is given each part, in order, as soon as it has arrived (to hash it while later ones are read).
         """
-        with _opened(path, expert, direct=True) as (file, is_direct):
-            try:
-                return self._read_parts(file, path, target, expert, on_part)
-            except OSError as error:
-                if not is_direct or error.errno != errno.EINVAL:
-                    raise _load_failed(path, expert, error) from error
-        return self._read_through_cache(path, target, expert, on_part)
+        return _read_file(path, expert, lambda file: self._read_parts(file, path, target, expert, on_part))
 
     def read_part(self, path: Path, start_bytes: int, target: memoryview, size_bytes: int, expert: str) -> FileStamp:
         """Fill ``target`` from the middle of a file of that size; both start and length are aligned as the file is."""
-        try:
-            return self._read_range(path, start_bytes, target, size_bytes, expert, direct=True)
-        except _DirectRefusedError:
-            return self._read_range(path, start_bytes, target, size_bytes, expert, direct=False)
 
-    def _read_range(
-        self, path: Path, start_bytes: int, target: memoryview, size_bytes: int, expert: str, *, direct: bool
-    ) -> FileStamp:
-        with _opened(path, expert, direct=direct) as (file, is_direct):
-            try:
-                stamp = _stamp_of(file, path, size_bytes, expert)
-                self._fill(file, path, start_bytes, target, expert)
-                if not is_direct:
-                    _drop_from_cache(file)
-            except OSError as error:
-                if is_direct and error.errno == errno.EINVAL:
-                    raise _DirectRefusedError from error
-                raise _load_failed(path, expert, error) from error
-        return stamp
+        def read(file: int) -> FileStamp:
+            stamp = _stamp_of(file, path, size_bytes, expert)
+            self._fill(file, path, start_bytes, target, expert)
+            return stamp
+
+        return _read_file(path, expert, read)
 
     def _fill(self, file: int, path: Path, start_bytes: int, target: memoryview, expert: str) -> None:
         """A range in pieces for all threads, in the caller's own where it is but one piece."""
@@ -136,43 +115,20 @@ class DirectReader:
         ``on_part`` is given each part, in order; its bytes stay in place until it returns. When a filesystem turns out
         to refuse direct reads, the parts start over from the first one.
         """
-        with _opened(path, expert, direct=True) as (file, is_direct):
-            try:
-                return self._stream_parts(file, path, size_bytes, staging, expert, on_part)
-            except OSError as error:
-                if not is_direct or error.errno != errno.EINVAL:
-                    raise _load_failed(path, expert, error) from error
-        with _opened(path, expert, direct=False) as (file, _):
-            try:
-                stamp = self._stream_parts(file, path, size_bytes, staging, expert, on_part)
-                _drop_from_cache(file)
-            except OSError as error:
-                raise _load_failed(path, expert, error) from error
-            return stamp
+        return _read_file(
+            path, expert, lambda file: self._stream_parts(file, path, size_bytes, staging, expert, on_part)
+        )
 
     def digest(self, path: Path, size_bytes: int, expert: str) -> DigestedFile:
         """The sha256 of a whole file of that size, read as the disk has it, in little memory."""
-        with _opened(path, expert, direct=False) as (file, _):
-            try:
-                stamp = _stamp_of(file, path, size_bytes, expert)
-                _drop_from_cache(file)
-                with open(file, "rb", closefd=False) as stream:
-                    sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-                _drop_from_cache(file)
-            except OSError as error:
-                raise _load_failed(path, expert, error) from error
-            return DigestedFile(stamp, sha256)
 
-    def _read_through_cache(
-        self, path: Path, target: memoryview, expert: str, on_part: Callable[[memoryview], None] | None
-    ) -> FileStamp:
-        with _opened(path, expert, direct=False) as (file, _):
-            try:
-                stamp = self._read_parts(file, path, target, expert, on_part)
-                _drop_from_cache(file)
-            except OSError as error:
-                raise _load_failed(path, expert, error) from error
-            return stamp
+        def read(file: int) -> DigestedFile:
+            stamp = _stamp_of(file, path, size_bytes, expert)
+            _drop_from_cache(file)
+            with open(file, "rb", closefd=False) as stream:
+                return DigestedFile(stamp, hashlib.file_digest(stream, "sha256").hexdigest())
+
+        return _read_file(path, expert, read, direct=False)
 
     def _read_parts(
         self, file: int, path: Path, target: memoryview, expert: str, on_part: Callable[[memoryview], None] | None
@@ -216,6 +172,20 @@ class DirectReader:
         finally:
             _settle([read for _, read in under_way])
         return stamp
+
+
+def _read_file(path: Path, expert: str, read: Callable[[int], Result], *, direct: bool = True) -> Result:
+    """``read`` with an open descriptor, and again through the page cache where the filesystem refuses direct reads."""
+    with _opened(path, expert, direct=direct) as (file, is_direct):
+        try:
+            result = read(file)
+            if not is_direct:
+                _drop_from_cache(file)
+            return result
+        except OSError as error:
+            if not is_direct or error.errno != errno.EINVAL:
+                raise _load_failed(path, expert, error) from error
+    return _read_file(path, expert, read, direct=False)
 
 
 def _pass_on(part: FilePart, read: Future[int], path: Path, expert: str, on_part: Callable[[FilePart], None]) -> None:

@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from experts.calibrations import path_of
 from experts.filesystem import whole_file
 from experts.packed.weights import Blocks, PackedExpert, Segment, TensorSpec
 
@@ -46,18 +47,13 @@ class ManifestFolder:
         self._directory = directory
 
     def path(self, expert: str, precision: str) -> Path:
-        parts = expert.split("/")
-        if any(part in {"", ".", ".."} or "\0" in part for part in parts):
-            raise ValueError(f"{expert!r} cannot be an expert's id: it is not kind/name")
-        return self._directory.joinpath(*parts[:-1], f"{parts[-1]}.{precision}.json")
+        return path_of(self._directory, expert, f".{precision}.json")
 
     def read(self, expert: str, precision: str) -> Manifest | None:
         """The manifest; None where there is none, or none that can be understood."""
-        manifest = _read(self.path(expert, precision))
-        is_its_own = (
-            manifest is not None and manifest.packed.expert == expert and manifest.packed.precision == precision
-        )
-        return manifest if is_its_own else None
+        found = _read(self.path(expert, precision))
+        is_own = found is not None and (found.packed.expert, found.packed.precision) == (expert, precision)
+        return found if is_own else None
 
     def write(self, manifest: Manifest) -> None:
         path = self.path(manifest.packed.expert, manifest.packed.precision)
@@ -66,29 +62,23 @@ class ManifestFolder:
             file.write(json.dumps(asdict(manifest), separators=(",", ":")).encode())
 
     def delete(self, expert: str, precision: str) -> None:
-        """Forget it; nothing happens where there is none."""
         self.path(expert, precision).unlink(missing_ok=True)
 
     def read_all(self) -> list[Manifest]:
-        """All that can be understood, in the order of their paths."""
+        """Manifests that can be understood, in the order of their paths."""
         found = (_read(path) for path in sorted(self._directory.rglob("*.json")))
         return [manifest for manifest in found if manifest is not None]
 
 
 def _read(path: Path) -> Manifest | None:
     try:
-        return _manifest(json.loads(path.read_bytes()))
-    except (FileNotFoundError, NotADirectoryError):
+        document = json.loads(path.read_bytes())
+        packed = dict(document["packed"])
+        packed["own"] = _segment(packed["own"])
+        packed["shared"] = tuple(_segment(shared) for shared in packed["shared"])
+        return Manifest(PackedExpert(**packed), Source(**document["source"]), dict(document["tensor_sha256"]))
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):  # absent, or of another version
         return None
-    except (ValueError, TypeError, KeyError):  # not JSON, or not what this version writes
-        return None
-
-
-def _manifest(document: dict[str, Any]) -> Manifest:
-    packed = dict(document["packed"])
-    packed["own"] = _segment(packed["own"])
-    packed["shared"] = tuple(_segment(shared) for shared in packed["shared"])
-    return Manifest(PackedExpert(**packed), Source(**document["source"]), dict(document["tensor_sha256"]))
 
 
 def _segment(document: dict[str, Any]) -> Segment:

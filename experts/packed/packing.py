@@ -4,7 +4,7 @@ Guarantees: what is up to date is left alone (a start with hundreds of experts s
 broken expert does not stop the others. A file has its final name only when it is complete and on the disk, and is
 never deleted while a manifest refers to it, so a crash or a full disk at any point leaves what was there usable.
 Two packings of one store never run at once: the second waits for the first.
-Assumes: that ``experts`` is the whole line, and that nobody runs from files that are no longer wanted, but who says so.
+Assumes: ``experts`` is the whole line, and nothing runs from unwanted files but what ``in_use`` names.
 Why this structure: sharing is known only once every expert's tensors are, and they do not fit in memory together. So
 each new expert is first written whole to a staging file, its tensors hashed on the way; then the plan is made from
 digests alone, old and new experts alike. Where nothing is shared, which is the rule, the staging file is renamed.
@@ -66,10 +66,7 @@ class PackingStep:
 
 @dataclass(frozen=True, slots=True)
 class PackingReport:
-    """What can be served, by expert and precision, and what cannot, with the reason.
-
-    An expert that failed in one precision only is in both.
-    """
+    """Experts that can be served, by precision, and those that failed; both hold one that failed in one precision."""
 
     packed: Mapping[str, Mapping[Precision, PackedExpert]]
     failed: Mapping[str, ExpertError]
@@ -84,9 +81,8 @@ def pack_line(
 ) -> PackingReport:
     """Bring the store up to date with the line. ``precisions``: those wanted, by expert id.
 
-    Experts that left the line are forgotten, and files that nothing refers to any more are removed, but not those of
-    ``in_use``, from which somebody still runs. Raises BackendUnavailable when a configured runtime is not there; what
-    concerns one expert is in the report.
+    Experts that left the line are forgotten. Files that no manifest refers to are removed, but not those of ``in_use``.
+    Raises BackendUnavailable when a configured runtime is not there; errors of one expert are in the report.
     """
     wanted = precisions if callable(precisions) else precisions.__getitem__
     calibrations = CalibrationFolder.beside(store.directory)
@@ -108,9 +104,9 @@ def pack_line(
 
 
 def forget_other_forms(precisions: Mapping[str, Collection[Precision]], store: SegmentStore) -> None:
-    """Remove what lies packed in other precisions than these, by expert id: all experts of the line are named.
+    """Remove packed weights in other precisions than these, by expert id, once one of several forms is chosen.
 
-    For whoever packed several forms to choose between them; nobody may run from those that go.
+    ``precisions`` names all experts of the line; nothing may run from the forms that go.
     """
     packing = _Packing(store)
     with store.locked():
@@ -133,7 +129,6 @@ class _Draft:
 
     @property
     def keys(self) -> tuple[TensorKey, ...]:
-        """Its tensors in its own order."""
         specs = {spec.name: spec for segment in self.manifest.packed.segments for spec in segment.tensors}
         return tuple(TensorKey.of(specs[name], sha256) for name, sha256 in self.manifest.tensor_sha256.items())
 
@@ -152,7 +147,7 @@ class _Packing:
         self._packed: defaultdict[str, dict[Precision, PackedExpert]] = defaultdict(dict)
         self._sources: dict[str, Source] = {}
         self._failed: dict[str, ExpertError] = {}
-        self._told: set[tuple[str, str]] = set()  # what was packed for, and is: hundreds of experts change together
+        self._told: set[tuple[str, str]] = set()  # changes of runtime: hundreds of experts have the same
 
     @contextmanager
     def staging(self) -> Iterator[None]:
@@ -180,7 +175,12 @@ class _Packing:
         """Divide the tensors over segments, and give every segment and manifest its final name."""
         for precision, drafts in self._drafts.items():
             plan = plan_sharing({expert: draft.keys for expert, draft in drafts.items()})
-            shared = _shared_segments(drafts.values())
+            shared = {
+                draft.keys_of(segment): segment
+                for draft in drafts.values()
+                for segment in draft.manifest.packed.shared
+                if segment.blocks is None
+            }  # on disk already, by what they hold
             for expert, draft in drafts.items():
                 try:
                     manifest = self._place(draft, plan[expert], shared)
@@ -193,7 +193,6 @@ class _Packing:
                 self._sources[expert] = manifest.source
 
     def forget(self, precisions: Mapping[str, Collection[Precision]]) -> None:
-        """Drop the manifests of other precisions."""
         for manifest in self._manifests.read_all():
             packed = manifest.packed
             if packed.precision not in precisions.get(packed.expert, ()):
@@ -235,7 +234,7 @@ class _Packing:
         return _Draft(found, staged=None)
 
     def _tell_change(self, job: _Job, before: str, now: str) -> None:
-        """That a form is packed again because it was packed for another runtime or CPU; once for all experts."""
+        """Say once for all experts that a form was packed for another runtime or CPU."""
         if before != now and (before, now) not in self._told:
             self._told.add((before, now))
             log.warning(
@@ -245,39 +244,24 @@ class _Packing:
 
     def _stage(self, job: _Job) -> _Draft:
         source = _source(job)
-        self._refuse_uncalibrated(job)
+        if job.precision is Precision.ONEDNN_INT8 and (why := why_not_calibrated(job.expert, self._store.directory)):
+            raise WeightsMismatch(job.expert.id, f"no form of eight bits: {why}")
         packable = backend_for(job.expert.architecture).pack(job.expert, job.precision)
         program_sha256 = self._write_program(packable)
         path = self._staging / f"{len(self._drafts[job.precision])}.{job.precision}.whole"
         digests: dict[str, str] = {}
         stacked = frozenset(name for stack in packable.stacks for name in stack)
         with SegmentWriter(path) as writer:
-            for name in packable.tensors:
-                if name in stacked:
-                    continue
+            for name in (name for name in packable.tensors if name not in stacked):
                 dense = _dense(packable.tensors[name])
-                digests[name] = writer.append(
-                    name, _dtype_name(dense), tuple(dense.shape), dense.stride(), _bytes_of(dense)
-                )
+                spec = (name, _dtype_name(dense), tuple(dense.shape), dense.stride())
+                digests[name] = writer.append(*spec, _bytes_of(dense))
             own = writer.finish()
+        stacks = tuple(self._stage_stack(packable.tensors, stack) for stack in packable.stacks)
         packed = PackedExpert(
-            expert=job.expert.id,
-            architecture=job.expert.architecture,
-            precision=job.precision,
-            layout="",
-            source_sha256=source.sha256,
-            own=own,
-            shared=tuple(self._stage_stack(packable.tensors, stack) for stack in packable.stacks),
-            program_sha256=program_sha256,
-        )
+            job.expert.id, job.expert.architecture, job.precision, "", source.sha256, own, stacks, program_sha256
+        )  # its layout is digested once its tensors are placed
         return _Draft(Manifest(packed, source, digests), staged=path)
-
-    def _refuse_uncalibrated(self, job: _Job) -> None:
-        """Raises WeightsMismatch for an expert that is to have eight bits, and is not calibrated as it is now."""
-        if job.precision is Precision.ONEDNN_INT8:
-            reason = why_not_calibrated(job.expert, self._store.directory)
-            if reason is not None:
-                raise WeightsMismatch(job.expert.id, f"no form of eight bits: {reason}")
 
     def _stage_stack(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> Segment:
         """The blocks of one layer, in a file that is named by what it holds, as it will be."""
@@ -289,19 +273,14 @@ class _Packing:
                 lambda name, number: next(_bytes_of(stack[name][number])),
             )
             segment = writer.finish()
-        path.replace(self._staged_stack(segment))
+        path.replace(self._staging / f"{segment.sha256}.stack")
         return segment
-
-    def _staged_stack(self, segment: Segment) -> Path:
-        return self._staging / f"{segment.sha256}.stack"
 
     def _write_program(self, packable: Packable) -> str | None:
         if not packable.program:
             return None
         sha256 = hashlib.sha256(packable.program).hexdigest()
-        path = self._store.program_path(sha256)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path, has_rivals=True) as file:
+        with whole_file(self._store.program_path(sha256), has_rivals=True) as file:
             file.write(packable.program)
         return sha256
 
@@ -334,7 +313,7 @@ class _Packing:
         """Layers in blocks: never divided; equal ones of several experts are one file, as any equal bytes are."""
         for segment in draft.manifest.packed.shared:
             if segment.blocks is not None:
-                staged = self._staged_stack(segment)
+                staged = self._staging / f"{segment.sha256}.stack"
                 if draft.staged is not None and staged.exists():
                     self._finish(staged, segment)
                 yield segment
@@ -345,29 +324,26 @@ class _Packing:
         path = self._staging / "part"
         with SegmentWriter(path) as writer:
             for key in keys:
-                place = places[key.name]
-                if writer.append_key(key, _read_parts(place)) != key.sha256:
-                    place.path.unlink(missing_ok=True)  # what nobody can use must not count as packed the next time
-                    raise WeightsCorrupt(
-                        draft.manifest.packed.expert, f"{place.path} was not what was packed and is gone: pack again"
-                    )
+                source, spec = places[key.name]
+                parts = _read_parts(source, spec)
+                if writer.append(key.name, key.dtype, key.shape, key.stride, parts) != key.sha256:
+                    source.unlink(missing_ok=True)  # a useless file must not count as packed the next time
+                    expert = draft.manifest.packed.expert
+                    raise WeightsCorrupt(expert, f"{source} was not what was packed and is gone: pack again")
             segment = writer.finish()
         self._finish(path, segment)
         return segment
 
     def _finish(self, path: Path, segment: Segment) -> None:
-        final = self._store.segment_path(segment.sha256)
-        take_name(path, final)
+        take_name(path, self._store.segment_path(segment.sha256))
 
-    def _places(self, draft: _Draft) -> dict[str, _Place]:
+    def _places(self, draft: _Draft) -> dict[str, tuple[Path, TensorSpec]]:
+        """Where each tensor's bytes lie at the moment: a file, and the place in it."""
         packed = draft.manifest.packed
         if draft.staged is not None:
-            return {spec.name: _Place(draft.staged, spec) for spec in packed.own.tensors}
-        return {
-            spec.name: _Place(self._store.segment_path(segment.sha256), spec)
-            for segment in packed.segments
-            for spec in segment.tensors
-        }
+            return {spec.name: (draft.staged, spec) for spec in packed.own.tensors}
+        files = ((self._store.segment_path(segment.sha256), segment) for segment in packed.segments)
+        return {spec.name: (file, spec) for file, segment in files for spec in segment.tensors}
 
     def _files(self, packed: PackedExpert) -> list[Path]:
         files = [self._store.segment_path(segment.sha256) for segment in packed.segments]
@@ -379,23 +355,14 @@ class _Packing:
         return all(path.is_file() and path.stat().st_size == sizes.get(path, path.stat().st_size) for path in files)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where one tensor's bytes lie at the moment."""
-
-    path: Path
-    spec: TensorSpec
-
-
 def layout_digest(packed: PackedExpert) -> str:
-    """The digest of everything that a skeleton's bindings depend on, and of nothing else."""
+    """The digest of all that a skeleton's bindings depend on."""
     tables = [[astuple(spec) for spec in segment.tensors] for segment in packed.segments]
     parts = [PACKING_FORMAT, packed.architecture, packed.precision, packed.program_sha256, tables]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _recipe(job: _Job) -> str:
-    """What decides on the packed bytes beside the source file."""
     expert = job.expert
     size = [] if expert.input is None else [expert.input.height, expert.input.width]
     parts = [PACKING_FORMAT, expert.architecture, expert.stem, expert.labels, size]  # labels: for their order
@@ -406,7 +373,7 @@ def _recipe(job: _Job) -> str:
 
 
 def _runtime_of(recipe: str) -> str:
-    """The backend's own part of a recipe; empty where there is none, or it cannot be read."""
+    """The backend's own part of a recipe; empty where it has none."""
     try:
         *_, last = json.loads(recipe)
     except ValueError:
@@ -417,16 +384,6 @@ def _runtime_of(recipe: str) -> str:
 def _source(job: _Job) -> Source:
     stamp = stamp_of(job.expert)  # before the bytes are read: what is written meanwhile shows the next time
     return Source(sha256_of(job.expert), stamp, _recipe(job))
-
-
-def _shared_segments(drafts: Iterable[_Draft]) -> dict[tuple[TensorKey, ...], Segment]:
-    """Shared segments that lie on disk already, by what they hold."""
-    return {
-        draft.keys_of(segment): segment
-        for draft in drafts
-        for segment in draft.manifest.packed.shared
-        if segment.blocks is None
-    }
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -444,10 +401,10 @@ def _bytes_of(dense: Tensor) -> Iterator[memoryview]:
     yield memoryview(flat.numpy())
 
 
-def _read_parts(place: _Place) -> Iterator[memoryview]:
-    with place.path.open("rb") as file:
-        file.seek(place.spec.offset_bytes)
-        left = place.spec.size_bytes
+def _read_parts(path: Path, spec: TensorSpec) -> Iterator[memoryview]:
+    with path.open("rb") as file:
+        file.seek(spec.offset_bytes)
+        left = spec.size_bytes
         while left and (part := file.read(min(left, COPY_BYTES))):
             left -= len(part)
             yield memoryview(part)

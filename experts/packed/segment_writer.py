@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from experts.packed.sharing import TensorKey
-
 TENSOR_ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load
 
 
@@ -30,11 +28,10 @@ class Stacked:
 
     @property
     def part_bytes(self) -> int:
-        """What it has in each block."""
         return math.prod(self.shape[1:]) * DTYPE_BYTES[self.dtype]
 
     def spec(self, offset_bytes: int, block_bytes: int) -> TensorSpec:
-        """Its place in blocks of that size, of which it begins there."""
+        """Its place in blocks of ``block_bytes``."""
         inner = [math.prod(self.shape[place + 1 :]) for place in range(1, len(self.shape))]
         stride = (block_bytes // DTYPE_BYTES[self.dtype], *inner)
         return TensorSpec(self.name, self.dtype, self.shape, stride, offset_bytes)
@@ -71,10 +68,6 @@ class SegmentWriter:
         self._tensors.append(spec)
         return digest.hexdigest()
 
-    def append_key(self, key: TensorKey, parts: Iterable[memoryview]) -> str:
-        """The same for a tensor that was packed before."""
-        return self.append(key.name, key.dtype, key.shape, key.stride, parts)
-
     def append_blocks(self, tensors: Sequence[Stacked], part: Callable[[str, int], memoryview]) -> None:
         """Write a whole segment of blocks: of each tensor its first part, then of each its second one, and so on.
 
@@ -108,8 +101,7 @@ class SegmentWriter:
         return Segment(self._digest.hexdigest(), self._size_bytes, tuple(self._tensors), self._blocks)
 
     def _pad_to(self, alignment_bytes: int) -> None:
-        missing = -self._size_bytes % alignment_bytes
-        self._write(memoryview(bytes(missing)))
+        self._write(memoryview(bytes(-self._size_bytes % alignment_bytes)))
 
     def _write(self, part: memoryview) -> None:
         self._file.write(part)

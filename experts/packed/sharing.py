@@ -6,6 +6,7 @@ are worth a file of their own; everything else stays in each expert's own segmen
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from experts.packed.weights import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from experts.packed.weights import TensorSpec
 
@@ -36,10 +37,7 @@ class TensorKey:
 
     @property
     def size_bytes(self) -> int:
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count * DTYPE_BYTES[self.dtype]
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,11 @@ def plan_sharing(tensors: Mapping[str, Sequence[TensorKey]]) -> dict[str, Partit
         for key in keys:
             holders[key].add(expert)
     groups = _groups(tensors, {key: frozenset(experts) for key, experts in holders.items()})
-    return {expert: _partition(keys, groups) for expert, keys in tensors.items()}
+    partitions: dict[str, Partition] = {}
+    for expert, keys in tensors.items():
+        shared = dict.fromkeys(groups[key] for key in keys if key in groups)  # a set that keeps its order
+        partitions[expert] = Partition(tuple(key for key in keys if key not in groups), tuple(shared))
+    return partitions
 
 
 def _groups(
@@ -69,15 +71,5 @@ def _groups(
         for key in tensors[expert]:
             if len(holders[key]) > 1 and min(holders[key]) == expert:
                 members[holders[key]].append(key)
-    worthy = [tuple(keys) for keys in members.values() if _total_bytes(keys) >= SHARED_MINIMUM_BYTES]
+    worthy = [tuple(keys) for keys in members.values() if sum(key.size_bytes for key in keys) >= SHARED_MINIMUM_BYTES]
     return {key: group for group in worthy for key in group}
-
-
-def _partition(keys: Sequence[TensorKey], groups: Mapping[TensorKey, tuple[TensorKey, ...]]) -> Partition:
-    own = tuple(key for key in keys if key not in groups)
-    shared = dict.fromkeys(groups[key] for key in keys if key in groups)  # a set that keeps its order
-    return Partition(own, tuple(shared))
-
-
-def _total_bytes(keys: Iterable[TensorKey]) -> int:
-    return sum(key.size_bytes for key in keys)

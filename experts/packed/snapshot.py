@@ -55,7 +55,7 @@ def _link(source: Path, links: Path) -> None:
 
 
 def _hold(links: Path) -> int:
-    """Show that a snapshot is in use, by a lock that ends with the process."""
+    """Lock a snapshot that is in use; the lock ends with the process."""
     descriptor = os.open(links, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor

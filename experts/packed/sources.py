@@ -1,8 +1,8 @@
-"""What an expert is packed from: one file, or of a language model the files of a directory that its bytes depend on.
+"""Sources: the file that an expert is packed from, or of a language model the files of a directory.
 
-Guarantees: whatever of these files is replaced, added, removed or written to shows in ``stamp_of`` without reading any
-of them, also where size and mtime are the same, as in images of a system that set every time to one moment; what a
-directory holds beside them (a README, a pickle, another format of the same weights) shows in neither.
+Guarantees: a file replaced, added, removed or written to shows in ``stamp_of`` without being read, also where size and
+mtime stay, as in system images that set every time to one moment. Other files of a directory (a README, a pickle,
+another format of the same weights) show neither there nor in ``sha256_of``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ def stamp_of(expert: Expert) -> str:
 
 
 def size_bytes_of(expert: Expert) -> int:
-    """Of its source, all files together. Raises WeightsMissing, LoadError."""
     return sum(status.st_size for _, status in _statuses(expert))
 
 
@@ -57,9 +56,9 @@ def _statuses(expert: Expert) -> list[tuple[str, os.stat_result]]:
 
 
 def sha256_of(expert: Expert, pause: Callable[[], None] = lambda: None) -> str:
-    """The digest of its source's bytes, of a directory's with their names. Raises LoadError, WeightsMissing.
+    """Digest of its source's bytes, of a directory's with their names; ``pause`` is called between two reads.
 
-    ``pause`` is called between two reads.
+    Raises LoadError, WeightsMissing.
     """
     try:
         if not expert.takes_texts:
@@ -73,7 +72,6 @@ def sha256_of(expert: Expert, pause: Callable[[], None] = lambda: None) -> str:
 
 
 def is_there(expert: Expert) -> bool:
-    """Whether anything of the kind that its weights are lies where they should."""
     return expert.weights.is_dir() if expert.takes_texts else expert.weights.is_file()
 
 

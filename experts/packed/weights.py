@@ -40,24 +40,14 @@ if TYPE_CHECKING:
 ALIGNMENT_BYTES = 4096  # what direct I/O asks of offset, length and address on every filesystem we know
 LOCK_NAME = "packing.lock"
 SLOT_QUANTUM_BYTES = 256 * 1024  # buffers come in multiples of this, so that heads of 3 and 4 labels share slots
-
-
 DTYPE_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
     "bool": 1,
-}
+}  # fmt: skip
 
 
 def slot_bytes(size_bytes: int) -> int:
-    """So many bytes as buffers come."""
+    """Bytes, rounded up to the sizes that buffers come in."""
     return -(-size_bytes // SLOT_QUANTUM_BYTES) * SLOT_QUANTUM_BYTES
 
 
@@ -76,7 +66,6 @@ class TensorSpec:
 
     @property
     def size_bytes(self) -> int:
-        """Its bytes without padding; a packed tensor has no gaps but between blocks."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
@@ -102,7 +91,6 @@ class Segment:
 
     @property
     def slot_bytes(self) -> int:
-        """What holding it costs: the size of the buffer it is read into, and what the ledger counts."""
         return slot_bytes(self.size_bytes)
 
 
@@ -125,12 +113,11 @@ class PackedExpert:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """All files it needs: its own, then the shared ones."""
         return (self.own, *self.shared)
 
     @property
     def moe_layers(self) -> tuple[Segment, ...]:
-        """Of the shared ones those that hold a layer's moe_experts: whoever has no room for all loads single blocks."""
+        """Shared segments that hold a layer's moe_experts; without room for all, single blocks are loaded."""
         return tuple(segment for segment in self.shared if segment.blocks is not None)
 
 
@@ -186,7 +173,6 @@ class SegmentStore:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """End the reading threads, after the reads under way."""
         self._reader.close()
 
     @contextmanager
@@ -201,7 +187,7 @@ class SegmentStore:
 
     @property
     def is_there(self) -> bool:
-        """Whether anything was packed there, and its drive has not gone."""
+        """False before the first packing, and once the drive has gone."""
         return (self.directory / LOCK_NAME).exists()
 
     def segment_path(self, sha256: str) -> Path:
@@ -214,17 +200,16 @@ class SegmentStore:
         """Fill the head of ``buffer`` with the segment: one direct read, straight into it.
 
         The sha256 is checked when this process reads this file for the first time, and again whenever the file changed.
-        Raises WeightsMissing, WeightsCorrupt, LoadFailed; what the buffer then holds is undefined.
+        Raises WeightsMissing, WeightsCorrupt, LoadError; what the buffer then holds is undefined.
         """
         target = _head_of(buffer, segment.size_bytes)
         path = self.segment_path(segment.sha256)
-        with self._lock:
-            verified = self._verified.get(segment.sha256)
-        if verified is not None and verified == self._stamp_now(segment, expert):
-            stamp = self._reader.read(path, target, expert)
-            if stamp == verified:
-                return
-        self._read_hashed(segment, target, expert)
+        verified = self._verified_now(segment, expert)
+        if verified is not None and self._reader.read(path, target, expert) == verified:
+            return
+        digest = hashlib.sha256()
+        stamp = self._reader.read(path, target, expert, on_part=digest.update)
+        self._settle(segment, stamp, digest.hexdigest(), expert)
 
     def stream(
         self, segment: Segment, staging: AlignedBuffer, expert: str, on_part: Callable[[FilePart], None]
@@ -234,16 +219,21 @@ class SegmentStore:
         ``on_part`` is given each part, in order; its bytes stay in ``staging`` until it returns. Checked as in
         ``read``, with the same errors; what was passed on before an error is undefined.
         """
-        path = self.segment_path(segment.sha256)
-        with self._lock:
-            verified = self._verified.get(segment.sha256)
-        if verified is not None and verified == self._stamp_now(segment, expert):
-            stamp = self._reader.stream(path, segment.size_bytes, staging.view, expert, on_part)
-            if stamp == verified:
-                return
-        hashing = _HashedParts(on_part)
-        stamp = self._reader.stream(path, segment.size_bytes, staging.view, expert, hashing.pass_on)
-        self._settle(segment, stamp, hashing.digest.hexdigest(), expert)
+        place = (self.segment_path(segment.sha256), segment.size_bytes, staging.view, expert)
+        verified = self._verified_now(segment, expert)
+        if verified is not None and self._reader.stream(*place, on_part) == verified:
+            return
+        digest = hashlib.sha256()
+
+        def hashed(part: FilePart) -> None:
+            nonlocal digest
+            if part.start_bytes == 0:  # the parts may start over
+                digest = hashlib.sha256()
+            digest.update(part.content)
+            on_part(part)
+
+        stamp = self._reader.stream(*place, hashed)
+        self._settle(segment, stamp, digest.hexdigest(), expert)
 
     def read_block(self, segment: Segment, number: int, buffer: memoryview, expert: str) -> None:
         """Fill the head of ``buffer`` with one block of a segment that has blocks: a direct read of no more than that.
@@ -261,26 +251,24 @@ class SegmentStore:
         if hashlib.sha256(target).hexdigest() != blocks.sha256[number]:
             with self._lock:
                 self._verified_blocks.pop(segment.sha256, None)
-            raise WeightsCorrupt(
-                expert, f"block {number} of {path} does not have the sha256 it was packed with: delete it, start again"
-            )
+            raise _corrupt(expert, f"block {number} of {path}")
         with self._lock:
             known = self._verified_blocks.get(segment.sha256)
             numbers = known[1] if known is not None and known[0] == stamp else set()
             self._verified_blocks[segment.sha256] = (stamp, numbers | {number})
 
     def verify(self, segment: Segment, expert: str) -> None:
-        """Hash the file whatever is known of it. Raises WeightsMissing, WeightsCorrupt, LoadFailed."""
+        """Hash the file, verified or not. Raises WeightsMissing, WeightsCorrupt, LoadError."""
         path = self.segment_path(segment.sha256)
         found = self._reader.digest(path, segment.size_bytes, expert)
         self._settle(segment, found.stamp, found.sha256, expert)
 
     def discard_corrupt(self, packed: PackedExpert) -> tuple[Path, ...] | None:
-        """Remove an expert's files that are not what was packed; which are gone now, those that were gone before too.
+        """Remove an expert's files that are not what was packed, and return those that are gone, now or before.
 
-        Each is read again from the disk: where all are sound, it was a read that went wrong. None, and nothing is
-        done, while somebody packs, who may be reading them or putting sound ones in their place. Raises LoadFailed for
-        what cannot be read, OSError for what the disk does not let go, and where nothing lies packed any more.
+        Each file is read again from the disk: empty where a read alone went wrong. None, with nothing done, during a
+        packing, which may read or replace the files. Raises LoadError for an unreadable file, OSError for one that
+        cannot be removed, and where nothing lies packed any more.
         """
         with self._lock_file(creates=False) as descriptor:
             try:
@@ -306,7 +294,7 @@ class SegmentStore:
 
     @contextmanager
     def _lock_file(self, *, creates: bool = True) -> Iterator[int]:
-        """``creates``: not where a mount may have dropped, whose bare mount point is left alone."""
+        """``creates``: False where a mount may have dropped; its bare mount point is left alone."""
         if creates:
             self.directory.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if creates else 0)
@@ -326,16 +314,8 @@ class SegmentStore:
         except FileNotFoundError as error:
             raise WeightsMissing(packed.expert, f"{path} is not there: pack the line again") from error
         if hashlib.sha256(program).hexdigest() != packed.program_sha256:
-            raise WeightsCorrupt(
-                packed.expert, f"{path} does not have the sha256 it was packed with: delete it and start again"
-            )
+            raise _corrupt(packed.expert, str(path))
         return program
-
-    def _read_hashed(self, segment: Segment, target: memoryview, expert: str) -> None:
-        path = self.segment_path(segment.sha256)
-        digest = hashlib.sha256()
-        stamp = self._reader.read(path, target, expert, on_part=digest.update)
-        self._settle(segment, stamp, digest.hexdigest(), expert)
 
     def _settle(self, segment: Segment, stamp: FileStamp, sha256: str, expert: str) -> None:
         """Remember the file as verified, or forget it and raise WeightsCorrupt."""
@@ -346,10 +326,7 @@ class SegmentStore:
             else:
                 self._verified.pop(segment.sha256, None)
         if not is_sound:
-            path = self.segment_path(segment.sha256)
-            raise WeightsCorrupt(
-                expert, f"{path} does not have the sha256 it was packed with: delete it and start again"
-            )
+            raise _corrupt(expert, str(self.segment_path(segment.sha256)))
 
     def _is_block_verified(self, segment: Segment, number: int, stamp: FileStamp) -> bool:
         with self._lock:
@@ -358,26 +335,15 @@ class SegmentStore:
             known = self._verified_blocks.get(segment.sha256)
             return known is not None and known[0] == stamp and number in known[1]
 
-    def _stamp_now(self, segment: Segment, expert: str) -> FileStamp:
+    def _verified_now(self, segment: Segment, expert: str) -> FileStamp | None:
+        """The stamp of the file that was verified; None where the file is not that one now."""
+        with self._lock:
+            verified = self._verified.get(segment.sha256)
         path = self.segment_path(segment.sha256)
         try:
-            return FileStamp.of(path.stat())
+            return verified if verified is not None and verified == FileStamp.of(path.stat()) else None
         except FileNotFoundError as error:
             raise WeightsMissing(expert, f"{path} is not there: put it back, or pack the line again") from error
-
-
-class _HashedParts:
-    """Hashes the parts of one file on their way; a first part starts over."""
-
-    def __init__(self, on_part: Callable[[FilePart], None]) -> None:
-        self._on_part = on_part
-        self.digest = hashlib.sha256()
-
-    def pass_on(self, part: FilePart) -> None:
-        if part.start_bytes == 0:
-            self.digest = hashlib.sha256()
-        self.digest.update(part.content)
-        self._on_part(part)
 
 
 def tensor_views(buffer: Tensor, segment: Segment) -> dict[str, Tensor]:
@@ -399,6 +365,10 @@ def tensor_views(buffer: Tensor, segment: Segment) -> dict[str, Tensor]:
         start = base.storage_offset() + spec.offset_bytes // base.element_size()
         views[spec.name] = base.as_strided(spec.shape, spec.stride, start)
     return views
+
+
+def _corrupt(expert: str, what: str) -> WeightsCorrupt:
+    return WeightsCorrupt(expert, f"{what} does not have the sha256 it was packed with: delete it and start again")
 
 
 def _head_of(buffer: AlignedBuffer | memoryview, size_bytes: int) -> memoryview:
