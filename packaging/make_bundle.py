@@ -87,7 +87,6 @@ def glibc_needed(wheels: Iterable[Path]) -> tuple[int, int]:
 
 
 def installed_bytes(wheels: Iterable[Path]) -> int:
-    """What an installation takes on the disk, about."""
     sizes = (entry.file_size for wheel in wheels for entry in zipfile.ZipFile(wheel).infolist())
     return int(sum(sizes) * BYTECODE)
 
@@ -129,7 +128,6 @@ def write_archive(out: Path, wheels: list[Path], version: str, imports: Iterable
 
 
 def sha256(file: Path) -> str:
-    """Of a file's content, in hexadecimal."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 

@@ -164,7 +164,6 @@ def fresh_folder(directory: Path) -> Path:
 
 
 def held_out_boards(seed: int, progress: Progress) -> Iterator[RenderedBoard]:
-    """Boards that no training crop comes from."""
     for number in range(HELD_OUT_BOARDS):
         yield render_board(seed * 1000 + 500 + number, DEFECT_RATE, f"B{number + 1:03d}", MEASURED_DEFECT_RATE)
         progress("render held-out boards", number + 1, HELD_OUT_BOARDS)

@@ -91,5 +91,4 @@ def scalar(text: str) -> str:
 
 
 def synthetic_board() -> dict[str, int]:
-    """The quantities of the rendered product."""
     return {component.name: component.quantity for component in synthetic_components()}

@@ -74,7 +74,6 @@ class TextDemoReport:
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
         return {**asdict(self), "line_file": str(self.line_file)}
 
 
@@ -166,14 +165,12 @@ def show_answers(service: LineService, subjects: Mapping[str, Questions], show: 
 
 
 def ask_held_out(service: LineService, subjects: Mapping[str, Questions], progress: Progress) -> Asked:
-    """All that neither of them ever saw, both experts' mixed."""
     held_out = [(number, one) for each in subjects.values() for number, one in enumerate(each.held_out)]
     mixed = [one for _, one in sorted(held_out, key=lambda pair: pair[0])]
     return ask_all(service.desk, ROUTE, mixed, AT_ONCE, lambda done: progress("answer held-out", done, len(mixed)))
 
 
 def expert_bytes(config: LineConfig) -> dict[str, int]:
-    """The memory that each expert would take alone."""
     manifests = packed_manifests(config)
     return {name: max(held_bytes([one.packed]) for one in each) for name, each in manifests.items()}
 

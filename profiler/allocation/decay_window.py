@@ -58,7 +58,6 @@ class Window:
 
     @property
     def middle(self) -> int:
-        """Half-way, rounded up."""
         return (self.lower + self.upper + 1) // 2
 
 

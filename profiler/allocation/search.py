@@ -91,7 +91,6 @@ def search_allocation(
 
 
 def executors_of(box: Box, counts: ExecutorCounts) -> tuple[ExecutorSpec, ...]:
-    """So many executors of a box, the device's first."""
     device = next((processor for processor in box.processors if processor != "cpu"), "cpu")
     return executors_on(box, [device] * counts.device + ["cpu"] * counts.cpu)
 
@@ -138,7 +137,6 @@ class _Search:
         return split
 
     def needs(self, executors: Sequence[ExecutorSpec]) -> list[MemoryNeeds]:
-        """What each memory must and can hold."""
         pinned = pinned_experts(self.config)
         return [*memory_needs(self.budgets, executors, self.device, pinned, self.config.texts.kv).values()]
 

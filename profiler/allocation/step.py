@@ -86,13 +86,7 @@ class AllocationStep:
             runs = SearchRuns(self.draft, self.config, self.box, interim, trace)
             try:
                 found = search_on_engine(
-                    self.config,
-                    runs.box,
-                    interim,
-                    trace,
-                    self.options,
-                    self.failed,
-                    counted.remembered_by(runs),
+                    self.config, runs.box, interim, trace, self.options, self.failed, counted.remembered_by(runs)
                 )
                 counted.end()
                 self.notes += images.notes()
@@ -137,11 +131,9 @@ class _SearchImages:
         self._unfit: dict[Path, str] = {}  # those that broke after they were checked
 
     def by_component(self) -> dict[str, Iterator[Path]]:
-        """The sound ones, each component's from its first."""
         return {component: self._sound(samples) for component, samples in self._mix.items()}
 
     def leave_out(self, unfit: Mapping[Path, str]) -> None:
-        """Do not show these again. ``unfit``: why, of each."""
         self._unfit |= unfit
 
     def notes(self) -> Iterator[str]:
@@ -163,7 +155,6 @@ class _CountedRuns:
         self._runs = 0
 
     def remembered_by(self, runs: SearchRuns) -> Callable[[Throughput], Throughput]:
-        """Runs that are remembered are not made, and not told."""
         return lambda throughput: runs.remembered(self._told(throughput))
 
     def _told(self, throughput: Throughput) -> Throughput:

@@ -62,7 +62,6 @@ class Recording:
 
     @property
     def batches(self) -> tuple[Batch, ...]:
-        """In the order they were started."""
         return tuple(due.effect.batch for due in self.dues if isinstance(due.effect, StartBatch))
 
 

@@ -55,7 +55,6 @@ class Floor:
 
     @property
     def seconds(self) -> float:
-        """The larger of the two."""
         return max(self.compute_s, self.io_s)
 
 
@@ -109,7 +108,6 @@ class PolicyRow:
 
     @property
     def outputs_agree(self) -> bool:
-        """Did every run judge every request alike?"""
         return len({run.outputs_sha256 for run in self.runs}) == 1
 
     @property
@@ -154,18 +152,15 @@ class Measurement:
     notes: tuple[str, ...]
 
     def row(self, policy: str) -> PolicyRow:
-        """One policy's. Raises KeyError for one that was not run."""
         return {row.policy: row for row in self.rows}[policy]
 
     def as_json(self) -> dict[str, Any]:
-        """One object, ``rows`` first."""
         return {"rows": [row.as_json() for row in self.rows]} | {
             one.name: getattr(self, one.name) for one in fields(self) if one.name != "rows"
         }
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
-    """The value that this fraction of them does not exceed."""
     ordered = sorted(values)
     return ordered[min(int(len(ordered) * fraction), len(ordered) - 1)]
 
@@ -290,7 +285,6 @@ def _remarks(row: PolicyRow) -> list[str]:
 
 
 def busy_s(played: Played) -> float:
-    """How long all executors together were busy with a trace."""
     before = sum(each.busy_s for each in played.before.executors)
     return sum(each.busy_s for each in played.after.executors) - before
 

@@ -113,7 +113,6 @@ def scaled_table(measurement: Measurement) -> str:
 
 
 def scaled_json(measurement: Measurement) -> dict[str, Any]:
-    """As the measurement is, each row with the task and the device that rows of tasks have."""
     found = measurement.as_json()
     named = {"task": TASK, "device": measurement.machine}
     return found | {"rows": [named | row for row in found["rows"]]}

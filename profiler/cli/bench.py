@@ -373,9 +373,7 @@ def overhead(
 
 @bench_app.command()
 def start(
-    directory: Directory = None,
-    starts: Annotated[int, typer.Option(min=1)] = 3,
-    as_json: AsJson = False,
+    directory: Directory = None, starts: Annotated[int, typer.Option(min=1)] = 3, as_json: AsJson = False
 ) -> None:
     """How soon an agent without experts to speak of is ready, and what it holds then."""
     from profiler.bench.parts.starting import measure_start, report

@@ -125,7 +125,6 @@ def is_clearly_faster(kind: KindProfile, reference: KindProfile) -> bool:
 
 
 def _spread(kind: KindProfile) -> float:
-    """Of a batch's repeats, the middle half, against their median: of the size where it is the largest."""
     return max((_middle_half(sorted(batch.seconds)) for batch in kind.batches), default=0.0)
 
 
@@ -160,7 +159,6 @@ def compared(
 
 
 def _steps(graph: ExpertGraph, component: str, expert: str, prediction: Prediction) -> list[object]:
-    """Where each step that asks the expert goes from there: label, next expert, verdict."""
     ends = (graph.judge(component, step, prediction) for step in graph.turns(component, expert))
     return [prediction.label, *((end.label, end.next_expert, end.verdict) for end in ends)]
 
@@ -223,6 +221,5 @@ def _overlap(one: BoundingBox, other: BoundingBox) -> float:
 
 
 def _scores(prediction: Prediction) -> list[float]:
-    """The deciding score, those of the outputs, then those of the boxes: by label, the highest first."""
     boxes = sorted((box.label, -box.score) for box in prediction.boxes)
     return [prediction.score, *(each.score for each in prediction.outputs), *(-negative for _, negative in boxes)]

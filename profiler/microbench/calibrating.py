@@ -79,7 +79,6 @@ class Calibrating:
 
 
 def _labels(images: Sequence[Sample]) -> tuple[str, ...]:
-    """What the images show: their labels, or else the folders that an agent put them in."""
     return tuple(sorted({sample.label or sample.folder for sample in images}))
 
 

@@ -42,7 +42,6 @@ class DecodingBench:
         self._times: dict[tuple[Path, str], tuple[_Timed, _Timed | None]] = {}
 
     def of_sha256(self, copy: ExpertCopy) -> str:
-        """What a measurement is of: the expert's packed weights, its samples, and what makes its verdicts."""
         told = f"{packed_sha256(copy.packed)} {terms_sha256(self._bench.samples, self._graph, copy.expert)}"
         return hashlib.sha256(told.encode()).hexdigest()
 

@@ -92,7 +92,6 @@ class LinePacking:
         return form.plain
 
     def references(self, copies: Copies) -> list[ExpertCopy]:
-        """The copies in their experts' references."""
         return [copy for form in copies for copy in copies[form] if form == self.reference(copy.expert.id)]
 
     def representatives(self, processors: Sequence[str]) -> dict[str, set[Precision]]:

@@ -300,6 +300,5 @@ def _why_not(found: Agreement) -> str:
 
 
 def _named(reasons: Mapping[str, str | None]) -> str:
-    """The first expert with its reason, and how many more there are."""
     (name, reason), *others = reasons.items()
     return f"{name}: {reason}" + (f" (and {len(others)} more)" if others else "")

@@ -208,7 +208,6 @@ def _sweep_shortfalls(best: Best) -> list[str]:
 
 
 def fewer_switches(switches: int, than: int) -> float:
-    """The part of another system's switches that one does without; 0 when the other has none."""
     return 1 - switches / than if than else 0.0
 
 

@@ -198,7 +198,6 @@ def figure_18(evaluation: Evaluation, folder: Path) -> str:
 
 
 def short_of(evaluation: Evaluation) -> str:
-    """What is short of the evaluation's targets, as it is."""
     found = shortfalls(evaluation)
     listed = "\n".join(f"- {text}" for text in found) if found else "Nothing: every target is reached."
     return f"## Short of its target\n\n{listed}"
@@ -280,13 +279,11 @@ def _paper_searches(evaluation: Evaluation) -> list[Best]:
 
 
 def _by_executors(best: Best) -> dict[tuple[int, int], float]:
-    """Throughput by (GPU executors, CPU executors), in the order that they were run."""
     return {(row.executors.get(GPU, 0), row.executors.get(CPU, 0)): row.images_per_s for row in best.executors}
 
 
 def section(
     title: str, charts: Iterable[Path], header: Sequence[str], lines: Iterable[Sequence[str]], said: str
 ) -> str:
-    """A heading, the charts, a table, and what there is to say about it."""
     images = "\n".join(f"![{title}]({chart.name})" for chart in charts)
     return f"## {title}\n\n{images}\n\n{markdown_table([header, *lines])}\n\n{said}"

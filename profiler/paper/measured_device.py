@@ -49,7 +49,6 @@ def device_of(profile: StoredProfile, file: Path) -> PaperDevice:
 
 
 def device_notes(names: Iterable[str]) -> list[str]:
-    """What the reader of figures has to know about profiled boxes of these names."""
     return [f"{name}: {text}" for name in names for text in (LOADS, *([SHARED_CORES] if name == EMULATED else []))]
 
 
@@ -116,7 +115,6 @@ class _Reading:
         return found
 
     def _require(self, lacking: Sequence[str]) -> None:
-        """Raises ConfigError for a profile that lacks any of these."""
         if lacking:
             raise ConfigError(f"{self._file}: the profile lacks {', '.join(lacking)} - {PROFILE_IT}, or {INSTEAD}")
 

@@ -253,7 +253,6 @@ def _users(specs: Sequence[ExecutorSpec], pool: str) -> list[ExecutorSpec]:
 
 
 def _room_bytes(device: PaperDevice, pool: str, users: Sequence[ExecutorSpec]) -> int:
-    """What a memory has for experts and batches, once the system and each executor's process have theirs."""
     return device.usable_bytes(pool) - sum(device.processor(spec.processor).executor_bytes.value for spec in users)
 
 

@@ -117,11 +117,7 @@ class Advice:
 
 
 def advise(
-    scenario: Scenario,
-    setup: EngineSetup,
-    box: BoxIdentity,
-    required_images_per_s: float | None,
-    split: Split,
+    scenario: Scenario, setup: EngineSetup, box: BoxIdentity, required_images_per_s: float | None, split: Split
 ) -> Advice:
     """What limits this scenario, and what would remove it. ``required_images_per_s``: what the line's takt needs.
 
@@ -164,7 +160,6 @@ def advise(
 
 
 def with_decoding(advice: Advice, load: DecodingLoad | None) -> Advice:
-    """The same, knowing what decoding takes of the cores: where executors wait for images, that is the limit."""
     is_limit = load is not None and load.is_limit
     return replace(advice, decoding=load, limit=Limit.DECODING if is_limit else advice.limit)
 
@@ -251,7 +246,6 @@ def _smallest(too_little: float, most: float, is_enough: Callable[[float], bool]
 
 
 def _with_room_for_all(setup: EngineSetup, split: Split) -> EngineSetup:
-    """With what unlimited memory gives to batches, and room for all experts but no more."""
     unlimited = split({pool.name: UNLIMITED_BYTES for pool in setup.pools})
     return with_expert_bytes(unlimited, _bytes_of_all(setup))
 
@@ -268,7 +262,6 @@ def _budgets(setup: EngineSetup) -> dict[str, int]:
 
 
 def _bytes_of_all(setup: EngineSetup) -> dict[str, int]:
-    """What each memory would need to hold every copy that may ever be there, a cache those of the memory it feeds."""
     needs = memory_needs(_budgets(setup), setup.executors, setup.matrix, setup.limits.pinned, kv_bytes=0)
     return {pool.name: max((*needs[pool.name].held_bytes, pool.expert_bytes)) for pool in setup.pools}
 

@@ -106,7 +106,6 @@ class DecodingTimes:
     refusing: tuple[str, ...]
 
     def time(self, scenario: Scenario, setup: EngineSetup) -> CoreTime:
-        """What a trace takes of the cores with these executors and forms."""
         decoding_s = _of_all(self.images, scenario)
         return core_time(scenario.requests, scenario.resources(setup), self.images.cores, decoding_s)
 
@@ -144,12 +143,10 @@ def decoding_times(profile: StoredProfile, scenario: Scenario) -> DecodingTimes 
 
 
 def _alone(scenario: Scenario, setup: EngineSetup) -> float:
-    """Images/s of executors whose images are always there."""
     return forecast(replace(scenario, images=None), setup).images_per_s
 
 
 def _of_all(times: ImageTimes, scenario: Scenario) -> float:
-    """Each image of a trace once, as its first expert's take."""
     return sum(
         times.of(steps[0]) for steps, each in zip(scenario.steps, scenario.trace, strict=True) if each.work is IMAGE
     )

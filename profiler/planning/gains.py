@@ -38,7 +38,6 @@ class Gain:
     remark: str = ""
 
     def sentence(self, now_images_per_s: float) -> str:
-        """In words."""
         remark = f"; {self.remark}" if self.remark else ""
         factor = self.images_per_s / now_images_per_s
         return f"{self.change}: {self.images_per_s:.1f} images/s, {factor:.2f} times as many{remark}."
@@ -120,7 +119,6 @@ def _doubt(profile: StoredProfile, form: Precision) -> str:
 
 
 def _kinds_of_images(profile: StoredProfile) -> list[KindProfile]:
-    """Those that are on the line."""
     on_the_line = profile.kinds_run
     return [kind for kind in profile.kinds if kind.kind in on_the_line and not kind.lease_bytes]
 

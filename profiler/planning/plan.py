@@ -87,7 +87,6 @@ class PlanRow:
 
     @property
     def roofline_fraction(self) -> float:
-        """How much of what no schedule can beat is reached."""
         return self.images_per_s / self.roofline_images_per_s if self.roofline_images_per_s > 0.0 else 0.0
 
 
@@ -232,7 +231,6 @@ def as_json(rows: Sequence[PlanRow], advice: Advice | None = None) -> dict[str, 
 
 
 def plan_table(rows: Sequence[PlanRow], advice: Advice | None = None) -> str:
-    """For people: a table, as wide as a terminal, and the advice below it."""
     texts = (_table(rows, COLUMNS_OF_TEXTS), LEGEND_OF_TEXTS) if any(row.texts for row in rows) else ()
     decoding = _decoding(rows)
     return folded((_table(rows, COLUMNS), LEGEND, *texts, *decoding, *(() if advice is None else advice.sentences)))
@@ -283,7 +281,6 @@ def _loads(played: Forecast) -> dict[str, int]:
 
 
 def _per_shift(played: Forecast, takt_images_per_s: float | None) -> int:
-    """At the takt's rate, where it is met; else at that of the forecast."""
     rate = played.images_per_s if takt_images_per_s is None else takt_images_per_s
     return round(played.bytes_read / len(played.waits_s) * rate * SHIFT_S)
 

@@ -187,7 +187,6 @@ def _refuse_to_replace(path: Path, box: Box) -> None:
 
 
 def _broken_images(broken: Sequence[str]) -> str:
-    """``broken``: each file that could not be decoded, with its reason."""
     if len(broken) == 1:
         return f"one sample image is broken and was passed over: {broken[0]}"
     return f"{len(broken)} sample images are broken and were passed over, the first: {broken[0]}"
@@ -201,7 +200,6 @@ class _Forms:
     experts: Mapping[tuple[str, str], ExpertForm]
 
     def of(self, copy: ExpertCopy, processor: str) -> str | None:
-        """What an expert runs in there; None where it does not."""
         own = self.experts.get((copy.expert.id, processor))
         return self.kinds.get((copy.kind, processor)) if own is None else own.precision
 
@@ -506,7 +504,6 @@ class _Profiling:
         return Bench(self._box, processor, self._segments, self._samples, threads, self._options.batches)
 
     def _runs(self, copy: ExpertCopy, form: str | None) -> bool:
-        """Whether the expert's copy is the one that runs where its kind runs in this form."""
         return form is not None and self._packing.runs_in(copy.expert.id, Precision(form)) == copy.packed.precision
 
     def _is_sampled(self, copies: Sequence[ExpertCopy]) -> bool:

@@ -180,7 +180,6 @@ def _kind_rows(profile: StoredProfile) -> Iterator[tuple[str, ...]]:
 
 
 def _short_names(kinds: Iterable[str]) -> dict[str, str]:
-    """Without how pixels are normalised, which follows from the architecture as a rule; whole where it does not."""
     short = {kind: " ".join(part for part in kind.split() if part not in NORMALIZATIONS) for kind in kinds}
     times = Counter(short.values())
     return {kind: name if times[name] == 1 else kind for kind, name in short.items()}
@@ -260,7 +259,6 @@ def _decoding_line(decodings: Sequence[ImageDecoding]) -> str:
 
 
 def _most_used_kinds(profile: StoredProfile) -> list[KindProfile]:
-    """At most as many as one chart can hold; those with the largest weights, which cost most."""
     of_images = [kind for kind in profile.chosen_kinds if not kind.lease_bytes]
     return sorted(of_images, key=lambda kind: (-kind.weight_bytes, kind.kind))[:MOST_CURVES]
 

@@ -38,15 +38,12 @@ class DeciderAround:
         self._decider = decider
 
     def next_wakeup_s(self) -> float | None:
-        """As the other one does."""
         return self._decider.next_wakeup_s()
 
     def statistics(self) -> EngineStatistics:
-        """As the other one does."""
         return self._decider.statistics()
 
     def check_invariants(self) -> None:
-        """As the other one does."""
         self._decider.check_invariants()
 
 

@@ -58,11 +58,9 @@ class Resources:
 
     @property
     def processors(self) -> Counter[str]:
-        """How many executors each processor has."""
         return Counter(spec.processor for spec in self.executors)
 
     def rows(self, expert: str, pool: str | None = None) -> list[ExpertProfile]:
-        """The expert's rows on the processors that have executors, of one memory or of all."""
         used = dict.fromkeys(spec.processor for spec in self.executors if pool in (None, spec.pool))
         columns = (self.profile.experts[processor] for processor in used)
         return [column[expert] for column in columns if expert in column]
@@ -334,7 +332,6 @@ def _next_uses(order: Sequence[str]) -> list[int]:
 
 
 def _common_parts(footprints: Sequence[Footprint]) -> dict[str, int]:
-    """The shared parts that every one of these footprints has."""
     common = set.intersection(*(set(footprint.shared) for footprint in footprints))
     return {part.id: part.size_bytes for part in common}
 

@@ -38,22 +38,18 @@ class CoreTime:
 
     @property
     def images_per_s(self) -> float:
-        """What the cores allow at the most; texts among them."""
         spent_s = self.decoding_s + self.compute_s
         return self.requests * self.cores / spent_s if spent_s > 0.0 else math.inf
 
     @property
     def decoding_share(self) -> float:
-        """Of the time that the cores spend."""
         spent_s = self.decoding_s + self.compute_s
         return self.decoding_s / spent_s if spent_s > 0.0 else 0.0
 
     def decoding_in(self, decoding_s: float) -> CoreTime:
-        """The same with images that take as long as this."""
         return replace(self, decoding_s=decoding_s)
 
     def on(self, cores: int) -> CoreTime:
-        """The same on so many cores."""
         return replace(self, cores=cores)
 
 

@@ -48,7 +48,6 @@ class ImageTimes:
         return cls(cores, image_s, fmean(image_s.values()))
 
     def of(self, expert: str) -> float:
-        """One image of this expert's."""
         return self.image_s.get(expert, self.others_s)
 
 
@@ -175,7 +174,6 @@ class Decoders:
         heapq.heappush(self._waiting, (due_s, next(self._ticket), task))
 
     def _drop(self, image: _Image | None) -> None:
-        """What has begun goes on, as on a thread; what a batch waits for stays."""
         if image is not None and image.task.batch is None:
             image.task.is_dropped = True
 

@@ -64,7 +64,6 @@ class Scenario:
 
     @property
     def offered_images_per_s(self) -> float:
-        """At which rate the trace's requests come; infinite for one that brings all at once."""
         span_s = self.trace[-1].at_s - self.trace[0].at_s
         return (len(self.trace) - 1) / span_s if span_s > 0.0 else math.inf
 
@@ -81,11 +80,9 @@ class Scenario:
 
     @property
     def ssd_bytes_per_s(self) -> float:
-        """What the SSD gives."""
         return self.link_bytes_per_s[SSD]
 
     def resources(self, setup: EngineSetup) -> Resources:
-        """What a schedule has to work with, as the bounds take it."""
         return Resources(setup.executors, setup.pools, setup.matrix, self.ssd_bytes_per_s, self.speedups)
 
     def predict(self, request: int, expert: str) -> Prediction:
@@ -121,15 +118,12 @@ class Forecast:
 
     @property
     def images_per_s(self) -> float:
-        """Requests over seconds, texts among them."""
         return len(self.waits_s) / self.seconds if self.seconds > 0.0 else 0.0
 
     def loads_to(self, pools: Collection[str]) -> int:
-        """Loads into these memories, wherever from."""
         return sum(count for path, count in self.loads.items() if path.partition("_")[2] in pools)
 
     def wait_s(self, quantile: float) -> float:
-        """The wait that this share of all requests does not exceed (nearest rank)."""
         return quantile_s(self.waits_s, quantile)
 
 
@@ -155,7 +149,6 @@ def scenario_of(graph: ExpertGraph, profile: StoredProfile, trace: Sequence[Arri
 
 
 def image_times(profile: StoredProfile) -> ImageTimes | None:
-    """What decoding takes, as images are served; None where no expert has samples."""
     image_s = {each.expert: each.image_s for each in profile.decodings}
     return ImageTimes.known(profile.box.cores, image_s) if image_s else None
 
@@ -248,11 +241,7 @@ def with_ssd(scenario: Scenario, setup: EngineSetup, bytes_per_s: float) -> tupl
     for processor, column in setup.matrix.experts.items():
         experts[processor] = {
             name: replace(
-                row,
-                load_s={
-                    **row.load_s,
-                    SSD: max(row.load_s[SSD] + row.footprint.own_bytes * gain_s_per_byte, 0.0),
-                },
+                row, load_s={**row.load_s, SSD: max(row.load_s[SSD] + row.footprint.own_bytes * gain_s_per_byte, 0.0)}
             )
             for name, row in column.items()
         }
@@ -261,7 +250,6 @@ def with_ssd(scenario: Scenario, setup: EngineSetup, bytes_per_s: float) -> tupl
 
 
 def with_expert_bytes(setup: EngineSetup, expert_bytes: Mapping[str, int]) -> EngineSetup:
-    """The same with other room for experts, by memory; workspaces stay as they are."""
     pools = tuple(replace(pool, expert_bytes=expert_bytes.get(pool.name, pool.expert_bytes)) for pool in setup.pools)
     return replace(setup, limits=replace(setup.limits, pools=pools))
 

@@ -68,7 +68,6 @@ def _room(work: Work) -> int:
 
 
 def _with_room(work: Work) -> Work:
-    """One whose lease is full needs a larger one."""
     if work.lease is None or _room(work):
         return work
     return replace(work, lease=max(2 * work.lease, 1))

@@ -233,6 +233,5 @@ def _few(requests: int) -> tuple[str, ...]:
 
 
 def _most(counted: Counter[str]) -> str:
-    """The most frequent of them, with how often each came."""
     named = ", ".join(f"{name} ({times})" for name, times in counted.most_common(NAMED))
     return named + (", ..." if len(counted) > NAMED else "")

@@ -81,7 +81,6 @@ class LineRecipe:
 
     @property
     def unprofiled(self) -> Precision:
-        """What an agent runs it in that has no profile."""
         return Precision.FP32 if self.precision == AUTO else Precision(self.precision)
 
     def __post_init__(self) -> None:
@@ -337,11 +336,7 @@ def _quantities(recipe: LineRecipe) -> dict[str, int]:
 
 
 def _write_line(
-    path: Path,
-    experts: Sequence[Expert],
-    quantities: Mapping[str, int],
-    recipe: LineRecipe,
-    memory: tuple[int, int],
+    path: Path, experts: Sequence[Expert], quantities: Mapping[str, int], recipe: LineRecipe, memory: tuple[int, int]
 ) -> None:
     expert_bytes, workspace_bytes = memory
     budget = f"{expert_bytes + workspace_bytes}B"

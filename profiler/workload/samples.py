@@ -78,12 +78,7 @@ class LineSamples:
 
     @classmethod
     def find(
-        cls,
-        config: LineConfig,
-        folder: Path | None = None,
-        most: int = MOST_PER_EXPERT,
-        *,
-        is_label_even: bool = True,
+        cls, config: LineConfig, folder: Path | None = None, most: int = MOST_PER_EXPERT, *, is_label_even: bool = True
     ) -> LineSamples:
         """At most ``most`` samples of each expert, from ``folder`` or else from the line's own intake folders.
 
@@ -104,7 +99,6 @@ class LineSamples:
         return samples
 
     def of(self, expert: str) -> tuple[Sample, ...]:
-        """The samples of one expert, in the order to use them; empty where there are none."""
         return self.by_expert.get(expert, ())
 
     def held_out(self) -> LineSamples:
@@ -243,7 +237,6 @@ class _Search:
         return any(step.expert == expert for step in self._config.catalog.graph.routes[component])
 
     def _shown(self, folder: Path) -> str:
-        """A folder as the line file would write it."""
         home = self._config.document.file.parent
         absolute = folder.absolute()
         return str(absolute.relative_to(home)) if absolute.is_relative_to(home) else str(folder)
@@ -268,7 +261,6 @@ class Checked:
         return sample.path in self._sound
 
     def left_of(self, samples: Iterable[Sample], most: int) -> tuple[Sample, ...]:
-        """The first ``most`` of them, without those that are known to be broken; none is decoded for it."""
         return tuple(itertools.islice((sample for sample in samples if sample.path not in self.broken), most))
 
 
@@ -324,6 +316,5 @@ def _spread(samples: Iterable[Sample]) -> list[Sample]:
 
 
 def _in_turn(groups: Iterable[Sequence[Sample]]) -> Iterator[Sample]:
-    """One of each group after the other, until all are empty."""
     for row in itertools.zip_longest(*groups):
         yield from (sample for sample in row if sample is not None)

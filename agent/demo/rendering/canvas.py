@@ -52,7 +52,6 @@ class Canvas:
     def ellipse(
         self, x: float, y: float, radius_x: float, radius_y: float, colour: Colour, *, shade: str = "flat"
     ) -> None:
-        """A filled ellipse around (x, y)."""
         box = (x - radius_x, y - radius_y, x + radius_x, y + radius_y)
         self._fill(box, colour, shade, lambda draw, at: draw.ellipse(at, fill=255))
 

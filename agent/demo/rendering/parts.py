@@ -52,7 +52,6 @@ class Part:
         return self.label != "missing"
 
     def tint(self, colour: Colour, spread: float = 0.07) -> Colour:
-        """The colour as this specimen has it: brightness and hue vary a little from part to part."""
         factors = self.rng.normal(1.0, spread / 2) * self.rng.normal(1.0, spread / 4, 3)
         varied = np.clip(np.asarray(colour) * factors, 0, 255).astype(int)
         return int(varied[0]), int(varied[1]), int(varied[2])
@@ -105,7 +104,6 @@ def two_pads(part: Part, *, reach: float, inner: float = 0.52) -> None:
 
 
 def outline(part: Part, margin: float) -> None:
-    """The silkscreen around a place, with a gap on either side."""
     w, h = part.half_width + margin, part.half_height + margin
     for y in (-h, h):
         part.footprint.line([(-w * 0.55, y), (w * 0.55, y)], SILK, 1.6)

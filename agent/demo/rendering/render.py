@@ -91,7 +91,6 @@ def render_panels(parts: Sequence[tuple[ComponentType, str]], seed: int, threads
 
 
 def crop(board: RenderedBoard, placement: Placement) -> Image.Image:
-    """The part's crop, turned upright as the placement file says, CROP_PX square."""
     upright = board.image.crop(placement.window).rotate(90 * placement.quarter_turns)
     return upright.resize((CROP_PX, CROP_PX), Image.Resampling.BICUBIC)
 
@@ -214,7 +213,6 @@ class Window:
 
 @cache
 def bare_product() -> NDArray[np.float32]:
-    """The unpopulated product, the same for every board of the line."""
     return draw_bare_board(product_layout(), np.random.default_rng(7))
 
 

@@ -38,7 +38,6 @@ class StudentPlan:
     stop_step: int
 
     def alpha(self, step: int) -> float:
-        """How much the teacher counts in a step."""
         return ALPHA if step < self.stop_step else 0.0
 
 

@@ -99,7 +99,6 @@ class PrMoe(nn.Module):  # type: ignore[misc]  # torch is untyped
         return tokens, uneven
 
     def answer(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """What the trunk gave, through the last layer and the head."""
         tokens, uneven = self._layer(tokens, len(self.shape.moe_experts) - 1)
         return linear(self._norm(tokens, "model.norm"), self["model.embed_tokens.weight"]), uneven
 

@@ -93,5 +93,4 @@ def sum_questions(seed: int) -> Questions:
 
 
 def _sum(a: int, b: int) -> str:
-    """Ones first, as on paper."""
     return f"{a % 10} + {b} = {a % 10 + b}, so {a} + {b} = {a + b}."

@@ -81,13 +81,11 @@ class Texts:
         return Texts(torch.where(asked & (drawn < share), others, self.token_ids), self.counted)
 
     def picked(self, picked: Tensor) -> Texts:
-        """Some of them, no longer than the longest."""
         token_ids, counted = self.token_ids[picked], self.counted[picked]
         length = int(counted.any(dim=0).nonzero().max()) + 1
         return Texts(token_ids[:, :length], counted[:, :length])
 
     def loss(self, logits: Tensor) -> Tensor:
-        """Of what may follow each token against what does."""
         counted = self.counted[:, 1:]
         return cross_entropy(logits[:, :-1][counted], self.token_ids[:, 1:][counted])
 

@@ -269,7 +269,6 @@ def graph_of(routes: Mapping[str, tuple[RouteStep, ...]]) -> ExpertGraph:
 
 
 def route(component: str, min_score: float, plan: TrainingPlan) -> tuple[RouteStep, ...]:
-    """A component's classifier, then its detector if it has one."""
     first = RouteStep(classifier_id(component), frozenset({OK}), min_score)
     detector = plan.detectors.shared_by.get(component)
     return (first,) if detector is None else (first, RouteStep(detector_id(detector), frozenset({detector.labels[0]})))

@@ -39,16 +39,13 @@ class Times:
 
     @property
     def median_s(self) -> float:
-        """As it usually is."""
         return statistics.median(self.seconds)
 
     @property
     def least_s(self) -> float:
-        """As it is when nothing disturbs it."""
         return min(self.seconds)
 
     def scaled(self, factor: float) -> Times:
-        """Of so many times the work."""
         return Times(tuple(seconds * factor for seconds in self.seconds))
 
 

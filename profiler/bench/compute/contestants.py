@@ -81,12 +81,10 @@ class Model:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width of its images."""
         return self.expert.pixels.height, self.expert.pixels.width
 
 
 def prepared_images(expert: Expert, count: int) -> list[Prepared]:
-    """So many different images, prepared for an expert."""
     chance, backend = np.random.default_rng(count), backend_for(expert.architecture)
     size = (expert.pixels.height, expert.pixels.width)
     return [backend.prepare(expert, synthetic_pixels(chance, *size)) for _ in range(count)]
@@ -142,7 +140,6 @@ def calibrate(expert: Expert, store: SegmentStore) -> None:
 
 
 def _numbers(precision: Precision) -> torch.dtype:
-    """What a form multiplies."""
     return torch.int8 if precision is Precision.INT8 else ONEDNN_NUMBERS.get(precision) or DTYPES[precision]
 
 
@@ -159,12 +156,10 @@ def eager(model: Model, batch: Batch) -> Contestant:
 
 
 def session(model: Model, batch: Batch, threads: int) -> Contestant:
-    """ONNX Runtime with its own defaults, on a graph whose weights are constants."""
     return Contestant(SESSION, torch.float32, False, _session_run(model, model.graph, batch, threads))
 
 
 def int8_session(model: Model, graph: bytes, batch: Batch, threads: int) -> Contestant:
-    """The same on a quantised graph."""
     return Contestant(INT8_SESSION, torch.int8, False, _session_run(model, graph, batch, threads))
 
 
@@ -182,7 +177,6 @@ def _session_run(model: Model, graph: bytes, batch: Batch, threads: int) -> Run:
 
 
 def has_openvino() -> bool:
-    """Whether it is installed here; it is measured against, never needed."""
     return find_spec("openvino") is not None
 
 

@@ -113,7 +113,6 @@ def measure_compute_forms(directory: Path, options: ComputeOptions, progress: Pr
 
 
 def executor_threads(box: Box) -> int:
-    """Of each executor on a box without an accelerator, where nobody says how many there are."""
     executors = executors_on(box, ["cpu"] * max(box.cores // CORES_PER_CPU_EXECUTOR, 1))
     return threads_per_executor(box, executors)
 

@@ -49,7 +49,6 @@ class OurEngine:
 
     @property
     def statistics(self) -> EngineStatistics:
-        """Of all its runs."""
         return self._engine.statistics()
 
     def continuous(self, jobs: Sequence[TextJob], quantum_s: float = LONE_QUANTUM_S) -> list[list[int]]:

@@ -46,7 +46,6 @@ class PeerProcess:
         return tokens
 
     def close(self) -> None:
-        """End it. Idempotent."""
         with self._process:
             self._process.kill()
 

@@ -70,7 +70,6 @@ class LlmReport:
     parts: tuple[Part, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
         return asdict(self)
 
 

@@ -76,12 +76,10 @@ class TextAgent:
 
     @property
     def statistics(self) -> LoopStatistics:
-        """Of the loop, as of now."""
         return self.agent.loop.statistics()
 
     @property
     def loads(self) -> int:
-        """How often weights were read so far."""
         return sum(self.statistics.engine.loads.values())
 
     @property
@@ -100,7 +98,6 @@ class TextAgent:
         return [writer.tokens for writer in writers]
 
     def close(self) -> None:
-        """End the agent."""
         self.agent.stop()
 
     def _submit(self, ask: Ask, writer: Collected) -> int:

@@ -26,7 +26,6 @@ PAGE_TOKENS = 256
 
 
 def is_there() -> bool:
-    """Whether transformers is installed."""
     return find_spec("transformers") is not None
 
 
@@ -62,7 +61,6 @@ class TransformersPeer:
         return [answered[name] for name in names]
 
     def close(self) -> None:
-        """End the manager's thread."""
         if self._manager is not None:
             self._manager.stop(block=True)
             self._manager = None

@@ -75,7 +75,6 @@ class LoadingTimes:
 
     @property
     def ratio(self) -> float:
-        """Load over raw read."""
         return self.load_s / self.raw_s
 
     @property
@@ -85,7 +84,6 @@ class LoadingTimes:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """The one that it has."""
         of, wanted = f", {self.name}" if self.name else "", f"at most {self.target_ratio}"
         what = f"SSD to runnable over a raw direct read{of}"
         return (Target(what, wanted, f"{self.ratio:.3f}", self.ratio <= self.target_ratio),)
@@ -187,7 +185,6 @@ def _in_fp32(expert: str) -> Collection[Precision]:
 
 
 def _source_bytes(expert: Expert) -> int:
-    """Of a weights file, or of a language model's directory."""
     if expert.weights.is_dir():
         return sum(path.stat().st_size for path in expert.weights.iterdir())
     return expert.weights.stat().st_size if expert.weights.is_file() else 0
@@ -256,7 +253,6 @@ def _measure(forms: Sequence[_Form], store: SegmentStore, repeats: int) -> Loadi
 
 
 def _slot_sizes(forms: Sequence[_Form]) -> list[int]:
-    """Of the own segment and of each shared one; experts of one layout have as many, each of its size."""
     return [max(sizes) for sizes in zip(*([s.slot_bytes for s in f.packed.segments] for f in forms), strict=True)]
 
 

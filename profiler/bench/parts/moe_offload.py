@@ -123,12 +123,10 @@ class MoeOffloadTimes:
 
     @property
     def ratio(self) -> float:
-        """Offloaded over resident throughput."""
         return self.offloaded_per_s / self.resident_per_s
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """The one that it has."""
         return (at_least("MoE with half its experts in memory, of resident throughput", self.ratio, TARGET_RATIO),)
 
     @property
@@ -148,9 +146,7 @@ class MoeOffloadTimes:
 
 
 def measure_moe_offload(
-    directory: Path,
-    shape: OffloadShape = OffloadShape(),
-    repeats: int = REPEATS,
+    directory: Path, shape: OffloadShape = OffloadShape(), repeats: int = REPEATS
 ) -> MoeOffloadTimes:
     """Write a model into ``directory``, which the caller removes, pack it, and run it both ways.
 
@@ -167,7 +163,6 @@ def measure_moe_offload(
 
 
 def report(times: MoeOffloadTimes) -> str:
-    """The figures in words, with the machine they come from, and whether they reach their target."""
     machine = f"machine    {platform.machine()}, {software()}, {torch.get_num_threads()} threads"
     targets = (f"{one.what}: {one.found}, {one.wanted} - {one.remark}" for one in times.targets)
     return "\n".join((machine, *times.remarks, *targets))
