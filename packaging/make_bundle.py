@@ -141,7 +141,6 @@ def anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def advice(archive: Path) -> str:
-    """Its size, and how it gets to the box."""
     size = archive.stat().st_size
     lines = [f"{archive}: {size / 1e9:.2f} GB", f"on the box: tar xf {archive.name} && sudo {archive.stem}/install.sh"]
     if size > PART:

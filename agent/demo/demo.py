@@ -114,7 +114,6 @@ class DemoReport:
     anomalies: tuple[AnomalyReport, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
         plain = asdict(self)
         plain["line_file"] = str(self.line_file)
         plain["picture"] = str(self.picture) if self.picture else None
@@ -312,7 +311,6 @@ def report(
     judged: Judged,
     seconds: float,
 ) -> DemoReport:
-    """Hold the verdicts against the truth."""
     said = [(specimen, judged.verdicts[specimen.file.name]) for specimen in specimens]
     verdicts = [verdict.verdict for _, verdict in said]
     truth = [Verdict.OK if specimen.label == OK else Verdict.NG for specimen, _ in said]
@@ -346,7 +344,6 @@ def report(
 
 
 def anomaly_report(trained: TrainedAnomaly, said: Sequence[tuple[Specimen, PartVerdict]]) -> AnomalyReport:
-    """Hold one anomaly expert's verdicts against the truth."""
     own = [(specimen.label != OK, verdict) for specimen, verdict in said if specimen.component == trained.component]
     return AnomalyReport(
         expert=trained.expert.id,
@@ -373,7 +370,6 @@ def shown_label(verdict: PartVerdict) -> str:
 
 
 def anomaly_rows(shown: DemoReport) -> Iterator[tuple[str, str]]:
-    """What the closing table says of each anomaly expert."""
     if not shown.anomalies:
         yield "anomaly expert", "none: of crops that are given nobody knows whether good parts lie alike in them"
     for each in shown.anomalies:
@@ -384,7 +380,6 @@ def anomaly_rows(shown: DemoReport) -> Iterator[tuple[str, str]]:
 
 
 def show_report(shown: DemoReport) -> None:
-    """The closing table, and what to type next."""
     mib = partial(sizes.mib, form=",.0f")
     held_bytes = shown.grown_bytes - shown.left_bytes
     within = held_bytes <= shown.budget_bytes * (1 + MEMORY_TOLERANCE)

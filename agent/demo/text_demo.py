@@ -124,7 +124,6 @@ def run_text_demo(
 def write_models(
     folder: Path, subjects: Mapping[str, Questions], plan: TextPlan, seed: int, progress: Progress
 ) -> None:
-    """Train one model for each subject, and write it where the line file says."""
     characters = Characters.of(one for each in subjects.values() for one in (*each.training, *each.held_out))
     with torch_threads(TRAINING_THREADS):
         trained = train_pair(subjects, characters, plan, seed, progress)
@@ -156,7 +155,6 @@ def line_yaml() -> str:
 
 
 def show_answers(service: LineService, subjects: Mapping[str, Questions], show: Callable[[str], None]) -> None:
-    """A few questions to each expert, by turns, one after the other."""
     for pair in zip(*(subject.held_out[:SHOWN] for subject in subjects.values()), strict=True):
         for question in pair:
             show(f"> {question.text}\n")
@@ -182,7 +180,6 @@ def _subject(name: str, subject: Questions, answers: Sequence[Answer]) -> Subjec
 
 
 def show_text_report(shown: TextDemoReport) -> None:
-    """The closing table, and what to type next."""
     mib = partial(sizes.mib, form=",.1f")
     table = Table(title="Answers to questions that the experts never saw", show_header=False, box=None)
     for subject in shown.subjects:

@@ -51,8 +51,6 @@ class SearchEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """From so many experts to so many."""
-
     lower: int
     upper: int
 

@@ -110,7 +110,6 @@ class _Search:
     _runs: dict[tuple[tuple[ExecutorSpec, ...], tuple[PoolSpec, ...]], float] = field(default_factory=dict)
 
     def executors(self) -> tuple[ExecutorSpec, ...]:
-        """The line's own, or the best of a sweep."""
         is_alone = PRESETS[self.config.policy].assigning is Assigning.FIRST
         if self.config.executors is not None or is_alone:
             return self._profiled(executor_specs(self.config, self.box))
@@ -128,7 +127,6 @@ class _Search:
         return executors_of(self.box, sweep.best)
 
     def split(self, executors: tuple[ExecutorSpec, ...]) -> tuple[PoolSpec, ...]:
-        """How the memories are shared out."""
         self._require(executors)
         split = self._casual(executors)
         for place, needs in reversed(list(enumerate(self.needs(executors)))):
@@ -141,7 +139,6 @@ class _Search:
         return [*memory_needs(self.budgets, executors, self.device, pinned, self.config.texts.kv).values()]
 
     def run(self, executors: tuple[ExecutorSpec, ...], pools: tuple[PoolSpec, ...]) -> float:
-        """The throughput of one configuration."""
         key = (executors, pools)
         if key not in self._runs:
             self._runs[key] = self.throughput(executors, pools)

@@ -137,7 +137,6 @@ class _SearchImages:
         self._unfit |= unfit
 
     def notes(self) -> Iterator[str]:
-        """What was left out, for the profile's reader."""
         left_out = {path: error.message for path, error in self._checked.broken.items()} | self._unfit
         for path, reason in sorted(left_out.items()):
             said = f"sample image {path} was left out of the search: {reason}"

@@ -138,7 +138,6 @@ def measure_journal(
 
 
 def report(cost: JournalCost) -> str:
-    """For a terminal."""
     error = "" if cost.error is None else f", standard error {cost.error:.2%}"
     rows = [
         ("", "images/s"),
@@ -166,7 +165,6 @@ def _played(
     options: RunOptions,
     is_journaled: bool,
 ) -> tuple[float, str]:
-    """Images a second, and on which machine."""
     agent_options = AgentOptions(loop=LoopOptions(ssd_bytes_per_s=options.ssd_bytes_per_s))
     with ExitStack() as ending:
         requests = None

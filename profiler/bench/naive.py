@@ -216,7 +216,6 @@ def drop_from_cache(file: Path) -> None:
 
 
 def _saved(expert: Expert, path: Path) -> Path:
-    """The expert's weights in torch's own format, on the disk."""
     from experts.backends.state_dict import fit
     from experts.backends.weight_files import read_state_dict
 

@@ -133,7 +133,6 @@ class _Bench:
         self._bandwidths: list[float] = []
 
     def run(self) -> Measurement:
-        """All rounds."""
         repeats = self._options.repeats
         self._progress(WARMING_UP, 0, 1)
         agent, work = self._warm_up()

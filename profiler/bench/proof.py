@@ -76,7 +76,6 @@ class Proof:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """Each figure beside what it should reach."""
         ours, naive = self.fp32.images_per_s(OURS), self.fp32.images_per_s(NAIVE)
         fraction = self.fp32.measured.row(OURS).medians.roofline_fraction or 0.0
         over_samba = f"{ours / self.fp32.images_per_s(SAMBA):.2f}"

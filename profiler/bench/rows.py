@@ -166,7 +166,6 @@ def quantile(values: Sequence[float], fraction: float) -> float:
 
 
 def engine_figures(played: Played, unknown: int, digest: str, predicted: Predicted, floor: Floor | None) -> Figures:
-    """The figures of a trace on the real engine."""
     requests = len(played.outcomes)
     decision_us = [decision.seconds * 1e6 for decision in played.decisions]
     managing = [decision.cpu_s for decision in played.decisions if decision.is_expert_management]

@@ -67,7 +67,6 @@ class DecodingBench:
         )
 
     def _timed(self, sample: Sample, expert: Expert) -> tuple[_Timed, _Timed | None]:
-        """With all pixels, and made smaller where it can be."""
         key = (sample.path, f"{expert.architecture} {expert.pixels}")
         if key not in self._times:
             full, least = _Timed(sample, expert, None), least_pixels(expert)
@@ -94,8 +93,6 @@ def _judged_smaller(rig: MeasuringRig, copy: ExpertCopy, samples: Sequence[Sampl
 
 
 class _Timed:
-    """One image on its way from its file to what an expert sees."""
-
     def __init__(self, sample: Sample, expert: Expert, least: tuple[int, int] | None) -> None:
         started = time.perf_counter()
         image = decode_image(sample.path, str(sample.path), sample.max_pixels, least=least)

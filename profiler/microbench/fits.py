@@ -68,8 +68,6 @@ class WorkspaceFit:
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """One batch size: its time, and how much it counts."""
-
     size: int
     value: float
     weight: float
@@ -156,7 +154,6 @@ def _deviation(seconds: Sequence[float]) -> float:
 
 
 def _times(batches: Sequence[BatchTimes]) -> dict[int, float]:
-    """What each size takes, ascending."""
     found = {batch.batch_size: typical_s(batch.seconds) for batch in batches if batch.seconds}
     if not found:
         raise ValueError("no batch was measured")

@@ -75,8 +75,6 @@ class ProcessorSection(Section):
 
 
 class ProcessorsSection(Section):
-    """The two kinds of executors."""
-
     gpu: ProcessorSection
     cpu: ProcessorSection
 
@@ -98,8 +96,6 @@ class TimesSection(Section):
 
 
 class ArchitectureSection(Section):
-    """One architecture on this device."""
-
     weight_bytes: Bytes
     framework_load_s: LoadSection
     gpu: TimesSection
@@ -107,8 +103,6 @@ class ArchitectureSection(Section):
 
 
 class PaperDevice(Section):
-    """A whole device file."""
-
     device: Text
     name: Text
     layout: Literal["split", "unified"]

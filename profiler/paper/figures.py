@@ -206,7 +206,6 @@ def short_of(evaluation: Evaluation) -> str:
 def _charts(
     evaluation: Evaluation, folder: Path, figure: int, title: str, policies: Sequence[str], measure: Measure
 ) -> list[Path]:
-    """One chart of bars for each device, a group for each task."""
     charts = []
     for device in dict.fromkeys(row.device for row in evaluation.rows):
         runs = {f"task {task}": rows for (task, on), rows in evaluation.runs.items() if on == device}
@@ -221,7 +220,6 @@ def _header(evaluation: Evaluation) -> tuple[str, ...]:
 
 
 def _lines(evaluation: Evaluation, policies: Sequence[str], measure: Measure) -> list[tuple[str, ...]]:
-    """A line for each system, a cell for each task and device."""
     return [
         (NAMES[policy], *(f"{measure.of(rows[policy]):{measure.form}}" for rows in evaluation.runs.values()))
         for policy in policies

@@ -53,8 +53,6 @@ def device_notes(names: Iterable[str]) -> list[str]:
 
 
 class _Reading:
-    """One profile as a device."""
-
     def __init__(self, profile: StoredProfile, file: Path) -> None:
         self._profile = profile
         self._file = file
@@ -63,7 +61,6 @@ class _Reading:
         self._sources = (SSD, HOST) if self._is_split else (SSD,)
 
     def device(self) -> PaperDevice:
-        """The whole of it."""
         box = self._profile.box
         accelerator = next((name for name in box.processors if name != CPU), None)
         if accelerator is None or CPU not in box.processors:

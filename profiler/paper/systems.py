@@ -54,8 +54,6 @@ PATIENCE_S = 180.0  # section 5.1: all images of a board within, for example, 3 
 
 
 class Loading(StrEnum):
-    """How experts get into memory: see the module."""
-
     FRAMEWORK = "framework"
     PACKED = "packed"
 

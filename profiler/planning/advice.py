@@ -109,7 +109,6 @@ class Advice:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """All of it in words."""
         sizes = " and ".join(f"{size_text(size)} of {pool} memory" for pool, size in self.budget_bytes.items())
         rates = f"{self.images_per_s:.1f} of the {self.unlimited_images_per_s:.1f} images/s"
         first = f"{self.policy} with {sizes} reaches {rates} that unlimited memory gives."

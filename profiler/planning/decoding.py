@@ -71,7 +71,6 @@ class DecodingLoad:
         return max(1.0 - self.images_per_s / self.executors_images_per_s, 0.0)
 
     def figures(self) -> dict[str, float]:
-        """What follows from the rest, for scripts."""
         return {
             "images_per_s": self.images_per_s,
             "alone_images_per_s": self.alone_images_per_s,
@@ -80,7 +79,6 @@ class DecodingLoad:
         }
 
     def sentences(self) -> list[str]:
-        """In words, where it is the limit."""
         time, images = self.time, self.images
         image_ms, compute_ms = time.decoding_s / images * 1e3, time.compute_s / images * 1e3
         limit = (

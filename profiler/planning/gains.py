@@ -138,7 +138,6 @@ def _form_doubt(profile: StoredProfile, kind: KindProfile) -> str:
 
 
 def _memory_gain(remedy: MemoryRemedy, form: Gain | None = None) -> Gain:
-    """More memory; ``form``: with this change beside it."""
     sizes = " and ".join(f"{size_text(size)} of {pool} memory" for pool, size in remedy.budget_bytes.items())
     short = [
         f"this box has {size_text(remedy.box_bytes[pool])} of {pool} memory"

@@ -223,7 +223,6 @@ def required_images_per_s(config: LineConfig) -> float | None:
 
 
 def as_json(rows: Sequence[PlanRow], advice: Advice | None = None) -> dict[str, Any]:
-    """As `coserve plan --json` prints it."""
     told = None if advice is None else asdict(advice) | {"sentences": list(advice.sentences)}
     if told is not None and advice is not None and advice.decoding is not None:
         told["decoding"] |= advice.decoding.figures()

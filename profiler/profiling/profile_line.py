@@ -105,8 +105,6 @@ class ProfilingOptions:
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """The finished profile, where it lies, and what its reader should know."""
-
     profile: StoredProfile
     path: Path
     notes: tuple[str, ...]
@@ -290,7 +288,6 @@ class _Profiling:
             self._progress(f"measure on {processor}", len(jobs), len(jobs))
 
     def _choose(self, processors: Sequence[str], references: Sequence[ExpertCopy]) -> _Forms:
-        """The precision of each expert on each processor."""
         choice = PrecisionChoice(self._config, self._packing, self._draft, self._options.tolerance, self._progress)
         choice.forget_changed(references)
         chosen = {processor: choice.on(self._bench(processor), references) for processor in processors}
@@ -489,7 +486,6 @@ class _Profiling:
 
     @contextmanager
     def _noticing_others(self, what: str) -> Iterator[None]:
-        """Note where other processes took what was being measured."""
         cores = CoresInUse()
         yield
         others = cores.others_fraction()

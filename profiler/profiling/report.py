@@ -92,7 +92,6 @@ def profile_json(profile: StoredProfile) -> dict[str, Any]:
 
 
 def profile_table(profile: StoredProfile) -> str:
-    """The profile for people."""
     box = profile.box
     versions = ", ".join(f"{name} {version}" for name, version in sorted(box.versions.items()))
     heading = f"{box.device}: {box.model}, {box.cores} cores; {versions}"
@@ -186,7 +185,6 @@ def _short_names(kinds: Iterable[str]) -> dict[str, str]:
 
 
 def _agreement(compared: Sequence[Agreement]) -> str:
-    """Of how many experts of a kind; empty where none was asked."""
     if not compared:
         return ""
     differing, proven = sum(not each.agrees for each in compared), sum(each.proves for each in compared)
@@ -279,7 +277,6 @@ def _footprint(kind: KindProfile) -> tuple[list[float], list[float]]:
 
 
 def _fitted(kinds: Sequence[KindProfile]) -> list[Series]:
-    """Each kind's times, and its line up to its maximum batch."""
     measured = [
         Series(_label(kind), *_points(kind, per_image=False), kind="points", colour=number)
         for number, kind in enumerate(kinds)

@@ -55,7 +55,6 @@ class TimedDecider(DeciderAround):
         self.decisions: list[Decision] = []
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """As the other one does."""
         started, cpu_started = time.perf_counter(), time.thread_time()
         effects = self._decider.handle(event, now)
         cpu_s, seconds = time.thread_time() - cpu_started, time.perf_counter() - started

@@ -395,7 +395,6 @@ def _weighed_s(count: int, performance: Performance, weight: float) -> list[floa
 
 
 def _alone_s(expert: str, resources: Resources, work: Work) -> float:
-    """One request alone on the fastest processor."""
     counts = resources.processors
     return min(
         (performance.latency_s(1) + performance.tokens_s(work)) / _pace(counts[name], resources.speedups.get(name))

@@ -99,7 +99,6 @@ class Decoders:
         self._executor_cores = core_share(self.times.cores, on_cpu)
 
     def prepare(self, effect: Prepare, now: float) -> None:
-        """What the Engine asks for ahead."""
         self._advance(now)
         form = self._form(effect.expert)
         forms = frozenset((form, *map(self._form, effect.later)))

@@ -56,7 +56,6 @@ class Scenario:
 
     @property
     def requests(self) -> list[RequestSteps]:
-        """The same, as the bounds take it."""
         return [
             RequestSteps(arrival.at_s, experts, arrival.work)
             for arrival, experts in zip(self.trace, self.steps, strict=True)

@@ -173,7 +173,6 @@ def _outcomes(
     progress: Callable[[str, int, int], None],
     profile: StoredProfile | None,
 ) -> list[Outcome]:
-    """What became of each request, in order."""
     with agent_with_requests(config, progress, AgentOptions(profile=profile)) as (agent, asked):
         agent.start()
         for sample in requests:

@@ -190,7 +190,6 @@ def require_disk(folder: Path, needed_bytes: int, what: str) -> None:
 
 
 def _expert(folder: Path, expert: str, architecture: str, size: tuple[int, int]) -> Expert:
-    """An expert of a generated line, as its catalog will have it."""
     is_detector = family(architecture) == "detector"
     return Expert(
         expert,

@@ -75,7 +75,6 @@ def draw_contamination(part: Part) -> None:
 
 
 def draw_crack(part: Part, colour: Colour, half_width: float, half_height: float) -> None:
-    """A crack across the body, and the chip that broke off at its end."""
     top = part.rng.uniform(-0.45, 0.45) * half_width
     bottom = top + part.rng.uniform(-0.4, 0.4) * half_width
     width = max(2.6, 0.05 * part.type.window_px)
@@ -477,7 +476,6 @@ def draw_shield(part: Part) -> None:
 
 
 def draw_blemish(part: Part) -> None:
-    """What a shield's lid must not show."""
     w, h, rng = part.half_width, part.half_height, part.rng
     x, y = rng.uniform(-0.55, 0.55) * w, rng.uniform(-0.5, 0.5) * h
     if part.label == "scratched":

@@ -142,7 +142,6 @@ def pose_of(component: ComponentType, label: str, rng: np.random.Generator) -> P
 
 
 def mount(picture: NDArray[np.float32], site: Site, label: str, rng: np.random.Generator) -> Placement:
-    """Draw one part onto the board, in place."""
     part = draw_part(site.component, label, rng)
     pose = pose_of(site.component, label, rng)
     body = part.body.moved(pose.x_px, pose.y_px, pose.turn_deg)

@@ -75,7 +75,6 @@ class Characters:
         }
 
     def write(self, directory: Path) -> None:
-        """The files beside a model's weights."""
         _write_json(directory / "tokenizer.json", self.tokenizer())
         settings = {"eos_token": END, "unk_token": UNKNOWN, "tokenizer_class": "PreTrainedTokenizerFast"}
         _write_json(directory / "tokenizer_config.json", settings)

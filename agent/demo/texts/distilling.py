@@ -80,7 +80,6 @@ def staged_loss(student: PrMoe, teacher: PrMoe, texts: Texts, alpha: float) -> T
 
 
 def _teacher_key(key: str, layers: Sequence[int]) -> str:
-    """The teacher's name of a student's tensor."""
     head, layer, rest = key.partition("model/layers/")
     if not layer:
         return key

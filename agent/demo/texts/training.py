@@ -109,8 +109,6 @@ def train_pair(
 
 @dataclass(frozen=True, slots=True)
 class _Drawing:
-    """What each step learns from."""
-
     plan: TextPlan
     letters: Tensor
     generator: torch.Generator
@@ -148,7 +146,6 @@ def _train_own(backbone: PrMoe, texts: Texts, drawing: _Drawing) -> PrMoe:
 
 
 def write_model(directory: Path, network: PrMoe, characters: Characters) -> None:
-    """A Hugging Face directory of this network."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(network.shape.config(), indent=2) + "\n", "utf-8")
     save_file({name: one.contiguous() for name, one in network.checkpoint().items()}, directory / "model.safetensors")

@@ -141,8 +141,6 @@ def torch_threads(count: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedModels:
-    """Everything trained, still in memory."""
-
     trunk: nn.Module
     classifiers: tuple[TrainedClassifier, ...]
     detectors: tuple[TrainedDetector, ...]
@@ -277,7 +275,6 @@ def route(component: str, min_score: float, plan: TrainingPlan) -> tuple[RouteSt
 def accuracy(
     crops: Sequence[LabelledCrop], answers: Sequence[Mapping[str, Prediction]], graph: ExpertGraph
 ) -> tuple[float, float]:
-    """The shares of crops with the right verdict and the right label; a part passed by its whole route is ok."""
     verdicts = labels = 0
     for crop, answer in zip(crops, answers, strict=True):
         judgement = walk(crop.component, answer, graph)

@@ -25,16 +25,12 @@ ROUNDS_LEAST = 3  # for a median, whatever the limit
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """What times are taken with; a test has its own."""
-
     now_s: Callable[[], float] = time.perf_counter
     sleep: Callable[[float], None] = time.sleep
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """One way's runs, in seconds."""
-
     seconds: tuple[float, ...]
 
     @property

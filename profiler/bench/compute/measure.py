@@ -131,7 +131,6 @@ class _ComputeBench:
         self._notes: list[str] = [] if has_openvino() or not set(OPENVINO) & set(options.peers) else [NO_OPENVINO]
 
     def table(self, machine: str, others_fraction: float) -> ComputeTable:
-        """All of it."""
         return ComputeTable(
             machine=machine,
             threads=self._threads,

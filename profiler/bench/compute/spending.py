@@ -127,7 +127,6 @@ def parts_of(batch_s: float, executed: Mapping[str, float], watched: Mapping[str
 
 
 def main(folder: Path, architecture: str, size: tuple[int, int], batch: int, form: Precision, threads: int) -> None:
-    """Measure, watch, then have oneDNN write."""
     use_threads(threads)
     lone_team(threads).keep()
     with removed_afterwards(folder, "spending-") as own:

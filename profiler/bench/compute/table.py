@@ -83,7 +83,6 @@ class ComputeTable:
 
 
 def report(table: ComputeTable) -> str:
-    """For a terminal."""
     lines = [f"machine  {table.machine}, {table.threads} threads"]
     lines += [
         f"work     {name}: {operations / 1e9:.2f} GFLOP an image" for name, operations in table.operations.items()

@@ -32,16 +32,12 @@ ANSWER_LIMIT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A job, and whose it is."""
-
     model: str
     job: TextJob
 
 
 @dataclass(slots=True)
 class _Outcomes:
-    """What the loop tells of, on its thread."""
-
     told: threading.Condition = field(default_factory=threading.Condition)
     by_request: dict[int, Outcome] = field(default_factory=dict)
 

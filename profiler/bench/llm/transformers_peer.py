@@ -47,7 +47,6 @@ class TransformersPeer:
         return tokens
 
     def continuous(self, jobs: Sequence[TextJob]) -> list[list[int]]:
-        """Each job's tokens."""
         if self._manager is None:
             self._manager = self._started()
         names = [self._manager.add_request(list(job.prompt), max_new_tokens=job.output) for job in jobs]

@@ -52,7 +52,6 @@ class DispatchTimes:
 
     @property
     def targets(self) -> tuple[Target, Target]:
-        """How many times faster the table is."""
         return (
             at_least("MoE layer, einsum / table", self.einsum_layer_s / self.table_layer_s, TARGET_LAYER),
             at_least("routing, einsum / table", self.einsum_routing_s / self.table_routing_s, TARGET_ROUTING),

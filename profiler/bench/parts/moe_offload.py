@@ -81,7 +81,6 @@ class OffloadShape:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The values of its config.json."""
         return {
             "model_type": "qwen3_moe", "vocab_size": self.vocabulary, "hidden_size": self.hidden,
             "intermediate_size": 4 * self.hidden, "moe_intermediate_size": self.width,
@@ -131,7 +130,6 @@ class MoeOffloadTimes:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the figures were found at."""
         shape = self.shape
         return (
             f"{shape.rows} texts at a time, {shape.prompt} tokens read and {shape.output} written, {shape.precision}; "
@@ -248,8 +246,6 @@ def _measure(segments: SegmentStore, expert: Expert, shape: OffloadShape, repeat
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One round: seconds with all, with half, and with half and nothing ahead."""
-
     seconds: tuple[float, float, float]
     difference: float
     before: OffloadStatistics
