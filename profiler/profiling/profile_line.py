@@ -57,14 +57,15 @@ from profiler.usage.probabilities import (
 from profiler.workload.samples import LineSamples, is_synthetic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from agent.config import LineConfig
-    from agent.device_profile.records import Allocation, ExpertForm, KindProfile, UsageProfile
+    from agent.device_profile.records import Allocation, KindProfile, UsageProfile
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.box import Box
     from profiler.microbench.packed_forms import Copies
+    from profiler.microbench.precision_choice import Forms
 
 MOST_FIT_ERROR = 0.15  # of a kind that is run; above it its K and B are worth a note
 MOST_UNUSED = PLATEAU_TOLERANCE  # of an image's time that larger batches than any that was run may save without a note
@@ -190,16 +191,12 @@ def _broken_images(broken: Sequence[str]) -> str:
     return f"{len(broken)} sample images are broken and were passed over, the first: {broken[0]}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Forms:
-    """What was chosen, as ``StoredProfile`` has it: by (kind, processor), and first by (expert, processor)."""
-
-    kinds: Mapping[tuple[str, str], str]
-    experts: Mapping[tuple[str, str], ExpertForm]
-
-    def of(self, copy: ExpertCopy, processor: str) -> str | None:
-        own = self.experts.get((copy.expert.id, processor))
-        return self.kinds.get((copy.kind, processor)) if own is None else own.precision
+def bench_on(
+    box: Box, processor: str, segments: SegmentStore, samples: LineSamples, options: ProfilingOptions
+) -> Bench:
+    """A bench whose only executor has the threads that the agent gives to one."""
+    threads = threads_per_executor(box, [ExecutorSpec(0, processor, box.pool_of(processor))])
+    return Bench(box, processor, segments, samples, threads, options.batches)
 
 
 class _Profiling:
@@ -276,7 +273,8 @@ class _Profiling:
         for number, (kind, form, listed) in enumerate(jobs):
             self._progress(f"measure on {processor}", number, len(jobs))
             earlier = there.get((kind, processor, str(form)))
-            if earlier is not None and not (is_synthetic(earlier.samples) and self._is_sampled(listed)):
+            is_sampled = any(self._samples.of(copy.expert.id) for copy in listed)
+            if earlier is not None and not (is_synthetic(earlier.samples) and is_sampled):
                 continue
             try:
                 with self._noticing_others(f"{kind} in {form} on {processor}"):
@@ -287,15 +285,11 @@ class _Profiling:
         if jobs:
             self._progress(f"measure on {processor}", len(jobs), len(jobs))
 
-    def _choose(self, processors: Sequence[str], references: Sequence[ExpertCopy]) -> _Forms:
+    def _choose(self, processors: Sequence[str], references: Sequence[ExpertCopy]) -> Forms:
         choice = PrecisionChoice(self._config, self._packing, self._draft, self._options.tolerance, self._progress)
         choice.forget_changed(references)
-        chosen = {processor: choice.on(self._bench(processor), references) for processor in processors}
+        forms = choice.on([self._bench(processor) for processor in processors], references)
         self._notes += choice.notes
-        forms = _Forms(
-            {(kind, name): form for name, found in chosen.items() for kind, form in found.kinds.items()},
-            {(each.expert, name): each for name, found in chosen.items() for each in found.experts},
-        )
         able = {copy.expert.id for copy in references if any(forms.of(copy, name) for name in processors)}
         if not able:
             reasons = "\n".join([*self._notes, *self._packing.failed.values()])
@@ -338,12 +332,15 @@ class _Profiling:
             speeds = measure_links(self._box, self._packing.references(copies), self._segments)
             self._draft.save_links(list(starmap(LinkSpeed, speeds.items())))
 
-    def _able(
-        self, processors: Sequence[str], forms: _Forms, kept: Sequence[ExpertCopy]
-    ) -> dict[str, list[ExpertCopy]]:
+    def _able(self, processors: Sequence[str], forms: Forms, kept: Sequence[ExpertCopy]) -> dict[str, list[ExpertCopy]]:
         """The copies that each processor will run, without those of experts that fail on any; these are noted."""
         copies = {
-            processor: [copy for copy in kept if self._runs(copy, forms.of(copy, processor))]
+            processor: [
+                copy
+                for copy in kept
+                if (form := forms.of(copy, processor))
+                and self._packing.runs_in(copy.expert.id, Precision(form)) == copy.packed.precision
+            ]
             for processor in processors
         }
         for processor, listed in copies.items():
@@ -450,9 +447,13 @@ class _Profiling:
                 f" `coserve profile {self._config.document.file} --fresh` times them with it"
             )
 
-    def _keep(self, processors: Sequence[str], forms: _Forms) -> list[ExpertCopy]:
+    def _keep(self, processors: Sequence[str], forms: Forms) -> list[ExpertCopy]:
         """Every expert as it will run; noted as what was profiled, with what it was compared with."""
-        references = {name: digest for name, digest in self._draft.packed().items() if self._is_reference(*name)}
+        references = {
+            (name, form): digest
+            for (name, form), digest in self._draft.packed().items()
+            if name in self._config.catalog.experts and form == self._packing.reference(name)
+        }
         wanted: defaultdict[str, set[Precision]] = defaultdict(set)
         for copy in self._packing.references(self._packing.pack({}, None)):
             wanted[copy.expert.id] |= {Precision(form) for name in processors if (form := forms.of(copy, name))}
@@ -495,23 +496,11 @@ class _Profiling:
             )
 
     def _bench(self, processor: str) -> Bench:
-        executors = [ExecutorSpec(0, processor, self._box.pool_of(processor))]
-        threads = threads_per_executor(self._box, executors)
-        return Bench(self._box, processor, self._segments, self._samples, threads, self._options.batches)
+        return bench_on(self._box, processor, self._segments, self._samples, self._options)
 
-    def _runs(self, copy: ExpertCopy, form: str | None) -> bool:
-        return form is not None and self._packing.runs_in(copy.expert.id, Precision(form)) == copy.packed.precision
-
-    def _is_sampled(self, copies: Sequence[ExpertCopy]) -> bool:
-        return any(self._samples.of(copy.expert.id) for copy in copies)
-
-    def _is_reference(self, expert: str, precision: str) -> bool:
-        return expert in self._config.catalog.experts and precision == self._packing.reference(expert)
-
-    def _interim(self, forms: _Forms, usage: UsageProfile) -> StoredProfile:
+    def _interim(self, forms: Forms, usage: UsageProfile) -> StoredProfile:
         """What is known before the search, with the casual allocation in the place of the searched one."""
         draft, config = self._draft, self._config
-        casual = casual_allocation(self._box, pool_budgets(config, self._box))
         return StoredProfile(
             line=config.line,
             written_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -522,7 +511,7 @@ class _Profiling:
             precisions=forms.kinds,
             packed=draft.packed(),
             usage=usage,
-            allocation=casual,
+            allocation=casual_allocation(self._box, pool_budgets(config, self._box)),
             speedups=draft.speedups(),
             decodings=draft.decodings(),
             forms=forms.experts,
