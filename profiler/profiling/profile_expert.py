@@ -1,8 +1,8 @@
 """``coserve profile LINE --expert ID``: one expert of a profiled line proven anew, with its present weights.
 
-Guarantees: an agent of the line may run meanwhile; the expert is packed in a temporary folder, not where the agent packs.
-Only this expert's entries of the profile change; a kind without times is timed and added. Times of a known kind stay:
-retraining does not change them. The calibration of a proven form is copied to where the agent packs by it.
+Guarantees: an agent of the line may run meanwhile; the expert is packed in a temporary folder of its own. Only this
+expert's entries of the profile change; a kind without times is timed and added. Times of a known kind stay: retraining
+does not change them. The calibration of a proven form is copied to where the agent packs by it.
 """
 
 from __future__ import annotations
