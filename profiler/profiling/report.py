@@ -120,7 +120,7 @@ def _kind_charts(profile: StoredProfile, folder: Path) -> list[Path]:
 
 
 def _form_json(kind: KindProfile, profile: StoredProfile) -> dict[str, Any]:
-    """``agrees``: None where nobody was asked, or on nothing."""
+    """``agrees``: None where no expert was compared on any image."""
     compared = [each for each in _compared(profile, kind) if each.images]
     return {
         "kind": kind.kind,
@@ -194,7 +194,7 @@ def _agreement(compared: Sequence[Agreement]) -> str:
 
 
 def _expert_lines(profile: StoredProfile) -> Iterator[str]:
-    """Who runs in which form, and what that stands on; experts of which the same is to be told are told together."""
+    """Each expert's form with its evidence; experts of equal form and evidence share a line."""
     told: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
     for each in profile.forms.values():
         told[each.processor, each.precision, each.why].append(each.expert)
@@ -245,7 +245,7 @@ def _closing_lines(profile: StoredProfile) -> Iterable[str]:
 
 
 def _decoding_line(decodings: Sequence[ImageDecoding]) -> str:
-    """What a sample takes on one thread before its batch, and for how many experts JPEGs are made smaller."""
+    """Mean decoding time on one thread, and the number of experts with smaller JPEGs."""
     images = sum(each.images for each in decodings)
     image_s, megapixels = sum(each.full_s for each in decodings) / images, sum(each.megapixels for each in decodings)
     scaled = [each for each in decodings if each.agrees]
