@@ -245,8 +245,9 @@ def _smallest(too_little: float, most: float, is_enough: Callable[[float], bool]
 
 
 def _with_room_for_all(setup: EngineSetup, split: Split) -> EngineSetup:
-    unlimited = split({pool.name: UNLIMITED_BYTES for pool in setup.pools})
-    return with_expert_bytes(unlimited, _bytes_of_all(setup))
+    needs = memory_needs(_budgets(setup), setup.executors, setup.matrix, setup.limits.pinned, kv_bytes=0)
+    room_bytes = {pool.name: max((*needs[pool.name].held_bytes, pool.expert_bytes)) for pool in setup.pools}
+    return with_expert_bytes(split({pool.name: UNLIMITED_BYTES for pool in setup.pools}), room_bytes)
 
 
 def _is_as_roomy(setup: EngineSetup, spacious: EngineSetup) -> bool:
@@ -258,11 +259,6 @@ def _is_as_roomy(setup: EngineSetup, spacious: EngineSetup) -> bool:
 
 def _budgets(setup: EngineSetup) -> dict[str, int]:
     return {pool.name: pool.expert_bytes + pool.workspace_bytes + pool.lease_bytes for pool in setup.pools}
-
-
-def _bytes_of_all(setup: EngineSetup) -> dict[str, int]:
-    needs = memory_needs(_budgets(setup), setup.executors, setup.matrix, setup.limits.pinned, kv_bytes=0)
-    return {pool.name: max((*needs[pool.name].held_bytes, pool.expert_bytes)) for pool in setup.pools}
 
 
 # -- sentences --

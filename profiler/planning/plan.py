@@ -114,11 +114,9 @@ def plan(
         for policy in policies or (config.policy,):
             setup = planned(config.having(policy=policy, memory=memory), profiled_box(profile), profile)
             row = plan_row(*_with_ssd(scenario, setup, ssd_bytes_per_s), required)
-            rows.append(
-                row
-                if decoding is None
-                else _with_decoding(row, decoding.time(scenario, setup), row.requests - row.texts)
-            )
+            if decoding is not None:
+                row = _with_decoding(row, decoding.time(scenario, setup), row.requests - row.texts)
+            rows.append(row)
     return tuple(rows)
 
 
@@ -172,9 +170,9 @@ def plan_row(scenario: Scenario, setup: EngineSetup, required_images_per_s: floa
     images_s = [wait for wait, each in zip(played.waits_s, scenario.trace, strict=True) if each.work is IMAGE]
     texts_s = [wait for wait, each in zip(played.waits_s, scenario.trace, strict=True) if each.work is not IMAGE]
     required_per_s = None if required_images_per_s is None or not images_s else required_images_per_s
-    is_met = None
-    if required_per_s is not None:
-        is_met = reaches(scenario, setup, played, required_per_s * requests / len(images_s))
+    rate_per_s = None if required_per_s is None else required_per_s * requests / len(images_s)  # texts come with images
+    is_met = None if rate_per_s is None else reaches(scenario, setup, played, rate_per_s)
+    shift_images_per_s = rate_per_s if rate_per_s is not None and is_met else played.images_per_s
     return PlanRow(
         policy=setup.policy,
         memory={pool.name: pool.expert_bytes for pool in setup.pools}
@@ -189,9 +187,7 @@ def plan_row(scenario: Scenario, setup: EngineSetup, required_images_per_s: floa
         switching_loads=played.loads_to({spec.pool for spec in setup.executors}),
         evictions=played.evictions,
         bytes_read=played.bytes_read,
-        bytes_read_per_shift=_per_shift(
-            played, required_per_s * requests / len(images_s) if is_met and required_per_s is not None else None
-        ),
+        bytes_read_per_shift=round(played.bytes_read / len(played.waits_s) * shift_images_per_s * SHIFT_S),
         p50_wait_s=quantile_s(images_s or texts_s, 0.5),
         p99_wait_s=quantile_s(images_s or texts_s, 0.99),
         required_images_per_s=required_per_s,
@@ -279,11 +275,6 @@ def _loads(played: Forecast) -> dict[str, int]:
     return dict.fromkeys(LOAD_PATHS, 0) | dict(played.loads)
 
 
-def _per_shift(played: Forecast, takt_images_per_s: float | None) -> int:
-    rate = played.images_per_s if takt_images_per_s is None else takt_images_per_s
-    return round(played.bytes_read / len(played.waits_s) * rate * SHIFT_S)
-
-
 def _row_json(row: PlanRow) -> dict[str, Any]:
     bound = asdict(row.bound) | {"seconds": row.bound.seconds}
     return asdict(row) | {"bound": bound, "roofline_fraction": row.roofline_fraction}
@@ -310,10 +301,6 @@ def _wait_text(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 3600.0 else f"{seconds / 3600:.1f} h"
 
 
-def _takt(row: PlanRow) -> str:
-    return "-" if row.takt_met is None else "met" if row.takt_met else "missed"
-
-
 COLUMNS: dict[str, Callable[[PlanRow], str]] = {
     "memory": _budgets,
     "images/s": lambda row: f"{row.images_per_s:.2f}",
@@ -325,7 +312,7 @@ COLUMNS: dict[str, Callable[[PlanRow], str]] = {
     "wait p50": lambda row: _wait_text(row.p50_wait_s),
     "p99": lambda row: _wait_text(row.p99_wait_s),
     "read a shift": lambda row: _bytes_text(row.bytes_read_per_shift),
-    "takt": _takt,
+    "takt": lambda row: "-" if row.takt_met is None else "met" if row.takt_met else "missed",
 }
 COLUMNS_OF_TEXTS: dict[str, Callable[[PlanRow], str]] = {
     "memory": _budgets,

@@ -106,7 +106,8 @@ def profile_charts(profile: StoredProfile, folder: Path) -> list[Path]:
 
 
 def _kind_charts(profile: StoredProfile, folder: Path) -> list[Path]:
-    shown = _most_used_kinds(profile)
+    of_images = [kind for kind in profile.chosen_kinds if not kind.lease_bytes]
+    shown = sorted(of_images, key=lambda kind: (-kind.weight_bytes, kind.kind))[:MOST_CURVES]
     if not shown:
         return []
     images, note = "images in a batch", f"{profile.box.model}; means over repeats, outliers drawn in"
@@ -254,11 +255,6 @@ def _decoding_line(decodings: Sequence[ImageDecoding]) -> str:
         return f"{text}; no JPEG is made smaller meanwhile"
     scaled_s = sum(each.scaled_s for each in scaled) / sum(each.images for each in scaled)
     return f"{text}; {scaled_s * 1e3:.1f} for {len(scaled)} of {len(decodings)} experts, whose JPEGs are made smaller"
-
-
-def _most_used_kinds(profile: StoredProfile) -> list[KindProfile]:
-    of_images = [kind for kind in profile.chosen_kinds if not kind.lease_bytes]
-    return sorted(of_images, key=lambda kind: (-kind.weight_bytes, kind.kind))[:MOST_CURVES]
 
 
 def _label(kind: KindProfile) -> str:

@@ -187,7 +187,8 @@ def unread_bytes(experts: Collection[str], resources: Resources, resident: Colle
         held.update(part.id for row in there for part in row.footprint.shared)
         if not there:
             own_bytes += min(row.footprint.own_bytes for row in rows)
-            parts |= _common_parts([row.footprint for row in rows])
+            common = set.intersection(*(set(row.footprint.shared) for row in rows))
+            parts |= {part.id: part.size_bytes for part in common}
     needed_bytes = own_bytes + sum(size for part, size in parts.items() if part not in held)
     there_bytes = sum(pool.expert_bytes for pool in resources.pools) if resident is None else 0
     return max(needed_bytes - there_bytes, 0)
@@ -329,11 +330,6 @@ def _next_uses(order: Sequence[str]) -> list[int]:
         following[at] = seen.get(order[at], len(order))
         seen[order[at]] = at
     return following
-
-
-def _common_parts(footprints: Sequence[Footprint]) -> dict[str, int]:
-    common = set.intersection(*(set(footprint.shared) for footprint in footprints))
-    return {part.id: part.size_bytes for part in common}
 
 
 # -- time --

@@ -41,7 +41,7 @@ def run_quantum(left: Mapping[int, Work], performances: Mapping[int, Performance
         used_s = performance.tokens_s(work) - performance.tokens_s(after[request])
         remaining_s = max(remaining_s - used_s, 0.0)
         seconds += used_s
-    unfinished = {request: after[request] for request in left if not _is_done(after[request])}
+    unfinished = {request: after[request] for request in left if after[request].prompt or after[request].output}
     return Quantum(seconds, {request: _with_room(work) for request, work in unfinished.items()})
 
 
@@ -77,7 +77,3 @@ def _tokens(most: int, token_s: float, share_s: float) -> int:
     if token_s * most <= share_s:
         return most
     return max(int(share_s / token_s), 0)
-
-
-def _is_done(work: Work) -> bool:
-    return not (work.prompt or work.output)

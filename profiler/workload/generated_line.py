@@ -149,8 +149,8 @@ def generate_line(folder: Path, recipe: LineRecipe | None = None) -> GeneratedLi
 
 def _generate_line(folder: Path, recipe: LineRecipe) -> GeneratedLine:
     with tempfile.TemporaryDirectory(prefix="networks-", dir=folder) as scratch:
-        px = recipe.classifier_px
-        tensors = {name: _fresh_tensors(name, Path(scratch), px) for name in _architectures(recipe)}
+        names = dict.fromkeys((recipe.architecture, *recipe.detector_architectures[: recipe.detectors]))
+        tensors = {name: _fresh_tensors(name, Path(scratch), recipe.classifier_px) for name in names}
     count = recipe.classifiers + recipe.detectors
     require_disk(folder, _disk_bytes(tensors, recipe), f"{count} experts and their packed form")
     experts = _experts(folder, recipe)
@@ -203,11 +203,6 @@ def _expert(folder: Path, expert: str, architecture: str, size: tuple[int, int])
 def _interrupt(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_IGN)  # a second one does not cut the removal short
     raise SystemExit(128 + number)
-
-
-def _architectures(recipe: LineRecipe) -> tuple[str, ...]:
-    detectors = recipe.detector_architectures[: recipe.detectors]
-    return tuple(dict.fromkeys((recipe.architecture, *detectors)))
 
 
 def _experts(folder: Path, recipe: LineRecipe) -> list[Expert]:

@@ -154,6 +154,7 @@ class _Search:
         """A folder that was asked for: labelled crops, or images named as the line's intake names them."""
         if not folder.is_dir():
             raise ConfigError(f"{folder} is not a folder of samples - name one that holds <component>/<label>/*.png")
+        namings = [(naming_of(section, self._config), section.max_pixels) for section in self._config.intake.folders]
         for relpath in _files_below(folder):
             self._looked_at += 1
             parts = relpath.split("/")
@@ -161,7 +162,7 @@ class _Search:
                 sample = Sample(folder / relpath, parts[0], parts[1], self._shown(folder))
                 self._found[parts[0], parts[1]].append(sample)
                 continue
-            self._read_name(folder, relpath, self._namings(), self._shown(folder))
+            self._read_name(folder, relpath, namings, self._shown(folder))
 
     def look_into_intake(self, folder: Path, naming: Naming, max_pixels: int) -> None:
         """One of the line's own folders, whether it is there yet or not."""
@@ -229,9 +230,6 @@ class _Search:
             self._found[name.component, ""].append(Sample(folder / relpath, name.component, None, shown, max_pixels))
             return
         self._unusable[relpath] = reason
-
-    def _namings(self) -> list[tuple[Naming, int]]:
-        return [(naming_of(section, self._config), section.max_pixels) for section in self._config.intake.folders]
 
     def _stands_on(self, expert: str, component: str) -> bool:
         return any(step.expert == expert for step in self._config.catalog.graph.routes[component])

@@ -79,7 +79,7 @@ def measure_dispatch(
 
 
 def report(times: DispatchTimes) -> str:
-    """The figures in words, with the machine they come from, and whether they reach their targets."""
+    """Figures in words, with their machine and targets."""
     pairs = (
         ("layer", times.einsum_layer_s, times.table_layer_s),
         ("routing", times.einsum_routing_s, times.table_routing_s),

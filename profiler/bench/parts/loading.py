@@ -118,7 +118,9 @@ def measure_loading(
 
 def measure_graph_loading(directory: Path, kind: GraphKind, files: int = 8, repeats: int = 3) -> LoadingTimes:
     """The same with ONNX graphs of a kind, of one program. Raises as ``measure_loading`` for disk and room."""
-    (times,) = _measured(directory, lambda folder: write_graph_experts(folder, kind, files), _in_fp32, repeats)
+    (times,) = _measured(
+        directory, lambda folder: write_graph_experts(folder, kind, files), lambda _: {Precision.FP32}, repeats
+    )
     return replace(times, name=GRAPH_NAMES[kind])
 
 
@@ -178,10 +180,6 @@ def _program_text(times: LoadingTimes) -> str:
 
 def _is_graph(architecture: str) -> bool:
     return family(architecture) == "onnx"
-
-
-def _in_fp32(expert: str) -> Collection[Precision]:
-    return {Precision.FP32}
 
 
 def _source_bytes(expert: Expert) -> int:
