@@ -301,25 +301,15 @@ def write_experts(
     total = len(trained.classifiers) + len(trained.detectors)
     for classifier in trained.classifiers:
         name, side = classifier_id(classifier.component), plan.classifiers.input_px
+        pixels = InputSpec(side, side)
         file = write_weights(directory, name, classifier.tensors)
-        experts.append(
-            Expert(
-                name, classifiers.ARCHITECTURE, file, classifier.labels, InputSpec(side, side), stem=classifiers.STEM
-            )
-        )
+        experts.append(Expert(name, classifiers.ARCHITECTURE, file, classifier.labels, pixels, stem=classifiers.STEM))
         progress("write", len(experts), total)
     for detector in trained.detectors:
         name, side = detector_id(detector.detector), plan.detectors.input_px
+        pixels = InputSpec(side, side, "unit", orientation=Orientation.EXIF)
         file = write_weights(directory, name, detector.tensors())
-        experts.append(
-            Expert(
-                name,
-                detectors.ARCHITECTURE,
-                file,
-                detector.detector.labels,
-                InputSpec(side, side, "unit", orientation=Orientation.EXIF),
-            )
-        )
+        experts.append(Expert(name, detectors.ARCHITECTURE, file, detector.detector.labels, pixels))
         progress("write", len(experts), total)
     return tuple(experts)
 
