@@ -46,18 +46,16 @@ LOAD_PATHS = ("ssd_host", "host_device", "ssd_device")
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One policy in one memory. Waits are from arrival to outcome.
+    """One policy in one memory. Waits are from arrival to outcome, of images alone where there are any.
 
-    ``memory``: bytes of weights, of workspaces, and of what texts lease, by pool. ``switching_loads`` are those into
-    memories that experts run from. ``bytes_read_per_shift``: in eight hours, at the rate that the takt asks for; where
-    that is missed, and without boards, for which ``required_images_per_s`` and ``takt_met`` are None, at
-    ``images_per_s``. ``takt_met``: no queue grows while the trace goes on and on at that rate, however fast or slow
-    this trace was; its texts come with its images. ``images_per_s`` counts texts, too; waits are of images alone, where
-    there are any, and those of ``texts`` from arrival to their last token. ``bound``: of the offline optimum, these
-    memories full of the right experts at the start; ``roofline_images_per_s``: the same floor of time, with what is
-    there at this row's start, and what the cores allow. ``decoding_images_per_s``: as fast as all cores of the box can
-    decode the images, were that all they did; ``cores_images_per_s``: what they allow at the most, decoding and
-    computing what CPU executors compute; None where decoding was not measured.
+    ``memory``: bytes of weights, workspaces and leases of texts, by pool. ``switching_loads``: into memories that
+    experts run from. ``bytes_read_per_shift``: in eight hours at the takt's rate, or at ``images_per_s`` where the takt
+    is missed or there are no boards (``required_images_per_s`` and ``takt_met`` None). ``takt_met``: no queue grows
+    while the trace, texts included, repeats at the takt's rate. ``images_per_s`` counts texts, too; waits of ``texts``
+    are to their last token. ``bound``: of the offline optimum, with the right experts in memory at the start.
+    ``roofline_images_per_s``: the same floor with this row's start, and with the cores' limit.
+    ``decoding_images_per_s``: all cores only decoding; ``cores_images_per_s``: the cores' limit, decoding and
+    computing; None where decoding was not measured.
     """
 
     policy: str
@@ -100,11 +98,11 @@ def plan(
     ssd_bytes_per_s: float | None = None,
     seed: int = 0,
 ) -> tuple[PlanRow, ...]:
-    """A row for each memory and policy asked, in that order, on the box that was profiled; no policy = the line's own.
+    """A row for each memory and policy (default: the line's own), in that order, on the box that was profiled.
 
-    ``memories``: in the place of the line's own, in bytes by host, device and workspace. ``ssd_bytes_per_s``: in the
-    place of the measured speed. ``seed`` draws which requests a step lets pass. Raises ConfigError for what cannot
-    run, or fit.
+    ``memories``: bytes by host, device and workspace, instead of the line's. ``ssd_bytes_per_s``: instead of the
+    measured speed. ``seed`` draws which requests a step lets pass. Raises ConfigError for a line that cannot run or
+    fit.
     """
     scenario = scenario_of(config.catalog.graph, profile, trace, seed)
     required = required_images_per_s(config)
@@ -130,7 +128,7 @@ def plan_advice(
     ssd_bytes_per_s: float | None = None,
     seed: int = 0,
 ) -> Advice:
-    """What limits the line under one policy in one memory, and what would remove that; arguments as of ``plan``."""
+    """Limit of the line under one policy in one memory, with remedies; arguments as of ``plan``."""
     asked = config.having(policy=policy, memory=memory)
     required = required_images_per_s(config)
     scenario = scenario_of(config.catalog.graph, profile, trace, seed)
@@ -158,7 +156,7 @@ def plan_advice(
 
 
 def plan_row(scenario: Scenario, setup: EngineSetup, required_images_per_s: float | None) -> PlanRow:
-    """One row. Raises ConfigError as ``forecast`` does, and for experts that are broken."""
+    """Raises ConfigError as ``forecast`` does, and for broken experts."""
     _refuse_broken(scenario, setup)
     played = forecast(scenario, setup)
     resources = scenario.resources(setup)
@@ -211,7 +209,7 @@ def _with_decoding(row: PlanRow, time: CoreTime, images: int) -> PlanRow:
 
 
 def required_images_per_s(config: LineConfig) -> float | None:
-    """What the line's boards ask for: board types take turns, each followed by the next one takt later."""
+    """Demand of the line's boards: board types take turns, each followed by the next one takt later."""
     if not config.boards:
         return None
     images = sum(sum(board.components.values()) for board in config.boards.values())
@@ -232,7 +230,7 @@ def plan_table(rows: Sequence[PlanRow], advice: Advice | None = None) -> str:
 
 
 def _decoding(rows: Sequence[PlanRow]) -> tuple[str, ...]:
-    """What the box's cores allow: one row for all that have the same executors and forms."""
+    """Limits of the box's cores: one line for rows of equal executors and forms."""
     rates = {
         (row.decoding_images_per_s, row.cores_images_per_s)
         for row in rows
