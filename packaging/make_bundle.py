@@ -1,9 +1,8 @@
-"""Makes the archive that installs CoServe where there is no network: ``make bundle``.
+"""Makes the archive that installs CoServe without a network: ``make bundle``.
 
-It holds a wheel of every package in the version that this Python's environment has, so that what was tested is what is
-installed; a pip to install them with; install.sh; what the archive is about (BUNDLE); the licences that bind those who
-pass it on (LICENCES); and a sha256 of everything. It is a plain tar: wheels are compressed already, and a box needs
-nothing to unpack it.
+It holds a wheel of every package in this environment's version, so that the tested versions are installed; a pip;
+install.sh; a description (BUNDLE); licences that bind a distributor (LICENCES); and a sha256 of each file. It is a
+plain tar: wheels are compressed already, and a box needs nothing to unpack it.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def constraints() -> str:
 
 
 def collect_wheels(folder: Path, has_cuda: bool) -> list[Path]:
-    """A wheel of everything that CoServe needs on this platform. Raises SystemExit where that cannot be had."""
+    """A wheel of every package that CoServe needs here. Raises SystemExit where one is missing."""
     shutil.rmtree(
         ROOT / "build", ignore_errors=True
     )  # setuptools would pack modules that are gone, but still lie there
@@ -133,7 +132,7 @@ def sha256(file: Path) -> str:
 
 
 def anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Without who made it, and when."""
+    """Without owner and time."""
     entry.uid = entry.gid = entry.mtime = 0
     entry.uname = entry.gname = ""
     entry.mode = 0o755 if entry.name.endswith(".sh") else 0o644

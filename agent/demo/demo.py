@@ -360,12 +360,12 @@ def anomaly_report(trained: TrainedAnomaly, said: Sequence[tuple[Specimen, PartV
 
 
 def known_label(specimen: Specimen, verdict: PartVerdict) -> str:
-    """The true label, as far as who judged it has a word for it: anomaly experts tell no defect from another."""
+    """True label in the judge's words: anomaly experts tell no defect from another."""
     return ANOMALY_LABELS[1] if verdict.anomaly is not None and specimen.label != OK else specimen.label
 
 
 def shown_label(verdict: PartVerdict) -> str:
-    """A part that passed its whole route is ``ok``, whatever its last expert calls that."""
+    """``ok`` for a part that passed its whole route, else its last expert's label."""
     return OK if verdict.verdict is Verdict.OK else verdict.label
 
 

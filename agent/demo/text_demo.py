@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], None]  # stage, done, total
 
-ROUTE = "auto"  # who is asked by nobody's name
+ROUTE = "auto"  # of questions that name no expert
 MANUAL, SUMS = "txt/manual", "txt/sums"
 MEMORY_BYTES = 256 * sizes.MEBIBYTE
 AT_ONCE = 16
@@ -137,7 +137,7 @@ def directory_of(expert: str) -> str:
 
 
 def line_yaml() -> str:
-    """The line file of both, with comments for who reads it next."""
+    """Line file of both, with comments for its reader."""
     experts = "\n".join(
         f"  {name}: {{architecture: llm, weights: {scalar(directory_of(name))}}}" for name in (MANUAL, SUMS)
     )

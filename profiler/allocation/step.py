@@ -1,8 +1,7 @@
-"""The last step of a profile: how the memories are split, and how many executors there are (CoServe, section 4.4).
+"""Last step of a profile: the split of the memories and the number of executors (CoServe, section 4.4).
 
-Guarantees: the trials of an earlier search are never taken for this one's; a run that was made on the engine is not
-made again after a kill; an expert or an image that turns out unfit leaves the sample and is noted, and the search
-begins again without it.
+Guarantees: trials of an earlier search never count for this one; a run on the engine is not repeated after a kill; an
+unfit expert or image leaves the sample, is noted, and the search begins again without it.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ ON_ENGINE = "search on the engine"  # a stage
 
 @dataclass(slots=True)
 class AllocationStep:
-    """One line's. ``failed``: experts that cannot be served, with the reason; those that the search finds join them.
-
-    ``notes`` are for the profile's reader.
-    """
+    """Allocation of one line. ``failed``: experts that cannot be served, and why; the search adds to it."""
 
     config: LineConfig
     box: Box

@@ -40,7 +40,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What the simulator says: how long the trace takes, and how long its executors are busy together."""
+    """By the simulator: seconds of the trace, and busy seconds of its executors together."""
 
     seconds: float
     busy_s: float
@@ -48,7 +48,7 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """What no schedule is faster than: the compute alone, and the bytes that were missing at the start alone."""
+    """Least seconds of any schedule: for computing alone, and for reading the bytes missing at the start alone."""
 
     compute_s: float
     io_s: float
@@ -269,7 +269,7 @@ def _cells(row: PolicyRow) -> tuple[str, ...]:
 
 
 def _remarks(row: PolicyRow) -> list[str]:
-    """Targets, and whatever makes a row less than comparable."""
+    """Targets, and caveats that make a row less comparable."""
     figures = row.medians
     remarks = [f"target     {row.policy}: {target.what} {target.wanted}: {target.remark}" for target in row.targets]
     if figures.others_fraction > QUIET_FRACTION:
@@ -288,7 +288,7 @@ def busy_s(played: Played) -> float:
     return sum(each.busy_s for each in played.after.executors) - before
 
 
-def _median(column: Sequence[Any]) -> Any:  # noqa: ANN401  # of whatever a field holds
+def _median(column: Sequence[Any]) -> Any:  # noqa: ANN401  # a field of any type
     first = column[0]
     if first is None or isinstance(first, str):
         return first

@@ -131,7 +131,7 @@ def _compared(measurement: Measurement) -> tuple[str, str]:
 
 
 def _statements(recipe: LineRecipe) -> tuple[str, ...]:
-    """What was generated, for whoever compares it with the paper."""
+    """The generated line, in words, for a comparison with the paper."""
     kinds = recipe.detector_architectures
     detectors = Counter(kinds[number % len(kinds)] for number in range(recipe.detectors))
     told = [f"{recipe.classifiers} {recipe.architecture} at {recipe.classifier_px} px"]

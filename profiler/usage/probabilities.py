@@ -42,7 +42,7 @@ NAMED = 3  # experts that a note names
 
 @dataclass(frozen=True, slots=True)
 class UsageFound:
-    """Usage probabilities, and what whoever relies on them should know, a sentence each."""
+    """Usage probabilities with caveats, a sentence each."""
 
     usage: UsageProfile
     notes: tuple[str, ...] = ()

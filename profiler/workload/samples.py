@@ -60,13 +60,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class LineSamples:
-    """Samples by expert; one without any is not in it. ``broken``: files that could not be decoded, and why.
+    """Samples by expert, without experts that have none. ``broken``: files that could not be decoded, and why.
 
-    ``calibrating``: by expert, images that forms of eight bits are calibrated on, an equal share of each label, and at
-    most half of those of one; where there are few, some of its samples are among them, and are not held out.
-    ``are_held_out``: whether these are (``held_out``).
-    ``mix``: by component, at most MOST_IN_MIX, with labels as rare as among its files in every beginning of it; those
-    that no expert was given are not decoded yet: ask ``Checked``.
+    ``calibrating``: by expert, images to calibrate forms of eight bits, an equal share of each label and at most half
+    of an expert's; of few images some are samples, too, and not held out. ``are_held_out``: these are ``held_out()``.
+    ``mix``: by component at most MOST_IN_MIX, labels as rare as among its files in every beginning; images without an
+    expert are not decoded yet: ask ``Checked``.
     """
 
     by_expert: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
@@ -102,7 +101,7 @@ class LineSamples:
         return self.by_expert.get(expert, ())
 
     def held_out(self) -> LineSamples:
-        """The same without images that anything is calibrated on: what it may be judged by."""
+        """Without images of the calibration: only these may judge it."""
         seen = {expert: {sample.path for sample in samples} for expert, samples in self.calibrating.items()}
         by_expert = {
             expert: tuple(sample for sample in samples if sample.path not in seen.get(expert, ()))
@@ -111,10 +110,9 @@ class LineSamples:
         return replace(self, by_expert=by_expert, are_held_out=True)
 
     def sha256(self, experts: Iterable[str]) -> str:
-        """Which samples these experts have: a digest of their paths, sizes and times of change.
+        """Digest of these experts' samples: paths, sizes and times of change.
 
-        Of those that are held out, with what they are held out from, and how calibrations are found: what is judged by
-        them was made of that.
+        Held-out samples add the calibration's images and its format, as these made the form that they judge.
         """
         names = sorted(experts)
         parts = [[expert, *_stamp(sample.path)] for expert in names for sample in self.of(expert)]
@@ -124,7 +122,7 @@ class LineSamples:
 
 
 def stamps_sha256(samples: Iterable[Sample]) -> str:
-    """Which images these are: a digest of their paths, sizes and times of change."""
+    """Digest of the images' paths, sizes and times of change."""
     return hashlib.sha256(json.dumps([_stamp(sample.path) for sample in samples]).encode()).hexdigest()
 
 
@@ -137,7 +135,7 @@ def described(samples: Sequence[Sample]) -> str:
 
 
 def is_synthetic(text: str) -> bool:
-    """Whether this is what ``described`` says, perhaps with more behind it, where there are no samples."""
+    """True for ``described`` of no samples, with or without a suffix."""
     return text.split(";")[0] == SYNTHETIC
 
 
@@ -241,7 +239,7 @@ class _Search:
 
 
 class Checked:
-    """Which samples decode; each file is asked once, however many experts share it. ``broken``: which do not."""
+    """Decodes each sample once for all experts. ``broken``: files that do not decode."""
 
     def __init__(self) -> None:
         self.broken: dict[Path, ImageError] = {}
@@ -263,7 +261,7 @@ class Checked:
 
 
 def _calibrating(found: Sequence[Sample]) -> tuple[Sample, ...]:
-    """The last of each component and label, in turn: half of them at most. What has no label is on an agent's shelf."""
+    """The last of each component and label (or shelf), in turn: at most half of them."""
     groups: defaultdict[tuple[str, str], list[Sample]] = defaultdict(list)
     for sample in found:
         groups[sample.component, sample.label or sample.folder].append(sample)
@@ -272,7 +270,7 @@ def _calibrating(found: Sequence[Sample]) -> tuple[Sample, ...]:
 
 
 def _stamp(path: Path) -> list[str | int]:
-    """What changes with a file; of one that has gone meanwhile only its path."""
+    """Path, size and time of change; only the path of a file that has gone."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -292,7 +290,7 @@ def _files_below(folder: Path) -> Iterator[str]:
 
 
 def _read_by(naming: Naming, folder: Path, relpath: str) -> ImageName:
-    """What a file shows. Raises ValueError with the reason, and what ``read_sidecar`` raises."""
+    """Raises ValueError with the reason, and as ``read_sidecar`` does."""
     if not naming.has_sidecars:
         return naming.read(_as_it_came(relpath))
     return naming.read_beside(folder / sidecar_of(relpath), "its sidecar")
@@ -308,7 +306,7 @@ def _as_it_came(relpath: str) -> str:
 
 
 def _spread(samples: Iterable[Sample]) -> list[Sample]:
-    """The samples in an order of which every beginning is spread evenly over all their names."""
+    """Order in which every beginning is spread evenly over all names."""
     named = sorted(samples, key=lambda sample: sample.path)
     return [named[place] for place in sorted(range(len(named)), key=lambda place: place * GOLDEN % 1.0)]
 

@@ -71,9 +71,9 @@ class Texts:
         return cls(token_ids, counted)
 
     def misspelt(self, letters: Tensor, share: float, generator: torch.Generator) -> Texts:
-        """The same with a share of the questions' letters, but no digit, replaced by any other.
+        """The texts with a share of the questions' letters, but no digit, replaced at random.
 
-        Who learns from such questions cannot know them by heart, and so understands those that are new.
+        A model cannot memorise such questions, and so understands new ones.
         """
         drawn = torch.rand(self.token_ids.shape, generator=generator)
         asked = ~self.counted & torch.isin(self.token_ids, letters)

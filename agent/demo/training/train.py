@@ -79,8 +79,8 @@ def synthetic_plan() -> TrainingPlan:
 def real_plan(crops: Sequence[LabelledCrop]) -> TrainingPlan:
     """For crops of real boards: classifiers only; turned and mirrored unless a label speaks of orientation.
 
-    No anomaly expert: the one trained here learns what good parts look like at each place of their crops, and nobody
-    promises that those of a real board lie alike in theirs, nor that there are as many as it takes.
+    No anomaly expert: this training takes good parts that lie alike in their crops, and enough of them; real crops
+    promise neither.
     """
     turns = ORIENTED_LABELS.isdisjoint({crop.label for crop in crops})
     return TrainingPlan(ClassifierPlan(turns=turns), DetectorPlan({}))
@@ -182,12 +182,12 @@ def anomaly_id(component: str) -> str:
 
 
 def anomaly_route(trained: TrainedAnomaly) -> tuple[RouteStep, ...]:
-    """A measured part is judged by its anomaly expert alone; the threshold decides, and no further score."""
+    """The anomaly expert alone judges a measured part, by its threshold."""
     return (RouteStep(trained.expert.id, frozenset({OK})),)
 
 
 def classifier_target(crop: LabelledCrop, plan: TrainingPlan) -> str:
-    """What the classifier shall say: its detector's defect is none of its business, it passes such a part as ok."""
+    """Label that the classifier learns: it passes its detector's defect as ok."""
     detector = plan.detectors.shared_by.get(crop.component)
     return OK if detector is not None and crop.label == detector.defect else crop.label
 
@@ -211,7 +211,7 @@ def detector_id(detector: str) -> str:
 def answer_all(
     trained: TrainedModels, crops: Sequence[LabelledCrop], plan: TrainingPlan
 ) -> list[dict[str, Prediction]]:
-    """For each crop, what every expert of its component's route says of it."""
+    """For each crop the prediction of every expert on its component's route."""
     answers: list[dict[str, Prediction]] = [{} for _ in crops]
 
     def ask(expert: str, components: set[str], side_px: int, predict: Callable[[Tensor], list[Prediction]]) -> None:

@@ -1,8 +1,8 @@
-"""Several ways to do the same, timed in turn: what changes on the machine meanwhile touches all of them alike.
+"""Ways to do the same, timed in turn: changes of the machine touch all of them alike.
 
-Guarantees: each way runs once before anything counts; every round runs each way once, and begins with the one after
-that which began the last, so that nobody always follows the same one. Between two runs lies a pause: threads of other
-runtimes go on spinning for about a millisecond after their last operator, on the cores of whoever comes next.
+Guarantees: each way runs once before any time counts; every round runs each way once, in rotated order, so no way
+always follows the same one. A pause lies between two runs: threads of other runtimes spin for about a millisecond after
+their last operator, on the cores of the next way.
 """
 
 from __future__ import annotations
@@ -46,10 +46,7 @@ class Times:
 
 
 def alternating(ways: Ways, rounds: int, clock: Clock | None = None, *, limit_s: float = math.inf) -> dict[str, Times]:
-    """The times of each way, of so many rounds, or of fewer where no more begins after ``limit_s``, but ROUNDS_LEAST.
-
-    Raises what a way raises.
-    """
+    """Times of each way; after ``limit_s`` no round begins beyond ROUNDS_LEAST. Raises what a way raises."""
     clock = clock or Clock()
     names = list(ways)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -65,7 +62,7 @@ def alternating(ways: Ways, rounds: int, clock: Clock | None = None, *, limit_s:
 
 
 def one_run(way: Callable[[], object], clock: Clock | None = None) -> float:
-    """How long it takes once, after a pause."""
+    """Seconds of one run, after a pause."""
     clock = clock or Clock()
     clock.sleep(PAUSE_S)
     started_s = clock.now_s()
