@@ -1,9 +1,8 @@
-"""Makes the archive that installs CoServe where there is no network: ``make bundle``.
+"""Makes the archive that installs CoServe without a network: ``make bundle``.
 
-It holds a wheel of every package in the version that this Python's environment has, so that what was tested is what is
-installed; a pip to install them with; install.sh; what the archive is about (BUNDLE); the licences that bind those who
-pass it on (LICENCES); and a sha256 of everything. It is a plain tar: wheels are compressed already, and a box needs
-nothing to unpack it.
+It holds a wheel of every package in this environment's version, so that the tested versions are installed; a pip;
+install.sh; a description (BUNDLE); licences that bind a distributor (LICENCES); and a sha256 of each file. It is a
+plain tar: wheels are compressed already, and a box needs nothing to unpack it.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def constraints() -> str:
 
 
 def collect_wheels(folder: Path, has_cuda: bool) -> list[Path]:
-    """A wheel of everything that CoServe needs on this platform. Raises SystemExit where that cannot be had."""
+    """A wheel of every package that CoServe needs here. Raises SystemExit where one is missing."""
     shutil.rmtree(
         ROOT / "build", ignore_errors=True
     )  # setuptools would pack modules that are gone, but still lie there
@@ -87,7 +86,6 @@ def glibc_needed(wheels: Iterable[Path]) -> tuple[int, int]:
 
 
 def installed_bytes(wheels: Iterable[Path]) -> int:
-    """What an installation takes on the disk, about."""
     sizes = (entry.file_size for wheel in wheels for entry in zipfile.ZipFile(wheel).infolist())
     return int(sum(sizes) * BYTECODE)
 
@@ -129,13 +127,12 @@ def write_archive(out: Path, wheels: list[Path], version: str, imports: Iterable
 
 
 def sha256(file: Path) -> str:
-    """Of a file's content, in hexadecimal."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Without who made it, and when."""
+    """Without owner and time."""
     entry.uid = entry.gid = entry.mtime = 0
     entry.uname = entry.gname = ""
     entry.mode = 0o755 if entry.name.endswith(".sh") else 0o644
@@ -143,7 +140,6 @@ def anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def advice(archive: Path) -> str:
-    """Its size, and how it gets to the box."""
     size = archive.stat().st_size
     lines = [f"{archive}: {size / 1e9:.2f} GB", f"on the box: tar xf {archive.name} && sudo {archive.stem}/install.sh"]
     if size > PART:

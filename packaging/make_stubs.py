@@ -35,7 +35,6 @@ def make_stubs() -> None:
 
 
 def _as_kept(stub: str, source: str) -> str:
-    """A stub as it is checked in."""
     package = str(Path(source).parent).replace("/", ".")
     stub = re.sub(rf"^from {re.escape(package)} import", "from agent.api.proto import", stub, flags=re.MULTILINE)
     if source in SHARED:

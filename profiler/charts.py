@@ -142,12 +142,7 @@ def _draw(axes: Axes, series: Series, number: int) -> None:
 
 
 def _draw_bars(
-    axes: Axes,
-    kind: str,
-    number: int,
-    heights: Sequence[float | None],
-    offset: float,
-    width: float,
+    axes: Axes, kind: str, number: int, heights: Sequence[float | None], offset: float, width: float
 ) -> BarContainer:
     return axes.bar(
         [place + offset for place in range(len(heights))],
@@ -162,7 +157,6 @@ def _draw_bars(
 
 
 def _short(value: float) -> str:
-    """A figure over a bar: short, so that it does not run into the next one's."""
     if value == int(value) or abs(value) >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if abs(value) >= 1 else f"{value:.2g}"

@@ -30,7 +30,6 @@ def text_table(lines: Iterable[Sequence[object]], layout: str | None = None) -> 
 
 
 def markdown_table(lines: Iterable[Sequence[str]]) -> str:
-    """The same in Markdown."""
     header, *rows = lines
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))
 

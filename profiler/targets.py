@@ -22,35 +22,28 @@ class Target:
 
     @property
     def verdict(self) -> str:
-        """In a table's cell."""
         return "" if self.reached is None else "reached" if self.reached else "SHORT"
 
     @property
     def remark(self) -> str:
-        """At the end of a line of its own."""
         return "reached" if self.reached else "SHORT of its target"
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        """Of a table."""
         return self.what, self.wanted, self.found, self.verdict
 
 
 def at_least(what: str, found: float, least: float) -> Target:
-    """Reached from ``least`` on."""
     return Target(what, f"at least {least:g}", f"{found:.3g}", found >= least)
 
 
 def at_most(what: str, found: float, most: float) -> Target:
-    """A fraction, reached up to ``most``."""
     return Target(what, f"at most {most:.1%}", f"{found:.2%}", found <= most)
 
 
 def targets_text(targets: Iterable[Target]) -> str:
-    """For a terminal."""
     return text_table(target.cells for target in targets)
 
 
 def targets_table(targets: Iterable[Target]) -> str:
-    """In Markdown."""
     return markdown_table([("what", "to reach", "here", ""), *(target.cells for target in targets)])

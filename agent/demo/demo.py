@@ -114,7 +114,6 @@ class DemoReport:
     anomalies: tuple[AnomalyReport, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
         plain = asdict(self)
         plain["line_file"] = str(self.line_file)
         plain["picture"] = str(self.picture) if self.picture else None
@@ -164,7 +163,6 @@ def fresh_folder(directory: Path) -> Path:
 
 
 def held_out_boards(seed: int, progress: Progress) -> Iterator[RenderedBoard]:
-    """Boards that no training crop comes from."""
     for number in range(HELD_OUT_BOARDS):
         yield render_board(seed * 1000 + 500 + number, DEFECT_RATE, f"B{number + 1:03d}", MEASURED_DEFECT_RATE)
         progress("render held-out boards", number + 1, HELD_OUT_BOARDS)
@@ -313,7 +311,6 @@ def report(
     judged: Judged,
     seconds: float,
 ) -> DemoReport:
-    """Hold the verdicts against the truth."""
     said = [(specimen, judged.verdicts[specimen.file.name]) for specimen in specimens]
     verdicts = [verdict.verdict for _, verdict in said]
     truth = [Verdict.OK if specimen.label == OK else Verdict.NG for specimen, _ in said]
@@ -347,7 +344,6 @@ def report(
 
 
 def anomaly_report(trained: TrainedAnomaly, said: Sequence[tuple[Specimen, PartVerdict]]) -> AnomalyReport:
-    """Hold one anomaly expert's verdicts against the truth."""
     own = [(specimen.label != OK, verdict) for specimen, verdict in said if specimen.component == trained.component]
     return AnomalyReport(
         expert=trained.expert.id,
@@ -364,17 +360,16 @@ def anomaly_report(trained: TrainedAnomaly, said: Sequence[tuple[Specimen, PartV
 
 
 def known_label(specimen: Specimen, verdict: PartVerdict) -> str:
-    """The true label, as far as who judged it has a word for it: anomaly experts tell no defect from another."""
+    """True label in the judge's words: anomaly experts tell no defect from another."""
     return ANOMALY_LABELS[1] if verdict.anomaly is not None and specimen.label != OK else specimen.label
 
 
 def shown_label(verdict: PartVerdict) -> str:
-    """A part that passed its whole route is ``ok``, whatever its last expert calls that."""
+    """``ok`` for a part that passed its whole route, else its last expert's label."""
     return OK if verdict.verdict is Verdict.OK else verdict.label
 
 
 def anomaly_rows(shown: DemoReport) -> Iterator[tuple[str, str]]:
-    """What the closing table says of each anomaly expert."""
     if not shown.anomalies:
         yield "anomaly expert", "none: of crops that are given nobody knows whether good parts lie alike in them"
     for each in shown.anomalies:
@@ -385,7 +380,6 @@ def anomaly_rows(shown: DemoReport) -> Iterator[tuple[str, str]]:
 
 
 def show_report(shown: DemoReport) -> None:
-    """The closing table, and what to type next."""
     mib = partial(sizes.mib, form=",.0f")
     held_bytes = shown.grown_bytes - shown.left_bytes
     within = held_bytes <= shown.budget_bytes * (1 + MEMORY_TOLERANCE)

@@ -55,5 +55,4 @@ def write_held_out(directory: Path, crops: Iterable[LabelledCrop]) -> tuple[Spec
 
 
 def file_name(board: str, component: str, ref: str) -> str:
-    """What the line's intake pattern takes apart again."""
     return f"{board}_{component}_{ref}.png"

@@ -1,4 +1,4 @@
-"""The line file of a demo: its experts, routes and boards, with comments for who reads it next."""
+"""Line file of a demo: experts, routes and boards, with comments for its reader."""
 
 from __future__ import annotations
 
@@ -91,5 +91,4 @@ def scalar(text: str) -> str:
 
 
 def synthetic_board() -> dict[str, int]:
-    """The quantities of the rendered product."""
     return {component.name: component.quantity for component in synthetic_components()}

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], None]  # stage, done, total
 
-ROUTE = "auto"  # who is asked by nobody's name
+ROUTE = "auto"  # of questions that name no expert
 MANUAL, SUMS = "txt/manual", "txt/sums"
 MEMORY_BYTES = 256 * sizes.MEBIBYTE
 AT_ONCE = 16
@@ -74,7 +74,6 @@ class TextDemoReport:
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
         return {**asdict(self), "line_file": str(self.line_file)}
 
 
@@ -125,7 +124,6 @@ def run_text_demo(
 def write_models(
     folder: Path, subjects: Mapping[str, Questions], plan: TextPlan, seed: int, progress: Progress
 ) -> None:
-    """Train one model for each subject, and write it where the line file says."""
     characters = Characters.of(one for each in subjects.values() for one in (*each.training, *each.held_out))
     with torch_threads(TRAINING_THREADS):
         trained = train_pair(subjects, characters, plan, seed, progress)
@@ -139,7 +137,7 @@ def directory_of(expert: str) -> str:
 
 
 def line_yaml() -> str:
-    """The line file of both, with comments for who reads it next."""
+    """Line file of both, with comments for its reader."""
     experts = "\n".join(
         f"  {name}: {{architecture: llm, weights: {scalar(directory_of(name))}}}" for name in (MANUAL, SUMS)
     )
@@ -157,7 +155,6 @@ def line_yaml() -> str:
 
 
 def show_answers(service: LineService, subjects: Mapping[str, Questions], show: Callable[[str], None]) -> None:
-    """A few questions to each expert, by turns, one after the other."""
     for pair in zip(*(subject.held_out[:SHOWN] for subject in subjects.values()), strict=True):
         for question in pair:
             show(f"> {question.text}\n")
@@ -166,14 +163,12 @@ def show_answers(service: LineService, subjects: Mapping[str, Questions], show: 
 
 
 def ask_held_out(service: LineService, subjects: Mapping[str, Questions], progress: Progress) -> Asked:
-    """All that neither of them ever saw, both experts' mixed."""
     held_out = [(number, one) for each in subjects.values() for number, one in enumerate(each.held_out)]
     mixed = [one for _, one in sorted(held_out, key=lambda pair: pair[0])]
     return ask_all(service.desk, ROUTE, mixed, AT_ONCE, lambda done: progress("answer held-out", done, len(mixed)))
 
 
 def expert_bytes(config: LineConfig) -> dict[str, int]:
-    """The memory that each expert would take alone."""
     manifests = packed_manifests(config)
     return {name: max(held_bytes([one.packed]) for one in each) for name, each in manifests.items()}
 
@@ -185,7 +180,6 @@ def _subject(name: str, subject: Questions, answers: Sequence[Answer]) -> Subjec
 
 
 def show_text_report(shown: TextDemoReport) -> None:
-    """The closing table, and what to type next."""
     mib = partial(sizes.mib, form=",.1f")
     table = Table(title="Answers to questions that the experts never saw", show_header=False, box=None)
     for subject in shown.subjects:

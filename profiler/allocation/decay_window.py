@@ -51,14 +51,11 @@ class SearchEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """From so many experts to so many."""
-
     lower: int
     upper: int
 
     @property
     def middle(self) -> int:
-        """Half-way, rounded up."""
         return (self.lower + self.upper + 1) // 2
 
 

@@ -17,8 +17,6 @@ DECLINES = 2  # in a row: more executors only get in one another's way (section 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorCounts:
-    """So many executors of the device and of the CPU."""
-
     device: int
     cpu: int
 

@@ -91,7 +91,6 @@ def search_allocation(
 
 
 def executors_of(box: Box, counts: ExecutorCounts) -> tuple[ExecutorSpec, ...]:
-    """So many executors of a box, the device's first."""
     device = next((processor for processor in box.processors if processor != "cpu"), "cpu")
     return executors_on(box, [device] * counts.device + ["cpu"] * counts.cpu)
 
@@ -111,7 +110,6 @@ class _Search:
     _runs: dict[tuple[tuple[ExecutorSpec, ...], tuple[PoolSpec, ...]], float] = field(default_factory=dict)
 
     def executors(self) -> tuple[ExecutorSpec, ...]:
-        """The line's own, or the best of a sweep."""
         is_alone = PRESETS[self.config.policy].assigning is Assigning.FIRST
         if self.config.executors is not None or is_alone:
             return self._profiled(executor_specs(self.config, self.box))
@@ -129,7 +127,6 @@ class _Search:
         return executors_of(self.box, sweep.best)
 
     def split(self, executors: tuple[ExecutorSpec, ...]) -> tuple[PoolSpec, ...]:
-        """How the memories are shared out."""
         self._require(executors)
         split = self._casual(executors)
         for place, needs in reversed(list(enumerate(self.needs(executors)))):
@@ -138,12 +135,10 @@ class _Search:
         return split
 
     def needs(self, executors: Sequence[ExecutorSpec]) -> list[MemoryNeeds]:
-        """What each memory must and can hold."""
         pinned = pinned_experts(self.config)
         return [*memory_needs(self.budgets, executors, self.device, pinned, self.config.texts.kv).values()]
 
     def run(self, executors: tuple[ExecutorSpec, ...], pools: tuple[PoolSpec, ...]) -> float:
-        """The throughput of one configuration."""
         key = (executors, pools)
         if key not in self._runs:
             self._runs[key] = self.throughput(executors, pools)

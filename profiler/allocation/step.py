@@ -1,8 +1,7 @@
-"""The last step of a profile: how the memories are split, and how many executors there are (CoServe, section 4.4).
+"""Last step of a profile: the split of the memories and the number of executors (CoServe, section 4.4).
 
-Guarantees: the trials of an earlier search are never taken for this one's; a run that was made on the engine is not
-made again after a kill; an expert or an image that turns out unfit leaves the sample and is noted, and the search
-begins again without it.
+Guarantees: trials of an earlier search never count for this one; a run on the engine is not repeated after a kill; an
+unfit expert or image leaves the sample, is noted, and the search begins again without it.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ ON_ENGINE = "search on the engine"  # a stage
 
 @dataclass(slots=True)
 class AllocationStep:
-    """One line's. ``failed``: experts that cannot be served, with the reason; those that the search finds join them.
-
-    ``notes`` are for the profile's reader.
-    """
+    """Allocation of one line. ``failed``: experts that cannot be served, and why; the search adds to it."""
 
     config: LineConfig
     box: Box
@@ -86,13 +82,7 @@ class AllocationStep:
             runs = SearchRuns(self.draft, self.config, self.box, interim, trace)
             try:
                 found = search_on_engine(
-                    self.config,
-                    runs.box,
-                    interim,
-                    trace,
-                    self.options,
-                    self.failed,
-                    counted.remembered_by(runs),
+                    self.config, runs.box, interim, trace, self.options, self.failed, counted.remembered_by(runs)
                 )
                 counted.end()
                 self.notes += images.notes()
@@ -137,15 +127,12 @@ class _SearchImages:
         self._unfit: dict[Path, str] = {}  # those that broke after they were checked
 
     def by_component(self) -> dict[str, Iterator[Path]]:
-        """The sound ones, each component's from its first."""
         return {component: self._sound(samples) for component, samples in self._mix.items()}
 
     def leave_out(self, unfit: Mapping[Path, str]) -> None:
-        """Do not show these again. ``unfit``: why, of each."""
         self._unfit |= unfit
 
     def notes(self) -> Iterator[str]:
-        """What was left out, for the profile's reader."""
         left_out = {path: error.message for path, error in self._checked.broken.items()} | self._unfit
         for path, reason in sorted(left_out.items()):
             said = f"sample image {path} was left out of the search: {reason}"
@@ -163,7 +150,6 @@ class _CountedRuns:
         self._runs = 0
 
     def remembered_by(self, runs: SearchRuns) -> Callable[[Throughput], Throughput]:
-        """Runs that are remembered are not made, and not told."""
         return lambda throughput: runs.remembered(self._told(throughput))
 
     def _told(self, throughput: Throughput) -> Throughput:

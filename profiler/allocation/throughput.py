@@ -125,11 +125,7 @@ def busy_interval_s(device: PerformanceMatrix, executors: Mapping[str, int]) -> 
 
 
 def simulated_throughput(
-    config: LineConfig,
-    box: Box,
-    profile: StoredProfile,
-    trace: Sequence[Arrival],
-    without: Mapping[str, str] = NOTHING,
+    config: LineConfig, box: Box, profile: StoredProfile, trace: Sequence[Arrival], without: Mapping[str, str] = NOTHING
 ) -> Throughput:
     """By the simulator: seconds instead of hours. Raises ConfigError for what cannot be simulated."""
     scenario = scenario_of(config.catalog.graph, profile, trace)

@@ -64,7 +64,6 @@ class JournalCost:
 
     @property
     def target(self) -> Target:
-        """At most five per cent of the throughput."""
         return at_most("the journal's cost, of the throughput", self.cost, TARGET_COST)
 
 
@@ -88,7 +87,6 @@ class JournaledRequests(Requests):
         self._store.accept([entry], self._contents[id(image)], enter)
 
     def collect(self, progress: Callable[[int, int], None] = lambda *_: None) -> list[Ended]:
-        """As ``Requests.collect``."""
         for _ in range(self._sent):
             self._entered.acquire()
         return super().collect(progress)
@@ -140,7 +138,6 @@ def measure_journal(
 
 
 def report(cost: JournalCost) -> str:
-    """For a terminal."""
     error = "" if cost.error is None else f", standard error {cost.error:.2%}"
     rows = [
         ("", "images/s"),
@@ -155,7 +152,6 @@ def report(cost: JournalCost) -> str:
 
 
 def encoded(image: NDArray[np.uint8]) -> bytes:
-    """An image as a camera would send it."""
     file = io.BytesIO()
     Image.fromarray(image).save(file, "PNG", compress_level=1)
     return file.getvalue()
@@ -169,7 +165,6 @@ def _played(
     options: RunOptions,
     is_journaled: bool,
 ) -> tuple[float, str]:
-    """Images a second, and on which machine."""
     agent_options = AgentOptions(loop=LoopOptions(ssd_bytes_per_s=options.ssd_bytes_per_s))
     with ExitStack() as ending:
         requests = None

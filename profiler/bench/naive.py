@@ -115,7 +115,7 @@ class NaiveServer:
     def play(self, trace: Sequence[Arrival], images: Sequence[NDArray[np.uint8]]) -> NaivePlayed:
         """Serve a trace, each request at its time or as soon after it as the ones before allow.
 
-        Whatever was played before, memory holds the most used models and no other ones when the clock starts.
+        Memory holds exactly the most used models when the clock starts.
         """
         with ThreadPoolExecutor(1, "naive", use_threads, (self.threads,)) as thread:
             return thread.submit(self._play, trace, images).result()
@@ -216,7 +216,6 @@ def drop_from_cache(file: Path) -> None:
 
 
 def _saved(expert: Expert, path: Path) -> Path:
-    """The expert's weights in torch's own format, on the disk."""
     from experts.backends.state_dict import fit
     from experts.backends.weight_files import read_state_dict
 

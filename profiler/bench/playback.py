@@ -67,7 +67,6 @@ class Playback:
         return released
 
     def next_wakeup_s(self) -> float | None:
-        """Never: only events bring a playback on."""
         return None
 
     def statistics(self) -> EngineStatistics:
@@ -92,7 +91,6 @@ class Playback:
         )
 
     def check_invariants(self) -> None:
-        """Every memory keeps to its budget. Raises AssertionError naming one that does not."""
         for pool in self._recording.statistics.pools:
             used_bytes = self._used_bytes[pool.name]
             assert used_bytes <= pool.expert_bytes, f"{pool.name}: {used_bytes} bytes of {pool.expert_bytes}"

@@ -133,7 +133,6 @@ class _Bench:
         self._bandwidths: list[float] = []
 
     def run(self) -> Measurement:
-        """All rounds."""
         repeats = self._options.repeats
         self._progress(WARMING_UP, 0, 1)
         agent, work = self._warm_up()
@@ -160,7 +159,6 @@ class _Bench:
         )
 
     def _is_held(self) -> bool:
-        """Were loads slowed down to a rate that the SSD itself exceeds?"""
         rate = self._options.ssd_bytes_per_s
         return rate is not None and statistics.median(self._bandwidths) >= rate
 
@@ -178,7 +176,6 @@ class _Bench:
             return stage.agent, work_of(played, self._images)
 
     def _bandwidth(self, agent: Agent) -> float:
-        """The SSD's at this moment, or the rate that loads are held to where that is lower."""
         bandwidth = min(measure_bandwidth(agent), self._options.ssd_bytes_per_s or float("inf"))
         self._bandwidths.append(bandwidth)
         return bandwidth
@@ -244,21 +241,17 @@ class _Floors:
 
     @property
     def notes(self) -> list[str]:
-        """What is not as it should be."""
         return [each.note for found in self._found.values() for each in found if each.note]
 
     def measure(self, agent: Agent) -> None:
-        """Once more, on the executors that this agent has or had; nothing where no roofline is wanted."""
         if self._is_wanted:
             found = measure_compute(agent, self._work, self._progress)
             self._found.setdefault(tuple(agent.setup.executors), []).append(found)
 
     def of(self, agent: Agent) -> Sequence[Compute]:
-        """What was measured on this agent's executors."""
         return self._found.get(tuple(agent.setup.executors), ())
 
     def seconds(self, agent: Agent) -> float | None:
-        """Their mean; None where no roofline is wanted."""
         found = self.of(agent)
         return statistics.fmean(each.seconds for each in found) if found else None
 
@@ -296,7 +289,6 @@ def precision_text(agent: Agent) -> str:
 
 
 def machine(agent: Agent) -> str:
-    """What this was measured on: the box, its cores, the versions that matter."""
     return f"{agent.box.model}, {agent.box.name}, {agent.box.cores} cores, {software()}"
 
 

@@ -54,11 +54,9 @@ class Comparison:
     planned: Mapping[str, float]
 
     def error(self, policy: str) -> float:
-        """How far the plan was off: planned over measured, less one."""
         return self.planned[policy] / self.images_per_s(policy) - 1
 
     def images_per_s(self, policy: str) -> float:
-        """As measured, the median of all rounds."""
         return self.measured.row(policy).medians.images_per_s
 
 
@@ -74,12 +72,10 @@ class Proof:
 
     @property
     def comparisons(self) -> tuple[Comparison, ...]:
-        """All of them, in the order in which they were run."""
         return self.fp32, self.held, self.bf16
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """Each figure beside what it should reach."""
         ours, naive = self.fp32.images_per_s(OURS), self.fp32.images_per_s(NAIVE)
         fraction = self.fp32.measured.row(OURS).medians.roofline_fraction or 0.0
         over_samba = f"{ours / self.fp32.images_per_s(SAMBA):.2f}"

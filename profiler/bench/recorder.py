@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlace:
-    """A copy in one memory."""
-
     pool: str
     copy: str
 
@@ -62,7 +60,6 @@ class Recording:
 
     @property
     def batches(self) -> tuple[Batch, ...]:
-        """In the order they were started."""
         return tuple(due.effect.batch for due in self.dues if isinstance(due.effect, StartBatch))
 
 
@@ -86,7 +83,6 @@ class Recorder(DeciderAround):
         self._failure: str | None = None
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """As the other one does."""
         effects = self._decider.handle(event, now)
         if isinstance(event, events.Arrived):
             self._arrived += 1

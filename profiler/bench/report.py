@@ -67,7 +67,6 @@ class Findings:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """Each figure beside what it should reach, as whoever measured it judges it."""
         return (
             *self.proof.targets,
             *(target for times in self.loads for target in times.targets),
@@ -174,7 +173,6 @@ def _proof_section(proof: Proof, folder: Path) -> str:
 
 
 def _plan_table(proof: Proof) -> str:
-    """What `coserve plan` said before, beside what came."""
     lines = [
         (each.title, policy, f"{planned:.2f}", f"{each.images_per_s(policy):.2f}", f"{each.error(policy):+.1%}")
         for each in proof.comparisons

@@ -52,7 +52,7 @@ READ_BYTES = 1_500_000_000  # enough to tell the drive's speed
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a trace asked of experts: one entry for each step of each request, and the image it was about."""
+    """Work of a trace: one entry for each step of each request, with its image."""
 
     experts: tuple[str, ...]
     images: tuple[NDArray[np.uint8], ...]
@@ -69,7 +69,7 @@ class Compute:
 
     @property
     def note(self) -> str:
-        """What is not as it should be; empty when nothing is."""
+        """Caveat for the reader; empty for none."""
         parts = []
         if self.substituted:
             parts.append(f"{self.substituted} steps ran on other experts of their kind: memory cannot hold all")
@@ -212,7 +212,7 @@ def _held(agent: Agent, work: Work, sizes: Mapping[str, int], kinds: Mapping[str
 
 
 def _substitutes(work: Work, held: Sequence[str], kinds: Mapping[str, Kind]) -> dict[str, str]:
-    """Who runs each expert's requests: itself, or in turn those of its kind that are held, the least used first."""
+    """Expert that runs each expert's requests: itself, or in turn the held ones of its kind, the least used first."""
     turns = {
         kind: cycle([expert for expert in reversed(held) if kinds[expert] == kind])
         for kind in {kinds[expert] for expert in held}

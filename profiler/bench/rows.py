@@ -40,7 +40,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What the simulator says: how long the trace takes, and how long its executors are busy together."""
+    """By the simulator: seconds of the trace, and busy seconds of its executors together."""
 
     seconds: float
     busy_s: float
@@ -48,14 +48,13 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """What no schedule is faster than: the compute alone, and the bytes that were missing at the start alone."""
+    """Least seconds of any schedule: for computing alone, and for reading the bytes missing at the start alone."""
 
     compute_s: float
     io_s: float
 
     @property
     def seconds(self) -> float:
-        """The larger of the two."""
         return max(self.compute_s, self.io_s)
 
 
@@ -109,7 +108,6 @@ class PolicyRow:
 
     @property
     def outputs_agree(self) -> bool:
-        """Did every run judge every request alike?"""
         return len({run.outputs_sha256 for run in self.runs}) == 1
 
     @property
@@ -154,24 +152,20 @@ class Measurement:
     notes: tuple[str, ...]
 
     def row(self, policy: str) -> PolicyRow:
-        """One policy's. Raises KeyError for one that was not run."""
         return {row.policy: row for row in self.rows}[policy]
 
     def as_json(self) -> dict[str, Any]:
-        """One object, ``rows`` first."""
         return {"rows": [row.as_json() for row in self.rows]} | {
             one.name: getattr(self, one.name) for one in fields(self) if one.name != "rows"
         }
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
-    """The value that this fraction of them does not exceed."""
     ordered = sorted(values)
     return ordered[min(int(len(ordered) * fraction), len(ordered) - 1)]
 
 
 def engine_figures(played: Played, unknown: int, digest: str, predicted: Predicted, floor: Floor | None) -> Figures:
-    """The figures of a trace on the real engine."""
     requests = len(played.outcomes)
     decision_us = [decision.seconds * 1e6 for decision in played.decisions]
     managing = [decision.cpu_s for decision in played.decisions if decision.is_expert_management]
@@ -275,7 +269,7 @@ def _cells(row: PolicyRow) -> tuple[str, ...]:
 
 
 def _remarks(row: PolicyRow) -> list[str]:
-    """Targets, and whatever makes a row less than comparable."""
+    """Targets, and caveats that make a row less comparable."""
     figures = row.medians
     remarks = [f"target     {row.policy}: {target.what} {target.wanted}: {target.remark}" for target in row.targets]
     if figures.others_fraction > QUIET_FRACTION:
@@ -290,12 +284,11 @@ def _remarks(row: PolicyRow) -> list[str]:
 
 
 def busy_s(played: Played) -> float:
-    """How long all executors together were busy with a trace."""
     before = sum(each.busy_s for each in played.before.executors)
     return sum(each.busy_s for each in played.after.executors) - before
 
 
-def _median(column: Sequence[Any]) -> Any:  # noqa: ANN401  # of whatever a field holds
+def _median(column: Sequence[Any]) -> Any:  # noqa: ANN401  # a field of any type
     first = column[0]
     if first is None or isinstance(first, str):
         return first

@@ -113,7 +113,6 @@ def scaled_table(measurement: Measurement) -> str:
 
 
 def scaled_json(measurement: Measurement) -> dict[str, Any]:
-    """As the measurement is, each row with the task and the device that rows of tasks have."""
     found = measurement.as_json()
     named = {"task": TASK, "device": measurement.machine}
     return found | {"rows": [named | row for row in found["rows"]]}
@@ -132,7 +131,7 @@ def _compared(measurement: Measurement) -> tuple[str, str]:
 
 
 def _statements(recipe: LineRecipe) -> tuple[str, ...]:
-    """What was generated, for whoever compares it with the paper."""
+    """The generated line, in words, for a comparison with the paper."""
     kinds = recipe.detector_architectures
     detectors = Counter(kinds[number % len(kinds)] for number in range(recipe.detectors))
     told = [f"{recipe.classifiers} {recipe.architecture} at {recipe.classifier_px} px"]

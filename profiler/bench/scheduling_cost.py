@@ -77,8 +77,6 @@ class SchedulingCost:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A run and its playback."""
-
     recording: Recording
     scheduled: Played
     played_back: Played

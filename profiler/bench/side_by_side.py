@@ -70,14 +70,12 @@ def _rounds(measured: Sequence[Measurement]) -> Measurement:
 
 
 def _row(rows: Sequence[PolicyRow]) -> PolicyRow:
-    """One policy's rounds as one row."""
     runs = tuple(run for row in rows for run in row.runs)
     reasons = tuple(dict.fromkeys(reason for row in rows for reason in row.unknown_reasons))
     return replace(rows[0], runs=runs, medians=medians(runs), unknown_reasons=reasons)
 
 
 def _ran_in(measured: Measurement) -> str:
-    """What the engine's rows ran in; empty where there are none."""
     return next((row.precision for row in measured.rows if row.policy != NAIVE), "")
 
 

@@ -59,7 +59,6 @@ def disk_explained(*, resumes: bool = False) -> Iterator[None]:
 
 
 def from_here(path: Path) -> Path:
-    """As it would be typed in the current folder, where it lies below that."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 

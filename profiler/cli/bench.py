@@ -43,7 +43,7 @@ class LineByDefault(TyperGroup):
     """``bench LINE.yaml ...`` runs the line; ``bench NAME ...`` the benchmark of that name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401  # a class that typer keeps moving
-        """Put the hidden command's name in front of whatever is not one."""
+        """Puts the hidden command's name in front of arguments that name no command."""
         if args and args[0] not in self.commands and args[0] not in {"--help", "--version"}:
             args = [LINE, *args]
         return super().parse_args(ctx, args)
@@ -373,9 +373,7 @@ def overhead(
 
 @bench_app.command()
 def start(
-    directory: Directory = None,
-    starts: Annotated[int, typer.Option(min=1)] = 3,
-    as_json: AsJson = False,
+    directory: Directory = None, starts: Annotated[int, typer.Option(min=1)] = 3, as_json: AsJson = False
 ) -> None:
     """How soon an agent without experts to speak of is ready, and what it holds then."""
     from profiler.bench.parts.starting import measure_start, report

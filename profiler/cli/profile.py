@@ -113,7 +113,6 @@ def profile(
 
 
 def _tell(done: Profiled, *, as_json: bool) -> None:
-    """What was found, and where it lies."""
     from profiler.profiling.report import profile_charts, profile_json, profile_table
 
     for note in done.notes:

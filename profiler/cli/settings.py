@@ -99,7 +99,6 @@ def precisions_in_turn(text: str | None) -> tuple[GivenPrecision, ...]:
 
 
 def new_precision(text: str) -> GivenPrecision:
-    """That of a line that is generated. Raises ConfigError."""
     return given_precision(text) or "auto"
 
 

@@ -1,12 +1,12 @@
-"""Does an expert decide the same in another precision? Outputs side by side on the same samples, and how to choose.
+"""Compares an expert's verdicts in two precisions on the same samples.
 
-Two outputs agree where every step of a route that asks the expert comes to the same: label, way on and verdict, by its
-``min_score`` (experts.graph judges). Beside that the same labels hold, boxes are of the same labels, each at the same
-place (IoU of OVERLAP_LEAST), and scores differ by no more than TOLERANCE: a drift that no sample happens to turn shows
-there. What neither can judge is left out; what only one of the two can judge differs.
+Two outputs agree where each route step of the expert gives the same label, next expert and verdict (experts.graph
+judges), the same labels hold, boxes have the same labels at the same places (IoU of OVERLAP_LEAST), and scores differ
+by at most TOLERANCE: scores show a drift that turns no sample. An image that neither precision can judge is left out;
+an image that only one can judge differs.
 
-One expert is proven by LEAST_IMAGES of its own images, all of which agree: with n of them it decides otherwise on fewer
-than 3/n of such images, at 95 % (the rule of three). What speaks for one expert says nothing of another.
+LEAST_IMAGES of an expert's own images, all in agreement, prove it: with n of them it decides otherwise on fewer than
+3/n of such images, at 95 % (the rule of three). A proof holds for that expert alone.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ BATCH = 4  # images at a time; how many does not matter to what is compared
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far two outputs on one image are apart. ``score``: the most that two scores of the same labels differ."""
+    """Difference of two outputs on one image. ``score``: the largest difference of two scores of the same labels."""
 
     is_same: bool
     score: float
 
 
 def candidate_precisions(architecture: str, processor: str) -> tuple[Precision, ...]:
-    """The precisions to try for an architecture, fp32 first: those that its backend packs and the processor runs.
+    """Precisions that the backend packs and the processor runs, fp32 first; without int8, which line files give.
 
-    int8 is not tried: language models run in it where the line says so. Raises BackendUnavailable.
+    Raises BackendUnavailable.
     """
     known, runs_on_cpu = backend_for(architecture).precisions, torch_device(processor) == "cpu"
     able = (each for each in Precision if each in known and (runs_on_cpu or not each.is_cpu_only))
@@ -76,10 +76,9 @@ def compare(
     other: Sequence[ExpertCopy],
     tolerance: float = TOLERANCE,
 ) -> list[Agreement]:
-    """Each expert of one kind in fp32 and in another precision, on the samples of its own; no samples, no images.
+    """Agreements of experts of one kind in fp32 and in another precision, each on its own samples.
 
-    An expert that is in ``fp32`` and not in ``other`` differs on all its samples. Raises ValueError without a copy in
-    ``other``, as there is no precision then.
+    An expert without a copy in ``other`` differs on all its samples. Raises ValueError for an empty ``other``.
     """
     if not other:
         raise ValueError("no copy in another precision")
@@ -104,15 +103,15 @@ def compare(
 
 
 def terms_sha256(samples: LineSamples, graph: ExpertGraph, expert: Expert) -> str:
-    """What an agreement is of, beside weights: the samples, and all that makes an output a verdict."""
+    """Digest of the samples and of everything that turns an output into a verdict; weights are apart."""
     told = f"{samples.sha256([expert.id])} {verdict_sha256(graph, expert)}"
     return hashlib.sha256(told.encode()).hexdigest()
 
 
 def image_s(kind: KindProfile) -> float:
-    """Predicted seconds per image: SHARE_OF_ONE of them alone, the rest in batches of COMPARED_BATCH at most.
+    """Seconds per image: SHARE_OF_ONE of them alone, the rest in batches of at most COMPARED_BATCH.
 
-    Of language models: beside that, of COMPARED_TOKENS that are read, and as many that are written.
+    Language models: plus COMPARED_TOKENS read and as many written.
     """
     tokens_s = COMPARED_TOKENS * (kind.K_prompt_s + kind.K_output_s)
     together = kind.B_s / min(kind.max_batch, COMPARED_BATCH)
@@ -120,12 +119,11 @@ def image_s(kind: KindProfile) -> float:
 
 
 def is_clearly_faster(kind: KindProfile, reference: KindProfile) -> bool:
-    """By more than timing is off: what the middle half of both kinds' repeats spans, LEAST_GAIN at least."""
+    """By more than the noise (the span of the repeats' middle half, of both kinds) and more than LEAST_GAIN."""
     return image_s(kind) < (1 - max(LEAST_GAIN, _spread(kind) + _spread(reference))) * image_s(reference)
 
 
 def _spread(kind: KindProfile) -> float:
-    """Of a batch's repeats, the middle half, against their median: of the size where it is the largest."""
     return max((_middle_half(sorted(batch.seconds)) for batch in kind.batches), default=0.0)
 
 
@@ -137,7 +135,7 @@ def _middle_half(seconds: Sequence[float]) -> float:
 def difference(
     fp32: Prediction, other: Prediction, steps: Callable[[Prediction], object] = lambda prediction: prediction.label
 ) -> Difference:
-    """Two outputs on one image. ``steps``: what the routes that ask make of an output."""
+    """``steps``: what the expert's routes make of an output."""
     if steps(fp32) != steps(other) or _held(fp32) != _held(other) or not _are_boxes_same(fp32.boxes, other.boxes):
         return Difference(is_same=False, score=0.0)
     scores = zip(_scores(fp32), _scores(other), strict=True)
@@ -151,7 +149,7 @@ def compared(
     fp32: Sequence[Prediction | None],
     other: Sequence[Prediction | None],
 ) -> Iterator[Difference]:
-    """One for each of an expert's samples that is judged in one of the two."""
+    """One for each sample that is judged in at least one precision."""
     for sample, expected, found in zip(samples, fp32, other, strict=True):
         if expected is not None and found is not None:
             yield difference(expected, found, partial(_steps, graph, sample.component, expert))
@@ -160,7 +158,6 @@ def compared(
 
 
 def _steps(graph: ExpertGraph, component: str, expert: str, prediction: Prediction) -> list[object]:
-    """Where each step that asks the expert goes from there: label, next expert, verdict."""
     ends = (graph.judge(component, step, prediction) for step in graph.turns(component, expert))
     return [prediction.label, *((end.label, end.next_expert, end.verdict) for end in ends)]
 
@@ -175,14 +172,17 @@ def _apart(
 
 
 def judged(rig: MeasuringRig, copy: ExpertCopy | None, samples: Sequence[Sample]) -> list[Prediction | None]:
-    """A copy's word on each image; None where it has none, and everywhere when it cannot be loaded."""
+    """A copy's prediction for each image; None where an image fails, and for all when the copy cannot be loaded."""
     if copy is None:
         return [None] * len(samples)
     try:
         rig.bring(copy)
         found: list[Prediction | None] = []
         for start in range(0, len(samples), BATCH):
-            found += _judged_batch(rig, copy, samples[start : start + BATCH])
+            batch = samples[start : start + BATCH]
+            answer = rig.attempt(copy, [ImageFile(sample.path, sample.max_pixels) for sample in batch])
+            results = [None] * len(batch) if isinstance(answer, BatchFailed) else answer.results
+            found += [None if isinstance(result, Rejected) else result for result in results]
         return found
     except ExpertError as error:
         logger.warning("cannot_compare copy=%s reason=%s", copy.name, error.message)
@@ -191,19 +191,12 @@ def judged(rig: MeasuringRig, copy: ExpertCopy | None, samples: Sequence[Sample]
         rig.clear()
 
 
-def _judged_batch(rig: MeasuringRig, copy: ExpertCopy, samples: Sequence[Sample]) -> list[Prediction | None]:
-    answer = rig.attempt(copy, [ImageFile(sample.path, sample.max_pixels) for sample in samples])
-    if isinstance(answer, BatchFailed):
-        return [None] * len(samples)
-    return [None if isinstance(result, Rejected) else result for result in answer.results]
-
-
 def _held(prediction: Prediction) -> list[str]:
     return [output.label for output in prediction.outputs if output.holds]
 
 
 def _are_boxes_same(fp32: Sequence[BoundingBox], other: Sequence[BoundingBox]) -> bool:
-    """Each has one of its label at its place, and none is left: the nearest that is still free."""
+    """Pairs each box with the unpaired one of its label that overlaps most; true where none is left over."""
     left = list(other)
     for box in fp32:
         near = max((each for each in left if each.label == box.label), key=partial(_overlap, box), default=None)
@@ -223,6 +216,5 @@ def _overlap(one: BoundingBox, other: BoundingBox) -> float:
 
 
 def _scores(prediction: Prediction) -> list[float]:
-    """The deciding score, those of the outputs, then those of the boxes: by label, the highest first."""
     boxes = sorted((box.label, -box.score) for box in prediction.boxes)
     return [prediction.score, *(each.score for each in prediction.outputs), *(-negative for _, negative in boxes)]

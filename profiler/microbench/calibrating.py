@@ -1,8 +1,7 @@
-"""Calibrates experts of a line: observes the ranges of their values on sample images, for forms of eight bits.
+"""Calibrates experts for forms of eight bits: observes the ranges of their activations on sample images.
 
-Guarantees: no expert is calibrated on an image that it is judged by, nor on images that show one label only, whose
-ranges say nothing of what the others look like; why one is not is told, once. A calibration of the same weights on the
-same images is left as it is.
+Guarantees: an expert is never calibrated on images that judge it, nor on images of one label, whose ranges do not cover
+the others; the reason is told once. A calibration of the same weights on the same images stays.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Calibrating:
         self._reasons: dict[str, str | None] = {}
 
     def why_not(self, expert: Expert) -> str | None:
-        """Why an expert has no eight-bit form that these samples can judge; it is calibrated now if it was not yet."""
+        """Why these samples cannot judge an eight-bit form of the expert; calibrates it on the first call."""
         if expert.id not in self._reasons:
             try:
                 self._reasons[expert.id] = self._calibrated(expert)
@@ -52,7 +51,7 @@ class Calibrating:
         return self._reasons[expert.id]
 
     def has_form(self, expert: Expert) -> bool:
-        """Whether an agent runs it in eight bits: it is calibrated on these samples, or was on others."""
+        """Whether an agent runs the expert in eight bits: calibrated on these samples or on earlier ones."""
         if self.why_not(expert) is None:
             return True
         try:
@@ -79,7 +78,6 @@ class Calibrating:
 
 
 def _labels(images: Sequence[Sample]) -> tuple[str, ...]:
-    """What the images show: their labels, or else the folders that an agent put them in."""
     return tuple(sorted({sample.label or sample.folder for sample in images}))
 
 
@@ -96,7 +94,7 @@ def _too_few(labels: Sequence[str]) -> str:
 
 
 def _batches(expert: Expert, images: Sequence[Sample]) -> Iterator[Tensor]:
-    """Raises ImageError for one that cannot be read any more."""
+    """Raises ImageError for an image that has gone."""
     for start in range(0, len(images), BATCH):
         few = images[start : start + BATCH]
         decoded = (decode_image(sample.path, str(sample.path), sample.max_pixels) for sample in few)

@@ -1,9 +1,9 @@
-"""What images cost before their batches, and whether an expert says the same of JPEGs that are made smaller meanwhile.
+"""Times decoding and preparation, and proves for which experts JPEGs may be decoded smaller.
 
-Each expert's samples are read, decoded and prepared as the agent does it, on one thread. Of JPEGs that are large enough
-to be decoded to a half, a quarter or an eighth of their sides (``experts.images.reduction``), both ways are timed, and
-the expert is asked about both: it has them smaller only where it decides alike on every one and its scores differ by
-no more than the tolerance, as of a form of its weights. Without such samples it has all pixels.
+Each expert's samples are read, decoded and prepared as the agent does it, on one thread. JPEGs that can be decoded to a
+half, a quarter or an eighth of their sides (``experts.images.reduction``) are timed and judged both ways. An expert
+gets them smaller only where it decides alike on each, with scores within the tolerance. Without such samples it gets
+all pixels.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.runtime.expert_copy import ExpertCopy
-    from agent.runtime.measuring.rig import MeasuringRig
-    from experts.expert import Expert, Prediction
+    from experts.expert import Expert
     from experts.graph import ExpertGraph
     from profiler.microbench.kinds import Bench
     from profiler.workload.samples import Sample
@@ -33,7 +32,7 @@ MOST_COMPARED = 8  # samples of one expert: a photograph takes a quarter of a se
 
 
 class DecodingBench:
-    """Measures the experts of one bench; experts that are shown the same images alike share their times."""
+    """Measures the experts of one bench; experts with equal images and preparation share times."""
 
     def __init__(self, bench: Bench, graph: ExpertGraph, tolerance: float) -> None:
         self._bench = bench
@@ -42,12 +41,11 @@ class DecodingBench:
         self._times: dict[tuple[Path, str], tuple[_Timed, _Timed | None]] = {}
 
     def of_sha256(self, copy: ExpertCopy) -> str:
-        """What a measurement is of: the expert's packed weights, its samples, and what makes its verdicts."""
         told = f"{packed_sha256(copy.packed)} {terms_sha256(self._bench.samples, self._graph, copy.expert)}"
         return hashlib.sha256(told.encode()).hexdigest()
 
     def measure(self, copy: ExpertCopy) -> ImageDecoding | None:
-        """One expert; None where it has no samples. Raises ImageError for one that has gone or changed meanwhile."""
+        """None for an expert without samples. Raises ImageError for a sample that has gone or changed meanwhile."""
         samples = self._bench.samples.of(copy.expert.id)[:MOST_COMPARED]
         if not samples or copy.expert.takes_texts:
             return None
@@ -68,7 +66,6 @@ class DecodingBench:
         )
 
     def _timed(self, sample: Sample, expert: Expert) -> tuple[_Timed, _Timed | None]:
-        """With all pixels, and made smaller where it can be."""
         key = (sample.path, f"{expert.architecture} {expert.pixels}")
         if key not in self._times:
             full, least = _Timed(sample, expert, None), least_pixels(expert)
@@ -77,26 +74,20 @@ class DecodingBench:
         return self._times[key]
 
     def _difference(self, copy: ExpertCopy, samples: Sequence[Sample]) -> tuple[int, float]:
-        """On how many images the labels differ, and by how much scores do at the most on the others."""
+        """Count of images with other labels, and the largest difference of scores on the others."""
         if not samples:
             return 0, 0.0
         with self._bench.rig([copy]).opened() as rig:
             expected = judged(rig, copy, samples)
-            found = _judged_smaller(rig, copy, samples)
+            rig.scale_images(copy)
+            found = judged(rig, copy, samples)
         apart = list(compared(self._graph, copy.expert.id, samples, expected, found))
         if not apart:
-            return len(samples), 0.0  # it judged none of them: nothing is proven
+            return len(samples), 0.0  # no sample was judged: nothing is proven
         return sum(not each.is_same for each in apart), max(each.score for each in apart)
 
 
-def _judged_smaller(rig: MeasuringRig, copy: ExpertCopy, samples: Sequence[Sample]) -> list[Prediction | None]:
-    rig.scale_images(copy)
-    return judged(rig, copy, samples)
-
-
 class _Timed:
-    """One image on its way from its file to what an expert sees."""
-
     def __init__(self, sample: Sample, expert: Expert, least: tuple[int, int] | None) -> None:
         started = time.perf_counter()
         image = decode_image(sample.path, str(sample.path), sample.max_pixels, least=least)

@@ -51,7 +51,6 @@ class Fit:
     error: float
 
     def latency_s(self, batch_size: int) -> float:
-        """Seconds of one batch by the line."""
         return self.K_s * batch_size + self.B_s
 
 
@@ -69,8 +68,6 @@ class WorkspaceFit:
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """One batch size: its time, and how much it counts."""
-
     size: int
     value: float
     weight: float
@@ -152,13 +149,11 @@ def fit_workspace(batches: Sequence[BatchTimes]) -> WorkspaceFit:
 
 
 def _deviation(seconds: Sequence[float]) -> float:
-    """The standard deviation that a normal distribution with the same median absolute deviation has."""
     middle = median(seconds)
     return MAD_TO_DEVIATION * median(abs(each - middle) for each in seconds)
 
 
 def _times(batches: Sequence[BatchTimes]) -> dict[int, float]:
-    """What each size takes, ascending."""
     found = {batch.batch_size: typical_s(batch.seconds) for batch in batches if batch.seconds}
     if not found:
         raise ValueError("no batch was measured")
@@ -179,10 +174,7 @@ def _constrained_lines(points: Sequence[_Point]) -> list[tuple[float, float]]:
         return [(slope, mean - slope * mean_size)]
     squares = sum(point.weight * point.size**2 for point in points)
     products = sum(point.weight * point.size * (point.value - LEAST_S) for point in points)
-    return [
-        (LEAST_S, max(mean - LEAST_S * mean_size, LEAST_S)),
-        (max(products / squares, LEAST_S), LEAST_S),
-    ]
+    return [(LEAST_S, max(mean - LEAST_S * mean_size, LEAST_S)), (max(products / squares, LEAST_S), LEAST_S)]
 
 
 def _squares(points: Sequence[_Point], slope: float, intercept: float) -> float:
@@ -235,7 +227,6 @@ def _hull_slope(points: Sequence[tuple[int, int]], at: float) -> float:
 
 
 def _is_under(left: tuple[int, int], middle: tuple[int, int], right: tuple[int, int]) -> bool:
-    """Does the middle point lie on or under the line between the others?"""
     rise_to_middle = (middle[1] - left[1]) * (right[0] - left[0])
     rise_to_right = (right[1] - left[1]) * (middle[0] - left[0])
     return rise_to_middle <= rise_to_right

@@ -65,7 +65,6 @@ class Bench:
     meter: Callable[[str], WorkspaceMeter | None] = meter_for
 
     def rig(self, copies: Sequence[ExpertCopy]) -> MeasuringRig:
-        """What loads and runs these copies, one at a time."""
         return MeasuringRig(self.box, self.processor, copies, self.segments, self.threads)
 
 

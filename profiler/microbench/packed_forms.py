@@ -1,8 +1,8 @@
-"""The forms that a line's experts are packed in while it is profiled: what to try, what to compare with, what to keep.
+"""Packs a line's experts while it is profiled: forms to try, to compare with, to keep.
 
-Guarantees: every expert lies packed in its reference, which is fp32 unless the line file gives another precision; in
-further forms only those lie packed that are asked for, and after ``keep`` only those that the agent will run. An expert
-that cannot be packed is told once, and stops no other.
+Guarantees: every expert is packed in its reference, which is fp32 unless the line file gives another precision, and in
+the further forms that are asked for; after ``keep`` only in forms that the agent will run. An expert that cannot be
+packed is told once, and stops no other.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ MISSING_RUNTIME = "install it, or take the experts that need it off the line"
 
 
 class LinePacking:
-    """A line's packed weights. ``failed``: experts that cannot be served, and why.
+    """A line's packed weights. ``failed``: experts that cannot be served, and why; later steps add to it.
 
-    Those are the ones that cannot be packed in their reference, or in no form that they are to run in. Whoever finds
-    another reason adds it. ``notes``: why others cannot be packed in a form that was to be tried, each reason once.
-    Models that are larger than the memories of ``box`` are held as its agent holds them.
+    Packing adds experts that lack their reference, or every form that they are to run in. ``notes``: why others cannot
+    be packed in a form to be tried, each reason once. Models larger than the memories of ``box`` are held as on its
+    agent.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class LinePacking:
         self._progress = progress
 
     def reference(self, expert: str) -> Precision:
-        """The form that every expert is packed in: others are compared with it."""
+        """Form that the expert is always packed in, and that others are compared with."""
         described = self._config.catalog.experts[expert]
         if described.precision is not None:
             return described.precision
@@ -80,11 +80,11 @@ class LinePacking:
         return given.plain if described.takes_texts else self.runs_in(expert, given)
 
     def why_not_calibrated(self, expert: str) -> str | None:
-        """Why an expert has no form of eight bits that its samples can judge; it is calibrated where it can be."""
+        """As ``Calibrating.why_not``, which calibrates the expert where it can."""
         return self._calibrating.why_not(self._config.catalog.experts[expert])
 
     def runs_in(self, expert: str, form: Precision) -> Precision:
-        """The form, or what an agent runs in its place: the CPU may lack it, and eight bits want calibration."""
+        """The form, or the plain form that an agent runs where the CPU lacks it or a calibration is missing."""
         if runs_as(form) is not form:
             return form.plain
         if form is not Precision.ONEDNN_INT8 or self._calibrating.has_form(self._config.catalog.experts[expert]):
@@ -92,14 +92,10 @@ class LinePacking:
         return form.plain
 
     def references(self, copies: Copies) -> list[ExpertCopy]:
-        """The copies in their experts' references."""
         return [copy for form in copies for copy in copies[form] if form == self.reference(copy.expert.id)]
 
     def representatives(self, processors: Sequence[str]) -> dict[str, set[Precision]]:
-        """A few experts of each kind, those with samples first, and the forms to try: they stand for all others of it.
-
-        Raises ConfigError for a runtime that is not there.
-        """
+        """A few experts of each kind and the forms to try; experts with samples first. Raises ConfigError."""
         found: defaultdict[tuple[str, str | None], list[str]] = defaultdict(list)
         for name, expert in self._config.catalog.experts.items():
             own = name if family(expert.architecture) in GRAPH_FAMILIES else None
@@ -108,10 +104,7 @@ class LinePacking:
         return {name: self._forms(name, processors) for names in ordered for name in names[:REPRESENTATIVES]}
 
     def pack(self, wanted: Mapping[str, set[Precision]], stage: str | None = "pack") -> Copies:
-        """The line's copies in the forms wanted and in the reference, by form.
-
-        ``stage``: what progress calls it; None for what is there already, and takes no time.
-        """
+        """Copies of all experts in references and wanted forms, by form. ``stage``: for progress; None: silent."""
         experts = self._config.catalog.experts
         tried = {name: {self.runs_in(name, form) for form in wanted.get(name, ())} for name in experts}
         forms = {name: tried[name] | {self.reference(name)} for name in experts}
@@ -136,7 +129,7 @@ class LinePacking:
         return found if self._box is None else as_held(self._config, self._box, found)
 
     def keep(self, forms: Mapping[str, set[Precision]]) -> list[ExpertCopy]:
-        """Pack every expert as it will run, forget its other forms; the copies. ``forms``: of all that run."""
+        """Packs every expert in the ``forms`` that it runs in, forgets its others, and returns the copies."""
         references = self.references(self.pack({}, None))
         wanted = {copy.expert.id: forms[copy.expert.id] for copy in references if forms.get(copy.expert.id)}
         copies = self.pack(wanted, "pack as chosen")
@@ -149,7 +142,7 @@ class LinePacking:
         return standing
 
     def _forms(self, expert: str, processors: Iterable[str]) -> set[Precision]:
-        """What an expert may run in: what the line file gives, else all that its backend has."""
+        """Form that the line file gives, else all of the backend."""
         described = self._config.catalog.experts[expert]
         if described.precision is not None:
             return {described.precision}
@@ -166,7 +159,7 @@ class LinePacking:
 
 
 def as_held(config: LineConfig, box: Box, copies: Copies) -> Copies:
-    """The copies with as many of their moe_experts as an agent would have them hold: all, where there is room."""
+    """Copies with as many moe_experts as an agent holds: all, where there is room."""
     executors = executor_specs(config, box)
 
     def sizes(listed: Mapping[str, Sequence[ExpertCopy]]) -> PerformanceMatrix:
@@ -182,9 +175,9 @@ def as_held(config: LineConfig, box: Box, copies: Copies) -> Copies:
 def refuse_what_never_fits(
     config: LineConfig, box: Box, processors: Iterable[str], copies: Iterable[ExpertCopy]
 ) -> None:
-    """Raises ConfigError for every expert that in none of these forms fits into a memory that it could run from.
+    """Raises ConfigError naming each expert that fits in no form into a memory that it could run from.
 
-    To be asked before anything is timed; what batches and pinned experts take beside it is known only later.
+    Called before anything is timed; the room of batches and pinned experts is known later.
     """
     least: dict[str, int] = {}
     for copy in copies:

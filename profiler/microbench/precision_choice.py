@@ -1,18 +1,16 @@
-"""Which form each expert of a line runs in on a processor (``precision: auto``): the fastest that is proven for it.
+"""Form of each expert on each processor (``precision: auto``): the fastest that is proven for the expert.
 
-A form is proven for an expert by samples of its own (``agreement``); forms are asked in the order of their times at the
-batches that occur, as far as they are clearly faster than the reference, and again when weights, samples, thresholds
-or routes are others than they were. Whoever has too few samples runs in fp32, as do experts that join later: also the
-forms of the same numbers are not taken unproven, as their operators make 0 of what is no number where torch's say so.
-Experts that share tensors run alike, in what is proven for all of them: each further form would hold the tensors again.
+An expert's own samples prove a form (``agreement``). Forms that are clearly faster than fp32 are tried, fastest first,
+and again once weights, samples, thresholds or routes have changed. Experts with too few samples, and experts that join
+later, run in fp32. Other forms of fp32 need a proof too: their operators turn NaN into 0 where torch's keep it.
+Experts that share tensors run in one form, proven for all of them: a second form would hold the tensors twice.
 
-What the line file gives is taken as the agent takes it, with a profile or without: a kind that does not run in it is
-left off the processor, as is one of which no form may be taken.
+A form that the line file gives is taken as the agent takes it. A kind that does not run in that form is left off the
+processor, as is a kind without any proven form.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -43,17 +41,21 @@ COMPARED_FRACTION = 0.8  # of the free memory: an exact copy that takes more is 
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """What experts run in on one processor: by kind, and where there is a choice each expert's own."""
+class Forms:
+    """Chosen forms by (kind, processor), and each expert's own by (expert, processor), as in ``StoredProfile``."""
 
-    kinds: Mapping[str, str]
-    experts: tuple[ExpertForm, ...]
+    kinds: dict[tuple[str, str], str]
+    experts: dict[tuple[str, str], ExpertForm]
+
+    def of(self, copy: ExpertCopy, processor: str) -> str | None:
+        own = self.experts.get((copy.expert.id, processor))
+        return self.kinds.get((copy.kind, processor)) if own is None else own.precision
 
 
 class PrecisionChoice:
     """The choice of one profiling run; comparisons are saved in the draft.
 
-    ``notes``: who stays in the reference, or is left off a processor, and why.
+    ``notes``: experts that stay in the reference or are left off a processor, and why.
     """
 
     def __init__(
@@ -72,37 +74,34 @@ class PrecisionChoice:
         self._progress = progress
 
     def forget_changed(self, references: Sequence[ExpertCopy]) -> None:
-        """Give up agreements of experts that came, or have other weights than when they were found."""
+        """Invalidate agreements of experts that are new or have other weights."""
         then = self._draft.packed()
         now = {(copy.expert.id, str(copy.packed.precision)): packed_sha256(copy.packed) for copy in references}
         changed = {name for (name, form), digest in now.items() if then.get((name, form)) != digest}
         for each in self._draft.agreements():
             if each.expert in changed:
                 self._draft.save_agreement(replace(each, images=0))
-        self._draft.save_packed({**then, **now})  # after them: were it killed between, they are given up once more
+        self._draft.save_packed({**then, **now})  # last: killed before, a run invalidates again
 
-    def on(self, bench: Bench, references: Sequence[ExpertCopy]) -> Chosen:
-        """What runs of all that was measured on the bench's processor, but for what is left off it."""
-        measured: defaultdict[str, list[KindProfile]] = defaultdict(list)
-        for each in self._draft.kinds():
-            if each.processor == bench.processor:
-                measured[each.kind].append(each)
-        kinds: dict[str, str] = {}
-        experts: list[ExpertForm] = []
-        for kind, listed in by_kind(references).items():
-            if not measured[kind]:
-                continue
-            if listed[0].expert.precision is not None or self._config.precision_beside(listed[0].expert) is not None:
-                form = self._given(bench, measured[kind], listed)
-            else:
-                form, own = self._fastest_that_are_proven(bench, measured[kind], listed)
-                experts += own
-            if form is not None:
-                kinds[kind] = form
-        return Chosen(kinds, tuple(experts))
+    def on(self, benches: Sequence[Bench], references: Sequence[ExpertCopy]) -> Forms:
+        """Form of each expert on each bench's processor; a kind that may not run on one is left off it."""
+        chosen, measured = Forms({}, {}), self._draft.kinds()
+        for bench in benches:
+            for kind, listed in by_kind(references).items():
+                profiles = [each for each in measured if (each.kind, each.processor) == (kind, bench.processor)]
+                if not profiles:
+                    continue
+                if listed[0].expert.precision or self._config.precision_beside(listed[0].expert):
+                    form = self._given(bench, profiles, listed)
+                else:
+                    form, own = self._fastest_that_are_proven(bench, profiles, listed)
+                    chosen.experts.update({(each.expert, each.processor): each for each in own})
+                if form is not None:
+                    chosen.kinds[kind, bench.processor] = form
+        return chosen
 
     def _given(self, bench: Bench, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]) -> str | None:
-        """The form that the agent runs by the line file; None where the kind does not run in it."""
+        """Form that the line file gives; None where the kind does not run in that form."""
         form = precision_of(self._config, references[0].expert.id, bench.processor, None, None)
         if runs_as(form) is not form:
             told = f"{references[0].kind} on {bench.processor} runs in {form.plain}, not in {form}"
@@ -120,7 +119,7 @@ class PrecisionChoice:
         return None
 
     def _given_eight_bits(self, bench: Bench, references: Sequence[ExpertCopy]) -> Precision:
-        """The form of the kind: experts that are not calibrated run in another, as the agent has it; that is told."""
+        """Form of the kind; experts without calibration run in its plain form, as on the agent, and are noted."""
         form = Precision.ONEDNN_INT8
         without = {
             copy.expert.id: self._packing.why_not_calibrated(copy.expert.id)
@@ -133,122 +132,123 @@ class PrecisionChoice:
         return form.plain if len(without) == len(references) else form
 
     def _tell_int8(self, bench: Bench, references: Sequence[ExpertCopy]) -> None:
-        """How much it differs: it is not chosen by that, but whoever chose it wants to know."""
-        wanted = {copy.expert.id: {Precision.FP32} for copy in references}
-        packed = self._packing.pack(wanted, f"pack fp32 for {bench.processor}: {references[0].kind}")
-        exact = [copy for copy in packed[Precision.FP32] if copy.expert.id in wanted]
+        """Note how far int8 is off fp32: the line file chose it, no comparison did."""
+        exact = self._in_form(bench, Precision.FP32, references)
         largest_bytes = max((copy.footprint.total_bytes for copy in exact), default=0)
         pool = bench.box.pool_of(bench.processor)
-        if not exact or largest_bytes > COMPARED_FRACTION * bench.box.size_of(pool).available_bytes:
-            reason = f"in fp32 it takes {mib(largest_bytes)}" if exact else "it cannot be packed in fp32"
-            self.notes.append(f"{references[0].kind} on {bench.processor} is not compared with fp32: {reason}")
+        if exact and largest_bytes <= COMPARED_FRACTION * bench.box.size_of(pool).available_bytes:
+            for each in self._compare_texts(bench, exact, references):
+                self._draft.save_agreement(each)
             return
-        found, told = compare_texts(bench, exact, references, self._tolerance)
-        for each in found:
-            self._draft.save_agreement(each)
-        self.notes.append(f"{references[0].kind} in int8 on {bench.processor} against fp32: {told}")
+        reason = f"in fp32 it takes {mib(largest_bytes)}" if exact else "it cannot be packed in fp32"
+        self.notes.append(f"{references[0].kind} on {bench.processor} is not compared with fp32: {reason}")
+
+    def _in_form(self, bench: Bench, form: Precision, references: Sequence[ExpertCopy]) -> list[ExpertCopy]:
+        """The same experts packed in another form, without those that cannot be."""
+        wanted = {copy.expert.id: {form} for copy in references}
+        packed = self._packing.pack(wanted, f"pack {form} for {bench.processor}: {references[0].kind}")
+        return [copy for copy in packed[form] if copy.expert.id in wanted]
+
+    def _compare_texts(self, bench: Bench, fp32: Sequence[ExpertCopy], others: Sequence[ExpertCopy]) -> list[Agreement]:
+        found, told = compare_texts(bench, fp32, others, self._tolerance)
+        form = others[0].packed.precision
+        self.notes.append(f"{fp32[0].kind} in {form} on {bench.processor} against fp32: {told}")
+        return found
 
     def _fastest_that_are_proven(
         self, bench: Bench, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]
     ) -> tuple[str | None, list[ExpertForm]]:
-        """The form of experts without one of their own, None for none; and each expert's."""
+        """Form of experts without one of their own (None: none may be taken), and each expert's."""
         self._tell_untried(bench, profiles, references)
         exact = next((each for each in profiles if each.precision == Precision.FP32), None)
         faster = [each for each in sorted(profiles, key=image_s) if exact is None or is_clearly_faster(each, exact)]
         proofs: dict[str, str] = {}
         whys: dict[str, str] = {}  # why experts are not in the fastest form
-        found: dict[str, tuple[Precision, str]] = {}
+        found: dict[str, Precision] = {}
         for form in (Precision(each.precision) for each in faster):
             left = [group for group in _groups(references) if group[0].expert.id not in found]
             asked = [copy for group in left for copy in group]
             refuted = self._refuted(bench, form, asked, proofs) if asked else {}
-            for group in left:
-                reasons = {copy.expert.id: refuted[copy.expert.id] for copy in group if copy.expert.id in refuted}
+            for names in ([copy.expert.id for copy in group] for group in left):
+                reasons = {name: refuted[name] for name in names if name in refuted}
                 if not reasons:
-                    found |= {copy.expert.id: (form, whys.get(copy.expert.id, "")) for copy in group}
-                for copy in group if reasons else ():
-                    name, (first, reason) = copy.expert.id, next(iter(reasons.items()))
+                    found |= dict.fromkeys(names, form)
+                    continue
+                first, reason = next(iter(reasons.items()))
+                for name in names:
                     told = reasons.get(name, f"it shares tensors with {first}, of which {reason}")
                     whys.setdefault(name, f"not in {form}: {told}")
         if exact is not None:
-            found = {copy.expert.id: (Precision.FP32, whys.get(copy.expert.id, "")) for copy in references} | found
+            found = {copy.expert.id: Precision.FP32 for copy in references} | found
         if not found:
             self._left_off(profiles[0], "fp32 does not run there, and no other precision is proven to agree with it")
         elif whys:
             told = f"{len(whys)} of the {len(references)} experts of {profiles[0].kind} on {bench.processor}"
             self.notes.append(f"{told} stay behind the fastest form: {_named(whys)}")
-        graph = self._config.catalog.graph
         own = [
             ExpertForm(
                 expert=name,
                 processor=bench.processor,
                 kind=copy.kind,
-                precision=form,
-                why=why or proofs.get(name, EXACT),
-                verdict_sha256=verdict_sha256(graph, copy.expert),
+                precision=found[name],
+                why=whys.get(name) or proofs.get(name, EXACT),
+                verdict_sha256=verdict_sha256(self._config.catalog.graph, copy.expert),
             )
             for copy in references
             if (name := copy.expert.id) in found
-            for form, why in [found[name]]
         ]
         return (None if exact is None else exact.precision), own
 
     def _refuted(
         self, bench: Bench, form: Precision, references: Sequence[ExpertCopy], proofs: dict[str, str]
     ) -> dict[str, str]:
-        """The experts that a form may not be taken for, and why; what speaks for the others joins ``proofs``."""
+        """Experts that a form is not proven for, and why; proofs of the others go into ``proofs``."""
         if form is Precision.ONEDNN_INT8:
             bench = replace(bench, samples=bench.samples.held_out())
         least = agreement.LEAST_IMAGES
+        known = {(each.expert, each.processor, each.precision): each for each in self._draft.agreements()}
         refuted: dict[str, str] = {}
-        asked = []
+        earlier: list[Agreement] = []
+        missing: list[ExpertCopy] = []
         for copy in references:
             name, images = copy.expert.id, len(bench.samples.of(copy.expert.id))
+            there = known.get((name, bench.processor, form))
             if not copy.expert.takes_texts and images < least:
                 refuted[name] = f"it has {images or 'no'} sample images for that, and a proof takes {least}{GIVE_MORE}"
             elif form is Precision.ONEDNN_INT8 and (reason := self._packing.why_not_calibrated(name)) is not None:
                 refuted[name] = reason
+            elif (
+                there is not None
+                and there.images
+                and (there.tolerance, there.of_sha256) == (self._tolerance, self._terms(bench, copy))
+            ):
+                earlier.append(there)
             else:
-                asked.append(copy)
-        known = {(each.expert, each.processor, each.precision): each for each in self._draft.agreements()}
-        earlier = {
-            copy.expert.id: each
-            for copy in asked
-            if (each := known.get((copy.expert.id, bench.processor, form))) is not None
-            and each.images
-            and (each.tolerance, each.of_sha256) == (self._tolerance, self._terms(bench, copy))
-        }
-        missing = [copy for copy in asked if copy.expert.id not in earlier]
-        others: list[ExpertCopy] = []
-        if missing:
-            told = f"pack {form} for {bench.processor}: {references[0].kind}"
-            wanted = {copy.expert.id: {form} for copy in missing}
-            others = [copy for copy in self._packing.pack(wanted, told)[form] if copy.expert.id in wanted]
-            lying = {copy.expert.id for copy in others}
-            refuted |= {name: "it cannot be packed in it" for name in wanted if name not in lying}
-        missing = [copy for copy in missing if copy.expert.id not in refuted]
-        found = [*earlier.values(), *self._compared(bench, form, missing, others)]
-        refuted = {copy.expert.id: "fp32 itself judges none of its samples" for copy in asked} | refuted
-        for each in found:
+                refuted[name] = "fp32 itself judges none of its samples"  # unless it is compared below
+                missing.append(copy)
+        others = self._in_form(bench, form, missing) if missing else []
+        lying = {copy.expert.id for copy in others}
+        refuted |= {copy.expert.id: "it cannot be packed in it" for copy in missing if copy.expert.id not in lying}
+        asked = [copy for copy in missing if copy.expert.id in lying]
+        for each in (*earlier, *self._compared(bench, form, asked, others)):
             if each.proves:
-                del refuted[each.expert]
+                refuted.pop(each.expert, None)
+                samples = f"{each.images} samples agree"
+                proofs[each.expert] = f"{samples}: at 95 % fewer than {3 / each.images:.1%} are decided otherwise"
             else:
                 refuted[each.expert] = _why_not(each)
-        proofs |= {each.expert: _why(each) for each in found if each.proves}
         return refuted
 
     def _compared(
         self, bench: Bench, form: Precision, references: Sequence[ExpertCopy], others: Sequence[ExpertCopy]
     ) -> list[Agreement]:
-        """Each asked on its own samples, and saved."""
+        """Agreements of these experts on their own samples, saved."""
         if not references:
             return []
-        kind = references[0].kind
-        stage = f"compare {form} on {bench.processor}: {kind}"
+        stage = f"compare {form} on {bench.processor}: {references[0].kind}"
         self._progress(stage, 0, 1)
         if references[0].expert.takes_texts:
-            found, told = compare_texts(bench, references, others, self._tolerance)
-            self.notes.append(f"{kind} in {form} on {bench.processor} against fp32: {told}")
+            found = self._compare_texts(bench, references, others)
         else:
             found = compare(bench, self._config.catalog.graph, references, others, self._tolerance)
         for each in found:
@@ -262,7 +262,7 @@ class PrecisionChoice:
         return terms_sha256(bench.samples, self._config.catalog.graph, copy.expert)
 
     def _tell_untried(self, bench: Bench, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]) -> None:
-        """That a kind with samples was not even timed in eight bits, as none of those that stand for it has them."""
+        """Note a kind with samples that was not timed in eight bits, as no representative is calibrated."""
         form, kind = Precision.ONEDNN_INT8, profiles[0]
         name = next((copy.expert.id for copy in references if bench.samples.of(copy.expert.id)), None)
         known = candidate_precisions(kind.architecture, bench.processor)
@@ -276,7 +276,7 @@ class PrecisionChoice:
 
 
 def _groups(references: Sequence[ExpertCopy]) -> list[list[ExpertCopy]]:
-    """Experts that share tensors in the reference, also by way of others; most share none and are alone."""
+    """Experts grouped by shared tensors of their references, transitively; most are alone."""
     found: list[tuple[set[str], list[ExpertCopy]]] = []
     for copy in references:
         held, together = {segment.sha256 for segment in copy.packed.shared}, [copy]
@@ -285,10 +285,6 @@ def _groups(references: Sequence[ExpertCopy]) -> list[list[ExpertCopy]]:
             held, together = held | group[0], [*group[1], *together]
         found.append((held, together))
     return [together for _, together in found]
-
-
-def _why(found: Agreement) -> str:
-    return f"{found.images} samples agree: at 95 % fewer than {3 / found.images:.1%} are decided otherwise"
 
 
 def _why_not(found: Agreement) -> str:
@@ -300,6 +296,5 @@ def _why_not(found: Agreement) -> str:
 
 
 def _named(reasons: Mapping[str, str | None]) -> str:
-    """The first expert with its reason, and how many more there are."""
     (name, reason), *others = reasons.items()
     return f"{name}: {reason}" + (f" (and {len(others)} more)" if others else "")

@@ -146,6 +146,5 @@ def try_setting(line: Path, copy: ExpertCopy, kind: KindProfile, setting: str) -
 
 
 def _waits(copy: ExpertCopy) -> bool:
-    """Does torch execute it, on images?"""
     by_others = copy.packed.precision == Precision.ONNXRUNTIME or family(copy.expert.architecture) in GRAPH_FAMILIES
     return not by_others and not copy.expert.takes_texts

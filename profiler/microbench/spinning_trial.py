@@ -28,7 +28,6 @@ MOST_RUNS = 60
 
 
 def main(line: Path, expert: str, precision: Precision, largest: int, threads: int) -> None:
-    """Time both sizes in turn, and tell."""
     config = read_line(line)
     (packed,) = (each.packed for each in packed_manifests(config)[expert] if each.packed.precision == precision)
     copy = ExpertCopy(copy_name(expert, precision), config.catalog.experts[expert], packed)

@@ -1,13 +1,12 @@
-"""Language models: what their tokens cost on one processor in one precision, and whether one precision says the same.
+"""Measures the tokens of language models on one processor in one precision, and compares two precisions.
 
-Guarantees: all is measured over the agent's own path, loads as of any expert, iterations over the very memory that a
-rig has loaded; texts are made up from a fixed seed, so that the same model is always asked the same.
+Guarantees: loads and iterations take the agent's own path, over the memory that a rig has loaded. Texts come from a
+fixed seed, so a model is always asked the same.
 
-Two precisions are compared on texts that fp32 writes itself: the model goes on from random prompts, always by the
-likeliest token, and the other precision reads what came of it. They agree where it finds the same token likeliest at
-each position, with a probability that differs by no more than TOLERANCE; a position at which fp32's own two likeliest
-tokens are closer than that decides nothing. That is stricter than equal answers: one token read otherwise, and a text
-goes another way.
+Two precisions are compared on texts that fp32 writes greedily from random prompts and the other precision reads. They
+agree where the same token is likeliest at each position, with probabilities within TOLERANCE; a position where fp32's
+two likeliest tokens are closer than that decides nothing. This is stricter than equal answers: one other token changes
+the rest of a text.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ TEXTS_SHA256 = hashlib.sha256(f"{TEXTS} {PROMPT_TOKENS} {WRITTEN_TOKENS} 0".enco
 def measure_texts(
     rig: MeasuringRig, bench: Bench, copy: ExpertCopy, copies: Sequence[ExpertCopy], meter: WorkspaceMeter | None
 ) -> KindProfile:
-    """A kind of language models, of which this one is measured. Raises ExpertError where it cannot be run."""
+    """Profile of a kind of language models, measured on ``copy``. Raises ExpertError where it cannot be run."""
     load_s = measure_loads(rig, alike(copy, copies))
     rig.bring(copy)
     with rig.model_of(copy) as model:
@@ -65,7 +64,7 @@ def measure_texts(
 
 
 def fails_at_texts(rig: MeasuringRig, copy: ExpertCopy) -> str | None:
-    """Why a model that the rig was brought does not read and write; None where it does."""
+    """Why a model on the rig does not read and write; None where it does."""
     try:
         with rig.model_of(copy) as model:
             timer = TextTimer(copy.expert.id, model, 0.0)
@@ -78,9 +77,9 @@ def fails_at_texts(rig: MeasuringRig, copy: ExpertCopy) -> str | None:
 def compare_texts(
     bench: Bench, fp32: Sequence[ExpertCopy], other: Sequence[ExpertCopy], tolerance: float
 ) -> tuple[list[Agreement], str]:
-    """One kind's models in fp32 and in another precision, and in words how far they are apart.
+    """Agreements of one kind's models in fp32 and another precision, and a sentence on their distance.
 
-    A model that is in ``fp32`` and cannot be run in the other differs everywhere.
+    A model that cannot be run in the other precision differs everywhere.
     """
     others = {copy.expert.id: copy for copy in other}
     found: dict[str, Apart] = {}
@@ -117,7 +116,7 @@ def compare_texts(
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a model says at each position of some texts, in fp32 on the CPU: (positions, vocabulary)."""
+    """``logits`` at each position of the texts, in fp32 on the CPU: (positions, vocabulary)."""
 
     texts: tuple[tuple[int, ...], ...]
     logits: Tensor
@@ -125,7 +124,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """Two models' words on the same texts. ``differ``: positions that fp32 decides, and the other otherwise."""
+    """Two models on the same texts. ``differ``: positions that fp32 decides and the other decides otherwise."""
 
     positions: int
     differ: int
@@ -149,7 +148,7 @@ def _apart(expected: Said, found: Said | None, tolerance: float) -> Apart:
 
 
 def _said(rig: MeasuringRig, copy: ExpertCopy, like: Said | None) -> Said | None:
-    """A model's word on the texts of ``like``, or on those that it writes itself; None where it cannot be run."""
+    """Logits on the texts of ``like``, or on texts that the model writes itself; None where it cannot be run."""
     try:
         rig.bring(copy)
         with rig.model_of(copy) as model:
@@ -162,7 +161,7 @@ def _said(rig: MeasuringRig, copy: ExpertCopy, like: Said | None) -> Said | None
 
 
 def _written(model: Model) -> Said:
-    """Random prompts, and what the model goes on with: always the likeliest token."""
+    """Random prompts with their greedy continuations."""
     chance = random.Random(0)
     longest = model.spec.max_positions
     prompt = min(PROMPT_TOKENS, max(longest // 2, 1))
@@ -188,7 +187,7 @@ def _read(model: Model, like: Said) -> Said:
 def _workspace_bytes(
     rig: MeasuringRig, copy: ExpertCopy, timer: TextTimer, rows: int, meter: WorkspaceMeter | None
 ) -> int:
-    """What the largest iteration with so many texts takes, without keys and values, which are leased."""
+    """Bytes of the largest iteration with so many texts, without keys and values, which are leased."""
     backend, precision = backend_for(copy.expert.architecture), Precision(copy.packed.precision)
     if meter is None:
         return backend.workspace_bytes(copy.expert, precision, rows)

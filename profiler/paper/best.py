@@ -99,7 +99,6 @@ def search_best(device: PaperDevice, sample: Task, board: str, start: System) ->
 
 
 def highest(rows: Sequence[SystemRow]) -> int:
-    """Where in a sweep the throughput is highest; the first of equal ones."""
     return max(range(len(rows)), key=lambda number: rows[number].images_per_s)
 
 

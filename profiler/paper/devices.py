@@ -50,7 +50,6 @@ class MemorySection(Section):
 
     @property
     def usable_bytes(self) -> int:
-        """What executors may have for themselves, their experts and their batches."""
         return self.size_bytes.value - self.system_bytes.value
 
 
@@ -76,8 +75,6 @@ class ProcessorSection(Section):
 
 
 class ProcessorsSection(Section):
-    """The two kinds of executors."""
-
     gpu: ProcessorSection
     cpu: ProcessorSection
 
@@ -99,8 +96,6 @@ class TimesSection(Section):
 
 
 class ArchitectureSection(Section):
-    """One architecture on this device."""
-
     weight_bytes: Bytes
     framework_load_s: LoadSection
     gpu: TimesSection
@@ -108,8 +103,6 @@ class ArchitectureSection(Section):
 
 
 class PaperDevice(Section):
-    """A whole device file."""
-
     device: Text
     name: Text
     layout: Literal["split", "unified"]
@@ -121,7 +114,6 @@ class PaperDevice(Section):
 
     @property
     def is_split(self) -> bool:
-        """Has the GPU a memory of its own?"""
         return self.layout == "split"
 
     @property
@@ -130,15 +122,12 @@ class PaperDevice(Section):
         return (HOST, DEVICE) if self.is_split else (HOST,)
 
     def pool_of(self, processor: str) -> str:
-        """The memory that a processor runs from."""
         return DEVICE if self.is_split and processor == GPU else HOST
 
     def processor(self, name: str) -> ProcessorSection:
-        """The GPU, or the CPU."""
         return self.processors.gpu if name == GPU else self.processors.cpu
 
     def usable_bytes(self, pool: str) -> int:
-        """What a memory has for executors, their experts and their batches."""
         memory = self.memories.device if pool == DEVICE else self.memories.host
         return memory.usable_bytes if memory is not None else 0
 

@@ -61,7 +61,6 @@ class Evaluation:
 
     @property
     def runs(self) -> dict[tuple[str, str], dict[str, SystemRow]]:
-        """The rows of each task and device, by system."""
         found: dict[tuple[str, str], dict[str, SystemRow]] = {}
         for row in self.rows:
             found.setdefault((row.task, row.device), {})[row.policy] = row
@@ -69,7 +68,6 @@ class Evaluation:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """What is told of each task and device beside all other figures; ``shortfalls`` has the rest."""
         return tuple(
             replace(target, what=f"simulated {task} on {device}: {target.what}")
             for (task, device), rows in self.runs.items()
@@ -208,7 +206,6 @@ def _sweep_shortfalls(best: Best) -> list[str]:
 
 
 def fewer_switches(switches: int, than: int) -> float:
-    """The part of another system's switches that one does without; 0 when the other has none."""
     return 1 - switches / than if than else 0.0
 
 

@@ -198,7 +198,6 @@ def figure_18(evaluation: Evaluation, folder: Path) -> str:
 
 
 def short_of(evaluation: Evaluation) -> str:
-    """What is short of the evaluation's targets, as it is."""
     found = shortfalls(evaluation)
     listed = "\n".join(f"- {text}" for text in found) if found else "Nothing: every target is reached."
     return f"## Short of its target\n\n{listed}"
@@ -207,7 +206,6 @@ def short_of(evaluation: Evaluation) -> str:
 def _charts(
     evaluation: Evaluation, folder: Path, figure: int, title: str, policies: Sequence[str], measure: Measure
 ) -> list[Path]:
-    """One chart of bars for each device, a group for each task."""
     charts = []
     for device in dict.fromkeys(row.device for row in evaluation.rows):
         runs = {f"task {task}": rows for (task, on), rows in evaluation.runs.items() if on == device}
@@ -222,7 +220,6 @@ def _header(evaluation: Evaluation) -> tuple[str, ...]:
 
 
 def _lines(evaluation: Evaluation, policies: Sequence[str], measure: Measure) -> list[tuple[str, ...]]:
-    """A line for each system, a cell for each task and device."""
     return [
         (NAMES[policy], *(f"{measure.of(rows[policy]):{measure.form}}" for rows in evaluation.runs.values()))
         for policy in policies
@@ -280,13 +277,11 @@ def _paper_searches(evaluation: Evaluation) -> list[Best]:
 
 
 def _by_executors(best: Best) -> dict[tuple[int, int], float]:
-    """Throughput by (GPU executors, CPU executors), in the order that they were run."""
     return {(row.executors.get(GPU, 0), row.executors.get(CPU, 0)): row.images_per_s for row in best.executors}
 
 
 def section(
     title: str, charts: Iterable[Path], header: Sequence[str], lines: Iterable[Sequence[str]], said: str
 ) -> str:
-    """A heading, the charts, a table, and what there is to say about it."""
     images = "\n".join(f"![{title}]({chart.name})" for chart in charts)
     return f"## {title}\n\n{images}\n\n{markdown_table([header, *lines])}\n\n{said}"

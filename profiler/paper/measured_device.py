@@ -49,13 +49,10 @@ def device_of(profile: StoredProfile, file: Path) -> PaperDevice:
 
 
 def device_notes(names: Iterable[str]) -> list[str]:
-    """What the reader of figures has to know about profiled boxes of these names."""
     return [f"{name}: {text}" for name in names for text in (LOADS, *([SHARED_CORES] if name == EMULATED else []))]
 
 
 class _Reading:
-    """One profile as a device."""
-
     def __init__(self, profile: StoredProfile, file: Path) -> None:
         self._profile = profile
         self._file = file
@@ -64,7 +61,6 @@ class _Reading:
         self._sources = (SSD, HOST) if self._is_split else (SSD,)
 
     def device(self) -> PaperDevice:
-        """The whole of it."""
         box = self._profile.box
         accelerator = next((name for name in box.processors if name != CPU), None)
         if accelerator is None or CPU not in box.processors:
@@ -116,7 +112,6 @@ class _Reading:
         return found
 
     def _require(self, lacking: Sequence[str]) -> None:
-        """Raises ConfigError for a profile that lacks any of these."""
         if lacking:
             raise ConfigError(f"{self._file}: the profile lacks {', '.join(lacking)} - {PROFILE_IT}, or {INSTEAD}")
 

@@ -54,8 +54,6 @@ PATIENCE_S = 180.0  # section 5.1: all images of a board within, for example, 3 
 
 
 class Loading(StrEnum):
-    """How experts get into memory: see the module."""
-
     FRAMEWORK = "framework"
     PACKED = "packed"
 
@@ -253,7 +251,6 @@ def _users(specs: Sequence[ExecutorSpec], pool: str) -> list[ExecutorSpec]:
 
 
 def _room_bytes(device: PaperDevice, pool: str, users: Sequence[ExecutorSpec]) -> int:
-    """What a memory has for experts and batches, once the system and each executor's process have theirs."""
     return device.usable_bytes(pool) - sum(device.processor(spec.processor).executor_bytes.value for spec in users)
 
 

@@ -101,7 +101,6 @@ def task_of(board: PaperBoard, requests: int, name: str, stream: str = "task") -
 
 
 def _routes(board: PaperBoard, components: list[str]) -> tuple[dict[str, tuple[RouteStep, ...]], dict[str, str]]:
-    """The route of each component type, and the architecture of each expert."""
     passing = frozenset({PASSES.label})
     architectures = {f"cls/{component}": CLASSIFIER for component in components}
     detectors = {

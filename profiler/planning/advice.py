@@ -1,13 +1,12 @@
-"""What limits a line, and which memory or which SSD would remove that: found by simulation, told in sentences.
+"""Limit of a line, and the memory or SSD that would remove it: found by simulation, told in sentences.
 
-The rule. A line reaches its best when every memory has room for all experts, and for batches as large as they can be
-made use of, and each expert has been read before. If it gets to REMOVED of that as it is, loads do not limit it: its
-arrivals do when it is done about as soon as they allow, else its compute. If it does not, the SSD limits it when it
-is busy for SSD_BUSY of the time, or when there is room for all of that already; else memory does: requests wait for
-one load after another. The smallest memory, and the slowest SSD, that reach REMOVED of the best are searched by
-bisection, each alone, to a step of STEP; throughput is taken to rise with both. Every memory that is tried is shared
-out between experts and batches as the agent would do it. Before all of these decoding is the limit where it takes so
-much of the cores that executors wait for images (``profiler.planning.decoding``).
+The rule. A line reaches its best with room for all experts and useful batches in every memory, each expert read before.
+At REMOVED of that or more, loads are not the limit: arrivals are when the line is done about as soon as they allow,
+else compute. Below, the SSD is the limit when it is busy for SSD_BUSY of the time, or when all that room is there
+already; else memory is: requests wait for one load after another. Decoding goes before all of these where executors
+wait for images (``profiler.planning.decoding``). The smallest memory and the slowest SSD that reach REMOVED of the best
+are found by bisection, each alone, to a step of STEP; throughput is taken to rise with both. A memory that is tried is
+split between experts and batches as the agent would do it.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ UNLIMITED_BYTES = 2**50  # of a memory
 
 
 class Limit(StrEnum):
-    """What a line waits for most."""
+    """Resource that a line waits for most."""
 
     ARRIVALS = "arrivals"
     COMPUTE = "compute"
@@ -56,10 +55,10 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryRemedy:
-    """The smallest budgets, experts and workspaces, that remove the bottleneck, and what they give. All by memory.
+    """Smallest budgets (experts and workspaces, by memory) that remove the bottleneck, and their rate.
 
-    Only what has to grow is named: the memory that most of the work runs from where that is enough, else all of them
-    by one factor. ``box_bytes``: what this box has of each.
+    Only memories that have to grow are named: the one of most of the work where that is enough, else all by one factor.
+    ``box_bytes``: the box's own.
     """
 
     now_bytes: Mapping[str, int]
@@ -70,7 +69,7 @@ class MemoryRemedy:
 
 @dataclass(frozen=True, slots=True)
 class SsdRemedy:
-    """The slowest SSD that removes the bottleneck, and what it gives."""
+    """Slowest SSD that removes the bottleneck, and its rate."""
 
     now_bytes_per_s: float
     bytes_per_s: float
@@ -79,7 +78,7 @@ class SsdRemedy:
 
 @dataclass(frozen=True, slots=True)
 class Takt:
-    """What the line's boards ask for, and whether it is met: with the memory there is, and with unlimited memory."""
+    """Demand of the line's boards, and whether it is met: with the present memory, and with unlimited memory."""
 
     required_images_per_s: float
     is_met: bool
@@ -88,9 +87,10 @@ class Takt:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """For one policy with the memory it has. A remedy is None where none is needed, or none helps by itself.
+    """One policy with its memory. A remedy is None where none is needed, or none helps by itself.
 
-    ``gains``: of forms and memories, the most first (``profiler.planning.gains``); ``other_forms``: those tried for it.
+    ``gains``: of forms and memories, the largest first (``profiler.planning.gains``); ``other_forms``: forms tried for
+    them.
     """
 
     policy: str
@@ -109,7 +109,6 @@ class Advice:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """All of it in words."""
         sizes = " and ".join(f"{size_text(size)} of {pool} memory" for pool, size in self.budget_bytes.items())
         rates = f"{self.images_per_s:.1f} of the {self.unlimited_images_per_s:.1f} images/s"
         first = f"{self.policy} with {sizes} reaches {rates} that unlimited memory gives."
@@ -117,16 +116,11 @@ class Advice:
 
 
 def advise(
-    scenario: Scenario,
-    setup: EngineSetup,
-    box: BoxIdentity,
-    required_images_per_s: float | None,
-    split: Split,
+    scenario: Scenario, setup: EngineSetup, box: BoxIdentity, required_images_per_s: float | None, split: Split
 ) -> Advice:
-    """What limits this scenario, and what would remove it. ``required_images_per_s``: what the line's takt needs.
+    """``required_images_per_s``: by the line's takt. ``split``: the agent's setup with these budgets.
 
-    ``split``: what the agent would decide with, were its memories given these budgets. Raises ConfigError as
-    ``forecast`` does.
+    Raises ConfigError as ``forecast`` does.
     """
     now = forecast(scenario, setup)
     spacious = _with_room_for_all(setup, split)
@@ -164,7 +158,6 @@ def advise(
 
 
 def with_decoding(advice: Advice, load: DecodingLoad | None) -> Advice:
-    """The same, knowing what decoding takes of the cores: where executors wait for images, that is the limit."""
     is_limit = load is not None and load.is_limit
     return replace(advice, decoding=load, limit=Limit.DECODING if is_limit else advice.limit)
 
@@ -189,7 +182,7 @@ def _memory_remedy(
     spacious: EngineSetup,
     split: Split,
 ) -> MemoryRemedy | None:
-    """The memory of the executors that do most is the device's where there is one, else the host's."""
+    """Grows the device's memory first where executors run from one, else the host's."""
     used = {spec.pool for spec in setup.executors}
     main = DEVICE if DEVICE in used else HOST
     now_bytes, most_bytes = _budgets(setup), _budgets(spacious)
@@ -209,7 +202,7 @@ def _memory_remedy(
 def _smallest_budgets(
     now_bytes: Mapping[str, int], most_bytes: Mapping[str, int], is_enough: Callable[[Mapping[str, int]], bool]
 ) -> dict[str, int] | None:
-    """The smallest budgets that are enough, of these memories grown together; None where none are."""
+    """Smallest budgets that are enough, with these memories grown together; None where none are."""
 
     def grown(factor: float) -> dict[str, int]:
         return {pool: min(int(max(size, 1) * factor), most_bytes[pool]) for pool, size in now_bytes.items()}
@@ -237,7 +230,7 @@ def _ssd_remedy(scenario: Scenario, setup: EngineSetup, target_images_per_s: flo
 
 
 def _smallest(too_little: float, most: float, is_enough: Callable[[float], bool]) -> float | None:
-    """The smallest value that is enough, to a step of STEP; None where even the most is not."""
+    """Smallest value that is enough, to a step of STEP; None where even the largest is not."""
     if most <= too_little or not is_enough(most):
         return None
     enough = most
@@ -251,9 +244,9 @@ def _smallest(too_little: float, most: float, is_enough: Callable[[float], bool]
 
 
 def _with_room_for_all(setup: EngineSetup, split: Split) -> EngineSetup:
-    """With what unlimited memory gives to batches, and room for all experts but no more."""
-    unlimited = split({pool.name: UNLIMITED_BYTES for pool in setup.pools})
-    return with_expert_bytes(unlimited, _bytes_of_all(setup))
+    needs = memory_needs(_budgets(setup), setup.executors, setup.matrix, setup.limits.pinned, kv_bytes=0)
+    room_bytes = {pool.name: max((*needs[pool.name].held_bytes, pool.expert_bytes)) for pool in setup.pools}
+    return with_expert_bytes(split({pool.name: UNLIMITED_BYTES for pool in setup.pools}), room_bytes)
 
 
 def _is_as_roomy(setup: EngineSetup, spacious: EngineSetup) -> bool:
@@ -265,12 +258,6 @@ def _is_as_roomy(setup: EngineSetup, spacious: EngineSetup) -> bool:
 
 def _budgets(setup: EngineSetup) -> dict[str, int]:
     return {pool.name: pool.expert_bytes + pool.workspace_bytes + pool.lease_bytes for pool in setup.pools}
-
-
-def _bytes_of_all(setup: EngineSetup) -> dict[str, int]:
-    """What each memory would need to hold every copy that may ever be there, a cache those of the memory it feeds."""
-    needs = memory_needs(_budgets(setup), setup.executors, setup.matrix, setup.limits.pinned, kv_bytes=0)
-    return {pool.name: max((*needs[pool.name].held_bytes, pool.expert_bytes)) for pool in setup.pools}
 
 
 # -- sentences --

@@ -1,12 +1,10 @@
-"""What decoding images takes of the cores beside computing, whether that is what limits a line, and what would help.
+"""Time of the cores that decoding takes beside computing, whether it limits a line, and what would help.
 
-A batch takes K n + B once its images are there; an agent decodes ahead, on the cores that CPU executors compute on, and
-the forecast does so, too (``profiler.simulation.decoders``). How fast executors would be with images that are there,
-and what the cores allow at the most with decoding beside (``profiler.simulation.core_time``), says whether decoding is
-the limit: it is where the cores then allow less than REMOVED of what executors alone would run: they wait for images
-the rest of the time.
+A batch takes K n + B once its images are there. An agent decodes ahead, on the cores that CPU executors compute on, and
+so does the forecast (``profiler.simulation.decoders``). Decoding is the limit where the cores, decoding and computing
+(``profiler.simulation.core_time``), allow less than REMOVED of the rate of executors whose images are always there.
 
-Guarantees: pure functions of a profile's records. Experts without samples are taken to have images as the others do.
+Guarantees: pure functions of a profile's records. Experts without samples count with the others' mean image.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ LEAST = 1.02  # times what the cores allow now: what helps less is not told
 
 @dataclass(frozen=True, slots=True)
 class Help:
-    """One change, alone, and what the cores would allow then at the most."""
+    """One change alone, with the most that the cores would then allow."""
 
     change: str
     images_per_s: float
@@ -39,10 +37,9 @@ class Help:
 
 @dataclass(frozen=True, slots=True)
 class DecodingLoad:
-    """What decoding takes beside computing. Rates are of requests, texts among them.
+    """Decoding beside computing. Rates are of requests, texts among them.
 
-    ``executors_images_per_s``: what executors would run, were all images there. ``images``: of the trace's requests.
-    ``help``: the most first.
+    ``executors_images_per_s``: with all images there. ``images``: of the trace's requests. ``help``: the most first.
     """
 
     time: CoreTime
@@ -52,26 +49,24 @@ class DecodingLoad:
 
     @property
     def images_per_s(self) -> float:
-        """What the cores allow at the most, decoding and computing."""
+        """The most that the cores allow, decoding and computing."""
         return self.time.images_per_s
 
     @property
     def alone_images_per_s(self) -> float:
-        """Did all cores nothing but decode."""
+        """With all cores only decoding."""
         return self.images * self.time.cores / self.time.decoding_s
 
     @property
     def is_limit(self) -> bool:
-        """Do executors wait for images for more than a little of the time?"""
         return self.images_per_s < REMOVED * self.executors_images_per_s
 
     @property
     def waiting_fraction(self) -> float:
-        """Of their time, executors wait for images at the least."""
+        """Least part of their time that executors wait for images."""
         return max(1.0 - self.images_per_s / self.executors_images_per_s, 0.0)
 
     def figures(self) -> dict[str, float]:
-        """What follows from the rest, for scripts."""
         return {
             "images_per_s": self.images_per_s,
             "alone_images_per_s": self.alone_images_per_s,
@@ -80,7 +75,6 @@ class DecodingLoad:
         }
 
     def sentences(self) -> list[str]:
-        """In words, where it is the limit."""
         time, images = self.time, self.images
         image_ms, compute_ms = time.decoding_s / images * 1e3, time.compute_s / images * 1e3
         limit = (
@@ -95,10 +89,9 @@ class DecodingLoad:
 
 @dataclass(frozen=True, slots=True)
 class DecodingTimes:
-    """What a profile knows of decoding, for the experts of one line.
+    """Decoding times of a line's experts: ``images`` as served, ``smaller`` with every large JPEG decoded smaller.
 
-    ``images``: as they are served; ``smaller``: were every JPEG made smaller that is large enough, of which
-    ``refusing`` experts do not say the same.
+    ``refusing``: experts that do not decide alike on smaller JPEGs.
     """
 
     images: ImageTimes
@@ -106,16 +99,15 @@ class DecodingTimes:
     refusing: tuple[str, ...]
 
     def time(self, scenario: Scenario, setup: EngineSetup) -> CoreTime:
-        """What a trace takes of the cores with these executors and forms."""
         decoding_s = _of_all(self.images, scenario)
         return core_time(scenario.requests, scenario.resources(setup), self.images.cores, decoding_s)
 
     def is_limit(self, scenario: Scenario, setup: EngineSetup) -> bool:
-        """Do executors wait for images for more than a little of the time? Raises ConfigError as ``forecast`` does."""
+        """Raises ConfigError as ``forecast`` does."""
         return self.time(scenario, setup).images_per_s < REMOVED * _alone(scenario, setup)
 
     def load(self, scenario: Scenario, setup: EngineSetup) -> DecodingLoad:
-        """All of it. Raises ConfigError as ``forecast`` does."""
+        """Raises ConfigError as ``forecast`` does."""
         time = self.time(scenario, setup)
         alone = _alone(scenario, setup)
         images = sum(arrival.work is IMAGE for arrival in scenario.trace)
@@ -130,7 +122,7 @@ class DecodingTimes:
 
 
 def decoding_times(profile: StoredProfile, scenario: Scenario) -> DecodingTimes | None:
-    """What the profile knows; None where no decoding was measured, or the trace has no image."""
+    """None where no decoding was measured, or the trace has no image."""
     images = image_times(profile)
     if images is None or all(arrival.work is not IMAGE for arrival in scenario.trace):
         return None
@@ -144,12 +136,10 @@ def decoding_times(profile: StoredProfile, scenario: Scenario) -> DecodingTimes 
 
 
 def _alone(scenario: Scenario, setup: EngineSetup) -> float:
-    """Images/s of executors whose images are always there."""
     return forecast(replace(scenario, images=None), setup).images_per_s
 
 
 def _of_all(times: ImageTimes, scenario: Scenario) -> float:
-    """Each image of a trace once, as its first expert's take."""
     return sum(
         times.of(steps[0]) for steps, each in zip(scenario.steps, scenario.trace, strict=True) if each.work is IMAGE
     )

@@ -1,7 +1,7 @@
-"""What one change would gain: each other form that was measured, more memory, the best form with the memory it needs.
+"""Gain of one change: another measured form, more memory, or the best form with the memory it needs.
 
-Guarantees: each figure is the simulator's, for the same requests, by the constants that were measured in that form; a
-form whose answers are not known to be fp32's is told with that. Nothing is listed that gains less than LEAST.
+Guarantees: each figure is simulated, for the same requests, with the constants measured in that form. A form not proven
+to agree with fp32 says so. Gains below LEAST are not listed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEAST = 1.02  # times today's images/s
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """One change, alone, and what it gives. ``form``, ``budget_bytes``: what is changed, by memory; None: as it is."""
+    """One change alone. ``form``, ``budget_bytes`` (by memory): the new value, or None for no change."""
 
     change: str
     form: str | None
@@ -38,14 +38,13 @@ class Gain:
     remark: str = ""
 
     def sentence(self, now_images_per_s: float) -> str:
-        """In words."""
         remark = f"; {self.remark}" if self.remark else ""
         factor = self.images_per_s / now_images_per_s
         return f"{self.change}: {self.images_per_s:.1f} images/s, {factor:.2f} times as many{remark}."
 
 
 def other_forms(profile: StoredProfile, setup: EngineSetup) -> list[Precision]:
-    """Those that any kind of images was measured in on a processor that is used, and that not all is run in now."""
+    """Forms of image kinds that were measured on a used processor, but for one that everything runs in now."""
     processors = {spec.processor for spec in setup.executors}
     measured = {kind.precision for kind in _kinds_of_images(profile) if kind.processor in processors}
     run = {row.copy.rpartition("@")[2] for name in processors for row in setup.matrix.experts.get(name, {}).values()}
@@ -61,10 +60,10 @@ def gains(
     advised: Callable[[Precision], Advice],
     is_decoding_limit: Callable[[Precision], bool] = lambda _: False,
 ) -> tuple[Gain, ...]:
-    """What would gain, the most first. ``forms``: to be tried. ``advice``: on ``now``, which has to be beaten.
+    """Gains of ``forms`` and of more memory over ``advice`` on ``now``, the largest first.
 
-    ``in_form``: what is planned with in another form; ``advised``: the advice that is given there;
-    ``is_decoding_limit``: whether executors wait for images in it.
+    By form: ``in_form`` gives its plan, ``advised`` its advice, ``is_decoding_limit`` whether executors wait for
+    images.
     """
     found = [gain for form in forms if (gain := _form_gain(profile, now, form, in_form))]
     if advice.memory is not None:
@@ -86,7 +85,7 @@ def _with_limit(gain: Gain) -> Gain:
 def _form_gain(
     profile: StoredProfile, now: EngineSetup, form: Precision, in_form: Callable[[Precision], Planned]
 ) -> Gain | None:
-    """None where the memories are too small for it."""
+    """None where the memories are too small."""
     try:
         scenario, setup = in_form(form)
         images_per_s = forecast(scenario, setup).images_per_s
@@ -107,7 +106,7 @@ def _form_gain(
 
 
 def _doubt(profile: StoredProfile, form: Precision) -> str:
-    """What speaks against a form, as far as the profile knows; empty where it agrees with fp32 everywhere."""
+    """Doubts about a form, by kind; empty where it agrees with fp32 everywhere."""
     if form is Precision.FP32:
         return ""
     doubts = {
@@ -120,13 +119,12 @@ def _doubt(profile: StoredProfile, form: Precision) -> str:
 
 
 def _kinds_of_images(profile: StoredProfile) -> list[KindProfile]:
-    """Those that are on the line."""
     on_the_line = profile.kinds_run
     return [kind for kind in profile.kinds if kind.kind in on_the_line and not kind.lease_bytes]
 
 
 def _form_doubt(profile: StoredProfile, kind: KindProfile) -> str:
-    """Of how many of a kind's experts it is not known that they decide as in fp32."""
+    """Number of a kind's experts without a proof against fp32, in words; empty for none."""
     key = (kind.kind, kind.processor, kind.precision)
     found = [each for each in profile.agreements if (each.kind, each.processor, each.precision) == key]
     if differing := sum(each.images > 0 and not each.agrees for each in found):
@@ -140,7 +138,6 @@ def _form_doubt(profile: StoredProfile, kind: KindProfile) -> str:
 
 
 def _memory_gain(remedy: MemoryRemedy, form: Gain | None = None) -> Gain:
-    """More memory; ``form``: with this change beside it."""
     sizes = " and ".join(f"{size_text(size)} of {pool} memory" for pool, size in remedy.budget_bytes.items())
     short = [
         f"this box has {size_text(remedy.box_bytes[pool])} of {pool} memory"

@@ -46,18 +46,16 @@ LOAD_PATHS = ("ssd_host", "host_device", "ssd_device")
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One policy in one memory. Waits are from arrival to outcome.
+    """One policy in one memory. Waits are from arrival to outcome, of images alone where there are any.
 
-    ``memory``: bytes of weights, of workspaces, and of what texts lease, by pool. ``switching_loads`` are those into
-    memories that experts run from. ``bytes_read_per_shift``: in eight hours, at the rate that the takt asks for; where
-    that is missed, and without boards, for which ``required_images_per_s`` and ``takt_met`` are None, at
-    ``images_per_s``. ``takt_met``: no queue grows while the trace goes on and on at that rate, however fast or slow
-    this trace was; its texts come with its images. ``images_per_s`` counts texts, too; waits are of images alone, where
-    there are any, and those of ``texts`` from arrival to their last token. ``bound``: of the offline optimum, these
-    memories full of the right experts at the start; ``roofline_images_per_s``: the same floor of time, with what is
-    there at this row's start, and what the cores allow. ``decoding_images_per_s``: as fast as all cores of the box can
-    decode the images, were that all they did; ``cores_images_per_s``: what they allow at the most, decoding and
-    computing what CPU executors compute; None where decoding was not measured.
+    ``memory``: bytes of weights, workspaces and leases of texts, by pool. ``switching_loads``: into memories that
+    experts run from. ``bytes_read_per_shift``: in eight hours at the takt's rate, or at ``images_per_s`` where the takt
+    is missed or there are no boards (``required_images_per_s`` and ``takt_met`` None). ``takt_met``: no queue grows
+    while the trace, texts included, repeats at the takt's rate. ``images_per_s`` counts texts, too; waits of ``texts``
+    are to their last token. ``bound``: of the offline optimum, with the right experts in memory at the start.
+    ``roofline_images_per_s``: the same floor with this row's start, and with the cores' limit.
+    ``decoding_images_per_s``: all cores only decoding; ``cores_images_per_s``: the cores' limit, decoding and
+    computing; None where decoding was not measured.
     """
 
     policy: str
@@ -87,7 +85,6 @@ class PlanRow:
 
     @property
     def roofline_fraction(self) -> float:
-        """How much of what no schedule can beat is reached."""
         return self.images_per_s / self.roofline_images_per_s if self.roofline_images_per_s > 0.0 else 0.0
 
 
@@ -101,11 +98,11 @@ def plan(
     ssd_bytes_per_s: float | None = None,
     seed: int = 0,
 ) -> tuple[PlanRow, ...]:
-    """A row for each memory and policy asked, in that order, on the box that was profiled; no policy = the line's own.
+    """A row for each memory and policy (default: the line's own), in that order, on the box that was profiled.
 
-    ``memories``: in the place of the line's own, in bytes by host, device and workspace. ``ssd_bytes_per_s``: in the
-    place of the measured speed. ``seed`` draws which requests a step lets pass. Raises ConfigError for what cannot
-    run, or fit.
+    ``memories``: bytes by host, device and workspace, instead of the line's. ``ssd_bytes_per_s``: instead of the
+    measured speed. ``seed`` draws which requests a step lets pass. Raises ConfigError for a line that cannot run or
+    fit.
     """
     scenario = scenario_of(config.catalog.graph, profile, trace, seed)
     required = required_images_per_s(config)
@@ -115,11 +112,9 @@ def plan(
         for policy in policies or (config.policy,):
             setup = planned(config.having(policy=policy, memory=memory), profiled_box(profile), profile)
             row = plan_row(*_with_ssd(scenario, setup, ssd_bytes_per_s), required)
-            rows.append(
-                row
-                if decoding is None
-                else _with_decoding(row, decoding.time(scenario, setup), row.requests - row.texts)
-            )
+            if decoding is not None:
+                row = _with_decoding(row, decoding.time(scenario, setup), row.requests - row.texts)
+            rows.append(row)
     return tuple(rows)
 
 
@@ -133,7 +128,7 @@ def plan_advice(
     ssd_bytes_per_s: float | None = None,
     seed: int = 0,
 ) -> Advice:
-    """What limits the line under one policy in one memory, and what would remove that; arguments as of ``plan``."""
+    """Limit of the line under one policy in one memory, with remedies; arguments as of ``plan``."""
     asked = config.having(policy=policy, memory=memory)
     required = required_images_per_s(config)
     scenario = scenario_of(config.catalog.graph, profile, trace, seed)
@@ -161,7 +156,7 @@ def plan_advice(
 
 
 def plan_row(scenario: Scenario, setup: EngineSetup, required_images_per_s: float | None) -> PlanRow:
-    """One row. Raises ConfigError as ``forecast`` does, and for experts that are broken."""
+    """Raises ConfigError as ``forecast`` does, and for broken experts."""
     _refuse_broken(scenario, setup)
     played = forecast(scenario, setup)
     resources = scenario.resources(setup)
@@ -173,9 +168,9 @@ def plan_row(scenario: Scenario, setup: EngineSetup, required_images_per_s: floa
     images_s = [wait for wait, each in zip(played.waits_s, scenario.trace, strict=True) if each.work is IMAGE]
     texts_s = [wait for wait, each in zip(played.waits_s, scenario.trace, strict=True) if each.work is not IMAGE]
     required_per_s = None if required_images_per_s is None or not images_s else required_images_per_s
-    is_met = None
-    if required_per_s is not None:
-        is_met = reaches(scenario, setup, played, required_per_s * requests / len(images_s))
+    rate_per_s = None if required_per_s is None else required_per_s * requests / len(images_s)  # texts come with images
+    is_met = None if rate_per_s is None else reaches(scenario, setup, played, rate_per_s)
+    shift_images_per_s = rate_per_s if rate_per_s is not None and is_met else played.images_per_s
     return PlanRow(
         policy=setup.policy,
         memory={pool.name: pool.expert_bytes for pool in setup.pools}
@@ -190,9 +185,7 @@ def plan_row(scenario: Scenario, setup: EngineSetup, required_images_per_s: floa
         switching_loads=played.loads_to({spec.pool for spec in setup.executors}),
         evictions=played.evictions,
         bytes_read=played.bytes_read,
-        bytes_read_per_shift=_per_shift(
-            played, required_per_s * requests / len(images_s) if is_met and required_per_s is not None else None
-        ),
+        bytes_read_per_shift=round(played.bytes_read / len(played.waits_s) * shift_images_per_s * SHIFT_S),
         p50_wait_s=quantile_s(images_s or texts_s, 0.5),
         p99_wait_s=quantile_s(images_s or texts_s, 0.99),
         required_images_per_s=required_per_s,
@@ -216,7 +209,7 @@ def _with_decoding(row: PlanRow, time: CoreTime, images: int) -> PlanRow:
 
 
 def required_images_per_s(config: LineConfig) -> float | None:
-    """What the line's boards ask for: board types take turns, each followed by the next one takt later."""
+    """Demand of the line's boards: board types take turns, each followed by the next one takt later."""
     if not config.boards:
         return None
     images = sum(sum(board.components.values()) for board in config.boards.values())
@@ -224,7 +217,6 @@ def required_images_per_s(config: LineConfig) -> float | None:
 
 
 def as_json(rows: Sequence[PlanRow], advice: Advice | None = None) -> dict[str, Any]:
-    """As `coserve plan --json` prints it."""
     told = None if advice is None else asdict(advice) | {"sentences": list(advice.sentences)}
     if told is not None and advice is not None and advice.decoding is not None:
         told["decoding"] |= advice.decoding.figures()
@@ -232,14 +224,13 @@ def as_json(rows: Sequence[PlanRow], advice: Advice | None = None) -> dict[str, 
 
 
 def plan_table(rows: Sequence[PlanRow], advice: Advice | None = None) -> str:
-    """For people: a table, as wide as a terminal, and the advice below it."""
     texts = (_table(rows, COLUMNS_OF_TEXTS), LEGEND_OF_TEXTS) if any(row.texts for row in rows) else ()
     decoding = _decoding(rows)
     return folded((_table(rows, COLUMNS), LEGEND, *texts, *decoding, *(() if advice is None else advice.sentences)))
 
 
 def _decoding(rows: Sequence[PlanRow]) -> tuple[str, ...]:
-    """What the box's cores allow: one row for all that have the same executors and forms."""
+    """Limits of the box's cores: one line for rows of equal executors and forms."""
     rates = {
         (row.decoding_images_per_s, row.cores_images_per_s)
         for row in rows
@@ -282,12 +273,6 @@ def _loads(played: Forecast) -> dict[str, int]:
     return dict.fromkeys(LOAD_PATHS, 0) | dict(played.loads)
 
 
-def _per_shift(played: Forecast, takt_images_per_s: float | None) -> int:
-    """At the takt's rate, where it is met; else at that of the forecast."""
-    rate = played.images_per_s if takt_images_per_s is None else takt_images_per_s
-    return round(played.bytes_read / len(played.waits_s) * rate * SHIFT_S)
-
-
 def _row_json(row: PlanRow) -> dict[str, Any]:
     bound = asdict(row.bound) | {"seconds": row.bound.seconds}
     return asdict(row) | {"bound": bound, "roofline_fraction": row.roofline_fraction}
@@ -314,10 +299,6 @@ def _wait_text(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 3600.0 else f"{seconds / 3600:.1f} h"
 
 
-def _takt(row: PlanRow) -> str:
-    return "-" if row.takt_met is None else "met" if row.takt_met else "missed"
-
-
 COLUMNS: dict[str, Callable[[PlanRow], str]] = {
     "memory": _budgets,
     "images/s": lambda row: f"{row.images_per_s:.2f}",
@@ -329,7 +310,7 @@ COLUMNS: dict[str, Callable[[PlanRow], str]] = {
     "wait p50": lambda row: _wait_text(row.p50_wait_s),
     "p99": lambda row: _wait_text(row.p99_wait_s),
     "read a shift": lambda row: _bytes_text(row.bytes_read_per_shift),
-    "takt": _takt,
+    "takt": lambda row: "-" if row.takt_met is None else "met" if row.takt_met else "missed",
 }
 COLUMNS_OF_TEXTS: dict[str, Callable[[PlanRow], str]] = {
     "memory": _budgets,

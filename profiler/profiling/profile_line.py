@@ -1,12 +1,10 @@
 """``coserve profile`` from start to end: the offline phase of one line on one box (CoServe, sections 4.4 and 4.5).
 
-Guarantees: nothing that was measured is lost when it is killed, the next run goes on from there; the finished profile
-replaces the earlier one as a whole or not at all; no agent of this line runs meanwhile, for both would slow the other.
-In this order: each kind of experts once on each processor, in every form that its backend has or in the one that the
-line file names; for which experts forms are proven to decide as fp32 does, the fastest first; links; one image
-on every expert as it will run, so that one that fails spoils nothing that follows; what images cost before their
-batches, and who has JPEGs smaller; several executors at once; how long
-OpenMP's threads wait; usage; and last the split of the memories and the number of executors.
+Guarantees: a killed run loses no measurement, the next run resumes; the finished profile replaces the earlier one as a
+whole or not at all; no agent of this line runs meanwhile, as each would slow the other. Steps, in order: times of each
+kind on each processor, in every form of its backend or in the line file's; the fastest proven form of each expert;
+links; one image on every expert, so that a failing one spoils no later step; decoding, and experts with smaller JPEGs;
+several executors at once; waiting of OpenMP's threads; usage; the split of the memories and the number of executors.
 """
 
 from __future__ import annotations
@@ -57,14 +55,15 @@ from profiler.usage.probabilities import (
 from profiler.workload.samples import LineSamples, is_synthetic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from agent.config import LineConfig
-    from agent.device_profile.records import Allocation, ExpertForm, KindProfile, UsageProfile
+    from agent.device_profile.records import Allocation, KindProfile, UsageProfile
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.box import Box
     from profiler.microbench.packed_forms import Copies
+    from profiler.microbench.precision_choice import Forms
 
 MOST_FIT_ERROR = 0.15  # of a kind that is run; above it its K and B are worth a note
 MOST_UNUSED = PLATEAU_TOLERANCE  # of an image's time that larger batches than any that was run may save without a note
@@ -82,13 +81,12 @@ KEPT = {
 
 @dataclass(frozen=True, slots=True)
 class ProfilingOptions:
-    """What `coserve profile` was asked for.
+    """Options of `coserve profile`.
 
-    ``samples``: a folder of real images instead of the line's own intake. ``count_usage``: run the routes on them.
-    ``usage_from``: served history instead, which is read before anything is measured.
-    ``allocation``: ENGINE (real runs of ``engine_requests`` each), SIMULATE (in seconds), or CASUAL (no search).
-    ``fresh``: measure all anew, also in the place of a profile that is damaged or another box's.
-    ``spinning``: the setting of OpenMP's waiting that this process runs with; None: the settings are not compared.
+    ``samples``: a folder of images instead of the line's intake. ``count_usage``: run the routes on them.
+    ``usage_from``: served history instead. ``allocation``: ENGINE (real runs of ``engine_requests`` each), SIMULATE, or
+    CASUAL (no search). ``fresh``: measure all anew, also over a damaged or another box's profile.
+    ``spinning``: OpenMP's waiting in this process; None: the settings are not compared.
     """
 
     samples: Path | None = None
@@ -105,8 +103,6 @@ class ProfilingOptions:
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """The finished profile, where it lies, and what its reader should know."""
-
     profile: StoredProfile
     path: Path
     notes: tuple[str, ...]
@@ -115,7 +111,7 @@ class Profiled:
 def profile_line(config: LineConfig, options: ProfilingOptions, progress: Callable[[str, int, int], None]) -> Profiled:
     """Profile a line on this box. Raises ConfigError, AlreadyRunning while its agent runs, AgentCrashed.
 
-    What lies in the profile's place and is none of this box is an error, and stays as it is, unless all is ``fresh``.
+    Another file in the profile's place is an error and stays, unless ``fresh``.
     """
     path = config.profile_file
     with StateLock(config.state), closing(SegmentStore(config.packed_folder)) as segments:
@@ -132,10 +128,7 @@ def profile_line(config: LineConfig, options: ProfilingOptions, progress: Callab
 
 
 def learn_usage(config: LineConfig, history: Path | None) -> Profiled | None:
-    """Put usage learned from served history into the line's finished profile, which is otherwise kept.
-
-    None where no history is given. Raises ConfigError, also for a line that has no finished profile yet.
-    """
+    """Replace only the usage of the line's finished profile; None without a history. Raises ConfigError."""
     if history is None:
         return None
     path = config.profile_file
@@ -151,10 +144,7 @@ def learn_usage(config: LineConfig, history: Path | None) -> Profiled | None:
 
 
 def _kept_usage(config: LineConfig, options: ProfilingOptions, path: Path) -> UsageFound | None:
-    """The usage that the line's finished profile learned or counted, unless another is asked for.
-
-    Experts that joined since are as likely as their routes make them.
-    """
+    """Usage that the finished profile learned or counted, unless another is asked for; computed for new experts."""
     if options.fresh or options.count_usage or not path.exists():
         return None
     then = read_profile(path)
@@ -187,27 +177,21 @@ def _refuse_to_replace(path: Path, box: Box) -> None:
 
 
 def _broken_images(broken: Sequence[str]) -> str:
-    """``broken``: each file that could not be decoded, with its reason."""
     if len(broken) == 1:
         return f"one sample image is broken and was passed over: {broken[0]}"
     return f"{len(broken)} sample images are broken and were passed over, the first: {broken[0]}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Forms:
-    """What was chosen, as ``StoredProfile`` has it: by (kind, processor), and first by (expert, processor)."""
-
-    kinds: Mapping[tuple[str, str], str]
-    experts: Mapping[tuple[str, str], ExpertForm]
-
-    def of(self, copy: ExpertCopy, processor: str) -> str | None:
-        """What an expert runs in there; None where it does not."""
-        own = self.experts.get((copy.expert.id, processor))
-        return self.kinds.get((copy.kind, processor)) if own is None else own.precision
+def bench_on(
+    box: Box, processor: str, segments: SegmentStore, samples: LineSamples, options: ProfilingOptions
+) -> Bench:
+    """A bench whose only executor has the threads that the agent gives to one."""
+    threads = threads_per_executor(box, [ExecutorSpec(0, processor, box.pool_of(processor))])
+    return Bench(box, processor, segments, samples, threads, options.batches)
 
 
 class _Profiling:
-    """One run. Each step saves what it found, and leaves alone what an earlier run saved."""
+    """One run. Each step saves its findings and keeps those of an earlier run."""
 
     def __init__(
         self,
@@ -231,7 +215,7 @@ class _Profiling:
         self._notes: list[str] = []
 
     def run(self, served: UsageFound | None) -> Profiled:
-        """All steps. ``served``: the usage, where it was learned from history, now or before."""
+        """``served``: usage learned from history, now or before."""
         if self._samples.broken:
             self._notes.append(_broken_images(self._samples.broken))
         processors = self._processors()
@@ -259,17 +243,14 @@ class _Profiling:
         return Profiled(profile, self._config.profile_file, (*self._notes, *self._packing.notes, *broken, *usage.notes))
 
     def _processors(self) -> tuple[str, ...]:
-        """Those that the line may use, fastest first. Raises ConfigError for one that the box does not have."""
+        """Processors that the line may use, fastest first. Raises ConfigError for one that the box lacks."""
         given = self._config.executors
         if given is not None:
             executor_specs(self._config, self._box)
         return tuple(name for name in self._box.processors if given is None or given.get(name, 0) > 0)
 
     def _measure_kinds(self, processor: str, copies: Copies) -> None:
-        """Every kind in every form that runs there; what an earlier run measured stays.
-
-        Only what it measured on synthetic images is measured again, once there are real ones.
-        """
+        """Every kind in every form that runs there. Earlier times stay, unless samples replace synthetic images."""
         there = {(each.kind, each.processor, each.precision): each for each in self._draft.kinds()}
         jobs = [
             (kind, form, listed)
@@ -280,7 +261,8 @@ class _Profiling:
         for number, (kind, form, listed) in enumerate(jobs):
             self._progress(f"measure on {processor}", number, len(jobs))
             earlier = there.get((kind, processor, str(form)))
-            if earlier is not None and not (is_synthetic(earlier.samples) and self._is_sampled(listed)):
+            is_sampled = any(self._samples.of(copy.expert.id) for copy in listed)
+            if earlier is not None and not (is_synthetic(earlier.samples) and is_sampled):
                 continue
             try:
                 with self._noticing_others(f"{kind} in {form} on {processor}"):
@@ -291,16 +273,11 @@ class _Profiling:
         if jobs:
             self._progress(f"measure on {processor}", len(jobs), len(jobs))
 
-    def _choose(self, processors: Sequence[str], references: Sequence[ExpertCopy]) -> _Forms:
-        """The precision of each expert on each processor."""
+    def _choose(self, processors: Sequence[str], references: Sequence[ExpertCopy]) -> Forms:
         choice = PrecisionChoice(self._config, self._packing, self._draft, self._options.tolerance, self._progress)
         choice.forget_changed(references)
-        chosen = {processor: choice.on(self._bench(processor), references) for processor in processors}
+        forms = choice.on([self._bench(processor) for processor in processors], references)
         self._notes += choice.notes
-        forms = _Forms(
-            {(kind, name): form for name, found in chosen.items() for kind, form in found.kinds.items()},
-            {(each.expert, name): each for name, found in chosen.items() for each in found.experts},
-        )
         able = {copy.expert.id for copy in references if any(forms.of(copy, name) for name in processors)}
         if not able:
             reasons = "\n".join([*self._notes, *self._packing.failed.values()])
@@ -325,7 +302,7 @@ class _Profiling:
         return forms
 
     def _unused(self, kind: KindProfile) -> str | None:
-        """That its maximum batch is only the largest that was run, where by its line larger ones may save more."""
+        """Note that larger batches than the largest that was run may save more, by the kind's line."""
         most = kind.max_batch
         batch_s = kind.K_s * most + kind.B_s
         is_largest = most == max((batch.batch_size for batch in kind.batches), default=None)
@@ -343,12 +320,15 @@ class _Profiling:
             speeds = measure_links(self._box, self._packing.references(copies), self._segments)
             self._draft.save_links(list(starmap(LinkSpeed, speeds.items())))
 
-    def _able(
-        self, processors: Sequence[str], forms: _Forms, kept: Sequence[ExpertCopy]
-    ) -> dict[str, list[ExpertCopy]]:
-        """The copies that each processor will run, without those of experts that fail on any; these are noted."""
+    def _able(self, processors: Sequence[str], forms: Forms, kept: Sequence[ExpertCopy]) -> dict[str, list[ExpertCopy]]:
+        """Copies that each processor will run, without experts that fail on any; failures are noted."""
         copies = {
-            processor: [copy for copy in kept if self._runs(copy, forms.of(copy, processor))]
+            processor: [
+                copy
+                for copy in kept
+                if (form := forms.of(copy, processor))
+                and self._packing.runs_in(copy.expert.id, Precision(form)) == copy.packed.precision
+            ]
             for processor in processors
         }
         for processor, listed in copies.items():
@@ -359,9 +339,9 @@ class _Profiling:
         return {name: [copy for copy in listed if copy.expert.id not in failed] for name, listed in copies.items()}
 
     def _measure_decoding(self, processor: str, copies: Sequence[ExpertCopy]) -> None:
-        """What images cost before their batches, and who has JPEGs smaller; what an earlier run measured stays.
+        """Decoding times, and experts with smaller JPEGs; earlier measurements stay.
 
-        Asked on the first of the processors, in the form that runs there; whoever runs on others alone is not asked.
+        Measured on the first processor, in its form; experts of other processors alone are left out.
         """
         bench = DecodingBench(self._bench(processor), self._config.catalog.graph, self._options.tolerance)
         there = {each.expert: each.of_sha256 for each in self._draft.decodings()}
@@ -393,10 +373,7 @@ class _Profiling:
             )
 
     def _measure_speedups(self, processor: str, copies: Sequence[ExpertCopy]) -> None:
-        """By the kind with the most experts, without those that fail at it; where all do, one alone counts.
-
-        Language models are not asked: images are what several executors are for, while texts run together on one.
-        """
+        """By the kind of images with the most experts, without failing ones; texts run together on one executor."""
         of_images = [copy for copy in copies if not copy.expert.takes_texts]
         most = min(self._box.cores, max(MOST_TOGETHER, self._search.most_cpu_executors))
         if len(self._draft.speedups().get(processor, ())) >= most:
@@ -422,7 +399,7 @@ class _Profiling:
         self._progress(f"executors of {processor}", 1, 1)
 
     def _measure_spinning(self, copies: Sequence[ExpertCopy], usage: UsageProfile, running: str) -> None:
-        """The settings of OpenMP's waiting, unless an earlier run has; where it fails, no other than now is chosen."""
+        """Settings of OpenMP's waiting, unless an earlier run compared them; a failure keeps the present one."""
         chosen = [kind for kind in self._draft.kinds() if kind.processor == CPU]
         found = None if self._draft.spinning() else most_used(copies, chosen, usage.probabilities)
         if found is not None:
@@ -440,7 +417,7 @@ class _Profiling:
                 times = measure_spinning(run, may_go_on=may_go_on)
                 if is_quiet():
                     self._draft.save_spinning(times)
-                else:  # where others have the cores, whoever waits less does better, and only there
+                else:  # under others' load shorter waits win, and only there
                     self._notes.append(
                         "how long OpenMP's threads wait stays as the library has it, as other processes had "
                         f"{cores.others_fraction():.0%} of the cores while that was measured - {AGAIN_IN_QUIET}"
@@ -455,9 +432,13 @@ class _Profiling:
                 f" `coserve profile {self._config.document.file} --fresh` times them with it"
             )
 
-    def _keep(self, processors: Sequence[str], forms: _Forms) -> list[ExpertCopy]:
-        """Every expert as it will run; noted as what was profiled, with what it was compared with."""
-        references = {name: digest for name, digest in self._draft.packed().items() if self._is_reference(*name)}
+    def _keep(self, processors: Sequence[str], forms: Forms) -> list[ExpertCopy]:
+        """Every expert as it will run; digests of these copies and their references are saved."""
+        references = {
+            (name, form): digest
+            for (name, form), digest in self._draft.packed().items()
+            if name in self._config.catalog.experts and form == self._packing.reference(name)
+        }
         wanted: defaultdict[str, set[Precision]] = defaultdict(set)
         for copy in self._packing.references(self._packing.pack({}, None)):
             wanted[copy.expert.id] |= {Precision(form) for name in processors if (form := forms.of(copy, name))}
@@ -491,7 +472,6 @@ class _Profiling:
 
     @contextmanager
     def _noticing_others(self, what: str) -> Iterator[None]:
-        """Note where other processes took what was being measured."""
         cores = CoresInUse()
         yield
         others = cores.others_fraction()
@@ -501,24 +481,11 @@ class _Profiling:
             )
 
     def _bench(self, processor: str) -> Bench:
-        executors = [ExecutorSpec(0, processor, self._box.pool_of(processor))]
-        threads = threads_per_executor(self._box, executors)
-        return Bench(self._box, processor, self._segments, self._samples, threads, self._options.batches)
+        return bench_on(self._box, processor, self._segments, self._samples, self._options)
 
-    def _runs(self, copy: ExpertCopy, form: str | None) -> bool:
-        """Whether the expert's copy is the one that runs where its kind runs in this form."""
-        return form is not None and self._packing.runs_in(copy.expert.id, Precision(form)) == copy.packed.precision
-
-    def _is_sampled(self, copies: Sequence[ExpertCopy]) -> bool:
-        return any(self._samples.of(copy.expert.id) for copy in copies)
-
-    def _is_reference(self, expert: str, precision: str) -> bool:
-        return expert in self._config.catalog.experts and precision == self._packing.reference(expert)
-
-    def _interim(self, forms: _Forms, usage: UsageProfile) -> StoredProfile:
-        """What is known before the search, with the casual allocation in the place of the searched one."""
+    def _interim(self, forms: Forms, usage: UsageProfile) -> StoredProfile:
+        """The profile before the search, with the casual allocation."""
         draft, config = self._draft, self._config
-        casual = casual_allocation(self._box, pool_budgets(config, self._box))
         return StoredProfile(
             line=config.line,
             written_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -529,7 +496,7 @@ class _Profiling:
             precisions=forms.kinds,
             packed=draft.packed(),
             usage=usage,
-            allocation=casual,
+            allocation=casual_allocation(self._box, pool_budgets(config, self._box)),
             speedups=draft.speedups(),
             decodings=draft.decodings(),
             forms=forms.experts,

@@ -92,7 +92,6 @@ def profile_json(profile: StoredProfile) -> dict[str, Any]:
 
 
 def profile_table(profile: StoredProfile) -> str:
-    """The profile for people."""
     box = profile.box
     versions = ", ".join(f"{name} {version}" for name, version in sorted(box.versions.items()))
     heading = f"{box.device}: {box.model}, {box.cores} cores; {versions}"
@@ -107,7 +106,8 @@ def profile_charts(profile: StoredProfile, folder: Path) -> list[Path]:
 
 
 def _kind_charts(profile: StoredProfile, folder: Path) -> list[Path]:
-    shown = _most_used_kinds(profile)
+    of_images = [kind for kind in profile.chosen_kinds if not kind.lease_bytes]
+    shown = sorted(of_images, key=lambda kind: (-kind.weight_bytes, kind.kind))[:MOST_CURVES]
     if not shown:
         return []
     images, note = "images in a batch", f"{profile.box.model}; means over repeats, outliers drawn in"
@@ -121,7 +121,7 @@ def _kind_charts(profile: StoredProfile, folder: Path) -> list[Path]:
 
 
 def _form_json(kind: KindProfile, profile: StoredProfile) -> dict[str, Any]:
-    """``agrees``: None where nobody was asked, or on nothing."""
+    """``agrees``: None where no expert was compared on any image."""
     compared = [each for each in _compared(profile, kind) if each.images]
     return {
         "kind": kind.kind,
@@ -180,14 +180,12 @@ def _kind_rows(profile: StoredProfile) -> Iterator[tuple[str, ...]]:
 
 
 def _short_names(kinds: Iterable[str]) -> dict[str, str]:
-    """Without how pixels are normalised, which follows from the architecture as a rule; whole where it does not."""
     short = {kind: " ".join(part for part in kind.split() if part not in NORMALIZATIONS) for kind in kinds}
     times = Counter(short.values())
     return {kind: name if times[name] == 1 else kind for kind, name in short.items()}
 
 
 def _agreement(compared: Sequence[Agreement]) -> str:
-    """Of how many experts of a kind; empty where none was asked."""
     if not compared:
         return ""
     differing, proven = sum(not each.agrees for each in compared), sum(each.proves for each in compared)
@@ -197,7 +195,7 @@ def _agreement(compared: Sequence[Agreement]) -> str:
 
 
 def _expert_lines(profile: StoredProfile) -> Iterator[str]:
-    """Who runs in which form, and what that stands on; experts of which the same is to be told are told together."""
+    """Each expert's form with its evidence; experts of equal form and evidence share a line."""
     told: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
     for each in profile.forms.values():
         told[each.processor, each.precision, each.why].append(each.expert)
@@ -248,7 +246,7 @@ def _closing_lines(profile: StoredProfile) -> Iterable[str]:
 
 
 def _decoding_line(decodings: Sequence[ImageDecoding]) -> str:
-    """What a sample takes on one thread before its batch, and for how many experts JPEGs are made smaller."""
+    """Mean decoding time on one thread, and the number of experts with smaller JPEGs."""
     images = sum(each.images for each in decodings)
     image_s, megapixels = sum(each.full_s for each in decodings) / images, sum(each.megapixels for each in decodings)
     scaled = [each for each in decodings if each.agrees]
@@ -257,12 +255,6 @@ def _decoding_line(decodings: Sequence[ImageDecoding]) -> str:
         return f"{text}; no JPEG is made smaller meanwhile"
     scaled_s = sum(each.scaled_s for each in scaled) / sum(each.images for each in scaled)
     return f"{text}; {scaled_s * 1e3:.1f} for {len(scaled)} of {len(decodings)} experts, whose JPEGs are made smaller"
-
-
-def _most_used_kinds(profile: StoredProfile) -> list[KindProfile]:
-    """At most as many as one chart can hold; those with the largest weights, which cost most."""
-    of_images = [kind for kind in profile.chosen_kinds if not kind.lease_bytes]
-    return sorted(of_images, key=lambda kind: (-kind.weight_bytes, kind.kind))[:MOST_CURVES]
 
 
 def _label(kind: KindProfile) -> str:
@@ -281,7 +273,6 @@ def _footprint(kind: KindProfile) -> tuple[list[float], list[float]]:
 
 
 def _fitted(kinds: Sequence[KindProfile]) -> list[Series]:
-    """Each kind's times, and its line up to its maximum batch."""
     measured = [
         Series(_label(kind), *_points(kind, per_image=False), kind="points", colour=number)
         for number, kind in enumerate(kinds)

@@ -1,4 +1,4 @@
-"""What a run has of the box, and others: cores, and the peak of resident memory."""
+"""A run's share of the box: cores, and the peak of resident memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ QUIET_FRACTION = 0.05  # of all cores: what other processes may have had before 
 
 
 class CoresInUse:
-    """Who has the cores from now on: this process and those it started and waited for, or others.
-
-    What others take makes figures worse than they are.
-    """
+    """Use of the cores from now on, by other processes than this one and its ended children."""
 
     def __init__(self) -> None:
         self._all, self._busy, self._own = self._times()
 
     def others_fraction(self) -> float:
-        """The share of all cores' time that went to other processes since; 0 where nothing is known yet."""
+        """Share of all cores' time that went to other processes since; 0 while unknown."""
         everything, busy, own = self._times()
         passed_s = everything - self._all
         return min(max((busy - self._busy - (own - self._own)) / passed_s, 0.0), 1.0) if passed_s > 0 else 0.0

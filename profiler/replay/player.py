@@ -55,16 +55,13 @@ class Played:
 
     @property
     def labels(self) -> tuple[str | None, ...]:
-        """What each request was judged to be."""
         return tuple(outcome.label for outcome in self.outcomes)
 
     @property
     def resident_at_start(self) -> frozenset[str]:
-        """The copies that lay in any memory when the first request came."""
         return frozenset(copy for pool in self.before.engine.pools for copy in pool.resident)
 
     def counted(self, count: Callable[[LoopStatistics], int]) -> int:
-        """How much a counter grew."""
         return count(self.after) - count(self.before)
 
     def loads(self) -> dict[str, int]:
@@ -81,7 +78,6 @@ class Played:
         )
 
     def unknown_reasons(self, trace: Sequence[Arrival]) -> tuple[str, ...]:
-        """Why requests were not judged."""
         return tuple(self.outcomes[number].reason or "no reason given" for number in self.unjudged(trace))
 
 

@@ -38,15 +38,12 @@ class DeciderAround:
         self._decider = decider
 
     def next_wakeup_s(self) -> float | None:
-        """As the other one does."""
         return self._decider.next_wakeup_s()
 
     def statistics(self) -> EngineStatistics:
-        """As the other one does."""
         return self._decider.statistics()
 
     def check_invariants(self) -> None:
-        """As the other one does."""
         self._decider.check_invariants()
 
 
@@ -58,7 +55,6 @@ class TimedDecider(DeciderAround):
         self.decisions: list[Decision] = []
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """As the other one does."""
         started, cpu_started = time.perf_counter(), time.thread_time()
         effects = self._decider.handle(event, now)
         cpu_s, seconds = time.thread_time() - cpu_started, time.perf_counter() - started

@@ -1,12 +1,11 @@
-"""What no schedule can beat: the fewest switches, the fewest loads in first-come-first-served order, the least time.
+"""Bounds that no schedule can beat: fewest switches, fewest loads in first-come-first-served order, least time.
 
-Pure. Everything here is a lower bound for whatever serves the same requests with the same executors and memories, also
-for one that knows the future; each function says why. A bound counts an expert that is brought in after the start; a
-policy that loads while its executors work hides some of these from the requests, so its count of switches (loads that
-a request had to wait for) may come out lower, its count of loads cannot.
+Pure. Each is a lower bound for any scheduler of the same requests, executors and memories, also one that knows the
+future; each function says why. A bound counts experts loaded after the start. A policy that loads while its executors
+work hides some loads from requests, so its switches (loads that a request had to wait for) may be fewer, its loads not.
 
-Pinned experts, workspaces, the order of a route's steps and the limits on loads in flight are left out: each only
-takes away choices, so a bound without it stays one.
+Pinned experts, workspaces, the order of a route's steps and the limits on loads in flight are left out: each only takes
+away choices, so a bound without it stays one.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ BURSTS = 16  # pauses of a trace after which what is still to come is weighed: e
 
 @dataclass(frozen=True, slots=True)
 class RequestSteps:
-    """One request: when it comes, in seconds since the start, and the experts that it runs, one after another.
+    """One request: arrival in seconds since the start, and the experts that it runs, in order.
 
-    ``work``: what it has in tokens for each of them that counts in tokens.
+    ``work``: its tokens for each expert that counts in tokens.
     """
 
     at_s: float
@@ -45,9 +44,9 @@ class RequestSteps:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a schedule has to work with. ``speedups`` by processor, as ``StoredProfile.speedups``; none = independent.
+    """``speedups`` by processor, as ``StoredProfile.speedups``; none: independent executors.
 
-    ``profile`` has a row for every expert of the requests on one executor's processor at least.
+    ``profile`` has a row for every expert of the requests on at least one executor's processor.
     """
 
     executors: tuple[ExecutorSpec, ...]
@@ -58,11 +57,9 @@ class Resources:
 
     @property
     def processors(self) -> Counter[str]:
-        """How many executors each processor has."""
         return Counter(spec.processor for spec in self.executors)
 
     def rows(self, expert: str, pool: str | None = None) -> list[ExpertProfile]:
-        """The expert's rows on the processors that have executors, of one memory or of all."""
         used = dict.fromkeys(spec.processor for spec in self.executors if pool in (None, spec.pool))
         columns = (self.profile.experts[processor] for processor in used)
         return [column[expert] for column in columns if expert in column]
@@ -70,11 +67,10 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What no schedule of some requests can beat.
+    """Bounds of some requests. ``switches``: experts to be loaded after the start.
 
-    ``switches``: experts that have to be brought in after the start. ``fcfs_switches``: the same when requests are
-    begun in the order in which they came. ``compute_s``, ``io_s``, ``arrivals_s``: the least time for the work, for
-    reading what cannot be there at the start, and for what arrives last.
+    ``fcfs_switches``: the same when requests begin in the order of arrival. ``compute_s``, ``io_s``, ``arrivals_s``:
+    least time for the work, for reading what cannot be there at the start, and for the last arrivals.
     """
 
     switches: int
@@ -90,11 +86,11 @@ class Bounds:
 
 
 def bounds(requests: Sequence[RequestSteps], resources: Resources) -> Bounds:
-    """All of them, for requests in the order in which they came. Memories may hold whatever is best at the start.
+    """All bounds, for requests in the order of arrival. Memories begin with the best contents.
 
-    First come, first served, fixes the order of the requests' first steps alone: each further step queues behind
-    whatever has come by then, which depends on how long everything takes. The first steps are a part of any such
-    order, and what serves all of it serves that part with no more loads, so their bound holds for the whole.
+    First come, first served fixes the order of first steps alone: a further step queues behind all requests that have
+    come by then, which depends on all times. First steps are a part of any such order, and serving the whole order
+    serves that part with no more loads, so their bound holds for the whole.
     """
     counts = Counter(expert for request in requests for expert in request.experts)
     switches = fewest_switches(counts, resources)
@@ -189,7 +185,8 @@ def unread_bytes(experts: Collection[str], resources: Resources, resident: Colle
         held.update(part.id for row in there for part in row.footprint.shared)
         if not there:
             own_bytes += min(row.footprint.own_bytes for row in rows)
-            parts |= _common_parts([row.footprint for row in rows])
+            common = set.intersection(*(set(row.footprint.shared) for row in rows))
+            parts |= {part.id: part.size_bytes for part in common}
     needed_bytes = own_bytes + sum(size for part, size in parts.items() if part not in held)
     there_bytes = sum(pool.expert_bytes for pool in resources.pools) if resident is None else 0
     return max(needed_bytes - there_bytes, 0)
@@ -284,7 +281,7 @@ def _charge(footprint: Footprint, holders: Mapping[str, int]) -> Fraction:
 
 
 def _least_bytes(by_pool: Mapping[str, Mapping[str, Fraction]]) -> dict[str, Fraction]:
-    """Each expert's charge in the memory where it is smallest."""
+    """Each expert's charge in its cheapest memory."""
     least: dict[str, Fraction] = {}
     for sizes in by_pool.values():
         for expert, size in sizes.items():
@@ -310,7 +307,7 @@ def _size_classes(sizes: Mapping[str, Fraction]) -> list[set[str]]:
 def _places(
     members: Collection[str], by_pool: Mapping[str, Mapping[str, Fraction]], capacities: Mapping[str, int]
 ) -> int:
-    """How many of these experts all memories together can hold at most, were all as small as the smallest."""
+    """Most experts that all memories together can hold, all taken as small as the smallest."""
     places = 0
     for pool, sizes in by_pool.items():
         smallest = min((sizes[expert] for expert in members if expert in sizes), default=None)
@@ -324,7 +321,7 @@ def _loads_from_best_start(uses: Sequence[str], places: int) -> int:
 
 
 def _next_uses(order: Sequence[str]) -> list[int]:
-    """For each use, when the same expert is used next; the length of the order for a last use."""
+    """For each use the position of the expert's next use; the order's length for a last use."""
     following = [len(order)] * len(order)
     seen: dict[str, int] = {}
     for at in range(len(order) - 1, -1, -1):
@@ -333,17 +330,11 @@ def _next_uses(order: Sequence[str]) -> list[int]:
     return following
 
 
-def _common_parts(footprints: Sequence[Footprint]) -> dict[str, int]:
-    """The shared parts that every one of these footprints has."""
-    common = set.intersection(*(set(footprint.shared) for footprint in footprints))
-    return {part.id: part.size_bytes for part in common}
-
-
 # -- time --
 
 
 def _strength(processor: str, executors: int, resources: Resources) -> float:
-    """How many executors of this processor, each at full speed, these are worth at most."""
+    """Most executors at full speed that these are worth together."""
     speedups = resources.speedups.get(processor)
     return max(speedups[:executors]) if speedups else float(executors)
 
@@ -368,14 +359,14 @@ def _weightings(
 
 
 def _per_image_s(performance: Performance) -> float:
-    """Of an expert of texts, per token that is read and one that is written: most of its work."""
+    """For texts: per token read and one written, most of their work."""
     if performance.runs_in_quanta:
         return performance.K_prompt_s + performance.K_output_s
     return performance.latency_s(performance.max_batch) / performance.max_batch
 
 
 def _least_tokens_s(tokens: Work, performances: Mapping[str, Performance], weights: Mapping[str, float]) -> float:
-    """Weighted seconds of these tokens, each where it weighs least."""
+    """Weighted seconds of these tokens, each on its cheapest processor."""
     if tokens is IMAGE:
         return 0.0
     read_s = min(each.K_prompt_s * weights.get(name, 0.0) for name, each in performances.items())
@@ -392,13 +383,12 @@ def _least_work_s(count: int, performances: Mapping[str, Performance], weights: 
 
 
 def _weighed_s(count: int, performance: Performance, weight: float) -> list[float]:
-    """For each number of images from 0 to ``count``: its seconds in batches as large as may be, times the weight."""
+    """Weighted seconds of 0 to ``count`` images, in the largest batches."""
     batches = [-(-number // performance.max_batch) for number in range(count + 1)]
     return [weight * (performance.K_s * number + performance.B_s * batches[number]) for number in range(count + 1)]
 
 
 def _alone_s(expert: str, resources: Resources, work: Work) -> float:
-    """One request alone on the fastest processor."""
     counts = resources.processors
     return min(
         (performance.latency_s(1) + performance.tokens_s(work)) / _pace(counts[name], resources.speedups.get(name))
@@ -407,7 +397,7 @@ def _alone_s(expert: str, resources: Resources, work: Work) -> float:
 
 
 def _pace(executors: int, speedups: Sequence[float] | None) -> float:
-    """How fast one of so many executors goes at most, against one alone."""
+    """Highest pace of one among so many executors, against one alone."""
     if not speedups:
         return 1.0
     return max(speed / running for running, speed in enumerate(speedups[:executors], start=1))

@@ -1,10 +1,9 @@
-"""What a trace takes of the box's cores: images are decoded on those that CPU executors compute on.
+"""Core time of a trace: images are decoded on the cores that CPU executors compute on.
 
-Pure. A bound, whatever the schedule: N cores have N seconds of one core in a second, and have to spend on each image
-what its decoding takes and, on all its steps, the threads of a CPU executor for as long as that computes, in batches as
-large as may be. What an executor of an accelerator can run may be computed there, which takes no core. It assumes that
-an executor has its threads' cores for itself while it computes; where its threads wait for one another, somewhat more
-can be reached.
+Pure. A bound for any schedule: N cores have N core seconds in a second. Each image costs its decoding and, on its
+steps, the threads of a CPU executor for as long as they compute, in the largest batches. An expert that an accelerator
+can run costs no core. An executor is assumed to have its threads' cores for itself while it computes; where its threads
+wait for one another, slightly more can be reached.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CoreTime:
-    """Of all requests together, in seconds of one core: what decoding takes, and what computing takes at the least."""
+    """Core seconds of all requests together: decoding, and the least for computing."""
 
     cores: int
     requests: int
@@ -38,32 +37,28 @@ class CoreTime:
 
     @property
     def images_per_s(self) -> float:
-        """What the cores allow at the most; texts among them."""
         spent_s = self.decoding_s + self.compute_s
         return self.requests * self.cores / spent_s if spent_s > 0.0 else math.inf
 
     @property
     def decoding_share(self) -> float:
-        """Of the time that the cores spend."""
         spent_s = self.decoding_s + self.compute_s
         return self.decoding_s / spent_s if spent_s > 0.0 else 0.0
 
     def decoding_in(self, decoding_s: float) -> CoreTime:
-        """The same with images that take as long as this."""
         return replace(self, decoding_s=decoding_s)
 
     def on(self, cores: int) -> CoreTime:
-        """The same on so many cores."""
         return replace(self, cores=cores)
 
 
 def core_time(requests: Sequence[RequestSteps], resources: Resources, cores: int, decoding_s: float) -> CoreTime:
-    """Of these requests. ``decoding_s``: of all their images, each once."""
+    """``decoding_s``: core seconds of all images, each once."""
     return CoreTime(cores, len(requests), decoding_s, compute_core_s(requests, resources, cores))
 
 
 def compute_core_s(requests: Sequence[RequestSteps], resources: Resources, cores: int) -> float:
-    """The least that computing takes of the cores, in seconds of one; each expert where that is least."""
+    """Least core seconds of computing; each expert on its cheapest processor."""
     on_cpu = sum(count for name, count in resources.processors.items() if torch_device(name) == "cpu")
     threads = core_share(cores, on_cpu)
     counts, tokens = Counter(expert for request in requests for expert in request.experts), tokens_of(requests)
@@ -87,6 +82,6 @@ def _performances(expert: str, resources: Resources) -> Mapping[str, Performance
 
 
 def _alone_s(performance: Performance, count: int, tokens: Work) -> float:
-    """So many requests on one executor, in batches as large as may be (CoServe, section 4.2)."""
+    """Seconds of ``count`` requests on one executor, in the largest batches (CoServe, section 4.2)."""
     batches = -(-count // performance.max_batch)
     return performance.K_s * count + performance.B_s * batches + performance.tokens_s(tokens)

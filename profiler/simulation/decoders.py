@@ -1,14 +1,13 @@
-"""Images that are decoded and prepared on what computing leaves of the cores, under virtual time.
+"""Decodes and prepares images on the cores that computing leaves, under virtual time.
 
-What an executor's batch takes is K n + B, once its images are there; decoding is time of the cores beside it. Images
-that are prepared ahead have what computing leaves: crops, as their threads keep off cores that are computed on, and
-photographs, as theirs give way. Executors of the CPU that compute have their share of the cores, and decoding has the
-others, a core for one image at the most. An executor that waits for images does not compute, so that these have its
-share, whether it decodes them itself, as it does with crops, or their threads do. Where an accelerator's waits and the
-cores are all computed on, one core is decoded on.
+A batch takes K n + B once its images are there; decoding takes core time beside it. Images that are prepared ahead get
+the cores that computing leaves: threads of crops keep off busy cores, and threads of photographs give way. Computing
+CPU executors have their share of the cores, and decoding has the others, at most one core for an image. An executor
+that waits for images does not compute, so its images get its share. Where an accelerator's executor waits and all cores
+compute, one core decodes.
 
-Guarantees: no clock and no thread; what a batch waits for comes first, then what is due first; no image is decoded
-twice for what is held of it, and every one again that is not.
+Guarantees: no clock and no thread; images that a batch waits for come first, then by deadline; an image is decoded
+again only where it is no longer held.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ ROUNDING = 1e-9  # of cores: what is less is none
 
 @dataclass(frozen=True, slots=True)
 class ImageTimes:
-    """What one image takes of one core until it is prepared, in seconds: by expert, and of all others."""
+    """Core seconds of one image until it is prepared: by expert, and for all others."""
 
     cores: int
     image_s: Mapping[str, float]
@@ -44,23 +43,22 @@ class ImageTimes:
 
     @classmethod
     def known(cls, cores: int, image_s: Mapping[str, float]) -> ImageTimes:
-        """Of at least one expert; others have images as these do on average."""
+        """From times of at least one expert; other experts take their mean."""
         return cls(cores, image_s, fmean(image_s.values()))
 
     def of(self, expert: str) -> float:
-        """One image of this expert's."""
         return self.image_s.get(expert, self.others_s)
 
 
 def core_share(cores: int, cpu_executors: int) -> float:
-    """How many cores one of so many executors of the CPU computes on: its threads, and no more than there are."""
+    """Cores that one of so many CPU executors computes on: its threads, within its share of the box."""
     executors = max(cpu_executors, 1)
     return min(max(cores // executors, 1), cores / executors)
 
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """One image's decoding. ``left_s``: of one core; ``batch``: what waits for it."""
+    """One image's decoding. ``left_s``: core seconds; ``batch``: the batch that waits for it."""
 
     due_s: float
     left_s: float
@@ -71,7 +69,7 @@ class _Task:
 
 @dataclass(slots=True)
 class _Image:
-    """A request's: what it is or will be held as, and the task that makes it that."""
+    """A request's image: the form that it is or will be held in, and the task that makes it."""
 
     forms: frozenset[str]
     task: _Task
@@ -79,7 +77,7 @@ class _Image:
 
 @dataclass(slots=True)
 class Decoders:
-    """Of one simulation. Times are the simulation's own; every method is told what time it is."""
+    """Decoding of one simulation; every method is told the simulation's time."""
 
     times: ImageTimes
     executors: Sequence[ExecutorSpec]
@@ -100,7 +98,6 @@ class Decoders:
         self._executor_cores = core_share(self.times.cores, on_cpu)
 
     def prepare(self, effect: Prepare, now: float) -> None:
-        """What the Engine asks for ahead."""
         self._advance(now)
         form = self._form(effect.expert)
         forms = frozenset((form, *map(self._form, effect.later)))
@@ -115,13 +112,13 @@ class Decoders:
         self._fill()
 
     def forget(self, request: int, now: float) -> None:
-        """Nothing is held for a request any more but what a batch waits for."""
+        """Drops a request's image unless a batch waits for it."""
         self._advance(now)
         self._drop(self._images.pop(request, None))
         self._fill()
 
     def start(self, batch: Batch, now: float) -> bool:
-        """Are all images of a batch there? If not, it waits, and what it lacks comes before all else."""
+        """True where all images of a batch are there; else the batch waits, and its images come first."""
         self._advance(now)
         lacking = [task for request in batch.requests if not (task := self._task_for(request, batch)).is_done]
         for task in lacking:
@@ -135,17 +132,17 @@ class Decoders:
         return not lacking
 
     def computes(self, processor: str, executors: int, now: float) -> None:
-        """So many more executors of this processor compute from now on; fewer, where that is below 0."""
+        """``executors`` more of this processor compute from now on; fewer where negative."""
         if torch_device(processor) == "cpu":
             self._advance(now)
             self._computing += executors
 
     def next_end_s(self) -> float:
-        """When the next image is decoded, if nobody begins or ends to compute before; infinity when none is."""
+        """When the next image is decoded at the present pace; infinity when none is under way."""
         return self._at_s + min((self._left_s(task, rate) for task, rate in self._rates()), default=math.inf)
 
     def end_next(self) -> list[Batch]:
-        """The image that is decoded first is, at ``next_end_s``; the batches that lack nothing any more."""
+        """Ends the first image, at ``next_end_s``; batches whose images are now all there."""
         ends_s, (task, _) = self.next_end_s(), min(self._rates(), key=lambda each: self._left_s(*each))
         self._advance(ends_s)
         self._running.remove(task)
@@ -160,7 +157,7 @@ class Decoders:
         return [self._batches.pop(task.batch)]
 
     def _task_for(self, request: int, batch: Batch) -> _Task:
-        """The one that makes a request's image what a batch is shown."""
+        """Task that makes a request's image as a batch is shown it."""
         known = self._images.get(request)
         if known is not None and self._form(batch.expert) in known.forms:
             return known.task
@@ -175,12 +172,11 @@ class Decoders:
         heapq.heappush(self._waiting, (due_s, next(self._ticket), task))
 
     def _drop(self, image: _Image | None) -> None:
-        """What has begun goes on, as on a thread; what a batch waits for stays."""
         if image is not None and image.task.batch is None:
             image.task.is_dropped = True
 
     def _fill(self) -> None:
-        """Begin as many as there are threads; what batches wait for has threads of its own beside these."""
+        """Begins as many as there are threads; images that batches wait for have threads of their own."""
         while self._waiting:
             due_s, _, task = self._waiting[0]
             if not (task.is_done or task.is_dropped or task in self._running or task.due_s != due_s):
@@ -196,7 +192,7 @@ class Decoders:
         self._at_s = now
 
     def _rates(self) -> list[tuple[_Task, float]]:
-        """What the cores do now, each image with the part of a core that works on it: what batches wait for first."""
+        """Each image under way with its part of a core; images that batches wait for come first."""
         awaited = [task for task in self._running if task.batch is not None]
         ahead = [task for task in self._running if task.batch is None]
         free = max(self.times.cores - self._computing * self._executor_cores, 0.0)
@@ -214,7 +210,7 @@ class Decoders:
         return max(task.left_s, 0.0) / rate if rate > 0.0 else math.inf
 
     def _form(self, expert: str) -> str:
-        """What its images become; one that is not known is its own."""
+        """Form of an expert's images; an unknown expert has a form of its own."""
         if expert not in self._forms:
             rows = [column[expert] for column in self.matrix.experts.values() if expert in column]
             form = rows[0].prepared if rows else None

@@ -1,8 +1,8 @@
-"""What a line would do with a trace: its own Engine under virtual time, counted from the first arrival on.
+"""Forecast of a line on a trace: its own Engine under virtual time, counted from the first arrival on.
 
-Guarantees: the same line, profile, trace and seed give the same forecast, and each request runs the same experts
-whatever the policy, the memories and the order: whether a step lets it pass is drawn once, by the profile's pass rates.
-The initial placement is complete before the trace starts and is not counted.
+Guarantees: equal line, profile, trace and seed give equal forecasts. A request runs the same experts under any policy,
+memories and order: its passing of each step is drawn once, by the profile's pass rates. The initial placement is
+complete before the trace starts and is not counted.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ SHARING_PROCESSORS = frozenset({"cuda", "mps"})  # elsewhere the matrix holds wh
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is asked of a line, and how fast its links and processors are; whatever its memories and its policy.
+    """Demand on a line, and speeds of its links and processors; memories and policy are apart.
 
     ``steps``: the experts that each request of the trace runs, in order. ``link_bytes_per_s`` by source. ``images``:
-    what decoding takes; None where that was not measured: then images are there when they come.
+    decoding times; None where not measured: images are then there on arrival.
     """
 
     graph: ExpertGraph
@@ -56,7 +56,6 @@ class Scenario:
 
     @property
     def requests(self) -> list[RequestSteps]:
-        """The same, as the bounds take it."""
         return [
             RequestSteps(arrival.at_s, experts, arrival.work)
             for arrival, experts in zip(self.trace, self.steps, strict=True)
@@ -64,12 +63,11 @@ class Scenario:
 
     @property
     def offered_images_per_s(self) -> float:
-        """At which rate the trace's requests come; infinite for one that brings all at once."""
         span_s = self.trace[-1].at_s - self.trace[0].at_s
         return (len(self.trace) - 1) / span_s if span_s > 0.0 else math.inf
 
     def repeated(self, passes: int, images_per_s: float) -> Scenario:
-        """The same requests so many times, at this rate on average: a trace that is slower is played faster."""
+        """The requests so many times over, at this mean rate."""
         start_s, factor = self.trace[0].at_s, min(self.offered_images_per_s / images_per_s, 1.0)
         offsets_s = [(arrival.at_s - start_s) * factor for arrival in self.trace]
         trace = tuple(
@@ -81,15 +79,13 @@ class Scenario:
 
     @property
     def ssd_bytes_per_s(self) -> float:
-        """What the SSD gives."""
         return self.link_bytes_per_s[SSD]
 
     def resources(self, setup: EngineSetup) -> Resources:
-        """What a schedule has to work with, as the bounds take it."""
         return Resources(setup.executors, setup.pools, setup.matrix, self.ssd_bytes_per_s, self.speedups)
 
     def predict(self, request: int, expert: str) -> Prediction:
-        """What lets a request go on to the steps that were drawn for it, and no further."""
+        """Prediction that takes a request along the steps drawn for it, and no further."""
         component, experts = self.trace[request].component, self.steps[request]
         if component is None:
             return Prediction("", 1.0)
@@ -106,9 +102,9 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What happened from the trace's start to its last outcome. ``loads`` by path, source_pool, such as ssd_host.
+    """From the trace's start to its last outcome. ``loads`` by path source_pool, such as ssd_host.
 
-    ``resident_at_start``: the copies in any memory when the first request came.
+    ``resident_at_start``: copies in any memory when the first request came.
     """
 
     seconds: float
@@ -121,30 +117,23 @@ class Forecast:
 
     @property
     def images_per_s(self) -> float:
-        """Requests over seconds, texts among them."""
         return len(self.waits_s) / self.seconds if self.seconds > 0.0 else 0.0
 
     def loads_to(self, pools: Collection[str]) -> int:
-        """Loads into these memories, wherever from."""
         return sum(count for path, count in self.loads.items() if path.partition("_")[2] in pools)
 
     def wait_s(self, quantile: float) -> float:
-        """The wait that this share of all requests does not exceed (nearest rank)."""
         return quantile_s(self.waits_s, quantile)
 
 
 def quantile_s(waits_s: Sequence[float], quantile: float) -> float:
-    """The wait that this share of these, at least one, does not exceed (nearest rank)."""
+    """Wait that this share of at least one does not exceed (nearest rank)."""
     ordered = sorted(waits_s)
     return ordered[max(math.ceil(quantile * len(ordered) - ROUNDING), 1) - 1]
 
 
 def scenario_of(graph: ExpertGraph, profile: StoredProfile, trace: Sequence[Arrival], seed: int = 0) -> Scenario:
-    """What this trace asks of a line with this profile.
-
-    Raises ConfigError for an empty trace, for one that names what the line does not have, and for a profile without
-    the speed of its SSD.
-    """
+    """Raises ConfigError for an empty trace, unknown names in a trace, and a profile without the speed of its SSD."""
     if not trace:
         raise ConfigError("an empty queue: the trace holds no request - there is nothing to plan")
     links = profile.link_bytes_per_s
@@ -155,22 +144,19 @@ def scenario_of(graph: ExpertGraph, profile: StoredProfile, trace: Sequence[Arri
 
 
 def image_times(profile: StoredProfile) -> ImageTimes | None:
-    """What decoding takes, as images are served; None where no expert has samples."""
     image_s = {each.expert: each.image_s for each in profile.decodings}
     return ImageTimes.known(profile.box.cores, image_s) if image_s else None
 
 
 def sharing_speedups(profile: StoredProfile) -> dict[str, tuple[float, ...]]:
-    """Of processors whose executors slow one another down as batches come and go; a CPU's are in the matrix."""
+    """Only of processors whose executors slow one another down; a CPU's are in the matrix."""
     return {name: each for name, each in profile.speedups.items() if name in SHARING_PROCESSORS and each}
 
 
 def draw_steps(
     trace: Sequence[Arrival], graph: ExpertGraph, pass_rates: Mapping[str, float], seed: int
 ) -> tuple[tuple[str, ...], ...]:
-    """The experts that each request runs: it goes on at the rate of the step before, 1 where none is known.
-
-    Whom a router sends it to is drawn evenly of its labels.
+    """Experts that each request runs: each step passes at its rate, else at 1; a router draws a label evenly.
 
     Raises ConfigError naming every component and expert that the line does not have.
     """
@@ -195,10 +181,7 @@ def draw_steps(
 
 
 def forecast(scenario: Scenario, setup: EngineSetup) -> Forecast:
-    """Play the trace.
-
-    Raises ConfigError when an expert cannot fit, no executor can run one that is needed, or a text never has room.
-    """
+    """Raises ConfigError when a needed expert cannot fit or run, or a text never has room."""
     _refuse_unable(scenario, setup)
     _refuse_too_long(scenario, setup)
     try:
@@ -221,11 +204,11 @@ def forecast(scenario: Scenario, setup: EngineSetup) -> Forecast:
 
 
 def reaches(scenario: Scenario, setup: EngineSetup, played: Forecast, images_per_s: float) -> bool:
-    """Does the line keep up with that many images a second? ``played``: the forecast of this scenario.
+    """True where the line keeps up with that many images a second. ``played``: the forecast of this scenario.
 
-    The trace is played over and over at that rate. That its last images come late tells nothing: they wait for their
-    batches and loads. The line falls behind where its queue grows: where more requests are open after each of the last
-    third of all passes than after any of the first third, one aside.
+    The trace is repeated at that rate. Late last images tell nothing, as they wait for their batches and loads. The
+    line falls behind where its queue grows: where more requests are open after each of the last third of all passes
+    than after any of the first third, one aside.
     """
     requests = len(scenario.trace)
     if not played.loads and played.images_per_s >= images_per_s:
@@ -241,18 +224,14 @@ def reaches(scenario: Scenario, setup: EngineSetup, played: Forecast, images_per
 
 
 def with_ssd(scenario: Scenario, setup: EngineSetup, bytes_per_s: float) -> tuple[Scenario, EngineSetup]:
-    """The same with another SSD: what a load takes beside reading its bytes stays as it is."""
+    """Another SSD: the part of a load beside reading its bytes stays."""
     links = {**scenario.link_bytes_per_s, SSD: bytes_per_s}
     gain_s_per_byte = 1.0 / bytes_per_s - 1.0 / scenario.ssd_bytes_per_s
     experts = {}
     for processor, column in setup.matrix.experts.items():
         experts[processor] = {
             name: replace(
-                row,
-                load_s={
-                    **row.load_s,
-                    SSD: max(row.load_s[SSD] + row.footprint.own_bytes * gain_s_per_byte, 0.0),
-                },
+                row, load_s={**row.load_s, SSD: max(row.load_s[SSD] + row.footprint.own_bytes * gain_s_per_byte, 0.0)}
             )
             for name, row in column.items()
         }
@@ -261,7 +240,6 @@ def with_ssd(scenario: Scenario, setup: EngineSetup, bytes_per_s: float) -> tupl
 
 
 def with_expert_bytes(setup: EngineSetup, expert_bytes: Mapping[str, int]) -> EngineSetup:
-    """The same with other room for experts, by memory; workspaces stay as they are."""
     pools = tuple(replace(pool, expert_bytes=expert_bytes.get(pool.name, pool.expert_bytes)) for pool in setup.pools)
     return replace(setup, limits=replace(setup.limits, pools=pools))
 
@@ -316,7 +294,7 @@ def _refuse_too_long(scenario: Scenario, setup: EngineSetup) -> None:
 
 
 def resident_after(effects: Iterable[Effect]) -> frozenset[str]:
-    """The copies that are in any memory after these effects, of those that begin with empty memories."""
+    """Copies in any memory after these effects, from empty memories."""
     held: set[tuple[str, str]] = set()
     for effect in effects:
         if isinstance(effect, StartLoad):

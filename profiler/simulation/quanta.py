@@ -1,9 +1,8 @@
-"""How far requests come in one quantum: pure arithmetic over the work that each has left.
+"""Progress of requests in one quantum: pure arithmetic over the work that each has left.
 
-Guarantees: a quantum's seconds are shared evenly among the requests of a batch, and what one does not need goes to the
-others; each reads its prompt before it writes; each gets one token further at least, as an iteration does (Orca,
-section 3.1), or its lease is full and it asks for one that is twice as large, up to the most that it may hold: so
-every request ends.
+Guarantees: requests of a batch share a quantum's seconds evenly, and unused time goes to the others; a request reads
+its prompt before it writes. Each gets at least one token further, as in an iteration (Orca, section 3.1), or its lease
+is full and doubles, up to the most that it may hold: so every request ends.
 """
 
 from __future__ import annotations
@@ -20,17 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Quantum:
-    """What a batch did: how long it took, and the work that each request that is not done has left."""
+    """Seconds of one batch, and the work left of each unfinished request."""
 
     seconds: float
     unfinished: Mapping[int, Work]
 
 
 def run_quantum(left: Mapping[int, Work], performances: Mapping[int, Performance], quantum_s: float) -> Quantum:
-    """One batch of these requests, at least one, for ``quantum_s``: B, the largest of any, and every K come off first.
-
-    ``performances``: each request's expert's.
-    """
+    """One batch of requests, for ``quantum_s`` less the largest B and every K. ``performances``: by request."""
     seconds = max(each.B_s for each in performances.values()) + sum(each.K_s for each in performances.values())
     remaining_s = max(quantum_s - seconds, 0.0)
     after: dict[int, Work] = {}
@@ -41,12 +37,12 @@ def run_quantum(left: Mapping[int, Work], performances: Mapping[int, Performance
         used_s = performance.tokens_s(work) - performance.tokens_s(after[request])
         remaining_s = max(remaining_s - used_s, 0.0)
         seconds += used_s
-    unfinished = {request: after[request] for request in left if not _is_done(after[request])}
+    unfinished = {request: after[request] for request in left if after[request].prompt or after[request].output}
     return Quantum(seconds, {request: _with_room(work) for request, work in unfinished.items()})
 
 
 def _advanced(work: Work, performance: Performance, share_s: float) -> Work:
-    """The work that is left after so many seconds of it, or after one token if that takes longer, within its lease."""
+    """Work left after so many seconds, or after one token where that takes longer, within the lease."""
     room = _room(work)
     most_read = min(work.prompt, room)
     read = _tokens(most_read, performance.K_prompt_s, share_s)
@@ -61,14 +57,13 @@ def _advanced(work: Work, performance: Performance, share_s: float) -> Work:
 
 
 def _room(work: Work) -> int:
-    """How many tokens more its lease is for; one that is to hold more than its most is held back by nothing."""
+    """Tokens left in the lease; a request beyond its most is not held back."""
     if work.lease is None or work.held >= work.most:
         return work.prompt + work.output
     return max(work.leased - work.held, 0)
 
 
 def _with_room(work: Work) -> Work:
-    """One whose lease is full needs a larger one."""
     if work.lease is None or _room(work):
         return work
     return replace(work, lease=max(2 * work.lease, 1))
@@ -78,7 +73,3 @@ def _tokens(most: int, token_s: float, share_s: float) -> int:
     if token_s * most <= share_s:
         return most
     return max(int(share_s / token_s), 0)
-
-
-def _is_done(work: Work) -> bool:
-    return not (work.prompt or work.output)

@@ -1,24 +1,20 @@
-"""The same Engine under virtual time: loads and batches take what the profile says, and nothing else happens.
+"""The Engine under virtual time: loads and batches take the profile's times, and nothing else happens.
 
-Guarantees: no clock, thread or file; the same trace gives the same effects.
+Guarantees: no clock, thread or file; equal traces give equal effects.
 
-Loads. A source whose bandwidth is given is a wire that carries one load after another, each for its bytes over that
-bandwidth; a load ends when its bytes are there, and no sooner than the profiled time after it started, so what a
-framework does beside reading overlaps between loads. Any other source is one link that serves one load after another,
-each for its profiled time: loads that overlap share it and none is served for free.
+Loads. A source with a given bandwidth carries one load after another, each for its bytes over that bandwidth. A load
+ends when its bytes are there, and no sooner than the profiled time after its start, so work beside reading overlaps
+between loads. Any other source serves one load after another, each for its profiled time.
 
-Batches. On a processor whose speedups are given, the batches that run at once share it evenly: with m of them each
-goes at ``speedups[m - 1] / m`` of its speed alone, and whoever starts or finishes changes the pace of the others from
-that moment on. On any other processor batches do not feel one another.
+Batches. On a processor with speedups, m batches at once each go at ``speedups[m - 1] / m`` of their speed alone; each
+start or end changes the pace of the others. On any other processor batches are independent. A batch queued ahead on its
+executor begins when the one before is answered.
 
-A batch that its executor holds behind another one begins when that is answered.
+Images. With known decoding times a batch computes once its images are prepared, on the cores that computing leaves
+(``decoders``): ahead, as the Engine says, or once the batch waits. Without, images are there at once.
 
-Images. Where it is known what decoding takes, a batch starts to compute once its images are prepared, and they are on
-what computing leaves of the cores (``decoders``): ahead, as the Engine says, or once their batch waits. Else they are
-there at once.
-
-Quanta. A batch of requests that count in tokens ends when its quantum is over, or earlier if all of them are done; how
-far each comes in it, ``quanta`` says. One that is preempted reads again what it held, and what it has written.
+Quanta. A batch of requests that count in tokens ends with its quantum, or when all of them are done (``quanta``). A
+preempted request reads again its prompt and what it has written.
 """
 
 from __future__ import annotations
@@ -53,10 +49,10 @@ PASSES = Prediction("ok", 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What happened: the virtual seconds it took, every effect with its time, every outcome by request number.
+    """Virtual seconds taken, every effect with its time, every outcome by request number.
 
-    ``finished_s``: when each request's outcome came, in seconds since the trace's start, which on the clock of the
-    effects was at ``started_s``: what comes before is the initial placement.
+    ``finished_s``: when each outcome came, in seconds since the trace's start. The trace starts at ``started_s`` on the
+    effects' clock, after the initial placement.
     """
 
     seconds: float
@@ -66,12 +62,12 @@ class Simulation:
     started_s: float
 
     def waits_s(self, trace: Sequence[Arrival]) -> tuple[float, ...]:
-        """From arrival to outcome, of each request of the trace that was simulated, in its order."""
+        """From arrival to outcome of each request, in the order of the simulated trace."""
         return tuple(self.finished_s[number] - arrival.at_s for number, arrival in enumerate(trace))
 
 
 def always_passes(request: int, expert: str) -> Prediction:
-    """A prediction for simulations that are about time only; it passes any route whose steps pass ``ok``."""
+    """For simulations of time only: passes any route whose steps pass ``ok``."""
     return PASSES
 
 
@@ -79,8 +75,8 @@ def always_passes(request: int, expert: str) -> Prediction:
 class SharedProcessor:
     """Batches that run at once on one processor, and when the next of them ends.
 
-    All of them go at one pace, so one clock of work done since each began stands for all: ``_done_s`` counts the
-    seconds of work that any batch would have got done, alone and at full speed, since the processor was last idle.
+    All go at one pace, so one clock stands for all: ``_done_s`` counts the seconds of work at full speed that any batch
+    would have done since the processor was last idle.
     """
 
     speedups: tuple[float, ...]
@@ -93,7 +89,7 @@ class SharedProcessor:
             raise ValueError(f"speedups {self.speedups} - give at least one, each above 0")
 
     def start(self, now: float, work_s: float, answer: Finished | Progressed) -> None:
-        """Another batch, which alone would take ``work_s``."""
+        """``work_s``: seconds of the batch alone."""
         if not self._ends:
             self._done_s = 0.0  # no rounding outlives an idle processor
         else:
@@ -102,13 +98,13 @@ class SharedProcessor:
         heapq.heappush(self._ends, (self._done_s + work_s, answer.batch, answer))
 
     def next_end_s(self) -> float:
-        """When the first batch ends, if none starts before; infinity when none runs."""
+        """When the first batch ends at the present pace; infinity when none runs."""
         if not self._ends:
             return math.inf
         return self._at_s + max(self._ends[0][0] - self._done_s, 0.0) / self._pace()
 
     def end_next(self) -> Finished | Progressed:
-        """The first batch ends, at ``next_end_s``; the others go on at their new pace."""
+        """Ends the first batch, at ``next_end_s``; the others go on at their new pace."""
         self._at_s = self.next_end_s()
         self._done_s, _, answer = heapq.heappop(self._ends)
         return answer
@@ -120,10 +116,9 @@ class SharedProcessor:
 
 @dataclass(slots=True)
 class Simulator:
-    """Runs one Engine once. ``predict(request, expert)`` says what an expert would have seen.
+    """Runs one Engine once. ``predict(request, expert)``: an expert's prediction. The other arguments: see the module.
 
-    ``link_bytes_per_s`` by source, ``speedups`` by processor (as ``StoredProfile.speedups``), ``images``: see the
-    module.
+    ``link_bytes_per_s`` by source, ``speedups`` by processor (as ``StoredProfile.speedups``).
     """
 
     engine: Engine
@@ -163,10 +158,9 @@ class Simulator:
     def run(
         self, trace: Sequence[Arrival], *, warm_s: float | None = None, offers: Sequence[Arrival] = ()
     ) -> Simulation:
-        """Play a trace to its end. ``warm_s``: how long experts may be placed before it starts; None = until done.
+        """Play a trace to its end. ``warm_s``: time to place experts before it starts; None: until done.
 
-        ``offers``: what the shadows of experts are asked beside it, numbered on from the trace; one that never had its
-        time or its room has no outcome.
+        ``offers``: requests to shadows, numbered on from the trace; one without time or room has no outcome.
         """
         self._post(0.0, Started())
         self._start_s = self._play(until_s=warm_s)
@@ -181,7 +175,7 @@ class Simulator:
         return Simulation(seconds, tuple(self._log), dict(self._outcomes), dict(self._finished_s), self._start_s)
 
     def _play(self, until_s: float | None) -> float:
-        """Let everything happen up to ``until_s``, or all of it; the time it is then."""
+        """Plays up to ``until_s``, or to the end; returns the time then."""
         now = self._start_s
         limit_s = math.inf if until_s is None else until_s
         while (at_s := self._next_s()) <= limit_s and at_s < math.inf:
@@ -251,7 +245,7 @@ class Simulator:
             self._start_batch(batch, now)
 
     def _begin_held(self, answered: int, now: float) -> None:
-        """What an executor holds behind a batch that is over begins."""
+        """Begins the batch that was queued ahead behind one that is over."""
         executor = next(executor for executor, running in self._on.items() if running == answered)
         del self._on[executor]
         held = self._held.pop(executor, None)
@@ -259,7 +253,7 @@ class Simulator:
             self._start_batch(held, now)
 
     def _start_batch(self, batch: Batch, now: float) -> None:
-        """It computes once its images are there; texts have none."""
+        """Computes once its images are there; texts have none."""
         self._on[batch.executor] = batch.id
         has_images = batch.quantum_s is None and not any(request in self._work for request in batch.requests)
         if self._decoders is None or not has_images or self._decoders.start(batch, now):
@@ -308,9 +302,9 @@ class Simulator:
         return max(arrives_s, now + takes_s)
 
     def _row(self, effect: StartLoad) -> ExpertProfile:
-        """The profile that tells how long this load takes: of a processor that runs from the memory it goes to.
+        """Profile of this load's time: of a processor that runs from its destination.
 
-        For a memory that is only a cache: of one that does not load from it; where there is none, of any.
+        For a memory that is only a cache: of a processor that does not load from it, else of any.
         """
         key = (effect.copy, effect.pool)
         if key not in self._rows:
@@ -333,6 +327,6 @@ def simulator_of(
     speedups: Mapping[str, tuple[float, ...]],
     images: ImageTimes | None = None,
 ) -> Simulator:
-    """Of a new Engine. Raises MemoryExceeded for memories that are too small."""
+    """With a new Engine. Raises MemoryExceeded for memories that are too small."""
     engine = setup.engine()
     return Simulator(engine, setup.matrix, setup.executors, predict, link_bytes_per_s, speedups, images=images)

@@ -96,7 +96,6 @@ def _image(sample: Sample, expert: Expert) -> np.ndarray:
 
 
 def _below(folder: Path) -> Iterator[Sample]:
-    """All files there but hidden ones; what they are shows when they are read."""
     for path in sorted(folder.rglob("*")):
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts):
             yield Sample(path, "", folder.name, str(folder))

@@ -42,7 +42,7 @@ NAMED = 3  # experts that a note names
 
 @dataclass(frozen=True, slots=True)
 class UsageFound:
-    """Usage probabilities, and what whoever relies on them should know, a sentence each."""
+    """Usage probabilities with caveats, a sentence each."""
 
     usage: UsageProfile
     notes: tuple[str, ...] = ()
@@ -173,7 +173,6 @@ def _outcomes(
     progress: Callable[[str, int, int], None],
     profile: StoredProfile | None,
 ) -> list[Outcome]:
-    """What became of each request, in order."""
     with agent_with_requests(config, progress, AgentOptions(profile=profile)) as (agent, asked):
         agent.start()
         for sample in requests:
@@ -233,6 +232,5 @@ def _few(requests: int) -> tuple[str, ...]:
 
 
 def _most(counted: Counter[str]) -> str:
-    """The most frequent of them, with how often each came."""
     named = ", ".join(f"{name} ({times})" for name, times in counted.most_common(NAMED))
     return named + (", ..." if len(counted) > NAMED else "")

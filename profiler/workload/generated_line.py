@@ -81,7 +81,6 @@ class LineRecipe:
 
     @property
     def unprofiled(self) -> Precision:
-        """What an agent runs it in that has no profile."""
         return Precision.FP32 if self.precision == AUTO else Precision(self.precision)
 
     def __post_init__(self) -> None:
@@ -150,8 +149,8 @@ def generate_line(folder: Path, recipe: LineRecipe | None = None) -> GeneratedLi
 
 def _generate_line(folder: Path, recipe: LineRecipe) -> GeneratedLine:
     with tempfile.TemporaryDirectory(prefix="networks-", dir=folder) as scratch:
-        px = recipe.classifier_px
-        tensors = {name: _fresh_tensors(name, Path(scratch), px) for name in _architectures(recipe)}
+        names = dict.fromkeys((recipe.architecture, *recipe.detector_architectures[: recipe.detectors]))
+        tensors = {name: _fresh_tensors(name, Path(scratch), recipe.classifier_px) for name in names}
     count = recipe.classifiers + recipe.detectors
     require_disk(folder, _disk_bytes(tensors, recipe), f"{count} experts and their packed form")
     experts = _experts(folder, recipe)
@@ -191,7 +190,6 @@ def require_disk(folder: Path, needed_bytes: int, what: str) -> None:
 
 
 def _expert(folder: Path, expert: str, architecture: str, size: tuple[int, int]) -> Expert:
-    """An expert of a generated line, as its catalog will have it."""
     is_detector = family(architecture) == "detector"
     return Expert(
         expert,
@@ -205,11 +203,6 @@ def _expert(folder: Path, expert: str, architecture: str, size: tuple[int, int])
 def _interrupt(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_IGN)  # a second one does not cut the removal short
     raise SystemExit(128 + number)
-
-
-def _architectures(recipe: LineRecipe) -> tuple[str, ...]:
-    detectors = recipe.detector_architectures[: recipe.detectors]
-    return tuple(dict.fromkeys((recipe.architecture, *detectors)))
 
 
 def _experts(folder: Path, recipe: LineRecipe) -> list[Expert]:
@@ -337,11 +330,7 @@ def _quantities(recipe: LineRecipe) -> dict[str, int]:
 
 
 def _write_line(
-    path: Path,
-    experts: Sequence[Expert],
-    quantities: Mapping[str, int],
-    recipe: LineRecipe,
-    memory: tuple[int, int],
+    path: Path, experts: Sequence[Expert], quantities: Mapping[str, int], recipe: LineRecipe, memory: tuple[int, int]
 ) -> None:
     expert_bytes, workspace_bytes = memory
     budget = f"{expert_bytes + workspace_bytes}B"

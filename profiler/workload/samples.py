@@ -60,13 +60,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class LineSamples:
-    """Samples by expert; one without any is not in it. ``broken``: files that could not be decoded, and why.
+    """Samples by expert, without experts that have none. ``broken``: files that could not be decoded, and why.
 
-    ``calibrating``: by expert, images that forms of eight bits are calibrated on, an equal share of each label, and at
-    most half of those of one; where there are few, some of its samples are among them, and are not held out.
-    ``are_held_out``: whether these are (``held_out``).
-    ``mix``: by component, at most MOST_IN_MIX, with labels as rare as among its files in every beginning of it; those
-    that no expert was given are not decoded yet: ask ``Checked``.
+    ``calibrating``: by expert, images to calibrate forms of eight bits, an equal share of each label and at most half
+    of an expert's; of few images some are samples, too, and not held out. ``are_held_out``: these are ``held_out()``.
+    ``mix``: by component at most MOST_IN_MIX, labels as rare as among its files in every beginning; images without an
+    expert are not decoded yet: ask ``Checked``.
     """
 
     by_expert: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
@@ -78,12 +77,7 @@ class LineSamples:
 
     @classmethod
     def find(
-        cls,
-        config: LineConfig,
-        folder: Path | None = None,
-        most: int = MOST_PER_EXPERT,
-        *,
-        is_label_even: bool = True,
+        cls, config: LineConfig, folder: Path | None = None, most: int = MOST_PER_EXPERT, *, is_label_even: bool = True
     ) -> LineSamples:
         """At most ``most`` samples of each expert, from ``folder`` or else from the line's own intake folders.
 
@@ -104,11 +98,10 @@ class LineSamples:
         return samples
 
     def of(self, expert: str) -> tuple[Sample, ...]:
-        """The samples of one expert, in the order to use them; empty where there are none."""
         return self.by_expert.get(expert, ())
 
     def held_out(self) -> LineSamples:
-        """The same without images that anything is calibrated on: what it may be judged by."""
+        """Without images of the calibration: only these may judge it."""
         seen = {expert: {sample.path for sample in samples} for expert, samples in self.calibrating.items()}
         by_expert = {
             expert: tuple(sample for sample in samples if sample.path not in seen.get(expert, ()))
@@ -117,10 +110,9 @@ class LineSamples:
         return replace(self, by_expert=by_expert, are_held_out=True)
 
     def sha256(self, experts: Iterable[str]) -> str:
-        """Which samples these experts have: a digest of their paths, sizes and times of change.
+        """Digest of these experts' samples: paths, sizes and times of change.
 
-        Of those that are held out, with what they are held out from, and how calibrations are found: what is judged by
-        them was made of that.
+        Held-out samples add the calibration's images and its format, as these made the form that they judge.
         """
         names = sorted(experts)
         parts = [[expert, *_stamp(sample.path)] for expert in names for sample in self.of(expert)]
@@ -130,7 +122,7 @@ class LineSamples:
 
 
 def stamps_sha256(samples: Iterable[Sample]) -> str:
-    """Which images these are: a digest of their paths, sizes and times of change."""
+    """Digest of the images' paths, sizes and times of change."""
     return hashlib.sha256(json.dumps([_stamp(sample.path) for sample in samples]).encode()).hexdigest()
 
 
@@ -143,7 +135,7 @@ def described(samples: Sequence[Sample]) -> str:
 
 
 def is_synthetic(text: str) -> bool:
-    """Whether this is what ``described`` says, perhaps with more behind it, where there are no samples."""
+    """True for ``described`` of no samples, with or without a suffix."""
     return text.split(";")[0] == SYNTHETIC
 
 
@@ -160,6 +152,7 @@ class _Search:
         """A folder that was asked for: labelled crops, or images named as the line's intake names them."""
         if not folder.is_dir():
             raise ConfigError(f"{folder} is not a folder of samples - name one that holds <component>/<label>/*.png")
+        namings = [(naming_of(section, self._config), section.max_pixels) for section in self._config.intake.folders]
         for relpath in _files_below(folder):
             self._looked_at += 1
             parts = relpath.split("/")
@@ -167,7 +160,7 @@ class _Search:
                 sample = Sample(folder / relpath, parts[0], parts[1], self._shown(folder))
                 self._found[parts[0], parts[1]].append(sample)
                 continue
-            self._read_name(folder, relpath, self._namings(), self._shown(folder))
+            self._read_name(folder, relpath, namings, self._shown(folder))
 
     def look_into_intake(self, folder: Path, naming: Naming, max_pixels: int) -> None:
         """One of the line's own folders, whether it is there yet or not."""
@@ -236,21 +229,17 @@ class _Search:
             return
         self._unusable[relpath] = reason
 
-    def _namings(self) -> list[tuple[Naming, int]]:
-        return [(naming_of(section, self._config), section.max_pixels) for section in self._config.intake.folders]
-
     def _stands_on(self, expert: str, component: str) -> bool:
         return any(step.expert == expert for step in self._config.catalog.graph.routes[component])
 
     def _shown(self, folder: Path) -> str:
-        """A folder as the line file would write it."""
         home = self._config.document.file.parent
         absolute = folder.absolute()
         return str(absolute.relative_to(home)) if absolute.is_relative_to(home) else str(folder)
 
 
 class Checked:
-    """Which samples decode; each file is asked once, however many experts share it. ``broken``: which do not."""
+    """Decodes each sample once for all experts. ``broken``: files that do not decode."""
 
     def __init__(self) -> None:
         self.broken: dict[Path, ImageError] = {}
@@ -268,12 +257,11 @@ class Checked:
         return sample.path in self._sound
 
     def left_of(self, samples: Iterable[Sample], most: int) -> tuple[Sample, ...]:
-        """The first ``most`` of them, without those that are known to be broken; none is decoded for it."""
         return tuple(itertools.islice((sample for sample in samples if sample.path not in self.broken), most))
 
 
 def _calibrating(found: Sequence[Sample]) -> tuple[Sample, ...]:
-    """The last of each component and label, in turn: half of them at most. What has no label is on an agent's shelf."""
+    """The last of each component and label (or shelf), in turn: at most half of them."""
     groups: defaultdict[tuple[str, str], list[Sample]] = defaultdict(list)
     for sample in found:
         groups[sample.component, sample.label or sample.folder].append(sample)
@@ -282,7 +270,7 @@ def _calibrating(found: Sequence[Sample]) -> tuple[Sample, ...]:
 
 
 def _stamp(path: Path) -> list[str | int]:
-    """What changes with a file; of one that has gone meanwhile only its path."""
+    """Path, size and time of change; only the path of a file that has gone."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -302,7 +290,7 @@ def _files_below(folder: Path) -> Iterator[str]:
 
 
 def _read_by(naming: Naming, folder: Path, relpath: str) -> ImageName:
-    """What a file shows. Raises ValueError with the reason, and what ``read_sidecar`` raises."""
+    """Raises ValueError with the reason, and as ``read_sidecar`` does."""
     if not naming.has_sidecars:
         return naming.read(_as_it_came(relpath))
     return naming.read_beside(folder / sidecar_of(relpath), "its sidecar")
@@ -318,12 +306,11 @@ def _as_it_came(relpath: str) -> str:
 
 
 def _spread(samples: Iterable[Sample]) -> list[Sample]:
-    """The samples in an order of which every beginning is spread evenly over all their names."""
+    """Order in which every beginning is spread evenly over all names."""
     named = sorted(samples, key=lambda sample: sample.path)
     return [named[place] for place in sorted(range(len(named)), key=lambda place: place * GOLDEN % 1.0)]
 
 
 def _in_turn(groups: Iterable[Sequence[Sample]]) -> Iterator[Sample]:
-    """One of each group after the other, until all are empty."""
     for row in itertools.zip_longest(*groups):
         yield from (sample for sample in row if sample is not None)

@@ -276,7 +276,6 @@ def _whole(digits: str) -> int:
 
 
 def _is_number(value: object) -> bool:
-    """Neither NaN nor infinity is one."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return isinstance(value, int) or math.isfinite(value)

@@ -52,12 +52,10 @@ class Canvas:
     def ellipse(
         self, x: float, y: float, radius_x: float, radius_y: float, colour: Colour, *, shade: str = "flat"
     ) -> None:
-        """A filled ellipse around (x, y)."""
         box = (x - radius_x, y - radius_y, x + radius_x, y + radius_y)
         self._fill(box, colour, shade, lambda draw, at: draw.ellipse(at, fill=255))
 
     def polygon(self, points: Sequence[Point], colour: Colour, *, shade: str = "flat") -> None:
-        """A filled polygon."""
         xs, ys = [point[0] for point in points], [point[1] for point in points]
         box = (min(xs), min(ys), max(xs), max(ys))
 
@@ -67,7 +65,6 @@ class Canvas:
         self._fill(box, colour, shade, draw_polygon)
 
     def line(self, points: Sequence[Point], colour: Colour, width: float) -> None:
-        """An open line with round joints."""
         ImageDraw.Draw(self.image).line(
             [self._pixel(point) for point in points],
             fill=(*colour, 255),
@@ -83,7 +80,6 @@ class Canvas:
         )  # fmt: skip
 
     def crack(self, start: Point, end: Point, colour: Colour, width: float) -> None:
-        """A jagged line from start to end."""
         points = []
         length = math.dist(start, end)
         for step in np.linspace(0.0, 1.0, 7):

@@ -22,7 +22,6 @@ class Detector(StrEnum):
 
     @property
     def labels(self) -> tuple[str, str]:
-        """The label that passes, then the defect."""
         return ("aligned", "shifted") if self is Detector.ALIGNMENT else ("correct", "reversed")
 
     @property
@@ -58,7 +57,6 @@ class ComponentType:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Everything that a crop of this type may show, ok first."""
         return (OK, *self.defects, *((self.detector.defect,) if self.detector else ()))
 
     @property
@@ -124,5 +122,4 @@ _COMPONENTS = (
 
 
 def synthetic_components() -> tuple[ComponentType, ...]:
-    """All component types of the demo line; their quantities make one board."""
     return _COMPONENTS

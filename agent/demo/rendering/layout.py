@@ -41,10 +41,7 @@ def product_layout() -> tuple[Site, ...]:
     block_corners(taken)
     wired = [part for part in parts_of(synthetic_components()) if part.is_wired]
     others = [part for part in parts_of(synthetic_components()) if not part.is_wired]
-    return (
-        *laid_out(wired, taken, np.random.default_rng(20)),
-        *laid_out(others, taken, np.random.default_rng(21)),
-    )
+    return (*laid_out(wired, taken, np.random.default_rng(20)), *laid_out(others, taken, np.random.default_rng(21)))
 
 
 def laid_out(parts: Sequence[ComponentType], taken: np.ndarray, rng: np.random.Generator) -> tuple[Site, ...]:

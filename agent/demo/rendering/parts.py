@@ -52,7 +52,6 @@ class Part:
         return self.label != "missing"
 
     def tint(self, colour: Colour, spread: float = 0.07) -> Colour:
-        """The colour as this specimen has it: brightness and hue vary a little from part to part."""
         factors = self.rng.normal(1.0, spread / 2) * self.rng.normal(1.0, spread / 4, 3)
         varied = np.clip(np.asarray(colour) * factors, 0, 255).astype(int)
         return int(varied[0]), int(varied[1]), int(varied[2])
@@ -76,7 +75,6 @@ def draw_contamination(part: Part) -> None:
 
 
 def draw_crack(part: Part, colour: Colour, half_width: float, half_height: float) -> None:
-    """A crack across the body, and the chip that broke off at its end."""
     top = part.rng.uniform(-0.45, 0.45) * half_width
     bottom = top + part.rng.uniform(-0.4, 0.4) * half_width
     width = max(2.6, 0.05 * part.type.window_px)
@@ -105,7 +103,6 @@ def two_pads(part: Part, *, reach: float, inner: float = 0.52) -> None:
 
 
 def outline(part: Part, margin: float) -> None:
-    """The silkscreen around a place, with a gap on either side."""
     w, h = part.half_width + margin, part.half_height + margin
     for y in (-h, h):
         part.footprint.line([(-w * 0.55, y), (w * 0.55, y)], SILK, 1.6)
@@ -479,7 +476,6 @@ def draw_shield(part: Part) -> None:
 
 
 def draw_blemish(part: Part) -> None:
-    """What a shield's lid must not show."""
     w, h, rng = part.half_width, part.half_height, part.rng
     x, y = rng.uniform(-0.55, 0.55) * w, rng.uniform(-0.5, 0.5) * h
     if part.label == "scratched":

@@ -91,7 +91,6 @@ def render_panels(parts: Sequence[tuple[ComponentType, str]], seed: int, threads
 
 
 def crop(board: RenderedBoard, placement: Placement) -> Image.Image:
-    """The part's crop, turned upright as the placement file says, CROP_PX square."""
     upright = board.image.crop(placement.window).rotate(90 * placement.quarter_turns)
     return upright.resize((CROP_PX, CROP_PX), Image.Resampling.BICUBIC)
 
@@ -143,7 +142,6 @@ def pose_of(component: ComponentType, label: str, rng: np.random.Generator) -> P
 
 
 def mount(picture: NDArray[np.float32], site: Site, label: str, rng: np.random.Generator) -> Placement:
-    """Draw one part onto the board, in place."""
     part = draw_part(site.component, label, rng)
     pose = pose_of(site.component, label, rng)
     body = part.body.moved(pose.x_px, pose.y_px, pose.turn_deg)
@@ -214,7 +212,6 @@ class Window:
 
 @cache
 def bare_product() -> NDArray[np.float32]:
-    """The unpopulated product, the same for every board of the line."""
     return draw_bare_board(product_layout(), np.random.default_rng(7))
 
 

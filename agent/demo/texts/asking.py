@@ -67,7 +67,6 @@ class Hearing:
 
 
 def ask(desk: LineDesk, model: str, question: Question, show: Callable[[str], None]) -> Answer:
-    """One question; its answer is shown piece by piece."""
     hearing = Hearing(show)
     desk.generate(_order(model, question), hearing)
     return hearing.answer(question)

@@ -34,27 +34,22 @@ class Characters:
 
     @classmethod
     def of(cls, questions: Iterable[Question]) -> Characters:
-        """All that these texts are made of."""
         return cls((*MARKS, *sorted({sign for one in questions for sign in one.text + one.answer})))
 
     def encode(self, question: Question) -> list[int]:
-        """A whole text to learn from."""
         numbers = {token: number for number, token in enumerate(self.tokens)}
         return [numbers[token] for token in (USER, *question.text, ANSWER, *question.answer, END)]
 
     @property
     def letters(self) -> list[int]:
-        """Those that a word is still known without."""
         return [number for number, token in enumerate(self.tokens) if len(token) == 1 and not token.isdigit()]
 
     @property
     def answer_mark(self) -> int:
-        """Behind which an answer begins."""
         return MARKS.index(ANSWER)
 
     @property
     def end_mark(self) -> int:
-        """Which ends it."""
         return MARKS.index(END)
 
     def tokenizer(self) -> dict[str, Any]:
@@ -80,7 +75,6 @@ class Characters:
         }
 
     def write(self, directory: Path) -> None:
-        """The files beside a model's weights."""
         _write_json(directory / "tokenizer.json", self.tokenizer())
         settings = {"eos_token": END, "unk_token": UNKNOWN, "tokenizer_class": "PreTrainedTokenizerFast"}
         _write_json(directory / "tokenizer_config.json", settings)
@@ -93,6 +87,5 @@ def _write_json(file: Path, values: dict[str, Any]) -> None:
 
 
 def padded(texts: Sequence[Sequence[int]], filler: int) -> list[list[int]]:
-    """Texts of one length."""
     longest = max(map(len, texts))
     return [[*text, *[filler] * (longest - len(text))] for text in texts]

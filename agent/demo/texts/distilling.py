@@ -38,7 +38,6 @@ class StudentPlan:
     stop_step: int
 
     def alpha(self, step: int) -> float:
-        """How much the teacher counts in a step."""
         return ALPHA if step < self.stop_step else 0.0
 
 
@@ -81,7 +80,6 @@ def staged_loss(student: PrMoe, teacher: PrMoe, texts: Texts, alpha: float) -> T
 
 
 def _teacher_key(key: str, layers: Sequence[int]) -> str:
-    """The teacher's name of a student's tensor."""
     head, layer, rest = key.partition("model/layers/")
     if not layer:
         return key

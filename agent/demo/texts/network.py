@@ -37,7 +37,6 @@ class Shape:
         return self.hidden // self.heads
 
     def config(self) -> dict[str, Any]:
-        """The values of its config.json."""
         return {
             "model_type": "pr_moe",
             "vocab_size": self.vocabulary,
@@ -99,7 +98,6 @@ class PrMoe(nn.Module):  # type: ignore[misc]  # torch is untyped
         return tokens, uneven
 
     def answer(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """What the trunk gave, through the last layer and the head."""
         tokens, uneven = self._layer(tokens, len(self.shape.moe_experts) - 1)
         return linear(self._norm(tokens, "model.norm"), self["model.embed_tokens.weight"]), uneven
 
@@ -169,7 +167,6 @@ class PrMoe(nn.Module):  # type: ignore[misc]  # torch is untyped
 
 
 def _sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """All parameters, by the checkpoint's names."""
     hidden = shape.hidden
     sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, hidden)}
     for layer, experts in enumerate(shape.moe_experts):

@@ -44,8 +44,6 @@ HELD_OUT_SUMS = 60
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question and the only right answer."""
-
     text: str
     answer: str
 
@@ -59,7 +57,6 @@ class Questions:
 
 
 def manual_questions(seed: int) -> Questions:
-    """Every fact of the manual in every phrasing."""
     chance = random.Random(seed)
     training, held_out = [], []
     for number, machine in enumerate(MACHINES):
@@ -93,5 +90,4 @@ def sum_questions(seed: int) -> Questions:
 
 
 def _sum(a: int, b: int) -> str:
-    """Ones first, as on paper."""
     return f"{a % 10} + {b} = {a % 10 + b}, so {a} + {b} = {a + b}."

@@ -71,9 +71,9 @@ class Texts:
         return cls(token_ids, counted)
 
     def misspelt(self, letters: Tensor, share: float, generator: torch.Generator) -> Texts:
-        """The same with a share of the questions' letters, but no digit, replaced by any other.
+        """The texts with a share of the questions' letters, but no digit, replaced at random.
 
-        Who learns from such questions cannot know them by heart, and so understands those that are new.
+        A model cannot memorise such questions, and so understands new ones.
         """
         drawn = torch.rand(self.token_ids.shape, generator=generator)
         asked = ~self.counted & torch.isin(self.token_ids, letters)
@@ -81,13 +81,11 @@ class Texts:
         return Texts(torch.where(asked & (drawn < share), others, self.token_ids), self.counted)
 
     def picked(self, picked: Tensor) -> Texts:
-        """Some of them, no longer than the longest."""
         token_ids, counted = self.token_ids[picked], self.counted[picked]
         length = int(counted.any(dim=0).nonzero().max()) + 1
         return Texts(token_ids[:, :length], counted[:, :length])
 
     def loss(self, logits: Tensor) -> Tensor:
-        """Of what may follow each token against what does."""
         counted = self.counted[:, 1:]
         return cross_entropy(logits[:, :-1][counted], self.token_ids[:, 1:][counted])
 
@@ -111,8 +109,6 @@ def train_pair(
 
 @dataclass(frozen=True, slots=True)
 class _Drawing:
-    """What each step learns from."""
-
     plan: TextPlan
     letters: Tensor
     generator: torch.Generator
@@ -150,7 +146,6 @@ def _train_own(backbone: PrMoe, texts: Texts, drawing: _Drawing) -> PrMoe:
 
 
 def write_model(directory: Path, network: PrMoe, characters: Characters) -> None:
-    """A Hugging Face directory of this network."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(network.shape.config(), indent=2) + "\n", "utf-8")
     save_file({name: one.contiguous() for name, one in network.checkpoint().items()}, directory / "model.safetensors")

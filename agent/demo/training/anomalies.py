@@ -136,7 +136,6 @@ class PatchGaussians(nn.Module):  # type: ignore[misc]  # torch is not followed 
         self.register_buffer("whitening", torch.eye(dimensions).repeat(places, 1, 1))
 
     def stage_maps(self, images: Tensor) -> list[Tensor]:
-        """The features of each stage of the trunk."""
         maps, x = [], self.entry(images)
         for stage in self.stages:
             x = stage(x)
@@ -168,7 +167,6 @@ class PatchGaussians(nn.Module):  # type: ignore[misc]  # torch is not followed 
         return functional.interpolate(grid, size=side, mode="bilinear", align_corners=False)
 
     def learn(self, images: Tensor) -> None:
-        """Take mean and spread from these pictures of good parts."""
         with torch.no_grad():
             features = torch.cat([self.features(chunk) for chunk in images.split(EVALUATION_BATCH)], 1).double()
         mean = features.mean(1, keepdim=True)

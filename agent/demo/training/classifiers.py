@@ -67,7 +67,6 @@ class ClassifierSet:
     targets: Tensor
 
     def of(self, component: str) -> Tensor:
-        """The indices of one component's crops."""
         return torch.tensor([i for i, name in enumerate(self.components) if name == component], dtype=torch.long)
 
 
@@ -121,7 +120,6 @@ def train_trunk(
 
 
 def union_labels(data: ClassifierSet) -> tuple[str, ...]:
-    """All labels of all components, each once."""
     return tuple(sorted({label for labels in data.labels.values() for label in labels}))
 
 
@@ -205,7 +203,6 @@ def trunk_features(trunk: nn.Module, batch: Tensor) -> Tensor:
 
 
 def resnet(label_count: int) -> nn.Module:
-    """The architecture as it will be served, with random weights, in training mode."""
     return build_trainable(ARCHITECTURE, label_count, STEM).to(memory_format=torch.channels_last)
 
 

@@ -49,7 +49,6 @@ class LabelledCrop:
 
     @property
     def source(self) -> str:
-        """The image that the crop was cut from."""
         stem = self.file.rsplit(".", 1)[0]
         return stem.partition("-")[0] if "-" in stem else f"{self.component}/{self.label}/{stem}"
 
@@ -92,7 +91,6 @@ def write_crops(
 
 
 def crop_count(component: ComponentType, label: str, crops_per_label: int) -> int:
-    """How many crops to render: few of what is plain to see, more of a defect that may sit in many places."""
     fraction = CHIP_FRACTION if component.package == "chip" else 1.0
     relative = MEASURED_GOOD if component.measured and label == OK else RELATIVE_COUNTS.get(label, 1.0)
     return max(round(crops_per_label * fraction * relative), MIN_CROPS_PER_LABEL)

@@ -123,7 +123,6 @@ def inherit(module: nn.Module, joint: nn.Module, rows: list[int]) -> None:
 
 
 def network(class_count: int) -> nn.Module:
-    """A fresh detector with random weights, ready to be trained."""
     return build_trainable(ARCHITECTURE, class_count).to(memory_format=torch.channels_last)
 
 

@@ -79,8 +79,8 @@ def synthetic_plan() -> TrainingPlan:
 def real_plan(crops: Sequence[LabelledCrop]) -> TrainingPlan:
     """For crops of real boards: classifiers only; turned and mirrored unless a label speaks of orientation.
 
-    No anomaly expert: the one trained here learns what good parts look like at each place of their crops, and nobody
-    promises that those of a real board lie alike in theirs, nor that there are as many as it takes.
+    No anomaly expert: this training takes good parts that lie alike in their crops, and enough of them; real crops
+    promise neither.
     """
     turns = ORIENTED_LABELS.isdisjoint({crop.label for crop in crops})
     return TrainingPlan(ClassifierPlan(turns=turns), DetectorPlan({}))
@@ -141,8 +141,6 @@ def torch_threads(count: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedModels:
-    """Everything trained, still in memory."""
-
     trunk: nn.Module
     classifiers: tuple[TrainedClassifier, ...]
     detectors: tuple[TrainedDetector, ...]
@@ -184,12 +182,12 @@ def anomaly_id(component: str) -> str:
 
 
 def anomaly_route(trained: TrainedAnomaly) -> tuple[RouteStep, ...]:
-    """A measured part is judged by its anomaly expert alone; the threshold decides, and no further score."""
+    """The anomaly expert alone judges a measured part, by its threshold."""
     return (RouteStep(trained.expert.id, frozenset({OK})),)
 
 
 def classifier_target(crop: LabelledCrop, plan: TrainingPlan) -> str:
-    """What the classifier shall say: its detector's defect is none of its business, it passes such a part as ok."""
+    """Label that the classifier learns: it passes its detector's defect as ok."""
     detector = plan.detectors.shared_by.get(crop.component)
     return OK if detector is not None and crop.label == detector.defect else crop.label
 
@@ -213,7 +211,7 @@ def detector_id(detector: str) -> str:
 def answer_all(
     trained: TrainedModels, crops: Sequence[LabelledCrop], plan: TrainingPlan
 ) -> list[dict[str, Prediction]]:
-    """For each crop, what every expert of its component's route says of it."""
+    """For each crop the prediction of every expert on its component's route."""
     answers: list[dict[str, Prediction]] = [{} for _ in crops]
 
     def ask(expert: str, components: set[str], side_px: int, predict: Callable[[Tensor], list[Prediction]]) -> None:
@@ -269,7 +267,6 @@ def graph_of(routes: Mapping[str, tuple[RouteStep, ...]]) -> ExpertGraph:
 
 
 def route(component: str, min_score: float, plan: TrainingPlan) -> tuple[RouteStep, ...]:
-    """A component's classifier, then its detector if it has one."""
     first = RouteStep(classifier_id(component), frozenset({OK}), min_score)
     detector = plan.detectors.shared_by.get(component)
     return (first,) if detector is None else (first, RouteStep(detector_id(detector), frozenset({detector.labels[0]})))
@@ -278,7 +275,6 @@ def route(component: str, min_score: float, plan: TrainingPlan) -> tuple[RouteSt
 def accuracy(
     crops: Sequence[LabelledCrop], answers: Sequence[Mapping[str, Prediction]], graph: ExpertGraph
 ) -> tuple[float, float]:
-    """The shares of crops with the right verdict and the right label; a part passed by its whole route is ok."""
     verdicts = labels = 0
     for crop, answer in zip(crops, answers, strict=True):
         judgement = walk(crop.component, answer, graph)
@@ -305,25 +301,15 @@ def write_experts(
     total = len(trained.classifiers) + len(trained.detectors)
     for classifier in trained.classifiers:
         name, side = classifier_id(classifier.component), plan.classifiers.input_px
+        pixels = InputSpec(side, side)
         file = write_weights(directory, name, classifier.tensors)
-        experts.append(
-            Expert(
-                name, classifiers.ARCHITECTURE, file, classifier.labels, InputSpec(side, side), stem=classifiers.STEM
-            )
-        )
+        experts.append(Expert(name, classifiers.ARCHITECTURE, file, classifier.labels, pixels, stem=classifiers.STEM))
         progress("write", len(experts), total)
     for detector in trained.detectors:
         name, side = detector_id(detector.detector), plan.detectors.input_px
+        pixels = InputSpec(side, side, "unit", orientation=Orientation.EXIF)
         file = write_weights(directory, name, detector.tensors())
-        experts.append(
-            Expert(
-                name,
-                detectors.ARCHITECTURE,
-                file,
-                detector.detector.labels,
-                InputSpec(side, side, "unit", orientation=Orientation.EXIF),
-            )
-        )
+        experts.append(Expert(name, detectors.ARCHITECTURE, file, detector.detector.labels, pixels))
         progress("write", len(experts), total)
     return tuple(experts)
 

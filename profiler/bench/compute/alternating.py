@@ -1,8 +1,8 @@
-"""Several ways to do the same, timed in turn: what changes on the machine meanwhile touches all of them alike.
+"""Ways to do the same, timed in turn: changes of the machine touch all of them alike.
 
-Guarantees: each way runs once before anything counts; every round runs each way once, and begins with the one after
-that which began the last, so that nobody always follows the same one. Between two runs lies a pause: threads of other
-runtimes go on spinning for about a millisecond after their last operator, on the cores of whoever comes next.
+Guarantees: each way runs once before any time counts; every round runs each way once, in rotated order, so no way
+always follows the same one. A pause lies between two runs: threads of other runtimes spin for about a millisecond after
+their last operator, on the cores of the next way.
 """
 
 from __future__ import annotations
@@ -25,38 +25,28 @@ ROUNDS_LEAST = 3  # for a median, whatever the limit
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """What times are taken with; a test has its own."""
-
     now_s: Callable[[], float] = time.perf_counter
     sleep: Callable[[float], None] = time.sleep
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """One way's runs, in seconds."""
-
     seconds: tuple[float, ...]
 
     @property
     def median_s(self) -> float:
-        """As it usually is."""
         return statistics.median(self.seconds)
 
     @property
     def least_s(self) -> float:
-        """As it is when nothing disturbs it."""
         return min(self.seconds)
 
     def scaled(self, factor: float) -> Times:
-        """Of so many times the work."""
         return Times(tuple(seconds * factor for seconds in self.seconds))
 
 
 def alternating(ways: Ways, rounds: int, clock: Clock | None = None, *, limit_s: float = math.inf) -> dict[str, Times]:
-    """The times of each way, of so many rounds, or of fewer where no more begins after ``limit_s``, but ROUNDS_LEAST.
-
-    Raises what a way raises.
-    """
+    """Times of each way; after ``limit_s`` no round begins beyond ROUNDS_LEAST. Raises what a way raises."""
     clock = clock or Clock()
     names = list(ways)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -72,7 +62,7 @@ def alternating(ways: Ways, rounds: int, clock: Clock | None = None, *, limit_s:
 
 
 def one_run(way: Callable[[], object], clock: Clock | None = None) -> float:
-    """How long it takes once, after a pause."""
+    """Seconds of one run, after a pause."""
     clock = clock or Clock()
     clock.sleep(PAUSE_S)
     started_s = clock.now_s()

@@ -66,7 +66,6 @@ class Multiplication:
 
     @property
     def operations(self) -> int:
-        """Of one run."""
         return _operations(self.shape)
 
 
@@ -121,7 +120,6 @@ def _operands(dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[Tensor, 
 
 
 def _packed(one: Tensor, other: Tensor) -> Run:
-    """By oneDNN, with the second matrix in the layout that it wants for this number of rows and threads."""
     weight = torch.ops.mkldnn._reorder_linear_weight(other.t().contiguous(), len(one))
     return lambda: torch.ops.mkldnn._linear_pointwise(one, weight, None, "none", [], None)
 

@@ -1,10 +1,8 @@
-"""Who takes part: our forms as an executor runs them, torch as its users run it, ONNX Runtime (in eight bits, too),
-OpenVINO.
+"""Contestants: our forms as an executor runs them, torch as users run it, ONNX Runtime (also int8), OpenVINO.
 
-Guarantees: all of them have the same weights and begin with the same prepared images; each makes one batch of them,
-runs it, and has the same function read predictions out of what came; so what differs is the running alone. Our forms
-are packed, read into a slot and bound as in an agent. The others own their weights, are told the batch's shape
-beforehand where that makes them faster, and may use every thread that our executor has, waiting as they please.
+Guarantees: all have the same weights and prepared images, make one batch of them, run it, and share the function that
+reads predictions: only the running differs. Our forms are packed, read into a slot and bound as in an agent. Others own
+their weights, know the batch's shape beforehand where that is faster, and may use every thread of our executor.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ NO_OPENVINO = "openvino is not installed: `pip install openvino`, one of the ext
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """One way to run a batch. ``numbers``: what it computes in. ``is_ours``: whether an agent can run it."""
+    """One way to run a batch. ``numbers``: its dtype. ``is_ours``: an agent can run it."""
 
     form: str
     numbers: torch.dtype
@@ -81,19 +79,17 @@ class Model:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width of its images."""
         return self.expert.pixels.height, self.expert.pixels.width
 
 
 def prepared_images(expert: Expert, count: int) -> list[Prepared]:
-    """So many different images, prepared for an expert."""
     chance, backend = np.random.default_rng(count), backend_for(expert.architecture)
     size = (expert.pixels.height, expert.pixels.width)
     return [backend.prepare(expert, synthetic_pixels(chance, *size)) for _ in range(count)]
 
 
 def plain_model(expert: Expert) -> Model:
-    """The expert as its users have it. Raises WeightsMismatch, or ValueError where it cannot be exported."""
+    """Raises WeightsMismatch, or ValueError where the expert cannot be exported."""
     is_detector = family(expert.architecture) == "detector"
     module = build(expert).eval().requires_grad_(False)
     module.load_state_dict(load_file(expert.weights), strict=False)
@@ -110,7 +106,7 @@ def plain_model(expert: Expert) -> Model:
 
 @contextmanager
 def our_form(expert: Expert, precision: Precision, store: SegmentStore, batch: Batch) -> Iterator[Contestant]:
-    """A form of ours, in a slot of its own. Raises CoServeError where it is not packed, or does not run here."""
+    """Our form in a slot of its own. Raises CoServeError where it cannot be packed or run here."""
     if precision is Precision.ONEDNN_INT8:
         calibrate(expert, store)
     report = pack_line([expert], lambda _: {precision}, store)
@@ -142,7 +138,6 @@ def calibrate(expert: Expert, store: SegmentStore) -> None:
 
 
 def _numbers(precision: Precision) -> torch.dtype:
-    """What a form multiplies."""
     return torch.int8 if precision is Precision.INT8 else ONEDNN_NUMBERS.get(precision) or DTYPES[precision]
 
 
@@ -159,12 +154,10 @@ def eager(model: Model, batch: Batch) -> Contestant:
 
 
 def session(model: Model, batch: Batch, threads: int) -> Contestant:
-    """ONNX Runtime with its own defaults, on a graph whose weights are constants."""
     return Contestant(SESSION, torch.float32, False, _session_run(model, model.graph, batch, threads))
 
 
 def int8_session(model: Model, graph: bytes, batch: Batch, threads: int) -> Contestant:
-    """The same on a quantised graph."""
     return Contestant(INT8_SESSION, torch.int8, False, _session_run(model, graph, batch, threads))
 
 
@@ -182,7 +175,6 @@ def _session_run(model: Model, graph: bytes, batch: Batch, threads: int) -> Run:
 
 
 def has_openvino() -> bool:
-    """Whether it is installed here; it is measured against, never needed."""
     return find_spec("openvino") is not None
 
 

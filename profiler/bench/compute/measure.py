@@ -113,7 +113,6 @@ def measure_compute_forms(directory: Path, options: ComputeOptions, progress: Pr
 
 
 def executor_threads(box: Box) -> int:
-    """Of each executor on a box without an accelerator, where nobody says how many there are."""
     executors = executors_on(box, ["cpu"] * max(box.cores // CORES_PER_CPU_EXECUTOR, 1))
     return threads_per_executor(box, executors)
 
@@ -132,7 +131,6 @@ class _ComputeBench:
         self._notes: list[str] = [] if has_openvino() or not set(OPENVINO) & set(options.peers) else [NO_OPENVINO]
 
     def table(self, machine: str, others_fraction: float) -> ComputeTable:
-        """All of it."""
         return ComputeTable(
             machine=machine,
             threads=self._threads,
@@ -204,7 +202,7 @@ class _ComputeBench:
         self._rows += rows
         self._tell_hopeless(model.expert.architecture, batch, [each.form for each in able if each not in running])
         quick = [form for form in forms if form in {each.form for each in running}]
-        watched = [form for form in quick if form is not Precision.ONNXRUNTIME]  # whose kernels nobody tells of
+        watched = [form for form in quick if form is not Precision.ONNXRUNTIME]  # its kernels are not reported
         return quick, min(watched, key=lambda form: times[form].median_s, default=None)
 
     def _contestants(
@@ -231,9 +229,9 @@ class _ComputeBench:
             yield from (openvino(model, images, self._threads, form) for form in OPENVINO if form in peers)
 
     def _tried_s(self, contestant: Contestant) -> float | None:
-        """The faster of two runs, as kernels are built in the first; it tells who is not worth more. None: it fails.
+        """Seconds of the faster of two runs, as kernels are built in the first; None where the way fails.
 
-        Raises CoServeError where torch itself fails, which all others are held against.
+        Raises CoServeError where torch itself fails, the reference of all others.
         """
         try:
             return min(one_run(contestant.run) for _ in range(TRIES))

@@ -57,8 +57,6 @@ def quantised(model: Model, directory: Path) -> bytes:
 
 
 class _Images(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime is not followed by mypy here
-    """Images one by one, as its tools read them."""
-
     def __init__(self, images: Iterable[Prepared]) -> None:
         self._left = iter(images)
 

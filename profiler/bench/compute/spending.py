@@ -1,9 +1,9 @@
-"""What one form's batch spends its time on, by kind of operator, as oneDNN and torch tell it.
+"""Time of one form's batch by kind of operator, as oneDNN and torch report it.
 
-Guarantees: it is told by a process of its own, because whoever tells of every operator is slower than who is measured;
-the parts are fractions of a batch that nobody watched. oneDNN's own times count for what it executes (convolutions,
-multiplications, and the reordering of weights and images between them), torch's profiler for element-wise operators,
-pooling and copies; what neither accounts for is other: Python, allocating, reading the answer.
+Guarantees: a separate process reports, because tracing every operator is slow; the parts are fractions of an untraced
+batch. oneDNN's own times count for its operators (convolutions, multiplications, and reordering of weights and images),
+torch's profiler for element-wise operators, pooling and copies. The rest is other: Python, allocating, reading the
+answer.
 
 `python -m` this, FOLDER, ARCHITECTURE, HEIGHTxWIDTH, BATCH, FORM, THREADS: one line of JSON, then what oneDNN writes.
 """
@@ -33,7 +33,7 @@ from profiler.workload.generated_line import removed_afterwards, write_experts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-RUNS = 7  # that nobody watches
+RUNS = 7  # without tracing
 WATCHED_RUNS = 3
 LIMIT_S = 300.0
 CONVOLUTIONS, MULTIPLICATIONS, REORDERS = "convolutions", "multiplications", "reorders"
@@ -68,7 +68,7 @@ OPERATORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Spending:
-    """One batch. ``parts``: fractions of its time, by kind; they come to 1, OTHER included."""
+    """One batch. ``parts``: fractions of its time by kind, 1 in all with OTHER."""
 
     architecture: str
     batch: int
@@ -80,7 +80,7 @@ class Spending:
 def measure_spending(
     folder: Path, architecture: str, size: tuple[int, int], batch: int, form: str, threads: int
 ) -> Spending:
-    """Of a form of ours; ``folder``: where an expert is written and removed. Raises CoServeError where it fails."""
+    """``folder``: where an expert is written and removed. Raises CoServeError where the form fails."""
     arguments = (folder, architecture, f"{size[0]}x{size[1]}", batch, form, threads)
     command = [sys.executable, "-m", "profiler.bench.compute.spending", *map(str, arguments)]
     try:
@@ -101,7 +101,7 @@ def measure_spending(
 
 
 def primitive_seconds(lines: Iterable[str]) -> dict[str, float]:
-    """Seconds by kind, of oneDNN's lines about what it executed; whatever else was written there is passed over.
+    """Seconds by kind, from oneDNN's lines; other lines are passed over.
 
     A line is ``onednn_verbose,...,exec,<engine>,<primitive>,...,<milliseconds>``.
     """
@@ -119,7 +119,7 @@ def primitive_seconds(lines: Iterable[str]) -> dict[str, float]:
 
 
 def parts_of(batch_s: float, executed: Mapping[str, float], watched: Mapping[str, float]) -> dict[str, float]:
-    """Fractions by kind. Where watching made the parts longer than the whole, they are fractions of their sum."""
+    """Fractions by kind; of their sum where tracing made the parts longer than the whole."""
     found = {kind: executed.get(kind, 0.0) + watched.get(kind, 0.0) for kind in KINDS}
     whole_s = max(batch_s, sum(found.values()))
     parts = {kind: seconds / whole_s for kind, seconds in found.items()}
@@ -127,7 +127,6 @@ def parts_of(batch_s: float, executed: Mapping[str, float], watched: Mapping[str
 
 
 def main(folder: Path, architecture: str, size: tuple[int, int], batch: int, form: Precision, threads: int) -> None:
-    """Measure, watch, then have oneDNN write."""
     use_threads(threads)
     lone_team(threads).keep()
     with removed_afterwards(folder, "spending-") as own:
@@ -148,7 +147,7 @@ def main(folder: Path, architecture: str, size: tuple[int, int], batch: int, for
 
 
 def _operator_seconds(run: Callable[[], object]) -> dict[str, float]:
-    """Seconds of one run by kind, of what torch itself executes."""
+    """Seconds of one run by kind, of torch's own operators."""
     kinds = {f"aten::{name}": kind for kind, names in OPERATORS.items() for name in names}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(WATCHED_RUNS):

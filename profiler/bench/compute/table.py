@@ -63,7 +63,6 @@ class ComputeTable:
     notes: tuple[str, ...]
 
     def row(self, architecture: str, batch: int, form: str) -> ComputeRow:
-        """One row. Raises KeyError for what was not measured."""
         return {(row.architecture, row.batch, row.form): row for row in self.rows}[architecture, batch, form]
 
     @property
@@ -80,12 +79,10 @@ class ComputeTable:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
         return asdict(self) | {"targets": [asdict(target) for target in self.targets]}
 
 
 def report(table: ComputeTable) -> str:
-    """For a terminal."""
     lines = [f"machine  {table.machine}, {table.threads} threads"]
     lines += [
         f"work     {name}: {operations / 1e9:.2f} GFLOP an image" for name, operations in table.operations.items()
@@ -128,7 +125,6 @@ def _targets(rows: Sequence[ComputeRow], where: str) -> Iterator[Target]:
 def _over(
     what: str, took: Mapping[str, float], others: Collection[str], forms: Collection[str], least: float
 ) -> Iterator[Target]:
-    """How many times as fast the fastest of these forms is as the fastest of others; none where either is missing."""
     theirs, own = (min((took[form] for form in listed if form in took), default=None) for listed in (others, forms))
     if theirs is not None and own is not None:
         yield at_least(what, theirs / own, least)

@@ -62,7 +62,6 @@ class MixedTimes:
         return self.tokens / self.seconds[system]
 
     def over(self, system: str, other: str) -> float:
-        """How many times faster one is than another."""
         return self.seconds[other] / self.seconds[system]
 
     @property

@@ -49,11 +49,10 @@ class OurEngine:
 
     @property
     def statistics(self) -> EngineStatistics:
-        """Of all its runs."""
         return self._engine.statistics()
 
     def continuous(self, jobs: Sequence[TextJob], quantum_s: float = LONE_QUANTUM_S) -> list[list[int]]:
-        """Each job's tokens. Who finishes leaves its row at once, and with it ends the quantum: another may have it."""
+        """Each job's tokens. A finished job leaves its row at once and ends the quantum, so another job may begin."""
         waiting = deque(self._turns(jobs))
         going: dict[int, Turn] = {}
         written = [turn.text.writer for turn in waiting]

@@ -15,7 +15,7 @@ TRANSFORMERS = "transformers is not there: `pip install transformers`, one of th
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``skipped``: what was not measured, and why; it is shown, so that nobody takes silence for success."""
+    """``skipped``: parts that were not measured, and why; shown, as silence would look like success."""
 
     name: str
     targets: tuple[Target, ...] = ()

@@ -38,7 +38,6 @@ class PeerProcess:
             raise
 
     def write(self, jobs: Sequence[TextJob]) -> list[list[int]]:
-        """Each job's tokens."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([[job.prompt, job.output] for job in jobs]) + "\n")
         self._process.stdin.flush()
@@ -46,7 +45,6 @@ class PeerProcess:
         return tokens
 
     def close(self) -> None:
-        """End it. Idempotent."""
         with self._process:
             self._process.kill()
 
@@ -61,7 +59,6 @@ class PeerProcess:
 
 
 def main(directory: Path, way: str, threads: int) -> None:
-    """Serve until stdin ends."""
     use_threads(threads)
     write = _writer(directory, way)
     end_team()  # of reading the weights: generate_batch runs on a thread of its own

@@ -40,7 +40,6 @@ class QwenShape:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The values of its config.json."""
         return {
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",

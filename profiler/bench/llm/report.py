@@ -63,14 +63,11 @@ QUICK = Form((TINY,), TINY, TINY, 1, 4, MODELS[:2], (64, 8, 32), moe_offload.TIN
 
 @dataclass(frozen=True, slots=True)
 class LlmReport:
-    """Everything that was measured, and on what."""
-
     machine: str
     is_quick: bool
     parts: tuple[Part, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
         return asdict(self)
 
 
@@ -94,7 +91,6 @@ def measure_llm(directory: Path, progress: Progress, *, quick: bool = False, thr
 
 
 def report(found: LlmReport) -> str:
-    """For a terminal."""
     lines = [f"machine  {found.machine}"]
     if found.is_quick:
         lines.append("tiny models, one round: these figures say that it runs, and nothing else")

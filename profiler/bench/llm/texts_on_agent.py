@@ -32,16 +32,12 @@ ANSWER_LIMIT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A job, and whose it is."""
-
     model: str
     job: TextJob
 
 
 @dataclass(slots=True)
 class _Outcomes:
-    """What the loop tells of, on its thread."""
-
     told: threading.Condition = field(default_factory=threading.Condition)
     by_request: dict[int, Outcome] = field(default_factory=dict)
 
@@ -76,12 +72,10 @@ class TextAgent:
 
     @property
     def statistics(self) -> LoopStatistics:
-        """Of the loop, as of now."""
         return self.agent.loop.statistics()
 
     @property
     def loads(self) -> int:
-        """How often weights were read so far."""
         return sum(self.statistics.engine.loads.values())
 
     @property
@@ -100,7 +94,6 @@ class TextAgent:
         return [writer.tokens for writer in writers]
 
     def close(self) -> None:
-        """End the agent."""
         self.agent.stop()
 
     def _submit(self, ask: Ask, writer: Collected) -> int:

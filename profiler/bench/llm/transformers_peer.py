@@ -26,7 +26,6 @@ PAGE_TOKENS = 256
 
 
 def is_there() -> bool:
-    """Whether transformers is installed."""
     return find_spec("transformers") is not None
 
 
@@ -48,7 +47,6 @@ class TransformersPeer:
         return tokens
 
     def continuous(self, jobs: Sequence[TextJob]) -> list[list[int]]:
-        """Each job's tokens."""
         if self._manager is None:
             self._manager = self._started()
         names = [self._manager.add_request(list(job.prompt), max_new_tokens=job.output) for job in jobs]
@@ -62,7 +60,6 @@ class TransformersPeer:
         return [answered[name] for name in names]
 
     def close(self) -> None:
-        """End the manager's thread."""
         if self._manager is not None:
             self._manager.stop(block=True)
             self._manager = None

@@ -119,7 +119,6 @@ def measure_decisions(queued: int, calls: int = CALLS, policy: str = "coserve") 
 
 
 def measure_growth() -> tuple[DecisionTimes, ...]:
-    """Against queue lengths from 1 000 to 100 000."""
     return tuple(measure_decisions(queued) for queued in (1_000, TARGET_QUEUED, 100_000))
 
 

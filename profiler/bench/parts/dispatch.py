@@ -52,7 +52,6 @@ class DispatchTimes:
 
     @property
     def targets(self) -> tuple[Target, Target]:
-        """How many times faster the table is."""
         return (
             at_least("MoE layer, einsum / table", self.einsum_layer_s / self.table_layer_s, TARGET_LAYER),
             at_least("routing, einsum / table", self.einsum_routing_s / self.table_routing_s, TARGET_ROUTING),
@@ -80,7 +79,7 @@ def measure_dispatch(
 
 
 def report(times: DispatchTimes) -> str:
-    """The figures in words, with the machine they come from, and whether they reach their targets."""
+    """Figures in words, with their machine and targets."""
     pairs = (
         ("layer", times.einsum_layer_s, times.table_layer_s),
         ("routing", times.einsum_routing_s, times.table_routing_s),

@@ -75,7 +75,6 @@ class LoadingTimes:
 
     @property
     def ratio(self) -> float:
-        """Load over raw read."""
         return self.load_s / self.raw_s
 
     @property
@@ -85,7 +84,6 @@ class LoadingTimes:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """The one that it has."""
         of, wanted = f", {self.name}" if self.name else "", f"at most {self.target_ratio}"
         what = f"SSD to runnable over a raw direct read{of}"
         return (Target(what, wanted, f"{self.ratio:.3f}", self.ratio <= self.target_ratio),)
@@ -120,7 +118,9 @@ def measure_loading(
 
 def measure_graph_loading(directory: Path, kind: GraphKind, files: int = 8, repeats: int = 3) -> LoadingTimes:
     """The same with ONNX graphs of a kind, of one program. Raises as ``measure_loading`` for disk and room."""
-    (times,) = _measured(directory, lambda folder: write_graph_experts(folder, kind, files), _in_fp32, repeats)
+    (times,) = _measured(
+        directory, lambda folder: write_graph_experts(folder, kind, files), lambda _: {Precision.FP32}, repeats
+    )
     return replace(times, name=GRAPH_NAMES[kind])
 
 
@@ -182,12 +182,7 @@ def _is_graph(architecture: str) -> bool:
     return family(architecture) == "onnx"
 
 
-def _in_fp32(expert: str) -> Collection[Precision]:
-    return {Precision.FP32}
-
-
 def _source_bytes(expert: Expert) -> int:
-    """Of a weights file, or of a language model's directory."""
     if expert.weights.is_dir():
         return sum(path.stat().st_size for path in expert.weights.iterdir())
     return expert.weights.stat().st_size if expert.weights.is_file() else 0
@@ -256,7 +251,6 @@ def _measure(forms: Sequence[_Form], store: SegmentStore, repeats: int) -> Loadi
 
 
 def _slot_sizes(forms: Sequence[_Form]) -> list[int]:
-    """Of the own segment and of each shared one; experts of one layout have as many, each of its size."""
     return [max(sizes) for sizes in zip(*([s.slot_bytes for s in f.packed.segments] for f in forms), strict=True)]
 
 

@@ -81,7 +81,6 @@ class OffloadShape:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The values of its config.json."""
         return {
             "model_type": "qwen3_moe", "vocab_size": self.vocabulary, "hidden_size": self.hidden,
             "intermediate_size": 4 * self.hidden, "moe_intermediate_size": self.width,
@@ -123,17 +122,14 @@ class MoeOffloadTimes:
 
     @property
     def ratio(self) -> float:
-        """Offloaded over resident throughput."""
         return self.offloaded_per_s / self.resident_per_s
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """The one that it has."""
         return (at_least("MoE with half its experts in memory, of resident throughput", self.ratio, TARGET_RATIO),)
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the figures were found at."""
         shape = self.shape
         return (
             f"{shape.rows} texts at a time, {shape.prompt} tokens read and {shape.output} written, {shape.precision}; "
@@ -148,9 +144,7 @@ class MoeOffloadTimes:
 
 
 def measure_moe_offload(
-    directory: Path,
-    shape: OffloadShape = OffloadShape(),
-    repeats: int = REPEATS,
+    directory: Path, shape: OffloadShape = OffloadShape(), repeats: int = REPEATS
 ) -> MoeOffloadTimes:
     """Write a model into ``directory``, which the caller removes, pack it, and run it both ways.
 
@@ -167,7 +161,6 @@ def measure_moe_offload(
 
 
 def report(times: MoeOffloadTimes) -> str:
-    """The figures in words, with the machine they come from, and whether they reach their target."""
     machine = f"machine    {platform.machine()}, {software()}, {torch.get_num_threads()} threads"
     targets = (f"{one.what}: {one.found}, {one.wanted} - {one.remark}" for one in times.targets)
     return "\n".join((machine, *times.remarks, *targets))
@@ -253,8 +246,6 @@ def _measure(segments: SegmentStore, expert: Expert, shape: OffloadShape, repeat
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One round: seconds with all, with half, and with half and nothing ahead."""
-
     seconds: tuple[float, float, float]
     difference: float
     before: OffloadStatistics

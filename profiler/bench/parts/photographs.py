@@ -102,7 +102,6 @@ def measure_photographs(folder: Path, recipe: PhotographsRecipe | None = None) -
 
 
 def report(measured: PhotographsMeasured) -> str:
-    """The figures in words."""
     recipe = measured.recipe
     rows = [
         (

@@ -7,5 +7,4 @@ from importlib.metadata import version
 
 
 def software() -> str:
-    """The system, and the versions that matter."""
     return f"{platform.system()} {platform.release()}, Python {platform.python_version()}, torch {version('torch')}"

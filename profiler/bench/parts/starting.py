@@ -52,7 +52,6 @@ class StartTimes:
 
     @property
     def targets(self) -> tuple[Target, Target]:
-        """READY soon, and small enough."""
         wanted, small = f"{TARGET_READY_S:.0f} s", f"at most {TARGET_RESIDENT_BYTES / 1e6:.0f} MB"
         resident, is_small = f"{self.resident_bytes / 1e6:.0f} MB", self.resident_bytes <= TARGET_RESIDENT_BYTES
         return (
