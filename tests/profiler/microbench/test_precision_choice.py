@@ -61,7 +61,8 @@ class LineOfOneKind:
         profile_line(self.config, options, lambda *_: None)
         with ProfileDraft.open(self.config.profile_file, "test", identity_of(detect_box(self.config))) as draft:
             for kind in draft.kinds():
-                draft.save_kind(replace(kind, K_s=seconds[kind.precision], B_s=seconds[kind.precision]))
+                each_s = seconds[kind.precision]
+                draft.save_kind(replace(kind, K_s=each_s, B_s=each_s, max_batch=max(SHORT.sizes)))
         return profile_line(self.config, options, lambda *_: None)
 
 
