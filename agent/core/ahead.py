@@ -338,7 +338,7 @@ class PreparedAhead:
         return True
 
     def _make_room(self, size_bytes: int, place: _Place, effects: list[Effect]) -> bool:
-        """Make room for a near image: from what is held for later steps, then from far images. False changes nothing."""
+        """Make room for a near image: from what later steps hold, then from far images. False changes nothing."""
         if not self._can_make_room(size_bytes, place):
             return False
         while self._used_bytes + size_bytes > self._budget_bytes:

@@ -501,7 +501,7 @@ class Engine:
     def _enqueue(
         self, request: int, ticket: Ticket, expert: str, effects: list[Effect], home: int | None = None
     ) -> bool:
-        """Queue what is left of a request's step, on ``home`` if that is able. True if a batch or load may start now."""
+        """Queue what is left of a request's step, on ``home`` if able. True if a batch or load may start now."""
         refusal = self._standings.refusal(request, expert, self._now)
         if refusal is not None:
             return self._fail(request, refusal, effects)
@@ -855,7 +855,6 @@ class Engine:
 
 
 def _mistold(event: events.Progressed, batch: Batch) -> str | None:
-    """What is wrong with what was told of a batch's progress."""
     told = [request for request, _ in event.finished] + [request for request, _ in event.unfinished]
     if sorted(told) != sorted(batch.requests):
         return f"it ended with requests {sorted(told)}, and began with {sorted(batch.requests)}"

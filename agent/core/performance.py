@@ -26,8 +26,6 @@ class SharedPart:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What holding a copy costs: its own bytes, and the parts it shares."""
-
     own_bytes: int
     shared: tuple[SharedPart, ...] = ()
 

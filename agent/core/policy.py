@@ -11,16 +11,12 @@ from enum import StrEnum
 
 
 class Assigning(StrEnum):
-    """How a request gets its executor."""
-
     MAKESPAN = "makespan"  # section 4.2
     ROUND_ROBIN = "round-robin"
     FIRST = "first"  # one executor does everything
 
 
 class Evicting(StrEnum):
-    """How a victim is chosen."""
-
     LOOKAHEAD = "lookahead"  # furthest queued use, then the two stages
     TWO_STAGE = "two-stage"  # section 4.3
     LRU = "lru"
@@ -29,8 +25,6 @@ class Evicting(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """One system's choices."""
-
     name: str
     assigning: Assigning
     arranging: bool  # a request goes behind the last one of its expert, not to the tail (section 4.2)

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Entry:
-    """A copy that this memory holds, or is about to hold."""
-
     copy: str
     expert: str
     footprint: Footprint

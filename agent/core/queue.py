@@ -56,8 +56,6 @@ class Group:
 
 
 class ExecutorQueue:
-    """The groups of one executor, first to run first."""
-
     def __init__(self, spec: ExecutorSpec) -> None:
         self.spec = spec
         self.head: Group | None = None

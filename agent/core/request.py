@@ -58,8 +58,6 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One expert's word on one request."""
-
     expert: str
     prediction: Prediction
 
@@ -79,8 +77,6 @@ class Outcome:
 
 
 class Part(NamedTuple):
-    """Those of a batch's requests that are for one expert."""
-
     expert: str
     copy: str
     requests: tuple[int, ...]

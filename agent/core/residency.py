@@ -17,8 +17,6 @@ from experts.errors import IllegalMove
 
 
 class Residency(StrEnum):
-    """Where a copy stands in one memory."""
-
     ABSENT = "absent"
     LOADING = "loading"
     RESIDENT = "resident"
@@ -26,8 +24,6 @@ class Residency(StrEnum):
 
 
 class Move(StrEnum):
-    """What may happen to it."""
-
     START_LOAD = "start_load"
     LOADED = "loaded"
     LOAD_FAILED = "load_failed"

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class QueueStatistics:
-    """One executor's queue, at one moment."""
-
     executor: int
     processor: str
     requests: int

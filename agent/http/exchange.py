@@ -24,8 +24,6 @@ class HttpRequest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer that is there as a whole."""
-
     status: int
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()
@@ -56,8 +54,6 @@ class Stream(Protocol):
 
 
 class Application(Protocol):
-    """What is served below some paths."""
-
     @property
     def terms(self) -> Terms: ...
 

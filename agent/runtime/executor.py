@@ -82,24 +82,18 @@ class ExecutorStatistics:
 
 @dataclass(frozen=True, slots=True)
 class _Images:
-    """A batch with its images, which may be in preparation already."""
-
     batch: Batch
     prepared: tuple[DueTask[Prepared | Rejected], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Quantum:
-    """A batch of texts, with the copy that each is for."""
-
     batch: Batch
     copies: tuple[ExpertCopy, ...]
 
 
 @runtime_checkable
 class RunsTexts(Protocol):
-    """A skeleton of a language model."""
-
     @property
     def model(self) -> Model: ...
 

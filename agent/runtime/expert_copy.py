@@ -131,7 +131,6 @@ def _program(sha256: str) -> str:
 
 
 def by_kind(copies: Iterable[ExpertCopy]) -> dict[str, list[ExpertCopy]]:
-    """Copies by the name of their kind, in their order."""
     found: defaultdict[str, list[ExpertCopy]] = defaultdict(list)
     for copy in copies:
         found[copy.kind].append(copy)

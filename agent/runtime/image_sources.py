@@ -159,7 +159,6 @@ def stored_bytes(image: ImageSource) -> int | None:
 
 
 def image_name(image: ImageSource, request: int) -> str:
-    """What messages call an image: its file's name, or its request."""
     if isinstance(image, EncodedImage | FramePart):
         return image.name
     if isinstance(image, ImageFile):

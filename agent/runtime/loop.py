@@ -91,8 +91,6 @@ class Decider(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoopOptions:
-    """How an agent runs, beside what its Engine decides."""
-
     ssd_bytes_per_s: float | None = None  # holds loads from the SSD to a rate
     checks_invariants: bool = False  # recount everything whenever the agent falls idle
     max_pixels: int = 64_000_000

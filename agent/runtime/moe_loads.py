@@ -227,7 +227,6 @@ class _HostBlocks:
 
 
 def form_of(copy: ExpertCopy) -> BlockForm:
-    """How one moe_expert of a packed copy lies in its block."""
     first = copy.packed.moe_layers[0]
     tensors = tuple(
         BlockTensor(spec.name.partition(EXPERTS)[2], getattr(torch, spec.dtype), spec.shape[1:], spec.offset_bytes)

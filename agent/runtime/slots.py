@@ -306,7 +306,7 @@ class SlotStore:
 
     @contextmanager
     def using_together(self, copies: Collection[str]) -> Iterator[dict[str, Slot]]:
-        """``using`` for several copies at once: one by one, they could deadlock with a load that moves a shared part."""
+        """``using`` for several copies at once: one by one, they could deadlock with a load that moves their part."""
         with self._calm:
             self._calm.wait_for(lambda: not any(self._is_stilled(copy) for copy in copies))
             slots = {copy: self._ready(copy) for copy in copies}
@@ -547,7 +547,6 @@ class SlotStore:
         self._fit(slot, housing, device, skeleton)
 
     def _fit(self, slot: Slot, housing: Housing, device: str, skeleton: Skeleton) -> None:
-        """Bind a skeleton to the slot's regions as they are now."""
         packed = slot.copy.packed
         tensors: dict[str, Tensor] = {}
         for segment in slot.copy.segments:

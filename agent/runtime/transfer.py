@@ -262,7 +262,6 @@ class Transfers:
             self._move(store.memory, slot.region, slot.copy.packed.own, source, effect.expert)
 
     def _move(self, memory: Memory, region: Region, segment: Segment, source: Slot | None, expert: str) -> None:
-        """One segment's bytes into its region, from the source's copy or from the SSD."""
         if not segment.size_bytes:
             return
         if source is not None:

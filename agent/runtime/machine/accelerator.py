@@ -32,7 +32,6 @@ def _fault(work: Callable[[], None]) -> str | None:
 
 
 def _multiply(device: str) -> None:
-    """An allocation and a kernel."""
     import torch
 
     square = torch.ones((64, 64), device=device)

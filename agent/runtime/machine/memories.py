@@ -39,8 +39,6 @@ _CUDA_HOST_REGISTER_MAPPED = 2  # cudaHostRegisterMapped of the CUDA runtime
 
 
 class Region(Protocol):
-    """A run of bytes in one memory."""
-
     @property
     def size_bytes(self) -> int:
         """As it was asked for."""

@@ -109,7 +109,6 @@ class MeasuringRig:
 
     @contextmanager
     def opened(self) -> Iterator[MeasuringRig]:
-        """The rig, until its memory is given back."""
         end_team()  # as whoever starts an agent does
         for executor in self._executors:
             executor.start()

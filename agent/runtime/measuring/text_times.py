@@ -227,7 +227,5 @@ def arena_for(device: torch.device, budget_bytes: int) -> KvArena:
 
 
 class _Discarding:
-    """Takes tokens for nobody."""
-
     def write(self, sampled: Sampled) -> bool:
         return False
