@@ -37,12 +37,11 @@ if TYPE_CHECKING:
 FORMAT = 1
 MANIFEST = "backup.json"
 LINE_FILE, RESULTS, PROFILE, CALIBRATIONS = "line.yaml", "results.db", "profile.db", "calibrations"
-NO_LIMIT_S = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """What a backup holds. ``files``: each file's sha256, by its path in the folder."""
+    """Manifest of a backup. ``files``: each file's sha256, by its path in the folder."""
 
     line: str
     made_at: str
@@ -52,7 +51,7 @@ class Backup:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What was brought back; ``aside``: where what lay there before lies now."""
+    """Result of a restore. ``aside``: new paths of the replaced files."""
 
     backup: Backup
     aside: tuple[Path, ...]
@@ -114,7 +113,7 @@ def _copy_database(source: Path, target: Path) -> None:
     try:
         with closing(open_for_reading(source)) as reading, closing(sqlite3.connect(target)) as writing:
             reading.backup(writing)
-        damage = damage_of(target, NO_LIMIT_S)
+        damage = damage_of(target, float("inf"))
     except sqlite3.DatabaseError as error:
         damage = str(error)
     if damage is not None:
@@ -122,7 +121,7 @@ def _copy_database(source: Path, target: Path) -> None:
 
 
 def _put_back(config: LineConfig, source: Path, backup: Backup) -> Iterator[Path]:
-    """What lay there before is yielded. All is copied before anything takes its place."""
+    """Yields the new paths of replaced files. All files are copied before the first is replaced."""
     places = {RESULTS: config.results_file, PROFILE: config.profile_file}
     ready = []
     for name, sha256 in backup.files.items():

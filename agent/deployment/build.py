@@ -1,8 +1,8 @@
 """From a line file to an agent that is ready to start: packs, profiles or probes, plans the memories, puts it together.
 
 Guarantees: what must not start raises ConfigError here, before any request is taken. A faulty expert is quarantined
-with the reason, also one that is new to the profile or has other weights; the others are served. With a device profile
-nothing is run or timed at the start. Templates are made here, so that nothing is constructed beside running batches.
+with the reason; the others are served. With a device profile only experts that differ from it are probed. Templates are
+made here, so that nothing is constructed beside running batches.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def profiled_box(profile: StoredProfile) -> Box:
 def _as_packed(
     config: LineConfig, precisions: Precisions, packed: Mapping[str, Mapping[Precision, PackedExpert]]
 ) -> Precisions:
-    """The precisions, with torch's form for experts that profiling left unpacked in the line file's."""
+    """The precisions, with torch's form for experts that profiling did not pack in the line file's form."""
     form = config.precision
     if form is None or form.plain is form or config.document.values.get("precision") != form:
         return precisions

@@ -43,22 +43,11 @@ OptionalPrecision = Annotated[
     WithJsonSchema({"enum": [AUTO, *Precision], "default": AUTO}),
 ]
 COUNT_SCHEMA = {"type": "integer", "minimum": 0, "maximum": MAX_EXECUTORS}
+COUNTS_SCHEMA = {"type": "object", "properties": dict.fromkeys(PROCESSORS, COUNT_SCHEMA), "additionalProperties": False}
 ExecutorCounts = Annotated[
     dict[str, int] | None,
     BeforeValidator(_executors),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"const": AUTO},
-                {
-                    "type": "object",
-                    "properties": dict.fromkeys(PROCESSORS, COUNT_SCHEMA),
-                    "additionalProperties": False,
-                },
-            ],
-            "default": AUTO,
-        }
-    ),
+    WithJsonSchema({"anyOf": [{"const": AUTO}, COUNTS_SCHEMA], "default": AUTO}),
 ]
 
 

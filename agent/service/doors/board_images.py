@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 
 PIXEL_BYTES = 3  # decoded
 NO_LAYOUT = "the line file has no layout any more of its board's type - put it back, then the image, or a copy of it"
-UNJUDGED = Course()
 
 
 @dataclass(slots=True, eq=False)
@@ -149,7 +148,7 @@ class BoardImages:
         if not sheet.parts:
             self._put_away(sheet)
         for part in sheet.parts.values():
-            self._record(sheet, part, Outcome(Verdict.UNKNOWN, None, None, (), reason), UNJUDGED)
+            self._record(sheet, part, Outcome(Verdict.UNKNOWN, None, None, (), reason), Course())
 
     # -- on the agent's thread --
 
