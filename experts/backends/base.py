@@ -49,7 +49,7 @@ class Skeleton(Protocol):
         """Make the parameters these views. All names of the packed expert, on the skeleton's device."""
 
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
-        """Predict in order. ValueError for an empty batch, OutputInvalid for NaN, or for more than can be judged."""
+        """Predict in order. ValueError for an empty batch, OutputInvalid for NaN or too many boxes."""
 
 
 class Backend(Protocol):
