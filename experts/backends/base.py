@@ -49,7 +49,7 @@ class Skeleton(Protocol):
         """Make the parameters these views. All names of the packed expert, on the skeleton's device."""
 
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
-        """Predict in order. ValueError for an empty batch, OutputInvalid for NaN, or for more than can be judged."""
+        """Predict in order. ValueError for an empty batch, OutputInvalid for NaN or too many boxes."""
 
 
 class Backend(Protocol):
@@ -65,7 +65,7 @@ class Backend(Protocol):
         """Prototype of skeletons: while held, ``skeleton`` only copies, for this form, device and thread count."""
 
     def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> Skeleton:
-        """Make an unbound one; batches may run on other threads meanwhile. Raises WeightsMismatch, BackendUnavailable."""
+        """Make an unbound one; batches may run meanwhile. Raises WeightsMismatch, BackendUnavailable."""
 
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
         """Scale and normalise one image: uint8 RGB (height, width, 3), of any size. Thread-safe."""
