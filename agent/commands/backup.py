@@ -84,8 +84,8 @@ def restore(line_file: Path, source: Path) -> Restored:
     """Bring a backup back to the line of this file; without the file, the backup's own is taken. Raises ConfigError for
     an invalid or damaged backup, AlreadyRunning while an agent serves the line."""
     backup = _read_manifest(source)
+    is_kept, is_done = line_file.exists(), False
     try:
-        is_kept = line_file.exists()
         if not is_kept:
             _copy(source / LINE_FILE, line_file)
         config = read_line(line_file)
@@ -93,8 +93,12 @@ def restore(line_file: Path, source: Path) -> Restored:
             raise ConfigError(f"{source} is a backup of line {backup.line!r}, {line_file} is {config.line!r}")
         with state_held(config.state):
             aside = tuple(_put_back(config, source, backup))
+        is_done = True
     except OSError as error:
         raise ConfigError(f"{error.filename or source}: {error.strerror or error} - see to the disk") from error
+    finally:
+        if not is_kept and not is_done:
+            line_file.unlink(missing_ok=True)
     same = is_kept and _sha256(line_file) == backup.files[LINE_FILE]
     return Restored(backup, aside, is_kept and not same)
 
@@ -144,16 +148,19 @@ def _read_manifest(source: Path) -> Backup:
     """Raises ConfigError, naming the file, for all that is not as it was written."""
     try:
         backup = Backup(**json.loads((source / MANIFEST).read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
+        files = {str(name): str(sha256) for name, sha256 in backup.files.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{source} is no backup of a line: {MANIFEST} cannot be read ({error})") from error
     if backup.format != FORMAT:
         raise ConfigError(f"{source} is a backup of format {backup.format}; this CoServe reads {FORMAT}")
-    for name, sha256 in backup.files.items():
+    for name, sha256 in files.items():
         path = source / name
         if ".." in Path(name).parts or Path(name).is_absolute():
             raise ConfigError(f"{source / MANIFEST} names {name!r}, which is no file of a backup")
         if not path.is_file() or _sha256(path) != sha256:
             raise ConfigError(f"{path} is missing or not as it was written - take another backup")
+    if LINE_FILE not in files:
+        raise ConfigError(f"{source / MANIFEST} names no {LINE_FILE} - take another backup")
     return backup
 
 

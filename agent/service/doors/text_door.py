@@ -63,7 +63,7 @@ class TextDoor:
 
     def generate(self, order: TextOrder, listener: TextListener) -> TextTicket:
         if self._is_stopping or not self._inspector.takes:
-            raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one will take it", 5.0)
+            raise _stopping()
         agent = self._inspector.agent
         text = TextUnderWay(
             order, listener, partial(self._models.of, agent=agent), self._due_s(order, agent), self._clock, self._left
@@ -80,7 +80,12 @@ class TextDoor:
             raise OrderRefused(Refusing.NOT_NOW, str(error), field="model") from error
         text.entered = self._admission.enter(1, text.size_bytes)
         with self._lock:
-            self._under_way.add(text)
+            is_late = self._is_stopping  # whether `stop` may have looked already at what is under way
+            if not is_late:
+                self._under_way.add(text)
+        if is_late:
+            self._admission.leave(text.entered)
+            raise _stopping()
         task = Task(
             text.key, text.key, TextSource(text.text_for), text.end, destination.route, destination.expert,
             is_counted=False,
@@ -113,7 +118,8 @@ class TextDoor:
 
     def stop(self, timeout_s: float) -> None:
         """Take no more; cancel texts that have not ended by then."""
-        self._is_stopping = True
+        with self._lock:
+            self._is_stopping = True
         deadline_s = time.monotonic() + timeout_s
         while self._under_way and time.monotonic() < deadline_s:
             time.sleep(STOP_LOOK_S)
@@ -151,3 +157,7 @@ class TextDoor:
             self._ended[how] += 1
             if text.first_s is not None:
                 self._first_tokens.add(text.first_s - text.since_s)
+
+
+def _stopping() -> OrderRefused:
+    return OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one will take it", 5.0)

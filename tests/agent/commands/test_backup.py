@@ -172,6 +172,9 @@ def test_an_edited_line_file_is_left_as_it_is_and_said(config: LineConfig, tmp_p
         (lambda saved: (saved / "backup.json").unlink(), "is no backup of a line"),
         (lambda saved: _edit(saved, format=9), "of format 9"),
         (lambda saved: _edit(saved, files={"../x": "ab"}), "'../x'"),
+        (lambda saved: _edit(saved, files=None), "is no backup of a line"),
+        (lambda saved: _edit(saved, files=["line.yaml"]), "is no backup of a line"),
+        (lambda saved: _edit(saved, files={}), "names no line.yaml"),
         (lambda saved: _edit(saved, line="other"), "is a backup of line 'other'"),
     ],
 )
@@ -184,6 +187,14 @@ def test_a_backup_that_is_not_as_it_was_written_changes_nothing(
     with pytest.raises(ConfigError, match=told):
         restore(tmp_path / "line.yaml", tmp_path / "saved")
     assert keys(config) == ["a", "b", "c"]
+
+
+def test_a_line_file_is_not_left_behind_by_a_restore_that_was_refused(config: LineConfig, tmp_path: Path) -> None:
+    back_up(config, tmp_path / "saved")
+    (tmp_path / "line.yaml").unlink()
+    with StateLock(config.state), pytest.raises(AlreadyRunning):
+        restore(tmp_path / "line.yaml", tmp_path / "saved")
+    assert not (tmp_path / "line.yaml").exists()
 
 
 def _edit(saved: Path, **changes) -> None:

@@ -11,6 +11,8 @@ from copy import deepcopy
 import pytest
 
 from agent.api.calls.desk import Order, TextOrder
+from agent.service.doors import text_door
+from agent.service.doors.text_destinations import destination_of
 from experts.errors import OrderRefused, Refusing
 from experts.llm.key_values import ContiguousKeyValues
 from experts.llm.model import load_model
@@ -251,7 +253,6 @@ class TestEnds:
         ticket.cancel()
         ticket.cancel()
         reader.may_go_on.set()
-        wait_until_so(lambda: service.agent.loop.requests_in_flight == 0)
         wait_until_so(lambda: service.desk.status().texts.under_way == 0)
         assert sum(pool.lease_bytes for pool in service.desk.status().pools) == 0
         assert (reader.end, len(reader.pieces)) == (None, 1)
@@ -266,7 +267,6 @@ class TestEnds:
             if chance.random() < 0.5:
                 reader.has_read.wait(chance.random() * 0.01)
             ticket.cancel()
-        wait_until_so(lambda: service.agent.loop.requests_in_flight == 0)
         wait_until_so(lambda: service.desk.status().texts.under_way == 0)
         assert [pool.lease_bytes for pool in service.desk.status().pools] == [0]
         assert service.desk.status().texts.ended == 60
@@ -290,6 +290,17 @@ class TestEnds:
             assert reader.has_read.wait(PATIENCE_S)
         assert reader.wait().failure.reason is Refusing.STOPPING
         assert refusal(service, TextOrder("llm/code", "x")).reason is Refusing.STOPPING
+
+    def test_a_text_that_comes_while_the_agent_stops_is_refused_and_not_forgotten(self, text_line, monkeypatch):
+        with text_line.served() as service:
+
+            def found_while_it_stops(order, catalog):
+                service._texts.stop(0.0)
+                return destination_of(order, catalog)
+
+            monkeypatch.setattr(text_door, "destination_of", found_while_it_stops)
+            assert refusal(service, TextOrder("llm/code", "the quick")).reason is Refusing.STOPPING
+            assert service.desk.status().texts.under_way == 0
 
     def test_an_agent_that_stops_lets_those_end_that_soon_do(self, text_line):
         reader = Reader()
