@@ -91,7 +91,7 @@ def installed_bytes(wheels: Iterable[Path]) -> int:
 
 
 def description(wheels: list[Path], version: str, imports: Iterable[str]) -> dict[str, str]:
-    """What install.sh asks of the archive."""
+    """Facts that install.sh reads from the archive."""
     major, minor = sys.version_info[:2]
     return {
         "version": version,

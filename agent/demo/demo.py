@@ -66,7 +66,7 @@ MEMORY_TOLERANCE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class AnomalyReport:
-    """How an anomaly expert was made, and how it did. ``expected``: the rate of false alarms its samples vouch for.
+    """Training and results of an anomaly expert. ``expected``: the rate of false alarms that its samples warrant.
 
     It is trained on ``training`` good crops; its threshold is from ``good`` and ``bad`` others. The rest counts what it
     judged of the boards.
@@ -86,7 +86,7 @@ class AnomalyReport:
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """What the demo did. Accuracies over the held-out images; bytes as measured."""
+    """Result of the demo. Accuracies over the held-out images; bytes as measured."""
 
     line_file: Path
     picture: Path | None
@@ -193,7 +193,7 @@ def held_bytes(packed: Iterable[PackedExpert]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What the agent said, by file name, and what it took."""
+    """Verdicts by file name, with the agent's use of time and memory."""
 
     verdicts: Mapping[str, PartVerdict]
     statistics: LoopStatistics

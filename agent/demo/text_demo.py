@@ -49,7 +49,7 @@ SHOWN = 2  # questions to each expert that are seen being answered
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """How an expert answered what it never saw. ``misrouted``: questions that the other one answered."""
+    """An expert's answers to unseen questions. ``misrouted``: questions that the other one answered."""
 
     expert: str
     questions: int
@@ -59,7 +59,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class TextDemoReport:
-    """What the demo did; bytes as the ledger and the packed files tell, times as measured."""
+    """Result of the demo; bytes by the ledger and the packed files, times as measured."""
 
     line_file: Path
     subjects: tuple[Subject, ...]
@@ -132,7 +132,7 @@ def write_models(
 
 
 def directory_of(expert: str) -> str:
-    """Where a model lies, beside the line file."""
+    """Relative to the line file."""
     return f"models/{expert.rpartition('/')[2]}"
 
 

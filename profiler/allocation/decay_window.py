@@ -23,7 +23,7 @@ FIT_VALUES = 2  # the fewest that make a line
 
 @dataclass(frozen=True, slots=True)
 class WindowOptions:
-    """Of a decay-window search. Raises ConfigError, by the option's name, for what no search can work with."""
+    """Raises ConfigError, by the option's name, for values that no search can work with."""
 
     initial_window: int = INITIAL_WINDOW
     error_margin: float = ERROR_MARGIN
@@ -72,10 +72,7 @@ class WindowStep:
 
 @dataclass(frozen=True, slots=True)
 class WindowSearch:
-    """How the window slid, where it stopped, and how many experts were chosen in it.
-
-    ``tried``: every number of experts that was run, with its throughput.
-    """
+    """Steps of the window, its end, and the number of experts chosen. ``tried``: throughput of each number run."""
 
     steps: tuple[WindowStep, ...]
     end: SearchEnd

@@ -31,7 +31,7 @@ class SweepStep:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorSweep:
-    """What was run, in its order, and the best of it; None where nothing could be run at all."""
+    """Runs in order, and the best of them; None where no run was possible."""
 
     steps: tuple[SweepStep, ...]
     best: ExecutorCounts | None

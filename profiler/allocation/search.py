@@ -38,14 +38,14 @@ MEMORY = "memory:"  # and the name of the memory
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """How far to search: the decay window, and the sweep."""
+    """Limits of the decay window and of the sweep."""
 
     window: WindowOptions = AS_IN_THE_PAPER
     most_device_executors: int = 6
     most_cpu_executors: int = 4
 
     def on(self, box: Box) -> SearchOptions:
-        """The same on this box: of a CPU alone at least as many executors as an agent starts without a profile."""
+        """On a CPU alone at least as many executors as an agent starts without a profile."""
         if box.processors != ("cpu",):
             return self
         return replace(self, most_cpu_executors=max(self.most_cpu_executors, box.cores // CORES_PER_CPU_EXECUTOR))
@@ -53,7 +53,7 @@ class SearchOptions:
 
 @dataclass(frozen=True, slots=True)
 class SearchedAllocation:
-    """What was found, and all that was tried on the way. ``windows``: of each memory that was searched."""
+    """Allocation found, with all runs on the way. ``windows``: of each memory that was searched."""
 
     allocation: Allocation
     trials: tuple[Trial, ...]
@@ -227,7 +227,7 @@ class _Search:
 
 
 def window_trials(pool: str, search: WindowSearch) -> list[Trial]:
-    """What a window search ran, as trials: at the upper bounds in their order, then within the chosen window."""
+    """Runs of a window search as trials: upper bounds in order, then within the chosen window."""
     trials: list[Trial] = []
     for step in search.steps:
         note = f"window {step.window.lower}-{step.window.upper}"

@@ -62,7 +62,7 @@ class SearchRuns:
         self._trials = kept
 
     def remembered(self, throughput: Throughput) -> Throughput:
-        """The same, asked only for what is not remembered."""
+        """``throughput``, called only for runs that are not remembered."""
 
         def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
             processors = [spec.processor for spec in executors]
@@ -100,7 +100,7 @@ def _with_available(box: Box, available_bytes: Mapping[str, int]) -> Box:
 
 
 def _digest(config: LineConfig, profile: StoredProfile, trace: Sequence[Arrival]) -> str:
-    """What throughputs depend on, beside executors and memories."""
+    """Digest of everything that throughputs depend on beside executors and memories."""
     parts = [
         config.document.sha256,
         config.policy,

@@ -103,7 +103,7 @@ class AllocationStep:
             )
 
     def _casual(self, interim: StoredProfile) -> Allocation:
-        """As an agent would take it. Raises ConfigError naming each expert that does not fit."""
+        """Raises ConfigError naming each expert that does not fit."""
         found = planned(self.config, self.box, interim, without=self.failed)
         needs = memory_needs(
             interim.allocation.budget_bytes, found.executors, found.matrix, found.limits.pinned, self.config.texts.kv
@@ -119,7 +119,7 @@ class AllocationStep:
 
 
 class _SearchImages:
-    """What the engine search may show: of each component its files in their own mix, decoded only as they are taken."""
+    """Images for the engine search: each component's files in their own mix, decoded as they are taken."""
 
     def __init__(self, mix: Mapping[str, Sequence[Sample]]) -> None:
         self._mix = mix

@@ -83,7 +83,7 @@ def sample_requests(
 def drawn_shares(
     config: LineConfig, usage: UsageProfile | None = None, without: Mapping[str, str] = NOTHING
 ) -> dict[str, float]:
-    """What part of a sample each component makes, in proportion; ``without`` as for ``sample_requests``.
+    """Share of each component in a sample; ``without`` as for ``sample_requests``.
 
     Without ``usage``, or where it was computed from them, by the quantities on the boards. Where it was counted or
     served, by what came: each expert that comes first on a route has its probability there, and the components that it
@@ -202,7 +202,7 @@ def search_on_engine(
 def device_matrix(
     config: LineConfig, box: Box, profile: StoredProfile, without: Mapping[str, str] = NOTHING
 ) -> PerformanceMatrix:
-    """What is known of the experts on every processor that was profiled and that the line may use."""
+    """Performance matrix of every processor that was profiled and that the line may use."""
     measured = {kind.processor for kind in profile.kinds}
     allowed = [name for name in box.processors if config.executors is None or config.executors.get(name)]
     able = [name for name in allowed if name in measured]
@@ -223,7 +223,7 @@ def _busy(trace: Sequence[Arrival], device: PerformanceMatrix, options: SearchOp
 
 
 def _unfit(catalog: Catalog, trace: Sequence[Arrival], played: Played) -> SampleUnfit:
-    """Which experts did not judge: those whose turn it was. Their images were read before, so that they are sound."""
+    """Experts that did not judge when it was their turn; their images were read before, so they are sound."""
     engine, unjudged = played.after.engine, played.unjudged(trace)
     not_asked = {**engine.on_probation, **engine.quarantined}
     broken: dict[str, str] = {}

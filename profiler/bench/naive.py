@@ -54,7 +54,7 @@ FOLDED_FRACTION = 0.01  # of a model: statistics of norms, which packed experts 
 
 @dataclass(frozen=True, slots=True)
 class NaivePlayed:
-    """What the general model server made of a trace. ``labels`` in its order, None where the output was no number."""
+    """A trace on the general model server. ``labels`` in its order, None where the output was NaN or infinity."""
 
     seconds: float
     labels: tuple[str | None, ...]
@@ -158,7 +158,7 @@ class NaiveServer:
             self._model(expert, PacedLink(None))
 
     def _label(self, arrival: Arrival, image: NDArray[np.uint8], link: PacedLink) -> str | None:
-        """What a request is judged to be: its route's experts one after another, or the one expert it names."""
+        """Label of a request by its route's experts in order, or by the one expert it names."""
         try:
             if arrival.component is None:
                 return self._predict(str(arrival.expert), image, link).label

@@ -70,7 +70,7 @@ class Playback:
         return None
 
     def statistics(self) -> EngineStatistics:
-        """What was played back so far; switches are the recorded ones."""
+        """Statistics of the playback so far; switches are the recorded ones."""
         recorded, ended = self._recording.statistics, self._counts["completed"] + self._counts["failed"]
         return EngineStatistics(
             arrived=len(self._here),
@@ -172,7 +172,7 @@ class Playback:
 
 
 def _lane(effect: StartLoad | StartBatch | Evict) -> int | str:
-    """What keeps its order: the batches of one executor, the moves of one memory."""
+    """Key of effects in one order: the batches of one executor, the moves of one memory."""
     return effect.batch.executor if isinstance(effect, StartBatch) else effect.pool
 
 

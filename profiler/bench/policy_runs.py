@@ -65,7 +65,7 @@ WARMING_UP = "warming up"
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What is run, and what of the line file is replaced for it; None and empty: as the line has it.
+    """Policies to run, and replacements of the line's own values; None or empty: the line's own.
 
     ``policies`` are presets, or "naive". ``memory`` in bytes by name: host, device, workspace. ``precision``: may be
     auto, whatever the file says. ``with_roofline``: also measure the compute alone, which takes as long as another
@@ -257,7 +257,7 @@ class _Floors:
 
 
 def predicted(agent: Agent, trace: Sequence[Arrival], played: Played, ssd_bytes_per_s: float) -> Predicted:
-    """What the simulator says that a trace takes, from this agent's own profile and limits.
+    """Simulated times of a trace, from this agent's own profile and limits.
 
     Experts answer as they did when it was played, so that requests take the same routes.
     """

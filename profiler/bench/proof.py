@@ -62,7 +62,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was measured: fp32 and bf16 at the SSD's own speed, fp32 held to the paper's SSD, the cost of scheduling."""
+    """Measurements: fp32 and bf16 at the SSD's own speed, fp32 held to the paper's SSD, the cost of scheduling."""
 
     recipe: LineRecipe
     fp32: Comparison

@@ -98,7 +98,7 @@ class Recorder(DeciderAround):
         return effects
 
     def recording(self) -> Recording:
-        """What was decided so far, once nothing is under way. Raises ConfigError when something failed in it."""
+        """Decisions so far, once nothing is under way. Raises ConfigError when one of them failed."""
         if self._failure is not None:
             raise ConfigError(f"only a run without failures can be played back: {self._failure} - correct that first")
         outcomes = {batch: tuple(ended) for batch, ended in self._outcomes.items()}

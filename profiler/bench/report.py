@@ -53,7 +53,7 @@ FULL_COMPUTE = ComputeOptions(("resnet18", "resnet50", "resnet101", "yolov5n", "
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """All that a report is written from. ``rounds``: that medians are of; ``seconds``: that it took."""
+    """Contents of a report. ``rounds``: of each median; ``seconds``: of the whole."""
 
     proof: Proof
     loads: Sequence[LoadingTimes]

@@ -156,7 +156,7 @@ def measure_bandwidth(agent: Agent) -> float:
 
 
 def reads_directly(file: Path) -> bool:
-    """Does the filesystem of a packed file let it be read past the page cache?"""
+    """True where the filesystem of a packed file allows reads past the page cache."""
     flag = getattr(os, "O_DIRECT", None)
     if flag is None:
         return hasattr(fcntl, "F_NOCACHE")
@@ -177,7 +177,7 @@ def reads_directly(file: Path) -> bool:
 
 
 def _sizes(copies: Mapping[str, PackedExpert]) -> dict[str, int]:
-    """What holding each expert costs, all of its copies, shared parts counted for each."""
+    """Bytes to hold each expert with all of its copies, shared parts counted for each."""
     sizes: Counter[str] = Counter()
     for packed in copies.values():
         sizes[packed.expert] += sum(segment.slot_bytes for segment in packed.segments)
@@ -185,7 +185,7 @@ def _sizes(copies: Mapping[str, PackedExpert]) -> dict[str, int]:
 
 
 def _kinds(config: LineConfig, copies: Mapping[str, PackedExpert]) -> dict[str, Kind]:
-    """What kind each expert is of: those of one kind run alike, by the layout of every copy and by their input."""
+    """Kind of each expert: experts of one kind run alike, by the layout of every copy and by their input."""
     layouts: defaultdict[str, set[str]] = defaultdict(set)
     for packed in copies.values():
         layouts[packed.expert].add(packed.layout)

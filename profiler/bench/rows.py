@@ -32,7 +32,7 @@ PATHS = ("ssd_host", "host_device", "ssd_device")
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of decisions, in microseconds."""
+    """Microseconds of a decision."""
 
     p50: float
     p99: float
@@ -140,7 +140,7 @@ class PolicyRow:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a line made of a trace. Bandwidth is that of direct reads, or of the rate that loads were held to."""
+    """A trace on a line. Bandwidth: of direct reads, or the rate that loads were held to."""
 
     line: str
     machine: str
@@ -210,7 +210,7 @@ def _figures(
     floor: Floor | None,
     **own: Any,  # noqa: ANN401  # of any of the fields
 ) -> Figures:
-    """What every run has, and what is its own; what was not judged does not count as an image."""
+    """Common figures and ``own`` ones; a request that was not judged does not count as an image."""
     images_per_s = (requests - unknown) / played.seconds
     return Figures(
         seconds=played.seconds,

@@ -55,7 +55,7 @@ PAPER_LEAST_FEWER = 0.785  # switches, against Samba-CoE (section 5.2)
 
 
 def scaled_recipe(experts: int, requests: int, *, is_cpu_only: bool | None = None) -> LineRecipe:
-    """What is generated for so many experts in all. ``is_cpu_only``: None asks the box. Raises ConfigError."""
+    """Recipe of a line with so many experts. ``is_cpu_only``: None asks the box. Raises ConfigError."""
     if experts < LEAST_EXPERTS:
         raise ConfigError(
             f"--experts: {experts} is too few - memory holds {LEAST_HELD} at least, take {LEAST_EXPERTS} or more"
@@ -79,7 +79,7 @@ def scaled_recipe(experts: int, requests: int, *, is_cpu_only: bool | None = Non
 
 
 def measure_scaled(directory: Path, recipe: LineRecipe, progress: Progress) -> Measurement:
-    """All policies once on a line generated in ``directory`` and removed afterwards; the notes say what it consists of.
+    """All policies once on a line generated in ``directory`` and removed afterwards; notes tell its parts.
 
     Raises ConfigError where the disk has no room for it, AgentCrashed.
     """

@@ -192,7 +192,7 @@ def _cost(config: LineConfig, requests: int, pairs: Sequence[Pair]) -> Schedulin
 
 
 def figure_19(folder: Path, cost: SchedulingCost) -> str:
-    """What scheduling and expert management cost, on the real engine."""
+    """Cost of scheduling and expert management, on the real engine."""
     chart = folder / "figure-19.png"
     latencies = [cost.scheduling_s * 1e3, cost.inference_s * 1e3, cost.prescheduled_s * 1e3]
     groups = ["scheduling", "inference", "pre-scheduled inference"]

@@ -80,7 +80,7 @@ def _ran_in(measured: Measurement) -> str:
 
 
 def _joined(measured: Sequence[Measurement], precisions: Sequence[GivenPrecision]) -> Measurement:
-    """All rows below one another; what is told once, such as the SSD's speed, is of the first precision's rounds."""
+    """Rows of all precisions; single figures, such as the SSD's speed, are of the first precision's rounds."""
     ran_in = ((given, _ran_in(each)) for given, each in zip(precisions, measured, strict=False))
     notes = [f"--precision {given}: ran in {precision}" for given, precision in ran_in if precision]
     return replace(

@@ -38,10 +38,7 @@ Trace = Annotated[Path | None, typer.Option(help="JSON lines, one arrival each; 
 
 @contextmanager
 def disk_explained(*, resumes: bool = False) -> Iterator[None]:
-    """What a disk refuses, as one line on stderr. Exit code 1.
-
-    ``resumes``: what was saved until then is whole, and the command goes on from there when it is run again.
-    """
+    """A disk's refusal as one line on stderr, exit code 1. ``resumes``: the command resumes when it is run again."""
     try:
         yield
     except (OSError, sqlite3.OperationalError) as error:

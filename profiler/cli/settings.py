@@ -103,7 +103,7 @@ def new_precision(text: str) -> GivenPrecision:
 
 
 def precision_without_profile(text: str | None) -> Precision:
-    """What an agent runs that has no profile; of no text, too. Raises ConfigError."""
+    """Precision of an agent without a profile; fp32 for no text. Raises ConfigError."""
     given = given_precision(text)
     return given if isinstance(given, Precision) else Precision.FP32
 

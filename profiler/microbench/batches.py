@@ -54,7 +54,7 @@ NEARLY = 0.9  # of the limit: what is judged afterwards is judged by rounds, and
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """How long to measure. ``limit_s``: for all batches of one kind; the smallest size is always run."""
+    """``limit_s``: for all batches of one kind; the smallest size is always run."""
 
     sizes: tuple[int, ...] = SIZES
     repeats: int = 7
@@ -127,7 +127,7 @@ class BatchRuns:
         self._spent_s = 0.0
 
     def measure(self) -> tuple[BatchTimes, ...]:
-        """All of it, ascending by size. Raises LoadError when not even the smallest batch runs."""
+        """Ascending by size. Raises LoadError when not even the smallest batch runs."""
         for size in sorted(self._options.sizes):
             if self._trials and not self._is_worth_trying(size):
                 break
@@ -180,7 +180,7 @@ class BatchRuns:
         return True
 
     def _extra_runs(self, round_s: float, left_s: float) -> int:
-        """How often the smallest size is run again in a round; ``left_s``: what the rounds leave of the time."""
+        """Further runs of the smallest size in a round. ``left_s``: time that the rounds leave."""
         smallest_s = min(self._trials[min(self._trials)])
         return max(min(EXTRA_RUNS, int(EXTRA_FRACTION * round_s / smallest_s), int(left_s / smallest_s)), 0)
 
@@ -239,5 +239,5 @@ def _round_of(sizes: Sequence[int], extra: int, *, downwards: bool) -> list[int]
 
 
 def _needed_s(size: int, tried: Iterable[int], average_s: float) -> float:
-    """What the runs of a further size take, and the least rounds over it and all that were tried before."""
+    """Seconds of a further size: its first runs, and the least rounds over all sizes."""
     return ((PEAK_RUNS + TRIAL_RUNS) * size + LEAST_ROUNDS * (size + sum(tried))) * average_s

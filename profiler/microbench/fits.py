@@ -89,7 +89,7 @@ def fit_latency(batches: Sequence[BatchTimes]) -> Fit:
 
 
 def typical_s(seconds: Sequence[float]) -> float:
-    """What a batch takes, of its repeats: the mean, outliers drawn in (winsorised). Half of them may be anything.
+    """Seconds of a batch from its repeats: the winsorised mean. Half of the repeats may be outliers.
 
     Raises ValueError (StatisticsError) without a repeat.
     """
@@ -104,7 +104,7 @@ def average_latencies(batches: Sequence[BatchTimes]) -> dict[int, float]:
 
 
 def uncertainty(batches: Sequence[BatchTimes]) -> float:
-    """How far the times may be off, as a fraction of them: the middle one of all sizes.
+    """Relative error of the times: the median of all sizes.
 
     1.4826 x MAD / median / sqrt(repeats) of each size of which there are at least two repeats; 0 where none has.
     """

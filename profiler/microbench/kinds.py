@@ -51,9 +51,9 @@ ESTIMATED = "workspace estimated from shapes"
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where and on what experts are measured. ``threads``: as each executor of the processor will have.
+    """Box, processor and samples that experts are measured with. ``threads``: of each executor of the processor.
 
-    ``meter``: what weighs a processor's batches, None where they can only be estimated.
+    ``meter``: measures the bytes of a processor's batches; None where they can only be estimated.
     """
 
     box: Box
@@ -89,7 +89,7 @@ def measure_kind(bench: Bench, copies: Sequence[ExpertCopy]) -> KindProfile:
 def measure_speedups(
     bench: Bench, copies: Sequence[ExpertCopy], most: int, batch_size: int = 1, rounds: int = 3
 ) -> tuple[float, ...]:
-    """How much faster n executors of a processor are together than one alone, for n from 1 to ``most``.
+    """Speedup of n executors of a processor together over one alone, for n from 1 to ``most``.
 
     Each number of executors runs about as many batches, the same number on each; every executor has the threads that
     ``threads_per_executor`` gives it among so many, and an expert of its own as far as there are copies. Medians of

@@ -85,11 +85,9 @@ class LinePacking:
 
     def runs_in(self, expert: str, form: Precision) -> Precision:
         """The form, or the plain form that an agent runs where the CPU lacks it or a calibration is missing."""
-        if runs_as(form) is not form:
-            return form.plain
-        if form is not Precision.ONEDNN_INT8 or self._calibrating.has_form(self._config.catalog.experts[expert]):
-            return form
-        return form.plain
+        described, needs_calibration = self._config.catalog.experts[expert], form is Precision.ONEDNN_INT8
+        is_able = runs_as(form) is form and (not needs_calibration or self._calibrating.has_form(described))
+        return form if is_able else form.plain
 
     def references(self, copies: Copies) -> list[ExpertCopy]:
         return [copy for form in copies for copy in copies[form] if form == self.reference(copy.expert.id)]
@@ -130,8 +128,7 @@ class LinePacking:
 
     def keep(self, forms: Mapping[str, set[Precision]]) -> list[ExpertCopy]:
         """Packs every expert in the ``forms`` that it runs in, forgets its others, and returns the copies."""
-        references = self.references(self.pack({}, None))
-        wanted = {copy.expert.id: forms[copy.expert.id] for copy in references if forms.get(copy.expert.id)}
+        wanted = {name: listed for name, listed in forms.items() if listed}
         copies = self.pack(wanted, "pack as chosen")
         runs = {name: {self.runs_in(name, form) for form in forms} for name, forms in wanted.items()}
         kept = {name: runs.get(name, {self.reference(name)}) for name in self._config.catalog.experts}
@@ -151,9 +148,7 @@ class LinePacking:
             elsewhere = reference.is_cpu_only and any(torch_device(processor) != "cpu" for processor in processors)
             return {reference, reference.plain} if elsewhere else {reference}
         try:
-            return {
-                form for processor in processors for form in candidate_precisions(described.architecture, processor)
-            }
+            return {form for each in processors for form in candidate_precisions(described.architecture, each)}
         except BackendUnavailable as error:
             raise ConfigError(f"{error} - {MISSING_RUNTIME}") from error
 

@@ -11,7 +11,7 @@ processor, as is a kind without any proven form.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from agent.deployment.profile_in_use import precision_of
@@ -52,46 +52,39 @@ class Forms:
         return self.kinds.get((copy.kind, processor)) if own is None else own.precision
 
 
+@dataclass(slots=True)
 class PrecisionChoice:
     """The choice of one profiling run; comparisons are saved in the draft.
 
     ``notes``: experts that stay in the reference or are left off a processor, and why.
     """
 
-    def __init__(
-        self,
-        config: LineConfig,
-        packing: LinePacking,
-        draft: ProfileDraft,
-        tolerance: float,
-        progress: Callable[[str, int, int], None],
-    ) -> None:
-        self.notes: list[str] = []
-        self._config = config
-        self._packing = packing
-        self._draft = draft
-        self._tolerance = tolerance
-        self._progress = progress
+    config: LineConfig
+    packing: LinePacking
+    draft: ProfileDraft
+    tolerance: float
+    progress: Callable[[str, int, int], None]
+    notes: list[str] = field(default_factory=list)
 
     def forget_changed(self, references: Sequence[ExpertCopy]) -> None:
         """Invalidate agreements of experts that are new or have other weights."""
-        then = self._draft.packed()
+        then = self.draft.packed()
         now = {(copy.expert.id, str(copy.packed.precision)): packed_sha256(copy.packed) for copy in references}
         changed = {name for (name, form), digest in now.items() if then.get((name, form)) != digest}
-        for each in self._draft.agreements():
+        for each in self.draft.agreements():
             if each.expert in changed:
-                self._draft.save_agreement(replace(each, images=0))
-        self._draft.save_packed({**then, **now})  # last: killed before, a run invalidates again
+                self.draft.save_agreement(replace(each, images=0))
+        self.draft.save_packed({**then, **now})  # last: killed before, a run invalidates again
 
     def on(self, benches: Sequence[Bench], references: Sequence[ExpertCopy]) -> Forms:
         """Form of each expert on each bench's processor; a kind that may not run on one is left off it."""
-        chosen, measured = Forms({}, {}), self._draft.kinds()
+        chosen, measured = Forms({}, {}), self.draft.kinds()
         for bench in benches:
             for kind, listed in by_kind(references).items():
                 profiles = [each for each in measured if (each.kind, each.processor) == (kind, bench.processor)]
                 if not profiles:
                     continue
-                if listed[0].expert.precision or self._config.precision_beside(listed[0].expert):
+                if listed[0].expert.precision or self.config.precision_beside(listed[0].expert):
                     form = self._given(bench, profiles, listed)
                 else:
                     form, own = self._fastest_that_are_proven(bench, profiles, listed)
@@ -102,7 +95,7 @@ class PrecisionChoice:
 
     def _given(self, bench: Bench, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]) -> str | None:
         """Form that the line file gives; None where the kind does not run in that form."""
-        form = precision_of(self._config, references[0].expert.id, bench.processor, None, None)
+        form = precision_of(self.config, references[0].expert.id, bench.processor, None, None)
         if runs_as(form) is not form:
             told = f"{references[0].kind} on {bench.processor} runs in {form.plain}, not in {form}"
             self.notes.append(f"{told}, which does not run on this CPU: {why_absent(form)}; write `precision: auto`")
@@ -122,9 +115,9 @@ class PrecisionChoice:
         """Form of the kind; experts without calibration run in its plain form, as on the agent, and are noted."""
         form = Precision.ONEDNN_INT8
         without = {
-            copy.expert.id: self._packing.why_not_calibrated(copy.expert.id)
+            copy.expert.id: self.packing.why_not_calibrated(copy.expert.id)
             for copy in references
-            if self._packing.runs_in(copy.expert.id, form) is not form
+            if self.packing.runs_in(copy.expert.id, form) is not form
         }
         if without:
             told = f"{len(without)} of the {len(references)} experts of {references[0].kind} on {bench.processor}"
@@ -138,7 +131,7 @@ class PrecisionChoice:
         pool = bench.box.pool_of(bench.processor)
         if exact and largest_bytes <= COMPARED_FRACTION * bench.box.size_of(pool).available_bytes:
             for each in self._compare_texts(bench, exact, references):
-                self._draft.save_agreement(each)
+                self.draft.save_agreement(each)
             return
         reason = f"in fp32 it takes {mib(largest_bytes)}" if exact else "it cannot be packed in fp32"
         self.notes.append(f"{references[0].kind} on {bench.processor} is not compared with fp32: {reason}")
@@ -146,11 +139,11 @@ class PrecisionChoice:
     def _in_form(self, bench: Bench, form: Precision, references: Sequence[ExpertCopy]) -> list[ExpertCopy]:
         """The same experts packed in another form, without those that cannot be."""
         wanted = {copy.expert.id: {form} for copy in references}
-        packed = self._packing.pack(wanted, f"pack {form} for {bench.processor}: {references[0].kind}")
+        packed = self.packing.pack(wanted, f"pack {form} for {bench.processor}: {references[0].kind}")
         return [copy for copy in packed[form] if copy.expert.id in wanted]
 
     def _compare_texts(self, bench: Bench, fp32: Sequence[ExpertCopy], others: Sequence[ExpertCopy]) -> list[Agreement]:
-        found, told = compare_texts(bench, fp32, others, self._tolerance)
+        found, told = compare_texts(bench, fp32, others, self.tolerance)
         form = others[0].packed.precision
         self.notes.append(f"{fp32[0].kind} in {form} on {bench.processor} against fp32: {told}")
         return found
@@ -192,7 +185,7 @@ class PrecisionChoice:
                 kind=copy.kind,
                 precision=found[name],
                 why=whys.get(name) or proofs.get(name, EXACT),
-                verdict_sha256=verdict_sha256(self._config.catalog.graph, copy.expert),
+                verdict_sha256=verdict_sha256(self.config.catalog.graph, copy.expert),
             )
             for copy in references
             if (name := copy.expert.id) in found
@@ -206,7 +199,7 @@ class PrecisionChoice:
         if form is Precision.ONEDNN_INT8:
             bench = replace(bench, samples=bench.samples.held_out())
         least = agreement.LEAST_IMAGES
-        known = {(each.expert, each.processor, each.precision): each for each in self._draft.agreements()}
+        known = {(each.expert, each.processor, each.precision): each for each in self.draft.agreements()}
         refuted: dict[str, str] = {}
         earlier: list[Agreement] = []
         missing: list[ExpertCopy] = []
@@ -215,12 +208,12 @@ class PrecisionChoice:
             there = known.get((name, bench.processor, form))
             if not copy.expert.takes_texts and images < least:
                 refuted[name] = f"it has {images or 'no'} sample images for that, and a proof takes {least}{GIVE_MORE}"
-            elif form is Precision.ONEDNN_INT8 and (reason := self._packing.why_not_calibrated(name)) is not None:
+            elif form is Precision.ONEDNN_INT8 and (reason := self.packing.why_not_calibrated(name)) is not None:
                 refuted[name] = reason
             elif (
                 there is not None
                 and there.images
-                and (there.tolerance, there.of_sha256) == (self._tolerance, self._terms(bench, copy))
+                and (there.tolerance, there.of_sha256) == (self.tolerance, self._terms(bench, copy))
             ):
                 earlier.append(there)
             else:
@@ -246,20 +239,20 @@ class PrecisionChoice:
         if not references:
             return []
         stage = f"compare {form} on {bench.processor}: {references[0].kind}"
-        self._progress(stage, 0, 1)
+        self.progress(stage, 0, 1)
         if references[0].expert.takes_texts:
             found = self._compare_texts(bench, references, others)
         else:
-            found = compare(bench, self._config.catalog.graph, references, others, self._tolerance)
+            found = compare(bench, self.config.catalog.graph, references, others, self.tolerance)
         for each in found:
-            self._draft.save_agreement(each)
-        self._progress(stage, 1, 1)
+            self.draft.save_agreement(each)
+        self.progress(stage, 1, 1)
         return found
 
     def _terms(self, bench: Bench, copy: ExpertCopy) -> str:
         if copy.expert.takes_texts:
             return TEXTS_SHA256
-        return terms_sha256(bench.samples, self._config.catalog.graph, copy.expert)
+        return terms_sha256(bench.samples, self.config.catalog.graph, copy.expert)
 
     def _tell_untried(self, bench: Bench, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]) -> None:
         """Note a kind with samples that was not timed in eight bits, as no representative is calibrated."""
@@ -268,7 +261,7 @@ class PrecisionChoice:
         known = candidate_precisions(kind.architecture, bench.processor)
         if name is None or form not in known or any(profile.precision == form for profile in profiles):
             return
-        if (reason := self._packing.why_not_calibrated(name)) is not None:
+        if (reason := self.packing.why_not_calibrated(name)) is not None:
             self.notes.append(f"{kind.kind} on {bench.processor} is not run in {form}: {name}: {reason}")
 
     def _left_off(self, profile: KindProfile, reason: str) -> None:

@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 def failing_experts(
     bench: Bench, copies: Sequence[ExpertCopy], progress: Callable[[int, int], None] = lambda *_: None
 ) -> dict[str, str]:
-    """Of these copies, the experts that do not judge an image on the bench's processor, and why.
+    """Experts of these copies that do not judge an image on the bench's processor, and why.
 
-    Each is loaded as the agent loads it and runs one of its samples, or an image of noise where it has none; a language
-    model reads a made-up text and goes on with it.
+    Each is loaded as by the agent, and runs one of its samples, or an image of noise; a language model continues a
+    made-up text.
     """
     if not copies:
         return {}

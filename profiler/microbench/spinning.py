@@ -58,9 +58,9 @@ def measure_spinning(
     rounds: int = ROUNDS,
     may_go_on: Callable[[], bool] = lambda: True,
 ) -> tuple[SpinTimes, ...]:
-    """All settings that were tried, one of them chosen. ``run``: one process with a setting.
+    """Times of all settings, one of them chosen. ``run``: one process with a setting.
 
-    ``may_go_on`` is asked before every further round; where it may not, DEFAULT is chosen, as too little is known.
+    Once ``may_go_on`` refuses a further round, DEFAULT is chosen, as too little is known.
     """
     trials = {setting: [run(setting)] for setting in settings}
     (default,) = trials[DEFAULT]

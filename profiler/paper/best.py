@@ -32,7 +32,7 @@ MOST_GPU_EXECUTORS = 8  # a sweep ends before, once more of them are no better
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """What was found for a policy on one board and device, and what was run on the way.
+    """Best configuration of a policy on one board and device, with all runs of the search.
 
     ``executors``: figure 17, the GPU's beside one of the CPU, then the CPU's. ``memory``: figure 18, in ascending order
     of experts, all bounds of windows that fit; empty where the memory is unified, and ``search`` None.

@@ -68,7 +68,7 @@ class LinkSection(Section):
 
 
 class ProcessorSection(Section):
-    """What a kind of executors costs, and how much faster n of them are together than one."""
+    """Cost of a kind of executors, and speedups of n of them together over one."""
 
     executor_bytes: Reserved
     speedups: Constant[Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]]

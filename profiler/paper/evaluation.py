@@ -130,13 +130,13 @@ def systems(device: PaperDevice, task: Task, paper: System, ours: System) -> tup
 
 
 def _start(policy: str) -> System:
-    """What a search begins with. Each executor of the paper's loads for itself; ours keeps its own limit."""
+    """Start of a search. Each executor of the paper's loads for itself; ours keeps its own limit."""
     in_flight = Limits(()).loads_in_flight if policy == COSERVE else None
     return System(policy, policy, {GPU: 1, CPU: 1}, loads_in_flight=in_flight)
 
 
 def short_form(evaluation: Evaluation) -> str | None:
-    """How a short form differs from the full one, in words; None for one that is as long in its searches."""
+    """Difference of a short form from the full one, in words; None where its searches are as long."""
     if evaluation.sample_requests >= SAMPLE_REQUESTS:
         return None
     tasks = ", ".join(dict.fromkeys(row.task for row in evaluation.rows))

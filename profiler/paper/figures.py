@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """What systems are compared by. ``form``: of its figures in a table."""
+    """Quantity to compare systems by. ``form``: format of its figures in a table."""
 
     of: Callable[[SystemRow], float]
     unit: str
@@ -250,7 +250,7 @@ def _fewer(row: SystemRow, than: SystemRow) -> str:
 
 
 def _split(evaluation: Evaluation) -> str:
-    """How Samba-CoE's memory is split in its main row, and what the other split does to it, row by row."""
+    """Split of Samba-CoE's memory in its main row, and the effect of the other split, row by row."""
     calibrated = evaluation.runs.get(("B2", "numa"))
     here = "" if calibrated is None else f" ({calibrated[SAMBA].switches:,} here)"
     said = (

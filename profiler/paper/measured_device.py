@@ -89,9 +89,9 @@ class _Reading:
             raise ConfigError(f"{self._file}: {key}: {first['msg']} - {PROFILE_IT} anew") from error
 
     def _kinds(self, accelerator: str) -> dict[str, tuple[KindProfile, KindProfile]]:
-        """Of each architecture one kind, on the accelerator and on the CPU, as the agent runs it there.
+        """One kind of each architecture, on the accelerator and on the CPU, as the agent runs it there.
 
-        Of several, such as of two input sizes, the one that takes longest: no figure flatters the box.
+        Of several, such as two input sizes, the slowest: no figure flatters the box.
         """
         chosen = self._profile.chosen_kinds
         found, lacking = {}, []

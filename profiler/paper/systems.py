@@ -78,7 +78,7 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class SystemRow:
-    """What one system did with one task. ``experts``: how many of the most used ones fit beside the GPU's batches.
+    """One system on one task. ``experts``: how many of the most used ones fit beside the GPU's batches.
 
     ``roofline_images_per_s``: what no schedule can beat of the same requests with the system's executors, memories and
     loading, and with what is there at its start, as `coserve plan` has it; the fraction is what was reached of it. None
@@ -176,7 +176,7 @@ def most_experts(system: System, device: PaperDevice, task: Task) -> int:
 
 
 def held_by_usage(device: PaperDevice, task: Task) -> tuple[int, ...]:
-    """What the 1, 2, 3... most used experts take together."""
+    """Bytes of the 1, 2, 3... most used experts together."""
     most_used_first = sorted(task.usage, key=lambda expert: (-task.usage[expert], expert))
     architectures = (device.architectures[task.architectures[expert]] for expert in most_used_first)
     return held_bytes([Footprint(architecture.weight_bytes.value) for architecture in architectures])
@@ -255,7 +255,7 @@ def _room_bytes(device: PaperDevice, pool: str, users: Sequence[ExecutorSpec]) -
 
 
 def _workspace_bytes(device: PaperDevice, users: Sequence[ExecutorSpec], largest_batch: int | None = None) -> int:
-    """What these executors need for their batches at once, at the maximum size or a smaller one."""
+    """Bytes for these executors' batches at once, at the maximum size or a smaller one."""
     return sum(
         max(
             times.workspace_bytes.value * (largest_batch or times.max_batch.value)

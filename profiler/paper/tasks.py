@@ -67,7 +67,7 @@ class Task:
     passes: tuple[bool, ...]
 
     def predict(self, request: int, expert: str) -> Prediction:
-        """What an expert sees in a request's image; a detector, which comes last, never objects."""
+        """Prediction for a request's image; a detector, which comes last, always passes."""
         is_classifier = self.architectures[expert] == CLASSIFIER
         return FAILS if is_classifier and not self.passes[request] else PASSES
 

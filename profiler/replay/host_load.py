@@ -33,7 +33,7 @@ class CoresInUse:
 
 
 def forget_peak_rss() -> None:
-    """Where the system can: elsewhere the peak is that of the whole process."""
+    """No-op where the system cannot: the peak is then that of the whole process."""
     try:
         Path("/proc/self/clear_refs").write_text(PEAK_RESET)
     except OSError:

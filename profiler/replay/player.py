@@ -42,7 +42,7 @@ VERIFIERS = 2
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What happened to a trace, from its first arrival to its last outcome. Requests are in the trace's order."""
+    """A trace from its first arrival to its last outcome. Requests are in the trace's order."""
 
     seconds: float
     outcomes: tuple[Outcome, ...]
@@ -70,7 +70,7 @@ class Played:
         return {path: count - before.get(path, 0) for path, count in after.items()}
 
     def unjudged(self, trace: Sequence[Arrival]) -> tuple[int, ...]:
-        """Which requests were not judged, from 0; a request of one expert is judged when the expert answered."""
+        """Numbers, from 0, of unjudged requests; a request of one expert is judged when the expert answered."""
         return tuple(
             number
             for number, (outcome, arrival) in enumerate(zip(self.outcomes, trace, strict=True))

@@ -27,7 +27,7 @@ class Decision:
 
     @property
     def is_expert_management(self) -> bool:
-        """Does its time count for moving experts (CoServe, section 4.3), not for scheduling requests (4.2)?"""
+        """True where its time counts for moving experts (CoServe, section 4.3), not for scheduling requests (4.2)."""
         return self.moves_experts or self.event in (events.Loaded, events.LoadFailed, events.Quarantined)
 
 

@@ -105,7 +105,7 @@ def bounds(requests: Sequence[RequestSteps], resources: Resources) -> Bounds:
 
 
 def fewest_switches(experts: Collection[str], resources: Resources) -> int:
-    """Of these experts, how many cannot be in a memory that runs them at the start: each costs one switch at least.
+    """Number of these experts that cannot be in memory at the start: each costs at least one switch.
 
     Proof. Let S be the copies that a memory of C bytes holds at the start. A part shared by h of the copies that may
     be wanted there is charged to each of them with its size over h; then the charges of S are its own bytes and, for
@@ -149,7 +149,7 @@ def fewest_fcfs_switches(uses: Sequence[str], resources: Resources) -> int:
 
 
 def belady_loads(uses: Iterable[str], places: int) -> int:
-    """How often MIN loads, from an empty memory with places for this many experts, at least one."""
+    """Loads of MIN, from an empty memory with places for this many experts, at least one."""
     if places < 1:
         raise ValueError(f"a memory with {places} places runs nothing")
     order = list(uses)
@@ -262,7 +262,7 @@ def arrivals_s(requests: Sequence[RequestSteps], resources: Resources) -> float:
 
 
 def _bytes_by_pool(experts: Collection[str], resources: Resources) -> dict[str, dict[str, Fraction]]:
-    """What each expert is charged in each memory from which it can run; see ``fewest_switches``."""
+    """Each expert's charge in each memory that it can run from; see ``fewest_switches``."""
     by_pool = {}
     for pool in dict.fromkeys(spec.pool for spec in resources.executors):
         rows = {expert: resources.rows(expert, pool) for expert in experts}

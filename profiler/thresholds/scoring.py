@@ -40,7 +40,7 @@ class LabelledSamples:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What an expert measured, by sample. ``left_out`` as in LabelledSamples."""
+    """Scores by sample. ``left_out`` as in LabelledSamples."""
 
     good: Mapping[Path, float]
     bad: Mapping[Path, float] = field(default_factory=dict)

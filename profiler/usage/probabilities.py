@@ -129,7 +129,7 @@ def refuse_uncountable(config: LineConfig, samples: LineSamples) -> None:
 
 @dataclass(slots=True)
 class RouteCount:
-    """How often experts were used, and how often they let a request pass."""
+    """Counts of the experts' uses and passes."""
 
     requests: int = 0
     _weight: float = 0.0
@@ -154,12 +154,12 @@ class RouteCount:
                 self._passed[expert] = self._passed.get(expert, 0.0) + weight
 
     def pass_rates(self, experts: Mapping[str, object]) -> dict[str, float]:
-        """Of each of these experts, smoothed: see the module."""
+        """Smoothed: see the module."""
         together = (sum(self._passed.values()) + 0.5) / (sum(self._reached.values()) + 1)
         return {name: (self._passed.get(name, 0.0) + together) / (self._reached.get(name, 0.0) + 1) for name in experts}
 
     def probabilities(self, graph: ExpertGraph, pass_rates: Mapping[str, float]) -> dict[str, float]:
-        """Of each expert, smoothed: see the module."""
+        """Smoothed: see the module."""
         one_more = graph.usage({route: 1 / len(graph.routes) for route in graph.routes}, pass_rates)
         return {
             name: (self._uses.get(name, 0.0) + one_more.get(name, 0.0)) / (self._weight + 1)
@@ -181,7 +181,7 @@ def _outcomes(
 
 
 def _judged(components: Sequence[str], outcomes: Sequence[Outcome]) -> list[tuple[str, Outcome]]:
-    """Those images of which anything can be learned. Raises ConfigError where there is none."""
+    """Images that were judged. Raises ConfigError for none."""
     pairs = zip(components, outcomes, strict=True)
     judged = [(component, outcome) for component, outcome in pairs if outcome.verdict is not Verdict.UNKNOWN]
     if not judged:
@@ -206,7 +206,7 @@ def _sample_notes(config: LineConfig, samples: LineSamples, images: int, count: 
 
 
 def _weights(config: LineConfig, counted: Counter[str]) -> dict[str, float]:
-    """What one image of each component stands for, so that components weigh as on the boards; 1 on average."""
+    """Weight of one image by component, so that components count as on the boards; 1 on average."""
     shares = component_shares(config)
     total = sum(shares.get(component, 0.0) for component in counted)
     if total <= 0:

@@ -58,7 +58,7 @@ FP32_BYTES = DTYPE_BYTES["float32"]
 
 @dataclass(frozen=True, slots=True)
 class LineRecipe:
-    """What to generate. One component and one classifier each; some components have one of the detectors behind it.
+    """One component and one classifier each; some components have one of the detectors behind it.
 
     ``memory_for``: experts that fit, of the largest kind, in ``precision`` (of auto: in fp32); where all are of one
     architecture exactly so many fit, as workspaces have their own share. ``sigma``: of the log-normal popularity of
@@ -95,7 +95,7 @@ class LineRecipe:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedLine:
-    """Where a generated line lies, and what its memory is made of."""
+    """Files of a generated line, and the parts of its memory."""
 
     line: Path
     trace: Path
@@ -322,7 +322,7 @@ def _sizes(folder: Path, experts: Sequence[Expert], precision: Precision) -> tup
 
 
 def _quantities(recipe: LineRecipe) -> dict[str, int]:
-    """How many of each component a board has: log-normal, whole numbers from 1."""
+    """Count of each component on a board: log-normal, whole numbers from 1."""
     chance = random.Random(recipe.seed)
     drawn = [chance.lognormvariate(0, recipe.sigma) for _ in range(recipe.classifiers)]
     scale = LARGEST_QUANTITY / max(drawn)

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class GraphKind(StrEnum):
-    """What is exported for an expert of architecture onnx."""
+    """Kind of graph that is exported for an expert of architecture onnx."""
 
     DETECTOR = "detector"
     ANOMALY = "anomaly"

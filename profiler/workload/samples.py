@@ -140,7 +140,7 @@ def is_synthetic(text: str) -> bool:
 
 
 class _Search:
-    """What lies in some folders: usable files by component and label, and a tally of the others."""
+    """Files of some folders: usable ones by component and label, and a tally of the others."""
 
     def __init__(self, config: LineConfig) -> None:
         self._config = config
@@ -246,7 +246,7 @@ class Checked:
         self._sound: set[Path] = set()
 
     def is_sound(self, sample: Sample) -> bool:
-        """Whether it decodes, and has no more pixels than its intake allows."""
+        """True where it decodes, within its intake's limit of pixels."""
         if sample.path not in self._sound and sample.path not in self.broken:
             try:
                 read_image(sample.path, str(sample.path), sample.max_pixels)

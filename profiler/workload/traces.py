@@ -79,7 +79,7 @@ def read_trace(path: Path, catalog: Catalog, *, is_planned: bool = False) -> tup
 def board_trace(
     config: LineConfig, boards: int, seed: int, image_interval_s: float = IMAGE_INTERVAL_S
 ) -> tuple[Arrival, ...]:
-    """What ``boards`` boards (at least 1) of a line ask for, in the order of time.
+    """Arrivals of ``boards`` boards (at least 1) of a line, in the order of time.
 
     Each board's components come in a random order of their own, ``image_interval_s`` apart; several board types take
     turns. A board starts one takt after the start of the one before, so the images of large boards may overlap. A

@@ -52,7 +52,7 @@ class ComponentType:
 
     @property
     def is_wired(self) -> bool:
-        """Whether traces lead to it; a shield covers the ground plane that it stands on."""
+        """True where traces lead to it; a shield covers the ground plane that it stands on."""
         return self.package != "shield"
 
     @property

@@ -30,7 +30,7 @@ STRIP_PX = 56
 
 @dataclass(frozen=True, slots=True)
 class PartVerdict:
-    """What the line said of one part. ``anomaly``: what an anomaly expert measured of it, with its map where NG."""
+    """Verdict on one part. ``anomaly``: an anomaly expert's measurement, with its map where NG."""
 
     verdict: Verdict
     label: str

@@ -115,7 +115,7 @@ def chances(sites: Sequence[Site], rng: np.random.Generator) -> list[np.random.G
 
 @dataclass(frozen=True, slots=True)
 class Pose:
-    """How a part lies on its place: shift in pixels, turn in degrees clockwise."""
+    """Pose of a part on its place: shift in pixels, turn in degrees clockwise."""
 
     x_px: float
     y_px: float
@@ -235,7 +235,7 @@ def draw_bare_board(sites: Sequence[Site], rng: np.random.Generator) -> NDArray[
 
 
 def label_place(site: Site) -> tuple[float, float]:
-    """Where a part's name is printed: below it and its pads, where its crop still shows it as on any real board."""
+    """Place of a part's printed name: below the part and its pads, but within its crop."""
     part = site.component
     tall = part.height_px if site.quarter_turns % 2 == 0 else part.width_px
     clearance = 28 if part.pins or part.height_px > 80 else 16
@@ -270,7 +270,7 @@ def draw_vias(draw: ImageDraw.ImageDraw, rng: np.random.Generator) -> None:
 
 
 def photograph(picture: NDArray[np.float32], rng: np.random.Generator) -> Image.Image:
-    """What the camera makes of it: light falling off to one side, white balance, a little blur, noise."""
+    """The camera's picture: light falling off to one side, white balance, a little blur, noise."""
     height, width = picture.shape[:2]
     x = np.linspace(-1, 1, width, dtype=np.float32)[None, :]
     y = np.linspace(-1, 1, height, dtype=np.float32)[:, None]

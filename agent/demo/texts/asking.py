@@ -24,7 +24,7 @@ MOST_TOKENS = 60
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a line said to a question. ``expert``: who; ``first_token_s``: until something was shown; 0: nothing was."""
+    """A line's answer to a question. ``first_token_s``: until something was shown; 0: nothing was."""
 
     question: Question
     text: str
@@ -74,7 +74,7 @@ def ask(desk: LineDesk, model: str, question: Question, show: Callable[[str], No
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What became of many questions, and how long all of them took."""
+    """Answers to many questions, and the seconds of all."""
 
     answers: tuple[Answer, ...]
     seconds: float
@@ -87,7 +87,7 @@ class Asked:
 def ask_all(
     desk: LineDesk, model: str, questions: Sequence[Question], at_once: int, progress: Callable[[int], None]
 ) -> Asked:
-    """All of them, so many under way at a time. ``progress`` is told how many have their answer."""
+    """At most so many under way at a time. ``progress`` is told how many have their answer."""
     room = threading.Semaphore(at_once)
     hearings = [Hearing(when_ended=room.release) for _ in questions]
     began_s = time.monotonic()

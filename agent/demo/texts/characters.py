@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Characters:
-    """Which characters there are; a token is a place in ``tokens``."""
+    """Alphabet; a token is a place in ``tokens``."""
 
     tokens: tuple[str, ...]
 
@@ -53,7 +53,7 @@ class Characters:
         return MARKS.index(END)
 
     def tokenizer(self) -> dict[str, Any]:
-        """What a tokenizer.json says: each character is a word, and words are joined with nothing between them."""
+        """Content of tokenizer.json: each character is a word, joined with nothing between."""
         marks = [
             {
                 "id": self.tokens.index(mark), "content": mark, "single_word": False, "lstrip": False, "rstrip": False,

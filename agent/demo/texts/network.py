@@ -77,7 +77,7 @@ class PrMoe(nn.Module):  # type: ignore[misc]  # torch is untyped
 
     @property
     def own_names(self) -> tuple[str, ...]:
-        """What an expert may have for itself: the last layer but for its moe_experts, and the last norm."""
+        """Tensors that an expert may own: the last layer without its moe_experts, and the last norm."""
         last = f"model.layers.{len(self.shape.moe_experts) - 1}."
         names = [key.replace("/", ".") for key in self.tensors]
         return tuple(name for name in names if name.startswith((last, "model.norm")) and ".experts." not in name)

@@ -45,7 +45,7 @@ SHIFTS_PX = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))  # copies of each good pa
 
 @dataclass(frozen=True, slots=True)
 class AnomalyPlan:
-    """Which components get an anomaly expert, and what it is made of.
+    """Components that get an anomaly expert, and its samples.
 
     ``threshold_fraction``: of the good parts, kept back from training for the threshold; ``false_alarms``: which rate
     of them the threshold may allow.
@@ -116,7 +116,7 @@ def train_anomaly(
 
 
 class PatchGaussians(nn.Module):  # type: ignore[misc]  # torch is not followed by mypy here
-    """What good parts look like at each place. Answers normalised pictures with a map of how strange each place is.
+    """Distribution of good parts at each place. Answers normalised pictures with an anomaly map.
 
     The map's numbers are Mahalanobis distances; untrained, the means are 0 and the spreads 1.
     """
@@ -193,7 +193,7 @@ def train_gaussians(trunk: nn.Module, crops: AnomalyCrops, plan: AnomalyPlan, se
 
 
 def write_graph(model: PatchGaussians, file: Path) -> None:
-    """As ONNX, its weights in it: the graph answers images with their maps."""
+    """ONNX file with its weights; the graph answers images with their maps."""
     graph = exported(deepcopy(model).to("meta"), (model.input_px, model.input_px), [MAP_OUTPUT])
     weights = model.state_dict()
     images, *names = [value.name for value in graph.graph.input]

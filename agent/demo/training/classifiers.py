@@ -40,7 +40,7 @@ FOREIGN_LOGIT = -1e4  # of a label that the crop's component does not have
 
 @dataclass(frozen=True, slots=True)
 class ClassifierPlan:
-    """How long and at what size the classifiers are trained. ``joint_px``: the picture's side in each joint epoch.
+    """Epochs and sizes of the classifiers' training. ``joint_px``: the picture's side in each joint epoch.
 
     Epochs below ``input_px`` cost less; with ``crops_centre`` they see a crop's middle, else all of it smaller.
     ``turns``: mirror images and quarter turns keep their label, which is untrue of parts with a polarity.
@@ -181,7 +181,7 @@ def merged_tensors(trunk: nn.Module, stage: nn.Module, head: nn.Module) -> dict[
 
 
 def predict(trunk: nn.Module, classifier: TrainedClassifier, batch: Tensor) -> list[Prediction]:
-    """What one trained expert says of these pictures (uint8)."""
+    """Predictions of one trained expert for these pictures (uint8)."""
     stage, head = own_stages(trunk, range(len(classifier.labels)))
     for module, prefix in ((stage, "layer4."), (head, "fc.")):
         own = {name: tensor for name, tensor in classifier.tensors.items() if name.startswith(prefix)}

@@ -32,7 +32,7 @@ OWN_PACE = Pace(steps=40, learning_rate=3e-4)
 
 @dataclass(frozen=True, slots=True)
 class DetectorPlan:
-    """Which components share which detector, and how long both are trained."""
+    """Components that share a detector, and the length of both trainings."""
 
     shared_by: Mapping[str, Detector]
     input_px: int = 64

@@ -21,7 +21,7 @@ MAX_GRADIENT = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How many steps a network is trained, and its highest learning rate on the way."""
+    """Number of training steps, and the highest learning rate on the way."""
 
     steps: int
     learning_rate: float

@@ -38,7 +38,7 @@ ORIENTED_LABELS = frozenset({"reversed", "rotated", "flipped", "mirrored", "pola
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """How a line's experts are trained. The validation part chooses ``min_score`` and is never trained on."""
+    """Training of a line's experts. The validation part chooses ``min_score`` and is never trained on."""
 
     classifiers: ClassifierPlan
     detectors: DetectorPlan

@@ -92,7 +92,7 @@ def multiplying(one: Tensor, other: Tensor) -> Iterator[Run]:
 
 
 def operations_per_image(module: Module, size: tuple[int, int]) -> int:
-    """Of one image of that height and width through a module in inference mode."""
+    """For one image of that height and width through a module in inference mode."""
     weightless = deepcopy(module).to("meta")
     image = torch.empty((1, 3, *size), device="meta")
     fused = torch.backends.mha.get_fastpath_enabled()
@@ -125,7 +125,7 @@ def _packed(one: Tensor, other: Tensor) -> Run:
 
 
 def _packed_levels(one: Tensor, other: Tensor) -> Run:
-    """The same of eight bits: the answer is uint8 as a network's next layer reads it, cut off at its ends."""
+    """In eight bits: the answer is uint8 as the next layer reads it, clamped."""
     rows, weight = one.to(torch.uint8), torch.ops.onednn.qlinear_prepack(other.t().contiguous(), list(one.shape))
     scales, zeros = torch.ones(other.shape[1]), torch.zeros(other.shape[1], dtype=torch.int64)
     read = (rows, 1.0, 0, weight, scales, zeros, None)

@@ -69,11 +69,10 @@ LIBRARIES = ("onnxruntime", "openvino")
 
 @dataclass(frozen=True, slots=True)
 class ComputeOptions:
-    """What is compared. ``forms``: those of ours; none: all that the architecture's backend has here.
+    """``forms``: ours to compare; none: all that the architecture's backend has here. ``peers``: others, of PEERS.
 
-    ``peers``: who is set beside them, of PEERS. ``limit_s``: after it no round begins for one architecture and batch
-    size, but the few that a median needs; what is left out is told. ``tells_spending``: also what the fastest form of
-    ours spends its time on.
+    ``limit_s``: after it no round begins for one architecture and batch size, but the few that a median needs; notes
+    tell what is left out. ``tells_spending``: also the time of our fastest form by kind of operator.
     """
 
     architectures: tuple[str, ...] = ("resnet101",)
@@ -118,7 +117,7 @@ def executor_threads(box: Box) -> int:
 
 
 class _ComputeBench:
-    """What is found, architecture by architecture. The floor's multiplications are looked for once."""
+    """Measures architecture by architecture; the floor's multiplications are found once."""
 
     def __init__(self, options: ComputeOptions, threads: int, progress: Progress) -> None:
         self._options = options

@@ -67,7 +67,7 @@ class ComputeTable:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """What the forms should reach, of each architecture and batch size, as far as it was measured."""
+        """Targets of the forms, for each measured architecture and batch size."""
         groups = dict.fromkeys((row.architecture, row.batch) for row in self.rows)
         return tuple(
             target
@@ -97,9 +97,9 @@ def report(table: ComputeTable) -> str:
 
 
 def _targets(rows: Sequence[ComputeRow], where: str) -> Iterator[Target]:
-    """Of one architecture and batch size. bf16 counts where the processor multiplies it faster than fp32.
+    """Targets of one architecture and batch size. bf16 counts where the processor multiplies it faster than fp32.
 
-    Eight bits are held against ONNX Runtime's alone: whether an expert can do with them only its samples tell.
+    Eight bits are compared with ONNX Runtime's alone: only samples tell whether an expert can run in them.
     """
     ours = {
         numbers: {row.form for row in rows if row.is_ours and row.numbers == numbers}

@@ -88,7 +88,7 @@ class MixedTimes:
 def measure_mixed(
     folder: Path, shape: QwenShape, rounds: int, progress: Callable[[int, int], None], requests: int = REQUESTS
 ) -> Part:
-    """All systems on a random model of this shape, written below ``folder``. CoServeError where tokens differ."""
+    """A random model of this shape on all systems, below ``folder``. Raises CoServeError where tokens differ."""
     directory = write_random_model(folder / f"mixed-{shape.name}", shape)
     jobs = mixed_lengths(requests, shape.vocabulary)
     engine = OurEngine(load_model(directory, shape.name), SLOTS)

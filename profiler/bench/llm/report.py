@@ -40,7 +40,7 @@ NEEDED_BYTES = 8_000_000_000  # of disk: checkpoints of 105M in fp32, and what i
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How much is measured. ``mixed``: shapes; ``swapped``: the shape that is swapped, shared and quantised.
+    """Extent of the measurement. ``mixed``: shapes; ``swapped``: the shape that is swapped, shared and quantised.
 
     ``each``: requests to each model in a round of swapping; ``ways``: what the processes run there.
     """

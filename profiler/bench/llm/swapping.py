@@ -49,7 +49,7 @@ def measure_swapping(
     each: int = EACH,
     ways: Sequence[str] = WAYS,
 ) -> Part:
-    """All on the same requests, whose answers must be the same. Raises CoServeError where they are not.
+    """All systems on the same requests. Raises CoServeError where answers differ.
 
     ``each``: requests to each model in a round; ``ways``: what the processes run; the target is over the fastest.
     """
@@ -90,7 +90,7 @@ def _swapping_targets(models: int, ours_s: float, theirs_s: Mapping[str, float])
 
 
 def measure_backbone(folder: Path, shape: QwenShape, each: int = EACH) -> Part:
-    """What the ledger holds of models that differ in their attention alone, once all were asked."""
+    """Ledger's bytes of models that differ in their attention alone, once all were asked."""
     own = tuple(f"model.layers.{number}.{OWN_PARTS}" for number in range(shape.layers))
     directories = {
         name: write_random_model(folder / f"backbone-{number}", shape, own=own, own_seed=number + 1)

@@ -87,7 +87,7 @@ class TextAgent:
         }
 
     def write(self, asks: Sequence[Ask]) -> list[list[int]]:
-        """All of them at once; each one's tokens, when all are there."""
+        """Runs all at once; each one's tokens, when all are there."""
         writers = [Collected() for _ in asks]
         requests = [self._submit(ask, writer) for ask, writer in zip(asks, writers, strict=True)]
         self._outcomes.wait_for(requests)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 PAD = 0
 ANSWER_LIMIT_S = 600.0
-PAGE_TOKENS = 256
 
 
 def is_there() -> bool:

@@ -180,7 +180,7 @@ class _BusyLine:
             self.carry_out(self.engine.handle(self._arrival(), self._now))
 
     def next_event(self) -> tuple[Event, float]:
-        """What comes next, and when."""
+        """The next event, and its time."""
         self._now, _, event = heappop(self._due)
         if isinstance(event, Finished):
             self._begin_held(event.batch)
@@ -210,7 +210,7 @@ class _BusyLine:
         self._answer(performance.latency_s(len(results)), Finished(batch.id, results))
 
     def _begin_held(self, answered: int) -> None:
-        """What was held behind a batch that has its answer now."""
+        """Begins the batch queued ahead behind one that has its answer now."""
         executor = next(executor for executor, batch in self._running.items() if batch.id == answered)
         del self._running[executor]
         held = self._held.pop(executor, None)

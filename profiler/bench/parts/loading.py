@@ -54,7 +54,7 @@ NAMES_TOLD = 4  # of experts, in a line of the report
 
 @dataclass(frozen=True, slots=True)
 class LoadingTimes:
-    """Of experts of one layout: medians over files and repeats, in seconds; ``file_bytes`` is what one load reads.
+    """Experts of one layout: medians over files and repeats, in seconds; ``file_bytes``: read by one load.
 
     ``shared_bytes``: of these, what lies in files that several experts have in common. ``program_bytes``: of the one
     program of all of them, 0 where they have none. ``name``: what they are beside their architecture.
@@ -79,7 +79,7 @@ class LoadingTimes:
 
     @property
     def target_ratio(self) -> float:
-        """What the ratio may be: more where a session of others' making has to be told of each switch."""
+        """Highest ratio allowed: more where an ONNX Runtime session has to be told of each switch."""
         return GRAPH_TARGET_RATIO if _is_graph(self.architecture) else TARGET_RATIO
 
     @property
@@ -117,7 +117,7 @@ def measure_loading(
 
 
 def measure_graph_loading(directory: Path, kind: GraphKind, files: int = 8, repeats: int = 3) -> LoadingTimes:
-    """The same with ONNX graphs of a kind, of one program. Raises as ``measure_loading`` for disk and room."""
+    """With ONNX graphs of a kind, of one program. Raises as ``measure_loading`` for disk and room."""
     (times,) = _measured(
         directory, lambda folder: write_graph_experts(folder, kind, files), lambda _: {Precision.FP32}, repeats
     )

@@ -284,7 +284,7 @@ class _Bench:
             raise ValueError(f"{copy} could not be loaded: {answer}")
 
     def round(self, shape: OffloadShape, seed: int) -> _Run:
-        """The same texts three times, in an order that changes."""
+        """Runs the same texts three ways, in an order that changes."""
         before = self._statistics()
         texts = _prompts(shape, seed + 100)
         ways = {
@@ -341,7 +341,7 @@ def _needs(statistics: OffloadStatistics) -> int:
 
 
 def _popular_share(shares: Mapping[MoeExpert, float], shape: OffloadShape) -> float:
-    """Of all choices, those that go to the more popular half of each layer's experts."""
+    """Share of choices that go to the more popular half of each layer's experts."""
     half = 0.0
     for layer in range(shape.layers):
         found = sorted((share for one, share in shares.items() if one.layer == layer), reverse=True)

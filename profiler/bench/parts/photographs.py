@@ -44,7 +44,7 @@ WAYS = ("when their batch starts", "ahead", "ahead, smaller")
 
 @dataclass(frozen=True, slots=True)
 class PhotographsRecipe:
-    """What is asked: ``images`` in all, of ``megapixels`` each, of ``experts`` of one architecture in one precision."""
+    """``images`` in all, of ``megapixels`` each, of ``experts`` of one architecture in one precision."""
 
     architecture: str = "resnet50"
     precision: Precision = Precision.FP32
@@ -71,7 +71,7 @@ class PhotographsRow:
 
 @dataclass(frozen=True, slots=True)
 class PhotographsMeasured:
-    """All ways. ``answers_differ``: on how many images the first two say something else; there is no reason for any."""
+    """All ways. ``answers_differ``: images on which the first two differ; 0 is expected."""
 
     recipe: PhotographsRecipe
     file_bytes: int
