@@ -11,6 +11,7 @@ from experts.packed.weights import SegmentStore
 from profiler.microbench.packed_forms import LinePacking
 from profiler.workload.generated_line import LineRecipe, generate_line
 from profiler.workload.samples import LineSamples
+from tests.forms import needs
 
 RECIPE = LineRecipe(classifiers=2, architecture="squeezenet1_1", requests=1, classifier_px=72)  # a size of its own
 
@@ -32,6 +33,7 @@ def wrong_convolutions():
     libraries.clear()
 
 
+@needs(Precision.ONEDNN_FP32)  # tried here, before the convolutions are wrong
 def test_a_form_that_this_box_computes_wrongly_is_noted_once_and_its_experts_are_served(tmp_path, wrong_convolutions):
     config = read_line(generate_line(tmp_path / "line", RECIPE).line, {"COSERVE__DEVICE": "cpu"})
     with closing(SegmentStore(config.packed_folder)) as store:
