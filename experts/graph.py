@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from experts.expert import NOTHING_FOUND, Prediction, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,9 @@ class RouteStep:
 
     @property
     def going_on(self) -> frozenset[str]:
-        """The labels that do not end the route as NG."""
         return self.passing | self.then.keys() if self.then else self.passing
 
     def renamed(self, names: Mapping[str, str]) -> RouteStep:
-        """The same turn, of experts under other names."""
         then = {label: names[expert] for label, expert in self.then.items()}
         return RouteStep(names[self.expert], self.passing, self.min_score, then)
 
@@ -78,7 +76,8 @@ class ExpertGraph:
                 raise ValueError(f"route {component} has no step")
             if any(step.then for step in steps[:-1]):
                 raise ValueError(f"route {component} branches before its last step")
-            for expert, following in _dependencies(steps):
+            pairs = [(step.expert, following.expert) for step, following in itertools.pairwise(steps)]
+            for expert, following in (*pairs, *((steps[-1].expert, branch) for branch in steps[-1].then.values())):
                 preliminaries[following].add(expert)
                 subsequents[expert].add(following)
         self._refuse_shadows()
@@ -99,12 +98,12 @@ class ExpertGraph:
             raise ValueError("an expert is the shadow of two")
 
     def first_expert(self, component: str) -> str | None:
-        """The preliminary expert of a component's route; None for a component without a route."""
+        """None for a component without a route."""
         steps = self.routes.get(component)
         return steps[0].expert if steps else None
 
     def experts_of(self, component: str) -> tuple[str, ...]:
-        """Every expert that a component's route may reach, in its order; none for a component without a route."""
+        """Experts that a component's route may reach, in its order; none without a route."""
         steps = self.routes.get(component, ())
         return tuple(dict.fromkeys(expert for step in steps for expert in (step.expert, *step.then.values())))
 
@@ -122,11 +121,10 @@ class ExpertGraph:
         return (*found, len(steps)) if steps and expert in steps[-1].then.values() else found
 
     def preliminaries(self, expert: str) -> frozenset[str]:
-        """The experts that run right before this one on some route; empty for one that always comes first."""
+        """Experts right before this one on some route."""
         return self._preliminaries[expert]
 
     def subsequents(self, expert: str) -> tuple[str, ...]:
-        """The experts that run right after this one on some route, sorted."""
         return self._subsequents[expert]
 
     def usage(
@@ -165,18 +163,8 @@ class ExpertGraph:
         label, score = deciding_label(prediction, asked.going_on)
         if label not in asked.going_on or score < asked.min_score:
             return Judgement(label, score, next_expert=None, verdict=Verdict.NG)
-        if label in asked.then:
-            return Judgement(label, score, next_expert=asked.then[label], verdict=None)
-        if step + 1 < len(steps):
-            return Judgement(label, score, next_expert=steps[step + 1].expert, verdict=None)
-        return Judgement(label, score, next_expert=None, verdict=Verdict.OK)
-
-
-def _dependencies(steps: tuple[RouteStep, ...]) -> Iterator[tuple[str, str]]:
-    """(expert, one that may run right after it) of one route."""
-    for step, following in itertools.pairwise(steps):
-        yield step.expert, following.expert
-    yield from ((steps[-1].expert, expert) for expert in steps[-1].then.values())
+        following = asked.then.get(label) or (steps[step + 1].expert if step + 1 < len(steps) else None)
+        return Judgement(label, score, following, Verdict.OK if following is None else None)
 
 
 def deciding_label(prediction: Prediction, passing: frozenset[str]) -> tuple[str, float]:
@@ -191,14 +179,14 @@ def deciding_label(prediction: Prediction, passing: frozenset[str]) -> tuple[str
 
 
 def _deciding_output(prediction: Prediction, passing: frozenset[str]) -> tuple[str, float]:
-    """Of labels that do not exclude one another: one that holds and does not pass, else one that lacks and has to hold.
+    """Of a multilabel expert: a label that holds and does not pass, else one that has to hold and does not.
 
-    Those that pass have to hold, all of them, but where ``otherwise`` passes: then they only may. What passes is as
-    sure as the least sure of the outputs that could have ended it.
+    Labels that pass all have to hold, unless ``otherwise`` passes. The score of what passes is that of the least sure
+    output that could have ended the route.
     """
     failing = [output for output in prediction.outputs if output.label not in passing]
-    if any(output.holds for output in failing):
-        worst = max((output for output in failing if output.holds), key=lambda output: output.score)
+    if holding := [output for output in failing if output.holds]:
+        worst = max(holding, key=lambda output: output.score)
         return worst.label, worst.score
     needed = [] if prediction.otherwise in passing else [each for each in prediction.outputs if each.label in passing]
     if lacking := [1 - output.score for output in needed if not output.holds]:

@@ -46,12 +46,10 @@ class TextRoute:
 
     @property
     def experts(self) -> tuple[str, ...]:
-        """Whoever may answer a text that is sent here, and the router; each once."""
-        last = () if self.otherwise is None else (self.otherwise,)
-        router = () if self.router is None else (self.router,)
-        return tuple(dict.fromkeys([*(rule.expert for rule in self.rules), *router, *self.branches.values(), *last]))
+        """Experts that may answer a text sent here, and the router; each once."""
+        named = [*(rule.expert for rule in self.rules), self.router, *self.branches.values(), self.otherwise]
+        return tuple(dict.fromkeys(name for name in named if name is not None))
 
     @property
     def steps(self) -> tuple[RouteStep, ...]:
-        """The same as a route of the line's graph; none where there is no router to be asked."""
         return () if self.router is None else (RouteStep(self.router, frozenset(), then=self.branches),)

@@ -95,7 +95,6 @@ class _TiffFile:
         return dict(self._entries(offset + struct.calcsize(self._order + self._layout.length), length))
 
     def numbers(self, tag: _Tag) -> NDArray[np.uint64]:
-        """The tag's values."""
         kind = f"{self._order}u{ITEM_BYTES[tag.type]}"
         return np.frombuffer(self.read(tag.offset, tag.size_bytes), kind).astype(np.uint64)
 

@@ -10,24 +10,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # what Python 2 called them, and protocol 2 still does
-HARMFUL_MODULES = frozenset(
-    {
-        "os", "posix", "nt", "sys", "subprocess", "socket", "shutil", "pty", "runpy", "importlib", "ctypes", "commands",
-        "webbrowser", "popen2", "code", "signal", "multiprocessing", "asyncio", "urllib", "requests", "http",
-    }
-)  # fmt: skip
-HARMFUL_BUILTINS = frozenset(
-    {"eval", "exec", "execfile", "compile", "open", "file", "input", "__import__", "breakpoint"}
-)
+HARMFUL_MODULES = {
+    "os", "posix", "nt", "sys", "subprocess", "socket", "shutil", "pty", "runpy", "importlib", "ctypes", "commands",
+    "webbrowser", "popen2", "code", "signal", "multiprocessing", "asyncio", "urllib", "requests", "http",
+}  # fmt: skip
+HARMFUL_BUILTINS = {"eval", "exec", "execfile", "compile", "open", "file", "input", "__import__", "breakpoint"}
 
 
 def named(module: str, name: str) -> Name:
-    """What a pickle names, by the module's name of today."""
     return Name(RENAMED.get(module, module), name)
 
 
 def is_harmful(name: Name) -> bool:
-    """Whether nobody who saves weights calls this. Nothing is run in any case: it decides what is said of the file."""
+    """Whether no saved weights need this call. Nothing is run in any case: only the message depends on it."""
     if name.module == "builtins":
         return name.name in HARMFUL_BUILTINS
     return name.module.partition(".")[0] in HARMFUL_MODULES

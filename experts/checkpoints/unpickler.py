@@ -270,9 +270,8 @@ class Unpickler:
             self._corrupt("a call whose arguments are no tuple")
         if isinstance(kind, Name):
             if is_harmful(kind):
-                raise WeightsRefused(
-                    self._source, f"its pickle calls {kind}, which no weights need (nothing was run): {SAVE_ADVICE}"
-                )
+                told = f"its pickle calls {kind}, which no weights need (nothing was run)"
+                raise WeightsRefused(self._source, f"{told}: {SAVE_ADVICE}")
             self.push(called(kind, arguments))
         elif isinstance(kind, Record):  # what a call returned is called in turn
             self.push(Record(kind.kind, (kind, *arguments)))
