@@ -1,7 +1,7 @@
-"""A few threads that carry out what they are given, in order, and keep no process from ending.
+"""Thread pool of daemon threads: calls in order, and no process kept from ending.
 
 A ThreadPoolExecutor's threads are joined when the interpreter ends: one that hangs in a driver, or on a share that does
-not answer, keeps its process alive for good, though nothing is judged any more and whoever watches over it cannot see.
+not answer, keeps its process alive for good, invisible to a watchdog.
 """
 
 from __future__ import annotations

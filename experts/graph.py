@@ -1,7 +1,6 @@
-"""Routes: component -> preliminary expert -> subsequent experts; who depends on whom.
+"""Routes: component -> preliminary expert -> subsequent experts, and the dependencies between them.
 
-A route may branch in its last step: the label that a router answers with there picks the expert that ends the route,
-whatever that one says.
+A route may branch in its last step: a router's label picks the expert that ends the route with any answer.
 
 Guarantees: the graph of dependencies has no cycle; every step names an expert of the line (the catalog checks both
 before one is built, and the constructor refuses a cycle again). Immutable, and answers in O(1).
@@ -54,9 +53,9 @@ class Judgement:
 class ExpertGraph:
     """The routes of one line. ``routes`` maps a component type to its steps, in order, at least one.
 
-    ``shadows``: expert -> the one in its shadow, which is shown the same images, decides nothing and is on no route.
-    Raises ValueError for a route without a step, one that branches before its last step, experts in a circle, and a
-    shadow that is on a route, that another expert has, or that is none of the experts.
+    ``shadows``: expert -> its shadow, which is shown the same images, decides nothing and is on no route.
+    Raises ValueError for a route without a step, a branch before the last step, experts in a circle, and a shadow that
+    is on a route, that another expert has, or that is none of the experts.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class ExpertGraph:
         return tuple(dict.fromkeys((*following, *branches)))
 
     def turns(self, component: str, expert: str) -> tuple[int, ...]:
-        """The numbers of the steps at which a component's route may ask an expert, as ``judge`` takes them."""
+        """Numbers of the steps at which a component's route may ask an expert, as ``judge`` takes them."""
         steps = self.routes.get(component, ())
         found = tuple(number for number, step in enumerate(steps) if step.expert == expert)
         return (*found, len(steps)) if steps and expert in steps[-1].then.values() else found
@@ -133,12 +132,11 @@ class ExpertGraph:
         pass_rates: Mapping[str, float],
         label_rates: Mapping[str, Mapping[str, float]] | None = None,
     ) -> dict[str, float]:
-        """How likely a request is to use each expert that these components' routes reach (CoServe, section 4.5).
+        """Probability of each expert that these components' routes reach to be used (CoServe, section 4.5).
 
-        ``shares``: how likely it is of each component. A subsequent expert is used as often as the experts before it
-        let a request pass: at the rate that ``pass_rates`` gives (0 to 1), else always. Where a route branches,
-        ``label_rates`` says of what passed how often (0 to 1) a router answers with each of its labels; else all of
-        them are as likely.
+        ``shares``: probability of each component. A subsequent expert is used as often as those before it let a request
+        pass: at their ``pass_rates`` (0 to 1), else always. Where a route branches, ``label_rates`` gives the share (0
+        to 1) of each label of a router among what passed; else all are equal.
         """
         usage: dict[str, float] = {}
         for component, share in shares.items():

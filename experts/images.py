@@ -174,7 +174,6 @@ def decode_image(
 
 
 def largest_file_bytes(max_pixels: int) -> int:
-    """The limit beyond which a file is not even read."""
     return max_pixels * MAX_BYTES_PER_PIXEL + HEADER_ALLOWANCE_BYTES
 
 

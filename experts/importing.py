@@ -1,7 +1,7 @@
 """Brings a weights file into a format that is safe to read: `coserve experts import`.
 
-A .pt, .pth or .ckpt is a pickle, and reading one as Python does may run whatever its author wrote. So it is read as
-data, in a process of its own that is thrown away (experts.checkpoints), and its weights are written as .safetensors.
+A .pt, .pth or .ckpt is a pickle, and Python's way of reading may run code of its author. So it is read as data, in a
+process of its own that is thrown away (experts.checkpoints), and its weights are written as .safetensors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where a text goes that names a route instead of an expert: to whom a rule says, else to whom its router says.
+"""Routes of texts: to the expert that a rule names, else to the one that the route's router picks.
 
-Guarantees: every text has a destination, and the same text always the same one as far as rules decide. What a route's
-router may answer, and whom each answer means, stands in the line's graph as a branching route of the same name.
+Guarantees: every text has a destination, and rules always give the same text the same one. The line's graph holds a
+router's labels, and the expert of each, as a branching route of the same name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where the pixels of a TIFF file end, by its first directory, at a cost that the file cannot choose.
 
-Not with Pillow, which reads whatever each tag claims to hold: here no more is read than a directory of
+Not with Pillow, which reads all that each tag claims to hold: here no more is read than a directory of
 ``LARGEST_DIRECTORY`` entries, and the tables of ``LARGEST_TABLE`` strips and as many tiles.
 """
 

@@ -145,7 +145,7 @@ def add_model(line: Path, file: Path, wishes: Wishes) -> Added:
     inspected = inspect_file(file, wishes.architecture, wishes.kind)
     settled = _Settled.of(line, inspected, wishes, content)
     text = content.decode("utf-8")
-    settled.edited(text)  # whatever is wrong with it is told before weights are read
+    settled.edited(text)  # its errors come before weights are read
     with _weights_for_trial(inspected, settled) as weights:
         on_trial = line_of(parse_document(line.absolute(), settled.on_trial(text, weights).encode()))
         expert, sha256 = on_trial.catalog.experts[settled.expert], _sha256(weights)

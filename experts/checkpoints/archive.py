@@ -84,7 +84,7 @@ def opened(path: Path) -> Iterator[Checkpoint]:
     with path.open("rb") as file:
         if not path.stat().st_size:
             raise WeightsCorrupt(source, "is empty")
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # it is unmapped once nobody looks at its numbers
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # unmapped with the last view of its numbers
         yield _open(source, data, path)
 
 

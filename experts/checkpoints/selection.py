@@ -1,7 +1,7 @@
-"""Finds the weights in what was saved: a state dict, one under a key, or a whole module, whatever it was wrapped in.
+"""Finds the weights in what was saved: a state dict, one under a key, or a whole module, in any wrapper.
 
-Guarantees: one set is taken, and it is said which where there are several; an average of weights goes before them, as
-the trainers that keep one evaluate it. A set is taken whole or refused: what is no tensor in it is named.
+Guarantees: one set is taken, and named where there are several; an average of weights goes first, as trainers that keep
+one evaluate it. A set is taken whole or refused, with the name of what is no tensor.
 """
 
 from __future__ import annotations
