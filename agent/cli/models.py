@@ -92,14 +92,14 @@ def add_expert(
     ],
     expert: Annotated[str | None, typer.Option("--id", help="its id, kind/name; default by its kind and file")] = None,
     component: Annotated[
-        list[str] | None, typer.Option(help="component type whose route asks it last; may be given several times")
+        list[str] | None, typer.Option(help="component type whose route asks it last; repeatable")
     ] = None,
     task: Annotated[
-        str | None, typer.Option(help="of several labels: multiclass, one is the answer, or multilabel, each by itself")
+        str | None, typer.Option(help="multiclass: one label is the answer; multilabel: any of them")
     ] = None,
     labels: Annotated[str | None, typer.Option(help="what its outputs mean, in their order: ok,missing")] = None,
     otherwise: Annotated[
-        str | None, typer.Option(metavar="LABEL", help="of a multilabel model: what a part is where no label holds")
+        str | None, typer.Option(metavar="LABEL", help="multilabel: answer where no label holds")
     ] = None,
     size: Annotated[str | None, typer.Option(metavar="HEIGHTxWIDTH", help="pixels of its images")] = None,
     normalize: Annotated[
@@ -117,8 +117,7 @@ def add_expert(
     ] = None,
     min_score: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="a lower score is NG")] = None,
     threshold: Annotated[
-        float | None,
-        typer.Option(help="of an anomaly model: the score from which it is NG; of multilabel: of all labels"),
+        float | None, typer.Option(help="anomaly: the score from which a part is NG; multilabel: of all labels")
     ] = None,
     image: Annotated[Path | None, typer.Option(help="file to try it on; default a made-up image")] = None,
     prints: Annotated[bool, typer.Option("--print", help="the lines that would be added, and write nothing")] = False,
