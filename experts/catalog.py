@@ -14,7 +14,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import (
-    AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationInfo, WithJsonSchema,
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    ValidationInfo,
+    WithJsonSchema,
     model_validator,
 )  # fmt: skip
 from pydantic_core import PydanticKnownError
@@ -581,12 +588,8 @@ def _cycle_problems(sections: CatalogSections, document: Document) -> Iterator[C
     cycle = find_cycle(preliminaries)
     if not cycle:
         return
-    routes = list(dict.fromkeys(edges[edge] for edge in _edges_of(cycle, edges)))
+    turned = ((one, other) if (one, other) in edges else (other, one) for one, other in pairwise(cycle))
+    routes = list(dict.fromkeys(edges[edge] for edge in turned))
     lines = ", ".join(f"{route} (line {document.place('routes', route).line})" for route in routes)
     found = f"experts depend on one another in a circle: {' -> '.join(cycle)}, by the routes {lines}"
     yield document.error(f"{found} - change the order in one", "routes", routes[0])
-
-
-def _edges_of(cycle: tuple[str, ...], edges: Mapping[tuple[str, str], str]) -> Iterator[tuple[str, str]]:
-    for one, other in pairwise(cycle):
-        yield (one, other) if (one, other) in edges else (other, one)

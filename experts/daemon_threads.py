@@ -1,17 +1,16 @@
-"""A few threads that carry out what they are given, in order, and keep no process from ending.
+"""Thread pool of daemon threads: calls in order, and no process kept from ending.
 
 A ThreadPoolExecutor's threads are joined when the interpreter ends: one that hangs in a driver, or on a share that does
-not answer, keeps its process alive for good, though nothing is judged any more and whoever watches over it cannot see.
+not answer, keeps its process alive for good, invisible to a watchdog.
 """
 
 from __future__ import annotations
 
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,22 +19,7 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """A call, and where its result goes."""
-
-    future: Future[Any]
-    call: Callable[[], Any]
-
-    def carry_out(self) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            result = self.call()
-        except BaseException as error:  # noqa: BLE001 - it is the future's, whatever it is
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(result)
+_Task: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"  # a call, and where its result goes
 
 
 class DaemonThreads:
@@ -61,7 +45,7 @@ class DaemonThreads:
                 thread = Thread(target=_run, args=(self._begin, self._tasks), name=name, daemon=True)
                 self._threads.append(thread)
                 thread.start()
-            self._tasks.put(_Task(future, lambda: work(*given, **named)))
+            self._tasks.put((future, lambda: work(*given, **named)))
         return future
 
     def stop(self, timeout_s: float | None = None) -> bool:
@@ -80,5 +64,16 @@ class DaemonThreads:
 def _run(begin: Callable[[], None], tasks: SimpleQueue[_Task | None]) -> None:
     begin()
     while (task := tasks.get()) is not None:
-        task.carry_out()
+        _carry_out(*task)
         del task  # what it holds is not kept until the next one comes
+
+
+def _carry_out(future: Future[Any], call: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except BaseException as error:  # noqa: BLE001 - it is the future's, whatever it is
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,9 +1,9 @@
 """A YAML file in which every key knows its line.
 
 Guarantees: a key is text as written (`0402:` stays "0402"), booleans are only `true` and `false` (`NO`, `on`, `off`
-stay text), numbers are plain decimals (no octal, no base 60, no dates), a key written twice is an error, and whatever
-is found wrong with a value later can be reported with file, line and column, or with the environment variable it came
-from. Anchors, aliases and `<<` merges work as in YAML 1.1; explicit tags do not exist.
+stay text), numbers are plain decimals (no octal, no base 60, no dates), a key written twice is an error. Errors name
+file, line and column of a value, or its environment variable. Anchors, aliases and `<<` merges work as in YAML 1.1;
+explicit tags do not exist.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Document:
         )
 
     def place(self, *path: str | int) -> Place:
-        """Where the key at ``path`` stands; for a key that is not there, where the nearest one above it stands."""
+        """Where the key at ``path`` stands, else the nearest one above it."""
         entry, _ = self._nearest(path)
         return Place(self.file, entry.line, entry.column, key_text(path))
 

@@ -34,8 +34,8 @@ CoServeError
 +- OrderRefused             an API's caller asks for what is not there, or for more than there is room for
 +- AddressUnusable          an API cannot be served where the line file says
 +- AgentUnreachable         no agent answers at an address, or it does not let this caller in
-+- ReceiverUnavailable      whoever is told of verdicts cannot be reached, or takes none now: they wait
-+- MessageRefused           whoever is told of verdicts will never take this one: it is dropped, and that is told
++- ReceiverUnavailable      a receiver of verdicts cannot be reached, or takes none now: they wait
++- MessageRefused           a receiver of verdicts will never take this one: it is dropped, and that is told
 +- AlreadyRunning           another agent, or a profile run, holds this line's state directory
 +- StateUnusable            the disk refuses the line's state directory
 +- StateOfAnother           root would write into the state directory of another user
@@ -85,7 +85,7 @@ class ConfigError(CoServeError):
 
     @property
     def problems(self) -> tuple[ConfigError, ...]:
-        """The single errors that this one reports; itself, where it is one."""
+        """The single errors that this one reports."""
         return self._several or (self,)
 
     @classmethod
@@ -235,8 +235,6 @@ class SamplingInvalid(GenerationInvalid):
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         super().__init__(field, f"is {value!r}: give {allowed}")
-        self.value = value
-        self.allowed = allowed
 
 
 class PromptInvalid(GenerationInvalid): ...
@@ -316,7 +314,7 @@ class OrderRefused(CoServeError):
 
 
 class AddressUnusable(CoServeError):
-    """An address that an API cannot be served at: somebody else does, or it is not this machine's."""
+    """An address that another process serves, or that is not this machine's."""
 
     def __init__(
         self, address: str, reason: str, advice: str = "correct it in the line file, then start again"
@@ -368,7 +366,7 @@ class StateUnusable(CoServeError):
 
 
 class StateOfAnother(CoServeError):
-    """A state directory of another user, whom files of root's in it would keep from serving."""
+    """A state directory of another user, whose agent could not write files of root's in it."""
 
     def __init__(self, path: Path, user: str) -> None:
         super().__init__(
@@ -394,7 +392,6 @@ class WorkOverdue(CoServeError):
         super().__init__(f"{work} has not answered for {age_s:.0f} s and hangs - {advice}")
         self.is_batch = is_batch
         self.work = work
-        self.age_s = age_s
 
 
 class AgentCrashed(CoServeError):

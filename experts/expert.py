@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 ANOMALY_LABELS = ("ok", "anomalous")  # of `task: anomaly`, where the line names no others: what passes comes first
 NOTHING_FOUND = "nothing-found"  # of a detector that saw no object, or where no label holds; never in a route's `pass`
-ONE_LABEL = (  # why it is refused, where a softmax would choose
+ONE_LABEL = (  # the refusal of a softmax over it
     "one label leaves a softmax nothing to choose from: every image would be it - write `task: multilabel` for a model "
     "of one output, and `otherwise:` what an image is that is not its label; or name all of its labels"
 )
@@ -33,13 +33,11 @@ class Verdict(StrEnum):
 
 
 class Precision(StrEnum):
-    """The form that an expert's weights are packed and executed in: their number format, and who executes them.
+    """The form that an expert's weights are packed and executed in: number format and runtime.
 
-    ``ONNXRUNTIME`` is fp32 numbers executed by ONNX Runtime instead of torch, on the CPU only: a form of execution,
-    chosen among the precisions of an expert because it is packed, measured and switched as they are. So are the two of
-    oneDNN: fp32 and bf16 numbers by its own operators, fused, from weights in its own layout, on the CPU only; and
-    ``ONEDNN_INT8``, in which an expert that was calibrated multiplies eight bits by eight. ``INT8`` is for weights of
-    language models alone; they are computed with in bf16.
+    ``ONNXRUNTIME``: fp32 by ONNX Runtime, on the CPU only. ``ONEDNN_FP32``, ``ONEDNN_BF16``: oneDNN's own operators,
+    fused, from weights in its own layout, on the CPU only; ``ONEDNN_INT8``: the same for calibrated experts, eight bits
+    by eight. ``INT8``: weights of language models alone, computed with in bf16.
     """
 
     FP32 = "fp32"
@@ -53,7 +51,6 @@ class Precision(StrEnum):
 
     @property
     def is_cpu_only(self) -> bool:
-        """Whether it runs on no device but the CPU."""
         return self.plain is not self
 
     @property
@@ -74,18 +71,17 @@ _PLAIN = {
 
 
 class Task(StrEnum):
-    """What an expert of images does where its architecture does not tell it."""
+    """Task of an expert of images whose architecture does not tell it."""
 
     ANOMALY = "anomaly"
     MULTILABEL = "multilabel"  # its labels do not exclude one another: a sigmoid and a threshold for each
 
 
 class Fit(StrEnum):
-    """How an image of another size comes to what an expert wants to see; of an ONNX detector, told by its file.
+    """How an image of another size is fitted to an expert's input; an ONNX detector's file tells it.
 
-    ``STRETCHED``: its proportions are not kept, and it is smoothed. ``LETTERBOXED``: kept, with grey beside it, as
-    ultralytics does. ``FILLED``: not kept, as ultralytics does for RT-DETR. ``CROPPED``: scaled, then cut from the
-    middle, as torchvision and timm evaluate.
+    ``STRETCHED``: smoothed, proportions not kept. ``LETTERBOXED``: proportions kept, grey beside them (ultralytics).
+    ``FILLED``: not kept (ultralytics' RT-DETR). ``CROPPED``: scaled, then cut from the middle (torchvision, timm).
     """
 
     STRETCHED = "stretched"
@@ -103,11 +99,10 @@ class Orientation(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """What an expert wants to see: pixels, and how they are normalised.
+    """Pixels that an expert takes, and how they are normalised.
 
-    ``normalize``: "imagenet" = torchvision's mean and deviation; "unit" = [0, 1] as it is; or numbers of its own.
-    ``fit``: what a detector of ultralytics' wants is its backend's to know. ``resize``, of CROPPED: the shorter side of
-    the image before it is cut, or its (height, width).
+    ``normalize``: "imagenet" (torchvision's mean and deviation), "unit" ([0, 1]), or numbers of its own. ``fit``: not
+    of ultralytics' detectors, whose backend knows. ``resize``, of CROPPED: shorter side before the cut, or both sides.
     """
 
     height: int
@@ -120,7 +115,7 @@ class InputSpec:
 
     @property
     def text(self) -> str:
-        """All of it: equal texts are shown equal pixels."""
+        """The whole spec: equal texts mean equal pixels."""
         return json.dumps(asdict(self), sort_keys=True)
 
 
@@ -128,13 +123,13 @@ class InputSpec:
 class Expert:
     """One expert model of a line. ``weights`` is what its owner gave, not the packed file.
 
-    For images that is a file, and ``input`` says what they have to be. For texts it is a Hugging Face directory,
-    ``input`` is None, and there are ``labels`` only where it is asked to choose one of them.
-    ``calibration``: the file of ranges that its eight-bit form is made by (experts.calibrations); the packer names it.
-    One whose ``task`` is anomaly has two labels, of what is good and of what is not: an image whose score reaches the
-    ``threshold`` is not. Without a threshold it judges nothing.
-    One whose ``task`` is multilabel has an output for each label. Each holds from its own of the ``thresholds`` on, by
-    label, HOLDS_FROM where it has none; ``otherwise`` is what an image is called of which no label holds.
+    For images ``weights`` is a file. For texts it is a Hugging Face directory, ``input`` is None, and ``labels`` are
+    there only to choose one of. ``calibration``: ranges of the eight-bit form (experts.calibrations), named by the
+    packer.
+    Task anomaly: two labels, good and not; an image whose score reaches the ``threshold`` is not. Without a threshold
+    nothing is judged.
+    Task multilabel: one output per label, which holds from its entry in ``thresholds`` on, else from HOLDS_FROM;
+    ``otherwise`` names an image of which no label holds.
     """
 
     id: str
@@ -158,17 +153,15 @@ class Expert:
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """Every word that its line may let pass."""
         return self.labels if self.otherwise == NOTHING_FOUND else (*self.labels, self.otherwise)
 
     @property
     def takes_texts(self) -> bool:
-        """Whether it is asked with texts, not with images."""
         return self.input is None
 
     @property
     def pixels(self) -> InputSpec:
-        """What images it wants to see. Raises ValueError for an expert of texts."""
+        """Raises ValueError for an expert of texts."""
         if self.input is None:
             raise ValueError(f"{self.id} takes texts, not images")
         return self.input
@@ -186,15 +179,14 @@ class BoundingBox:
     bottom: float
 
     def as_json(self) -> dict[str, str | float]:
-        """As results and answers have it: the score to six places, corners to a hundredth of a pixel."""
-        sides = (("left", self.left), ("top", self.top), ("right", self.right), ("bottom", self.bottom))
-        corners = {side: round(value, 2) for side, value in sides}
+        """For results and answers: the score to six places, corners to a hundredth of a pixel."""
+        corners = {side: round(getattr(self, side), 2) for side in ("left", "top", "right", "bottom")}
         return {"label": self.label, "score": round(self.score, 6), **corners}
 
 
 @dataclass(frozen=True, slots=True)
 class LabelScore:
-    """What one output of a multilabel expert says of its label: how probable it is, and from where on it holds."""
+    """One output of a multilabel expert: the probability of its label, and the threshold from which it holds."""
 
     label: str
     score: float
@@ -202,11 +194,9 @@ class LabelScore:
 
     @property
     def holds(self) -> bool:
-        """Whether the image has it."""
         return self.score >= self.threshold
 
     def as_json(self) -> dict[str, str | float | bool]:
-        """As results and answers have it: the score to six places."""
         return {"label": self.label, "score": round(self.score, 6), "threshold": self.threshold, "holds": self.holds}
 
 
@@ -236,7 +226,7 @@ class Anomaly:
     map: AnomalyMap | None = None
 
     def as_json(self) -> dict[str, float]:
-        """As results and answers have it: both numbers; a map is kept apart."""
+        """For results and answers; the map is kept apart."""
         return {"score": self.score, "threshold": self.threshold}
 
 

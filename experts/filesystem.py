@@ -1,8 +1,8 @@
 """Filesystems: their kinds, folders without links, and files that appear whole.
 
 Local filesystems tell of changes and lock safely, shared ones do neither. ``whole_file`` is the project's one writer of
-files that others read: a file appears under its name complete and synced, or not at all. In a folder that others may
-write to, no link that lies there is followed (``below``), so that nobody can have another file written or moved.
+files that others read. In a folder that others may write to, no link is followed (``below``): else another user could
+have any file written or moved.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def filesystem_type(path: Path, mounts: Path = MOUNTS) -> str | None:
 
 
 def is_shared(filesystem: str | None) -> bool:
-    """Whether other machines, or a program, may serve it: no locks to trust, no events."""
+    """Whether other machines, or a program, may serve it: neither locks nor events can be trusted."""
     return filesystem is not None and bool(SHARED.fullmatch(filesystem))
 
 
 def tells_changes(filesystem: str | None) -> bool:
-    """Whether the kernel reports every change in it; a type that nobody knows does not."""
+    """Whether the kernel reports every change in it; False for unknown types."""
     return filesystem is not None and bool(LOCAL.fullmatch(filesystem))
 
 
@@ -61,8 +61,7 @@ def whole_file(path: Path, *, below: Path | None = None, has_rivals: bool = Fals
     """A file that takes its name once it is complete and on the disk; an error leaves nothing of it.
 
     ``below``: a folder that others may write to; links between it and the file are refused as OSError. ``has_rivals``:
-    several processes may write the file at once. Else the draft has always the same name, so that the draft of a
-    killed writer goes with the next one.
+    several processes may write the file at once. Else the next writer removes the draft of a killed one, by its name.
     """
     with open_folder(path.parent, below) as folder:
         draft = _draft_name(path.name, f".{os.getpid()}.tmp" if has_rivals else ".tmp", folder)
@@ -100,7 +99,6 @@ def whole_text_file(path: Path) -> Iterator[TextIO]:
 
 
 def _draft_name(name: str, ending: str, folder: int) -> str:
-    """The hidden name of a file that is not whole yet; a digest where the filesystem takes no longer name."""
     if len(os.fsencode(f".{name}{ending}")) > os.fpathconf(folder, "PC_NAME_MAX"):
         name = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
     return f".{name}{ending}"
@@ -108,7 +106,7 @@ def _draft_name(name: str, ending: str, folder: int) -> str:
 
 @contextmanager
 def open_folder(folder: Path, below: Path | None = None, *, makes: bool = False) -> Iterator[int]:
-    """The descriptor of a folder. ``below``: no link is followed from there on; ``makes``: what lacks there is made.
+    """The descriptor of a folder. ``below``: no link is followed from there on; ``makes``: missing folders are made.
 
     Raises OSError, NotADirectoryError for a link among them.
     """
@@ -136,7 +134,7 @@ def _open_inner(name: str, outer: int, folder: Path) -> int:
 
 
 def make_folder(folder: Path) -> None:
-    """Have a folder there, and survive a power cut with those above it, whoever made them, and however long ago."""
+    """Make a folder, and sync all those above it, which may not be on the disk yet either."""
     folder.mkdir(parents=True, exist_ok=True)
     for above in folder.parents:
         with suppress(OSError):  # one that we may not read: it was there before us
@@ -144,6 +142,5 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have what was made, renamed or removed in this folder survive a power cut."""
     with open_folder(folder) as descriptor:
         os.fsync(descriptor)

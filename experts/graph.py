@@ -1,7 +1,6 @@
-"""Routes: component -> preliminary expert -> subsequent experts; who depends on whom.
+"""Routes: component -> preliminary expert -> subsequent experts, and the dependencies between them.
 
-A route may branch in its last step: the label that a router answers with there picks the expert that ends the route,
-whatever that one says.
+A route may branch in its last step: a router's label picks the expert that ends the route with any answer.
 
 Guarantees: the graph of dependencies has no cycle; every step names an expert of the line (the catalog checks both
 before one is built, and the constructor refuses a cycle again). Immutable, and answers in O(1).
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 from experts.expert import NOTHING_FOUND, Prediction, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +33,9 @@ class RouteStep:
 
     @property
     def going_on(self) -> frozenset[str]:
-        """The labels that do not end the route as NG."""
         return self.passing | self.then.keys() if self.then else self.passing
 
     def renamed(self, names: Mapping[str, str]) -> RouteStep:
-        """The same turn, of experts under other names."""
         then = {label: names[expert] for label, expert in self.then.items()}
         return RouteStep(names[self.expert], self.passing, self.min_score, then)
 
@@ -56,9 +53,9 @@ class Judgement:
 class ExpertGraph:
     """The routes of one line. ``routes`` maps a component type to its steps, in order, at least one.
 
-    ``shadows``: expert -> the one in its shadow, which is shown the same images, decides nothing and is on no route.
-    Raises ValueError for a route without a step, one that branches before its last step, experts in a circle, and a
-    shadow that is on a route, that another expert has, or that is none of the experts.
+    ``shadows``: expert -> its shadow, which is shown the same images, decides nothing and is on no route.
+    Raises ValueError for a route without a step, a branch before the last step, experts in a circle, and a shadow that
+    is on a route, that another expert has, or that is none of the experts.
     """
 
     def __init__(
@@ -78,7 +75,8 @@ class ExpertGraph:
                 raise ValueError(f"route {component} has no step")
             if any(step.then for step in steps[:-1]):
                 raise ValueError(f"route {component} branches before its last step")
-            for expert, following in _dependencies(steps):
+            pairs = [(step.expert, following.expert) for step, following in itertools.pairwise(steps)]
+            for expert, following in (*pairs, *((steps[-1].expert, branch) for branch in steps[-1].then.values())):
                 preliminaries[following].add(expert)
                 subsequents[expert].add(following)
         self._refuse_shadows()
@@ -99,12 +97,12 @@ class ExpertGraph:
             raise ValueError("an expert is the shadow of two")
 
     def first_expert(self, component: str) -> str | None:
-        """The preliminary expert of a component's route; None for a component without a route."""
+        """None for a component without a route."""
         steps = self.routes.get(component)
         return steps[0].expert if steps else None
 
     def experts_of(self, component: str) -> tuple[str, ...]:
-        """Every expert that a component's route may reach, in its order; none for a component without a route."""
+        """Experts that a component's route may reach, in its order; none without a route."""
         steps = self.routes.get(component, ())
         return tuple(dict.fromkeys(expert for step in steps for expert in (step.expert, *step.then.values())))
 
@@ -116,17 +114,16 @@ class ExpertGraph:
         return tuple(dict.fromkeys((*following, *branches)))
 
     def turns(self, component: str, expert: str) -> tuple[int, ...]:
-        """The numbers of the steps at which a component's route may ask an expert, as ``judge`` takes them."""
+        """Numbers of the steps at which a component's route may ask an expert, as ``judge`` takes them."""
         steps = self.routes.get(component, ())
         found = tuple(number for number, step in enumerate(steps) if step.expert == expert)
         return (*found, len(steps)) if steps and expert in steps[-1].then.values() else found
 
     def preliminaries(self, expert: str) -> frozenset[str]:
-        """The experts that run right before this one on some route; empty for one that always comes first."""
+        """Experts right before this one on some route."""
         return self._preliminaries[expert]
 
     def subsequents(self, expert: str) -> tuple[str, ...]:
-        """The experts that run right after this one on some route, sorted."""
         return self._subsequents[expert]
 
     def usage(
@@ -135,12 +132,11 @@ class ExpertGraph:
         pass_rates: Mapping[str, float],
         label_rates: Mapping[str, Mapping[str, float]] | None = None,
     ) -> dict[str, float]:
-        """How likely a request is to use each expert that these components' routes reach (CoServe, section 4.5).
+        """Probability of each expert that these components' routes reach to be used (CoServe, section 4.5).
 
-        ``shares``: how likely it is of each component. A subsequent expert is used as often as the experts before it
-        let a request pass: at the rate that ``pass_rates`` gives (0 to 1), else always. Where a route branches,
-        ``label_rates`` says of what passed how often (0 to 1) a router answers with each of its labels; else all of
-        them are as likely.
+        ``shares``: probability of each component. A subsequent expert is used as often as those before it let a request
+        pass: at their ``pass_rates`` (0 to 1), else always. Where a route branches, ``label_rates`` gives the share (0
+        to 1) of each label of a router among what passed; else all are equal.
         """
         usage: dict[str, float] = {}
         for component, share in shares.items():
@@ -165,18 +161,8 @@ class ExpertGraph:
         label, score = deciding_label(prediction, asked.going_on)
         if label not in asked.going_on or score < asked.min_score:
             return Judgement(label, score, next_expert=None, verdict=Verdict.NG)
-        if label in asked.then:
-            return Judgement(label, score, next_expert=asked.then[label], verdict=None)
-        if step + 1 < len(steps):
-            return Judgement(label, score, next_expert=steps[step + 1].expert, verdict=None)
-        return Judgement(label, score, next_expert=None, verdict=Verdict.OK)
-
-
-def _dependencies(steps: tuple[RouteStep, ...]) -> Iterator[tuple[str, str]]:
-    """(expert, one that may run right after it) of one route."""
-    for step, following in itertools.pairwise(steps):
-        yield step.expert, following.expert
-    yield from ((steps[-1].expert, expert) for expert in steps[-1].then.values())
+        following = asked.then.get(label) or (steps[step + 1].expert if step + 1 < len(steps) else None)
+        return Judgement(label, score, following, Verdict.OK if following is None else None)
 
 
 def deciding_label(prediction: Prediction, passing: frozenset[str]) -> tuple[str, float]:
@@ -191,14 +177,14 @@ def deciding_label(prediction: Prediction, passing: frozenset[str]) -> tuple[str
 
 
 def _deciding_output(prediction: Prediction, passing: frozenset[str]) -> tuple[str, float]:
-    """Of labels that do not exclude one another: one that holds and does not pass, else one that lacks and has to hold.
+    """Of a multilabel expert: a label that holds and does not pass, else one that has to hold and does not.
 
-    Those that pass have to hold, all of them, but where ``otherwise`` passes: then they only may. What passes is as
-    sure as the least sure of the outputs that could have ended it.
+    Labels that pass all have to hold, unless ``otherwise`` passes. The score of what passes is that of the least sure
+    output that could have ended the route.
     """
     failing = [output for output in prediction.outputs if output.label not in passing]
-    if any(output.holds for output in failing):
-        worst = max((output for output in failing if output.holds), key=lambda output: output.score)
+    if holding := [output for output in failing if output.holds]:
+        worst = max(holding, key=lambda output: output.score)
         return worst.label, worst.score
     needed = [] if prediction.otherwise in passing else [each for each in prediction.outputs if each.label in passing]
     if lacking := [1 - output.score for output in needed if not output.holds]:

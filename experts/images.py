@@ -48,22 +48,10 @@ JPEG_END = b"\xff\xd9"
 BMP_HEADER = struct.Struct("<2sIHHIIiiHHI")  # signature .. compression
 BMP_INFO_HEADER_BYTES = 40  # shorter ones keep their size elsewhere
 BMP_UNCOMPRESSED = frozenset({0, 3})  # plain pixels, and plain pixels with bit masks
-BROKEN = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    OverflowError,
-    EOFError,
-    MemoryError,
-    NotImplementedError,
-    struct.error,
-    zlib.error,
-    Warning,
-)  # what Pillow raises on hostile bytes; Warning where warnings are errors
+BROKEN = (  # what Pillow raises on hostile bytes; Warning where warnings are errors
+    OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, EOFError,
+    MemoryError, NotImplementedError, struct.error, zlib.error, Warning,
+)  # fmt: skip
 
 
 class Completeness(StrEnum):
@@ -76,10 +64,10 @@ class Completeness(StrEnum):
 
 
 def completeness(file: BinaryIO) -> Completeness:
-    """What the bytes of an open, seekable file say about its end; a few small reads, nothing is decoded.
+    """What the bytes of an open, seekable file say about its end; nothing is decoded.
 
-    However large the file is, and whatever it claims, so much is read at most: 33 MiB, a TIFF's tables.
-    Nothing at all, and nothing but zeros, is CUT. Raises OSError when reading fails.
+    At most 33 MiB are read (a TIFF's tables), whatever the file claims. An empty file, or one of zeros, is CUT.
+    Raises OSError when reading fails.
     """
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
@@ -96,7 +84,7 @@ def completeness(file: BinaryIO) -> Completeness:
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
         return _whole_if(size >= 8 + int.from_bytes(head[4:8], "little") and any(tail))
     if head.startswith(b"BM"):
-        return _whole_or_zero_tailed(size >= _bmp_bytes(head), tail)
+        return _whole_if(size >= _bmp_bytes(head), tail)
     if head.startswith(TIFF_STARTS):
         return _tiff(file, size, tail)
     return Completeness.UNKNOWN
@@ -117,11 +105,10 @@ class Decoded:
     orientation: int = UPRIGHT
 
     def turned(self, wanted: Orientation) -> NDArray[np.uint8]:
-        """The pixels as an expert wants them."""
         return upright(self.pixels, self.orientation) if wanted is Orientation.EXIF else self.pixels
 
     def serves(self, least: tuple[int, int] | None) -> bool:
-        """Are these the very pixels that decoding it for ``least`` would give?"""
+        """Whether decoding the file for ``least`` would give these pixels."""
         return self.reduction == (reduction(self.height, self.width, least) if self.is_jpeg else 1)
 
 
@@ -139,7 +126,6 @@ def read_image(
     max_pixels: int = DEFAULT_MAX_PIXELS,
     room_for: Callable[[int], AbstractContextManager[object]] = nullcontext,
 ) -> NDArray[np.uint8]:
-    """The stored pixels of one image: uint8 RGB, (height, width, 3), all of them; see ``decode_image``."""
     return decode_image(source, name, max_pixels, room_for).pixels
 
 
@@ -152,10 +138,9 @@ def decode_image(
 ) -> Decoded:
     """One image, decoded. ``name`` is what errors call it.
 
-    PNG, JPEG, BMP, TIFF or WebP, told by their bytes, not by the name. The size is checked before anything is decoded.
-    ``room_for`` is entered with the bytes that decoding takes at most, while it takes them; it may wait for them.
-    ``least``: so many pixels (height, width) are enough; a JPEG is made smaller while it is decoded then, as far as
-    its decoder can at little cost: to a half, a quarter or an eighth of its sides.
+    PNG, JPEG, BMP, TIFF or WebP, told by the bytes. The size is checked before anything is decoded.
+    ``room_for`` is entered, and may wait, with the bytes that decoding takes at most.
+    ``least``: (height, width) that are enough; a JPEG is decoded to a half, a quarter or an eighth of its sides then.
     Raises ImageTooLarge, or ImageUnreadable for what is not permitted, not an image, cut, or holds several images; and
     MemoryError, which says nothing of the image.
     """
@@ -167,9 +152,11 @@ def decode_image(
         raise ImageUnreadable(name, "the file is cut: its last bytes are missing")
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            _check_size(image, name, max_pixels)
-            _check_single(image, name)
             (width, height), is_jpeg = image.size, image.format == "JPEG"
+            if width * height > max_pixels:
+                raise ImageTooLarge(name, f"{width} x {height} pixels are more than max_pixels {max_pixels}")
+            if (frames := getattr(image, "n_frames", 1)) > 1:
+                raise ImageUnreadable(name, f"holds {frames} images: send one image a file")
             smaller = reduction(height, width, least) if is_jpeg else 1
             if smaller > 1:
                 image.draft(None, (width // smaller, height // smaller))  # None: its own mode
@@ -187,7 +174,6 @@ def decode_image(
 
 
 def largest_file_bytes(max_pixels: int) -> int:
-    """How long the file of an image with so many pixels is at most; a longer one is not even read."""
     return max_pixels * MAX_BYTES_PER_PIXEL + HEADER_ALLOWANCE_BYTES
 
 
@@ -205,18 +191,6 @@ def _read(path: Path, name: str, max_pixels: int) -> bytes:
 def _check_length(size_bytes: int, name: str, max_pixels: int) -> None:
     if size_bytes > largest_file_bytes(max_pixels):
         raise ImageTooLarge(name, f"{size_bytes} bytes are more than any image of {max_pixels} pixels has")
-
-
-def _check_size(image: Image.Image, name: str, max_pixels: int) -> None:
-    width, height = image.size
-    if width * height > max_pixels:
-        raise ImageTooLarge(name, f"{width} x {height} pixels are more than max_pixels {max_pixels}")
-
-
-def _check_single(image: Image.Image, name: str) -> None:
-    frames = getattr(image, "n_frames", 1)
-    if frames > 1:
-        raise ImageUnreadable(name, f"holds {frames} images: send one image a file")
 
 
 def _orientation(image: Image.Image) -> int:
@@ -255,12 +229,9 @@ def _pixels(image: Image.Image) -> NDArray[np.uint8]:
     return pixels
 
 
-def _whole_if(is_whole: bool) -> Completeness:
-    return Completeness.WHOLE if is_whole else Completeness.CUT
-
-
-def _whole_or_zero_tailed(is_long_enough: bool, tail: bytes) -> Completeness:
-    if not is_long_enough:
+def _whole_if(is_whole: bool, tail: bytes = b"-") -> Completeness:
+    """``tail``: the last bytes, of formats where zeros may be black pixels."""
+    if not is_whole:
         return Completeness.CUT
     return Completeness.WHOLE if any(tail) else Completeness.ZERO_TAILED
 
@@ -288,6 +259,4 @@ def _tiff(file: BinaryIO, size: int, tail: bytes) -> Completeness:
         return Completeness.CUT
     if pixels is None:
         return Completeness.UNKNOWN
-    if not pixels.are_within:
-        return Completeness.CUT
-    return _whole_or_zero_tailed(True, tail) if pixels.are_raw else _whole_if(any(tail))
+    return _whole_if(pixels.are_within, tail) if pixels.are_raw else _whole_if(pixels.are_within and any(tail))

@@ -1,7 +1,7 @@
 """Brings a weights file into a format that is safe to read: `coserve experts import`.
 
-A .pt, .pth or .ckpt is a pickle, and reading one as Python does may run whatever its author wrote. So it is read as
-data, in a process of its own that is thrown away (experts.checkpoints), and its weights are written as .safetensors.
+A .pt, .pth or .ckpt is a pickle, and Python's way of reading may run code of its author. So it is read as data, in a
+process of its own that is thrown away (experts.checkpoints), and its weights are written as .safetensors.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ FORMATS = frozenset({".safetensors", ".onnx"})
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """Weights that were written. ``said``: what whoever imports them should know."""
+    """Weights that were written. ``said``: remarks for the user, a sentence each."""
 
     sha256: str
     said: tuple[str, ...]
 
 
 def is_checkpoint(file: Path) -> bool:
-    """Whether a file is one of torch.save, by its name."""
     return file.name.endswith(PICKLES)
 
 
@@ -49,12 +48,18 @@ def bring(source: Path, destination: Path) -> Imported:
         raise WeightsRefused(str(source), f"its import is a {wanted} file: name the destination so, not {destination}")
     if not source.is_file():
         raise WeightsMissing(str(source), "there is no such file")
+    from experts.backends.weight_files import check_weights  # heavy runtimes: only when a file is imported
+
     candidate = destination.with_name(f".{destination.stem}.import{wanted}")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        said = _write(source, candidate)
-        _check(source, candidate)
-        said = (*said, *_other_order(candidate, destination))
+        said: tuple[str, ...] = ()
+        if is_checkpoint(source):
+            said = convert_checkpoint(source, candidate).said
+        else:
+            shutil.copyfile(source, candidate)
+        check_weights(str(source), candidate)
+        said += _other_order(candidate, destination)
         with candidate.open("rb") as file, whole_file(destination, has_rivals=True) as final:
             shutil.copyfileobj(file, final)
         with destination.open("rb") as file:
@@ -66,21 +71,8 @@ def bring(source: Path, destination: Path) -> Imported:
             candidate.unlink()
 
 
-def _write(source: Path, candidate: Path) -> tuple[str, ...]:
-    if is_checkpoint(source):
-        return convert_checkpoint(source, candidate).said
-    shutil.copyfile(source, candidate)
-    return ()
-
-
-def _check(source: Path, candidate: Path) -> None:
-    from experts.backends.weight_files import check_weights  # heavy runtimes: only when a file is imported
-
-    check_weights(str(source), candidate)
-
-
 def _other_order(candidate: Path, destination: Path) -> tuple[str, ...]:
-    """The line names labels in the order of the file that is replaced."""
+    """A remark where the replaced file, and so the line, has the labels in another order."""
     from experts.backends.weight_files import told_labels
 
     before, now = told_labels(destination), told_labels(candidate)

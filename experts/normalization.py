@@ -16,7 +16,6 @@ class Normalization:
     channels: Literal["rgb", "bgr"] = "rgb"
 
     def __str__(self) -> str:
-        """One word, as it stands in the names of kinds and of prepared images."""
         mean, std = (",".join(str(each) for each in values) for values in (self.mean, self.std))
         return f"mean={mean}/std={std}/{self.scale}{'' if self.channels == 'rgb' else '/bgr'}"
 
@@ -27,5 +26,5 @@ NAMED = {"imagenet": IMAGENET, "unit": UNIT}
 
 
 def named(normalization: Normalization) -> str | Normalization:
-    """Its name where it has one, so that experts that say the same in two ways share what is prepared."""
+    """Its name where it has one: experts that say the same in two ways share prepared images."""
     return next((name for name, known in NAMED.items() if known == normalization), normalization)

@@ -42,6 +42,5 @@ def upright_corners(
 
 
 def upright_map(stored: AnomalyMap, orientation: int) -> AnomalyMap:
-    """A map of the stored pixels, as it lies over the upright image."""
     values = upright(np.frombuffer(stored.values, np.uint8).reshape(stored.height, stored.width), orientation)
     return replace(stored, height=values.shape[0], width=values.shape[1], values=values.tobytes())

@@ -1,7 +1,7 @@
-"""Where a text goes that names a route instead of an expert: to whom a rule says, else to whom its router says.
+"""Routes of texts: to the expert that a rule names, else to the one that the route's router picks.
 
-Guarantees: every text has a destination, and the same text always the same one as far as rules decide. What a route's
-router may answer, and whom each answer means, stands in the line's graph as a branching route of the same name.
+Guarantees: every text has a destination, and rules always give the same text the same one. The line's graph holds a
+router's labels, and the expert of each, as a branching route of the same name.
 """
 
 from __future__ import annotations
@@ -46,12 +46,10 @@ class TextRoute:
 
     @property
     def experts(self) -> tuple[str, ...]:
-        """Whoever may answer a text that is sent here, and the router; each once."""
-        last = () if self.otherwise is None else (self.otherwise,)
-        router = () if self.router is None else (self.router,)
-        return tuple(dict.fromkeys([*(rule.expert for rule in self.rules), *router, *self.branches.values(), *last]))
+        """Experts that may answer a text sent here, and the router; each once."""
+        named = [*(rule.expert for rule in self.rules), self.router, *self.branches.values(), self.otherwise]
+        return tuple(dict.fromkeys(name for name in named if name is not None))
 
     @property
     def steps(self) -> tuple[RouteStep, ...]:
-        """The same as a route of the line's graph; none where there is no router to be asked."""
         return () if self.router is None else (RouteStep(self.router, frozenset(), then=self.branches),)

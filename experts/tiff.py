@@ -1,6 +1,6 @@
 """Where the pixels of a TIFF file end, by its first directory, at a cost that the file cannot choose.
 
-Not with Pillow, which reads whatever each tag claims to hold: here no more is read than a directory of
+Not with Pillow, which reads all that each tag claims to hold: here no more is read than a directory of
 ``LARGEST_DIRECTORY`` entries, and the tables of ``LARGEST_TABLE`` strips and as many tiles.
 """
 
@@ -95,7 +95,6 @@ class _TiffFile:
         return dict(self._entries(offset + struct.calcsize(self._order + self._layout.length), length))
 
     def numbers(self, tag: _Tag) -> NDArray[np.uint64]:
-        """The tag's values."""
         kind = f"{self._order}u{ITEM_BYTES[tag.type]}"
         return np.frombuffer(self.read(tag.offset, tag.size_bytes), kind).astype(np.uint64)
 

@@ -38,7 +38,7 @@ def import_expert(
 ) -> None:
     """Bring weights into a format that is safe to serve; a checkpoint is read as data, in a process of its own."""
     if source.is_dir():
-        _import_folder(source, destination, argument or [], tokenizer, as_json=as_json)
+        _import_folder(source, destination, dict(map(_argument, argument or ())), tokenizer, as_json)
         return
     if argument or tokenizer is not None:
         raise typer.BadParameter(f"{source} is no folder of DeepSpeed's - leave --arg and --tokenizer")
@@ -58,9 +58,8 @@ def import_expert(
 
 
 def _import_folder(
-    source: Path, destination: Path, arguments: list[str], tokenizer: Path | None, *, as_json: bool
+    source: Path, destination: Path, given: dict[str, Any], tokenizer: Path | None, as_json: bool
 ) -> None:
-    given = dict(_argument(text) for text in arguments)
     from experts.llm.importing.deepspeed import import_deepspeed  # loads torch
 
     with explained():
@@ -69,16 +68,14 @@ def _import_folder(
         row = {"weights": str(imported.directory), "moe_experts": imported.moe_experts}
         print(json.dumps({**row, "size_bytes": imported.size_bytes, "has_tokenizer": imported.has_tokenizer}))
         return
-    print(
-        f"{imported.directory}  {imported.size_bytes / 1e6:.1f} MB, experts of its layers {list(imported.moe_experts)}"
-    )
+    size = f"{imported.size_bytes / 1e6:.1f} MB"
+    print(f"{imported.directory}  {size}, experts of its layers {list(imported.moe_experts)}")
     if not imported.has_tokenizer:
         print("It has no tokenizer.json yet, without which it reads no text: copy it there.")
     print("Name it as `weights:` of an expert in the line file.")
 
 
 def _argument(text: str) -> tuple[str, Any]:
-    """NAME=VALUE, the value as JSON where it is some."""
     name, sign, value = text.partition("=")
     if not name or not sign:
         raise typer.BadParameter(f"{text!r} is no NAME=VALUE", param_hint="--arg")
@@ -95,14 +92,14 @@ def add_expert(
     ],
     expert: Annotated[str | None, typer.Option("--id", help="its id, kind/name; default by its kind and file")] = None,
     component: Annotated[
-        list[str] | None, typer.Option(help="component type whose route asks it last; may be given several times")
+        list[str] | None, typer.Option(help="component type whose route asks it last; repeatable")
     ] = None,
     task: Annotated[
-        str | None, typer.Option(help="of several labels: multiclass, one is the answer, or multilabel, each by itself")
+        str | None, typer.Option(help="multiclass: one label is the answer; multilabel: any of them")
     ] = None,
     labels: Annotated[str | None, typer.Option(help="what its outputs mean, in their order: ok,missing")] = None,
     otherwise: Annotated[
-        str | None, typer.Option(metavar="LABEL", help="of a multilabel model: what a part is where no label holds")
+        str | None, typer.Option(metavar="LABEL", help="multilabel: answer where no label holds")
     ] = None,
     size: Annotated[str | None, typer.Option(metavar="HEIGHTxWIDTH", help="pixels of its images")] = None,
     normalize: Annotated[
@@ -120,8 +117,7 @@ def add_expert(
     ] = None,
     min_score: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="a lower score is NG")] = None,
     threshold: Annotated[
-        float | None,
-        typer.Option(help="of an anomaly model: the score from which it is NG; of multilabel: of all labels"),
+        float | None, typer.Option(help="anomaly: the score from which a part is NG; multilabel: of all labels")
     ] = None,
     image: Annotated[Path | None, typer.Option(help="file to try it on; default a made-up image")] = None,
     prints: Annotated[bool, typer.Option("--print", help="the lines that would be added, and write nothing")] = False,
@@ -174,7 +170,6 @@ def _one_of(text: str | None, known: tuple[str, ...], option: str) -> str | None
 
 
 def _of_input(key: str, text: str) -> object:
-    """What may stand behind a key of a line file."""
     from experts.catalog import PreparationSection
     from experts.document import parse_document
     from experts.errors import ConfigError
@@ -188,7 +183,6 @@ def _of_input(key: str, text: str) -> object:
 
 
 def _size(text: str | None) -> tuple[int, int] | None:
-    """HEIGHTxWIDTH, or one number for both."""
     if text is None:
         return None
     sides = text.lower().split("x")

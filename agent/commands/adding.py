@@ -1,8 +1,8 @@
 """Brings a model to a line: `coserve experts add`.
 
-Guarantees: what goes into the line file is what the model's file tells, or what whoever adds it said, and what neither
-tells is asked for, never guessed. The expert has answered to an image, packed and run as the agent would, before
-anything is written; the weights are there before the line file names them; the line file keeps its comments and order.
+Guarantees: each entry of the line file is told by the model's file or by an option, or asked for, never guessed. The
+expert has answered to an image, packed and run as the agent does, before anything is written; the weights are there
+before the line file names them; the line file keeps its comments and order.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ LABELS_TOLD = 100  # of a file, where the line calls them by other names
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What whoever adds a model says of it; None: what its file tells. ``size``: (height, width).
+    """Facts about a model that the user gives; None: as its file tells. ``size``: (height, width).
 
-    ``task``: "multiclass" or "multilabel". ``otherwise``: what it is where no label holds, of the latter.
-    ``components``: whose routes ask it, and ``passing``: the labels that let them go on. ``threshold``: of anomaly
-    experts, and of each label of multilabel ones. ``prints``: write nothing.
+    ``task``: "multiclass" or "multilabel"; of the latter ``otherwise`` is the label where none holds. ``components``:
+    whose routes ask it; ``passing``: labels that let them go on. ``threshold``: of anomaly experts, and of each label
+    of multilabel ones. ``prints``: write nothing.
     """
 
     id: str | None = None
@@ -90,7 +90,7 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What an expert said of one image. ``image``: which, in words."""
+    """The trial on one image; ``image``: which, in words."""
 
     image: str
     prediction: Prediction
@@ -99,9 +99,9 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What was added, or would be. ``entry``: the keys of the expert; ``lines``: both in YAML.
+    """An expert that was added, or would be. ``entry``: its keys; ``lines``: the YAML of expert and routes.
 
-    ``sure``: by key, what says so. ``weights``: the file that serves; None where nothing was written.
+    ``sure``: evidence by key. ``weights``: the file that serves; None where nothing was written.
     """
 
     expert: str
@@ -117,21 +117,14 @@ class Added:
 
     @property
     def judges(self) -> bool:
-        """Whether its answer means something: that of an anomaly expert without a threshold does not yet."""
+        """False for an anomaly expert without a threshold, whose answer means nothing yet."""
         return self.kind != "anomaly" or "threshold" in self.entry
 
     def as_json(self) -> dict[str, Any]:
         prediction = self.tried.prediction
-        return {
-            "expert": self.expert,
-            "kind": self.kind,
-            "entry": self.entry,
-            "lines": self.lines,
-            "routes": list(self.routes),
-            "sure": self.sure,
-            "said": list(self.said),
+        names = ("expert", "kind", "entry", "lines", "routes", "sure", "said", "weights", "sha256")
+        return {key: getattr(self, key) for key in names} | {
             "weights": None if self.weights is None else str(self.weights),
-            "sha256": self.sha256,
             "tried": {
                 "image": self.tried.image,
                 "label": prediction.label if self.judges else None,
@@ -144,15 +137,15 @@ class Added:
 
 
 def add_model(line: Path, file: Path, wishes: Wishes) -> Added:
-    """Add a model's file to a line. Raises ConfigError, ImageError, and WeightsError: WeightsUnclear for what to ask.
+    """Add a model's file to a line. After an error nothing is left that was not there before.
 
-    Nothing is left behind then that was not there before.
+    Raises ConfigError, ImageError, WeightsError; WeightsUnclear says what to ask.
     """
     content = content_of(line)
     inspected = inspect_file(file, wishes.architecture, wishes.kind)
     settled = _Settled.of(line, inspected, wishes, content)
     text = content.decode("utf-8")
-    settled.edited(text)  # whatever is wrong with it is told before weights are read
+    settled.edited(text)  # its errors come before weights are read
     with _weights_for_trial(inspected, settled) as weights:
         on_trial = line_of(parse_document(line.absolute(), settled.on_trial(text, weights).encode()))
         expert, sha256 = on_trial.catalog.experts[settled.expert], _sha256(weights)
@@ -172,7 +165,7 @@ def add_model(line: Path, file: Path, wishes: Wishes) -> Added:
 class _Settled:
     """An expert of which all is known.
 
-    ``is_in_place``: its weights are served from where they lie. ``found``: what to tell of its file beside the keys.
+    ``is_in_place``: its weights are served from where they lie. ``found``: remarks on its file.
     """
 
     line: Path
@@ -188,7 +181,7 @@ class _Settled:
 
     @classmethod
     def of(cls, line: Path, inspected: Inspected, wishes: Wishes, content: bytes) -> _Settled:
-        """Raises WeightsUnclear with all that is not known, and ConfigError for what contradicts the file."""
+        """Raises WeightsUnclear with all missing facts, and ConfigError for what contradicts the file."""
         known = replace(
             inspected,
             kind=inspected.kind or wishes.kind,
@@ -225,20 +218,19 @@ class _Settled:
         return cls(line, expert, entry, step, wishes.components, sure, weights, is_in_place, inspected.file.name, said)
 
     def bound(self, evidence: str) -> _Settled:
-        """A threshold is of these weights and this input: ``evidence`` stands behind it."""
+        """A threshold is followed by the ``evidence`` of its weights and input."""
         entry: dict[str, Any] = {}
         for key, value in self.entry.items():
             entry |= {key: value, "threshold_of": evidence} if key == "threshold" else {key: value}
         return replace(self, entry=entry)
 
     def on_trial(self, text: str, weights: Path) -> str:
-        """The same from weights that lie elsewhere; an anomaly expert answers only where it has a threshold."""
+        """``edited`` with weights that lie elsewhere, and any threshold where an anomaly expert lacks one."""
         entry = {**self.entry, "weights": str(weights)}
         return replace(self, entry={"threshold": 0.0, **entry} if self.lacks_threshold else entry).edited(text)
 
     @property
     def said(self) -> tuple[str, ...]:
-        """What whoever added it should know beside the keys."""
         if not self.lacks_threshold:
             return self.found
         learn = f"coserve experts threshold {self.line} {self.expert} --samples DATA"
@@ -261,26 +253,25 @@ class _Settled:
 
 
 def _entry(known: Inspected, wishes: Wishes, weights: Path) -> dict[str, Any]:
-    entry: dict[str, Any] = {"architecture": known.architecture, "weights": weights.as_posix()}
-    if (task := "anomaly" if known.kind == "anomaly" else known.task) in {"anomaly", "multilabel"}:
-        entry["task"] = task
-    entry["labels"] = list(known.labels or ())
-    if wishes.otherwise is not None:
-        entry["otherwise"] = wishes.otherwise
-    if wishes.threshold is not None and known.task == "multilabel":
-        entry["thresholds"] = dict.fromkeys(entry["labels"], wishes.threshold)
-    elif wishes.threshold is not None:
-        entry["threshold"] = wishes.threshold
-    entry["input"] = {"size": list(known.size or ()), "normalize": known.normalize}
-    if known.fit is not None:
-        entry["input"]["fit"] = known.fit
-    if known.stem is not None:
-        entry["stem"] = known.stem
-    return entry
+    task, labels = "anomaly" if known.kind == "anomaly" else known.task, list(known.labels or ())
+    threshold, is_multilabel = wishes.threshold, known.task == "multilabel"
+    entry: dict[str, Any] = {
+        "architecture": known.architecture,
+        "weights": weights.as_posix(),
+        "task": None if task == "multiclass" else task,
+        "labels": labels,
+        "otherwise": wishes.otherwise,
+        "thresholds": dict.fromkeys(labels, threshold) if is_multilabel and threshold is not None else None,
+        "threshold": None if is_multilabel else threshold,
+        "input": {"size": list(known.size or ()), "normalize": known.normalize}
+        | ({} if known.fit is None else {"fit": known.fit}),
+        "stem": known.stem,
+    }
+    return {key: value for key, value in entry.items() if value is not None}
 
 
 def _evidence(inspected: Inspected, wishes: Wishes) -> dict[str, str]:
-    """What says so, of each key: the file, or whoever added it, and then what the file says instead."""
+    """Evidence by key: the file, or an option, with what the file says instead."""
     sure = dict(inspected.sure)
     for key in ("task", "labels", "otherwise", "size", "normalize", "fit"):
         given, told = getattr(wishes, key), getattr(inspected, key, None)
@@ -293,7 +284,7 @@ def _evidence(inspected: Inspected, wishes: Wishes) -> dict[str, str]:
 
 
 def _refuse_other_labels(inspected: Inspected, wishes: Wishes) -> None:
-    """Another number of them, or the file's own in another order. Other words for them are a choice, and are told."""
+    """Refuse another number of labels, or the file's own in another order; ``_renamed`` tells of other names."""
     given, names, count = wishes.labels, inspected.labels, inspected.label_count
     if given is not None and count is not None and len(given) != count:
         if count == 1:
@@ -313,7 +304,6 @@ def _refuse_other_labels(inspected: Inspected, wishes: Wishes) -> None:
 
 
 def _renamed(inspected: Inspected, wishes: Wishes) -> tuple[str, ...]:
-    """What the line is going to call by another name than the file does."""
     if wishes.labels is None or inspected.labels in {None, wishes.labels}:
         return ()
     pairs = zip(inspected.labels or (), wishes.labels, strict=True)
@@ -323,7 +313,6 @@ def _renamed(inspected: Inspected, wishes: Wishes) -> tuple[str, ...]:
 
 
 def _good_labels(known: Inspected, wishes: Wishes) -> tuple[str, ...]:
-    """The label of a good part, where exactly one says so by its name."""
     named = [*(known.labels or ()), *([wishes.otherwise] if wishes.otherwise else ())]
     good = tuple(label for label in named if label.lower() in GOOD_LABELS)
     return good if len(good) == 1 else ()
@@ -347,7 +336,7 @@ def _id_of(known: Inspected) -> str:
 
 @contextmanager
 def _weights_for_trial(inspected: Inspected, settled: _Settled) -> Iterator[Path]:
-    """The weights as they are served, in a place of their own for as long as it takes."""
+    """A temporary file of the weights as they are served; the file itself where it is served in place."""
     if settled.is_in_place:
         yield settled.weights
         return
@@ -362,8 +351,14 @@ def _weights_for_trial(inspected: Inspected, settled: _Settled) -> Iterator[Path
 
 @contextmanager
 def _put_in_place(weights: Path, settled: _Settled) -> Iterator[None]:
-    """The weights where the line file is going to name them; gone again if it comes to nothing."""
-    if settled.is_in_place or _is_there(weights, settled.weights):
+    """The weights where the line file is going to name them; gone again after an error.
+
+    Raises ConfigError where other weights lie there.
+    """
+    if settled.is_in_place or settled.weights.exists():
+        if not settled.is_in_place and _sha256(settled.weights) != _sha256(weights):
+            there = f"{settled.weights} is there already, and is another file"
+            raise ConfigError(f"{there}: choose another --id, or remove it")
         yield
         return
     settled.weights.parent.mkdir(parents=True, exist_ok=True)
@@ -376,17 +371,8 @@ def _put_in_place(weights: Path, settled: _Settled) -> Iterator[None]:
         raise
 
 
-def _is_there(weights: Path, destination: Path) -> bool:
-    """Whether these weights lie there already. Raises ConfigError where others do."""
-    if not destination.exists():
-        return False
-    if _sha256(destination) != _sha256(weights):
-        raise ConfigError(f"{destination} is there already, and is another file: choose another --id, or remove it")
-    return True
-
-
 def _tried(expert: Expert, file: Path | None) -> Tried:
-    """One image's way through the expert, packed and run as the agent would on a CPU."""
+    """One image through the expert, packed and run as the agent does on a CPU."""
     pixels = expert.pixels
     if file is None:
         image = decoded(_made_up(pixels.height, pixels.width), "")
@@ -403,7 +389,7 @@ def _tried(expert: Expert, file: Path | None) -> Tried:
 
 
 def _made_up(height: int, width: int) -> NDArray[np.uint8]:
-    """Something to look at: a slope of grey with a bright square and some noise."""
+    """A slope of grey with a bright square and some noise."""
     image = np.random.default_rng(0).integers(0, 24, (height, width, 3))
     image += np.linspace(40, 160, width, dtype=np.int64)[None, :, None]
     image[height // 3 : height // 2, width // 3 : width // 2] += 70
@@ -416,26 +402,21 @@ def _sha256(file: Path) -> str:
 
 
 def told_lines(line: Path, file: Path, added: Added) -> list[str]:
-    """What was found and done, for people."""
     entry, prediction = added.entry, added.tried.prediction
     values = {"task": "multiclass", **entry, **entry["input"]}
-    what = "an anomaly model" if added.kind == "anomaly" else f"a {added.kind} of {_counted(entry['labels'])}"
+    counted = "one label" if len(entry["labels"]) == 1 else f"{len(entry['labels'])} labels"
+    what = "an anomaly model" if added.kind == "anomaly" else f"a {added.kind} of {counted}"
     lines = [f"{file}: {entry['architecture']}, {what}"]
     lines += [f"  {key:<13}{_shown(values[key]):<24} {why}" for key, why in added.sure.items() if key in values]
     lines += [f"  {each}" for each in added.said]
-    seconds = f"{added.tried.seconds:.3f} s"
     answer = f"{prediction.label} {prediction.score:.3f}" if added.judges else "it answers,"
     if prediction.outputs:
         answer += f" ({', '.join(f'{each.label} {each.score:.3f}' for each in prediction.outputs)})"
-    lines.append(f"tried on {added.tried.image}: {answer} in {seconds}")
+    lines.append(f"tried on {added.tried.image}: {answer} in {added.tried.seconds:.3f} s")
     where = ", ".join([f"experts.{added.expert}", *(f"routes.{component}" for component in added.routes)])
     if added.weights is None:
         return [*lines, f"nothing was written; {line} would get {where}:"]
     return [*lines, f"{added.weights}: sha256 {added.sha256}", f"{line}: {where}"]
-
-
-def _counted(labels: list[str]) -> str:
-    return "one label" if len(labels) == 1 else f"{len(labels)} labels"
 
 
 def _shown(value: object, maximum: int = LABELS_SHOWN) -> str:

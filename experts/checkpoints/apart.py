@@ -39,13 +39,13 @@ def main(kind: str, limit_s: int, paths: Sequence[Path]) -> int:
     gc.disable()  # what is read stays until the end, and looking through it again and again takes as long as reading
     if kind == "weights":
         source, destination = paths
-        return _read([source], limit_s, lambda _: _tell(convert(source, destination)))
+        return _read([source], limit_s, lambda _: sys.stdout.write(json.dumps(convert(source, destination)) + "\n"))
     folder, *sources = paths
     return _read(sources, limit_s, lambda source: convert_state(source, folder), is_named=True)
 
 
-def _read(sources: Sequence[Path], limit_s: int, read: Callable[[Path], None], *, is_named: bool = False) -> int:
-    """Read files one after another, until one cannot be. ``is_named``: then it is said which."""
+def _read(sources: Sequence[Path], limit_s: int, read: Callable[[Path], object], *, is_named: bool = False) -> int:
+    """Read files one after another, up to the first error. ``is_named``: the error names its file."""
     about = ""
     try:
         _bound(max(source.stat().st_size for source in sources), limit_s)
@@ -63,10 +63,6 @@ def _read(sources: Sequence[Path], limit_s: int, read: Callable[[Path], None], *
     except OSError as error:
         return _answer(FAILED, f"{about}{error}")
     return DONE
-
-
-def _tell(answer: dict[str, object]) -> None:
-    print(json.dumps(answer))  # noqa: T201  to the process that asked
 
 
 def convert(source: Path, destination: Path) -> dict[str, object]:
@@ -89,7 +85,7 @@ def convert_state(source: Path, folder: Path) -> None:
 
 
 def _bound(file_bytes: int, limit_s: int) -> None:
-    """Nothing the file says may take more than this, whatever the checks before have missed."""
+    """Limits on memory, time and output, whatever the checks have missed."""
     pages = Path("/proc/self/statm")
     if pages.is_file():  # elsewhere there is no such limit, or it is not kept
         taken_bytes = int(pages.read_text().split()[0]) * resource.getpagesize()

@@ -65,9 +65,8 @@ class Checkpoint:
         if extent is None:
             raise WeightsCorrupt(self.source, f"storage {storage.key} is not in it")
         if storage.size_bytes > extent.size_bytes:
-            raise WeightsCorrupt(
-                self.source, f"storage {storage.key} has {extent.size_bytes} bytes instead of {storage.size_bytes}"
-            )
+            found_bytes = f"{extent.size_bytes} bytes instead of {storage.size_bytes}"
+            raise WeightsCorrupt(self.source, f"storage {storage.key} has {found_bytes}")
         found = _bytes_of(self.source, self._data, extent)
         if storage.key not in self._checked:
             _check(self.source, found, extent)
@@ -85,7 +84,7 @@ def opened(path: Path) -> Iterator[Checkpoint]:
     with path.open("rb") as file:
         if not path.stat().st_size:
             raise WeightsCorrupt(source, "is empty")
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # it is unmapped once nobody looks at its numbers
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # unmapped with the last view of its numbers
         yield _open(source, data, path)
 
 
@@ -123,9 +122,8 @@ def _open_archive(source: str, data: mmap.mmap, path: Path) -> Checkpoint:
 def _prefix(source: str, entries: Mapping[str, Extent]) -> str:
     """The folder that all entries lie in, with its slash."""
     if any(name.endswith("/constants.pkl") for name in entries):
-        raise WeightsRefused(
-            source, "is a TorchScript program, not weights: export the model that it was made of to ONNX"
-        )
+        advice = "export the model that it was made of to ONNX"
+        raise WeightsRefused(source, f"is a TorchScript program, not weights: {advice}")
     found = [name.removesuffix("data.pkl") for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(found) != 1:
         raise WeightsCorrupt(source, f"is a zip archive with {len(found)} data.pkl, where torch.save writes one")
@@ -185,11 +183,9 @@ def _refuse_overlaps(source: str, entries: Mapping[str, Extent]) -> None:
 def _bytes_of(source: str, data: mmap.mmap, extent: Extent) -> memoryview:
     if extent.packed_bytes is None:
         return memoryview(data)[extent.offset : extent.offset + extent.size_bytes]
-    unpacking = zlib.decompressobj(-zlib.MAX_WBITS)
+    packed = data[extent.offset : extent.offset + extent.packed_bytes]
     try:
-        unpacked = unpacking.decompress(
-            data[extent.offset : extent.offset + extent.packed_bytes], extent.size_bytes + 1
-        )
+        unpacked = zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, extent.size_bytes + 1)
     except zlib.error as error:
         raise WeightsCorrupt(source, f"is a zip archive with an entry that cannot be unpacked: {error}") from error
     if len(unpacked) != extent.size_bytes:

@@ -13,12 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the file tells of its model, as it says it; None where it does not.
+    """Facts that the file tells of its model; None: not told.
 
     ``task``: as its trainer names it (detect, classify, segment, ...). ``problem``: "multiclass" or "multilabel", by
-    its loss or last activation. ``size``: height and width of its images. ``normalize`` and ``fit``: as a line file has
-    them. ``evidence``: for each that is known, where in the file it stands; of a ``fit`` that is told but not served,
-    with what it is.
+    loss or last activation. ``size``: (height, width). ``normalize`` and ``fit``: as a line file has them.
+    ``evidence``: where in the file each fact stands, also a ``fit`` that is told but not served.
     """
 
     framework: str | None = None
@@ -45,10 +44,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The weights of a checkpoint, by their names without what wrappers put before them; the rest as in Told."""
+class Found(Told):
+    """``weights``: by their names without what wrappers put before them."""
 
     weights: Mapping[str, Tensor]
-    where: str
-    facts: Facts
-    said: tuple[str, ...]

@@ -5,6 +5,7 @@ Nothing here is of torch: a tensor is a description of where its numbers lie, ch
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 DIMENSIONS_MAXIMUM = 64  # torch's own limit
@@ -51,10 +52,9 @@ class Record:
     entries: dict[object, object] = field(default_factory=dict)
 
     def attribute(self, name: str) -> object:
-        """What the object would have had under a name, if its state is the usual one; None where it has none."""
+        """None where its state is not the usual one, or has no such name."""
         states = self.state if isinstance(self.state, tuple) else (self.state,)  # with __slots__ there are two
-        found = (state[name] for state in states if isinstance(state, dict) and name in state)
-        return next(found, None)
+        return next((state[name] for state in states if isinstance(state, dict) and name in state), None)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -89,10 +89,7 @@ class StoredTensor:
 
     @property
     def elements(self) -> int:
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return math.prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
@@ -116,11 +113,8 @@ class StoredTensor:
             return "a tensor of a negative size, stride or offset"
         if self.size_bytes > BYTES_MAXIMUM:
             return "a tensor larger than any memory"
-        reach = (self._last + 1) * ITEM_BYTES[self.dtype] if self.elements else 0
+        last = self.offset + sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
+        reach = (last + 1) * ITEM_BYTES[self.dtype] if self.elements else 0
         if reach > self.storage.size_bytes:
             return f"a tensor that reaches to byte {reach} of a storage of {self.storage.size_bytes}"
         return None
-
-    @property
-    def _last(self) -> int:
-        return self.offset + sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))

@@ -1,6 +1,6 @@
-"""How images come to a model, as trainers' tables say it, in the words of a line file: `normalize` and `fit`.
+"""Trainers' tables of how images come to a model, in the words of a line file: `normalize` and `fit`.
 
-Each value comes with the keys that it was read from, and no others. What a line file would refuse is not told.
+Each value comes with the keys that it was read from. A value that a line file would refuse is not told.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONFIG_LENGTH, SIDE_MAXIMUM = 1_000_000, 8192
 
 
 def normalization_of(values: Table) -> Told | None:
-    """Of numbers over 1 the pixels are those up to 255, as they are in OpenMMLab's data_preprocessor."""
+    """Numbers over 1, and OpenMMLab's data_preprocessor, are of pixels up to 255."""
     is_openmmlab = values.get("to_rgb", values.get("bgr_to_rgb"))
     for keys in PAIRS:
         mean, std = (_channels(values.get(key)) for key in keys)
@@ -35,7 +35,7 @@ def normalization_of(values: Table) -> Told | None:
 
 
 def openmmlab_preprocessor(config: object) -> Table:
-    """``data_preprocessor`` of a configuration, which is kept as the text of a Python file. Nothing is run."""
+    """``data_preprocessor`` of a configuration, kept as the text of a Python file. Nothing is run."""
     try:
         statements = ast.parse(config).body if isinstance(config, str) and len(config) < CONFIG_LENGTH else []
         for each in statements:
@@ -49,7 +49,7 @@ def openmmlab_preprocessor(config: object) -> Table:
 
 
 def fit_of(values: Table, size: tuple[int, int] | None) -> Told | None:
-    """Of torchvision's references, which say both sizes, and of timm, which says what part of the image is seen."""
+    """torchvision's references say both sizes; timm says which part of the image is seen."""
     interpolation, mode = str(values.get("interpolation")), values.get("crop_mode") or "center"
     resize, crop, part = (values.get(key) for key in ("val_resize_size", "val_crop_size", "crop_pct"))
     is_known = interpolation in INTERPOLATIONS
@@ -108,7 +108,7 @@ def _fit(resize: Any, crop: Any, interpolation: str) -> dict[str, Any]:  # noqa:
 
 
 def _channels(value: object) -> tuple[float, ...] | None:
-    """A number for each channel; one alone is of them all."""
+    """A number for each of three channels; one alone is of all."""
     if not isinstance(value, list | tuple) or not all(map(_is_number, value)):
         return None
     numbers = tuple(map(float, value)) * (3 if len(value) == 1 else 1)

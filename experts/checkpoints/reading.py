@@ -35,7 +35,7 @@ def read_checkpoint(path: Path) -> Found:
     with tempfile.TemporaryDirectory(prefix="coserve-checkpoint-") as folder:
         weights = Path(folder) / "weights.safetensors"
         told = convert_checkpoint(path, weights)
-        return Found(load_file(weights), told.where, told.facts, told.said)
+        return Found(told.where, told.facts, told.said, load_file(weights))
 
 
 def convert_checkpoint(source: Path, destination: Path) -> Told:
@@ -45,7 +45,10 @@ def convert_checkpoint(source: Path, destination: Path) -> Told:
     """
     if not source.is_file():
         raise WeightsMissing(str(source), "there is no such file")
-    return _told(_read_apart(source, "weights", [source], [source, destination]))
+    values: dict[str, Any] = json.loads(_read_apart(source, "weights", [source], [source, destination]))
+    facts: dict[str, Any] = values["facts"]
+    listed = {key: tuple(facts[key]) for key in ("labels", "size") if facts[key] is not None}
+    return Told(values["where"], Facts(**{**facts, **listed}), tuple(values["said"]))
 
 
 def convert_states(source: Path, files: Sequence[Path], folder: Path) -> None:
@@ -57,7 +60,6 @@ def convert_states(source: Path, files: Sequence[Path], folder: Path) -> None:
 
 
 def _read_apart(source: Path, kind: str, files: Sequence[Path], paths: Sequence[Path]) -> bytes:
-    """The answer of the process that reads these files."""
     limit_s = LIMIT_S_PER_GB * max(1, math.ceil(sum(file.stat().st_size for file in files) / 1e9))
     arguments = [kind, str(limit_s), *(str(path.resolve()) for path in paths)]
     try:
@@ -69,18 +71,7 @@ def _read_apart(source: Path, kind: str, files: Sequence[Path], paths: Sequence[
         raise WeightsRefused(str(source), f"reading it took over {limit_s} s: no weights do") from error
     if ended.returncode == 0:
         return ended.stdout
-    raise _error(source, ended)
-
-
-def _told(answer: bytes) -> Told:
-    values: dict[str, Any] = json.loads(answer)
-    facts: dict[str, Any] = values["facts"]
-    listed = {key: tuple(facts[key]) for key in ("labels", "size") if facts[key] is not None}
-    return Told(values["where"], Facts(**{**facts, **listed}), tuple(values["said"]))
-
-
-def _error(source: Path, ended: subprocess.CompletedProcess[bytes]) -> Exception:
     lines = ended.stderr.decode(errors="replace").strip().splitlines()
     reason = lines[-1] if lines else f"the process that read it was ended ({ended.returncode}): no weights do that"
     kinds = {REFUSED: WeightsRefused, FAILED: LoadError}
-    return kinds.get(ended.returncode, WeightsCorrupt)(str(source), reason)
+    raise kinds.get(ended.returncode, WeightsCorrupt)(str(source), reason)

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from experts.checkpoints.inert import ITEM_BYTES, STORAGE_TYPES, TYPES, Name, Opaque, Record, Storage, StoredTensor
+from experts.checkpoints.inert import STORAGE_TYPES, TYPES, Name, Opaque, Record, Storage, StoredTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # what Python 2 called them, and protocol 2 still does
-HARMFUL_MODULES = frozenset(
-    {
-        "os", "posix", "nt", "sys", "subprocess", "socket", "shutil", "pty", "runpy", "importlib", "ctypes", "commands",
-        "webbrowser", "popen2", "code", "signal", "multiprocessing", "asyncio", "urllib", "requests", "http",
-    }
-)  # fmt: skip
-HARMFUL_BUILTINS = frozenset(
-    {"eval", "exec", "execfile", "compile", "open", "file", "input", "__import__", "breakpoint"}
-)
+HARMFUL_MODULES = {
+    "os", "posix", "nt", "sys", "subprocess", "socket", "shutil", "pty", "runpy", "importlib", "ctypes", "commands",
+    "webbrowser", "popen2", "code", "signal", "multiprocessing", "asyncio", "urllib", "requests", "http",
+}  # fmt: skip
+HARMFUL_BUILTINS = {"eval", "exec", "execfile", "compile", "open", "file", "input", "__import__", "breakpoint"}
 
 
 def named(module: str, name: str) -> Name:
-    """What a pickle names, by the module's name of today."""
     return Name(RENAMED.get(module, module), name)
 
 
 def is_harmful(name: Name) -> bool:
-    """Whether nobody who saves weights calls this. Nothing is run in any case: it decides what is said of the file."""
+    """Whether no saved weights need this call. Nothing is run in any case: only the message depends on it."""
     if name.module == "builtins":
         return name.name in HARMFUL_BUILTINS
     return name.module.partition(".")[0] in HARMFUL_MODULES
@@ -40,7 +35,7 @@ def called(name: Name, arguments: tuple[object, ...]) -> object:
 
 
 def key_of(value: object) -> object:
-    """``value`` as a key or a member: what cannot be hashed at once, whatever it holds, stands for itself alone."""
+    """``value`` as a key or a member; Opaque where hashing may go deep."""
     parts = value if isinstance(value, tuple) else (value,)
     plain = (str, bytes, int, float, type(None), Name, Record, Storage, StoredTensor)
     return value if all(isinstance(part, plain) for part in parts) else Opaque(value)
@@ -60,34 +55,28 @@ def storage_of(reference: object) -> object:
     raise ValueError("a reference to something outside that is no storage")
 
 
-def _tensor(arguments: tuple[object, ...]) -> StoredTensor:
+def _tensor(arguments: tuple[object, ...], dtype: str | None = None) -> StoredTensor:
+    """``dtype``: a name of ITEM_BYTES; default its storage's."""
     match arguments:
         case (Storage() as storage, int() as offset, tuple() as shape, tuple() as strides, *_):
-            return _checked(storage, storage.dtype, offset, shape, strides)
+            sizes = tuple(extent for extent in shape if isinstance(extent, int))
+            steps = tuple(stride for stride in strides if isinstance(stride, int))
+            if len(sizes) != len(shape) or len(steps) != len(strides):
+                raise ValueError("a tensor whose sizes are no numbers")
+            tensor = StoredTensor(storage, dtype or storage.dtype, offset, sizes, steps)
+            if tensor.problem is not None:
+                raise ValueError(tensor.problem)
+            return tensor
     raise ValueError("a tensor that is not described as torch describes one")
 
 
 def _tensor_of_type(arguments: tuple[object, ...]) -> StoredTensor:
     match arguments:
-        case (Storage() as storage, int() as offset, tuple() as shape, tuple() as strides, _, _, Name() as dtype, *_):
+        case (Storage(), int(), tuple(), tuple(), _, _, Name() as dtype, *_):
             if dtype.name not in TYPES:
                 raise ValueError(f"a tensor of type {dtype.name}, which is not known")
-            return _checked(storage, TYPES[dtype.name], offset, shape, strides)
+            return _tensor(arguments, TYPES[dtype.name])
     raise ValueError("a tensor that is not described as torch describes one")
-
-
-def _checked(
-    storage: Storage, dtype: str, offset: int, shape: tuple[object, ...], strides: tuple[object, ...]
-) -> StoredTensor:
-    assert dtype in ITEM_BYTES
-    sizes = tuple(extent for extent in shape if isinstance(extent, int))
-    steps = tuple(stride for stride in strides if isinstance(stride, int))
-    if len(sizes) != len(shape) or len(steps) != len(strides):
-        raise ValueError("a tensor whose sizes are no numbers")
-    tensor = StoredTensor(storage, dtype, offset, sizes, steps)
-    if tensor.problem is not None:
-        raise ValueError(tensor.problem)
-    return tensor
 
 
 def _parameter(arguments: tuple[object, ...]) -> object:
@@ -104,7 +93,7 @@ def _of_subclass(arguments: tuple[object, ...]) -> object:
 
 
 def _calls(name: Name) -> bool:
-    """Whether it would call what it is given, so that calls could be nested at any depth."""
+    """Whether it calls what it is given: such calls could be nested at any depth."""
     return REBUILT.get((name.module, name.name)) in {_of_subclass, _reconstructed}
 
 

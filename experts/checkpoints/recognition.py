@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 AUXILIARY_HEADS = ("aux1.", "aux2.", "AuxLogits.")  # of GoogLeNet and Inception, for training alone
 USUAL_SIZE = 224  # where the weights do not show one
 EXPORT_ADVICE = "export it to ONNX, and add that"
+SERVED_AS_GRAPHS = f"such models are served as graphs: {EXPORT_ADVICE}"
 SAME_AS = re.compile(r"(tv|legacy|ssl|swsl)_")  # before names of timm: torchvision's models, trained by others
 LAYER = re.compile(r"model\.(\d+)\.")
 QUERIES = "dec_score_head.0.weight"  # of the last layer of RT-DETR
@@ -78,11 +79,7 @@ FAMILIES = (
     _Family(("alexnet", "vgg"), "features.0.weight", "classifier.6.weight"),
 )
 OTHERS = (  # a weight's name, in words what has it, and why it is not served as it is
-    (
-        r"roi_heads\.|rpn\.head\.|head\.classification_head\.",
-        "detector of torchvision",
-        f"such detectors are served as graphs: {EXPORT_ADVICE}",
-    ),
+    (r"roi_heads\.|rpn\.head\.|head\.classification_head\.", "detector of torchvision", SERVED_AS_GRAPHS),
     (r"conv1\.0\.weight", "ResNet of timm with a deep stem", ""),
     (r"s1\.b1\.conv1\.conv\.weight", "RegNet of timm", ""),
     (r"pre_logits\.fc1\.weight", "VGG of timm", ""),
@@ -90,11 +87,7 @@ OTHERS = (  # a weight's name, in words what has it, and why it is not served as
     (r"stages\.0\.blocks\.0\.conv_dw\.weight", "ConvNeXt of timm", ""),
     (r"conv_stem\.weight|blocks\.0\.0\.conv_dw\.weight", "EfficientNet or MobileNet of timm", ""),
     (r"embeddings\.patch_embeddings|encoder\.layer\.0\.attention", "vision transformer of transformers", ""),
-    (
-        r".*memory_bank$|.*anomaly_map_generator\.",
-        "anomaly model",
-        f"such models are served as graphs: {EXPORT_ADVICE}",
-    ),
+    (r".*memory_bank$|.*anomaly_map_generator\.", "anomaly model", SERVED_AS_GRAPHS),
 )
 
 

@@ -1,7 +1,7 @@
-"""Finds the weights in what was saved: a state dict, one under a key, or a whole module, whatever it was wrapped in.
+"""Finds the weights in what was saved: a state dict, one under a key, or a whole module, in any wrapper.
 
-Guarantees: one set is taken, and it is said which where there are several; an average of weights goes before them, as
-the trainers that keep one evaluate it. A set is taken whole or refused: what is no tensor in it is named.
+Guarantees: one set is taken, and named where there are several; an average of weights goes first, as trainers that keep
+one evaluate it. A set is taken whole or refused, with the name of what is no tensor.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def select(source: str, document: object) -> Selection:
     if of_loss:
         said.append(f"{', '.join(of_loss)} is of a loss: left out")
         weights = {name: tensor for name, tensor in weights.items() if name not in of_loss}
-    weights, removed = _unwrapped(weights, anyone=_is_lightning(document))
+    weights, removed = _unwrapped(weights, anyone=isinstance(document, dict) and LIGHTNING_VERSION in document)
     if removed:
         said.append(f"{removed} before every name was left out")
     return Selection(weights, taken.where or "the file itself", taken.owner, tuple(said), of_loss)
@@ -108,7 +108,7 @@ class _Search:
 
     def _of_record(self, record: Record, path: tuple[str, ...], depth: int) -> Iterator[Selection]:
         if isinstance(record.attribute("_modules"), dict) or isinstance(record.attribute("_parameters"), dict):
-            if weights := self._attempted(lambda: _module(self._source, record)):
+            if weights := self._attempted(lambda: _walk(self._source, record, "", {}, 0)):
                 yield Selection(weights, ".".join(path), record, ())
         elif record.entries:  # a class of dictionary
             yield from self.candidates(record.entries, path, depth + 1)
@@ -124,7 +124,7 @@ class _Search:
 
 
 def _is_tensor(value: object) -> bool:
-    """Whether it is one, also of a kind that is not read: a sparse or a quantized one, say."""
+    """Also of a kind that is not read, such as sparse or quantized."""
     rebuilt = isinstance(value, Record) and value.kind.module == "torch._utils"
     return rebuilt or isinstance(value, StoredTensor)
 
@@ -141,13 +141,9 @@ def _flat(source: str, entries: Mapping[object, object], path: tuple[str, ...]) 
     return _bounded(source, flat)
 
 
-def _module(source: str, module: Record) -> dict[str, StoredTensor]:
-    weights: dict[str, StoredTensor] = {}
-    _walk(source, module, "", weights, 0)
-    return weights
-
-
-def _walk(source: str, module: Record, prefix: str, weights: dict[str, StoredTensor], depth: int) -> None:
+def _walk(
+    source: str, module: Record, prefix: str, weights: dict[str, StoredTensor], depth: int
+) -> dict[str, StoredTensor]:
     """A module's parameters and kept buffers, and those of the modules in it, under the names of a state dict."""
     if depth > MODULES_DEEP_MAXIMUM:
         raise WeightsRefused(source, f"has modules in one another over {MODULES_DEEP_MAXIMUM} deep: {SAVE_ADVICE}")
@@ -158,14 +154,14 @@ def _walk(source: str, module: Record, prefix: str, weights: dict[str, StoredTen
             if value is None or (kind == "_buffers" and name in left_out):
                 continue
             if not isinstance(value, StoredTensor):
-                raise WeightsRefused(
-                    source, f"its {prefix}{name[:NAME_SHOWN]} is {_kind(value)}, not a tensor: {SAVE_ADVICE}"
-                )
+                told = f"its {prefix}{name[:NAME_SHOWN]} is {_kind(value)}, not a tensor"
+                raise WeightsRefused(source, f"{told}: {SAVE_ADVICE}")
             weights[prefix + name] = value
     _bounded(source, weights)
     for name, value in _named(module.attribute("_modules")):
         if isinstance(value, Record):
             _walk(source, value, f"{prefix}{name}.", weights, depth + 1)
+    return weights
 
 
 def _named(held: object) -> Iterator[tuple[str, object]]:
@@ -203,10 +199,6 @@ def _common(names: list[str], *, anyone: bool) -> str:
     if by_number and prefix not in {PARALLEL, COMPILED}:  # layers by number: it is the model's own name for them
         return ""
     return prefix
-
-
-def _is_lightning(document: object) -> bool:
-    return isinstance(document, dict) and LIGHTNING_VERSION in document
 
 
 def _kind(value: object) -> str:

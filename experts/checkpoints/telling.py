@@ -62,19 +62,18 @@ class Telling:
             self.evidence[fact] = where
 
     def tell_found(self, fact: str, found: tuple[Any, str] | None, where: str) -> None:
-        """A value with its keys in the table ``where``; None as a value: the keys ask for what is not served."""
+        """A value, None where it is not served, with its keys in the table ``where``."""
         if found is not None and fact not in self.evidence:
             value, keys = found
             self.evidence[fact] = f"{where}{keys}"
             self.values |= {} if value is None else {fact: value}
 
     def lacks(self, fact: str) -> bool:
-        """Whether it is told, but not in a way that is served."""
+        """Whether it is told in a way that is not served."""
         return fact in self.evidence and fact not in self.values
 
 
 def tell(document: object, selection: Selection) -> Facts:
-    """What the file tells of the weights that were selected."""
     telling = Telling()
     _tell_framework(telling, document, selection)
     if isinstance(selection.owner, Record):
@@ -158,13 +157,12 @@ def tell_of_arguments(telling: Telling, values: Mapping[object, object], where: 
 
 
 def tell_of_pixels(telling: Telling, values: Mapping[Any, object], where: str) -> None:
-    """How a table says that images come to its model, whose size is told already."""
+    """``normalize`` and ``fit``, once the size is told."""
     telling.tell_found("normalize", normalization_of(values), where)
     telling.tell_found("fit", fit_of(values, telling.values.get("size")), where)
 
 
 def _tell_of_problem(telling: Telling, values: Mapping[object, object], where: str) -> None:
-    """Whether one label was the answer in training, or each of them by itself."""
     for key in PROBLEM_KEYS:
         telling.tell("problem", PROBLEMS.get(_lower(values.get(key))), f"{where}{key}")
     for key in MULTILABEL_FLAGS:
@@ -178,7 +176,7 @@ def _tell_of_problem(telling: Telling, values: Mapping[object, object], where: s
 
 
 def _problem_of_loss(loss: object) -> str | None:
-    """By its name, or the name of its class; None where that says neither, as of a focal loss."""
+    """By its name or its class's; None where that says neither, as of a focal loss."""
     plain = re.sub(r"[^a-z]", "", _lower(loss.kind.name if isinstance(loss, Record) else loss).rpartition(".")[2])
     if BINARY_LOSSES.search(plain):
         return "multilabel"
@@ -190,7 +188,6 @@ def _lower(value: object) -> str:
 
 
 def _part(record: Record, name: str) -> object:
-    """An attribute of a module, or a module in it."""
     modules = record.attribute("_modules")
     return record.attribute(name) or (modules.get(name) if isinstance(modules, dict) else None)
 

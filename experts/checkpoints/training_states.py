@@ -64,7 +64,7 @@ def _tensors(source: str, module: object) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _items(value: object) -> Iterator[tuple[object, object]]:
-    """Those of a dictionary, also one of a class of its own; of anything else there are none."""
+    """None but of a dictionary, or of a class of dictionary."""
     entries = value.entries if isinstance(value, Record) else value
     return iter(entries.items() if isinstance(entries, dict) else ())
 

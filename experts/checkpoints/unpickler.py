@@ -1,9 +1,9 @@
 """Reads a pickle as data, opcode by opcode: no name is looked up, no class built, no function called.
 
-Guarantees, whatever the bytes are: what comes out is made of dictionaries, lists, tuples, sets, strings, numbers, and
-the records of experts.checkpoints.inert alone; no length is believed before the bytes for it are there; no recursion,
-hash or comparison goes deeper than one container; opcodes and remembered objects are bounded. So reading ends, in a
-time and memory that follow from the bytes read, with a value or with WeightsCorrupt or WeightsRefused.
+Guarantees, for any bytes: values are dictionaries, lists, tuples, sets, strings, numbers, and the records of
+experts.checkpoints.inert alone; no length is believed before the bytes for it are there; no recursion, hash or
+comparison goes deeper than one container; opcodes and remembered objects are bounded. So reading ends, in time and
+memory bounded by the bytes read, with a value, WeightsCorrupt or WeightsRefused.
 
 Why a machine of our own: a subclass of pickle.Unpickler still calls what ``find_class`` returns, sets state on it, and
 allocates by the lengths it reads. Opcodes and their meaning: PEPs 307, 3154 and 574, and Python's pickletools.
@@ -270,9 +270,8 @@ class Unpickler:
             self._corrupt("a call whose arguments are no tuple")
         if isinstance(kind, Name):
             if is_harmful(kind):
-                raise WeightsRefused(
-                    self._source, f"its pickle calls {kind}, which no weights need (nothing was run): {SAVE_ADVICE}"
-                )
+                told = f"its pickle calls {kind}, which no weights need (nothing was run)"
+                raise WeightsRefused(self._source, f"{told}: {SAVE_ADVICE}")
             self.push(called(kind, arguments))
         elif isinstance(kind, Record):  # what a call returned is called in turn
             self.push(Record(kind.kind, (kind, *arguments)))
@@ -315,66 +314,41 @@ def _memo_line(act: Callable[[Unpickler, int], None]) -> Callable[[Unpickler], N
 
 
 _STEPS: dict[bytes, Callable[[Unpickler], None]] = {
-    pickle.PROTO: Unpickler.protocol,
-    pickle.FRAME: Unpickler.frame,
-    pickle.MARK: Unpickler.mark,
-    pickle.POP: Unpickler.pop,
-    pickle.POP_MARK: Unpickler.pop_mark,
+    pickle.PROTO: Unpickler.protocol, pickle.FRAME: Unpickler.frame, pickle.MARK: Unpickler.mark,
+    pickle.POP: Unpickler.pop, pickle.POP_MARK: Unpickler.pop_mark,
     pickle.DUP: lambda machine: machine.push(machine._top()),
-    pickle.NONE: _pushing(lambda: None),
-    pickle.NEWTRUE: _pushing(lambda: True),
-    pickle.NEWFALSE: _pushing(lambda: False),
-    pickle.EMPTY_DICT: _pushing(dict),
-    pickle.EMPTY_LIST: _pushing(list),
-    pickle.EMPTY_TUPLE: _pushing(tuple),
-    pickle.EMPTY_SET: _pushing(set),
-    pickle.INT: Unpickler.integer_line,
-    pickle.LONG: Unpickler.integer_line,
-    pickle.FLOAT: Unpickler.float_line,
-    pickle.STRING: Unpickler.string_line,
-    pickle.UNICODE: Unpickler.unicode_line,
-    pickle.BININT: _fixed(4, signed=True),
-    pickle.BININT1: _fixed(1),
-    pickle.BININT2: _fixed(2),
+    pickle.NONE: _pushing(lambda: None), pickle.NEWTRUE: _pushing(lambda: True),
+    pickle.NEWFALSE: _pushing(lambda: False), pickle.EMPTY_DICT: _pushing(dict), pickle.EMPTY_LIST: _pushing(list),
+    pickle.EMPTY_TUPLE: _pushing(tuple), pickle.EMPTY_SET: _pushing(set),
+    pickle.INT: Unpickler.integer_line, pickle.LONG: Unpickler.integer_line, pickle.FLOAT: Unpickler.float_line,
+    pickle.STRING: Unpickler.string_line, pickle.UNICODE: Unpickler.unicode_line,
+    pickle.BININT: _fixed(4, signed=True), pickle.BININT1: _fixed(1), pickle.BININT2: _fixed(2),
     pickle.BINFLOAT: Unpickler.float8,
-    pickle.LONG1: lambda machine: machine.long(1),
-    pickle.LONG4: lambda machine: machine.long(4),
-    pickle.SHORT_BINSTRING: lambda machine: machine.text(1),
-    pickle.BINSTRING: lambda machine: machine.text(4),
-    pickle.SHORT_BINUNICODE: lambda machine: machine.text(1),
-    pickle.BINUNICODE: lambda machine: machine.text(4),
-    pickle.BINUNICODE8: lambda machine: machine.text(8),
-    pickle.SHORT_BINBYTES: lambda machine: machine.raw(1),
-    pickle.BINBYTES: lambda machine: machine.raw(4),
-    pickle.BINBYTES8: lambda machine: machine.raw(8),
+    pickle.LONG1: lambda machine: machine.long(1), pickle.LONG4: lambda machine: machine.long(4),
+    pickle.SHORT_BINSTRING: lambda machine: machine.text(1), pickle.BINSTRING: lambda machine: machine.text(4),
+    pickle.SHORT_BINUNICODE: lambda machine: machine.text(1), pickle.BINUNICODE: lambda machine: machine.text(4),
+    pickle.BINUNICODE8: lambda machine: machine.text(8), pickle.SHORT_BINBYTES: lambda machine: machine.raw(1),
+    pickle.BINBYTES: lambda machine: machine.raw(4), pickle.BINBYTES8: lambda machine: machine.raw(8),
     pickle.BYTEARRAY8: lambda machine: machine.raw(8),
     pickle.APPEND: Unpickler.append,
     pickle.APPENDS: lambda machine: machine._extend(machine._since_mark()),
     pickle.SETITEM: Unpickler.set_item,
     pickle.SETITEMS: lambda machine: machine._update(machine._since_mark()),
-    pickle.ADDITEMS: Unpickler.add_items,
-    pickle.DICT: Unpickler.dictionary,
+    pickle.ADDITEMS: Unpickler.add_items, pickle.DICT: Unpickler.dictionary,
     pickle.LIST: lambda machine: machine.push(machine._since_mark()),
     pickle.TUPLE: lambda machine: machine.push(tuple(machine._since_mark())),
-    pickle.TUPLE1: lambda machine: machine.tuple_of(1),
-    pickle.TUPLE2: lambda machine: machine.tuple_of(2),
+    pickle.TUPLE1: lambda machine: machine.tuple_of(1), pickle.TUPLE2: lambda machine: machine.tuple_of(2),
     pickle.TUPLE3: lambda machine: machine.tuple_of(3),
     pickle.FROZENSET: lambda machine: machine.push(frozenset(map(key_of, machine._since_mark()))),
-    pickle.GLOBAL: Unpickler.global_lines,
-    pickle.STACK_GLOBAL: Unpickler.global_of_stack,
-    pickle.REDUCE: Unpickler.reduce,
-    pickle.NEWOBJ: Unpickler.reduce,
-    pickle.NEWOBJ_EX: Unpickler.new_object_with_keywords,
-    pickle.OBJ: Unpickler.object_of_mark,
-    pickle.INST: Unpickler.instance,
-    pickle.BUILD: Unpickler.build,
-    pickle.BINPERSID: Unpickler.reference,
+    pickle.GLOBAL: Unpickler.global_lines, pickle.STACK_GLOBAL: Unpickler.global_of_stack,
+    pickle.REDUCE: Unpickler.reduce, pickle.NEWOBJ: Unpickler.reduce,
+    pickle.NEWOBJ_EX: Unpickler.new_object_with_keywords, pickle.OBJ: Unpickler.object_of_mark,
+    pickle.INST: Unpickler.instance, pickle.BUILD: Unpickler.build, pickle.BINPERSID: Unpickler.reference,
     pickle.PUT: _memo_line(Unpickler.remember),
     pickle.BINPUT: lambda machine: machine.remember(machine._number(1)),
     pickle.LONG_BINPUT: lambda machine: machine.remember(machine._number(4)),
-    pickle.MEMOIZE: Unpickler.remember,
-    pickle.GET: _memo_line(Unpickler.recall),
+    pickle.MEMOIZE: Unpickler.remember, pickle.GET: _memo_line(Unpickler.recall),
     pickle.BINGET: lambda machine: machine.recall(machine._number(1)),
     pickle.LONG_BINGET: lambda machine: machine.recall(machine._number(4)),
-}
+}  # fmt: skip
 STEPS = {code[0]: step for code, step in _STEPS.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import MappingProxyType
 from typing import TYPE_CHECKING, BinaryIO
 
 from experts.checkpoints.inert import ITEM_BYTES
@@ -15,22 +14,19 @@ if TYPE_CHECKING:
     from experts.checkpoints.archive import Checkpoint
     from experts.checkpoints.inert import StoredTensor
 
-NOTHING: Mapping[str, str] = MappingProxyType({})
 WRITTEN_MAXIMUM = 4  # times the file's size: tensors may share storages, but not any number of them
 WRITTEN_ALWAYS_BYTES = 64_000_000
 HEADER_BYTES_MAXIMUM = 100_000_000  # what safetensors reads
 
 
 def write_weights(
-    file: BinaryIO, weights: Mapping[str, StoredTensor], checkpoint: Checkpoint, metadata: Mapping[str, str] = NOTHING
+    file: BinaryIO, weights: Mapping[str, StoredTensor], checkpoint: Checkpoint, metadata: Mapping[str, str]
 ) -> None:
     """Write all of them, each as one of its own. Raises WeightsRefused for what is larger than what it was made of."""
     written_bytes = sum(tensor.size_bytes for tensor in weights.values())
     if written_bytes > WRITTEN_MAXIMUM * checkpoint.size_bytes + WRITTEN_ALWAYS_BYTES:
-        raise WeightsRefused(
-            checkpoint.source,
-            f"has tensors of {written_bytes} bytes in a file of {checkpoint.size_bytes}: no expert has",
-        )
+        told = f"has tensors of {written_bytes} bytes in a file of {checkpoint.size_bytes}: no expert has"
+        raise WeightsRefused(checkpoint.source, told)
     ordered = sorted(weights, key=lambda name: (-ITEM_BYTES[weights[name].dtype], name))  # so each is aligned
     file.write(_header(checkpoint.source, {name: weights[name] for name in ordered}, metadata))
     for name in ordered:

@@ -1,7 +1,7 @@
-"""What lies beside a model's file and tells how images come to it, as Hugging Face's libraries write it.
+"""Files of Hugging Face's libraries that lie beside a model's file and tell how images come to it.
 
 preprocessor_config.json is of transformers and of Optimum's exports, config.json with ``pretrained_cfg`` of timm. They
-are of the one model of their folder: where several lie there, they are not believed. The model's own file comes first.
+count only in a folder of one model, and after the model's own file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LENGTH_MAXIMUM = 1_000_000
 
 
 def told_beside(inspected: Inspected) -> Inspected:
-    """The same with ``size``, ``normalize`` and ``fit`` as they are told beside the file, where it does not tell."""
+    """Adds ``size``, ``normalize`` and ``fit`` as told beside the file, where it does not tell."""
     folder = inspected.file.absolute().parent
     models = {each.stem for each in folder.iterdir() if each.suffix in {".onnx", ".safetensors"} or is_checkpoint(each)}
     if inspected.kind == "detector" or len(models) > 1:

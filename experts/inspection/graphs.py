@@ -50,7 +50,7 @@ class _Value:
 
 
 def inspect_graph(file: Path, kind: Kind | None = None) -> Inspected:
-    """What an .onnx file is. ``kind``: what whoever brings it says that it answers with.
+    """What an .onnx file is. ``kind``: given by the user.
 
     Raises WeightsMissing, WeightsCorrupt, and WeightsRefused for what cannot be served.
     """
@@ -61,8 +61,7 @@ def inspect_graph(file: Path, kind: Kind | None = None) -> Inspected:
     inputs = [value for value in map(_value, model.graph.input) if value.name not in weights]
     outputs = [_value(value) for value in model.graph.output]
     _require_images(file, inputs)
-    graph = _Graph(file, facts, inputs[0], tuple(outputs), kind, scattered, last_operator(model))
-    return graph.inspected()
+    return _Graph(file, facts, inputs[0], tuple(outputs), kind, scattered, last_operator(model)).inspected()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +88,10 @@ class _Graph:
         normalize, fit = telling.values.get("normalize"), telling.values.get("fit")
         return Inspected(
             self.file, kind, "onnx", labels, size, normalize, fit, task=task, label_count=count, sure=sure,
-            missing=missing,
-            is_scattered=self.is_scattered, said=self._said(),
+            missing=missing, is_scattered=self.is_scattered, said=self._said(),
         )  # fmt: skip
 
     def _kind(self) -> tuple[Kind | None, str]:
-        """What the graph answers with, and what says so."""
         task = self.facts.get("task")
         if self.given is not None:
             return self.given, f"that answers as a {self.given} does, as whoever added it said"
@@ -134,7 +131,7 @@ class _Graph:
         return None, count
 
     def _task(self, count: int | None, sure: dict[str, str], missing: dict[str, str]) -> str | None:
-        """What its last operator says, which is all that a graph tells of how it was trained."""
+        """By the last operator, all that a graph tells of its training."""
         if self.last in INDEPENDENT or self.last in EXCLUSIVE:
             sure["task"] = f"it ends in {self.last}"
             return "multilabel" if self.last in INDEPENDENT else "multiclass"

@@ -1,4 +1,4 @@
-"""What was found in a model's file, and what was not."""
+"""Facts found in a model's file, and questions for those that were not."""
 
 from __future__ import annotations
 
@@ -22,24 +22,17 @@ FIT_OPTIONS = (
 )
 
 
-def unserved_fit(evidence: str) -> str:
-    """What to ask where a file tells of a fit that no line file can say."""
-    return f"the file scales images in a way that is not served ({evidence}); the nearest that is: {FIT_OPTIONS}"
-
-
 ONE_OUTPUT = "one output, which leaves a softmax nothing to choose from"
 
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """One model's file. What is None is not known, and ``missing`` says why, and which option gives it.
+    """One model's file. None: not known; ``missing`` says why, by key, and which option gives it.
 
     ``size``: (height, width). ``normalize`` and ``fit``: as a line file has them; without a fit images are stretched.
-    ``task``: of classifiers, "multiclass" where one label is the answer (softmax), or "multilabel" (sigmoids).
-    ``sure``: what is known, by its key of the line file, and what says so. ``label_count``:
-    how many labels it tells apart, where that is known without their names. ``tensors``: its weights, of a file that
-    is not served as it is; ``is_scattered``: of a graph that is not, as its weights lie in other files. ``said``: what
-    else whoever adds it should know.
+    ``task``: of classifiers, "multiclass" (softmax) or "multilabel" (sigmoids). ``label_count``: also where their names
+    are not known. ``sure``: evidence, by key of the line file. ``tensors``: weights of a file that is not served as it
+    is; ``is_scattered``: of a graph with its weights in other files. ``said``: further remarks for the user.
     """
 
     file: Path
@@ -64,15 +57,17 @@ class Inspected:
 
 
 def unknown_labels(what: str, count: int | None) -> str:
-    """What to ask where ``what`` has no names for its outputs."""
     if count == 1:
         return f"{what} no name for the one output: --labels LABEL, of what a high value says"
     return f"{what} no names for the {count or ''} outputs: --labels first,second,... in their order".replace("  ", " ")
 
 
 def unknown_task(what: str) -> str:
-    """What to ask where ``what`` does not show how several outputs are meant."""
     return (
         f"{what} not show whether labels exclude one another: --task multiclass (trained with cross entropy: a "
         "softmax) or --task multilabel (with binary cross entropy: a sigmoid for each)"
     )
+
+
+def unserved_fit(evidence: str) -> str:
+    return f"the file scales images in a way that is not served ({evidence}); the nearest that is: {FIT_OPTIONS}"

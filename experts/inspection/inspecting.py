@@ -24,14 +24,13 @@ if TYPE_CHECKING:
 
 
 def inspect_file(file: Path, architecture: str | None = None, kind: Kind | None = None) -> Inspected:
-    """What a model's file is. ``architecture`` and ``kind``: what whoever brings it says of it, where it is not plain.
+    """What a model's file is. ``architecture`` and ``kind``: given by the user, where the file is not plain.
 
     Raises WeightsMissing, WeightsCorrupt, LoadError, and WeightsRefused for what is not served.
     """
     if file.is_dir():
-        raise WeightsRefused(
-            str(file), "is a folder: language models are named in the line file, as docs/texts.md tells"
-        )
+        advice = "language models are named in the line file, as docs/texts.md tells"
+        raise WeightsRefused(str(file), f"is a folder: {advice}")
     if not file.is_file():
         raise WeightsMissing(str(file), "there is no such file")
     if file.suffix == ".onnx":
@@ -46,7 +45,7 @@ def inspect_file(file: Path, architecture: str | None = None, kind: Kind | None 
 
 
 def write_weights(inspected: Inspected, destination: Path) -> None:
-    """The weights of an inspected file as they are served. Raises OSError for what the disk refuses."""
+    """Write the weights as they are served. Raises OSError for what the disk refuses."""
     if inspected.is_served_as_it_is:
         shutil.copyfile(inspected.file, destination)
         return
@@ -59,5 +58,4 @@ def write_weights(inspected: Inspected, destination: Path) -> None:
 
 
 def served_suffix(inspected: Inspected) -> str:
-    """Of the file that its weights are served from."""
     return inspected.file.suffix if inspected.tensors is None else ".safetensors"

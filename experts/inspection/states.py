@@ -36,7 +36,7 @@ def inspect_tensors(
     facts: Facts | None = None,
     said: tuple[str, ...] = (),
 ) -> Inspected:
-    """What these weights are. ``architecture``: what whoever brings them says. ``facts``: what else the file tells.
+    """What these weights are. ``architecture``: given by the user. ``facts``: what else the file tells.
 
     Raises WeightsRefused where the tensors are of nothing that is served.
     """
@@ -54,17 +54,10 @@ def inspect_tensors(
     if "labels" in told and len(told["labels"][0]) != found.labels:
         names, where = told.pop("labels")
         said = (*said, f"{where} names {len(names)} labels, and the weights tell {found.labels} apart: not taken")
-    values = {key: value for key, (value, _) in told.items()}
     return Inspected(
         file,
         "detector" if family(found.architecture) == "detector" else "classifier",
-        found.architecture,
-        labels=values.get("labels"),
-        size=values.get("size"),
-        normalize=values.get("normalize"),
-        fit=values.get("fit"),
-        stem=found.stem,
-        task=values.get("task"),
+        **{key: value for key, (value, _) in told.items()},
         label_count=found.labels,
         tensors=tensors,
         sure={key: evidence for key, (_, evidence) in told.items()},
@@ -88,7 +81,7 @@ def _require_no_twin(file: Path, found: Recognised, name: str, where: str) -> No
 
 
 def _told(found: Recognised, facts: Facts | None) -> dict[str, tuple[Any, str]]:
-    """What is known, and what says so: by the weights, which cannot err, then by what the file says of them."""
+    """Values with their evidence, by key: from the weights, which cannot err, then from what the file says of them."""
     told: dict[str, tuple[Any, str]] = {"architecture": (found.architecture, found.evidence)}
     if found.stem is not None:
         told["stem"] = (found.stem, "the shape of conv1.weight")
@@ -109,7 +102,7 @@ def _told(found: Recognised, facts: Facts | None) -> dict[str, tuple[Any, str]]:
 
 
 def _unknowable(found: Recognised, facts: Facts | None) -> dict[str, str]:
-    """What weights alone do not show, and which option gives it."""
+    """Questions, by key, for facts that weights alone do not show."""
     unknown = {
         "labels": unknown_labels("weights have", found.labels),
         "size": "weights do not show to what size images were scaled in training: --size HEIGHTxWIDTH",
@@ -123,7 +116,6 @@ def _unknowable(found: Recognised, facts: Facts | None) -> dict[str, str]:
 
 
 def _unknown(tensors: Mapping[str, Tensor], facts: Facts | None) -> str:
-    """Why weights are not served as they are, and what to do."""
     shown = ", ".join(sorted(tensors)[:3]) or "none"
     named = "" if facts is None or facts.architecture is None else f"says that it is a {facts.architecture}; "
     return (

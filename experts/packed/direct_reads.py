@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 READERS = 4  # parallel preadv of one file: what it took to reach the device's limit
 CLOSE_S = 5.0  # a read that the drive does not answer by then is left behind
-PIECE_BYTES = 1024 * 1024  # of a range that somebody waits for: short, so that several threads share it
+PIECE_BYTES = 1024 * 1024  # of a range with a caller waiting: short, so that several threads share it
 PART_BYTES = 8 * 1024 * 1024  # one read: long enough for the drive, short enough to hash while the next one runs
 
 _DIRECT_FLAG = getattr(os, "O_DIRECT", 0)

@@ -1,7 +1,6 @@
 """Manifests: what was packed from which source, one JSON file per expert and precision.
 
-A manifest that cannot be understood counts as absent, so the expert is packed again. They are written beside their
-place, synced and renamed, so that a power cut leaves the old one or the new.
+A manifest that cannot be understood counts as absent: the expert is packed again. A power cut leaves the old or new.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Source:
 
     sha256: str
     stamp: str  # see experts.packed.sources
-    recipe: str  # whatever else decided on the packed bytes: format, architecture, stem, labels
+    recipe: str  # of the packed bytes: format, architecture, stem, labels
 
 
 @dataclass(frozen=True, slots=True)

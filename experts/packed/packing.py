@@ -199,7 +199,7 @@ class _Packing:
                 self._manifests.delete(packed.expert, packed.precision)
 
     def collect_garbage(self, line: Collection[str], in_use: Iterable[PackedExpert] = ()) -> None:
-        """Forget experts that left the line or changed; then remove files that no manifest names and nobody uses."""
+        """Forget experts that left the line or changed; then remove files that no manifest names, unless in use."""
         used: set[Path] = {path for packed in in_use for path in self._files(packed)}
         for manifest in self._manifests.read_all():
             packed = manifest.packed

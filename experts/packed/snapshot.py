@@ -30,7 +30,7 @@ LINKED = ("segments", "programs", "manifests")
 def snapshot(store: SegmentStore) -> Iterator[Path]:
     """A folder with everything that is packed in ``store``, for as long as the context lasts.
 
-    It is empty where the filesystem knows no hard links: then whoever needs something packs it there again.
+    It is empty where the filesystem knows no hard links: experts are packed there again.
     """
     folder = store.directory.with_name(SNAPSHOTS)
     with ExitStack() as ending:

@@ -4,14 +4,14 @@ On disk, under a line's ``state/packed``:
     segments/<sha256>.bin            bytes only, 4 KiB-aligned and padded; content-addressed
     programs/<sha256>.bin            what a skeleton needs beside its tensors (ONNX: the graph without its weights)
     manifests/<kind>/<name>.<precision>.json   a PackedExpert and the source it was packed from
-    packing.lock                     held by whoever packs
+    packing.lock                     held during a packing
 A segment is an expert's own tensors, or tensors that several experts share (stored, read and held once), or the
 moe_experts of one layer of a language model: blocks of equal size, one for each, of which any can be read alone.
 
 Guarantees: bytes handed out by ``SegmentStore.read`` had the recorded sha256 when this process first read that file,
 and the file has not been replaced or written since (inode, size and time of change). Hashing each time would cost more
-than reading: 0.1 s for 178 MB against 0.055 s. A file found corrupt is of no use to anybody: ``discard_corrupt``
-removes it, for all experts that share it, and the next packing makes it anew for each of them.
+than reading: 0.1 s for 178 MB against 0.055 s. ``discard_corrupt`` removes a corrupt file, for all experts that share
+it, and the next packing makes it anew.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class AlignedBuffer:
         try:
             view.release()
             self._map.close()
-        except BufferError:  # somebody's view lives on: its addresses stay, the memory behind them goes
+        except BufferError:  # a view lives on: its addresses stay, the memory behind them goes
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
@@ -177,9 +177,9 @@ class SegmentStore:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """While nobody else changes what is packed, in this process or another: waits for whoever does.
+        """Waits for a packing under way, in any process, and keeps others out. The kernel frees it with its process.
 
-        Not to be entered twice by one thread. The kernel drops the lock when its process ends, however it ends.
+        Not to be entered twice by one thread.
         """
         with self._lock_file() as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""What a threshold was learned with: weights and input of its expert. A threshold of others is none."""
+"""Threshold bound to the weights and the input that it was learned with; with others it does not count."""
 
 from __future__ import annotations
 
@@ -17,5 +17,4 @@ def threshold_of(expert: Expert, weights_sha256: str) -> str:
 
 
 def is_bound_elsewhere(expert: Expert, weights_sha256: str) -> bool:
-    """Whether the expert's threshold was learned with other weights, or another input, than it has."""
     return expert.threshold_of is not None and expert.threshold_of != threshold_of(expert, weights_sha256)

@@ -58,7 +58,6 @@ def learned(good: Sequence[float], bad: Sequence[float], false_alarms: float) ->
 
 
 def rates_at(threshold: float, good: Sequence[float], bad: Sequence[float]) -> Rates:
-    """What this threshold does to the samples."""
     caught = sum(score >= threshold for score in bad) / len(bad) if bad else None
     return Rates(threshold, sum(score >= threshold for score in good) / len(good), caught)
 

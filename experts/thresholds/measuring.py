@@ -1,6 +1,6 @@
 """What an anomaly expert measures of an image: on the CPU, in fp32, by the very backend that serves it.
 
-Guarantees: an image is scored as the agent would score it, whatever the expert's threshold is, or without one.
+Guarantees: an image is scored as the agent scores it, with any threshold or none.
 """
 
 from __future__ import annotations
