@@ -79,11 +79,7 @@ class TextDoor:
         except ExpertError as error:
             raise OrderRefused(Refusing.NOT_NOW, str(error), field="model") from error
         text.entered = self._admission.enter(1, text.size_bytes)
-        with self._lock:
-            is_late = self._is_stopping  # whether `stop` may have looked already at what is under way
-            if not is_late:
-                self._under_way.add(text)
-        if is_late:
+        if not self._begin(text):
             self._admission.leave(text.entered)
             raise _stopping()
         task = Task(
@@ -93,6 +89,13 @@ class TextDoor:
         text.withdraw = partial(self._inspector.cancel, task)
         self._inspector.enter(task)
         return text
+
+    def _begin(self, text: TextUnderWay) -> bool:
+        """False once `stop` may have looked already at what is under way."""
+        with self._lock:
+            if not self._is_stopping:
+                self._under_way.add(text)
+            return not self._is_stopping
 
     def models(self) -> list[TextModelView]:
         agent = self._inspector.agent
