@@ -75,7 +75,6 @@ class AgentClient:
         self.close()
 
     def close(self) -> None:
-        """Calls that are under way are withdrawn."""
         self._channel.close()
 
     def inspect(
@@ -108,11 +107,9 @@ class AgentClient:
             yield self._judged(*under_way.popleft())
 
     def status(self) -> StatusView:
-        """How the agent is."""
         return status_of(self._asked(self._agent.Status, pb.StatusRequest()))
 
     def boards(self, serial: str, board_type: str | None = None) -> Sequence[BoardView]:
-        """The latest run of the boards with a serial."""
         request = pb.GetBoardRequest(serial=serial, board_type=board_type or "")
         return [board_of(board) for board in self._asked(self._agent.GetBoard, request).boards]
 
@@ -147,7 +144,6 @@ class AgentClient:
         return str(self._asked(self._agent.Trigger, request).key)
 
     def explain(self, subject: str) -> Sequence[str]:
-        """Why something is as it is, in sentences."""
         return tuple(self._asked(self._agent.Explain, pb.ExplainRequest(subject=subject)).sentences)
 
     def reload(self) -> ReloadView:

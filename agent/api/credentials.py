@@ -44,7 +44,6 @@ class Certificates:
         self._now = _read(tls)
 
     def for_server(self) -> Call:
-        """What a server's port is opened with; asked about at every handshake."""
         return grpc.dynamic_ssl_server_credentials(
             self._now, lambda: self._now, require_client_authentication=self._asks_callers
         )
@@ -75,7 +74,6 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has 
         self._token = read_secret(token).encode()
 
     def become(self, other: TokenGuard) -> None:
-        """The other's token is wanted from now on."""
         self._token = other._token
 
     async def intercept_service(self, continuation: Callable[[Call], Awaitable[Call]], details: Call) -> Call:

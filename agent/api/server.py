@@ -75,7 +75,6 @@ class ApiServer:
 
     @property
     def orders_under_way(self) -> int:
-        """Given to the desk for callers who wait for their end."""
         return self._orders.under_way + self._texts.under_way
 
     def start(self) -> None:

@@ -40,49 +40,39 @@ class Custody:
         self._unreturned: list[Claimed] = []  # withdrawn, and the filesystem does not let them go back
 
     def settle(self, key: str, verdict: Verdict, reason: str | None) -> None:
-        """Its verdict is stored."""
         self._settled.put(Settlement(key, verdict, reason))
 
     def withdraw(self, key: str) -> None:
-        """No verdict will come."""
         self._withdrawn.put(key)
 
     @property
     def in_flight(self) -> int:
-        """Files that wait for their verdict."""
         return len(self._in_flight)
 
     @property
     def unfiled(self) -> int:
-        """Files that have their verdict and could not be put away yet."""
         return self._shelves.pending
 
     @property
     def filed(self) -> int:
-        """Files that were put away."""
         return self._shelves.filed
 
     @property
     def held(self) -> int:
-        """All of them. Any thread."""
         return len(self._in_flight) + len(self._unreturned) + self._shelves.pending
 
     @property
     def alarm(self) -> str | None:
-        """What keeps files from being put away."""
         return self._shelves.alarm
 
     @property
     def next_retry(self) -> float | None:
-        """When the next file is to be put away again; None if none waits."""
         return self._shelves.next_retry
 
     def places(self) -> set[str]:
-        """Where all of them lie."""
         return {str(file.path) for file in (*self._in_flight.values(), *self._unreturned, *self._shelves.files)}
 
     def add(self, key: str, file: Claimed) -> None:
-        """This one was taken, or refused."""
         self._in_flight[key] = file
 
     def work(self, now: float) -> list[Claimed]:
@@ -93,7 +83,6 @@ class Custody:
         return withdrawn
 
     def put_back_again(self) -> None:
-        """Try once more what could not be put back."""
         self._unreturned = [file for file in self._unreturned if not self._put_back(file)]
 
     def close(self) -> None:

@@ -148,7 +148,6 @@ class ArrivalReader:
         self._thread = threading.Thread(target=self._run, name=f"reader-{folder}", daemon=True)
 
     def start(self) -> None:
-        """Begin to read."""
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
@@ -164,12 +163,10 @@ class ArrivalReader:
         self._wake.set()
 
     def hold(self, size_bytes: int) -> None:
-        """So many bytes more are held by what was read, as its pixels are. Any thread."""
         with self._held:
             self._held_bytes += size_bytes
 
     def release(self, size_bytes: int) -> None:
-        """So many bytes of what was read are not held any more. Any thread."""
         with self._held:
             self._held_bytes -= size_bytes
         self._wake.set()

@@ -98,15 +98,12 @@ class Taker:
         return len(self._recovered)
 
     def places(self) -> set[str]:
-        """Where these lie."""
         return {str(file.path) for file in self._recovered}
 
     def recover(self, found: Iterable[Claimed]) -> None:
-        """These lie claimed, and are in nobody's hands."""
         self._recovered.extend(found)
 
     def forget_all_but(self, here: Collection[str]) -> None:
-        """Only these files are in the folder."""
         self._refusals = {name: refused for name, refused in self._refusals.items() if name in self._waiting}
         self._read_with = {name: pair for name, pair in self._read_with.items() if name in here}
 

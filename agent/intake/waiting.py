@@ -48,12 +48,10 @@ class Waiting:
 
     @property
     def root(self) -> int | None:
-        """The folder's inode, as it was last turned to."""
         return self._root
 
     @property
     def stale(self) -> tuple[str, ...]:
-        """Files that stay incomplete, sorted."""
         if self._stale_seen is None:
             self._stale_seen = tuple(self._stale)
         return self._stale_seen
@@ -124,7 +122,6 @@ class Waiting:
         self._stale_seen = ()
 
     def beside(self, sidecar: str) -> tuple[str, ...]:
-        """The waiting files that this is the sidecar of."""
         return tuple(sorted(self._by_sidecar.get(sidecar, ())))
 
     def first_due(self, now: float) -> Candidate | None:

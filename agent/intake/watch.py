@@ -33,7 +33,6 @@ class FolderWatch:
 
     @property
     def is_online(self) -> bool:
-        """Can it be read, as far as is known?"""
         return self.state is SourceState.ONLINE
 
     def go_online(self, *, has_thread: bool) -> bool:
@@ -60,7 +59,6 @@ class FolderWatch:
         self._was_mounted = is_mounted
 
     def go_offline(self, error: OSError) -> None:
-        """It cannot be read."""
         if self.state is not SourceState.OFFLINE:
             log.error("intake_offline folder=%s reason=%s: looked for again", self._path, error.strerror)
         self.turn_away()
@@ -71,7 +69,6 @@ class FolderWatch:
         self._stop_hints()
 
     def stop(self) -> None:
-        """Nobody looks any more."""
         self.state = SourceState.STOPPED
         self._stop_hints()
 

@@ -59,7 +59,6 @@ class _Tally:
             self.counts.update({key: number for key, number in counts.items() if isinstance(number, int)})
 
     def entries(self) -> list[dict[str, object]]:
-        """Lines that say the same."""
         return [{"counts": dict(self.counts)}, {"begun": list(self.begun.elements())}]
 
 
@@ -111,7 +110,6 @@ class AttemptLog:
             self._write({"ended": list(begun.elements())})
 
     def settled(self, key: str) -> None:
-        """This key has its verdict: nothing is counted of it any more."""
         with self._lock:
             if self._counts.pop(key, None) is not None:
                 self._write({"settled": key})

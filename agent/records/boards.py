@@ -139,7 +139,6 @@ class _Board:
 
     @property
     def lasted_s(self) -> float:
-        """From opening to closing, by the wall clock."""
         return (self.closed_at - self.opened_at).total_seconds()
 
     @property
@@ -162,7 +161,6 @@ class _Board:
 
     @property
     def verdict(self) -> Verdict:
-        """As it would be if the board closed now."""
         worst = max(self.images.values(), key=SEVERITY.__getitem__)
         return Verdict.UNKNOWN if worst is Verdict.OK and self.missing else worst
 
@@ -248,7 +246,6 @@ class BoardLedger:
 
     @property
     def longest_timeout(self) -> timedelta:
-        """Of all board types; nothing where there are none."""
         return max((manifest.timeout for manifest in self._manifests.values()), default=timedelta())
 
     def runs(self, serial: str) -> tuple[BoardRun, ...]:
@@ -260,7 +257,6 @@ class BoardLedger:
         )
 
     def statistics(self) -> LedgerStatistics:
-        """A snapshot of how many boards are open and closed."""
         closed = sum(board.closed is not None for board in self._boards.values())
         return LedgerStatistics(len(self._boards) - closed, closed)
 
@@ -398,5 +394,4 @@ class _Runs:
         return holding[-1] if holding else None
 
     def latest(self) -> Iterator[_Board]:
-        """The latest run of each board: the one that its next image meets."""
         return (self._begun.get(key, runs[-1]) for key, runs in self._runs.items())

@@ -311,7 +311,6 @@ def open_for_reading(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> sqli
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether SQLite says that the file itself is damaged."""
     code: int | None = getattr(error, "sqlite_errorcode", None)  # what Python itself raises has none
     return code is not None and code & PRIMARY in DAMAGED
 

@@ -117,13 +117,11 @@ class DailyExport:
             raise
 
     def stop(self) -> None:
-        """Leave no draft behind."""
         if self._work is not None:
             self._work.close()  # type: ignore[attr-defined]  # it is a generator
             self._work = None
 
     def statistics(self) -> ExportStatistics:
-        """A snapshot."""
         return ExportStatistics(self._last.day if self._last else None, self._files, self._rows)
 
     def _due(self) -> date | None:
@@ -232,7 +230,6 @@ def _begins_with(path: Path, head: str) -> bool:
 
 
 def beginning(day: date) -> datetime:
-    """The moment at which a day begins on this box."""
     return datetime.combine(day, time()).astimezone()
 
 

@@ -76,7 +76,6 @@ class JournalReader:
         self.path = path
 
     def unfinished(self) -> list[Unfinished]:
-        """All requests without a verdict, in the order in which they were accepted."""
         with closing(open_for_reading(self.path)) as connection:
             rows = connection.execute("SELECT * FROM accepted ORDER BY rowid").fetchall()
         return [Unfinished(_entry(dict(row)), row["image"]) for row in rows]
@@ -129,7 +128,6 @@ def end(database: Database, key: str) -> None:
 
 
 def _given(row: Mapping[str, object]) -> tuple[str, object]:
-    """The key that a caller gave, and what for."""
     return str(row["key"]).partition(PART_MARK)[0], row["asked_sha256"]
 
 

@@ -91,13 +91,11 @@ class Outbox:
                 self._put(database, f"result-{row.seq}-{event}", event, row.result.board, result_payload(row))
 
     def board_stored(self, database: Database, row: BoardRow) -> None:
-        """Tell of a board's verdict, if anybody wants to know."""
         if BOARD in self._events:
             payload = board_payload(row) | _judged_by(database, row.board)
             self._put(database, f"board-{row.seq}-{row.revisions}", BOARD, row.board.serial, payload)
 
     def committed(self) -> None:
-        """Wake whoever tells."""
         for wake in self._when_committed:
             wake()
 
@@ -133,7 +131,6 @@ class OutboxReader:
         self.path = path
 
     def waiting(self, receiver: str, limit: int) -> list[Message]:
-        """The first messages for one receiver, in their order."""
         sql = "SELECT id, event, board, payload FROM outbox WHERE receiver = ? ORDER BY number LIMIT ?"
         with closing(open_for_reading(self.path)) as connection:
             return [Message(*row) for row in connection.execute(sql, (receiver, limit)).fetchall()]
@@ -152,7 +149,6 @@ class OutboxReader:
 
 
 def forget(database: Database, receiver: str, ids: Sequence[str]) -> None:
-    """This receiver was told these, or will never be: they wait no more."""
     gone = sum(len(database.execute(TOLD, (receiver, id_)).fetchall()) for id_ in ids)
     database.execute("UPDATE outbox_receivers SET waiting = waiting - ? WHERE receiver = ?", (gone, receiver))
 
@@ -216,7 +212,6 @@ def _models(details: Iterable[Mapping[str, Any]]) -> list[dict[str, object]]:
 
 
 def _boxes(detail: Mapping[str, Any]) -> list[dict[str, object]]:
-    """All boxes that experts found, with the expert that found them."""
     return [
         {"expert": step.get("expert")} | dict(box) for step in detail.get("steps", ()) for box in step.get("boxes", ())
     ]
@@ -231,5 +226,4 @@ def _keep_to(database: Database, receiver: str, limit: int) -> None:
 
 
 def _iso(at: datetime) -> str:
-    """ISO 8601 with its offset, as people read it at the line."""
     return at.astimezone().isoformat(timespec="milliseconds")

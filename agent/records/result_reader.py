@@ -36,12 +36,10 @@ class ResultReader:
         self.path = path
 
     def find(self, key: str) -> ResultRow | None:
-        """The committed result of this key."""
         rows = self._rows("SELECT * FROM results WHERE key = ?", (key,))
         return _result_row(rows[0]) if rows else None
 
     def of_keys(self, beginning: str) -> list[ResultRow]:
-        """The committed results whose keys begin so, in the order of their numbers."""
         after = beginning[:-1] + chr(ord(beginning[-1]) + 1)
         rows = self._rows("SELECT * FROM results WHERE key >= ? AND key < ? ORDER BY seq", (beginning, after))
         return [_result_row(row) for row in rows]
@@ -101,7 +99,6 @@ class ResultReader:
         return StoredPage(file, last.get("results", 0), last.get("board_changes", 0), results, changes)
 
     def select(self, sql: str, values: Sequence[object]) -> list[ResultRow]:
-        """Results by a query of the caller's, which selects whole rows."""
         return [_result_row(row) for row in self._rows(sql, values)]
 
     def maps(self, seq: int) -> tuple[KeptMap, ...]:
@@ -112,7 +109,6 @@ class ResultReader:
         return tuple(KeptMap(**dict(row)) for row in rows)
 
     def find_with_maps(self, key: str) -> ResultRow | None:
-        """The result under this key, and where its image is anomalous."""
         found = self.find(key)
         return None if found is None else replace(found, result=replace(found.result, maps=self.maps(found.seq)))
 
@@ -126,7 +122,6 @@ class ResultReader:
         return [_result_row(row) for row in rows]
 
     def boards_of(self, serial: str) -> list[BoardRow]:
-        """The stored verdicts of a serial's boards, the newest first."""
         rows = self._rows("SELECT * FROM boards WHERE serial = ? ORDER BY seq DESC", (serial,))
         return [_board_row(row) for row in rows]
 

@@ -171,7 +171,6 @@ class ResultStore(ResultReader):
             )
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """As ``GroupCommitter.close``."""
         return self._committer.close(timeout_s)
 
     def _counted(self, on_committed: OnRecorded | None) -> OnRecorded:

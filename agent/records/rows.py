@@ -25,13 +25,11 @@ RESULT_COLUMNS = ("seq", *(field.name for field in fields(Result) if field.name 
 
 
 def plain_result(row: ResultRow) -> dict[str, Any]:
-    """One result, by RESULT_COLUMNS."""
     values = asdict(row.result).items()
     return {"seq": row.seq} | {name: _plain(value) for name, value in values if name not in APART}
 
 
 def plain_board(row: BoardRow) -> dict[str, Any]:
-    """One board's verdict."""
     board = {name: _plain(value) for name, value in asdict(row.board).items()}
     return {"seq": row.seq, "revisions": row.revisions, "takt_s": row.takt_s} | board
 
@@ -61,7 +59,6 @@ class RowWriter:
 
 
 def write_rows(rows: Iterable[dict[str, Any]], output: Format, stream: TextIO) -> None:
-    """All of them."""
     writer = RowWriter(stream, output)
     for row in rows:
         writer.write(row)

@@ -125,17 +125,14 @@ class Compared:
 
     @property
     def agrees(self) -> bool:
-        """Did both say the same label?"""
         return self.shadow_label == self.label
 
     @property
     def flips_to_ng(self) -> bool:
-        """It passed, and would not have."""
         return self.passes is True and self.shadow_passes is False
 
     @property
     def flips_to_ok(self) -> bool:
-        """It did not pass, and would have."""
         return self.passes is False and self.shadow_passes is True
 
 
@@ -233,7 +230,6 @@ def _compared(row: sqlite3.Row) -> Compared:
 
 
 def _ran(executors: Iterable[tuple[int | None, str | None]]) -> tuple[Ran, ...]:
-    """In the order of their numbers."""
     counts = Counter((number, processor) for number, processor in executors if number is not None and processor)
     return tuple(Ran(number, processor, images) for (number, processor), images in sorted(counts.items()))
 

@@ -39,7 +39,6 @@ class WriteAheadLog:
         self._failure: str | None = None
 
     def committed(self, connection: sqlite3.Connection) -> None:
-        """There is more of it."""
         self._is_empty = False
         if self._size_bytes() > JOURNAL_LIMIT_BYTES and time.monotonic() >= self._look_again_s:
             self.fold_in(connection)

@@ -87,7 +87,6 @@ class _Budget:
             self._free_bytes -= size_bytes
 
     def give_back(self, size_bytes: int) -> None:
-        """These are free again."""
         self._free_bytes += size_bytes
         self._freed.set()
 

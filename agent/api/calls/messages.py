@@ -43,7 +43,6 @@ VERDICT_OF = {number: verdict for verdict, number in VERDICTS.items()}
 
 
 def text(words: str) -> str:
-    """As UTF-8 can have it."""
     return words.encode("utf-8", "backslashreplace").decode("utf-8")
 
 

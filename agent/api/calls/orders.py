@@ -35,7 +35,6 @@ class Orders:
         self._asking = DaemonThreads(4, "api_ask")
 
     async def ask(self, call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result:
-        """What a call of the desk's returns or raises, without keeping the loop waiting."""
         return await asyncio.wrap_future(self._asking.submit(call, *given, **named))
 
     async def judged(
@@ -59,7 +58,6 @@ class Orders:
         return self._ordering.submit(call, *given, **named)
 
     def stop(self) -> None:
-        """No more calls; what hangs ends with the process."""
         self._ordering.stop(timeout_s=1.0)
         self._asking.stop(timeout_s=1.0)
 
@@ -92,16 +90,13 @@ class _Placed:
             self._leave()
 
     def accepted(self) -> None:
-        """On a thread of the desk's."""
         if self._tell_accepted is not None:
             self._call(self._accept)
 
     def judged(self, parts: Sequence[Part]) -> None:
-        """On a thread of the desk's."""
         self._call(lambda: None if self._end.done() else self._end.set_result(parts))
 
     def refused(self, refusal: OrderRefused) -> None:
-        """On a thread of the desk's."""
         self._call(lambda: None if self._end.done() else self._end.set_result(refusal))
 
     def _accept(self) -> None:
@@ -152,12 +147,10 @@ def check_names(**names: str | None) -> None:
 
 
 def invalid(field: str, message: str) -> OrderRefused:
-    """A refusal that names the field to blame."""
     return OrderRefused(Refusing.INVALID, f"{field}: {message}", field=field)
 
 
 def refusal_of(error: GenerationInvalid) -> OrderRefused:
-    """The same error, as a caller is told."""
     return OrderRefused(Refusing.INVALID, str(error), field=error.field)
 
 

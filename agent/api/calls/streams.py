@@ -61,7 +61,6 @@ class Conversation(ABC, Generic[Request, Answer]):
         """The answer to an order that came to no end, by what was begun."""
 
     def tell(self, answer: Answer, *, is_last: bool = False) -> None:
-        """Have the caller told."""
         self._told.put_nowait((answer, is_last))
 
     async def answers(self, requests: AsyncIterator[Request]) -> AsyncGenerator[Answer, None]:
@@ -144,11 +143,9 @@ class OrderStream(Conversation[pb.StreamOrder, pb.StreamAnswer]):
         return pb.StreamAnswer(id=id_, judged=pb.InspectReply(parts=[part_message(part) for part in parts]))
 
     def begun(self, request: pb.StreamOrder) -> pb.StreamAnswer:
-        """By its id."""
         return pb.StreamAnswer(id=request.id[:NAME_CHARACTERS])
 
     def failed(self, answer: pb.StreamAnswer, reason: str, message: str, again_ms: int | None) -> pb.StreamAnswer:
-        """Refused, and why."""
         answer.refused.CopyFrom(pb.Refused(reason=reason, message=message, retry_ms=again_ms))
         return answer
 
@@ -174,13 +171,11 @@ class InferStream(Conversation[oip.ModelInferRequest, oip.ModelStreamInferRespon
         return oip.ModelStreamInferResponse(infer_response=response)
 
     def begun(self, request: oip.ModelInferRequest) -> oip.ModelStreamInferResponse:
-        """With the call's id, as its client looks for it there."""
         id_, model = request.id[:NAME_CHARACTERS], request.model_name[:NAME_CHARACTERS]
         return oip.ModelStreamInferResponse(infer_response=oip.ModelInferResponse(id=id_, model_name=model))
 
     def failed(
         self, answer: oip.ModelStreamInferResponse, reason: str, message: str, again_ms: int | None
     ) -> oip.ModelStreamInferResponse:
-        """In words; the protocol has no more room."""
         answer.error_message = f"{reason}: {message}"
         return answer

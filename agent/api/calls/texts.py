@@ -39,11 +39,9 @@ class Texts:
         self._ordering = DaemonThreads(threads, "api_text")
 
     async def ask(self, call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result:
-        """What a call returns or raises that takes a while, without keeping the loop waiting."""
         return await asyncio.wrap_future(self._ordering.submit(call, *given, **named))
 
     async def models(self) -> Sequence[TextModelView]:
-        """All that texts can be had from."""
         return await self.ask(self._desk.text_models)
 
     @asynccontextmanager
@@ -66,7 +64,6 @@ class Texts:
                 ticket.add_done_callback(_withdraw)
 
     def stop(self) -> None:
-        """No more orders; what hangs ends with the process."""
         self._ordering.stop(timeout_s=1.0)
 
 
@@ -80,11 +77,9 @@ class _Listener:
         self._news = asyncio.Event()
 
     def wrote(self, piece: TextPiece) -> None:
-        """On a thread of the desk's."""
         self._call(piece)
 
     def ended(self, end: TextEnd) -> None:
-        """On a thread of the desk's."""
         self._call(end)
 
     async def told(self, due_s: float | None) -> AsyncGenerator[Told, None]:

@@ -61,7 +61,6 @@ class OpenAiEndpoint:
         self._created = int(time.time())
 
     def serves(self, path: str) -> bool:
-        """See ``agent.http.exchange.Application``."""
         return path.startswith(ROOT)
 
     def reload(self, config: ApiSection) -> None:
@@ -70,11 +69,9 @@ class OpenAiEndpoint:
             self._token = _token(config) or self._token
 
     def stop(self) -> None:
-        """No more orders."""
         self._texts.stop()
 
     def refusal(self, status: int, reason: str) -> Answer:
-        """See ``agent.http.exchange.Application``."""
         return plain_error(status, reason)
 
     async def answer(self, request: HttpRequest, stream: Stream) -> Answer | None:

@@ -120,7 +120,6 @@ class TextReply:
         return "chat.completion.chunk" if self.is_chat else "text_completion"
 
     def _beginning(self) -> Iterator[bytes]:
-        """A chat's message begins with whose it is."""
         if self.is_chat and not self._has_begun:
             self._has_begun = True
             yield self._event({"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None})
@@ -216,7 +215,6 @@ def _usage(end: TextEnd) -> dict[str, int]:
 
 
 def models_answer(models: Sequence[TextModelView], created: int) -> Answer:
-    """All that may be named as a model."""
     return answer(200, {"object": "list", "data": [model_values(model, created) for model in models]})
 
 
@@ -236,24 +234,20 @@ def refused_answer(refused: OrderRefused) -> Answer:
 
 
 def error_values(refused: OrderRefused) -> dict[str, Any]:
-    """A refusal as OpenAI's clients read it, also in the middle of a stream."""
     kind = KINDS[refused.reason]
     return {"error": {"message": str(refused), "type": kind.type, "param": refused.field, "code": kind.code}}
 
 
 def plain_error(status: int, message: str, code: str | None = None) -> Answer:
-    """What is wrong with a request before anybody knows what it is about."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return answer(status, {"error": {"message": message, "type": kind, "param": None, "code": code}})
 
 
 def answer(status: int, values: dict[str, Any], *headers: tuple[str, str]) -> Answer:
-    """JSON."""
     return Answer(status, _json(values), (JSON, *headers))
 
 
 def event(values: dict[str, Any]) -> bytes:
-    """One event of a stream, as server-sent events are."""
     return b"data: " + _json(values) + b"\n\n"
 
 

@@ -204,7 +204,6 @@ def _sampling(asked: _Text, logprobs: int | None) -> Sampling:
 
 
 def _given(asked: _Text) -> frozenset[str]:
-    """What of the sampling is settled."""
     names = (name for name in Sampling.__slots__ if name != "logprobs")
     return frozenset(name for name in names if getattr(asked, name) is not None)
 

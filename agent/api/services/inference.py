@@ -53,20 +53,16 @@ class InferenceService:
         self._counts: dict[str, ModelCounts] = {}
 
     async def ServerLive(self, request: pb.ServerLiveRequest, room: Room) -> pb.ServerLiveResponse:
-        """It answers."""
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, room: Room) -> pb.ServerReadyResponse:
-        """Orders are taken: while the agent stops nothing gets here."""
         return pb.ServerReadyResponse(ready=not (await self._orders.ask(self._desk.status)).is_draining)
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, room: Room) -> pb.ServerMetadataResponse:
-        """Who this is, and the largest message that is read."""
         extensions = [*EXTENSIONS, f"{MAX_MESSAGE}:{self._limits.message}"]
         return pb.ServerMetadataResponse(name=SERVER, version=_version(), extensions=extensions)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, room: Room) -> pb.ModelReadyResponse:
-        """Whether it can be asked now. NOT_FOUND where there is none."""
         return pb.ModelReadyResponse(ready=(await self._model(request.name, request.version)).is_ready)
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, room: Room) -> pb.ModelMetadataResponse:
@@ -125,18 +121,15 @@ class InferenceService:
     async def RepositoryModelUnload(
         self, request: pb.RepositoryModelUnloadRequest, room: Room
     ) -> pb.RepositoryModelUnloadResponse:
-        """Let it go from memory, unless it is in use."""
         await self._orders.ask(self._desk.unload, request.model_name)
         return pb.RepositoryModelUnloadResponse()
 
     def ModelInfer(self, request: pb.ModelInferRequest, room: Room) -> Awaitable[pb.ModelInferResponse]:
-        """One image, or several; withdrawn if its caller gives up."""
         return self.infer(request, room.leave)
 
     async def ModelStreamInfer(
         self, requests: AsyncIterator[pb.ModelInferRequest], room: Room
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        """The same over one stream, answered as they end; what is refused ends no stream."""
         async with aclosing(InferStream(self.infer, self._door).answers(requests)) as answers:
             async for answer in answers:
                 yield answer

@@ -43,7 +43,6 @@ class InspectionService:
     async def InspectStream(
         self, requests: AsyncIterator[pb.StreamOrder], room: Room
     ) -> AsyncIterator[pb.StreamAnswer]:
-        """Many images."""
         async with aclosing(OrderStream(self._orders, self._door).answers(requests)) as answers:
             async for answer in answers:
                 yield answer
@@ -75,16 +74,13 @@ class InspectionService:
         return pb.TriggerReply(key=text(key))
 
     async def Status(self, request: pb.StatusRequest, room: Room) -> pb.StatusReply:
-        """A snapshot."""
         return status_message(await self._orders.ask(self._desk.status))
 
     async def Explain(self, request: pb.ExplainRequest, room: Room) -> pb.ExplainReply:
-        """Why something is as it is."""
         sentences = await self._orders.ask(self._desk.explain, request.subject)
         return pb.ExplainReply(sentences=[text(each) for each in sentences])
 
     async def Reload(self, request: pb.ReloadRequest, room: Room) -> pb.ReloadReply:
-        """One at a time."""
         async with self._reloading:
             return reload_message(await self._orders.ask(self._desk.reload))
 

@@ -22,12 +22,10 @@ class Duration:
     seconds: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Once more."""
         self.count += 1
         self.seconds += seconds
 
     def message(self) -> pb.StatisticDuration:
-        """In nanoseconds, as the protocol has it."""
         return pb.StatisticDuration(count=self.count, ns=round(self.seconds * 1e9))
 
 

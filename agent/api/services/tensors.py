@@ -216,7 +216,6 @@ def _score(name: str, part: Part) -> float:
 
 
 def _map(part: Part) -> bytes:
-    """A PNG of where that expert found it; empty where there is none."""
     return (part.anomalies[-1].map_png or b"") if part.anomalies else b""
 
 

@@ -122,7 +122,6 @@ class Camera:
 
     @property
     def name(self) -> str:
-        """As the line file calls it."""
         return self._config.name
 
     def start(self) -> None:
@@ -204,7 +203,6 @@ class Camera:
         )
 
     def _want(self) -> None:
-        """One that runs freely: a frame, whenever it comes. On the thread that hands over."""
         with self._guard:
             self._inbox.put(self._new_trigger(None, None, asked_s=NEVER))
 

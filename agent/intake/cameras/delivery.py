@@ -97,7 +97,6 @@ class Delivery:
         self._parcels.put(_Lost(trigger, reason, is_overflow=True))
 
     def stop(self) -> None:
-        """Ask for nothing more."""
         self._stopping.set()
 
     def end(self) -> None:

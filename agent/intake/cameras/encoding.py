@@ -53,7 +53,6 @@ def can_be_seen(picture: Picture, max_pixels: int) -> bool:
 
 
 def _size(picture: NDArray[np.uint8] | NDArray[np.uint16] | VideoFrame) -> tuple[int, int]:
-    """(height, width)."""
     return picture.shape[:2] if isinstance(picture, np.ndarray) else (picture.height, picture.width)
 
 

@@ -102,7 +102,6 @@ class ChildProcess:
             self._socket.shutdown(socket.SHUT_WR)
 
     def kill(self) -> None:
-        """End it, whatever it does. Returns at once."""
         self._process.kill()
 
     def join(self, timeout_s: float) -> bool:

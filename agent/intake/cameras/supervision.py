@@ -189,12 +189,10 @@ class Supervisor:
 
     @property
     def is_stopped(self) -> bool:
-        """It was told to end."""
         return self._is_stopped
 
     @property
     def is_over(self) -> bool:
-        """Stopped, and no process is left."""
         return self._phase is _Phase.OVER
 
     def decide(self, now: float, event: Event) -> list[Action]:

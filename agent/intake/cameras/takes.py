@@ -39,7 +39,6 @@ class Takes:
         return self._wanted.pop(number, None)
 
     def disconnect(self) -> None:
-        """Nobody is asked for anything any more."""
         self._asked.clear()
 
     def overdue(self, now: float) -> list[Trigger]:
@@ -58,12 +57,10 @@ class Takes:
 
     @property
     def deadline(self) -> float:
-        """When the next one is overdue."""
         return min((trigger.asked_s for trigger in self._wanted.values()), default=NEVER) + self._patience_s
 
     @property
     def asked_since(self) -> float:
-        """Since when the process owes the oldest frame that it was asked for."""
         return min(self._asked.values(), default=NEVER)
 
 

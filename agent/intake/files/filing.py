@@ -51,22 +51,18 @@ class Shelves:
         self.alarm: str | None = None
 
     def add(self, filing: Filing) -> None:
-        """Put this file away with the next `work`."""
         heappush(self._pending, (filing.retry_at, next(self._numbers), filing))
 
     @property
     def pending(self) -> int:
-        """Files that could not be put away yet."""
         return len(self._pending)
 
     @property
     def files(self) -> Iterator[Claimed]:
-        """The files that could not be put away yet."""
         return (filing.file for _, _, filing in self._pending)
 
     @property
     def next_retry(self) -> float | None:
-        """When the next file is to be tried again; None if none waits."""
         return self._pending[0][0] if self._pending else None
 
     def work(self, now: float) -> None:

@@ -104,7 +104,6 @@ class _Listener(FileSystemEventHandler):
             self._note(Hint(source.removeprefix(self._prefix), evidence))
 
     def _is_news(self, path: str) -> bool:
-        """Whether this is the folder itself, or lies below it and outside the agent's own."""
         if path == self._root:
             return True
         return path.startswith(self._prefix) and not is_own(path.removeprefix(self._prefix))

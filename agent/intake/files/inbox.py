@@ -130,7 +130,6 @@ class Inbox:
         return self.root.stat().st_ino
 
     def is_empty(self) -> bool:
-        """Whether nothing lies in the folder."""
         with os.scandir(self.root) as entries:
             return next(entries, None) is None
 
@@ -187,11 +186,9 @@ class Inbox:
         return folder / f".{_identity(file.sighting)}~{SIDECAR_SUFFIX}"
 
     def unclaimed(self, relpath: str, sighting: Sighting, sidecar: Sighting | None = None) -> Claimed:
-        """The file, left where it is."""
         return Claimed(relpath, sighting, self.root / relpath, is_ours=False, sidecar=sidecar)
 
     def sighting(self, claimed: Claimed) -> Sighting:
-        """The file as it is now."""
         return _sighting(claimed.path.lstat())
 
     def unclaim(self, claimed: Claimed) -> None:
@@ -358,7 +355,6 @@ class Inbox:
 
 
 def part_key(key: str, ref: str) -> str:
-    """The identity of one part of the image of this key."""
     return f"{key}{PART_MARK}{ref}"
 
 
@@ -369,7 +365,6 @@ def image_key(key: str) -> str:
 
 
 def is_claim(relpath: str) -> bool:
-    """Whether a path below the folder is that of an agent's claims, or of one of them."""
     return relpath.partition("/")[0] == WORK
 
 
@@ -433,13 +428,11 @@ def _is_placed(source: str, name: str, out_of: int, into: int) -> bool:
 
 
 def _other_name(target: Path, identity: str, limit_bytes: int) -> str:
-    """What a file is called where its name is taken."""
     suffix = target.suffix if len(target.suffix) <= LONGEST_SUFFIX else ""
     return fitted(target.name.removesuffix(suffix), f"~{identity}{suffix}", limit_bytes)
 
 
 def _is_taken(place: Path, source: Path) -> bool:
-    """Whether another file than this one lies there."""
     return os.path.lexists(place) and not _is_same(place, source)
 
 

@@ -48,7 +48,6 @@ class Naming:
 
     @property
     def has_sidecars(self) -> bool:
-        """Whether a file beside each image tells whose it is."""
         return self.pattern is None
 
     def read(self, relpath: str) -> ImageName:

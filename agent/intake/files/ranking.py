@@ -23,7 +23,6 @@ class Ranking:
 
     @property
     def first_rank(self) -> float | None:
-        """The lowest rank; None if nothing is ranked."""
         return self._entries[0][0] if self._ranks else None
 
     def put(self, name: str, rank: float) -> None:
@@ -35,7 +34,6 @@ class Ranking:
         self._clean()
 
     def drop(self, name: str) -> None:
-        """Rank this name no more; nothing happens if it is not ranked."""
         if self._ranks.pop(name, None) is not None:
             self._clean()
 
@@ -44,7 +42,6 @@ class Ranking:
         return self._entries[0][1] if self._ranks and self._entries[0][0] <= limit else None
 
     def clear(self) -> None:
-        """Rank nothing any more."""
         self._ranks.clear()
         self._entries.clear()
 

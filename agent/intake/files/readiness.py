@@ -76,7 +76,6 @@ class Candidate:
         return replace(self, evidence=evidence) if evidence > self.evidence else self
 
     def postponed(self, until: float) -> Candidate:
-        """Not to be looked into before then: it has settled but is not complete."""
         return replace(self, not_before=until)
 
 
@@ -113,12 +112,10 @@ class Rule:
         return None if settle_s is None else max(candidate.unchanged_since + settle_s, candidate.not_before)
 
     def is_due(self, candidate: Candidate, now: float) -> bool:
-        """Whether it has settled."""
         due_at = self.due_at(candidate)
         return due_at is not None and now >= due_at
 
     def lacks_sidecar(self, candidate: Candidate) -> bool:
-        """Whether nothing tells whose image it is."""
         return self.needs_sidecar and candidate.sidecar is None
 
     def is_ready(self, candidate: Candidate, now: float, lease: Lease, completeness: Completeness) -> bool:
@@ -137,11 +134,9 @@ class Rule:
         return self._is_vouched_for(candidate) or self.is_abandoned(candidate, now)
 
     def is_abandoned(self, candidate: Candidate, now: float) -> bool:
-        """Whether it has been unchanged for so long that nobody will change it any more."""
         return now - candidate.unchanged_since >= self.stale_after_s
 
     def is_sidecar_abandoned(self, candidate: Candidate, now: float) -> bool:
-        """Whether what lies beside it has been unchanged, or missing, for as long."""
         return now - candidate.sidecar_since >= self.stale_after_s
 
     def _is_vouched_for(self, candidate: Candidate) -> bool:

@@ -29,7 +29,6 @@ READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def sidecar_of(relpath: str) -> str:
-    """Where the sidecar of an image lies."""
     return os.path.splitext(relpath)[0] + SUFFIX
 
 

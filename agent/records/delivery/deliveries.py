@@ -68,7 +68,6 @@ def line_receivers(config: LineConfig) -> tuple[Receiver, ...]:
 
 
 def line_outbox(config: LineConfig, receivers: Sequence[Receiver]) -> Outbox:
-    """What writes down, beside each verdict, who is to be told of it."""
     names = [receiver.name for receiver in receivers]
     return Outbox(config.line, names, config.outbox.events, config.outbox.limit)
 
@@ -98,7 +97,6 @@ class Deliveries:
         return all(ended)
 
     def statistics(self) -> tuple[DeliveryStatistics, ...]:
-        """A snapshot of each receiver; from any thread."""
         return tuple(self._statistics(name, thread.pump) for name, thread in self._threads.items())
 
     def oldest(self) -> dict[str, datetime | None]:

@@ -106,7 +106,6 @@ class MqttConnection:
             raise MessageRefused(MqttReceiver.name, message.id, str(error)) from error
 
     async def lost(self) -> None:
-        """See Connection."""
         await asyncio.shield(self._lost)
 
     async def publish(self, topic: str, payload: str, *, retain: bool = False) -> None:
@@ -132,7 +131,6 @@ class MqttConnection:
 
 
 def level(text: str) -> str:
-    """The text as one level of a topic."""
     return RESERVED.sub(lambda found: "".join(f"%{byte:02X}" for byte in found[0].encode()), text)
 
 

@@ -34,5 +34,4 @@ class Backoff:
         return max(wait_s, min(asked_s or 0.0, LONGEST_ASKED_S))
 
     def succeeded(self) -> None:
-        """The next failure is a first one."""
         self._wait_s = FIRST_RETRY_S

@@ -68,7 +68,6 @@ class Pump:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def statistics(self) -> PumpStatistics:
-        """From any thread."""
         return PumpStatistics(self._delivered, self._refused, self._alarm)
 
     def wake(self) -> None:

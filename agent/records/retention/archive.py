@@ -154,7 +154,6 @@ class ImageKeeper:
         return self._thread.stop(timeout_s)
 
     def statistics(self) -> KeeperStatistics:
-        """A snapshot."""
         with self._changed:
             return KeeperStatistics(self._kept, self._not_kept, self._waiting_bytes, self._alarm)
 

@@ -48,7 +48,6 @@ class FileSeen:
 
     @property
     def changed_s(self) -> float:
-        """When it was last written or moved."""
         return max(self.mtime_ns, self.ctime_ns) / 1e9
 
 

@@ -60,12 +60,10 @@ class Limits:
 
     @classmethod
     def of(cls, section: KeepSection) -> Limits:
-        """As a line file has them."""
         return cls(section.days, section.size, section.free, section.export_required)
 
     @property
     def is_any(self) -> bool:
-        """Whether anything ever goes."""
         return (self.days, self.size_bytes, self.free_bytes) != (None, None, None)
 
 
@@ -87,12 +85,10 @@ class Going:
 
 
 def may_go(image: KeptImage, limits: Limits, now_s: float) -> bool:
-    """Whether it may be removed at all."""
     return image.changed_s <= now_s - YOUNG_S and (image.is_exported or not limits.export_required)
 
 
 def going_order(image: KeptImage, limits: Limits, now_s: float) -> tuple[bool, int, float, str]:
-    """Sorts images by who goes first."""
     is_old = _is_too_old(image, limits, now_s)
     return not is_old, 0 if is_old else LAST_TO_GO[image.verdict], image.at_s, image.path
 

@@ -141,7 +141,6 @@ class Sweeper:
             raise
 
     def statistics(self) -> SweeperStatistics:
-        """A snapshot."""
         images, size_bytes = self._kept or (None, None)
         removed = {str(reason): Removed(self._removed[reason], self._removed_bytes[reason]) for reason in Reason}
         return SweeperStatistics(images, size_bytes, removed, self._removed_rows, self._alarm)

@@ -39,7 +39,6 @@ class PresentationClock:
         self._is_settled = False
 
     def ask(self) -> None:
-        """A packet is about to be read."""
         self._asked_at, self._asked_blocks = time.monotonic(), _blocks()
 
     def came(self, presented_s: float | None) -> None:

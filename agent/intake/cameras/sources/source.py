@@ -49,12 +49,10 @@ class Connection:
 
     @property
     def scheme(self) -> str:
-        """What kind of camera."""
         return self.url.partition(":")[0]
 
     @property
     def place(self) -> str:
-        """Which one of its kind: the url behind its scheme."""
         return self.url.partition(":")[2]
 
 
