@@ -48,8 +48,6 @@ def bring(source: Path, destination: Path) -> Imported:
         raise WeightsRefused(str(source), f"its import is a {wanted} file: name the destination so, not {destination}")
     if not source.is_file():
         raise WeightsMissing(str(source), "there is no such file")
-    from experts.backends.weight_files import check_weights  # heavy runtimes: only when a file is imported
-
     candidate = destination.with_name(f".{destination.stem}.import{wanted}")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -58,6 +56,8 @@ def bring(source: Path, destination: Path) -> Imported:
             said = convert_checkpoint(source, candidate).said
         else:
             shutil.copyfile(source, candidate)
+        from experts.backends.weight_files import check_weights  # heavy runtimes: only for a file that holds weights
+
         check_weights(str(source), candidate)
         said += _other_order(candidate, destination)
         with candidate.open("rb") as file, whole_file(destination, has_rivals=True) as final:

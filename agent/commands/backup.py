@@ -17,7 +17,7 @@ import hashlib
 import json
 import shutil
 import sqlite3
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -88,7 +88,7 @@ def restore(line_file: Path, source: Path) -> Restored:
     try:
         if not is_kept:
             _copy(source / LINE_FILE, line_file)
-        config = read_line(line_file)
+        config = _read_line(line_file, None if is_kept else source / LINE_FILE)
         if config.line != backup.line:
             raise ConfigError(f"{source} is a backup of line {backup.line!r}, {line_file} is {config.line!r}")
         with state_held(config.state):
@@ -98,9 +98,20 @@ def restore(line_file: Path, source: Path) -> Restored:
         raise ConfigError(f"{error.filename or source}: {error.strerror or error} - see to the disk") from error
     finally:
         if not is_kept and not is_done:
-            line_file.unlink(missing_ok=True)
+            with suppress(OSError):
+                line_file.unlink(missing_ok=True)
     same = is_kept and _sha256(line_file) == backup.files[LINE_FILE]
     return Restored(backup, aside, is_kept and not same)
+
+
+def _read_line(line_file: Path, copied_from: Path | None) -> LineConfig:
+    try:
+        return read_line(line_file)
+    except ConfigError as error:
+        if copied_from is None:
+            raise
+        advice = f"{line_file} was copied from {copied_from} and is removed: put a correct one there, and restore again"
+        raise ConfigError(f"{error}\n{advice}") from error
 
 
 def _copy_state(config: LineConfig, draft: Path) -> None:

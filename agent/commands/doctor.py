@@ -112,7 +112,7 @@ def _device(config: LineConfig) -> Iterator[Check]:
     yield Check("libraries", ", ".join(f"{name} {version}" for name, version in box.versions))
     for name, fault in check_runtimes(box).items():
         fix = "install a pair of torch and torchvision that belong together, and the driver"
-        yield Check(name, fault or "works", fault and fix)
+        yield Check(name, "works") if fault is None else Check(name, fault, fix)
 
 
 def _forms(config: LineConfig) -> Iterator[Check]:

@@ -73,8 +73,9 @@ def _threads_watched(tell: Callable[[], None]) -> Iterator[list[AgentCrashed]]:
             before(what)
             return
         log.critical("thread_died thread=%s: the agent ends", name, exc_info=what.exc_value)
-        crashes.append(AgentCrashed(what.exc_value))
-        crashes[-1].__cause__ = what.exc_value
+        crash = AgentCrashed(what.exc_value)
+        crash.__cause__ = what.exc_value
+        crashes.append(crash)
         tell()
 
     threading.excepthook = died

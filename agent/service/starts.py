@@ -1,7 +1,7 @@
 """Backoff between starts that end soon: systemd retries without limit.
 
-Guarantees: the count survives any end; it is reset by a boot, HEALTHY_S of serving, a requested end, and a mistake in
-the line file. An unwritable count costs the backoff, never the start.
+Guarantees: the count survives any end; it is reset by a boot, HEALTHY_S of serving, a requested end of an agent that
+serves or waits, and a mistake in the line file. An unwritable count costs the backoff, never the start.
 """
 
 from __future__ import annotations

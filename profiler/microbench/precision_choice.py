@@ -6,7 +6,7 @@ later, run in fp32. Other forms of fp32 need a proof too: their operators turn N
 Experts that share tensors run in one form, proven for all of them: a second form would hold the tensors twice.
 
 A form that the line file gives is taken as the agent takes it. A kind that does not run in that form is left off the
-processor, as is a kind without any proven form.
+processor, as is a kind that neither runs in fp32 nor has another form proven.
 """
 
 from __future__ import annotations

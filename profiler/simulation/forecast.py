@@ -127,7 +127,7 @@ class Forecast:
 
 
 def quantile_s(waits_s: Sequence[float], quantile: float) -> float:
-    """Wait that this share of at least one does not exceed (nearest rank)."""
+    """Wait that this share of the waits, at least one, does not exceed (nearest rank)."""
     ordered = sorted(waits_s)
     return ordered[max(math.ceil(quantile * len(ordered) - ROUNDING), 1) - 1]
 

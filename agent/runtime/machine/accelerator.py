@@ -27,7 +27,7 @@ def _fault(work: Callable[[], None]) -> str | None:
     try:
         work()
     except Exception as error:  # noqa: BLE001  # whatever a library raises is the finding
-        return (str(error) or type(error).__name__).splitlines()[0]
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
     return None
 
 

@@ -78,15 +78,15 @@ class TextDoor:
             raise OrderRefused(Refusing.INVALID, str(error), field="model") from error
         except ExpertError as error:
             raise OrderRefused(Refusing.NOT_NOW, str(error), field="model") from error
-        text.entered = self._admission.enter(1, text.size_bytes)
-        if not self._begin(text):
-            self._admission.leave(text.entered)
-            raise _stopping()
         task = Task(
             text.key, text.key, TextSource(text.text_for), text.end, destination.route, destination.expert,
             is_counted=False,
         )  # fmt: skip
-        text.withdraw = partial(self._inspector.cancel, task)
+        text.withdraw = partial(self._inspector.cancel, task)  # also of a task that has not entered yet
+        text.entered = self._admission.enter(1, text.size_bytes)
+        if not self._begin(text):
+            self._admission.leave(text.entered)
+            raise _stopping()
         self._inspector.enter(task)
         return text
 

@@ -101,7 +101,7 @@ class MoeCache:
             self._tell(PassEnded())
 
     def settle(self) -> None:
-        """The same, and wait for what is under way. Nobody may need anything meanwhile."""
+        """Load nothing ahead any more, and wait for loads under way. No pass may run meanwhile."""
         with self._changed:
             self._tell(PassEnded())
             self._changed.wait_for(lambda: not self._residency.in_flight)

@@ -9,6 +9,7 @@ import sqlite3
 import time
 from contextlib import closing, suppress
 from datetime import UTC, datetime
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import pytest
@@ -195,6 +196,16 @@ def test_a_line_file_is_not_left_behind_by_a_restore_that_was_refused(config: Li
     with StateLock(config.state), pytest.raises(AlreadyRunning):
         restore(tmp_path / "line.yaml", tmp_path / "saved")
     assert not (tmp_path / "line.yaml").exists()
+
+
+def test_a_backup_whose_line_file_is_refused_says_where_that_lies(config: LineConfig, tmp_path: Path) -> None:
+    back_up(config, tmp_path / "saved")
+    (tmp_path / "saved" / "line.yaml").write_text(LINE.replace("resnet18", "resnet17"))
+    _edit(tmp_path / "saved", files={"line.yaml": sha256((tmp_path / "saved" / "line.yaml").read_bytes()).hexdigest()})
+    with pytest.raises(ConfigError, match="resnet17") as refused:
+        restore(tmp_path / "other.yaml", tmp_path / "saved")
+    assert str(tmp_path / "saved" / "line.yaml") in str(refused.value)
+    assert not (tmp_path / "other.yaml").exists()
 
 
 def _edit(saved: Path, **changes) -> None:
