@@ -95,7 +95,7 @@ class KvArena(Protocol):
         """Tokens that a promise of so many holds: at least those, in whole units of the arena."""
 
     def begin(self, request: int, layout: KvLayout, tokens: int, prefix: Prefix | None = None) -> int:
-        """Promise room; gives how many of the prefix's tokens are there. MemoryExceeded; ValueError: begun, too long."""
+        """Promise room; gives how many tokens of the prefix are there. MemoryExceeded; ValueError: begun, too long."""
 
     def grow(self, request: int, tokens: int) -> None:
         """Promise room for so many tokens in all to one that has begun. Raises MemoryExceeded, as ``begin`` does."""
