@@ -97,6 +97,7 @@ def test_a_log_that_a_reader_makes_grow_is_told_and_small_again_once_that_ends(
     until(lambda: line.alarm is None)
     assert line.log_bytes < LOG_ALARM_BYTES
     until(lambda: line.log_bytes == 0)
+    until(lambda: len(caplog.records) == 2)  # it is told after the log was cut
     told = [(record.levelname, record.getMessage().split(" ")[0]) for record in caplog.records]
     assert told == [("ERROR", "results_log_grows"), ("WARNING", "results_log_folded_in")]
     log_bytes = int(caplog.records[0].getMessage().split("log_bytes=")[1].split(":")[0])
