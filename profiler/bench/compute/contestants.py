@@ -25,6 +25,7 @@ from experts.backends.onednn.backend_forms import ONEDNN_NUMBERS
 from experts.backends.onnx.export import IMAGES, exported
 from experts.backends.state_dict import DTYPES
 from experts.calibrations import CalibrationFolder
+from experts.errors import BackendUnavailable
 from experts.expert import Precision
 from experts.packed.calibrated import calibration_of
 from experts.packed.packing import pack_line
@@ -179,7 +180,10 @@ def has_openvino() -> bool:
 
 
 def openvino(model: Model, batch: Batch, threads: int, form: str) -> Contestant:
-    """OpenVINO compiled for exactly this batch and for latency. ``form``: one of OPENVINO."""
+    """OpenVINO compiled for exactly this batch and for latency. ``form``: one of OPENVINO.
+
+    Raises BackendUnavailable where OpenVINO does not compile the graph for this CPU.
+    """
     from openvino import Core
 
     hint, numbers = OPENVINO[form]
@@ -187,7 +191,10 @@ def openvino(model: Model, batch: Batch, threads: int, form: str) -> Contestant:
     graph = core.read_model(model.graph)
     graph.reshape([len(batch), 3, *model.size])
     wanted = {"INFERENCE_PRECISION_HINT": hint, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads}
-    compiled = core.compile_model(graph, "CPU", wanted)
+    try:
+        compiled = core.compile_model(graph, "CPU", wanted)
+    except RuntimeError as error:
+        raise BackendUnavailable(form, str(error).strip().rpartition("\n")[2]) from error
     request = compiled.create_infer_request()
 
     def run() -> Sequence[Prediction]:

@@ -18,7 +18,7 @@ from experts.backends import backend_for
 from experts.errors import BackendUnavailable, ConfigError, OutputInvalid, WeightsMismatch
 from experts.expert import Precision
 from experts.packed.weights import SegmentStore
-from profiler.bench.compute import arithmetic, measure
+from profiler.bench.compute import arithmetic, contestants, measure
 from profiler.bench.compute.contestants import (
     EAGER,
     INT8_SESSION,
@@ -44,6 +44,7 @@ CONFIGURATION = 78
 FP32, BF16 = Precision.FP32, Precision.BF16
 REFUSED = BF16
 TINY = ComputeOptions(("squeezenet1_1",), (64, 64), (2, 1), (FP32, BF16), rounds=2, tells_spending=False)
+OPENVINO_BF16 = "openvino-bf16"
 PEERS = {EAGER, SESSION, INT8_SESSION, *(OPENVINO if find_spec("openvino") else ())}
 
 
@@ -136,10 +137,11 @@ def test_a_peer_that_cannot_be_quantised_has_a_note_and_no_row(measured, monkeyp
 
 def test_there_is_a_row_for_each_batch_and_whoever_takes_part(table):
     ours, floors = {"fp32", "bf16"}, {"floor-fp32"}
+    without = {OPENVINO_BF16} if any(OPENVINO_BF16 in note for note in table.notes) else set()  # with AVX2 alone
     for batch in (1, 2):
         rows = [row for row in table.rows if row.batch == batch]
         forms = {row.form for row in rows}
-        assert forms - {"floor-bf16", "floor-int8"} == ours | floors | PEERS
+        assert forms - {"floor-bf16", "floor-int8"} == ours | floors | (PEERS - without)
         assert {row.form for row in rows if row.is_ours} == ours
         assert {row.size for row in rows} == {"64x64"}
         assert {row.rounds for row in rows} == {TINY.rounds}
@@ -225,6 +227,17 @@ def refusing(pack):
         return pack(backend, expert, precision)
 
     return packed
+
+
+@pytest.mark.skipif(find_spec("openvino") is None, reason="openvino is not installed")
+def test_a_peer_that_does_not_compile_the_graph_has_a_note_and_no_row(measured, monkeypatch):
+    monkeypatch.setitem(contestants.OPENVINO, "openvino-fp32", ("no such numbers", torch.float32))
+    found = measured(batches=(1,), forms=(FP32,))
+    assert {row.form for row in found.rows} >= {EAGER, SESSION}
+    assert "openvino-fp32" not in {row.form for row in found.rows}
+    assert any(
+        note.startswith("squeezenet1_1 in openvino-fp32 is not measured: openvino-fp32: ") for note in found.notes
+    )
 
 
 def test_one_that_is_far_slower_than_torch_is_only_tried_and_not_in_larger_batches(measured, monkeypatch):
