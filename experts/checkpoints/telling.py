@@ -135,6 +135,7 @@ def _tables(document: object) -> Iterator[tuple[str, Mapping[object, object]]]:
             yield from _preprocessing(values, f"{key}.")
     if isinstance(meta := document.get("meta"), dict):
         yield "meta.cfg.data_preprocessor.", openmmlab_preprocessor(meta.get("cfg"))
+    yield from _preprocessing(document, "")
     yield "", document
 
 

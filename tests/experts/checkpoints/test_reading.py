@@ -185,6 +185,13 @@ class TestWhatIsTold:
         assert (facts.architecture, facts.size, facts.normalize) == ("mobilenet_v3_small", (96, 64), "imagenet")
         assert facts.evidence["size"] == "the file itself.pretrained_cfg.input_size"
 
+    def test_by_a_table_beside_the_weights(self, tmp_path, network):
+        configured = {"input_size": (3, 96, 64), "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+        document = {"state_dict": network.state_dict(), "pretrained_cfg": configured}
+        facts = read_checkpoint(saved(tmp_path, document)).facts
+        assert (facts.size, facts.normalize) == ((96, 64), {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]})
+        assert facts.evidence["normalize"] == "pretrained_cfg.mean, std"
+
     def test_by_a_script_s_arguments(self, tmp_path, network):
         arguments = argparse.Namespace(model="mobilenet_v3_small", val_crop_size=96, rate=0.1)
         document = {"model": network.state_dict(), "args": arguments, "class_to_idx": {"good": 0, "odd": 2, "bad": 1}}
