@@ -32,7 +32,7 @@ RTSP_PACKAGES := gir1.2-gst-rtsp-server-1.0 gstreamer1.0-plugins-good gstreamer1
 # `make bundle CUDA=no` leaves CUDA out, for boxes without an NVIDIA GPU.
 CUDA := yes
 
-.PHONY: help venv trainers tools demo test test-forms lint drill bench mutants proto bundle clean
+.PHONY: help venv trainers tools demo test test-all test-forms lint drill bench mutants proto bundle clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -63,12 +63,17 @@ tools:  ## what tests need: mosquitto, openssl, promtool, gcc, GStreamer, instal
 	echo "not installed, so tests that need it are skipped or fail:$$missing (as root: apt-get install$$wanted)" >&2
 
 # Several processes share the cores: threads of one that waited by spinning would take them from the others.
-test: $(INSTALLED) trainers tools  ## all tests, WORKERS=logical at once: one for each core, up to eight
-	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
+
+test: $(INSTALLED) trainers tools  ## the tests of every push: each promise, and one representative of each slow kind
+	$(PYTEST) -m "not slow"
+
+test-all: $(INSTALLED) trainers tools  ## all tests, the slow ones too
+	$(PYTEST)
 
 # ONNX Runtime asks the CPU itself: its forms are the same ones here.
 test-forms: $(INSTALLED)  ## the tests of the forms as on a CPU with AVX2 and no AVX-512, as far as libraries obey
-	$(AS_WITH_AVX2) OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest $(FORM_TESTS) --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
+	$(AS_WITH_AVX2) $(PYTEST) $(FORM_TESTS)
 
 lint: $(INSTALLED)  ## style and types
 	$(VENV)/bin/ruff check .
