@@ -32,7 +32,7 @@ RTSP_PACKAGES := gir1.2-gst-rtsp-server-1.0 gstreamer1.0-plugins-good gstreamer1
 # `make bundle CUDA=no` leaves CUDA out, for boxes without an NVIDIA GPU.
 CUDA := yes
 
-.PHONY: help venv trainers tools demo test test-all test-forms lint drill bench mutants proto bundle clean
+.PHONY: help venv trainers tools demo test test-all test-forms lint house drill bench mutants proto bundle clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -79,6 +79,9 @@ lint: $(INSTALLED)  ## style and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+house: $(INSTALLED)  ## lines, rooms, signatures and circles against their bounds
+	$(VENV)/bin/python tests/house.py
 
 # Up to fifteen minutes: a hundred kills, full and lying disks, floods, hangs. `make test` runs a short form of it.
 drill: $(INSTALLED) tools  ## what could go wrong on the line, on purpose: what was lost, doubled or judged without evidence
