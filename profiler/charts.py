@@ -59,10 +59,18 @@ class Series:
     colour: int | None = None
 
 
-def line_chart(
-    path: Path, title: str, x_label: str, y_label: str, series: Sequence[Series], note: str = "", *, log_x: bool = False
-) -> None:
-    """Curves over a common axis, from zero upwards. ``note`` stands small below the chart.
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """Texts of a chart. ``note`` stands small below it; bars have no ``x``."""
+
+    title: str
+    y: str
+    x: str = ""
+    note: str = ""
+
+
+def line_chart(path: Path, labels: Labels, series: Sequence[Series], *, log_x: bool = False) -> None:
+    """Curves over a common axis, from zero upwards.
 
     Raises ValueError for no series, or one whose ``x`` and ``y`` differ in length.
     """
@@ -72,24 +80,22 @@ def line_chart(
         if len(each.x) != len(each.y):
             raise ValueError(f"{path.name}: {each.label!r} has {len(each.x)} x and {len(each.y)} y - pair them")
     with rc_context(STYLE):
-        figure, axes = _empty(title, y_label)
+        figure, axes = _empty(labels)
         for number, each in enumerate(series):
             _draw(axes, each, number if each.colour is None else each.colour)
-        axes.set_xlabel(x_label)
+        axes.set_xlabel(labels.x)
         if log_x:
             axes.set_xscale("log")
         elif all(float(x).is_integer() for each in series for x in each.x):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no half image, and no half expert
-        _finish(path, figure, axes, note, [each.label for each in series])
+        _finish(path, figure, axes, labels.note, [each.label for each in series])
 
 
 def bar_chart(
     path: Path,
-    title: str,
-    y_label: str,
+    labels: Labels,
     groups: Sequence[str],
     bars: Mapping[str, Sequence[float | None]],
-    note: str = "",
     *,
     unknown: str = "n/a",
 ) -> None:
@@ -105,29 +111,29 @@ def bar_chart(
         if len(heights) != len(groups):
             raise ValueError(f"{path.name}: {kind!r} has {len(heights)} heights for {len(groups)} groups - pair them")
     with rc_context(STYLE):
-        figure, axes = _empty(title, y_label)
+        figure, axes = _empty(labels)
         width = GROUP_WIDTH / len(bars)
         is_labelled = len(bars) * len(groups) <= LARGEST_LABELLED
-        labels = {
+        figures = {
             kind: [unknown if height is None else _short(height) for height in heights] if is_labelled else []
             for kind, heights in bars.items()
         }
-        longest = max((len(text) for texts in labels.values() for text in texts), default=0)
+        longest = max((len(text) for texts in figures.values() for text in texts), default=0)
         is_upright = longest * LABEL_POINTS * POINTS_PER_CHARACTER > AXES_POINTS / len(groups) * width
         for number, (kind, heights) in enumerate(bars.items()):
             drawn = _draw_bars(axes, kind, number, heights, (number - (len(bars) - 1) / 2) * width, width)
-            if labels[kind]:
-                axes.bar_label(drawn, labels[kind], fontsize=LABEL_POINTS, padding=2, rotation=90 if is_upright else 0)
+            if figures[kind]:
+                axes.bar_label(drawn, figures[kind], fontsize=LABEL_POINTS, padding=2, rotation=90 if is_upright else 0)
         fitting_points = AXES_POINTS / len(groups) / (max(map(len, groups)) * POINTS_PER_CHARACTER)
         axes.set_xticks(range(len(groups)), groups, fontsize=min(STYLE["font.size"], fitting_points))
-        _finish(path, figure, axes, note, list(bars), UPRIGHT_HEADROOM if is_upright else HEADROOM)
+        _finish(path, figure, axes, labels.note, list(bars), UPRIGHT_HEADROOM if is_upright else HEADROOM)
 
 
-def _empty(title: str, y_label: str) -> tuple[Figure, Axes]:
+def _empty(labels: Labels) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained")
     axes = figure.subplots()
-    figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize=12)
-    axes.set_ylabel(y_label)
+    figure.suptitle(labels.title, x=0.01, horizontalalignment="left", fontsize=12)
+    axes.set_ylabel(labels.y)
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
     return figure, axes
 

@@ -50,7 +50,7 @@ class SearchEnd(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class DecayWindow:
     lower: int
     upper: int
 
@@ -64,7 +64,7 @@ class WindowStep:
     """The throughput at one window's upper bound. ``predicted``, ``error``: of equations 2 and 3; None before a fit."""
 
     number: int
-    window: Window
+    window: DecayWindow
     images_per_s: float
     predicted: float | None
     error: float | None
@@ -76,12 +76,12 @@ class WindowSearch:
 
     steps: tuple[WindowStep, ...]
     end: SearchEnd
-    window: Window
+    window: DecayWindow
     tried: Mapping[int, float]
     chosen: int
 
 
-def decay_windows(most: int, initial_window: int = INITIAL_WINDOW) -> Iterator[Window]:
+def decay_windows(most: int, initial_window: int = INITIAL_WINDOW) -> Iterator[DecayWindow]:
     """The windows from 0 to ``most`` experts, side by side (section 4.4, equation 1).
 
     Each is (1 - initial window / 100) times as wide as the one before; bounds are rounded, the last one is ``most``.
@@ -93,7 +93,7 @@ def decay_windows(most: int, initial_window: int = INITIAL_WINDOW) -> Iterator[W
     while lower < most:
         bound += width
         upper = min(math.floor(bound + 0.5), most)
-        yield Window(lower, upper)
+        yield DecayWindow(lower, upper)
         lower, width = upper, width * decay_factor
         if width < 1:
             width = float(initial_window)
@@ -142,7 +142,7 @@ def decay_window_search(
     return WindowSearch(tuple(steps), end, chosen_window, tried, chosen)
 
 
-def _window_of_the_drop(steps: Sequence[WindowStep], end: SearchEnd) -> Window:
+def _window_of_the_drop(steps: Sequence[WindowStep], end: SearchEnd) -> DecayWindow:
     if end is SearchEnd.BEND:
         before = steps[:-1]
         highest = max(before, key=lambda step: (step.images_per_s, step.number))

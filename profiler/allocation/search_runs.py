@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from agent.device_profile.store import ProfileDraft
     from agent.runtime.machine.box import Box
     from profiler.allocation.search import Throughput
-    from profiler.workload.traces import Arrival
+    from profiler.workload.traces import TracedArrival
 
 RUNS = "runs"  # Trial.search of what is kept while a search is not finished
 DRIFT = 0.1
@@ -48,7 +48,7 @@ class SearchRuns:
     """The runs of one search, kept in the draft. ``box``: this one, with the memory free that the search began with."""
 
     def __init__(
-        self, draft: ProfileDraft, config: LineConfig, box: Box, profile: StoredProfile, trace: Sequence[Arrival]
+        self, draft: ProfileDraft, config: LineConfig, box: Box, profile: StoredProfile, trace: Sequence[TracedArrival]
     ) -> None:
         self._draft = draft
         self._situation = _digest(config, profile, trace)
@@ -99,7 +99,7 @@ def _with_available(box: Box, available_bytes: Mapping[str, int]) -> Box:
     return replace(box, host=host, device=device)
 
 
-def _digest(config: LineConfig, profile: StoredProfile, trace: Sequence[Arrival]) -> str:
+def _digest(config: LineConfig, profile: StoredProfile, trace: Sequence[TracedArrival]) -> str:
     """Digest of everything that throughputs depend on beside executors and memories."""
     parts = [
         config.document.sha256,

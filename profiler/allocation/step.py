@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from agent.runtime.machine.box import Box
     from profiler.allocation.search import SearchedAllocation, SearchOptions, Throughput
     from profiler.workload.samples import LineSamples, Sample
-    from profiler.workload.traces import Arrival
+    from profiler.workload.traces import TracedArrival
 
 ENGINE, SIMULATE, CASUAL = "engine", "simulate", "casual"  # where the allocation comes from
 ON_ENGINE = "search on the engine"  # a stage
@@ -91,7 +91,9 @@ class AllocationStep:
                 self._leave_out(error.experts)
                 images.leave_out(error.images)
 
-    def _sample(self, count: int, usage: UsageProfile, images: Mapping[str, Iterable[Path]]) -> tuple[Arrival, ...]:
+    def _sample(
+        self, count: int, usage: UsageProfile, images: Mapping[str, Iterable[Path]]
+    ) -> tuple[TracedArrival, ...]:
         return sample_requests(self.config, count, images=images, without=self.failed, usage=usage)
 
     def _leave_out(self, experts: Mapping[str, str]) -> None:

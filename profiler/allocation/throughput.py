@@ -27,7 +27,7 @@ from profiler.allocation.search import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGIN
 from profiler.replay.images import experts_of, images_of
 from profiler.replay.player import player
 from profiler.simulation.forecast import forecast, scenario_of
-from profiler.workload.traces import Arrival
+from profiler.workload.traces import TracedArrival
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,7 +54,7 @@ def sample_requests(
     images: Mapping[str, Iterable[Path]] | None = None,
     without: Mapping[str, str] = NOTHING,
     usage: UsageProfile | None = None,
-) -> tuple[Arrival, ...]:
+) -> tuple[TracedArrival, ...]:
     """A smaller set of requests that stands for the line's (section 4.4), in a random order.
 
     Of each component come as many as its share makes (``drawn_shares``), rounded up or down by chance; each takes the
@@ -75,7 +75,7 @@ def sample_requests(
     rng.shuffle(drawn)
     pictures = {name: cycle((images or {}).get(name, ())) for name in shares}
     return tuple(
-        Arrival(number * interval_s, component, image=next(pictures[component], None))
+        TracedArrival(number * interval_s, component, image=next(pictures[component], None))
         for number, component in enumerate(drawn)
     )
 
@@ -125,7 +125,11 @@ def busy_interval_s(device: PerformanceMatrix, executors: Mapping[str, int]) -> 
 
 
 def simulated_throughput(
-    config: LineConfig, box: Box, profile: StoredProfile, trace: Sequence[Arrival], without: Mapping[str, str] = NOTHING
+    config: LineConfig,
+    box: Box,
+    profile: StoredProfile,
+    trace: Sequence[TracedArrival],
+    without: Mapping[str, str] = NOTHING,
 ) -> Throughput:
     """By the simulator: seconds instead of hours. Raises ConfigError for what cannot be simulated."""
     scenario = scenario_of(config.catalog.graph, profile, trace)
@@ -137,7 +141,7 @@ def simulated_throughput(
     return images_per_s
 
 
-def engine_throughput(config: LineConfig, profile: StoredProfile, trace: Sequence[Arrival]) -> Throughput:
+def engine_throughput(config: LineConfig, profile: StoredProfile, trace: Sequence[TracedArrival]) -> Throughput:
     """By a real agent of this line for each configuration; the caller keeps other agents of the line away.
 
     Raises SampleUnfit when a request is not judged or an image is broken, AgentCrashed.
@@ -165,7 +169,7 @@ def search_in_simulation(
     config: LineConfig,
     box: Box,
     profile: StoredProfile,
-    trace: Sequence[Arrival],
+    trace: Sequence[TracedArrival],
     options: SearchOptions | None = None,
     without: Mapping[str, str] = NOTHING,
 ) -> SearchedAllocation:
@@ -184,7 +188,7 @@ def search_on_engine(
     config: LineConfig,
     box: Box,
     profile: StoredProfile,
-    trace: Sequence[Arrival],
+    trace: Sequence[TracedArrival],
     options: SearchOptions | None = None,
     without: Mapping[str, str] = NOTHING,
     remembered: Callable[[Throughput], Throughput] = lambda throughput: throughput,
@@ -213,7 +217,9 @@ def device_matrix(
     return planned(config, box, profile, Given(executors, pools), without).matrix
 
 
-def _busy(trace: Sequence[Arrival], device: PerformanceMatrix, options: SearchOptions) -> tuple[Arrival, ...]:
+def _busy(
+    trace: Sequence[TracedArrival], device: PerformanceMatrix, options: SearchOptions
+) -> tuple[TracedArrival, ...]:
     """The trace, played faster where its requests would leave executors idle."""
     most = dict.fromkeys(device.experts, options.most_device_executors) | {"cpu": options.most_cpu_executors}
     span_s = trace[-1].at_s - trace[0].at_s if trace else 0.0
@@ -222,7 +228,7 @@ def _busy(trace: Sequence[Arrival], device: PerformanceMatrix, options: SearchOp
     return tuple(replace(arrival, at_s=arrival.at_s * factor) for arrival in trace)
 
 
-def _unfit(catalog: Catalog, trace: Sequence[Arrival], played: Played) -> SampleUnfit:
+def _unfit(catalog: Catalog, trace: Sequence[TracedArrival], played: Played) -> SampleUnfit:
     """Experts that did not judge when it was their turn; their images were read before, so they are sound."""
     engine, unjudged = played.after.engine, played.unjudged(trace)
     not_asked = {**engine.on_probation, **engine.quarantined}

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from agent.core.request import Outcome
     from agent.runtime.image_sources import ImageSource
     from profiler.replay.player import Progress
-    from profiler.workload.traces import Arrival
+    from profiler.workload.traces import TracedArrival
 
 TARGET_COST = 0.05
 FILE = "bench-journal.db"
@@ -109,7 +109,7 @@ class JournaledRequests(Requests):
 
 def measure_journal(
     config: LineConfig,
-    trace: Sequence[Arrival],
+    trace: Sequence[TracedArrival],
     options: RunOptions | None = None,
     progress: Progress = lambda *_: None,
 ) -> JournalCost:
@@ -159,7 +159,7 @@ def encoded(image: NDArray[np.uint8]) -> bytes:
 
 def _played(
     config: LineConfig,
-    trace: Sequence[Arrival],
+    trace: Sequence[TracedArrival],
     images: Sequence[NDArray[np.uint8]],
     contents: dict[int, bytes],
     options: RunOptions,

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from experts.expert import Expert
     from experts.graph import ExpertGraph
-    from profiler.workload.traces import Arrival
+    from profiler.workload.traces import TracedArrival
 
 NAIVE = "naive"
 FOLDED_FRACTION = 0.01  # of a model: statistics of norms, which packed experts have folded in; not held against it
@@ -112,7 +112,7 @@ class NaiveServer:
         largest_bytes = max(file.stat().st_size for file in self.files.values())
         return max(int(self.expert_bytes / (largest_bytes * (1 - FOLDED_FRACTION))), 1)
 
-    def play(self, trace: Sequence[Arrival], images: Sequence[NDArray[np.uint8]]) -> NaivePlayed:
+    def play(self, trace: Sequence[TracedArrival], images: Sequence[NDArray[np.uint8]]) -> NaivePlayed:
         """Serve a trace, each request at its time or as soon after it as the ones before allow.
 
         Memory holds exactly the most used models when the clock starts.
@@ -120,7 +120,7 @@ class NaiveServer:
         with ThreadPoolExecutor(1, "naive", use_threads, (self.threads,)) as thread:
             return thread.submit(self._play, trace, images).result()
 
-    def _play(self, trace: Sequence[Arrival], images: Sequence[NDArray[np.uint8]]) -> NaivePlayed:
+    def _play(self, trace: Sequence[TracedArrival], images: Sequence[NDArray[np.uint8]]) -> NaivePlayed:
         self._place()
         resident_at_start = frozenset(self._models)
         self._loaded.clear()
@@ -157,7 +157,7 @@ class NaiveServer:
         for expert in reversed(most_used_first[: self.capacity]):
             self._model(expert, PacedLink(None))
 
-    def _label(self, arrival: Arrival, image: NDArray[np.uint8], link: PacedLink) -> str | None:
+    def _label(self, arrival: TracedArrival, image: NDArray[np.uint8], link: PacedLink) -> str | None:
         """Label of a request by its route's experts in order, or by the one expert it names."""
         try:
             if arrival.component is None:

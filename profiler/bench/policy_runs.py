@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from agent.line_file.machine import GivenPrecision
     from profiler.bench.roofline import Compute, Work
     from profiler.replay.player import Played, Progress
-    from profiler.workload.traces import Arrival
+    from profiler.workload.traces import TracedArrival
 
 REASONS_SHOWN = 5
 WARMING_UP = "warming up"
@@ -88,7 +88,7 @@ class RunOptions:
 
 def run_line(
     config: LineConfig,
-    trace: Sequence[Arrival],
+    trace: Sequence[TracedArrival],
     options: RunOptions | None = None,
     progress: Progress = lambda *_: None,
 ) -> Measurement:
@@ -110,7 +110,9 @@ def run_line(
 class _Bench:
     """One measurement: a run to warm up, then rounds of all policies."""
 
-    def __init__(self, config: LineConfig, trace: tuple[Arrival, ...], options: RunOptions, progress: Progress) -> None:
+    def __init__(
+        self, config: LineConfig, trace: tuple[TracedArrival, ...], options: RunOptions, progress: Progress
+    ) -> None:
         if not trace or options.repeats < 1:
             raise ConfigError(f"{config.document.file}: nothing to measure - give a trace with arrivals, and repeats")
         self.policies = options.policies or (config.policy,)
@@ -256,7 +258,7 @@ class _Floors:
         return statistics.fmean(each.seconds for each in found) if found else None
 
 
-def predicted(agent: Agent, trace: Sequence[Arrival], played: Played, ssd_bytes_per_s: float) -> Predicted:
+def predicted(agent: Agent, trace: Sequence[TracedArrival], played: Played, ssd_bytes_per_s: float) -> Predicted:
     """Simulated times of a trace, from this agent's own profile and limits.
 
     Experts answer as they did when it was played, so that requests take the same routes.

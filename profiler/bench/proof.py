@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from profiler.bench.rows import Measurement
     from profiler.bench.scheduling_cost import SchedulingCost
     from profiler.replay.player import Progress
-    from profiler.workload.traces import Arrival
+    from profiler.workload.traces import TracedArrival
 
 OURS, SAMBA, NAIVE = "coserve", "samba", "naive"
 HELD_BYTES_PER_S = 530e6  # the SSD of the paper's NUMA device (Figure 1)
@@ -120,7 +120,7 @@ def measure_proof(
 
 
 def _compared(
-    title: str, config: LineConfig, trace: Sequence[Arrival], options: RunOptions, progress: Progress
+    title: str, config: LineConfig, trace: Sequence[TracedArrival], options: RunOptions, progress: Progress
 ) -> Comparison:
     """First the plan from the line's profile, then the measurement."""
     profile = read_profile(config.profile_file)

@@ -23,7 +23,7 @@ from profiler.bench.parts.loading import measure_graph_loading, measure_loading
 from profiler.bench.parts.starting import measure_start
 from profiler.bench.proof import FULL, NAIVE, OURS, SHORT, SHORT_KIND_LIMIT_S, measure_proof
 from profiler.bench.scheduling_cost import figure_19
-from profiler.charts import bar_chart
+from profiler.charts import Labels, bar_chart
 from profiler.paper.evaluation import FULL_FORM, SAMBA, SHORT_FORM, evaluate
 from profiler.paper.figures import write_figures
 from profiler.paper.task_devices import DEVICE_FILES, task_devices
@@ -159,7 +159,7 @@ def _proof_section(proof: Proof, folder: Path) -> str:
     groups = ["naive server, fp32", "samba, fp32", "coserve, fp32", "coserve, bf16"]
     chart = folder / "real-engine.png"
     trace = f"{recipe.classifiers} {recipe.architecture}, memory for {recipe.memory_for}, {recipe.requests} requests"
-    bar_chart(chart, f"Real engine: {trace}", "images/s", groups, bars, fp32.measured.machine)
+    bar_chart(chart, Labels(f"Real engine: {trace}", "images/s", note=fp32.measured.machine), groups, bars)
     return "\n\n".join(
         (
             f"# On the real engine\n\n{trace}, one every {recipe.every_s * 1e3:g} ms. `naive`: a general server, least "

@@ -26,7 +26,7 @@ from experts.errors import ConfigError
 from experts.packed.direct_reads import DirectReader
 from experts.packed.weights import ALIGNMENT_BYTES, AlignedBuffer
 from profiler.replay.player import player
-from profiler.workload.traces import Arrival
+from profiler.workload.traces import TracedArrival
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -98,7 +98,7 @@ def measure_compute(agent: Agent, work: Work, progress: Progress = lambda *_: No
     sizes, kinds = _sizes(copies), _kinds(agent.config, copies)
     held = _held(agent, work, sizes, kinds)
     stands_for = _substitutes(work, held, kinds)
-    trace = [Arrival(0.0, expert=stands_for[expert]) for expert in work.experts]
+    trace = [TracedArrival(0.0, expert=stands_for[expert]) for expert in work.experts]
     first_uses = {arrival.expert: (arrival, image) for arrival, image in zip(trace, work.images, strict=True)}
     bytes_held = sum(sizes[expert] for expert in held)
     given = Given(

@@ -21,7 +21,7 @@ from profiler.bench.playback import Playback
 from profiler.bench.policy_runs import RunOptions, machine
 from profiler.bench.recorder import Recorder, Recording
 from profiler.bench.rows import busy_s
-from profiler.charts import bar_chart
+from profiler.charts import Labels, bar_chart
 from profiler.paper.figures import FIGURE_19, FIGURE_19_SAID, section
 from profiler.replay.images import experts_of, images_of
 from profiler.replay.player import player
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.runtime.loop import Decider
     from profiler.replay.player import Played, Progress
-    from profiler.workload.traces import Arrival
+    from profiler.workload.traces import TracedArrival
 
 TARGET_GAP = 0.03
 TARGET_MANAGEMENT_SHARE = 0.002
@@ -86,7 +86,7 @@ class Pair:
 
 def measure_scheduling(
     config: LineConfig,
-    trace: Sequence[Arrival],
+    trace: Sequence[TracedArrival],
     options: RunOptions | None = None,
     progress: Progress = lambda *_: None,
 ) -> SchedulingCost:
@@ -112,7 +112,7 @@ def measure_scheduling(
 
 
 def run_and_play_back(
-    config: LineConfig, trace: Sequence[Arrival], options: LoopOptions, earlier: Recording | None = None
+    config: LineConfig, trace: Sequence[TracedArrival], options: LoopOptions, earlier: Recording | None = None
 ) -> Pair:
     """One pair; with the recording of an earlier run, that is played back before the run instead of its own after it.
 
@@ -196,7 +196,8 @@ def figure_19(folder: Path, cost: SchedulingCost) -> str:
     chart = folder / "figure-19.png"
     latencies = [cost.scheduling_s * 1e3, cost.inference_s * 1e3, cost.prescheduled_s * 1e3]
     groups = ["scheduling", "inference", "pre-scheduled inference"]
-    bar_chart(chart, "Average latency of one request", "ms", groups, {cost.policy: latencies}, cost.machine)
+    labels = Labels("Average latency of one request", "ms", note=cost.machine)
+    bar_chart(chart, labels, groups, {cost.policy: latencies})
     times = ("scheduling, ms", "inference, ms", "pre-scheduled, ms")
     header = ("policy", "requests", *times, "gap", "of the trace", "expert management")
     figures = (f"{value:.3f}" for value in latencies)

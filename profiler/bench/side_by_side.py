@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from profiler.bench.policy_runs import RunOptions
     from profiler.bench.rows import PolicyRow
     from profiler.replay.player import Progress
-    from profiler.workload.traces import Arrival
+    from profiler.workload.traces import TracedArrival
 
 
 def run_in_precisions(
     config: LineConfig,
-    trace: Sequence[Arrival],
+    trace: Sequence[TracedArrival],
     options: RunOptions,
     precisions: Sequence[GivenPrecision],
     progress: Progress = lambda *_: None,

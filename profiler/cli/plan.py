@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from agent.device_profile.records import StoredProfile
     from profiler.planning.advice import Advice
     from profiler.planning.plan import PlanRow
-    from profiler.workload.traces import Arrival
+    from profiler.workload.traces import TracedArrival
 
     Asked = tuple[str, str]  # a policy, and a memory as it was typed
 
@@ -98,7 +98,7 @@ def _tell_doubts(config: LineConfig, stored: StoredProfile) -> None:
 def _planned(
     config: LineConfig,
     stored: StoredProfile,
-    arrivals: Sequence[Arrival],
+    arrivals: Sequence[TracedArrival],
     policies: Sequence[str],
     memories: Mapping[str, Mapping[str, int]],
     common: Mapping[str, Any],

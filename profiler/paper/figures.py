@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from profiler.charts import Series, bar_chart, line_chart
+from profiler.charts import Labels, Series, bar_chart, line_chart
 from profiler.paper.best import highest
 from profiler.paper.devices import CPU, GPU
 from profiler.paper.evaluation import (
@@ -153,11 +153,9 @@ def figure_17(evaluation: Evaluation, folder: Path) -> str:
         chart = folder / f"figure-17-{device}.png"
         bar_chart(
             chart,
-            f"Executors of CoServe on {device}, on a sample",
-            "images/s",
+            Labels(f"Executors of CoServe on {device}, on a sample", "images/s", note=SIMULATED),
             [f"{gpu}G+{cpu}C" for gpu, cpu in settings],
             {f"board {board}": [sweep.get(setting) for setting in settings] for board, sweep in sweeps.items()},
-            SIMULATED,
             unknown="not tried",
         )
         charts.append(chart)
@@ -184,7 +182,8 @@ def figure_18(evaluation: Evaluation, folder: Path) -> str:
         for each in searches
     ]
     chart = folder / "figure-18.png"
-    line_chart(chart, "Room for experts in GPU memory, on a sample", "experts", "images/s", series, SIMULATED)
+    labels = Labels("Room for experts in GPU memory, on a sample", "images/s", "experts", SIMULATED)
+    line_chart(chart, labels, series)
     lines = []
     for best in searches:
         window, chosen = best.search.window if best.search else None, best.memory[highest(best.memory)]
@@ -211,7 +210,8 @@ def _charts(
         runs = {f"task {task}": rows for (task, on), rows in evaluation.runs.items() if on == device}
         bars = {NAMES[policy]: [measure.of(rows[policy]) for rows in runs.values()] for policy in policies}
         charts.append(folder / f"figure-{figure}-{device}.png")
-        bar_chart(charts[-1], f"{title} on {device}", measure.unit, list(runs), bars, SIMULATED)
+        labels = Labels(f"{title} on {device}", measure.unit, note=SIMULATED)
+        bar_chart(charts[-1], labels, list(runs), bars)
     return charts
 
 

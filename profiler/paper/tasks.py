@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from experts.expert import Prediction
 from experts.graph import ExpertGraph, RouteStep
 from profiler.simulation.simulator import PASSES
-from profiler.workload.traces import Arrival
+from profiler.workload.traces import TracedArrival
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,7 +63,7 @@ class Task:
     graph: ExpertGraph
     architectures: Mapping[str, str]
     usage: Mapping[str, float]
-    trace: tuple[Arrival, ...]
+    trace: tuple[TracedArrival, ...]
     passes: tuple[bool, ...]
 
     def predict(self, request: int, expert: str) -> Prediction:
@@ -92,7 +92,7 @@ def task_of(board: PaperBoard, requests: int, name: str, stream: str = "task") -
     arriving = random.Random(f"{board.seed} {stream}")
     trace, passes = [], []
     for number in range(requests):
-        trace.append(Arrival(number * INTERVAL_S, arriving.choices(components, quantities)[0]))
+        trace.append(TracedArrival(number * INTERVAL_S, arriving.choices(components, quantities)[0]))
         passes.append(arriving.random() < PASS_RATE)
     graph, total = ExpertGraph(architectures, routes), sum(quantities)
     shares = {component: quantity / total for component, quantity in zip(components, quantities, strict=True)}

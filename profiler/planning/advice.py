@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from profiler.planning.decoding import DecodingLoad
     from profiler.planning.gains import Gain
     from profiler.simulation.bounds import Bounds
-    from profiler.simulation.forecast import Forecast, Scenario
+    from profiler.simulation.forecast import LineForecast, Scenario
 
     Split = Callable[[Mapping[str, int]], EngineSetup]  # what is decided with, in budgets in bytes by memory
 
@@ -169,7 +169,7 @@ def speed_text(bytes_per_s: float) -> str:
     return f"{math.ceil(bytes_per_s / 1e6)} MB/s"
 
 
-def _waits_for_arrivals(now: Forecast, floor: Bounds) -> bool:
+def _waits_for_arrivals(now: LineForecast, floor: Bounds) -> bool:
     keeps_up = now.seconds * REMOVED <= floor.arrivals_s
     return keeps_up and floor.arrivals_s > SLACK * floor.compute_s
 
@@ -187,7 +187,7 @@ def _memory_remedy(
     main = DEVICE if DEVICE in used else HOST
     now_bytes, most_bytes = _budgets(setup), _budgets(spacious)
 
-    def played(budget_bytes: Mapping[str, int]) -> Forecast:
+    def played(budget_bytes: Mapping[str, int]) -> LineForecast:
         return forecast(scenario, split(budget_bytes))
 
     for pools in dict.fromkeys(((main,), tuple(now_bytes))):
@@ -219,7 +219,7 @@ def _box_bytes(box: BoxIdentity, pool: str) -> int:
 def _ssd_remedy(scenario: Scenario, setup: EngineSetup, target_images_per_s: float) -> SsdRemedy | None:
     now_bytes_per_s = scenario.ssd_bytes_per_s
 
-    def with_speed(bytes_per_s: float) -> Forecast:
+    def with_speed(bytes_per_s: float) -> LineForecast:
         return forecast(*with_ssd(scenario, setup, bytes_per_s))
 
     fastest = now_bytes_per_s * FASTEST_SSD

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from profiler.planning.gains import Planned
     from profiler.simulation.bounds import Bounds
     from profiler.simulation.core_time import CoreTime
-    from profiler.simulation.forecast import Forecast, Scenario
-    from profiler.workload.traces import Arrival
+    from profiler.simulation.forecast import LineForecast, Scenario
+    from profiler.workload.traces import TracedArrival
 
 SHIFT_S = 8 * 3600.0
 WORKSPACE = "_workspace"
@@ -91,7 +91,7 @@ class PlanRow:
 def plan(
     config: LineConfig,
     profile: StoredProfile,
-    trace: Sequence[Arrival],
+    trace: Sequence[TracedArrival],
     policies: Sequence[str] = (),
     memories: Sequence[Mapping[str, int]] = ({},),
     *,
@@ -121,7 +121,7 @@ def plan(
 def plan_advice(
     config: LineConfig,
     profile: StoredProfile,
-    trace: Sequence[Arrival],
+    trace: Sequence[TracedArrival],
     policy: str | None = None,
     memory: Mapping[str, int] | None = None,
     *,
@@ -269,7 +269,7 @@ def _refuse_broken(scenario: Scenario, setup: EngineSetup) -> None:
 # -- figures --
 
 
-def _loads(played: Forecast) -> dict[str, int]:
+def _loads(played: LineForecast) -> dict[str, int]:
     return dict.fromkeys(LOAD_PATHS, 0) | dict(played.loads)
 
 

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from experts.sizes import MEBIBYTE, mib
-from profiler.charts import Series, line_chart
+from profiler.charts import Labels, Series, line_chart
 from profiler.microbench.fits import typical_s
 from profiler.tables import folded, folded_table
 
@@ -114,9 +114,11 @@ def _kind_charts(profile: StoredProfile, folder: Path) -> list[Path]:
     averages = [Series(_label(kind), *_points(kind, per_image=True)) for kind in shown]
     held = [Series(_label(kind), *_footprint(kind)) for kind in shown]
     average, whole, memory = (folder / f"{name}.png" for name in ("average-latency", "batch-latency", "footprint"))
-    line_chart(average, "Average latency against batch size", images, "ms per image", averages, note)
-    line_chart(whole, "Latency against batch size, with K n + B", images, "ms", _fitted(shown), f"{note}; dashed: fit")
-    line_chart(memory, "Memory of one expert and its batch", images, "MiB", held, "weights + workspace")
+    line_chart(average, Labels("Average latency against batch size", "ms per image", images, note), averages)
+    line_chart(
+        whole, Labels("Latency against batch size, with K n + B", "ms", images, f"{note}; dashed: fit"), _fitted(shown)
+    )
+    line_chart(memory, Labels("Memory of one expert and its batch", "MiB", images, "weights + workspace"), held)
     return [average, whole, memory]
 
 
@@ -310,7 +312,7 @@ def _usage_chart(profile: StoredProfile, folder: Path) -> list[Path]:
     counts = [float(number) for number in range(len(cdf) + 1)]
     actual = Series("this line", counts, [0.0, *cdf])
     even = Series("all experts alike", [0.0, float(len(cdf))], [0.0, 1.0], kind="dashed")
-    line_chart(path, "Expert usage", "experts, the most used first", "share of all uses", [actual, even], note)
+    line_chart(path, Labels("Expert usage", "share of all uses", "experts, the most used first", note), [actual, even])
     return [path]
 
 
@@ -323,7 +325,7 @@ def _search_charts(profile: StoredProfile, folder: Path) -> list[Path]:
         points = sorted({(float(trial.setting.split()[0]), trial.images_per_s) for trial in trials})
         series = [Series("images/s", [count for count, _ in points], [speed for _, speed in points])]
         note = f"{profile.allocation.origin}; the decay window of section 4.4"
-        line_chart(path, f"Throughput against experts in memory, {search}", "experts", "images/s", series, note)
+        line_chart(path, Labels(f"Throughput against experts in memory, {search}", "images/s", "experts", note), series)
         drawn.append(path)
     return drawn
 

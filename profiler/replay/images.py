@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from experts.catalog import Catalog
-    from profiler.workload.traces import Arrival
+    from profiler.workload.traces import TracedArrival
 
 
-def experts_of(trace: Iterable[Arrival], catalog: Catalog) -> set[str]:
+def experts_of(trace: Iterable[TracedArrival], catalog: Catalog) -> set[str]:
     """Every expert that a trace may need: those it names, and all on the routes of its components."""
     arrivals = tuple(trace)
     named = {arrival.expert for arrival in arrivals if arrival.expert is not None}
@@ -27,7 +27,7 @@ def experts_of(trace: Iterable[Arrival], catalog: Catalog) -> set[str]:
     return named | {step.expert for component in components for step in catalog.graph.routes[component]}
 
 
-def images_of(trace: Sequence[Arrival], catalog: Catalog) -> tuple[NDArray[np.uint8], ...]:
+def images_of(trace: Sequence[TracedArrival], catalog: Catalog) -> tuple[NDArray[np.uint8], ...]:
     """The decoded image of every arrival: its own, or a synthetic one of its first expert's input size.
 
     Each file is decoded once. Raises ImageError for one that cannot be.

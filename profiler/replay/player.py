@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from agent.deployment.build import Agent, AgentOptions
     from agent.runtime.loop import Decider, LoopStatistics
     from agent.runtime.requests import Requests
-    from profiler.workload.traces import Arrival
+    from profiler.workload.traces import TracedArrival
 
     Progress = Callable[[str, int, int], None]
 
@@ -69,7 +69,7 @@ class Played:
         before, after = self.before.engine.loads, self.after.engine.loads
         return {path: count - before.get(path, 0) for path, count in after.items()}
 
-    def unjudged(self, trace: Sequence[Arrival]) -> tuple[int, ...]:
+    def unjudged(self, trace: Sequence[TracedArrival]) -> tuple[int, ...]:
         """Numbers, from 0, of unjudged requests; a request of one expert is judged when the expert answered."""
         return tuple(
             number
@@ -77,7 +77,7 @@ class Played:
             if outcome.verdict is Verdict.UNKNOWN and (arrival.expert is None or outcome.label is None)
         )
 
-    def unknown_reasons(self, trace: Sequence[Arrival]) -> tuple[str, ...]:
+    def unknown_reasons(self, trace: Sequence[TracedArrival]) -> tuple[str, ...]:
         return tuple(self.outcomes[number].reason or "no reason given" for number in self.unjudged(trace))
 
 
@@ -89,7 +89,7 @@ class Player:
     timer: TimedDecider
     _requests: Requests
 
-    def play(self, trace: Sequence[Arrival], images: Sequence[NDArray[np.uint8]]) -> Played:
+    def play(self, trace: Sequence[TracedArrival], images: Sequence[NDArray[np.uint8]]) -> Played:
         """Submit every request at its time and wait for every outcome. Raises AgentCrashed."""
         before = self.agent.loop.statistics()
         decided = len(self.timer.decisions)

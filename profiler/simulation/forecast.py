@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from agent.deployment.engine_setup import EngineSetup
     from agent.device_profile.records import StoredProfile
     from experts.graph import ExpertGraph
-    from profiler.workload.traces import Arrival
+    from profiler.workload.traces import TracedArrival
 
 ROUNDING = 1e-9  # 0.99 * 100 is 99 requests, not a hundredth one
 LEAST_PASSES = 6  # of a trace, to see whether a queue grows
@@ -48,7 +48,7 @@ class Scenario:
     """
 
     graph: ExpertGraph
-    trace: tuple[Arrival, ...]
+    trace: tuple[TracedArrival, ...]
     steps: tuple[tuple[str, ...], ...]
     link_bytes_per_s: Mapping[str, float]
     speedups: Mapping[str, tuple[float, ...]]
@@ -101,7 +101,7 @@ class Scenario:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class LineForecast:
     """From the trace's start to its last outcome. ``loads`` by path source_pool, such as ssd_host.
 
     ``resident_at_start``: copies in any memory when the first request came.
@@ -132,7 +132,7 @@ def quantile_s(waits_s: Sequence[float], quantile: float) -> float:
     return ordered[max(math.ceil(quantile * len(ordered) - ROUNDING), 1) - 1]
 
 
-def scenario_of(graph: ExpertGraph, profile: StoredProfile, trace: Sequence[Arrival], seed: int = 0) -> Scenario:
+def scenario_of(graph: ExpertGraph, profile: StoredProfile, trace: Sequence[TracedArrival], seed: int = 0) -> Scenario:
     """Raises ConfigError for an empty trace, unknown names in a trace, and a profile without the speed of its SSD."""
     if not trace:
         raise ConfigError("an empty queue: the trace holds no request - there is nothing to plan")
@@ -154,7 +154,7 @@ def sharing_speedups(profile: StoredProfile) -> dict[str, tuple[float, ...]]:
 
 
 def draw_steps(
-    trace: Sequence[Arrival], graph: ExpertGraph, pass_rates: Mapping[str, float], seed: int
+    trace: Sequence[TracedArrival], graph: ExpertGraph, pass_rates: Mapping[str, float], seed: int
 ) -> tuple[tuple[str, ...], ...]:
     """Experts that each request runs: each step passes at its rate, else at 1; a router draws a label evenly.
 
@@ -180,7 +180,7 @@ def draw_steps(
     return tuple(drawn)
 
 
-def forecast(scenario: Scenario, setup: EngineSetup) -> Forecast:
+def forecast(scenario: Scenario, setup: EngineSetup) -> LineForecast:
     """Raises ConfigError when a needed expert cannot fit or run, or a text never has room."""
     _refuse_unable(scenario, setup)
     _refuse_too_long(scenario, setup)
@@ -192,7 +192,7 @@ def forecast(scenario: Scenario, setup: EngineSetup) -> Forecast:
     effects = [effect for _, effect in simulation.effects]
     start = next(at for at, effect in enumerate(effects) if isinstance(effect, Assigned | Fail))
     loads = [effect for effect in effects[start:] if isinstance(effect, StartLoad)]
-    return Forecast(
+    return LineForecast(
         seconds=max(simulation.finished_s.values()),
         waits_s=simulation.waits_s(scenario.trace),
         switches=simulator.engine.statistics().switches,  # before the trace nobody waits for a load
@@ -203,7 +203,7 @@ def forecast(scenario: Scenario, setup: EngineSetup) -> Forecast:
     )
 
 
-def reaches(scenario: Scenario, setup: EngineSetup, played: Forecast, images_per_s: float) -> bool:
+def reaches(scenario: Scenario, setup: EngineSetup, played: LineForecast, images_per_s: float) -> bool:
     """True where the line keeps up with that many images a second. ``played``: the forecast of this scenario.
 
     The trace is repeated at that rate. Late last images tell nothing, as they wait for their batches and loads. The
@@ -244,7 +244,7 @@ def with_expert_bytes(setup: EngineSetup, expert_bytes: Mapping[str, int]) -> En
     return replace(setup, limits=replace(setup.limits, pools=pools))
 
 
-def _strangers(trace: Iterable[Arrival], graph: ExpertGraph) -> Iterable[str]:
+def _strangers(trace: Iterable[TracedArrival], graph: ExpertGraph) -> Iterable[str]:
     for arrival in trace:
         if arrival.component is not None and arrival.component not in graph.routes:
             hint = suggestion(arrival.component, graph.routes)

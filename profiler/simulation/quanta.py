@@ -18,14 +18,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantum:
+class SimulatedQuantum:
     """Seconds of one batch, and the work left of each unfinished request."""
 
     seconds: float
     unfinished: Mapping[int, Work]
 
 
-def run_quantum(left: Mapping[int, Work], performances: Mapping[int, Performance], quantum_s: float) -> Quantum:
+def run_quantum(
+    left: Mapping[int, Work], performances: Mapping[int, Performance], quantum_s: float
+) -> SimulatedQuantum:
     """One batch of requests, for ``quantum_s`` less the largest B and every K. ``performances``: by request."""
     seconds = max(each.B_s for each in performances.values()) + sum(each.K_s for each in performances.values())
     remaining_s = max(quantum_s - seconds, 0.0)
@@ -38,7 +40,7 @@ def run_quantum(left: Mapping[int, Work], performances: Mapping[int, Performance
         remaining_s = max(remaining_s - used_s, 0.0)
         seconds += used_s
     unfinished = {request: after[request] for request in left if after[request].prompt or after[request].output}
-    return Quantum(seconds, {request: _with_room(work) for request, work in unfinished.items()})
+    return SimulatedQuantum(seconds, {request: _with_room(work) for request, work in unfinished.items()})
 
 
 def _advanced(work: Work, performance: Performance, share_s: float) -> Work:

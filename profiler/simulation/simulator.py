@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from agent.core.request import Batch, Outcome, Work
     from agent.deployment.engine_setup import EngineSetup
     from profiler.simulation.decoders import ImageTimes
-    from profiler.workload.traces import Arrival
+    from profiler.workload.traces import TracedArrival
 
 PASSES = Prediction("ok", 1.0)
 
@@ -61,7 +61,7 @@ class Simulation:
     finished_s: Mapping[int, float]
     started_s: float
 
-    def waits_s(self, trace: Sequence[Arrival]) -> tuple[float, ...]:
+    def waits_s(self, trace: Sequence[TracedArrival]) -> tuple[float, ...]:
         """From arrival to outcome of each request, in the order of the simulated trace."""
         return tuple(self.finished_s[number] - arrival.at_s for number, arrival in enumerate(trace))
 
@@ -156,7 +156,7 @@ class Simulator:
             self._decoders = Decoders(self.images, self.executors, self.profile)
 
     def run(
-        self, trace: Sequence[Arrival], *, warm_s: float | None = None, offers: Sequence[Arrival] = ()
+        self, trace: Sequence[TracedArrival], *, warm_s: float | None = None, offers: Sequence[TracedArrival] = ()
     ) -> Simulation:
         """Play a trace to its end. ``warm_s``: time to place experts before it starts; None: until done.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from experts.thresholds.learning import rates_at
-from profiler.charts import Series, line_chart
+from profiler.charts import Labels, Series, line_chart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,4 +27,4 @@ def draw_curve(path: Path, expert: str, good: Sequence[float], bad: Sequence[flo
         series.append(Series(f"caught, of {len(bad)} bad", chosen, [100 * (each.caught or 0.0) for each in rates]))
     at = learned.rates.threshold
     series.append(Series(f"threshold {at:g}", [at, at], [0.0, 100.0], kind="dashed"))
-    line_chart(path, f"{expert}: what a threshold does to the samples", "threshold", "% of samples", series)
+    line_chart(path, Labels(f"{expert}: what a threshold does to the samples", "% of samples", "threshold"), series)

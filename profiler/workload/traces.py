@@ -45,7 +45,7 @@ IMAGE_INTERVAL_S = 0.004  # between two images of one board (CoServe, section 5.
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class TracedArrival:
     """One line of a trace, for a component's route or for one expert. ``at_s``: seconds since the trace's start.
 
     ``work``: what it has in tokens; images have none.
@@ -58,7 +58,7 @@ class Arrival:
     work: Work = IMAGE
 
 
-def read_trace(path: Path, catalog: Catalog, *, is_planned: bool = False) -> tuple[Arrival, ...]:
+def read_trace(path: Path, catalog: Catalog, *, is_planned: bool = False) -> tuple[TracedArrival, ...]:
     """The arrivals of a trace file, for a line with these experts and routes; the first one comes at 0.
 
     ``is_planned``: it may hold texts, too, which are planned with but not played. Raises ConfigError for a file that
@@ -78,7 +78,7 @@ def read_trace(path: Path, catalog: Catalog, *, is_planned: bool = False) -> tup
 
 def board_trace(
     config: LineConfig, boards: int, seed: int, image_interval_s: float = IMAGE_INTERVAL_S
-) -> tuple[Arrival, ...]:
+) -> tuple[TracedArrival, ...]:
     """Arrivals of ``boards`` boards (at least 1) of a line, in the order of time.
 
     Each board's components come in a random order of their own, ``image_interval_s`` apart; several board types take
@@ -90,13 +90,13 @@ def board_trace(
     rng = random.Random(seed)
     quantities = [board.components for board in config.boards.values()] or [dict.fromkeys(config.catalog.components, 1)]
     takts_s = [board.takt_s for board in config.boards.values()] or [len(quantities[0]) * image_interval_s]
-    arrivals: list[Arrival] = []
+    arrivals: list[TracedArrival] = []
     start_s = 0.0
     for number in range(boards):
         turn = number % len(quantities)
         components = [name for name, quantity in sorted(quantities[turn].items()) for _ in range(quantity)]
         rng.shuffle(components)
-        arrivals += (Arrival(start_s + image_interval_s * n, name) for n, name in enumerate(components))
+        arrivals += (TracedArrival(start_s + image_interval_s * n, name) for n, name in enumerate(components))
         start_s += takts_s[turn]
     return tuple(sorted(arrivals, key=lambda arrival: arrival.at_s))
 
@@ -146,7 +146,7 @@ class _Reader:
     _latest_line: int = 0
     _images: dict[str, bool] = field(default_factory=dict)  # as written -> is it there?
 
-    def arrival(self, number: int, text: str) -> Arrival | None:
+    def arrival(self, number: int, text: str) -> TracedArrival | None:
         """The arrival of one line; None, and a problem more for each mistake, when it is none."""
         before = len(self.problems)
         try:
@@ -160,7 +160,7 @@ class _Reader:
                 checked |= check(row, number)
             except _Mistake as mistake:
                 self._tell(number, text, mistake)
-        return Arrival(**checked) if len(self.problems) == before else None
+        return TracedArrival(**checked) if len(self.problems) == before else None
 
     def _tell(self, number: int, text: str, mistake: _Mistake) -> None:
         column = max(text.find(json.dumps(mistake.key)), 0) + 1

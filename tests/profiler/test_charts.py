@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from profiler.charts import Series, bar_chart, line_chart
+from profiler.charts import Labels, Series, bar_chart, line_chart
 
+LABELS = Labels("Throughput", "images/s", "images")
 CURVES = (Series("measured", (1, 2, 4), (3.0, 5.0, 9.0), "points"), Series("fit", (1, 4), (3.0, 9.0), "dashed"))
 
 
@@ -19,26 +20,26 @@ def colours(path):
 
 
 def test_a_line_chart_shows_its_series_each_in_its_colour(tmp_path):
-    line_chart(tmp_path / "latency.png", "Latency", "images", "ms", CURVES, note="two threads")
+    line_chart(tmp_path / "latency.png", Labels("Latency", "ms", "images", "two threads"), CURVES)
     assert {(0x00, 0x72, 0xB2), (0xE6, 0x9F, 0x00)} <= colours(tmp_path / "latency.png")
     assert [path.name for path in tmp_path.iterdir()] == ["latency.png"]
 
 
 def test_the_same_figures_give_the_same_bytes(tmp_path):
     for name in ("first.png", "second.png"):
-        bar_chart(tmp_path / name, "Throughput", "images/s", ["A1", "B1"], {"samba": [3, 4], "paper": [25, None]})
+        bar_chart(tmp_path / name, LABELS, ["A1", "B1"], {"samba": [3, 4], "paper": [25, None]})
     assert (tmp_path / "first.png").read_bytes() == (tmp_path / "second.png").read_bytes()
 
 
 def test_a_bar_that_is_not_known_is_not_a_bar_of_zero(tmp_path):
-    bar_chart(tmp_path / "unknown.png", "T", "y", ["A1"], {"samba": [1.0], "paper": [None]})
-    bar_chart(tmp_path / "zero.png", "T", "y", ["A1"], {"samba": [1.0], "paper": [0.0]})
+    bar_chart(tmp_path / "unknown.png", LABELS, ["A1"], {"samba": [1.0], "paper": [None]})
+    bar_chart(tmp_path / "zero.png", LABELS, ["A1"], {"samba": [1.0], "paper": [0.0]})
     assert (tmp_path / "unknown.png").read_bytes() != (tmp_path / "zero.png").read_bytes()
 
 
 def test_many_bars_are_drawn_without_figures_over_them(tmp_path):
     groups = [f"g{number}" for number in range(12)]
-    bar_chart(tmp_path / "many.png", "T", "y", groups, {name: [1.0] * 12 for name in "abcdefghi"})
+    bar_chart(tmp_path / "many.png", LABELS, groups, {name: [1.0] * 12 for name in "abcdefghi"})
     assert len(colours(tmp_path / "many.png")) > 8
 
 
@@ -59,7 +60,7 @@ def runs(flags, least_gap=1):
 
 @pytest.mark.parametrize("heights", [(100.0, 101.0, 100.8), (0.0, 101.0, 3.0), (5.0, 5.0, 5.0)])
 def test_the_highest_point_is_well_below_the_top(tmp_path, heights):
-    line_chart(tmp_path / "top.png", "T", "x", "y", [Series("", (1, 2, 3), heights, "points")])
+    line_chart(tmp_path / "top.png", LABELS, [Series("", (1, 2, 3), heights, "points")])
     grey, bottom, top, left = pixels(tmp_path / "top.png")
     drawn = np.flatnonzero((grey[top:bottom, left + 8 :] < 150).any(axis=1))  # darker than the lines of the grid
     assert drawn[0] > 0.04 * (bottom - top)
@@ -67,14 +68,14 @@ def test_the_highest_point_is_well_below_the_top(tmp_path, heights):
 
 @pytest.mark.parametrize(("x", "ticks"), [((1, 2, 3), 3), ((1.0, 2.0), 2), ((1, 2.5, 3), 9)])
 def test_where_only_whole_numbers_occur_only_whole_ones_are_on_the_axis(tmp_path, x, ticks):
-    line_chart(tmp_path / "ticks.png", "T", "images", "ms", [Series("", x, [1.0] * len(x))])
+    line_chart(tmp_path / "ticks.png", LABELS, [Series("", x, [1.0] * len(x))])
     grey, bottom, _, left = pixels(tmp_path / "ticks.png")
     assert runs(grey[bottom + 4, left + 2 :] < 150) == ticks
 
 
 def test_figures_over_narrow_bars_do_not_run_into_one_another(tmp_path):
     groups = [f"{number}G+1C" for number in range(14)]
-    bar_chart(tmp_path / "narrow.png", "T", "y", groups, {"board A": [18.9] * 14, "board B": [18.9] * 13 + [20.0]})
+    bar_chart(tmp_path / "narrow.png", LABELS, groups, {"board A": [18.9] * 14, "board B": [18.9] * 13 + [20.0]})
     grey, bottom, top, left = pixels(tmp_path / "narrow.png")
     highest = bottom - (bottom - top) / 1.2  # where a bar of 20 ends
     band = grey[int(highest + 0.05 * (bottom - top)) - 12 : int(highest + 0.05 * (bottom - top)) - 4, left + 8 :]
@@ -83,12 +84,12 @@ def test_figures_over_narrow_bars_do_not_run_into_one_another(tmp_path):
 
 def test_what_is_not_known_is_called_as_asked(tmp_path):
     for name, unknown in (("plain.png", {}), ("asked.png", {"unknown": "not tried"})):
-        bar_chart(tmp_path / name, "T", "y", ["A1"], {"samba": [1.0], "paper": [None]}, **unknown)
+        bar_chart(tmp_path / name, LABELS, ["A1"], {"samba": [1.0], "paper": [None]}, **unknown)
     assert (tmp_path / "plain.png").read_bytes() != (tmp_path / "asked.png").read_bytes()
 
 
 def test_a_logarithmic_axis(tmp_path):
-    line_chart(tmp_path / "log.png", "T", "queued", "us", [Series("", (1, 1000), (2.0, 3.0))], log_x=True)
+    line_chart(tmp_path / "log.png", LABELS, [Series("", (1, 1000), (2.0, 3.0))], log_x=True)
     assert (0x00, 0x72, 0xB2) in colours(tmp_path / "log.png")
 
 
@@ -97,7 +98,7 @@ def test_a_logarithmic_axis(tmp_path):
 )
 def test_curves_that_cannot_be_drawn_are_refused(tmp_path, series):
     with pytest.raises(ValueError, match=r"bad\.png"):
-        line_chart(tmp_path / "bad.png", "T", "x", "y", series)
+        line_chart(tmp_path / "bad.png", LABELS, series)
     assert not list(tmp_path.iterdir())
 
 
@@ -106,5 +107,5 @@ def test_curves_that_cannot_be_drawn_are_refused(tmp_path, series):
 )
 def test_bars_that_cannot_be_drawn_are_refused(tmp_path, groups, bars):
     with pytest.raises(ValueError, match=r"bad\.png"):
-        bar_chart(tmp_path / "bad.png", "T", "y", groups, bars)
+        bar_chart(tmp_path / "bad.png", LABELS, groups, bars)
     assert not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.errors import ConfigError
-from profiler.allocation.decay_window import SearchEnd, Window, WindowOptions, decay_window_search, decay_windows
+from profiler.allocation.decay_window import DecayWindow, SearchEnd, WindowOptions, decay_window_search, decay_windows
 
 
 def upper_bounds(most, initial_window=15):
@@ -55,7 +55,7 @@ def test_windows_lie_side_by_side_from_none_to_most(most, initial_window):
 def test_the_papers_task_a():
     """18 and 22 predict 26; 23.998 is 7.7 % short of it: the window is 28 to 39 (section 5.3)."""
     search = decay_window_search(Measured(n15=18.0, n28=22.0, n39=26 * (1 - 0.077), n40=1.0), most=60)
-    assert search.window == Window(28, 39)
+    assert search.window == DecayWindow(28, 39)
     assert search.end is SearchEnd.BEND
     assert [(step.number, step.window.upper) for step in search.steps] == [(1, 15), (2, 28), (3, 39)]
     assert [step.predicted for step in search.steps] == [None, None, pytest.approx(26.0)]
@@ -68,7 +68,7 @@ def test_the_line_is_the_least_squares_one_through_all_values_so_far():
     search = decay_window_search(measured, most=90, options=WindowOptions(error_margin=0.08))
     assert [step.predicted for step in search.steps[2:]] == [pytest.approx(14.0), pytest.approx(14 + 2 / 3)]
     assert [step.error for step in search.steps[2:]] == [pytest.approx(1 / 14), pytest.approx(1 - 39 / 44)]
-    assert search.window == Window(39, 48)
+    assert search.window == DecayWindow(39, 48)
 
 
 @pytest.mark.parametrize(("value", "end"), [(9.4999, SearchEnd.BEND), (9.5001, SearchEnd.MEMORY)])
@@ -99,21 +99,21 @@ def test_of_equal_throughputs_more_experts_are_chosen():
 
 def test_a_throughput_that_drops_at_once_leads_to_the_first_window():
     search = decay_window_search(Measured(n15=20.0, n28=10.0, n39=5.0), most=60)
-    assert (search.end, search.window, search.chosen) == (SearchEnd.NO_RISE, Window(0, 15), 15)
+    assert (search.end, search.window, search.chosen) == (SearchEnd.NO_RISE, DecayWindow(0, 15), 15)
     assert len(search.steps) == 2
 
 
 def test_a_throughput_that_rises_with_every_window_leads_to_the_end_of_the_memory():
     bounds = {bound: number for number, bound in enumerate(upper_bounds(60), start=1)}
     search = decay_window_search(lambda n: 10.0 + bounds.get(n, 0), most=60)
-    assert (search.end, search.window, search.chosen) == (SearchEnd.MEMORY, Window(56, 60), 60)
+    assert (search.end, search.window, search.chosen) == (SearchEnd.MEMORY, DecayWindow(56, 60), 60)
 
 
 def test_a_memory_smaller_than_the_first_window_is_the_window():
     search = decay_window_search(float, most=4)
     assert (search.end, search.window, search.chosen, dict(search.tried)) == (
         SearchEnd.MEMORY,
-        Window(0, 4),
+        DecayWindow(0, 4),
         4,
         {4: 4.0, 2: 2.0},
     )
@@ -128,19 +128,19 @@ def test_room_for_one_expert_is_run_once():
 def test_a_decline_within_the_margin_leads_to_the_window_of_the_highest():
     """Each value is less than 5 % short of its line, yet the line through all five falls; the highest was at 28."""
     search = decay_window_search(Measured(n15=10.0, n28=10.4, n39=10.3, n48=10.1, n56=9.8, n62=9.5), most=90)
-    assert (search.end, search.window, search.chosen) == (SearchEnd.NO_RISE, Window(15, 28), 28)
+    assert (search.end, search.window, search.chosen) == (SearchEnd.NO_RISE, DecayWindow(15, 28), 28)
 
 
 def test_windows_below_the_least_are_passed_over():
     measured = Measured(n15=1.0, n39=10.0, n48=12.0, n56=9.0)
     search = decay_window_search(measured, most=60, least=30)
     assert measured.asked[:3] == [39, 48, 56]
-    assert (search.window, search.chosen) == (Window(48, 56), 48)
+    assert (search.window, search.chosen) == (DecayWindow(48, 56), 48)
 
 
 def test_a_bend_in_a_rise_stops_the_window():
     rising = Measured(n15=10.0, n28=20.0, n39=24.0, n48=26.0, n56=22.0)
-    assert decay_window_search(rising, most=60).window == Window(28, 39)
+    assert decay_window_search(rising, most=60).window == DecayWindow(28, 39)
 
 
 @given(most=st.integers(40, 200), knee=st.integers(30, 200), start=st.floats(1.0, 50.0), drop=st.floats(0.2, 0.9))
@@ -156,7 +156,7 @@ def test_the_window_exactly_as_in_the_paper_finds_the_end_of_a_straight_rise(mos
 
     search = decay_window_search(throughput, most)
     if last < len(bounds):
-        assert (search.end, search.window) == (SearchEnd.BEND, Window(bounds[last - 1], bounds[last]))
+        assert (search.end, search.window) == (SearchEnd.BEND, DecayWindow(bounds[last - 1], bounds[last]))
         assert search.chosen == bounds[last - 1]
     else:
         assert (search.end, search.chosen) == (SearchEnd.MEMORY, most)

@@ -17,7 +17,7 @@ from agent.core.policy import PRESETS
 from agent.device_profile.records import PoolAllocation, Trial
 from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError
-from profiler.allocation.decay_window import Window, WindowOptions
+from profiler.allocation.decay_window import DecayWindow, WindowOptions
 from profiler.allocation.search import SearchOptions, search_allocation
 
 MIB = 2**20
@@ -94,7 +94,7 @@ def test_a_split_box_executors_first_then_the_device_memory_by_windows(folder):
     found = search_allocation(config, SPLIT, device, made_up, {"host": 400 * MIB, "device": 64 * MIB}, "made up")
     assert (found.allocation.origin, dict(found.allocation.executors)) == ("made up", {"cuda": 3, "cpu": 1})
     assert dict(found.allocation.budget_bytes) == {"host": 400 * MIB, "device": 64 * MIB}
-    assert found.windows["device"].window == Window(28, 39)
+    assert found.windows["device"].window == DecayWindow(28, 39)
     assert found.windows["device"].chosen == 34
     assert found.allocation.pools == (
         PoolAllocation("host", 384 * MIB, 16 * MIB, 80),
@@ -159,7 +159,7 @@ def test_one_memory_for_device_and_cpu_is_searched_as_one(folder):
         "made up",
     )
     assert dict(found.allocation.executors) == {"cuda": 2, "cpu": 1}
-    assert found.windows["host"].window == Window(28, 39)
+    assert found.windows["host"].window == DecayWindow(28, 39)
     assert found.allocation.pools == (PoolAllocation("host", 28 * MIB, 20 * MIB, 28),)
 
 

@@ -16,10 +16,10 @@ from agent.device_profile.records import StoredProfile, UsageProfile
 from agent.device_profile.store import ProfileDraft
 from agent.runtime.machine.box import Box, MemorySize
 from profiler.allocation.search_runs import RUNS, SearchRuns
-from profiler.workload.traces import Arrival
+from profiler.workload.traces import TracedArrival
 
 BOX = Box("cuda", "made up", ("cuda", "cpu"), 4, MemorySize(2**34, 2**33), MemorySize(2**33, 2**32), ())
-TRACE = (Arrival(0.0, "c0"), Arrival(0.1, "c0"))
+TRACE = (TracedArrival(0.0, "c0"), TracedArrival(0.1, "c0"))
 EXECUTORS = (ExecutorSpec(0, "cuda", "device"), ExecutorSpec(1, "cpu", "host"))
 POOLS = (PoolSpec("host", 1000, 100), PoolSpec("device", 2000, 200, "host"))
 

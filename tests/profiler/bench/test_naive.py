@@ -17,7 +17,7 @@ from profiler.bench.naive import NaiveServer, build, drop_from_cache, infer, nai
 from profiler.replay.images import experts_of, images_of
 from profiler.replay.player import player
 from profiler.workload.generated_line import LineRecipe, generate_line
-from profiler.workload.traces import Arrival
+from profiler.workload.traces import TracedArrival
 
 ON_CPU = {"COSERVE__DEVICE": "cpu"}  # the environment
 RECIPE = LineRecipe(
@@ -38,7 +38,7 @@ def config(tmp_path_factory):
 
 
 def asking(*experts):
-    return tuple(Arrival(0.0, expert=expert) for expert in experts)
+    return tuple(TracedArrival(0.0, expert=expert) for expert in experts)
 
 
 USAGE = {"cls/000": 0.1, "cls/001": 0.2, "cls/002": 0.5}
@@ -124,7 +124,7 @@ def test_it_plays_again_from_the_same_memory(config):
 
 def test_it_follows_routes_and_judges_as_the_engine_does(config):
     """Component 0 goes on to the detector; the others end with their classifier."""
-    trace = tuple(Arrival(0.0, component=f"part-00{number % 4}") for number in range(8))
+    trace = tuple(TracedArrival(0.0, component=f"part-00{number % 4}") for number in range(8))
     images = [picture(number) for number in range(8)]
     experts = experts_of(trace, config.catalog)
     assert "det/000" in experts

@@ -22,7 +22,7 @@ from profiler.bench.roofline import io_bytes, measure_bandwidth, measure_compute
 from profiler.replay.images import experts_of, images_of
 from profiler.replay.player import Player, player
 from profiler.workload.generated_line import LineRecipe, generate_line
-from profiler.workload.traces import Arrival, read_trace
+from profiler.workload.traces import TracedArrival, read_trace
 
 RECIPE = LineRecipe(
     classifiers=3, architecture="squeezenet1_1", requests=24, every_s=0.001, memory_for=2, classifier_px=64, seed=3
@@ -32,7 +32,7 @@ KEYS = {
     "policy", "requests", "seconds", "images_per_s", "switches", "loads", "evictions", "bytes_read",
     "roofline_images_per_s", "roofline_fraction", "decision_us", "peak_rss_bytes", "outputs_sha256",
 }  # fmt: skip
-IN_TURN = tuple(Arrival(0.0, expert=f"cls/00{number % 2}") for number in range(4))
+IN_TURN = tuple(TracedArrival(0.0, expert=f"cls/00{number % 2}") for number in range(4))
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +205,7 @@ def test_an_expert_that_cannot_be_served_is_told_with_its_place(tmp_path):
     config = read_line(generated.line, ON_CPU)
     with pytest.raises(ConfigError, match=r"line\.yaml:\d+:\d+: experts\.cls/001: cannot be served"):
         run_line(config, IN_TURN)
-    alone = (Arrival(0.0, expert="cls/000"),)
+    alone = (TracedArrival(0.0, expert="cls/000"),)
     assert run_line(config, alone, RunOptions(with_roofline=False)).rows[0].medians.unknown == 0
 
 
@@ -213,7 +213,7 @@ def test_an_image_that_cannot_be_decoded_is_told_before_anything_runs(config, tm
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"\x89PNG\r\n\x1a\n")
     with pytest.raises(ImageUnreadable, match="broken"):
-        run_line(config, (Arrival(0.0, component="part-000", image=broken),))
+        run_line(config, (TracedArrival(0.0, component="part-000", image=broken),))
 
 
 class Crashing:
@@ -300,7 +300,7 @@ def test_an_expert_that_the_trace_does_not_use_may_be_larger_than_all_that_it_us
         "memory": {"host": "64MiB"},
     }
     (tmp_path / "line.yaml").write_text(json.dumps(document))
-    measurement = run_line(read_line(tmp_path / "line.yaml", ON_CPU), [Arrival(0.0, expert="cls/small")])
+    measurement = run_line(read_line(tmp_path / "line.yaml", ON_CPU), [TracedArrival(0.0, expert="cls/small")])
     assert measurement.rows[0].medians.unknown == 0
     assert measurement.compute_s > 0
 

@@ -34,7 +34,7 @@ from profiler.bench.recorder import Recorder
 from profiler.bench.scheduling_cost import SchedulingCost, measure_scheduling, report, run_and_play_back
 from profiler.simulation.simulator import Simulator, always_passes
 from profiler.workload.generated_line import LineRecipe, generate_line
-from profiler.workload.traces import Arrival, read_trace
+from profiler.workload.traces import TracedArrival, read_trace
 
 OK = frozenset({"ok"})
 ON_CPU = {"COSERVE__DEVICE": "cpu"}  # the environment
@@ -167,7 +167,7 @@ def test_a_playback_does_the_same_in_the_same_order_and_never_stalls(policy, box
     at_s, trace = 0.0, []
     for component, pause_s in drawn:
         at_s += pause_s
-        trace.append(Arrival(at_s, f"c{component % experts}"))
+        trace.append(TracedArrival(at_s, f"c{component % experts}"))
     stage = Stage(box(experts, capacity, executors), policy, trace, experts)
     before, recording = stage.recorded()
     after, playback, again = stage.played_back(recording)
@@ -179,7 +179,7 @@ def test_a_playback_does_the_same_in_the_same_order_and_never_stalls(policy, box
 
 
 def test_a_playback_counts_what_it_did():
-    trace = [Arrival(0.0, f"c{number % 3}") for number in range(9)]
+    trace = [TracedArrival(0.0, f"c{number % 3}") for number in range(9)]
     stage = Stage(unified(3, 2, 1), "coserve", trace, 3)
     _, recording = stage.recorded()
     _, playback, _ = stage.played_back(recording)
@@ -195,7 +195,7 @@ def started(effects):
 
 
 def test_nothing_runs_before_its_request_is_there_and_its_expert_is_loaded():
-    stage = Stage(unified(2, 2, 1), "samba", [Arrival(0.0, "c1"), Arrival(0.5, "c1")], 2)
+    stage = Stage(unified(2, 2, 1), "samba", [TracedArrival(0.0, "c1"), TracedArrival(0.5, "c1")], 2)
     _, recording = stage.recorded()
     playback = Playback(recording, stage.memories)
     assert playback.handle(Started(), 0.0) == []  # samba loads nothing until a request wants it
@@ -207,7 +207,7 @@ def test_nothing_runs_before_its_request_is_there_and_its_expert_is_loaded():
 
 
 def test_nothing_is_loaded_before_as_many_requests_came_as_when_it_was_decided():
-    stage = Stage(unified(4, 3, 1), "samba", [Arrival(0.0, "c1"), Arrival(0.5, "c2")], 4)
+    stage = Stage(unified(4, 3, 1), "samba", [TracedArrival(0.0, "c1"), TracedArrival(0.5, "c2")], 4)
     _, recording = stage.recorded()
     playback = Playback(recording, stage.memories)
     playback.handle(Started(), 0.0)
@@ -220,7 +220,7 @@ def test_nothing_is_loaded_before_as_many_requests_came_as_when_it_was_decided()
 
 
 def test_other_labels_than_the_recorded_ones_are_counted():
-    stage = Stage(unified(2, 2, 1), "samba", [Arrival(0.0, "c1")], 2)
+    stage = Stage(unified(2, 2, 1), "samba", [TracedArrival(0.0, "c1")], 2)
     _, recording = stage.recorded()
     playback = Playback(recording, stage.memories)
     playback.handle(Started(), 0.0)
@@ -232,7 +232,7 @@ def test_other_labels_than_the_recorded_ones_are_counted():
 
 @pytest.mark.parametrize("answer", [LoadFailed(1, "disk on fire", False), BatchFailed(1, "disk on fire")])
 def test_failures_are_neither_recorded_nor_played_back(answer):
-    stage = Stage(unified(2, 2, 1), "samba", [Arrival(0.0, "c1")], 2)
+    stage = Stage(unified(2, 2, 1), "samba", [TracedArrival(0.0, "c1")], 2)
     _, recording = stage.recorded()
     recorder = Recorder(stage.engine, stage.memories)
     recorder.handle(answer, 0.0)

@@ -11,12 +11,12 @@ from experts.expert import Precision
 from profiler.bench.policy_runs import WARMING_UP, RunOptions
 from profiler.bench.side_by_side import run_in_precisions
 from profiler.workload.generated_line import LineRecipe, generate_line
-from profiler.workload.traces import Arrival
+from profiler.workload.traces import TracedArrival
 
 RECIPE = LineRecipe(
     classifiers=2, architecture="squeezenet1_1", requests=4, every_s=0.001, memory_for=2, classifier_px=64, seed=3
 )
-TRACE = tuple(Arrival(0.0, expert=f"cls/00{number % 2}") for number in range(4))
+TRACE = tuple(TracedArrival(0.0, expert=f"cls/00{number % 2}") for number in range(4))
 ON_CPU = {"COSERVE__DEVICE": "cpu"}
 IN_TURN = (Precision.ONNXRUNTIME, "auto")
 

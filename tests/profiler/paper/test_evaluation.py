@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from experts.errors import ConfigError
-from profiler.allocation.decay_window import SearchEnd, Window, WindowSearch
+from profiler.allocation.decay_window import DecayWindow, SearchEnd, WindowSearch
 from profiler.bench.scheduling_cost import SchedulingCost, figure_19
 from profiler.paper import tasks
 from profiler.paper.best import Best, highest, search_best
@@ -70,7 +70,7 @@ def row(policy, images_per_s, switches, executors=(3, 1), experts=30):
 def best_of(executors, memory):
     sweep = tuple(row("paper", value, 100, executors=counts) for counts, value in executors.items())
     windows = tuple(row("paper", value, 100, experts=experts) for experts, value in memory.items())
-    search = WindowSearch((), SearchEnd.BEND, Window(28, 39), dict(memory), 39)
+    search = WindowSearch((), SearchEnd.BEND, DecayWindow(28, 39), dict(memory), 39)
     return Best("A", "numa", System("paper", "paper", {"gpu": 3, "cpu": 1}, experts=39), sweep, windows, search)
 
 

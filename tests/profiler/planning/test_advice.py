@@ -44,7 +44,7 @@ from profiler.planning.advice import FASTEST_SSD, REMOVED, STEP, Advice, Limit, 
 from profiler.planning.decoding import DecodingLoad
 from profiler.simulation.core_time import CoreTime
 from profiler.simulation.forecast import forecast, scenario_of, with_expert_bytes, with_ssd
-from profiler.workload.traces import Arrival
+from profiler.workload.traces import TracedArrival
 
 MIB = 2**20
 EXPERT_BYTES = 100 * MIB
@@ -76,7 +76,7 @@ def setting(places, ssd_bytes_per_s, parts=(), split=False, policy="paper"):
 
 def even_trace(requests=200, every_s=0.004, seed=1):
     rng = random.Random(seed)
-    return [Arrival(every_s * number, rng.choice(NAMES)) for number in range(requests)]
+    return [TracedArrival(every_s * number, rng.choice(NAMES)) for number in range(requests)]
 
 
 def beside_workspaces(setup):
@@ -204,7 +204,7 @@ def test_who_plans_with_the_memory_that_is_advised_gets_what_was_said(policy, tm
     """Batches get their part of more memory, too: experts need more than their own bytes beside today's batches."""
     line = AutoLine(tmp_path, policy)
     rng = random.Random(3)
-    trace = [Arrival(0.02 * number, f"c{rng.randrange(8)}") for number in range(120)]
+    trace = [TracedArrival(0.02 * number, f"c{rng.randrange(8)}") for number in range(120)]
     scenario = scenario_of(line.config.catalog.graph, line.profile, trace)
     small = line.split({"host": 3 * SLOT_BYTES})
     assert small.pools[0].workspace_bytes == 3 * SLOT_BYTES // 4
@@ -233,7 +233,7 @@ def test_room_for_batches_is_memory_too(tmp_path):
         line.profile,
         Given(pools=(PoolSpec("host", 8 * SLOT_BYTES, SLOT_BYTES // 2),)),
     )
-    scenario = scenario_of(line.config.catalog.graph, line.profile, [Arrival(0.0, "c0")] * 64)
+    scenario = scenario_of(line.config.catalog.graph, line.profile, [TracedArrival(0.0, "c0")] * 64)
     advice = advise(scenario, small, line.profile.box, None, line.split)
     assert (advice.limit, advice.switches, advice.ssd) == (Limit.MEMORY, 0, None)
     assert advice.sentences[1] == "Memory is the limit: batches get less of it than they can use."

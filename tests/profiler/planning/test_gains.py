@@ -32,7 +32,7 @@ from experts.packed.weights import SegmentStore
 from profiler.planning.gains import LEAST
 from profiler.planning.plan import as_json, plan_advice, plan_table
 from profiler.simulation.forecast import forecast, scenario_of
-from profiler.workload.traces import Arrival
+from profiler.workload.traces import TracedArrival
 
 SLOT_BYTES = 262_144  # a multiple of the slots' alignment
 SSD_BYTES_PER_S = 2_621_440.0  # a load takes 0.1 s
@@ -110,7 +110,7 @@ class TwoForms:
 
 def trace(requests, every_s=0.002):
     rng = random.Random(5)
-    return [Arrival(every_s * number, f"c{rng.randrange(EXPERTS)}") for number in range(requests)]
+    return [TracedArrival(every_s * number, f"c{rng.randrange(EXPERTS)}") for number in range(requests)]
 
 
 @pytest.fixture(scope="module")

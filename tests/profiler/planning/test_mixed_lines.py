@@ -20,7 +20,7 @@ from experts.errors import ConfigError
 from experts.graph import ExpertGraph, RouteStep
 from profiler.planning.plan import as_json, plan_row, plan_table
 from profiler.simulation.forecast import Scenario, draw_steps, forecast
-from profiler.workload.traces import Arrival
+from profiler.workload.traces import TracedArrival
 
 IMAGES = Performance(K_s=0.01, B_s=0.02, max_batch=4, workspace_bytes=0)
 TEXTS = Performance(0.001, 0.004, 4, 0, K_prompt_s=0.0005, K_output_s=0.003, lease_bytes=10)
@@ -47,18 +47,18 @@ def scenario_of(trace):
 
 
 def images(count, every_s=0.1):
-    return [Arrival(every_s * number, "part") for number in range(count)]
+    return [TracedArrival(every_s * number, "part") for number in range(count)]
 
 
 def test_a_router_sends_texts_to_each_of_its_experts():
-    steps = draw_steps([Arrival(0.0, "assistant", work=TEXT)] * 40, GRAPH, {}, seed=0)
+    steps = draw_steps([TracedArrival(0.0, "assistant", work=TEXT)] * 40, GRAPH, {}, seed=0)
     assert {experts[0] for experts in steps} == {"r"}
     assert {experts[1] for experts in steps} == {"a", "b"}
-    assert draw_steps([Arrival(0.0, "assistant", work=TEXT)] * 40, GRAPH, {}, seed=0) == steps
+    assert draw_steps([TracedArrival(0.0, "assistant", work=TEXT)] * 40, GRAPH, {}, seed=0) == steps
 
 
 def test_each_text_runs_what_was_drawn_for_it():
-    trace = [Arrival(0.1 * number, "assistant", work=TEXT) for number in range(10)]
+    trace = [TracedArrival(0.1 * number, "assistant", work=TEXT) for number in range(10)]
     scenario = scenario_of(trace)
     played = forecast(scenario, setup_of())
     alone_s = 2 * (0.005 + 20 * 0.0005 + 30 * 0.003)
@@ -67,7 +67,7 @@ def test_each_text_runs_what_was_drawn_for_it():
 
 def test_texts_and_images_are_told_apart():
     trace = sorted(
-        [*images(50), *[Arrival(0.5 * n, expert="a", work=TEXT) for n in range(8)]], key=lambda one: one.at_s
+        [*images(50), *[TracedArrival(0.5 * n, expert="a", work=TEXT) for n in range(8)]], key=lambda one: one.at_s
     )
     row = plan_row(scenario_of(trace), setup_of(), required_images_per_s=10.0)
     assert (row.requests, row.texts) == (58, 8)
@@ -83,14 +83,14 @@ def test_texts_and_images_are_told_apart():
 def test_texts_come_with_images_at_the_rate_of_the_takt():
     """As many texts as images, of a tenth of a second each: ten images a second leave no time for them."""
     trace = sorted(
-        [*images(30), *[Arrival(0.1 * n, expert="a", work=TEXT) for n in range(30)]], key=lambda one: one.at_s
+        [*images(30), *[TracedArrival(0.1 * n, expert="a", work=TEXT) for n in range(30)]], key=lambda one: one.at_s
     )
     assert not plan_row(scenario_of(trace), setup_of(), required_images_per_s=10.0).takt_met
     assert plan_row(scenario_of(images(30)), setup_of(), required_images_per_s=10.0).takt_met
 
 
 def test_of_texts_alone_no_takt_is_asked():
-    row = plan_row(scenario_of([Arrival(0.0, expert="a", work=TEXT)]), setup_of(), required_images_per_s=10.0)
+    row = plan_row(scenario_of([TracedArrival(0.0, expert="a", work=TEXT)]), setup_of(), required_images_per_s=10.0)
     assert (row.takt_met, row.required_images_per_s) == (None, None)
     assert row.p50_wait_s == row.text_p50_s
 
@@ -102,7 +102,7 @@ def test_of_images_alone_nothing_is_said_of_texts():
 
 
 def test_a_text_that_never_has_room_is_refused():
-    trace = [Arrival(0.0, "assistant", work=Work(90, 30, 120))]
+    trace = [TracedArrival(0.0, "assistant", work=Work(90, 30, 120))]
     with pytest.raises(ConfigError) as caught:
         forecast(scenario_of(trace), setup_of(lease_bytes=1000))
     assert "a text of 120 tokens for r, and texts.kv has room for 100 - raise it" in str(caught.value)

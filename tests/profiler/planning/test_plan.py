@@ -32,7 +32,7 @@ from profiler.planning.advice import Limit
 from profiler.planning.plan import SHIFT_S, as_json, plan, plan_advice, plan_table, required_images_per_s
 from profiler.simulation import forecast
 from profiler.tables import WIDTH
-from profiler.workload.traces import Arrival, board_trace, read_trace
+from profiler.workload.traces import TracedArrival, board_trace, read_trace
 
 SLOT_BYTES = 262_144  # a multiple of the slots' alignment
 SSD_BYTES_PER_S = 2_621_440.0  # a load takes 0.1 s
@@ -117,7 +117,7 @@ def packed_line(tmp_path_factory):
 
 
 def trace_of(components, every_s=0.0):
-    return [Arrival(every_s * number, f"c{component}") for number, component in enumerate(components)]
+    return [TracedArrival(every_s * number, f"c{component}") for number, component in enumerate(components)]
 
 
 def test_a_row_by_hand(packed_line):
@@ -339,7 +339,7 @@ def test_a_policy_or_memory_that_is_none_is_refused(packed_line):
 
 def test_an_empty_or_foreign_trace_is_refused(packed_line):
     assert refused(packed_line, trace=[]).startswith("an empty queue")
-    assert "component 'c9', which has no route" in refused(packed_line, trace=[Arrival(0.0, "c9")])
+    assert "component 'c9', which has no route" in refused(packed_line, trace=[TracedArrival(0.0, "c9")])
 
 
 def test_what_is_not_packed_is_refused(packed_line):

@@ -25,7 +25,7 @@ from profiler.bench.policy_runs import RunOptions, run_line
 from profiler.replay.images import images_of
 from profiler.replay.player import player
 from profiler.workload.generated_line import LineRecipe, generate_line
-from profiler.workload.traces import Arrival, read_trace
+from profiler.workload.traces import TracedArrival, read_trace
 from tests.forms import each_of
 
 PX = 64
@@ -105,7 +105,7 @@ def memory_now():
 
 def ask(stage, experts, images, number):
     """One request alone: a batch of one, so that every answer is the same however it is timed."""
-    arrival = Arrival(0.0, expert=experts[number % len(experts)])
+    arrival = TracedArrival(0.0, expert=experts[number % len(experts)])
     (outcome,) = stage.play([arrival], [images[number % len(images)]]).outcomes
     return outcome.steps[0].prediction
 

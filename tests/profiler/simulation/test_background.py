@@ -14,7 +14,7 @@ from agent.core.policy import PRESETS
 from experts.expert import Verdict
 from experts.graph import ExpertGraph, RouteStep
 from profiler.simulation.simulator import Simulator
-from profiler.workload.traces import Arrival
+from profiler.workload.traces import TracedArrival
 
 K_S, B_S, LOAD_S = 0.01, 0.02, 0.2
 LATE_S = K_S + B_S + LOAD_S  # one batch of one image, and one load, that were under way
@@ -39,12 +39,12 @@ def simulator(capacity, executors=1, policy="coserve"):
 
 def arrivals(count, gap_s, seed):
     rng = random.Random(seed)
-    return [Arrival(gap_s * number + 0.1 * rng.random(), f"e{rng.randrange(8)}") for number in range(count)]
+    return [TracedArrival(gap_s * number + 0.1 * rng.random(), f"e{rng.randrange(8)}") for number in range(count)]
 
 
 def offers(count, gap_s, seed):
     rng = random.Random(seed)
-    return [Arrival(gap_s * number * rng.random(), None, f"new{rng.randrange(2)}") for number in range(count)]
+    return [TracedArrival(gap_s * number * rng.random(), None, f"new{rng.randrange(2)}") for number in range(count)]
 
 
 @pytest.mark.parametrize("capacity", [3, 9, 12])
@@ -61,8 +61,8 @@ def test_a_line_with_time_to_spare_is_late_by_what_had_begun_at_most(capacity, e
 
 
 def test_a_line_without_time_to_spare_drops_what_its_shadows_were_asked_and_loses_nothing():
-    trace = [Arrival(0.004 * number, f"e{number % 8}") for number in range(400)]
-    asked = [Arrival(0.5 + 0.004 * number, None, "new0") for number in range(200)]
+    trace = [TracedArrival(0.004 * number, f"e{number % 8}") for number in range(400)]
+    asked = [TracedArrival(0.5 + 0.004 * number, None, "new0") for number in range(200)]
     alone, beside = simulator(12).run(trace), simulator(12).run(trace, offers=asked)
     assert beside.waits_s(trace) == alone.waits_s(trace)
     dropped = [each for each in beside.outcomes.values() if each.reason == DROPPED]

@@ -37,7 +37,7 @@ from profiler.simulation.bounds import (
     unread_bytes,
 )
 from profiler.simulation.simulator import Simulator
-from profiler.workload.traces import Arrival
+from profiler.workload.traces import TracedArrival
 
 SSD_BYTES_PER_S = 10.0
 PERFORMANCE = Performance(K_s=0.01, B_s=0.02, max_batch=4, workspace_bytes=0)
@@ -347,7 +347,7 @@ def test_no_policy_beats_the_bounds(policy, drawn, drawn_parts, capacity, arriva
     sizes, parts = dict(zip("abcde", drawn, strict=True)), dict(zip("abcde", drawn_parts, strict=True))
     routes = {"u": ("a",), "v": ("b", "e"), "w": ("c", "a"), "x": ("d", "b", "e")}
     times = itertools.accumulate(pause_s for _, pause_s in arrivals)
-    trace = [Arrival(at_s, component) for at_s, (component, _) in zip(times, arrivals, strict=True)]
+    trace = [TracedArrival(at_s, component) for at_s, (component, _) in zip(times, arrivals, strict=True)]
     try:
         simulation, plant = simulated(policy, sizes, parts, capacity, routes, trace, executors)
     except MemoryExceeded:
@@ -365,7 +365,7 @@ def test_no_policy_beats_the_bounds(policy, drawn, drawn_parts, capacity, arriva
 def test_a_further_step_queues_behind_what_has_come():
     """Both first steps, then both second ones: two loads in a memory for one, where a b a b would need four."""
     sizes, routes = {"a": 1, "b": 1}, {"u": ("a", "b")}
-    trace = [Arrival(0.0, "u"), Arrival(0.0, "u")]
+    trace = [TracedArrival(0.0, "u"), TracedArrival(0.0, "u")]
     simulation, plant = simulated("samba-fifo", sizes, {}, 1, routes, trace, executors=1)
     assert sum(isinstance(effect, StartLoad) for _, effect in simulation.effects) == 2
     found = bounds([RequestSteps(arrival.at_s, ("a", "b")) for arrival in trace], plant)
@@ -383,7 +383,7 @@ def test_no_first_come_first_served_policy_beats_the_bound_of_routes(policy, dra
     sizes = dict(zip("abcde", drawn, strict=True))
     routes = {"u": ("a", "b"), "v": ("b", "e"), "w": ("c", "a"), "x": ("d", "b", "e"), "y": ("c",), "z": ("e",)}
     times = itertools.accumulate(pause_s for _, pause_s in arrivals)
-    trace = [Arrival(at_s, component) for at_s, (component, _) in zip(times, arrivals, strict=True)]
+    trace = [TracedArrival(at_s, component) for at_s, (component, _) in zip(times, arrivals, strict=True)]
     simulation, plant = simulated(policy, sizes, {}, capacity, routes, trace, executors=1)
     loads = sum(isinstance(effect, StartLoad) for _, effect in simulation.effects)
     found = bounds([RequestSteps(arrival.at_s, routes[arrival.component]) for arrival in trace], plant)
@@ -399,7 +399,7 @@ def test_no_first_come_first_served_policy_beats_the_bound_of_routes(policy, dra
 )
 def test_no_first_come_first_served_policy_beats_belady(policy, drawn, capacity, uses):
     sizes = dict(zip("abcde", drawn, strict=True))
-    trace = [Arrival(0.1 * number, expert=expert) for number, expert in enumerate(uses)]
+    trace = [TracedArrival(0.1 * number, expert=expert) for number, expert in enumerate(uses)]
     simulation, plant = simulated(policy, sizes, {}, capacity, {"u": ("a",)}, trace, executors=1)
     loads = sum(isinstance(effect, StartLoad) for _, effect in simulation.effects)
     assert fewest_fcfs_switches(uses, plant) <= loads

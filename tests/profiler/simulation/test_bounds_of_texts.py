@@ -24,7 +24,7 @@ from agent.core.request import IMAGE, Work
 from experts.graph import ExpertGraph, RouteStep
 from profiler.simulation.bounds import RequestSteps, Resources, arrivals_s, bounds, compute_s, tokens_of
 from profiler.simulation.simulator import Simulator
-from profiler.workload.traces import Arrival
+from profiler.workload.traces import TracedArrival
 
 IMAGES = Performance(K_s=0.01, B_s=0.02, max_batch=4, workspace_bytes=0)
 TEXTS = Performance(0.001, 0.004, 4, 0, K_prompt_s=0.0005, K_output_s=0.003, lease_bytes=1)
@@ -82,7 +82,7 @@ def test_no_policy_beats_the_bounds(policy, drawn, leases, has_two):
     plant = resources(*[column] * (2 if has_two else 1), leases=leases)
     times = itertools.accumulate(pause_s for _, _, pause_s in drawn)
     trace = [
-        Arrival(at_s, "image" if work is None else "routed" if routed else "asked", work=work or IMAGE)
+        TracedArrival(at_s, "image" if work is None else "routed" if routed else "asked", work=work or IMAGE)
         for at_s, (work, routed, _) in zip(times, drawn, strict=True)
     ]
     steps = {

@@ -26,7 +26,7 @@ from experts.graph import ExpertGraph, RouteStep
 from profiler.simulation.bounds import RequestSteps, Resources
 from profiler.simulation.core_time import CoreTime, compute_core_s, core_time
 from profiler.simulation.simulator import Simulator
-from profiler.workload.traces import Arrival
+from profiler.workload.traces import TracedArrival
 
 SECONDS = st.floats(1e-4, 1.0)
 POOLS = (PoolSpec("host", 1_000, 1_000),)
@@ -113,7 +113,7 @@ def test_no_policy_runs_more_than_the_cores_allow(experts, performances, executo
     given_ = resources({"cpu": column}, *["cpu"] * min(executors, cores))
     graph = ExpertGraph(tuple("abc"), {name: (RouteStep(name, frozenset({"ok"})),) for name in "abc"})
     engine = Engine(graph, given_.profile, given_.executors, PRESETS[policy], Limits(POOLS))
-    trace = [Arrival(0.0, name) for name in experts]
+    trace = [TracedArrival(0.0, name) for name in experts]
     simulator = Simulator(engine, given_.profile, given_.executors, lambda *_: Prediction("ok", 1.0), {SSD: 1e9}, {})
     finished_s = simulator.run(trace).finished_s
     allowed = core_time(requests(*experts), given_, cores, 0.0)

@@ -24,7 +24,7 @@ from experts.expert import Prediction
 from experts.graph import ExpertGraph, RouteStep
 from profiler.simulation.decoders import ImageTimes, core_share
 from profiler.simulation.simulator import Simulator
-from profiler.workload.traces import Arrival
+from profiler.workload.traces import TracedArrival
 
 SMALL = PreparedForm("stretched 8x8 unit", 10)
 LARGE = PreparedForm("stretched 64x64 unit", 10)
@@ -56,7 +56,7 @@ A = {"a": ["a"]}
 
 
 def asked(count, component="a", every_s=0.0):
-    return [Arrival(number * every_s, component) for number in range(count)]
+    return [TracedArrival(number * every_s, component) for number in range(count)]
 
 
 def test_images_are_there_at_once_where_nobody_knows_what_decoding_takes():
@@ -139,7 +139,7 @@ def test_no_more_is_decoded_and_computed_than_the_cores_have_time_for(cores, exe
     at_s, trace = 0.0, []
     for component, pause_s in drawn:
         at_s += pause_s
-        trace.append(Arrival(at_s, component))
+        trace.append(TracedArrival(at_s, component))
     image_s = {"a": 0.07, "b": 0.02}
     built = simulator(
         {"a": ["a"], "b": ["b"], "ab": ["a", "b"]}, image_s, cores, ("cpu",) * executors, 0.05, max_batch, room

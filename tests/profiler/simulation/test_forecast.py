@@ -24,7 +24,7 @@ from agent.device_profile.records import Allocation, BoxIdentity, LinkSpeed, Sto
 from experts.errors import ConfigError
 from experts.graph import ExpertGraph, RouteStep
 from profiler.simulation.forecast import draw_steps, forecast, reaches, scenario_of, with_expert_bytes, with_ssd
-from profiler.workload.traces import Arrival
+from profiler.workload.traces import TracedArrival
 
 SSD_BYTES_PER_S = 10_000.0
 EXPERT_BYTES = 1_000  # a load takes 0.1 s
@@ -66,7 +66,7 @@ AB = graph_of({"a": ["a"], "b": ["b"]})
 
 def test_first_come_first_served_by_hand():
     """Room for one: load a, run it; load b, run it; load a again, run it: 3 x (0.1 + 0.03) s."""
-    scenario = scenario_of(AB, stored(), [Arrival(0.0, "a"), Arrival(0.0, "b"), Arrival(0.0, "a")])
+    scenario = scenario_of(AB, stored(), [TracedArrival(0.0, "a"), TracedArrival(0.0, "b"), TracedArrival(0.0, "a")])
     found = forecast(scenario, setting(AB, places=1, policy="samba"))
     assert found.seconds == pytest.approx(0.39)
     assert found.waits_s == pytest.approx((0.13, 0.26, 0.39))
@@ -80,7 +80,7 @@ def test_first_come_first_served_by_hand():
 
 def test_what_is_placed_before_the_trace_is_not_counted():
     """The paper's policy begins with a in memory; b makes it go before its second request comes: two loads."""
-    scenario = scenario_of(AB, stored(), [Arrival(0.5, "a"), Arrival(0.5, "b"), Arrival(0.51, "a")])
+    scenario = scenario_of(AB, stored(), [TracedArrival(0.5, "a"), TracedArrival(0.5, "b"), TracedArrival(0.51, "a")])
     found = forecast(scenario, setting(AB, places=1))
     assert found.resident_at_start == {"a"}
     assert (found.switches, found.evictions, found.bytes_read) == (2, 2, 2 * EXPERT_BYTES)
@@ -92,7 +92,8 @@ def test_what_is_placed_before_the_trace_is_not_counted():
 
 def test_quantiles_are_those_of_the_nearest_rank():
     found = forecast(
-        scenario_of(AB, stored(), [Arrival(float(n), "a") for n in range(100)]), setting(AB, places=1, policy="samba")
+        scenario_of(AB, stored(), [TracedArrival(float(n), "a") for n in range(100)]),
+        setting(AB, places=1, policy="samba"),
     )
     assert sorted(found.waits_s)[-1] == pytest.approx(0.13)
     assert found.wait_s(0.99) == pytest.approx(0.03)
@@ -101,7 +102,7 @@ def test_quantiles_are_those_of_the_nearest_rank():
 
 def test_another_ssd_changes_the_reading_and_nothing_else():
     """A load takes 0.05 s beside its 0.1 s of reading; ten times as fast an SSD leaves 0.06 s."""
-    scenario = scenario_of(AB, stored(), [Arrival(0.0, "a")])
+    scenario = scenario_of(AB, stored(), [TracedArrival(0.0, "a")])
     slow = setting(AB, places=1, extra_load_s=0.05, policy="samba")
     assert forecast(scenario, slow).seconds == pytest.approx(0.15 + 0.03)
     assert forecast(*with_ssd(scenario, slow, 10 * SSD_BYTES_PER_S)).seconds == pytest.approx(0.06 + 0.03)
@@ -114,7 +115,7 @@ def test_more_room_leaves_workspaces_as_they_are():
 
 def test_an_accelerators_executors_share_it_and_a_cpus_do_not():
     """Two batches at once on a processor that is no faster for it take twice as long each."""
-    trace = [Arrival(0.0, "a"), Arrival(0.0, "b")]
+    trace = [TracedArrival(0.0, "a"), TracedArrival(0.0, "b")]
     speedups = {"cuda": (1.0, 1.0), "cpu": (1.0, 1.0)}
     scenario = scenario_of(AB, stored(speedups=speedups), trace)
     on_cuda = forecast(scenario, setting(AB, places=2, executors=2, processor="cuda"))
@@ -125,7 +126,7 @@ def test_an_accelerators_executors_share_it_and_a_cpus_do_not():
 # -- routes --
 
 ROUTES = {"u": ["a", "x"], "v": ["b", "y", "x"], "w": ["c"]}
-TRACE = [Arrival(0.004 * n, "uvw"[n % 3]) for n in range(600)]
+TRACE = [TracedArrival(0.004 * n, "uvw"[n % 3]) for n in range(600)]
 
 
 def test_steps_are_drawn_by_the_pass_rates():
@@ -144,7 +145,7 @@ def test_steps_are_drawn_by_the_pass_rates():
 @given(st.sampled_from(sorted(PRESETS)), st.floats(0, 1), st.integers(3, 5), st.integers(0, 9))
 def test_every_policy_runs_the_steps_that_were_drawn(policy, rate, places, seed):
     graph = graph_of(ROUTES)
-    trace = [*TRACE[:60], Arrival(1.0, expert="y")]
+    trace = [*TRACE[:60], TracedArrival(1.0, expert="y")]
     scenario = scenario_of(graph, stored({"a": rate, "b": rate}), trace, seed)
     plain = setting(graph, places, policy=policy)
     found = forecast(scenario, plain)
@@ -173,7 +174,7 @@ def keeps_up(trace, places, policy, images_per_s):
 
 
 def steady(count, images_per_s):
-    return [Arrival(n / images_per_s, "ab"[n % 2]) for n in range(count)]
+    return [TracedArrival(n / images_per_s, "ab"[n % 2]) for n in range(count)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 50])
@@ -219,7 +220,7 @@ def test_a_queue_that_grows_until_batches_are_larger_does_not_grow_for_ever():
 
 def test_bursts_have_until_the_next_one():
     """40 images at once each second: in batches of four and two loads they take 0.6 s or some more, never 0.5 s."""
-    bursts = [Arrival(float(n // 40), "ab"[n % 2]) for n in range(120)]
+    bursts = [TracedArrival(float(n // 40), "ab"[n % 2]) for n in range(120)]
     assert keeps_up(bursts, 2, "paper", 40.0)
     assert keeps_up(bursts, 1, "paper", 40.0)
     assert not keeps_up(bursts, 2, "paper", 80.0)
@@ -227,7 +228,11 @@ def test_bursts_have_until_the_next_one():
 
 
 def test_requests_go_on_at_the_rate_asked_and_a_burst_stays_a_burst():
-    scenario = scenario_of(AB, stored(), [Arrival(5.0, "a"), Arrival(5.0, "b"), Arrival(7.0, "a"), Arrival(7.0, "a")])
+    scenario = scenario_of(
+        AB,
+        stored(),
+        [TracedArrival(5.0, "a"), TracedArrival(5.0, "b"), TracedArrival(7.0, "a"), TracedArrival(7.0, "a")],
+    )
     assert scenario.offered_images_per_s == pytest.approx(1.5)
     slower, faster = scenario.repeated(2, 1.0), scenario.repeated(2, 3.0)
     assert [arrival.at_s for arrival in slower.trace] == pytest.approx([0, 0, 2, 2, 4, 4, 6, 6])
@@ -245,7 +250,7 @@ def test_an_empty_trace_is_refused():
 
 
 def test_strangers_in_a_trace_are_all_told_with_what_is_close():
-    trace = [Arrival(0.0, "alpha1"), Arrival(0.0, "alpha1"), Arrival(0.0, expert="cls/q")]
+    trace = [TracedArrival(0.0, "alpha1"), TracedArrival(0.0, "alpha1"), TracedArrival(0.0, expert="cls/q")]
     with pytest.raises(ConfigError) as caught:
         scenario_of(graph_of({"alpha": ["cls/p"]}), stored(), trace)
     first, second = (str(problem) for problem in caught.value.problems)
@@ -255,16 +260,16 @@ def test_strangers_in_a_trace_are_all_told_with_what_is_close():
 
 def test_a_profile_without_an_ssd_is_refused():
     with pytest.raises(ConfigError, match="no speed of its SSD - run `coserve profile`"):
-        scenario_of(AB, stored(links=()), [Arrival(0.0, "a")])
+        scenario_of(AB, stored(links=()), [TracedArrival(0.0, "a")])
 
 
 def test_an_expert_that_never_fits_is_refused():
     with pytest.raises(ConfigError, match=r"host, for a.*plan with more memory"):
-        forecast(scenario_of(AB, stored(), [Arrival(0.0, "a")]), setting(AB, places=0, policy="coserve"))
+        forecast(scenario_of(AB, stored(), [TracedArrival(0.0, "a")]), setting(AB, places=0, policy="coserve"))
 
 
 def test_an_expert_that_no_executor_runs_is_refused():
     wide = graph_of({"a": ["a"], "z": ["z"]})
     narrow = setting(AB, places=1)
     with pytest.raises(ConfigError, match="no executor can run z, executors are on: cpu - add one"):
-        forecast(scenario_of(wide, stored(), [Arrival(0.0, "z")]), narrow)
+        forecast(scenario_of(wide, stored(), [TracedArrival(0.0, "z")]), narrow)

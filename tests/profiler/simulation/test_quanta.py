@@ -27,7 +27,7 @@ from experts.expert import Verdict
 from experts.graph import ExpertGraph, RouteStep
 from profiler.simulation.quanta import run_quantum
 from profiler.simulation.simulator import Simulator
-from profiler.workload.traces import Arrival
+from profiler.workload.traces import TracedArrival
 
 QUANTUM_S, BOUND_S = 0.05, 100.0
 IMAGES = Performance(0.01, 0.02, 4, workspace_bytes=0)
@@ -99,27 +99,30 @@ def test_a_quantum_goes_no_further_than_the_lease_which_is_to_be_twice_as_large_
 
 def test_a_text_is_written_in_as_many_quanta_as_it_takes():
     """(0.05 - 0.005) / 0.003 = 15 tokens a quantum; 40 take 15, 15 and 10."""
-    simulation = build().run([Arrival(0.0, expert="text0", work=Work(0, 40, 40))])
+    simulation = build().run([TracedArrival(0.0, expert="text0", work=Work(0, 40, 40))])
     assert [start_s for start_s, _, _ in batches(simulation)] == pytest.approx([0.0, 0.05, 0.1])
     assert simulation.seconds == pytest.approx(3 * 0.005 + 40 * 0.003)
 
 
 def test_an_image_between_two_quanta_waits_for_one_of_them():
-    trace = [Arrival(0.0, expert="text0", work=Work(0, 40, 40)), Arrival(0.01, expert="image0")]
+    trace = [TracedArrival(0.0, expert="text0", work=Work(0, 40, 40)), TracedArrival(0.01, expert="image0")]
     simulation = build().run(trace)
     assert [expert for _, expert, _ in batches(simulation)] == ["text0", "image0", "text0", "text0"]
     assert simulation.finished_s[1] == pytest.approx(0.05 + 0.03)
 
 
 def test_who_comes_meanwhile_joins_the_next_quantum_and_leaves_as_soon_as_it_is_done():
-    trace = [Arrival(0.0, expert="text0", work=Work(0, 40, 40)), Arrival(0.01, expert="text0", work=Work(2, 2, 4))]
+    trace = [
+        TracedArrival(0.0, expert="text0", work=Work(0, 40, 40)),
+        TracedArrival(0.01, expert="text0", work=Work(2, 2, 4)),
+    ]
     simulation = build().run(trace)
     assert [requests for _, _, requests in batches(simulation)][:3] == [(0,), (0, 1), (0,)]
     assert simulation.finished_s[1] < simulation.finished_s[0]
 
 
 def test_quanta_share_a_processor_with_what_else_runs_there():
-    trace = [Arrival(0.0, expert="text0", work=Work(0, 40, 40))]
+    trace = [TracedArrival(0.0, expert="text0", work=Work(0, 40, 40))]
     alone = build(speedups={"cpu": (1.0,)}).run(trace)
     assert alone.seconds == pytest.approx(build().run(trace).seconds)
 
@@ -130,14 +133,14 @@ def test_tokens_of_an_expert_without_leases_count_in_its_batches():
     specs = [ExecutorSpec(0, "cpu", "host")]
     route = {"e": (RouteStep("e", frozenset({"ok"})),)}
     engine = Engine(ExpertGraph(rows, route), profile, specs, PRESETS["coserve"], Limits((PoolSpec("host", 1, 0),)))
-    simulation = Simulator(engine, profile, specs).run([Arrival(0.0, "e", work=Work(3, 0, 3))])
+    simulation = Simulator(engine, profile, specs).run([TracedArrival(0.0, "e", work=Work(3, 0, 3))])
     assert simulation.seconds == pytest.approx(0.03 + 0.3)
 
 
 def test_a_text_that_loses_what_it_holds_reads_it_again_and_goes_on():
     """The first holds its 10 tokens when it needs 20, of 30 of which the other has 20."""
     works = (Work(0, 30, 30, lease=10), Work(0, 20, 20))
-    trace = [Arrival(0.0, "image0"), *(Arrival(0.001, "text0", work=work) for work in works)]
+    trace = [TracedArrival(0.0, "image0"), *(TracedArrival(0.001, "text0", work=work) for work in works)]
     simulation = build(lease_bytes=30).run(trace)
     preempted = [effect.request for _, effect in simulation.effects if isinstance(effect, Preempt)]
     assert preempted == [1]
@@ -153,7 +156,7 @@ def test_each_request_of_a_quantum_takes_what_its_own_expert_takes():
 
 
 def test_texts_of_a_family_are_written_in_the_same_quanta():
-    trace = [Arrival(0.0, "image0"), *(Arrival(0.001, f"text{n}", work=Work(0, 20, 20)) for n in (0, 1))]
+    trace = [TracedArrival(0.0, "image0"), *(TracedArrival(0.001, f"text{n}", work=Work(0, 20, 20)) for n in (0, 1))]
     family, alone = (build(texts=2, family=name).run(trace) for name in ("f", None))
     assert [requests for _, _, requests in batches(family, "text")] == [(1, 2)] * 3
     assert [requests for _, _, requests in batches(alone, "text")] == [(1,), (2,), (1,), (2,)]
@@ -168,7 +171,7 @@ def tight(draw):
         prompt, output = draw(st.integers(0, 30)), draw(st.integers(1, 60))
         lease = draw(st.one_of(st.none(), st.integers(0, prompt + output)))
         work = Work(prompt, output, prompt + output, lease)
-        trace.append(Arrival(draw(st.floats(0.0, 1.0)), f"text{draw(st.integers(0, 1))}", work=work))
+        trace.append(TracedArrival(draw(st.floats(0.0, 1.0)), f"text{draw(st.integers(0, 1))}", work=work))
     return sorted(trace, key=lambda each: each.at_s)
 
 
@@ -188,10 +191,10 @@ def mixed(draw):
     for _ in range(draw(st.integers(1, 25))):
         at_s += draw(st.sampled_from([0.0, 0.013, 0.11, 0.4]))
         expert = f"image{draw(st.integers(0, images - 1))}"
-        trace += [Arrival(at_s, expert, work=IMAGE) for _ in range(draw(st.integers(1, 3)))]
+        trace += [TracedArrival(at_s, expert, work=IMAGE) for _ in range(draw(st.integers(1, 3)))]
     for number in range(draw(st.integers(1, 12))):
         work = Work(draw(st.integers(0, 60)), draw(st.integers(1, 80)), 150, draw(st.sampled_from([None, 20, 90])))
-        trace.append(Arrival(draw(st.floats(0.0, at_s)), f"text{number % texts}", work=work))
+        trace.append(TracedArrival(draw(st.floats(0.0, at_s)), f"text{number % texts}", work=work))
     return images, texts, sorted(trace, key=lambda each: each.at_s), draw(st.sampled_from([None, "f"]))
 
 

@@ -24,7 +24,7 @@ from agent.core.performance import (
 from agent.core.policy import PRESETS
 from experts.graph import ExpertGraph, RouteStep
 from profiler.simulation.simulator import Simulator
-from profiler.workload.traces import Arrival
+from profiler.workload.traces import TracedArrival
 
 K_S, B_S, LOAD_S, MAX_BATCH, BOUND_S = 0.01, 0.02, 0.2, 4, 1.0
 
@@ -49,12 +49,12 @@ def heavy_tailed(experts, requests, seed=1):
     weights = [rng.lognormvariate(0, 2) for _ in range(experts)]
     drawn = rng.choices(range(experts), weights, k=requests)
     usage = {f"e{n}": weight / sum(weights) for n, weight in enumerate(weights)}
-    return [Arrival(0.004 * n, f"c{component}") for n, component in enumerate(drawn)], usage
+    return [TracedArrival(0.004 * n, f"c{component}") for n, component in enumerate(drawn)], usage
 
 
 def test_a_hand_worked_trace():
     """One request: load 0.2 s, run 0.03 s. A second of the same expert at 0.1 s joins its batch: 0.01 s more."""
-    trace = [Arrival(0.0, "c0"), Arrival(0.1, "c0")]
+    trace = [TracedArrival(0.0, "c0"), TracedArrival(0.1, "c0")]
     simulation = build("samba", experts=2, capacity=1).run(trace)
     assert simulation.seconds == pytest.approx(0.2 + 0.04)
     assert [effect.batch.requests for _, effect in simulation.effects if isinstance(effect, StartBatch)] == [(0, 1)]
@@ -62,7 +62,7 @@ def test_a_hand_worked_trace():
 
 def test_prefetch_hides_a_load_behind_the_work_before_it():
     """e0: 0.2 + 0.06; e1 is loaded from 0.2 on and comes at 0.4, e0 is done at 0.26: the end is at 0.4 + 0.03."""
-    trace = [Arrival(0.0, "c0")] * 4 + [Arrival(0.0, "c1")]
+    trace = [TracedArrival(0.0, "c0")] * 4 + [TracedArrival(0.0, "c1")]
     assert build("coserve", experts=2, capacity=2).run(trace, warm_s=0.0).seconds == pytest.approx(0.43)
 
 
@@ -70,7 +70,7 @@ def test_prefetch_hides_a_load_behind_the_work_before_it():
 def test_a_batch_that_is_held_begins_when_the_one_before_it_ends(speedups):
     """Three full batches of one expert: 0.2 s to load, and 0.06 s each, one after another."""
     simulator = build("coserve", experts=1, capacity=1, form=PreparedForm("small", 1), speedups=speedups)
-    simulation = simulator.run([Arrival(0.0, "c0")] * 12, warm_s=0.0)
+    simulation = simulator.run([TracedArrival(0.0, "c0")] * 12, warm_s=0.0)
     given_s = [at_s for at_s, effect in simulation.effects if isinstance(effect, StartBatch)]
     assert given_s == pytest.approx([0.2, 0.2, 0.26])
     assert sorted(set(simulation.finished_s.values())) == pytest.approx([0.26, 0.32, 0.38])
@@ -107,7 +107,7 @@ def test_every_wait_is_under_its_ceiling(experts, capacity, drawn):
     at_s, trace = 0.0, []
     for component, pause_s in drawn:
         at_s += pause_s
-        trace.append(Arrival(at_s, f"c{component % experts}"))
+        trace.append(TracedArrival(at_s, f"c{component % experts}"))
     simulation = build("coserve", experts, capacity).run(trace, warm_s=0.0)
     queued = {effect.request: now for now, effect in simulation.effects if isinstance(effect, Assigned)}
     started = {
@@ -162,7 +162,7 @@ def streams(draw, experts):
         expert, start_s = draw(st.sampled_from(experts)), draw(st.sampled_from([0.0, 0.01, 0.5, 1.5]))
         count, period_s = draw(st.sampled_from([1, 60, 600])), draw(st.sampled_from([FULL_S / 2, FULL_S, 0.02, 0.05]))
         burst = draw(st.sampled_from([0, 2 * MAX_BATCH]))  # on top of what executors can just keep up with: it stays
-        arrivals += [Arrival(start_s + max(number - burst, 0) * period_s, expert) for number in range(count)]
+        arrivals += [TracedArrival(start_s + max(number - burst, 0) * period_s, expert) for number in range(count)]
     return sorted(arrivals, key=lambda arrival: arrival.at_s)
 
 
@@ -212,10 +212,10 @@ def several(columns, executors, capacity=1):
 def test_a_hot_expert_does_not_keep_another_executors_expert_out_of_a_small_memory(executors, streamed):
     """The hot one's executors have always work, so that its copy would never be free but for the bound."""
     burst = 2 * MAX_BATCH * streamed
-    hot = [Arrival(FULL_S / streamed * max(number - burst, 0), "hot") for number in range(600 * streamed)]
-    trace = sorted([*hot, Arrival(1.0, "rare")], key=lambda arrival: arrival.at_s)
+    hot = [TracedArrival(FULL_S / streamed * max(number - burst, 0), "hot") for number in range(600 * streamed)]
+    trace = sorted([*hot, TracedArrival(1.0, "rare")], key=lambda arrival: arrival.at_s)
     simulation = several({"a": ["hot"], "b": ["rare"]}, executors).run(trace, warm_s=0.0)
-    assert simulation.waits_s(trace)[trace.index(Arrival(1.0, "rare"))] <= LINE_BOUND_S + 0.5
+    assert simulation.waits_s(trace)[trace.index(TracedArrival(1.0, "rare"))] <= LINE_BOUND_S + 0.5
     assert_waits_under_their_ceiling(simulation, 2 * 0.05 + 2 * (K_S * MAX_BATCH + B_S))
 
 
@@ -239,9 +239,9 @@ def test_a_head_that_waited_too_long_gets_through_a_busy_link_and_past_a_hot_exp
     executors = [ExecutorSpec(0, "gpu", "device"), ExecutorSpec(1, "cpu", "host")]
     pools = (PoolSpec("host", 6, 8), PoolSpec("device", 1, 8, cache="host"))
     engine = Engine(ExpertGraph(routes, routes), profile, executors, PRESETS["coserve"], Limits(pools, BOUND_S))
-    trace = [Arrival(number / 12, on_cpu[number % 40]) for number in range(12 * 20)]
-    trace += [Arrival(2.0 + number / 60, "hot") for number in range(60 * 18)]
-    trace = sorted([*trace, Arrival(5.0, "rare")], key=lambda arrival: arrival.at_s)
+    trace = [TracedArrival(number / 12, on_cpu[number % 40]) for number in range(12 * 20)]
+    trace += [TracedArrival(2.0 + number / 60, "hot") for number in range(60 * 18)]
+    trace = sorted([*trace, TracedArrival(5.0, "rare")], key=lambda arrival: arrival.at_s)
     simulation = Simulator(engine, profile, executors).run(trace, warm_s=0.0)
     started = next(
         now for now, effect in simulation.effects if isinstance(effect, StartBatch) and effect.batch.expert == "rare"

@@ -24,7 +24,7 @@ from agent.core.performance import (
 from agent.core.policy import PRESETS
 from experts.graph import ExpertGraph, RouteStep
 from profiler.simulation.simulator import SharedProcessor, Simulator
-from profiler.workload.traces import Arrival
+from profiler.workload.traces import TracedArrival
 
 OK = frozenset({"ok"})
 
@@ -43,7 +43,9 @@ def line(policy, experts, executors, physics, *, capacity=8, loads_in_flight=8):
 
 def test_two_batches_that_start_together_share_the_processor():
     """Each alone takes 0.3 s; together they are 1.5 times as fast as one: 0.6 s of work takes 0.4 s."""
-    simulation = line("paper", 2, 2, {"speedups": {"gpu": (1.0, 1.5)}}).run([Arrival(0.0, "c0"), Arrival(0.0, "c1")])
+    simulation = line("paper", 2, 2, {"speedups": {"gpu": (1.0, 1.5)}}).run(
+        [TracedArrival(0.0, "c0"), TracedArrival(0.0, "c1")]
+    )
     assert simulation.finished_s == pytest.approx({0: 0.4, 1: 0.4})
 
 
@@ -53,7 +55,7 @@ def test_a_batch_slows_down_when_another_starts_and_speeds_up_when_that_ends():
     By then e1 has done 0.2 of its 0.3 s; the rest it does alone.
     """
     simulator = line("paper", 2, 2, {"speedups": {"gpu": (1.0, 1.5)}})
-    trace = [Arrival(0.0, "c0"), Arrival(0.1, "c1")]
+    trace = [TracedArrival(0.0, "c0"), TracedArrival(0.1, "c1")]
     simulation = simulator.run(trace)
     first_s = 0.1 + 0.2 / 0.75
     assert simulation.finished_s == pytest.approx({0: first_s, 1: first_s + 0.1})
@@ -63,14 +65,14 @@ def test_a_batch_slows_down_when_another_starts_and_speeds_up_when_that_ends():
 
 def test_beyond_the_measured_speedups_the_last_one_counts():
     """Three at once, no faster together than two: 0.9 s of work at 1.5 times the speed."""
-    trace = [Arrival(0.0, f"c{n}") for n in range(3)]
+    trace = [TracedArrival(0.0, f"c{n}") for n in range(3)]
     simulation = line("paper", 3, 3, {"speedups": {"gpu": (1.0, 1.5)}}).run(trace)
     assert simulation.finished_s == pytest.approx(dict.fromkeys(range(3), 0.6))
 
 
 @pytest.mark.parametrize("physics", [{}, {"speedups": {"cpu": (1.0,)}}], ids=["nothing given", "another processor"])
 def test_without_speedups_batches_do_not_feel_one_another(physics):
-    simulation = line("paper", 2, 2, physics).run([Arrival(0.0, "c0"), Arrival(0.1, "c1")])
+    simulation = line("paper", 2, 2, physics).run([TracedArrival(0.0, "c0"), TracedArrival(0.1, "c1")])
     assert simulation.finished_s == pytest.approx({0: 0.3, 1: 0.4})
 
 
@@ -88,7 +90,7 @@ def test_without_speedups_batches_do_not_feel_one_another(physics):
 def test_loads_that_overlap_share_their_wire(physics, ends_s):
     """Two executors each wait for an expert, both loads start at once; then each batch takes 0.3 s."""
     simulator = line("samba-parallel", 2, 2, physics)
-    simulation = simulator.run([Arrival(0.0, "c0"), Arrival(0.0, "c1")])
+    simulation = simulator.run([TracedArrival(0.0, "c0"), TracedArrival(0.0, "c1")])
     assert [now for now, effect in simulation.effects if isinstance(effect, StartLoad)] == [0.0, 0.0]
     assert simulation.finished_s == pytest.approx({0: ends_s[0] + 0.3, 1: ends_s[1] + 0.3})
 
@@ -96,7 +98,7 @@ def test_loads_that_overlap_share_their_wire(physics, ends_s):
 def test_a_load_that_starts_later_waits_for_the_wire_and_for_its_own_framework():
     """At 400 bytes/s: the first load is there at 0.25. The second starts at 0.2, has the wire from 0.25 to 0.5."""
     simulator = line("samba-parallel", 2, 2, {"link_bytes_per_s": {SSD: 400.0}})
-    simulation = simulator.run([Arrival(0.0, "c0"), Arrival(0.2, "c1")])
+    simulation = simulator.run([TracedArrival(0.0, "c0"), TracedArrival(0.2, "c1")])
     assert simulation.finished_s == pytest.approx({0: 0.25 + 0.3, 1: 0.5 + 0.3})
 
 
@@ -120,20 +122,20 @@ def split(policy, host_bytes, *, with_cpu):
     ids=["over the host", "past a host that is full", "over a host of which nothing else is known"],
 )
 def test_a_load_takes_what_the_memory_that_it_goes_to_says(host_bytes, with_cpu, load_s):
-    simulation = split("samba", host_bytes, with_cpu=with_cpu).run([Arrival(0.0, "c0")])
+    simulation = split("samba", host_bytes, with_cpu=with_cpu).run([TracedArrival(0.0, "c0")])
     assert simulation.finished_s == pytest.approx({0: load_s + 0.3})
 
 
 def test_times_count_from_the_start_of_the_trace_not_of_the_placement():
     """Two experts are placed in 0.25 s each; then the first request runs at once."""
-    simulation = line("paper", 2, 1, {}).run([Arrival(1.0, "c0")])
+    simulation = line("paper", 2, 1, {}).run([TracedArrival(1.0, "c0")])
     assert simulation.seconds == pytest.approx(1.3)
     assert simulation.finished_s == pytest.approx({0: 1.3})
 
 
 def test_a_trace_may_start_while_experts_are_being_placed():
     """At 0.3 the first expert is there; the second one comes at 0.5, 0.2 s after the trace's start."""
-    simulation = line("paper", 2, 1, {}).run([Arrival(0.0, "c1")], warm_s=0.3)
+    simulation = line("paper", 2, 1, {}).run([TracedArrival(0.0, "c1")], warm_s=0.3)
     assert simulation.finished_s == pytest.approx({0: 0.2 + 0.3})
 
 

@@ -23,7 +23,7 @@ from agent.core.policy import PRESETS
 from experts.expert import Prediction
 from experts.graph import ExpertGraph, RouteStep
 from profiler.simulation.simulator import Simulator
-from profiler.workload.traces import Arrival
+from profiler.workload.traces import TracedArrival
 
 OK = frozenset({"ok"})
 CLASSIFIERS, DETECTORS, IMAGES = 31, 2, 60  # images: of one board, about
@@ -70,7 +70,7 @@ class Line:
         for board in range(boards):
             images = [name for name, quantity in quantities.items() for _ in range(quantity)]
             rng.shuffle(images)
-            trace += [Arrival(board * takt_s + n * image_interval_s, name) for n, name in enumerate(images)]
+            trace += [TracedArrival(board * takt_s + n * image_interval_s, name) for n, name in enumerate(images)]
         trace.sort(key=lambda arrival: arrival.at_s)
         seen = [Prediction("ok" if rng.random() < 0.95 else "bad", 1.0) for _ in trace]
         simulation = Simulator(engine, profile, specs, lambda request, expert: seen[request]).run(trace)
@@ -129,6 +129,6 @@ def test_usage_that_is_wrong_costs_no_load_an_image():
     profile, specs = PerformanceMatrix({"cpu": column}, usage), [ExecutorSpec(0, "cpu", "host")]
     engine = Engine(graph, profile, specs, PRESETS["coserve"], Limits((PoolSpec("host", 20, 0),)))
     Simulator(engine, profile, specs).run(
-        [Arrival(0.2 * number, ("one", "other")[number % 2]) for number in range(200)]
+        [TracedArrival(0.2 * number, ("one", "other")[number % 2]) for number in range(200)]
     )
     assert sum(engine.statistics().loads.values()) <= 6

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from agent.config import read_line
 from agent.core.request import Work
 from experts.errors import ConfigError
-from profiler.workload.traces import MOST_PROBLEMS, Arrival, board_trace, read_trace
+from profiler.workload.traces import MOST_PROBLEMS, TracedArrival, board_trace, read_trace
 
 
 def line_of(folder, **more):
@@ -59,9 +59,9 @@ def test_a_trace_is_read_as_it_stands(tmp_path, catalog):
         {"component": "beta", "t": 0.004},
     )
     assert read_trace(path, catalog) == (
-        Arrival(0.0, "alpha", image=tmp_path / "crops" / "1.png"),
-        Arrival(0.004, expert="cls/b"),
-        Arrival(0.004, "beta"),
+        TracedArrival(0.0, "alpha", image=tmp_path / "crops" / "1.png"),
+        TracedArrival(0.004, expert="cls/b"),
+        TracedArrival(0.004, "beta"),
     )
 
 
@@ -159,7 +159,7 @@ def test_what_is_written_reads_back(tmp_path_factory, drawn):
     image = folder / "bild ä.png"
     image.write_bytes(b"image")
     arrivals = tuple(
-        Arrival(at_s, *target, image=image if has_image else None)
+        TracedArrival(at_s, *target, image=image if has_image else None)
         for at_s, target, has_image in sorted(drawn, key=lambda each: each[0])
     )
     (folder / "trace.jsonl").write_text("".join(json.dumps(row_of(each, folder)) + "\n" for each in arrivals))
@@ -229,9 +229,9 @@ class TestTexts:
             {"t": 2, "component": "assistant", "prompt": 1, "output": 0},
         )
         assert read_trace(path, mixed.catalog, is_planned=True) == (
-            Arrival(0.0, "alpha"),
-            Arrival(1.0, expert="llm/a", work=Work(120, 60, 180)),
-            Arrival(2.0, "assistant", work=Work(1, 0, 1)),
+            TracedArrival(0.0, "alpha"),
+            TracedArrival(1.0, expert="llm/a", work=Work(120, 60, 180)),
+            TracedArrival(2.0, "assistant", work=Work(1, 0, 1)),
         )
 
     @pytest.mark.parametrize(
