@@ -126,7 +126,7 @@ def build_agent(
         segments = on_failure.enter_context(closing(SegmentStore(options.packed or config.packed_folder)))
         ground = groundwork_of(config, segments.directory, options)
         ground, report = packed_as_proven(ground, segments, progress)
-        ground, copies = held_copies(ground, copies_of(config, ground.precisions, report.packed))
+        copies = held_copies(ground, copies_of(config, ground.precisions, report.packed))
         by_name = {copy.name: copy for listed in copies.values() for copy in listed}
         setup = measured_setup(ground, copies, segments, progress)
         templates = make_templates(
@@ -283,7 +283,7 @@ def _calibrated(config: LineConfig, packed: Path, precisions: Precisions) -> Pre
     return with_forms(precisions, lambda name, form: form.plain if form is eight and name in reasons else form)
 
 
-def held_copies(ground: Groundwork, copies: Copies) -> tuple[Groundwork, Copies]:
+def held_copies(ground: Groundwork, copies: Copies) -> Copies:
     """The copies as they are held: see Groundwork.sized."""
 
     def times(copies: Copies) -> PerformanceMatrix:

@@ -16,7 +16,7 @@ from agent.core.policy import PRESETS
 from agent.deployment.executors import executor_specs
 from agent.deployment.families import with_families
 from agent.deployment.memory_split import available_for, limits_of, pool_specs
-from agent.deployment.moe_caches import MoeCaches, host_tier_bytes
+from agent.deployment.moe_caches import MoeCaches
 from agent.deployment.packed_copies import by_precision, copies_of, lying_packed, with_forms
 from agent.deployment.performance_matrix import in_form, matrix, unmeasured_kinds
 from agent.deployment.profile_in_use import precisions_of, programs_of, usage_of
@@ -87,26 +87,22 @@ class Groundwork:
     precisions: Precisions
     usage: Mapping[str, float]
     pools: Sequence[PoolSpec] | None  # where they are given
-    set_apart_bytes: int = 0  # of host memory: see agent.deployment.moe_caches
     alarms: tuple[str, ...] = ()  # why a profile is not used, or not for every expert
     changed: Mapping[str, str] = field(default_factory=dict)  # experts that are not as they were profiled, and how
     takes_any: bool = True  # the profile is taken for these experts however they are
 
-    def sized(self, copies: Copies, times: Callable[[Copies], PerformanceMatrix]) -> tuple[Groundwork, Copies]:
-        """The copies with their moe_experts, and the host memory set apart for these; unchanged in given memories."""
+    def sized(self, copies: Copies, times: Callable[[Copies], PerformanceMatrix]) -> Copies:
+        """The copies with as many moe_experts as there is room for; unchanged in given memories."""
         if self.pools is not None:
-            return self, copies
+            return copies
         allocation = None if self.profile is None else self.profile.allocation
-        held = MoeCaches(self.config, self.box, self.executors, allocation, times).sized(copies)
-        return replace(self, set_apart_bytes=host_tier_bytes(held)), held
+        return MoeCaches(self.config, self.box, self.executors, allocation, times).sized(copies)
 
     def setup(self, times: PerformanceMatrix, broken: Mapping[str, str] = NOTHING) -> EngineSetup:
         """The whole of it, by these times. Raises ConfigError naming each expert that can never fit."""
         config = self.config
         allocation = None if self.profile is None else self.profile.allocation
-        pools = tuple(
-            self.pools or pool_specs(config, self.box, self.executors, times, allocation, self.set_apart_bytes)
-        )
+        pools = tuple(self.pools or pool_specs(config, self.box, self.executors, times, allocation))
         limits = limits_of(config, pools)
         return EngineSetup(config.catalog.graph, config.policy, self.executors, times, limits, self.precisions, broken)
 
@@ -149,7 +145,7 @@ def planned(
     ground = replace(ground, precisions=_as_packed(config, ground.precisions, packed))
     _refuse_unpacked(config, _to_run(ground.precisions, profile, kinds), packed, without)
     able = {name: forms for name, forms in packed.items() if name not in without}
-    ground, copies = ground.sized(
+    copies = ground.sized(
         copies_of(config, ground.precisions, able),
         lambda copies: matrix(profile, box, copies, ground.usage, ground.executors),
     )

@@ -58,12 +58,11 @@ def pool_specs(
     executors: Sequence[ExecutorSpec],
     profile: PerformanceMatrix,
     allocation: Allocation | None = None,
-    set_apart_bytes: int = 0,
 ) -> tuple[PoolSpec, ...]:
-    """Memories, split. ``set_apart_bytes``: of host memory. Raises ConfigError naming experts that can never fit."""
+    """Memories, split. Raises ConfigError naming experts that can never fit."""
     specs = []
     problems: list[ConfigError] = []
-    for share in shares_of(config, box, executors, profile, allocation, set_apart_bytes):
+    for share in shares_of(config, box, executors, profile, allocation):
         specs.append(share.needs.spec(share.expert_bytes, share.workspace_bytes))
         problems += _misfits(config, share.needs, share.expert_bytes)
     if problems:
@@ -77,12 +76,10 @@ def shares_of(
     executors: Sequence[ExecutorSpec],
     profile: PerformanceMatrix,
     allocation: Allocation | None = None,
-    set_apart_bytes: int = 0,
 ) -> Iterator[MemoryShare]:
     """As ``pool_specs``, whether experts fit or not."""
     searched = {} if allocation is None else {share.pool: share for share in allocation.pools}
     budgets, pinned = pool_budgets(config, box), pinned_experts(config)
-    budgets[HOST] = max(budgets[HOST] - set_apart_bytes, 0)
     for pool, needs in memory_needs(budgets, executors, profile, pinned, config.texts.kv).items():
         workspace_bytes = _workspace_bytes(config, needs)
         if config.memory.workspace is None and pool in searched:

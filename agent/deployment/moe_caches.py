@@ -1,7 +1,7 @@
 """How many of a language model's moe_experts it holds at a time, where it cannot or shall not hold all of them.
 
 ``moe_cache`` of the line file comes first. Without it a model holds all, or as many as its memory has room for beside
-texts, batches and pinned experts. In front of a device more wait in a part of host memory that is set apart.
+texts, batches and pinned experts.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from agent.core.performance import DEVICE, HOST
 from agent.deployment.memory_needs import WORKSPACE_FRACTION
-from agent.deployment.memory_split import pool_budgets, shares_of
+from agent.deployment.memory_split import shares_of
 from agent.runtime.expert_copy import moe_block_bytes, moe_experts_of
 from experts.sizes import mib
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from agent.config import LineConfig
     from agent.core.performance import ExecutorSpec, PerformanceMatrix
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HOST_FRACTION = 0.25  # of host memory's budget, for what waits there in front of a device
 LEAST_PLACES = 1
 ROUNDS = 8  # of making caches smaller until all fits; the second is rarely needed
 
@@ -73,7 +71,7 @@ class MoeCaches:
                 "moe_experts_offloaded expert=%s held=%d of=%d cache=%s: the model is larger than its memory",
                 copy.expert.id, held, moe_experts_of(copy.packed), mib(held * copy.block_bytes),
             )  # fmt: skip
-        return self._with_host_places(_having(found, places))
+        return _having(found, places)
 
     def _fitting(self, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, int]:
         """Places by expert, where memory limits them."""
@@ -108,29 +106,6 @@ class MoeCaches:
                 lack = needed_bytes - room_bytes
                 found[expert] = max(lack, found.get(expert, lack))
         return found
-
-    def _with_host_places(self, copies: dict[str, list[ExpertCopy]]) -> dict[str, list[ExpertCopy]]:
-        offloaded = sorted(
-            {copy.name for processor, listed in copies.items() for copy in listed
-             if copy.is_offloaded and self._box.pool_of(processor) == DEVICE}
-        )  # fmt: skip
-        if not offloaded:
-            return copies
-        share_bytes = int(pool_budgets(self._config, self._box)[HOST] * HOST_FRACTION) // len(offloaded)
-        return {
-            processor: [
-                replace(copy, moe_host_places=min(share_bytes // copy.block_bytes, moe_experts_of(copy.packed)))
-                if copy.name in offloaded
-                else copy
-                for copy in listed
-            ]
-            for processor, listed in copies.items()
-        }
-
-
-def host_tier_bytes(copies: Mapping[str, Iterable[ExpertCopy]]) -> int:
-    tiers = {copy.name: copy.host_tier_bytes for listed in copies.values() for copy in listed}
-    return sum(tiers.values())
 
 
 def _having(copies: Mapping[str, Sequence[ExpertCopy]], places: Mapping[str, int]) -> dict[str, list[ExpertCopy]]:

@@ -25,15 +25,13 @@ PREPARED_BYTES_PER_PIXEL = 3 * 4  # float32 in three channels: see experts.backe
 class ExpertCopy:
     """An expert in one precision, packed. ``name`` is what the Engine calls it.
 
-    ``moe_places``: moe_experts held at a time; None: all of them, or there are none. ``moe_host_places``: how many more
-    wait in host memory, where the copy runs from a device's.
+    ``moe_places``: moe_experts held at a time; None: all of them, or there are none.
     """
 
     name: str
     expert: Expert
     packed: PackedExpert
     moe_places: int | None = None
-    moe_host_places: int = 0
 
     @property
     def kind(self) -> str:
@@ -46,11 +44,6 @@ class ExpertCopy:
     @property
     def block_bytes(self) -> int:
         return moe_block_bytes(self.packed)
-
-    @property
-    def host_tier_bytes(self) -> int:
-        """What waits in host memory in front of a device, in none of the Engine's ledgers."""
-        return slot_bytes(self.moe_host_places * self.block_bytes)
 
     @property
     def parts(self) -> tuple[Segment, ...]:

@@ -4,16 +4,17 @@ Guarantees: they go over the same link as every load, one after the other, behin
 is loaded ahead waits until nothing is under way that the Engine asked for. Each is checked as packed files are. Between
 two batches nobody fills a place, so a region may be moved, or given to another, without asking anybody here.
 
-Where a copy runs from host memory, a block is read straight into its place. Where it runs from a device's, blocks pass
-through host memory, which keeps as many as it was given room for; there, few tokens may be computed on the CPU instead.
+Where a copy runs from host memory, a block is read straight into its place. A device's memory is filled by a copy from
+a staging buffer in host memory.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from threading import Event as Flag
-from threading import Lock
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -22,31 +23,28 @@ from agent.runtime.moe_usage import read_usage, write_usage
 from experts.errors import BackendUnavailable, LoadError
 from experts.llm.names import EXPERTS, layer_of
 from experts.llm.tiers.cache import MoeCache
-from experts.llm.tiers.costs import measured_costs
 from experts.llm.tiers.moe_experts import MoeResidency
-from experts.llm.tiers.offload import BlockForm, BlockTensor, HostTier, OffloadedMoe
+from experts.llm.tiers.offload import BlockForm, BlockTensor, OffloadedMoe
 from experts.packed.weights import slot_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor
 
     from agent.runtime.expert_copy import ExpertCopy
-    from agent.runtime.machine.memories import HostMemory, Memory
+    from agent.runtime.machine.memories import HostMemory, HostRegion, Memory
     from agent.runtime.slots import Slot
     from agent.runtime.transfer import PacedLink
     from experts.backends.base import Skeleton
-    from experts.llm.config import ArchSpec, Mlp
+    from experts.llm.config import ArchSpec
     from experts.llm.dispatch import MoeExperts
     from experts.llm.tiers.moe_experts import MoeExpert
     from experts.llm.tiers.offload import OffloadStatistics
-    from experts.llm.tiers.predict import MoveCosts
     from experts.packed.weights import Segment, SegmentStore
 
 LOADS_AT_ONCE = 2  # while the one's block is checked, or its sleep for the link ends, the drive reads the other's
-LEAST_HOST_PLACES = LOADS_AT_ONCE  # blocks on their way to a device
 
 
 @runtime_checkable
@@ -62,7 +60,7 @@ class Offloads(Protocol):
 
 @dataclass(slots=True, eq=False)
 class MoeLoads:
-    """The loads of one agent. ``host``: memory that blocks pass through on their way to a device.
+    """The loads of one agent. ``host``: memory for staging buffers.
 
     ``usage``: copy -> how likely a token needs each moe_expert. ``kept``: folder of learned usage; None: it is lost.
     """
@@ -72,17 +70,16 @@ class MoeLoads:
     _host: HostMemory
     usage: Mapping[str, Mapping[MoeExpert, float]] = field(default_factory=dict)
     kept: Path | None = None
-    _tiers: dict[str, _HostBlocks] = field(default_factory=dict)
-    _costs: dict[str, MoveCosts] = field(default_factory=dict)
     _ending: Flag = field(default_factory=Flag)
-    _lock: Lock = field(default_factory=Lock)
 
     def offload(self, slot: Slot, memory: Memory) -> OffloadedCopy:
         """What runs the moe_experts of a copy in its slot of this memory, with nothing in their places yet."""
         copy = slot.copy
-        host = None if slot.region.buffer is not None else self._blocks_of(copy)
         learned = {} if self.kept is None else read_usage(self.kept, copy)
-        return OffloadedCopy(slot, memory, self, host, learned or self.usage.get(copy.name, {}))
+        return OffloadedCopy(slot, memory, self, learned or self.usage.get(copy.name, {}))
+
+    def staging_buffers(self, size_bytes: int) -> list[HostRegion]:
+        return [self._host.allocate(slot_bytes(size_bytes)) for _ in range(LOADS_AT_ONCE)]
 
     def remember(self, copy: ExpertCopy, usage: Mapping[MoeExpert, float]) -> None:
         if usage and self.kept is not None:
@@ -99,42 +96,24 @@ class MoeLoads:
     def may_load_ahead(self) -> bool:
         return not self._link.is_demanded
 
-    def costs_of(self, copy: ExpertCopy, measure: Callable[[], MoveCosts]) -> MoveCosts:
-        """The measured constants of a copy's form; measured at its first load."""
-        if copy.packed.layout not in self._costs:
-            self._costs[copy.packed.layout] = measure()
-        return self._costs[copy.packed.layout]
-
     def close(self) -> None:
-        """End, and give host memory back. Nothing may run any more. Idempotent."""
+        """End loads that wait. Nothing may run any more. Idempotent."""
         self._ending.set()
-        with self._lock:
-            for blocks in self._tiers.values():
-                blocks.close()
-            self._tiers.clear()
-
-    def _blocks_of(self, copy: ExpertCopy) -> _HostBlocks:
-        """The copy's tier in host memory: it stays when the copy leaves its device."""
-        with self._lock:
-            if copy.name not in self._tiers:
-                self._tiers[copy.name] = _HostBlocks(copy, self, self._host)
-            return self._tiers[copy.name]
 
 
 class OffloadedCopy:
     """The moe_experts of a copy in its slot: the places behind its own bytes, and what fills them."""
 
-    def __init__(
-        self, slot: Slot, memory: Memory, loads: MoeLoads, host: _HostBlocks | None, usage: Mapping[MoeExpert, float]
-    ) -> None:
+    def __init__(self, slot: Slot, memory: Memory, loads: MoeLoads, usage: Mapping[MoeExpert, float]) -> None:
         copy = slot.copy
         assert copy.moe_places is not None, "it holds all of them"
         self._slot = slot
         self._memory = memory
         self._loads = loads
-        self._host = host
-        self._tier: HostTier | None = None
         self._form = form_of(copy)
+        self._staging: SimpleQueue[HostRegion] = SimpleQueue()
+        for region in loads.staging_buffers(self._form.size_bytes) if slot.region.buffer is None else ():
+            self._staging.put(region)
         self._shown: dict[str, OffloadedMoe] = {}
         residency = MoeResidency(copy.moe_places, max(layers_of(copy)) + 1, usage, loads_at_once=LOADS_AT_ONCE)
         self._cache = MoeCache(residency, self._fill, name=f"moe-{copy.name}", loads_at_once=LOADS_AT_ONCE)
@@ -149,8 +128,6 @@ class OffloadedCopy:
 
     def settle(self) -> None:
         self._cache.settle()
-        if self._tier is not None:
-            self._tier.settle()
 
     def statistics(self) -> OffloadStatistics:
         """A frozen snapshot; of the device that was bound first. Raises ValueError before any was."""
@@ -161,69 +138,29 @@ class OffloadedCopy:
     def close(self) -> None:
         """End what fills its places. Idempotent."""
         self._cache.close()
+        with suppress(Empty):
+            while True:
+                self._staging.get_nowait().close()
         self._loads.remember(self._slot.copy, self._cache.usage())
 
     def _moe_of(self, spec: ArchSpec, device: str) -> OffloadedMoe:
-        if self._host is not None:
-            costs = self._loads.costs_of(self._slot.copy, lambda: self._measure(spec, device))
-            self._tier = self._host.tier(spec.mlp, costs)
-        return OffloadedMoe(spec, self._form, self._cache, host=self._tier, may_predict=self._loads.may_load_ahead)
-
-    def _measure(self, spec: ArchSpec, device: str) -> MoveCosts:
-        assert self._host is not None, "where nothing is moved there is nothing to compare"
-        block = self._host.block(0)
-        region, start = self._slot.region, self._slot.copy.packed.own.slot_bytes
-        return measured_costs(
-            self._form, spec.mlp, block, self._places(device)[: self._form.size_bytes],
-            lambda size_bytes: self._memory.fill(region, start, block[:size_bytes]),
-        )  # fmt: skip
+        return OffloadedMoe(spec, self._form, self._cache, may_predict=self._loads.may_load_ahead)
 
     def _places(self, device: str) -> Tensor:
         return self._slot.region.tensor(device)[self._slot.copy.packed.own.slot_bytes :]
 
     def _fill(self, moe_expert: MoeExpert, place: int) -> None:
-        for shown in tuple(self._shown.values()):
-            shown.await_reads(place)
         region, size_bytes = self._slot.region, self._form.size_bytes
         start = self._slot.copy.packed.own.slot_bytes + place * size_bytes
         if region.buffer is not None:
             self._loads.read(self._slot.copy, moe_expert, region.buffer.view[start : start + size_bytes])
             return
-        assert self._tier is not None, "blocks of a device pass through host memory"
-        with self._tier.holding(moe_expert) as block:
-            self._memory.fill(region, start, block)
-
-
-class _HostBlocks:
-    """Blocks of one copy in host memory, on their way to a device or waiting there."""
-
-    def __init__(self, copy: ExpertCopy, loads: MoeLoads, memory: HostMemory) -> None:
-        self._copy = copy
-        self._loads = loads
-        self._form = form_of(copy)
-        places = max(copy.moe_host_places, LEAST_HOST_PLACES)
-        self._region = memory.allocate(slot_bytes(places * self._form.size_bytes))
-        residency = MoeResidency(places, max(layers_of(copy)) + 1, loads_at_once=LOADS_AT_ONCE)
-        self._cache = MoeCache(residency, self._fill, name=f"moe-host-{copy.name}", loads_at_once=LOADS_AT_ONCE)
-        self._tier: HostTier | None = None
-
-    def tier(self, kind: Mlp, costs: MoveCosts) -> HostTier:
-        if self._tier is None:
-            self._tier = HostTier(self._cache, self.block, self._form, kind, costs)
-        return self._tier
-
-    def block(self, place: int) -> Tensor:
-        start = place * self._form.size_bytes
-        return self._region.tensor("cpu")[start : start + self._form.size_bytes]
-
-    def close(self) -> None:
-        self._cache.close()
-        self._region.close()
-
-    def _fill(self, moe_expert: MoeExpert, place: int) -> None:
-        start = place * self._form.size_bytes
-        view = self._region.buffer.view[start : start + self._form.size_bytes]
-        self._loads.read(self._copy, moe_expert, view)
+        staging = self._staging.get()
+        try:
+            self._loads.read(self._slot.copy, moe_expert, staging.buffer.view[:size_bytes])
+            self._memory.fill(region, start, staging.buffer.tensor[:size_bytes])
+        finally:
+            self._staging.put(staging)
 
 
 def form_of(copy: ExpertCopy) -> BlockForm:

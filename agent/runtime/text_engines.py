@@ -20,9 +20,8 @@ from experts.backends import LLM, family
 from experts.errors import CoServeError
 from experts.llm.names import FINAL_NORM
 from experts.llm.program import spec_of
-from experts.llm.serving.blocks import BlockArena
 from experts.llm.serving.engine import LlmEngine
-from experts.llm.serving.extents import ExtentArena
+from experts.llm.serving.extents import arena_for
 from experts.llm.serving.kv import KvLayout
 from experts.llm.serving.output_lengths import OutputLengths
 
@@ -95,7 +94,7 @@ def text_engines(
     *,
     keeps_prefixes: bool = True,
 ) -> TextEngines:
-    """One engine for each executor whose memory has a share for leases.
+    """One engine for each CPU executor whose memory has a share for leases.
 
     ``matrix``: only a device with a row for texts takes that share; None: each does.
     """
@@ -103,7 +102,9 @@ def text_engines(
     places = {
         spec.id: (spec.pool, torch_device(spec.processor))
         for spec in executors
-        if spec.pool in shares and (matrix is None or matrix.runs_texts(spec))
+        if spec.pool in shares
+        and torch_device(spec.processor).startswith("cpu")
+        and (matrix is None or matrix.runs_texts(spec))
     }
     arenas = {
         (pool, device): arena_for(device, shares[pool], keeps_prefixes=keeps_prefixes)
@@ -112,12 +113,6 @@ def text_engines(
     lengths = OutputLengths()
     engines = {executor: LlmEngine(arenas[place], lengths=lengths) for executor, place in places.items()}
     return TextEngines(engines, lengths, arenas, partial(layout_of, segments=segments))
-
-
-def arena_for(device: str, budget_bytes: int, *, keeps_prefixes: bool) -> KvArena:
-    if device == "cpu":
-        return ExtentArena(budget_bytes, keeps_prefixes=keeps_prefixes)
-    return BlockArena(budget_bytes, device, keeps_prefixes=keeps_prefixes)
 
 
 def layout_of(copy: ExpertCopy, segments: SegmentStore) -> KvLayout:

@@ -4,20 +4,16 @@ A decode batch is one scaled_dot_product_attention: the queries that share a key
 because its ``enable_gqa`` costs 1.45 times that in fp32 and 8.7 times in bf16 on a CPU (16 rows, 512 positions, 16
 heads on 4). A prefill row is a call of its own, whose queries of a group see the same keys by stride: nothing is
 repeated.
-``reference_attention`` is the formula as it stands, for tests to compare with.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from experts.llm.key_values import BatchKeyValues, DecodeLayout, Stored
@@ -81,23 +77,6 @@ def prefill_attention(queries: Tensor, stored: Stored, mask: Tensor | None) -> T
     )
     attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, is_causal=mask is None)
     return attended.permute(2, 0, 1, 3).reshape(tokens, heads, head_size)
-
-
-def reference_attention(queries: Tensor, keys: Tensor, values: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Formula of arXiv 1706.03762, equation 1; ``keys``, ``values``: of whole sequences, row after row."""
-    group = queries.shape[1] // keys.shape[1]
-    attended, start, stored_start = [], 0, 0
-    for row in rows:
-        own = queries[start : start + row.count].float()
-        stored = slice(stored_start, stored_start + row.end)
-        row_keys = keys[stored].float().repeat_interleave(group, dim=1)
-        row_values = values[stored].float().repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", own, row_keys) / math.sqrt(own.shape[-1])
-        later = torch.arange(row.end)[None, :] > torch.arange(row.first, row.end)[:, None]
-        weights = scores.masked_fill(later.to(scores.device), -math.inf).softmax(dim=-1)
-        attended.append(torch.einsum("hqk,khd->qhd", weights, row_values))
-        start, stored_start = start + row.count, stored_start + row.end
-    return torch.cat(attended).to(queries.dtype)
 
 
 def _chunk_mask(row: Row, device: torch.device) -> Tensor | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.nn.functional import embedding, layer_norm, linear, rms_norm
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from experts.llm.quant import Matrix
     from experts.llm.rope import Rotation
     from experts.llm.token_batch import TokenBatch
+
+Step: TypeAlias = "Callable[..., tuple[Tensor, ...]]"  # of a model and the step's inputs
+StepRunner: TypeAlias = "Callable[..., tuple[Tensor, ...]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +112,7 @@ class Model:
     def hidden(self, batch: TokenBatch, key_values: KeyValues) -> Tensor:
         """All tokens behind the last layer: (tokens, hidden), not yet normalised."""
         with torch.inference_mode():
-            attention = Attention(batch, key_values.reserve(batch))
-            rotation = self.rotation(batch.positions)
-            tokens = self.embedded(batch.token_ids, batch.positions)
-            for layer in range(len(self.spec.layers)):
-                queries, keys, values = self.attention_inputs(layer, tokens)
-                if rotation is not None:
-                    queries, keys = rotation.turn(queries), rotation.turn(keys)
-                tokens = tokens + self.attention_output(layer, attention.run(layer, queries, keys, values))
-                tokens = tokens + self.feed_forward(layer, tokens)
-            return tokens
+            return run_layers(self, lambda _, step, *inputs: step(self, *inputs), batch, key_values)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head for some tokens: (tokens, vocabulary)."""
@@ -170,6 +164,29 @@ class Model:
         if bias is not None:  # which LayerNorm alone has
             return layer_norm(tokens, weight.shape, weight, bias, self.spec.norm_epsilon)
         return rms_norm(tokens, weight.shape, weight, self.spec.norm_epsilon)
+
+
+def run_layers(model: Model, run: StepRunner, batch: TokenBatch, key_values: KeyValues) -> Tensor:
+    """The pass of one model or several: all tokens behind the last layer, not yet normalised.
+
+    ``run(part, step, *inputs)`` runs one step over all tokens; ``part``: place of the step's weights in ``parts``.
+    """
+    attention = Attention(batch, key_values.reserve(batch))
+    rotation = model.rotation(batch.positions)
+    (tokens,) = run(0, lambda one, *own: (one.embedded(*own),), batch.token_ids, batch.positions)
+    for layer in range(len(model.spec.layers)):
+        tokens = _run_layer(layer, run, tokens, attention, rotation)
+    return tokens
+
+
+def _run_layer(layer: int, run: StepRunner, tokens: Tensor, attention: Attention, rotation: Rotation | None) -> Tensor:
+    before, behind = 1 + 2 * layer, 2 + 2 * layer
+    queries, keys, values = run(before, lambda one, own: one.attention_inputs(layer, own), tokens)
+    if rotation is not None:
+        queries, keys = rotation.turn(queries), rotation.turn(keys)
+    attended = attention.run(layer, queries, keys, values)
+    tokens = tokens + run(before, lambda one, own: (one.attention_output(layer, own),), attended)[0]
+    return tokens + run(behind, lambda one, own: (one.feed_forward(layer, own),), tokens)[0]
 
 
 def feed_forward(tokens: Tensor, layer: LayerSpec, weights: FeedForwardWeights) -> Tensor:

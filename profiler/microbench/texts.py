@@ -23,9 +23,9 @@ from agent.runtime.measuring.loads import alike, measure_loads
 from agent.runtime.measuring.rig import LEAST_S
 from agent.runtime.measuring.text_times import TextTimer, on_executor_thread
 from experts.backends import backend_for
-from experts.errors import ExpertError
+from experts.errors import BackendUnavailable, ExpertError
 from experts.expert import Precision
-from experts.llm.key_values import ContiguousKeyValues
+from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.token_batch import Chunk, TokenBatch
 from profiler.microbench.fits import fit_latency, fit_workspace
 
@@ -153,7 +153,7 @@ def _said(rig: MeasuringRig, copy: ExpertCopy, like: Said | None) -> Said | None
         rig.bring(copy)
         with rig.model_of(copy) as model:
             said = on_executor_thread(lambda: _read(model, like or _written(model)), rig.device, rig.threads)
-    except ExpertError:
+    except (ExpertError, BackendUnavailable):
         return None
     finally:
         rig.clear()
@@ -166,7 +166,7 @@ def _written(model: Model) -> Said:
     longest = model.spec.max_positions
     prompt = min(PROMPT_TOKENS, max(longest // 2, 1))
     texts = [[chance.randrange(model.spec.vocab_size) for _ in range(prompt)] for _ in range(TEXTS)]
-    key_values = ContiguousKeyValues(model.spec, model.dtype, model.device)
+    key_values = ModelKeyValues(model.spec, model.dtype, model.device)
     chunks = [Chunk(number, 0, text) for number, text in enumerate(texts)]
     for _ in range(min(WRITTEN_TOKENS, longest - prompt)):
         best = model.forward(TokenBatch.of(chunks, model.device), key_values).argmax(dim=-1).tolist()
@@ -179,7 +179,7 @@ def _written(model: Model) -> Said:
 
 
 def _read(model: Model, like: Said) -> Said:
-    key_values = ContiguousKeyValues(model.spec, model.dtype, model.device)
+    key_values = ModelKeyValues(model.spec, model.dtype, model.device)
     batch = TokenBatch.of([Chunk(number, 0, text) for number, text in enumerate(like.texts)], model.device)
     return replace(like, logits=model.logits(model.hidden(batch, key_values)).float().cpu())
 

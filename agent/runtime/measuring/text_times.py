@@ -20,18 +20,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 from agent.runtime.executor import own_stream
 from agent.runtime.threads import Team, end_team, lone_team, use_threads
-from experts.errors import LoadError
-from experts.llm.serving.blocks import BlockArena
+from experts.errors import BackendUnavailable, LoadError
 from experts.llm.serving.engine import LlmEngine, Turn
-from experts.llm.serving.extents import ExtentArena
+from experts.llm.serving.extents import arena_for
 from experts.llm.serving.generation import Generation, Refused, Sampling, TextRequest
 from experts.llm.serving.kv import KvLayout
 from experts.llm.token_batch import Chunk, TokenBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    import torch
 
     from experts.llm.model import Model
     from experts.llm.serving.generation import Sampled
@@ -43,7 +40,6 @@ LONG_TOKENS, SHORT_TOKENS = 128, 16  # prompts, as far as the model's context go
 FULL_TOKENS = 512  # of prompts, as many as an iteration reads at most
 OVERHEAD_TOKENS = 12  # iterations of which what an engine does beside the model is told
 ROUNDED_TOKENS = 4096  # that extents may add to what a request needs: a page for each head of a small one
-BLOCK_TOKENS = 256  # that blocks may
 HELD_TOKENS = 64  # of each text that writes
 AT_ONCE = 4  # texts that run together, as predictions count: one alone takes longer for a token, many take less
 FEW_ROWS = (1, 2, 4, 8, 16)
@@ -209,21 +205,16 @@ class TextTimer:
     @contextmanager
     def _holding(self, tokens: Mapping[int, int]) -> Iterator[KvArena]:
         """An arena with room for so many tokens of each request, and for one more text."""
-        rounded = ROUNDED_TOKENS if self._model.device.type == "cpu" else BLOCK_TOKENS
-        most = sum(tokens.values()) + min(FULL_TOKENS, self._longest) + (len(tokens) + 1) * rounded
-        arena = arena_for(self._model.device, most * self._layout.token_bytes)
+        most = sum(tokens.values()) + min(FULL_TOKENS, self._longest) + (len(tokens) + 1) * ROUNDED_TOKENS
+        try:
+            arena = arena_for(self._model.device, most * self._layout.token_bytes, keeps_prefixes=False)
+        except BackendUnavailable as error:
+            raise LoadError(self._expert, str(error)) from error
         for request, count in tokens.items():
             arena.begin(request, self._layout, count)
         yield arena
         for request in tokens:
             arena.release(request, is_sound=False)
-
-
-def arena_for(device: torch.device, budget_bytes: int) -> KvArena:
-    """Keys and values as an agent keeps them on this device, nothing of them kept for later."""
-    if device.type == "cpu":
-        return ExtentArena(budget_bytes, keeps_prefixes=False)
-    return BlockArena(budget_bytes, device, keeps_prefixes=False)
 
 
 class _Discarding:

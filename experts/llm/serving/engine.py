@@ -157,7 +157,6 @@ class _TimedKeyValues:
 class _Asked(Enum):
     FORGET = auto()
     PREEMPT = auto()
-    SWAP_OUT = auto()
 
 
 class LlmEngine:
@@ -213,9 +212,9 @@ class LlmEngine:
         self._asked.append((request, _Asked.FORGET))
         self._do_what_was_asked_if_idle()
 
-    def preempt(self, request: int, *, is_swapped: bool = False) -> None:
-        """Take its room; what it had is read again, or copied back where it ``is_swapped``. From any thread."""
-        self._asked.append((request, _Asked.SWAP_OUT if is_swapped else _Asked.PREEMPT))
+    def preempt(self, request: int) -> None:
+        """Take its room; what it had is read again. From any thread."""
+        self._asked.append((request, _Asked.PREEMPT))
         self._do_what_was_asked_if_idle()
 
     def left(self, request: int) -> Left | None:
@@ -281,13 +280,10 @@ class LlmEngine:
     def _begin(self, text: Text, layout: KvLayout) -> None:
         if text.has_room:
             return
-        if text.is_swapped:
-            self._arena.swap_in(text.request)
-        else:
-            prefix = self._prefix(text, min(len(text.tokens), text.lease) - 1)
-            text.lost(self._arena.begin(text.request, layout, text.lease, prefix))
-            text.promised = text.lease
-        text.has_room, text.is_swapped = True, False
+        prefix = self._prefix(text, min(len(text.tokens), text.lease) - 1)
+        text.lost(self._arena.begin(text.request, layout, text.lease, prefix))
+        text.promised = text.lease
+        text.has_room = True
 
     def _prefix(self, text: Text, end: int) -> Prefix | None:
         weights = self._weights.get(text.request)
@@ -386,7 +382,7 @@ class LlmEngine:
     def _give_back(self, text: Text) -> None:
         """Its keys and values, once it has its result, or others need the room more."""
         self._arena.release(text.request, self._prefix(text, text.held), is_sound=text.is_sound)
-        text.has_room = text.is_swapped = False
+        text.has_room = False
         text.promised = 0
         text.lost()
 
@@ -413,11 +409,8 @@ class LlmEngine:
             if asked is _Asked.FORGET:
                 text.refuse(FORGOTTEN)
                 self._drop(request)
-            elif asked is _Asked.PREEMPT:
+            else:
                 self._give_back(text)
-            elif text.has_room:
-                self._arena.swap_out(request)
-                text.has_room, text.is_swapped = False, True
 
     def _answer(self, turns: Sequence[Turn], lacking: Sequence[int]) -> Quantum:
         self._do_what_was_asked()

@@ -24,16 +24,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from experts.errors import MemoryExceeded
+from experts.errors import BackendUnavailable, MemoryExceeded
 from experts.llm.key_values import DecodeLayout, Stored, mask_of
-from experts.llm.serving.kv import LEAST_PREFIX_TOKENS, ArenaKeyValues, KvStatistics, Prefix, Swapped
+from experts.llm.serving.kv import LEAST_PREFIX_TOKENS, ArenaKeyValues, KvLayout, KvStatistics, Prefix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from experts.llm.serving.kv import KvLayout
+    from experts.llm.config import ArchSpec
+    from experts.llm.key_values import BatchKeyValues
+    from experts.llm.serving.kv import KvArena
     from experts.llm.token_batch import Row, TokenBatch
 
 EXTENTS_A_SLAB = 128
@@ -117,7 +119,6 @@ class ExtentArena:
         self._lock = Lock()
         self._slabs: dict[KvLayout, list[Slab]] = {}
         self._extents: dict[int, Extent] = {}
-        self._swapped: dict[int, Swapped] = {}
         self._cached: list[CachedPrefix] = []
         self._slab_count = self._uses = self._hits = self._hit_tokens = 0
         self._promised_bytes = self._cached_bytes = self._idle_bytes = 0
@@ -142,7 +143,7 @@ class ExtentArena:
 
     def begin(self, request: int, layout: KvLayout, tokens: int, prefix: Prefix | None = None) -> int:
         with self._lock:
-            if request in self._extents or request in self._swapped:
+            if request in self._extents:
                 raise ValueError(f"request {request} has begun")
             if tokens > layout.positions:
                 raise ValueError(f"request {request} wants {tokens} tokens, its context is {layout.positions}")
@@ -161,7 +162,6 @@ class ExtentArena:
 
     def release(self, request: int, prefix: Prefix | None = None, *, is_sound: bool = True) -> None:
         with self._lock:
-            self._swapped.pop(request, None)
             extent = self._extents.pop(request, None)
             if extent is None:
                 return
@@ -172,23 +172,6 @@ class ExtentArena:
                 self._keep(extent, prefix)
             else:
                 self._make_idle(extent)
-
-    def swap_out(self, request: int) -> None:
-        with self._lock:
-            extent = self._extents.pop(request)
-            self._swapped[request] = Swapped(extent.layout, extent.promised, extent.tokens.clone())
-            self._promised_bytes -= self._bytes(extent.layout, extent.promised)
-            self._make_idle(extent)
-
-    def swap_in(self, request: int) -> int:
-        with self._lock:
-            swapped = self._swapped[request]
-            self._begin(request, swapped.layout, swapped.promised, None)
-            extent = self._extents[request]
-            self._hold(extent, swapped.tokens.shape[3])
-            extent.tokens.copy_(swapped.tokens)
-            del self._swapped[request]
-            return extent.held
 
     def place(self, request: int) -> tuple[int, int]:
         return self._extents[request].place
@@ -205,8 +188,7 @@ class ExtentArena:
         with self._lock:
             return KvStatistics(
                 self._budget_bytes, self._promised_bytes, self._cached_bytes, self._idle_bytes,
-                sum(one.tokens.nbytes for one in self._swapped.values()),
-                len(self._extents) + len(self._swapped), len(self._cached), self._hits, self._hit_tokens,
+                len(self._extents), len(self._cached), self._hits, self._hit_tokens,
             )  # fmt: skip
 
     def reserve(self, layout: KvLayout, batch: TokenBatch) -> BatchOfExtents:
@@ -440,7 +422,7 @@ class _Range:
         places = None if is_all else torch.tensor([number - first for number in self.numbers])
         is_run = self.rows == list(range(self.rows[0], self.rows[0] + len(self.rows)))
         rows = slice(self.rows[0], self.rows[-1] + 1) if is_run else torch.tensor(self.rows)
-        return DecodeLayout(mask_of(lengths, torch.device("cpu")), places, rows)
+        return DecodeLayout(mask_of(lengths), places, rows)
 
 
 def _ranges(extents: Sequence[Extent], lengths: Sequence[int], call_positions: int) -> list[_Range]:
@@ -452,6 +434,33 @@ def _ranges(extents: Sequence[Extent], lengths: Sequence[int], call_positions: i
             ranges.append(_Range(slab))
         ranges[-1].add(row, number, length)
     return ranges
+
+
+class ModelKeyValues:
+    """Keys and values of one model alone, outside any budget: each sequence may fill the whole context."""
+
+    def __init__(self, spec: ArchSpec, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        """Raises BackendUnavailable for a device that is no CPU."""
+        self._layout = KvLayout.of(spec, dtype)
+        self._arena = arena_for(device, sys.maxsize, keeps_prefixes=False)
+        self._begun: set[int] = set()
+
+    def reserve(self, batch: TokenBatch) -> BatchKeyValues:
+        for sequence in {row.sequence for row in batch.rows} - self._begun:
+            self._arena.begin(sequence, self._layout, self._layout.positions)
+            self._begun.add(sequence)
+        return self._arena.reserve(self._layout, batch)
+
+    def release(self, sequence: int) -> None:
+        self._begun.discard(sequence)
+        self._arena.release(sequence)
+
+
+def arena_for(device: torch.device | str, budget_bytes: int, *, keeps_prefixes: bool) -> KvArena:
+    """An arena for models on this torch device. Raises BackendUnavailable for a device that is no CPU."""
+    if torch.device(device).type != "cpu":
+        raise BackendUnavailable(str(device), "language models run on CPUs: give the line a CPU executor")
+    return ExtentArena(budget_bytes, keeps_prefixes=keeps_prefixes)
 
 
 def common_length(one: tuple[int, ...], other: tuple[int, ...]) -> int:

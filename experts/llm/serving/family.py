@@ -13,23 +13,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from experts.llm.attention import Attention
+from experts.llm.model import run_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Hashable, Iterable, Sequence
 
     from experts.llm.config import ArchSpec
     from experts.llm.key_values import KeyValues
-    from experts.llm.model import Model
-    from experts.llm.rope import Rotation
+    from experts.llm.model import Model, Step
     from experts.llm.token_batch import TokenBatch
-
-Step: TypeAlias = "Callable[..., tuple[Tensor, ...]]"
 
 
 class Family:
@@ -63,12 +61,7 @@ class Family:
             return self.models[owners[0]].hidden(batch, key_values)
         with torch.inference_mode():
             shares = _Shares([owner for owner, row in zip(owners, batch.rows, strict=True) for _ in range(row.count)])
-            attention = Attention(batch, key_values.reserve(batch))
-            rotation = self.models[0].rotation(batch.positions)
-            (tokens,) = self._run(shares, 0, lambda one, *own: (one.embedded(*own),), batch.token_ids, batch.positions)
-            for layer in range(len(self.spec.layers)):
-                tokens = self._layer(shares, layer, tokens, rotation, attention)
-            return tokens
+            return run_layers(self.models[0], partial(self._run, shares), batch, key_values)
 
     def logits(self, hidden: Tensor, owners: Sequence[int]) -> Tensor:
         """The head for some tokens; ``owners``: of these tokens."""
@@ -77,25 +70,12 @@ class Family:
         with torch.inference_mode():
             return self._run(_Shares(owners), -1, lambda one, own: (one.logits(own),), hidden)[0]
 
-    def _layer(
-        self, shares: _Shares, layer: int, tokens: Tensor, rotation: Rotation | None, attention: Attention
-    ) -> Tensor:
-        before, behind = 1 + 2 * layer, 2 + 2 * layer
-        queries, keys, values = self._run(shares, before, lambda one, own: one.attention_inputs(layer, own), tokens)
-        if rotation is not None:
-            queries, keys = rotation.turn(queries), rotation.turn(keys)
-        attended = attention.run(layer, queries, keys, values)
-        (output,) = self._run(shares, before, lambda one, own: (one.attention_output(layer, own),), attended)
-        tokens = tokens + output
-        (fed,) = self._run(shares, behind, lambda one, own: (one.feed_forward(layer, own),), tokens)
-        return tokens + fed
-
-    def _run(self, shares: _Shares, step: int, run: Step, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def _run(self, shares: _Shares, part: int, step: Step, *inputs: Tensor) -> tuple[Tensor, ...]:
         """A step over all tokens: once, or for each of its weights over the tokens that are theirs."""
-        parts = shares.by(self._same[step])
+        parts = shares.by(self._same[part])
         if len(parts) == 1:
-            return run(self.models[parts[0].model], *inputs)
-        made = [run(self.models[part.model], *(one[part.tokens] for one in inputs)) for part in parts]
+            return step(self.models[parts[0].model], *inputs)
+        made = [step(self.models[part.model], *(one[part.tokens] for one in inputs)) for part in parts]
         return tuple(
             _joined([part.tokens for part in parts], pieces, len(inputs[0])) for pieces in zip(*made, strict=True)
         )

@@ -1,8 +1,7 @@
 """One byte budget for the keys and values of all models in one memory.
 
 ``KvArena`` is the seam: scheduling begins and releases requests by number, models read and write through
-``key_values``. ``ExtentArena`` (contiguous, for CPUs) and ``BlockArena`` (blocks and tables, for CUDA) keep one
-contract suite.
+``key_values``. ``ExtentArena`` keeps it on CPUs. A GPU will need an arena of blocks and tables behind the same seam.
 
 Guarantees: promises never exceed the budget. Where the budget has room for a request, the request finds it: nothing is
 lost to fragments, and cached prefixes go first. Only the very same weights share a prefix; nothing else that a request
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from experts.llm.config import ArchSpec
     from experts.llm.key_values import BatchKeyValues, KeyValues
@@ -65,20 +63,10 @@ class KvStatistics:
     promised_bytes: int
     cached_bytes: int
     idle_bytes: int  # given back by requests, for the next ones or, where room is short, the machine
-    swapped_bytes: int  # in the host's memory, outside the budget
     requests: int
     prefixes: int
     prefix_hits: int
     prefix_tokens: int  # not read again, thanks to prefixes
-
-
-@dataclass(frozen=True, slots=True)
-class Swapped:
-    """Keys and values of a request, in the host's memory."""
-
-    layout: KvLayout
-    promised: int
-    tokens: Tensor  # (layers, keys and values, kv heads, tokens, size)
 
 
 class KvArena(Protocol):
@@ -102,12 +90,6 @@ class KvArena(Protocol):
 
     def release(self, request: int, prefix: Prefix | None = None, *, is_sound: bool = True) -> None:
         """Idempotent. ``prefix``: its tokens, kept while there is room. Not ``is_sound``: it may hold NaN."""
-
-    def swap_out(self, request: int) -> None:
-        """Copy what it holds to the host's memory, and take its promise back."""
-
-    def swap_in(self, request: int) -> int:
-        """Promise as much as it had, and copy back what it held: so many tokens. Raises MemoryExceeded, KeyError."""
 
     def place(self, request: int) -> tuple[int, int]:
         """Where it lies: rows of decoding are read together best if a batch has them in this order."""

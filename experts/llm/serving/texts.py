@@ -40,7 +40,6 @@ class Text:
         self.has_room = False  # the arena has promised it room
         self.promised = 0  # for so many tokens, as far as it was asked
         self.lease = self.most_tokens  # how many it may hold for now
-        self.is_swapped = False  # what it held lies in the host's memory
         self.result: Prediction | Refused | None = None
 
     @property

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from experts.daemon_threads import DaemonThreads
 from experts.llm.tiers.moe_experts import (
-    Bypassed,
     Load,
     Loaded,
     MoeExpert,
@@ -92,10 +91,6 @@ class MoeCache:
         with self._changed:
             self._tell(Predicted(layer, tuple(numbers)))
 
-    def bypass(self, layer: int, numbers: Sequence[int]) -> None:
-        with self._changed:
-            self._tell(Bypassed(layer, tuple(numbers)))
-
     def end_pass(self) -> None:
         with self._changed:
             self._tell(PassEnded())
@@ -105,10 +100,6 @@ class MoeCache:
         with self._changed:
             self._tell(PassEnded())
             self._changed.wait_for(lambda: not self._residency.in_flight)
-
-    def holds(self, moe_expert: MoeExpert) -> bool:
-        with self._changed:
-            return self._residency.place_of(moe_expert) is not None
 
     def usage(self) -> dict[MoeExpert, float]:
         with self._changed:

@@ -42,14 +42,6 @@ class Needed:
 
 
 @dataclass(frozen=True, slots=True)
-class Bypassed:
-    """These had tokens, too, and ran from another memory: they may come when there is nothing else to load."""
-
-    layer: int
-    numbers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Predicted:
     """A later layer will likely need these, the likeliest first. Takes the place of what was predicted before."""
 
@@ -96,7 +88,7 @@ class Load:
     is_needed: bool
 
 
-Event: TypeAlias = Needed | Bypassed | Predicted | Loaded | NotLoaded | Used | PassEnded
+Event: TypeAlias = Needed | Predicted | Loaded | NotLoaded | Used | PassEnded
 Decision: TypeAlias = Evict | Load
 
 
@@ -143,7 +135,6 @@ class _Wishes:
 
     needed: dict[MoeExpert, int] = field(default_factory=dict)
     predicted: dict[MoeExpert, None] = field(default_factory=dict)
-    bypassed: dict[MoeExpert, None] = field(default_factory=dict)
 
 
 class MoeResidency:
@@ -178,8 +169,6 @@ class MoeResidency:
         match event:
             case Needed(layer, numbers):
                 self._need(layer, numbers)
-            case Bypassed(layer, numbers):
-                self._bypass(layer, numbers)
             case Predicted(layer, numbers):
                 self._wishes.predicted = dict.fromkeys(MoeExpert(layer, number) for number in numbers)
             case Loaded(moe_expert):
@@ -237,14 +226,6 @@ class MoeResidency:
             self._counts.ahead_used += holding.is_speculative
             holding.pins, holding.is_speculative = holding.pins + 1, False
 
-    def _bypass(self, layer: int, numbers: Iterable[int]) -> None:
-        self._layer = layer
-        for number in numbers:
-            moe_expert = MoeExpert(layer, number)
-            self._touch(moe_expert)
-            self._counts.misses += 1
-            self._wishes.bypassed[moe_expert] = None
-
     def _touch(self, moe_expert: MoeExpert) -> None:
         """Count a pass that needs it: the logarithm of what all those that did weigh, as of pass 0."""
         now = self._passes / self._half_life_passes
@@ -264,7 +245,6 @@ class MoeResidency:
         self._in_flight -= 1
         self._free.append(self._held.pop(moe_expert).place)
         self._wishes.predicted.pop(moe_expert, None)
-        self._wishes.bypassed.pop(moe_expert, None)
 
     def _unpin(self, moe_expert: MoeExpert) -> None:
         holding = self._held.get(moe_expert)
@@ -282,7 +262,6 @@ class MoeResidency:
 
     def _end_pass(self) -> None:
         self._wishes.predicted.clear()
-        self._wishes.bypassed.clear()
         self._passes += 1
 
     def _begin_loads(self) -> Iterator[Decision]:
@@ -296,16 +275,9 @@ class MoeResidency:
         """The first wish that may have a place. While a need finds none, nothing is loaded ahead."""
         for moe_expert in self._wishes.needed:
             return self._begin(moe_expert, self._is_unpredicted) or self._begin(moe_expert, lambda victim: True)
-        for moe_expert in self._absent(self._wishes.predicted):
+        for moe_expert in (one for one in self._wishes.predicted if one not in self._held):
             return self._begin(moe_expert, partial(self._is_later, moe_expert))
-        for moe_expert in self._absent(self._wishes.bypassed):
-            begun = self._begin(moe_expert, partial(self._is_worth_less, moe_expert))
-            if begun:
-                return begun
         return ()
-
-    def _absent(self, wishes: dict[MoeExpert, None]) -> Iterator[MoeExpert]:
-        return (moe_expert for moe_expert in wishes if moe_expert not in self._held)
 
     def _begin(self, moe_expert: MoeExpert, may_go: Callable[[MoeExpert], bool]) -> tuple[Decision, ...]:
         """Load it into a free place, or into that of the lowest one that may go; nothing where there is none."""
@@ -357,9 +329,6 @@ class MoeResidency:
     def _is_later(self, moe_expert: MoeExpert, victim: MoeExpert) -> bool:
         """Is the victim's layer's turn not before the other's? What is predicted itself never goes."""
         return self._is_unpredicted(victim) and self._turns_until(victim.layer) >= self._turns_until(moe_expert.layer)
-
-    def _is_worth_less(self, moe_expert: MoeExpert, victim: MoeExpert) -> bool:
-        return self._is_unpredicted(victim) and self._rank(victim) < self._rank(moe_expert)
 
     def _turns_until(self, layer: int) -> int:
         return (layer - self._layer - 1) % self._layers  # the layer that runs now is next in the next pass

@@ -1,8 +1,7 @@
 """A model whose moe_experts are not all in its memory: the same tokens, by loading what each layer needs.
 
-Each moe_expert's matrices lie in one block of bytes, in a place of a cache; a layer runs those that are there while the
-others come, and names those that the next one will likely need. Between SSD and device there may be host memory: then
-few tokens may be run there, where the weights are, instead of the weights being moved.
+Each moe_expert's matrices lie in one block of bytes, in a place of a cache. A layer runs the moe_experts that are there
+while the others come, and names those that the next layer will likely need.
 
 Guarantees: each expert's tokens are computed by that expert and written to places of their own, so the result does not
 depend on what lay where; nothing stays needed once a layer has run, or failed.
@@ -12,7 +11,6 @@ Assumes: the tensors of norms and gates are filled before the first pass, and st
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,10 +19,10 @@ import torch
 from experts.llm.dispatch import MlpWeights, combine, run_mlp, scatter
 from experts.llm.quant import matrix_of
 from experts.llm.tiers.moe_experts import MoeExpert
-from experts.llm.tiers.predict import GateAhead, Way, cheaper_way
+from experts.llm.tiers.predict import GateAhead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
     from experts.llm.dispatch import MoeExperts
     from experts.llm.gate import MappingTable
     from experts.llm.tiers.cache import CacheStatistics, MoeCache
-    from experts.llm.tiers.predict import MoveCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +60,7 @@ class BlockForm:
 class OffloadStatistics:
     """Counters of one copy."""
 
-    cache: CacheStatistics  # of the memory that the model runs in
-    host: CacheStatistics | None  # of the tier behind it
-    rows_moved: int  # tokens that were taken to weights in host memory
+    cache: CacheStatistics
     bytes_loaded: int
 
 
@@ -98,66 +93,21 @@ class _Span:
         return self.end - self.start
 
 
-class HostTier:
-    """moe_experts in host memory. ``block``: a place's bytes on the CPU. ``costs`` None: weights always move."""
-
-    def __init__(
-        self, cache: MoeCache, block: Callable[[int], Tensor], form: BlockForm, kind: Mlp, costs: MoveCosts | None
-    ) -> None:
-        self._cache = cache
-        self._block = block
-        self._form = form
-        self._kind = kind
-        self._costs = costs
-
-    def way(self, rows: int) -> Way:
-        return Way.WEIGHTS if self._costs is None else cheaper_way(self._form.size_bytes, rows, self._costs)
-
-    @contextmanager
-    def holding(self, moe_expert: MoeExpert) -> Iterator[Tensor]:
-        """Its bytes, brought from the SSD where they are not there, to copy from or to compute with."""
-        self._cache.need(moe_expert.layer, (moe_expert.number,))
-        try:
-            yield self._block(self._cache.first_of((moe_expert,)).place)
-        finally:
-            self._cache.used((moe_expert,))
-
-    def run(self, moe_expert: MoeExpert, rows: Tensor) -> Tensor:
-        with self.holding(moe_expert) as block:
-            return run_mlp(rows.cpu(), self._form.weights(block, self._kind)).to(rows.device)
-
-    def end_pass(self) -> None:
-        self._cache.end_pass()
-
-    def settle(self) -> None:
-        self._cache.settle()
-
-    def statistics(self) -> CacheStatistics:
-        return self._cache.statistics()
-
-    def close(self) -> None:
-        self._cache.close()
-
-
 class OffloadedMoe:
     """One copy's moe_experts. ``may_predict``: is there a moment to load ahead, or do others want the link?"""
 
     def __init__(
-        self, spec: ArchSpec, form: BlockForm, cache: MoeCache, *, host: HostTier | None = None,
-        may_predict: Callable[[], bool] = lambda: True,
-    ) -> None:  # fmt: skip
+        self, spec: ArchSpec, form: BlockForm, cache: MoeCache, *, may_predict: Callable[[], bool] = lambda: True
+    ) -> None:
         self._spec = spec
         self._form = form
         self._cache = cache
-        self._host = host
         self._may_predict = may_predict
         self._layers = tuple(number for number, layer in enumerate(spec.layers) if layer.moe is not None)
         self._bytes: Tensor | None = None
         self._tensors: Mapping[str, Tensor] = {}
         self._ahead: dict[int, GateAhead] = {}
         self._weights: dict[int, MlpWeights] = {}
-        self._guards: dict[int, torch.cuda.Event] = {}
-        self._rows_moved = 0
 
     def show(self, tensors: Mapping[str, Tensor], cache_bytes: Tensor) -> Mapping[int, MoeExperts]:
         """Run over these bytes: uint8, on the device, by place. To be told again when they are moved."""
@@ -166,80 +116,35 @@ class OffloadedMoe:
         self._ahead.clear()
         return {layer: _OffloadedLayer(self, layer) for layer in self._layers}
 
-    def await_reads(self, place: int) -> None:
-        """Before a place is filled anew: wait until an accelerator has read what it holds."""
-        guard = self._guards.pop(place, None)
-        if guard is not None:
-            guard.synchronize()
-
-    def settle(self) -> None:
-        """Wait for all loads: no thread writes into these bytes until the next pass."""
-        self._cache.settle()
-        if self._host is not None:
-            self._host.settle()
-
     def statistics(self) -> OffloadStatistics:
-        cache, host = self._cache.statistics(), None if self._host is None else self._host.statistics()
-        return OffloadStatistics(cache, host, self._rows_moved, cache.loads * self._form.size_bytes)
-
-    def close(self) -> None:
-        self._cache.close()
+        cache = self._cache.statistics()
+        return OffloadStatistics(cache, cache.loads * self._form.size_bytes)
 
     def run(self, layer: int, tokens: Tensor, table: MappingTable) -> Tensor:
         """See ``experts.llm.dispatch.run_moe_experts``. Raises what loading raises."""
         spans = _spans(table)
         scattered = scatter(tokens, table)
         computed = torch.empty_like(scattered)
-        on_host = self._divided(layer, spans)
-        wanted = {MoeExpert(layer, number): span for number, span in spans.items() if number not in on_host}
-        self._cache.need(layer, [moe_expert.number for moe_expert in wanted])
+        wanted = {MoeExpert(layer, number): span for number, span in spans.items()}
+        self._cache.need(layer, list(spans))
         try:
             self._predict(layer, tokens)
-            self._run_all(wanted, on_host, spans, layer, scattered, computed)
+            self._run_all(wanted, scattered, computed)
         finally:
             self._cache.used(wanted)
-        if on_host:
-            self._cache.bypass(layer, sorted(on_host))
         if layer == self._layers[-1]:
             self._cache.end_pass()
-            if self._host is not None:
-                self._host.end_pass()
         return combine(computed, table, tokens.dtype)
 
-    def _run_all(
-        self, wanted: dict[MoeExpert, _Span], on_host: frozenset[int], spans: Mapping[int, _Span], layer: int,
-        scattered: Tensor, computed: Tensor,
-    ) -> None:  # fmt: skip
-        """Those that are there, then those that run on the host, then the others as they come; takes them out."""
-        left_on_host = sorted(on_host)
-        while wanted or left_on_host:
-            if left_on_host and not any(self._cache.holds(moe_expert) for moe_expert in wanted):
-                number = left_on_host.pop()
-                self._run_on_host(MoeExpert(layer, number), spans[number], scattered, computed)
-                continue
+    def _run_all(self, wanted: dict[MoeExpert, _Span], scattered: Tensor, computed: Tensor) -> None:
+        """Run the moe_experts that are there, then the others as they come; takes them out of ``wanted``."""
+        while wanted:
             placed = self._cache.first_of(wanted)
             span = wanted[placed.moe_expert]
             weights = self._weights_at(placed.place)
             computed[span.start : span.end] = run_mlp(scattered[span.start : span.end], weights)
-            self._guard(placed.place)
             del wanted[placed.moe_expert]
             self._cache.used((placed.moe_expert,))
-
-    def _run_on_host(self, moe_expert: MoeExpert, span: _Span, scattered: Tensor, computed: Tensor) -> None:
-        assert self._host is not None, "no host memory holds anything"
-        computed[span.start : span.end] = self._host.run(moe_expert, scattered[span.start : span.end])
-        self._rows_moved += span.rows
-
-    def _divided(self, layer: int, spans: Mapping[int, _Span]) -> frozenset[int]:
-        """Those whose tokens are rather taken to the host than their weights to the device."""
-        host = self._host
-        if host is None:
-            return frozenset()
-        return frozenset(
-            number
-            for number, span in spans.items()
-            if host.way(span.rows) is Way.ACTIVATIONS and not self._cache.holds(MoeExpert(layer, number))
-        )
 
     def _predict(self, layer: int, tokens: Tensor) -> None:
         following = next((later for later in self._layers if later > layer), None)
@@ -267,12 +172,6 @@ class OffloadedMoe:
             block = self._bytes[start : start + self._form.size_bytes]
             weights = self._weights[place] = self._form.weights(block, self._spec.mlp)
         return weights
-
-    def _guard(self, place: int) -> None:
-        assert self._bytes is not None, "nothing was shown yet"
-        if self._bytes.is_cuda:
-            guard = self._guards[place] = torch.cuda.Event()
-            guard.record()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,12 @@
-"""What is done ahead of a layer: which of its experts it will need, and whether their weights are worth moving.
+"""Gate-ahead: predicts which moe_experts a later layer will need.
 
-Gate-ahead: the hidden states of neighbouring layers are alike, so a later layer's gate, on the tokens as they are now,
-mostly chooses as it will. A wrong guess costs a load, never a token. Fiddler's rule (arXiv 2402.07033, section 3.2):
-where weights lie in host memory, few tokens may be taken to the weights sooner than the weights to the tokens.
+The hidden states of neighbouring layers are alike. So a later layer's gate, on the tokens of an earlier one, mostly
+chooses as it will choose later. A wrong guess costs a load, never a token.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,45 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.llm.config import MoeSpec
-
-
-class Way(StrEnum):
-    WEIGHTS = "weights"
-    ACTIVATIONS = "activations"
-
-
-@dataclass(frozen=True, slots=True)
-class RowsTime:
-    """Seconds that a processor takes for one moe_expert and so many rows: ``K_s * rows + B_s``."""
-
-    K_s: float
-    B_s: float
-
-    def at(self, rows: int) -> float:
-        return self.K_s * rows + self.B_s
-
-
-@dataclass(frozen=True, slots=True)
-class MoveCosts:
-    """Profiled constants of one model's moe_experts on one box."""
-
-    link_bytes_per_s: float
-    link_s: float  # of any copy, beside its bytes
-    row_bytes: int  # one token's hidden state
-    device: RowsTime
-    cpu: RowsTime
-
-    def weights_s(self, block_bytes: int, rows: int) -> float:
-        return self.link_s + block_bytes / self.link_bytes_per_s + self.device.at(rows)
-
-    def activations_s(self, rows: int) -> float:
-        return 2 * (self.link_s + rows * self.row_bytes / self.link_bytes_per_s) + self.cpu.at(rows)
-
-
-def cheaper_way(block_bytes: int, rows: int, costs: MoveCosts) -> Way:
-    """What to move for one moe_expert of so many bytes that lies in host memory; weights where both cost the same."""
-    moves_weights = costs.weights_s(block_bytes, rows) <= costs.activations_s(rows)
-    return Way.WEIGHTS if moves_weights else Way.ACTIVATIONS
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ import torch
 
 from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import read_spec
-from experts.llm.difference import output_difference
 from experts.llm.model import Model
 from experts.llm.quant import Int8Tensors, weight_bytes
+from profiler.bench.llm.difference import output_difference
 from profiler.bench.llm.part import Part
 from profiler.bench.llm.random_models import write_random_model
 from profiler.bench.llm.text_jobs import mixed_lengths

@@ -32,9 +32,10 @@ from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.transfer import PacedLink, Transfers
 from experts.expert import Expert, Precision
 from experts.llm.config import parse_spec
-from experts.llm.key_values import ContiguousKeyValues
+from experts.llm.dispatch import run_moe_experts
 from experts.llm.names import assemblies
-from experts.llm.tiers.usage import count_routing
+from experts.llm.serving.extents import ModelKeyValues
+from experts.llm.tiers.moe_experts import MoeExpert
 from experts.llm.token_batch import Chunk, TokenBatch
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
@@ -48,9 +49,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from agent.runtime.slots import Slot
+    from experts.llm.dispatch import MlpWeights, MoeExperts
+    from experts.llm.gate import MappingTable
     from experts.llm.model import Model
     from experts.llm.names import Part
-    from experts.llm.tiers.moe_experts import MoeExpert
     from experts.llm.tiers.offload import OffloadStatistics
     from profiler.targets import Target
 
@@ -215,7 +217,7 @@ def _measure(segments: SegmentStore, expert: Expert, shape: OffloadShape, repeat
     with _Bench(segments, copies, usage) as bench:
         bench.load(RESIDENT)
         with bench.store.using(RESIDENT) as slot:
-            shares = count_routing(_model(slot), _prompts(shape, seed=1, prompts=8))
+            shares = _count_routing(_model(slot), _prompts(shape, seed=1, prompts=8))
         usage[OFFLOADED] = {one: min(share, 1.0) for one, share in shares.items()}
         bench.load(OFFLOADED)
         runs = [bench.round(shape, number) for number in range(repeats + 1)][1:]  # the first one warms up
@@ -307,7 +309,7 @@ class _Bench:
         """Seconds for reading all prompts and then going on by a token of each; what the last tokens said."""
         with self.store.using(copy) as slot:
             model = _model(slot)
-            key_values = ContiguousKeyValues(model.spec, model.dtype)
+            key_values = ModelKeyValues(model.spec, model.dtype)
             began = time.perf_counter()
             chunks = [Chunk(number, 0, text[: shape.prompt]) for number, text in enumerate(texts)]
             logits = model.forward(TokenBatch.of(chunks), key_values)
@@ -347,3 +349,33 @@ def _popular_share(shares: Mapping[MoeExpert, float], shape: OffloadShape) -> fl
         found = sorted((share for one, share in shares.items() if one.layer == layer), reverse=True)
         half += sum(found[: len(found) // 2])
     return half / sum(shares.values())
+
+
+def _count_routing(model: Model, prompts: Sequence[Sequence[int]]) -> dict[MoeExpert, float]:
+    """Share of the prompts' tokens that go to each moe_expert, counted where the model reads them."""
+    tokens = sum(len(prompt) for prompt in prompts)
+    counts = {
+        number: torch.zeros(layer.moe.moe_experts, dtype=torch.int64)
+        for number, layer in enumerate(model.spec.layers)
+        if layer.moe is not None
+    }
+    counting = model.running_through(lambda layer, moe_experts: _Counting(moe_experts, counts[layer]))
+    key_values = ModelKeyValues(model.spec, model.dtype)
+    for number, prompt in enumerate(prompts):
+        counting.hidden(TokenBatch.of([Chunk(number, 0, prompt)]), key_values)
+        key_values.release(number)
+    return {
+        MoeExpert(layer, number): count / tokens
+        for layer, found in counts.items()
+        for number, count in enumerate(found.tolist())
+    }
+
+
+class _Counting:
+    def __init__(self, moe_experts: MlpWeights | MoeExperts, counts: Tensor) -> None:
+        self._moe_experts = moe_experts
+        self._counts = counts
+
+    def run(self, tokens: Tensor, table: MappingTable) -> Tensor:
+        self._counts += torch.bincount(table.moe_expert, minlength=len(self._counts)).cpu()
+        return run_moe_experts(tokens, table, self._moe_experts)

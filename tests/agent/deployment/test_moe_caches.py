@@ -16,8 +16,8 @@ from agent.deployment.line_change import plan_change
 from agent.runtime.expert_copy import moe_experts_of
 from agent.runtime.text_sources import TextSource
 from experts.errors import ConfigError
-from experts.llm.key_values import ContiguousKeyValues
 from experts.llm.model import load_model
+from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
 from experts.llm.token_batch import Chunk, TokenBatch
 from tests.experts.llm.conftest import ModelFiles
@@ -69,7 +69,7 @@ class Line:
         model, tokens = load_model(self.weights, MOE), list(PROMPT)
         for _ in range(8):
             batch = TokenBatch.of([Chunk(0, 0, tokens)])
-            tokens.append(int(model.forward(batch, ContiguousKeyValues(model.spec, model.dtype))[-1].argmax()))
+            tokens.append(int(model.forward(batch, ModelKeyValues(model.spec, model.dtype))[-1].argmax()))
         return tokens[len(PROMPT) :]
 
     def greedy(self, agent):
@@ -152,7 +152,7 @@ def test_a_model_whose_dense_part_does_not_fit_is_refused(line):
     assert f"experts.{MOE}: needs" in line.refusal()
 
 
-def test_in_front_of_a_device_more_wait_in_host_memory_which_is_set_apart(line):
+def test_a_device_is_filled_through_host_memory(line):
     expected = line.without_an_agent()
     line.document["device"] = "emulated"
     line.document["executors"] = {"cpu": 0, "emulated": 2}
@@ -160,10 +160,9 @@ def test_in_front_of_a_device_more_wait_in_host_memory_which_is_set_apart(line):
     with line.built() as agent:
         copy, pools = line.held(agent), {pool.name: pool for pool in agent.setup.pools}
         assert copy.moe_places < moe_experts_of(copy.packed)
-        assert copy.moe_host_places == 10 * MIB // BLOCK_BYTES
         assert copy.footprint.total_bytes <= pools["device"].expert_bytes
         host = pools["host"]
-        assert host.expert_bytes + host.workspace_bytes + host.lease_bytes + copy.host_tier_bytes == 40 * MIB
+        assert host.expert_bytes + host.workspace_bytes + host.lease_bytes == 40 * MIB
         assert line.greedy(agent) == expected
 
 

@@ -15,7 +15,7 @@ from agent.core.engine import Engine
 from agent.core.events import Loaded
 from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Limits, Performance, PerformanceMatrix, PoolSpec
 from agent.core.policy import PRESETS
-from agent.runtime.expert_copy import ExpertCopy, footprint_of, moe_experts_of
+from agent.runtime.expert_copy import ExpertCopy, footprint_of
 from agent.runtime.loop import LoopOptions, assemble
 from agent.runtime.machine.detection import detect
 from agent.runtime.machine.memories import EmulatedMemory, HostMemory
@@ -28,12 +28,11 @@ from experts.errors import LoadError, WeightsCorrupt
 from experts.expert import Expert, Precision
 from experts.graph import ExpertGraph, RouteStep
 from experts.llm.config import parse_spec
-from experts.llm.key_values import ContiguousKeyValues
 from experts.llm.model import Model, load_model
 from experts.llm.names import assemblies
+from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
 from experts.llm.serving.kv import KvLayout
-from experts.llm.tiers.predict import MoveCosts, RowsTime
 from experts.llm.token_batch import Chunk, TokenBatch
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
@@ -55,8 +54,6 @@ CONFIGS = {
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [5, 3], list(range(60, 30, -1)))
 ROOMY = 64 * 1024 * 1024
 PATIENCE_S = 30.0
-TO_THE_WEIGHTS = MoveCosts(1.0, 0.0, 0, device=RowsTime(1.0, 1.0), cpu=RowsTime(0.0, 0.0))
-TO_THE_TOKENS = MoveCosts(1e12, 0.0, 0, device=RowsTime(0.0, 0.0), cpu=RowsTime(1.0, 1.0))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,11 +93,11 @@ def write_model(folder, family, seed):
 class Yard:
     """One memory with transfers into it; copies that hold ``places`` moe_experts at a time, or so many by expert."""
 
-    def __init__(self, packed, places, *, device=None, host_places=0, budget_bytes=ROOMY, rate=None, kept=None):
+    def __init__(self, packed, places, *, device=None, budget_bytes=ROOMY, rate=None, kept=None):
         self.segments, copies = packed
         wanted = places if isinstance(places, dict) else dict.fromkeys((copy.expert.id for copy in copies), places)
         self.copies = {
-            copy.expert.id: replace(copy, moe_places=wanted[copy.expert.id], moe_host_places=host_places)
+            copy.expert.id: replace(copy, moe_places=wanted[copy.expert.id])
             for copy in copies
             if copy.expert.id in wanted
         }
@@ -150,7 +147,7 @@ def yard(packed, tmp_path):
 
 
 def greedy(model, count=5):
-    key_values = ContiguousKeyValues(model.spec, model.dtype)
+    key_values = ModelKeyValues(model.spec, model.dtype)
     chunks = [Chunk(number, 0, prompt) for number, prompt in enumerate(PROMPTS)]
     tokens = [[] for _ in PROMPTS]
     for _ in range(count):
@@ -225,18 +222,12 @@ def test_both_at_once_beside_each_other(yard):
 
 
 class TestOnADevice:
-    @pytest.mark.parametrize("costs", [TO_THE_WEIGHTS, TO_THE_TOKENS, None])
-    @pytest.mark.parametrize(("places", "host_places"), [(1, 0), (3, 5), (100, 100)])
-    def test_whatever_is_moved_it_says_the_same(self, yard, monkeypatch, places, host_places, costs):
-        if costs is not None:
-            monkeypatch.setattr("agent.runtime.moe_loads.measured_costs", lambda *_: costs)
-        one = yard(places, device=EmulatedMemory(ROOMY), host_places=host_places)
+    @pytest.mark.parametrize("places", [1, 3, 100])
+    def test_it_says_the_same(self, yard, places):
+        one = yard(places, device=EmulatedMemory(ROOMY))
         for expert in ("llm/mixtral-0", "llm/pr_moe-0"):
             one.load(expert)
             assert one.greedy(expert) == expected(one, expert)
-            rows_moved = one.statistics(expert).rows_moved
-            if costs is not None:
-                assert (rows_moved > 0) is (costs is TO_THE_WEIGHTS)
 
     def test_a_region_that_is_moved_keeps_what_lies_in_its_places(self, yard):
         """The first leaves a hole below the second; a third one needs it and the end behind the second together."""
@@ -253,16 +244,6 @@ class TestOnADevice:
         assert one.store.statistics().regions_moved == 1
         assert one.greedy("llm/mixtral-0") == before == expected(one, "llm/mixtral-0")
         assert one.statistics("llm/mixtral-0").cache.residency.hits > hits
-
-    def test_host_memory_keeps_its_blocks_when_the_copy_leaves(self, yard, monkeypatch):
-        monkeypatch.setattr("agent.runtime.moe_loads.measured_costs", lambda *_: TO_THE_TOKENS)
-        one, expert = yard(2, device=EmulatedMemory(ROOMY), host_places=100), "llm/mixtral-0"
-        for _ in range(2):
-            one.load(expert)
-            assert one.greedy(expert) == expected(one, expert)
-            host = one.statistics(expert).host
-            one.evict(expert)
-        assert host.loads <= moe_experts_of(one.copies[expert].packed)
 
 
 class TestTheLink:

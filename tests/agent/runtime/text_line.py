@@ -21,9 +21,9 @@ from agent.runtime.text_sources import TextSource
 from experts.expert import Expert, InputSpec, Precision
 from experts.graph import ExpertGraph, RouteStep
 from experts.llm.config import parse_spec
-from experts.llm.key_values import ContiguousKeyValues
 from experts.llm.model import Model, load_model
 from experts.llm.names import assemblies
+from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
 from experts.llm.serving.kv import KvLayout
 from experts.llm.token_batch import Chunk, TokenBatch
@@ -106,7 +106,7 @@ class TextLine:
         model, tokens = self.models[expert], list(prompt)
         for _ in range(count):
             batch = TokenBatch.of([Chunk(0, 0, tokens)])
-            tokens.append(int(model.forward(batch, ContiguousKeyValues(model.spec, model.dtype))[-1].argmax()))
+            tokens.append(int(model.forward(batch, ModelKeyValues(model.spec, model.dtype))[-1].argmax()))
         return tokens[len(prompt) :]
 
 

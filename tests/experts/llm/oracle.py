@@ -1,5 +1,6 @@
 """Transformers, the oracle: tiny random models of each family, made and saved by it, and read by us."""
 
+import math
 import warnings
 
 import torch
@@ -80,3 +81,20 @@ class Pair:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
         )
         return made[0, len(prompt) :].tolist()
+
+
+def reference_attention(queries, keys, values, rows):
+    """Formula of arXiv 1706.03762, equation 1; ``keys``, ``values``: of whole sequences, row after row."""
+    group = queries.shape[1] // keys.shape[1]
+    attended, start, stored_start = [], 0, 0
+    for row in rows:
+        own = queries[start : start + row.count].float()
+        stored = slice(stored_start, stored_start + row.end)
+        row_keys = keys[stored].float().repeat_interleave(group, dim=1)
+        row_values = values[stored].float().repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", own, row_keys) / math.sqrt(own.shape[-1])
+        later = torch.arange(row.end)[None, :] > torch.arange(row.first, row.end)[:, None]
+        weights = scores.masked_fill(later.to(scores.device), -math.inf).softmax(dim=-1)
+        attended.append(torch.einsum("hqk,khd->qhd", weights, row_values))
+        start, stored_start = start + row.count, stored_start + row.end
+    return torch.cat(attended).to(queries.dtype)

@@ -9,9 +9,9 @@ from experts.errors import WeightsCorrupt, WeightsMissing
 from experts.expert import Expert, Precision
 from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import read_spec
-from experts.llm.key_values import ContiguousKeyValues
 from experts.llm.model import Model
 from experts.llm.quant import SCALE, Int8Tensors
+from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.token_batch import Chunk, TokenBatch
 from experts.packed.manifests import ManifestFolder
 from experts.packed.packing import pack_line
@@ -80,7 +80,7 @@ def test_int8_is_bound_to_what_was_packed(model_files, store, make_slot, family)
     slot = make_slot(expert, packed, store)
     batch = TokenBatch.of([Chunk(0, 0, range(1, 40))])
     expected, found = (
-        model.forward(batch, ContiguousKeyValues(spec, torch.bfloat16))
+        model.forward(batch, ModelKeyValues(spec, torch.bfloat16))
         for model in (Model(spec, dict(Int8Tensors(tensors))), slot.skeleton.model)
     )
     assert torch.equal(found, expected)

@@ -22,9 +22,9 @@ from experts.errors import (
     WeightsRefused,
 )
 from experts.expert import Expert, Precision
-from experts.llm.key_values import ContiguousKeyValues
 from experts.llm.model import load_model
 from experts.llm.program import files_of, pack_program, read_program
+from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.token_batch import Chunk, TokenBatch
 from experts.packed.packing import pack_line
 
@@ -50,7 +50,7 @@ def packed_in(store, experts, precision=Precision.FP32):
 
 def logits(model):
     batch = TokenBatch.of([Chunk(number, 0, prompt) for number, prompt in enumerate(PROMPTS)])
-    return model.forward(batch, ContiguousKeyValues(model.spec, model.dtype))
+    return model.forward(batch, ModelKeyValues(model.spec, model.dtype))
 
 
 def stored_bytes(store):

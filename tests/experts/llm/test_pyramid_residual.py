@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import gelu, linear, silu
 
-from experts.llm.key_values import ContiguousKeyValues
 from experts.llm.model import load_model
+from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.token_batch import Chunk, TokenBatch
 
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 8
@@ -101,7 +101,7 @@ def assert_same(directory, values):
     reference = Reference(values, load_file(directory / "model.safetensors"))
     model = load_model(directory, "tiny")
     batch = TokenBatch.of([Chunk(n, 0, prompt) for n, prompt in enumerate(PROMPTS)])
-    given = model.logits(model.hidden(batch, ContiguousKeyValues(model.spec, torch.float32)))
+    given = model.logits(model.hidden(batch, ModelKeyValues(model.spec, torch.float32)))
     expected = torch.cat([reference.logits(prompt) for prompt in PROMPTS])
     torch.testing.assert_close(given, expected, atol=1e-5, rtol=0)
 
@@ -137,7 +137,7 @@ def test_none_of_what_makes_it_gpt_is_like_the_other(model_files, change):
     given = []
     for one, held in ((values, tensors), (other, {name: tensors[name] for name in names})):
         model = load_model(model_files.write(one, held), "tiny")
-        given.append(model.forward(batch, ContiguousKeyValues(model.spec, torch.float32)))
+        given.append(model.forward(batch, ModelKeyValues(model.spec, torch.float32)))
     assert (given[0] - given[1]).abs().max() > 1e-4
 
 
@@ -157,7 +157,7 @@ def test_the_two_residual_forms_are_not_the_same(model_files):
     given = []
     for directory in (model_files.write(softmax, tensors), model_files.write(add, without)):
         model = load_model(directory, "tiny")
-        given.append(model.forward(batch, ContiguousKeyValues(model.spec, torch.float32)))
+        given.append(model.forward(batch, ModelKeyValues(model.spec, torch.float32)))
     assert (given[0] - given[1]).abs().max() > 0.01
 
 

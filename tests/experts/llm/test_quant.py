@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import Mlp, MoeSpec, read_spec
-from experts.llm.difference import output_difference
 from experts.llm.dispatch import MlpWeights, run_each, run_mlp, run_moe_experts, way_of_running
 from experts.llm.gate import route
 from experts.llm.model import Model
@@ -24,6 +23,7 @@ from experts.llm.quant import (
     quantise,
     weight_bytes,
 )
+from profiler.bench.llm.difference import output_difference
 
 DTYPES = [torch.bfloat16, torch.float32]
 

@@ -8,8 +8,8 @@ from agent.demo.texts.questions import Question, Questions
 from agent.demo.texts.training import TextPlan, Texts, train_pair, write_model
 from agent.demo.training.learning import Pace
 from agent.demo.training.train import torch_threads
-from experts.llm.key_values import ContiguousKeyValues
 from experts.llm.model import load_model
+from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.text.tokenizer import TEXT_FILES, TextModel
 from experts.llm.token_batch import Chunk, TokenBatch
 
@@ -73,7 +73,7 @@ def test_what_was_trained_is_what_is_served(pair, tmp_path):
     write_model(tmp_path / "dogs", network, CHARACTERS)
     model = load_model(tmp_path / "dogs", "dogs")
     tokens = CHARACTERS.encode(SUBJECTS["dogs"].training[1])
-    hidden = model.hidden(TokenBatch.of([Chunk(0, 0, tokens)]), ContiguousKeyValues(model.spec, torch.float32))
+    hidden = model.hidden(TokenBatch.of([Chunk(0, 0, tokens)]), ModelKeyValues(model.spec, torch.float32))
     with torch.no_grad():
         expected, _ = network(torch.tensor([tokens]))
     torch.testing.assert_close(model.logits(hidden), expected[0], atol=1e-5, rtol=0)

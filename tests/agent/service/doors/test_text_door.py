@@ -14,8 +14,8 @@ from agent.api.calls.desk import Order, TextOrder
 from agent.service.doors import text_door
 from agent.service.doors.text_destinations import destination_of
 from experts.errors import OrderRefused, Refusing
-from experts.llm.key_values import ContiguousKeyValues
 from experts.llm.model import load_model
+from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.serving.generation import GREEDY, Ending, Sampling
 from experts.llm.text.tokenizer import TextModel
 from experts.llm.token_batch import Chunk, TokenBatch
@@ -43,7 +43,7 @@ def greedy(models, name, prompt, count):
     tokens = list(speech.encode(prompt))
     for _ in range(count):
         batch = TokenBatch.of([Chunk(0, 0, tokens)])
-        token = int(model.forward(batch, ContiguousKeyValues(model.spec, model.dtype))[-1].argmax())
+        token = int(model.forward(batch, ModelKeyValues(model.spec, model.dtype))[-1].argmax())
         if token in speech.stop_tokens:
             break
         tokens.append(token)

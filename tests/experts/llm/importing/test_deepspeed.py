@@ -16,8 +16,8 @@ from torch.nn.functional import gelu, layer_norm, linear
 from experts.checkpoints.apart import convert_state
 from experts.errors import TrainingUnsupported, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
 from experts.llm.importing.deepspeed import import_deepspeed as import_apart
-from experts.llm.key_values import ContiguousKeyValues
 from experts.llm.model import load_model
+from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.token_batch import Chunk, TokenBatch
 
 HIDDEN, HEADS, WIDTH, VOCABULARY, CONTEXT = 16, 4, 24, 40, 32
@@ -224,7 +224,7 @@ def part_of(name, tensor, rank, ranks, version):
 def logits(directory):
     model = load_model(directory, "imported")
     batch = TokenBatch.of([Chunk(0, 0, PROMPT)])
-    return model.logits(model.hidden(batch, ContiguousKeyValues(model.spec, torch.float32)))
+    return model.logits(model.hidden(batch, ModelKeyValues(model.spec, torch.float32)))
 
 
 def assert_same(directory, reference):

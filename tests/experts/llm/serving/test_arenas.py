@@ -1,4 +1,4 @@
-"""The contract of keys and values, over both arenas: budget, contents, prefixes, swapping, and nothing left behind."""
+"""The contract of keys and values: budget, contents, attention over them, prefixes, and nothing left behind."""
 
 import random
 import subprocess
@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.errors import MemoryExceeded
-from experts.llm.attention import Attention, reference_attention
-from experts.llm.serving.blocks import BlockArena
+from experts.llm.attention import Attention
 from experts.llm.serving.extents import ExtentArena, common_length
 from experts.llm.serving.kv import KvLayout, Prefix
 from experts.llm.token_batch import Chunk, TokenBatch
+from tests.experts.llm.oracle import reference_attention
 
 BUDGET_BYTES = 2**20
 SMALL = KvLayout(layers=2, kv_heads=2, head_size=16, positions=512, dtype=torch.float32)
@@ -25,20 +25,9 @@ LAYOUTS = (SMALL, OTHER)
 HEADS = 4
 
 
-def extents(budget_bytes=BUDGET_BYTES, **options):
-    return ExtentArena(budget_bytes, **options)
-
-
-def blocks(budget_bytes=BUDGET_BYTES, **options):
-    return BlockArena(budget_bytes, "cpu", block_bytes=16 * 1024, **options)
-
-
-ARENAS = (extents, blocks)
-
-
-@pytest.fixture(params=ARENAS)
-def arena(request):
-    return request.param()
+@pytest.fixture
+def arena():
+    return ExtentArena(BUDGET_BYTES)
 
 
 class Texts:
@@ -107,7 +96,7 @@ def prefix_of(tokens, weights="w"):
     return Prefix(weights, tuple(range(tokens)))
 
 
-def test_both_are_what_a_model_reads_and_writes(arena):
+def test_it_is_what_a_model_reads_and_writes(arena):
     key_values = arena.key_values(SMALL)
     arena.begin(1, SMALL, 4)
     key_values.reserve(TokenBatch.of([Chunk(1, 0, [1, 2])]))
@@ -120,17 +109,15 @@ STEPS = st.lists(
         st.tuples(st.just("begin"), st.integers(0, 9), st.sampled_from(LAYOUTS), st.integers(1, 300)),
         st.tuples(st.just("read"), st.sets(st.integers(0, 9), min_size=1), st.sampled_from([1, 1, 1, 3, 40])),
         st.tuples(st.just("end"), st.integers(0, 9), st.sampled_from(["keep", "drop", "wipe"])),
-        st.tuples(st.just("swap"), st.integers(0, 9)),
     ),
     max_size=30,
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("arena_of", ARENAS)
 @settings(deadline=None, max_examples=60)
 @given(STEPS, st.integers(0, 100))
-def test_whatever_comes_and_goes_contents_are_kept_within_the_budget(arena_of, steps, seed):
-    arena = arena_of(150_000)
+def test_whatever_comes_and_goes_contents_are_kept_within_the_budget(steps, seed):
+    arena = ExtentArena(150_000)
     texts, promised, ended = Texts(arena, seed), {}, 0
     for step in steps:
         match step:
@@ -159,9 +146,6 @@ def test_whatever_comes_and_goes_contents_are_kept_within_the_budget(arena_of, s
                 tokens = (-ended, *range(texts.length(request) - 1)) if request in promised else ()
                 texts.end(request, Prefix("w", tokens) if how == "keep" else None, is_sound=how != "wipe")
                 promised.pop(request, None)
-            case "swap", request if request in promised:
-                arena.swap_out(request)
-                assert arena.swap_in(request) == texts.length(request)
         assert taken_bytes(arena) <= arena.budget_bytes <= 150_000
         assert arena.statistics().promised_bytes <= sum(promised.values())
         assert arena.statistics().requests == len(promised)
@@ -189,7 +173,7 @@ def test_ten_thousand_cancels_leave_nothing_behind(arena):
         arena.release(one)
     arena.forget_prefixes()
     told = arena.statistics()
-    assert (told.promised_bytes, told.cached_bytes, told.swapped_bytes, told.requests) == (0, 0, 0, 0)
+    assert (told.promised_bytes, told.cached_bytes, told.requests) == (0, 0, 0)
     whole = arena.budget_bytes // SMALL.token_bytes
     assert arena.begin(0, replace(SMALL, positions=10**6), whole - whole % 64) == 0
 
@@ -277,13 +261,12 @@ class TestPrefixes:
         assert held == {"old": 0, "used": 128, "young": 128}
 
     def test_none_is_kept_where_none_is_wanted(self):
-        for arena_of in ARENAS:
-            arena = arena_of(keeps_prefixes=False)
-            texts = Texts(arena)
-            texts.begin(1, SMALL, 200)
-            texts.read({1: 128})
-            texts.end(1, prefix_of(128))
-            assert arena.statistics().cached_bytes == 0
+        arena = ExtentArena(BUDGET_BYTES, keeps_prefixes=False)
+        texts = Texts(arena)
+        texts.begin(1, SMALL, 200)
+        texts.read({1: 128})
+        texts.end(1, prefix_of(128))
+        assert arena.statistics().cached_bytes == 0
 
     def test_those_of_weights_that_go_are_forgotten(self, arena):
         texts = Texts(arena)
@@ -331,43 +314,6 @@ def test_one_request_s_numbers_that_are_none_leave_its_neighbours_alone(arena):
     texts.read({1: 1, 3: 1})
 
 
-class TestSwapping:
-    def test_what_is_swapped_out_takes_no_room_and_comes_back_whole(self, arena):
-        texts = Texts(arena)
-        texts.begin(1, SMALL, 300)
-        texts.read({1: 90})
-        arena.swap_out(1)
-        assert arena.statistics().promised_bytes == 0
-        assert arena.statistics().swapped_bytes == 90 * SMALL.token_bytes
-        texts.begin(2, SMALL, 300)
-        texts.read({2: 100})
-        assert arena.swap_in(1) == 90
-        assert arena.statistics().swapped_bytes == 0
-        texts.read({1: 1, 2: 1})
-
-    def test_it_waits_where_there_is_no_room(self, arena):
-        texts = Texts(arena)
-        wide = replace(SMALL, positions=10**6)
-        texts.begin(1, wide, 300)
-        texts.read({1: 90})
-        arena.swap_out(1)
-        texts.begin(2, wide, arena.budget_bytes // wide.token_bytes)
-        with pytest.raises(MemoryExceeded):
-            arena.swap_in(1)
-        texts.end(2)
-        assert arena.swap_in(1) == 90
-        texts.read({1: 1})
-
-    def test_it_can_be_released_while_it_is_out(self, arena):
-        texts = Texts(arena)
-        texts.begin(1, SMALL, 300)
-        arena.swap_out(1)
-        arena.release(1)
-        assert arena.statistics().requests == 0
-        with pytest.raises(KeyError):
-            arena.swap_in(1)
-
-
 class TestWhatIsRefused:
     def test_more_than_the_budget(self, arena):
         wide = replace(SMALL, positions=10**6)
@@ -400,7 +346,7 @@ class TestWhatIsRefused:
 
 
 def test_more_requests_than_a_slab_has_extents():
-    arena = extents(64 * 2**20)
+    arena = ExtentArena(64 * 2**20)
     texts = Texts(arena)
     for request in range(150):
         texts.begin(request, SMALL, 5)

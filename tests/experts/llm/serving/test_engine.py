@@ -164,7 +164,6 @@ class TestForgetting:
     def test_what_is_not_there_is_nothing(self, desk):
         desk.engine.forget(5)
         desk.engine.preempt(5)
-        desk.engine.preempt(5, is_swapped=True)
         assert desk.ask(5, [3], 2).finish() == {5: [4, 5]}
 
     def test_the_next_step_of_a_request_begins_anew(self, desk):
@@ -174,14 +173,13 @@ class TestForgetting:
 
 
 class TestPreempting:
-    @pytest.mark.parametrize("is_swapped", [False, True])
-    def test_what_was_written_stays_and_goes_on(self, desk, is_swapped):
+    def test_what_was_written_stays_and_goes_on(self, desk):
         desk.ask(1, [3, 4], 6)
         desk.quantum(0)
         desk.quantum(0)
-        desk.engine.preempt(1, is_swapped=is_swapped)
+        desk.engine.preempt(1)
         assert desk.arena.statistics().promised_bytes == 0
-        assert desk.engine.left(1).prompt == (0 if is_swapped else 4)
+        assert desk.engine.left(1).prompt == 4
         assert desk.finish() == {1: [5, 6, 7, 8, 9, 10]}
 
     def test_a_quantum_ends_after_the_iteration_in_which_somebody_comes(self, desk):
@@ -323,13 +321,12 @@ class TestRouters:
         assert desk.notes[2].tokens == [4, 5, 6, 7]
         assert desk.arena.statistics().requests == 0
 
-    @pytest.mark.parametrize("is_swapped", [False, True])
-    def test_they_may_be_preempted_between_choices(self, desk, is_swapped):
+    def test_they_may_be_preempted_between_choices(self, desk):
         choices = {"a": (11, 30), "b": (11, 12, 13), "c": (12, 13), "d": (13, 14)}
         desk.ask(1, range(11), 0, choices=choices)
         while desk.turns:
             desk.quantum(0)
-            desk.engine.preempt(1, is_swapped=is_swapped)
+            desk.engine.preempt(1)
             if desk.turns:
                 desk.quantum(0)  # it is read anew
             if desk.turns:
@@ -393,14 +390,14 @@ def test_ten_thousand_texts_of_which_most_are_cancelled_leave_nothing_behind():
             desk.turns = {one: turn for one, turn in desk.turns.items() if desk.engine.left(one) is not None}
     desk.finish(quantum_s=0)
     told = desk.arena.statistics()
-    assert (told.promised_bytes, told.swapped_bytes, told.requests) == (0, 0, 0)
+    assert (told.promised_bytes, told.requests) == (0, 0)
     assert len(desk.finished) < 10_000 / 2
 
 
 TEXTS = st.lists(
     st.tuples(st.integers(1, 60), st.integers(1, 12), st.sampled_from([None, "w"])), min_size=1, max_size=10
 )
-DEEDS = st.lists(st.tuples(st.sampled_from(["run", "run", "run", "preempt", "swap", "forget"]), st.integers(0, 9)))
+DEEDS = st.lists(st.tuples(st.sampled_from(["run", "run", "run", "preempt", "preempt", "forget"]), st.integers(0, 9)))
 
 
 @settings(deadline=None, max_examples=40)
@@ -415,8 +412,6 @@ def test_whatever_is_done_to_texts_each_is_what_it_is_alone(texts, deeds, rows, 
             desk.quantum(0)
         elif deed == "preempt":
             desk.engine.preempt(request)
-        elif deed == "swap":
-            desk.engine.preempt(request, is_swapped=True)
         elif deed == "forget" and request in desk.turns:
             desk.engine.forget(request)
             del desk.turns[request]

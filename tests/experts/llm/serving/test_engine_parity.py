@@ -1,21 +1,16 @@
-"""Greedy tokens are transformers', however texts come to run: alone, batched, in chunks, preempted, swapped, shared."""
+"""Greedy tokens are transformers', however texts come to run: alone, batched, in chunks, preempted, shared."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from experts.llm.serving.blocks import BlockArena
 from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.iteration import IterationLimits
 from tests.experts.llm.oracle import NEW_TOKENS, Pair
 from tests.experts.llm.serving.conftest import Desk
 
 FAMILIES = ("llama", "qwen3 with yarn positions", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-ARENAS = {
-    "extents": lambda: ExtentArena(16 * 2**20),
-    "blocks": lambda: BlockArena(16 * 2**20, "cpu", block_bytes=2**15),
-}
 
 
 class Oracle(Pair):
@@ -29,8 +24,8 @@ class Oracle(Pair):
             for n, (prompt, count) in enumerate(zip(self.texts, NEW_TOKENS, strict=True))
         }
 
-    def desk(self, arena="extents", **limits):
-        desk = Desk(self.ours, ARENAS[arena](), IterationLimits(**limits))
+    def desk(self, **limits):
+        desk = Desk(self.ours, ExtentArena(16 * 2**20), IterationLimits(**limits))
         for request, (prompt, count) in enumerate(zip(self.texts, NEW_TOKENS, strict=True)):
             desk.ask(request, prompt, count, weights="w")
         return desk
@@ -48,20 +43,18 @@ def test_alone(oracle):
     assert desk.finish() == oracle.expected
 
 
-@pytest.mark.parametrize("arena", ARENAS)
 @pytest.mark.parametrize("chunk", [1, 7, 32, 512])
-def test_batched_and_in_chunks(oracle, arena, chunk):
-    assert oracle.desk(arena, tokens=chunk).finish() == oracle.expected
+def test_batched_and_in_chunks(oracle, chunk):
+    assert oracle.desk(tokens=chunk).finish() == oracle.expected
 
 
 def test_in_quanta_of_one_iteration_with_more_texts_than_rows(oracle):
     assert oracle.desk(rows=4, tokens=16).finish(quantum_s=0) == oracle.expected
 
 
-@pytest.mark.parametrize("arena", ARENAS)
-@pytest.mark.parametrize(("is_swapped", "weights"), [(False, None), (False, "w"), (True, "w")])
-def test_preempted_and_resumed(oracle, arena, is_swapped, weights):
-    desk = oracle.desk(arena, tokens=16)
+@pytest.mark.parametrize("weights", [None, "w"])
+def test_preempted_and_resumed(oracle, weights):
+    desk = oracle.desk(tokens=16)
     for request in desk.turns:
         desk.turns[request] = replace(desk.turns[request], weights=weights)
     preempted = set()
@@ -69,15 +62,14 @@ def test_preempted_and_resumed(oracle, arena, is_swapped, weights):
         desk.quantum(0)
         for moment in {(request, len(desk.notes[request].tokens)) for request in desk.turns} - preempted:
             preempted.add(moment)  # once for each count of tokens, also before the first
-            desk.engine.preempt(moment[0], is_swapped=is_swapped)
+            desk.engine.preempt(moment[0])
     assert len(preempted) > sum(NEW_TOKENS) / 2
     assert desk.finish() == oracle.expected
     assert desk.arena.statistics().requests == 0
 
 
-@pytest.mark.parametrize("arena", ARENAS)
-def test_with_a_prefix_that_was_read_before(oracle, arena):
-    desk = oracle.desk(arena)
+def test_with_a_prefix_that_was_read_before(oracle):
+    desk = oracle.desk()
     assert desk.finish() == oracle.expected
     for request, (prompt, count) in enumerate(zip(oracle.texts, NEW_TOKENS, strict=True)):
         desk.ask(request, prompt, count, weights="w")

@@ -5,8 +5,8 @@ import torch
 
 from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import read_spec
-from experts.llm.key_values import ContiguousKeyValues
 from experts.llm.model import Model
+from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.serving.family import Family, families
 from experts.llm.serving.generation import Sampling
 from experts.llm.token_batch import Chunk, TokenBatch
@@ -78,7 +78,7 @@ def test_texts_are_what_they_are_alone(members, kind, own):
 def test_shared_weights_run_once_over_all_tokens(members):
     models = members("llama", ("layers.2.mlp",))
     batch = TokenBatch.of([Chunk(0, 0, [1, 2, 3]), Chunk(1, 0, [4, 5]), Chunk(2, 0, [6])])
-    Family(models).hidden(batch, ContiguousKeyValues(models[0].spec, torch.float32), (0, 1, 2))
+    Family(models).hidden(batch, ModelKeyValues(models[0].spec, torch.float32), (0, 1, 2))
     assert [model.fed for model in models] == [[(0, 6), (1, 6), (2, 3)], [(2, 2)], [(2, 1)]]
 
 
@@ -86,9 +86,7 @@ def test_two_of_three_with_the_same_weights_run_together(members):
     models = members("llama", ("layers.2.mlp",))
 
     batch = TokenBatch.of([Chunk(0, 0, [1, 2, 3]), Chunk(1, 0, [4, 5]), Chunk(2, 0, [6])])
-    Family([models[0], models[1], models[1]]).hidden(
-        batch, ContiguousKeyValues(models[0].spec, torch.float32), (0, 1, 2)
-    )
+    Family([models[0], models[1], models[1]]).hidden(batch, ModelKeyValues(models[0].spec, torch.float32), (0, 1, 2))
     assert models[1].fed == [(2, 3)]
 
 

@@ -7,12 +7,10 @@ import torch
 
 from experts.errors import MemoryExceeded
 from experts.llm.config import parse_spec
-from experts.llm.key_values import ContiguousKeyValues
 from experts.llm.model import Model
 from experts.llm.names import assemblies
-from experts.llm.serving.blocks import BlockArena
 from experts.llm.serving.engine import LlmEngine, Turn
-from experts.llm.serving.extents import ExtentArena
+from experts.llm.serving.extents import ExtentArena, ModelKeyValues
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
 from experts.llm.serving.kv import KvLayout
 from experts.llm.token_batch import Chunk, TokenBatch
@@ -24,16 +22,12 @@ CONFIG = {
 SPEC = parse_spec(CONFIG, "tiny")
 LAYOUT = KvLayout.of(SPEC, torch.float32)
 BUDGET_BYTES = 512 * LAYOUT.token_bytes
-ARENAS = {
-    "extents": lambda: ExtentArena(BUDGET_BYTES),
-    "blocks": lambda: BlockArena(BUDGET_BYTES, "cpu", block_bytes=8 * LAYOUT.token_bytes),
-}
 PROMPT = tuple(range(3, 23))
 
 
-@pytest.fixture(params=ARENAS)
-def arena(request):
-    return ARENAS[request.param]()
+@pytest.fixture
+def arena():
+    return ExtentArena(BUDGET_BYTES)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +49,7 @@ def greedy(model, count):
     tokens = list(PROMPT)
     for _ in range(count):
         batch = TokenBatch.of([Chunk(0, 0, tokens)])
-        tokens.append(int(model.forward(batch, ContiguousKeyValues(SPEC, torch.float32))[-1].argmax()))
+        tokens.append(int(model.forward(batch, ModelKeyValues(SPEC, torch.float32))[-1].argmax()))
     return tokens[len(PROMPT) :]
 
 

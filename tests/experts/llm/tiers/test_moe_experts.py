@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.llm.tiers.moe_experts import (
-    Bypassed,
     Evict,
     Load,
     Loaded,
@@ -80,15 +79,12 @@ class Cache:
         while self.loading:
             self.answer()
 
-    def knows(self, layer, number):
-        return MoeExpert(layer, number) in self.held() | set(self.loading)
-
     def held(self):
         return set(self.content.values())
 
 
 numbers = st.lists(st.integers(0, NUMBERS - 1), unique=True, max_size=NUMBERS)
-passes = st.lists(st.lists(st.tuples(numbers, numbers, numbers), min_size=LAYERS, max_size=LAYERS), max_size=6)
+passes = st.lists(st.lists(st.tuples(numbers, numbers), min_size=LAYERS, max_size=LAYERS), max_size=6)
 
 
 @settings(deadline=None)
@@ -96,15 +92,14 @@ passes = st.lists(st.lists(st.tuples(numbers, numbers, numbers), min_size=LAYERS
 def test_every_need_is_met_and_nothing_needed_is_evicted(passes, places, loads_at_once, seed):
     cache = Cache(places, loads_at_once=loads_at_once, seed=seed)
     for one in passes:
-        for layer, (needed, predicted, bypassed) in enumerate(one):
+        for layer, (needed, predicted) in enumerate(one):
             cache.tell(Predicted((layer + 1) % LAYERS, tuple(predicted)))
             if cache.loading and cache.random.random() < 0.3:
                 cache.fail() if cache.random.random() < 0.3 else cache.answer()
             cache.run_layer(layer, needed)
-            cache.tell(Bypassed(layer, tuple(number for number in bypassed if not cache.knows(layer, number))))
         cache.settle()
     statistics = cache.policy.statistics()
-    needs = sum(len(needed) for one in passes for needed, *_ in one)
+    needs = sum(len(needed) for one in passes for needed, _ in one)
     assert statistics.hits + statistics.late + statistics.misses >= needs
 
 
@@ -114,7 +109,7 @@ def test_the_same_events_give_the_same_decisions(passes, places, seed):
     def play():
         cache = Cache(places, seed=seed)
         for one in passes:
-            for layer, (needed, predicted, _) in enumerate(one):
+            for layer, (needed, predicted) in enumerate(one):
                 cache.tell(Predicted((layer + 1) % LAYERS, tuple(predicted)))
                 cache.run_layer(layer, needed)
             cache.settle()
@@ -128,7 +123,7 @@ def test_the_same_events_give_the_same_decisions(passes, places, seed):
 def test_a_load_ahead_never_takes_the_place_of_what_is_needed_sooner(passes, places):
     cache = Cache(places)
     for one in passes:
-        for layer, (needed, predicted, _) in enumerate(one):
+        for layer, (needed, predicted) in enumerate(one):
             cache.run_layer(layer, needed)
             cache.told.clear()
             ahead = (layer + 2) % LAYERS
@@ -147,7 +142,7 @@ def test_a_load_ahead_never_takes_the_place_of_what_is_needed_sooner(passes, pla
 def test_a_cache_for_all_loads_each_once(passes):
     cache = Cache(LAYERS * NUMBERS)
     for one in passes:
-        for layer, (needed, _, _) in enumerate(one):
+        for layer, (needed, _) in enumerate(one):
             cache.run_layer(layer, needed)
         cache.settle()
     loaded = [decision.moe_expert for decision in cache.told if isinstance(decision, Load)]
@@ -234,19 +229,6 @@ def test_a_prediction_for_a_layer_that_began_is_dropped():
     cache.tell(Predicted(1, (0, 1, 2)))
     cache.run_layer(1, [4])
     assert MoeExpert(1, 2) not in cache.held()
-
-
-def test_what_runs_elsewhere_comes_when_it_is_worth_more_than_what_is_there():
-    cache = Cache(1)
-    cache.run_layer(0, [0])
-    cache.settle()
-    for _ in range(3):
-        cache.tell(Bypassed(0, (1,)))
-        cache.settle()
-    assert cache.held() == {MoeExpert(0, 1)}
-    cache.tell(Bypassed(0, (0,)))
-    cache.settle()
-    assert cache.held() == {MoeExpert(0, 1)}
 
 
 def test_a_failed_load_leaves_its_place_free():

@@ -8,19 +8,15 @@ import torch
 from experts.errors import LoadError
 from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import read_spec
-from experts.llm.key_values import ContiguousKeyValues
 from experts.llm.model import Model
 from experts.llm.quant import Int8Tensors
+from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.tiers.cache import MoeCache
 from experts.llm.tiers.moe_experts import MoeExpert, MoeResidency
-from experts.llm.tiers.offload import BlockForm, BlockTensor, HostTier, OffloadedMoe
-from experts.llm.tiers.predict import MoveCosts, RowsTime
+from experts.llm.tiers.offload import BlockForm, BlockTensor, OffloadedMoe
 from experts.llm.token_batch import Chunk, TokenBatch
 
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "pr_moe"]
-CHEAP_DEVICE = MoveCosts(1e12, 0.0, 128, device=RowsTime(0.0, 0.0), cpu=RowsTime(1.0, 1.0))
-CHEAP_HOST = MoveCosts(1.0, 0.0, 0, device=RowsTime(1.0, 1.0), cpu=RowsTime(0.0, 0.0))
-DEAR_BY_THE_ROW = MoveCosts(1e3, 0.0, 0, device=RowsTime(0.0, 0.0), cpu=RowsTime(5.0, 0.0))
 
 
 class Blocks:
@@ -59,43 +55,23 @@ class Blocks:
 
 
 class Offloaded:
-    """A model over ``places``; with ``host_places``, behind host memory of so many."""
+    """A model over ``places``."""
 
-    def __init__(self, spec, tensors, places, host_places=None, costs=None, loads_at_once=1):
+    def __init__(self, spec, tensors, places, loads_at_once=1):
         self.source = Blocks(spec, tensors)
         size_bytes = self.source.form.size_bytes
         self.bytes = torch.full((places * size_bytes,), 255, dtype=torch.uint8)  # not a number, if anybody reads it
-        self.host = None
-        if host_places is not None:
-            host_bytes = torch.full((host_places * size_bytes,), 255, dtype=torch.uint8)
-            cache = MoeCache(
-                MoeResidency(host_places, len(spec.layers)),
-                lambda moe_expert, place: self.source.fill(moe_expert, place, host_bytes),
-                name="test-host",
-            )
-            self.host = HostTier(
-                cache, lambda place: host_bytes[place * size_bytes : (place + 1) * size_bytes], self.source.form,
-                spec.mlp, costs,
-            )  # fmt: skip
         residency = MoeResidency(places, len(spec.layers), loads_at_once=loads_at_once)
         self.cache = MoeCache(residency, self.fill, name="test-moe", loads_at_once=loads_at_once)
-        self.moe = OffloadedMoe(spec, self.source.form, self.cache, host=self.host)
+        self.moe = OffloadedMoe(spec, self.source.form, self.cache)
         self.model = Model(spec, self.source.dense, self.moe.show(self.source.dense, self.bytes))
 
     def fill(self, moe_expert, place):
-        self.moe.await_reads(place)
-        if self.host is None:
-            self.source.fill(moe_expert, place, self.bytes)
-            return
-        with self.host.holding(moe_expert) as block:
-            start = place * len(block)
-            self.bytes[start : start + len(block)] = block
+        self.source.fill(moe_expert, place, self.bytes)
 
     def close(self):
-        self.moe.settle()
-        self.moe.close()
-        if self.host is not None:
-            self.host.close()
+        self.cache.settle()
+        self.cache.close()
 
 
 @pytest.fixture
@@ -123,7 +99,7 @@ def tiny(model_files):
 
 def greedy(model, prompts, count=6):
     """The prompts together, then one token of each at a time: what follows, and the logits at every step."""
-    key_values = ContiguousKeyValues(model.spec, model.dtype)
+    key_values = ModelKeyValues(model.spec, model.dtype)
     chunks = [Chunk(number, 0, prompt) for number, prompt in enumerate(prompts)]
     tokens, steps = [[] for _ in prompts], []
     for _ in range(count):
@@ -147,7 +123,7 @@ def test_it_says_what_it_says_with_all_at_hand(tiny, offload, family, places):
     found, logits = greedy(offloaded.model, PROMPTS)
     assert found == expected
     torch.testing.assert_close(logits, expected_logits, rtol=1e-5, atol=1e-5)
-    offloaded.moe.settle()
+    offloaded.cache.settle()
     statistics = offloaded.moe.statistics()
     assert statistics.cache.residency.held <= places
     assert statistics.bytes_loaded == len(offloaded.source.read) * offloaded.source.form.size_bytes
@@ -171,27 +147,6 @@ def test_what_comes_first_changes_nothing(tiny, offload):
     assert all(torch.equal(logits[0], other) for other in logits[1:])
 
 
-@pytest.mark.parametrize("costs", [None, CHEAP_DEVICE, CHEAP_HOST, DEAR_BY_THE_ROW])
-@pytest.mark.parametrize(("places", "host_places"), [(1, 1), (2, 4), (4, 100)])
-def test_behind_host_memory_it_says_the_same_whatever_is_moved(tiny, offload, places, host_places, costs):
-    for family in ("mixtral", "pr_moe"):
-        spec, tensors = tiny(family)
-        expected, expected_logits = greedy(Model(spec, tensors), PROMPTS)
-        offloaded = offload(spec, tensors, places, host_places, costs)
-        found, logits = greedy(offloaded.model, PROMPTS)
-        assert found == expected
-        torch.testing.assert_close(logits, expected_logits, rtol=1e-5, atol=1e-5)
-        assert (offloaded.moe.statistics().rows_moved > 0) is (costs in (CHEAP_HOST, DEAR_BY_THE_ROW))
-
-
-def test_host_memory_for_all_reads_each_once_from_the_drive(tiny, offload):
-    spec, tensors = tiny("mixtral")
-    offloaded = offload(spec, tensors, 2, host_places=100)
-    greedy(offloaded.model, PROMPTS)
-    offloaded.moe.settle()
-    assert sorted(offloaded.source.read) == sorted(set(offloaded.source.read))
-
-
 def test_the_gate_ahead_finds_what_the_next_layer_needs(tiny, offload):
     """Layers that add nothing to their tokens: each gate sees what the one before it could see."""
     spec, tensors = tiny("mixtral")
@@ -200,7 +155,7 @@ def test_the_gate_ahead_finds_what_the_next_layer_needs(tiny, offload):
         tensors[f"layers.{number}.experts.down"].zero_()
     offloaded = offload(spec, tensors, 100)
     greedy(offloaded.model, PROMPTS[1:2], count=1)
-    offloaded.moe.settle()
+    offloaded.cache.settle()
     residency = offloaded.moe.statistics().cache.residency
     assert residency.ahead_used == residency.ahead
     assert residency.hits + residency.late + residency.misses == len(offloaded.source.read)
@@ -219,7 +174,7 @@ def test_bytes_that_are_moved_are_shown_again(tiny, offload):
     spec, tensors = tiny("mixtral")
     offloaded = offload(spec, tensors, 6)
     expected, _ = greedy(offloaded.model, PROMPTS)
-    offloaded.moe.settle()
+    offloaded.cache.settle()
     offloaded.bytes, before = offloaded.bytes.clone(), offloaded.bytes
     before.fill_(255)
     model = Model(spec, offloaded.source.dense, offloaded.moe.show(offloaded.source.dense, offloaded.bytes))
@@ -240,21 +195,10 @@ class TestALoadThatFails:
         for _ in range(2):
             with pytest.raises(LoadError, match="the drive says no"):
                 greedy(offloaded.model, PROMPTS)
-            offloaded.moe.settle()
+            offloaded.cache.settle()
         offloaded.source.fill = fill
         assert greedy(offloaded.model, PROMPTS)[0] == expected
         assert offloaded.moe.statistics().cache.failed >= 2
-
-    def test_behind_host_memory_too(self, tiny, offload):
-        spec, tensors = tiny("mixtral")
-        offloaded = offload(spec, tensors, 2, host_places=3)
-
-        def fail(*_):
-            raise LoadError("tiny", "the drive says no")
-
-        offloaded.source.fill = fail
-        with pytest.raises(LoadError, match="the drive says no"):
-            greedy(offloaded.model, PROMPTS)
 
     def test_after_its_end_nothing_is_loaded_any_more(self, tiny, offload):
         spec, tensors = tiny("mixtral")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from experts.llm.key_values import ContiguousKeyValues
+from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.token_batch import Chunk, TokenBatch
 
 if TYPE_CHECKING:
@@ -75,5 +75,5 @@ def _compare(reference: Model, model: Model, text: Sequence[int]) -> tuple[Tenso
 
 def _logits(model: Model, text: Sequence[int]) -> Tensor:
     batch = TokenBatch.of([Chunk(0, 0, text[:-1])], model.device)
-    key_values = ContiguousKeyValues(model.spec, model.dtype, model.device)
+    key_values = ModelKeyValues(model.spec, model.dtype)
     return model.logits(model.hidden(batch, key_values)).float().cpu()
