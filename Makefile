@@ -68,8 +68,8 @@ PYTEST := OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest --numprocesses $(
 test: $(INSTALLED) trainers tools  ## the tests of every push: each promise, and one representative of each slow kind
 	$(PYTEST) -m "not slow"
 
-test-all: $(INSTALLED) trainers tools  ## all tests, the slow ones too
-	$(PYTEST)
+test-all: $(INSTALLED) trainers tools  ## all tests, the slow ones too, and 400 examples of each property
+	$(PYTEST) --hypothesis-profile=all
 
 # ONNX Runtime asks the CPU itself: its forms are the same ones here.
 test-forms: $(INSTALLED)  ## the tests of the forms as on a CPU with AVX2 and no AVX-512, as far as libraries obey

@@ -12,8 +12,14 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.forks import Forks
+
+# A property has 50 examples at each push, 400 in `make test-all`; none has a deadline: a busy box is no failure.
+settings.register_profile("push", max_examples=50, deadline=None)
+settings.register_profile("all", max_examples=400, deadline=None)
+settings.load_profile("push")
 
 FROZEN_FROM_S = 0.01  # that a full collection takes
 WITHOUT_SYNC = Path(__file__).with_name("without_sync.c")
