@@ -105,7 +105,7 @@ bundle: $(INSTALLED)  ## dist/coserve-*.tar, installed by its install.sh where t
 
 clean:  ## remove what the targets wrote, but not $(VENV)
 	rm -rf build dist demo bench-report mutants *.egg-info packaging/*/build packaging/*/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
-	find experts agent profiler tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find experts agent profiler proof tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A folder that still holds $(INSTALLING) was left by an installation that failed or was interrupted: it is made anew.
 # Both names of OpenCV go first, because pip may remove the one over the files of the other.

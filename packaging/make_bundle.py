@@ -34,6 +34,9 @@ CUDA_WHEELS = re.compile(r"(nvidia|cuda|triton)[_-]")
 OWN = {"coserve", "opencv-python"}  # built from this checkout
 # What install.sh tries.
 IMPORTS = ("torch", "torchvision", "cv2", "av", "onnxruntime", "grpc", "agent.web.server", "agent.service.serve")
+# What coserve's wheel is built from: everything but the proof, which no line needs, and the tests.
+BUNDLED = ("agent", "docs", "experts", "packaging", "profiler", "systemd", "coserve.py", "LICENSE",
+           "README.md", "pyproject.toml")  # fmt: skip
 LEGACY_MANYLINUX = {"manylinux1": (2, 5), "manylinux2010": (2, 12), "manylinux2014": (2, 17)}
 MANYLINUX = re.compile(r"manylinux_(\d+)_(\d+)")
 BYTECODE = 1.15  # an installation in relation to the files of its wheels
@@ -48,18 +51,28 @@ def constraints() -> str:
 
 def collect_wheels(folder: Path, has_cuda: bool) -> list[Path]:
     """A wheel of every package that CoServe needs here. Raises SystemExit where one is missing."""
-    shutil.rmtree(
-        ROOT / "build", ignore_errors=True
-    )  # setuptools would pack modules that are gone, but still lie there
     pins = folder / "constraints.txt"
     pins.write_text(constraints())
     index = [] if has_cuda else ["--extra-index-url", CPU_INDEX]
     command = [sys.executable, "-m", "pip", "wheel", "--prefer-binary"]
     command += ["--wheel-dir", str(folder), "--constraint", str(pins)]
-    wanted = [str(ROOT / "packaging" / "opencv-python"), f"{ROOT}[mqtt]", "pip"]
+    own = copied_sources(folder / "coserve")
+    wanted = [str(own / "packaging" / "opencv-python"), f"{own}[mqtt]", "pip"]
     if subprocess.run([*command, *index, *wanted], check=False).returncode != 0:
         raise SystemExit("make bundle: not every wheel can be had, see above: is the package index reached from here?")
     return refuse_cuda(sorted(folder.glob("*.whl")), has_cuda)
+
+
+def copied_sources(folder: Path) -> Path:
+    """Copy what is BUNDLED, without anything built before: setuptools would pack modules that are gone."""
+    folder.mkdir(parents=True)
+    built = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
+    for name in BUNDLED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=built)
+        else:
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
 
 
 def refuse_cuda(wheels: list[Path], has_cuda: bool) -> list[Path]:

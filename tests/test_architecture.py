@@ -36,11 +36,8 @@ RUNTIME_FENCE = (
     "profiler.bench.policy_runs",
     "profiler.bench.roofline",
     "profiler.bench.naive",
-    "profiler.bench.parts.dispatch",
-    "profiler.bench.parts.moe_offload",
-    "profiler.bench.parts.plain_models",
-    "profiler.bench.llm",
-    "profiler.bench.compute",
+    "profiler.bench.plain_models",
+    "proof",
 )
 NOUNS = ("agent.runtime.machine.box", "agent.runtime.expert_copy")  # which whoever needs no runtime may know
 # Each room, and what of its own layer it may import beside itself.
@@ -133,21 +130,14 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "profiler.usage", "profiler.allocation",
     ),
     "profiler.planning": ("profiler.tables", "profiler.workload", "profiler.simulation"),
-    "profiler.paper": (
-        "profiler.charts", "profiler.tables", "profiler.targets", "profiler.workload", "profiler.simulation",
-        "profiler.allocation",
-    ),
-    "profiler.bench.parts": ("profiler.tables", "profiler.targets", "profiler.workload"),
-    "profiler.bench.llm": ("profiler.bench.parts", "profiler.targets", "profiler.workload"),
-    "profiler.bench.compute": (
-        "profiler.bench.parts", "profiler.tables", "profiler.targets", "profiler.workload", "profiler.replay.host_load",
-    ),
     "profiler.bench": (
-        "profiler.bench.parts", "profiler.bench.llm", "profiler.bench.compute",
-        "profiler.charts", "profiler.tables", "profiler.targets", "profiler.workload", "profiler.simulation",
-        "profiler.replay", "profiler.microbench", "profiler.usage", "profiler.allocation", "profiler.profiling",
-        "profiler.planning", "profiler.paper",
+        "profiler.tables", "profiler.targets", "profiler.workload", "profiler.simulation", "profiler.replay",
     ),
+    "proof.paper": (),
+    "proof.parts": (),
+    "proof.llm": ("proof.parts",),
+    "proof.compute": (),
+    "proof.scheduling": ("proof.paper.figures",),
 }  # fmt: skip
 IMPURE = (
     *RUNTIMES, "numpy", "threading", "multiprocessing", "concurrent", "asyncio", "time", "datetime", "logging",
@@ -187,13 +177,15 @@ def _keeps_to_its_neighbours(room: str) -> Rule:
 
 
 RULES = (
-    Rule("experts is the lowest layer", ("experts",), ("agent", "profiler", "coserve")),
-    Rule("agent knows nothing above it", ("agent",), ("profiler", "coserve")),
-    Rule("profiler is below the command", ("profiler",), ("coserve",)),
+    Rule("experts is the lowest layer", ("experts",), ("agent", "profiler", "proof", "coserve")),
+    Rule("agent knows nothing above it", ("agent",), ("profiler", "proof", "coserve")),
+    Rule("profiler runs where no proof is installed", ("profiler",), ("proof", "coserve")),
+    Rule("proof is below the command", ("proof",), ("coserve",)),
     *(_keeps_to_its_neighbours(room) for room in ROOMS),
     Rule("what is inside a room does not come in by its own door", ("agent.runtime",), ("agent.runtime.measuring",),
          exempt=("agent.runtime.measuring",)),
-    Rule("what is measured serves nobody", ("profiler",), ("agent.service", "agent.demo", "agent.api", "agent.web")),
+    Rule("what is measured serves nobody", ("profiler", "proof"),
+         ("agent.service", "agent.demo", "agent.api", "agent.web")),
     Rule("core decides and never does", ("agent.core",), IMPURE),
     *(Rule("edges are unaware of one another", (edge,), EDGES, allowed=(edge,)) for edge in EDGES),
     Rule("heavy runtimes stay in their fence", ("",), RUNTIMES, exempt=RUNTIME_FENCE),
@@ -201,7 +193,7 @@ RULES = (
     Rule("words are one room's business", ("",), ("tokenizers", "jinja2"),
          exempt=("experts.llm.text", "agent.demo.texts")),
     Rule("nothing is fetched or borrowed to serve", ("",), ("transformers", "huggingface_hub", "openvino"),
-         exempt=("profiler.bench",)),
+         exempt=("proof",)),
     Rule("ultralytics is one detector's business", ("",), ("ultralytics",), exempt=("experts.backends.detector",)),
     Rule("an import can be read", ("",), (UNREADABLE,)),
 )  # fmt: skip
@@ -294,7 +286,7 @@ def _names_set(nodes: Iterable[ast.AST]) -> set[str]:
 
 @functools.cache
 def source_files() -> list[Path]:
-    folders = (ROOT / name for name in ("experts", "agent", "profiler"))
+    folders = (ROOT / name for name in ("experts", "agent", "profiler", "proof"))
     return [ROOT / "coserve.py", *sorted(path for folder in folders for path in folder.rglob("*.py"))]
 
 
@@ -320,7 +312,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 class TestTheSources:
     def test_all_layers_are_read(self):
         assert {module_name(path).partition(".")[0] for path in source_files()} == {
-            "experts", "agent", "profiler", "coserve",
+            "experts", "agent", "profiler", "proof", "coserve",
         }  # fmt: skip
 
     @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.within[0] or 'all'}: {rule.reason}")
@@ -375,7 +367,7 @@ def room_of(name: str) -> str | None:
 
 
 class TestTheRooms:
-    @pytest.mark.parametrize("layer", ["experts", "agent", "profiler"])
+    @pytest.mark.parametrize("layer", ["experts", "agent", "profiler", "proof"])
     def test_each_folder_is_a_room_with_a_rule(self, layer):
         of_backends = {"experts.backends.onnx", "experts.backends.onednn"}  # forms, of the backends' own room
         assert folders_of(layer) - set(ROOMS) <= {layer, f"{layer}.cli"} | of_backends
@@ -423,6 +415,8 @@ class TestTheImportRules:
             ("agent.cli.app", "from profiler import cli"),
             ("agent.cli.app", "import coserve"),
             ("profiler.cli.app", "from coserve import main"),
+            ("profiler.cli.bench", "def f():\n    from proof.cli.commands import mount"),
+            ("proof.cli.commands", "import coserve"),
             ("agent.core.engine", "from agent.runtime.loop import Loop"),
             ("agent.core.engine", "from agent import profile"),
             ("agent.core.engine", "from ..runtime import loop"),

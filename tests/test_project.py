@@ -17,13 +17,14 @@ from experts import errors
 ROOT = Path(__file__).parents[1]
 OPEN_ENDS = re.compile(r"\b(TO[D]O|FIX[M]E|XX[X]|HAC[K])\b")  # the brackets keep this line from finding itself
 TEXT_SUFFIXES = {".py", ".toml", ".yaml", ".yml", ".md", ".sh", ".service", ".css", ".html", ".js", ".proto", ".cfg"}
-FOLDERS = (".ci", "agent", "configs", "experts", "packaging", "profiler", "systemd", "tests")
+FLOORS = ("experts", "agent", "profiler", "proof")
+FOLDERS = (*FLOORS, ".ci", "configs", "packaging", "systemd", "tests")
 
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
 NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
-NAMED_FILE = re.compile(r"`((?:agent|configs|docs|experts|packaging|profiler|tests)/[\w./-]*)`")
+NAMED_FILE = re.compile(r"`((?:agent|configs|docs|experts|packaging|profiler|proof|tests)/[\w./-]*)`")
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 ROOM = re.compile(r"^( *)([\w-]+)/ +\S")  # of the drawing of the house, which steps two columns in for each folder
 
@@ -109,7 +110,9 @@ class TestTheDocuments:
         assert {str(page.relative_to(ROOT)) for page in pages() if page != ROOT / "README.md"} <= links
 
     def test_the_house_is_drawn_as_it_is(self):
-        inits = (path for name in ("experts", "agent", "profiler") for path in (ROOT / name).rglob("__init__.py"))
+        inits = (
+            path for name in ("experts", "agent", "profiler", "proof") for path in (ROOT / name).rglob("__init__.py")
+        )
         there = {str(path.parent.relative_to(ROOT)) for path in inits}
         drawn = drawn_rooms((ROOT / "docs" / "architecture.md").read_text("utf-8"))
         assert {room for room in drawn if not room.startswith(("configs", "docs", "tests"))} == there
@@ -162,7 +165,7 @@ class TestTheErrors:
 
     def test_every_exception_that_leaves_its_module_lives_there(self):
         known = {name for name, found in inspect.getmembers(errors, inspect.isclass) if issubclass(found, Exception)}
-        sources = [path for name in ("experts", "agent", "profiler") for path in (ROOT / name).rglob("*.py")]
+        sources = [path for name in FLOORS for path in (ROOT / name).rglob("*.py")]
         elsewhere = {
             f"{path.relative_to(ROOT)}: {name}"
             for path in sources

@@ -31,7 +31,7 @@ from agent.runtime.transfer import PacedLink
 from experts.backends import backend_for, family
 from experts.errors import OutputInvalid
 from experts.expert import NOTHING_FOUND, BoundingBox, Prediction
-from profiler.bench.parts.plain_models import build
+from profiler.bench.plain_models import build
 from profiler.replay.host_load import CoresInUse, forget_peak_rss, peak_resident_bytes
 from profiler.workload.generated_line import removed_afterwards, require_disk
 

@@ -48,6 +48,16 @@ if "install" in sys.argv:
 """
 
 
+WITHOUT_CHECKOUT = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "ditable" not in repr(finder)]
+sys.path[:] = ["{}", *(path for path in sys.path if path.endswith(("-packages", "lib-dynload")) or "python3" in path)]
+sys.argv = ["coserve", "bench", "--help"]
+import coserve
+coserve.main()
+"""
+
+
 @pytest.fixture(scope="module")
 def bundling():
     """packaging/make_bundle.py, which is a script and no package."""
@@ -277,6 +287,15 @@ class TestTheArchive:
         for wheel in cuda:
             with pytest.raises(SystemExit, match="CUDA=no"):
                 bundling.refuse_cuda([*plain, wheel], has_cuda=False)
+
+    def test_runs_a_line_and_a_trace_and_holds_no_proof(self, bundling, tmp_path):
+        sources = bundling.copied_sources(tmp_path / "sources")
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_CHECKOUT.format(sources)], capture_output=True, text=True, timeout=60,
+            cwd=tmp_path, check=True,
+        )  # fmt: skip
+        assert "bench LINE.yaml --trace T" in done.stdout
+        assert "compute" not in done.stdout
 
     def test_pins_what_was_tested(self, bundling):
         pinned = bundling.constraints()

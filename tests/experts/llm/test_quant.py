@@ -23,7 +23,7 @@ from experts.llm.quant import (
     quantise,
     weight_bytes,
 )
-from profiler.bench.llm.difference import output_difference
+from proof.llm.difference import output_difference
 
 DTYPES = [torch.bfloat16, torch.float32]
 

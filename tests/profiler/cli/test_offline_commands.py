@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from coserve import app
-from profiler.paper import tasks
 from profiler.workload.generated_line import LineRecipe, generate_line
+from proof.paper import tasks
 
 FAILED, CONFIGURATION = 1, 78
 SMALL = ("--architecture", "squeezenet1_1")

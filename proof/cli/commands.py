@@ -1,0 +1,372 @@
+"""Benchmarks of the proof as commands, mounted beside ``coserve bench LINE.yaml`` where this floor is installed.
+
+Heavy runtimes are imported inside the commands that need them, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agent.cli.arguments import AsJson, LineFile
+from agent.cli.endings import explained
+from agent.cli.log import log_to_stderr
+from profiler.cli.arguments import (
+    GivenPrecision,
+    NewPrecision,
+    disk_explained,
+    refuse_unused,
+    scratch_folder,
+)
+from profiler.workload.graph_kinds import GraphKind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Requests = Annotated[int, typer.Option(min=1)]
+Directory = Annotated[
+    Path | None, typer.Option("--dir", help="a folder on the SSD to measure; default: the current folder")
+]
+
+
+def mount(bench_app: typer.Typer) -> None:
+    """Add every command of this floor to ``coserve bench``."""
+    for command in (compute, decisions, dispatch, generate, llm, load, overhead, photographs, report, start, tasks):
+        bench_app.command()(command)
+
+
+def compute(
+    architecture: Annotated[
+        list[str] | None, typer.Option(help="torchvision classifiers or ultralytics YAMLs; default: resnet101")
+    ] = None,
+    size: Annotated[str, typer.Option(help="of an image: HEIGHTxWIDTH")] = "224x224",
+    batches: Annotated[str, typer.Option(help="batch sizes, such as 1,8")] = "1,8",
+    precision: Annotated[
+        list[str] | None, typer.Option(help="forms of ours; auto: all that can be run here; default: auto")
+    ] = None,
+    against: Annotated[
+        list[str] | None, typer.Option(help="peers beside them, such as openvino-bf16; default: all that are installed")
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="rounds of all that take part; medians are told")] = 15,
+    limit: Annotated[
+        float | None, typer.Option(min=0, help="seconds; no round begins after them for an architecture and batch size")
+    ] = None,
+    directory: Directory = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a batch costs in each form, beside torch itself, ONNX Runtime, OpenVINO and the arithmetic's own limit."""
+    from agent.commands.progress import progress_on_stderr
+    from agent.deployment.profile_in_use import set_default_spinning
+
+    set_default_spinning()
+    from profiler.cli.settings import batch_sizes, given_peers, given_precisions, image_size
+    from proof.compute.contestants import PEERS  # loads torch, as those below
+    from proof.compute.measure import LIMIT_S, ComputeOptions, measure_compute_forms
+    from proof.compute.table import report
+
+    log_to_stderr(logging.WARNING)
+    with explained(), disk_explained():
+        options = ComputeOptions(
+            architectures=tuple(architecture or ("resnet101",)),
+            size=image_size(size),
+            batches=batch_sizes(batches),
+            forms=given_precisions(precision or ()),
+            peers=given_peers(against or (), PEERS),
+            rounds=repeat,
+            limit_s=LIMIT_S if limit is None else limit,
+        )
+        with progress_on_stderr() as progress:
+            found = measure_compute_forms(scratch_folder(directory), options, progress)
+    print(json.dumps(found.as_json()) if as_json else report(found))
+
+
+def dispatch(
+    tokens: Annotated[int, typer.Option(min=1)] = 1024,
+    moe_experts: Annotated[int, typer.Option(min=1, help="experts of the layer")] = 128,
+    hidden: Annotated[int, typer.Option(min=1, help="the model's width, and its experts'")] = 256,
+    per_token: Annotated[int, typer.Option(min=1, help="experts that a token goes to")] = 1,
+    repeat: Annotated[int, typer.Option(min=1, help="rounds; medians are told")] = 15,
+    as_json: AsJson = False,
+) -> None:
+    """What the mapping table of a mixture-of-experts layer saves, against sparse einsums."""
+    from proof.parts.dispatch import measure_dispatch, report
+
+    if per_token > moe_experts:
+        raise typer.BadParameter(f"a layer has {moe_experts} experts - give at most that", param_hint="--per-token")
+    with explained():
+        times = measure_dispatch(tokens, moe_experts, hidden, per_token=per_token, repeats=repeat)
+    print(json.dumps(asdict(times)) if as_json else report(times))
+
+
+def generate(
+    folder: Annotated[Path, typer.Argument(help="a new folder: line.yaml, weights, images, trace.jsonl")],
+    experts: Annotated[int, typer.Option(min=1, help="classifiers, one component each")] = 40,
+    architecture: Annotated[str, typer.Option(help="a torchvision classifier")] = "resnet101",
+    detectors: Annotated[int, typer.Option(min=0, help="shared YOLOv5m and YOLOv5l behind every third component")] = 0,
+    requests: Requests = 240,
+    memory_for: Annotated[int, typer.Option(min=1, help="experts that fit into memory")] = 12,
+    seed: Annotated[int, typer.Option(help="of everything random")] = 0,
+    precision: NewPrecision = "fp32",
+    as_json: AsJson = False,
+) -> None:
+    """Write a line of random experts and a trace with heavy-tailed popularity, for `coserve bench LINE.yaml`."""
+    from profiler.cli.settings import new_precision
+    from profiler.workload.generated_line import LineRecipe, generate_line
+
+    with explained(), disk_explained():
+        recipe = LineRecipe(
+            experts,
+            architecture,
+            detectors,
+            requests=requests,
+            memory_for=memory_for,
+            seed=seed,
+            precision=new_precision(precision),
+        )
+        made = generate_line(folder, recipe)
+    if as_json:
+        print(json.dumps(asdict(made), default=str))
+    else:
+        print(f"{made.written_bytes / 1e9:.1f} GB written, memory for {memory_for} experts; measure it with")
+        print(f"coserve bench {made.line} --trace {made.trace} --policy coserve --policy samba")
+
+
+def llm(
+    directory: Directory = None,
+    quick: Annotated[bool, typer.Option("--quick", help="tiny models, one round: only whether it runs")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Language models: scheduling, swapping, sharing, offloading and quantising, with transformers as the peer."""
+    from agent.commands.progress import progress_on_stderr
+    from agent.deployment.profile_in_use import set_default_spinning
+
+    set_default_spinning()
+    from proof.llm.report import measure_llm, report  # loads torch
+
+    log_to_stderr(logging.WARNING)
+    with explained(), disk_explained():
+        with progress_on_stderr() as progress:
+            found = measure_llm(scratch_folder(directory), progress, quick=quick)
+        print(json.dumps(found.as_json()) if as_json else report(found))
+
+
+def report(
+    folder: Annotated[Path, typer.Option("--out", help="where report.md and its charts go")] = Path("bench-report"),
+    directory: Directory = None,
+    full: Annotated[
+        bool,
+        typer.Option(
+            "--full",
+            help="the traces and tasks that the targets are stated for, searches on whole samples; half an hour",
+        ),
+    ] = False,
+    repeat: Annotated[int | None, typer.Option(min=1, help="rounds; default: 1, with --full 3")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Everything below in one run, as a Markdown report with charts; the short form takes under five minutes."""
+    from agent.deployment.profile_in_use import set_default_spinning
+
+    set_default_spinning()
+    from agent.commands.progress import progress_on_stderr
+    from profiler.targets import targets_text
+    from proof.report import REPORT, measure_report, prepare_folder, write_report
+
+    log_to_stderr(logging.WARNING)
+    with explained(), disk_explained():
+        scratch = scratch_folder(directory)
+        prepare_folder(folder)
+        with progress_on_stderr() as progress:
+            found = measure_report(scratch, progress, full=full, repeats=repeat)
+        if as_json:
+            targets = [asdict(target) for target in found.targets]
+            print(json.dumps({"path": str(folder / REPORT), "targets": targets, "seconds": found.seconds}))
+        else:
+            print(targets_text(found.targets))
+        path = write_report(folder, found)
+    if not as_json:
+        print(f"{path} in {found.seconds:.0f} s")
+
+
+def tasks(
+    ctx: typer.Context,
+    device: Annotated[
+        list[str] | None, typer.Option(help="numa, uma (the paper's boxes; default: both) or PROFILE.db")
+    ] = None,
+    short: Annotated[
+        bool, typer.Option("--short", help="A1 and B1 only, searched on half the sample: other figures")
+    ] = False,
+    folder: Annotated[Path | None, typer.Option("--out", help="also write figures 13 to 18 there")] = None,
+    experts: Annotated[int | None, typer.Option(min=2, help="on the real engine instead: so many experts")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="with --experts: so many requests")] = 240,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="with --experts: a folder on the SSD; default: the current folder")
+    ] = None,
+    precision: NewPrecision = "fp32",
+    as_json: AsJson = False,
+) -> None:
+    """The paper's tasks A1 A2 B1 B2, simulated on its boxes; or scaled down on the real engine of this one."""
+    from agent.deployment.profile_in_use import set_default_spinning
+
+    set_default_spinning()
+    from agent.commands.progress import progress_on_stderr
+    from profiler.cli.settings import new_precision
+    from proof.paper.evaluation import FULL_FORM, SHORT_FORM, evaluate, evaluation_json, evaluation_table
+    from proof.paper.figures import write_figures
+    from proof.paper.measured_device import device_notes
+    from proof.paper.scaled import measure_scaled, scaled_json, scaled_recipe, scaled_table
+    from proof.paper.task_devices import DEVICE_FILES, task_devices
+    from proof.report import prepare_folder
+
+    log_to_stderr(logging.WARNING)
+    if experts is not None and (device or short or folder is not None):
+        raise typer.BadParameter(
+            "the real engine has no --device, --short or --out - leave them", param_hint="--experts"
+        )
+    if experts is None:
+        unused = ("requests", "directory", "precision")
+        refuse_unused(ctx, unused, "a simulation has none of these - leave it, or give --experts")
+    with explained(), disk_explained():
+        if experts is not None:
+            recipe = replace(scaled_recipe(experts, requests), precision=new_precision(precision))
+            with progress_on_stderr() as progress:
+                measured = measure_scaled(scratch_folder(directory), recipe, progress)
+            print(json.dumps(scaled_json(measured)) if as_json else scaled_table(measured))
+            return
+        devices = task_devices(device or tuple(DEVICE_FILES))
+        if folder is not None:
+            prepare_folder(folder)
+        with progress_on_stderr() as progress:
+            evaluation = evaluate(devices, progress, *(SHORT_FORM if short else FULL_FORM))
+        others = dict.fromkeys(row.device for row in evaluation.rows if row.device not in DEVICE_FILES)
+        for note in device_notes(others):
+            sys.stderr.write(f"note: {note}\n")
+        print(json.dumps(evaluation_json(evaluation)) if as_json else evaluation_table(evaluation))
+        if folder is not None:
+            (folder / "tasks.md").write_text(write_figures(evaluation, folder), encoding="utf-8")
+
+
+def overhead(
+    line: LineFile,
+    trace: Annotated[Path, typer.Option(help="JSON lines, one arrival each")],
+    repeat: Annotated[int, typer.Option(min=1, help="pairs of a run and its playback")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """What scheduling costs: a trace on the real engine, and played back with everything decided beforehand."""
+    from agent.commands.progress import progress_on_stderr
+    from agent.config import read_line
+    from agent.deployment.profile_in_use import set_spinning
+
+    log_to_stderr(logging.WARNING)
+    with explained(), disk_explained():
+        config = read_line(line)
+        set_spinning(config)
+        from profiler.bench.policy_runs import RunOptions  # loads torch, as do those below
+        from profiler.workload.traces import read_trace
+        from proof.scheduling.cost import measure_scheduling, report
+
+        arrivals = read_trace(trace, config.catalog)
+        with progress_on_stderr() as progress:
+            cost = measure_scheduling(config, arrivals, RunOptions(repeats=repeat), progress)
+    print(json.dumps(asdict(cost)) if as_json else report(cost))
+
+
+def start(
+    directory: Directory = None, starts: Annotated[int, typer.Option(min=1)] = 3, as_json: AsJson = False
+) -> None:
+    """How soon an agent without experts to speak of is ready, and what it holds then."""
+    from proof.parts.starting import measure_start, report
+
+    with explained(), disk_explained():
+        times = measure_start(scratch_folder(directory), starts)
+    print(json.dumps(asdict(times)) if as_json else report(times))
+
+
+def photographs(
+    directory: Directory = None,
+    architecture: Annotated[str, typer.Option(help="of the experts: a torchvision classifier")] = "resnet50",
+    precision: NewPrecision = "fp32",
+    megapixels: Annotated[float, typer.Option(min=0.1, max=64, help="of each photograph")] = 12.0,
+    images: Annotated[int, typer.Option(min=1, help="that are asked about")] = 48,
+    repeat: Annotated[int, typer.Option(min=1, help="rounds of all ways; medians are told")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """How long executors wait for large JPEGs: prepared with their batch, ahead of it, and made smaller meanwhile."""
+    from profiler.cli.settings import precision_without_profile
+    from proof.parts.photographs import PhotographsRecipe, measure_photographs, report
+
+    with explained(), disk_explained():
+        form = precision_without_profile(precision)
+        recipe = PhotographsRecipe(architecture, form, megapixels, images, repeats=repeat)
+        measured = measure_photographs(scratch_folder(directory), recipe)
+    print(json.dumps(asdict(measured)) if as_json else report(measured))
+
+
+def decisions(as_json: AsJson = False) -> None:
+    """How long a decision takes against the number of queued requests."""
+    from proof.parts.decisions import measure_growth, report
+
+    measured = measure_growth()
+    print(json.dumps({"rows": [asdict(times) for times in measured]}) if as_json else report(measured))
+
+
+def load(
+    ctx: typer.Context,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", help="a folder on the SSD to measure; default: the current one, or the line file's"),
+    ] = None,
+    architecture: Annotated[str, typer.Option(help="a torchvision classifier or an ultralytics YAML")] = "resnet101",
+    onnx: Annotated[GraphKind | None, typer.Option(help="instead: ONNX graphs, a YOLO11m's or a PatchCore's")] = None,
+    line: Annotated[Path | None, typer.Option(help="instead: experts of a line, as it would serve them")] = None,
+    expert: Annotated[list[str] | None, typer.Option(help="of the line, one or several; default: all")] = None,
+    files: Annotated[int, typer.Option(min=1, help="experts written for it, removed afterwards")] = 8,
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    precision: GivenPrecision = None,
+    as_json: AsJson = False,
+) -> None:
+    """SSD to runnable, beside a raw direct read of the same packed bytes."""
+    if line is not None:
+        refuse_unused(ctx, ("architecture", "onnx", "files"), "the experts are the line's - leave it, or leave --line")
+        _load_of_line(line, expert or (), directory, repeats, precision, as_json=as_json)
+        return
+    refuse_unused(ctx, ("expert",), "experts of which line? - give --line LINE.yaml, too")
+    if onnx is not None:
+        unused = ("architecture", "precision")
+        refuse_unused(ctx, unused, "an ONNX graph has its own architecture, and is fp32 - leave it, or leave --onnx")
+    from profiler.cli.settings import precision_without_profile
+    from proof.parts.loading import measure_graph_loading, measure_loading, report
+
+    with explained(), disk_explained():
+        form = precision_without_profile(precision)
+        folder = scratch_folder(directory)
+        measured = (
+            measure_loading(folder, architecture, files, repeats, form)
+            if onnx is None
+            else measure_graph_loading(folder, onnx, files, repeats)
+        )
+    print(json.dumps(asdict(measured)) if as_json else report(measured))
+
+
+def _load_of_line(
+    line: Path, experts: Sequence[str], directory: Path | None, repeats: int, precision: str | None, *, as_json: bool
+) -> None:
+    from agent.config import read_line
+    from agent.deployment.profile_in_use import set_spinning
+    from profiler.cli.settings import given_precision
+
+    with explained(), disk_explained():
+        config = read_line(line).having(precision=given_precision(precision))
+        set_spinning(config)
+        from proof.parts.loading import measure_line_loading, report  # loads torch
+
+        measured = measure_line_loading(scratch_folder(directory or line.parent), config, experts, repeats)
+    if as_json:
+        print(json.dumps({"rows": [asdict(times) for times in measured]}))
+    else:
+        print("\n\n".join(report(times) for times in measured))

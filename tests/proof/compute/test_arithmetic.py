@@ -1,0 +1,80 @@
+"""The arithmetic's own limit: operations as they are published, and a multiplication that is what it says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchvision import models
+
+from experts.backends.classifier import build_trainable
+from experts.backends.detector import build_trainable as build_detector
+from experts.backends.onednn.operators import why_absent
+from proof.compute import arithmetic
+from proof.compute.arithmetic import Multiplication, Multiplications, multiplying, operations_per_image
+
+SMALL_SHAPES = ((16, 16, 16), (32, 8, 16))
+
+
+@pytest.fixture
+def few_shapes(monkeypatch):
+    monkeypatch.setattr(arithmetic, "SHAPES", SMALL_SHAPES)
+
+
+@pytest.mark.parametrize("architecture", ["resnet18", "mobilenet_v3_small", "swin_t", "vit_b_32"])
+def test_operations_are_twice_the_multiply_accumulates_that_torchvision_publishes(architecture):
+    published = models.get_model_weights(architecture).DEFAULT.meta["_ops"]  # in 10^9
+    module = build_trainable(architecture, 1000).eval()
+    assert operations_per_image(module, (224, 224)) / 2e9 == pytest.approx(published, rel=0.01)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_operations_grow_with_the_image():
+    module = build_detector("yolov5n", 2).eval()
+    module.model[-1].training = True
+    small, large = (operations_per_image(module, (px, px)) for px in (64, 128))
+    assert large == pytest.approx(4 * small, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_multiplication_is_one_of_the_shapes_in_its_numbers(few_shapes, dtype):
+    found = Multiplication(dtype)
+    rows, inner, columns = found.shape
+    assert found.shape in SMALL_SHAPES
+    assert found.operations == 2 * rows * inner * columns
+    assert found.run().shape == (rows, columns)
+    assert found.rate > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+def test_every_way_multiplies_and_oneDNNs_is_one_where_it_is_here(dtype):
+    """Small whole numbers: every dtype holds them and their products, levels of eight bits, too."""
+    draw = torch.Generator().manual_seed(1)
+    one, other = (torch.randint(0, 3, sides, generator=draw).to(dtype) for sides in ((16, 32), (32, 8)))
+    answers = [run().float() for run in multiplying(one, other)]
+    has_packed = dtype is not torch.float16 and why_absent(dtype) is None
+    assert len(answers) == 1 + has_packed
+    for answer in answers:
+        assert torch.equal(answer, one.float() @ other.float())
+
+
+def test_the_fastest_way_of_the_fastest_shape_is_taken(few_shapes, monkeypatch):
+    """Of each shape the second way takes half as long; operations by second are most in the first shape."""
+    ran = []
+    ways = {"slow": 2e-3, "fast": 1e-3}
+    monkeypatch.setattr(arithmetic, "multiplying", lambda one, _: [(name, len(one)) for name in ways])
+    monkeypatch.setattr(arithmetic, "one_run", lambda run: ran.append(run) or ways[run[0]] * (run[1] // 16) ** 3)
+    found = Multiplication(torch.float32)
+    assert (found.run, found.shape) == (("fast", 16), SMALL_SHAPES[0])
+    assert found.rate == pytest.approx(found.operations / 1e-3)
+    assert set(ran) == {(name, rows) for name in ways for rows in (16, 32)}
+
+
+def test_numbers_that_are_converted_are_held_against_the_faster_ones(few_shapes):
+    multiplications = Multiplications()
+    own, fp32 = multiplications.of(torch.float16), multiplications.of(torch.float32)
+    multiplications._found[torch.float16].rate = fp32.rate / 2
+    assert multiplications.of(torch.float16) is fp32
+    multiplications._found[torch.float16].rate = fp32.rate * 2
+    assert multiplications.of(torch.float16).dtype == torch.float16
+    assert own in multiplications._found.values()
+    assert multiplications.of(torch.float32) is fp32

@@ -1,0 +1,334 @@
+"""The compute table on a tiny classifier and a tiny detector: who takes part, who says the same, what is told."""
+
+from __future__ import annotations
+
+import functools
+import json
+from contextlib import closing
+from dataclasses import replace
+from importlib.util import find_spec
+
+import onnx
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from agent.runtime.machine.box import Box, MemorySize
+from experts.backends import backend_for
+from experts.errors import BackendUnavailable, ConfigError, OutputInvalid, WeightsMismatch
+from experts.expert import Precision
+from experts.packed.weights import SegmentStore
+from profiler.cli.app import offline_app
+from profiler.workload.generated_line import write_experts
+from proof.compute import arithmetic, contestants, measure
+from proof.compute.contestants import (
+    EAGER,
+    INT8_SESSION,
+    NO_OPENVINO,
+    OPENVINO,
+    SESSION,
+    eager,
+    int8_session,
+    openvino,
+    our_form,
+    plain_model,
+    prepared_images,
+    session,
+)
+from proof.compute.measure import ComputeOptions, executor_threads, measure_compute_forms
+from proof.compute.quantising import quantised
+from proof.compute.spending import Spending
+from proof.compute.table import ComputeRow, ComputeTable, report
+
+CONFIGURATION = 78
+FP32, BF16 = Precision.FP32, Precision.BF16
+REFUSED = BF16
+TINY = ComputeOptions(("squeezenet1_1",), (64, 64), (2, 1), (FP32, BF16), rounds=2, tells_spending=False)
+OPENVINO_BF16 = "openvino-bf16"
+PEERS = {EAGER, SESSION, INT8_SESSION, *(OPENVINO if find_spec("openvino") else ())}
+
+
+@pytest.fixture(autouse=True)
+def small_multiplications(monkeypatch):
+    monkeypatch.setattr(arithmetic, "SHAPES", ((16, 16, 16),))
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory):
+    """By architecture: what takes longest to make; experts of a seed have the same weights."""
+
+    @functools.cache
+    def made(architecture):
+        (expert,) = write_experts(tmp_path_factory.mktemp(architecture), architecture, 1, size=TINY.size)
+        return plain_model(expert)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(model_of):
+    return model_of("squeezenet1_1")
+
+
+@pytest.fixture
+def measured(model, tmp_path, monkeypatch):
+    """Measures tiny experts in an empty folder; nobody is left out for being slow, whatever the machine does."""
+    monkeypatch.setattr(measure, "HOPELESS", 1e9)
+    monkeypatch.setattr(measure, "plain_model", lambda expert: replace(model, expert=expert))
+    return lambda **more: measure_compute_forms(tmp_path, replace(TINY, **more), lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def table(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compute")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arithmetic, "SHAPES", ((16, 16, 16),))
+        patch.setattr(measure, "HOPELESS", 1e9)
+        patch.setattr(measure, "plain_model", lambda expert: replace(model, expert=expert))
+        found = measure_compute_forms(folder, TINY, lambda *_: None)
+    assert list(folder.iterdir()) == []
+    return found
+
+
+@pytest.mark.parametrize("architecture", ["squeezenet1_1", "yolov5n"])
+def test_all_who_take_part_say_the_same_of_the_same_images(architecture, model_of, tmp_path):
+    model = model_of(architecture)
+    expert, images = model.expert, prepared_images(model.expert, 2)
+    with closing(SegmentStore(tmp_path / "packed")) as store, our_form(expert, FP32, store, images) as ours:
+        listed = [eager(model, images), ours, session(model, images, 1)]
+        if find_spec("openvino"):
+            listed.append(openvino(model, images, 1, "openvino-fp32"))
+        answers = [each.run() for each in listed]
+    for answer in answers[1:]:
+        assert [each.label for each in answer] == [each.label for each in answers[0]]
+        assert [each.score for each in answer] == pytest.approx([each.score for each in answers[0]], abs=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ["squeezenet1_1", "yolov5n"])
+def test_the_peer_in_eight_bits_is_quantised_and_says_nearly_the_same(architecture, model_of, tmp_path):
+    model = model_of(architecture)
+    images = prepared_images(model.expert, 2)
+    graph = quantised(model, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    weights = {each.data_type for each in onnx.load_from_string(graph).graph.initializer if len(each.dims) == 4}
+    assert weights == {onnx.TensorProto.INT8}
+    exact, near = (each.run() for each in (session(model, images, 1), int8_session(model, graph, images, 1)))
+    assert [each.score for each in near] == pytest.approx([each.score for each in exact], abs=0.05)
+
+
+def test_what_cannot_be_quantised_is_a_clear_error(model, tmp_path):
+    graph = onnx.load_from_string(model.graph)
+    graph.graph.node[0].op_type = "NoSuchOperator"
+    with pytest.raises(BackendUnavailable, match="onnxruntime in eight bits: its tools do not quantise this"):
+        quantised(replace(model, graph=graph.SerializeToString()), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_peer_that_cannot_be_quantised_has_a_note_and_no_row(measured, monkeypatch):
+    def fail(*_):
+        raise BackendUnavailable("onnxruntime in eight bits", "no")
+
+    monkeypatch.setattr(measure, "quantised", fail)
+    found = measured(batches=(1,), forms=(FP32,))
+    assert {row.form for row in found.rows} >= {EAGER, SESSION}
+    assert INT8_SESSION not in {row.form for row in found.rows}
+    assert f"squeezenet1_1 in {INT8_SESSION} is not measured: onnxruntime in eight bits: no" in found.notes
+
+
+def test_there_is_a_row_for_each_batch_and_whoever_takes_part(table):
+    ours, floors = {"fp32", "bf16"}, {"floor-fp32"}
+    without = {OPENVINO_BF16} if any(OPENVINO_BF16 in note for note in table.notes) else set()  # with AVX2 alone
+    for batch in (1, 2):
+        rows = [row for row in table.rows if row.batch == batch]
+        forms = {row.form for row in rows}
+        assert forms - {"floor-bf16", "floor-int8"} == ours | floors | (PEERS - without)
+        assert {row.form for row in rows if row.is_ours} == ours
+        assert {row.size for row in rows} == {"64x64"}
+        assert {row.rounds for row in rows} == {TINY.rounds}
+    assert [row.batch for row in table.rows] == sorted(row.batch for row in table.rows)
+
+
+def test_ratios_are_those_of_the_rows(table):
+    for row in table.rows:
+        plain = table.row(row.architecture, row.batch, EAGER)
+        assert row.times_fp32_eager == pytest.approx(plain.ms_per_image / row.ms_per_image)
+        assert 0 < row.least_ms_per_image <= row.ms_per_image
+        if row.form.startswith("floor"):
+            assert row.of_floor == 1.0
+        elif row.numbers == "fp32":
+            floor = table.row(row.architecture, row.batch, "floor-fp32")
+            assert row.of_floor == pytest.approx(floor.ms_per_image / row.ms_per_image)
+    assert table.row("squeezenet1_1", 1, EAGER).times_fp32_eager == 1.0
+
+
+def test_one_of_ours_is_the_fastest_of_each_batch(table):
+    for batch in (1, 2):
+        (fastest,) = (row for row in table.rows if row.is_fastest_of_ours and row.batch == batch)
+        assert fastest.ms_per_image == min(row.ms_per_image for row in table.rows if row.is_ours and row.batch == batch)
+
+
+def test_what_is_not_installed_is_told(table):
+    assert (NO_OPENVINO in table.notes) == (find_spec("openvino") is None)
+
+
+def test_the_table_is_written_for_people_and_for_scripts(table):
+    told = replace(
+        table,
+        others_fraction=0.5,
+        notes=("a note",),
+        spending=(Spending("squeezenet1_1", 1, "bf16", 2.0, {"convolutions": 0.7, "other": 0.299, "copies": 0.001}),),
+    )
+    text = report(told)
+    assert "spent    squeezenet1_1, batch 1, bf16: convolutions 70%, other 30%" in text
+    for part in ("machine  ", "torch ", "GFLOP an image", "fastest of ours", "note     a note", "SHARED   other"):
+        assert part in text
+    found = json.loads(json.dumps(told.as_json()))
+    assert {"architecture", "batch", "form", "ms_per_image", "times_fp32_eager"} <= found["rows"][0].keys()
+    assert found["operations"]["squeezenet1_1"] > 0
+
+
+def test_targets_are_told_of_each_batch_as_far_as_it_was_measured():
+    def row(form, ms, batch=1, numbers="fp32", is_ours=True):
+        return ComputeRow("resnet18", "224x224", batch, form, numbers, is_ours, 3, ms, ms, 1.0, 1.0)
+
+    peers = (row("openvino-bf16", 1.8, 1, "bf16", False), row("openvino-fp32", 9.0, 8, "fp32", False))
+    floor = row("floor-bf16", 0.5, 1, "bf16", False)
+    ours = (row("fp32", 6.0), row("onnxruntime", 4.0), row("bf16", 3.2, 1, "bf16"), row("onednn-bf16", 2.0, 1, "bf16"))
+    larger = (row("fp32", 12.0, 8), row("onednn-fp32", 10.0, 8))
+    eight = (row("onednn-int8", 1.0, 1, "int8"), row(INT8_SESSION, 1.2, 1, "int8", False))
+    alone = (row("onednn-int8", 0.5, 8, "int8"),)
+    table = ComputeTable("x86", 2, 0.0, {}, (*ours, *peers, floor, *larger, *eight, *alone), (), ())
+    assert [(each.what, each.wanted, each.found, each.reached) for each in table.targets] == [
+        ("resnet18, batch 1: the fastest form over the earlier ones", "at least 1.5", "1.6", True),
+        ("resnet18, batch 1: in fp32 over the earlier ones", "at least 1.1", "1", False),
+        ("resnet18, batch 1: in bf16 over OpenVINO", "at least 0.9", "0.9", True),
+        ("resnet18, batch 1: in int8 over ONNX Runtime", "at least 1", "1.2", True),
+        ("resnet18, batch 8: in fp32 over the earlier ones", "at least 1.1", "1.2", True),
+        ("resnet18, batch 8: in fp32 over OpenVINO", "at least 0.9", "0.9", True),
+    ]
+    assert "target   resnet18, batch 1: in fp32 over the earlier ones at least 1.1: 1, SHORT of its target" in report(
+        table
+    )
+
+
+def test_a_form_that_cannot_be_run_has_a_note_and_no_row(measured, monkeypatch):
+    backend = type(backend_for("squeezenet1_1"))
+    monkeypatch.setattr(backend, "precisions", frozenset({FP32, REFUSED}))
+    monkeypatch.setattr(backend, "pack", refusing(backend.pack))
+    found = measured(batches=(1,), forms=())
+    assert {row.form for row in found.rows if row.is_ours} == {"fp32"}
+    assert "squeezenet1_1 in bf16 is not measured: expert one/000: no such form" in found.notes
+
+
+def refusing(pack):
+    def packed(backend, expert, precision):
+        if precision is REFUSED:
+            raise WeightsMismatch(expert.id, "no such form")
+        return pack(backend, expert, precision)
+
+    return packed
+
+
+@pytest.mark.skipif(find_spec("openvino") is None, reason="openvino is not installed")
+def test_a_peer_that_does_not_compile_the_graph_has_a_note_and_no_row(measured, monkeypatch):
+    monkeypatch.setitem(contestants.OPENVINO, "openvino-fp32", ("no such numbers", torch.float32))
+    found = measured(batches=(1,), forms=(FP32,))
+    assert {row.form for row in found.rows} >= {EAGER, SESSION}
+    assert "openvino-fp32" not in {row.form for row in found.rows}
+    assert any(
+        note.startswith("squeezenet1_1 in openvino-fp32 is not measured: openvino-fp32: ") for note in found.notes
+    )
+
+
+def test_one_that_is_far_slower_than_torch_is_only_tried_and_not_in_larger_batches(measured, monkeypatch):
+    monkeypatch.setattr(measure, "HOPELESS", 6.0)
+    slow_s = {"bf16": 7.0}
+    monkeypatch.setattr(measure._ComputeBench, "_tried_s", lambda self, each: slow_s.get(each.form, 1.0))
+    found = measured()
+    assert [(row.batch, row.rounds, row.ms_per_image) for row in found.rows if row.form == "bf16"] == [(1, 1, 7000.0)]
+    assert [row.batch for row in found.rows if row.form == "fp32"] == [1, 2]
+    assert any(note.startswith("squeezenet1_1 in bf16 took more than 6 times what fp32-eager") for note in found.notes)
+
+
+def test_one_that_fails_has_a_note_and_no_row(measured, monkeypatch):
+    def fail(*_):
+        raise OutputInvalid("one/000", "not a number")
+
+    real = measure.session
+    monkeypatch.setattr(measure, "session", lambda *given: replace(real(*given), run=fail))
+    found = measured(batches=(1,), forms=(FP32,))
+    assert SESSION not in {row.form for row in found.rows}
+    assert any(note.startswith(f"{SESSION} is not measured: ") for note in found.notes)
+
+
+def test_where_torch_itself_fails_there_is_nothing_to_compare(measured, monkeypatch):
+    def fail(*_):
+        raise OutputInvalid("one/000", "not a number")
+
+    real = measure.eager
+    monkeypatch.setattr(measure, "eager", lambda *given: replace(real(*given), run=fail))
+    with pytest.raises(OutputInvalid, match="not a number"):
+        measured()
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (6, 6), (8, 4), (16, 4), (18, 4)])
+def test_threads_are_an_executors(cores, threads):
+    box = Box("cpu", "test", ("cpu",), cores, MemorySize(2**30, 2**30), None, ())
+    assert executor_threads(box) == threads
+
+
+def test_a_form_that_the_backend_does_not_have_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"squeezenet1_1 does not run in int8 here - choose of .*fp32"):
+        measure_compute_forms(tmp_path, replace(TINY, forms=(Precision.INT8,)), lambda *_: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_is_not_asked_for_takes_no_part_and_rounds_left_out_are_told(measured):
+    found = measured(batches=(1,), peers=(SESSION,), rounds=5, limit_s=0.0)
+    assert {row.form for row in found.rows if not row.form.startswith("floor-")} == {EAGER, SESSION, FP32, BF16}
+    assert {row.rounds for row in found.rows} == {3}
+    assert found.notes == ("squeezenet1_1 in batches of 1: 3 rounds of 5, as these took 0 s or more (--limit)",)
+
+
+def test_threads_are_as_before_afterwards(table):
+    assert table.threads >= 1
+    before = torch.get_num_threads()
+    with pytest.raises(ConfigError):
+        measure_compute_forms(None, replace(TINY, architectures=("resnet1O",)), lambda *_: None)
+    assert torch.get_num_threads() == before
+
+
+@pytest.fixture
+def compute(tmp_path, monkeypatch):
+    """Runs the command in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *words: CliRunner().invoke(offline_app, ["bench", "compute", *map(str, words)])
+
+
+def test_it_is_typed_as_a_command(compute, table, monkeypatch):
+    asked = []
+    monkeypatch.setattr(measure, "measure_compute_forms", lambda *given: asked.append(given[1]) or table)
+    words = ("--architecture", "resnet18", "--architecture", "yolov5n", "--size", "64x32", "--batches", "1,4")
+    more = ("--against", "openvino-bf16", "--limit", "7")
+    done = compute(*words, "--precision", "fp32,bf16", "--repeat", "3", *more, "--json")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads(json.dumps(table.as_json()))
+    assert compute("--precision", "auto").stdout == report(table) + "\n"
+    wanted = ComputeOptions(("resnet18", "yolov5n"), (64, 32), (1, 4), (FP32, BF16), 3, 7.0, ("openvino-bf16",))
+    assert asked == [wanted, ComputeOptions(forms=())]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--size", "224"), "--size: '224' is not HEIGHTxWIDTH - write it as in 224x224"),
+        (("--batches", "1,x"), "--batches: '1,x' are not numbers of images from 1"),
+        (("--batches", "0"), "--batches: '0' are not numbers of images from 1"),
+        (("--against", "openvino"), "--against: no peer 'openvino' - did you mean"),
+        (("--precision", "bf61"), "--precision: no precision 'bf61' - did you mean 'bf16'?"),
+    ],
+)
+def test_what_is_mistyped_is_refused(compute, words, said):
+    done = compute(*words)
+    assert done.exit_code == CONFIGURATION
+    assert said in done.stderr

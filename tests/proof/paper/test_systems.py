@@ -1,0 +1,138 @@
+"""Every system of the evaluation on a small board: how it is set up, and that it judges every request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent.core.performance import SSD
+from agent.core.policy import PRESETS
+from experts.errors import ConfigError
+from proof.paper.devices import read_device
+from proof.paper.systems import (
+    Loading,
+    System,
+    device_profile,
+    executor_specs,
+    held_by_usage,
+    most_experts,
+    pool_specs,
+    simulate,
+)
+from proof.paper.tasks import PaperBoard, task_of
+
+FOLDER = Path(__file__).parents[3] / "configs" / "devices"
+NUMA, UMA = read_device(FOLDER / "numa-rtx3080ti.yaml"), read_device(FOLDER / "uma-apple-m2.yaml")
+TASK = task_of(PaperBoard("T", 150, seed=5), 150, "T")
+SMALL = System("paper", "paper", {"gpu": 2, "cpu": 1})
+GIB = 2**30
+
+
+def pools(system, device):
+    return {pool.name: pool for pool in pool_specs(system, device, TASK, executor_specs(system, device))}
+
+
+@pytest.mark.parametrize("device", [NUMA, UMA], ids=["numa", "uma"])
+@pytest.mark.parametrize("policy", sorted(PRESETS))
+def test_every_policy_runs_on_every_device(policy, device):
+    row = simulate(replace(SMALL, name=policy, policy=policy), device, TASK)
+    assert (row.task, row.device, row.policy) == ("T", device.device, policy)
+    assert row.images_per_s == pytest.approx(150 / row.seconds)
+    assert row.seconds >= TASK.trace[-1].at_s
+    assert 0 <= row.switches <= row.loads
+    assert row.batches > 0
+
+
+@pytest.mark.parametrize("device", [NUMA, UMA], ids=["numa", "uma"])
+@pytest.mark.parametrize("loading", list(Loading))
+def test_no_system_beats_its_floor(loading, device):
+    for policy in ("samba", "coserve"):
+        row = simulate(replace(SMALL, policy=policy, loading=loading), device, TASK, with_roofline=True)
+        assert 0.0 < row.images_per_s <= row.roofline_images_per_s
+        assert row.roofline_fraction == pytest.approx(row.images_per_s / row.roofline_images_per_s)
+
+
+def test_more_executors_raise_the_floor_and_no_floor_is_told_unasked():
+    alone, many = (
+        simulate(replace(SMALL, executors=counts), NUMA, TASK, with_roofline=True)
+        for counts in ({"gpu": 1, "cpu": 0}, {"gpu": 2, "cpu": 2})
+    )
+    assert alone.roofline_images_per_s < many.roofline_images_per_s
+    assert simulate(SMALL, NUMA, TASK).roofline_fraction is None
+
+
+def test_the_same_system_gives_the_same_row():
+    assert simulate(SMALL, NUMA, TASK) == simulate(SMALL, NUMA, TASK)
+
+
+def test_memory_that_nothing_was_searched_for_is_split_75_to_25():
+    """12 GiB less a quarter of a GiB for the system, less half a GiB for each of two GPU executors."""
+    room = 12 * GIB - GIB // 4 - 2 * GIB // 2
+    device = pools(SMALL, NUMA)["device"]
+    assert device.expert_bytes == int(room * 0.75)
+    assert device.workspace_bytes == room - device.expert_bytes
+    assert device.cache == "host"
+
+
+def test_the_cpu_gets_its_largest_batch_and_experts_the_rest_of_the_host():
+    """16 GiB less 4 for the system and half a GiB for the executor; five images of 89 MB."""
+    host = pools(SMALL, NUMA)["host"]
+    assert host.workspace_bytes == 5 * 89_000_000
+    assert host.expert_bytes == 16 * GIB - 4 * GIB - GIB // 2 - host.workspace_bytes
+
+
+def test_unified_memory_may_give_the_batches_what_they_can_use_at_most():
+    only = pools(replace(SMALL, expert_fraction=None), UMA)
+    assert only["host"].workspace_bytes == (2 * 6 + 5) * 89_000_000
+    assert list(only) == ["host"]
+
+
+def test_room_for_so_many_of_the_most_used_experts():
+    held = held_by_usage(NUMA, TASK)
+    assert pools(replace(SMALL, experts=30), NUMA)["device"].expert_bytes == held[29]
+    assert simulate(replace(SMALL, experts=30), NUMA, TASK).experts == 30
+
+
+def test_the_most_experts_just_fit():
+    most = most_experts(SMALL, NUMA, TASK)
+    assert pools(replace(SMALL, experts=most), NUMA)["device"].workspace_bytes >= 2 * 267_000_000
+    with pytest.raises(ConfigError, match="take fewer of either"):
+        pools(replace(SMALL, experts=most + 1), NUMA)
+
+
+def test_samba_coe_has_one_executor_and_the_parallel_form_all_of_them():
+    assert len(executor_specs(replace(SMALL, policy="samba"), NUMA)) == 1
+    assert simulate(replace(SMALL, policy="samba"), NUMA, TASK).executors == {"gpu": 1}
+    parallel = executor_specs(replace(SMALL, policy="samba-parallel"), NUMA)
+    assert [(spec.processor, spec.pool) for spec in parallel] == [("gpu", "device"), ("gpu", "device"), ("cpu", "host")]
+
+
+def expert_of(architecture):
+    return next(expert for expert, kind in TASK.architectures.items() if kind == architecture)
+
+
+def test_a_framework_loads_into_a_gpu_over_the_host():
+    """0.9 s from the SSD in all, 0.06 s of them from the host's memory; the CPU's form is there after the first leg."""
+    columns = device_profile(NUMA, TASK, Loading.FRAMEWORK).experts
+    expert = expert_of("resnet101")
+    assert columns["gpu"][expert].load_s == pytest.approx({SSD: 0.9, "host": 0.06})
+    assert columns["cpu"][expert].load_s == pytest.approx({SSD: 0.84})
+    assert columns["gpu"][expert].copy == columns["cpu"][expert].copy
+
+
+def test_packed_weights_take_what_the_links_take():
+    numa = device_profile(NUMA, TASK, Loading.PACKED).experts["gpu"][expert_of("resnet101")]
+    assert numa.load_s == pytest.approx({SSD: 178 / 530, "host": 0.178 / 12})
+    uma = device_profile(UMA, TASK, Loading.PACKED).experts
+    expert = expert_of("yolov5m")
+    assert uma["gpu"][expert].load_s == pytest.approx({SSD: 84.8 / 3000})
+    assert uma["gpu"][expert].copy == uma["cpu"][expert].copy
+
+
+def test_a_framework_keeps_the_forms_of_one_expert_apart_even_in_unified_memory():
+    columns = device_profile(UMA, TASK, Loading.FRAMEWORK).experts
+    expert = expert_of("yolov5l")
+    assert columns["gpu"][expert].copy != columns["cpu"][expert].copy
+    assert columns["gpu"][expert].load_s == pytest.approx({SSD: 0.94})

@@ -1,0 +1,193 @@
+"""The measurement of loading: it runs, cleans up behind itself, and says so when the target is missed."""
+
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent.config import read_line
+from experts.backends.classifier import write_random_weights
+from experts.backends.onnx import made_up
+from experts.errors import ConfigError, WeightsMismatch
+from profiler.workload.graph_kinds import GraphKind
+from proof.parts.loading import (
+    LoadingTimes,
+    measure_graph_loading,
+    measure_line_loading,
+    measure_loading,
+    report,
+)
+
+ROOT = Path(__file__).parents[4]
+TIMES = LoadingTimes("resnet101", 8, 3, 178_700_000, raw_s=0.05, load_s=0.055, first_load_s=0.15, bind_s=0.004)
+
+
+def test_it_measures_real_files_and_removes_them(tmp_path):
+    times = measure_loading(tmp_path, "squeezenet1_1", files=2, repeats=1)
+    assert times.file_bytes > 2_000_000
+    assert min(times.raw_s, times.load_s, times.first_load_s, times.bind_s) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_detector_is_loaded_like_a_classifier(tmp_path):
+    times = measure_loading(tmp_path, "yolov5n", files=1, repeats=1)
+    assert times.file_bytes > 2_000_000
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("architecture", "said"),
+    [
+        ("resnet1O1", "resnet1O1: torchvision has no classifier 'resnet1O1'"),
+        ("onnx", "classifiers and YOLO detectors only"),
+    ],
+)
+def test_an_architecture_that_is_none_is_refused(tmp_path, architecture, said):
+    with pytest.raises(ConfigError, match=said):
+        measure_loading(tmp_path, architecture, files=1, repeats=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+LINE = """
+line: mixed
+state: ./state
+precision: bf16
+experts:
+  det/a: &detector
+    architecture: onnx
+    weights: a.onnx
+    labels: [aligned, turned]
+    input: {size: [64, 64], normalize: unit}
+  det/b: {<<: *detector, weights: b.onnx}
+  look/a: &anomaly
+    {architecture: onnx, task: anomaly, weights: c.onnx, threshold: 1.0, input: {size: [224, 224]}}
+  look/b: {<<: *anomaly, weights: d.onnx}
+  cls/a: {architecture: squeezenet1_1, weights: a.safetensors, labels: [ok, missing], input: {size: [64, 64]}}
+routes:
+  u1: [{expert: det/a, pass: [aligned]}, {expert: det/b, pass: [aligned]}]
+  u2: [{expert: look/a, pass: [ok]}, {expert: look/b, pass: [ok]}, {expert: cls/a, pass: [ok]}]
+"""
+
+
+@pytest.fixture(scope="module")
+def mixed(made_once):
+    """A line with two ONNX detectors, two anomaly experts and a classifier. Nothing is written beside it."""
+    return read_line(made_once("mixed-line", write_mixed) / "line.yaml")
+
+
+def write_mixed(folder):
+    made_up.write_detectors([folder / "a.onnx", folder / "b.onnx"], 0, "yolo11n", 64)
+    made_up.write_anomaly_models([folder / "c.onnx", folder / "d.onnx"], bank_rows=256)
+    write_random_weights(folder / "a.safetensors", "squeezenet1_1", 2, seed=0)
+    (folder / "line.yaml").write_text(LINE)
+
+
+@pytest.mark.slow
+def test_experts_of_a_line_are_measured_layout_by_layout_in_the_form_they_are_served_in(mixed, tmp_path):
+    rows = measure_line_loading(tmp_path, mixed, repeats=1)
+    assert [(row.name, row.architecture, row.precision, row.files) for row in rows] == [
+        ("det/a, det/b", "onnx", "fp32", 2),
+        ("look/a, look/b", "onnx", "fp32", 2),
+        ("cls/a", "squeezenet1_1", "bf16", 1),
+    ]
+    detectors, anomaly, classifier = rows
+    assert detectors.file_bytes > 10_000_000  # a YOLO11n
+    assert anomaly.file_bytes > 11_000_000  # a ResNet18 up to its third stage
+    assert min(detectors.program_bytes, anomaly.program_bytes) > 0 == classifier.program_bytes
+    assert [row.targets[0].wanted for row in rows] == ["at most 1.3", "at most 1.3", "at most 1.15"]
+    assert min(time for row in rows for time in (row.raw_s, row.load_s, row.first_load_s, row.bind_s)) > 0
+    assert list(tmp_path.iterdir()) == []
+    assert not mixed.packed_folder.exists()
+
+
+def test_bytes_that_experts_share_are_read_with_each_and_told(mixed, tmp_path):
+    (folder := tmp_path / "line").mkdir()
+    same = LINE.replace("weights: b.onnx", "weights: a.onnx")
+    for name in ("a.onnx", "c.onnx", "d.onnx", "a.safetensors"):
+        (folder / name).symlink_to(mixed.document.file.parent / name)
+    (folder / "line.yaml").write_text(same)
+    (row,) = measure_line_loading(tmp_path, read_line(folder / "line.yaml"), ["det/b", "det/a"], repeats=1)
+    assert row.name == "det/b, det/a"
+    assert row.file_bytes >= row.shared_bytes > 10_000_000
+
+
+def test_only_the_experts_that_are_named_are_packed(mixed, tmp_path):
+    (row,) = measure_line_loading(tmp_path, mixed, ["cls/a"], repeats=1)
+    assert (row.name, row.files) == ("cls/a", 1)
+
+
+def test_made_up_graphs_are_of_their_seed_and_no_two_alike(mixed, tmp_path):
+    first, second = (mixed.document.file.with_name(name).read_bytes() for name in ("c.onnx", "d.onnx"))
+    made_up.write_anomaly_models([tmp_path / "again.onnx"], bank_rows=256)
+    assert (tmp_path / "again.onnx").read_bytes() == first != second
+
+
+def test_a_name_that_is_no_expert_is_refused(mixed, tmp_path):
+    with pytest.raises(ConfigError, match=r"no expert 'det/c' - did you mean 'det/"):
+        measure_line_loading(tmp_path, mixed, ["det/c"])
+
+
+def test_an_expert_that_cannot_be_packed_is_told_and_nothing_stays(mixed, tmp_path):
+    (folder := tmp_path / "line").mkdir()
+    for name in ("a.onnx", "b.onnx", "c.onnx", "a.safetensors"):
+        (folder / name).symlink_to(mixed.document.file.parent / name)
+    (folder / "line.yaml").write_text(LINE.replace("weights: d.onnx", "weights: a.onnx"))
+    with pytest.raises(WeightsMismatch, match="look/b"):
+        measure_line_loading(tmp_path, read_line(folder / "line.yaml"), ["look/b"])
+    assert [path.name for path in tmp_path.iterdir()] == ["line"]
+
+
+@pytest.mark.slow
+def test_anomaly_experts_of_one_program_can_be_had_for_it(tmp_path, monkeypatch):
+    assert made_up.BANK_ROWS * sum(made_up.STAGE_FEATURES) * 4 > 50_000_000
+    monkeypatch.setattr(made_up, "BANK_ROWS", 512)
+    times = measure_graph_loading(tmp_path, GraphKind.ANOMALY, files=2, repeats=1)
+    assert (times.files, times.name, times.shared_bytes) == (2, "ONNX anomaly experts", 0)
+    assert times.file_bytes > 11_500_000
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_report_of_a_graph_says_whose_the_program_is_and_holds_it_to_its_own_target():
+    graph = replace(TIMES, architecture="onnx", load_s=0.064, program_bytes=83_400, name="det/a, det/b", shared_bytes=9)
+    text = report(graph)
+    for part in ("det/a, det/b", "one for all 8, 83 kB", "handed to the session", "of it shared", "its target of 1.3"):
+        assert part in text
+    assert "1.280: reaches" in text
+
+
+def test_the_report_names_both_times_and_the_ratio():
+    text = report(TIMES)
+    for part in ("50.0 ms", "55.0 ms", "3574 MB/s", "178.7 MB", "1.100: reaches its target of 1.15"):
+        assert part in text
+
+
+def test_the_report_says_when_the_target_is_missed():
+    missed = replace(TIMES, load_s=0.06)
+    assert missed.ratio == pytest.approx(1.2)
+    assert "1.200: is short of its target of 1.15" in report(missed)
+
+
+def test_nothing_is_left_when_the_command_is_ended_half_way(tmp_path):
+    ended_at_its_first_file = (
+        "import os, signal, sys\n"
+        "sent = []\n"
+        "def end(event, arguments):\n"
+        "    if event == 'open' and '/loading-' in str(arguments[0]) and not sent:\n"
+        "        sent.append(os.listdir(sys.argv[-1]))\n"
+        "        signal.raise_signal(signal.SIGTERM)\n"
+        "sys.addaudithook(end)\n"
+        "from coserve import app\n"
+        "try:\n"
+        "    app(sys.argv[1:])\n"
+        "finally:\n"
+        "    print(len(sent[0]))\n"
+    )
+    command = ["bench", "load", "--architecture", "squeezenet1_1", "--files", "1", "--dir", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-c", ended_at_its_first_file, *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "1\n"), done.stderr
+    assert list(tmp_path.iterdir()) == []

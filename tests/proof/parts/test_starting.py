@@ -1,0 +1,80 @@
+"""Starting a real agent: it is timed, ended and cleaned up; one that cannot start is told by its own words."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from experts.errors import CoServeError
+from proof.parts.starting import StartTimes, measure_start, report, start_once
+
+ROOT = Path(__file__).parents[4]
+DEADLINE_S = 120.0
+TELLS_ITS_ID = """
+import os, socket, sys
+if "serve" in sys.orig_argv:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+        told.sendto(str(os.getpid()).encode(), os.environ["TOLD"])
+"""  # every Python that finds it as sitecustomize runs it
+TIMES = StartTimes(starts=3, ready_s=6.2, resident_bytes=380_000_000, stop_s=2.0)
+
+
+def test_an_agent_is_started_and_ended_and_leaves_nothing(tmp_path):
+    times = measure_start(tmp_path, starts=1, warm=False)
+    assert times.starts == 1
+    assert min(times.ready_s, times.resident_bytes, times.stop_s) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_agent_that_does_not_start_is_told_by_its_own_words(tmp_path):
+    line = tmp_path / "line.yaml"
+    line.write_text("line: l\nstate: ./state\nexpert: {}\n")
+    with pytest.raises(CoServeError, match=r"(?s)ended by itself.*line\.yaml:3:1: expert: ") as refused:
+        start_once(line)
+    assert "not ready" in str(refused.value)
+
+
+def test_no_agent_and_no_file_is_left_when_the_command_is_ended_half_way(tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (tmp_path / "sitecustomize.py").write_text(TELLS_ITS_ID)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TOLD": str(tmp_path / "told")}
+    command = [sys.executable, "-m", "coserve", "bench", "start", "--dir", str(scratch), "--starts", "1000"]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+        told.bind(environment["TOLD"])
+        told.settimeout(DEADLINE_S)
+        with subprocess.Popen(command, cwd=ROOT, env=environment) as bench:
+            try:
+                agent = psutil.Process(int(told.recv(32)))
+                assert len(list(scratch.iterdir())) == 1
+            finally:
+                bench.terminate()
+            assert bench.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    assert not agent.is_running()
+    assert list(scratch.iterdir()) == []
+
+
+def test_no_start_is_no_measurement(tmp_path):
+    with pytest.raises(ValueError, match="0 starts"):
+        measure_start(tmp_path, starts=0)
+
+
+def test_targets_that_are_reached_are_said():
+    text = report(TIMES)
+    for part in ("6.2 s, target 10 s: reached", "380 MB, target 400 MB: reached", "2.0 s"):
+        assert part in text
+    assert all(target.reached for target in TIMES.targets)
+
+
+def test_targets_that_are_missed_are_said():
+    missed = replace(TIMES, ready_s=10.1, resident_bytes=400_000_001)
+    assert report(missed).count("SHORT of its target") == 2
+    assert not any(target.reached for target in missed.targets)

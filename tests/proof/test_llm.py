@@ -1,0 +1,111 @@
+"""coserve bench llm: it runs in its short form, compares what is the same, and says what it left out."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from experts.errors import CoServeError
+from experts.llm.config import read_spec
+from experts.llm.model import load_model
+from proof.llm import mixed
+from proof.llm.our_engine import OurEngine
+from proof.llm.random_models import TINY, write_random_model
+from proof.llm.report import measure_llm, report
+from proof.llm.text_jobs import LONGEST_OUTPUT, LONGEST_PROMPT, SHORTEST_OUTPUT, SHORTEST_PROMPT, mixed_lengths
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@given(st.integers(1, 40), st.integers(1, 5000), st.integers(0, 99))
+def test_jobs_are_within_their_bounds_and_the_same_for_a_seed(requests, vocabulary, seed):
+    jobs = mixed_lengths(requests, vocabulary, seed)
+    assert jobs == mixed_lengths(requests, vocabulary, seed)
+    assert len(jobs) == requests
+    for job in jobs:
+        assert SHORTEST_PROMPT <= len(job.prompt) <= LONGEST_PROMPT
+        assert SHORTEST_OUTPUT <= job.output <= LONGEST_OUTPUT
+        assert all(0 <= token < vocabulary for token in job.prompt)
+
+
+def test_models_on_a_backbone_share_all_but_what_is_their_own(tmp_path):
+    own = ("model.layers.1.self_attn.",)
+    models = [write_random_model(tmp_path / str(n), TINY, own=own, own_seed=n) for n in (1, 2)]
+    one, two = (load_file(directory / "model.safetensors") for directory in models)
+    differing = {name for name in one if not torch.equal(one[name], two[name])}
+    assert differing == {name for name in one if name.startswith(own) and "norm" not in name}
+
+
+def test_scheduling_changes_no_token(tmp_path):
+    model = load_model(write_random_model(tmp_path / "m", TINY), "tiny")
+    jobs = mixed_lengths(7, TINY.vocabulary)
+    engine = OurEngine(model, slots=3)
+    alone = [OurEngine(model, slots=1).continuous([job])[0] for job in jobs]
+    assert engine.continuous(jobs) == alone
+    assert engine.static(jobs) == alone
+    assert [len(tokens) for tokens in alone] == [job.output for job in jobs]
+
+
+def test_static_batching_runs_every_batch_to_its_longest_end(tmp_path):
+    directory = write_random_model(tmp_path / "m", TINY)
+    jobs = mixed_lengths(6, TINY.vocabulary)
+    model = load_model(directory, "tiny")
+    engine, other = OurEngine(model, slots=3), OurEngine(model, slots=3)
+    engine.static(jobs)
+    longest = [max(job.output for job in jobs[start : start + 3]) for start in (0, 3)]
+    assert engine.statistics.written_tokens == 3 * sum(longest)
+    other.continuous(jobs)
+    assert other.statistics.written_tokens == sum(job.output for job in jobs)
+    assert read_spec(directory, "tiny").vocab_size == TINY.vocabulary
+
+
+def test_systems_that_write_something_else_are_not_compared(tmp_path, monkeypatch):
+    class Wrong:
+        def __init__(self, directory, way, threads):
+            self.right = OurEngine(load_model(directory, "tiny"), slots=3)
+
+        def write(self, jobs):
+            tokens = self.right.continuous(jobs)
+            return [*tokens[:-1], [0] * len(tokens[-1])]
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(mixed, "is_there", lambda: True)
+    monkeypatch.setattr(mixed, "PeerProcess", Wrong)
+    with pytest.raises(CoServeError, match=r"transformers, static writes other tokens .* \[3\]"):
+        mixed.measure_mixed(tmp_path, TINY, 1, lambda done, total: None, requests=4)
+
+
+def test_without_transformers_the_rows_that_need_it_say_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(mixed, "is_there", lambda: False)
+    part = mixed.measure_mixed(tmp_path, TINY, 1, lambda done, total: None, requests=3)
+    assert [target.reached for target in part.targets] == [None]
+    (why,) = part.skipped
+    assert "transformers is not there" in why
+
+
+def test_the_short_form_measures_every_part_and_leaves_nothing_behind(tmp_path):
+    found = measure_llm(tmp_path, lambda stage, done, total: None, quick=True, threads=1)
+    assert not list(tmp_path.iterdir())
+    told = json.loads(json.dumps(found.as_json()))
+    names = [part["name"] for part in told["parts"]]
+    assert names == [
+        "mixed lengths, tiny", "iteration overhead", "dispatch", "swapping", "backbone", "offloaded experts", "int8",
+    ]  # fmt: skip
+    assert all(part["targets"] for part in told["parts"])
+    assert not any(part["skipped"] for part in told["parts"])
+    text = report(found)
+    assert "torch" in text
+    assert "1 threads" in text
+    assert "whether it runs" not in text
+    assert "these figures say that it runs" in text

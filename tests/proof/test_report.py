@@ -1,0 +1,116 @@
+"""The targets of the proof, by hand: what is reached, what is SHORT, and that the worst row of a plan decides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from profiler.bench.rows import Measurement, PolicyRow
+from profiler.targets import targets_text
+from profiler.workload.generated_line import LineRecipe
+from proof.compute.table import ComputeTable
+from proof.engine import Comparison, Proof
+from proof.paper.evaluation import Evaluation
+from proof.parts.decisions import DecisionTimes
+from proof.parts.loading import LoadingTimes
+from proof.parts.starting import StartTimes
+from proof.report import Findings, write_report
+from proof.scheduling.cost import SchedulingCost
+from tests.profiler.bench.one_run import FIGURES
+
+DECISIONS = tuple(
+    DecisionTimes(queued, 4000, 5, 6, 7, queued, queued, 1e-5, 190e-6, 4e-4, 8e-5) for queued in (1000, 10_000, 100_000)
+)
+LOADS = LoadingTimes("resnet101", 8, 3, 178_700_000, 0.05, 0.055, 0.15, 0.004)
+DETECTORS = "| SSD to runnable over a raw direct read, ONNX detectors | at most 1.3 | 1.280 | reached |"
+COST = SchedulingCost("a box", "coserve", 60, 3, 0.0001, 0.0510, 0.0500, 0.01, 0.02, 0.001, 0, 0.004)
+
+
+def compared(speeds, planned):
+    rows = tuple(
+        PolicyRow(policy, 60, "fp32", {}, {"cpu": 1}, figures, (figures,), ())
+        for policy, figures in ((name, replace(FIGURES, images_per_s=speed)) for name, speed in speeds.items())
+    )
+    return Comparison("a trace", Measurement("line", "a box", rows, True, 2e9, False, 9.6, ()), planned)
+
+
+@pytest.fixture
+def proof():
+    return Proof(
+        recipe=LineRecipe(),
+        fp32=compared({"coserve": 12.0, "samba": 8.0, "naive": 2.0}, {"coserve": 12.6, "samba": 7.6}),
+        held=compared({"coserve": 12.0, "samba": 3.0}, {"coserve": 12.0, "samba": 3.0}),
+        bf16=compared({"coserve": 20.0}, {"coserve": 19.0}),
+        scheduling=COST,
+    )
+
+
+def verdicts(proof):
+    return {target.what: target.reached for target in proof.targets}
+
+
+def test_ratios_are_of_what_was_measured(proof):
+    found = {target.what: target.found for target in proof.targets}
+    assert found["coserve over samba, the SSD at full speed"] == "1.50"
+    assert found["coserve over samba, loads held to 530 MB/s"] == "4"
+    assert found["over a naive server, fp32"] == "6"
+    assert found["over a naive server, bf16"] == "10"
+    assert found["roofline fraction, coserve, fp32"] == "0.96"
+
+
+def test_a_target_met_exactly_is_reached_and_one_without_figure_is_neither(proof):
+    found = verdicts(proof)
+    assert found.pop("coserve over samba, the SSD at full speed") is None
+    assert set(found.values()) == {True}
+
+
+def test_the_worst_planned_row_of_all_decides_whichever_side_it_is_off(proof):
+    off = replace(proof, bf16=compared({"coserve": 20.0}, {"coserve": 17.8}))
+    assert off.bf16.error("coserve") == pytest.approx(-0.11)
+    assert verdicts(off)["planned against measured, the worst of all rows"] is False
+
+
+def test_the_larger_gap_of_scheduling_decides(proof):
+    slow = replace(proof, scheduling=replace(COST, seconds_gap=0.031))
+    assert verdicts(slow)["scheduling, against pre-scheduled requests"] is False
+
+
+def test_what_is_missed_stands_as_short(proof):
+    slow = replace(proof, held=compared({"coserve": 11.9, "samba": 3.0}, {}))
+    line = next(line for line in targets_text(slow.targets).splitlines() if "530 MB/s" in line)
+    assert line.split()[-4:] == ["least", "4", "3.97", "SHORT"]
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_the_report_holds_every_part_its_charts_and_what_it_shortens(proof, is_full, tmp_path):
+    found = Findings(
+        proof=proof,
+        loads=[LOADS, replace(LOADS, architecture="onnx", load_s=0.064, name="ONNX detectors")],
+        start=StartTimes(3, 6.2, 380_000_000, 2.0),
+        decisions=DECISIONS,
+        evaluation=Evaluation((), (), 1500 if is_full else 750),
+        compute=ComputeTable("x86", 2, 0.0, {"resnet18": 3_600_000_000}, (), (), ("openvino is not installed",)),
+        is_full=is_full,
+        rounds=1,
+        seconds=200.0,
+    )
+    text = write_report(tmp_path, found).read_text(encoding="utf-8")
+    for part in (
+        "200 s",
+        "| reached |",
+        "![",
+        "SSD to runnable",
+        "190.0",
+        "380 MB",
+        "3.60 GFLOP",
+        "Figure 13",
+        "Figure 19",
+        DETECTORS,
+    ):
+        assert part in text
+    assert ("their searches on smaller samples" in text) == (not is_full)
+    assert ("searched for on 750 requests instead of 1,500" in text) == (not is_full)
+    charts = {name for name in text.replace("(", ")").split(")") if name.endswith(".png")}
+    assert {"real-engine.png", "figure-19.png"} <= charts
+    assert all((tmp_path / name).is_file() for name in charts)
