@@ -20,7 +20,6 @@ from agent.deployment.moe_caches import MoeCaches
 from agent.deployment.packed_copies import by_precision, copies_of, lying_packed, with_forms
 from agent.deployment.performance_matrix import in_form, matrix, unmeasured_kinds
 from agent.deployment.profile_in_use import precisions_of, programs_of, usage_of
-from agent.device_profile.identity import outdated
 from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError
@@ -133,11 +132,9 @@ def planned(
     """What an agent of this line on this box would decide with, by this profile and what lies packed.
 
     ``without``: experts not servable, and why. Raises ConfigError for other experts that are not packed or whose kind
-    was not profiled, and for an outdated profile.
+    was not profiled.
     """
     again = f"run `coserve profile {config.document.file}`"
-    if reasons := tuple(outdated(profile)):
-        raise ConfigError(f"the device profile: {'; '.join(reasons)} - {again} again")
     lying = lying_packed(config, config.packed_folder)
     packed = by_precision(lying)
     kinds = {name: kind_name(config.catalog.experts[name], program) for name, program in programs_of(lying).items()}

@@ -62,18 +62,12 @@ def verdict_sha256(graph: ExpertGraph, expert: Expert) -> str:
 def box_mismatches(profile: StoredProfile, box: BoxIdentity) -> tuple[str, ...]:
     """Why a profile does not hold for a box. Memory counts where it shrank below what was shared out."""
     budgets = profile.allocation.budget_bytes
-    return (*outdated(profile), *differences(profile.box, box), *_shrunken(budgets, box))
-
-
-def outdated(profile: StoredProfile) -> Iterator[str]:
-    """Why this version cannot use a profile's times, on any box."""
-    if not all(kind.are_images_prepared for kind in profile.kinds):
-        yield "batches were timed with the decoding of their images in them, as earlier versions did"
+    return (*differences(profile.box, box), *_shrunken(budgets, box))
 
 
 def is_of_another_box(then: BoxIdentity, now: BoxIdentity) -> bool:
     """Libraries, forms and memory sizes aside."""
-    return any(differences(replace(then, versions={}, forms=None), replace(now, versions={}, forms=None)))
+    return any(differences(replace(then, versions={}, forms=""), replace(now, versions={}, forms="")))
 
 
 def differences(then: BoxIdentity, now: BoxIdentity) -> Iterator[str]:
@@ -91,7 +85,7 @@ def differences(then: BoxIdentity, now: BoxIdentity) -> Iterator[str]:
         here, there = (box.versions.get(library, "not installed") for box in (now, then))
         if here != there:
             yield f"{library} is {here} now, {there} in the profile"
-    if None not in {then.forms, now.forms} and then.forms != now.forms:
+    if then.forms != now.forms:
         yield f"oneDNN's forms on this CPU are {now.forms or 'none'} now, {then.forms or 'none'} in the profile"
 
 

@@ -11,7 +11,6 @@ from agent.device_profile.columns import (
     Flag,
     Form,
     MaybeCount,
-    MaybeText,
     Number,
     NumberByName,
     Numbers,
@@ -31,7 +30,7 @@ SOURCE = "source"  # in ``StoredProfile.packed``, in the place of a precision
 @dataclass(frozen=True, slots=True)
 class BoxIdentity:
     """What a profile holds for. ``versions``: libraries that run experts. ``forms``: oneDNN's that run on its CPU,
-    joined by commas; None: written by an earlier version."""
+    joined by commas."""
 
     device: Text  # Box.name: cpu, cuda, jetson, mps, emulated
     model: Text
@@ -40,7 +39,7 @@ class BoxIdentity:
     host_bytes: Count
     device_bytes: MaybeCount
     versions: TextByName
-    forms: MaybeText = None
+    forms: Text = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,7 @@ class KindProfile:
 
     ``kind``: experts that run alike (``kind_name``). A batch of n takes ``K_s * n + B_s``; ``fit_error``: largest
     relative distance of a size's mean from that line, up to ``max_batch``. ``load_s``: of all its bytes, shared ones
-    too, by source: "ssd", and where memory is split "host". ``samples``: what was run. ``are_images_prepared``: no
-    decoding is in these times.
+    too, by source: "ssd", and where memory is split "host". ``samples``: what was run.
 
     Language models: seconds per token read and written, bytes of its keys and values; ``batches`` are iterations of so
     many texts that write a token each.
@@ -83,7 +81,6 @@ class KindProfile:
     K_prompt_s: Number = 0.0
     K_output_s: Number = 0.0
     lease_bytes: Count = 0
-    are_images_prepared: Flag = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,16 +51,6 @@ def put_kind(database: Database, kind: KindProfile) -> None:
     TABLES["batches"].put(database, *(key | asdict(batch) for batch in kind.batches))
 
 
-def drop_outdated(database: Database) -> None:
-    """Drop kinds timed with decoding in their batches, and what depends on these times."""
-    outdated = [_kind_key(row) for row in TABLES["kinds"].rows(database) if not row["are_images_prepared"]]
-    for kind, processor, precision in outdated:
-        for table in ("kinds", "batches"):
-            TABLES[table].delete(database, kind=kind, processor=processor, precision=precision)
-    for table in ("speedups", "spinning") if outdated else ():
-        TABLES[table].replace(database, ())
-
-
 def put_speedups(database: Database, processor: str, speedups: Sequence[float]) -> None:
     TABLES["speedups"].put(database, {"processor": processor, "factors": speedups})
 

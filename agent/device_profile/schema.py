@@ -29,13 +29,13 @@ REFUSED_BY_DISK = frozenset(  # primary result codes that say nothing of what a 
 PRIMARY = 0xFF
 JOURNAL_SUFFIXES = ("-journal", "-wal", "-shm")
 
-FIRST_TABLES = (  # as a migration created them: never to be changed, another migration changes them
+TABLES = (
     """CREATE TABLE profile (
         id INTEGER PRIMARY KEY CHECK (id = 1), line TEXT NOT NULL, device TEXT NOT NULL, model TEXT NOT NULL,
         processors TEXT NOT NULL, cores INTEGER NOT NULL, host_bytes INTEGER NOT NULL, device_bytes INTEGER,
-        versions TEXT NOT NULL, finished_at TEXT
+        versions TEXT NOT NULL, forms TEXT NOT NULL, finished_at TEXT
     )""",
-    "CREATE TABLE parts (part TEXT PRIMARY KEY)",
+    "CREATE TABLE parts (part TEXT PRIMARY KEY)",  # saved for this profile, not taken over from an earlier one
     "CREATE TABLE links (link TEXT PRIMARY KEY, bytes_per_s REAL NOT NULL CHECK (bytes_per_s > 0))",
     """CREATE TABLE kinds (
         kind TEXT NOT NULL, architecture TEXT NOT NULL, processor TEXT NOT NULL, precision TEXT NOT NULL,
@@ -44,7 +44,8 @@ FIRST_TABLES = (  # as a migration created them: never to be changed, another mi
         max_batch INTEGER NOT NULL CHECK (max_batch > 0), weight_bytes INTEGER NOT NULL CHECK (weight_bytes >= 0),
         workspace_base_bytes INTEGER NOT NULL CHECK (workspace_base_bytes >= 0),
         workspace_bytes INTEGER NOT NULL CHECK (workspace_bytes >= 0), load_s TEXT NOT NULL, samples TEXT NOT NULL,
-        PRIMARY KEY (kind, processor, precision)
+        K_prompt_s REAL NOT NULL CHECK (K_prompt_s >= 0), K_output_s REAL NOT NULL CHECK (K_output_s >= 0),
+        lease_bytes INTEGER NOT NULL CHECK (lease_bytes >= 0), PRIMARY KEY (kind, processor, precision)
     )""",
     """CREATE TABLE batches (
         kind TEXT NOT NULL, processor TEXT NOT NULL, precision TEXT NOT NULL,
@@ -53,10 +54,14 @@ FIRST_TABLES = (  # as a migration created them: never to be changed, another mi
         PRIMARY KEY (kind, processor, precision, batch_size)
     )""",
     """CREATE TABLE agreements (
-        kind TEXT NOT NULL, processor TEXT NOT NULL, precision TEXT NOT NULL, images INTEGER NOT NULL,
-        labels_differ INTEGER NOT NULL, largest_score_difference REAL NOT NULL, tolerance REAL NOT NULL,
-        samples_sha256 TEXT NOT NULL,
-        PRIMARY KEY (kind, processor, precision)
+        expert TEXT NOT NULL, processor TEXT NOT NULL, kind TEXT NOT NULL, precision TEXT NOT NULL,
+        images INTEGER NOT NULL, labels_differ INTEGER NOT NULL, largest_score_difference REAL NOT NULL,
+        tolerance REAL NOT NULL, of_sha256 TEXT NOT NULL, least INTEGER NOT NULL CHECK (least > 0),
+        PRIMARY KEY (expert, processor, precision)
+    )""",
+    """CREATE TABLE forms (
+        expert TEXT NOT NULL, processor TEXT NOT NULL, kind TEXT NOT NULL, precision TEXT NOT NULL,
+        why TEXT NOT NULL, verdict_sha256 TEXT NOT NULL, PRIMARY KEY (expert, processor)
     )""",
     """CREATE TABLE precisions (
         kind TEXT NOT NULL, processor TEXT NOT NULL, precision TEXT NOT NULL, PRIMARY KEY (kind, processor)
@@ -81,82 +86,30 @@ FIRST_TABLES = (  # as a migration created them: never to be changed, another mi
         note TEXT NOT NULL
     )""",
     "CREATE INDEX trials_search ON trials (search)",
+    """CREATE TABLE spinning (
+        setting TEXT PRIMARY KEY, one_s TEXT NOT NULL, largest_s TEXT NOT NULL, is_chosen INTEGER NOT NULL
+    )""",
+    """CREATE TABLE decodings (
+        expert TEXT PRIMARY KEY, images INTEGER NOT NULL CHECK (images > 0), megapixels REAL NOT NULL,
+        full_s REAL NOT NULL, scaled_s REAL NOT NULL, smaller INTEGER NOT NULL, labels_differ INTEGER NOT NULL,
+        largest_score_difference REAL NOT NULL, tolerance REAL NOT NULL, of_sha256 TEXT NOT NULL
+    )""",
 )
 
 migrations = Migrations("profile")
 
 
 @migrations()
-def box_matrix_usage_and_allocation(database: Database) -> None:
-    """Small lists and mappings are JSON, exact for numbers. ``parts``: saved for this profile, not an earlier one."""
-    for statement in FIRST_TABLES:
+def version_0_1(database: Database) -> None:
+    """A released migration never changes: a later version adds its own below. Lists and mappings are JSON."""
+    for statement in TABLES:
         database.execute(statement)
-
-
-@migrations()
-def openmp_spinning(database: Database) -> None:
-    """How long threads wait between operators; a profile without rows was not asked."""
-    database.execute(
-        """CREATE TABLE spinning (
-            setting TEXT PRIMARY KEY, one_s TEXT NOT NULL, largest_s TEXT NOT NULL, is_chosen INTEGER NOT NULL
-        )"""
-    )
-
-
-@migrations()
-def tokens_of_texts(database: Database) -> None:
-    """What language models take for each token; images' experts have none."""
-    for column in ("K_prompt_s REAL", "K_output_s REAL", "lease_bytes INTEGER"):
-        name = column.partition(" ")[0]
-        database.execute(f"ALTER TABLE kinds ADD COLUMN {column} NOT NULL DEFAULT 0 CHECK ({name} >= 0)")
-
-
-@migrations()
-def decoding_of_images(database: Database) -> None:
-    """What images cost before their batches, and which experts have JPEGs smaller."""
-    database.execute(
-        """CREATE TABLE decodings (
-            expert TEXT PRIMARY KEY, images INTEGER NOT NULL CHECK (images > 0), megapixels REAL NOT NULL,
-            full_s REAL NOT NULL, scaled_s REAL NOT NULL, smaller INTEGER NOT NULL, labels_differ INTEGER NOT NULL,
-            largest_score_difference REAL NOT NULL, tolerance REAL NOT NULL, of_sha256 TEXT NOT NULL
-        )"""
-    )
-
-
-@migrations()
-def batches_of_prepared_images(database: Database) -> None:
-    """Whether batches were timed on images that were prepared before; texts have none to prepare."""
-    column = "are_images_prepared"
-    database.execute(f"ALTER TABLE kinds ADD COLUMN {column} INTEGER NOT NULL DEFAULT 0")
-    database.execute(f"UPDATE kinds SET {column} = 1 WHERE lease_bytes > 0")
-
-
-@migrations()
-def forms_of_the_cpu(database: Database) -> None:
-    """Which forms ran when the box was profiled; a profile of an earlier version does not say."""
-    database.execute("ALTER TABLE profile ADD COLUMN forms TEXT")
-
-
-@migrations()
-def forms_of_experts(database: Database) -> None:
-    """What ``precision: auto`` chose, and was proven, expert by expert; of whole kinds nothing was proven."""
-    of = "expert TEXT NOT NULL, processor TEXT NOT NULL, kind TEXT NOT NULL, precision TEXT NOT NULL"
-    database.execute("DROP TABLE agreements")
-    database.execute(
-        f"""CREATE TABLE agreements (
-            {of}, images INTEGER NOT NULL, labels_differ INTEGER NOT NULL, largest_score_difference REAL NOT NULL,
-            tolerance REAL NOT NULL, of_sha256 TEXT NOT NULL, least INTEGER NOT NULL CHECK (least > 0),
-            PRIMARY KEY (expert, processor, precision)
-        )"""
-    )
-    why = "why TEXT NOT NULL, verdict_sha256 TEXT NOT NULL"
-    database.execute(f"CREATE TABLE forms ({of}, {why}, PRIMARY KEY (expert, processor))")
 
 
 def open_for_writing(path: Path) -> Database:
     """A file, perhaps new, its tables up to date, every commit synced.
 
-    Raises ProfileDamaged for no profile, ConfigError for a newer version's or a network share, sqlite3.OperationalError
+    Raises ProfileDamaged for no profile, ConfigError for another version's or a network share, sqlite3.OperationalError
     from the disk.
     """
     kind = filesystem_type(path)
@@ -247,8 +200,8 @@ def _bring_up_to_date(database: Database, path: Path, *, is_new: bool) -> None:
     if not applied and not is_new:
         raise ProfileDamaged(path, "is a SQLite file, but no device profile", "name another file, or move it away")
     if applied - known:
-        newer = ", ".join(sorted(applied - known))
-        raise ConfigError(f"{path} was written by a newer CoServe ({newer}) - install that version, or {AGAIN}")
+        others = ", ".join(sorted(applied - known))
+        raise ConfigError(f"{path} was written by another version of CoServe ({others}) - install it, or {AGAIN}")
     migrations.apply(database)
 
 

@@ -109,8 +109,8 @@ class ProfileDraft:
     def open(cls, path: Path, line: str, box: BoxIdentity, *, fresh: bool = False) -> Iterator[ProfileDraft]:
         """Take up the partial profile of this box, or begin one from a finished profile of the same box and libraries.
 
-        ``fresh``: from nothing. The finished profile stays as it is until ``finish``. Times with decoding in them are
-        not taken over. Raises ConfigError while another process has this profile open, and on a network share.
+        ``fresh``: from nothing. The finished profile stays as it is until ``finish``. Raises ConfigError while another
+        process has this profile open, and on a network share.
         """
         path = path.absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -239,7 +239,6 @@ def _resumed(path: Path, line: str, box: BoxIdentity) -> Database | None:
             if not reason:
                 with database.atomic():
                     rows.put_head(database, line, box)
-                    rows.drop_outdated(database)
                 log.info("profile_resumed path=%s kinds=%d", partial, len(rows.kinds_in(database)))
                 return database
         database.close()
@@ -289,7 +288,6 @@ def _take_over(database: Database, earlier: StoredProfile) -> None:
     TABLES["forms"].put(database, *earlier.forms.values())
     rows.put_precisions(database, earlier.precisions)  # tells what the speedups are of; no part of the new one yet
     rows.put_packed(database, earlier.packed)  # tells what the agreements are of; no part yet, either
-    rows.drop_outdated(database)
 
 
 def _read_back(path: Path) -> StoredProfile:

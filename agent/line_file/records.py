@@ -45,7 +45,7 @@ class KeepSection(Section):
 
 
 class ExportSection(Section):
-    """Files for others, one a day, which appear whole."""
+    """Files of results for other programs."""
 
     folder: FilePath = Field(description="where they are put, relative to this file")
     format: Literal["csv", "jsonl"] = Field("csv", description="csv or jsonl; default csv")
@@ -60,7 +60,7 @@ class RecordsSection(Section):
         "default ng",
     )
     keep: KeepSection = Field(KeepSection(), description="for how long; default for ever")
-    export: ExportSection | None = Field(None, description="a file of all results each day; default none")
+    export: ExportSection | None = Field(None, description="files of all results, one an hour; default none")
 
     @model_validator(mode="after")
     def _is_exported_if_required(self) -> RecordsSection:

@@ -39,235 +39,88 @@ ORPHANS = "DELETE FROM accepted WHERE image NOT IN (SELECT id FROM accepted_imag
 JOURNAL_LIMIT_BYTES = 64 * 1024 * 1024
 LOCK_NAME = "agent.lock"
 
-# JSON as Python writes it may hold NaN, which SQLite takes for no JSON: an index must not keep a row from being stored
+# Python's JSON may hold NaN, which SQLite does not read: without the check such a row could not be stored
 IMAGE_SHA256 = "CASE WHEN json_valid(detail) THEN json_extract(detail, '$.image_sha256') END"
+BOARD_CHANGED = "INSERT OR REPLACE INTO board_changes (board) VALUES (NEW.seq)"
+
+TABLES = (
+    # AUTOINCREMENT: a number is never given twice, even after old rows are deleted
+    """CREATE TABLE results (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE, line TEXT NOT NULL, board TEXT,
+        board_type TEXT, component TEXT NOT NULL, ref TEXT, image TEXT NOT NULL,
+        verdict TEXT NOT NULL CHECK (verdict IN ('OK', 'NG', 'UNKNOWN')), label TEXT, score REAL, reason TEXT,
+        experts TEXT NOT NULL, detail TEXT NOT NULL, arrived_at TEXT NOT NULL, finished_at TEXT NOT NULL,
+        seconds REAL NOT NULL, config_sha256 TEXT NOT NULL, kept_as TEXT, asked_sha256 TEXT
+    )""",
+    "CREATE INDEX results_finished_at ON results (finished_at)",
+    "CREATE INDEX results_board ON results (board, board_type)",
+    "CREATE INDEX results_kept_as ON results (kept_as) WHERE kept_as IS NOT NULL",
+    f"CREATE INDEX results_content ON results ({IMAGE_SHA256}) WHERE {IMAGE_SHA256} IS NOT NULL",
+    # small PNGs of where an image was anomalous
+    """CREATE TABLE anomaly_maps (
+        seq INTEGER NOT NULL REFERENCES results, step INTEGER NOT NULL, expert TEXT NOT NULL, png BLOB NOT NULL,
+        PRIMARY KEY (seq, step)
+    )""",
+    "CREATE TRIGGER anomaly_maps_go AFTER DELETE ON results BEGIN DELETE FROM anomaly_maps WHERE seq = OLD.seq; END",
+    """CREATE TABLE boards (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT, serial TEXT NOT NULL, board_type TEXT NOT NULL,
+        verdict TEXT NOT NULL CHECK (verdict IN ('OK', 'NG', 'UNKNOWN')), opened_at TEXT NOT NULL,
+        closed_at TEXT NOT NULL, missing TEXT NOT NULL, counts TEXT NOT NULL, revisions INTEGER NOT NULL DEFAULT 0,
+        takt_s REAL, UNIQUE (serial, board_type, opened_at)
+    )""",
+    "CREATE INDEX boards_closed_at ON boards (closed_at)",
+    "CREATE INDEX boards_of_type ON boards (board_type, closed_at)",
+    # the latest change of each board's verdict: a watcher resumes by its number
+    "CREATE TABLE board_changes (number INTEGER PRIMARY KEY AUTOINCREMENT, board INTEGER NOT NULL UNIQUE)",
+    f"CREATE TRIGGER boards_come AFTER INSERT ON boards BEGIN {BOARD_CHANGED}; END",
+    f"CREATE TRIGGER boards_change AFTER UPDATE ON boards BEGIN {BOARD_CHANGED}; END",
+    "CREATE TRIGGER boards_go AFTER DELETE ON boards BEGIN DELETE FROM board_changes WHERE board = OLD.seq; END",
+    # the journal: requests without a verdict, and their images, which several requests may share
+    "CREATE TABLE accepted_images (id INTEGER PRIMARY KEY, content BLOB NOT NULL)",
+    """CREATE TABLE accepted (
+        key TEXT NOT NULL UNIQUE, source TEXT NOT NULL, component TEXT, expert TEXT, board TEXT, board_type TEXT,
+        ref TEXT, name TEXT NOT NULL, box TEXT, accepted_at TEXT NOT NULL,
+        image INTEGER NOT NULL REFERENCES accepted_images, asked_sha256 TEXT
+    )""",
+    "CREATE INDEX accepted_image ON accepted (image)",
+    # tells this file's sequence numbers from those of another file
+    "CREATE TABLE identity (id TEXT NOT NULL)",
+    "INSERT INTO identity VALUES (lower(hex(randomblob(4))))",
+    """CREATE TABLE outbox (
+        number INTEGER PRIMARY KEY AUTOINCREMENT, receiver TEXT NOT NULL, id TEXT NOT NULL, event TEXT NOT NULL,
+        board TEXT, payload TEXT NOT NULL, UNIQUE (receiver, id)
+    )""",
+    "CREATE INDEX outbox_receiver ON outbox (receiver, number)",
+    """CREATE TABLE outbox_receivers (
+        receiver TEXT PRIMARY KEY, waiting INTEGER NOT NULL DEFAULT 0, given_way INTEGER NOT NULL DEFAULT 0
+    )""",
+    """CREATE TABLE exports (
+        last_seq INTEGER PRIMARY KEY, first_seq INTEGER NOT NULL, until TEXT NOT NULL, is_written INTEGER NOT NULL
+    )""",
+    # images that are to be removed, until they are
+    "CREATE TABLE leaving (path BLOB PRIMARY KEY, mtime_ns INTEGER NOT NULL, reason TEXT NOT NULL)",
+    """CREATE TABLE shadow_answers (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL, image TEXT NOT NULL, component TEXT,
+        expert TEXT NOT NULL, shadow TEXT NOT NULL, expert_sha256 TEXT NOT NULL, shadow_sha256 TEXT NOT NULL,
+        label TEXT NOT NULL, score REAL NOT NULL, passes INTEGER, seconds REAL NOT NULL, shadow_label TEXT,
+        shadow_score REAL, shadow_passes INTEGER, shadow_seconds REAL, reason TEXT, asked_at TEXT NOT NULL,
+        executor INTEGER, processor TEXT, shadow_executor INTEGER, shadow_processor TEXT
+    )""",
+    "CREATE INDEX shadow_answers_of_pair ON shadow_answers (expert, shadow, seq)",
+    """CREATE TABLE shadow_drops (
+        expert TEXT NOT NULL, shadow TEXT NOT NULL, expert_sha256 TEXT NOT NULL, shadow_sha256 TEXT NOT NULL,
+        dropped INTEGER NOT NULL, PRIMARY KEY (expert, shadow, expert_sha256, shadow_sha256)
+    )""",
+)
 
 migrations = Migrations("records")
 
 
 @migrations()
-def results_and_boards(database: Database) -> None:
-    """The first tables. AUTOINCREMENT: a sequence number is never given twice, even when old rows are deleted."""
-    database.execute(
-        """
-        CREATE TABLE results (
-            seq INTEGER PRIMARY KEY AUTOINCREMENT,
-            key TEXT NOT NULL UNIQUE,
-            line TEXT NOT NULL,
-            board TEXT,
-            board_type TEXT,
-            component TEXT NOT NULL,
-            ref TEXT,
-            image TEXT NOT NULL,
-            verdict TEXT NOT NULL CHECK (verdict IN ('OK', 'NG', 'UNKNOWN')),
-            label TEXT,
-            score REAL,
-            reason TEXT,
-            experts TEXT NOT NULL,
-            detail TEXT NOT NULL,
-            arrived_at TEXT NOT NULL,
-            finished_at TEXT NOT NULL,
-            seconds REAL NOT NULL,
-            config_sha256 TEXT NOT NULL
-        )
-        """
-    )
-    database.execute("CREATE INDEX results_finished_at ON results (finished_at)")
-    database.execute("CREATE INDEX results_board ON results (board, board_type)")
-    database.execute(
-        """
-        CREATE TABLE boards (
-            seq INTEGER PRIMARY KEY AUTOINCREMENT,
-            serial TEXT NOT NULL,
-            board_type TEXT NOT NULL,
-            verdict TEXT NOT NULL CHECK (verdict IN ('OK', 'NG', 'UNKNOWN')),
-            opened_at TEXT NOT NULL,
-            closed_at TEXT NOT NULL,
-            missing TEXT NOT NULL,
-            counts TEXT NOT NULL,
-            revisions INTEGER NOT NULL DEFAULT 0,
-            UNIQUE (serial, board_type, opened_at)
-        )
-        """
-    )
-    database.execute("CREATE INDEX boards_closed_at ON boards (closed_at)")
-
-
-@migrations()
-def accepted_requests(database: Database) -> None:
-    """The journal: requests without a verdict, and their images, which several of them may share."""
-    database.execute("CREATE TABLE accepted_images (id INTEGER PRIMARY KEY, content BLOB NOT NULL)")
-    database.execute(
-        """
-        CREATE TABLE accepted (
-            key TEXT NOT NULL UNIQUE,
-            source TEXT NOT NULL,
-            component TEXT,
-            expert TEXT,
-            board TEXT,
-            board_type TEXT,
-            ref TEXT,
-            name TEXT NOT NULL,
-            box TEXT,
-            accepted_at TEXT NOT NULL,
-            image INTEGER NOT NULL REFERENCES accepted_images
-        )
-        """
-    )
-    database.execute("CREATE INDEX accepted_image ON accepted (image)")
-
-
-@migrations()
-def takt_and_kept_images(database: Database) -> None:
-    """How long after the one before a board closed; and which file of the archive shows what a result is about."""
-    database.execute("ALTER TABLE boards ADD COLUMN takt_s REAL")
-    database.execute("CREATE INDEX boards_of_type ON boards (board_type, closed_at)")
-    database.execute("ALTER TABLE results ADD COLUMN kept_as TEXT")
-    database.execute("CREATE INDEX results_kept_as ON results (kept_as) WHERE kept_as IS NOT NULL")
-
-
-@migrations()
-def outbox(database: Database) -> None:
-    """Messages that somebody has still to be told; and what tells this file's numbers from those of another file."""
-    database.execute("CREATE TABLE identity (id TEXT NOT NULL)")
-    database.execute("INSERT INTO identity VALUES (lower(hex(randomblob(4))))")
-    database.execute(
-        """
-        CREATE TABLE outbox (
-            number INTEGER PRIMARY KEY AUTOINCREMENT,
-            receiver TEXT NOT NULL,
-            id TEXT NOT NULL,
-            event TEXT NOT NULL,
-            board TEXT,
-            payload TEXT NOT NULL,
-            UNIQUE (receiver, id)
-        )
-        """
-    )
-    database.execute("CREATE INDEX outbox_receiver ON outbox (receiver, number)")
-    database.execute(
-        """
-        CREATE TABLE outbox_receivers (
-            receiver TEXT PRIMARY KEY,
-            waiting INTEGER NOT NULL DEFAULT 0,
-            given_way INTEGER NOT NULL DEFAULT 0
-        )
-        """
-    )
-
-
-@migrations()
-def exports_and_leaving_images(database: Database) -> None:
-    """Which days were written to files; and images that are to be removed, until they are."""
-    database.execute(
-        """
-        CREATE TABLE exports (
-            day TEXT PRIMARY KEY,
-            until TEXT NOT NULL,
-            last_seq INTEGER NOT NULL,
-            rows INTEGER NOT NULL,
-            file TEXT NOT NULL
-        )
-        """
-    )
-    database.execute("CREATE TABLE leaving (path BLOB PRIMARY KEY, mtime_ns INTEGER NOT NULL, reason TEXT NOT NULL)")
-
-
-@migrations()
-def results_by_content(database: Database) -> None:
-    """Results of images that are recognised when their bytes come again; only these have a digest in their detail."""
-    database.execute(f"CREATE INDEX results_content ON results ({IMAGE_SHA256}) WHERE {IMAGE_SHA256} IS NOT NULL")
-
-
-@migrations()
-def anomaly_maps(database: Database) -> None:
-    """Small pictures of where images were anomalous. They go with their result, whoever removes that."""
-    database.execute(
-        """
-        CREATE TABLE anomaly_maps (
-            seq INTEGER NOT NULL REFERENCES results,
-            step INTEGER NOT NULL,
-            expert TEXT NOT NULL,
-            png BLOB NOT NULL,
-            PRIMARY KEY (seq, step)
-        )
-        """
-    )
-    database.execute(
-        "CREATE TRIGGER anomaly_maps_go AFTER DELETE ON results BEGIN DELETE FROM anomaly_maps WHERE seq = OLD.seq; END"
-    )
-
-
-@migrations()
-def shadow_answers(database: Database) -> None:
-    """What experts and their shadows said of the same images; and how often there was no time to ask a shadow."""
-    database.execute(
-        """
-        CREATE TABLE shadow_answers (
-            seq INTEGER PRIMARY KEY AUTOINCREMENT,
-            key TEXT NOT NULL,
-            image TEXT NOT NULL,
-            component TEXT,
-            expert TEXT NOT NULL,
-            shadow TEXT NOT NULL,
-            expert_sha256 TEXT NOT NULL,
-            shadow_sha256 TEXT NOT NULL,
-            label TEXT NOT NULL,
-            score REAL NOT NULL,
-            passes INTEGER,
-            seconds REAL NOT NULL,
-            shadow_label TEXT,
-            shadow_score REAL,
-            shadow_passes INTEGER,
-            shadow_seconds REAL,
-            reason TEXT,
-            asked_at TEXT NOT NULL
-        )
-        """
-    )
-    database.execute("CREATE INDEX shadow_answers_of_pair ON shadow_answers (expert, shadow, seq)")
-    database.execute(
-        """
-        CREATE TABLE shadow_drops (
-            expert TEXT NOT NULL,
-            shadow TEXT NOT NULL,
-            expert_sha256 TEXT NOT NULL,
-            shadow_sha256 TEXT NOT NULL,
-            dropped INTEGER NOT NULL,
-            PRIMARY KEY (expert, shadow, expert_sha256, shadow_sha256)
-        )
-        """
-    )
-
-
-@migrations()
-def executors_of_shadow_answers(database: Database) -> None:
-    """Who ran an expert and its shadow: seconds on two processors are not comparable. Not known of earlier answers."""
-    for side in ("", "shadow_"):
-        database.execute(f"ALTER TABLE shadow_answers ADD COLUMN {side}executor INTEGER")
-        database.execute(f"ALTER TABLE shadow_answers ADD COLUMN {side}processor TEXT")
-
-
-@migrations()
-def what_was_asked(database: Database) -> None:
-    """What a key was given for. Of a row without it nobody can tell, so that its key stands for nothing else."""
-    database.execute("ALTER TABLE accepted ADD COLUMN asked_sha256 TEXT")
-    database.execute("ALTER TABLE results ADD COLUMN asked_sha256 TEXT")
-
-
-@migrations()
-def board_changes(database: Database) -> None:
-    """The latest change of each board's verdict, by numbers that are never given twice: what a watcher reads on by."""
-    database.execute(
-        "CREATE TABLE board_changes (number INTEGER PRIMARY KEY AUTOINCREMENT, board INTEGER NOT NULL UNIQUE)"
-    )
-    database.execute("INSERT INTO board_changes (board) SELECT seq FROM boards ORDER BY closed_at, seq")
-    change = "INSERT OR REPLACE INTO board_changes (board) VALUES (NEW.seq)"
-    database.execute(f"CREATE TRIGGER boards_come AFTER INSERT ON boards BEGIN {change}; END")
-    database.execute(f"CREATE TRIGGER boards_change AFTER UPDATE ON boards BEGIN {change}; END")
-    database.execute(
-        "CREATE TRIGGER boards_go AFTER DELETE ON boards BEGIN DELETE FROM board_changes WHERE board = OLD.seq; END"
-    )
+def version_0_1(database: Database) -> None:
+    """A released migration never changes: a later version adds its own below."""
+    for statement in TABLES:
+        database.execute(statement)
 
 
 def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Database:
@@ -281,18 +134,23 @@ def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Data
     make_folder(path.parent)
     connection = sqlite3.connect(path, timeout=busy_timeout_s, check_same_thread=False)
     try:
-        return _prepared(connection)
+        return _prepared(connection, path)
     except BaseException:
         connection.close()
         raise
 
 
-def _prepared(connection: sqlite3.Connection) -> Database:
+def _prepared(connection: sqlite3.Connection, path: Path) -> Database:
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute(f"PRAGMA journal_size_limit = {JOURNAL_LIMIT_BYTES}")
     database = Database(connection)
+    with closing(Database(memory=True)) as empty:
+        known = {migration.name for migration in migrations.pending(empty)}
+    if unknown := sorted({migration.name for migration in migrations.applied(database)} - known):
+        others = ", ".join(unknown)
+        raise ConfigError(f"{path} was written by another version of CoServe ({others}) - install it, or move the file")
     migrations.apply(database)
     return database
 

@@ -1,4 +1,4 @@
-"""What becomes of verdicts once they are stored: told to receivers, exported each day, kept with images, removed.
+"""What becomes of verdicts once they are stored: told to receivers, exported, kept with images, removed.
 
 Guarantees: nothing here delays a verdict or the agent's end. What is refused is retried, and what hangs left, with
 alarms.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from agent.intake.files.filing import SHELF_OF
 from agent.records.delivery.deliveries import Deliveries, line_outbox, line_receivers
-from agent.records.export import DailyExport
+from agent.records.export import ResultExport
 from agent.records.result_writer import ResultStore
 from agent.records.retention.archive import ImageArchive, ImageKeeper
 from agent.records.retention.kept_images import Shelf
@@ -50,7 +50,7 @@ class Upkeep:
         ]
         self._sweeper = Sweeper(Limits.of(config.records.keep), archive, shelves, self.store, is_needed=is_needed)
         section = config.records.export
-        self._export = None if section is None else DailyExport(section, config.line, self.store, wall)
+        self._export = None if section is None else ResultExport(section, config.line, self.store, wall)
         duties = {"retention": self._sweeper.step}
         if self._export is not None:
             duties["export"] = self._export.step

@@ -31,7 +31,7 @@ from agent.records.database import open_for_reading, utc_text
 from agent.records.export import last_exported
 from agent.records.retention.kept_images import FileSeen, archived, remove, shelved
 from agent.records.retention.rules import KeptImage, Limits, Reason, Situation, going_order, may_go, what_goes
-from agent.records.steadiness import Steadiness
+from agent.records.retention.steadiness import Steadiness
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from sqlite_utils import Database
 
-    from agent.records.export import Exported
+    from agent.records.export import ExportedRange
     from agent.records.result_writer import ResultStore
     from agent.records.retention.archive import ImageArchive
     from agent.records.retention.kept_images import Shelf
@@ -169,7 +169,7 @@ class Sweeper:
         self._judge(limits, found, free_bytes, going, is_done=is_done)
         self._next_round_s = self._clock() + (ROUND_S if is_done else 0.0)
 
-    def _look(self, limits: Limits, exported: Exported | None, found: _Found) -> Iterator[None]:
+    def _look(self, limits: Limits, exported: ExportedRange | None, found: _Found) -> Iterator[None]:
         now_s = self._wall().timestamp()
         for image in self._all_images(exported):
             if image is None:
@@ -184,7 +184,7 @@ class Sweeper:
         if found.has_more:  # others were left out that would go before some of these
             _keep_the_first(found, limits, now_s)
 
-    def _all_images(self, exported: Exported | None) -> Iterator[KeptImage | None]:
+    def _all_images(self, exported: ExportedRange | None) -> Iterator[KeptImage | None]:
         """All images; None where it is time for others."""
         files = archived(self._archive.folder)
         while chunk := list(islice(files, STEP_FILES)):
@@ -198,7 +198,7 @@ class Sweeper:
                 if number % STEP_FILES == 0:
                     yield None
 
-    def _of_archive(self, files: Sequence[FileSeen], exported: Exported | None) -> Iterator[KeptImage]:
+    def _of_archive(self, files: Sequence[FileSeen], exported: ExportedRange | None) -> Iterator[KeptImage]:
         """With the worst verdict that any result gives them; UNKNOWN where none knows of them."""
         now_s = self._wall().timestamp()
         by_path = {os.path.relpath(seen.path, self._archive.folder): seen for seen in files}
@@ -294,7 +294,7 @@ class Sweeper:
 
     # -- rows --
 
-    def _remove_rows(self, limits: Limits, exported: Exported | None, age: timedelta) -> Iterator[None]:
+    def _remove_rows(self, limits: Limits, exported: ExportedRange | None, age: timedelta) -> Iterator[None]:
         before = self._wall() - age
         last_seq = None
         if limits.export_required:

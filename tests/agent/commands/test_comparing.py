@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from contextlib import closing
 from datetime import UTC, datetime
 
 import pytest
-from sqlite_utils import Database, Migrations
+from sqlite_utils import Database
 from typer.testing import CliRunner
 
 from agent.cli.app import app
 from agent.commands.comparing import comparison_of, comparison_row, promote
 from agent.config import read_line
-from agent.records.database import migrations, open_for_writing
+from agent.records.database import open_for_writing
 from agent.records.shadow_answers import KEPT_ROWS, Pair, Side, SideBySide, count_dropped, write_answer
 from experts.errors import ConfigError
 
@@ -101,32 +100,6 @@ def test_who_ran_the_two_is_told_and_that_their_times_are_not_comparable_where_i
     assert (first["executor"], first["processor"]) == (0, "cuda")
     assert (first["shadow_executor"], first["shadow_processor"]) == (2, "cpu")
     assert "ran on          cuda, shadow cpu: the times are not comparable" in told("compare", line, "cls/a")[1]
-
-
-def test_answers_of_a_version_that_did_not_write_down_who_ran_them_still_count(line):
-    """In a file that no agent of this version has opened, and once one has."""
-    before = Migrations("records")
-    for migration in migrations.pending(Database(memory=True)):
-        if migration.name != "executors_of_shadow_answers":
-            before()(migration.fn)
-    path = read_line(line).results_file
-    path.parent.mkdir(parents=True)
-    with closing(sqlite3.connect(path)) as connection:
-        before.apply(Database(connection))
-        connection.execute(
-            "INSERT INTO shadow_answers (key, image, expert, shadow, expert_sha256, shadow_sha256, label, score,"
-            " seconds, shadow_label, shadow_score, shadow_seconds, asked_at) VALUES"
-            " ('k', 'i', 'cls/a', 'cls/a-new', '11', '22', 'ok', 0.5, 0.1, 'bad', 0.5, 0.1, '2026')"
-        )
-        connection.commit()
-    for _ in range(2):
-        row = comparison_row(comparison_of(read_line(line), "cls/a"))
-        assert (row["images"], row["executors"]) == (1, {"expert": [], "shadow": []})
-        assert "ran on" not in told("compare", line, "cls/a")[1]
-        open_for_writing(path).conn.close()
-    keep(line, [answer(1, GOOD, GOOD)])
-    row = comparison_row(comparison_of(read_line(line), "cls/a"))
-    assert (row["images"], row["executors"]["shadow"][0]["images"]) == (2, 1)
 
 
 def test_what_an_earlier_version_said_does_not_count(line):

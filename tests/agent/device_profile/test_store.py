@@ -403,34 +403,9 @@ def test_a_newer_version_s_is_refused_and_an_older_version_s_would_be_read(path)
     written(path)
     added = "INSERT INTO _sqlite_migrations (migration_set, name, applied_at) VALUES ('profile', 'llm_kinds', '')"
     changed(path, added)
-    assert "was written by a newer CoServe (llm_kinds) - install that version" in refusal(path)
-    with pytest.raises(ConfigError, match="newer CoServe"):
+    assert "was written by another version of CoServe (llm_kinds) - install it" in refusal(path)
+    with pytest.raises(ConfigError, match="another version of CoServe"):
         replace_usage(path, USAGE)
-
-
-def before_openmp(path):
-    """As the version before wrote it."""
-    changed(path, "DROP TABLE spinning")
-    changed(path, "DELETE FROM _sqlite_migrations WHERE name = 'openmp_spinning'")
-
-
-def test_a_profile_from_before_openmp_was_measured_stays_valid_and_means_the_default(path):
-    finished = written(path)
-    before_openmp(path)
-    assert read_profile(path) == replace(finished, spinning=())
-    assert read_profile(path).spinning_setting == "default"
-    replace_usage(path, USAGE)
-    with ProfileDraft.open(path, "demo", BOX) as draft:
-        assert (draft.spinning(), draft.kinds()) == ((), finished.kinds)
-
-
-def test_a_partial_file_from_before_openmp_was_measured_is_taken_up(path):
-    with ProfileDraft.open(path, "demo", BOX) as draft:
-        fill(draft)
-    before_openmp(partial_of(path))
-    with ProfileDraft.open(path, "demo", BOX) as draft:
-        assert (draft.spinning(), draft.kinds()) == ((), (KIND, FASTER))
-        assert draft.finish().spinning_setting == "default"
 
 
 def test_what_tokens_take_comes_back(path):
@@ -438,66 +413,6 @@ def test_what_tokens_take_comes_back(path):
     with ProfileDraft.open(path, "demo", BOX) as draft:
         draft.save_kind(texts)
         assert draft.kinds() == (texts,)
-
-
-def test_a_profile_from_before_texts_came_says_that_they_take_nothing(path):
-    finished = written(path)
-    for column in ("K_prompt_s", "K_output_s", "lease_bytes"):
-        changed(path, f"ALTER TABLE kinds DROP COLUMN {column}")
-    changed(path, "DELETE FROM _sqlite_migrations WHERE name = 'tokens_of_texts'")
-    assert read_profile(path) == finished
-    assert {kind.lease_bytes for kind in read_profile(path).kinds} == {0}
-
-
-def test_a_profile_from_before_forms_were_noted_fits_whatever_runs_here(path):
-    written(path)
-    changed(path, "ALTER TABLE profile DROP COLUMN forms")
-    changed(path, "DELETE FROM _sqlite_migrations WHERE name = 'forms_of_the_cpu'")
-    assert read_profile(path).box == replace(BOX, forms=None)
-    assert box_mismatches(read_profile(path), BOX) == ()
-
-
-def before_images_were_prepared(path):
-    """As the version before wrote it: batches were timed with the decoding of their images in them."""
-    changed(path, "ALTER TABLE kinds DROP COLUMN are_images_prepared")
-    changed(path, "DELETE FROM _sqlite_migrations WHERE name = 'batches_of_prepared_images'")
-
-
-def test_a_profile_whose_batches_have_decoding_in_them_is_told_as_that(path):
-    finished = written(path)
-    assert box_mismatches(finished, BOX) == ()
-    before_images_were_prepared(path)
-    (reason,) = box_mismatches(read_profile(path), BOX)
-    assert reason == "batches were timed with the decoding of their images in them, as earlier versions did"
-    replace_usage(path, USAGE)
-    assert box_mismatches(read_profile(path), BOX) == (reason,)
-
-
-def test_texts_have_no_images_to_prepare(path):
-    with ProfileDraft.open(path, "demo", BOX) as draft:
-        fill(draft)
-        draft.save_kind(replace(KIND, kind="llm", lease_bytes=8))
-        draft.finish()
-    before_images_were_prepared(path)
-    found = {kind.kind: kind.are_images_prepared for kind in read_profile(path).kinds}
-    assert found == {KIND.kind: False, FASTER.kind: False, "llm": True}
-
-
-@pytest.mark.parametrize("is_finished", [True, False])
-def test_what_was_timed_with_decoding_in_it_is_measured_again_and_all_else_is_kept(path, is_finished):
-    with ProfileDraft.open(path, "demo", BOX) as draft:
-        fill(draft)
-        if is_finished:
-            draft.finish()
-    before_images_were_prepared(path if is_finished else partial_of(path))
-    with ProfileDraft.open(path, "demo", BOX) as draft:
-        assert (draft.kinds(), draft.speedups(), draft.spinning()) == ((), {}, ())
-        assert (draft.agreements(), draft.links()) == ((AGREEMENT,), LINKS)
-        assert (draft.decodings(), draft.packed()) == (DECODINGS, PACKED)
-        with pytest.raises(ConfigError, match="lacks"):
-            draft.finish()
-        fill(draft)
-        assert box_mismatches(draft.finish(), BOX) == ()
 
 
 def test_an_older_schema_is_brought_up_to_date_in_memory_only(path, monkeypatch):
@@ -755,7 +670,7 @@ def test_an_unfinished_one_of_a_newer_version_stays_unless_all_is_measured_anew(
     content = partial_of(path).read_bytes()
     with (
         pytest.raises(
-            ConfigError, match=r"was written by a newer CoServe \(llm_kinds\) - install that version, or run"
+            ConfigError, match=r"was written by another version of CoServe \(llm_kinds\) - install it, or run"
         ),
         ProfileDraft.open(path, "demo", BOX),
     ):

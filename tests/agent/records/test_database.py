@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from sqlite_utils import Migrations
 
 from agent.records.database import (
     JOURNAL_LIMIT_BYTES,
@@ -55,6 +56,15 @@ def test_the_tables_hold_what_they_should_and_find_it_by_time_and_by_board(tmp_p
             database["results"].insert({**ROW, "key": "other", "verdict": "FINE"})
         with pytest.raises(sqlite3.IntegrityError):
             database["results"].insert(ROW)
+
+
+def test_a_file_of_another_version_is_refused_by_its_name(tmp_path: Path) -> None:
+    with closing(open_for_writing(tmp_path / "r.sqlite")) as database:
+        later = Migrations("records")
+        later(name="records_of_2031")(lambda _: None)
+        later.apply(database)
+    with pytest.raises(ConfigError, match=r"written by another version of CoServe \(records_of_2031\) - install it"):
+        open_for_writing(tmp_path / "r.sqlite")
 
 
 def test_a_number_is_not_given_twice_when_old_rows_are_deleted(tmp_path: Path) -> None:

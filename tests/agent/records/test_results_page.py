@@ -10,7 +10,7 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -18,11 +18,10 @@ import yaml
 
 from agent.line_file.records import ExportSection, OutboxSection, RecordsSection
 from agent.records.boards import BoardVerdict
-from agent.records.export import DailyExport
+from agent.records.export import FIRST_S, ResultExport
 from agent.records.outbox import Outbox, OutboxReader
 from agent.records.result_writer import ResultStore
 from agent.records.results import Result
-from agent.records.steadiness import STEADY_S
 from experts.expert import Verdict
 
 PAGE = (Path(__file__).parents[3] / "docs" / "results.md").read_text("utf-8")
@@ -52,7 +51,7 @@ def test_its_messages_have_the_keys_that_messages_have(tmp_path: Path) -> None:
     assert [each["schema"] for each in shown] == [each["schema"] for each in told]
 
 
-def test_its_program_reads_a_file_of_a_day(tmp_path: Path) -> None:
+def test_its_program_reads_a_file_of_results(tmp_path: Path) -> None:
     program = next(block for block in blocks("python") if "csv" in block)
     with closing(ResultStore(tmp_path / "r.db")) as store:
         store.record(RESULT)
@@ -60,11 +59,10 @@ def test_its_program_reads_a_file_of_a_day(tmp_path: Path) -> None:
         while store.statistics().pending:
             time.sleep(0.001)
         section = ExportSection.model_construct(folder=tmp_path, format="csv")
-        passed_s = 0.0
-        wall = lambda: AT + timedelta(days=1, hours=13, seconds=passed_s)  # noqa: E731
-        export = DailyExport(section, "demo", store, wall, lambda: passed_s)
-        passed_s = STEADY_S
-        for _ in range(10):
+        now_s = 0.0
+        export = ResultExport(section, "demo", store, lambda: AT, lambda: now_s)
+        now_s = FIRST_S
+        while not export.statistics().files:
             export.step()
     file = min(tmp_path.glob("results-*.csv"))
     done = subprocess.run([sys.executable, "-c", program, file], capture_output=True, text=True, timeout=60, check=True)

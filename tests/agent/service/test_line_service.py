@@ -992,7 +992,7 @@ def test_an_export_that_hangs_delays_no_board_and_no_end(line, monkeypatch):
         hangs.set()
         answers.wait(PATIENCE_S)
 
-    monkeypatch.setattr("agent.records.export.DailyExport.step", step)
+    monkeypatch.setattr("agent.records.export.ResultExport.step", step)
     monkeypatch.setattr("agent.service.upkeep.HANGS_S", 0.0)
     line.document["boards"]["main"]["takt_s"] = 30
     line.document["records"] = {"export": {"folder": "export"}}

@@ -422,10 +422,3 @@ def test_what_is_planned_has_the_cores_decode_too(packed_line, images):
     assert row.roofline_images_per_s == row.cores_images_per_s
     (alone,) = plan(config, replace(photographs(packed_line), decodings=()), trace_of("01" * 50))
     assert alone.images_per_s == pytest.approx(1 / 0.062, rel=0.05)
-
-
-def test_times_that_an_earlier_version_took_are_refused(packed_line):
-    then = replace(packed_line.profile, kinds=(replace(packed_line.profile.kinds[0], are_images_prepared=False),))
-    told = refused(packed_line, profile=then)
-    assert told.startswith("the device profile: batches were timed with the decoding of their images in them")
-    assert "run `coserve profile" in told

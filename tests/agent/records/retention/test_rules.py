@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from agent.intake.files.filing import SHELF_OF
 from agent.line_file.records import ExportSection, KeepSection
 from agent.records.boards import BoardVerdict
-from agent.records.export import DailyExport
+from agent.records.export import FIRST_S, ResultExport
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
 from agent.records.results import Result
@@ -36,8 +36,8 @@ from agent.records.retention.rules import (
     may_go,
     what_goes,
 )
+from agent.records.retention.steadiness import STEADY_S
 from agent.records.retention.sweeper import Removed, Sweeper
-from agent.records.steadiness import STEADY_S
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -434,15 +434,12 @@ def test_age_counts_only_once_the_clock_has_run_evenly_for_an_hour(line):
 
 
 def exported(one: Line, days_ago: float) -> None:
-    """The export as it was so many days ago, an hour after a start."""
+    """The export as it was so many days ago."""
     section = ExportSection.model_construct(folder=one.folder / "out", format="csv")
-    passed_s = [0.0]
-    began = one.began - timedelta(days=days_ago, seconds=STEADY_S)
-    export = DailyExport(
-        section, "demo", one.store, lambda: began + timedelta(seconds=passed_s[0]), lambda: passed_s[0]
-    )
-    passed_s[0] = STEADY_S
-    for _ in range(200):
+    now_s = [0.0]
+    export = ResultExport(section, "demo", one.store, lambda: one.began - timedelta(days=days_ago), lambda: now_s[0])
+    now_s[0] = FIRST_S
+    while not export.statistics().files:
         export.step()
     one.settle()
 
