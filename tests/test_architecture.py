@@ -26,7 +26,7 @@ RUNTIMES = ("torch", "torchvision", "ultralytics", "onnxruntime", "onnx")
 RUNTIME_FENCE = (
     "experts.backends",
     "experts.checkpoints",
-    "experts.inspection",
+    "experts.model_files",
     "experts.llm",
     "experts.packed.packing",
     "experts.packed.weights",
@@ -49,7 +49,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "experts.importing", "experts.llm",
     ),
     "experts.checkpoints": ("experts.architectures", "experts.backends", "experts.errors", "experts.normalization"),
-    "experts.inspection": (
+    "experts.model_files": (
         "experts.backends", "experts.checkpoints", "experts.errors", "experts.expert", "experts.importing",
     ),
     "experts.thresholds": ("experts.backends", "experts.expert"),

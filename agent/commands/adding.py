@@ -31,8 +31,8 @@ from experts.errors import ConfigError, LoadError, WeightsUnclear
 from experts.expert import Precision
 from experts.filesystem import whole_file
 from experts.images import decode_image
-from experts.inspection.inspected import FIT_OPTIONS
-from experts.inspection.inspecting import inspect_file, served_suffix, write_weights
+from experts.model_files.description import FIT_OPTIONS
+from experts.model_files.formats import describe_file, served_suffix, write_weights
 from experts.thresholds.binding import threshold_of
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from experts.expert import Expert, Prediction
-    from experts.inspection.inspected import Inspected, Kind
+    from experts.model_files.description import Kind, ModelDescription
 
 FOLDERS: dict[str, str] = {"classifier": "cls", "detector": "det", "anomaly": "ano"}  # kind of id, and of weights
 GOOD_LABELS = frozenset({"ok", "good", "pass"})
@@ -142,11 +142,11 @@ def add_model(line: Path, file: Path, wishes: Wishes) -> Added:
     Raises ConfigError, ImageError, WeightsError; WeightsUnclear says what to ask.
     """
     content = content_of(line)
-    inspected = inspect_file(file, wishes.architecture, wishes.kind)
-    settled = _Settled.of(line, inspected, wishes, content)
+    described = describe_file(file, wishes.architecture, wishes.kind)
+    settled = _Settled.of(line, described, wishes, content)
     text = content.decode("utf-8")
     settled.edited(text)  # its errors come before weights are read
-    with _weights_for_trial(inspected, settled) as weights:
+    with _weights_for_trial(described, settled) as weights:
         on_trial = line_of(parse_document(line.absolute(), settled.on_trial(text, weights).encode()))
         expert, sha256 = on_trial.catalog.experts[settled.expert], _sha256(weights)
         tried = _tried(expert, wishes.image)
@@ -155,7 +155,7 @@ def add_model(line: Path, file: Path, wishes: Wishes) -> Added:
             with _put_in_place(weights, settled), begun(line, content):
                 edit_file(line, settled.edited)
     return Added(
-        settled.expert, str(inspected.kind), settled.entry, settled.edited(""),
+        settled.expert, str(described.kind), settled.entry, settled.edited(""),
         wishes.components, settled.sure, settled.said,
         None if wishes.prints else settled.weights, sha256, tried,
     )  # fmt: skip
@@ -180,42 +180,42 @@ class _Settled:
     found: tuple[str, ...]
 
     @classmethod
-    def of(cls, line: Path, inspected: Inspected, wishes: Wishes, content: bytes) -> _Settled:
+    def of(cls, line: Path, described: ModelDescription, wishes: Wishes, content: bytes) -> _Settled:
         """Raises WeightsUnclear with all missing facts, and ConfigError for what contradicts the file."""
         known = replace(
-            inspected,
-            kind=inspected.kind or wishes.kind,
-            task=wishes.task or inspected.task,
-            labels=wishes.labels or inspected.labels,
-            size=wishes.size or inspected.size,
-            normalize=wishes.normalize or inspected.normalize,
-            fit=inspected.fit if wishes.fit is None else wishes.fit if isinstance(wishes.fit, dict) else None,
+            described,
+            kind=described.kind or wishes.kind,
+            task=wishes.task or described.task,
+            labels=wishes.labels or described.labels,
+            size=wishes.size or described.size,
+            normalize=wishes.normalize or described.normalize,
+            fit=described.fit if wishes.fit is None else wishes.fit if isinstance(wishes.fit, dict) else None,
         )
-        _refuse_other_labels(inspected, wishes)
-        missing = {key: why for key, why in inspected.missing.items() if getattr(known, key) is None}
+        _refuse_other_labels(described, wishes)
+        missing = {key: why for key, why in described.missing.items() if getattr(known, key) is None}
         if wishes.fit is not None:
             missing.pop("fit", None)
-        elif known.fit is not None and inspected.size not in {None, known.size}:
-            told = f"{rendered(known.fit)} ({inspected.sure['fit']})"
+        elif known.fit is not None and described.size not in {None, known.size}:
+            told = f"{rendered(known.fit)} ({described.sure['fit']})"
             missing["fit"] = f"the file has {told}, which is for another size: {FIT_OPTIONS}"
         if known.task == "multilabel" and known.label_count == 1 and wishes.otherwise is None:
             missing["otherwise"] = ONE_LABEL_OF_TWO
         passing = wishes.passing or _good_labels(known, wishes)
         missing |= _missing_of_routes(known, wishes, passing, parse_document(line, content).values)
         if missing:
-            raise WeightsUnclear(str(inspected.file), missing)
+            raise WeightsUnclear(str(described.file), missing)
         expert = wishes.id or _id_of(known)
-        folder, file = line.absolute().parent, inspected.file.absolute()
-        own = folder / "weights" / f"{expert}{served_suffix(inspected)}"
-        is_in_place = inspected.is_served_as_it_is and file.resolve().is_relative_to(folder.resolve())
+        folder, file = line.absolute().parent, described.file.absolute()
+        own = folder / "weights" / f"{expert}{served_suffix(described)}"
+        is_in_place = described.is_served_as_it_is and file.resolve().is_relative_to(folder.resolve())
         weights = file.resolve() if is_in_place else own
         step: dict[str, Any] = {"expert": expert, "pass": list(passing)}
         if wishes.min_score is not None:
             step["min_score"] = wishes.min_score
         entry = _entry(known, wishes, Path(os.path.relpath(weights, folder.resolve() if is_in_place else folder)))
-        sure = _evidence(inspected, wishes)
-        said = (*inspected.said, *_renamed(inspected, wishes))
-        return cls(line, expert, entry, step, wishes.components, sure, weights, is_in_place, inspected.file.name, said)
+        sure = _evidence(described, wishes)
+        said = (*described.said, *_renamed(described, wishes))
+        return cls(line, expert, entry, step, wishes.components, sure, weights, is_in_place, described.file.name, said)
 
     def bound(self, evidence: str) -> _Settled:
         """A threshold is followed by the ``evidence`` of its weights and input."""
@@ -252,7 +252,7 @@ class _Settled:
         return text
 
 
-def _entry(known: Inspected, wishes: Wishes, weights: Path) -> dict[str, Any]:
+def _entry(known: ModelDescription, wishes: Wishes, weights: Path) -> dict[str, Any]:
     task, labels = "anomaly" if known.kind == "anomaly" else known.task, list(known.labels or ())
     threshold, is_multilabel = wishes.threshold, known.task == "multilabel"
     entry: dict[str, Any] = {
@@ -270,56 +270,56 @@ def _entry(known: Inspected, wishes: Wishes, weights: Path) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if value is not None}
 
 
-def _evidence(inspected: Inspected, wishes: Wishes) -> dict[str, str]:
+def _evidence(described: ModelDescription, wishes: Wishes) -> dict[str, str]:
     """Evidence by key: the file, or an option, with what the file says instead."""
-    sure = dict(inspected.sure)
+    sure = dict(described.sure)
     for key in ("task", "labels", "otherwise", "size", "normalize", "fit"):
-        given, told = getattr(wishes, key), getattr(inspected, key, None)
+        given, told = getattr(wishes, key), getattr(described, key, None)
         if given is not None and told is not None and told != given:
             shown = _shown(list(told) if isinstance(told, tuple) else told, maximum=LABELS_TOLD)
-            sure[key] = f"given by --{key}; the file has {shown} ({inspected.sure[key]})"
+            sure[key] = f"given by --{key}; the file has {shown} ({described.sure[key]})"
         elif given is not None:
             sure[key] = f"given by --{key}"
     return {key: sure[key] for key in KEYS if key in sure}
 
 
-def _refuse_other_labels(inspected: Inspected, wishes: Wishes) -> None:
+def _refuse_other_labels(described: ModelDescription, wishes: Wishes) -> None:
     """Refuse another number of labels, or the file's own in another order; ``_renamed`` tells of other names."""
-    given, names, count = wishes.labels, inspected.labels, inspected.label_count
+    given, names, count = wishes.labels, described.labels, described.label_count
     if given is not None and count is not None and len(given) != count:
         if count == 1:
             raise ConfigError(
-                f"{inspected.file} has one output, and --labels names {len(given)}: --labels LABEL, of what a high "
+                f"{described.file} has one output, and --labels names {len(given)}: --labels LABEL, of what a high "
                 "value says, and --otherwise OTHER, of what a low one does"
             )
-        raise ConfigError(f"{inspected.file} tells {count} labels apart, and --labels names {len(given)}: name each")
+        raise ConfigError(f"{described.file} tells {count} labels apart, and --labels names {len(given)}: name each")
     if given is None or names is None:
         return
     moved = [label for label, name in zip(given, names, strict=True) if label != name and label in names]
     if moved:
         raise ConfigError(
-            f"{inspected.file} has {_shown(list(names))} in this order, and --labels has {moved[0]} in another place: "
+            f"{described.file} has {_shown(list(names))} in this order, and --labels has {moved[0]} in another place: "
             "leave --labels out, or give each output a name of your own"
         )
 
 
-def _renamed(inspected: Inspected, wishes: Wishes) -> tuple[str, ...]:
-    if wishes.labels is None or inspected.labels in {None, wishes.labels}:
+def _renamed(described: ModelDescription, wishes: Wishes) -> tuple[str, ...]:
+    if wishes.labels is None or described.labels in {None, wishes.labels}:
         return ()
-    pairs = zip(inspected.labels or (), wishes.labels, strict=True)
+    pairs = zip(described.labels or (), wishes.labels, strict=True)
     shown = [f"{name} is {given}" for name, given in pairs if name != given]
     cut = [*shown[:LABELS_SHOWN], "..."] if len(shown) > LABELS_SHOWN else shown
     return (f"labels go by the names of --labels: {', '.join(cut)}",)
 
 
-def _good_labels(known: Inspected, wishes: Wishes) -> tuple[str, ...]:
+def _good_labels(known: ModelDescription, wishes: Wishes) -> tuple[str, ...]:
     named = [*(known.labels or ()), *([wishes.otherwise] if wishes.otherwise else ())]
     good = tuple(label for label in named if label.lower() in GOOD_LABELS)
     return good if len(good) == 1 else ()
 
 
 def _missing_of_routes(
-    known: Inspected, wishes: Wishes, passing: tuple[str, ...], values: dict[str, Any]
+    known: ModelDescription, wishes: Wishes, passing: tuple[str, ...], values: dict[str, Any]
 ) -> dict[str, str]:
     if not wishes.components and not values.get("routes"):
         return {"component": "the line has no routes yet: say with --component whose images it judges"}
@@ -328,14 +328,14 @@ def _missing_of_routes(
     return {}
 
 
-def _id_of(known: Inspected) -> str:
+def _id_of(known: ModelDescription) -> str:
     stem = known.file.stem.removesuffix(".pth")  # of a .pth.tar
     name = UNSUITED.sub("-", stem.replace("..", ".")).strip("-.") or "model"
     return f"{FOLDERS[str(known.kind)]}/{name}"
 
 
 @contextmanager
-def _weights_for_trial(inspected: Inspected, settled: _Settled) -> Iterator[Path]:
+def _weights_for_trial(described: ModelDescription, settled: _Settled) -> Iterator[Path]:
     """A temporary file of the weights as they are served; the file itself where it is served in place."""
     if settled.is_in_place:
         yield settled.weights
@@ -343,10 +343,10 @@ def _weights_for_trial(inspected: Inspected, settled: _Settled) -> Iterator[Path
     try:
         with tempfile.TemporaryDirectory(prefix="coserve-add-") as folder:
             candidate = Path(folder) / f"weights{settled.weights.suffix}"
-            write_weights(inspected, candidate)
+            write_weights(described, candidate)
             yield candidate
     except OSError as error:
-        raise LoadError(str(inspected.file), f"cannot be added: {error}") from error
+        raise LoadError(str(described.file), f"cannot be added: {error}") from error
 
 
 @contextmanager

@@ -7,6 +7,7 @@ no more is unpacked than a few times its size, and each storage has the bytes th
 
 from __future__ import annotations
 
+import io
 import mmap
 import struct
 import zipfile
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, NoReturn
 
-from experts.checkpoints.inert import ITEM_BYTES
+from experts.checkpoints.tensors import ITEM_BYTES
 from experts.checkpoints.unpickler import SAVE_ADVICE, Unpickler
 from experts.errors import WeightsCorrupt, WeightsRefused
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from experts.checkpoints.inert import Storage
+    from experts.checkpoints.tensors import Storage
 
 LEGACY_MAGIC, LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 PICKLE_BYTES_MAXIMUM = 256_000_000  # of what describes the object; the weights lie beside it
@@ -36,7 +37,7 @@ TAR_MAGIC = slice(257, 262)
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class ArchiveEntry:
     """Where an entry's bytes lie in the file. ``size_bytes``: unpacked; ``packed_bytes`` where they are packed.
 
     ``checksum``: CRC-32 of the bytes; 0 where there is none, as torch writes it when it is asked to count none.
@@ -49,14 +50,14 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class TorchFile:
     """An opened file. ``document``: what was saved, made of plain values and the records of inert."""
 
     source: str
     size_bytes: int
     document: object
     _data: mmap.mmap
-    _extents: Mapping[str, Extent]
+    _extents: Mapping[str, ArchiveEntry]
     _checked: set[str] = field(default_factory=set)  # storages whose checksum has been compared
 
     def numbers(self, storage: Storage) -> memoryview:
@@ -75,7 +76,7 @@ class Checkpoint:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Checkpoint]:
+def opened(path: Path) -> Iterator[TorchFile]:
     """Open a file of torch.save for as long as its numbers are read.
 
     Raises WeightsCorrupt and WeightsRefused, and OSError for what the disk refuses.
@@ -88,7 +89,7 @@ def opened(path: Path) -> Iterator[Checkpoint]:
         yield _open(source, data, path)
 
 
-def _open(source: str, data: mmap.mmap, path: Path) -> Checkpoint:
+def _open(source: str, data: mmap.mmap, path: Path) -> TorchFile:
     if data[:2] == b"PK":
         return _open_archive(source, data, path)
     if data[:1] == b"\x80":
@@ -101,7 +102,7 @@ def _open(source: str, data: mmap.mmap, path: Path) -> Checkpoint:
 # the zip archive
 
 
-def _open_archive(source: str, data: mmap.mmap, path: Path) -> Checkpoint:
+def _open_archive(source: str, data: mmap.mmap, path: Path) -> TorchFile:
     entries = _entries(source, data, path)
     prefix = _prefix(source, entries)
     if data_order := entries.get(f"{prefix}byteorder"):
@@ -113,13 +114,13 @@ def _open_archive(source: str, data: mmap.mmap, path: Path) -> Checkpoint:
         raise WeightsRefused(source, f"its pickle has over {PICKLE_BYTES_MAXIMUM} bytes: {SAVE_ADVICE}")
     described = bytes(_bytes_of(source, data, description))
     _check(source, described, description)
-    document = Unpickler(source, described).load()
+    document = Unpickler(source, io.BytesIO(described)).load()
     start = f"{prefix}data/"
     storages = {name.removeprefix(start): extent for name, extent in entries.items() if name.startswith(start)}
-    return Checkpoint(source, len(data), document, data, storages)
+    return TorchFile(source, len(data), document, data, storages)
 
 
-def _prefix(source: str, entries: Mapping[str, Extent]) -> str:
+def _prefix(source: str, entries: Mapping[str, ArchiveEntry]) -> str:
     """The folder that all entries lie in, with its slash."""
     if any(name.endswith("/constants.pkl") for name in entries):
         advice = "export the model that it was made of to ONNX"
@@ -130,7 +131,7 @@ def _prefix(source: str, entries: Mapping[str, Extent]) -> str:
     return found[0]
 
 
-def _entries(source: str, data: mmap.mmap, path: Path) -> dict[str, Extent]:
+def _entries(source: str, data: mmap.mmap, path: Path) -> dict[str, ArchiveEntry]:
     try:
         with zipfile.ZipFile(path) as archive:
             infos = [info for info in archive.infolist() if not info.filename.endswith("/")]
@@ -148,7 +149,7 @@ def _entries(source: str, data: mmap.mmap, path: Path) -> dict[str, Extent]:
     return found
 
 
-def _extent(source: str, data: mmap.mmap, info: zipfile.ZipInfo) -> Extent:
+def _extent(source: str, data: mmap.mmap, info: zipfile.ZipInfo) -> ArchiveEntry:
     def corrupt(reason: str) -> NoReturn:
         raise WeightsCorrupt(source, f"is a zip archive whose entry {info.filename!r} {reason}")
 
@@ -166,13 +167,13 @@ def _extent(source: str, data: mmap.mmap, info: zipfile.ZipInfo) -> Extent:
     if info.compress_type == zipfile.ZIP_STORED:
         if info.file_size != info.compress_size:
             corrupt("has two sizes")
-        return Extent(offset, info.file_size, None, info.CRC)
+        return ArchiveEntry(offset, info.file_size, None, info.CRC)
     if info.compress_type != zipfile.ZIP_DEFLATED:
         corrupt("is compressed in a way that torch does not read")
-    return Extent(offset, info.file_size, info.compress_size, info.CRC)
+    return ArchiveEntry(offset, info.file_size, info.compress_size, info.CRC)
 
 
-def _refuse_overlaps(source: str, entries: Mapping[str, Extent]) -> None:
+def _refuse_overlaps(source: str, entries: Mapping[str, ArchiveEntry]) -> None:
     ordered = sorted((one.offset, one.size_bytes if one.packed_bytes is None else one.packed_bytes)
                      for one in entries.values())  # fmt: skip
     for (offset, size_bytes), (following, _) in pairwise(ordered):
@@ -180,7 +181,7 @@ def _refuse_overlaps(source: str, entries: Mapping[str, Extent]) -> None:
             raise WeightsCorrupt(source, "is a zip archive whose entries overlap")
 
 
-def _bytes_of(source: str, data: mmap.mmap, extent: Extent) -> memoryview:
+def _bytes_of(source: str, data: mmap.mmap, extent: ArchiveEntry) -> memoryview:
     if extent.packed_bytes is None:
         return memoryview(data)[extent.offset : extent.offset + extent.size_bytes]
     packed = data[extent.offset : extent.offset + extent.packed_bytes]
@@ -193,7 +194,7 @@ def _bytes_of(source: str, data: mmap.mmap, extent: Extent) -> memoryview:
     return memoryview(unpacked)
 
 
-def _check(source: str, found: bytes | memoryview, extent: Extent) -> None:
+def _check(source: str, found: bytes | memoryview, extent: ArchiveEntry) -> None:
     if extent.checksum and zlib.crc32(found) != extent.checksum:
         raise WeightsCorrupt(source, f"is damaged: the entry at byte {extent.offset} has another checksum than it says")
 
@@ -201,34 +202,29 @@ def _check(source: str, found: bytes | memoryview, extent: Extent) -> None:
 # the form before it
 
 
-def _open_legacy(source: str, data: mmap.mmap) -> Checkpoint:
-    reading = Unpickler(source, data)
-    if reading.load() != LEGACY_MAGIC:
+def _open_legacy(source: str, data: mmap.mmap) -> TorchFile:
+    """Four pickles in a row (magic number, protocol, system, object), the list of storages, and their numbers."""
+    if Unpickler(source, data).load() != LEGACY_MAGIC:
         raise WeightsRefused(source, f"is a pickle that torch.save did not write: {SAVE_ADVICE}")
-    protocol, reading = _next(source, data, reading)
-    if protocol != LEGACY_PROTOCOL:
+    if Unpickler(source, data).load() != LEGACY_PROTOCOL:
         raise WeightsCorrupt(source, "is a file of torch.save in a form that is not known")
-    system, reading = _next(source, data, reading)
+    system = Unpickler(source, data).load()
     if isinstance(system, dict) and system.get("little_endian") is False:
         raise WeightsRefused(source, f"its numbers are in big-endian order: {SAVE_ADVICE} on this machine")
-    document, described = _next(source, data, reading)
-    keys, reading = _next(source, data, described)
-    extents = _legacy_extents(source, data, reading.position, keys, described.storages)
-    return Checkpoint(source, len(data), document, data, extents)
-
-
-def _next(source: str, data: mmap.mmap, before: Unpickler) -> tuple[object, Unpickler]:
-    reading = Unpickler(source, data, before.position)
-    return reading.load(), reading
+    described = Unpickler(source, data)
+    document = described.load()
+    keys = Unpickler(source, data).load()
+    extents = _legacy_extents(source, data, data.tell(), keys, described.storages)
+    return TorchFile(source, len(data), document, data, extents)
 
 
 def _legacy_extents(
     source: str, data: mmap.mmap, position: int, keys: object, storages: Mapping[str, Storage]
-) -> dict[str, Extent]:
+) -> dict[str, ArchiveEntry]:
     """Each storage follows the one before it: its count of elements in eight bytes, then its numbers."""
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise WeightsCorrupt(source, "does not list its storages as torch.save does")
-    extents: dict[str, Extent] = {}
+    extents: dict[str, ArchiveEntry] = {}
     for key in keys:
         storage = storages.get(key)
         if storage is None or key in extents:
@@ -239,6 +235,6 @@ def _legacy_extents(
         size_bytes = elements * ITEM_BYTES[storage.dtype]
         if elements < 0 or position + 8 + size_bytes > len(data):
             raise WeightsCorrupt(source, f"ends within storage {key!r:.40}")
-        extents[key] = Extent(position + 8, size_bytes)
+        extents[key] = ArchiveEntry(position + 8, size_bytes)
         position += 8 + size_bytes
     return extents

@@ -14,18 +14,18 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experts.checkpoints.found import Facts, Found, Told
+from experts.checkpoints.facts import CheckpointWeights, ConvertedCheckpoint, Facts
 from experts.errors import LoadError, WeightsCorrupt, WeightsMissing, WeightsRefused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SCRIPT = Path(__file__).with_name("apart.py")
+SCRIPT = Path(__file__).with_name("reading_process.py")
 REFUSED, CORRUPT, FAILED = 3, 4, 5  # what the script exits with
 LIMIT_S_PER_GB = 30
 
 
-def read_checkpoint(path: Path) -> Found:
+def read_checkpoint(path: Path) -> CheckpointWeights:
     """The weights of a file of torch.save, and what it tells of them. The tensors are read from disk as they are used.
 
     Raises WeightsMissing, WeightsCorrupt, WeightsRefused, LoadError.
@@ -35,10 +35,10 @@ def read_checkpoint(path: Path) -> Found:
     with tempfile.TemporaryDirectory(prefix="coserve-checkpoint-") as folder:
         weights = Path(folder) / "weights.safetensors"
         told = convert_checkpoint(path, weights)
-        return Found(told.where, told.facts, told.said, load_file(weights))
+        return CheckpointWeights(told.where, told.facts, told.said, load_file(weights))
 
 
-def convert_checkpoint(source: Path, destination: Path) -> Told:
+def convert_checkpoint(source: Path, destination: Path) -> ConvertedCheckpoint:
     """Write a checkpoint's weights as a .safetensors file, of which a part may be there where this raises.
 
     Raises WeightsMissing, WeightsCorrupt, WeightsRefused, LoadError.
@@ -48,7 +48,7 @@ def convert_checkpoint(source: Path, destination: Path) -> Told:
     values: dict[str, Any] = json.loads(_read_apart(source, "weights", [source], [source, destination]))
     facts: dict[str, Any] = values["facts"]
     listed = {key: tuple(facts[key]) for key in ("labels", "size") if facts[key] is not None}
-    return Told(values["where"], Facts(**{**facts, **listed}), tuple(values["said"]))
+    return ConvertedCheckpoint(values["where"], Facts(**{**facts, **listed}), tuple(values["said"]))
 
 
 def convert_states(source: Path, files: Sequence[Path], folder: Path) -> None:

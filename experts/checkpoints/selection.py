@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from experts.checkpoints.inert import Record, StoredTensor
-from experts.checkpoints.unpickler import SAVE_ADVICE
+from experts.checkpoints.tensors import CheckpointTensor
+from experts.checkpoints.unpickler import SAVE_ADVICE, PickledObject
 from experts.errors import WeightsRefused
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Selection:
     ``of_loss``: names of what a loss keeps, which is no weight.
     """
 
-    weights: Mapping[str, StoredTensor]
+    weights: Mapping[str, CheckpointTensor]
     where: str
     owner: object
     said: tuple[str, ...]
@@ -80,7 +80,7 @@ class _Search:
         self.refused: WeightsRefused | None = None
 
     def candidates(self, value: object, path: tuple[str, ...], depth: int) -> Iterator[Selection]:
-        if isinstance(value, Record):
+        if isinstance(value, PickledObject):
             yield from self._of_record(value, path, depth)
         elif isinstance(value, dict) and depth < DEPTH_MAXIMUM:
             yield from self._of_dictionary(value, path, depth)
@@ -106,7 +106,7 @@ class _Search:
             return []
         return found
 
-    def _of_record(self, record: Record, path: tuple[str, ...], depth: int) -> Iterator[Selection]:
+    def _of_record(self, record: PickledObject, path: tuple[str, ...], depth: int) -> Iterator[Selection]:
         if isinstance(record.attribute("_modules"), dict) or isinstance(record.attribute("_parameters"), dict):
             if weights := self._attempted(lambda: _walk(self._source, record, "", {}, 0)):
                 yield Selection(weights, ".".join(path), record, ())
@@ -115,7 +115,7 @@ class _Search:
         elif isinstance(record.state, dict):  # an object that holds its model, as one that averages does
             yield from self.candidates(record.state, path, depth + 1)
 
-    def _attempted(self, find: Callable[[], dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
+    def _attempted(self, find: Callable[[], dict[str, CheckpointTensor]]) -> dict[str, CheckpointTensor]:
         try:
             return find()
         except WeightsRefused as error:
@@ -125,14 +125,14 @@ class _Search:
 
 def _is_tensor(value: object) -> bool:
     """Also of a kind that is not read, such as sparse or quantized."""
-    rebuilt = isinstance(value, Record) and value.kind.module == "torch._utils"
-    return rebuilt or isinstance(value, StoredTensor)
+    rebuilt = isinstance(value, PickledObject) and value.kind.module == "torch._utils"
+    return rebuilt or isinstance(value, CheckpointTensor)
 
 
-def _flat(source: str, entries: Mapping[object, object], path: tuple[str, ...]) -> dict[str, StoredTensor]:
-    flat: dict[str, StoredTensor] = {}
+def _flat(source: str, entries: Mapping[object, object], path: tuple[str, ...]) -> dict[str, CheckpointTensor]:
+    flat: dict[str, CheckpointTensor] = {}
     for name, value in entries.items():
-        if isinstance(name, str) and isinstance(value, StoredTensor):
+        if isinstance(name, str) and isinstance(value, CheckpointTensor):
             flat[name] = value
         elif not (isinstance(name, str) and name.endswith(EXTRA_STATE)):
             where = f" of {'.'.join(path)}" if path else ""
@@ -142,8 +142,8 @@ def _flat(source: str, entries: Mapping[object, object], path: tuple[str, ...]) 
 
 
 def _walk(
-    source: str, module: Record, prefix: str, weights: dict[str, StoredTensor], depth: int
-) -> dict[str, StoredTensor]:
+    source: str, module: PickledObject, prefix: str, weights: dict[str, CheckpointTensor], depth: int
+) -> dict[str, CheckpointTensor]:
     """A module's parameters and kept buffers, and those of the modules in it, under the names of a state dict."""
     if depth > MODULES_DEEP_MAXIMUM:
         raise WeightsRefused(source, f"has modules in one another over {MODULES_DEEP_MAXIMUM} deep: {SAVE_ADVICE}")
@@ -153,13 +153,13 @@ def _walk(
         for name, value in _named(module.attribute(kind)):
             if value is None or (kind == "_buffers" and name in left_out):
                 continue
-            if not isinstance(value, StoredTensor):
+            if not isinstance(value, CheckpointTensor):
                 told = f"its {prefix}{name[:NAME_SHOWN]} is {_kind(value)}, not a tensor"
                 raise WeightsRefused(source, f"{told}: {SAVE_ADVICE}")
             weights[prefix + name] = value
     _bounded(source, weights)
     for name, value in _named(module.attribute("_modules")):
-        if isinstance(value, Record):
+        if isinstance(value, PickledObject):
             _walk(source, value, f"{prefix}{name}.", weights, depth + 1)
     return weights
 
@@ -169,13 +169,13 @@ def _named(held: object) -> Iterator[tuple[str, object]]:
     return ((name, value) for name, value in entries if isinstance(name, str))
 
 
-def _bounded(source: str, weights: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _bounded(source: str, weights: dict[str, CheckpointTensor]) -> dict[str, CheckpointTensor]:
     if len(weights) > TENSORS_MAXIMUM:
         raise WeightsRefused(source, f"has over {TENSORS_MAXIMUM} tensors: no expert has")
     return weights
 
 
-def _unwrapped(weights: Mapping[str, StoredTensor], *, anyone: bool) -> tuple[dict[str, StoredTensor], str]:
+def _unwrapped(weights: Mapping[str, CheckpointTensor], *, anyone: bool) -> tuple[dict[str, CheckpointTensor], str]:
     """The weights by their own names, and what was before all of them.
 
     ``anyone``: any attribute may hold the model, as in a LightningModule, and not only those of the usual names.
@@ -202,7 +202,7 @@ def _common(names: list[str], *, anyone: bool) -> str:
 
 
 def _kind(value: object) -> str:
-    if isinstance(value, Record):
+    if isinstance(value, PickledObject):
         return f"a {str(value.kind)[:NAME_SHOWN]}"
     return "nothing" if value is None else f"a {type(value).__name__}"
 

@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from experts.checkpoints.inert import Record, StoredTensor
+from experts.checkpoints.tensors import CheckpointTensor
+from experts.checkpoints.unpickler import PickledObject
 from experts.errors import WeightsRefused
 
 if TYPE_CHECKING:
@@ -30,16 +31,16 @@ Plain: TypeAlias = "str | int | float | bool | list[Plain]"
 class TrainingState:
     """``told``: the arguments of the training that are plain values, by their names."""
 
-    weights: Mapping[str, StoredTensor]
+    weights: Mapping[str, CheckpointTensor]
     told: Mapping[str, Plain]
 
 
 def training_state(source: str, document: object) -> TrainingState:
     """What was saved, sorted. Raises WeightsRefused for what is no dictionary, and for more than any model has."""
     if not isinstance(document, dict):
-        what = document.kind if isinstance(document, Record) else type(document).__name__
+        what = document.kind if isinstance(document, PickledObject) else type(document).__name__
         raise WeightsRefused(source, f"it is a {what} instead of a dictionary")
-    weights: dict[str, StoredTensor] = {}
+    weights: dict[str, CheckpointTensor] = {}
     for name, tensor in _tensors(source, document.get("module", document)):
         if name in weights:
             raise WeightsRefused(source, f"has two tensors named {name:.80}")
@@ -47,13 +48,13 @@ def training_state(source: str, document: object) -> TrainingState:
     return TrainingState(weights, _told(document))
 
 
-def _tensors(source: str, module: object) -> Iterator[tuple[str, StoredTensor]]:
+def _tensors(source: str, module: object) -> Iterator[tuple[str, CheckpointTensor]]:
     """In the order of the dictionaries, which may lie in one another at no great depth, and may not be many."""
     waiting: list[_Found] = [((), module)]
     looked_at = 0
     while waiting:
         path, value = waiting.pop()
-        if isinstance(value, StoredTensor):
+        if isinstance(value, CheckpointTensor):
             yield ".".join(path), value
             continue
         below: list[_Found] = [((*path, _shown(key)), each) for key, each in _items(value)]
@@ -65,7 +66,7 @@ def _tensors(source: str, module: object) -> Iterator[tuple[str, StoredTensor]]:
 
 def _items(value: object) -> Iterator[tuple[object, object]]:
     """None but of a dictionary, or of a class of dictionary."""
-    entries = value.entries if isinstance(value, Record) else value
+    entries = value.entries if isinstance(value, PickledObject) else value
     return iter(entries.items() if isinstance(entries, dict) else ())
 
 
@@ -76,7 +77,7 @@ def _shown(key: object) -> str:
 def _told(document: Mapping[object, object]) -> dict[str, Plain]:
     known = [(name, document.get(name)) for name in TOLD]
     args = document.get("args")
-    state = args.state if isinstance(args, Record) else args
+    state = args.state if isinstance(args, PickledObject) else args
     plain = ((name, _plain(value)) for name, value in (*known, *_items(state)))
     return {name: value for name, value in plain if value is not None and isinstance(name, str)}
 

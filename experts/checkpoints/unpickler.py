@@ -1,354 +1,271 @@
-"""Reads a pickle as data, opcode by opcode: no name is looked up, no class built, no function called.
+"""Reads a pickle as data: nothing that the file names is imported, and nothing of it runs.
 
-Guarantees, for any bytes: values are dictionaries, lists, tuples, sets, strings, numbers, and the records of
-experts.checkpoints.inert alone; no length is believed before the bytes for it are there; no recursion, hash or
-comparison goes deeper than one container; opcodes and remembered objects are bounded. So reading ends, in time and
-memory bounded by the bytes read, with a value, WeightsCorrupt or WeightsRefused.
+``find_class`` returns an inert class of this module for every name. So the unpickler can only call inert classes and
+inert objects:
 
-Why a machine of our own: a subclass of pickle.Unpickler still calls what ``find_class`` returns, sets state on it, and
-allocates by the lengths it reads. Opcodes and their meaning: PEPs 307, 3154 and 574, and Python's pickletools.
+- GLOBAL, STACK_GLOBAL, INST: their names go to ``find_class``. EXT1, EXT2 and EXT4 ask copyreg's registry first. This
+  process registers no code, and the file cannot call copyreg.
+- REDUCE, NEWOBJ, NEWOBJ_EX, OBJ, INST: call ``PickledObject.__new__``, or ``__call__`` of an object. Both keep the
+  arguments, or make of them what ``REBUILT`` says: a container, bytes, or the description of a tensor.
+- BUILD: calls ``__setstate__``; without one it would set attributes. Every class here has its own: an object keeps the
+  state, a tensor and a dictionary ignore it, a class and a storage refuse it. Plain values have no attributes to set.
+- APPEND, APPENDS, ADDITEMS, SETITEM, SETITEMS: change a plain container, or an object that keeps what it is given.
+- PERSID and BINPERSID: ``persistent_load`` describes a storage.
+
+Memory and time are bounded by the limits of the process that reads, see ``reading_process``. A pickle can announce huge
+texts, fill the memo, or nest keys until their hash overflows the stack: that process ends, and the file is refused.
 """
 
 from __future__ import annotations
 
-import codecs
 import pickle
-import struct
 from typing import TYPE_CHECKING, NoReturn
 
-from experts.checkpoints.inert import Name, Record, Storage, StoredTensor
-from experts.checkpoints.rebuilding import called, is_harmful, key_of, named, storage_of
+from experts.checkpoints.tensors import STORAGE_TYPES, TYPES, CheckpointTensor, Storage
 from experts.errors import WeightsCorrupt, WeightsRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+    from io import BytesIO
     from mmap import mmap
 
-PROTOCOL_MAXIMUM = 5
-OPCODES_MAXIMUM = 10_000_000  # arbitrary: the largest detector's training checkpoint takes some 100 000
-MEMO_MAXIMUM = 4_000_000
-LINE_BYTES_MAXIMUM = 65_536  # of what the oldest protocol writes as a line of text
-NUMBER_BYTES_MAXIMUM = 1024
 SAVE_ADVICE = "save model.state_dict() with torch.save, and bring that"
+REASON_SHOWN = 200
+RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # names of Python 2, which protocol 2 still writes
+HARMFUL_MODULES = {
+    "os", "posix", "nt", "sys", "subprocess", "socket", "shutil", "pty", "runpy", "importlib", "ctypes", "commands",
+    "webbrowser", "popen2", "code", "signal", "multiprocessing", "asyncio", "urllib", "requests", "http",
+}  # fmt: skip
+HARMFUL_BUILTINS = {"eval", "exec", "execfile", "compile", "open", "file", "input", "__import__", "breakpoint"}
 
 
-class Unpickler:
-    """Reads one pickle that begins at ``position`` of ``data``; afterwards ``position`` is behind it."""
+class Unpickler(pickle.Unpickler):
+    """Reads the pickle that begins at the file's position; afterwards the file stands behind it."""
 
-    def __init__(self, source: str, data: bytes | mmap, position: int = 0) -> None:
-        self.position = position
+    def __init__(self, source: str, file: BytesIO | mmap) -> None:
+        super().__init__(file, encoding="utf-8", errors="replace")
         self.storages: dict[str, Storage] = {}
         self._source = source
-        self._data = data
-        self._end = len(data)
-        self._stack: list[object] = []
-        self._below: list[list[object]] = []  # what was on the stack before each mark
-        self._memo: dict[int, object] = {}
+        self._file = file
+        self._names: dict[tuple[str, str], PickledName] = {}
 
     def load(self) -> object:
-        """The value. Raises WeightsCorrupt for what is no pickle, WeightsRefused for what is too large or harmful."""
-        for _ in range(OPCODES_MAXIMUM):
-            opcode = self._take(1)[0]
-            if opcode == pickle.STOP[0]:
-                return self._pop()
-            step = STEPS.get(opcode)
-            if step is None:
-                self._corrupt(f"opcode {opcode:#04x}, which is not known or not permitted")
-            try:
-                step(self)
-            except ValueError as error:
-                self._corrupt(str(error))
-        raise WeightsRefused(self._source, f"its pickle has over {OPCODES_MAXIMUM} opcodes: {SAVE_ADVICE}")
-
-    def _corrupt(self, reason: str) -> NoReturn:
-        raise WeightsCorrupt(self._source, f"its pickle has, before byte {self.position}, {reason}")
-
-    # bytes
-
-    def _take(self, count: int) -> bytes:
-        if count > self._end - self.position:
-            raise WeightsCorrupt(self._source, f"its pickle ends at byte {self._end}, {count} more were announced")
-        taken = self._data[self.position : self.position + count]
-        self.position += count
-        return taken
-
-    def _number(self, width: int, *, signed: bool = False) -> int:
-        return int.from_bytes(self._take(width), "little", signed=signed)
-
-    def _line(self) -> bytes:
-        limit = min(self.position + LINE_BYTES_MAXIMUM, self._end)
-        end = self._data.find(b"\n", self.position, limit)
-        if end < 0:
-            self._corrupt("a line of text that does not end")
-        line = self._take(end - self.position)
-        self.position += 1
-        return line
-
-    # stack
-
-    def push(self, value: object) -> None:
-        self._stack.append(value)
-
-    def _pop(self) -> object:
-        if not self._stack:
-            self._corrupt("nothing on the stack where something is taken from it")
-        return self._stack.pop()
-
-    def _top(self) -> object:
-        if not self._stack:
-            self._corrupt("nothing on the stack where something is read from it")
-        return self._stack[-1]
-
-    def mark(self) -> None:
-        self._below.append(self._stack)
-        self._stack = []
-
-    def _since_mark(self) -> list[object]:
-        if not self._below:
-            self._corrupt("no mark where one is needed")
-        since, self._stack = self._stack, self._below.pop()
-        return since
-
-    def pop(self) -> None:
-        if self._stack:
-            self._stack.pop()
-        else:
-            self.pop_mark()
-
-    def pop_mark(self) -> None:
-        self._since_mark()
-
-    # memory of what was read
-
-    def remember(self, index: int | None = None) -> None:
-        if len(self._memo) >= MEMO_MAXIMUM:
-            raise WeightsRefused(self._source, f"its pickle remembers over {MEMO_MAXIMUM} objects: {SAVE_ADVICE}")
-        self._memo[len(self._memo) if index is None else index] = self._top()
-
-    def recall(self, index: int) -> None:
-        if index not in self._memo:
-            self._corrupt(f"a reference to object {index}, which it has not had yet")
-        self.push(self._memo[index])
-
-    # numbers and text
-
-    def frame(self) -> None:
-        if self._number(8) > self._end - self.position:
-            self._corrupt("a frame longer than the file")
-
-    def protocol(self) -> None:
-        version = self._number(1)
-        if version > PROTOCOL_MAXIMUM:
-            self._corrupt(f"protocol {version}, which is not known")
-
-    def long(self, width: int) -> None:
-        size = self._number(width)
-        if size > NUMBER_BYTES_MAXIMUM:
-            self._corrupt(f"a number of {size} bytes")
-        self.push(self._number(size, signed=True))
-
-    def text(self, width: int) -> None:
-        self.push(self._take(self._number(width)).decode("utf-8", "replace"))
-
-    def raw(self, width: int) -> None:
-        self.push(self._take(self._number(width)))
-
-    def float8(self) -> None:
-        (number,) = struct.unpack(">d", self._take(8))
-        self.push(number)
-
-    def integer_line(self) -> None:
-        line = self._line()
-        self.push(line == b"01" if line in {b"00", b"01"} else self._parsed(int, line.rstrip(b"L")))
-
-    def float_line(self) -> None:
-        self.push(self._parsed(float, self._line()))
-
-    def _parsed(self, kind: Callable[[bytes], object], line: bytes) -> object:
-        if len(line) > NUMBER_BYTES_MAXIMUM:
-            self._corrupt("a number of too many digits")
+        """The value. Raises WeightsCorrupt for what is no pickle, WeightsRefused for what is harmful; MemoryError."""
         try:
-            return kind(line)
-        except ValueError:
-            self._corrupt("something else where a number stands")
+            return super().load()
+        except MemoryError:
+            raise
+        except _HarmfulCall as error:
+            told = f"its pickle calls {error}, which no weights need (nothing was run)"
+            raise WeightsRefused(self._source, f"{told}: {SAVE_ADVICE}") from error
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:REASON_SHOWN]
+            raise WeightsCorrupt(
+                self._source, f"its pickle cannot be read, before byte {self._file.tell()}: {reason}"
+            ) from error
 
-    def string_line(self) -> None:
-        line = self._line()
-        if len(line) < 2 or line[:1] not in {b"'", b'"'} or line[-1:] != line[:1]:
-            self._corrupt("a string without quotes")
-        try:
-            self.push(codecs.escape_decode(line[1:-1])[0].decode("utf-8", "replace"))
-        except ValueError:
-            self._corrupt("a string that is not escaped as strings are")
+    def find_class(self, module: str, name: str) -> PickledName:
+        key = RENAMED.get(module, module), name
+        if key not in self._names:
+            self._names[key] = named(*key)
+        return self._names[key]
 
-    def unicode_line(self) -> None:
-        try:
-            self.push(self._line().decode("raw-unicode-escape"))
-        except UnicodeError:
-            self._corrupt("a string that is not escaped as strings are")
-
-    # containers
-
-    def append(self) -> None:
-        value = self._pop()
-        self._extend([value])
-
-    def _extend(self, values: list[object]) -> None:
-        target = self._top()
-        if isinstance(target, Record):
-            target.items.extend(values)
-        elif isinstance(target, list):
-            target.extend(values)
-        else:
-            self._corrupt(f"something appended to a {type(target).__name__}")
-
-    def set_item(self) -> None:
-        value = self._pop()
-        self._update([self._pop(), value])
-
-    def _update(self, flat: list[object]) -> None:
-        target = self._top()
-        entries = target.entries if isinstance(target, Record) else target
-        if not isinstance(entries, dict) or len(flat) % 2:
-            self._corrupt(f"keys set in a {type(target).__name__}")
-        for key, value in zip(flat[::2], flat[1::2], strict=True):
-            entries[key_of(key)] = value
-
-    def add_items(self) -> None:
-        values = self._since_mark()
-        target = self._top()
-        if isinstance(target, Record):
-            target.items.extend(values)
-        elif isinstance(target, set):
-            target.update(map(key_of, values))
-        else:
-            self._corrupt(f"members added to a {type(target).__name__}")
-
-    def dictionary(self) -> None:
-        flat = self._since_mark()
-        self.push({})
-        self._update(flat)
-
-    def tuple_of(self, count: int) -> None:
-        values = [self._pop() for _ in range(count)]
-        self.push(tuple(reversed(values)))
-
-    # names, and what is made of them
-
-    def global_lines(self) -> None:
-        module, name = self._line(), self._line()
-        self.push(named(module.decode("utf-8", "replace"), name.decode("utf-8", "replace")))
-
-    def global_of_stack(self) -> None:
-        name, module = self._pop(), self._pop()
-        if not isinstance(name, str) or not isinstance(module, str):
-            self._corrupt("a name that is no text")
-        self.push(named(module, name))
-
-    def reduce(self) -> None:
-        arguments = self._pop()
-        self._make(self._pop(), arguments)
-
-    def new_object_with_keywords(self) -> None:
-        keywords, arguments = self._pop(), self._pop()
-        self._make(self._pop(), arguments)
-        made = self._top()
-        if isinstance(made, Record) and isinstance(keywords, dict):
-            made.entries.update(keywords)
-
-    def object_of_mark(self) -> None:
-        kind, *arguments = self._since_mark() or [None]
-        self._make(kind, tuple(arguments))
-
-    def instance(self) -> None:
-        arguments = self._since_mark()
-        self.global_lines()
-        self._make(self._pop(), tuple(arguments))
-
-    def _make(self, kind: object, arguments: object) -> None:
-        if not isinstance(arguments, tuple):
-            self._corrupt("a call whose arguments are no tuple")
-        if isinstance(kind, Name):
-            if is_harmful(kind):
-                told = f"its pickle calls {kind}, which no weights need (nothing was run)"
-                raise WeightsRefused(self._source, f"{told}: {SAVE_ADVICE}")
-            self.push(called(kind, arguments))
-        elif isinstance(kind, Record):  # what a call returned is called in turn
-            self.push(Record(kind.kind, (kind, *arguments)))
-        else:
-            self._corrupt(f"a call of a {type(kind).__name__}")
-
-    def build(self) -> None:
-        state, target = self._pop(), self._top()
-        if isinstance(target, Record):
-            target.state = state
-        elif not isinstance(target, dict | StoredTensor | set | frozenset | bytes | list | tuple):
-            self._corrupt(f"a state given to a {type(target).__name__}")
-
-    def reference(self) -> None:
-        found = storage_of(self._pop())
-        if isinstance(found, Storage):
-            known = self.storages.setdefault(found.key, found)
-            if known != found:
-                self._corrupt(f"storage {found.key} described in two ways")
-        self.push(found)
+    def persistent_load(self, reference: object) -> object:
+        """A storage; in old files also a class, which lies there with its source."""
+        match reference:
+            case ("storage", PickledName() as kind, str() | int() as key, _, int() as elements, *_):
+                if kind.name not in STORAGE_TYPES:
+                    raise ValueError(f"a storage of type {kind.name}, which is not known")
+                if isinstance(elements, bool) or elements < 0:
+                    raise ValueError("a storage of a negative size")
+                found = Storage(str(key), STORAGE_TYPES[kind.name], elements)
+                if self.storages.setdefault(found.key, found) != found:
+                    raise ValueError(f"storage {found.key} described in two ways")
+                return found
+            case ("module", kind, *_):
+                return kind
+        raise ValueError("a reference to something outside that is no storage")
 
 
-def _pushing(make: Callable[[], object]) -> Callable[[Unpickler], None]:
-    return lambda machine: machine.push(make())
+class _HarmfulCall(Exception):
+    """A pickle calls what no saved weights need. Nothing runs in any case: only the message depends on it."""
 
 
-def _fixed(width: int, *, signed: bool = False) -> Callable[[Unpickler], None]:
-    return lambda machine: machine.push(machine._number(width, signed=signed))
+class PickledName(type):
+    """Inert class in the place of a class or a function that a pickle names."""
+
+    module: str = ""
+    name: str = ""
+
+    def __str__(cls) -> str:
+        return f"{cls.module}.{cls.name}"
+
+    @property
+    def __setstate__(cls) -> NoReturn:
+        raise ValueError("a state given to a class")  # an AttributeError would let BUILD set the class's attributes
+
+    @property
+    def is_harmful(cls) -> bool:
+        if cls.module == "builtins":
+            return cls.name in HARMFUL_BUILTINS
+        return cls.module.partition(".")[0] in HARMFUL_MODULES
 
 
-def _memo_line(act: Callable[[Unpickler, int], None]) -> Callable[[Unpickler], None]:
-    def step(machine: Unpickler) -> None:
-        machine.integer_line()
-        index = machine._pop()
-        if not isinstance(index, int):
-            machine._corrupt("a reference to an object without a number")
-        act(machine, index)
+class PickledObject(metaclass=PickledName):
+    """Inert object: its class's name, and all that the pickle would have given it.
 
-    return step
+    ``items`` and ``entries``: what was appended to it, or set in it, where it is a kind of list or of dictionary.
+    """
+
+    __slots__ = ("arguments", "entries", "items", "state")
+
+    arguments: tuple[object, ...]
+    state: object
+    items: list[object]
+    entries: dict[object, object]
+
+    def __new__(cls, *arguments: object, **entries: object) -> object:  # type: ignore[misc]  # also a rebuilt value
+        rebuild = REBUILT.get((cls.module, cls.name))
+        if rebuild is not None:
+            return rebuild(arguments)
+        if cls.is_harmful:
+            raise _HarmfulCall(str(cls))
+        made = object.__new__(cls)
+        made.arguments, made.state, made.items, made.entries = arguments, None, [], {}
+        made.entries.update(entries)
+        return made
+
+    def __call__(self, *arguments: object) -> object:
+        return type(self)(self, *arguments)
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+    def __setitem__(self, key: object, value: object) -> None:
+        self.entries[key] = value
+
+    def append(self, value: object) -> None:
+        self.items.append(value)
+
+    def add(self, value: object) -> None:
+        self.items.append(value)
+
+    def extend(self, values: Iterable[object]) -> None:
+        self.items.extend(values)
+
+    @property
+    def kind(self) -> PickledName:
+        return type(self)
+
+    def attribute(self, name: str) -> object:
+        """None where its state is not the usual one, or has no such name."""
+        states = self.state if isinstance(self.state, tuple) else (self.state,)  # with __slots__ there are two
+        return next((state[name] for state in states if isinstance(state, dict) and name in state), None)
 
 
-_STEPS: dict[bytes, Callable[[Unpickler], None]] = {
-    pickle.PROTO: Unpickler.protocol, pickle.FRAME: Unpickler.frame, pickle.MARK: Unpickler.mark,
-    pickle.POP: Unpickler.pop, pickle.POP_MARK: Unpickler.pop_mark,
-    pickle.DUP: lambda machine: machine.push(machine._top()),
-    pickle.NONE: _pushing(lambda: None), pickle.NEWTRUE: _pushing(lambda: True),
-    pickle.NEWFALSE: _pushing(lambda: False), pickle.EMPTY_DICT: _pushing(dict), pickle.EMPTY_LIST: _pushing(list),
-    pickle.EMPTY_TUPLE: _pushing(tuple), pickle.EMPTY_SET: _pushing(set),
-    pickle.INT: Unpickler.integer_line, pickle.LONG: Unpickler.integer_line, pickle.FLOAT: Unpickler.float_line,
-    pickle.STRING: Unpickler.string_line, pickle.UNICODE: Unpickler.unicode_line,
-    pickle.BININT: _fixed(4, signed=True), pickle.BININT1: _fixed(1), pickle.BININT2: _fixed(2),
-    pickle.BINFLOAT: Unpickler.float8,
-    pickle.LONG1: lambda machine: machine.long(1), pickle.LONG4: lambda machine: machine.long(4),
-    pickle.SHORT_BINSTRING: lambda machine: machine.text(1), pickle.BINSTRING: lambda machine: machine.text(4),
-    pickle.SHORT_BINUNICODE: lambda machine: machine.text(1), pickle.BINUNICODE: lambda machine: machine.text(4),
-    pickle.BINUNICODE8: lambda machine: machine.text(8), pickle.SHORT_BINBYTES: lambda machine: machine.raw(1),
-    pickle.BINBYTES: lambda machine: machine.raw(4), pickle.BINBYTES8: lambda machine: machine.raw(8),
-    pickle.BYTEARRAY8: lambda machine: machine.raw(8),
-    pickle.APPEND: Unpickler.append,
-    pickle.APPENDS: lambda machine: machine._extend(machine._since_mark()),
-    pickle.SETITEM: Unpickler.set_item,
-    pickle.SETITEMS: lambda machine: machine._update(machine._since_mark()),
-    pickle.ADDITEMS: Unpickler.add_items, pickle.DICT: Unpickler.dictionary,
-    pickle.LIST: lambda machine: machine.push(machine._since_mark()),
-    pickle.TUPLE: lambda machine: machine.push(tuple(machine._since_mark())),
-    pickle.TUPLE1: lambda machine: machine.tuple_of(1), pickle.TUPLE2: lambda machine: machine.tuple_of(2),
-    pickle.TUPLE3: lambda machine: machine.tuple_of(3),
-    pickle.FROZENSET: lambda machine: machine.push(frozenset(map(key_of, machine._since_mark()))),
-    pickle.GLOBAL: Unpickler.global_lines, pickle.STACK_GLOBAL: Unpickler.global_of_stack,
-    pickle.REDUCE: Unpickler.reduce, pickle.NEWOBJ: Unpickler.reduce,
-    pickle.NEWOBJ_EX: Unpickler.new_object_with_keywords, pickle.OBJ: Unpickler.object_of_mark,
-    pickle.INST: Unpickler.instance, pickle.BUILD: Unpickler.build, pickle.BINPERSID: Unpickler.reference,
-    pickle.PUT: _memo_line(Unpickler.remember),
-    pickle.BINPUT: lambda machine: machine.remember(machine._number(1)),
-    pickle.LONG_BINPUT: lambda machine: machine.remember(machine._number(4)),
-    pickle.MEMOIZE: Unpickler.remember, pickle.GET: _memo_line(Unpickler.recall),
-    pickle.BINGET: lambda machine: machine.recall(machine._number(1)),
-    pickle.LONG_BINGET: lambda machine: machine.recall(machine._number(4)),
-}  # fmt: skip
-STEPS = {code[0]: step for code, step in _STEPS.items()}
+class PickledDict(dict[object, object]):
+    """An OrderedDict, without the attributes that a state dict has beside its entries."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+def named(module: str, name: str) -> PickledName:
+    made = PickledName("PickledObject", (PickledObject,), {"__slots__": ()})
+    made.module, made.name = module, name
+    return made
+
+
+def _tensor(arguments: tuple[object, ...], dtype: str | None = None) -> CheckpointTensor:
+    """``dtype``: a name of ITEM_BYTES; default its storage's."""
+    match arguments:
+        case (Storage() as storage, int() as offset, tuple() as shape, tuple() as strides, *_):
+            sizes = tuple(extent for extent in shape if isinstance(extent, int))
+            steps = tuple(stride for stride in strides if isinstance(stride, int))
+            if len(sizes) != len(shape) or len(steps) != len(strides):
+                raise ValueError("a tensor whose sizes are no numbers")
+            tensor = CheckpointTensor(storage, dtype or storage.dtype, offset, sizes, steps)
+            if tensor.problem is not None:
+                raise ValueError(tensor.problem)
+            return tensor
+    raise ValueError("a tensor that is not described as torch describes one")
+
+
+def _tensor_of_type(arguments: tuple[object, ...]) -> CheckpointTensor:
+    match arguments:
+        case (Storage(), int(), tuple(), tuple(), _, _, PickledName() as dtype, *_):
+            if dtype.name not in TYPES:
+                raise ValueError(f"a tensor of type {dtype.name}, which is not known")
+            return _tensor(arguments, TYPES[dtype.name])
+    raise ValueError("a tensor that is not described as torch describes one")
+
+
+def _parameter(arguments: tuple[object, ...]) -> object:
+    return arguments[0]
+
+
+def _of_subclass(arguments: tuple[object, ...]) -> object:
+    match arguments:
+        case (PickledName() as rebuild, _, tuple() as inner, *_):
+            return rebuild(*inner)
+    raise ValueError("a tensor of a class of its own that is not described as torch describes one")
+
+
+def _reconstructed(arguments: tuple[object, ...]) -> object:
+    match arguments:
+        case (PickledName() as kind, PickledName(name="object"), *_):
+            return kind()
+        case (PickledName() as kind, _, value, *_):
+            return kind(value)
+    raise ValueError("an object of no class")
+
+
+def _dictionary(arguments: tuple[object, ...]) -> PickledDict:
+    """Of pairs or of another dictionary; a defaultdict's factory is left out."""
+    return PickledDict(next((one for one in arguments if isinstance(one, dict | list | tuple)), ()))
+
+
+def _elements(arguments: tuple[object, ...]) -> list[object]:
+    given = arguments[0] if arguments else ()
+    if not isinstance(given, list | tuple | set | frozenset | dict):
+        raise ValueError("a container that is made of no container")
+    return list(given)
+
+
+def _bytes(arguments: tuple[object, ...]) -> bytes:
+    """``_codecs.encode(text, "latin1")``: how protocol 2 writes bytes; and ``bytes()``."""
+    match arguments:
+        case ():
+            return b""
+        case (str() as text, "latin1" | "latin-1"):
+            return text.encode("latin-1", "replace")
+        case (bytes() as given, *_):
+            return given
+    raise ValueError("bytes that are not written as Python writes them")
+
+
+REBUILT: dict[tuple[str, str], Callable[[tuple[object, ...]], object]] = {
+    ("torch._utils", "_rebuild_tensor"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_type,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+    ("torch.nn.parameter", "Parameter"): _parameter,
+    ("torch.nn.parameter", "Buffer"): _parameter,
+    ("torch._tensor", "_rebuild_from_type"): _of_subclass,
+    ("torch._tensor", "_rebuild_from_type_v2"): _of_subclass,
+    ("torch", "Size"): lambda arguments: tuple(_elements(arguments)),
+    ("collections", "OrderedDict"): _dictionary,
+    ("collections", "defaultdict"): _dictionary,
+    ("_codecs", "encode"): _bytes,
+    ("copyreg", "_reconstructor"): _reconstructed,
+    ("builtins", "dict"): _dictionary,
+    ("builtins", "list"): _elements,
+    ("builtins", "tuple"): lambda arguments: tuple(_elements(arguments)),
+    ("builtins", "set"): lambda arguments: set(_elements(arguments)),
+    ("builtins", "frozenset"): lambda arguments: frozenset(_elements(arguments)),
+    ("builtins", "bytes"): _bytes,
+    ("builtins", "bytearray"): _bytes,
+}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, BinaryIO
 
-from experts.checkpoints.inert import ITEM_BYTES
+from experts.checkpoints.tensors import ITEM_BYTES
 from experts.errors import WeightsRefused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from experts.checkpoints.archive import Checkpoint
-    from experts.checkpoints.inert import StoredTensor
+    from experts.checkpoints.archive import TorchFile
+    from experts.checkpoints.tensors import CheckpointTensor
 
 WRITTEN_MAXIMUM = 4  # times the file's size: tensors may share storages, but not any number of them
 WRITTEN_ALWAYS_BYTES = 64_000_000
@@ -20,7 +20,7 @@ HEADER_BYTES_MAXIMUM = 100_000_000  # what safetensors reads
 
 
 def write_weights(
-    file: BinaryIO, weights: Mapping[str, StoredTensor], checkpoint: Checkpoint, metadata: Mapping[str, str]
+    file: BinaryIO, weights: Mapping[str, CheckpointTensor], checkpoint: TorchFile, metadata: Mapping[str, str]
 ) -> None:
     """Write all of them, each as one of its own. Raises WeightsRefused for what is larger than what it was made of."""
     written_bytes = sum(tensor.size_bytes for tensor in weights.values())
@@ -33,21 +33,21 @@ def write_weights(
         _write(file, weights[name], checkpoint)
 
 
-def _header(source: str, weights: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> bytes:
+def _header(source: str, weights: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
     for name, tensor in weights.items():
         end = offset + tensor.size_bytes
         entries[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (offset, end)}
         offset = end
-    text = json.dumps(entries).encode()
+    text = json.dumps(entries, ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_BYTES_MAXIMUM or "__metadata__" in weights:
         raise WeightsRefused(source, "has names that a .safetensors file cannot hold")
     return len(text).to_bytes(8, "little") + text
 
 
-def _write(file: BinaryIO, tensor: StoredTensor, checkpoint: Checkpoint) -> None:
+def _write(file: BinaryIO, tensor: CheckpointTensor, checkpoint: TorchFile) -> None:
     if not tensor.elements:
         return
     item_bytes = ITEM_BYTES[tensor.dtype]

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from experts.inspection.inspecting import inspect_file
+from experts.model_files.formats import describe_file
 from tests.trainers.ultralytics_models import LABELS, SIZE, export, own_boxes, save, train
 
 ARCHITECTURES = ("yolov5n", "yolov8n", "yolo11n")
@@ -71,5 +71,5 @@ def test_what_it_trained_is_served_with_its_own_boxes(line, model, images, archi
 )
 def test_every_version_that_is_served_is_told_by_its_file(tmp_path, name):
     """Those that the table of docs/models.md names."""
-    found = inspect_file(save(name, tmp_path / "best.pt"))
+    found = describe_file(save(name, tmp_path / "best.pt"))
     assert (found.kind, found.architecture, found.label_count) == ("detector", name, 80)

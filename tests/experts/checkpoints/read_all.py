@@ -1,4 +1,4 @@
-"""Run in a process of its own: FOLDER. Reads each file in it as experts.checkpoints.apart does; tells what was seen.
+"""Run in a process of its own: FOLDER. Reads each file as experts.checkpoints.reading_process does, and reports it.
 
 Prints JSON: of each file how it ended and in how many seconds; what the interpreter was asked to do meanwhile that is
 no reading; the most memory that was taken; and whether the environment is as it was.
@@ -16,10 +16,20 @@ from pathlib import Path
 
 import numpy as np
 
-from experts.checkpoints.apart import _bound, convert
+from experts.checkpoints.reading_process import _bound, convert
 from experts.errors import WeightsCorrupt, WeightsRefused
 
-PERMITTED = ("open", "os.stat", "os.remove", "mmap.__new__", "object.__getattr__", "gc.", "marshal.", "builtins.id")
+PERMITTED = (
+    "open",
+    "os.stat",
+    "os.remove",
+    "mmap.__new__",
+    "object.__getattr__",
+    "gc.",
+    "marshal.",
+    "builtins.id",
+    "sys.excepthook",
+)  # the last where CPython prints that a bytearray was refused its memory
 READING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 

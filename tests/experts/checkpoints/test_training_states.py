@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from experts.checkpoints.inert import Storage, StoredTensor
 from experts.checkpoints.reading import convert_states
+from experts.checkpoints.tensors import CheckpointTensor, Storage
 from experts.checkpoints.training_states import DEPTH_MAXIMUM, ENTRIES_MAXIMUM, VALUES_MAXIMUM, training_state
 from experts.errors import WeightsCorrupt, WeightsRefused
 
@@ -80,7 +80,7 @@ def test_the_file_that_cannot_be_read_is_named(tmp_path):
 
 
 def tensor():
-    return StoredTensor(Storage("0", "F32", 1), "F32", 0, (1,), (1,))
+    return CheckpointTensor(Storage("0", "F32", 1), "F32", 0, (1,), (1,))
 
 
 def nested(depth):

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import gelu, layer_norm, linear
 
-from experts.checkpoints.apart import convert_state
+from experts.checkpoints.reading_process import convert_state
 from experts.errors import TrainingUnsupported, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
 from experts.llm.importing.deepspeed import import_deepspeed as import_apart
 from experts.llm.model import load_model

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # it is run isolat
 
 from experts.checkpoints.archive import opened
 from experts.checkpoints.selection import select
-from experts.checkpoints.telling import tell
+from experts.checkpoints.trainer_facts import tell
 from experts.checkpoints.training_states import training_state
 from experts.checkpoints.writing import WRITTEN_ALWAYS_BYTES, WRITTEN_MAXIMUM, write_weights
 from experts.errors import WeightsCorrupt, WeightsRefused
@@ -39,7 +39,7 @@ def main(kind: str, limit_s: int, paths: Sequence[Path]) -> int:
     gc.disable()  # what is read stays until the end, and looking through it again and again takes as long as reading
     if kind == "weights":
         source, destination = paths
-        return _read([source], limit_s, lambda _: sys.stdout.write(json.dumps(convert(source, destination)) + "\n"))
+        return _read([source], limit_s, lambda _: sys.stdout.buffer.write(_text(convert(source, destination))))
     folder, *sources = paths
     return _read(sources, limit_s, lambda source: convert_state(source, folder), is_named=True)
 
@@ -60,9 +60,16 @@ def _read(sources: Sequence[Path], limit_s: int, read: Callable[[Path], object],
         return _answer(CORRUPT, about + error.message)
     except MemoryError:
         return _answer(REFUSED, f"{about}takes over {MEMORY_BYTES / 1e9:.0f} GB of memory to read: no weights do")
+    except UnicodeEncodeError:
+        return _answer(CORRUPT, f"{about}has a name or a label that is no Unicode text")
     except OSError as error:
         return _answer(FAILED, f"{about}{error}")
     return DONE
+
+
+def _text(value: object) -> bytes:
+    """As JSON. Raises UnicodeEncodeError for half a surrogate pair, which a pickle may hold."""
+    return json.dumps(value, ensure_ascii=False).encode()
 
 
 def convert(source: Path, destination: Path) -> dict[str, object]:
@@ -81,7 +88,7 @@ def convert_state(source: Path, folder: Path) -> None:
     with opened(source) as checkpoint:
         state = training_state(checkpoint.source, checkpoint.document)
         with (folder / f"{source.name}.safetensors").open("wb") as file:
-            write_weights(file, state.weights, checkpoint, {"told": json.dumps(state.told)})
+            write_weights(file, state.weights, checkpoint, {"told": _text(state.told).decode()})
 
 
 def _bound(file_bytes: int, limit_s: int) -> None:

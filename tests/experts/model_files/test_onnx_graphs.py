@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from experts.errors import WeightsCorrupt, WeightsMissing, WeightsRefused
-from experts.inspection.inspecting import inspect_file, write_weights
+from experts.model_files.formats import describe_file, write_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,7 +44,7 @@ def graph(tmp_path):
 
 
 def test_a_detector_of_ultralytics_tells_everything(graph):
-    found = inspect_file(graph(("output0", "n", 6, 84), **ULTRALYTICS))
+    found = describe_file(graph(("output0", "n", 6, 84), **ULTRALYTICS))
     assert (found.kind, found.architecture, found.labels, found.size, found.normalize) == (
         "detector", "onnx", ("chip", "coil"), (64, 96), "unit",
     )  # fmt: skip
@@ -55,12 +55,12 @@ def test_a_detector_of_ultralytics_tells_everything(graph):
 
 
 def test_a_graph_for_any_size_has_that_of_its_training(graph):
-    found = inspect_file(graph(("output0", "n", 6, "a"), images=("n", 3, "h", "w"), **ULTRALYTICS))
+    found = describe_file(graph(("output0", "n", 6, "a"), images=("n", 3, "h", "w"), **ULTRALYTICS))
     assert (found.size, found.sure["size"]) == ((64, 96), "imgsz in its metadata")
 
 
 def test_a_segmentation_model_is_a_detector_and_that_is_said(graph):
-    found = inspect_file(
+    found = describe_file(
         graph(("output0", "n", 38, 84), ("protos", "n", 32, 16, 24), **ULTRALYTICS | {"task": "segment"})
     )
     assert found.kind == "detector"
@@ -70,11 +70,11 @@ def test_a_segmentation_model_is_a_detector_and_that_is_said(graph):
 @pytest.mark.parametrize("task", ["pose", "obb"])
 def test_another_task_is_refused_by_name(graph, task):
     with pytest.raises(WeightsRefused, match=f"for the task {task}: served are detect, segment, classify"):
-        inspect_file(graph(("output0", "n", 6, 84), **ULTRALYTICS | {"task": task}))
+        describe_file(graph(("output0", "n", 6, 84), **ULTRALYTICS | {"task": task}))
 
 
 def test_a_classifier_tells_how_many_labels_and_not_which(graph):
-    found = inspect_file(graph(("logits", "n", 4)))
+    found = describe_file(graph(("logits", "n", 4)))
     assert (found.kind, found.labels, found.label_count, found.size) == ("classifier", None, 4, (64, 96))
     assert set(found.missing) == {"labels", "normalize", "task"}
     assert "--labels" in found.missing["labels"]
@@ -82,7 +82,7 @@ def test_a_classifier_tells_how_many_labels_and_not_which(graph):
 
 
 def test_a_graph_for_any_size_without_metadata_asks_for_it(graph):
-    found = inspect_file(graph(("logits", "n", 4), images=("n", 3, "h", "w")))
+    found = describe_file(graph(("logits", "n", 4), images=("n", 3, "h", "w")))
     assert found.missing["size"] == "its input images (n, 3, n, n) takes any: --size HEIGHTxWIDTH, as it was trained"
 
 
@@ -96,19 +96,19 @@ def test_a_graph_for_any_size_without_metadata_asks_for_it(graph):
     ],
 )
 def test_an_anomaly_model_is_told_by_its_outputs(graph, outputs):
-    found = inspect_file(graph(*outputs))
+    found = describe_file(graph(*outputs))
     assert (found.kind, found.labels) == ("anomaly", ("ok", "anomalous"))
 
 
 def test_detectors_without_metadata_are_told_by_their_outputs(graph):
-    assert inspect_file(graph(("boxes", "b", 4), ("labels", "b"), ("scores", "b"))).kind == "detector"
-    assert inspect_file(graph(("output0", "n", 84, 6))).kind == "detector"
+    assert describe_file(graph(("boxes", "b", 4), ("labels", "b"), ("scores", "b"))).kind == "detector"
+    assert describe_file(graph(("output0", "n", 84, 6))).kind == "detector"
 
 
 def test_what_may_mean_several_things_is_asked(graph):
     file = graph(("a", "n", 1))
-    assert "--kind" in inspect_file(file).missing["kind"]
-    assert inspect_file(file, kind="anomaly").missing.keys() == {"normalize"}
+    assert "--kind" in describe_file(file).missing["kind"]
+    assert describe_file(file, kind="anomaly").missing.keys() == {"normalize"}
 
 
 @pytest.mark.parametrize(
@@ -129,14 +129,14 @@ def test_its_last_operator_or_a_single_output_tells_whether_labels_exclude_one_a
     model.graph.node[0].output[0] = "raw"
     model.graph.node.append(helper.make_node(last, ["raw"], ["logits"]))
     onnx.save(model, file)
-    found = inspect_file(file, kind=kind)
+    found = describe_file(file, kind=kind)
     assert found.task == task
     assert ("task" in found.missing) == (task is None)
 
 
 @pytest.mark.parametrize("names", ["{0: 'a', 2: 'b'}", "['a', 'a']", "{0: 1}", "open('x')", "[" * 5000, "'x'" * 9])
 def test_names_that_are_none_are_asked_for(graph, names):
-    found = inspect_file(graph(("output0", "n", 6, 84), **ULTRALYTICS | {"names": names}))
+    found = describe_file(graph(("output0", "n", 6, 84), **ULTRALYTICS | {"names": names}))
     assert "labels" in found.missing
 
 
@@ -151,19 +151,19 @@ def test_names_that_are_none_are_asked_for(graph, names):
 )
 def test_what_takes_no_images_is_refused(graph, images, element, reason):
     with pytest.raises(WeightsRefused, match=reason):
-        inspect_file(graph(("logits", "n", 4), images=images, element=element))
+        describe_file(graph(("logits", "n", 4), images=images, element=element))
 
 
 def test_what_is_no_graph_is_told(tmp_path):
     file = tmp_path / "model.onnx"
     with pytest.raises(WeightsMissing):
-        inspect_file(file)
+        describe_file(file)
     file.write_bytes(b"\x00rubbish")
     with pytest.raises(WeightsCorrupt):
-        inspect_file(file)
+        describe_file(file)
     (tmp_path / "model.h5").write_bytes(b"")
     with pytest.raises(WeightsRefused, match="unknown format"):
-        inspect_file(tmp_path / "model.h5")
+        describe_file(tmp_path / "model.h5")
 
 
 class TestWeightsInOtherFiles:
@@ -184,17 +184,17 @@ class TestWeightsInOtherFiles:
         return file
 
     def test_are_taken_in(self, scattered, tmp_path):
-        found = inspect_file(scattered)
+        found = describe_file(scattered)
         assert found.is_scattered
         assert found.said == ("its weights lie in other files: it is written as one",)
         write_weights(found, tmp_path / "one.onnx")
-        one = inspect_file(tmp_path / "one.onnx")
+        one = describe_file(tmp_path / "one.onnx")
         assert (one.is_scattered, one.label_count) == (False, 4)
 
     def test_that_are_not_there_are_told(self, scattered):
         (scattered.parent / "model.onnx.data").unlink()
         with pytest.raises(WeightsRefused, match=r"in other files, which cannot be read: .*put them beside it"):
-            inspect_file(scattered)
+            describe_file(scattered)
 
     def test_outside_its_folder_are_not_read(self, scattered):
         secret = scattered.parent.parent / "secret"
@@ -205,4 +205,4 @@ class TestWeightsInOtherFiles:
                 entry.value = "../secret"
         scattered.write_bytes(model.SerializeToString())
         with pytest.raises(WeightsRefused, match="in other files, which cannot be read"):
-            inspect_file(scattered)
+            describe_file(scattered)

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from experts.backends.onnx.answers import EXCLUSIVE, INDEPENDENT, last_operator
 from experts.backends.weight_files import is_scattered, read_graph, read_onnx
-from experts.checkpoints.telling import Telling, tell_of_pixels
+from experts.checkpoints.trainer_facts import FactCollector, tell_of_pixels
 from experts.errors import WeightsRefused
 from experts.expert import ANOMALY_LABELS
-from experts.inspection.inspected import (
+from experts.model_files.description import (
     NORMALIZE_OPTIONS,
     ONE_OUTPUT,
-    Inspected,
     Kind,
+    ModelDescription,
     unknown_labels,
     unknown_task,
     unserved_fit,
@@ -49,7 +49,7 @@ class _Value:
         return f"{self.name} ({', '.join('n' if each is None else str(each) for each in self.shape)})"
 
 
-def inspect_graph(file: Path, kind: Kind | None = None) -> Inspected:
+def describe_graph(file: Path, kind: Kind | None = None) -> ModelDescription:
     """What an .onnx file is. ``kind``: given by the user.
 
     Raises WeightsMissing, WeightsCorrupt, and WeightsRefused for what cannot be served.
@@ -61,7 +61,7 @@ def inspect_graph(file: Path, kind: Kind | None = None) -> Inspected:
     inputs = [value for value in map(_value, model.graph.input) if value.name not in weights]
     outputs = [_value(value) for value in model.graph.output]
     _require_images(file, inputs)
-    return _Graph(file, facts, inputs[0], tuple(outputs), kind, scattered, last_operator(model)).inspected()
+    return _Graph(file, facts, inputs[0], tuple(outputs), kind, scattered, last_operator(model)).described()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class _Graph:
     is_scattered: bool
     last: str | None
 
-    def inspected(self) -> Inspected:
+    def described(self) -> ModelDescription:
         kind, why = self._kind()
         sure = {"architecture": f"an ONNX graph, {why}"}
         missing = {}
@@ -83,10 +83,10 @@ class _Graph:
         labels, count = self._labels(kind, sure, missing)
         task = self._task(count, sure, missing) if kind == "classifier" else None
         size = self._size(sure, missing)
-        telling = self._pixels(kind, size, missing)
-        sure |= {key: telling.evidence[key] for key in ("normalize", "fit") if key in telling.values}
-        normalize, fit = telling.values.get("normalize"), telling.values.get("fit")
-        return Inspected(
+        facts = self._pixels(kind, size, missing)
+        sure |= {key: facts.evidence[key] for key in ("normalize", "fit") if key in facts.values}
+        normalize, fit = facts.values.get("normalize"), facts.values.get("fit")
+        return ModelDescription(
             self.file, kind, "onnx", labels, size, normalize, fit, task=task, label_count=count, sure=sure,
             missing=missing, is_scattered=self.is_scattered, said=self._said(),
         )  # fmt: skip
@@ -153,29 +153,29 @@ class _Graph:
         missing["size"] = f"its input {self.images} takes any: --size HEIGHTxWIDTH, as it was trained"
         return None
 
-    def _pixels(self, kind: Kind | None, size: tuple[int, int] | None, missing: dict[str, str]) -> Telling:
+    def _pixels(self, kind: Kind | None, size: tuple[int, int] | None, missing: dict[str, str]) -> FactCollector:
         """How images come to it: ``normalize`` and ``fit``, with what says so."""
-        telling = Telling()
-        telling.tell("size", size, "")
+        facts = FactCollector()
+        facts.tell("size", size, "")
         if kind == "detector":
-            telling.tell("normalize", "unit", "detectors take pixels in [0, 1]")
-            return telling
+            facts.tell("normalize", "unit", "detectors take pixels in [0, 1]")
+            return facts
         if "stride" in self.facts and "task" in self.facts:
-            telling.tell("normalize", "unit", "ultralytics trains on pixels in [0, 1]")
+            facts.tell("normalize", "unit", "ultralytics trains on pixels in [0, 1]")
             if self.facts["task"] == "classify" and size is not None:
                 resize = size[0] if size[0] == size[1] else list(size)
                 cut = {"resize": resize, "crop": resize, "interpolation": "bilinear"}
-                telling.tell("fit", cut, "ultralytics cuts classifiers' images to their middle")
+                facts.tell("fit", cut, "ultralytics cuts classifiers' images to their middle")
         values = {key: _literal(text, otherwise=text) for key, text in self.facts.items()}
-        tell_of_pixels(telling, values, "metadata ")
-        if telling.lacks("fit"):
-            missing["fit"] = unserved_fit(telling.evidence["fit"])
-        if "normalize" not in telling.values:
+        tell_of_pixels(facts, values, "metadata ")
+        if facts.lacks("fit"):
+            missing["fit"] = unserved_fit(facts.evidence["fit"])
+        if "normalize" not in facts.values:
             missing["normalize"] = (
                 f"a graph does not tell how its images were scaled: {NORMALIZE_OPTIONS}; unit, as a rule, where the "
                 "graph normalises by itself"
             )
-        return telling
+        return facts
 
     def _said(self) -> tuple[str, ...]:
         said = []

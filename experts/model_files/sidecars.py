@@ -11,38 +11,38 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from experts.checkpoints.preprocessing import of_image_processor
-from experts.checkpoints.telling import Telling, tell_of_arguments
+from experts.checkpoints.trainer_facts import FactCollector, tell_of_arguments
 from experts.importing import is_checkpoint
-from experts.inspection.inspected import unserved_fit
+from experts.model_files.description import unserved_fit
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from experts.inspection.inspected import Inspected
+    from experts.model_files.description import ModelDescription
 
 PROCESSOR, CONFIG = "preprocessor_config.json", "config.json"
 LENGTH_MAXIMUM = 1_000_000
 
 
-def told_beside(inspected: Inspected) -> Inspected:
+def with_sidecars(described: ModelDescription) -> ModelDescription:
     """Adds ``size``, ``normalize`` and ``fit`` as told beside the file, where it does not tell."""
-    folder = inspected.file.absolute().parent
+    folder = described.file.absolute().parent
     models = {each.stem for each in folder.iterdir() if each.suffix in {".onnx", ".safetensors"} or is_checkpoint(each)}
-    if inspected.kind == "detector" or len(models) > 1:
-        return inspected
-    telling = Telling()
-    telling.tell("size", inspected.size, "")
+    if described.kind == "detector" or len(models) > 1:
+        return described
+    facts = FactCollector()
+    facts.tell("size", described.size, "")
     for fact, found in of_image_processor(_table(folder / PROCESSOR)).items():
-        telling.tell_found(fact, found, f"{PROCESSOR} ")
+        facts.tell_found(fact, found, f"{PROCESSOR} ")
     if isinstance(configured := _table(folder / CONFIG).get("pretrained_cfg"), dict):
-        tell_of_arguments(telling, configured, f"{CONFIG} pretrained_cfg.")
-    new = {key for key in ("size", "normalize", "fit") if getattr(inspected, key) is None}
-    values = {key: telling.values[key] for key in new & telling.values.keys()}
-    missing = {key: why for key, why in inspected.missing.items() if key not in values}
-    if "fit" in new and telling.lacks("fit"):
-        missing["fit"] = unserved_fit(telling.evidence["fit"])
-    sure = {**inspected.sure, **{key: telling.evidence[key] for key in values}}
-    return replace(inspected, **values, sure=sure, missing=missing)
+        tell_of_arguments(facts, configured, f"{CONFIG} pretrained_cfg.")
+    new = {key for key in ("size", "normalize", "fit") if getattr(described, key) is None}
+    values = {key: facts.values[key] for key in new & facts.values.keys()}
+    missing = {key: why for key, why in described.missing.items() if key not in values}
+    if "fit" in new and facts.lacks("fit"):
+        missing["fit"] = unserved_fit(facts.evidence["fit"])
+    sure = {**described.sure, **{key: facts.evidence[key] for key in values}}
+    return replace(described, **values, sure=sure, missing=missing)
 
 
 def _table(file: Path) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from experts.backends import family
 from experts.checkpoints.recognition import EXPORT_ADVICE, Recognised, may_be_twin, recognise
 from experts.errors import WeightsRefused
-from experts.inspection.inspected import (
+from experts.model_files.description import (
     NORMALIZE_OPTIONS,
     ONE_OUTPUT,
-    Inspected,
+    ModelDescription,
     unknown_labels,
     unknown_task,
     unserved_fit,
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.checkpoints.found import Facts
+    from experts.checkpoints.facts import Facts
 
 
-def inspect_tensors(
+def describe_state_dict(
     file: Path,
     tensors: Mapping[str, Tensor],
     architecture: str | None = None,
     facts: Facts | None = None,
     said: tuple[str, ...] = (),
-) -> Inspected:
+) -> ModelDescription:
     """What these weights are. ``architecture``: given by the user. ``facts``: what else the file tells.
 
     Raises WeightsRefused where the tensors are of nothing that is served.
@@ -54,7 +54,7 @@ def inspect_tensors(
     if "labels" in told and len(told["labels"][0]) != found.labels:
         names, where = told.pop("labels")
         said = (*said, f"{where} names {len(names)} labels, and the weights tell {found.labels} apart: not taken")
-    return Inspected(
+    return ModelDescription(
         file,
         "detector" if family(found.architecture) == "detector" else "classifier",
         **{key: value for key, (value, _) in told.items()},

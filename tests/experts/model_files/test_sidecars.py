@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from experts.backends.classifier import build_trainable
 from experts.backends.detector import build_trainable as build_detector
-from experts.inspection.inspecting import inspect_file
+from experts.model_files.formats import describe_file
 
 HALF = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}
 PROCESSOR = {
@@ -30,7 +30,7 @@ def weights(tmp_path_factory):
 def beside(folder, weights, name, content):
     shutil.copy(weights, folder / "model.safetensors")
     (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
-    return inspect_file(folder / "model.safetensors")
+    return describe_file(folder / "model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -70,5 +70,5 @@ def test_what_is_broken_tells_nothing(tmp_path, weights, content):
 def test_a_detector_sees_what_its_trainer_shows(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     save_file(build_detector("yolov8n", 2).state_dict(), tmp_path / "model.safetensors")
-    found = inspect_file(tmp_path / "model.safetensors")
+    found = describe_file(tmp_path / "model.safetensors")
     assert (found.normalize, found.fit) == ("unit", None)

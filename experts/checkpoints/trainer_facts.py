@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from experts.checkpoints.found import Facts
-from experts.checkpoints.inert import Record
+from experts.checkpoints.facts import Facts
 from experts.checkpoints.preprocessing import fit_of, normalization_of, openmmlab_preprocessor
 from experts.checkpoints.selection import LIGHTNING_VERSION, POSITIVE_WEIGHT
+from experts.checkpoints.unpickler import PickledObject
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -49,7 +49,7 @@ NAME = re.compile(r"[A-Za-z][\w.\-]*")
 SCALED = re.compile(r"(yolov?\d+)(.*)")  # a YAML of ultralytics: the letter of the scale stands behind the number
 
 
-class Telling:
+class FactCollector:
     """Facts as they are found: the first place that tells something is the one that counts."""
 
     def __init__(self) -> None:
@@ -74,9 +74,9 @@ class Telling:
 
 
 def tell(document: object, selection: Selection) -> Facts:
-    telling = Telling()
+    telling = FactCollector()
     _tell_framework(telling, document, selection)
-    if isinstance(selection.owner, Record):
+    if isinstance(selection.owner, PickledObject):
         _tell_of_model(telling, selection.owner, selection.where)
         for key in LOSS_KEYS:
             telling.tell("problem", _problem_of_loss(_part(selection.owner, key)), f"{selection.where}.{key}")
@@ -90,10 +90,10 @@ def tell(document: object, selection: Selection) -> Facts:
     return Facts(**telling.values, evidence=telling.evidence)
 
 
-def _tell_framework(telling: Telling, document: object, selection: Selection) -> None:
+def _tell_framework(telling: FactCollector, document: object, selection: Selection) -> None:
     if isinstance(document, dict) and LIGHTNING_VERSION in document:
         telling.tell("framework", "lightning", LIGHTNING_VERSION)
-    if isinstance(selection.owner, Record):
+    if isinstance(selection.owner, PickledObject):
         kind = selection.owner.kind
         package = "yolov5" if kind.module == YOLOV5 else kind.module.partition(".")[0]
         told = f"{selection.where} is a {kind}"
@@ -104,7 +104,7 @@ def _tell_framework(telling: Telling, document: object, selection: Selection) ->
         telling.tell("framework", "ultralytics", "train_args")
 
 
-def _tell_of_model(telling: Telling, model: Record, where: str) -> None:
+def _tell_of_model(telling: FactCollector, model: PickledObject, where: str) -> None:
     """A model of ultralytics carries its names, its task and its YAML; one of timm how it was configured."""
     for key in LABEL_KEYS:
         telling.tell("labels", _labels(model.attribute(key)), f"{where}.{key}")
@@ -116,7 +116,7 @@ def _tell_of_model(telling: Telling, model: Record, where: str) -> None:
         file = model.attribute("yaml_file") or yaml.get("yaml_file")
         telling.tell("architecture", _yaml_name(file, yaml.get("scale")), f"{where}.yaml")
     arguments = model.attribute("args")
-    if isinstance(arguments, Record):
+    if isinstance(arguments, PickledObject):
         arguments = arguments.state
     if isinstance(arguments, dict):
         telling.tell("size", _size(arguments.get("imgsz")), f"{where}.args.imgsz")
@@ -129,7 +129,7 @@ def _tables(document: object) -> Iterator[tuple[str, Mapping[object, object]]]:
         return
     for key in ARGUMENTS:
         held = document.get(key)
-        values = (held.entries or held.state) if isinstance(held, Record) else held
+        values = (held.entries or held.state) if isinstance(held, PickledObject) else held
         if isinstance(values, dict):
             yield f"{key}.", values
             yield from _preprocessing(values, f"{key}.")
@@ -145,7 +145,7 @@ def _preprocessing(values: Mapping[Any, object], where: str) -> Iterator[tuple[s
             yield f"{where}{key}.", {"to_rgb": False, **inner} if key == OPENMMLAB else inner
 
 
-def tell_of_arguments(telling: Telling, values: Mapping[object, object], where: str) -> None:
+def tell_of_arguments(telling: FactCollector, values: Mapping[object, object], where: str) -> None:
     """Of one table, whose keys stand under ``where``."""
     for key in LABEL_KEYS:
         telling.tell("labels", _labels(values.get(key)), f"{where}{key}")
@@ -157,13 +157,13 @@ def tell_of_arguments(telling: Telling, values: Mapping[object, object], where: 
     tell_of_pixels(telling, values, where)
 
 
-def tell_of_pixels(telling: Telling, values: Mapping[Any, object], where: str) -> None:
+def tell_of_pixels(telling: FactCollector, values: Mapping[Any, object], where: str) -> None:
     """``normalize`` and ``fit``, once the size is told."""
     telling.tell_found("normalize", normalization_of(values), where)
     telling.tell_found("fit", fit_of(values, telling.values.get("size")), where)
 
 
-def _tell_of_problem(telling: Telling, values: Mapping[object, object], where: str) -> None:
+def _tell_of_problem(telling: FactCollector, values: Mapping[object, object], where: str) -> None:
     for key in PROBLEM_KEYS:
         telling.tell("problem", PROBLEMS.get(_lower(values.get(key))), f"{where}{key}")
     for key in MULTILABEL_FLAGS:
@@ -178,7 +178,9 @@ def _tell_of_problem(telling: Telling, values: Mapping[object, object], where: s
 
 def _problem_of_loss(loss: object) -> str | None:
     """By its name or its class's; None where that says neither, as of a focal loss."""
-    plain = re.sub(r"[^a-z]", "", _lower(loss.kind.name if isinstance(loss, Record) else loss).rpartition(".")[2])
+    plain = re.sub(
+        r"[^a-z]", "", _lower(loss.kind.name if isinstance(loss, PickledObject) else loss).rpartition(".")[2]
+    )
     if BINARY_LOSSES.search(plain):
         return "multilabel"
     return "multiclass" if EXCLUSIVE_LOSSES.search(plain) else None
@@ -188,7 +190,7 @@ def _lower(value: object) -> str:
     return value.lower() if isinstance(value, str) and len(value) <= TEXT_MAXIMUM else ""
 
 
-def _part(record: Record, name: str) -> object:
+def _part(record: PickledObject, name: str) -> object:
     modules = record.attribute("_modules")
     return record.attribute(name) or (modules.get(name) if isinstance(modules, dict) else None)
 

@@ -26,7 +26,7 @@ ONE_OUTPUT = "one output, which leaves a softmax nothing to choose from"
 
 
 @dataclass(frozen=True, slots=True)
-class Inspected:
+class ModelDescription:
     """One model's file. None: not known; ``missing`` says why, by key, and which option gives it.
 
     ``size``: (height, width). ``normalize`` and ``fit``: as a line file has them; without a fit images are stretched.

@@ -32,7 +32,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ConvertedCheckpoint:
     """What is said of weights that were taken out of a checkpoint.
 
     ``where``: the path of keys that they stood under. ``said``: what was decided on the way, a phrase each.
@@ -44,7 +44,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Found(Told):
+class CheckpointWeights(ConvertedCheckpoint):
     """``weights``: by their names without what wrappers put before them."""
 
     weights: Mapping[str, Tensor]

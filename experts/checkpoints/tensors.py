@@ -1,12 +1,13 @@
-"""What a pickle holds once it is read as data: names, records of foreign objects, storages, tensors over them.
+"""Tensors of a checkpoint, described: each says where its numbers lie, and is checked to lie within its storage.
 
-Nothing here is of torch: a tensor is a description of where its numbers lie, checked to lie within its storage.
+Nothing here is of torch. Both classes have a ``__setstate__`` of their own: the one that dataclasses make for frozen
+classes with slots would let a pickle overwrite their fields unchecked.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 DIMENSIONS_MAXIMUM = 64  # torch's own limit
 BYTES_MAXIMUM = 1 << 62  # beyond it sizes no longer fit the 64 bits that torch counts in
@@ -28,43 +29,6 @@ STORAGE_TYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
-    """A class or a function that a pickle names; it was not looked up."""
-
-    module: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
-
-
-@dataclass(slots=True, eq=False, repr=False)  # it may hold itself, and others at any depth
-class Record:
-    """An object that was not built: what it is of, and all that the pickle would have given it.
-
-    ``items`` and ``entries``: what was appended to it, or set in it, where it is a kind of list or of dictionary.
-    """
-
-    kind: Name
-    arguments: tuple[object, ...] = ()
-    state: object = None
-    items: list[object] = field(default_factory=list)
-    entries: dict[object, object] = field(default_factory=dict)
-
-    def attribute(self, name: str) -> object:
-        """None where its state is not the usual one, or has no such name."""
-        states = self.state if isinstance(self.state, tuple) else (self.state,)  # with __slots__ there are two
-        return next((state[name] for state in states if isinstance(state, dict) and name in state), None)
-
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Opaque:
-    """A key that Python would have to compare at any depth: it stands for itself alone."""
-
-    value: object
-
-
-@dataclass(frozen=True, slots=True)
 class Storage:
     """A run of numbers that lies elsewhere in the file. ``dtype``: a name of ITEM_BYTES."""
 
@@ -72,13 +36,16 @@ class Storage:
     dtype: str
     elements: int
 
+    def __setstate__(self, state: object) -> None:
+        raise ValueError("a state given to a storage")
+
     @property
     def size_bytes(self) -> int:
         return self.elements * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StoredTensor:
+class CheckpointTensor:
     """A tensor over a storage; offset and strides count elements of its own ``dtype``."""
 
     storage: Storage
@@ -86,6 +53,9 @@ class StoredTensor:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+    def __setstate__(self, state: object) -> None:
+        """A tensor's attributes are no numbers: they are left out."""
 
     @property
     def elements(self) -> int:

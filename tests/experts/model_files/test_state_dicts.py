@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from experts.backends.classifier import build_trainable, weight_shapes
 from experts.backends.detector import build_trainable as build_detector
 from experts.errors import WeightsRefused
-from experts.inspection.inspecting import inspect_file, served_suffix, write_weights
+from experts.model_files.formats import describe_file, served_suffix, write_weights
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def resnet(tmp_path_factory):
 
 
 def test_a_classifier_tells_its_architecture_and_no_names(resnet):
-    found = inspect_file(resnet)
+    found = describe_file(resnet)
     assert (found.kind, found.architecture, found.stem, found.label_count) == ("classifier", "resnet18", "3x3", 3)
     assert set(found.missing) == {"labels", "size", "normalize", "task"}
     assert "the 3 outputs" in found.missing["labels"]
@@ -29,26 +29,26 @@ def test_a_classifier_tells_its_architecture_and_no_names(resnet):
 
 def test_a_detector_of_ultralytics_takes_pixels_as_they_are(tmp_path):
     save_file(build_detector("yolov8n", 2).state_dict(), tmp_path / "y.safetensors")
-    found = inspect_file(tmp_path / "y.safetensors")
+    found = describe_file(tmp_path / "y.safetensors")
     assert (found.kind, found.architecture, found.normalize, found.label_count) == ("detector", "yolov8n", "unit", 2)
     assert set(found.missing) == {"labels", "size"}
 
 
 def test_another_architecture_than_the_one_said_is_refused(resnet):
     with pytest.raises(WeightsRefused, match=r"is no resnet34: .* of resnet18 with 3 labels"):
-        inspect_file(resnet, "resnet34")
+        describe_file(resnet, "resnet34")
 
 
 def test_weights_of_nothing_that_is_known_are_named(tmp_path):
     save_file({"a.weight": torch.zeros(2)}, tmp_path / "x.safetensors")
     with pytest.raises(WeightsRefused, match=r"its tensors \(a\.weight, .* fit none of .* export the model to ONNX"):
-        inspect_file(tmp_path / "x.safetensors")
+        describe_file(tmp_path / "x.safetensors")
 
 
 def test_what_is_known_and_not_served_is_called_by_its_name(tmp_path):
     save_file({"blocks.0.attn.qkv.weight": torch.zeros(2)}, tmp_path / "x.safetensors")
     with pytest.raises(WeightsRefused, match=r"is a vision transformer of timm \(blocks.* export it to ONNX"):
-        inspect_file(tmp_path / "x.safetensors")
+        describe_file(tmp_path / "x.safetensors")
 
 
 class TestCheckpoints:
@@ -59,14 +59,14 @@ class TestCheckpoints:
 
     def test_what_the_file_tells_is_taken_with_its_place(self, tmp_path):
         file = self.saved(tmp_path, classes=["ok", "bent"], args={"img_size": 96})
-        found = inspect_file(file)
+        found = describe_file(file)
         assert (found.architecture, found.labels, found.size) == ("mobilenet_v3_small", ("ok", "bent"), (96, 96))
         assert (found.sure["labels"], found.sure["size"]) == ("classes", "args.img_size")
         assert set(found.missing) == {"normalize", "task"}
         assert "module. before every name was left out" in found.said
 
     def test_names_of_something_else_are_not_taken_for_labels(self, tmp_path):
-        found = inspect_file(self.saved(tmp_path, classes=["a", "b", "c"]))
+        found = describe_file(self.saved(tmp_path, classes=["a", "b", "c"]))
         assert found.labels is None
         assert "labels" in found.missing
         assert "classes names 3 labels, and the weights tell 2 apart: not taken" in found.said
@@ -79,39 +79,39 @@ class TestCheckpoints:
         with pytest.raises(
             WeightsRefused, match=r"is a resnetblur18 \(arch\), .* those of resnet18.* export it to ONNX"
         ):
-            inspect_file(tmp_path / "x.pt")
-        assert inspect_file(tmp_path / "x.pt", "resnet18").architecture == "resnet18"
+            describe_file(tmp_path / "x.pt")
+        assert describe_file(tmp_path / "x.pt", "resnet18").architecture == "resnet18"
 
     def test_what_is_unknown_goes_by_the_name_that_it_has(self, tmp_path):
         torch.save({"arch": "resnet26", "state_dict": {"conv1.weight": torch.zeros(2)}}, tmp_path / "x.pt")
         with pytest.raises(WeightsRefused, match=r"says that it is a resnet26; its tensors \(conv1"):
-            inspect_file(tmp_path / "x.pt")
+            describe_file(tmp_path / "x.pt")
 
     def test_a_checkpoint_may_be_called_a_tar(self, tmp_path):
         self.saved(tmp_path).rename(tmp_path / "best.pth.tar")
-        assert inspect_file(tmp_path / "best.pth.tar").architecture == "mobilenet_v3_small"
+        assert describe_file(tmp_path / "best.pth.tar").architecture == "mobilenet_v3_small"
 
     def test_its_weights_are_written_without_what_wrapped_them(self, tmp_path):
-        found = inspect_file(self.saved(tmp_path))
+        found = describe_file(self.saved(tmp_path))
         write_weights(found, tmp_path / "net.safetensors")
-        assert inspect_file(tmp_path / "net.safetensors").architecture == "mobilenet_v3_small"
+        assert describe_file(tmp_path / "net.safetensors").architecture == "mobilenet_v3_small"
         assert served_suffix(found) == ".safetensors"
 
 
 def test_what_is_served_as_it_is_is_copied_as_it_is(resnet, tmp_path):
-    found = inspect_file(resnet)
+    found = describe_file(resnet)
     write_weights(found, tmp_path / "copy.safetensors")
     assert (tmp_path / "copy.safetensors").read_bytes() == resnet.read_bytes()
     assert served_suffix(found) == ".safetensors"
 
 
 def test_tensors_that_share_memory_are_written_apart(tmp_path):
-    from experts.inspection.states import inspect_tensors
+    from experts.model_files.state_dicts import describe_state_dict
 
     shared = torch.randn(1000)
     tensors = {name: torch.zeros(shape) for name, shape in weight_shapes("resnet18", 2, None, 224).items()}
     tensors["bn1.weight"], tensors["bn1.bias"] = shared[:64], shared[32:96]
-    found = inspect_tensors(tmp_path / "model.pt", tensors)
+    found = describe_state_dict(tmp_path / "model.pt", tensors)
     write_weights(found, tmp_path / "model.safetensors")
     written = load_file(tmp_path / "model.safetensors")
     assert torch.equal(written["bn1.bias"], shared[32:96])

@@ -13,17 +13,17 @@ from experts.backends.weight_files import LABELS, read_tensors, saving, write_ga
 from experts.checkpoints.reading import read_checkpoint
 from experts.errors import WeightsMissing, WeightsRefused
 from experts.importing import is_checkpoint
-from experts.inspection.beside import told_beside
-from experts.inspection.graphs import inspect_graph
-from experts.inspection.states import inspect_tensors
+from experts.model_files.onnx_graphs import describe_graph
+from experts.model_files.sidecars import with_sidecars
+from experts.model_files.state_dicts import describe_state_dict
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from experts.inspection.inspected import Inspected, Kind
+    from experts.model_files.description import Kind, ModelDescription
 
 
-def inspect_file(file: Path, architecture: str | None = None, kind: Kind | None = None) -> Inspected:
+def describe_file(file: Path, architecture: str | None = None, kind: Kind | None = None) -> ModelDescription:
     """What a model's file is. ``architecture`` and ``kind``: given by the user, where the file is not plain.
 
     Raises WeightsMissing, WeightsCorrupt, LoadError, and WeightsRefused for what is not served.
@@ -34,28 +34,28 @@ def inspect_file(file: Path, architecture: str | None = None, kind: Kind | None 
     if not file.is_file():
         raise WeightsMissing(str(file), "there is no such file")
     if file.suffix == ".onnx":
-        return told_beside(inspect_graph(file, kind))
+        return with_sidecars(describe_graph(file, kind))
     if file.suffix == ".safetensors":
-        inspected = inspect_tensors(file, read_tensors(str(file), file), architecture)
-        return told_beside(replace(inspected, tensors=None))  # it is served as it is
+        described = describe_state_dict(file, read_tensors(str(file), file), architecture)
+        return with_sidecars(replace(described, tensors=None))  # it is served as it is
     if is_checkpoint(file):
         found = read_checkpoint(file)
-        return told_beside(inspect_tensors(file, found.weights, architecture, found.facts, found.said))
+        return with_sidecars(describe_state_dict(file, found.weights, architecture, found.facts, found.said))
     raise WeightsRefused(str(file), "unknown format: give a .pt, .pth, .ckpt, .safetensors or .onnx file")
 
 
-def write_weights(inspected: Inspected, destination: Path) -> None:
+def write_weights(described: ModelDescription, destination: Path) -> None:
     """Write the weights as they are served. Raises OSError for what the disk refuses."""
-    if inspected.is_served_as_it_is:
-        shutil.copyfile(inspected.file, destination)
+    if described.is_served_as_it_is:
+        shutil.copyfile(described.file, destination)
         return
-    if inspected.tensors is None:
-        write_gathered_onnx(str(inspected.file), inspected.file, destination)
+    if described.tensors is None:
+        write_gathered_onnx(str(described.file), described.file, destination)
         return
     with saving(destination):
-        tensors = {name: tensor.clone().contiguous() for name, tensor in inspected.tensors.items()}
-        save_file(tensors, destination, None if inspected.labels is None else {LABELS: json.dumps(inspected.labels)})
+        tensors = {name: tensor.clone().contiguous() for name, tensor in described.tensors.items()}
+        save_file(tensors, destination, None if described.labels is None else {LABELS: json.dumps(described.labels)})
 
 
-def served_suffix(inspected: Inspected) -> str:
-    return inspected.file.suffix if inspected.tensors is None else ".safetensors"
+def served_suffix(described: ModelDescription) -> str:
+    return described.file.suffix if described.tensors is None else ".safetensors"
