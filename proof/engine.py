@@ -18,7 +18,7 @@ from profiler.allocation.step import CASUAL
 from profiler.bench.policy_runs import RunOptions, run_line
 from profiler.bench.rows import TARGET_PREDICTION_ERROR, TARGET_ROOFLINE_FRACTION
 from profiler.microbench.batches import BatchOptions
-from profiler.planning.plan import plan
+from profiler.planning.plan import LinePlan
 from profiler.profiling.profile_line import KIND_LIMIT_S, ProfilingOptions, profile_line
 from profiler.targets import Target, at_least, at_most
 from profiler.workload.generated_line import LineRecipe, generate_line, removed_afterwards
@@ -125,6 +125,6 @@ def _compared(
     """First the plan from the line's profile, then the measurement."""
     profile = read_profile(config.profile_file)
     policies = [policy for policy in options.policies if policy != NAIVE]
-    rows = plan(config, profile, trace, policies, ssd_bytes_per_s=options.ssd_bytes_per_s)
-    planned = {row.policy: row.images_per_s for row in rows}
+    line_plan = LinePlan(config, profile, trace, options.ssd_bytes_per_s)
+    planned = {policy: line_plan.row(policy).images_per_s for policy in policies}
     return Comparison(title, run_line(config, trace, options, progress), planned)

@@ -257,6 +257,11 @@ class StoredProfile:
     def kinds_run(self) -> frozenset[str]:
         return frozenset(kind for kind, _ in self.precisions) | {each.kind for each in self.forms.values()}
 
+    def agreements_of(self, kind: KindProfile) -> list[Agreement]:
+        """Comparisons of the kind's experts in its precision with fp32."""
+        key = (kind.kind, kind.processor, kind.precision)
+        return [each for each in self.agreements if (each.kind, each.processor, each.precision) == key]
+
     @property
     def chosen_kinds(self) -> list[KindProfile]:
         """Kinds in the precisions that the agent runs on each processor."""

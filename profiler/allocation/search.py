@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from agent.core.policy import PRESETS, Assigning
 from agent.deployment.executors import CORES_PER_CPU_EXECUTOR, executor_specs, executors_on
 from agent.deployment.memory_needs import MemoryNeeds, memory_needs
-from agent.deployment.memory_split import pinned_experts
+from agent.deployment.memory_split import pinned_experts, pool_budgets
 from agent.device_profile.records import Allocation, PoolAllocation, Trial
 from experts.errors import ConfigError
 from experts.sizes import mib
@@ -38,17 +38,21 @@ MEMORY = "memory:"  # and the name of the memory
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """Limits of the decay window and of the sweep."""
+    """Limits of the decay window and of the sweep. ``engine_requests``: of one run on the real engine."""
 
     window: WindowOptions = AS_IN_THE_PAPER
     most_device_executors: int = 6
     most_cpu_executors: int = 4
+    engine_requests: int = 200
 
     def on(self, box: Box) -> SearchOptions:
         """On a CPU alone at least as many executors as an agent starts without a profile."""
         if box.processors != ("cpu",):
             return self
         return replace(self, most_cpu_executors=max(self.most_cpu_executors, box.cores // CORES_PER_CPU_EXECUTOR))
+
+
+DEFAULTS = SearchOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +70,29 @@ def search_allocation(
     box: Box,
     device: PerformanceMatrix,
     throughput: Throughput,
-    budgets: Mapping[str, int],
     origin: str,
-    options: SearchOptions | None = None,
+    options: SearchOptions = DEFAULTS,
 ) -> SearchedAllocation:
     """The executors of a line, and how they share its memories (sections 4.4, 5.3; Figures 11, 17, 18).
 
-    ``throughput``: images/s with these executors and memories. ``budgets``: bytes by memory, nearest to the SSD first.
-    Executors or a workspace that the line file gives stay as they are. Raises ConfigError where a budget does not hold
-    the largest expert.
+    ``throughput``: images/s with these executors and memories. Executors or a workspace that the line file gives stay
+    as they are. Raises ConfigError where a memory's budget does not hold the largest expert.
     """
-    search = _Search(config, box, device, throughput, dict(budgets), options or SearchOptions())
+    search = _Search(config, box, device, throughput, pool_budgets(config, box), options)
     executors = search.executors()
     split = search.split(executors)
-    pools = tuple(
-        PoolAllocation(spec.name, spec.expert_bytes, spec.workspace_bytes, needs.count_in(spec.expert_bytes))
-        for spec, needs in zip(split, search.needs(executors), strict=True)
-    )
     counts = {processor: 0 for processor in box.processors if processor in device.experts}
     for spec in executors:
         counts[spec.processor] += 1
-    found = Allocation(origin, dict(budgets), pools, counts)
+    found = Allocation(origin, search.budgets, pool_allocations(split, search.needs(executors)), counts)
     return SearchedAllocation(found, tuple(search.trials), search.run(executors, split), search.windows)
+
+
+def pool_allocations(split: Sequence[PoolSpec], needs: Mapping[str, MemoryNeeds]) -> tuple[PoolAllocation, ...]:
+    return tuple(
+        PoolAllocation(spec.name, spec.expert_bytes, spec.workspace_bytes, needs[spec.name].count_in(spec.expert_bytes))
+        for spec in split
+    )
 
 
 def executors_of(box: Box, counts: ExecutorCounts) -> tuple[ExecutorSpec, ...]:
@@ -129,14 +134,14 @@ class _Search:
     def split(self, executors: tuple[ExecutorSpec, ...]) -> tuple[PoolSpec, ...]:
         self._require(executors)
         split = self._casual(executors)
-        for place, needs in reversed(list(enumerate(self.needs(executors)))):
+        for place, needs in reversed(list(enumerate(self.needs(executors).values()))):
             if self.config.memory.workspace is None and not needs.is_limited:
                 split = self._searched(executors, split, place, needs)
         return split
 
-    def needs(self, executors: Sequence[ExecutorSpec]) -> list[MemoryNeeds]:
+    def needs(self, executors: Sequence[ExecutorSpec]) -> dict[str, MemoryNeeds]:
         pinned = pinned_experts(self.config)
-        return [*memory_needs(self.budgets, executors, self.device, pinned, self.config.texts.kv).values()]
+        return memory_needs(self.budgets, executors, self.device, pinned, self.config.texts.kv)
 
     def run(self, executors: tuple[ExecutorSpec, ...], pools: tuple[PoolSpec, ...]) -> float:
         key = (executors, pools)
@@ -156,7 +161,7 @@ class _Search:
         executors = executors_of(self.box, counts)
         able = {expert for spec in executors for expert in self.device.experts.get(spec.processor, {})}
         everything = {expert for column in self.device.experts.values() for expert in column}
-        if able != everything or not all(needs.is_enough for needs in self.needs(executors)):
+        if able != everything or not all(needs.is_enough for needs in self.needs(executors).values()):
             return None
         return self.run(executors, self._casual(executors))
 
@@ -164,7 +169,8 @@ class _Search:
         """A quarter for workspaces (section 5.2), but no more than the maximum batches can use."""
         given = self.config.memory.workspace
         return tuple(
-            needs.leaving(needs.casual_workspace_bytes if given is None else given) for needs in self.needs(executors)
+            needs.leaving(needs.casual_workspace_bytes if given is None else given)
+            for needs in self.needs(executors).values()
         )
 
     def _searched(
@@ -205,7 +211,7 @@ class _Search:
     def _require(self, executors: Sequence[ExecutorSpec]) -> None:
         """Raises ConfigError for every memory that is too small for what has to run from it."""
         problems = []
-        for needs in self.needs(executors):
+        for needs in self.needs(executors).values():
             given = self.config.memory.workspace
             workspace = f"{mib(needs.one_image_bytes)} for one image on each of its executors"
             if not needs.is_enough:

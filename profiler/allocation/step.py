@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 from agent.deployment.engine_setup import planned
 from agent.deployment.memory_needs import memory_needs
-from agent.device_profile.records import PoolAllocation
 from experts.errors import SampleUnfit
-from profiler.allocation.search import EXECUTORS, MEMORY
+from profiler.allocation.search import EXECUTORS, MEMORY, pool_allocations
 from profiler.allocation.search_runs import SearchRuns
-from profiler.allocation.throughput import SAMPLE_REQUESTS, sample_requests, search_in_simulation, search_on_engine
+from profiler.allocation.throughput import SAMPLE_REQUESTS, SearchedLine, sample_requests
 from profiler.workload.samples import Checked
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ class AllocationStep:
     draft: ProfileDraft
     failed: dict[str, str]
     options: SearchOptions
-    engine_requests: int
     progress: Callable[[str, int, int], None]
     notes: list[str] = field(default_factory=list)
 
@@ -68,7 +66,7 @@ class AllocationStep:
 
     def _simulated(self, interim: StoredProfile) -> SearchedAllocation:
         trace = self._sample(SAMPLE_REQUESTS, interim.usage, {})
-        return search_in_simulation(self.config, self.box, interim, trace, self.options, self.failed)
+        return SearchedLine(self.config, self.box, interim, trace, self.options, self.failed).in_simulation()
 
     def _run(self, interim: StoredProfile) -> SearchedAllocation:
         """On the engine. What turns out not to judge, or not to be read, leaves the sample; the search begins again.
@@ -78,12 +76,11 @@ class AllocationStep:
         images = _SearchImages(self.samples.mix)
         counted = _CountedRuns(self.progress)
         while True:
-            trace = self._sample(self.engine_requests, interim.usage, images.by_component())
+            trace = self._sample(self.options.engine_requests, interim.usage, images.by_component())
             runs = SearchRuns(self.draft, self.config, self.box, interim, trace)
             try:
-                found = search_on_engine(
-                    self.config, runs.box, interim, trace, self.options, self.failed, counted.remembered_by(runs)
-                )
+                line = SearchedLine(self.config, runs.box, interim, trace, self.options, self.failed)
+                found = line.on_engine(counted.remembered_by(runs))
                 counted.end()
                 self.notes += images.notes()
                 return found
@@ -110,14 +107,8 @@ class AllocationStep:
         needs = memory_needs(
             interim.allocation.budget_bytes, found.executors, found.matrix, found.limits.pinned, self.config.texts.kv
         )
-        pools = [
-            PoolAllocation(
-                spec.name, spec.expert_bytes, spec.workspace_bytes, needs[spec.name].count_in(spec.expert_bytes)
-            )
-            for spec in found.pools
-        ]
         counts = Counter(spec.processor for spec in found.executors)
-        return replace(interim.allocation, pools=tuple(pools), executors=dict(counts))
+        return replace(interim.allocation, pools=pool_allocations(found.pools, needs), executors=dict(counts))
 
 
 class _SearchImages:

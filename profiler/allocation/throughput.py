@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from agent.deployment.executors import executors_on
 from agent.deployment.memory_split import pool_budgets
 from agent.device_profile.records import UsageOrigin
 from experts.errors import ConfigError, ImageError, SampleUnfit
-from profiler.allocation.search import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE, SearchOptions, search_allocation
+from profiler.allocation.search import DEFAULTS, SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE, search_allocation
 from profiler.replay.images import experts_of, images_of
 from profiler.replay.player import player
 from profiler.simulation.forecast import forecast, scenario_of
@@ -37,10 +37,11 @@ if TYPE_CHECKING:
     from agent.device_profile.records import StoredProfile, UsageProfile
     from agent.runtime.machine.box import Box
     from experts.catalog import Catalog
-    from profiler.allocation.search import SearchedAllocation, Throughput
+    from profiler.allocation.search import SearchedAllocation, SearchOptions, Throughput
     from profiler.replay.player import Played
 
 SAMPLE_REQUESTS = 1000
+SEED = 0
 INTERVAL_S = 0.004  # between two requests, as in section 5.1
 BUSY_FACTOR = 2.0  # requests come at least so many times as fast as they could be executed without any load
 NAMED = 3  # experts whose reasons a message gives
@@ -49,8 +50,6 @@ NAMED = 3  # experts whose reasons a message gives
 def sample_requests(
     config: LineConfig,
     count: int = SAMPLE_REQUESTS,
-    seed: int = 0,
-    interval_s: float = INTERVAL_S,
     images: Mapping[str, Iterable[Path]] | None = None,
     without: Mapping[str, str] = NOTHING,
     usage: UsageProfile | None = None,
@@ -67,7 +66,7 @@ def sample_requests(
     if not shares:
         reasons = "".join(f"\n  - {name}: {reason}" for name, reason in sorted(without.items())[:NAMED])
         raise ConfigError(f"every route has an expert that cannot be served - nothing can be measured{reasons}")
-    rng = random.Random(seed)
+    rng = random.Random(SEED)
     components, bounds = list(shares), list(accumulate(shares.values()))
     offset = rng.random()
     places = [(number + offset) / count * bounds[-1] for number in range(count)]
@@ -75,7 +74,7 @@ def sample_requests(
     rng.shuffle(drawn)
     pictures = {name: cycle((images or {}).get(name, ())) for name in shares}
     return tuple(
-        TracedArrival(number * interval_s, component, image=next(pictures[component], None))
+        TracedArrival(number * INTERVAL_S, component, image=next(pictures[component], None))
         for number, component in enumerate(drawn)
     )
 
@@ -165,42 +164,35 @@ def engine_throughput(config: LineConfig, profile: StoredProfile, trace: Sequenc
     return images_per_s
 
 
-def search_in_simulation(
-    config: LineConfig,
-    box: Box,
-    profile: StoredProfile,
-    trace: Sequence[TracedArrival],
-    options: SearchOptions | None = None,
-    without: Mapping[str, str] = NOTHING,
-) -> SearchedAllocation:
-    """The line's allocation by simulated throughputs. ``profile``: its usage counts, its allocation does not.
+@dataclass(frozen=True, slots=True)
+class SearchedLine:
+    """A line whose allocation is searched, with the requests of each run.
 
-    A trace that would leave executors idle is played faster (``busy_interval_s``).
+    ``profile``: its usage counts, its allocation does not. ``trace`` is played faster where it would leave executors
+    idle (``busy_interval_s``). ``without``: experts that cannot be served, and why.
     """
-    options = options or SearchOptions()
-    device = device_matrix(config, box, profile, without)
-    throughput = simulated_throughput(config, box, profile, _busy(trace, device, options), without)
-    budgets = pool_budgets(config, box)
-    return search_allocation(config, box, device, throughput, budgets, SEARCHED_IN_SIMULATION, options)
 
+    config: LineConfig
+    box: Box
+    profile: StoredProfile
+    trace: Sequence[TracedArrival]
+    options: SearchOptions = DEFAULTS
+    without: Mapping[str, str] = field(default_factory=dict)
 
-def search_on_engine(
-    config: LineConfig,
-    box: Box,
-    profile: StoredProfile,
-    trace: Sequence[TracedArrival],
-    options: SearchOptions | None = None,
-    without: Mapping[str, str] = NOTHING,
-    remembered: Callable[[Throughput], Throughput] = lambda throughput: throughput,
-) -> SearchedAllocation:
-    """The line's allocation by throughputs of the real engine; everything else as for ``search_in_simulation``.
+    def in_simulation(self) -> SearchedAllocation:
+        device, trace = self._device_and_trace()
+        throughput = simulated_throughput(self.config, self.box, self.profile, trace, self.without)
+        return search_allocation(self.config, self.box, device, throughput, SEARCHED_IN_SIMULATION, self.options)
 
-    ``remembered`` may answer for a run that was made before, and keep the others.
-    """
-    options = options or SearchOptions()
-    device = device_matrix(config, box, profile, without)
-    throughput = remembered(engine_throughput(config, profile, _busy(trace, device, options)))
-    return search_allocation(config, box, device, throughput, pool_budgets(config, box), SEARCHED_ON_ENGINE, options)
+    def on_engine(self, remembered: Callable[[Throughput], Throughput]) -> SearchedAllocation:
+        """``remembered`` may answer for a run that was made before, and keep the others."""
+        device, trace = self._device_and_trace()
+        throughput = remembered(engine_throughput(self.config, self.profile, trace))
+        return search_allocation(self.config, self.box, device, throughput, SEARCHED_ON_ENGINE, self.options)
+
+    def _device_and_trace(self) -> tuple[PerformanceMatrix, tuple[TracedArrival, ...]]:
+        device = device_matrix(self.config, self.box, self.profile, self.without)
+        return device, _busy(self.trace, device, self.options)
 
 
 def device_matrix(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.device_profile.records import StoredProfile
     from profiler.planning.advice import Advice
-    from profiler.planning.plan import PlanRow
-    from profiler.workload.traces import TracedArrival
+    from profiler.planning.plan import LinePlan, PlanRow
 
     Asked = tuple[str, str]  # a policy, and a memory as it was typed
 
@@ -66,6 +66,7 @@ def plan(
     from agent.config import read_line
     from agent.device_profile.store import read_profile
     from profiler.cli.settings import bytes_per_s, executor_counts, given_precision, memory_bytes
+    from profiler.planning.plan import LinePlan
     from profiler.workload.traces import board_trace, read_trace
 
     log_to_stderr(logging.WARNING)
@@ -83,8 +84,9 @@ def plan(
         is_split = stored.box.device_bytes is not None
         memories = {each: memory_bytes(each, is_split=is_split) for each in memory or []} or {"": {}}
         config = config.having(executors=executor_counts(executors), precision=given_precision(precision))
-        common: dict[str, Any] = {"ssd_bytes_per_s": bytes_per_s(ssd_bandwidth), "seed": seed}
-        found = _planned(config, stored, arrivals, policies or [config.policy], memories, common, progress)
+        line_plan = LinePlan(config, stored, arrivals, bytes_per_s(ssd_bandwidth), seed)
+        asked = [(policy, size) for size in memories for policy in dict.fromkeys(policies or [config.policy])]
+        found = _planned(line_plan, asked, memories, partial(progress, f"plan for {len(arrivals):,} requests"))
     _tell(*found, as_json=as_json)
 
 
@@ -96,34 +98,27 @@ def _tell_doubts(config: LineConfig, stored: StoredProfile) -> None:
 
 
 def _planned(
-    config: LineConfig,
-    stored: StoredProfile,
-    arrivals: Sequence[TracedArrival],
-    policies: Sequence[str],
+    line_plan: LinePlan,
+    asked: Sequence[Asked],
     memories: Mapping[str, Mapping[str, int]],
-    common: Mapping[str, Any],
-    progress: Callable[[str, int, int], None],
+    progress: Callable[[int, int], None],
 ) -> tuple[list[PlanRow], dict[Asked, ConfigError], Advice]:
     """The rows, why others cannot be planned, and advice on the first row. Raises ConfigError where there is none."""
-    from profiler.planning.plan import plan as plan_rows
-    from profiler.planning.plan import plan_advice
-
-    asked = [(policy, size) for size in memories for policy in dict.fromkeys(policies)]
-    stage, steps = f"plan for {len(arrivals):,} requests", len(asked) + 1  # the last one: what would help
+    steps = len(asked) + 1  # the last one: what would help
     rows: dict[Asked, PlanRow] = {}
     refused: dict[Asked, ConfigError] = {}
     for done, (policy, size) in enumerate(asked):
-        progress(stage, done, steps)
+        progress(done, steps)
         try:
-            (rows[policy, size],) = plan_rows(config, stored, arrivals, [policy], [memories[size]], **common)
+            rows[policy, size] = line_plan.row(policy, memories[size])
         except ConfigError as error:
             refused[policy, size] = error
     if not rows:
         raise ConfigError.of([*{str(each): each for each in refused.values()}.values()])
-    progress(stage, len(asked), steps)
+    progress(len(asked), steps)
     policy, size = next(iter(rows))
-    advice = plan_advice(config, stored, arrivals, policy, memories[size], **common)
-    progress(stage, steps, steps)
+    advice = line_plan.advice(policy, memories[size])
+    progress(steps, steps)
     return [*rows.values()], refused, advice
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent.core.request import IMAGE
-from profiler.planning.advice import REMOVED
 from profiler.simulation.core_time import core_time
 from profiler.simulation.decoders import ImageTimes
 from profiler.simulation.forecast import forecast, image_times
@@ -24,12 +23,13 @@ if TYPE_CHECKING:
     from profiler.simulation.core_time import CoreTime
     from profiler.simulation.forecast import Scenario
 
-LEAST = 1.02  # times what the cores allow now: what helps less is not told
+REMOVED = 0.95  # of the best rate: a resource that allows more is not the limit
+LEAST = 1.02  # times the rate that the cores allow now: a change that helps less is left out
 
 
 @dataclass(frozen=True, slots=True)
 class Help:
-    """One change alone, with the most that the cores would then allow."""
+    """Rate that the cores would allow at most after one change alone."""
 
     change: str
     images_per_s: float
@@ -49,12 +49,12 @@ class DecodingLoad:
 
     @property
     def images_per_s(self) -> float:
-        """The most that the cores allow, decoding and computing."""
+        """Most that the cores allow, decoding and computing."""
         return self.time.images_per_s
 
     @property
     def alone_images_per_s(self) -> float:
-        """With all cores only decoding."""
+        """Rate with all cores only decoding."""
         return self.images * self.time.cores / self.time.decoding_s
 
     @property
@@ -110,7 +110,6 @@ class DecodingTimes:
         """Raises ConfigError as ``forecast`` does."""
         time = self.time(scenario, setup)
         alone = _alone(scenario, setup)
-        images = sum(arrival.work is IMAGE for arrival in scenario.trace)
         changes = {
             "images of half the pixels": time.decoding_in(time.decoding_s / 2),
             _smaller_words(self.refusing): time.decoding_in(_of_all(self.smaller, scenario)),
@@ -118,13 +117,15 @@ class DecodingTimes:
         found = [Help(change, min(each.images_per_s, alone)) for change, each in changes.items()]
         found.append(Help("a further core", time.on(time.cores + 1).images_per_s))
         worth = [each for each in found if each.images_per_s >= LEAST * time.images_per_s]
-        return DecodingLoad(time, images, alone, tuple(sorted(worth, key=lambda each: -each.images_per_s)))
+        return DecodingLoad(
+            time, scenario.images_asked, alone, tuple(sorted(worth, key=lambda each: -each.images_per_s))
+        )
 
 
 def decoding_times(profile: StoredProfile, scenario: Scenario) -> DecodingTimes | None:
-    """None where no decoding was measured, or the trace has no image."""
+    """Decoding times of the line; None where none was measured, or the trace has no image."""
     images = image_times(profile)
-    if images is None or all(arrival.work is not IMAGE for arrival in scenario.trace):
+    if images is None or not scenario.images_asked:
         return None
     return DecodingTimes(
         images=images,

@@ -7,102 +7,113 @@ to agree with fp32 says so. Gains below LEAST are not listed.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+from agent.deployment.engine_setup import Given, planned, profiled_box
 from experts.errors import ConfigError
 from experts.expert import Precision
 from experts.sizes import size_text
-from profiler.simulation.forecast import forecast
+from profiler.planning.advice import Gain, budget_text
+from profiler.planning.limits import advise
+from profiler.simulation.forecast import forecast, with_ssd
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping
 
+    from agent.config import LineConfig
     from agent.deployment.engine_setup import EngineSetup
     from agent.device_profile.records import KindProfile, StoredProfile
     from profiler.planning.advice import Advice, MemoryRemedy
+    from profiler.planning.decoding import DecodingTimes
     from profiler.simulation.forecast import Scenario
 
-    Planned = tuple[Scenario, EngineSetup]
+    Planned: TypeAlias = tuple[Scenario, EngineSetup]
 
 LEAST = 1.02  # times today's images/s
 
 
 @dataclass(frozen=True, slots=True)
-class Gain:
-    """One change alone. ``form``, ``budget_bytes`` (by memory): the new value, or None for no change."""
+class PlannedCase:
+    """Plans one policy in one memory (``config``'s), in any form and with any budgets.
 
-    change: str
-    form: str | None
-    budget_bytes: Mapping[str, int] | None
-    images_per_s: float
-    remark: str = ""
-
-    def sentence(self, now_images_per_s: float) -> str:
-        remark = f"; {self.remark}" if self.remark else ""
-        factor = self.images_per_s / now_images_per_s
-        return f"{self.change}: {self.images_per_s:.1f} images/s, {factor:.2f} times as many{remark}."
-
-
-def other_forms(profile: StoredProfile, setup: EngineSetup) -> list[Precision]:
-    """Forms of image kinds that were measured on a used processor, but for one that everything runs in now."""
-    processors = {spec.processor for spec in setup.executors}
-    measured = {kind.precision for kind in _kinds_of_images(profile) if kind.processor in processors}
-    run = {row.copy.rpartition("@")[2] for name in processors for row in setup.matrix.experts.get(name, {}).values()}
-    return [form for form in Precision if form in measured and run != {str(form)}]
-
-
-def gains(
-    profile: StoredProfile,
-    forms: Sequence[Precision],
-    now: EngineSetup,
-    advice: Advice,
-    in_form: Callable[[Precision], Planned],
-    advised: Callable[[Precision], Advice],
-    is_decoding_limit: Callable[[Precision], bool] = lambda _: False,
-) -> tuple[Gain, ...]:
-    """Gains of ``forms`` and of more memory over ``advice`` on ``now``, the largest first.
-
-    By form: ``in_form`` gives its plan, ``advised`` its advice, ``is_decoding_limit`` whether executors wait for
-    images.
+    ``ssd_bytes_per_s``: None: the measured speed. ``decoding``: None where not measured.
     """
-    found = [gain for form in forms if (gain := _form_gain(profile, now, form, in_form))]
+
+    config: LineConfig
+    profile: StoredProfile
+    scenario: Scenario
+    decoding: DecodingTimes | None
+    required_images_per_s: float | None
+    ssd_bytes_per_s: float | None
+
+    def planned(self, form: Precision | None = None, budget_bytes: Mapping[str, int] | None = None) -> Planned:
+        config = self.config.having(memory=budget_bytes)
+        setup = planned(config, profiled_box(self.profile), self.profile, Given(form=form))
+        if self.ssd_bytes_per_s is None:
+            return self.scenario, setup
+        return with_ssd(self.scenario, setup, self.ssd_bytes_per_s)
+
+    def advice(self, form: Precision | None = None) -> Advice:
+        """Advice without gains and decoding."""
+        scenario, setup = self.planned(form)
+        box, required = self.profile.box, self.required_images_per_s
+        return advise(scenario, setup, box, required, lambda sizes: self.planned(form, sizes)[1])
+
+    def is_decoding_limit(self, form: Precision) -> bool:
+        return self.decoding is not None and self.decoding.is_limit(*self.planned(form))
+
+
+def with_gains(advice: Advice, case: PlannedCase) -> Advice:
+    """Adds the gains of other forms and of more memory, the largest first."""
+    now = case.planned()[1]
+    forms = _other_forms(case.profile, now)
+    found = [gain for form in forms if (gain := _form_gain(case, now, form))]
+    best = max(found, key=lambda gain: gain.images_per_s, default=None)
     if advice.memory is not None:
         found.append(_memory_gain(advice.memory))
-    best = max((gain for gain in found if gain.form), key=lambda gain: gain.images_per_s, default=None)
     if best is not None and best.form is not None:
-        remedy = advised(Precision(best.form)).memory
+        remedy = case.advice(Precision(best.form)).memory
         if remedy is not None:
             found.append(_memory_gain(remedy, best))
     worth = [gain for gain in found if gain.images_per_s >= LEAST * advice.images_per_s]
-    told = [_with_limit(gain) if gain.form and is_decoding_limit(Precision(gain.form)) else gain for gain in worth]
-    return tuple(sorted(told, key=lambda gain: -gain.images_per_s))
+    told = [_with_limit(gain) if gain.form and case.is_decoding_limit(Precision(gain.form)) else gain for gain in worth]
+    gains = tuple(sorted(told, key=lambda gain: -gain.images_per_s))
+    return replace(advice, gains=gains, other_forms=tuple(map(str, forms)))
+
+
+def _other_forms(profile: StoredProfile, setup: EngineSetup) -> list[Precision]:
+    """Forms of image kinds that were measured on a used processor, but for one that everything runs in now."""
+    processors = {spec.processor for spec in setup.executors}
+    measured = {kind.precision for kind in _kinds_of_images(profile) if kind.processor in processors}
+    run = {_form(row.copy) for name in processors for row in setup.matrix.experts.get(name, {}).values()}
+    return [form for form in Precision if form in measured and run != {str(form)}]
+
+
+def _form(copy: str) -> str:
+    return copy.rpartition("@")[2]
 
 
 def _with_limit(gain: Gain) -> Gain:
     return replace(gain, remark="; ".join(filter(None, (gain.remark, "decoding is the limit then"))))
 
 
-def _form_gain(
-    profile: StoredProfile, now: EngineSetup, form: Precision, in_form: Callable[[Precision], Planned]
-) -> Gain | None:
-    """None where the memories are too small."""
+def _form_gain(case: PlannedCase, now: EngineSetup, form: Precision) -> Gain | None:
+    """Gain of a form; None where the memories are too small for it, or no expert would run in another form."""
     try:
-        scenario, setup = in_form(form)
+        scenario, setup = case.planned(form)
         images_per_s = forecast(scenario, setup).images_per_s
     except ConfigError:
         return None
-    processors = dict.fromkeys(spec.processor for spec in setup.executors)
     changed = {
-        now.matrix.experts[name][expert].copy.rpartition("@")[2]
-        for name in processors
+        _form(now.matrix.experts[name][expert].copy)
+        for name in {spec.processor for spec in setup.executors}
         for expert, row in setup.matrix.experts.get(name, {}).items()
         if row.copy != now.matrix.experts[name][expert].copy
     }
     if not changed:
         return None
-    return Gain(
-        f"{form} instead of {' and '.join(sorted(changed))}", str(form), None, images_per_s, _doubt(profile, form)
-    )
+    change = f"{form} instead of {' and '.join(sorted(changed))}"
+    return Gain(change, str(form), None, images_per_s, _doubt(case.profile, form))
 
 
 def _doubt(profile: StoredProfile, form: Precision) -> str:
@@ -125,8 +136,7 @@ def _kinds_of_images(profile: StoredProfile) -> list[KindProfile]:
 
 def _form_doubt(profile: StoredProfile, kind: KindProfile) -> str:
     """Number of a kind's experts without a proof against fp32, in words; empty for none."""
-    key = (kind.kind, kind.processor, kind.precision)
-    found = [each for each in profile.agreements if (each.kind, each.processor, each.precision) == key]
+    found = profile.agreements_of(kind)
     if differing := sum(each.images > 0 and not each.agrees for each in found):
         return f"does not agree with fp32 on the samples of {differing} of its experts"
     experts = {each.expert for each in profile.forms.values() if each.kind == kind.kind}
@@ -138,7 +148,7 @@ def _form_doubt(profile: StoredProfile, kind: KindProfile) -> str:
 
 
 def _memory_gain(remedy: MemoryRemedy, form: Gain | None = None) -> Gain:
-    sizes = " and ".join(f"{size_text(size)} of {pool} memory" for pool, size in remedy.budget_bytes.items())
+    sizes = budget_text(remedy.budget_bytes)
     short = [
         f"this box has {size_text(remedy.box_bytes[pool])} of {pool} memory"
         for pool, size in remedy.budget_bytes.items()

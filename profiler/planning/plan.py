@@ -1,4 +1,4 @@
-"""The plan of a line before it is deployed: what each policy would do in each memory, beside what no policy could beat.
+"""Plan of a line before it is deployed: each policy in each memory, beside bounds that no policy can beat.
 
 Guarantees: the Engine that is planned with is the one that serves; every row of a plan is of the same requests, which
 run the same experts; the same inputs give the same rows. Nothing is loaded and nothing is written.
@@ -11,14 +11,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from agent.core.request import IMAGE
-from agent.deployment.engine_setup import Given, planned, profiled_box
 from experts.errors import ConfigError
 from experts.sizes import size_text
-from profiler.planning.advice import advise, with_decoding
 from profiler.planning.decoding import decoding_times
-from profiler.planning.gains import gains, other_forms
+from profiler.planning.gains import PlannedCase, with_gains
 from profiler.simulation.bounds import bounds, unread_bytes
-from profiler.simulation.forecast import forecast, quantile_s, reaches, scenario_of, with_ssd
+from profiler.simulation.forecast import forecast, quantile_s, reaches, scenario_of
 from profiler.tables import folded, folded_table
 
 if TYPE_CHECKING:
@@ -30,11 +28,8 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.deployment.engine_setup import EngineSetup
     from agent.device_profile.records import StoredProfile
-    from experts.expert import Precision
     from profiler.planning.advice import Advice
-    from profiler.planning.gains import Planned
     from profiler.simulation.bounds import Bounds
-    from profiler.simulation.core_time import CoreTime
     from profiler.simulation.forecast import LineForecast, Scenario
     from profiler.workload.traces import TracedArrival
 
@@ -46,7 +41,7 @@ LOAD_PATHS = ("ssd_host", "host_device", "ssd_device")
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One policy in one memory. Waits are from arrival to outcome, of images alone where there are any.
+    """Forecast of one policy in one memory. Waits are from arrival to outcome, of images where there are any.
 
     ``memory``: bytes of weights, workspaces and leases of texts, by pool. ``switching_loads``: into memories that
     experts run from. ``bytes_read_per_shift``: in eight hours at the takt's rate, or at ``images_per_s`` where the takt
@@ -88,71 +83,51 @@ class PlanRow:
         return self.images_per_s / self.roofline_images_per_s if self.roofline_images_per_s > 0.0 else 0.0
 
 
-def plan(
-    config: LineConfig,
-    profile: StoredProfile,
-    trace: Sequence[TracedArrival],
-    policies: Sequence[str] = (),
-    memories: Sequence[Mapping[str, int]] = ({},),
-    *,
-    ssd_bytes_per_s: float | None = None,
-    seed: int = 0,
-) -> tuple[PlanRow, ...]:
-    """A row for each memory and policy (default: the line's own), in that order, on the box that was profiled.
+class LinePlan:
+    """A line on the box that was profiled, for one trace. Raises ConfigError for a line that cannot run or fit.
 
-    ``memories``: bytes by host, device and workspace, instead of the line's. ``ssd_bytes_per_s``: instead of the
-    measured speed. ``seed`` draws which requests a step lets pass. Raises ConfigError for a line that cannot run or
-    fit.
+    ``ssd_bytes_per_s``: instead of the measured speed. ``seed`` draws which requests a step lets pass.
     """
-    scenario = scenario_of(config.catalog.graph, profile, trace, seed)
-    required = required_images_per_s(config)
-    decoding = decoding_times(profile, scenario)
-    rows = []
-    for memory in memories:
-        for policy in policies or (config.policy,):
-            setup = planned(config.having(policy=policy, memory=memory), profiled_box(profile), profile)
-            row = plan_row(*_with_ssd(scenario, setup, ssd_bytes_per_s), required)
-            if decoding is not None:
-                row = _with_decoding(row, decoding.time(scenario, setup), row.requests - row.texts)
-            rows.append(row)
-    return tuple(rows)
 
+    def __init__(
+        self,
+        config: LineConfig,
+        profile: StoredProfile,
+        trace: Sequence[TracedArrival],
+        ssd_bytes_per_s: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        if ssd_bytes_per_s is not None and ssd_bytes_per_s <= 0.0:
+            raise ConfigError(f"an SSD of {ssd_bytes_per_s} bytes/s reads nothing - give more than 0")
+        scenario = scenario_of(config.catalog.graph, profile, trace, seed)
+        decoding = decoding_times(profile, scenario)
+        self._case = PlannedCase(config, profile, scenario, decoding, required_images_per_s(config), ssd_bytes_per_s)
 
-def plan_advice(
-    config: LineConfig,
-    profile: StoredProfile,
-    trace: Sequence[TracedArrival],
-    policy: str | None = None,
-    memory: Mapping[str, int] | None = None,
-    *,
-    ssd_bytes_per_s: float | None = None,
-    seed: int = 0,
-) -> Advice:
-    """Limit of the line under one policy in one memory, with remedies; arguments as of ``plan``."""
-    asked = config.having(policy=policy, memory=memory)
-    required = required_images_per_s(config)
-    scenario = scenario_of(config.catalog.graph, profile, trace, seed)
+    def row(self, policy: str | None = None, memory: Mapping[str, int] | None = None) -> PlanRow:
+        """``memory``: bytes by host, device and workspace. None: the line's own policy or memory."""
+        case = self._asked(policy, memory)
+        scenario, setup = case.planned()
+        row = plan_row(scenario, setup, case.required_images_per_s)
+        if case.decoding is None:
+            return row
+        time = case.decoding.time(scenario, setup)
+        return replace(
+            row,
+            decoding_images_per_s=(row.requests - row.texts) * time.cores / time.decoding_s,
+            cores_images_per_s=time.images_per_s,
+            roofline_images_per_s=min(row.roofline_images_per_s, time.images_per_s),
+        )
 
-    def planned_with(form: Precision | None = None, budget_bytes: Mapping[str, int] | None = None) -> Planned:
-        given = Given(form=form)
-        setup = planned(asked.having(memory=budget_bytes), profiled_box(profile), profile, given)
-        return _with_ssd(scenario, setup, ssd_bytes_per_s)
+    def advice(self, policy: str | None = None, memory: Mapping[str, int] | None = None) -> Advice:
+        """Limit of the line, with remedies and gains; arguments as of ``row``."""
+        case = self._asked(policy, memory)
+        scenario, setup = case.planned()
+        _refuse_broken(scenario, setup)
+        load = None if case.decoding is None else case.decoding.load(scenario, setup)
+        return with_gains(case.advice().with_decoding(load), case)
 
-    def advised(form: Precision | None = None) -> Advice:
-        scenario, setup = planned_with(form)
-        return advise(scenario, setup, profile.box, required, lambda sizes: planned_with(form, sizes)[1])
-
-    now = planned_with()
-    _refuse_broken(*now)
-    decoding = decoding_times(profile, scenario)
-    advice = with_decoding(advised(), None if decoding is None else decoding.load(*now))
-
-    def is_decoding_limit(form: Precision) -> bool:
-        return decoding is not None and decoding.is_limit(*planned_with(form))
-
-    forms = other_forms(profile, now[1])
-    found = gains(profile, forms, now[1], advice, planned_with, advised, is_decoding_limit)
-    return replace(advice, gains=found, other_forms=tuple(map(str, forms)))
+    def _asked(self, policy: str | None, memory: Mapping[str, int] | None) -> PlannedCase:
+        return replace(self._case, config=self._case.config.having(policy=policy, memory=memory))
 
 
 def plan_row(scenario: Scenario, setup: EngineSetup, required_images_per_s: float | None) -> PlanRow:
@@ -161,8 +136,7 @@ def plan_row(scenario: Scenario, setup: EngineSetup, required_images_per_s: floa
     played = forecast(scenario, setup)
     resources = scenario.resources(setup)
     bound = bounds(scenario.requests, resources)
-    needed = {expert for experts in scenario.steps for expert in experts}
-    io_s = unread_bytes(needed, resources, played.resident_at_start) / scenario.ssd_bytes_per_s
+    io_s = unread_bytes(scenario.experts, resources, played.resident_at_start) / scenario.ssd_bytes_per_s
     roofline_s = max(bound.compute_s, bound.arrivals_s, io_s)
     requests = len(scenario.trace)
     images_s = [wait for wait, each in zip(played.waits_s, scenario.trace, strict=True) if each.work is IMAGE]
@@ -196,15 +170,6 @@ def plan_row(scenario: Scenario, setup: EngineSetup, required_images_per_s: floa
         written_tokens_per_s=sum(each.work.output for each in scenario.trace) / played.seconds,
         text_p50_s=quantile_s(texts_s, 0.5) if texts_s else None,
         text_p99_s=quantile_s(texts_s, 0.99) if texts_s else None,
-    )
-
-
-def _with_decoding(row: PlanRow, time: CoreTime, images: int) -> PlanRow:
-    return replace(
-        row,
-        decoding_images_per_s=images * time.cores / time.decoding_s,
-        cores_images_per_s=time.images_per_s,
-        roofline_images_per_s=min(row.roofline_images_per_s, time.images_per_s),
     )
 
 
@@ -248,25 +213,11 @@ def _table(rows: Sequence[PlanRow], shown: Mapping[str, Callable[[PlanRow], str]
     return folded_table(columns, ((row.policy, *(text(row) for text in shown.values())) for row in rows))
 
 
-# -- setups --
-
-
-def _with_ssd(scenario: Scenario, setup: EngineSetup, bytes_per_s: float | None) -> tuple[Scenario, EngineSetup]:
-    if bytes_per_s is None:
-        return scenario, setup
-    if bytes_per_s <= 0.0:
-        raise ConfigError(f"an SSD of {bytes_per_s} bytes/s reads nothing - give more than 0")
-    return with_ssd(scenario, setup, bytes_per_s)
-
-
 def _refuse_broken(scenario: Scenario, setup: EngineSetup) -> None:
-    needed = sorted({expert for experts in scenario.steps for expert in experts} & setup.broken.keys())
+    needed = sorted(scenario.experts & setup.broken.keys())
     if needed:
         reasons = [f"the trace needs {expert}, which cannot be served: {setup.broken[expert]}" for expert in needed]
         raise ConfigError.of([ConfigError(reason) for reason in reasons])
-
-
-# -- figures --
 
 
 def _loads(played: LineForecast) -> dict[str, int]:
@@ -276,9 +227,6 @@ def _loads(played: LineForecast) -> dict[str, int]:
 def _row_json(row: PlanRow) -> dict[str, Any]:
     bound = asdict(row.bound) | {"seconds": row.bound.seconds}
     return asdict(row) | {"bound": bound, "roofline_fraction": row.roofline_fraction}
-
-
-# -- the table --
 
 
 def _budgets(row: PlanRow) -> str:

@@ -28,19 +28,15 @@ from profiler.microbench.decoding import DecodingBench
 from profiler.microbench.kinds import measure_kind
 from profiler.microbench.packed_forms import LinePacking
 from profiler.microbench.precision_choice import PrecisionChoice
-from profiler.profiling.profile_line import Profiled, bench_on
+from profiler.profiling.profile_line import Benches, Profiled
 from profiler.workload.samples import LineSamples
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from agent.config import LineConfig
-    from profiler.profiling.profile_line import ProfilingOptions
+    from profiler.profiling.profile_line import ProfilingOptions, Progress
 
 
-def profile_expert(
-    config: LineConfig, expert: str, options: ProfilingOptions, progress: Callable[[str, int, int], None]
-) -> Profiled:
+def profile_expert(config: LineConfig, expert: str, options: ProfilingOptions, progress: Progress) -> Profiled:
     """Raises ConfigError for an unknown expert, a line without a profile of this box, and an expert that cannot run."""
     described = config.catalog.experts.get(expert)
     if described is None:
@@ -65,7 +61,8 @@ def profile_expert(
         if not references:
             raise ConfigError(f"{expert}: {packing.failed[expert]}")
         processors = dict.fromkeys(spec.processor for spec in executor_specs(config, box, profile.allocation))
-        benches = [bench_on(box, processor, segments, samples, options) for processor in processors]
+        all_benches = Benches(box, segments, samples, options.batches)
+        benches = [all_benches.on(processor) for processor in processors]
         known = {(kind.kind, kind.processor) for kind in profile.kinds}
         new = [measure_kind(each, references) for each in benches if (references[0].kind, each.processor) not in known]
         for kind in (*profile.kinds, *new):

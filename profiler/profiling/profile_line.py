@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import starmap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from agent.core.performance import ExecutorSpec
 from agent.deployment.build import detect_box
@@ -65,6 +65,8 @@ if TYPE_CHECKING:
     from profiler.microbench.packed_forms import Copies
     from profiler.microbench.precision_choice import Forms
 
+    Progress: TypeAlias = Callable[[str, int, int], None]
+
 MOST_FIT_ERROR = 0.15  # of a kind that is run; above it its K and B are worth a note
 MOST_UNUSED = PLATEAU_TOLERANCE  # of an image's time that larger batches than any that was run may save without a note
 AGAIN_IN_QUIET = "profile again with --fresh when the box is quiet"
@@ -84,7 +86,7 @@ class ProfilingOptions:
     """Options of `coserve profile`.
 
     ``samples``: a folder of images instead of the line's intake. ``count_usage``: run the routes on them.
-    ``usage_from``: served history instead. ``allocation``: ENGINE (real runs of ``engine_requests`` each), SIMULATE, or
+    ``usage_from``: served history instead. ``allocation``: ENGINE (real runs), SIMULATE, or
     CASUAL (no search). ``fresh``: measure all anew, also over a damaged or another box's profile.
     ``spinning``: OpenMP's waiting in this process; None: the settings are not compared.
     """
@@ -93,7 +95,6 @@ class ProfilingOptions:
     count_usage: bool = False
     usage_from: Path | None = None
     allocation: str = ENGINE
-    engine_requests: int = 200
     fresh: bool = False
     tolerance: float = TOLERANCE
     batches: BatchOptions = field(default_factory=lambda: BatchOptions(limit_s=KIND_LIMIT_S))
@@ -108,7 +109,7 @@ class Profiled:
     notes: tuple[str, ...]
 
 
-def profile_line(config: LineConfig, options: ProfilingOptions, progress: Callable[[str, int, int], None]) -> Profiled:
+def profile_line(config: LineConfig, options: ProfilingOptions, progress: Progress) -> Profiled:
     """Profile a line on this box. Raises ConfigError, AlreadyRunning while its agent runs, AgentCrashed.
 
     Another file in the profile's place is an error and stays, unless ``fresh``.
@@ -124,7 +125,8 @@ def profile_line(config: LineConfig, options: ProfilingOptions, progress: Callab
             refuse_uncountable(config, samples)
         with ProfileDraft.open(path, config.line, identity_of(box), fresh=options.fresh) as draft:
             kept = None if served else _kept_usage(config, options, path)
-            return _Profiling(config, options, progress, box, segments, samples, draft).run(served or kept)
+            benches = Benches(box, segments, samples, options.batches)
+            return _Profiling(config, options, progress, benches, draft).run(served or kept)
 
 
 def learn_usage(config: LineConfig, history: Path | None) -> Profiled | None:
@@ -182,36 +184,35 @@ def _broken_images(broken: Sequence[str]) -> str:
     return f"{len(broken)} sample images are broken and were passed over, the first: {broken[0]}"
 
 
-def bench_on(
-    box: Box, processor: str, segments: SegmentStore, samples: LineSamples, options: ProfilingOptions
-) -> Bench:
-    """A bench whose only executor has the threads that the agent gives to one."""
-    threads = threads_per_executor(box, [ExecutorSpec(0, processor, box.pool_of(processor))])
-    return Bench(box, processor, segments, samples, threads, options.batches)
+@dataclass(frozen=True, slots=True)
+class Benches:
+    """Benches of one box, each with one executor, whose threads are those that the agent gives to one."""
+
+    box: Box
+    segments: SegmentStore
+    samples: LineSamples
+    batches: BatchOptions
+
+    def on(self, processor: str) -> Bench:
+        threads = threads_per_executor(self.box, [ExecutorSpec(0, processor, self.box.pool_of(processor))])
+        return Bench(self.box, processor, self.segments, self.samples, threads, self.batches)
 
 
 class _Profiling:
     """One run. Each step saves its findings and keeps those of an earlier run."""
 
     def __init__(
-        self,
-        config: LineConfig,
-        options: ProfilingOptions,
-        progress: Callable[[str, int, int], None],
-        box: Box,
-        segments: SegmentStore,
-        samples: LineSamples,
-        draft: ProfileDraft,
+        self, config: LineConfig, options: ProfilingOptions, progress: Progress, benches: Benches, draft: ProfileDraft
     ) -> None:
         self._config = config
         self._options = options
         self._progress = progress
-        self._box = box
-        self._segments = segments
-        self._samples = samples
+        self._benches = benches
+        self._box = benches.box
+        self._samples = benches.samples
         self._draft = draft
-        self._search = options.search.on(box)
-        self._packing = LinePacking(config, segments, samples, progress, box)
+        self._search = options.search.on(benches.box)
+        self._packing = LinePacking(config, benches.segments, benches.samples, progress, benches.box)
         self._notes: list[str] = []
 
     def run(self, served: UsageFound | None) -> Profiled:
@@ -266,7 +267,7 @@ class _Profiling:
                 continue
             try:
                 with self._noticing_others(f"{kind} in {form} on {processor}"):
-                    measured = measure_kind(self._bench(processor), listed)
+                    measured = measure_kind(self._benches.on(processor), listed)
                 self._draft.save_kind(measured)
             except ExpertError as error:
                 self._notes.append(f"{kind} in {form} does not run on {processor}: {error.message}")
@@ -276,7 +277,7 @@ class _Profiling:
     def _choose(self, processors: Sequence[str], references: Sequence[ExpertCopy]) -> Forms:
         choice = PrecisionChoice(self._config, self._packing, self._draft, self._options.tolerance, self._progress)
         choice.forget_changed(references)
-        forms = choice.on([self._bench(processor) for processor in processors], references)
+        forms = choice.on([self._benches.on(processor) for processor in processors], references)
         self._notes += choice.notes
         able = {copy.expert.id for copy in references if any(forms.of(copy, name) for name in processors)}
         if not able:
@@ -317,7 +318,7 @@ class _Profiling:
 
     def _measure_links(self, copies: Copies) -> None:
         if not self._draft.links():
-            speeds = measure_links(self._box, self._packing.references(copies), self._segments)
+            speeds = measure_links(self._box, self._packing.references(copies), self._benches.segments)
             self._draft.save_links(list(starmap(LinkSpeed, speeds.items())))
 
     def _able(self, processors: Sequence[str], forms: Forms, kept: Sequence[ExpertCopy]) -> dict[str, list[ExpertCopy]]:
@@ -333,7 +334,7 @@ class _Profiling:
         }
         for processor, listed in copies.items():
             report = partial(self._progress, f"try on {processor}")
-            for name, reason in failing_experts(self._bench(processor), listed, report).items():
+            for name, reason in failing_experts(self._benches.on(processor), listed, report).items():
                 self._packing.failed.setdefault(name, f"on {processor}: {reason}")
         failed = self._packing.failed
         return {name: [copy for copy in listed if copy.expert.id not in failed] for name, listed in copies.items()}
@@ -343,7 +344,7 @@ class _Profiling:
 
         Measured on the first processor, in its form; experts of other processors alone are left out.
         """
-        bench = DecodingBench(self._bench(processor), self._config.catalog.graph, self._options.tolerance)
+        bench = DecodingBench(self._benches.on(processor), self._config.catalog.graph, self._options.tolerance)
         there = {each.expert: each.of_sha256 for each in self._draft.decodings()}
         sampled = [copy for copy in copies if self._samples.of(copy.expert.id) and not copy.expert.takes_texts]
         missing = [copy for copy in sampled if there.get(copy.expert.id) != bench.of_sha256(copy)]
@@ -385,7 +386,7 @@ class _Profiling:
         while left:
             try:
                 with self._noticing_others(f"the gain of several executors of {processor}"):
-                    speedups = measure_speedups(self._bench(processor), left, most)
+                    speedups = measure_speedups(self._benches.on(processor), left, most)
                 reason = ""
                 break
             except ExpertError as error:
@@ -461,7 +462,6 @@ class _Profiling:
             self._draft,
             self._packing.failed,
             self._search,
-            self._options.engine_requests,
             self._progress,
         )
         allocation = step.allocate(self._options.allocation, interim)
@@ -479,9 +479,6 @@ class _Profiling:
             self._notes.append(
                 f"other processes had {others:.0%} of the cores while {what} was measured - {AGAIN_IN_QUIET}"
             )
-
-    def _bench(self, processor: str) -> Bench:
-        return bench_on(self._box, processor, self._segments, self._samples, self._options)
 
     def _interim(self, forms: Forms, usage: UsageProfile) -> StoredProfile:
         """The profile before the search, with the casual allocation."""

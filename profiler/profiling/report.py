@@ -124,7 +124,7 @@ def _kind_charts(profile: StoredProfile, folder: Path) -> list[Path]:
 
 def _form_json(kind: KindProfile, profile: StoredProfile) -> dict[str, Any]:
     """``agrees``: None where no expert was compared on any image."""
-    compared = [each for each in _compared(profile, kind) if each.images]
+    compared = [each for each in profile.agreements_of(kind) if each.images]
     return {
         "kind": kind.kind,
         "processor": kind.processor,
@@ -134,11 +134,6 @@ def _form_json(kind: KindProfile, profile: StoredProfile) -> dict[str, Any]:
         "compared": len(compared),
         "proven": sum(each.proves for each in compared),
     }
-
-
-def _compared(profile: StoredProfile, kind: KindProfile) -> list[Agreement]:
-    key = (kind.kind, kind.processor, kind.precision)
-    return [each for each in profile.agreements if (each.kind, each.processor, each.precision) == key]
 
 
 def _kind_json(kind: KindProfile) -> dict[str, Any]:
@@ -177,7 +172,7 @@ def _kind_rows(profile: StoredProfile) -> Iterator[tuple[str, ...]]:
             mib(kind.weight_bytes, MIB),
             mib(kind.workspace_bytes, MIB),
             f"{kind.load_s['ssd'] * 1e3:.1f}" if "ssd" in kind.load_s else "-",
-            _agreement(_compared(profile, kind)),
+            _agreement(profile.agreements_of(kind)),
         )
 
 

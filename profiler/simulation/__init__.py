@@ -1,1 +1,1 @@
-"""The same Engine under virtual time, and what no schedule can beat."""
+"""Runs an Engine under virtual time, and bounds what any schedule could reach."""

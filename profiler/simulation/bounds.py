@@ -1,11 +1,11 @@
 """Bounds that no schedule can beat: fewest switches, fewest loads in first-come-first-served order, least time.
 
-Pure. Each is a lower bound for any scheduler of the same requests, executors and memories, also one that knows the
-future; each function says why. A bound counts experts loaded after the start. A policy that loads while its executors
-work hides some loads from requests, so its switches (loads that a request had to wait for) may be fewer, its loads not.
+Pure. Each bound holds for any scheduler of the same requests, executors and memories, also for one that knows the
+future; each function gives the proof. Loads are counted after the start. A policy that loads while its executors work
+has fewer switches (loads that a request waited for), never fewer loads.
 
-Pinned experts, workspaces, the order of a route's steps and the limits on loads in flight are left out: each only takes
-away choices, so a bound without it stays one.
+Pinned experts, workspaces, the order of a route's steps and the limits on loads in flight are left out. Each of them
+only removes choices, so the bounds hold without them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,12 @@ if TYPE_CHECKING:
 
 NO_TOKENS: Mapping[str, Work] = MappingProxyType({})
 SIZE_CLASS = Fraction(11, 10)  # experts whose bytes differ by less than this factor are of one class of sizes
-BURSTS = 16  # pauses of a trace after which what is still to come is weighed: each costs a pass over it
+BURSTS = 16  # longest pauses of a trace after which the remaining work is weighed: each costs a pass over it
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSteps:
-    """One request: arrival in seconds since the start, and the experts that it runs, in order.
-
-    ``work``: its tokens for each expert that counts in tokens.
-    """
+    """Request: arrival in seconds since the start, experts in order, and tokens for experts that count in tokens."""
 
     at_s: float
     experts: tuple[str, ...]
@@ -59,6 +56,11 @@ class Resources:
     def processors(self) -> Counter[str]:
         return Counter(spec.processor for spec in self.executors)
 
+    def performances(self, expert: str) -> dict[str, Performance]:
+        """By processor that has an executor and runs the expert."""
+        columns = {name: self.profile.experts.get(name, {}) for name in self.processors}
+        return {name: column[expert].performance for name, column in columns.items() if expert in column}
+
     def rows(self, expert: str, pool: str | None = None) -> list[ExpertProfile]:
         used = dict.fromkeys(spec.processor for spec in self.executors if pool in (None, spec.pool))
         columns = (self.profile.experts[processor] for processor in used)
@@ -67,7 +69,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds of some requests. ``switches``: experts to be loaded after the start.
+    """Bounds of a trace. ``switches``: experts to be loaded after the start.
 
     ``fcfs_switches``: the same when requests begin in the order of arrival. ``compute_s``, ``io_s``, ``arrivals_s``:
     least time for the work, for reading what cannot be there at the start, and for the last arrivals.
@@ -86,11 +88,11 @@ class Bounds:
 
 
 def bounds(requests: Sequence[RequestSteps], resources: Resources) -> Bounds:
-    """All bounds, for requests in the order of arrival. Memories begin with the best contents.
+    """Computes all bounds, for requests in the order of arrival. Memories begin with the best contents.
 
     First come, first served fixes the order of first steps alone: a further step queues behind all requests that have
-    come by then, which depends on all times. First steps are a part of any such order, and serving the whole order
-    serves that part with no more loads, so their bound holds for the whole.
+    come by then. First steps are a part of any such order. Serving the whole order serves that part with no more loads,
+    so their bound holds for the whole.
     """
     counts = Counter(expert for request in requests for expert in request.experts)
     switches = fewest_switches(counts, resources)
@@ -108,11 +110,11 @@ def fewest_switches(experts: Collection[str], resources: Resources) -> int:
     """Number of these experts that cannot be in memory at the start: each costs at least one switch.
 
     Proof. Let S be the copies that a memory of C bytes holds at the start. A part shared by h of the copies that may
-    be wanted there is charged to each of them with its size over h; then the charges of S are its own bytes and, for
-    each part, no more than its size: at most C in all. So as many experts as have the smallest charges, up to a sum
-    of C, are the most that can be there; whatever is smallest first, nothing larger in its place makes room for more.
-    With several memories the sum of these counts is one limit, and the count for one memory as large as all together
-    is another: both hold. An expert that is needed and is nowhere has to be brought in once, whatever the order. QED.
+    be wanted there is charged to each of them with its size over h. The charges of S are then its own bytes and, for
+    each part, no more than its size: at most C in all. So the experts of the smallest charges, up to a sum of C, are
+    the most that can be there: a larger one in place of a smaller one makes no room. With several memories the sum of
+    these counts is one limit, and the count for one memory as large as all together is another: both hold. A needed
+    expert that is in no memory has to be loaded once, in any order. QED.
 
     Exact for one memory without shared parts; never more than any schedule's loads.
     """
@@ -124,16 +126,16 @@ def fewest_switches(experts: Collection[str], resources: Resources) -> int:
 
 
 def fewest_fcfs_switches(uses: Sequence[str], resources: Resources) -> int:
-    """The fewest loads that any rule of eviction needs when experts are used in exactly this order.
+    """Fewest loads that any rule of eviction needs when experts are used in exactly this order.
 
-    Belady's MIN (1966): evict what is used again last. It is exact where all experts have one size; the start is free,
-    which saves as many loads as there are places: MIN from an empty memory fills its places without an eviction, and
-    a start that saved more loads than it has places could be had from an empty memory, load by load, for less than
-    MIN. With mixed sizes the least number of loads is NP-hard; this bound takes experts of about one size as a class
-    of its own, which has all the memory to itself and places for its smallest member, and adds the classes up; or all
-    experts as one class, whichever gives more. Both hold: a schedule's loads are the sum of its loads of each class,
-    and what it holds of a class at any moment fits into that many places. Shared parts count as in
-    ``fewest_switches``. Several memories are so many places together.
+    Belady's MIN (1966) evicts the expert that is used again last, and is exact for experts of one size. The best start
+    saves as many loads as there are places. MIN fills its places from an empty memory without an eviction. A start that
+    saved more could be loaded into an empty memory, one by one, for fewer loads than MIN's.
+
+    With mixed sizes the least number of loads is NP-hard. The bound is the larger of two. One adds up classes of
+    experts of about one size, each with all the memory and places for its smallest member. The other takes all experts
+    as one class. Both hold: a schedule's loads are the sum of its loads of each class, and a class's resident experts
+    fit into that many places. Shared parts count as in ``fewest_switches``. Several memories add up their places.
     """
     by_pool = _bytes_by_pool(set(uses), resources)
     capacities = {pool.name: pool.expert_bytes for pool in resources.pools}
@@ -149,13 +151,13 @@ def fewest_fcfs_switches(uses: Sequence[str], resources: Resources) -> int:
 
 
 def belady_loads(uses: Iterable[str], places: int) -> int:
-    """Loads of MIN, from an empty memory with places for this many experts, at least one."""
+    """Loads of MIN from an empty memory with ``places`` for experts, at least one."""
     if places < 1:
         raise ValueError(f"a memory with {places} places runs nothing")
     order = list(uses)
     following = _next_uses(order)
-    next_use: dict[str, int] = {}  # what is held -> when it is used next
-    furthest: list[tuple[int, str]] = []  # the same as a heap, with entries that are out of date
+    next_use: dict[str, int] = {}  # by resident expert
+    furthest: list[tuple[int, str]] = []  # next_use as a heap, with stale entries
     loads = 0
     for at, expert in enumerate(order):
         if expert not in next_use:
@@ -170,11 +172,10 @@ def belady_loads(uses: Iterable[str], places: int) -> int:
 
 
 def unread_bytes(experts: Collection[str], resources: Resources, resident: Collection[str] | None = None) -> int:
-    """Bytes of these experts that have to be read from the SSD after the start, at the least.
+    """Least bytes of these experts that have to be read from the SSD after the start.
 
-    ``resident``: the copies that are in some memory at the start; None = whatever is best, so that all memories are
-    full of what is needed. An expert counts with the smallest of its copies, a shared part once and only where every
-    copy of an expert needs it.
+    ``resident``: copies in any memory at the start; None: the best ones, which fill all memories. An expert counts with
+    the smallest of its copies, a shared part once and only where every copy of an expert needs it.
     """
     own_bytes = 0
     parts: dict[str, int] = {}
@@ -193,7 +194,7 @@ def unread_bytes(experts: Collection[str], resources: Resources, resident: Colle
 
 
 def tokens_of(requests: Iterable[RequestSteps]) -> dict[str, Work]:
-    """The tokens that each expert has to read and to write for these requests, of those that have any."""
+    """Tokens to read and to write for these requests, by expert that counts in tokens."""
     totals: dict[str, Work] = {}
     for request in requests:
         if request.work is not IMAGE:
@@ -204,18 +205,18 @@ def tokens_of(requests: Iterable[RequestSteps]) -> dict[str, Work]:
 
 
 def compute_s(counts: Mapping[str, int], resources: Resources, tokens: Mapping[str, Work] = NO_TOKENS) -> float:
-    """The least time in which the executors can run these experts so often, each where it is needed from the start.
+    """Least time in which the executors can run these experts so often, with every expert resident from the start.
 
-    ``tokens``: what they read and write for that, which takes its time by token wherever it is done.
+    ``tokens``: read and written for that, by expert.
 
-    n images of an expert on one processor take ``K_s * n + B_s * ceil(n / max_batch)`` (CoServe, section 4.2) at the
-    best. Give every executor of processor p the weight y_p, all weights together 1: then the time is no less than the
-    weighted sum of all work, and that is no less than each expert's work where it weighs least. Any weights give a
-    bound; those under which one kind of experts weighs the same everywhere are tried, which for linear work on two
-    processors holds the best ones. Processors with ``speedups`` count as so many executors as they are worth.
+    n images of an expert on one processor take at least ``K_s * n + B_s * ceil(n / max_batch)`` (CoServe, section 4.2).
+    Give every executor of processor p the weight y_p, all weights together 1. The time is no less than the weighted sum
+    of all work, which is no less than the sum of each expert's work where it weighs least. Any weights give a bound.
+    Weights under which one kind of experts weighs the same everywhere are tried; for linear work on two processors the
+    best weights are among them. Processors with ``speedups`` count as the executors that they are worth.
     """
     strengths = {name: _strength(name, count, resources) for name, count in resources.processors.items()}
-    performances = {expert: _performances(expert, resources) for expert in counts}
+    performances = {expert: resources.performances(expert) for expert in counts}
     return max(
         (
             sum(
@@ -230,10 +231,10 @@ def compute_s(counts: Mapping[str, int], resources: Resources, tokens: Mapping[s
 
 
 def arrivals_s(requests: Sequence[RequestSteps], resources: Resources) -> float:
-    """When the last request can be done at the earliest, as none starts before it comes.
+    """Earliest end of the last request, as no request starts before it arrives.
 
-    Two reasons count: each request's own steps, one after another, on the fastest processors; and the work of all that
-    comes after each of the trace's longest pauses, BURSTS of them.
+    The larger of two bounds: each request's own steps, one after another, on the fastest processors; and the work of
+    all requests after each of the trace's BURSTS longest pauses.
     """
     if not requests:
         return 0.0
@@ -321,7 +322,7 @@ def _loads_from_best_start(uses: Sequence[str], places: int) -> int:
 
 
 def _next_uses(order: Sequence[str]) -> list[int]:
-    """For each use the position of the expert's next use; the order's length for a last use."""
+    """Position of the expert's next use, for each use; the order's length for a last use."""
     following = [len(order)] * len(order)
     seen: dict[str, int] = {}
     for at in range(len(order) - 1, -1, -1):
@@ -334,14 +335,9 @@ def _next_uses(order: Sequence[str]) -> list[int]:
 
 
 def _strength(processor: str, executors: int, resources: Resources) -> float:
-    """Most executors at full speed that these are worth together."""
+    """Executors at full speed that these are worth together, at most."""
     speedups = resources.speedups.get(processor)
     return max(speedups[:executors]) if speedups else float(executors)
-
-
-def _performances(expert: str, resources: Resources) -> dict[str, Performance]:
-    columns = {processor: resources.profile.experts[processor] for processor in resources.processors}
-    return {processor: column[expert].performance for processor, column in columns.items() if expert in column}
 
 
 def _weightings(
@@ -359,7 +355,7 @@ def _weightings(
 
 
 def _per_image_s(performance: Performance) -> float:
-    """For texts: per token read and one written, most of their work."""
+    """Seconds of an image in the largest batch, or of a token read and one written."""
     if performance.runs_in_quanta:
         return performance.K_prompt_s + performance.K_output_s
     return performance.latency_s(performance.max_batch) / performance.max_batch
@@ -392,7 +388,7 @@ def _alone_s(expert: str, resources: Resources, work: Work) -> float:
     counts = resources.processors
     return min(
         (performance.latency_s(1) + performance.tokens_s(work)) / _pace(counts[name], resources.speedups.get(name))
-        for name, performance in _performances(expert, resources).items()
+        for name, performance in resources.performances(expert).items()
     )
 
 

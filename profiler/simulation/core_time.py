@@ -1,9 +1,9 @@
 """Core time of a trace: images are decoded on the cores that CPU executors compute on.
 
 Pure. A bound for any schedule: N cores have N core seconds in a second. Each image costs its decoding and, on its
-steps, the threads of a CPU executor for as long as they compute, in the largest batches. An expert that an accelerator
-can run costs no core. An executor is assumed to have its threads' cores for itself while it computes; where its threads
-wait for one another, slightly more can be reached.
+steps, the threads of a CPU executor while it computes in the largest batches. An expert that an accelerator can run
+costs no core. An executor is taken to have its threads' cores for itself while it computes; where its threads wait for
+one another, slightly more can be reached.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from profiler.simulation.bounds import tokens_of
 from profiler.simulation.decoders import core_share
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from agent.core.performance import Performance
     from agent.core.request import Work
@@ -68,17 +68,12 @@ def compute_core_s(requests: Sequence[RequestSteps], resources: Resources, cores
                 threads * _alone_s(performance, count, tokens.get(expert, IMAGE))
                 if torch_device(name) == "cpu"
                 else 0.0
-                for name, performance in _performances(expert, resources).items()
+                for name, performance in resources.performances(expert).items()
             ),
             default=0.0,
         )
         for expert, count in counts.items()
     )
-
-
-def _performances(expert: str, resources: Resources) -> Mapping[str, Performance]:
-    columns = {name: resources.profile.experts.get(name, {}) for name in resources.processors}
-    return {name: column[expert].performance for name, column in columns.items() if expert in column}
 
 
 def _alone_s(performance: Performance, count: int, tokens: Work) -> float:

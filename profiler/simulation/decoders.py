@@ -7,7 +7,7 @@ that waits for images does not compute, so its images get its share. Where an ac
 compute, one core decodes.
 
 Guarantees: no clock and no thread; images that a batch waits for come first, then by deadline; an image is decoded
-again only where it is no longer held.
+again only where it is no longer kept.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from agent.core.performance import ExecutorSpec, PerformanceMatrix
     from agent.core.request import Batch
 
-LEAST_THREADS = 2  # as ``agent.runtime.preparation`` has them at the least
+LEAST_THREADS = 2  # of ``agent.runtime.preparation``
 AT_ONCE = -math.inf
-ROUNDING = 1e-9  # of cores: what is less is none
+ROUNDING = 1e-9  # cores: fewer count as none
 
 
 @dataclass(frozen=True, slots=True)
 class ImageTimes:
-    """Core seconds of one image until it is prepared: by expert, and for all others."""
+    """Core seconds to prepare an image: by expert, and ``others_s`` for experts without samples."""
 
     cores: int
     image_s: Mapping[str, float]
@@ -43,7 +43,7 @@ class ImageTimes:
 
     @classmethod
     def known(cls, cores: int, image_s: Mapping[str, float]) -> ImageTimes:
-        """From times of at least one expert; other experts take their mean."""
+        """Times of at least one expert; other experts take their mean."""
         return cls(cores, image_s, fmean(image_s.values()))
 
     def of(self, expert: str) -> float:
@@ -51,14 +51,14 @@ class ImageTimes:
 
 
 def core_share(cores: int, cpu_executors: int) -> float:
-    """Cores that one of so many CPU executors computes on: its threads, within its share of the box."""
+    """Cores that one of these CPU executors computes on: its threads, within its share of the box."""
     executors = max(cpu_executors, 1)
     return min(max(cores // executors, 1), cores / executors)
 
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """One image's decoding. ``left_s``: core seconds; ``batch``: the batch that waits for it."""
+    """Decoding of an image. ``left_s``: core seconds; ``batch``: the batch that waits for it."""
 
     due_s: float
     left_s: float
@@ -69,7 +69,7 @@ class _Task:
 
 @dataclass(slots=True)
 class _Image:
-    """A request's image: the form that it is or will be held in, and the task that makes it."""
+    """A request's image: the forms that it is kept in, and the task that makes it."""
 
     forms: frozenset[str]
     task: _Task
@@ -77,7 +77,7 @@ class _Image:
 
 @dataclass(slots=True)
 class Decoders:
-    """Decoding of one simulation; every method is told the simulation's time."""
+    """Decoding of one simulation. ``now``: its virtual time."""
 
     times: ImageTimes
     executors: Sequence[ExecutorSpec]
@@ -138,7 +138,7 @@ class Decoders:
             self._computing += executors
 
     def next_end_s(self) -> float:
-        """When the next image is decoded at the present pace; infinity when none is under way."""
+        """End of the next image at the present pace; infinity when none is being decoded."""
         return self._at_s + min((self._left_s(task, rate) for task, rate in self._rates()), default=math.inf)
 
     def end_next(self) -> list[Batch]:
@@ -176,7 +176,7 @@ class Decoders:
             image.task.is_dropped = True
 
     def _fill(self) -> None:
-        """Begins as many as there are threads; images that batches wait for have threads of their own."""
+        """Starts tasks up to the number of threads; images that batches wait for have threads of their own."""
         while self._waiting:
             due_s, _, task = self._waiting[0]
             if not (task.is_done or task.is_dropped or task in self._running or task.due_s != due_s):
@@ -192,7 +192,7 @@ class Decoders:
         self._at_s = now
 
     def _rates(self) -> list[tuple[_Task, float]]:
-        """Each image under way with its part of a core; images that batches wait for come first."""
+        """Images being decoded with their share of a core; images that batches wait for come first."""
         awaited = [task for task in self._running if task.batch is not None]
         ahead = [task for task in self._running if task.batch is None]
         free = max(self.times.cores - self._computing * self._executor_cores, 0.0)

@@ -33,18 +33,18 @@ if TYPE_CHECKING:
     from experts.graph import ExpertGraph
     from profiler.workload.traces import TracedArrival
 
-ROUNDING = 1e-9  # 0.99 * 100 is 99 requests, not a hundredth one
+ROUNDING = 1e-9  # 0.99 * 100 is 99 requests, not 100
 LEAST_PASSES = 6  # of a trace, to see whether a queue grows
-LEAST_REQUESTS = 2000  # in all of them: by then one that grows by a hundredth is longer than batches make one vary
-SHARING_PROCESSORS = frozenset({"cuda", "mps"})  # elsewhere the matrix holds what the number of executors costs
+LEAST_REQUESTS = 2000  # in all passes: a queue that grows by a hundredth is then longer than batches make it vary
+SHARING_PROCESSORS = frozenset({"cuda", "mps"})  # elsewhere the matrix holds the cost of several executors
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Demand on a line, and speeds of its links and processors; memories and policy are apart.
+    """Demand on a line, and speeds of its links and processors, without memories and policy.
 
-    ``steps``: the experts that each request of the trace runs, in order. ``link_bytes_per_s`` by source. ``images``:
-    decoding times; None where not measured: images are then there on arrival.
+    ``steps``: the experts of each request of the trace, in order. ``link_bytes_per_s``: by source. ``images``: decoding
+    times; None where not measured: images are then ready on arrival.
     """
 
     graph: ExpertGraph
@@ -62,12 +62,21 @@ class Scenario:
         ]
 
     @property
+    def images_asked(self) -> int:
+        """Requests that are images; the others are texts."""
+        return sum(arrival.work is IMAGE for arrival in self.trace)
+
+    @property
+    def experts(self) -> set[str]:
+        return {expert for experts in self.steps for expert in experts}
+
+    @property
     def offered_images_per_s(self) -> float:
         span_s = self.trace[-1].at_s - self.trace[0].at_s
         return (len(self.trace) - 1) / span_s if span_s > 0.0 else math.inf
 
     def repeated(self, passes: int, images_per_s: float) -> Scenario:
-        """The requests so many times over, at this mean rate."""
+        """The requests ``passes`` times over, at this mean rate."""
         start_s, factor = self.trace[0].at_s, min(self.offered_images_per_s / images_per_s, 1.0)
         offsets_s = [(arrival.at_s - start_s) * factor for arrival in self.trace]
         trace = tuple(
@@ -92,7 +101,7 @@ class Scenario:
         route = self.graph.routes[component]
         place = experts.index(expert)
         if place == len(route):
-            return Prediction("", 1.0)  # whom a router chose ends the route, whatever it says
+            return Prediction("", 1.0)  # the expert that a router chose ends the route
         if then := route[place].then:
             return Prediction(next(label for label, chosen in then.items() if chosen == experts[place + 1]), 1.0)
         if expert == experts[-1] and len(experts) < len(route):
@@ -102,7 +111,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class LineForecast:
-    """From the trace's start to its last outcome. ``loads`` by path source_pool, such as ssd_host.
+    """A trace from its start to its last outcome. ``loads``: by path source_pool, such as ssd_host.
 
     ``resident_at_start``: copies in any memory when the first request came.
     """
@@ -121,9 +130,6 @@ class LineForecast:
 
     def loads_to(self, pools: Collection[str]) -> int:
         return sum(count for path, count in self.loads.items() if path.partition("_")[2] in pools)
-
-    def wait_s(self, quantile: float) -> float:
-        return quantile_s(self.waits_s, quantile)
 
 
 def quantile_s(waits_s: Sequence[float], quantile: float) -> float:
@@ -149,7 +155,7 @@ def image_times(profile: StoredProfile) -> ImageTimes | None:
 
 
 def sharing_speedups(profile: StoredProfile) -> dict[str, tuple[float, ...]]:
-    """Only of processors whose executors slow one another down; a CPU's are in the matrix."""
+    """Speedups of processors whose executors slow one another down; a CPU's are in the matrix."""
     return {name: each for name, each in profile.speedups.items() if name in SHARING_PROCESSORS and each}
 
 
@@ -195,7 +201,7 @@ def forecast(scenario: Scenario, setup: EngineSetup) -> LineForecast:
     return LineForecast(
         seconds=max(simulation.finished_s.values()),
         waits_s=simulation.waits_s(scenario.trace),
-        switches=simulator.engine.statistics().switches,  # before the trace nobody waits for a load
+        switches=simulator.engine.statistics().switches,  # before the trace no request waits
         loads=dict(sorted(Counter(f"{load.source}_{load.pool}" for load in loads).items())),
         evictions=sum(isinstance(effect, Evict) for effect in effects[start:]),
         bytes_read=sum(load.size_bytes for load in loads if load.source == SSD),
@@ -206,13 +212,13 @@ def forecast(scenario: Scenario, setup: EngineSetup) -> LineForecast:
 def reaches(scenario: Scenario, setup: EngineSetup, played: LineForecast, images_per_s: float) -> bool:
     """True where the line keeps up with that many images a second. ``played``: the forecast of this scenario.
 
-    The trace is repeated at that rate. Late last images tell nothing, as they wait for their batches and loads. The
+    The trace is repeated at that rate. The wait of the last images tells nothing, as it contains batches and loads. The
     line falls behind where its queue grows: where more requests are open after each of the last third of all passes
     than after any of the first third, one aside.
     """
     requests = len(scenario.trace)
     if not played.loads and played.images_per_s >= images_per_s:
-        return True  # in time, and the next pass would find the same experts in memory
+        return True  # in time, and the next pass finds the same experts in memory
     passes = max(LEAST_PASSES, math.ceil(LEAST_REQUESTS / requests))
     repeated = scenario.repeated(passes, images_per_s)
     waits_s = forecast(repeated, setup).waits_s
@@ -224,7 +230,7 @@ def reaches(scenario: Scenario, setup: EngineSetup, played: LineForecast, images
 
 
 def with_ssd(scenario: Scenario, setup: EngineSetup, bytes_per_s: float) -> tuple[Scenario, EngineSetup]:
-    """Another SSD: the part of a load beside reading its bytes stays."""
+    """Replaces the SSD's speed; the part of a load beside reading its bytes stays."""
     links = {**scenario.link_bytes_per_s, SSD: bytes_per_s}
     gain_s_per_byte = 1.0 / bytes_per_s - 1.0 / scenario.ssd_bytes_per_s
     experts = {}
@@ -257,7 +263,7 @@ def _strangers(trace: Iterable[TracedArrival], graph: ExpertGraph) -> Iterable[s
 def _refuse_unable(scenario: Scenario, setup: EngineSetup) -> None:
     processors = dict.fromkeys(spec.processor for spec in setup.executors)
     able = {expert for processor in processors for expert in setup.matrix.experts.get(processor, {})}
-    unable = sorted({expert for experts in scenario.steps for expert in experts} - able)
+    unable = sorted(scenario.experts - able)
     if unable:
         there = ", ".join(processors) or "none"
         raise ConfigError.of(
@@ -269,7 +275,7 @@ def _refuse_unable(scenario: Scenario, setup: EngineSetup) -> None:
 
 
 def _refuse_too_long(scenario: Scenario, setup: EngineSetup) -> None:
-    """Every text needs room for its keys and values in a memory that its experts run from."""
+    """Raises ConfigError for a text without room for its keys and values in a memory that its experts run from."""
     leases = {pool.name: pool.lease_bytes for pool in setup.pools}
     longest: dict[str, int] = {}
     for arrival, experts in zip(scenario.trace, scenario.steps, strict=True):

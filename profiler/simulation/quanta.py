@@ -1,8 +1,8 @@
-"""Progress of requests in one quantum: pure arithmetic over the work that each has left.
+"""Progress of requests in one quantum: pure arithmetic over the work that each request has left.
 
 Guarantees: requests of a batch share a quantum's seconds evenly, and unused time goes to the others; a request reads
-its prompt before it writes. Each gets at least one token further, as in an iteration (Orca, section 3.1), or its lease
-is full and doubles, up to the most that it may hold: so every request ends.
+its prompt before it writes. Every request ends: each quantum adds at least one token (Orca, section 3.1), or the lease
+is full and doubles, up to the most that the request may hold.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SimulatedQuantum:
 def run_quantum(
     left: Mapping[int, Work], performances: Mapping[int, Performance], quantum_s: float
 ) -> SimulatedQuantum:
-    """One batch of requests, for ``quantum_s`` less the largest B and every K. ``performances``: by request."""
+    """Runs a batch for ``quantum_s`` less the largest B and every K. ``performances``: by request."""
     seconds = max(each.B_s for each in performances.values()) + sum(each.K_s for each in performances.values())
     remaining_s = max(quantum_s - seconds, 0.0)
     after: dict[int, Work] = {}
@@ -44,7 +44,7 @@ def run_quantum(
 
 
 def _advanced(work: Work, performance: Performance, share_s: float) -> Work:
-    """Work left after so many seconds, or after one token where that takes longer, within the lease."""
+    """Work left after ``share_s``, or after one token where that takes longer, within the lease."""
     room = _room(work)
     most_read = min(work.prompt, room)
     read = _tokens(most_read, performance.K_prompt_s, share_s)

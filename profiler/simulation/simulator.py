@@ -62,12 +62,12 @@ class Simulation:
     started_s: float
 
     def waits_s(self, trace: Sequence[TracedArrival]) -> tuple[float, ...]:
-        """From arrival to outcome of each request, in the order of the simulated trace."""
+        """Waits from arrival to outcome, in the order of the simulated trace."""
         return tuple(self.finished_s[number] - arrival.at_s for number, arrival in enumerate(trace))
 
 
 def always_passes(request: int, expert: str) -> Prediction:
-    """For simulations of time only: passes any route whose steps pass ``ok``."""
+    """Passes any route whose steps pass ``ok``: for simulations of time only."""
     return PASSES
 
 
@@ -98,7 +98,7 @@ class SharedProcessor:
         heapq.heappush(self._ends, (self._done_s + work_s, answer.batch, answer))
 
     def next_end_s(self) -> float:
-        """When the first batch ends at the present pace; infinity when none runs."""
+        """End of the first batch at the present pace; infinity when none runs."""
         if not self._ends:
             return math.inf
         return self._at_s + max(self._ends[0][0] - self._done_s, 0.0) / self._pace()
@@ -136,13 +136,13 @@ class Simulator:
     _shared: dict[str, SharedProcessor] = field(default_factory=dict)
     _processors: dict[int, str] = field(default_factory=dict)
     _rows: dict[tuple[str, str], ExpertProfile] = field(default_factory=dict)
-    _on: dict[int, int] = field(default_factory=dict)  # executor -> the batch that it runs
-    _held: dict[int, Batch] = field(default_factory=dict)  # executor -> the one behind that
+    _running: dict[int, int] = field(default_factory=dict)  # batch by executor
+    _ahead: dict[int, Batch] = field(default_factory=dict)  # batch queued ahead, by executor
     _log: list[tuple[float, Effect]] = field(default_factory=list)
     _outcomes: dict[int, Outcome] = field(default_factory=dict)
     _finished_s: dict[int, float] = field(default_factory=dict)
     _work: dict[int, Work] = field(default_factory=dict)  # of the requests that have any
-    _left: dict[int, Work] = field(default_factory=dict)  # of those that have begun and are not done
+    _left: dict[int, Work] = field(default_factory=dict)  # of requests that have begun and are not done
     _decoders: Decoders | None = None
     _computing: dict[int, str] = field(default_factory=dict)  # processors, by batch
 
@@ -194,7 +194,7 @@ class Simulator:
         if self._decoders is not None and isinstance(event, Finished | Progressed):
             self._decoders.computes(self._computing.pop(event.batch), -1, now)
         if isinstance(event, Finished | Progressed):
-            self._begin_held(event.batch, now)
+            self._start_ahead(event.batch, now)
         for effect in self.engine.handle(event, now):
             self._log.append((now, effect))
             self._carry_out(effect, now)
@@ -239,22 +239,22 @@ class Simulator:
             self._decoders.forget(effect.request, now)
 
     def _give_batch(self, batch: Batch, now: float) -> None:
-        if batch.executor in self._on:
-            self._held[batch.executor] = batch
+        if batch.executor in self._running:
+            self._ahead[batch.executor] = batch
         else:
             self._start_batch(batch, now)
 
-    def _begin_held(self, answered: int, now: float) -> None:
-        """Begins the batch that was queued ahead behind one that is over."""
-        executor = next(executor for executor, running in self._on.items() if running == answered)
-        del self._on[executor]
-        held = self._held.pop(executor, None)
-        if held is not None:
-            self._start_batch(held, now)
+    def _start_ahead(self, answered: int, now: float) -> None:
+        """Starts the batch that was queued ahead behind an ended one."""
+        executor = next(executor for executor, running in self._running.items() if running == answered)
+        del self._running[executor]
+        ahead = self._ahead.pop(executor, None)
+        if ahead is not None:
+            self._start_batch(ahead, now)
 
     def _start_batch(self, batch: Batch, now: float) -> None:
-        """Computes once its images are there; texts have none."""
-        self._on[batch.executor] = batch.id
+        """Computes once the batch's images are there; texts have none."""
+        self._running[batch.executor] = batch.id
         has_images = batch.quantum_s is None and not any(request in self._work for request in batch.requests)
         if self._decoders is None or not has_images or self._decoders.start(batch, now):
             self._compute(batch, now)
@@ -327,6 +327,6 @@ def simulator_of(
     speedups: Mapping[str, tuple[float, ...]],
     images: ImageTimes | None = None,
 ) -> Simulator:
-    """With a new Engine. Raises MemoryExceeded for memories that are too small."""
+    """Simulator of a new Engine. Raises MemoryExceeded for memories that are too small."""
     engine = setup.engine()
     return Simulator(engine, setup.matrix, setup.executors, predict, link_bytes_per_s, speedups, images=images)

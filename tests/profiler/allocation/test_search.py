@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.config import read_line
 from agent.core.engine import Engine
-from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Footprint, Limits, Performance, PerformanceMatrix
+from agent.core.performance import SSD, ExecutorSpec, Limits, Performance, PerformanceMatrix
 from agent.core.performance import PoolSpec as Pool
 from agent.core.policy import PRESETS
 from agent.device_profile.records import PoolAllocation, Trial
 from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError
 from profiler.allocation.decay_window import DecayWindow, WindowOptions
-from profiler.allocation.search import SearchOptions, search_allocation
+from profiler.allocation.search import DEFAULTS, SearchOptions, search_allocation
+from tests.profiler.lines import fakes, row
 
 MIB = 2**20
 SIZE = MemorySize(10**12, 10**12)
@@ -33,31 +33,31 @@ def folder(tmp_path_factory):
 
 
 def line_of(folder, experts, pinned=(), **changes):
-    """A line with one route for each of its experts e0, e1..."""
-    fake = {"architecture": "fake", "weights": "any.yaml", "labels": ["ok"], "input": {"size": [8, 8]}}
-    document = {
-        "line": "test",
-        "state": "./state",
-        "experts": {f"cls/e{n}": {**fake, "pin": n in pinned} for n in range(experts)},
-        "routes": {f"c{n}": [{"expert": f"cls/e{n}", "pass": ["ok"]}] for n in range(experts)},
-        **changes,
-    }
+    document = fakes(experts) | changes
+    for number in set(pinned) & set(range(experts)):
+        document["experts"][f"cls/f{number}"] = document["experts"][f"cls/f{number}"] | {"pin": True}
     file = folder / "line.yaml"
     file.write_text(json.dumps(document))
-    assert yaml.safe_load(file.read_text()) == document
     return read_line(file, {})
+
+
+def constant(executors, pools):
+    return 1.0
+
+
+def searched(config, box, matrix, throughput=constant, *, options=DEFAULTS, **budgets):
+    """``budgets``: bytes by memory."""
+    return search_allocation(config.having(memory=budgets), box, matrix, throughput, "made up", options)
 
 
 def device_of(experts, processors=("cuda", "cpu"), own_bytes=MIB, workspace_bytes=MIB, max_batch=4, larger=None):
     """Experts of one size, each half as likely as the one before it."""
     performance = Performance(0.01, 0.02, max_batch, workspace_bytes)
     column = {
-        f"cls/e{n}": ExpertProfile(
-            f"cls/e{n}@fp32", performance, Footprint((larger or {}).get(n, own_bytes)), {SSD: 0.1, "host": 0.02}
-        )
+        f"cls/f{n}": row(f"cls/f{n}@fp32", performance, (larger or {}).get(n, own_bytes), {SSD: 0.1, "host": 0.02})
         for n in range(experts)
     }
-    return PerformanceMatrix(dict.fromkeys(processors, column), {f"cls/e{n}": 2.0**-n for n in range(experts)})
+    return PerformanceMatrix(dict.fromkeys(processors, column), {f"cls/f{n}": 2.0**-n for n in range(experts)})
 
 
 def count_of(executors, processor):
@@ -90,8 +90,8 @@ def peaked(executors, pools):
 
 def test_a_split_box_executors_first_then_the_device_memory_by_windows(folder):
     made_up = MadeUp(peaked)
-    config, device = line_of(folder, 80), device_of(80, max_batch=16)
-    found = search_allocation(config, SPLIT, device, made_up, {"host": 400 * MIB, "device": 64 * MIB}, "made up")
+    config, matrix = line_of(folder, 80), device_of(80, max_batch=16)
+    found = searched(config, SPLIT, matrix, made_up, host=400 * MIB, device=64 * MIB)
     assert (found.allocation.origin, dict(found.allocation.executors)) == ("made up", {"cuda": 3, "cpu": 1})
     assert dict(found.allocation.budget_bytes) == {"host": 400 * MIB, "device": 64 * MIB}
     assert found.windows["device"].window == DecayWindow(28, 39)
@@ -105,8 +105,8 @@ def test_a_split_box_executors_first_then_the_device_memory_by_windows(folder):
 
 
 def test_the_trials_tell_the_whole_search(folder):
-    config, device = line_of(folder, 80), device_of(80, max_batch=16)
-    found = search_allocation(config, SPLIT, device, peaked, {"host": 400 * MIB, "device": 64 * MIB}, "made up")
+    config, matrix = line_of(folder, 80), device_of(80, max_batch=16)
+    found = searched(config, SPLIT, matrix, peaked, host=400 * MIB, device=64 * MIB)
     executors = [trial for trial in found.trials if trial.search == "executors"]
     assert [trial.setting for trial in executors] == [
         *(f"{count} cuda + 1 cpu" for count in (1, 2, 3, 4, 5)),
@@ -134,13 +134,12 @@ def test_the_trials_tell_the_whole_search(folder):
 
 def test_small_maximum_batches_are_given_in_full_and_nothing_is_searched(folder):
     """4 images of 1 MiB on each of 2 executors are 8 of 100 MiB."""
-    found = search_allocation(
+    found = searched(
         line_of(folder, 9, executors={"cpu": 2}),
         CPU_ONLY,
         device_of(9, ("cpu",)),
-        lambda executors, pools: 1.0,
-        {"host": 100 * MIB},
-        "made up",
+        constant,
+        host=100 * MIB,
     )
     assert found.allocation.pools == (PoolAllocation("host", 92 * MIB, 8 * MIB, 9),)
     assert (found.windows, found.trials) == ({}, ())
@@ -150,13 +149,12 @@ def test_one_memory_for_device_and_cpu_is_searched_as_one(folder):
     def by_workspace(executors, pools):
         return 50.0 - abs(pool_of(pools, "host").workspace_bytes / MIB - 20)
 
-    found = search_allocation(
+    found = searched(
         line_of(folder, 40, executors={"cuda": 2, "cpu": 1}),
         UNIFIED,
         device_of(40, max_batch=20),
         by_workspace,
-        {"host": 48 * MIB},
-        "made up",
+        host=48 * MIB,
     )
     assert dict(found.allocation.executors) == {"cuda": 2, "cpu": 1}
     assert found.windows["host"].window == DecayWindow(28, 39)
@@ -170,13 +168,12 @@ def test_what_no_batch_can_use_is_the_experts(folder):
         pool = pool_of(pools, "host")
         return min(pool.workspace_bytes / MIB, 12) * 10 + pool.expert_bytes / MIB / 1000
 
-    found = search_allocation(
+    found = searched(
         line_of(folder, 60, executors={"cpu": 3}),
         CPU_ONLY,
         device_of(60, ("cpu",)),
         by_useful_workspace,
-        {"host": 60 * MIB},
-        "made up",
+        host=60 * MIB,
     )
     assert found.allocation.pools == (PoolAllocation("host", 48 * MIB, 12 * MIB, 48),)
 
@@ -187,13 +184,12 @@ def test_room_that_no_batch_can_use_goes_to_experts_even_where_chance_is_against
     def by_chance(executors, pools):
         return 10.1 if pool_of(pools, "host").expert_bytes == 15 * MIB else 10.0
 
-    found = search_allocation(
+    found = searched(
         line_of(folder, 60, executors={"cpu": 1}),
         CPU_ONLY,
         device_of(60, ("cpu",), max_batch=15),
         by_chance,
-        {"host": 60 * MIB},
-        "made up",
+        host=60 * MIB,
     )
     assert found.windows["host"].chosen == 15
     assert found.allocation.pools == (PoolAllocation("host", 45 * MIB, 15 * MIB, 45),)
@@ -205,13 +201,12 @@ def test_the_casual_split_stays_where_nothing_searched_is_better(folder):
     def only_casual(executors, pools):
         return 100.0 if pool_of(pools, "host").workspace_bytes == 20 * MIB else 1.0
 
-    found = search_allocation(
+    found = searched(
         line_of(folder, 90, executors={"cpu": 1}),
         CPU_ONLY,
         device_of(90, ("cpu",), max_batch=40),
         only_casual,
-        {"host": 80 * MIB},
-        "made up",
+        host=80 * MIB,
     )
     assert found.allocation.pools == (PoolAllocation("host", 60 * MIB, 20 * MIB, 60),)
     assert found.images_per_s == 100.0
@@ -222,9 +217,7 @@ def test_the_casual_split_stays_where_nothing_searched_is_better(folder):
 
 def test_what_the_line_file_gives_stays(folder):
     config = line_of(folder, 60, executors={"cuda": 2}, memory={"workspace": "7MiB"})
-    found = search_allocation(
-        config, SPLIT, device_of(60), lambda executors, pools: 1.0, {"host": 50 * MIB, "device": 20 * MIB}, "made up"
-    )
+    found = searched(config, SPLIT, device_of(60), constant, host=50 * MIB, device=20 * MIB)
     assert dict(found.allocation.executors) == {"cuda": 2, "cpu": 0}
     assert [(pool.pool, pool.workspace_bytes) for pool in found.allocation.pools] == [
         ("host", 7 * MIB),
@@ -235,16 +228,13 @@ def test_what_the_line_file_gives_stays(folder):
 
 def test_executors_on_a_processor_that_was_not_profiled_are_refused(folder):
     config = line_of(folder, 2, executors={"cuda": 1, "cpu": 1})
-    budgets = {"host": 50 * MIB, "device": 50 * MIB}
     with pytest.raises(ConfigError, match=r"executors\.cuda: the device profile has no times on cuda - run"):
-        search_allocation(config, SPLIT, device_of(2, ("cpu",)), lambda executors, pools: 1.0, budgets, "made up")
+        searched(config, SPLIT, device_of(2, ("cpu",)), host=50 * MIB, device=50 * MIB)
 
 
 def test_a_policy_of_one_executor_gets_one(folder):
     config = line_of(folder, 3, policy="samba")
-    found = search_allocation(
-        config, SPLIT, device_of(3), lambda executors, pools: 1.0, {"host": 50 * MIB, "device": 50 * MIB}, "made up"
-    )
+    found = searched(config, SPLIT, device_of(3), constant, host=50 * MIB, device=50 * MIB)
     assert dict(found.allocation.executors) == {"cuda": 1, "cpu": 0}
 
 
@@ -252,15 +242,15 @@ def test_executors_that_cannot_run_every_expert_or_do_not_fit_are_passed_over(fo
     """e1 runs on the CPU only, and the device has workspace for two images beside its largest expert."""
     everything = device_of(2)
     device = PerformanceMatrix(
-        {"cuda": {"cls/e0": everything.experts["cuda"]["cls/e0"]}, "cpu": everything.experts["cpu"]}
+        {"cuda": {"cls/f0": everything.experts["cuda"]["cls/f0"]}, "cpu": everything.experts["cpu"]}
     )
-    found = search_allocation(
+    found = searched(
         line_of(folder, 2),
         SPLIT,
         device,
         lambda executors, pools: float(len(executors)),
-        {"host": 90 * MIB, "device": 3 * MIB},
-        "made up",
+        host=90 * MIB,
+        device=3 * MIB,
     )
     notes = {trial.setting: trial.note for trial in found.trials if trial.search == "executors"}
     assert notes["3 cuda + 1 cpu"] == notes["2 cuda + 0 cpu"] == "does not fit"
@@ -270,18 +260,17 @@ def test_executors_that_cannot_run_every_expert_or_do_not_fit_are_passed_over(fo
 def test_a_budget_below_the_largest_expert_names_it_and_its_place(folder):
     config = line_of(folder, 3, memory={"host": "10MiB"})
     with pytest.raises(ConfigError) as caught:
-        search_allocation(
+        searched(
             config,
             CPU_ONLY,
             device_of(3, ("cpu",), larger={1: 12 * MIB}),
-            lambda executors, pools: 1.0,
-            {"host": 10 * MIB},
-            "made up",
+            constant,
+            host=10 * MIB,
         )
     assert caught.value.place is not None
     assert caught.value.place.key == "memory.host"
     assert caught.value.message == (
-        "10.0 MiB are too little: cls/e1 needs 12.0 MiB beside what is pinned, and batches 1.0 MiB for one image on "
+        "10.0 MiB are too little: cls/f1 needs 12.0 MiB beside what is pinned, and batches 1.0 MiB for one image on "
         "each of its executors - raise memory.host, or take a smaller model"
     )
 
@@ -292,13 +281,12 @@ def test_a_budget_below_the_largest_expert_names_it_and_its_place(folder):
 def test_a_given_workspace_that_cannot_be_is_refused(folder, workspace, told):
     config = line_of(folder, 2, executors={"cpu": 2}, memory={"workspace": workspace})
     with pytest.raises(ConfigError, match=r"memory\.workspace: ") as caught:
-        search_allocation(
+        searched(
             config,
             CPU_ONLY,
             device_of(2, ("cpu",), own_bytes=2 * MIB),
-            lambda executors, pools: 1.0,
-            {"host": 10 * MIB},
-            "made up",
+            constant,
+            host=10 * MIB,
         )
     assert told in str(caught.value)
 
@@ -315,14 +303,13 @@ def test_on_a_large_box_of_a_cpu_only_more_executors_are_tried(processors, cores
 @pytest.mark.parametrize(("best", "tried"), [(11, 13), (1, 3), (16, 16)])
 def test_executors_of_a_large_box_end_with_two_declines(folder, best, tried):
     box = Box("cpu", "made up", ("cpu",), 64, SIZE, None, ())
-    found = search_allocation(
+    found = searched(
         line_of(folder, 9),
         box,
         device_of(9, ("cpu",)),
         lambda executors, pools: 100.0 - abs(len(executors) - best),
-        {"host": 400 * MIB},
-        "made up",
-        SearchOptions().on(box),
+        host=400 * MIB,
+        options=SearchOptions().on(box),
     )
     assert dict(found.allocation.executors) == {"cpu": best}
     swept = [trial.setting for trial in found.trials if trial.search == "executors"]
@@ -332,14 +319,14 @@ def test_executors_of_a_large_box_end_with_two_declines(folder, best, tried):
 def test_the_windows_are_as_the_options_say(folder):
     config, device = line_of(folder, 80, executors={"cpu": 1}), device_of(80, ("cpu",), max_batch=40)
     options = SearchOptions(WindowOptions(40, 0.5, 3))
-    found = search_allocation(
-        config, CPU_ONLY, device, lambda executors, pools: 1.0 + pools[0].expert_bytes, {"host": 81 * MIB}, "", options
+    found = searched(
+        config, CPU_ONLY, device, lambda _, pools: 1.0 + pools[0].expert_bytes, host=81 * MIB, options=options
     )
     assert [step.window.upper for step in found.windows["host"].steps] == [40, 64, 78, 80]
     assert [step.predicted is None for step in found.windows["host"].steps] == [True, True, True, False]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([SPLIT, UNIFIED, CPU_ONLY]),
     st.lists(st.integers(1, 60), min_size=1, max_size=12),
@@ -366,7 +353,7 @@ def test_what_is_found_is_the_budget_and_accepted_by_an_engine_or_refused(
         return random.uniform(1, 100)
 
     try:
-        found = search_allocation(config, box, device, throughput, budgets, "made up").allocation
+        found = searched(config, box, device, throughput, **budgets).allocation
     except ConfigError as error:
         refusal = str(error)
     else:

@@ -6,17 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
-from agent.config import read_line
 from agent.core.performance import ExecutorSpec, PoolSpec
 from agent.deployment.memory_split import casual_allocation, pool_budgets
 from agent.device_profile.identity import identity_of
-from agent.device_profile.records import StoredProfile, UsageProfile
 from agent.device_profile.store import ProfileDraft
 from agent.runtime.machine.box import Box, MemorySize
 from profiler.allocation.search_runs import RUNS, SearchRuns
 from profiler.workload.traces import TracedArrival
+from tests.profiler.lines import fakes, profile_of, write_line
 
 BOX = Box("cuda", "made up", ("cuda", "cpu"), 4, MemorySize(2**34, 2**33), MemorySize(2**33, 2**32), ())
 TRACE = (TracedArrival(0.0, "c0"), TracedArrival(0.1, "c0"))
@@ -26,12 +24,7 @@ POOLS = (PoolSpec("host", 1000, 100), PoolSpec("device", 2000, 200, "host"))
 
 @pytest.fixture
 def config(tmp_path):
-    (tmp_path / "f.yaml").write_text("weight_bytes: 1000\n")
-    expert = {"architecture": "fake", "weights": "f.yaml", "labels": ["ok"], "input": {"size": [8, 8]}}
-    routes = {"c0": [{"expert": "cls/a", "pass": ["ok"]}]}
-    document = {"line": "test", "state": "./state", "experts": {"cls/a": expert}, "routes": routes}
-    (tmp_path / "line.yaml").write_text(yaml.safe_dump(document))
-    return read_line(tmp_path / "line.yaml", {})
+    return write_line(tmp_path, fakes(1))
 
 
 @pytest.fixture
@@ -40,12 +33,12 @@ def draft(tmp_path):
         yield draft
 
 
-@pytest.fixture
-def profile():
-    usage = UsageProfile({}, {}, "computed from quantities")
-    packed, precisions = {("cls/a", "fp32"): "1"}, {("fake", "cuda"): "fp32"}
-    allocation = casual_allocation(BOX, {})
-    return StoredProfile("test", "now", identity_of(BOX), (), (), (), precisions, packed, usage, allocation)
+PROFILE = profile_of(
+    box=identity_of(BOX),
+    packed={("cls/a", "fp32"): "1"},
+    precisions={("fake", "cuda"): "fp32"},
+    allocation=casual_allocation(BOX, {}),
+)
 
 
 class Engine:
@@ -59,11 +52,11 @@ class Engine:
         return 10.0 + len(self.asked) / 3
 
 
-def test_what_was_run_is_known_after_a_kill_and_only_that(config, draft, profile):
+def test_what_was_run_is_known_after_a_kill_and_only_that(config, draft):
     first = Engine()
-    known = SearchRuns(draft, config, BOX, profile, TRACE).remembered(first)(EXECUTORS, POOLS)
+    known = SearchRuns(draft, config, BOX, PROFILE, TRACE).remembered(first)(EXECUTORS, POOLS)
     engine = Engine()
-    ask = SearchRuns(draft, config, BOX, profile, TRACE).remembered(engine)
+    ask = SearchRuns(draft, config, BOX, PROFILE, TRACE).remembered(engine)
     assert ask(EXECUTORS, POOLS) == known
     assert engine.asked == []
     others = [(EXECUTORS[:1], POOLS), (EXECUTORS, (replace(POOLS[0], expert_bytes=1001), POOLS[1]))]
@@ -72,24 +65,22 @@ def test_what_was_run_is_known_after_a_kill_and_only_that(config, draft, profile
     assert engine.asked == others
 
 
-@pytest.mark.parametrize("changed", ["weights", "precision", "requests", "images", "policy", "usage", "times"])
-def test_nothing_is_known_of_another_situation(config, draft, profile, changed):
-    SearchRuns(draft, config, BOX, profile, TRACE).remembered(Engine())(EXECUTORS, POOLS)
-    trace = TRACE[:1] if changed == "requests" else TRACE
-    if changed == "weights":
-        profile = replace(profile, packed={("cls/a", "fp32"): "2"})
-    if changed == "precision":
-        profile = replace(profile, precisions={("fake", "cuda"): "bf16"})
-    if changed == "images":
-        trace = (replace(TRACE[0], image=Path("a.png")), TRACE[1])
-    if changed == "usage":
-        profile = replace(profile, usage=replace(profile.usage, probabilities={"cls/a": 0.5}))
-    if changed == "times":
-        profile = replace(profile, speedups={"cuda": (1.0, 1.8)})
-    if changed == "policy":
-        config = replace(config, policy="samba")
-    engine = Engine()
-    SearchRuns(draft, config, BOX, profile, trace).remembered(engine)(EXECUTORS, POOLS)
+@pytest.mark.parametrize(
+    ("config_changes", "profile_changes", "trace"),
+    [
+        pytest.param({}, {"packed": {("cls/a", "fp32"): "2"}}, TRACE, id="weights"),
+        pytest.param({}, {"precisions": {("fake", "cuda"): "bf16"}}, TRACE, id="precision"),
+        pytest.param({}, {"usage": replace(PROFILE.usage, probabilities={"cls/a": 0.5})}, TRACE, id="usage"),
+        pytest.param({}, {"speedups": {"cuda": (1.0, 1.8)}}, TRACE, id="times"),
+        pytest.param({"policy": "samba"}, {}, TRACE, id="policy"),
+        pytest.param({}, {}, TRACE[:1], id="requests"),
+        pytest.param({}, {}, (replace(TRACE[0], image=Path("a.png")), TRACE[1]), id="images"),
+    ],
+)
+def test_nothing_is_known_of_another_situation(config, draft, config_changes, profile_changes, trace):
+    SearchRuns(draft, config, BOX, PROFILE, TRACE).remembered(Engine())(EXECUTORS, POOLS)
+    engine, changed = Engine(), replace(PROFILE, **profile_changes)
+    SearchRuns(draft, replace(config, **config_changes), BOX, changed, trace).remembered(engine)(EXECUTORS, POOLS)
     assert len(engine.asked) == 1
 
 
@@ -104,13 +95,13 @@ def test_nothing_is_known_of_another_situation(config, draft, profile, changed):
         lambda note: note.replace(str(2**33), "-1"),
     ],
 )
-def test_a_run_of_which_it_is_not_known_under_what_it_was_made_is_made_again(config, draft, profile, spoil):
-    SearchRuns(draft, config, BOX, profile, TRACE).remembered(Engine())(EXECUTORS, POOLS)
+def test_a_run_of_which_it_is_not_known_under_what_it_was_made_is_made_again(config, draft, spoil):
+    SearchRuns(draft, config, BOX, PROFILE, TRACE).remembered(Engine())(EXECUTORS, POOLS)
     (kept,) = draft.trials(RUNS)
     assert spoil(kept.note) != kept.note
     draft.save_trials(RUNS, [replace(kept, note=spoil(kept.note))])
     engine = Engine()
-    SearchRuns(draft, config, BOX, profile, TRACE).remembered(engine)(EXECUTORS, POOLS)
+    SearchRuns(draft, config, BOX, PROFILE, TRACE).remembered(engine)(EXECUTORS, POOLS)
     assert len(engine.asked) == 1
 
 
@@ -123,11 +114,11 @@ def with_free(fraction):
 
 @pytest.mark.parametrize(("fraction", "is_taken_up"), [(0.95, True), (1.05, True), (0.5, False), (1.5, False)])
 def test_automatic_budgets_are_those_that_the_search_began_with_while_they_are_near(
-    config, draft, profile, fraction, is_taken_up
+    config, draft, fraction, is_taken_up
 ):
-    SearchRuns(draft, config, BOX, profile, TRACE).remembered(Engine())(EXECUTORS, POOLS)
+    SearchRuns(draft, config, BOX, PROFILE, TRACE).remembered(Engine())(EXECUTORS, POOLS)
     later = with_free(fraction)
-    runs = SearchRuns(draft, config, later, profile, TRACE)
+    runs = SearchRuns(draft, config, later, PROFILE, TRACE)
     assert pool_budgets(config, runs.box) == pool_budgets(config, BOX if is_taken_up else later)
     engine = Engine()
     runs.remembered(engine)(EXECUTORS, POOLS)

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import json
-
-import pytest
-import yaml
 from PIL import Image
 
-from agent.config import read_line
-from profiler.allocation.search import SEARCHED_ON_ENGINE
+from profiler.allocation.search import SEARCHED_ON_ENGINE, SearchOptions
 from profiler.allocation.step import ENGINE
 from profiler.microbench.batches import BatchOptions
 from profiler.profiling.profile_line import ProfilingOptions, profile_line
+from tests.profiler.lines import fakes, write_line
 
-REQUESTS = 20
-
-
-@pytest.fixture
-def config(tmp_path):
-    """One fake that sees one component."""
-    (tmp_path / "f.yaml").write_text(json.dumps({"weight_bytes": 300_000, "workspace_bytes": 1000, "label": "ok"}))
-    expert = {"architecture": "fake", "weights": "f.yaml", "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
-    document = {
-        "line": "test",
-        "state": "./state",
-        "experts": {"cls/a": expert},
-        "routes": {"c0": [{"expert": "cls/a", "pass": ["ok"]}]},
-        "memory": {"host": "64MiB"},
-        "precision": "fp32",
-    }
-    (tmp_path / "line.yaml").write_text(yaml.safe_dump(document))
-    return read_line(tmp_path / "line.yaml", {})
+SEARCH = SearchOptions(engine_requests=20)
 
 
-def test_a_search_on_the_engine_sees_defects_as_rarely_as_they_are_in_the_folder(config, tmp_path):
+def test_a_search_on_the_engine_sees_defects_as_rarely_as_they_are_in_the_folder(tmp_path):
     """A tenth of 200 is bad. All of those break before the search: each that it comes to is told, and no other."""
+    document = fakes(1, labels=["ok", "bad"]) | {"memory": {"host": "64MiB"}, "precision": "fp32"}
+    config = write_line(tmp_path, document, weight_bytes=300_000, label="ok")
     for label, count in (("bad", 20), ("ok", 180)):
         (tmp_path / "crops" / "c0" / label).mkdir(parents=True)
         for number in range(count):
@@ -48,7 +29,7 @@ def test_a_search_on_the_engine_sees_defects_as_rarely_as_they_are_in_the_folder
 
     short = BatchOptions(sizes=(1, 2), repeats=1, limit_s=0.5)
     samples = tmp_path / "crops"
-    options = ProfilingOptions(samples, allocation=ENGINE, engine_requests=REQUESTS, batches=short)
+    options = ProfilingOptions(samples, allocation=ENGINE, search=SEARCH, batches=short)
     done = profile_line(config, options, spoil)
     told = [note for note in done.notes if note.startswith(f"sample image {samples / 'c0' / 'bad'}")]
     assert 1 <= len(told) <= 4

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.config import read_line
-from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Footprint, Performance, PerformanceMatrix, PoolSpec
+from agent.core.performance import SSD, ExecutorSpec, Performance, PerformanceMatrix, PoolSpec
 from agent.deployment.build import pack
 from agent.deployment.engine_setup import planned
 from agent.deployment.memory_split import casual_allocation
 from agent.deployment.packed_copies import packed_manifests
 from agent.device_profile.identity import identity_of
-from agent.device_profile.records import KindProfile, LinkSpeed, StoredProfile, UsageOrigin, UsageProfile
+from agent.device_profile.records import LinkSpeed, UsageOrigin, UsageProfile
 from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.box import Box, MemorySize
 from agent.runtime.machine.detection import detect
@@ -29,91 +29,66 @@ from experts.expert import Precision
 from experts.packed.weights import SegmentStore
 from profiler.allocation.search import SearchOptions
 from profiler.allocation.throughput import (
+    SearchedLine,
     busy_interval_s,
     device_matrix,
     engine_throughput,
     sample_requests,
-    search_in_simulation,
-    search_on_engine,
     simulated_throughput,
 )
 from profiler.usage.probabilities import computed_usage
+from tests.profiler.lines import fakes, kind_of, profile_of, row, write_line
 
 KIB = 1024
 EXPERTS = 30
-OWN_BYTES = 64 * KIB
+OWN_BYTES, WORKSPACE_BYTES = 64 * KIB, 48 * KIB
 SIZE = MemorySize(10**9, 10**9)
 SPLIT = Box("cuda", "made up", ("cuda", "cpu"), 4, SIZE, SIZE, ())
 
 
-def quiet(stage, done, total):
-    pass
-
-
-def line_in(folder, experts=EXPERTS, workspace_bytes=48 * KIB, **changes):
-    """A line of fakes, its first component the most frequent, every third one with a detector after its classifier."""
-    declared = {"weight_bytes": OWN_BYTES, "workspace_bytes": workspace_bytes, "label": "ok"}
-    (folder / "fake.yaml").write_text(json.dumps(declared))
-    fake = {"architecture": "fake", "weights": "fake.yaml", "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
-    names = [f"cls/e{number}" for number in range(experts)]
-    after = [{"expert": "det/x", "pass": ["ok"]}]
-    routes = {
-        f"c{number}": [{"expert": name, "pass": ["ok"]}, *(after if number % 3 == 0 else [])]
-        for number, name in enumerate(names)
-    }
+def line_in(folder, experts=EXPERTS, **changes):
+    """Fakes, the first component the most frequent, every third one with a detector after its classifier."""
+    document = fakes(experts + 1)
+    detector = f"cls/f{experts}"
+    del document["routes"][f"c{experts}"]
+    for number in range(0, experts, 3):
+        document["routes"][f"c{number}"].append({"expert": detector, "pass": ["ok"]})
     quantities = {f"c{number}": max(round(200 * 0.8**number), 1) for number in range(experts)}
-    document = {
-        "line": "test",
-        "state": "./state",
-        "experts": {**dict.fromkeys(names, fake), "det/x": fake},
-        "routes": routes,
-        "boards": {"one": {"components": quantities}},
-        **changes,
-    }
-    file = folder / "line.yaml"
-    file.write_text(json.dumps(document))
-    return read_line(file, {})
+    document |= {"boards": {"one": {"components": quantities}}} | changes
+    return write_line(folder, document, weight_bytes=OWN_BYTES, workspace_bytes=WORKSPACE_BYTES)
 
 
 def packed_line(folder, **changes):
-    return packed(line_in(folder, **changes))
-
-
-def packed(config):
+    config = line_in(folder, **changes)
     precisions = {"cpu": dict.fromkeys(config.catalog.experts, Precision.FP32)}
     with closing(SegmentStore(config.packed_folder)) as segments:
-        pack(config, segments, precisions, quiet)
+        pack(config, segments, precisions, lambda *_: None)
     return config
 
 
-def profile_of(config, box, workspace_bytes=48 * KIB, rates=None):
+def stored(config, box, rates=None):
     """Every kind on every processor: 2 ms an image, 4 ms a batch, at most 8; loads of 20 ms from the SSD."""
-    packed = next(iter(packed_manifests(config)["det/x"])).packed
-    kind = kind_name(config.catalog.experts["det/x"], packed.program_sha256)
-    rows = [
-        KindProfile(
-            kind=kind,
-            architecture="fake",
-            processor=processor,
-            precision="fp32",
-            threads=box.cores,
-            K_s=0.002 if processor == "cuda" else 0.008,
-            B_s=0.004,
-            fit_error=0.0,
-            max_batch=8,
-            weight_bytes=OWN_BYTES,
-            workspace_base_bytes=0,
-            workspace_bytes=workspace_bytes,
-            load_s={SSD: 0.02, "host": 0.005},
-            batches=(),
-            samples="synthetic",
-        )
-        for processor in box.processors
-    ]
-    usage = computed_usage(config, rates)
-    links = (LinkSpeed(SSD, 5e6), LinkSpeed("host", 2e7))
-    allocation = casual_allocation(box, {})
-    return StoredProfile("test", "now", identity_of(box), links, tuple(rows), (), {}, {}, usage, allocation)
+    packed = next(iter(packed_manifests(config)["cls/f0"])).packed
+    kind = kind_of(
+        kind_name(config.catalog.experts["cls/f0"], packed.program_sha256),
+        threads=box.cores,
+        B_s=0.004,
+        max_batch=8,
+        weight_bytes=OWN_BYTES,
+        workspace_bytes=WORKSPACE_BYTES,
+        load_s={SSD: 0.02, "host": 0.005},
+    )
+    return profile_of(
+        box=identity_of(box),
+        links=(LinkSpeed(SSD, 5e6), LinkSpeed("host", 2e7)),
+        kinds=tuple(replace(kind, processor=name, K_s=0.002 if name == "cuda" else 0.008) for name in box.processors),
+        usage=computed_usage(config, rates),
+        allocation=casual_allocation(box, {}),
+    )
+
+
+def every(interval_s, trace):
+    return tuple(replace(arrival, at_s=interval_s * number) for number, arrival in enumerate(trace))
 
 
 # -- the sample --
@@ -121,21 +96,20 @@ def profile_of(config, box, workspace_bytes=48 * KIB, rates=None):
 
 def test_a_sample_holds_each_component_by_its_share(tmp_path):
     config = line_in(tmp_path, experts=3, boards={"one": {"components": {"c0": 5, "c1": 3, "c2": 2}}})
-    sample = sample_requests(config, 100, seed=4)
+    sample = sample_requests(config, 100)
     assert Counter(arrival.component for arrival in sample) == {"c0": 50, "c1": 30, "c2": 20}
     assert [arrival.at_s for arrival in sample[:3]] == [0.0, 0.004, 0.008]
-    assert sample == sample_requests(config, 100, seed=4)
-    assert sample != sample_requests(config, 100, seed=5)
+    assert sample == sample_requests(config, 100)
     assert {arrival.component for arrival in sample[:20]} == {"c0", "c1", "c2"}
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 300), st.integers(0, 1000), st.lists(st.integers(1, 1000), min_size=1, max_size=9))
-def test_a_sample_is_off_by_less_than_one_request_for_each_component(tmp_path_factory, count, seed, quantities):
+@given(st.integers(1, 300), st.lists(st.integers(1, 1000), min_size=1, max_size=9))
+def test_a_sample_is_off_by_less_than_one_request_for_each_component(tmp_path_factory, count, quantities):
     folder = tmp_path_factory.mktemp("line")
     components = {f"c{number}": quantity for number, quantity in enumerate(quantities)}
     config = line_in(folder, experts=len(quantities), boards={"one": {"components": components}})
-    drawn = Counter(arrival.component for arrival in sample_requests(config, count, seed))
+    drawn = Counter(arrival.component for arrival in sample_requests(config, count))
     assert drawn.total() == count
     for component, quantity in components.items():
         assert abs(drawn[component] - count * quantity / sum(quantities)) < 1 + 1e-6
@@ -151,9 +125,9 @@ def test_a_sample_takes_images_in_turn_and_leaves_out_what_cannot_be_served(tmp_
     asked = sample_requests(config, 9, images={"c1": endless})
     assert [each.image for each in asked if each.component == "c1"] == [Path("0.png"), Path("1.png"), Path("2.png")]
     assert next(endless) == Path("3.png")
-    without = sample_requests(config, 9, without={"det/x": "broken"})
+    without = sample_requests(config, 9, without={"cls/f3": "broken"})
     assert {each.component for each in without} == {"c1", "c2"}
-    with pytest.raises(ConfigError, match=r"every route has an expert that cannot be served.*\n  - cls/e0: broken\n"):
+    with pytest.raises(ConfigError, match=r"every route has an expert that cannot be served.*\n  - cls/f0: broken\n"):
         sample_requests(config, 9, without=dict.fromkeys(config.catalog.experts, "broken"))
     with pytest.raises(ConfigError, match="a sample of 0 requests measures nothing"):
         sample_requests(config, 0)
@@ -172,44 +146,44 @@ class TestASampleByUsage:
 
     @pytest.mark.parametrize("origin", [UsageOrigin.SERVED, UsageOrigin.COUNTED])
     def test_that_was_seen_follows_it_and_not_the_boards(self, config, origin):
-        seen = {"cls/e0": 0.1, "cls/e1": 0.2, "cls/e2": 0.7, "det/x": 0.1}
+        seen = {"cls/f0": 0.1, "cls/f1": 0.2, "cls/f2": 0.7}
         assert drawn(config, seen, origin) == {"c0": 100, "c1": 200, "c2": 700}
 
     def test_that_was_computed_is_the_boards(self, config):
-        assert drawn(config, {"cls/e2": 1.0}, UsageOrigin.COMPUTED) == {"c0": 500, "c1": 300, "c2": 200}
+        assert drawn(config, {"cls/f2": 1.0}, UsageOrigin.COMPUTED) == {"c0": 500, "c1": 300, "c2": 200}
 
     def test_is_shared_by_quantity_where_components_share_their_first_expert(self, config, tmp_path):
-        """c0 and c1 begin with cls/e0, three and one of them on a board; c2 with cls/e2."""
+        """c0 and c1 begin with cls/f0, three and one of them on a board; c2 with cls/f2."""
         document = json.loads(config.document.file.read_text())
         document["routes"]["c1"] = document["routes"]["c0"]
         document["boards"]["one"]["components"] = {"c0": 3, "c1": 1, "c2": 9}
         config.document.file.write_text(json.dumps(document))
         shared = read_line(config.document.file, {})
-        assert drawn(shared, {"cls/e0": 0.8, "cls/e2": 0.2}) == {"c0": 600, "c1": 200, "c2": 200}
+        assert drawn(shared, {"cls/f0": 0.8, "cls/f2": 0.2}) == {"c0": 600, "c1": 200, "c2": 200}
         document["boards"]["one"]["components"] = {"c2": 9}
         config.document.file.write_text(json.dumps(document))
         off_board = read_line(config.document.file, {})
-        assert drawn(off_board, {"cls/e0": 0.8, "cls/e2": 0.2}) == {"c0": 400, "c1": 400, "c2": 200}
+        assert drawn(off_board, {"cls/f0": 0.8, "cls/f2": 0.2}) == {"c0": 400, "c1": 400, "c2": 200}
 
     def test_gives_an_expert_without_a_record_a_small_share_and_not_none(self, config):
         """One request more than 9 that came, over three routes: 1/30; and never more than the rarest that has one."""
-        few = drawn(config, {"cls/e0": 0.5, "cls/e1": 0.5}, requests=9, count=3100)
+        few = drawn(config, {"cls/f0": 0.5, "cls/f1": 0.5}, requests=9, count=3100)
         assert few["c2"] in {100, 101}
-        rare = drawn(config, {"cls/e0": 0.99, "cls/e1": 0.01, "cls/e2": 0.0}, requests=9, count=1010)
+        rare = drawn(config, {"cls/f0": 0.99, "cls/f1": 0.01, "cls/f2": 0.0}, requests=9, count=1010)
         assert rare["c2"] == rare["c1"] == 10
 
     def test_leaves_out_what_cannot_be_served(self, config):
-        seen = {"cls/e0": 0.5, "cls/e1": 0.1, "cls/e2": 0.4}
-        assert drawn(config, seen, without={"det/x": "broken"}) == {"c1": 200, "c2": 800}
+        seen = {"cls/f0": 0.5, "cls/f1": 0.1, "cls/f2": 0.4}
+        assert drawn(config, seen, without={"cls/f3": "broken"}) == {"c1": 200, "c2": 800}
 
 
 def test_requests_come_twice_as_fast_as_all_executors_could_work():
     """1 ms + 8 ms / 8 an image, and half of the requests run a second expert: 3 ms a request; on 3 executors 1 ms."""
-    row = ExpertProfile("a", Performance(0.001, 0.008, 8, 0), Footprint(1), {SSD: 0.1})
-    device = PerformanceMatrix({"cuda": {"a": row, "b": row}}, {"a": 1.0, "b": 0.5})
+    each = row("a", Performance(0.001, 0.008, 8, 0))
+    device = PerformanceMatrix({"cuda": {"a": each, "b": each}}, {"a": 1.0, "b": 0.5})
     assert busy_interval_s(device, {"cuda": 3}) == pytest.approx(0.0005)
     assert busy_interval_s(device, {"cuda": 3, "cpu": 9}) == pytest.approx(0.0005)
-    slow = PerformanceMatrix({"cpu": {"a": replace(row, performance=Performance(0.1, 0.1, 4, 0))}}, {"a": 1.0})
+    slow = PerformanceMatrix({"cpu": {"a": row("a", Performance(0.1, 0.1, 4, 0))}}, {"a": 1.0})
     assert busy_interval_s(slow, {"cpu": 2}) == 0.004
     assert busy_interval_s(slow, {}) == 0.004
 
@@ -220,18 +194,18 @@ def test_requests_come_twice_as_fast_as_all_executors_could_work():
 def test_a_trace_that_would_leave_executors_idle_is_played_faster(tmp_path):
     """Requests a second apart measure the clock; played faster they measure the box."""
     config = packed_line(tmp_path, experts=2, boards={}, memory={"host": "4MiB", "device": "4MiB"})
-    profile = profile_of(config, SPLIT)
-    found = search_in_simulation(config, SPLIT, profile, sample_requests(config, 60, interval_s=1.0))
+    profile = stored(config, SPLIT)
+    found = SearchedLine(config, SPLIT, profile, every(1.0, sample_requests(config, 60))).in_simulation()
     assert found.images_per_s > 100
 
 
 def test_a_search_in_simulation_from_a_profile_to_an_allocation(tmp_path):
     """12 of 31 experts fit beside two images: more executors and larger batches cost experts."""
     config = packed_line(tmp_path, memory={"host": "4MiB", "device": "1MiB"})
-    profile = profile_of(config, SPLIT)
-    trace = sample_requests(config, 300, interval_s=0.0005)
-    found = search_in_simulation(config, SPLIT, profile, trace)
-    assert found == search_in_simulation(config, SPLIT, profile, trace)
+    profile = stored(config, SPLIT)
+    trace = every(0.0005, sample_requests(config, 300))
+    found = SearchedLine(config, SPLIT, profile, trace).in_simulation()
+    assert found == SearchedLine(config, SPLIT, profile, trace).in_simulation()
     assert found.allocation.origin == "searched in simulation"
     assert dict(found.allocation.budget_bytes) == {"host": 4 * 2**20, "device": 2**20}
     assert "device" in found.windows
@@ -247,8 +221,8 @@ def test_a_search_in_simulation_from_a_profile_to_an_allocation(tmp_path):
 def test_a_simulated_throughput_by_hand(tmp_path):
     """One executor that holds all, and 8 requests of one expert at once: 4 ms + 8 x 2 ms."""
     config = packed_line(tmp_path, experts=1, boards={})
-    profile = profile_of(config, SPLIT, rates={"cls/e0": 0.0})
-    trace = [replace(arrival, at_s=0.0) for arrival in sample_requests(config, 8)]
+    profile = stored(config, SPLIT, rates={"cls/f0": 0.0})
+    trace = every(0.0, sample_requests(config, 8))
     throughput = simulated_throughput(config, SPLIT, profile, trace)
     executors = (ExecutorSpec(0, "cuda", "device"),)
     pools = (PoolSpec("host", 2**22, 0), PoolSpec("device", 2**22, 2**20, "host"))
@@ -258,14 +232,14 @@ def test_a_simulated_throughput_by_hand(tmp_path):
 
 def test_a_budget_below_the_largest_expert_is_refused_with_its_place(tmp_path):
     config = packed_line(tmp_path, memory={"host": "4MiB", "device": "100KiB"})
-    profile = profile_of(config, SPLIT)
+    profile = stored(config, SPLIT)
     with pytest.raises(ConfigError, match=r"line\.yaml:1:\d+: memory\.device: 0\.1 MiB are too little: .* needs"):
-        search_in_simulation(config, SPLIT, profile, sample_requests(config, 10))
+        SearchedLine(config, SPLIT, profile, sample_requests(config, 10)).in_simulation()
 
 
 def test_only_what_was_profiled_and_is_allowed_is_searched(tmp_path):
     config = packed_line(tmp_path, experts=2, boards={})
-    profile = profile_of(config, SPLIT)
+    profile = stored(config, SPLIT)
     assert set(device_matrix(config, SPLIT, profile).experts) == {"cuda", "cpu"}
     no_cpu = replace(profile, kinds=tuple(kind for kind in profile.kinds if kind.processor != "cpu"))
     assert set(device_matrix(config, SPLIT, no_cpu).experts) == {"cuda"}
@@ -282,10 +256,10 @@ def test_a_search_on_the_engine_finds_what_an_agent_starts_with(tmp_path):
     memory = {"host": "1MiB"}
     config = packed_line(tmp_path, experts=8, device="cpu", memory=memory, boards={})
     box = detect("cpu")
-    profile = profile_of(config, box)
-    trace = sample_requests(config, 24, interval_s=0.0)
+    profile = stored(config, box)
+    trace = every(0.0, sample_requests(config, 24))
     options = SearchOptions(most_cpu_executors=2)
-    found = search_on_engine(config, box, profile, trace, options)
+    found = SearchedLine(config, box, profile, trace, options).on_engine(lambda throughput: throughput)
     assert found.allocation.origin == "searched on the engine"
     assert all(trial.images_per_s > 0 for trial in found.trials)
     assert found.windows["host"].window.upper <= 9
@@ -301,14 +275,14 @@ def refusal(config, trace):
     """Why a sample measures nothing on one executor."""
     pools = (PoolSpec("host", 512 * KIB, 512 * KIB),)
     with pytest.raises(SampleUnfit) as caught:
-        engine_throughput(config, profile_of(config, detect("cpu")), trace)(ONE_EXECUTOR, pools)
+        engine_throughput(config, stored(config, detect("cpu")), trace)(ONE_EXECUTOR, pools)
     return caught.value
 
 
 def test_requests_that_are_not_judged_make_no_throughput_and_each_expert_is_told_with_its_file(tmp_path):
     config = packed_line(tmp_path, experts=3, device="cpu", memory={"host": "1MiB"}, boards={})
     damaged = {}
-    for name in ("cls/e0", "cls/e2"):
+    for name in ("cls/f0", "cls/f2"):
         (manifest,) = packed_manifests(config)[name]
         path = config.state / "packed" / "segments" / f"{manifest.packed.own.sha256}.bin"
         path.write_bytes(b"0" * path.stat().st_size)
@@ -332,15 +306,15 @@ def test_an_image_that_cannot_be_read_is_told_and_no_expert(tmp_path):
 def test_an_empty_sample_is_refused_by_both_sources(tmp_path):
     config = packed_line(tmp_path, experts=2, device="cpu", memory={"host": "1MiB"}, boards={})
     box = detect("cpu")
-    profile = profile_of(config, box)
+    profile = stored(config, box)
     with pytest.raises(ConfigError, match="an empty queue"):
-        search_in_simulation(config, box, profile, ())
+        SearchedLine(config, box, profile, ()).in_simulation()
     with pytest.raises(ConfigError, match="an empty queue"):
-        search_on_engine(config, box, profile, ())
+        engine_throughput(config, profile, ())
 
 
 def test_usage_in_the_profile_decides_who_is_held(tmp_path):
     config = packed_line(tmp_path, experts=3, boards={})
-    profile = profile_of(config, SPLIT)
-    served = UsageProfile({"cls/e2": 0.9, "cls/e0": 0.1}, {}, "served", 500)
-    assert device_matrix(config, SPLIT, replace(profile, usage=served)).usage["cls/e2"] == 0.9
+    profile = stored(config, SPLIT)
+    served = UsageProfile({"cls/f2": 0.9, "cls/f0": 0.1}, {}, "served", 500)
+    assert device_matrix(config, SPLIT, replace(profile, usage=served)).usage["cls/f2"] == 0.9

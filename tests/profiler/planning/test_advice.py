@@ -2,76 +2,50 @@
 
 from __future__ import annotations
 
-import json
 import random
-from contextlib import closing
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.config import read_line
-from agent.core.performance import (
-    SSD,
-    ExecutorSpec,
-    ExpertProfile,
-    Footprint,
-    Limits,
-    Performance,
-    PerformanceMatrix,
-    PoolSpec,
-    SharedPart,
-)
-from agent.deployment.engine_setup import EngineSetup, Given, planned, profiled_box
-from agent.device_profile.records import (
-    Allocation,
-    BatchTimes,
-    BoxIdentity,
-    KindProfile,
-    LinkSpeed,
-    PoolAllocation,
-    StoredProfile,
-    UsageProfile,
-)
-from agent.runtime.expert_copy import kind_name
-from experts.expert import Precision
-from experts.graph import ExpertGraph, RouteStep
-from experts.packed.packing import pack_line
-from experts.packed.weights import SegmentStore
+from agent.core.performance import SSD, Performance, PoolSpec, SharedPart
+from agent.deployment.engine_setup import Given, planned, profiled_box
+from agent.device_profile.records import Allocation, LinkSpeed, PoolAllocation
 from experts.sizes import size_text
-from profiler.planning.advice import FASTEST_SSD, REMOVED, STEP, Advice, Limit, advise, speed_text, with_decoding
-from profiler.planning.decoding import DecodingLoad
+from profiler.planning.advice import FASTEST_SSD, Advice, Limit, speed_text
+from profiler.planning.decoding import REMOVED, DecodingLoad
+from profiler.planning.limits import STEP, advise
 from profiler.simulation.core_time import CoreTime
 from profiler.simulation.forecast import forecast, scenario_of, with_expert_bytes, with_ssd
 from profiler.workload.traces import TracedArrival
+from tests.profiler.lines import SLOT_BYTES, PackedFakes, box_of, graph_of, kind_of, profile_of, row, setup_of
 
 MIB = 2**20
 EXPERT_BYTES = 100 * MIB
 WORKSPACE_BYTES = 64 * MIB
 EXPERTS = 20
 NAMES = tuple(f"e{number:02d}" for number in range(EXPERTS))
-GRAPH = ExpertGraph(NAMES, {name: (RouteStep(name, frozenset({"ok"})),) for name in NAMES})
+GRAPH = graph_of({name: [name] for name in NAMES})
 PERFORMANCE = Performance(K_s=0.02, B_s=0.01, max_batch=4, workspace_bytes=MIB)
-BOX = BoxIdentity("cpu", "test", ("cpu",), 2, 1024 * MIB, 4096 * MIB, {})
+BOX = replace(box_of(4096 * MIB, cores=2), host_bytes=1024 * MIB)
 
 
-def profile_of(ssd_bytes_per_s):
-    links = (LinkSpeed(SSD, ssd_bytes_per_s), LinkSpeed("host", 1e10))
-    usage = UsageProfile({}, {}, "computed from quantities")
-    return StoredProfile("t", "now", BOX, links, (), (), {}, {}, usage, Allocation("casual", {}, (), {}))
+def stored(ssd_bytes_per_s):
+    return profile_of(box=BOX, links=(LinkSpeed(SSD, ssd_bytes_per_s), LinkSpeed("host", 1e10)))
 
 
-def setting(places, ssd_bytes_per_s, parts=(), split=False, policy="paper"):
-    load_s = {SSD: EXPERT_BYTES / ssd_bytes_per_s} | ({"host": EXPERT_BYTES / 1e10} if split else {})
-    footprint = Footprint(EXPERT_BYTES, parts)
-    column = {name: ExpertProfile(name, PERFORMANCE, footprint, load_s) for name in NAMES}
+def rows_of(ssd_bytes_per_s, parts=()):
+    load_s = {SSD: EXPERT_BYTES / ssd_bytes_per_s, "host": 0.005}
+    return {name: row(name, PERFORMANCE, EXPERT_BYTES, load_s, shared=parts) for name in NAMES}
+
+
+def setting(places, ssd_bytes_per_s, policy="paper", parts=(), *, split=False):
+    """One memory with room for so many experts, or a device with as many and a host behind it."""
     room_bytes = places * EXPERT_BYTES + sum(part.size_bytes for part in parts)
     host = PoolSpec("host", room_bytes, WORKSPACE_BYTES)
     pools = (host, PoolSpec("device", room_bytes, WORKSPACE_BYTES, cache="host")) if split else (host,)
-    executors = (ExecutorSpec(0, "cuda", "device"),) if split else (ExecutorSpec(0, "cpu", "host"),)
-    profile = PerformanceMatrix({executors[0].processor: column}, dict.fromkeys(NAMES, 1 / EXPERTS))
-    return EngineSetup(GRAPH, policy, executors, profile, Limits(pools))
+    return setup_of(rows_of(ssd_bytes_per_s, parts), ["cuda" if split else "cpu"], pools, policy=policy, routes=GRAPH)
 
 
 def even_trace(requests=200, every_s=0.004, seed=1):
@@ -87,7 +61,7 @@ def beside_workspaces(setup):
 
 def advised(trace, places, ssd_bytes_per_s, required=None, **more):
     plain = setting(places, ssd_bytes_per_s, **more)
-    scenario = scenario_of(GRAPH, profile_of(ssd_bytes_per_s), trace)
+    scenario = scenario_of(GRAPH, stored(ssd_bytes_per_s), trace)
     return scenario, plain, advise(scenario, plain, BOX, required, beside_workspaces(plain))
 
 
@@ -130,14 +104,11 @@ def test_too_little_memory_is_told_with_what_would_do(split):
 
 def test_where_one_memory_is_not_enough_all_of_them_grow():
     """Half of the experts are placed with the CPU, and its memory has room for two: the device's alone is no help."""
-    column = setting(5, 5e8, split=True).matrix.experts["cuda"]
-    executors = (ExecutorSpec(0, "cuda", "device"), ExecutorSpec(1, "cpu", "host"))
     host = PoolSpec("host", 2 * EXPERT_BYTES, WORKSPACE_BYTES)
     pools = (host, PoolSpec("device", 4 * EXPERT_BYTES, WORKSPACE_BYTES, cache="host"))
-    profile = PerformanceMatrix({"cuda": column, "cpu": column}, dict.fromkeys(NAMES, 1 / EXPERTS))
-    plain = EngineSetup(GRAPH, "paper", executors, profile, Limits(pools))
+    plain = setup_of(rows_of(5e8), ("cuda", "cpu"), pools, policy="paper", routes=GRAPH)
     advice = advise(
-        scenario_of(GRAPH, profile_of(5e8), even_trace(100, seed=2)), plain, BOX, None, beside_workspaces(plain)
+        scenario_of(GRAPH, stored(5e8), even_trace(100, seed=2)), plain, BOX, None, beside_workspaces(plain)
     )
     assert list(advice.memory.budget_bytes) == ["host", "device"]
     assert advice.memory.images_per_s >= REMOVED * advice.unlimited_images_per_s
@@ -145,58 +116,21 @@ def test_where_one_memory_is_not_enough_all_of_them_grow():
     assert "of device memory (now 464.0 MiB" in advice.sentences[2]
 
 
-SLOT_BYTES = 262_144  # a multiple of the slots' alignment
-
-
-class AutoLine:
-    """Eight packed fakes of SLOT_BYTES, no memory given, and a profile whose search found room for six of them.
+class AutoLine(PackedFakes):
+    """Eight packed fakes, no memory given, and a profile whose search found room for six of them.
 
     A batch at its maximum takes as much as two experts.
     """
 
     def __init__(self, folder, policy="paper"):
-        weights = folder / "fake.yaml"
-        weights.write_text(json.dumps({"weight_bytes": SLOT_BYTES, "workspace_bytes": SLOT_BYTES // 4}))
-        expert = {"architecture": "fake", "weights": str(weights), "labels": ["ok"], "input": {"size": [8, 8]}}
-        document = {
-            "line": "test",
-            "state": "./state",
-            "experts": {f"cls/f{number}": expert for number in range(8)},
-            "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(8)},
-        }
-        (folder / "line.yaml").write_text(json.dumps(document))
-        self.config = read_line(folder / "line.yaml", {}).having(policy=policy)
-        experts = self.config.catalog.experts
-        with closing(SegmentStore(self.config.packed_folder)) as store:
-            report = pack_line(experts.values(), lambda expert: {Precision.FP32}, store)
-        program = report.packed["cls/f0"][Precision.FP32].program_sha256
-        kind = KindProfile(
-            kind=kind_name(experts["cls/f0"], program),
-            architecture="fake",
-            processor="cpu",
-            precision="fp32",
-            threads=1,
-            K_s=0.01,
-            B_s=0.02,
-            fit_error=0.0,
-            max_batch=8,
-            weight_bytes=SLOT_BYTES,
-            workspace_base_bytes=0,
-            workspace_bytes=SLOT_BYTES // 4,
-            load_s={SSD: 0.1},
-            batches=(BatchTimes(1, (0.03,), 1_000),),
-            samples="synthetic",
-        )
+        super().__init__(folder, 8, memory={}, policy=policy)
         searched = PoolAllocation("host", 6 * SLOT_BYTES, 2 * SLOT_BYTES, 6)
         self.profile = replace(
-            profile_of(SLOT_BYTES / 0.1),
-            kinds=(kind,),
-            packed={(name, "fp32"): "sha" for name in experts},
+            self.profile,
+            box=BOX,
+            kinds=(kind_of(self.kind, max_batch=8, workspace_bytes=SLOT_BYTES // 4),),
             allocation=Allocation("searched", {"host": 8 * SLOT_BYTES}, (searched,), {"cpu": 1}),
         )
-
-    def split(self, budget_bytes):
-        return planned(self.config.having(memory=budget_bytes), profiled_box(self.profile), self.profile)
 
 
 @pytest.mark.parametrize("policy", ["paper", "coserve"])
@@ -292,7 +226,7 @@ def test_memory_for_all_experts_counts_shared_parts_once():
     assert advice.limit is Limit.COMPUTE
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     st.integers(1, EXPERTS),
     st.sampled_from([5e7, 5e8, 5e9]),
@@ -338,19 +272,19 @@ def load_of(advice, decoding_s, compute_s, cores=2):
 def test_where_executors_wait_for_images_decoding_is_the_limit():
     _, _, advice = advised(even_trace(), places=EXPERTS, ssd_bytes_per_s=1e8)
     half = load_of(advice, 200 / advice.images_per_s, 3 * 200 / advice.images_per_s)
-    known = with_decoding(advice, half)
+    known = advice.with_decoding(half)
     assert known.limit is Limit.DECODING
     assert known.sentences[1:] == (*half.sentences(), *advice.sentences[2:])
-    little = with_decoding(advice, load_of(advice, 2.0 / advice.images_per_s, 2 * 200 / advice.images_per_s))
+    little = advice.with_decoding(load_of(advice, 2.0 / advice.images_per_s, 2 * 200 / advice.images_per_s))
     assert (little.limit, little.sentences) == (advice.limit, advice.sentences)
-    assert with_decoding(advice, None) == advice
+    assert advice.with_decoding(None) == advice
 
 
 @given(st.floats(0.01, 10.0), st.floats(0.01, 10.0), st.floats(0.1, 1000.0))
 def test_decoding_is_the_limit_exactly_where_executors_wait_longer_than_is_let_pass(decoding_s, compute_s, rate):
     load = DecodingLoad(CoreTime(2, 10, decoding_s, compute_s), 10, rate)
     advice = Advice("p", {}, Limit.COMPUTE, rate, rate, 0, 0.0, None, None, None)
-    is_limit = with_decoding(advice, load).limit is Limit.DECODING
+    is_limit = advice.with_decoding(load).limit is Limit.DECODING
     assert is_limit == (load.images_per_s < REMOVED * rate)
     assert 0.0 <= load.waiting_fraction <= 1.0
     assert not is_limit or load.waiting_fraction > 0.0

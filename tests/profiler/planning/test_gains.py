@@ -2,110 +2,43 @@
 
 from __future__ import annotations
 
-import json
 import random
-from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
-from agent.config import read_line
 from agent.core.performance import SSD, Footprint, SharedPart
 from agent.deployment.engine_setup import Given, planned, profiled_box
 from agent.deployment.performance_matrix import in_form
-from agent.device_profile.records import (
-    Agreement,
-    Allocation,
-    BatchTimes,
-    BoxIdentity,
-    ImageDecoding,
-    KindProfile,
-    LinkSpeed,
-    PoolAllocation,
-    StoredProfile,
-    UsageProfile,
-)
-from agent.runtime.expert_copy import kind_name
+from agent.device_profile.records import Agreement, ImageDecoding
 from experts.expert import Precision
-from experts.packed.packing import pack_line
-from experts.packed.weights import SegmentStore
 from profiler.planning.gains import LEAST
-from profiler.planning.plan import as_json, plan_advice, plan_table
+from profiler.planning.plan import LinePlan, as_json, plan_table
 from profiler.simulation.forecast import forecast, scenario_of
 from profiler.workload.traces import TracedArrival
+from tests.profiler.lines import SLOT_BYTES, PackedFakes, kind_of
 
-SLOT_BYTES = 262_144  # a multiple of the slots' alignment
-SSD_BYTES_PER_S = 2_621_440.0  # a load takes 0.1 s
 EXPERTS, PLACES = 6, 2
-WORKSPACE_BYTES = 4_000
 BF16, FP32 = Precision.BF16, Precision.FP32
 
 
-class TwoForms:
-    """Six packed fakes of SLOT_BYTES in fp32, room for two; measured in bf16, too: half the bytes, half the time."""
+class TwoForms(PackedFakes):
+    """Six packed fakes in fp32, room for two; measured in bf16, too: half the bytes, half the time."""
 
     def __init__(self, folder):
-        weights = folder / "fake.yaml"
-        weights.write_text(json.dumps({"weight_bytes": SLOT_BYTES, "workspace_bytes": 1_000}))
-        expert = {"architecture": "fake", "weights": str(weights), "labels": ["ok"], "input": {"size": [8, 8]}}
-        document = {
-            "line": "test",
-            "state": "./state",
-            "experts": {f"cls/f{number}": expert for number in range(EXPERTS)},
-            "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(EXPERTS)},
-            "memory": {"host": f"{PLACES * SLOT_BYTES + WORKSPACE_BYTES}B", "workspace": f"{WORKSPACE_BYTES}B"},
-        }
-        (folder / "line.yaml").write_text(json.dumps(document))
-        self.config = read_line(folder / "line.yaml", {})
-        experts = self.config.catalog.experts
-        with closing(SegmentStore(self.config.packed_folder)) as store:
-            report = pack_line(experts.values(), lambda _: {FP32}, store)
-        self.kind = kind_name(experts["cls/f0"], report.packed["cls/f0"][FP32].program_sha256)
-        self.profile = StoredProfile(
-            line="test",
-            written_at="2026-01-01T00:00:00+00:00",
-            box=BoxIdentity("cpu", "test", ("cpu",), 1, 2**30, None, {}),
-            links=(LinkSpeed(SSD, SSD_BYTES_PER_S),),
-            kinds=(self.measured(FP32, 1.0), self.measured(BF16, 0.5)),
-            agreements=(),
-            precisions={(self.kind, "cpu"): "fp32"},
-            packed={(name, "fp32"): "sha" for name in experts},
-            usage=UsageProfile({}, {}, "computed from quantities"),
-            allocation=Allocation(
-                "casual", {"host": 2**20}, (PoolAllocation("host", 2**19, WORKSPACE_BYTES, PLACES),), {"cpu": 1}
-            ),
-        )
-
-    def measured(self, form, factor):
-        weight_bytes = int(SLOT_BYTES * factor)
-        return KindProfile(
-            kind=self.kind,
-            architecture="fake",
-            processor="cpu",
-            precision=str(form),
-            threads=1,
-            K_s=0.01 * factor,
-            B_s=0.02 * factor,
-            fit_error=0.0,
-            max_batch=4,
-            weight_bytes=weight_bytes,
-            workspace_base_bytes=0,
-            workspace_bytes=1_000,
-            load_s={SSD: weight_bytes / SSD_BYTES_PER_S},
-            batches=(BatchTimes(1, (0.03 * factor,), 1_000),),
-            samples="synthetic",
-        )
+        super().__init__(folder, EXPERTS, places=PLACES)
+        kinds = (kind_of(self.kind), kind_of(self.kind, BF16, 0.5))
+        self.profile = replace(self.profile, kinds=kinds, precisions={(self.kind, "cpu"): "fp32"})
 
     def agreed(self, **more):
         found = Agreement("cls/f0", self.kind, "cpu", "bf16", 8, 0, 0.001, 0.02, "sha", 8)
         return replace(self.profile, agreements=(replace(found, **more),))
 
-    def setup(self, form=None, profile=None):
-        profile = profile or self.profile
-        return planned(self.config, profiled_box(profile), profile, Given(form=form))
+    def setup(self, form=None):
+        return planned(self.config, profiled_box(self.profile), self.profile, Given(form=form))
 
     def advice(self, profile=None, requests=80):
-        return plan_advice(self.config, profile or self.profile, trace(requests))
+        return LinePlan(self.config, profile or self.profile, trace(requests)).advice()
 
 
 def trace(requests, every_s=0.002):
@@ -179,7 +112,7 @@ def test_what_speaks_against_a_form_is_told_with_it(line, more, remark):
 
 
 def test_a_form_that_is_no_faster_is_not_listed(line):
-    slow = replace(line.measured(BF16, 1.0), K_s=0.05)
+    slow = kind_of(line.kind, BF16, K_s=0.05)
     advice = line.advice(replace(line.profile, kinds=(line.profile.kinds[0], slow)))
     assert [gain.form for gain in advice.gains] == [None]
     assert advice.sentences[-1] == "No other form that was measured would gain: bf16."
@@ -215,7 +148,7 @@ def test_decoding_that_takes_next_to_nothing_changes_no_gain(line):
 
 def test_without_another_form_and_with_room_for_all_nothing_is_to_gain(line):
     alone = replace(line.profile, kinds=line.profile.kinds[:1])
-    roomy = plan_advice(line.config, alone, trace(40, every_s=1.0), memory={"host": 8 * SLOT_BYTES})
+    roomy = LinePlan(line.config, alone, trace(40, every_s=1.0)).advice(memory={"host": 8 * SLOT_BYTES})
     assert (roomy.gains, roomy.other_forms) == ((), ())
     assert "gain:" not in roomy.sentences[-1]
 

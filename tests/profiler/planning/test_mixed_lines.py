@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from agent.core.performance import (
-    SSD,
-    ExecutorSpec,
-    ExpertProfile,
-    Footprint,
-    Limits,
-    Performance,
-    PerformanceMatrix,
-    PoolSpec,
-)
+from agent.core.performance import SSD, PoolSpec
 from agent.core.request import Work
-from agent.deployment.engine_setup import EngineSetup
 from experts.errors import ConfigError
 from experts.graph import ExpertGraph, RouteStep
 from profiler.planning.plan import as_json, plan_row, plan_table
 from profiler.simulation.forecast import Scenario, draw_steps, forecast
 from profiler.workload.traces import TracedArrival
+from tests.profiler.lines import IMAGES, OK, TEXTS, arrivals, merged, row, setup_of
 
-IMAGES = Performance(K_s=0.01, B_s=0.02, max_batch=4, workspace_bytes=0)
-TEXTS = Performance(0.001, 0.004, 4, 0, K_prompt_s=0.0005, K_output_s=0.003, lease_bytes=10)
 GRAPH = ExpertGraph(
     ["i", "r", "a", "b"],
     {
-        "part": (RouteStep("i", frozenset({"ok"})),),
+        "part": (RouteStep("i", OK),),
         "assistant": (RouteStep("r", frozenset(), then={"one": "a", "other": "b"}),),
     },
 )
 TEXT = Work(20, 30, 50)
 
 
-def setup_of(lease_bytes=10_000):
-    rows = {name: ExpertProfile(name, TEXTS, Footprint(4), {SSD: 0.4}) for name in "rab"}
-    rows["i"] = ExpertProfile("i", IMAGES, Footprint(4), {SSD: 0.4})
+def setup_with(lease_bytes=10_000):
+    texts = replace(TEXTS, lease_bytes=10)
+    rows = {name: row(name, IMAGES if name == "i" else texts, 4, 0.4) for name in "rabi"}
     pools = (PoolSpec("host", 16, 4, lease_bytes=lease_bytes),)
-    matrix = PerformanceMatrix({"cpu": rows}, dict.fromkeys(rows, 0.5))
-    return EngineSetup(GRAPH, "coserve", (ExecutorSpec(0, "cpu", "host"),), matrix, Limits(pools, quantum_s=0.02))
+    return setup_of(rows, room=pools, routes=GRAPH, usage=dict.fromkeys(rows, 0.5), quantum_s=0.02)
 
 
 def scenario_of(trace):
@@ -47,7 +37,11 @@ def scenario_of(trace):
 
 
 def images(count, every_s=0.1):
-    return [TracedArrival(every_s * number, "part") for number in range(count)]
+    return arrivals(["part"] * count, every_s)
+
+
+def texts(count, every_s):
+    return [TracedArrival(every_s * number, expert="a", work=TEXT) for number in range(count)]
 
 
 def test_a_router_sends_texts_to_each_of_its_experts():
@@ -60,16 +54,14 @@ def test_a_router_sends_texts_to_each_of_its_experts():
 def test_each_text_runs_what_was_drawn_for_it():
     trace = [TracedArrival(0.1 * number, "assistant", work=TEXT) for number in range(10)]
     scenario = scenario_of(trace)
-    played = forecast(scenario, setup_of())
+    played = forecast(scenario, setup_with())
     alone_s = 2 * (0.005 + 20 * 0.0005 + 30 * 0.003)
     assert min(played.waits_s) >= alone_s
 
 
 def test_texts_and_images_are_told_apart():
-    trace = sorted(
-        [*images(50), *[TracedArrival(0.5 * n, expert="a", work=TEXT) for n in range(8)]], key=lambda one: one.at_s
-    )
-    row = plan_row(scenario_of(trace), setup_of(), required_images_per_s=10.0)
+    trace = merged(images(50), texts(8, 0.5))
+    row = plan_row(scenario_of(trace), setup_with(), required_images_per_s=10.0)
     assert (row.requests, row.texts) == (58, 8)
     assert row.written_tokens_per_s == pytest.approx(8 * 30 / row.seconds)
     assert row.text_p50_s > 30 * 0.003
@@ -82,21 +74,19 @@ def test_texts_and_images_are_told_apart():
 
 def test_texts_come_with_images_at_the_rate_of_the_takt():
     """As many texts as images, of a tenth of a second each: ten images a second leave no time for them."""
-    trace = sorted(
-        [*images(30), *[TracedArrival(0.1 * n, expert="a", work=TEXT) for n in range(30)]], key=lambda one: one.at_s
-    )
-    assert not plan_row(scenario_of(trace), setup_of(), required_images_per_s=10.0).takt_met
-    assert plan_row(scenario_of(images(30)), setup_of(), required_images_per_s=10.0).takt_met
+    trace = merged(images(30), texts(30, 0.1))
+    assert not plan_row(scenario_of(trace), setup_with(), required_images_per_s=10.0).takt_met
+    assert plan_row(scenario_of(images(30)), setup_with(), required_images_per_s=10.0).takt_met
 
 
 def test_of_texts_alone_no_takt_is_asked():
-    row = plan_row(scenario_of([TracedArrival(0.0, expert="a", work=TEXT)]), setup_of(), required_images_per_s=10.0)
+    row = plan_row(scenario_of([TracedArrival(0.0, expert="a", work=TEXT)]), setup_with(), required_images_per_s=10.0)
     assert (row.takt_met, row.required_images_per_s) == (None, None)
     assert row.p50_wait_s == row.text_p50_s
 
 
 def test_of_images_alone_nothing_is_said_of_texts():
-    row = plan_row(scenario_of(images(5)), setup_of(), None)
+    row = plan_row(scenario_of(images(5)), setup_with(), None)
     assert (row.texts, row.text_p50_s, row.written_tokens_per_s) == (0, None, 0.0)
     assert "tokens/s" not in plan_table([row])
 
@@ -104,5 +94,5 @@ def test_of_images_alone_nothing_is_said_of_texts():
 def test_a_text_that_never_has_room_is_refused():
     trace = [TracedArrival(0.0, "assistant", work=Work(90, 30, 120))]
     with pytest.raises(ConfigError) as caught:
-        forecast(scenario_of(trace), setup_of(lease_bytes=1000))
+        forecast(scenario_of(trace), setup_with(lease_bytes=1000))
     assert "a text of 120 tokens for r, and texts.kv has room for 100 - raise it" in str(caught.value)

@@ -3,117 +3,37 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
-from agent.config import read_line
-from agent.core.performance import SSD
 from agent.core.policy import PRESETS
-from agent.device_profile.records import (
-    Allocation,
-    BatchTimes,
-    BoxIdentity,
-    ImageDecoding,
-    KindProfile,
-    LinkSpeed,
-    PoolAllocation,
-    StoredProfile,
-    UsageOrigin,
-    UsageProfile,
-)
-from agent.runtime.expert_copy import kind_name
+from agent.device_profile.records import Allocation, ImageDecoding, PoolAllocation, UsageOrigin, UsageProfile
 from experts.errors import ConfigError
-from experts.expert import Precision
-from experts.packed.packing import pack_line
-from experts.packed.weights import SegmentStore
 from profiler.planning.advice import Limit
-from profiler.planning.plan import SHIFT_S, as_json, plan, plan_advice, plan_table, required_images_per_s
+from profiler.planning.plan import SHIFT_S, LinePlan, as_json, plan_table, required_images_per_s
 from profiler.simulation import forecast
 from profiler.tables import WIDTH
 from profiler.workload.traces import TracedArrival, board_trace, read_trace
+from tests.profiler.lines import SLOT_BYTES, SSD_BYTES_PER_S, PackedFakes
 
-SLOT_BYTES = 262_144  # a multiple of the slots' alignment
-SSD_BYTES_PER_S = 2_621_440.0  # a load takes 0.1 s
-WORKSPACE_BYTES = 4_000
+WORKSPACE_BYTES = PackedFakes.WORKSPACE_BYTES
 EXPERTS = 4
-BOARD = {"main": {"components": {"c0": 4, "c1": 3, "c2": 2, "c3": 1}, "takt_s": 5.0}}
-
-
-class PackedLine:
-    """Four fakes of SLOT_BYTES, packed, one route each; and the profile of a box that they were measured on."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        weights = folder / "fake.yaml"
-        weights.write_text(json.dumps({"weight_bytes": SLOT_BYTES, "workspace_bytes": 1_000}))
-        expert = {"architecture": "fake", "weights": str(weights), "labels": ["ok"], "input": {"size": [8, 8]}}
-        self.document = {
-            "line": "test",
-            "state": "./state",
-            "experts": {f"cls/f{number}": expert for number in range(EXPERTS)},
-            "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(EXPERTS)},
-            "boards": BOARD,
-            "memory": self.memory(places=2),
-        }
-        self.programs = self.pack()
-
-    def memory(self, places):
-        return {"host": f"{places * SLOT_BYTES + WORKSPACE_BYTES}B", "workspace": f"{WORKSPACE_BYTES}B"}
-
-    def pack(self):
-        with closing(SegmentStore(self.config.packed_folder)) as store:
-            experts = self.config.catalog.experts.values()
-            report = pack_line(experts, lambda expert: {Precision.FP32}, store)
-        packed = [report.packed[name][Precision.FP32] for name in self.config.catalog.experts]
-        assert {each.own.slot_bytes for each in packed} == {SLOT_BYTES}
-        return {each.expert: each.program_sha256 for each in packed}
-
-    @property
-    def config(self):
-        (self.folder / "line.yaml").write_text(json.dumps(self.document))
-        return read_line(self.folder / "line.yaml", {})
-
-    @property
-    def profile(self):
-        expert = next(iter(self.config.catalog.experts.values()))
-        kind = KindProfile(
-            kind=kind_name(expert, self.programs[expert.id]),
-            architecture="fake",
-            processor="cpu",
-            precision="fp32",
-            threads=1,
-            K_s=0.01,
-            B_s=0.02,
-            fit_error=0.0,
-            max_batch=4,
-            weight_bytes=SLOT_BYTES,
-            workspace_base_bytes=0,
-            workspace_bytes=1_000,
-            load_s={SSD: SLOT_BYTES / SSD_BYTES_PER_S},
-            batches=(BatchTimes(1, (0.03,), 1_000),),
-            samples="synthetic",
-        )
-        return StoredProfile(
-            line="test",
-            written_at="2026-01-01T00:00:00+00:00",
-            box=BoxIdentity("cpu", "test", ("cpu",), 1, 2**30, None, {}),
-            links=(LinkSpeed(SSD, SSD_BYTES_PER_S),),
-            kinds=(kind,),
-            agreements=(),
-            precisions={},
-            packed={(name, "fp32"): "sha" for name in self.config.catalog.experts},
-            usage=UsageProfile({}, {}, "computed from quantities"),
-            allocation=Allocation(
-                "casual", {"host": 2**20}, (PoolAllocation("host", 2**19, WORKSPACE_BYTES, EXPERTS),), {"cpu": 1}
-            ),
-        )
+BOARD = {"components": {"c0": 4, "c1": 3, "c2": 2, "c3": 1}, "takt_s": 5.0}
 
 
 @pytest.fixture(scope="module")
 def packed_line(tmp_path_factory):
-    return PackedLine(tmp_path_factory.mktemp("line"))
+    return PackedFakes(tmp_path_factory.mktemp("line"), EXPERTS, boards={"main": BOARD})
+
+
+def planned(line, trace, policies=(None,), memories=(None,), *, config=None, profile=None, **more):
+    line_plan = LinePlan(config or line.config, profile or line.profile, trace, **more)
+    return [line_plan.row(policy, memory) for memory in memories for policy in policies]
+
+
+def advised(line, trace, policy=None, memory=None, *, config=None, profile=None, **more):
+    return LinePlan(config or line.config, profile or line.profile, trace, **more).advice(policy, memory)
 
 
 def trace_of(components, every_s=0.0):
@@ -126,7 +46,7 @@ def test_a_row_by_hand(packed_line):
     Two experts have to be read, 0.2 s of the SSD, as none is there at the start; the best start holds one of them.
     """
     memory = {"host": SLOT_BYTES + WORKSPACE_BYTES}
-    (row,) = plan(packed_line.config, packed_line.profile, trace_of("010"), ["samba"], [memory])
+    (row,) = planned(packed_line, trace_of("010"), ["samba"], [memory])
     assert (row.policy, row.requests, row.executors) == ("samba", 3, {"cpu": 1})
     assert row.memory == {"host": SLOT_BYTES, "host_workspace": WORKSPACE_BYTES}
     assert row.seconds == pytest.approx(0.39)
@@ -146,9 +66,8 @@ def test_a_row_by_hand(packed_line):
 
 def test_a_takt_that_is_too_short_is_missed(packed_line):
     """Ten images, 0.01 s each at the very best, every 50 ms."""
-    boards = {"main": BOARD["main"] | {"takt_s": 0.05}}
-    config = replace_boards(packed_line, boards)
-    (row,) = plan(config, packed_line.profile, board_trace(config, 3, seed=0))
+    config = packed_line.changed(boards={"main": BOARD | {"takt_s": 0.05}})
+    (row,) = planned(packed_line, board_trace(config, 3, seed=0), config=config)
     assert row.required_images_per_s == pytest.approx(200.0)
     assert row.takt_met is False
     assert row.bytes_read_per_shift == round(row.bytes_read / row.requests * row.images_per_s * SHIFT_S)
@@ -156,10 +75,9 @@ def test_a_takt_that_is_too_short_is_missed(packed_line):
 
 def test_a_slow_trace_tells_whether_the_takt_is_met(packed_line):
     """Ten images every 0.25 s: 40 images/s, of which batches of four allow 66, and one image after another 33."""
-    config = replace_boards(packed_line, {"main": BOARD["main"] | {"takt_s": 0.25}})
-    roomy = {"host": EXPERTS * SLOT_BYTES + WORKSPACE_BYTES}
+    config = packed_line.changed(boards={"main": BOARD | {"takt_s": 0.25}})
     trace = trace_of("0123" * 10, every_s=1.0)
-    rows = plan(config, packed_line.profile, trace, ["coserve", "samba"], [roomy])
+    rows = planned(packed_line, trace, ["coserve", "samba"], [packed_line.room(EXPERTS)], config=config)
     assert [row.required_images_per_s for row in rows] == pytest.approx([40.0, 40.0])
     assert all(row.images_per_s < 1.1 for row in rows)
     assert [row.takt_met for row in rows] == [True, False]
@@ -167,42 +85,27 @@ def test_a_slow_trace_tells_whether_the_takt_is_met(packed_line):
 
 def test_an_hour_cut_out_of_a_day_is_planned_as_one_that_begins_at_once(packed_line):
     """Four images a second, from eight o'clock on and from the start: the same figures, and a floor below both."""
-    config, rows = packed_line.config, []
+    rows, limits = [], []
     for start_s in (0, 28_800):
         file = packed_line.folder / f"from-{start_s}.jsonl"
         file.write_text("".join(f'{{"t": {start_s + n / 4}, "component": "c{n % 4}"}}\n' for n in range(40)))
-        rows += plan(config, packed_line.profile, read_trace(file, config.catalog))
+        line_plan = LinePlan(packed_line.config, packed_line.profile, read_trace(file, packed_line.config.catalog))
+        rows.append(line_plan.row())
+        limits.append(line_plan.advice())
     assert rows[1] == rows[0]
     assert rows[1].seconds < 11.0
     assert rows[1].bound.arrivals_s == pytest.approx(39 / 4 + 0.03)
     assert rows[1].takt_met is True
-    limits = [
-        plan_advice(
-            config, packed_line.profile, read_trace(packed_line.folder / f"from-{start_s}.jsonl", config.catalog)
-        )
-        for start_s in (0, 28_800)
-    ]
     assert limits[1] == limits[0]
 
 
-def replace_boards(packed_line, boards):
-    document = packed_line.document | {"boards": boards}
-    file = packed_line.folder / "other.yaml"
-    file.write_text(json.dumps(document))
-    return read_line(file, {})
-
-
 def test_board_types_take_turns_in_what_the_takt_asks_for(packed_line):
-    boards = {
-        "one": {"components": {"c0": 30}, "takt_s": 10.0},
-        "two": {"components": {"c1": 6}, "takt_s": 2.0},
-    }
-    assert required_images_per_s(replace_boards(packed_line, boards)) == pytest.approx(36 / 12)
+    boards = {"one": {"components": {"c0": 30}, "takt_s": 10.0}, "two": {"components": {"c1": 6}, "takt_s": 2.0}}
+    assert required_images_per_s(packed_line.changed(boards=boards)) == pytest.approx(36 / 12)
 
 
 def test_a_line_without_boards_has_no_takt_and_reads_at_the_rate_it_reaches(packed_line):
-    config = replace_boards(packed_line, {})
-    (row,) = plan(config, packed_line.profile, trace_of("0123" * 5))
+    (row,) = planned(packed_line, trace_of("0123" * 5), config=packed_line.changed(boards={}))
     assert (row.required_images_per_s, row.takt_met) == (None, None)
     assert row.bytes_read_per_shift == round(row.bytes_read / 20 * row.images_per_s * SHIFT_S)
 
@@ -210,8 +113,8 @@ def test_a_line_without_boards_has_no_takt_and_reads_at_the_rate_it_reaches(pack
 def test_every_policy_in_every_memory_stands_above_its_bounds(packed_line, monkeypatch):
     monkeypatch.setattr(forecast, "LEAST_REQUESTS", 200)  # for each of 18 rows
     trace = board_trace(packed_line.config, boards=6, seed=1)
-    memories = [{"host": places * SLOT_BYTES + WORKSPACE_BYTES} for places in (1, 2, 4)]
-    rows = plan(packed_line.config, packed_line.profile, trace, sorted(PRESETS), memories)
+    memories = [packed_line.room(places) for places in (1, 2, 4)]
+    rows = planned(packed_line, trace, sorted(PRESETS), memories)
     assert [(row.policy, row.memory["host"]) for row in rows] == [
         (policy, places * SLOT_BYTES) for places in (1, 2, 4) for policy in sorted(PRESETS)
     ]
@@ -223,70 +126,62 @@ def test_every_policy_in_every_memory_stands_above_its_bounds(packed_line, monke
     bounds = [rows[at].bound for at in (0, len(PRESETS), 2 * len(PRESETS))]
     assert [bound.switches for bound in bounds] == [3, 2, 0]
     assert [bound.seconds for bound in bounds] == sorted((bound.seconds for bound in bounds), reverse=True)
-    again = plan(packed_line.config, packed_line.profile, trace, sorted(PRESETS), memories[:1])
+    again = planned(packed_line, trace, sorted(PRESETS), memories[:1])
     assert again == rows[: len(PRESETS)]
 
 
 def test_the_lines_own_policy_and_memory_are_planned_when_none_is_asked(packed_line):
-    (row,) = plan(packed_line.config, packed_line.profile, trace_of("01"))
+    (row,) = planned(packed_line, trace_of("01"))
     assert (row.policy, row.memory["host"]) == ("coserve", 2 * SLOT_BYTES)
 
 
-def test_pass_rates_of_the_profile_decide_who_goes_on(packed_line):
-    document = packed_line.document | {
-        "routes": {"c0": [{"expert": "cls/f0", "pass": ["ok"]}, {"expert": "cls/f1", "pass": ["ok"]}]},
-        "boards": {},
-    }
-    file = packed_line.folder / "routes.yaml"
-    file.write_text(json.dumps(document))
+def test_pass_rates_of_the_profile_decide_which_requests_go_on(packed_line):
+    steps = [{"expert": f"cls/f{number}", "pass": ["ok"]} for number in range(2)]
+    config = packed_line.changed(routes={"c0": steps}, boards={})
     never = replace(packed_line.profile, usage=UsageProfile({}, {"cls/f0": 0.0}, UsageOrigin.COMPUTED))
-    config, trace = read_line(file, {}), trace_of("0" * 8)
-    (stopped,), (passed,) = plan(config, never, trace), plan(config, packed_line.profile, trace)
+    (stopped,) = planned(packed_line, trace_of("0" * 8), config=config, profile=never)
+    (passed,) = planned(packed_line, trace_of("0" * 8), config=config)
     assert stopped.bound.compute_s == pytest.approx(8 * 0.01 + 2 * 0.02)
     assert passed.bound.compute_s == pytest.approx(2 * stopped.bound.compute_s)
 
 
 def test_a_faster_ssd_can_be_asked_about(packed_line):
     trace = trace_of("0123" * 5)
-    (today,) = plan(packed_line.config, packed_line.profile, trace, ["samba"])
-    (faster,) = plan(packed_line.config, packed_line.profile, trace, ["samba"], ssd_bytes_per_s=10 * SSD_BYTES_PER_S)
+    (today,) = planned(packed_line, trace, ["samba"])
+    (faster,) = planned(packed_line, trace, ["samba"], ssd_bytes_per_s=10 * SSD_BYTES_PER_S)
     assert faster.images_per_s > 2 * today.images_per_s
     assert faster.bound.io_s == pytest.approx(today.bound.io_s / 10)
     with pytest.raises(ConfigError, match="an SSD of 0 bytes/s reads nothing"):
-        plan(packed_line.config, packed_line.profile, trace, ssd_bytes_per_s=0)
+        planned(packed_line, trace, ssd_bytes_per_s=0)
 
 
 def test_advice_says_what_would_help(packed_line):
-    advice = plan_advice(packed_line.config, packed_line.profile, trace_of("0123" * 10), "paper")
+    advice = advised(packed_line, trace_of("0123" * 10), "paper")
     assert advice.limit is Limit.MEMORY
     assert advice.memory.budget_bytes["host"] <= EXPERTS * SLOT_BYTES + WORKSPACE_BYTES
     assert advice.takt.is_met
-    roomy = {"host": EXPERTS * SLOT_BYTES + WORKSPACE_BYTES}
-    advice = plan_advice(packed_line.config, packed_line.profile, trace_of("0123" * 10), "paper", roomy)
-    assert advice.limit is Limit.COMPUTE
+    roomy = advised(packed_line, trace_of("0123" * 10), "paper", packed_line.room(EXPERTS))
+    assert roomy.limit is Limit.COMPUTE
 
 
-def test_who_plans_with_the_memory_that_is_advised_gets_what_was_said(packed_line):
+def test_a_plan_with_the_memory_that_is_advised_has_the_rate_that_was_said(packed_line):
     """Workspaces are auto, and grow with the memory: a batch at its maximum takes as much as one expert."""
-    file = packed_line.folder / "auto.yaml"
-    file.write_text(json.dumps(packed_line.document | {"memory": {}}))
     searched = PoolAllocation("host", 3 * SLOT_BYTES, SLOT_BYTES, 3)
     profile = replace(
         packed_line.profile,
         kinds=(replace(packed_line.profile.kinds[0], workspace_bytes=SLOT_BYTES // 4),),
         allocation=Allocation("searched", {"host": 4 * SLOT_BYTES}, (searched,), {"cpu": 1}),
     )
-    config, trace = read_line(file, {}), trace_of("0123" * 10)
-    advice = plan_advice(config, profile, trace, "paper", {"host": 2 * SLOT_BYTES}, ssd_bytes_per_s=1e6)
-    advised = [advice.memory.budget_bytes]
-    (row,) = plan(config, profile, trace, ["paper"], advised, ssd_bytes_per_s=1e6)
-    assert row.images_per_s == advice.memory.images_per_s
+    config = packed_line.changed(memory={})
+    line_plan = LinePlan(config, profile, trace_of("0123" * 10), ssd_bytes_per_s=1e6)
+    advice = line_plan.advice("paper", {"host": 2 * SLOT_BYTES})
+    assert line_plan.row("paper", advice.memory.budget_bytes).images_per_s == advice.memory.images_per_s
 
 
-def test_the_table_fits_and_holds_every_row(packed_line):
+def test_people_and_scripts_read_every_row_and_sentence(packed_line):
     trace = trace_of("0123" * 5)
-    rows = plan(packed_line.config, packed_line.profile, trace, ["coserve", "samba-parallel"])
-    advice = plan_advice(packed_line.config, packed_line.profile, trace, "samba")
+    rows = planned(packed_line, trace, ["coserve", "samba-parallel"])
+    advice = advised(packed_line, trace, "samba")
     text = plan_table(rows, advice)
     assert max(len(line) for line in text.splitlines()) <= WIDTH
     header, first, second, *_ = text.splitlines()
@@ -295,14 +190,8 @@ def test_the_table_fits_and_holds_every_row(packed_line):
     assert second.startswith("samba-parallel ")
     words = " ".join(text.split())
     assert all(" ".join(sentence.split()) in words for sentence in advice.sentences)
-
-
-def test_scripts_read_plain_json(packed_line):
-    trace = trace_of("0123" * 5)
-    rows = plan(packed_line.config, packed_line.profile, trace)
-    advice = plan_advice(packed_line.config, packed_line.profile, trace)
     read = json.loads(json.dumps(as_json(rows, advice)))
-    (row,) = read["rows"]
+    row = read["rows"][0]
     assert row["bound"].keys() >= {"switches", "fcfs_switches", "seconds"}
     expected = {"policy", "requests", "seconds", "images_per_s", "switches", "loads", "evictions", "bytes_read"}
     expected |= {"p50_wait_s", "p99_wait_s", "takt_met", "required_images_per_s", "bytes_read_per_shift"}
@@ -312,50 +201,37 @@ def test_scripts_read_plain_json(packed_line):
     assert as_json(rows)["advice"] is None
 
 
-# -- what is refused --
+# -- refusals --
 
 
-def refused(packed_line, trace=None, policies=(), memory=None, config=None, profile=None):
+@pytest.mark.parametrize(
+    ("components", "policy", "memory", "said"),
+    [
+        ("01", None, {"host": SLOT_BYTES // 2 + WORKSPACE_BYTES}, "experts.cls/f0: needs 0.2 MiB, but memory.host"),
+        ("01", "coserv", None, "no policy 'coserv' - did you mean 'coserve'?"),
+        ("01", None, {"hots": 5}, "no memory is called hots"),
+        ("", None, None, "an empty queue"),
+        ("9", None, None, "component 'c9', which has no route"),
+    ],
+)
+def test_a_plan_of_what_cannot_run_is_refused(packed_line, components, policy, memory, said):
     with pytest.raises(ConfigError) as caught:
-        plan(
-            config or packed_line.config,
-            profile or packed_line.profile,
-            trace_of("01") if trace is None else trace,
-            policies,
-            [memory or {}],
-        )
-    return str(caught.value)
+        planned(packed_line, trace_of(components), [policy], [memory])
+    assert said in str(caught.value)
 
 
-def test_a_budget_below_the_largest_expert_is_refused(packed_line):
-    told = refused(packed_line, memory={"host": SLOT_BYTES // 2 + WORKSPACE_BYTES})
-    assert "experts.cls/f0: needs 0.2 MiB, but memory.host leaves 0.1 MiB" in told
+def test_a_line_or_profile_that_does_not_hold_is_refused(packed_line):
+    (kind,) = packed_line.profile.kinds
+    for config, other, said in (
+        (packed_line.changed(state="./elsewhere"), kind, "not packed in fp32 - run `coserve profile"),
+        (None, replace(kind, kind="another"), "the trace needs cls/f0, which cannot be served: no expert of its kind"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            planned(packed_line, trace_of("0"), config=config, profile=replace(packed_line.profile, kinds=(other,)))
+        assert said in str(caught.value)
 
 
-def test_a_policy_or_memory_that_is_none_is_refused(packed_line):
-    assert refused(packed_line, policies=["coserv"]) == "no policy 'coserv' - did you mean 'coserve'?"
-    assert "no memory is called hots" in refused(packed_line, memory={"hots": 5})
-
-
-def test_an_empty_or_foreign_trace_is_refused(packed_line):
-    assert refused(packed_line, trace=[]).startswith("an empty queue")
-    assert "component 'c9', which has no route" in refused(packed_line, trace=[TracedArrival(0.0, "c9")])
-
-
-def test_what_is_not_packed_is_refused(packed_line):
-    document = packed_line.document | {"state": "./elsewhere"}
-    file = packed_line.folder / "unpacked.yaml"
-    file.write_text(json.dumps(document))
-    assert "not packed in fp32 - run `coserve profile" in refused(packed_line, config=read_line(file, {}))
-
-
-def test_an_expert_that_the_profiler_could_not_run_is_refused_where_the_trace_needs_it(packed_line):
-    """Its kind has no row in the profile, though the profiler knew it."""
-    config = packed_line.config
-    kind = packed_line.profile.kinds[0]
-    other = replace(packed_line.profile, kinds=(replace(kind, kind="another"),))
-    told = refused(packed_line, config=config, profile=other, trace=trace_of("0"))
-    assert told.startswith("the trace needs cls/f0, which cannot be served: no expert of its kind")
+# -- decoding --
 
 
 def test_decoding_is_told_alone_and_beside_computing(packed_line):
@@ -366,13 +242,13 @@ def test_decoding_is_told_alone_and_beside_computing(packed_line):
     experts = sorted(packed_line.config.catalog.experts)
     slow = ImageDecoding(experts[0], 2, 24.0, 0.2, 0.05, 0, 0, 0.0, 0.02, "5a")
     measured = replace(packed_line.profile, decodings=(slow,))
-    (row,) = plan(packed_line.config, measured, trace_of("0101"))
+    (row,) = planned(packed_line, trace_of("0101"), profile=measured)
     assert row.decoding_images_per_s == pytest.approx(10.0)
     assert row.cores_images_per_s == pytest.approx(1 / 0.12)
     told = "decoding: 10.0 images/s, did all cores nothing else; 8.3 at most beside what executors compute on them."
     assert told in " ".join(plan_table((row,)).split())
     assert as_json((row,))["rows"][0]["cores_images_per_s"] == pytest.approx(1 / 0.12)
-    (unknown,) = plan(packed_line.config, packed_line.profile, trace_of("0101"))
+    (unknown,) = planned(packed_line, trace_of("0101"))
     assert (unknown.decoding_images_per_s, unknown.cores_images_per_s) == (None, None)
 
 
@@ -391,7 +267,7 @@ def photographs(packed_line, **more):
 
 
 def test_photographs_that_take_the_cores_from_their_executors_are_the_limit_and_what_would_help(packed_line):
-    advice = plan_advice(packed_line.config, photographs(packed_line), trace_of("01" * 100))
+    advice = advised(packed_line, trace_of("01" * 100), profile=photographs(packed_line))
     assert advice.limit is Limit.DECODING
     assert advice.sentences[1:3] == (
         "Decoding is the limit: it takes 51% of the cores' time for an image (129 of 253 ms of one core), so that 2 "
@@ -407,7 +283,7 @@ def test_photographs_that_take_the_cores_from_their_executors_are_the_limit_and_
 
 
 def test_jpegs_that_are_made_smaller_already_are_no_advice(packed_line):
-    advice = plan_advice(packed_line.config, photographs(packed_line, labels_differ=0), trace_of("01" * 100))
+    advice = advised(packed_line, trace_of("01" * 100), profile=photographs(packed_line, labels_differ=0))
     assert advice.decoding.time.decoding_s == pytest.approx(200 * 0.05)
     assert [each.change for each in advice.decoding.help] == ["a further core", "images of half the pixels"]
 
@@ -416,9 +292,10 @@ def test_jpegs_that_are_made_smaller_already_are_no_advice(packed_line):
 def test_what_is_planned_has_the_cores_decode_too(packed_line, images):
     """100 images in batches of at most four: all but what an image alone leaves of the two cores is made use of."""
     config = packed_line.config.having(memory={} if images is None else {"images": images})
-    (row,) = plan(config, photographs(packed_line), trace_of("01" * 50))
+    (row,) = planned(packed_line, trace_of("01" * 50), config=config, profile=photographs(packed_line))
     assert row.cores_images_per_s == pytest.approx(2 / 0.253)
     assert 0.95 * row.cores_images_per_s < row.images_per_s <= row.cores_images_per_s
     assert row.roofline_images_per_s == row.cores_images_per_s
-    (alone,) = plan(config, replace(photographs(packed_line), decodings=()), trace_of("01" * 50))
+    undecoded = replace(photographs(packed_line), decodings=())
+    (alone,) = planned(packed_line, trace_of("01" * 50), config=config, profile=undecoded)
     assert alone.images_per_s == pytest.approx(1 / 0.062, rel=0.05)

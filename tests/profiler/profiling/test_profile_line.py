@@ -40,7 +40,7 @@ from experts.backends.forms import why_absent
 from experts.backends.onednn import operators
 from experts.errors import AlreadyRunning, ConfigError, CoServeError
 from experts.expert import Precision, Verdict
-from profiler.allocation.search import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE
+from profiler.allocation.search import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE, SearchOptions
 from profiler.allocation.search_runs import RUNS
 from profiler.allocation.step import CASUAL, ENGINE, ON_ENGINE, SIMULATE
 from profiler.cli.arguments import disk_explained
@@ -56,6 +56,7 @@ from profiler.workload.samples import SYNTHETIC
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 120.0
 SHORT = BatchOptions(sizes=(1, 2), repeats=1, limit_s=0.5)
+FEW_RUNS = SearchOptions(engine_requests=12)
 SLOW = dict.fromkeys(("fp16", "onnxruntime", "onednn-fp32", "onednn-bf16"), 1.0)
 COMPONENTS = 3
 NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
@@ -229,7 +230,7 @@ class TestAWholeProfile:
         [(SIMULATE, SEARCHED_IN_SIMULATION), (ENGINE, SEARCHED_ON_ENGINE), (CASUAL, "casual")],
     )
     def test_is_written_whole_and_an_agent_starts_from_it_without_a_probe(self, line, allocation, origin):
-        done = line.profiled(allocation=allocation, engine_requests=12)
+        done = line.profiled(allocation=allocation, search=FEW_RUNS)
         assert read_profile(line.path) == done.profile
         assert not partial_of(line.path).exists()
         assert done.notes == ()
@@ -396,7 +397,7 @@ class TestAnExpertThatFailsWhenItIsRun:
         line.classify(0, 1)
         line.overflow(0)
         line.document["precision"] = precision
-        done = line.profiled(allocation=allocation, engine_requests=12)
+        done = line.profiled(allocation=allocation, search=FEW_RUNS)
         told_of = [note for note in done.notes if "cannot be served" in note]
         assert told_of == [
             "cls/f0 cannot be served: on cpu: its output is not a number: check its weights, or use precision fp32"
@@ -418,7 +419,7 @@ class TestAnExpertThatFailsWhenItIsRun:
             line.document["experts"][f"cls/f{number}"]["input"] = {"size": [64, 64], "normalize": "unit"}
         crops = line.crops()
         Image.new("RGB", (8, 8)).save(crops / "c0" / "ok" / "0.png")
-        done = line.profiled(allocation=ENGINE, engine_requests=12, samples=crops)
+        done = line.profiled(allocation=ENGINE, search=FEW_RUNS, samples=crops)
         served = [note for note in done.notes if "cannot be served" in note]
         assert len(served) == 1
         assert served[0].startswith("cls/f0 cannot be served: on ")
@@ -441,7 +442,7 @@ class TestAnExpertThatFailsWhenItIsRun:
         line.crops(c0=3)
         Image.new("RGB", (8, 8)).save(crops / "c0" / "ok" / "0.png")
         with pytest.raises(ConfigError, match="every route has an expert that cannot be served") as caught:
-            line.profiled(allocation=ENGINE, engine_requests=12, samples=crops)
+            line.profiled(allocation=ENGINE, search=FEW_RUNS, samples=crops)
         assert "cls/f0: on " in str(caught.value)
         assert "its output is not a number" in str(caught.value)
         assert line.path.exists()
@@ -833,12 +834,12 @@ class TestKilled:
             if stage == ON_ENGINE and done == 1:
                 raise Stopped
 
-        options = ProfilingOptions(allocation=ENGINE, engine_requests=12, batches=SHORT)
+        options = ProfilingOptions(allocation=ENGINE, search=FEW_RUNS, batches=SHORT)
         with pytest.raises(Stopped):
             profile_line(line.config, options, stop)
         with ProfileDraft.open(line.path, "test", line.identity) as draft:
             (known,) = draft.trials(RUNS)
-        profile = line.profiled(allocation=ENGINE, engine_requests=12).profile
+        profile = line.profiled(allocation=ENGINE, search=FEW_RUNS).profile
         assert known.images_per_s in {trial.images_per_s for trial in profile.trials}
         assert RUNS not in {trial.search for trial in profile.trials}
 
@@ -852,7 +853,7 @@ class TestProgress:
         def report(stage, done, total):
             steps.setdefault(stage, []).append((done, total))
 
-        options = ProfilingOptions(allocation=ENGINE, engine_requests=12, batches=SHORT, samples=line.crops())
+        options = ProfilingOptions(allocation=ENGINE, search=FEW_RUNS, batches=SHORT, samples=line.crops())
         profile_line(line.config, options, report)
         assert {"pack", "pack as chosen", ON_ENGINE} <= steps.keys()
         for stage, told in steps.items():
@@ -916,7 +917,7 @@ class TestSamples:
             if stage == "executors of cpu" and done == total:
                 broken.write_bytes(b"no image")
 
-        options = ProfilingOptions(allocation=ENGINE, engine_requests=12, batches=SHORT, samples=crops)
+        options = ProfilingOptions(allocation=ENGINE, search=FEW_RUNS, batches=SHORT, samples=crops)
         done = profile_line(line.config, options, spoil)
         (note,) = done.notes
         assert note.startswith(f"sample image {broken} was left out of the search: ")

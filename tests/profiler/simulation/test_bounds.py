@@ -10,19 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from agent.core.effects import Assigned, StartLoad
-from agent.core.engine import Engine
-from agent.core.performance import (
-    SSD,
-    ExecutorSpec,
-    ExpertProfile,
-    Footprint,
-    Limits,
-    Performance,
-    PerformanceMatrix,
-    PoolSpec,
-    SharedPart,
-)
+from agent.core.performance import SSD, ExecutorSpec, Performance, PerformanceMatrix, PoolSpec, SharedPart
 from agent.core.policy import PRESETS
+from agent.core.request import IMAGE, Work
 from experts.errors import MemoryExceeded
 from experts.graph import ExpertGraph, RouteStep
 from profiler.simulation.bounds import (
@@ -34,17 +24,18 @@ from profiler.simulation.bounds import (
     compute_s,
     fewest_fcfs_switches,
     fewest_switches,
+    tokens_of,
     unread_bytes,
 )
-from profiler.simulation.simulator import Simulator
 from profiler.workload.traces import TracedArrival
+from tests.profiler.lines import IMAGES, OK, TEXTS, row, setup_of, simulator
+from tests.profiler.lines import resources as resources_of
 
 SSD_BYTES_PER_S = 10.0
-PERFORMANCE = Performance(K_s=0.01, B_s=0.02, max_batch=4, workspace_bytes=0)
 
 
-def row(name, footprint, performance=PERFORMANCE, ssd_bytes_per_s=SSD_BYTES_PER_S):
-    return ExpertProfile(name, performance, footprint, {SSD: footprint.own_bytes / ssd_bytes_per_s, "host": 0.1})
+def sized(name, size, shared=(), performance=IMAGES):
+    return row(name, performance, size, {SSD: size / SSD_BYTES_PER_S, "host": 0.1}, shared=shared)
 
 
 def resources(columns, pools, executors=None, speedups=None):
@@ -57,8 +48,7 @@ def resources(columns, pools, executors=None, speedups=None):
 
 def one_memory(sizes, capacity, parts=None, **more):
     """One CPU, and one memory; ``parts[expert]``: what it shares."""
-    parts = parts or {}
-    column = {name: row(name, Footprint(size, parts.get(name, ()))) for name, size in sizes.items()}
+    column = {name: sized(name, size, (parts or {}).get(name, ())) for name, size in sizes.items()}
     return resources({"cpu": column}, [PoolSpec("host", capacity, 0)], **more)
 
 
@@ -89,7 +79,7 @@ def test_a_shared_part_counts_once():
 
 def test_a_memory_that_runs_nothing_holds_off_no_switch():
     """Device for two of three experts; the host caches the third, but it has to come to the device all the same."""
-    column = {name: row(name, Footprint(1)) for name in "abc"}
+    column = {name: sized(name, 1) for name in "abc"}
     pools = [PoolSpec("host", 100, 0), PoolSpec("device", 2, 0, cache="host")]
     executors = [ExecutorSpec(0, "cuda", "device")]
     assert fewest_switches("abc", resources({"cuda": column}, pools, executors)) == 1
@@ -99,7 +89,7 @@ def test_a_memory_that_runs_nothing_holds_off_no_switch():
 
 def test_an_expert_in_two_memories_is_still_one():
     """Two memories with room for two each, three small experts and a large one: three can be there, not four."""
-    column = {name: row(name, Footprint(9 if name == "d" else 1)) for name in "abcd"}
+    column = {name: sized(name, 9 if name == "d" else 1) for name in "abcd"}
     pools = [PoolSpec("host", 2, 0), PoolSpec("device", 2, 0, cache="host")]
     plant = resources({"cpu": column, "cuda": column}, pools)
     assert fewest_switches("abcd", plant) == 1
@@ -185,7 +175,7 @@ def least_loads(uses, sizes, capacity, start):
 USES = st.text(alphabet="abcde", min_size=1, max_size=10)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(USES, st.integers(1, 4))
 def test_belady_is_the_optimum_for_equal_sizes(uses, places):
     sizes = dict.fromkeys(uses, 1)
@@ -194,7 +184,7 @@ def test_belady_is_the_optimum_for_equal_sizes(uses, places):
     assert fewest_fcfs_switches(uses, one_memory(sizes, places)) == optimum
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(USES, st.lists(st.integers(1, 6), min_size=5, max_size=5), st.integers(6, 14))
 def test_no_eviction_beats_the_bound_for_mixed_sizes(uses, drawn, capacity):
     sizes = {name: size for name, size in zip("abcde", drawn, strict=True) if name in uses}
@@ -244,8 +234,8 @@ def test_each_processor_gets_what_it_is_best_at():
     """a: 1 s on the first, 9 s on the second; b the other way round: six of each take 6 s, not 12 / (1 + 1/9)."""
     fast, slow = Performance(1.0, 0.0, 1, 0), Performance(9.0, 0.0, 1, 0)
     columns = {
-        "cuda": {"a": row("a", Footprint(1), fast), "b": row("b", Footprint(1), slow)},
-        "cpu": {"a": row("a", Footprint(1), slow), "b": row("b", Footprint(1), fast)},
+        "cuda": {"a": sized("a", 1, performance=fast), "b": sized("b", 1, performance=slow)},
+        "cpu": {"a": sized("a", 1, performance=slow), "b": sized("b", 1, performance=fast)},
     }
     plant = resources(columns, [PoolSpec("device", 9, 0), PoolSpec("host", 9, 0)])
     assert compute_s({"a": 6, "b": 6}, plant) == pytest.approx(6.0)
@@ -307,7 +297,7 @@ def least_makespan(counts, columns):
 )
 def test_no_sharing_out_beats_the_time_bound(counts, columns):
     rows = {
-        f"p{at}": {name: row(name, Footprint(1), Performance(*costs, 0)) for name, costs in column.items()}
+        f"p{at}": {name: sized(name, 1, performance=Performance(*costs, 0)) for name, costs in column.items()}
         for at, column in enumerate(columns)
     }
     bound = compute_s(counts, resources(rows, [PoolSpec("host", 9, 0)]))
@@ -321,20 +311,14 @@ def test_no_sharing_out_beats_the_time_bound(counts, columns):
 
 
 def simulated(policy, sizes, parts, capacity, routes, trace, executors):
-    column = {name: row(name, Footprint(size, parts.get(name, ()))) for name, size in sizes.items()}
-    steps = {
-        name: tuple(RouteStep(expert, frozenset({"ok"})) for expert in experts) for name, experts in routes.items()
-    }
-    specs = [ExecutorSpec(number, "cpu", "host") for number in range(executors)]
-    profile = PerformanceMatrix({"cpu": column}, dict.fromkeys(column, 1 / len(column)))
-    pools = (PoolSpec("host", capacity, 0),)
-    engine = Engine(ExpertGraph(sizes, steps), profile, specs, PRESETS[policy], Limits(pools))
-    links = {SSD: SSD_BYTES_PER_S}
-    simulation = Simulator(engine, profile, specs, link_bytes_per_s=links).run(trace)
-    return simulation, Resources(tuple(specs), pools, profile, SSD_BYTES_PER_S, {})
+    rows = {name: sized(name, size, parts.get(name, ())) for name, size in sizes.items()}
+    steps = {name: tuple(RouteStep(expert, OK) for expert in experts) for name, experts in routes.items()}
+    setup = setup_of(rows, ["cpu"] * executors, capacity, policy=policy, routes=ExpertGraph(sizes, steps))
+    run = simulator(setup, link_bytes_per_s={SSD: SSD_BYTES_PER_S}, check_every_step=False)
+    return run.run(trace), resources_of(setup, SSD_BYTES_PER_S)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.sampled_from(sorted(PRESETS)),
     st.lists(st.integers(1, 6), min_size=5, max_size=5),
@@ -372,7 +356,7 @@ def test_a_further_step_queues_behind_what_has_come():
     assert (found.switches, found.fcfs_switches) == (1, 1)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(["samba", "samba-fifo"]),
     st.lists(st.integers(1, 6), min_size=5, max_size=5),
@@ -390,18 +374,70 @@ def test_no_first_come_first_served_policy_beats_the_bound_of_routes(policy, dra
     assert found.switches <= found.fcfs_switches <= loads
 
 
-@settings(max_examples=80, deadline=None)
-@given(
-    st.sampled_from(["samba", "samba-fifo"]),
-    st.lists(st.integers(1, 6), min_size=5, max_size=5),
-    st.integers(6, 14),
-    st.text(alphabet="abcde", min_size=1, max_size=30),
+# -- texts --
+
+FASTER = Performance(0.001, 0.004, 4, 0, K_prompt_s=0.0001, K_output_s=0.002, lease_bytes=1)
+
+
+def text_line(*columns, leases=10_000, **more):
+    """``columns``: performance by expert, of a processor each."""
+    rows = {f"p{at}": {name: row(name, each) for name, each in column.items()} for at, column in enumerate(columns)}
+    return setup_of(rows, tuple(rows), [PoolSpec("host", 100, 0, lease_bytes=leases)], **more)
+
+
+def text_resources(*columns):
+    return resources_of(text_line(*columns))
+
+
+def test_tokens_of_all_requests_are_added_up():
+    requests = [RequestSteps(0.0, ("r", "t"), Work(3, 4, 7)), RequestSteps(0.0, ("t",), Work(1, 2, 3))]
+    assert tokens_of([*requests, RequestSteps(0.0, ("i",))]) == {"r": Work(3, 4), "t": Work(4, 6)}
+
+
+def test_tokens_take_their_time_beside_batches_and_processors_share_them():
+    plant = text_resources({"t": TEXTS})
+    assert compute_s({"t": 5}, plant, {"t": Work(100, 20)}) == pytest.approx(5 * 0.001 + 2 * 0.004 + 0.05 + 0.06)
+    assert compute_s({"t": 5}, plant) == pytest.approx(0.013)
+    assert compute_s({"t": 1}, text_resources({"t": TEXTS}, {"t": TEXTS}), {"t": Work(0, 1000)}) == pytest.approx(
+        1.5, rel=0.01
+    )
+
+
+def test_a_text_alone_takes_its_tokens_where_they_are_fastest():
+    request = RequestSteps(2.0, ("t",), Work(10, 100, 110))
+    found = arrivals_s([request], text_resources({"t": TEXTS}, {"t": FASTER}))
+    assert found == pytest.approx(2.0 + 0.005 + 0.001 + 0.2)
+
+
+WORK = st.one_of(
+    st.none(), st.builds(lambda read, write: Work(read, write, read + write), st.integers(1, 40), st.integers(0, 60))
 )
-def test_no_first_come_first_served_policy_beats_belady(policy, drawn, capacity, uses):
-    sizes = dict(zip("abcde", drawn, strict=True))
-    trace = [TracedArrival(0.1 * number, expert=expert) for number, expert in enumerate(uses)]
-    simulation, plant = simulated(policy, sizes, {}, capacity, {"u": ("a",)}, trace, executors=1)
-    loads = sum(isinstance(effect, StartLoad) for _, effect in simulation.effects)
-    assert fewest_fcfs_switches(uses, plant) <= loads
-    if len(set(drawn)) == 1:
-        assert belady_loads(uses, capacity // drawn[0]) <= loads
+TEXT_ROUTES = {"image": ("i",), "asked": ("t",), "routed": ("r", "t")}
+TEXT_GRAPH = ExpertGraph(
+    "irt",
+    {
+        "image": (RouteStep("i", OK),),
+        "asked": (RouteStep("t", OK),),
+        "routed": (RouteStep("r", frozenset(), then={"ok": "t"}),),
+    },
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["coserve", "paper", "samba", "none"]),
+    st.lists(st.tuples(WORK, st.booleans(), st.sampled_from([0.0, 0.05, 1.0])), min_size=1, max_size=15),
+    st.integers(100, 400),
+    st.integers(1, 2),
+)
+def test_no_policy_beats_the_bounds_of_texts_beside_images(policy, drawn, leases, processors):
+    column = {"i": IMAGES, "t": TEXTS, "r": TEXTS}
+    setup = text_line(*[column] * processors, leases=leases, policy=policy, routes=TEXT_GRAPH, quantum_s=0.02)
+    times = itertools.accumulate(pause_s for _, _, pause_s in drawn)
+    trace = [
+        TracedArrival(at_s, "image" if work is None else "routed" if routed else "asked", work=work or IMAGE)
+        for at_s, (work, routed, _) in zip(times, drawn, strict=True)
+    ]
+    simulation = simulator(setup, check_every_step=False).run(trace)
+    requests = [RequestSteps(each.at_s, TEXT_ROUTES[each.component], each.work) for each in trace]
+    assert bounds(requests, resources_of(setup)).seconds <= max(simulation.finished_s.values()) + 1e-9

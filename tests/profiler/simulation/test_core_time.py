@@ -8,38 +8,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.core.engine import Engine
-from agent.core.performance import (
-    SSD,
-    ExecutorSpec,
-    ExpertProfile,
-    Footprint,
-    Limits,
-    Performance,
-    PerformanceMatrix,
-    PoolSpec,
-)
-from agent.core.policy import PRESETS
+from agent.core.performance import SSD, Performance, PoolSpec
 from agent.core.request import Work
-from experts.expert import Prediction
-from experts.graph import ExpertGraph, RouteStep
-from profiler.simulation.bounds import RequestSteps, Resources
+from profiler.simulation.bounds import RequestSteps
 from profiler.simulation.core_time import CoreTime, compute_core_s, core_time
-from profiler.simulation.simulator import Simulator
-from profiler.workload.traces import TracedArrival
+from tests.profiler.lines import arrivals, row, setup_of, simulator
+from tests.profiler.lines import resources as resources_of
 
 SECONDS = st.floats(1e-4, 1.0)
 POOLS = (PoolSpec("host", 1_000, 1_000),)
 
 
-def resources(performances, *processors):
+def line(performances, *processors, **more):
     """``performances[processor][expert]``; an executor for each processor named."""
-    executors = tuple(ExecutorSpec(number, name, "host") for number, name in enumerate(processors))
     columns = {
-        processor: {name: ExpertProfile(name, each, Footprint(1), {SSD: 1e-6}) for name, each in column.items()}
+        processor: {name: row(name, each, load_s=1e-6) for name, each in column.items()}
         for processor, column in performances.items()
     }
-    return Resources(executors, POOLS, PerformanceMatrix(columns, {}), 1e9, {})
+    return setup_of(columns, processors, POOLS, **more)
+
+
+def resources(performances, *processors):
+    return resources_of(line(performances, *processors))
 
 
 def of(K_s, B_s=0.0, max_batch=4):
@@ -110,11 +100,8 @@ def test_more_decoding_is_slower_more_cores_are_faster_and_a_share_is_one(cores,
 def test_no_policy_runs_more_than_the_cores_allow(experts, performances, executors, cores, policy):
     """However large its batches are: without decoding it computes no less, on no more cores than there are."""
     column = dict(zip("abc", performances, strict=True))
-    given_ = resources({"cpu": column}, *["cpu"] * min(executors, cores))
-    graph = ExpertGraph(tuple("abc"), {name: (RouteStep(name, frozenset({"ok"})),) for name in "abc"})
-    engine = Engine(graph, given_.profile, given_.executors, PRESETS[policy], Limits(POOLS))
-    trace = [TracedArrival(0.0, name) for name in experts]
-    simulator = Simulator(engine, given_.profile, given_.executors, lambda *_: Prediction("ok", 1.0), {SSD: 1e9}, {})
-    finished_s = simulator.run(trace).finished_s
-    allowed = core_time(requests(*experts), given_, cores, 0.0)
+    setup = line({"cpu": column}, *["cpu"] * min(executors, cores), policy=policy)
+    run = simulator(setup, link_bytes_per_s={SSD: 1e9}, speedups={}, check_every_step=False)
+    finished_s = run.run(arrivals(experts)).finished_s
+    allowed = core_time(requests(*experts), resources_of(setup), cores, 0.0)
     assert len(experts) / max(finished_s.values()) <= allowed.images_per_s * (1 + 1e-9)

@@ -6,57 +6,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.core.effects import StartBatch
-from agent.core.engine import Engine
-from agent.core.performance import (
-    SSD,
-    ExecutorSpec,
-    ExpertProfile,
-    Footprint,
-    Limits,
-    Performance,
-    PerformanceMatrix,
-    PoolSpec,
-    PreparedForm,
-)
-from agent.core.policy import PRESETS
-from experts.expert import Prediction
-from experts.graph import ExpertGraph, RouteStep
+from agent.core.performance import Performance, PreparedForm
 from profiler.simulation.decoders import ImageTimes, core_share
-from profiler.simulation.simulator import Simulator
 from profiler.workload.traces import TracedArrival
+from tests.profiler.lines import arrivals, batches, row, setup_of
+from tests.profiler.lines import simulator as simulator_of
 
 SMALL = PreparedForm("stretched 8x8 unit", 10)
 LARGE = PreparedForm("stretched 64x64 unit", 10)
 ROOM = 10_000
 
 
-def simulator(routes, image_s, cores=1, executors=("cpu",), K_s=0.1, max_batch=1, prepared_bytes=ROOM, forms=None):
+def simulator(routes, image_s, cores=1, executors=("cpu",), *, K_s=0.1, max_batch=1, prepared_bytes=ROOM, forms=None):
     """All experts fit and take ``K_s`` an image, B is nothing; ``image_s``: what decoding takes, by expert."""
-    graph = ExpertGraph(
-        {expert for steps in routes.values() for expert in steps},
-        {name: tuple(RouteStep(expert, frozenset({"ok"})) for expert in steps) for name, steps in routes.items()},
-    )
     performance = Performance(K_s, 0.0, max_batch, workspace_bytes=0)
-    column = {
-        expert: ExpertProfile(
-            expert, performance, Footprint(1), {SSD: 0.001}, prepared=(forms or {}).get(expert, SMALL)
-        )
-        for expert in sorted(graph.experts)
-    }
-    specs = [ExecutorSpec(number, name, "host") for number, name in enumerate(executors)]
-    matrix = PerformanceMatrix(dict.fromkeys(executors, column), dict.fromkeys(column, 1 / len(column)))
-    limits = Limits((PoolSpec("host", len(column), 0),), prepared_bytes=prepared_bytes)
-    engine = Engine(graph, matrix, specs, PRESETS["coserve"], limits)
-    times = None if image_s is None else ImageTimes.known(cores, image_s)
-    return Simulator(engine, matrix, specs, lambda *_: Prediction("ok", 1.0), check_every_step=True, images=times)
+    experts = sorted({expert for steps in routes.values() for expert in steps})
+    rows = {name: row(name, performance, load_s=0.001, prepared=(forms or {}).get(name, SMALL)) for name in experts}
+    setup = setup_of(rows, executors, len(rows), routes=routes, prepared_bytes=prepared_bytes)
+    return simulator_of(setup, images=None if image_s is None else ImageTimes.known(cores, image_s))
 
 
 A = {"a": ["a"]}
 
 
-def asked(count, component="a", every_s=0.0):
-    return [TracedArrival(number * every_s, component) for number in range(count)]
+def asked(count, component="a"):
+    return arrivals([component] * count)
 
 
 def test_images_are_there_at_once_where_nobody_knows_what_decoding_takes():
@@ -142,12 +116,17 @@ def test_no_more_is_decoded_and_computed_than_the_cores_have_time_for(cores, exe
         trace.append(TracedArrival(at_s, component))
     image_s = {"a": 0.07, "b": 0.02}
     built = simulator(
-        {"a": ["a"], "b": ["b"], "ab": ["a", "b"]}, image_s, cores, ("cpu",) * executors, 0.05, max_batch, room
+        {"a": ["a"], "b": ["b"], "ab": ["a", "b"]},
+        image_s,
+        cores,
+        ("cpu",) * executors,
+        K_s=0.05,
+        max_batch=max_batch,
+        prepared_bytes=room,
     )
     found = built.run(trace)
     assert found.outcomes.keys() == set(range(len(trace)))
-    batches = [effect.batch for _, effect in found.effects if isinstance(effect, StartBatch)]
-    computed_s = sum(0.05 * len(batch.requests) for batch in batches) * core_share(cores, executors)
+    computed_s = sum(0.05 * len(batch.requests) for _, batch in batches(found)) * core_share(cores, executors)
     decoded_s = sum(image_s[arrival.component[0]] for arrival in trace)
     first_s = trace[0].at_s
     assert (found.seconds - first_s) * cores >= (computed_s + decoded_s) * (1 - 1e-9)

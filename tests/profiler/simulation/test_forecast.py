@@ -8,57 +8,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.core.performance import (
-    SSD,
-    ExecutorSpec,
-    ExpertProfile,
-    Footprint,
-    Limits,
-    Performance,
-    PerformanceMatrix,
-    PoolSpec,
-)
+from agent.core.performance import SSD, Performance, PoolSpec
 from agent.core.policy import PRESETS
-from agent.deployment.engine_setup import EngineSetup
-from agent.device_profile.records import Allocation, BoxIdentity, LinkSpeed, StoredProfile, UsageProfile
+from agent.device_profile.records import LinkSpeed, UsageProfile
 from experts.errors import ConfigError
-from experts.graph import ExpertGraph, RouteStep
-from profiler.simulation.forecast import draw_steps, forecast, reaches, scenario_of, with_expert_bytes, with_ssd
+from profiler.simulation.forecast import (
+    draw_steps,
+    forecast,
+    quantile_s,
+    reaches,
+    scenario_of,
+    with_expert_bytes,
+    with_ssd,
+)
 from profiler.workload.traces import TracedArrival
+from tests.profiler.lines import graph_of, profile_of, row, setup_of
 
 SSD_BYTES_PER_S = 10_000.0
 EXPERT_BYTES = 1_000  # a load takes 0.1 s
 PERFORMANCE = Performance(K_s=0.01, B_s=0.02, max_batch=4, workspace_bytes=10)
-BOX = BoxIdentity("cpu", "test", ("cpu",), 2, 2**30, None, {})
-
-
-def graph_of(routes):
-    """``routes``: component -> its experts, each of which passes `ok`."""
-    steps = {
-        name: tuple(RouteStep(expert, frozenset({"ok"})) for expert in experts) for name, experts in routes.items()
-    }
-    return ExpertGraph({expert for experts in routes.values() for expert in experts}, steps)
-
-
 LINKS = (LinkSpeed(SSD, SSD_BYTES_PER_S),)
 
 
 def stored(pass_rates=None, speedups=None, links=LINKS):
     usage = UsageProfile({}, pass_rates or {}, "computed from quantities")
-    allocation = Allocation("casual", {}, (), {"cpu": 1})
-    return StoredProfile("t", "now", BOX, links, (), (), {}, {}, usage, allocation, speedups or {})
+    return profile_of(links=links, usage=usage, speedups=speedups or {})
 
 
 def setting(graph, places, executors=1, extra_load_s=0.0, processor="cpu", policy="paper"):
     """A box with room for so many experts, of EXPERT_BYTES each."""
     load_s = EXPERT_BYTES / SSD_BYTES_PER_S + extra_load_s
-    column = {
-        name: ExpertProfile(name, PERFORMANCE, Footprint(EXPERT_BYTES), {SSD: load_s}) for name in sorted(graph.experts)
-    }
-    specs = tuple(ExecutorSpec(number, processor, "host") for number in range(executors))
+    rows = {name: row(name, PERFORMANCE, EXPERT_BYTES, load_s) for name in sorted(graph.experts)}
     pools = (PoolSpec("host", places * EXPERT_BYTES, 100),)
-    profile = PerformanceMatrix({processor: column}, dict.fromkeys(column, 1 / len(column)))
-    return EngineSetup(graph, policy, specs, profile, Limits(pools))
+    return setup_of(rows, [processor] * executors, pools, policy=policy, routes=graph)
 
 
 AB = graph_of({"a": ["a"], "b": ["b"]})
@@ -74,7 +56,7 @@ def test_first_come_first_served_by_hand():
     assert found.loads == {"ssd_host": 3}
     assert found.loads_to({"host"}) == 3
     assert found.loads_to({"device"}) == 0
-    assert (found.wait_s(0.5), found.wait_s(0.99)) == pytest.approx((0.26, 0.39))
+    assert (quantile_s(found.waits_s, 0.5), quantile_s(found.waits_s, 0.99)) == pytest.approx((0.26, 0.39))
     assert found.resident_at_start == frozenset()
 
 
@@ -91,13 +73,8 @@ def test_what_is_placed_before_the_trace_is_not_counted():
 
 
 def test_quantiles_are_those_of_the_nearest_rank():
-    found = forecast(
-        scenario_of(AB, stored(), [TracedArrival(float(n), "a") for n in range(100)]),
-        setting(AB, places=1, policy="samba"),
-    )
-    assert sorted(found.waits_s)[-1] == pytest.approx(0.13)
-    assert found.wait_s(0.99) == pytest.approx(0.03)
-    assert found.wait_s(1.0) == pytest.approx(0.13)
+    waits_s = [0.03] * 99 + [0.13]
+    assert [quantile_s(waits_s, quantile) for quantile in (0.5, 0.99, 1.0)] == [0.03, 0.03, 0.13]
 
 
 def test_another_ssd_changes_the_reading_and_nothing_else():

@@ -9,52 +9,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.core.effects import Preempt, StartBatch
-from agent.core.engine import Engine
-from agent.core.performance import (
-    SSD,
-    ExecutorSpec,
-    ExpertProfile,
-    Footprint,
-    Limits,
-    Performance,
-    PerformanceMatrix,
-    PoolSpec,
-)
-from agent.core.policy import PRESETS
+from agent.core.effects import Preempt
+from agent.core.performance import Performance, PoolSpec
 from agent.core.request import IMAGE, Work
 from experts.expert import Verdict
-from experts.graph import ExpertGraph, RouteStep
 from profiler.simulation.quanta import run_quantum
-from profiler.simulation.simulator import Simulator
 from profiler.workload.traces import TracedArrival
+from tests.profiler.lines import IMAGES, TEXTS, row, setup_of, simulator
+from tests.profiler.lines import batches as batches_of
 
 QUANTUM_S, BOUND_S = 0.05, 100.0
-IMAGES = Performance(0.01, 0.02, 4, workspace_bytes=0)
-TEXTS = Performance(0.001, 0.004, 4, 0, K_prompt_s=0.0005, K_output_s=0.003, lease_bytes=1)
 NOISE_S = 1e-9  # of rounding
 BATCH_S = IMAGES.latency_s(IMAGES.max_batch)
 
 
-def build(images=1, texts=1, lease_bytes=400, speedups=None, family=None):
+def build(images=1, texts=1, lease_bytes=400, family=None, **physics):
     """One executor, all experts in memory from the start."""
-    rows = {f"image{n}": ExpertProfile(f"image{n}", IMAGES, Footprint(1), {SSD: 0.1}) for n in range(images)}
-    rows |= {f"text{n}": ExpertProfile(f"text{n}", TEXTS, Footprint(1), {SSD: 0.1}, family) for n in range(texts)}
-    routes = {name: (RouteStep(name, frozenset({"ok"})),) for name in rows}
-    profile = PerformanceMatrix({"cpu": rows}, dict.fromkeys(rows, 0.5))
-    limits = Limits((PoolSpec("host", len(rows), 0, lease_bytes=lease_bytes),), BOUND_S, quantum_s=QUANTUM_S)
-    specs = [ExecutorSpec(0, "cpu", "host")]
-    engine = Engine(ExpertGraph(rows, routes), profile, specs, PRESETS["coserve"], limits)
-    return Simulator(engine, profile, specs, check_every_step=True, speedups=speedups)
+    rows = {f"image{n}": row(f"image{n}", IMAGES) for n in range(images)}
+    rows |= {f"text{n}": row(f"text{n}", TEXTS, family=family) for n in range(texts)}
+    pools = (PoolSpec("host", len(rows), 0, lease_bytes=lease_bytes),)
+    usage = dict.fromkeys(rows, 0.5)
+    return simulator(setup_of(rows, room=pools, usage=usage, max_overtake_s=BOUND_S, quantum_s=QUANTUM_S), **physics)
 
 
 def batches(simulation, prefix=""):
     """(start, expert, requests) of each batch whose expert's name begins so, in seconds since the trace's start."""
-    return [
-        (now - simulation.started_s, effect.batch.expert, effect.batch.requests)
-        for now, effect in simulation.effects
-        if isinstance(effect, StartBatch) and effect.batch.expert.startswith(prefix)
-    ]
+    found = batches_of(simulation)
+    return [(now, each.expert, each.requests) for now, each in found if each.expert.startswith(prefix)]
 
 
 def run(left, quantum_s):
@@ -128,12 +109,8 @@ def test_quanta_share_a_processor_with_what_else_runs_there():
 
 
 def test_tokens_of_an_expert_without_leases_count_in_its_batches():
-    rows = {"e": ExpertProfile("e", Performance(0.01, 0.02, 4, 0, K_prompt_s=0.1), Footprint(1), {SSD: 0.1})}
-    profile = PerformanceMatrix({"cpu": rows}, {"e": 1.0})
-    specs = [ExecutorSpec(0, "cpu", "host")]
-    route = {"e": (RouteStep("e", frozenset({"ok"})),)}
-    engine = Engine(ExpertGraph(rows, route), profile, specs, PRESETS["coserve"], Limits((PoolSpec("host", 1, 0),)))
-    simulation = Simulator(engine, profile, specs).run([TracedArrival(0.0, "e", work=Work(3, 0, 3))])
+    setup = setup_of({"e": row("e", Performance(0.01, 0.02, 4, 0, K_prompt_s=0.1))}, room=1)
+    simulation = simulator(setup).run([TracedArrival(0.0, "e", work=Work(3, 0, 3))])
     assert simulation.seconds == pytest.approx(0.03 + 0.3)
 
 

@@ -1,0 +1,169 @@
+"""Limit of a line, and the memory or SSD that would remove it: found by simulation.
+
+The rule. A line reaches its best with room for all experts and useful batches in every memory, each expert read before.
+At REMOVED of that or more, loads are not the limit: arrivals are when the line is done about as soon as they allow,
+else compute. Below, the SSD is the limit when it is busy for SSD_BUSY of the time, or when all that room is there
+already; else memory is: requests wait for one load after another. Decoding goes before all of these where executors
+wait for images (``profiler.planning.decoding``). The smallest memory and the slowest SSD that reach REMOVED of the best
+are found by bisection, each alone, to a step of STEP; throughput is taken to rise with both. A memory that is tried is
+split between experts and batches as the agent would do it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from agent.core.performance import DEVICE, HOST
+from agent.deployment.memory_needs import memory_needs
+from profiler.planning.advice import FASTEST_SSD, Advice, Limit, MemoryRemedy, SsdRemedy, Takt
+from profiler.planning.decoding import REMOVED
+from profiler.simulation.bounds import bounds
+from profiler.simulation.forecast import forecast, reaches, with_expert_bytes, with_ssd
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from agent.deployment.engine_setup import EngineSetup
+    from agent.device_profile.records import BoxIdentity
+    from profiler.simulation.bounds import Bounds
+    from profiler.simulation.forecast import LineForecast, Scenario
+
+    Split = Callable[[Mapping[str, int]], EngineSetup]  # setup with budgets in bytes by memory
+
+SSD_BUSY = 0.8  # arbitrary: beyond it loads can hardly overlap any better
+SLACK = 1.02  # arrivals limit a line whose work takes clearly less time than they do
+STEP = 1.02  # of the bisection: sizes closer than this are one
+UNLIMITED_BYTES = 2**50  # of a memory
+
+
+def advise(
+    scenario: Scenario, setup: EngineSetup, box: BoxIdentity, required_images_per_s: float | None, split: Split
+) -> Advice:
+    """``required_images_per_s``: by the line's takt. ``split``: the agent's setup with these budgets.
+
+    Raises ConfigError as ``forecast`` does.
+    """
+    now = forecast(scenario, setup)
+    spacious = _with_room_for_all(setup, split)
+    settled, roomy = with_ssd(scenario, spacious, math.inf)
+    unlimited = forecast(settled, roomy)
+    best_images_per_s = max(unlimited.images_per_s, now.images_per_s)
+    target_images_per_s = REMOVED * best_images_per_s
+    busy_fraction = now.bytes_read / scenario.ssd_bytes_per_s / now.seconds if now.seconds > 0.0 else 0.0
+    memory = ssd = takt = None
+    if now.images_per_s >= target_images_per_s:
+        floor = bounds(scenario.requests, scenario.resources(setup))
+        limit = Limit.ARRIVALS if _waits_for_arrivals(now, floor) else Limit.COMPUTE
+    else:
+        limit = Limit.SSD if busy_fraction >= SSD_BUSY or _is_as_roomy(setup, spacious) else Limit.MEMORY
+        memory = _memory_remedy(scenario, setup, box, target_images_per_s, spacious, split)
+        ssd = _ssd_remedy(scenario, setup, target_images_per_s)
+    if required_images_per_s is not None and scenario.images_asked:
+        rate = required_images_per_s * len(scenario.trace) / scenario.images_asked  # texts come with them
+        is_met = reaches(scenario, setup, now, rate)
+        is_met_unlimited = is_met or reaches(settled, roomy, unlimited, rate)
+        takt = Takt(required_images_per_s, is_met, is_met_unlimited)
+    return Advice(
+        policy=setup.policy,
+        budget_bytes=_budgets(setup),
+        limit=limit,
+        images_per_s=now.images_per_s,
+        unlimited_images_per_s=best_images_per_s,
+        switches=now.switches,
+        ssd_busy_fraction=busy_fraction,
+        memory=memory,
+        ssd=ssd,
+        takt=takt,
+    )
+
+
+def _waits_for_arrivals(now: LineForecast, floor: Bounds) -> bool:
+    keeps_up = now.seconds * REMOVED <= floor.arrivals_s
+    return keeps_up and floor.arrivals_s > SLACK * floor.compute_s
+
+
+def _memory_remedy(
+    scenario: Scenario,
+    setup: EngineSetup,
+    box: BoxIdentity,
+    target_images_per_s: float,
+    spacious: EngineSetup,
+    split: Split,
+) -> MemoryRemedy | None:
+    """Grows the device's memory first where executors run from one, else the host's."""
+    used = {spec.pool for spec in setup.executors}
+    main = DEVICE if DEVICE in used else HOST
+    now_bytes, most_bytes = _budgets(setup), _budgets(spacious)
+
+    def played(budget_bytes: Mapping[str, int]) -> LineForecast:
+        return forecast(scenario, split(budget_bytes))
+
+    for pools in dict.fromkeys(((main,), tuple(now_bytes))):
+        now, most = ({pool: sizes[pool] for pool in pools} for sizes in (now_bytes, most_bytes))
+        found = _smallest_budgets(now, most, lambda sizes: played(sizes).images_per_s >= target_images_per_s)
+        if found is not None:
+            box_bytes = {pool: _box_bytes(box, pool) for pool in pools}
+            return MemoryRemedy(now, found, box_bytes, played(found).images_per_s)
+    return None
+
+
+def _smallest_budgets(
+    now_bytes: Mapping[str, int], most_bytes: Mapping[str, int], is_enough: Callable[[Mapping[str, int]], bool]
+) -> dict[str, int] | None:
+    """Smallest budgets that are enough, with these memories grown together; None where none are."""
+
+    def grown(factor: float) -> dict[str, int]:
+        return {pool: min(int(max(size, 1) * factor), most_bytes[pool]) for pool, size in now_bytes.items()}
+
+    most = max(most_bytes[pool] / max(size, 1) for pool, size in now_bytes.items())
+    factor = _smallest(1.0, most, lambda factor: is_enough(grown(factor)))
+    return None if factor is None else grown(factor)
+
+
+def _box_bytes(box: BoxIdentity, pool: str) -> int:
+    return box.device_bytes if pool == DEVICE and box.device_bytes is not None else box.host_bytes
+
+
+def _ssd_remedy(scenario: Scenario, setup: EngineSetup, target_images_per_s: float) -> SsdRemedy | None:
+    now_bytes_per_s = scenario.ssd_bytes_per_s
+
+    def with_speed(bytes_per_s: float) -> LineForecast:
+        return forecast(*with_ssd(scenario, setup, bytes_per_s))
+
+    fastest = now_bytes_per_s * FASTEST_SSD
+    found = _smallest(now_bytes_per_s, fastest, lambda speed: with_speed(speed).images_per_s >= target_images_per_s)
+    if found is None:
+        return None
+    return SsdRemedy(now_bytes_per_s, found, with_speed(found).images_per_s)
+
+
+def _smallest(too_little: float, most: float, is_enough: Callable[[float], bool]) -> float | None:
+    """Smallest value that is enough, to a step of STEP; None where even the largest is not."""
+    if most <= too_little or not is_enough(most):
+        return None
+    enough = most
+    while enough > STEP * too_little:
+        middle = math.sqrt(too_little * enough)
+        if is_enough(middle):
+            enough = middle
+        else:
+            too_little = middle
+    return enough
+
+
+def _with_room_for_all(setup: EngineSetup, split: Split) -> EngineSetup:
+    needs = memory_needs(_budgets(setup), setup.executors, setup.matrix, setup.limits.pinned, kv_bytes=0)
+    room_bytes = {pool.name: max((*needs[pool.name].held_bytes, pool.expert_bytes)) for pool in setup.pools}
+    return with_expert_bytes(split({pool.name: UNLIMITED_BYTES for pool in setup.pools}), room_bytes)
+
+
+def _is_as_roomy(setup: EngineSetup, spacious: EngineSetup) -> bool:
+    return all(
+        pool.expert_bytes >= most.expert_bytes and pool.workspace_bytes >= most.workspace_bytes
+        for pool, most in zip(setup.pools, spacious.pools, strict=True)
+    )
+
+
+def _budgets(setup: EngineSetup) -> dict[str, int]:
+    return {pool.name: pool.expert_bytes + pool.workspace_bytes + pool.lease_bytes for pool in setup.pools}
