@@ -234,7 +234,7 @@ def judge(line_file: Path, specimens: Sequence[Specimen]) -> Judged:
             service.stop()
     left_bytes = psutil.Process().memory_info().rss - service.agent.rss_before_bytes
     stored = ResultReader(config.results_file)
-    verdicts = {row.result.image: part_verdict(row, stored) for row in stored.query()}
+    verdicts = {row.result.subject.image: part_verdict(row, stored) for row in stored.query()}
     budget_bytes = sum(spec.expert_bytes + spec.workspace_bytes for spec in service.agent.setup.pools)
     return Judged(verdicts, statistics, budget_bytes, watch.grown_bytes, left_bytes, judging_s)
 

@@ -7,11 +7,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from datetime import datetime
-    from pathlib import Path
-
-    from agent.intake.files.naming import ImageName
-    from agent.intake.files.readiness import Sighting
+    from agent.intake.files.inbox import Claimed
+    from agent.subject import Subject
     from experts.expert import Verdict
 
 
@@ -24,39 +21,22 @@ class SourceState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A complete image, claimed by this agent. ``key`` identifies it across restarts; ``path`` is where it lies now.
+class ClaimedImage:
+    """A complete image that this agent deals with, and where the file lies."""
 
-    ``is_ours``: nobody else moves or replaces it there. ``sighting``: what it was when it was found complete.
-    ``component`` and ``ref`` are None of one that shows a whole board.
-    """
-
-    key: str
-    path: Path
-    is_ours: bool
-    sighting: Sighting
-    relpath: str
-    board: str
-    component: str | None
-    ref: str | None
-    board_type: str | None
-    arrived_at: datetime
-    max_pixels: int
+    subject: Subject
+    file: Claimed
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A file that can never be judged, and why. ``key`` identifies it across restarts, as an arrival's does.
+    """A file that can never be judged, and why. Once settled it goes to `failed/`, unless files are kept in place.
 
-    Settled, it goes to `failed/`, unless files are kept where they are. ``name`` is what its name tells, None where
-    that is nothing.
+    The subject has no board where neither name nor sidecar tells one.
     """
 
-    key: str
-    relpath: str
+    subject: Subject
     reason: str
-    name: ImageName | None
-    at: datetime
 
 
 @dataclass(frozen=True, slots=True)

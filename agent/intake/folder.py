@@ -22,20 +22,22 @@ from typing import TYPE_CHECKING
 from agent.intake.arrivals import IntakeStatistics
 from agent.intake.custody import Custody
 from agent.intake.files.filing import printable
-from agent.intake.files.inbox import MARKER, Inbox, image_key
+from agent.intake.files.inbox import MARKER, Inbox
 from agent.intake.files.readiness import CLOSED_SETTLE_S, UNSEEN_SETTLE_S, Evidence, Rule
 from agent.intake.files.sidecar import SUFFIX
 from agent.intake.taking import Callers, Taker
 from agent.intake.waiting import Waiting
 from agent.intake.watch import FolderWatch
+from agent.subject import image_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from agent.intake.arrivals import Arrival, Refusal
+    from agent.intake.arrivals import ClaimedImage, Refusal
     from agent.intake.files.hints import Hint
     from agent.intake.files.naming import Naming
     from agent.line_file.intake import FolderSection
+    from agent.subject import Subject
     from experts.expert import Verdict
 
 log = logging.getLogger(__name__)
@@ -67,7 +69,7 @@ class FolderIntake:
         self,
         config: FolderSection,
         naming: Naming,
-        submit: Callable[[Arrival], None],
+        submit: Callable[[ClaimedImage], None],
         refuse: Callable[[Refusal], None],
         *,
         owner: str,
@@ -142,19 +144,19 @@ class FolderIntake:
         """Read names so from the next file on. Any thread."""
         self._taker.naming = naming
 
-    def settle(self, judged: Arrival | Refusal, verdict: Verdict, reason: str | None = None) -> None:
-        """Its verdict is stored: put its file away. Any thread; returns at once."""
-        self._custody.settle(judged.key, verdict, reason)
+    def settle(self, subject: Subject, verdict: Verdict, reason: str | None = None) -> None:
+        """The verdict is stored: put the file away. Any thread; returns at once."""
+        self._custody.settle(subject.key, verdict, reason)
         self._wake.set()
 
-    def withdraw(self, arrival: Arrival) -> None:
+    def withdraw(self, image: ClaimedImage) -> None:
         """No verdict will come: its file is not the one that was seen. Any thread; returns at once."""
-        self._custody.withdraw(arrival.key)
+        self._custody.withdraw(image.subject.key)
         self._wake.set()
 
-    def is_sound(self, arrival: Arrival) -> bool:
+    def is_sound(self, image: ClaimedImage) -> bool:
         """Whether the folder can be read at this moment, as it was when the file was taken. Any thread; may block."""
-        return self._inbox.is_sound(is_claimed=arrival.is_ours)
+        return self._inbox.is_sound(is_claimed=image.file.is_ours)
 
     @property
     def held(self) -> int:

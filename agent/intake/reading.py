@@ -28,13 +28,14 @@ from typing import TYPE_CHECKING
 from agent.intake.files.filing import printable
 from agent.intake.files.readiness import Sighting
 from experts.errors import FileChanged, ImageTooLarge
-from experts.images import largest_file_bytes
+from experts.images import DEFAULT_MAX_PIXELS, largest_file_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from agent.intake.arrivals import Arrival
+    from agent.intake.arrivals import ClaimedImage
+    from agent.intake.files.inbox import Claimed
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +55,9 @@ class Answers:
     ``changed``: it is not the file that was seen. ``unreadable``: why it can never be judged.
     """
 
-    read: Callable[[Arrival, bytes], None]
-    changed: Callable[[Arrival], None]
-    unreadable: Callable[[Arrival, str], None]
+    read: Callable[[ClaimedImage, bytes], None]
+    changed: Callable[[ClaimedImage], None]
+    unreadable: Callable[[ClaimedImage, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,32 +80,32 @@ class _Try:
 
     at: float
     number: int
-    arrival: Arrival
+    image: ClaimedImage
     pause_s: float = FIRST_PAUSE_S
     failing_since: float | None = None
 
 
-def read_as_seen(arrival: Arrival) -> bytes:
+def read_as_seen(image: ClaimedImage, max_pixels: int) -> bytes:
     """The file's bytes. Raises FileChanged, ImageTooLarge, or OSError for what may pass."""
     try:
-        descriptor = os.open(arrival.path, READ_FLAGS)
+        descriptor = os.open(image.file.path, READ_FLAGS)
     except OSError as error:
         if error.errno in {errno.ELOOP, errno.ENXIO}:  # a link, or a socket, stands in its place
-            raise FileChanged(arrival.relpath) from error
+            raise FileChanged(image.file.relpath) from error
         raise
     with open(descriptor, "rb") as file:
         before = os.fstat(descriptor)
-        if not (S_ISREG(before.st_mode) and _is_as_seen(before, arrival)):
-            raise FileChanged(arrival.relpath)
-        limit_bytes = largest_file_bytes(arrival.max_pixels)
+        if not (S_ISREG(before.st_mode) and _is_as_seen(before, image.file)):
+            raise FileChanged(image.file.relpath)
+        limit_bytes = largest_file_bytes(max_pixels)
         if before.st_size > limit_bytes:
             raise ImageTooLarge(
-                printable(arrival.relpath),
-                f"{before.st_size} bytes are more than any image of {arrival.max_pixels} pixels has",
+                printable(image.file.relpath),
+                f"{before.st_size} bytes are more than any image of {max_pixels} pixels has",
             )
         content = file.read(before.st_size + 1)  # one more than there are: one that grows is noticed
         if len(content) != before.st_size or _stamp(os.fstat(descriptor)) != _stamp(before):
-            raise FileChanged(arrival.relpath)
+            raise FileChanged(image.file.relpath)
     return content
 
 
@@ -119,21 +120,23 @@ class ArrivalReader:
         self,
         folder: str,
         answers: Answers,
-        is_sound: Callable[[Arrival], bool],
+        is_sound: Callable[[ClaimedImage], bool],
         *,
         budget_bytes: int,
-        read_file: Callable[[Arrival], bytes] = read_as_seen,
-        during_large: Callable[[Arrival], AbstractContextManager[object]] = nullcontext,
+        max_pixels: int = DEFAULT_MAX_PIXELS,
+        read_file: Callable[[ClaimedImage, int], bytes] = read_as_seen,
+        during_large: Callable[[ClaimedImage], AbstractContextManager[object]] = nullcontext,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
         self._answers = answers
         self._is_sound = is_sound
         self._budget_bytes = budget_bytes
+        self._max_pixels = max_pixels
         self._read_file = read_file
         self._during_large = during_large
         self._clock = clock
-        self._came: SimpleQueue[Arrival] = SimpleQueue()
+        self._came: SimpleQueue[ClaimedImage] = SimpleQueue()
         self._tries: list[_Try] = []  # a heap
         self._numbers = count()
         self._failing = 0
@@ -157,9 +160,9 @@ class ArrivalReader:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
-    def take(self, arrival: Arrival) -> None:
+    def take(self, image: ClaimedImage) -> None:
         """Read this one. Any thread; returns at once."""
-        self._came.put(arrival)
+        self._came.put(image)
         self._wake.set()
 
     def hold(self, size_bytes: int) -> None:
@@ -218,28 +221,28 @@ class ArrivalReader:
         return self._held_bytes < self._budget_bytes
 
     def _attempt(self, due: _Try, now: float) -> None:
-        arrival = due.arrival
+        image = due.image
         self._reading_since = self._clock()
         try:
-            is_large = arrival.sighting.size_bytes > LARGE_BYTES
-            with self._during_large(arrival) if is_large else nullcontext():
-                content = self._read_file(arrival)
+            is_large = image.file.sighting.size_bytes > LARGE_BYTES
+            with self._during_large(image) if is_large else nullcontext():
+                content = self._read_file(image, self._max_pixels)
         except FileChanged:
             self._answered(due)
-            self._answers.changed(arrival)
+            self._answers.changed(image)
         except ImageTooLarge as error:
             self._answered(due)
-            self._answers.unreadable(arrival, str(error))
+            self._answers.unreadable(image, str(error))
         except FileNotFoundError as error:
-            if arrival.is_ours:
+            if image.file.is_ours:
                 self._failed(due, now, error)
             else:  # it lay where its owner could remove it, and nothing was promised for it
                 self._answered(due)
-                self._answers.changed(arrival)
+                self._answers.changed(image)
         except OSError as error:
             self._failed(due, now, error)
         except Exception as error:  # the boundary of the reader's thread: this one waits, the others go on
-            log.exception("intake_read_broke file=%s", printable(arrival.relpath))
+            log.exception("intake_read_broke file=%s", printable(image.file.relpath))
             self._failed(due, now, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
         else:
             self._answered(due)
@@ -249,7 +252,7 @@ class ArrivalReader:
                 log.warning("intake_read_again folder=%s", self._folder)
                 self._alarm = None
                 self._told.clear()
-            self._answers.read(arrival, content)
+            self._answers.read(image, content)
         finally:
             self._reading_since = None
 
@@ -259,13 +262,13 @@ class ArrivalReader:
 
     def _failed(self, due: _Try, now: float, error: OSError) -> None:
         """Later again; or for good, if it alone is at fault and has been for long."""
-        reason, relpath = error.strerror or str(error), printable(due.arrival.relpath)
-        is_sound = self._is_sound(due.arrival)
+        reason, relpath = error.strerror or str(error), printable(due.image.file.relpath)
+        is_sound = self._is_sound(due.image)
         since = now if due.failing_since is None or not is_sound else due.failing_since
         if now - since >= PATIENCE_S and is_sound:
             self._answered(due)
             tried = f"cannot be read ({reason}), tried for {now - since:.0f} s"
-            self._answers.unreadable(due.arrival, f"{relpath}: {tried}")
+            self._answers.unreadable(due.image, f"{relpath}: {tried}")
             return
         if reason not in self._told:
             self._told.add(reason)
@@ -273,13 +276,13 @@ class ArrivalReader:
         self._alarm = reason
         self._failing += due.failing_since is None
         pause_s = min(2 * due.pause_s, LONGEST_PAUSE_S)
-        heapq.heappush(self._tries, _Try(now + due.pause_s, next(self._numbers), due.arrival, pause_s, since))
+        heapq.heappush(self._tries, _Try(now + due.pause_s, next(self._numbers), due.image, pause_s, since))
 
 
-def _is_as_seen(status: os.stat_result, arrival: Arrival) -> bool:
+def _is_as_seen(status: os.stat_result, file: Claimed) -> bool:
     """Inodes may be others after a rename where the filesystem makes them up; what we renamed is ours all the same."""
-    found, seen = Sighting(status.st_ino, status.st_size, status.st_mtime_ns), arrival.sighting
-    if arrival.is_ours:
+    found, seen = Sighting(status.st_ino, status.st_size, status.st_mtime_ns), file.sighting
+    if file.is_ours:
         return (found.size_bytes, found.mtime_ns) == (seen.size_bytes, seen.mtime_ns)
     return found == seen
 

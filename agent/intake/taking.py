@@ -13,10 +13,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.intake.arrivals import Arrival, Refusal
+from agent.intake.arrivals import ClaimedImage, Refusal
 from agent.intake.files.filing import printable
 from agent.intake.files.readiness import Lease
 from agent.intake.files.sidecar import sidecar_of
+from agent.subject import Subject
 from experts.errors import SidecarUnfinished
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from agent.intake.custody import Custody
     from agent.intake.files.inbox import Claimed, Inbox
-    from agent.intake.files.naming import ImageName, Naming
+    from agent.intake.files.naming import Naming, Told
     from agent.intake.files.readiness import Candidate, Rule, Sighting
     from agent.intake.waiting import Waiting
     from agent.line_file.intake import FolderSection
@@ -42,7 +43,7 @@ LONGEST_CLAIM_PAUSE_S = 60.0  # of a file that the filesystem does not let us cl
 class Callers:
     """Whom a taker asks and tells, on the intake's thread; none of them blocks or raises."""
 
-    submit: Callable[[Arrival], None]
+    submit: Callable[[ClaimedImage], None]
     refuse: Callable[[Refusal], None]
     has_room: Callable[[], bool]
     wall: Callable[[], datetime]
@@ -195,7 +196,7 @@ class Taker:
         else:
             self._take_as(candidate, name, now)
 
-    def _take_as(self, candidate: Candidate, name: ImageName, now: float) -> None:
+    def _take_as(self, candidate: Candidate, name: Told, now: float) -> None:
         if self._config.after != "keep":
             claimed = self._claim(candidate)
         elif self._is_told_by_the_one_before(candidate):
@@ -247,24 +248,22 @@ class Taker:
         else:
             self._waiting.postpone(candidate.relpath, now + LOOK_AGAIN_S)
 
-    def _offer(self, claimed: Claimed, name: ImageName) -> None:
+    def _offer(self, claimed: Claimed, name: Told) -> None:
         key = self._inbox.key(claimed.relpath, claimed.sighting)
         self._custody.add(key, claimed)
         self.offered += 1
-        self._callers.submit(
-            Arrival(
-                key=key,
-                path=claimed.path,
-                is_ours=claimed.is_ours,
-                sighting=claimed.sighting,
-                relpath=claimed.relpath,
-                board=name.board,
-                component=name.component,
-                ref=name.ref,
-                board_type=name.board_type,
-                arrived_at=self._callers.wall(),
-                max_pixels=self._config.max_pixels,
-            )
+        self._callers.submit(ClaimedImage(self._subject(key, claimed.relpath, name), claimed))
+
+    def _subject(self, key: str, image: str, name: Told) -> Subject:
+        return Subject(
+            key,
+            str(self._config.path),
+            image,
+            self._callers.wall(),
+            component=name.get("component"),
+            board=name.get("board"),
+            board_type=name.get("board_type"),
+            ref=name.get("ref"),
         )
 
     def _unclaimed(self, candidate: Candidate) -> Claimed:
@@ -280,22 +279,21 @@ class Taker:
         self._custody.add(key, file)
         self.refused += 1
         log.warning("intake_refused file=%s reason=%s", printable(file.relpath), reason)
-        name = self._known_name(file)
-        self._callers.refuse(Refusal(key, printable(file.relpath), reason, name, self._callers.wall()))
+        self._callers.refuse(Refusal(self._subject(key, printable(file.relpath), self._known_name(file)), reason))
 
-    def _name_of(self, file: Claimed) -> ImageName:
+    def _name_of(self, file: Claimed) -> Told:
         """Whose image it is. Raises ValueError with the reason, and what ``read_sidecar`` raises."""
         if not self.naming.has_sidecars:
             return self.naming.read(file.relpath)
         return self.naming.read_beside(self._inbox.sidecar(file), f"its sidecar {_sidecar_name(file.relpath)}")
 
-    def _known_name(self, file: Claimed) -> ImageName | None:
+    def _known_name(self, file: Claimed) -> Told:
         """Whose image a refused file is, if anything that a row can hold tells it."""
         try:
             file.relpath.encode()
             return self._name_of(file)
         except (ValueError, OSError, SidecarUnfinished):
-            return None
+            return {}
 
     def _hold(self, candidate: Candidate, now: float, error: OSError) -> None:
         """The filesystem refuses (full, read-only, an I/O error): the file waits where it is."""

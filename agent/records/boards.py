@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from datetime import datetime
 
+    from agent.subject import Subject
+
 SEVERITY = {Verdict.OK: 0, Verdict.UNKNOWN: 1, Verdict.NG: 2}
 READ_BACK_TIMEOUTS = 4  # of the longest: one in which runs began that are not known, one open, two for clocks' steps
 READ_BACK_LEAST_S = 60.0  # arbitrary: for verdicts that were due when the agent ended, and not yet stored
@@ -54,22 +56,16 @@ class BoardManifest:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """One image's outcome on a board. ``at`` is when it was finished, with time zone."""
+    """One subject's verdict, as boards count it. ``at``: when the verdict was made, with time zone."""
 
-    serial: str
-    board_type: str
-    component: str
-    ref: str
+    subject: Subject
     verdict: Verdict
     at: datetime
 
-
-@dataclass(frozen=True, slots=True)
-class StoredResult:
-    """What a restart reads of a result: when it was finished, and what its board saw; None for one without board."""
-
-    at: datetime
-    inspection: Inspection | None
+    @property
+    def board(self) -> tuple[str, str]:
+        """Serial and type of the board; the subject is on one."""
+        return str(self.subject.board), str(self.subject.board_type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +124,7 @@ class _Board:
         return self.closed_s + self.manifest.timeout_s
 
     def see(self, inspection: Inspection) -> None:
-        place = (inspection.component, inspection.ref)
+        place = (str(inspection.subject.component), str(inspection.subject.ref))
         before = self.images.get(place, inspection.verdict)
         self.images[place] = max(before, inspection.verdict, key=SEVERITY.__getitem__)
 
@@ -223,7 +219,7 @@ class BoardLedger:
 
     def counts(self, inspection: Inspection, now_s: float) -> bool:
         """Whether it has a board: its type has a manifest, or its board began while that had one."""
-        return inspection.board_type in self._manifests or self._known(inspection, now_s) is not None
+        return inspection.board[1] in self._manifests or self._known(inspection, now_s) is not None
 
     def add(self, inspection: Inspection, now_s: float) -> BoardVerdict | None:
         """Count one outcome. The board's verdict, if this closes it or makes a closed one worse.
@@ -262,7 +258,7 @@ class BoardLedger:
 
     def replay(
         self,
-        newest_first: Iterable[StoredResult],
+        newest_first: Iterable[Inspection],
         recorded_since: Callable[[datetime], Iterable[BoardVerdict]],
         now_s: float,
         now: datetime,
@@ -285,7 +281,7 @@ class BoardLedger:
         said: dict[tuple[str, str, datetime], BoardVerdict] = {}
         for moment in history.moments:
             inspection = moment.inspection
-            if inspection.board_type not in self._manifests:
+            if inspection.board[1] not in self._manifests:
                 continue
             run = runs.run_of(inspection, moment.at_s)
             board = self._board_of(inspection, moment.at_s) if run is None else run
@@ -311,12 +307,12 @@ class BoardLedger:
         """The run that an image belongs to: the one that is known, or a new one."""
         board = self._known(inspection, now_s)
         if board is None:
-            key, manifest = (inspection.serial, inspection.board_type), self._manifests[inspection.board_type]
+            key, manifest = inspection.board, self._manifests[inspection.board[1]]
             board = self._boards[key] = _Board(*key, manifest, inspection.at, now_s)
         return board
 
     def _known(self, inspection: Inspection, now_s: float) -> _Board | None:
-        board = self._boards.get((inspection.serial, inspection.board_type))
+        board = self._boards.get(inspection.board)
         return None if board is None or now_s >= board.forgotten_s else board
 
 
@@ -344,7 +340,7 @@ class _History:
     since_s: float
 
 
-def _read_back(newest_first: Iterable[StoredResult], now_s: float, longest_s: float) -> _History:
+def _read_back(newest_first: Iterable[Inspection], now_s: float, longest_s: float) -> _History:
     """As much as open boards can need; the latest result is dated ``now_s``."""
     since_s = now_s - READ_BACK_TIMEOUTS * longest_s - READ_BACK_LEAST_S
     moments: list[_Moment] = []
@@ -357,8 +353,8 @@ def _read_back(newest_first: Iterable[StoredResult], now_s: float, longest_s: fl
             earliest = stored.at
         if at_s < since_s:
             return _History(tuple(reversed(moments)), since_s)
-        if stored.inspection is not None:
-            moments.append(_Moment(stored.inspection, at_s))
+        if stored.subject.is_on_board:
+            moments.append(_Moment(stored, at_s))
     return _History(tuple(reversed(moments)), -math.inf)
 
 
@@ -380,7 +376,7 @@ class _Runs:
 
     def run_of(self, inspection: Inspection, at_s: float) -> _Board | None:
         """The run that an image belongs to; None if to none of them."""
-        key = (inspection.serial, inspection.board_type)
+        key = inspection.board
         runs = self._runs.get(key, ())
         beginning = next((run for run in runs if run.opened_at == inspection.at and math.isnan(run.opened_s)), None)
         if beginning is not None:

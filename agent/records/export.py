@@ -189,8 +189,6 @@ def _mark_written(part: ExportedRange, database: Database) -> None:
 
 def _local(row: ResultRow) -> ResultRow:
     """Times as the clock on the wall showed them."""
-    result = row.result
-    return replace(
-        row,
-        result=replace(result, arrived_at=result.arrived_at.astimezone(), finished_at=result.finished_at.astimezone()),
-    )
+    subject = replace(row.result.subject, arrived_at=row.result.subject.arrived_at.astimezone())
+    finished_at = row.result.finished_at.astimezone()
+    return replace(row, result=replace(row.result, subject=subject, finished_at=finished_at))

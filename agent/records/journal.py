@@ -17,16 +17,18 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from agent.records.database import open_for_reading, utc_text
+from agent.subject import PART_MARK, Subject
 
 if TYPE_CHECKING:
+    import sqlite3
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from sqlite_utils import Database
 
-COLUMNS = "key source component expert board board_type ref name box accepted_at asked_sha256"
+OF_SUBJECT = "key source component expert board board_type ref asked_sha256"
+COLUMNS = f"{OF_SUBJECT} name box accepted_at"
 INSERT = f"INSERT INTO accepted ({COLUMNS.replace(' ', ', ')}, image) VALUES (:{COLUMNS.replace(' ', ', :')}, :image)"
-PART_MARK = "#"  # between the key that was given for an image and the ref of a part of it
 OF_KEY = "key = :key OR (key > :key || '#' AND key < :key || '$')"  # $ is what follows #
 ASKED = f"SELECT asked_sha256 FROM results WHERE {OF_KEY} UNION SELECT asked_sha256 FROM accepted WHERE {OF_KEY}"
 
@@ -41,31 +43,10 @@ class Acceptance(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One request. ``source``: the camera or API that it came by; ``name``: what people call its image.
-
-    ``box``: the part of the image that it is about, (left, top, right, bottom) in pixels; None for all of it.
-    ``asked_sha256``: of all that defines what was asked under the caller's key; None where no caller gave one.
-    """
-
-    key: str
-    source: str
-    name: str
-    accepted_at: datetime
-    component: str | None = None
-    expert: str | None = None
-    board: str | None = None
-    board_type: str | None = None
-    ref: str | None = None
-    box: tuple[int, int, int, int] | None = None
-    asked_sha256: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Unfinished:
     """A request of an earlier run. ``image``: the number under which its bytes are read."""
 
-    entry: Entry
+    subject: Subject
     image: int
 
 
@@ -78,7 +59,7 @@ class JournalReader:
     def unfinished(self) -> list[Unfinished]:
         with closing(open_for_reading(self.path)) as connection:
             rows = connection.execute("SELECT * FROM accepted ORDER BY rowid").fetchall()
-        return [Unfinished(_entry(dict(row)), row["image"]) for row in rows]
+        return [Unfinished(_subject(row), row["image"]) for row in rows]
 
     def content(self, image: int) -> bytes | None:
         """An image's bytes; None where all its requests have ended."""
@@ -92,12 +73,13 @@ class JournalReader:
             return {asked for (asked,) in connection.execute(ASKED, {"key": key}).fetchall()}
 
 
-def values(entry: Entry) -> dict[str, object]:
+def values(subject: Subject) -> dict[str, object]:
     """A row's values. Raises ValueError for a time without zone."""
-    plain: dict[str, object] = {name: getattr(entry, name) for name in COLUMNS.split()}
-    plain["box"] = None if entry.box is None else json.dumps(entry.box)
-    plain["accepted_at"] = utc_text(entry.accepted_at)
-    return plain
+    return {name: getattr(subject, name) for name in OF_SUBJECT.split()} | {
+        "name": subject.image,
+        "box": None if subject.box is None else json.dumps(subject.box),
+        "accepted_at": utc_text(subject.arrived_at),
+    }
 
 
 def accept(database: Database, rows: Sequence[Mapping[str, object]], content: bytes) -> list[Acceptance]:
@@ -143,9 +125,8 @@ def _known(database: Database, key: str) -> Acceptance:
     return Acceptance.NEW
 
 
-def _entry(row: dict[str, object]) -> Entry:
-    plain = {name: row[name] for name in COLUMNS.split()}
-    box = row["box"]
-    plain["box"] = None if box is None else tuple(json.loads(str(box)))
-    plain["accepted_at"] = datetime.fromisoformat(str(row["accepted_at"]))
-    return Entry(**plain)  # type: ignore[arg-type]  # as the table's columns say
+def _subject(row: sqlite3.Row) -> Subject:
+    plain = {name: row[name] for name in OF_SUBJECT.split()}
+    box = None if row["box"] is None else tuple(json.loads(row["box"]))
+    arrived_at = datetime.fromisoformat(row["accepted_at"])
+    return Subject(**plain, image=row["name"], arrived_at=arrived_at, box=box)

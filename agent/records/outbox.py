@@ -88,7 +88,7 @@ class Outbox:
         is_bad = row.result.verdict is not Verdict.OK
         for event in (NG, RESULT):
             if event in self._events and (is_bad or event == RESULT):
-                self._put(database, f"result-{row.seq}-{event}", event, row.result.board, result_payload(row))
+                self._put(database, f"result-{row.seq}-{event}", event, row.result.subject.board, result_payload(row))
 
     def board_stored(self, database: Database, row: BoardRow) -> None:
         if BOARD in self._events:
@@ -155,13 +155,13 @@ def forget(database: Database, receiver: str, ids: Sequence[str]) -> None:
 
 def result_payload(row: ResultRow) -> dict[str, object]:
     """What is told of one image."""
-    result = row.result
+    result, subject = row.result, row.result.subject
     return {
         "seq": row.seq,
-        "board_serial": result.board,
-        "board_type": result.board_type,
-        "ref": result.ref,
-        "component": result.component,
+        "board_serial": subject.board,
+        "board_type": subject.board_type,
+        "ref": subject.ref,
+        "component": subject.component or "",
         "verdict": str(result.verdict),
         "label": result.label,
         "score": result.score,
@@ -169,9 +169,9 @@ def result_payload(row: ResultRow) -> dict[str, object]:
         "experts": list(result.experts),
         "models": _models([result.detail]),
         "boxes": _boxes(result.detail),
-        "image": result.image,
+        "image": subject.image,
         "kept_as": result.kept_as,
-        "arrived_at": _iso(result.arrived_at),
+        "arrived_at": _iso(subject.arrived_at),
         "finished_at": _iso(result.finished_at),
         "seconds": result.seconds,
         "config_sha256": result.config_sha256,

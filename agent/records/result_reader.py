@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from agent.records.boards import BoardVerdict, Inspection, StoredResult
+from agent.records.boards import BoardVerdict, Inspection
 from agent.records.database import IMAGE_SHA256, open_for_reading, utc_text
 from agent.records.results import BoardRow, KeptMap, Result, ResultRow, StoredPage
+from agent.subject import Subject
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -22,11 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from agent.records.results import Content
-
 READ_ROWS = 500  # rows of one short read: a long one would keep the log from shrinking
 LARGEST_SEQ = 2**63 - 1
-RESULT_NAMES = frozenset(field.name for field in fields(Result))  # a later version may have left further columns
+OF_SUBJECT = ("key", "image", "board", "board_type", "ref", "asked_sha256")
+OF_RESULT = ("line", "seconds", "config_sha256", "label", "score", "reason", "kept_as")
 
 
 class ResultReader:
@@ -44,21 +44,22 @@ class ResultReader:
         rows = self._rows("SELECT * FROM results WHERE key >= ? AND key < ? ORDER BY seq", (beginning, after))
         return [_result_row(row) for row in rows]
 
-    def first_judged(self, content: Content) -> ResultRow | None:
+    def first_judged(self, subject: Subject, image_sha256: str, config_sha256: str) -> ResultRow | None:
         """The first OK or NG of these bytes for this part, from this source and under this line file."""
+        source = f"{subject.key.partition('/')[0]}/"
         rows = self._rows(
             f"SELECT * FROM results INDEXED BY results_content WHERE {IMAGE_SHA256} = ?"
             " AND board = ? AND board_type IS ? AND component = ? AND ref = ? AND config_sha256 = ?"
             " AND substr(key, 1, ?) = ? AND verdict != 'UNKNOWN' ORDER BY seq LIMIT 1",
             (
-                content.sha256,
-                content.board,
-                content.board_type,
-                content.component,
-                content.ref,
-                content.config_sha256,
-                len(content.source),
-                content.source,
+                image_sha256,
+                subject.board,
+                subject.board_type,
+                subject.component or "",
+                subject.ref,
+                config_sha256,
+                len(source),
+                source,
             ),
         )
         return _result_row(rows[0]) if rows else None
@@ -125,7 +126,7 @@ class ResultReader:
         rows = self._rows("SELECT * FROM boards WHERE serial = ? ORDER BY seq DESC", (serial,))
         return [_board_row(row) for row in rows]
 
-    def newest_first(self) -> Iterator[StoredResult]:
+    def newest_first(self) -> Iterator[Inspection]:
         """Every result as a restart reads it, the latest stored first, read as far as it is asked for."""
         before = LARGEST_SEQ
         while rows := self._rows(
@@ -133,7 +134,7 @@ class ResultReader:
             " WHERE seq < ? ORDER BY seq DESC LIMIT ?",
             (before, READ_ROWS),
         ):
-            yield from (_stored_result(row) for row in rows)
+            yield from (_inspection(row) for row in rows)
             before = rows[-1]["seq"]
 
     def boards(self, since: datetime | None = None, limit: int | None = None) -> tuple[BoardRow, ...]:
@@ -160,21 +161,26 @@ class ResultReader:
 
 
 def _result_row(row: sqlite3.Row) -> ResultRow:
-    values = {name: row[name] for name in row.keys() if name in RESULT_NAMES}  # noqa: SIM118  # a Row iterates over values
-    values["verdict"] = Verdict(values["verdict"])
-    values["experts"] = tuple(json.loads(values["experts"]))
-    values["detail"] = json.loads(values["detail"])
-    values["arrived_at"] = datetime.fromisoformat(values["arrived_at"])
-    values["finished_at"] = datetime.fromisoformat(values["finished_at"])
-    return ResultRow(row["seq"], Result(**values))
+    arrived_at, finished_at = (datetime.fromisoformat(row[name]) for name in ("arrived_at", "finished_at"))
+    columns: dict[str, Any] = dict(row)  # an earlier version's table may lack some
+    about: dict[str, Any] = {name: columns.get(name) for name in OF_SUBJECT}
+    subject = Subject(**about, source="", arrived_at=arrived_at, component=row["component"] or None)
+    told: dict[str, Any] = {name: columns.get(name) for name in OF_RESULT}
+    result = Result(
+        subject=subject,
+        verdict=Verdict(row["verdict"]),
+        finished_at=finished_at,
+        experts=tuple(json.loads(row["experts"])),
+        detail=json.loads(row["detail"]),
+        **told,
+    )
+    return ResultRow(row["seq"], result)
 
 
-def _stored_result(row: sqlite3.Row) -> StoredResult:
+def _inspection(row: sqlite3.Row) -> Inspection:
     at = datetime.fromisoformat(row["finished_at"])
-    serial, board_type, ref = row["board"], row["board_type"], row["ref"]
-    if serial is None or board_type is None or ref is None:
-        return StoredResult(at, None)
-    return StoredResult(at, Inspection(serial, board_type, row["component"], ref, Verdict(row["verdict"]), at))
+    about = {name: row[name] for name in ("board", "board_type", "component", "ref")}
+    return Inspection(Subject("", "", "", at, **about), Verdict(row["verdict"]), at)
 
 
 def _board_row(row: sqlite3.Row) -> BoardRow:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from sqlite_utils import Database
 
     from agent.records.boards import BoardVerdict
-    from agent.records.journal import Acceptance, Entry
+    from agent.records.journal import Acceptance
+    from agent.subject import Subject
 
 COLUMNS = (
     "key line board board_type component ref image verdict label score reason experts detail arrived_at finished_at "
@@ -99,7 +100,7 @@ class ResultStore(ResultReader):
         values = _checked(_result_values(result))
 
         def write(database: Database) -> Recorded:
-            journal.end(database, result.key)
+            journal.end(database, result.subject.key)
             recorded = _write_result(database, values)
             if recorded.is_new:
                 for each in result.maps:
@@ -132,14 +133,14 @@ class ResultStore(ResultReader):
         self._committer.put(write, on_committed)
 
     def accept(
-        self, entries: Sequence[Entry], content: bytes, on_committed: Callable[[Sequence[Acceptance]], None]
+        self, subjects: Sequence[Subject], content: bytes, on_committed: Callable[[Sequence[Acceptance]], None]
     ) -> None:
         """Have these requests, all of one image, survive whatever ends the process, until each has its result.
 
         ``on_committed`` is told of each, in order, whether it is new, is under way already, was judged before, or its
         key stands for something else.
         """
-        rows = [_checked(journal.values(entry)) for entry in entries]
+        rows = [_checked(journal.values(subject)) for subject in subjects]
         self._committer.put(
             lambda database: journal.accept(database, rows, content),
             on_committed,
@@ -224,26 +225,27 @@ def _checked(values: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _result_values(result: Result) -> dict[str, object]:
+    subject = result.subject
     return {
-        "key": result.key,
+        "key": subject.key,
         "line": result.line,
-        "board": result.board,
-        "board_type": result.board_type,
-        "component": result.component,
-        "ref": result.ref,
-        "image": result.image,
+        "board": subject.board,
+        "board_type": subject.board_type,
+        "component": subject.component or "",
+        "ref": subject.ref,
+        "image": subject.image,
         "verdict": str(result.verdict),
         "label": result.label,
         "score": result.score,
         "reason": result.reason,
         "experts": json.dumps(result.experts),
         "detail": json.dumps(dict(result.detail)),
-        "arrived_at": utc_text(result.arrived_at),
+        "arrived_at": utc_text(subject.arrived_at),
         "finished_at": utc_text(result.finished_at),
         "seconds": result.seconds,
         "config_sha256": result.config_sha256,
         "kept_as": result.kept_as,
-        "asked_sha256": result.asked_sha256,
+        "asked_sha256": subject.asked_sha256,
     }
 
 

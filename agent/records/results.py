@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from agent.records.boards import BoardVerdict
+    from agent.subject import Subject
     from experts.expert import Verdict
 
 
@@ -24,25 +25,18 @@ class KeptMap:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The end of one request. ``key`` identifies it across restarts; ``detail`` is JSON-like: predictions, boxes.
+    """The end of one request. ``detail`` is JSON-like: predictions, boxes.
 
-    ``kept_as``: the file of its image in the archive, below that one's folder; None where none is kept there.
-    ``maps`` are stored beside it and are read alone, with ``ResultReader.maps``: other results that are read have
-    none. ``asked_sha256``: what its caller's key was given for, as in its journal entry.
+    ``kept_as``: the image's file, relative to the archive's folder; None where none is kept. ``maps`` are stored
+    beside the row; ``ResultReader.maps`` alone reads them.
     """
 
-    key: str
+    subject: Subject
     line: str
-    component: str
-    image: str
     verdict: Verdict
-    arrived_at: datetime
     finished_at: datetime
     seconds: float
     config_sha256: str
-    board: str | None = None
-    board_type: str | None = None
-    ref: str | None = None
     label: str | None = None
     score: float | None = None
     reason: str | None = None
@@ -50,20 +44,6 @@ class Result:
     detail: Mapping[str, Any] = field(default_factory=dict)
     kept_as: str | None = None
     maps: tuple[KeptMap, ...] = ()
-    asked_sha256: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """The bytes of an image, and the part that they show. ``source``: how the keys of its results begin."""
-
-    sha256: str
-    source: str
-    board: str
-    board_type: str | None
-    component: str
-    ref: str
-    config_sha256: str
 
 
 @dataclass(frozen=True, slots=True)

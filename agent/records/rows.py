@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
-
-from agent.records.results import Result
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,13 +18,18 @@ if TYPE_CHECKING:
 
 Format: TypeAlias = Literal["csv", "jsonl"]
 
-APART = frozenset({"maps", "asked_sha256"})  # pictures, and what only a caller who repeats is compared with
-RESULT_COLUMNS = ("seq", *(field.name for field in fields(Result) if field.name not in APART))
+OF_SUBJECT = frozenset({"key", "component", "image", "arrived_at", "board", "board_type", "ref"})
+RESULT_COLUMNS = (
+    "seq", "key", "line", "component", "image", "verdict", "arrived_at", "finished_at", "seconds", "config_sha256",
+    "board", "board_type", "ref", "label", "score", "reason", "experts", "detail", "kept_as",
+)  # fmt: skip
 
 
 def plain_result(row: ResultRow) -> dict[str, Any]:
-    values = asdict(row.result).items()
-    return {"seq": row.seq} | {name: _plain(value) for name, value in values if name not in APART}
+    subject, result = row.result.subject, row.result
+    values = {name: getattr(subject if name in OF_SUBJECT else result, name) for name in RESULT_COLUMNS[1:]}
+    values["component"] = subject.component or ""
+    return {"seq": row.seq} | {name: _plain(value) for name, value in values.items()}
 
 
 def plain_board(row: BoardRow) -> dict[str, Any]:

@@ -20,11 +20,11 @@ from PIL import Image
 
 from agent.deployment.build import AgentOptions
 from agent.records.database import StateLock
-from agent.records.journal import Entry
 from agent.records.result_writer import ResultStore
 from agent.records.results import Result
 from agent.runtime.loop import LoopOptions
 from agent.runtime.requests import Ended, Requests
+from agent.subject import Subject
 from profiler.bench.policy_runs import RunOptions, machine
 from profiler.replay.images import experts_of, images_of
 from profiler.replay.player import player
@@ -82,9 +82,9 @@ class JournaledRequests(Requests):
         """As ``Requests.submit``, once it is accepted."""
         self._sent += 1
         key = f"bench/{self._sent}"
-        entry = Entry(key, "bench", key, datetime.now(UTC), component, expert)
+        subject = Subject(key, "bench", key, datetime.now(UTC), component, expert)
         enter = partial(self._enter, image, component, expert)
-        self._store.accept([entry], self._contents[id(image)], enter)
+        self._store.accept([subject], self._contents[id(image)], enter)
 
     def collect(self, progress: Callable[[int, int], None] = lambda *_: None) -> list[Ended]:
         for _ in range(self._sent):
@@ -95,8 +95,8 @@ class JournaledRequests(Requests):
         """An outcome has come: it counts once it is stored."""
         now = datetime.now(UTC)
         result = Result(
-            key=f"bench/{number}", line="bench", component="", image="", verdict=outcome.verdict, arrived_at=now,
-            finished_at=now, seconds=0.0, config_sha256="", label=outcome.label, score=outcome.score,
+            Subject(f"bench/{number}", "bench", "", now), line="bench", verdict=outcome.verdict, finished_at=now,
+            seconds=0.0, config_sha256="", label=outcome.label, score=outcome.score,
             reason=outcome.reason, experts=tuple(step.expert for step in outcome.steps),
         )  # fmt: skip
         stored = super().tell

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from agent.config import LineConfig
-    from agent.intake.files.naming import ImageName, Naming
+    from agent.intake.files.naming import Naming, Told
 
 MOST_PER_EXPERT = 40  # a form that agrees on all of them decides otherwise on fewer than 8 in 100
 MOST_CALIBRATING = 16  # further images of an expert, half of all that it has at most
@@ -222,10 +222,10 @@ class _Search:
             except OSError as error:
                 reason = f"its sidecar: {error.strerror}"
                 continue
-            if name.component is None:
+            if (component := name["component"]) is None:
                 reason = "it shows a whole board, about which no expert is asked: cut it, or give labelled crops"
                 continue
-            self._found[name.component, ""].append(Sample(folder / relpath, name.component, None, shown, max_pixels))
+            self._found[component, ""].append(Sample(folder / relpath, component, None, shown, max_pixels))
             return
         self._unusable[relpath] = reason
 
@@ -289,7 +289,7 @@ def _files_below(folder: Path) -> Iterator[str]:
                 yield name if at_top else f"{Path(prefix).as_posix()}/{name}"
 
 
-def _read_by(naming: Naming, folder: Path, relpath: str) -> ImageName:
+def _read_by(naming: Naming, folder: Path, relpath: str) -> Told:
     """Raises ValueError with the reason, and as ``read_sidecar`` does."""
     if not naming.has_sidecars:
         return naming.read(_as_it_came(relpath))

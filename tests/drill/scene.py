@@ -160,14 +160,14 @@ class Scene:
     def account(self, expected: dict[tuple[str, int], Verdict] | None = None) -> dict[str, int]:
         """Asserts that nothing is lost, doubled, or OK without evidence; the counts."""
         rows = [row.result for row in self.results.query()]
-        images = Counter(row.image for row in rows if not row.key.startswith(("api/", "camera/")))
-        keys = Counter(row.key.removeprefix("api/") for row in rows if row.key.startswith("api/"))
+        images = Counter(row.subject.image for row in rows if not row.subject.key.startswith(("api/", "camera/")))
+        keys = Counter(row.subject.key.removeprefix("api/") for row in rows if row.subject.key.startswith("api/"))
         lost = [name for name in self.dropped if images[name] == 0]
         lost += [key for key in self.accepted if keys[key] == 0]
         doubled = [name for name, count in (images + keys).items() if count > 1]
         assert not lost, f"lost: {lost[:5]} of {len(lost)}"
         assert not doubled, f"doubled: {doubled[:5]} of {len(doubled)}"
-        stored = {row.key.removeprefix("api/"): f"VERDICT_{row.verdict}" for row in rows}
+        stored = {row.subject.key.removeprefix("api/"): f"VERDICT_{row.verdict}" for row in rows}
         wrong = [key for key, said in self.answered.items() if stored[key] != said]
         assert not wrong, f"told otherwise than stored: {wrong[:5]}"
         self._check_evidence(rows, expected or {})
@@ -179,22 +179,24 @@ class Scene:
     def _check_evidence(self, rows, expected) -> None:
         for row in rows:
             if row.verdict is not Verdict.UNKNOWN:
-                assert row.experts, f"{row.key} is {row.verdict} without an expert's word"
-            colour = self.dropped.get(row.image)
+                assert row.experts, f"{row.subject.key} is {row.verdict} without an expert's word"
+            colour = self.dropped.get(row.subject.image)
             if colour is None:
-                colour = self.accepted.get(row.key.removeprefix("api/"), (None, None))[1]
-            wanted = expected.get((row.component, colour))
-            assert wanted is None or row.verdict in (wanted, Verdict.UNKNOWN), f"{row.key}: {row.verdict}, not {wanted}"
+                colour = self.accepted.get(row.subject.key.removeprefix("api/"), (None, None))[1]
+            wanted = expected.get((row.subject.component, colour))
+            assert wanted is None or row.verdict in (wanted, Verdict.UNKNOWN), (
+                f"{row.subject.key}: {row.verdict}, not {wanted}"
+            )
             if wanted is not None and row.verdict is Verdict.UNKNOWN:  # which two kills met
-                assert "ended the agent" in row.reason, f"{row.key}: {row.reason}"
+                assert "ended the agent" in row.reason, f"{row.subject.key}: {row.reason}"
 
     def _check_files(self, rows) -> None:
         shelves = {Verdict.OK: "done", Verdict.NG: "ng", Verdict.UNKNOWN: "failed"}
         for row in rows:
-            if row.key.startswith(("api/", "camera/")):
+            if row.subject.key.startswith(("api/", "camera/")):
                 continue
-            found = [path.relative_to(self.inbox).parts[0] for path in self.inbox.rglob(row.image)]
-            assert found == [shelves[row.verdict]], f"{row.image} is {row.verdict}, and lies in {found}"
+            found = [path.relative_to(self.inbox).parts[0] for path in self.inbox.rglob(row.subject.image)]
+            assert found == [shelves[row.verdict]], f"{row.subject.image} is {row.verdict}, and lies in {found}"
 
 
 SERVED = """

@@ -142,7 +142,7 @@ def test_malformed_requests_and_images(scene, told):
         assert scene.is_up()
     finally:
         service.stop()
-    rows = [row.result for row in scene.results.query() if row.result.image in scene.dropped]
+    rows = [row.result for row in scene.results.query() if row.result.subject.image in scene.dropped]
     assert ends.keys() <= {"INVALID_ARGUMENT", "NOT_FOUND", "INTERNAL", "UNIMPLEMENTED", "VERDICT_UNKNOWN", "answered"}
     assert {str(row.verdict) for row in rows} == {"UNKNOWN"}
     told("malformed", dict(ends) | scene.account())

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from agent.intake.cameras import supervision, wire
 from agent.intake.cameras.delivery import Delivery
-from agent.intake.cameras.frames import CameraStatistics, Frame, Trigger
+from agent.intake.cameras.frames import CameraStatistics, Trigger
 from agent.intake.cameras.process import ChildProcess, Exited, Received
 from agent.intake.cameras.sources.source import Connection
 from agent.intake.cameras.supervision import CameraState, Supervisor
 from agent.intake.cameras.takes import NEVER, Interval, Takes
+from agent.subject import CAMERA_PREFIX, Subject
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
@@ -143,10 +144,16 @@ class Camera:
                 thread.join(max(deadline - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def trigger(self, board: str | None = None, board_type: str | None = None, key: str | None = None) -> str:
-        """Have one frame taken; the key that its results begin with. Any thread; returns at once. Raises OrderRefused.
+    def trigger(
+        self,
+        board: str | None = None,
+        board_type: str | None = None,
+        key: str | None = None,
+        asked_sha256: str | None = None,
+    ) -> str:
+        """Ask for one frame; returns the key that its results begin with. Any thread; does not wait.
 
-        That it returns says that the trigger will end once, with a frame or as lost, while this agent lives.
+        Raises OrderRefused. Otherwise the trigger ends once, with a frame or as lost, while this agent lives.
         """
         if not self._is_triggered:
             raise OrderRefused(
@@ -162,9 +169,9 @@ class Camera:
                 raise OrderRefused(Refusing.NOT_NOW, message, RETRY_S)
             if not self._delivery.admit():
                 raise OrderRefused(Refusing.QUEUE_FULL, self._full(), RETRY_S)
-            trigger = self._new_trigger(board, board_type, key=key)
+            trigger = self._new_trigger(self._clock(), board, board_type, key=key, asked_sha256=asked_sha256)
             self._inbox.put(trigger)
-        return trigger.key
+        return trigger.subject.key
 
     def statistics(self) -> CameraStatistics:
         """A snapshot, from any thread."""
@@ -187,24 +194,30 @@ class Camera:
         return f"camera {self.name}: {self._config.queue} triggers wait, which is all that `queue` permits"
 
     def _new_trigger(
-        self, board: str | None, board_type: str | None, asked_s: float | None = None, key: str | None = None
+        self,
+        asked_s: float,
+        board: str | None = None,
+        board_type: str | None = None,
+        key: str | None = None,
+        asked_sha256: str | None = None,
     ) -> Trigger:
         """Under the guard."""
         self._number += 1
-        at = self._wall()
-        return Trigger(
-            camera=self.name,
-            number=self._number,
-            key=key or f"{self.name}@{_moment(at)}#{self._number}",
-            board=board or f"{self.name}-{_moment(at)}",
-            board_type=board_type or self._config.board_type,
-            at=at,
-            asked_s=self._clock() if asked_s is None else asked_s,
-        )
+        subject = self._subject(self._wall(), self._number, board_type or self._config.board_type)
+        key, board = key or subject.key, board or subject.board
+        subject = replace(subject, key=key, image=key, board=board, asked_sha256=asked_sha256)
+        return Trigger(subject, self._number, asked_s)
+
+    def _subject(self, at: datetime, number: int, board_type: str | None) -> Subject:
+        """What a frame of this moment is about. A frame of a component is the board's part named as the camera."""
+        key, component = f"{CAMERA_PREFIX}{self.name}@{_moment(at)}#{number}", self._config.component
+        ref = None if component is None else self.name
+        board = f"{self.name}-{_moment(at)}"
+        return Subject(key, self.name, key, at, component, None, board, board_type, ref)
 
     def _want(self) -> None:
         with self._guard:
-            self._inbox.put(self._new_trigger(None, None, asked_s=NEVER))
+            self._inbox.put(self._new_trigger(NEVER))
 
     # -- the thread that decides --
 
@@ -288,12 +301,10 @@ class Camera:
         if trigger is None:
             return
         at = self._wall() - timedelta(seconds=taken.age_s)
-        if not self._is_triggered:  # what was wanted had no name yet
-            board, key = f"{self.name}-{_moment(at)}", f"{self.name}@{_moment(at)}#{trigger.number}"
-            trigger = replace(trigger, key=key, board=board, at=at)
-        size = (taken.height, taken.width)
-        frame = Frame(self.name, trigger.key, content, size, at, trigger.board, trigger.board_type)
-        self._delivery.put(trigger, frame)
+        subject = replace(trigger.subject, arrived_at=at)
+        if not self._is_triggered:  # the wish was made before the frame
+            subject = self._subject(at, trigger.number, subject.board_type)
+        self._delivery.put(subject, content)
 
     def _gone(self, how: str) -> None:
         self._child = None
@@ -328,11 +339,11 @@ class Camera:
         if not (self._interval.is_due(now, is_streaming) and self._delivery.can_overflow()):
             return
         with self._guard:
-            trigger = self._new_trigger(None, None)
+            trigger = self._new_trigger(now)
         if self._delivery.admit():
             self._takes.add(trigger)
         else:
-            self._delivery.overflow(trigger, self._full())
+            self._delivery.overflow(trigger.subject, self._full())
 
     def _why_lost(self) -> str:
         state, alarm = self._supervisor.state, self._supervisor.alarm
@@ -342,4 +353,4 @@ class Camera:
 
     def _lose(self, triggers: list[Trigger], reason: str) -> None:
         for trigger in triggers:
-            self._delivery.lose(trigger, reason)
+            self._delivery.lose(trigger.subject, reason)

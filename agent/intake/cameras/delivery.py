@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from agent.intake.cameras.frames import CameraDoors, Frame, Trigger
+    from agent.intake.cameras.frames import CameraDoors
+    from agent.subject import Subject
 
 log = logging.getLogger(__name__)
 
@@ -26,17 +27,17 @@ UNTOLD_MAXIMUM = 1000  # lost triggers that were never let in, and wait to be to
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A trigger's frame."""
+    """A frame."""
 
-    trigger: Trigger
-    frame: Frame
+    subject: Subject
+    content: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Lost:
     """A trigger without a frame. ``is_overflow``: it was never let in."""
 
-    trigger: Trigger
+    subject: Subject
     reason: str
     is_overflow: bool = False
 
@@ -70,17 +71,16 @@ class Delivery:
             self.waiting += has_room
         return has_room
 
-    def put(self, trigger: Trigger, frame: Frame) -> None:
-        """A trigger's frame."""
+    def put(self, subject: Subject, content: bytes) -> None:
         with self._guard:
             self.handed += 1
             self.waiting += self._want is not None
-        self._parcels.put(_Taken(trigger, frame))
+        self._parcels.put(_Taken(subject, content))
 
-    def lose(self, trigger: Trigger, reason: str) -> None:
+    def lose(self, subject: Subject, reason: str) -> None:
         """A trigger that was let in gets no frame. That a camera which runs freely has none is nothing to tell."""
         if self._want is None:
-            self._parcels.put(_Lost(trigger, reason))
+            self._parcels.put(_Lost(subject, reason))
 
     def can_overflow(self) -> bool:
         """Whether one more trigger that is not let in could be told. Where not, none should be made."""
@@ -90,11 +90,11 @@ class Delivery:
                 return False
         return True
 
-    def overflow(self, trigger: Trigger, reason: str) -> None:
+    def overflow(self, subject: Subject, reason: str) -> None:
         """A trigger is not let in, and nobody waits who could be told so at once."""
         with self._guard:
             self._untold += 1
-        self._parcels.put(_Lost(trigger, reason, is_overflow=True))
+        self._parcels.put(_Lost(subject, reason, is_overflow=True))
 
     def stop(self) -> None:
         self._stopping.set()
@@ -128,11 +128,11 @@ class Delivery:
     def _hand(self, parcel: _Taken | _Lost) -> None:
         try:
             if isinstance(parcel, _Taken):
-                self._doors.take(parcel.frame)
+                self._doors.take(parcel.subject, parcel.content)
                 self.received += 1
             else:
                 self.lost += 1
-                self._doors.lost(parcel.trigger, parcel.reason)
+                self._doors.lost(parcel.subject, parcel.reason)
             self.alarm = None
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: this one has ended, the others go on
             self._broke(error)
@@ -150,7 +150,7 @@ class Delivery:
             self.handed -= 1
             self.waiting -= self._want is not None
         if self._want is None:
-            self._hand(_Lost(parcel.trigger, f"camera {self._name}: its frame was not taken: {error}"))
+            self._hand(_Lost(parcel.subject, f"camera {self._name}: its frame was not taken: {error}"))
 
     def _broke(self, error: Exception) -> None:
         """Told once, until a frame is taken again."""

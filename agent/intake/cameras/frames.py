@@ -7,55 +7,32 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from datetime import datetime
 
     from agent.intake.cameras.supervision import CameraState
+    from agent.subject import Subject
 
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """That one frame is wanted. ``key`` identifies it, and what comes of it, across restarts.
+    """That one frame is wanted. ``number``: of this run; ``asked_s``: monotonic."""
 
-    ``board``: the serial that it was given, or one made from the camera's name and the time. ``asked_s``: monotonic.
-    """
-
-    camera: str
+    subject: Subject
     number: int
-    key: str
-    board: str
-    board_type: str | None
-    at: datetime
     asked_s: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Frame:
-    """One picture. ``content``: a PNG, or the JPEG that the camera sent. ``size``: (height, width) in pixels.
-
-    ``key`` is its trigger's, and unique across restarts. ``at``: when it came from the camera, with a time zone.
-    """
-
-    camera: str
-    key: str
-    content: bytes
-    size: tuple[int, int]
-    at: datetime
-    board: str
-    board_type: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class CameraDoors:
     """Where a camera's frames go. Called on one thread of the camera's own, one call after the other.
 
-    ``take`` returns once the frame is durable, however long that takes: nothing is handed over meanwhile.
+    ``take`` gets the frame's subject and bytes (a PNG, or the camera's JPEG), and returns once the frame is durable.
     ``has_room`` is asked before each frame of one that runs freely: while it says no, frames are dropped, and counted.
     ``lost`` is told of each trigger that got no frame, and why; it too returns once that is durable.
     """
 
-    take: Callable[[Frame], None]
+    take: Callable[[Subject, bytes], None]
     has_room: Callable[[], bool]
-    lost: Callable[[Trigger, str], None]
+    lost: Callable[[Subject, str], None]
 
 
 @dataclass(frozen=True, slots=True)

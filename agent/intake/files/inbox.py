@@ -48,8 +48,6 @@ UNFINISHED = ("*.part", "*.tmp", "*.filepart", "*.crdownload", "~$*", ".~lock*",
 IDENTITY = r"([0-9a-f]+)-([0-9a-f]+)-(-?[0-9a-f]+)~"  # files may be older than 1970
 VISIBLE = r"[^./][^/]*"  # what is hidden is never claimed
 CLAIMED = re.compile(rf"(?P<sub>(?:{VISIBLE}/)*)(?:{IDENTITY}|\.{IDENTITY}/)(?P<name>{VISIBLE})")
-PART_MARK = "#"  # between an image's key and the ref of a part of it
-KEY_OF_PART = re.compile(rf"(.*@[0-9a-f]+-[0-9a-f]+--?[0-9a-f]+){PART_MARK}", re.DOTALL)
 NAME_BYTES = 255  # no filesystem that we know takes longer names; some take only shorter ones
 LONGEST_SUFFIX = 16  # arbitrary: whatever is longer tells no format
 MAKE_ATTEMPTS = 10
@@ -352,16 +350,6 @@ class Inbox:
 
     def _is_ignored(self, relpath: str) -> bool:
         return is_ignored(relpath) or (self.has_sidecars and relpath.lower().endswith(SIDECAR_SUFFIX))
-
-
-def part_key(key: str, ref: str) -> str:
-    return f"{key}{PART_MARK}{ref}"
-
-
-def image_key(key: str) -> str:
-    """The key of the image that this is the key of, or the key of a part of."""
-    found = KEY_OF_PART.match(key)
-    return found[1] if found else key
 
 
 def is_claim(relpath: str) -> bool:

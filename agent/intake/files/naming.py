@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from agent.intake.files.sidecar import read_sidecar
 from agent.line_file.intake import BOARD_GROUP, NAME_GROUPS, TYPE_GROUP
@@ -17,23 +17,14 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.line_file.intake import FolderSection
 
-
-@dataclass(frozen=True, slots=True)
-class ImageName:
-    """Whose image it is. ``board`` is the serial; ``board_type`` is None on a line without boards.
-
-    ``component`` and ``ref`` are None of one that shows a whole board.
-    """
-
-    board: str
-    component: str | None
-    ref: str | None
-    board_type: str | None
+    Told: TypeAlias = dict[str, str | None]  # fields of Subject: board (the serial), component, ref, board_type
 
 
 @dataclass(frozen=True, slots=True)
 class Naming:
     """How one folder tells whose its files are: by a pattern of their names, or where that is None by sidecars.
+
+    An image of a whole board has no component and no ref; on a line without boards the type is None.
 
     ``components`` are those with a route; ``component`` is a folder's constant. ``whole_board``: the type of board that
     each image shows as a whole, ``layouts``: the types that can be cut.
@@ -50,7 +41,7 @@ class Naming:
     def has_sidecars(self) -> bool:
         return self.pattern is None
 
-    def read(self, relpath: str) -> ImageName:
+    def read(self, relpath: str) -> Told:
         """The name's meaning. A pattern without `/` is of the last part. Raises ValueError with the reason."""
         if self.pattern is None:
             raise ValueError("the name tells nothing here: a sidecar does")
@@ -60,11 +51,11 @@ class Naming:
             raise ValueError(f"the name does not match the pattern {self.pattern.pattern}")
         return self._meaning({key: value for key, value in found.groupdict().items() if value is not None}, "the name")
 
-    def read_beside(self, sidecar: Path, name: str) -> ImageName:
+    def read_beside(self, sidecar: Path, name: str) -> Told:
         """The sidecar's meaning; ``name`` is what errors call it. Raises what ``read_sidecar`` does."""
         return self._meaning(read_sidecar(sidecar, name), name)
 
-    def _meaning(self, said: Mapping[str, str], source: str) -> ImageName:
+    def _meaning(self, said: Mapping[str, str], source: str) -> Told:
         if self.whole_board is not None:
             return self._whole(said, source, self.whole_board)
         whole = said if self.component is None else {"component": self.component, **said}
@@ -76,9 +67,10 @@ class Naming:
             raise ValueError(f"{source} says component {component!r}, but all images here are {self.component!r}")
         if component not in self.components:
             raise ValueError(f"no route for the component {component!r}")
-        return ImageName(whole["board"], component, whole["ref"], self._board_type(said.get("type"), source))
+        board_type = self._board_type(said.get("type"), source)
+        return {"board": whole["board"], "component": component, "ref": whole["ref"], "board_type": board_type}
 
-    def _whole(self, said: Mapping[str, str], source: str, board_type: str) -> ImageName:
+    def _whole(self, said: Mapping[str, str], source: str, board_type: str) -> Told:
         for key in NAME_GROUPS:
             if key != BOARD_GROUP and key in said:
                 raise ValueError(f"{source} gives a {key}, but every image here shows a whole board")
@@ -88,7 +80,7 @@ class Naming:
             raise ValueError(f"{source} says board type {named!r}, but every board here is {board_type!r}")
         if board_type not in self.layouts:
             raise ValueError(f"the line file has no layout of board type {board_type!r} any more")
-        return ImageName(said[BOARD_GROUP], None, None, board_type)
+        return {"board": said[BOARD_GROUP], "component": None, "ref": None, "board_type": board_type}
 
     def _board_type(self, named: str | None, source: str) -> str | None:
         if not self.board_types:

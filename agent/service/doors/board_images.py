@@ -15,29 +15,28 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from agent.core.request import Outcome
-from agent.intake.arrivals import Arrival
-from agent.intake.files.filing import printable
-from agent.intake.files.inbox import PART_MARK, part_key
 from agent.records.boards import SEVERITY
 from agent.runtime.image_sources import EncodedImage, Frame, FramePart
-from agent.service.judging.inspector import ATTEMPTS_MAXIMUM, Course, Task
-from agent.service.judging.recording import PartOfBoard, part_result
+from agent.service.judging.inspector import ATTEMPTS_MAXIMUM, Course, Submission
+from agent.service.judging.recording import judged_result, unknown
+from agent.subject import part_key, pieces
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import TypeAlias
 
-    from agent.intake.arrivals import Refusal
+    from agent.core.request import Outcome
+    from agent.intake.arrivals import ClaimedImage
     from agent.intake.reading import ArrivalReader
     from agent.records.result_reader import ResultReader
     from agent.records.results import Recorded, Result
     from agent.service.judging.inspector import Inspector
     from agent.service.judging.verdicts import Verdicts
+    from agent.subject import Subject
 
-    Settle: TypeAlias = Callable[["Arrival | Refusal", Verdict, str | None], None]
-    Refuse: TypeAlias = Callable[["Arrival | Refusal", str], None]
+    Settle: TypeAlias = Callable[["Subject", Verdict, str | None], None]
+    Refuse: TypeAlias = Callable[["Subject", str], None]
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +48,11 @@ NO_LAYOUT = "the line file has no layout any more of its board's type - put it b
 class _Sheet:
     """One image. ``parts``: without a verdict, by ref; ``size``: (height, width) to cut. Both empty: no layout."""
 
-    image: Arrival | Refusal
+    image: Subject
     size: tuple[int, int] | None
-    parts: Mapping[str, PartOfBoard]
+    parts: Mapping[str, Subject]
     verdicts: dict[str, tuple[Verdict, str | None]]  # of those that are stored, with the reason
+    count: int = 0  # of parts that the image is judged by, those with a verdict included
     held_bytes: int = 0  # until the last part is judged
     unjudged: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)  # over the two counts, and the verdicts
@@ -79,63 +79,52 @@ class BoardImages:
     _verdicts: Verdicts
     _results: ResultReader
     _reader: ArrivalReader
+    _max_pixels: int
     _settle: Settle
     _refuse: Refuse
 
-    def arrived(self, arrival: Arrival) -> None:
-        sheet = self._sheet(arrival)
-        keys = (arrival.key, *(part.key for part in sheet.parts.values()))  # its parts, and reading it
+    def arrived(self, image: ClaimedImage) -> None:
+        subject = image.subject
+        sheet = self._sheet(subject)
+        keys = (subject.key, *(part.key for part in sheet.parts.values()))  # its parts, and reading it
         attempts = max(self._inspector.attempts(key) for key in keys)
         if attempts >= ATTEMPTS_MAXIMUM:  # hundreds of parts would end it hundreds of times
             reason = f"ended the agent: it was being judged each of the {attempts} times that the agent was ended"
-            self._end(sheet, f"{printable(arrival.relpath)}: {reason}")
+            self._end(sheet, f"{subject.name}: {reason}")
         elif sheet.parts:
-            self._reader.take(arrival)
+            self._reader.take(image)
         else:
             self._put_away(sheet)
 
-    def read(self, arrival: Arrival, content: bytes) -> None:
-        sheet = self._sheet(arrival)
+    def read(self, image: ClaimedImage, content: bytes) -> None:
+        sheet = self._sheet(image.subject)
         if sheet.size is None:  # its rows could not be read when it came, or its layout has gone since
             self._reader.release(len(content))
             self._put_away(sheet)
             return
-        name = printable(arrival.relpath)
         pixels_bytes = sheet.size[0] * sheet.size[1] * PIXEL_BYTES
         self._reader.hold(pixels_bytes)
         sheet.held_bytes, sheet.unjudged = len(content) + pixels_bytes, len(sheet.parts)
-        frame = Frame(EncodedImage(content, name, arrival.max_pixels), sheet.size)
-        for ref, part in sheet.parts.items():
-            called = f"{name}{PART_MARK}{ref}"
+        frame = Frame(EncodedImage(content, image.subject.name, self._max_pixels), sheet.size)
+        for part in sheet.parts.values():
+            assert part.box is not None
             ended = partial(self._ended, sheet, part)
-            source = FramePart(frame, part.box, called)
-            self._inspector.enter(Task(part.key, called, source, ended, component=part.component))
+            self._inspector.enter(Submission(part, FramePart(frame, part.box, part.name), ended))
 
-    def end_unjudged(self, image: Arrival | Refusal, reason: str) -> None:
+    def end_unjudged(self, image: Subject, reason: str) -> None:
         self._end(self._sheet(image), reason)
 
-    def _sheet(self, image: Arrival | Refusal) -> _Sheet:
+    def _sheet(self, image: Subject) -> _Sheet:
         """Open parts of an image. Parts with unreadable rows are judged again; the rows stay."""
-        said = image if isinstance(image, Arrival) else image.name
-        assert said is not None
-        assert said.board_type is not None, "an image of a whole board"
-        layout = self._inspector.agent.config.layouts.get(said.board_type)
+        layout = self._inspector.agent.config.layouts.get(str(image.board_type))
         stored = self._stored_parts(image.key)
-        verdicts = {str(row.ref): (row.verdict, row.reason) for row in stored}
+        verdicts = {str(row.subject.ref): (row.verdict, row.reason) for row in stored}
         if stored and len(stored) >= stored[-1].detail["parts"]:
             return _Sheet(image, None, {}, verdicts)
         if layout is None:
             return _Sheet(image, None, {}, {})
-        missing = {ref: part for ref, part in layout.parts.items() if ref not in verdicts}
-        at = image.arrived_at if isinstance(image, Arrival) else image.at
-        parts = {
-            ref: PartOfBoard(
-                part_key(image.key, ref), image.relpath, said.board, said.board_type, ref, part.component, part.box,
-                len(verdicts) + len(missing), at,
-            )
-            for ref, part in missing.items()
-        }  # fmt: skip
-        return _Sheet(image, layout.size if parts else None, parts, verdicts)
+        parts = {str(part.ref): part for part in pieces(image, layout) if part.ref not in verdicts}
+        return _Sheet(image, layout.size if parts else None, parts, verdicts, len(verdicts) + len(parts))
 
     def _stored_parts(self, key: str) -> list[Result]:
         try:
@@ -148,11 +137,11 @@ class BoardImages:
         if not sheet.parts:
             self._put_away(sheet)
         for part in sheet.parts.values():
-            self._record(sheet, part, Outcome(Verdict.UNKNOWN, None, None, (), reason), Course())
+            self._record(sheet, part, unknown(reason), Course())
 
     # -- on the agent's thread --
 
-    def _ended(self, sheet: _Sheet, part: PartOfBoard, outcome: Outcome, course: Course) -> None:
+    def _ended(self, sheet: _Sheet, part: Subject, outcome: Outcome, course: Course) -> None:
         with sheet.lock:
             sheet.unjudged -= 1
             is_last = not sheet.unjudged
@@ -160,18 +149,21 @@ class BoardImages:
             self._reader.release(sheet.held_bytes)
         self._record(sheet, part, outcome, course)
 
-    def _record(self, sheet: _Sheet, part: PartOfBoard, outcome: Outcome, course: Course) -> None:
-        result = part_result(self._inspector.agent.config, part, outcome, course.models)
+    def _record(self, sheet: _Sheet, part: Subject, outcome: Outcome, course: Course) -> None:
+        config, detail = self._inspector.agent.config, {"parts": sheet.count}
+        result = judged_result(config, part, outcome, course.models, detail)
         self._verdicts.record(result, partial(self._stored, sheet, part, result))
 
     # -- on the store's thread --
 
-    def _stored(self, sheet: _Sheet, part: PartOfBoard, result: Result, recorded: Recorded) -> None:
+    def _stored(self, sheet: _Sheet, part: Subject, result: Result, recorded: Recorded) -> None:
         self._inspector.settled(part.key)
         if not recorded.is_new:  # a row that could not be read when its file came: it decides
-            result = next((each for each in self._stored_parts(sheet.image.key) if each.key == part.key), result)
+            result = next(
+                (each for each in self._stored_parts(sheet.image.key) if each.subject.key == part.key), result
+            )
         with sheet.lock:
-            sheet.verdicts[part.ref] = (result.verdict, result.reason)
+            sheet.verdicts[str(part.ref)] = (result.verdict, result.reason)
             is_last = sheet.is_stored
         if is_last:
             self._put_away(sheet)

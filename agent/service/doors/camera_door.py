@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agent.api.calls.desk import SourceView
 from agent.config import read_secret
-from agent.core.request import Outcome
 from agent.intake.cameras.camera import Camera
 from agent.intake.cameras.frames import CameraDoors
-from agent.records.journal import Entry
 from agent.runtime.image_sources import EncodedImage
 from agent.service.doors.journal_door import asked_sha256
 from agent.service.doors.order_taker import short_name
-from agent.service.judging.recording import entry_result
+from agent.service.judging.recording import judged_result, unknown
+from agent.subject import CAMERA_PREFIX, Subject, pieces
 from experts.errors import CameraFailed, ConfigError, OrderRefused, Refusing
-from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from datetime import datetime
-
     from agent.config import LineConfig
-    from agent.intake.cameras.frames import Frame, Trigger
+    from agent.line_file.boards import LayoutSections
     from agent.line_file.intake import CameraSection
     from agent.service.doors.journal_door import JournalDoor, StoredVerdict
     from agent.service.judging.inspector import Inspector
@@ -35,8 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KEY_PREFIX = "camera/"
-CALLERS_PREFIX = f"{KEY_PREFIX}key/"  # of keys that callers give to triggers: no camera's name has a slash
+CALLERS_PREFIX = f"{CAMERA_PREFIX}key/"  # of keys that callers give to triggers: no camera's name has a slash
 FRAMES_UNDER_WAY = 2  # of one camera: one is judged while the next is fetched; a trigger's waits in its queue
 LOOK_S = 0.2  # how often a door that waits for the disk looks whether the agent stops
 
@@ -102,11 +98,11 @@ class CameraDoor:
                 Refusing.INVALID, f"board type {board_type!r} has no layout to cut frames of camera {self.name} by"
             )
         if short_name(key, "key") is None:
-            return KEY_PREFIX + self.camera.trigger(board, board_type)
-        named = f"{CALLERS_PREFIX}{key}"
-        if self._journal.reserve(named, asked_sha256(self.name, board, board_type)):
+            return self.camera.trigger(board, board_type)
+        named, asked = f"{CALLERS_PREFIX}{key}", asked_sha256(self.name, board, board_type)
+        if self._journal.reserve(named, asked):
             try:
-                self.camera.trigger(board, board_type, named.removeprefix(KEY_PREFIX))
+                self.camera.trigger(board, board_type, named, asked)
             except BaseException:
                 self._journal.release(named)
                 raise
@@ -137,57 +133,41 @@ class CameraDoor:
     def _has_room(self) -> bool:
         return self._inspector.takes and self._under_way < FRAMES_UNDER_WAY
 
-    def _take(self, frame: Frame) -> None:
+    def _take(self, subject: Subject, content: bytes) -> None:
         """Wait for room; a frame that waits while the agent stops is left to the next start."""
         with self._has_changed:
             while not (self._has_room() or self._stopping.is_set()):
                 self._has_changed.wait(LOOK_S)
-        config = self._config
-        entries = self._entries(config, frame.key, frame.board, frame.board_type, frame.at)
-        layout = config.layouts.get(entries[0].board_type or "")
-        size = None if entries[0].box is None or layout is None else layout.size
-        image = EncodedImage(frame.content, frame.key, self._section.max_pixels)
-        taking = _Taking(self, len(entries))
-        self._journal.send(taking, entries, image, size)
+        subject, layout = self._layout_of(subject)
+        taking = _Taking(self, 1 if layout is None else len(layout.parts))
+        image = EncodedImage(content, subject.image, self._section.max_pixels)
+        self._journal.send(taking, pieces(subject, layout), image, None if layout is None else layout.size)
         with self._has_changed:
             self._under_way += 1
         while not taking.is_accepted.wait(LOOK_S) and not self._stopping.is_set():
             continue
-        self._journal.release(KEY_PREFIX + frame.key)
+        self._journal.release(subject.key)
 
-    def _lost(self, trigger: Trigger, reason: str) -> None:
-        config = self._config
+    def _lost(self, subject: Subject, reason: str) -> None:
         try:
-            entries = self._entries(config, trigger.key, trigger.board, trigger.board_type, trigger.at)
-        except CameraFailed:  # which parts it would have shown is not known any more; that it was lost is told
-            key = KEY_PREFIX + trigger.key
-            asked = self._journal.reserved(key)
-            entries = [Entry(key, self.name, key, trigger.at, board=trigger.board, asked_sha256=asked)]
-        outcome = Outcome(Verdict.UNKNOWN, None, None, (), f"camera {self.name}: {reason}")
+            lost = pieces(*self._layout_of(subject))
+        except CameraFailed:  # the parts are not known any more: the loss is told
+            lost = (replace(subject, board_type=None),)
         left = threading.Semaphore(0)
-        for entry in entries:
-            self._verdicts.record(entry_result(config, entry, outcome), lambda _: left.release())
-        for _ in entries:
+        for each in lost:
+            result = judged_result(self._config, each, unknown(f"camera {self.name}: {reason}"))
+            self._verdicts.record(result, lambda _: left.release())
+        for _ in lost:
             while not left.acquire(timeout=LOOK_S) and not self._stopping.is_set():
                 continue
-        self._journal.release(KEY_PREFIX + trigger.key)
+        self._journal.release(subject.key)
 
-    def _entries(self, config: LineConfig, key: str, board: str, board_type: str | None, at: datetime) -> list[Entry]:
-        """Requests of a frame: its component, or each part of its layout. Raises CameraFailed without a layout."""
-        key = KEY_PREFIX + key
-        asked = self._journal.reserved(key)
-        board_type = board_type or self._section.board_type
-        component = self._section.component
-        if component is not None:  # a part of a board only if the type is given
-            return [Entry(key, self.name, key, at, component, None, board, board_type, self.name, None, asked)]
-        board_type = board_type or next(iter(config.boards), "")
+    def _layout_of(self, subject: Subject) -> tuple[Subject, LayoutSections | None]:
+        """The subject with its board's type, and the layout that cuts its frame. Raises CameraFailed without one."""
+        if subject.component is not None:
+            return subject, None
+        config = self._config
+        board_type = subject.board_type or next(iter(config.boards), "")
         if board_type not in config.layouts:
             raise CameraFailed(f"the line file has no layout of board type {board_type!r} any more - put it back")
-        parts = config.layouts[board_type].parts.items()
-        return [
-            Entry(
-                f"{key}#{ref}", self.name, f"{key}#{ref}", at, part.component, None, board, board_type, ref, part.box,
-                asked,
-            )
-            for ref, part in parts
-        ]  # fmt: skip
+        return replace(subject, board_type=board_type), config.layouts[board_type]

@@ -6,32 +6,22 @@ image is judged again. Of simultaneous ones the first is judged, the others wait
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import sqlite3
 import threading
 from typing import TYPE_CHECKING
 
-from agent.records.results import Content
-
 if TYPE_CHECKING:
-    from agent.intake.arrivals import Arrival
+    from typing import TypeAlias
+
+    from agent.intake.arrivals import ClaimedImage
     from agent.records.result_reader import ResultReader
     from agent.records.results import Result
+    from agent.subject import Subject
+
+    Content: TypeAlias = tuple[str | None, ...]  # digests of the bytes and the line file, and the part of the board
 
 log = logging.getLogger(__name__)
-
-
-def content_of(arrival: Arrival, image: bytes, config_sha256: str) -> Content:
-    return Content(
-        sha256=hashlib.sha256(image).hexdigest(),
-        source=f"{arrival.key.partition('/')[0]}/",
-        board=arrival.board,
-        board_type=arrival.board_type,
-        component=arrival.component or "",
-        ref=arrival.ref or "",
-        config_sha256=config_sha256,
-    )
 
 
 class Duplicates:
@@ -40,30 +30,34 @@ class Duplicates:
     def __init__(self, results: ResultReader) -> None:
         self._results = results
         self._guard = threading.Lock()
-        self._judged: dict[str, Content] = {}  # key -> what is being judged under it
-        self._waiting: dict[Content, list[Arrival]] = {}  # of everything in _judged, who waits for it
+        self._judged: dict[str, Content] = {}  # by key: what is being judged
+        self._waiting: dict[Content, list[ClaimedImage]] = {}  # by what is being judged: images that wait for it
 
-    def first_of(self, content: Content) -> Result | None:
+    def first_of(self, subject: Subject, image_sha256: str, config_sha256: str) -> Result | None:
         try:
-            row = self._results.first_judged(content)
+            row = self._results.first_judged(subject, image_sha256, config_sha256)
         except (sqlite3.Error, OSError) as error:
             log.error("duplicates_not_looked_up reason=%s: judged again", error)
             return None
         return None if row is None else row.result
 
-    def begin(self, arrival: Arrival, content: Content) -> bool:
-        """Whether to judge this image; else it waits, and comes back by ``end``."""
+    def is_first(self, image: ClaimedImage, image_sha256: str, config_sha256: str) -> bool:
+        """True: judge this image. False: it waits, and ``end`` returns it."""
+        subject = image.subject
+        content = (
+            image_sha256, config_sha256, subject.board, subject.board_type, subject.component, subject.ref,
+        )  # fmt: skip
         with self._guard:
             waiting = self._waiting.get(content)
             if waiting is not None:
-                waiting.append(arrival)
+                waiting.append(image)
                 return False
-            self._judged[arrival.key] = content
+            self._judged[subject.key] = content
             self._waiting[content] = []
             return True
 
-    def end(self, key: str) -> list[Arrival]:
-        """Arrivals that waited for this key's verdict, which is stored now."""
+    def end(self, key: str) -> list[ClaimedImage]:
+        """Images that waited for this key's verdict, which is stored now."""
         with self._guard:
             content = self._judged.pop(key, None)
             return [] if content is None else self._waiting.pop(content)

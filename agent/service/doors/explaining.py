@@ -35,8 +35,10 @@ def explained_component(component: str, catalog: Catalog, agent: Agent, engine: 
 def explained_result(row: ResultRow, graph: ExpertGraph) -> list[str]:
     result = row.result
     steps: Sequence[Mapping[str, object]] = result.detail.get("steps", ())
-    sentences = [f"{result.image} is {result.verdict}, as result {row.seq} of {result.finished_at:%Y-%m-%d %H:%M:%S}."]
-    route = {step.expert: step for step in graph.routes.get(result.component, ())}
+    sentences = [
+        f"{result.subject.image} is {result.verdict}, as result {row.seq} of {result.finished_at:%Y-%m-%d %H:%M:%S}."
+    ]
+    route = {step.expert: step for step in graph.routes.get(result.subject.component or "", ())}
     for said in steps:
         expert, label, score = str(said["expert"]), str(said["label"]), float(str(said["score"]))
         step, outputs = route.get(expert), said.get("outputs")

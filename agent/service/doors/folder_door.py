@@ -6,34 +6,35 @@ judged again. Bytes are read before the agent has the file: only its own folder 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import sqlite3
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agent.api.calls.desk import SourceView
-from agent.core.request import Outcome
-from agent.intake.arrivals import Arrival
-from agent.intake.files.filing import printable
 from agent.intake.files.naming import naming_of
 from agent.intake.folder import FolderIntake
 from agent.intake.reading import Answers, ArrivalReader
 from agent.runtime.image_sources import EncodedImage
 from agent.service.doors.board_images import BoardImages
-from agent.service.doors.duplicates import Duplicates, content_of
-from agent.service.judging.inspector import ATTEMPTS_MAXIMUM, Task
-from agent.service.judging.recording import arrival_result, duplicate_result, refused_result
+from agent.service.doors.duplicates import Duplicates
+from agent.service.judging.inspector import ATTEMPTS_MAXIMUM, Submission
+from agent.service.judging.recording import duplicate_result, judged_result, unknown
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agent.config import LineConfig
-    from agent.intake.arrivals import Refusal
+    from agent.core.request import Outcome
+    from agent.intake.arrivals import ClaimedImage, Refusal
     from agent.line_file.intake import FolderSection
     from agent.records.result_reader import ResultReader
-    from agent.records.results import Content, Recorded, Result
+    from agent.records.results import Recorded, Result
     from agent.service.judging.inspector import Course, Inspector
     from agent.service.judging.verdicts import Verdicts
+    from agent.subject import Subject
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +71,12 @@ class FolderDoor:
             Answers(read=self._read, changed=self.intake.withdraw, unreadable=self._end_unjudged),
             self.intake.is_sound,
             budget_bytes=budget_bytes,
-            during_large=lambda arrival: inspector.counted(arrival.key),
+            max_pixels=folder.max_pixels,
+            during_large=lambda image: inspector.counted(image.subject.key),
         )
-        self._boards = BoardImages(inspector, verdicts, reader, self.reader, self.intake.settle, self._refuse)
+        self._boards = BoardImages(
+            inspector, verdicts, reader, self.reader, folder.max_pixels, self.intake.settle, self._refuse
+        )
 
     def start(self) -> None:
         self.reader.start()
@@ -92,100 +96,94 @@ class FolderDoor:
             alarm=intake.alarm or reading.alarm,
         )
 
-    def _arrived(self, arrival: Arrival) -> None:
-        if self._is_known(arrival):
-            self._inspector.settled(arrival.key)
-            return
-        if arrival.component is None:
-            self._boards.arrived(arrival)
-            return
-        attempts = self._inspector.attempts(arrival.key)
-        if attempts >= ATTEMPTS_MAXIMUM:
+    def _arrived(self, image: ClaimedImage) -> None:
+        subject = image.subject
+        if self._is_known(subject):
+            self._inspector.settled(subject.key)
+        elif subject.shows_board:
+            self._boards.arrived(image)
+        elif (attempts := self._inspector.attempts(subject.key)) >= ATTEMPTS_MAXIMUM:
             reason = f"ended the agent: it was being judged each of the {attempts} times that the agent was ended"
-            self._end_unjudged(arrival, f"{printable(arrival.relpath)}: {reason}")
+            self._refuse(subject, f"{subject.name}: {reason}")
         else:
-            self.reader.take(arrival)
+            self.reader.take(image)
 
-    def _read(self, arrival: Arrival, image: bytes) -> None:
-        if arrival.component is None:
-            self._boards.read(arrival, image)
+    def _read(self, image: ClaimedImage, content: bytes) -> None:
+        subject = image.subject
+        if subject.shows_board:
+            self._boards.read(image, content)
             return
         if self._duplicates is None:
-            self._judge(arrival, image, None)
+            self._judge(subject, content)
             return
-        content = content_of(arrival, image, self._inspector.agent.config.catalog.sha256)
-        if not self._duplicates.begin(arrival, content):
-            self.reader.release(len(image))
-        elif (first := self._duplicates.first_of(content)) is None:
-            self._judge(arrival, image, content)
+        sha256, config_sha256 = hashlib.sha256(content).hexdigest(), self._inspector.agent.config.catalog.sha256
+        if not self._duplicates.is_first(image, sha256, config_sha256):
+            self.reader.release(len(content))
+        elif (first := self._duplicates.first_of(subject, sha256, config_sha256)) is None:
+            self._judge(subject, content, sha256, config_sha256)
         else:
-            self.reader.release(len(image))
-            name = printable(arrival.relpath)
-            log.info("image_duplicate file=%s verdict=%s of=%s: not judged again", name, first.verdict, first.key)
-            self._record(duplicate_result(self._inspector.agent.config, arrival, first), arrival)
+            self.reader.release(len(content))
+            log.info(
+                "image_duplicate file=%s verdict=%s of=%s: not judged again", subject.name, first.verdict,
+                first.subject.key,
+            )  # fmt: skip
+            self._record(duplicate_result(self._inspector.agent.config, subject, first), subject)
 
-    def _judge(self, arrival: Arrival, image: bytes, content: Content | None) -> None:
-        name = printable(arrival.relpath)
-
+    def _judge(self, subject: Subject, content: bytes, sha256: str | None = None, config_sha256: str = "") -> None:
         def ended(outcome: Outcome, course: Course) -> None:
-            self.reader.release(len(image))
-            config = self._inspector.agent.config
-            self._record(arrival_result(config, arrival, outcome, course.models, content), arrival)
+            self.reader.release(len(content))
+            detail = {} if sha256 is None else {"image_sha256": sha256}
+            result = judged_result(self._inspector.agent.config, subject, outcome, course.models, detail)
+            self._record(result if sha256 is None else replace(result, config_sha256=config_sha256), subject)
 
-        source = EncodedImage(image, name, arrival.max_pixels)
-        self._inspector.enter(Task(arrival.key, name, source, ended, component=arrival.component))
+        self._inspector.enter(Submission(subject, EncodedImage(content, subject.name, self._folder.max_pixels), ended))
 
-    def _end_unjudged(self, arrival: Arrival, reason: str) -> None:
-        if arrival.component is None:
-            self._boards.end_unjudged(arrival, reason)
+    def _end_unjudged(self, image: ClaimedImage, reason: str) -> None:
+        if image.subject.shows_board:
+            self._boards.end_unjudged(image.subject, reason)
         else:
-            self._refuse(arrival, reason)
+            self._refuse(image.subject, reason)
 
     def _refused(self, refusal: Refusal) -> None:
         """A file that no request can be made of is UNKNOWN."""
-        if self._is_known(refusal):
+        if self._is_known(refusal.subject):
             return
-        if refusal.name is not None and refusal.name.component is None:
-            self._boards.end_unjudged(refusal, refusal.reason)
+        if refusal.subject.shows_board:
+            self._boards.end_unjudged(refusal.subject, refusal.reason)
         else:
-            self._refuse(refusal, refusal.reason)
+            self._refuse(refusal.subject, refusal.reason)
 
-    def _refuse(self, image: Arrival | Refusal, reason: str) -> None:
+    def _refuse(self, subject: Subject, reason: str) -> None:
         """One row, even if the image shows a board."""
-        config = self._inspector.agent.config
-        if isinstance(image, Arrival):
-            result = arrival_result(config, image, Outcome(Verdict.UNKNOWN, None, None, (), reason))
-        else:
-            result = refused_result(config, image)
-        self._record(result, image)
+        self._record(judged_result(self._inspector.agent.config, subject, unknown(reason)), subject)
 
-    def _is_known(self, judged: Arrival | Refusal) -> bool:
-        """Whether its verdict is stored; if so, put its file away."""
+    def _is_known(self, subject: Subject) -> bool:
+        """True if the verdict is stored; then the file is put away."""
         try:
-            known = self._results.find(judged.key)
+            known = self._results.find(subject.key)
         except sqlite3.Error as error:  # then it is judged again, and the row that is there stays
-            log.warning("results_not_read key=%s reason=%s", judged.key, error)
+            log.warning("results_not_read key=%s reason=%s", subject.key, error)
             return False
         except OSError as error:  # the file was moved or deleted meanwhile: the same, and the store begins a new one
-            log.error("results_not_read key=%s reason=%s: judged again", judged.key, error)
+            log.error("results_not_read key=%s reason=%s: judged again", subject.key, error)
             return False
         if known is None:
             return False
         if known.result.verdict is Verdict.UNKNOWN:
             log.info(
                 "image_known file=%s: this very file was UNKNOWN before; a copy of it, or a touch, has it judged again",
-                judged.relpath,
+                subject.image,
             )
-        self.intake.settle(judged, known.result.verdict, known.result.reason)
+        self.intake.settle(subject, known.result.verdict, known.result.reason)
         return True
 
-    def _record(self, result: Result, judged: Arrival | Refusal) -> None:
-        self._verdicts.record(result, lambda recorded: self._stored(result, judged, recorded))
+    def _record(self, result: Result, subject: Subject) -> None:
+        self._verdicts.record(result, lambda recorded: self._stored(result, subject, recorded))
 
-    def _stored(self, result: Result, judged: Arrival | Refusal, recorded: Recorded) -> None:
-        self._inspector.settled(judged.key)
-        for arrival in () if self._duplicates is None else self._duplicates.end(judged.key):
-            self.reader.take(arrival)
-        if not recorded.is_new and self._is_known(judged):
+    def _stored(self, result: Result, subject: Subject, recorded: Recorded) -> None:
+        self._inspector.settled(subject.key)
+        for image in () if self._duplicates is None else self._duplicates.end(subject.key):
+            self.reader.take(image)
+        if not recorded.is_new and self._is_known(subject):
             return  # a row that was not read when its file came: it decides
-        self.intake.settle(judged, result.verdict, result.reason)
+        self.intake.settle(subject, result.verdict, result.reason)

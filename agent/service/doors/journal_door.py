@@ -17,25 +17,27 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from agent.core.request import CANCELLED, Outcome
-from agent.records.journal import PART_MARK, Acceptance, JournalReader
+from agent.core.request import CANCELLED
+from agent.records.journal import Acceptance, JournalReader
 from agent.runtime.image_sources import EncodedImage, Frame, FramePart
-from agent.service.judging.inspector import ATTEMPTS_MAXIMUM, Course, Task
-from agent.service.judging.recording import entry_result
+from agent.service.judging.inspector import ATTEMPTS_MAXIMUM, Course, Submission
+from agent.service.judging.recording import judged_result, unknown
+from agent.subject import PART_MARK
 from experts.errors import OrderRefused, Refusing
-from experts.expert import Verdict
 from experts.images import DEFAULT_MAX_PIXELS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from agent.records.journal import Entry, Unfinished
+    from agent.core.request import Outcome
+    from agent.records.journal import Unfinished
     from agent.records.result_writer import ResultStore
     from agent.records.results import Recorded, Result
     from agent.records.retention.archive import ImageKeeper
     from agent.runtime.image_sources import ImageSource
     from agent.service.judging.inspector import Inspector
     from agent.service.judging.verdicts import Verdicts
+    from agent.subject import Subject
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ class Sending:
     """One image with its requests. ``cancel`` it at any time."""
 
     sender: Sender
-    entries: tuple[Entry, ...]
+    subjects: tuple[Subject, ...]
     image: EncodedImage
     frame_size: tuple[int, int] | None
     cancel: Callable[[], None] = lambda: None
@@ -84,14 +86,14 @@ class Sending:
 class _Open:
     """One request without a verdict. ``image``: None until it is read back from the journal."""
 
-    entry: Entry
+    subject: Subject
     image: ImageSource | None
     maker: Sending | None = None  # for whom it is judged; None: of an earlier run
     content: bytes | None = None
     size_bytes: int = 0
     waiting: list[Sending] = field(default_factory=list)
     is_wanted: bool = True  # by the journal, without a sender: it is of an earlier run
-    task: Task | None = None
+    submission: Submission | None = None
 
 
 class JournalDoor:
@@ -120,19 +122,23 @@ class JournalDoor:
         """Judge in the background what an earlier run accepted and did not finish, oldest first."""
         unfinished = self._reader.unfinished()
         for each in unfinished:
-            self._open[each.entry.key] = _Open(each.entry, None)
+            self._open[each.subject.key] = _Open(each.subject, None)
         if unfinished:
             log.warning("journal_taken_up requests=%d: accepted by an earlier run, and not judged", len(unfinished))
             self._thread = threading.Thread(target=self._replay, args=(unfinished,), name="journal", daemon=True)
             self._thread.start()
 
     def send(
-        self, sender: Sender, entries: Sequence[Entry], image: EncodedImage, frame_size: tuple[int, int] | None = None
+        self,
+        sender: Sender,
+        subjects: Sequence[Subject],
+        image: EncodedImage,
+        frame_size: tuple[int, int] | None = None,
     ) -> Sending:
         """Accept and judge requests of one image; returns at once. ``frame_size``: the layout's (height, width)."""
-        sending = Sending(sender, tuple(entries), image, frame_size)
+        sending = Sending(sender, tuple(subjects), image, frame_size)
         sending.cancel = lambda: self._cancel(sending)
-        self._accept(sending, sending.entries)
+        self._accept(sending, sending.subjects)
         return sending
 
     def reserve(self, key: str, asked: str) -> bool:
@@ -149,9 +155,6 @@ class JournalDoor:
                 self._reserved[key] = asked
             return not known
 
-    def reserved(self, key: str) -> str | None:
-        return self._reserved.get(key)
-
     def release(self, key: str) -> None:
         """Call it once what was sent under this key is durable, or nothing was sent."""
         self._reserved.pop(key, None)
@@ -164,83 +167,77 @@ class JournalDoor:
         if self._thread is not None:
             self._thread.join(1.0)
 
-    def _accept(self, sending: Sending, entries: Sequence[Entry]) -> None:
-        self._store.accept(entries, sending.image.content, lambda answers: self._accepted(sending, entries, answers))
+    def _accept(self, sending: Sending, subjects: Sequence[Subject]) -> None:
+        self._store.accept(subjects, sending.image.content, lambda answers: self._accepted(sending, subjects, answers))
 
     # -- accepted: on the store's thread --
 
-    def _accepted(self, sending: Sending, entries: Sequence[Entry], answers: Sequence[Acceptance]) -> None:
+    def _accepted(self, sending: Sending, subjects: Sequence[Subject], answers: Sequence[Acceptance]) -> None:
         if Acceptance.REUSED in answers:
             _tell(sending, None)
             return
-        is_cut = any(entry.box is not None for entry in sending.entries)
+        is_cut = any(subject.box is not None for subject in sending.subjects)
         frame = Frame(sending.image, sending.frame_size) if is_cut else None
         new, judged = [], []
         with self._lock:
             waiting = [] if sending.is_cancelled else [sending]
-            for entry, answer in zip(entries, answers, strict=True):
+            for subject, answer in zip(subjects, answers, strict=True):
                 if answer is Acceptance.JUDGED:
-                    judged.append(entry)
-                elif answer is Acceptance.UNDER_WAY and entry.key in self._open:
-                    self._open[entry.key].waiting += waiting
+                    judged.append(subject)
+                elif answer is Acceptance.UNDER_WAY and subject.key in self._open:
+                    self._open[subject.key].waiting += waiting
                 else:
-                    source, content = _source(entry, sending.image, frame), sending.image.content
+                    source, content = _source(subject, sending.image, frame), sending.image.content
                     maker = sending if answer is Acceptance.NEW else None
-                    request = _Open(entry, source, maker, content, waiting=list(waiting), is_wanted=False)
-                    self._open[entry.key] = request
+                    request = _Open(subject, source, maker, content, waiting=list(waiting), is_wanted=False)
+                    self._open[subject.key] = request
                     new.append(request)
         if not sending.is_accepted:
             sending.is_accepted = True
             sending.sender.accepted()
         for request in new:
             self._enter(request)
-        for entry in judged:
-            self._tell_known(sending, entry)
+        for subject in judged:
+            self._tell_known(sending, subject)
 
-    def _tell_known(self, sending: Sending, entry: Entry) -> None:
+    def _tell_known(self, sending: Sending, subject: Subject) -> None:
         try:
-            known = self._store.find_with_maps(entry.key)
+            known = self._store.find_with_maps(subject.key)
         except (sqlite3.Error, OSError) as error:  # it may pass: after the next commit it is looked for again
-            log.warning("results_not_read key=%s reason=%s: tried again", entry.key, error)
-            self._store.write(lambda _: None, lambda _: self._tell_known(sending, entry))
+            log.warning("results_not_read key=%s reason=%s: tried again", subject.key, error)
+            self._store.write(lambda _: None, lambda _: self._tell_known(sending, subject))
             return
         if known is None:  # its row went meanwhile, with the file or by its age
-            self._accept(sending, (entry,))
-        elif entry.asked_sha256 not in (None, known.result.asked_sha256):  # stored since it was accepted, in a new file
+            self._accept(sending, (subject,))
+        elif subject.asked_sha256 not in (None, known.result.subject.asked_sha256):  # stored since, in a new file
             _tell(sending, None)
         else:
             _tell(sending, StoredVerdict(known.result, known.seq, UNJUDGED, is_repeat=True))
 
     def _enter(self, request: _Open, attempts: int = 0) -> None:
         """An image that ended the agent too often is UNKNOWN. ``attempts``: the most of its frame's parts."""
-        entry = request.entry
-        attempts = max(attempts, self._inspector.attempts(entry.key))
+        subject = request.subject
+        attempts = max(attempts, self._inspector.attempts(subject.key))
         if attempts >= ATTEMPTS_MAXIMUM:
-            whole = "it" if entry.box is None else "its frame"
+            whole = "it" if subject.box is None else "its frame"
             reason = f"ended the agent: {whole} was being judged each of the {attempts} times that the agent was ended"
-            self._record(request, Outcome(Verdict.UNKNOWN, None, None, (), f"{entry.name}: {reason}"), UNJUDGED)
+            self._record(request, unknown(f"{subject.name}: {reason}"), UNJUDGED)
             return
         assert request.image is not None
-        request.task = Task(
-            entry.key,
-            entry.name,
-            request.image,
-            lambda outcome, course: self._ended(request, outcome, course),
-            component=entry.component,
-            expert=entry.expert,
-        )
+        ended = partial(self._ended, request)
+        request.submission = Submission(subject, request.image, ended)
         with self._lock:
             is_unwanted = not (request.waiting or request.is_wanted)
-        if is_unwanted:  # cancelled before it had a task: it does not run
-            self._inspector.cancel(request.task)
-        self._inspector.enter(request.task)
+        if is_unwanted:  # cancelled before it was submitted: it does not run
+            self._inspector.cancel(request.submission)
+        self._inspector.enter(request.submission)
 
     # -- not wanted any more: on any thread --
 
     def _cancel(self, sending: Sending) -> None:
         with self._lock:
             sending.is_cancelled = True
-            mine = [self._open[entry.key] for entry in sending.entries if entry.key in self._open]
+            mine = [self._open[each.key] for each in sending.subjects if each.key in self._open]
             unwanted = []
             for request in mine:
                 if sending in request.waiting:
@@ -248,14 +245,14 @@ class JournalDoor:
                     if not (request.waiting or request.is_wanted):
                         unwanted.append(request)
         for request in unwanted:
-            if request.task is not None:
-                self._inspector.cancel(request.task)
+            if request.submission is not None:
+                self._inspector.cancel(request.submission)
 
     # -- judged: on the agent's thread, then on the store's --
 
     def _ended(self, request: _Open, outcome: Outcome, course: Course) -> None:
         if outcome.reason == CANCELLED:
-            self._store.withdraw([request.entry.key], lambda _: self._withdrawn(request))
+            self._store.withdraw([request.subject.key], lambda _: self._withdrawn(request))
         else:
             self._record(request, outcome, course)
 
@@ -264,22 +261,22 @@ class JournalDoor:
         with self._lock:
             self._close(request)
             waiting = list(request.waiting)
-        self._inspector.settled(request.entry.key)
+        self._inspector.settled(request.subject.key)
         for sending in waiting:
-            self._accept(sending, (request.entry,))
+            self._accept(sending, (request.subject,))
 
     def _close(self, request: _Open) -> None:
         """Call under the lock. A new results file may have accepted the same key again."""
-        if self._open.get(request.entry.key) is request:
-            del self._open[request.entry.key]
+        if self._open.get(request.subject.key) is request:
+            del self._open[request.subject.key]
 
     def _record(self, request: _Open, outcome: Outcome, course: Course) -> None:
         """Store the image, where such images are kept, then the verdict."""
-        entry = request.entry
-        result = entry_result(self._inspector.agent.config, entry, outcome, course.models)
+        subject = request.subject
+        result = judged_result(self._inspector.agent.config, subject, outcome, course.models)
         if request.content is not None and self._images.archive.wants(result.verdict):
             then = partial(self._record_with_image, request, result, course)
-            self._images.keep(request.content, entry.name, entry.accepted_at, then)
+            self._images.keep(request.content, subject.image, subject.arrived_at, then)
         else:
             self._record_with_image(request, result, course, None)
 
@@ -289,7 +286,7 @@ class JournalDoor:
         self._verdicts.record(result, stored, is_urgent=bool(request.waiting))
 
     def _stored(self, request: _Open, result: Result, course: Course, recorded: Recorded) -> None:
-        key = request.entry.key
+        key = request.subject.key
         self._inspector.settled(key)
         with self._replayed:
             self._close(request)
@@ -298,7 +295,7 @@ class JournalDoor:
             self._replayed.notify_all()
         if not recorded.is_new:  # judged under this key before: what is stored decides
             for sending in waiting:
-                self._tell_known(sending, request.entry)
+                self._tell_known(sending, request.subject)
             return
         for sending in waiting:
             _tell(sending, StoredVerdict(result, recorded.seq, course, is_repeat=sending is not request.maker))
@@ -308,7 +305,7 @@ class JournalDoor:
     def _replay(self, unfinished: Sequence[Unfinished]) -> None:
         by_image: dict[int, list[_Open]] = {}
         for each in unfinished:
-            by_image.setdefault(each.image, []).append(self._open[each.entry.key])
+            by_image.setdefault(each.image, []).append(self._open[each.subject.key])
         for number, requests in by_image.items():
             with self._replayed:
                 self._replayed.wait_for(lambda: self._replayed_bytes < REPLAY_BYTES or self._stopping.is_set())
@@ -320,17 +317,17 @@ class JournalDoor:
         content = self._content(number)
         if content is None:
             return
-        first, config = requests[0].entry, self._inspector.agent.config
+        first, config = requests[0].subject, self._inspector.agent.config
         max_pixels = {camera.name: camera.max_pixels for camera in config.intake.cameras}
-        image = EncodedImage(content, first.name, max_pixels.get(first.source, DEFAULT_MAX_PIXELS))
-        attempts = max(self._inspector.attempts(request.entry.key) for request in requests)
+        image = EncodedImage(content, first.image, max_pixels.get(first.source, DEFAULT_MAX_PIXELS))
+        attempts = max(self._inspector.attempts(request.subject.key) for request in requests)
         layout = config.layouts.get(first.board_type or "")
         frame = None if first.box is None else Frame(image, None if layout is None else layout.size)
         with self._lock:
             requests[0].size_bytes = len(content)
             self._replayed_bytes += len(content)
         for request in requests:
-            request.image, request.content = _source(request.entry, image, frame), content
+            request.image, request.content = _source(request.subject, image, frame), content
             self._enter(request, attempts)
 
     def _content(self, number: int) -> bytes | None:
@@ -361,14 +358,14 @@ def _tell(sending: Sending, verdict: StoredVerdict | None) -> None:
     """``verdict`` None: the key was given for something else."""
     try:
         if verdict is None:
-            sending.sender.refused(sending.entries[0].key)
+            sending.sender.refused(sending.subjects[0].key)
         else:
             sending.sender.judged(verdict)
     except Exception:  # one sender's mistake is not the others'
-        log.exception("sender_failed key=%s", sending.entries[0].key)
+        log.exception("sender_failed key=%s", sending.subjects[0].key)
 
 
-def _source(entry: Entry, image: EncodedImage, frame: Frame | None) -> ImageSource:
-    if entry.box is None or frame is None:
+def _source(subject: Subject, image: EncodedImage, frame: Frame | None) -> ImageSource:
+    if subject.box is None or frame is None:
         return image
-    return FramePart(frame, entry.box, entry.name)
+    return FramePart(frame, subject.box, subject.name)

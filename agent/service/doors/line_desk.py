@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from agent.api.calls.desk import Model, Place, PoolView, QueueView, ShadowsView, StatusView, StoredView, TextsView
 from agent.deployment.line_change import line_name, with_line_names
 from agent.service.doors.explaining import explained_component, explained_expert, explained_result
-from agent.service.doors.views import KEY_PREFIX, measures_anomalies, part_of, run_view, verdict_view
+from agent.service.doors.views import measures_anomalies, part_of, run_view, verdict_view
+from agent.subject import CALLER_PREFIX
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Task
 
@@ -171,7 +172,7 @@ class LineDesk:
             return explained_expert(subject, agent, agent.loop.statistics().engine)
         if subject in catalog.components:
             return explained_component(subject, catalog, agent, agent.loop.statistics().engine)
-        row = self._results.find(KEY_PREFIX + subject) or self._results.find(subject)
+        row = self._results.find(CALLER_PREFIX + subject) or self._results.find(subject)
         if row is not None:
             return explained_result(row, catalog.graph)
         raise OrderRefused(Refusing.NOT_FOUND, f"{subject!r} is no expert, no component, and no stored result's key")

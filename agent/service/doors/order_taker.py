@@ -19,11 +19,11 @@ from PIL import Image, UnidentifiedImageError
 
 from agent.api.calls.desk import Part
 from agent.core.request import CANCELLED
-from agent.records.journal import PART_MARK, Entry
 from agent.runtime.image_sources import EncodedImage, Frame, FramePart
 from agent.service.doors.journal_door import asked_sha256, key_reused
-from agent.service.doors.views import KEY_PREFIX, anomaly_views, part_of
-from agent.service.judging.inspector import Task
+from agent.service.doors.views import anomaly_views, part_of
+from agent.service.judging.inspector import Submission
+from agent.subject import CALLER_PREFIX, PART_MARK, Subject, pieces
 from experts.errors import OrderRefused, Refusing
 from experts.images import DEFAULT_MAX_PIXELS
 
@@ -42,17 +42,6 @@ if TYPE_CHECKING:
 
 SOURCE = "api"
 LONGEST_NAME = 200  # of a key, a serial or a ref: longer ones are no names
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One request of an order's image. ``box``: the part to judge; None for the whole image."""
-
-    key: str
-    component: str | None
-    expert: str | None
-    ref: str | None
-    box: tuple[int, int, int, int] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -81,14 +70,14 @@ class _Gathering:
         course = verdict.course
         maps = verdict.result.maps if self.order.wants_maps else ()
         part = part_of(verdict.result, verdict.seq, queue_s=course.queue_s, compute_s=course.compute_s, maps=maps)
-        self.add(verdict.result.key, replace(part, is_repeat=verdict.is_repeat))
+        self.add(verdict.result.subject.key, replace(part, is_repeat=verdict.is_repeat))
 
     def refused(self, key: str) -> None:
         with self.lock:
             was_over, self.is_over = self.is_over, True
         self.leave(len(self.wanted))
         if not was_over:
-            self.listener.refused(key_reused(key.removeprefix(KEY_PREFIX)))
+            self.listener.refused(key_reused(key.removeprefix(CALLER_PREFIX)))
 
     def add(self, key: str, part: Part) -> None:
         with self.lock:
@@ -126,49 +115,28 @@ class OrderTaker:
         if not self._inspector.takes:
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one will take it", 5.0)
         board_type = self._board_type(order)
-        key = KEY_PREFIX + (short_name(order.key, "key") or uuid.uuid4().hex)
-        pieces, layout = self._pieces(order, key, board_type)
+        subject, layout = self._subject(order, board_type)
         size = None if layout is None else layout.size
         content = _encoded(order.image) if order.is_kept else None
+        if content is not None and order.key:
+            subject = replace(subject, asked_sha256=_asked_sha256(subject, content, layout))
+        parts = pieces(subject, layout)
         held = order.image if content is None else content
         size_bytes = len(held) if isinstance(held, bytes) else held.nbytes
         if size is not None:
             size_bytes += size[0] * size[1] * 3  # a frame is held decoded until its last part is judged
-        entered = self._admission.enter(len(pieces), size_bytes)
+        entered = self._admission.enter(len(parts), size_bytes)
         leave = partial(self._admission.leave, entered)
-        gathering = _Gathering(listener, order, tuple(piece.key for piece in pieces), leave)
+        gathering = _Gathering(listener, order, tuple(part.key for part in parts), leave)
         try:
             if content is not None:
-                return self._send(gathering, pieces, content, size, board_type)
-            return self._ask(gathering, pieces, order, size)
+                image = EncodedImage(content, subject.image, DEFAULT_MAX_PIXELS)
+                sending = self._journal.send(gathering, parts, image, size)
+                return _Ticket(gathering, partial(self._cancel_sending, gathering, sending))
+            return self._ask(gathering, parts, order, size)
         except BaseException:
-            leave(len(pieces))
+            leave(len(parts))
             raise
-
-    def _send(
-        self,
-        gathering: _Gathering,
-        pieces: Sequence[_Piece],
-        content: bytes,
-        size: tuple[int, int] | None,
-        board_type: str | None,
-    ) -> Ticket:
-        order, now = gathering.order, datetime.now(UTC).astimezone()
-        asked = None
-        if order.key:
-            said = [(piece.component, piece.expert, piece.ref, piece.box) for piece in pieces]
-            asked = asked_sha256(hashlib.sha256(content).hexdigest(), order.board, board_type, said)
-        entries = [  # one expert's answer is no verdict that a board could count
-            Entry(
-                piece.key, SOURCE, piece.key, now, piece.component, piece.expert, order.board,
-                board_type if piece.expert is None else None, piece.ref,
-                piece.box, asked,
-            )
-            for piece in pieces
-        ]  # fmt: skip
-        image = EncodedImage(content, gathering.wanted[0].partition(PART_MARK)[0], DEFAULT_MAX_PIXELS)
-        sending = self._journal.send(gathering, entries, image, size)
-        return _Ticket(gathering, partial(self._cancel_sending, gathering, sending))
 
     def _cancel_sending(self, gathering: _Gathering, sending: Sending) -> None:
         """Admission stays until the journal accepted it: else cancelled orders that wait for a disk fill the memory."""
@@ -177,7 +145,7 @@ class OrderTaker:
             gathering.leave(len(gathering.wanted))
 
     def _ask(
-        self, gathering: _Gathering, pieces: Sequence[_Piece], order: Order, size: tuple[int, int] | None
+        self, gathering: _Gathering, parts: Sequence[Subject], order: Order, size: tuple[int, int] | None
     ) -> Ticket:
         name = gathering.wanted[0]
         whole: ImageSource = (
@@ -185,44 +153,42 @@ class OrderTaker:
         )
         if size is not None:
             frame = Frame(EncodedImage(_encoded(order.image), name, DEFAULT_MAX_PIXELS), size)
-        tasks = []
-        for piece in pieces:
-            source = whole if piece.box is None else FramePart(frame, piece.box, piece.key)
-            ended = partial(self._answered, gathering, piece, datetime.now(UTC).astimezone(), time.monotonic())
-            tasks.append(Task(piece.key, piece.key, source, ended, piece.component, piece.expert))
-        for task in tasks:
-            self._inspector.enter(task)
-        return _Ticket(gathering, partial(self._cancel_tasks, tasks))
+        since_s = time.monotonic()
+        submissions = [
+            Submission(
+                part,
+                whole if part.box is None else FramePart(frame, part.box, part.name),
+                partial(self._answered, gathering, part, since_s),
+            )
+            for part in parts
+        ]
+        for submission in submissions:
+            self._inspector.enter(submission)
+        return _Ticket(gathering, partial(self._cancel_all, submissions))
 
-    def _cancel_tasks(self, tasks: Sequence[Task]) -> None:
-        for task in tasks:
-            self._inspector.cancel(task)
+    def _cancel_all(self, submissions: Sequence[Submission]) -> None:
+        for submission in submissions:
+            self._inspector.cancel(submission)
 
     def _answered(
-        self,
-        gathering: _Gathering,
-        piece: _Piece,
-        arrived_at: datetime,
-        since_s: float,
-        outcome: Outcome,
-        course: Course,
+        self, gathering: _Gathering, subject: Subject, since_s: float, outcome: Outcome, course: Course
     ) -> None:
-        self._inspector.settled(piece.key)
+        self._inspector.settled(subject.key)
         if outcome.reason == CANCELLED:
             gathering.leave(1)
             return
         part = Part(
-            key=piece.key.removeprefix(KEY_PREFIX),
-            component=piece.component or "",
+            key=subject.key.removeprefix(CALLER_PREFIX),
+            component=subject.component or "",
             verdict=outcome.verdict,
-            expert=piece.expert,
-            ref=piece.ref,
+            expert=subject.expert,
+            ref=subject.ref,
             label=outcome.label,
             score=outcome.score,
             reason=outcome.reason,
             experts=tuple(step.expert for step in outcome.steps),
             boxes=tuple(box for step in outcome.steps for box in step.prediction.boxes),
-            arrived_at=arrived_at,
+            arrived_at=subject.arrived_at,
             finished_at=datetime.now(UTC).astimezone(),
             seconds=time.monotonic() - since_s,
             queue_s=course.queue_s,
@@ -230,13 +196,13 @@ class OrderTaker:
             anomalies=anomaly_views(outcome, with_maps=gathering.order.wants_maps),
             outputs=tuple(each for step in outcome.steps for each in step.prediction.outputs),
         )
-        gathering.add(piece.key, part)
+        gathering.add(subject.key, part)
 
-    def _pieces(
-        self, order: Order, key: str, board_type: str | None
-    ) -> tuple[tuple[_Piece, ...], LayoutSections | None]:
-        """Requests to make of the image; for a whole board also its layout."""
-        ref = short_name(order.ref, "ref")
+    def _subject(self, order: Order, board_type: str | None) -> tuple[Subject, LayoutSections | None]:
+        """What the order is about, with the layout that cuts an image of a whole board. Raises OrderRefused."""
+        key = CALLER_PREFIX + (short_name(order.key, "key") or uuid.uuid4().hex)
+        now, ref = datetime.now(UTC).astimezone(), short_name(order.ref, "ref")
+        subject = Subject(key, SOURCE, key, now, order.component, order.expert, order.board, board_type, ref)
         catalog = self._inspector.agent.config.catalog
         if order.component is not None and order.expert is not None:
             raise OrderRefused(Refusing.INVALID, "a component and an expert are asked for - name one of the two")
@@ -245,13 +211,13 @@ class OrderTaker:
                 raise OrderRefused(Refusing.NOT_FOUND, f"no route for component {order.component!r}")
             if board_type is not None and not ref:
                 raise OrderRefused(Refusing.INVALID, "an image of a board says which part it shows - give its ref")
-            return (_Piece(key, order.component, None, ref),), None
+            return subject, None
         if order.expert is not None:
             if order.expert not in catalog.experts:
                 raise OrderRefused(Refusing.NOT_FOUND, f"no expert {order.expert!r}")
             if catalog.experts[order.expert].takes_texts:
                 raise OrderRefused(Refusing.INVALID, f"{order.expert} takes texts, not images")
-            return (_Piece(key, None, order.expert, ref),), None
+            return replace(subject, board_type=None), None  # one expert's answer is no verdict for a board
         layout = self._inspector.agent.config.layouts.get(board_type or "")
         if layout is None:
             raise OrderRefused(
@@ -259,10 +225,7 @@ class OrderTaker:
                 "what does the image show? - name a component or an expert, or a board of a type with a layout",
             )
         _check_size(order.image, layout)
-        return tuple(
-            _Piece(f"{key}{PART_MARK}{name}", part.component, None, name, part.box)
-            for name, part in layout.parts.items()
-        ), layout
+        return subject, layout
 
     def _board_type(self, order: Order) -> str | None:
         """Type of an order's board; None if the line has no boards or the image belongs to none."""
@@ -275,6 +238,12 @@ class OrderTaker:
         if order.board_type is None and len(types) > 1:
             raise OrderRefused(Refusing.INVALID, f"which of {', '.join(types)} is the board? - give its type")
         return order.board_type or next(iter(types), None)
+
+
+def _asked_sha256(subject: Subject, content: bytes, layout: LayoutSections | None) -> str:
+    """Digest of all that is asked under a caller's key."""
+    asked = [(part.component, part.expert, part.ref, part.box) for part in pieces(subject, layout)]
+    return asked_sha256(hashlib.sha256(content).hexdigest(), subject.board, subject.board_type, asked)
 
 
 def _encoded(image: bytes | np.ndarray) -> bytes:

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.records.results import Result
-from agent.service.doors.camera_door import KEY_PREFIX as CAMERA_PREFIX
 from agent.service.doors.durations import Durations
-from agent.service.doors.views import KEY_PREFIX as API_PREFIX
 from agent.service.judging.line_boards import wall_clock
+from agent.subject import CALLER_PREFIX, CAMERA_PREFIX
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from agent.web.readings import Distribution
 
 FOLDER = "folder"
-SOURCES = {CAMERA_PREFIX: "camera", API_PREFIX: "api"}  # by how keys begin; a folder's begin otherwise
+SOURCES = {CAMERA_PREFIX: "camera", CALLER_PREFIX: "api"}  # by how keys begin; a folder's begin otherwise
 ON_THE_WIRE = (Refusing.MESSAGE_TOO_LARGE, Refusing.UNAUTHENTICATED)  # refused there, before they are orders
 
 
@@ -81,7 +80,7 @@ class Tally:
             self._orders[refused] += 1
 
     def _time(self, result: Result) -> None:
-        seconds = max((self._wall() - result.arrived_at).total_seconds(), 0.0)
-        source = next((name for start, name in SOURCES.items() if result.key.startswith(start)), FOLDER)
+        seconds = max((self._wall() - result.subject.arrived_at).total_seconds(), 0.0)
+        source = next((name for start, name in SOURCES.items() if result.subject.key.startswith(start)), FOLDER)
         with self._lock:
             self._seconds[source].add(seconds)

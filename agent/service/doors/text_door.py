@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,8 @@ from agent.service.doors.durations import Durations
 from agent.service.doors.text_destinations import check_order, destination_of
 from agent.service.doors.text_models import TextModels
 from agent.service.doors.text_under_way import FAILED, TextUnderWay
-from agent.service.judging.inspector import Task
+from agent.service.judging.inspector import Submission
+from agent.subject import Subject
 from experts.errors import ExpertError, GenerationInvalid, OrderRefused, Refusing, TokenizerUnusable
 from experts.llm.serving.generation import Ending
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from agent.service.judging.inspector import Inspector
     from agent.web.readings import Distribution
 
+SOURCE = "api"
 STOP_LOOK_S = 0.01
 OVERDUE_S = 0.5  # what runs ends at its deadline by itself, a quantum later at most
 
@@ -78,16 +81,15 @@ class TextDoor:
             raise OrderRefused(Refusing.INVALID, str(error), field="model") from error
         except ExpertError as error:
             raise OrderRefused(Refusing.NOT_NOW, str(error), field="model") from error
-        task = Task(
-            text.key, text.key, TextSource(text.text_for), text.end, destination.route, destination.expert,
-            is_counted=False,
-        )  # fmt: skip
-        text.withdraw = partial(self._inspector.cancel, task)  # also of a task that has not entered yet
+        now = datetime.now(UTC)
+        subject = Subject(text.key, SOURCE, text.key, now, destination.route, destination.expert)
+        submission = Submission(subject, TextSource(text.text_for), text.end, is_counted=False)
+        text.withdraw = partial(self._inspector.cancel, submission)  # also of one that has not entered yet
         text.entered = self._admission.enter(1, text.size_bytes)
         if not self._begin(text):
             self._admission.leave(text.entered)
             raise _stopping()
-        self._inspector.enter(task)
+        self._inspector.enter(submission)
         return text
 
     def _begin(self, text: TextUnderWay) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from agent.api.calls.desk import AnomalyView, BoardView, Part
+from agent.subject import CALLER_PREFIX
 from experts.expert import BoundingBox, LabelScore
 from experts.map_pictures import map_png
 
@@ -15,27 +16,26 @@ if TYPE_CHECKING:
     from agent.records.boards import BoardRun, BoardVerdict
     from agent.records.results import KeptMap, Result
 
-KEY_PREFIX = "api/"  # of callers' own keys, so that they meet no file's
-
 
 def part_of(
     result: Result, seq: int | None, *, queue_s: float = 0.0, compute_s: float = 0.0, maps: Sequence[KeptMap] = ()
 ) -> Part:
     steps = result.detail.get("steps", ())
+    subject = result.subject
     return Part(
-        key=result.key.removeprefix(KEY_PREFIX),
-        component=result.component,
+        key=subject.key.removeprefix(CALLER_PREFIX),
+        component=subject.component or "",
         verdict=result.verdict,
         seq=seq,
-        board=result.board,
-        board_type=result.board_type,
-        ref=result.ref,
+        board=subject.board,
+        board_type=subject.board_type,
+        ref=subject.ref,
         label=result.label,
         score=result.score,
         reason=result.reason,
         experts=result.experts,
         boxes=tuple(BoundingBox(**box) for step in steps for box in step["boxes"]),
-        arrived_at=result.arrived_at,
+        arrived_at=subject.arrived_at,
         finished_at=result.finished_at,
         seconds=result.seconds,
         queue_s=queue_s,

@@ -20,7 +20,6 @@ from agent.deployment.line_change import line_name, with_line_names
 from agent.records.attempts import AttemptLog
 from agent.runtime.loop import BatchWatch
 from agent.service.judging.drift import UsageDrift
-from agent.service.judging.shown import Shown
 from agent.service.judging.suspects import Gate
 from experts.errors import DeviceLost, WorkOverdue
 from experts.expert import Verdict
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from agent.deployment.line_change import LineChange
     from agent.runtime.executor import RequestSource
     from agent.service.judging.drift import DriftStatistics
+    from agent.subject import Subject
     from experts.errors import AgentCrashed
 
     Progress: TypeAlias = Callable[[str, int, int], None]
@@ -51,18 +51,15 @@ class Course:
 
 
 @dataclass(slots=True, eq=False)
-class Task:
-    """An image or a text for a component's route or one expert. ``ended`` runs on the agent's thread, once.
+class Submission:
+    """An image or a text on its way through the agent. ``ended`` runs on the agent's thread, once.
 
-    ``key`` identifies it across restarts; ``is_counted``: attempts are logged, as the next start offers it again.
+    ``is_counted``: attempts are logged, as the next start offers the subject again.
     """
 
-    key: str
-    name: str
+    subject: Subject
     image: RequestSource
     ended: Callable[[Outcome, Course], None]
-    component: str | None = None
-    expert: str | None = None
     is_counted: bool = True
     number: int | None = None  # the agent's; None until it was let in
     is_cancelled: bool = False
@@ -85,15 +82,15 @@ class Inspector:
     """The agent of a line and its gate. ``start`` and ``stop`` once; the rest, and ``on_crash``, on any thread."""
 
     def __init__(self, config: LineConfig, progress: Progress, on_crash: Callable[[], None]) -> None:
-        self._tasks: dict[int, Task] = {}
-        self._guard = threading.Lock()  # over _tasks: a request may end before its number is known here
+        self._submissions: dict[int, Submission] = {}
+        self._guard = threading.Lock()  # over _submissions: a request may end before its number is known here
         self._stopping = threading.Event()
         self.agent: Agent = build_agent(config, self._judged, progress)
         self._models = models_of(self.agent)  # of experts of earlier lines, too: they may be asked still
         self._drift_guard = threading.Lock()  # the loop's thread takes it: nothing is computed under it
         self._drift = UsageDrift(self.agent.setup.matrix.usage)
         self._attempts = AttemptLog(config.state / "attempts.log")
-        self._gate: Gate[Task] = Gate(self._let_in)
+        self._gate: Gate[Submission] = Gate(self._let_in)
         self._recent = _Recent()
         self.agent.loop.watch_batches(
             BatchWatch(self._batch_begun, self._batch_ended, self._preparing, self._batch_given)
@@ -114,7 +111,7 @@ class Inspector:
 
     @property
     def in_flight(self) -> int:
-        return len(self._tasks)
+        return len(self._submissions)
 
     @property
     def ended_per_s(self) -> float:
@@ -128,17 +125,17 @@ class Inspector:
     def settled(self, key: str) -> None:
         self._attempts.settled(key)
 
-    def enter(self, task: Task) -> None:
-        is_suspect = self._attempts.attempts(task.key) > 0
+    def enter(self, submission: Submission) -> None:
+        is_suspect = self._attempts.attempts(submission.subject.key) > 0
         if is_suspect:
-            log.warning("image_judged_alone file=%s: the agent was ended while it judged it", task.name)
-        self._gate.enter(task, is_suspect=is_suspect)
+            log.warning("image_judged_alone file=%s: the agent was ended while it judged it", submission.subject.name)
+        self._gate.enter(submission, is_suspect=is_suspect)
 
-    def cancel(self, task: Task) -> None:
-        """End a task as CANCELLED, unless its last step has run or runs now."""
+    def cancel(self, submission: Submission) -> None:
+        """End a submission as CANCELLED, unless its last step has run or runs now."""
         with self._guard:
-            task.is_cancelled = True
-            number = task.number
+            submission.is_cancelled = True
+            number = submission.number
         if number is not None:
             self.agent.loop.cancel(number)
 
@@ -202,27 +199,31 @@ class Inspector:
     def close(self) -> None:
         self._attempts.close()
 
-    def _let_in(self, task: Task) -> bool:
-        """Whether the agent has it; a cancelled task has ended instead."""
+    def _let_in(self, submission: Submission) -> bool:
+        """Whether the agent has it; a cancelled submission has ended instead."""
         with self._guard:
             if not self.takes:
                 return True  # it came during the end: the next start offers it again
-            if not task.is_cancelled:
-                task.let_in_s = time.monotonic()
-                expert = None if task.expert is None else self.agent.expert(task.expert)
-                shown = Shown(task.key, task.name, task.component)
-                task.number = self.agent.loop.submit(task.image, component=task.component, expert=expert, about=shown)
-                self._tasks[task.number] = task
+            if not submission.is_cancelled:
+                submission.let_in_s = time.monotonic()
+                subject = submission.subject
+                expert = None if subject.expert is None else self.agent.expert(subject.expert)
+                submission.number = self.agent.loop.submit(
+                    submission.image, component=subject.component, expert=expert, about=subject
+                )
+                self._submissions[submission.number] = submission
                 return True
-        task.ended(Outcome(Verdict.UNKNOWN, None, None, (), CANCELLED), Course())
+        submission.ended(Outcome(Verdict.UNKNOWN, None, None, (), CANCELLED), Course())
         return False
 
     @contextmanager
     def _preparing(self, number: int) -> Iterator[None]:
         """Decoding ahead of a batch may end the agent too."""
         with self._guard:
-            task = self._tasks.get(number)
-        with self.counted(task.key) if task is not None and task.is_counted else nullcontext():
+            submission = self._submissions.get(number)
+        with (
+            self.counted(submission.subject.key) if submission is not None and submission.is_counted else nullcontext()
+        ):
             yield
 
     # -- on the loop's thread --
@@ -234,11 +235,11 @@ class Inspector:
         with self._drift_guard:
             self._drift.count(step.expert for step in outcome.steps)
         with self._guard:
-            task = self._tasks.pop(number)
+            submission = self._submissions.pop(number)
         self._gate.leave()
         self._count_ended()
-        queue_s = time.monotonic() - task.let_in_s if task.queue_s is None else task.queue_s
-        task.ended(outcome, Course(queue_s, task.compute_s, models))
+        queue_s = time.monotonic() - submission.let_in_s if submission.queue_s is None else submission.queue_s
+        submission.ended(outcome, Course(queue_s, submission.compute_s, models))
 
     def _count_ended(self) -> None:
         recent, now_s = self._recent, time.monotonic()
@@ -249,25 +250,27 @@ class Inspector:
 
     def _batch_given(self, requests: Sequence[int]) -> None:
         """Called before an executor holds the batch: it may end the agent from then on."""
-        self._attempts.begun([task.key for task in self._tasks_of(requests) if task.is_counted])
+        self._attempts.begun(
+            [submission.subject.key for submission in self._submissions_of(requests) if submission.is_counted]
+        )
 
     def _batch_begun(self, requests: Sequence[int]) -> None:
-        tasks, now_s = self._tasks_of(requests), time.monotonic()
-        for task in tasks:
-            task.batch_since_s = now_s
-            if task.queue_s is None:
-                task.queue_s = now_s - task.let_in_s
+        submissions, now_s = self._submissions_of(requests), time.monotonic()
+        for submission in submissions:
+            submission.batch_since_s = now_s
+            if submission.queue_s is None:
+                submission.queue_s = now_s - submission.let_in_s
 
     def _batch_ended(self, requests: Sequence[int]) -> None:
-        tasks, now_s = self._tasks_of(requests), time.monotonic()
-        self._attempts.ended([task.key for task in tasks if task.is_counted])
-        for task in tasks:
-            if task.batch_since_s is not None:
-                task.compute_s += now_s - task.batch_since_s
+        submissions, now_s = self._submissions_of(requests), time.monotonic()
+        self._attempts.ended([submission.subject.key for submission in submissions if submission.is_counted])
+        for submission in submissions:
+            if submission.batch_since_s is not None:
+                submission.compute_s += now_s - submission.batch_since_s
 
-    def _tasks_of(self, requests: Sequence[int]) -> list[Task]:
+    def _submissions_of(self, requests: Sequence[int]) -> list[Submission]:
         with self._guard:
-            return [self._tasks[number] for number in requests]
+            return [self._submissions[number] for number in requests]
 
     def _crashed(self, crash: AgentCrashed, tell: Callable[[], None]) -> None:
         if isinstance(crash.error, DeviceLost) or (isinstance(crash.error, WorkOverdue) and not crash.error.is_batch):

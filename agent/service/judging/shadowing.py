@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from agent.deployment.line_change import line_name, with_line_names
 from agent.records.shadow_answers import Pair, Side, SideBySide, count_dropped, write_answer
 from agent.runtime.shadows import ShadowWatch
-from agent.service.judging.shown import Shown
+from agent.subject import Subject
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -84,12 +84,12 @@ class ShadowRecorder:
             self._store.write(lambda database: count_dropped(database, pair, count))
 
     def _row(self, pair: Pair, answer: ShadowAnswer) -> SideBySide:
-        shown = answer.about
-        assert isinstance(shown, Shown), "so the inspector submits it"
+        subject = answer.about
+        assert isinstance(subject, Subject), "so the inspector submits it"
         reason = answer.reason and with_line_names(answer.reason)
-        said = self._side(answer.expert, shown.component, answer.said)
-        other = None if answer.shadow_said is None else self._side(answer.expert, shown.component, answer.shadow_said)
-        return SideBySide(shown.key, shown.name, shown.component, pair, said, other, datetime.now(UTC), reason)
+        said = self._side(answer.expert, subject.component, answer.said)
+        other = None if answer.shadow_said is None else self._side(answer.expert, subject.component, answer.shadow_said)
+        return SideBySide(subject.key, subject.name, subject.component, pair, said, other, datetime.now(UTC), reason)
 
     def _side(self, expert: str, component: str | None, said: Said) -> Side:
         """Judge a prediction by the expert's step of the route."""

@@ -19,9 +19,9 @@ from agent.config import read_line
 from agent.records.database import StateLock
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
-from agent.records.results import Result
 from experts.errors import AlreadyRunning, ConfigError
 from experts.expert import Verdict
+from tests.lines import result
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,13 +43,13 @@ routes:
 def judged(config: LineConfig, *keys: str) -> None:
     with closing(ResultStore(config.results_file)) as store:
         for key in keys:
-            store.record(Result(key, "demo", "r", "i.png", Verdict.NG, NOON, NOON, 0.1, "ab"))
+            store.record(result(key, Verdict.NG))
         while store.statistics().pending:
             time.sleep(0.001)
 
 
 def keys(config: LineConfig) -> list[str]:
-    return [row.result.key for row in ResultReader(config.results_file).query()]
+    return [row.result.subject.key for row in ResultReader(config.results_file).query()]
 
 
 def identity(config: LineConfig) -> str:
@@ -148,7 +148,7 @@ def test_a_line_is_restored_where_nothing_of_it_is_left(config: LineConfig, tmp_
 
 def test_a_backup_beside_a_running_agent_is_of_one_moment(config: LineConfig, tmp_path: Path) -> None:
     with StateLock(config.state), closing(ResultStore(config.results_file)) as store:
-        store.record(Result("c", "demo", "r", "i.png", Verdict.NG, NOON, NOON, 0.1, "ab"))
+        store.record(result("c", Verdict.NG))
         while store.statistics().pending:
             time.sleep(0.001)
         back_up(config, tmp_path / "saved")

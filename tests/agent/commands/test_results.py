@@ -14,8 +14,9 @@ from agent.cli.app import app
 from agent.commands import results as command
 from agent.records.boards import BoardVerdict
 from agent.records.result_writer import ResultStore
-from agent.records.results import KeptMap, Result
+from agent.records.results import KeptMap
 from experts.expert import Verdict
+from tests.lines import result
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 
@@ -38,8 +39,8 @@ def line(tmp_path):
     with closing(ResultStore(tmp_path / "state" / "results.db")) as store:
         for number, verdict in enumerate((Verdict.OK, Verdict.NG)):
             at = NOON + timedelta(seconds=10 * number)
-            result = Result(f"k{number}", "test", "c0", f"ä{number}.png", verdict, at, at, 0.5, "ab", f"B{number}")
-            store.record(result)
+            told = {"line": "test", "component": "c0", "image": f"ä{number}.png", "board": f"B{number}"}
+            store.record(result(f"k{number}", verdict, arrived_at=at, seconds=0.5, **told))
             store.record_board(BoardVerdict(f"B{number}", "main", verdict, at, at, {}, {verdict: 1}))
     return file
 
@@ -92,7 +93,7 @@ def test_a_format_that_is_none_is_told(line):
 def test_maps_are_written_as_pictures_that_rows_name(line, tmp_path):
     with closing(ResultStore(tmp_path / "state" / "results.db")) as store:
         maps = (KeptMap(1, "anomaly/solder", b"\x89PNG"),)
-        store.record(Result("k9", "test", "c0", "x.png", Verdict.NG, NOON, NOON, 0.5, "ab", maps=maps))
+        store.record(result("k9", Verdict.NG, line="test", component="c0", image="x.png", arrived_at=NOON, maps=maps))
     shown = coserve("results", line, "--json", "--maps", tmp_path / "maps")
     rows = json.loads(shown.stdout)["results"]
     assert [row["maps"] for row in rows] == [[], [], [str(tmp_path / "maps" / "3-1-anomaly-solder.png")]]
@@ -103,7 +104,7 @@ def test_maps_are_written_as_pictures_that_rows_name(line, tmp_path):
 def test_maps_in_a_place_that_is_none_are_told(line, tmp_path):
     with closing(ResultStore(tmp_path / "state" / "results.db")) as store:
         maps = (KeptMap(0, "anomaly/solder", b"\x89PNG"),)
-        store.record(Result("k9", "test", "c0", "x.png", Verdict.NG, NOON, NOON, 0.5, "ab", maps=maps))
+        store.record(result("k9", Verdict.NG, line="test", component="c0", image="x.png", arrived_at=NOON, maps=maps))
     refused = coserve("results", line, "--maps", line)
     assert refused.exit_code == 78
     assert "name a folder that can be written" in refused.stderr

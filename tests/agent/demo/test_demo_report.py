@@ -13,10 +13,11 @@ from agent.demo.inbox import Specimen
 from agent.demo.rendering.picture import STRIP_PX, PartVerdict
 from agent.demo.rendering.render import Placement, RenderedBoard
 from agent.demo.training.anomalies import TrainedAnomaly
-from agent.records.results import KeptMap, Result, ResultRow
+from agent.records.results import KeptMap, ResultRow
 from experts.expert import Anomaly, AnomalyMap, Expert, InputSpec, Task, Verdict
 from experts.map_pictures import map_png
 from experts.thresholds.learning import learned
+from tests.lines import result
 
 MAP = AnomalyMap(1, 2, 1.0, 9.0, bytes([0, 255]))
 GOOD, STRANGE = Anomaly(2.0, 5.0), Anomaly(9.0, 5.0, MAP)
@@ -66,9 +67,8 @@ class Kept:
 
 
 def row(steps, verdict=Verdict.NG, label="anomalous", reason=None):
-    result = Result("k", "line", "lid", "a.png", verdict, NOW, NOW, 0.0, "sha", label=label, reason=reason,
-                    detail={"steps": steps} if steps else {})  # fmt: skip
-    return ResultRow(7, result)
+    detail = {"steps": steps} if steps else {}
+    return ResultRow(7, result("k", verdict, label=label, reason=reason, detail=detail))
 
 
 def test_a_stored_map_comes_back_with_its_score():

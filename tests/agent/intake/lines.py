@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from agent.intake.arrivals import Arrival, Refusal
+    from agent.intake.arrivals import ClaimedImage, Refusal
+    from agent.subject import Subject
 
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.\w+"
 NAMING = Naming(re.compile(PATTERN), frozenset({"r", "c"}), ("main",))
@@ -51,7 +52,7 @@ class Line:
         self.room = 10_000
         self.has_room: Callable[[], bool] = lambda: len(self.arrivals) < self.room
         self.stores_refusals = True
-        self.arrivals: list[Arrival] = []
+        self.arrivals: list[ClaimedImage] = []
         self.refusals: list[Refusal] = []
         self.config = FolderSection.model_validate(
             {"path": str(root), **_pattern_of(config), **config}, context={"folder": root.parent}
@@ -73,7 +74,7 @@ class Line:
         """Store it at once, unless the test does."""
         self.refusals.append(refusal)
         if self.stores_refusals:
-            self.intake.settle(refusal, Verdict.UNKNOWN, refusal.reason)
+            self.intake.settle(refusal.subject, Verdict.UNKNOWN, refusal.reason)
 
     def run(self, seconds: float) -> None:
         """Turn the clock, with a step each tenth of a second."""
@@ -83,11 +84,11 @@ class Line:
 
     @property
     def offered(self) -> list[str]:
-        return [arrival.relpath for arrival in self.arrivals]
+        return [arrival.subject.image for arrival in self.arrivals]
 
     @property
     def refused(self) -> dict[str, str]:
-        return {refusal.relpath: refusal.reason for refusal in self.refusals}
+        return {refusal.subject.image: refusal.reason for refusal in self.refusals}
 
     def files(self) -> set[str]:
         return {str(path.relative_to(self.root)) for path in self.root.rglob("*") if not path.is_dir()}
@@ -97,7 +98,7 @@ class Service:
     """A running intake, and what it offered."""
 
     def __init__(self, root: Path, **config: Any) -> None:
-        self.arrivals: queue.Queue[Arrival] = queue.Queue()
+        self.arrivals: queue.Queue[ClaimedImage] = queue.Queue()
         section = FolderSection.model_validate(
             {"path": str(root), **_pattern_of(config), **config}, context={"folder": root}
         )
@@ -111,8 +112,17 @@ class Service:
     def __exit__(self, *_: object) -> None:
         self.intake.stop()
 
-    def next(self) -> Arrival:
+    def next(self) -> ClaimedImage:
         return self.arrivals.get(timeout=WAIT_S)
+
+
+def told(board: str | None, component: str | None, ref: str | None, board_type: str | None) -> dict[str, str | None]:
+    """What a name or a sidecar tells."""
+    return {"board": board, "component": component, "ref": ref, "board_type": board_type}
+
+
+def told_of(subject: Subject) -> dict[str, str | None]:
+    return told(subject.board, subject.component, subject.ref, subject.board_type)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -27,15 +27,28 @@ from PIL import Image
 from agent.intake.arrivals import SourceState
 from agent.intake.files.filing import Filing, Shelves
 from agent.intake.files.hints import Hint, Hints
-from agent.intake.files.inbox import Claimed, Found, Inbox, is_ignored, lease_of, part_key
-from agent.intake.files.naming import ImageName, Naming
+from agent.intake.files.inbox import Claimed, Found, Inbox, is_ignored, lease_of
+from agent.intake.files.naming import Naming
 from agent.intake.files.ranking import Ranking
 from agent.intake.files.readiness import Candidate, Evidence, Lease, Rule, Sighting
 from agent.intake.folder import FolderIntake
 from agent.intake.waiting import Waiting
+from agent.subject import part_key
 from experts.expert import Verdict
 from experts.images import Completeness
-from tests.agent.intake.lines import IMAGES, NAMING, NOON, PATTERN, PNG, WAIT_S, Line, Service, wait_until
+from tests.agent.intake.lines import (
+    IMAGES,
+    NAMING,
+    NOON,
+    PATTERN,
+    PNG,
+    WAIT_S,
+    Line,
+    Service,
+    told,
+    told_of,
+    wait_until,
+)
 
 
 @pytest.fixture
@@ -95,11 +108,11 @@ def test_a_change_starts_the_wait_anew_and_voids_what_was_known() -> None:
 
 
 def test_a_name_tells_board_component_and_ref() -> None:
-    assert NAMING.read("sub/b1_r_R7.png") == ImageName("b1", "r", "R7", "main")
+    assert NAMING.read("sub/b1_r_R7.png") == told("b1", "r", "R7", "main")
     constant = Naming(re.compile(r"(?P<board>\w+)/(?P<ref>\w+)\.png"), frozenset({"r"}), component="r")
-    assert constant.read("b1/R7.png") == ImageName("b1", "r", "R7", None)
+    assert constant.read("b1/R7.png") == told("b1", "r", "R7", None)
     typed = Naming(re.compile(r"(?P<type>\w+)-" + PATTERN), frozenset({"r"}), ("one", "two"))
-    assert typed.read("two-b1_r_R7.png").board_type == "two"
+    assert typed.read("two-b1_r_R7.png")["board_type"] == "two"
 
 
 @pytest.mark.parametrize(
@@ -131,10 +144,15 @@ def test_a_settled_file_is_claimed_and_offered_once(line: Line) -> None:
     assert line.arrivals == []
     line.run(20)
     (arrival,) = line.arrivals
-    assert (arrival.relpath, arrival.board, arrival.component, arrival.ref) == ("b1_r_R7.png", "b1", "r", "R7")
-    assert (arrival.board_type, arrival.arrived_at) == ("main", NOON)
-    assert arrival.path.read_bytes() == PNG
-    assert arrival.path.is_relative_to(line.root / ".work" / "demo")
+    assert (arrival.subject.image, arrival.subject.board, arrival.subject.component, arrival.subject.ref) == (
+        "b1_r_R7.png",
+        "b1",
+        "r",
+        "R7",
+    )
+    assert (arrival.subject.board_type, arrival.subject.arrived_at) == ("main", NOON)
+    assert arrival.file.path.read_bytes() == PNG
+    assert arrival.file.path.is_relative_to(line.root / ".work" / "demo")
     assert line.intake.statistics().in_flight == 1
 
 
@@ -149,7 +167,7 @@ def test_a_file_written_in_slow_chunks_is_offered_after_its_last_byte(line: Line
             line.run(5)
             assert line.arrivals == [], part
     line.run(15)
-    assert line.arrivals[0].path.read_bytes() == content
+    assert line.arrivals[0].file.path.read_bytes() == content
     assert len(line.arrivals) == 1
 
 
@@ -165,7 +183,7 @@ def test_a_writer_killed_midway_leaves_a_file_that_is_never_offered_and_at_last_
     assert line.refusals == []
     line.run(10)
     (refusal,) = line.refusals
-    assert refusal.relpath == name
+    assert refusal.subject.image == name
     assert "truncated" in refusal.reason
     assert line.files() == {f"failed/{name}", f"failed/{name}.error.json"}
     assert line.arrivals == []
@@ -217,7 +235,7 @@ def test_twenty_megabytes_in_ten_chunks_are_offered_once_and_whole(line: Line, s
             line.run(3)
             assert line.arrivals == [], part
     line.run(15)
-    assert [arrival.path.read_bytes() == content for arrival in line.arrivals] == [True]
+    assert [arrival.file.path.read_bytes() == content for arrival in line.arrivals] == [True]
 
 
 def test_a_file_that_is_preallocated_and_held_open_is_not_offered_before_it_is_filled(line: Line) -> None:
@@ -236,7 +254,7 @@ def test_a_file_that_is_preallocated_and_held_open_is_not_offered_before_it_is_f
         for suffix, file in files.items():
             file.write(IMAGES[suffix][len(IMAGES[suffix]) * 9 // 10 :])
     line.run(15)
-    assert {arrival.ref: arrival.path.read_bytes() for arrival in line.arrivals} == IMAGES
+    assert {arrival.subject.ref: arrival.file.path.read_bytes() for arrival in line.arrivals} == IMAGES
 
 
 def test_a_truncated_file_that_its_writer_called_done_is_refused_at_once(tmp_path: Path) -> None:
@@ -265,7 +283,7 @@ def test_a_preallocated_file_that_is_filled_later_is_not_offered_before(line: Li
     with file.open("r+b") as stream:
         stream.write(content)
     line.run(5)
-    assert line.arrivals[0].path.read_bytes() == content
+    assert line.arrivals[0].file.path.read_bytes() == content
 
 
 def test_a_file_that_its_writer_holds_open_is_not_offered(line: Line) -> None:
@@ -354,7 +372,7 @@ def test_what_came_while_nobody_watched_is_caught_up_after_what_was_claimed(line
     again.run(5)
     claimed, waiting = again.offered[:5], again.offered[5:]
     assert claimed == line.offered
-    ages = [int(again.root.joinpath(arrival.path).stat().st_mtime) for arrival in again.arrivals[5:]]
+    ages = [int(again.root.joinpath(arrival.file.path).stat().st_mtime) for arrival in again.arrivals[5:]]
     assert (len(waiting), ages) == (25, sorted(ages))
 
 
@@ -375,7 +393,7 @@ def test_nested_folders_are_part_of_the_inbox(line: Line) -> None:
     (line.root / "a" / "b" / "b1_r_R1.png").write_bytes(PNG)
     line.run(5)
     assert line.offered == ["a/b/b1_r_R1.png"]
-    line.intake.settle(line.arrivals[0], Verdict.OK)
+    line.intake.settle(line.arrivals[0].subject, Verdict.OK)
     line.run(1)
     assert line.files() == {"done/2026-05-01/a/b/b1_r_R1.png"}
 
@@ -386,10 +404,10 @@ def test_the_same_name_with_new_bytes_is_a_new_inspection(line: Line) -> None:
         (line.root / "b1_r_R1.png").write_bytes(PNG)
         line.run(5)
     first, second = line.arrivals
-    assert first.key != second.key
-    assert first.path != second.path
+    assert first.subject.key != second.subject.key
+    assert first.file.path != second.file.path
     for arrival in line.arrivals:
-        line.intake.settle(arrival, Verdict.OK)
+        line.intake.settle(arrival.subject, Verdict.OK)
     line.run(1)
     assert len(line.files()) == 2
     assert all(re.fullmatch(r"done/2026-05-01/b1_r_R1(~[0-9a-f-]+)?\.png", name) for name in line.files())
@@ -415,7 +433,7 @@ def test_a_judged_file_goes_where_it_belongs(tmp_path: Path, after: str, verdict
     line = Line(tmp_path / "inbox", after=after)
     (line.root / "b1_r_R1.png").write_bytes(PNG)
     line.run(5)
-    line.intake.settle(line.arrivals[0], verdict, "weights are missing" if verdict is Verdict.UNKNOWN else None)
+    line.intake.settle(line.arrivals[0].subject, verdict, "weights are missing" if verdict is Verdict.UNKNOWN else None)
     line.run(20)
     assert line.files() == left
     assert len(line.arrivals) == 1
@@ -423,7 +441,7 @@ def test_a_judged_file_goes_where_it_belongs(tmp_path: Path, after: str, verdict
     if "failed/b1_r_R1.png" in left:
         error = json.loads((line.root / "failed/b1_r_R1.png.error.json").read_text())
         assert (error["file"], error["reason"]) == ("b1_r_R1.png", "weights are missing")
-        assert error["key"] == line.arrivals[0].key
+        assert error["key"] == line.arrivals[0].subject.key
 
 
 def test_a_kept_file_that_changes_is_a_new_inspection(tmp_path: Path) -> None:
@@ -432,7 +450,7 @@ def test_a_kept_file_that_changes_is_a_new_inspection(tmp_path: Path) -> None:
     line.run(5)
     (line.root / "b1_r_R1.png").write_bytes(IMAGES["jpg"])
     line.run(5)
-    assert len({arrival.key for arrival in line.arrivals}) == 2
+    assert len({arrival.subject.key for arrival in line.arrivals}) == 2
 
 
 @pytest.mark.parametrize("after", ["keep", "move"])
@@ -441,16 +459,20 @@ def test_a_file_that_was_not_the_one_that_was_seen_is_looked_at_anew(tmp_path: P
     (line.root / "b1_r_R7.png").write_bytes(PNG)
     line.run(5)
     (first,) = line.arrivals
-    first.path.write_bytes(PNG + PNG)
+    first.file.path.write_bytes(PNG + PNG)
     line.intake.withdraw(first)
     line.run(5)
     second = line.arrivals[-1]
-    assert (len(line.arrivals), second.relpath, second.sighting.size_bytes) == (2, first.relpath, 2 * len(PNG))
+    assert (len(line.arrivals), second.subject.image, second.file.sighting.size_bytes) == (
+        2,
+        first.subject.image,
+        2 * len(PNG),
+    )
     assert line.intake.statistics().in_flight == 1
     line.intake.withdraw(second)  # nothing was wrong with it after all
     line.run(5)
-    assert (len(line.arrivals), line.arrivals[-1].key) == (3, second.key)
-    line.intake.settle(line.arrivals[-1], Verdict.OK)
+    assert (len(line.arrivals), line.arrivals[-1].subject.key) == (3, second.subject.key)
+    line.intake.settle(line.arrivals[-1].subject, Verdict.OK)
     line.run(5)
     assert (len(line.arrivals), line.intake.statistics().in_flight) == (3, 0)
 
@@ -473,7 +495,7 @@ def test_a_file_that_cannot_be_put_back_is_held_told_once_and_put_back_later(
     assert caplog.text.count("intake_not_put_back") == 1
     monkeypatch.setattr(Inbox, "unclaim", unclaim)
     line.run(10)
-    assert [arrival.relpath for arrival in line.arrivals] == [first.relpath] * 2
+    assert [arrival.subject.image for arrival in line.arrivals] == [first.subject.image] * 2
 
 
 def test_many_withdrawals_cost_no_more_scans_than_a_tenth_of_the_time(
@@ -504,7 +526,7 @@ def test_a_share_that_was_gone_for_a_while_brings_back_what_was_passed_over(tmp_
     line.run(5)
     (line.root / "b1_r_R2.png").write_bytes(PNG)
     line.run(5)
-    line.intake.settle(line.arrivals[0], Verdict.OK)
+    line.intake.settle(line.arrivals[0].subject, Verdict.OK)
     share, mount_point = tmp_path / "share", tmp_path / "empty"
     mount_point.mkdir()
     line.root.rename(share)
@@ -560,7 +582,7 @@ def test_settling_twice_moves_once(line: Line) -> None:
     (line.root / "b1_r_R1.png").write_bytes(PNG)
     line.run(5)
     for verdict in (Verdict.OK, Verdict.NG):
-        line.intake.settle(line.arrivals[0], verdict)
+        line.intake.settle(line.arrivals[0].subject, verdict)
     line.run(1)
     assert line.files() == {"done/2026-05-01/b1_r_R1.png"}
 
@@ -861,7 +883,7 @@ def test_a_refused_file_stays_until_its_verdict_is_stored(line: Line) -> None:
     assert (line.files(), line.intake.statistics().in_flight) == ({"noname.png"}, 1)
     again = Line(line.root)
     again.run(5)
-    assert [one.key for one in again.refusals] == [refusal.key]
+    assert [one.subject.key for one in again.refusals] == [refusal.subject.key]
     assert again.files() == {"failed/noname.png", "failed/noname.png.error.json"}
     assert again.intake.statistics().in_flight == 0
 
@@ -872,10 +894,10 @@ def test_a_file_that_took_a_refused_ones_name_meanwhile_is_looked_at_for_itself(
     line.run(70)
     assert line.refused == {"b1_r_R1.png": "the file is empty"}
     (line.root / "b1_r_R1.png").write_bytes(PNG)
-    line.intake.settle(line.refusals[0], Verdict.UNKNOWN, "empty")
+    line.intake.settle(line.refusals[0].subject, Verdict.UNKNOWN, "empty")
     line.run(5)
     assert line.offered == ["b1_r_R1.png"]
-    assert line.arrivals[0].path.read_bytes() == PNG
+    assert line.arrivals[0].file.path.read_bytes() == PNG
 
 
 def test_a_refused_file_whose_name_tells_it_belongs_to_its_board(line: Line) -> None:
@@ -884,20 +906,13 @@ def test_a_refused_file_whose_name_tells_it_belongs_to_its_board(line: Line) -> 
     (line.root / "b7_nobody_R1.png").write_bytes(PNG)
     (line.root / os.fsdecode(b"b7_r_\xff.png")).write_bytes(PNG)
     line.run(70)
-    names = {refusal.relpath: refusal.name for refusal in line.refusals}
+    names = {refusal.subject.image: told_of(refusal.subject) for refusal in line.refusals}
     assert names == {
-        "b7_r_R1.png": ImageName("b7", "r", "R1", "main"),
-        "b7_nobody_R1.png": None,
-        "b7_r_\\xff.png": None,
+        "b7_r_R1.png": told("b7", "r", "R1", "main"),
+        "b7_nobody_R1.png": told(None, None, None, None),
+        "b7_r_\\xff.png": told(None, None, None, None),
     }
-    assert all(refusal.key.isprintable() for refusal in line.refusals)
-
-
-def test_an_arrival_brings_its_folders_limit_of_pixels(tmp_path: Path) -> None:
-    line = Line(tmp_path / "inbox", max_pixels=100)
-    (line.root / "b1_r_R1.png").write_bytes(PNG)
-    line.run(5)
-    assert [arrival.max_pixels for arrival in line.arrivals] == [100]
+    assert all(refusal.subject.key.isprintable() for refusal in line.refusals)
 
 
 @pytest.mark.parametrize("verdict", [Verdict.OK, Verdict.UNKNOWN])
@@ -908,8 +923,8 @@ def test_a_name_of_any_length_is_claimed_found_again_and_put_away(line: Line, le
     line.run(5)
     again = Line(line.root)
     again.run(1)
-    assert [(one.relpath, one.key) for one in again.arrivals] == [(name, line.arrivals[0].key)]
-    again.intake.settle(again.arrivals[0], verdict)
+    assert [(one.subject.image, one.subject.key) for one in again.arrivals] == [(name, line.arrivals[0].subject.key)]
+    again.intake.settle(again.arrivals[0].subject, verdict)
     again.run(5)
     assert (again.refusals, again.intake.statistics().alarm) == ([], None)
     placed, *explained = sorted(again.files(), key=lambda file: "error" in file)
@@ -924,7 +939,7 @@ def test_a_file_older_than_1970_is_found_again_after_a_crash(line: Line, mtime_n
     line.run(5)
     again = Line(line.root)
     again.run(1)
-    assert [one.key for one in again.arrivals] == [line.arrivals[0].key]
+    assert [one.subject.key for one in again.arrivals] == [line.arrivals[0].subject.key]
 
 
 UNREADABLE = """
@@ -980,11 +995,11 @@ def test_what_was_claimed_and_not_settled_is_offered_again_under_the_same_key(li
     line.run(5)
     again = Line(line.root)
     again.run(1)
-    assert {(one.key, one.relpath, one.path) for one in again.arrivals} == {
-        (one.key, one.relpath, one.path) for one in line.arrivals
+    assert {(one.subject.key, one.subject.image, one.file.path) for one in again.arrivals} == {
+        (one.subject.key, one.subject.image, one.file.path) for one in line.arrivals
     }
     for arrival in again.arrivals:
-        again.intake.settle(arrival, Verdict.NG)
+        again.intake.settle(arrival.subject, Verdict.NG)
     again.run(1)
     assert again.files() == {"ng/2026-05-01/b1_r_R1.png", "ng/2026-05-01/sub/b1_r_R2.png"}
     third = Line(line.root)
@@ -998,11 +1013,11 @@ def test_a_crash_between_the_two_halves_of_a_move_is_repaired(line: Line) -> Non
     line.run(5)
     shelf = line.root / "done" / "2026-05-01"
     shelf.mkdir(parents=True)
-    os.link(line.arrivals[0].path, shelf / "b1_r_R1.png")
+    os.link(line.arrivals[0].file.path, shelf / "b1_r_R1.png")
     again = Line(line.root)
     again.run(1)
-    assert again.arrivals[0].key == line.arrivals[0].key
-    again.intake.settle(again.arrivals[0], Verdict.OK)
+    assert again.arrivals[0].subject.key == line.arrivals[0].subject.key
+    again.intake.settle(again.arrivals[0].subject, Verdict.OK)
     again.run(1)
     assert again.files() == {"done/2026-05-01/b1_r_R1.png"}
 
@@ -1057,7 +1072,7 @@ def test_a_settled_file_waits_for_a_folder_that_is_gone(line: Line) -> None:
     line.run(5)
     moved = line.root.with_name("unmounted")
     line.root.rename(moved)
-    line.intake.settle(line.arrivals[0], Verdict.OK)
+    line.intake.settle(line.arrivals[0].subject, Verdict.OK)
     line.run(5)
     statistics = line.intake.statistics()
     assert (statistics.unfiled, statistics.alarm) == (1, "the folder is gone")
@@ -1072,11 +1087,11 @@ def test_what_cannot_be_moved_is_kept_and_retried(line: Line, caplog: pytest.Log
     (line.root / "done").write_text("a file where the shelf should be")
     (line.root / "b1_r_R1.png").write_bytes(PNG)
     line.run(5)
-    line.intake.settle(line.arrivals[0], Verdict.OK)
+    line.intake.settle(line.arrivals[0].subject, Verdict.OK)
     line.run(10)
     assert line.intake.statistics().unfiled == 1
     assert line.intake.statistics().alarm is not None
-    assert line.arrivals[0].path.exists()
+    assert line.arrivals[0].file.path.exists()
     assert caplog.text.count("intake_not_filed") == 1
     (line.root / "done").unlink()
     line.run(40)
@@ -1104,7 +1119,7 @@ def test_what_an_error_leaves_claimed_is_offered_with_the_next_rescan(line: Line
     assert list((line.root / ".work").rglob("*.png"))
     line.run(5)
     assert line.offered == ["b1_r_R1.png"]
-    line.intake.settle(line.arrivals[0], Verdict.OK)
+    line.intake.settle(line.arrivals[0].subject, Verdict.OK)
     line.run(5)
     assert line.files() == {"done/2026-05-01/b1_r_R1.png"}
 
@@ -1153,7 +1168,7 @@ def test_what_is_in_anybodys_hands_is_never_offered_again(line: Line) -> None:
         (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
     line.run(5)
     for arrival in line.arrivals[:3]:
-        line.intake.settle(arrival, Verdict.OK)
+        line.intake.settle(arrival.subject, Verdict.OK)
     line.run(40)
     assert len(line.arrivals) == 6
     again = Line(line.root)
@@ -1162,7 +1177,7 @@ def test_what_is_in_anybodys_hands_is_never_offered_again(line: Line) -> None:
     assert (len(again.arrivals), again.intake.statistics().waiting) == (2, 4)
     again.room = 10
     again.run(40)
-    assert len(again.arrivals) == len({arrival.key for arrival in again.arrivals}) == 6
+    assert len(again.arrivals) == len({arrival.subject.key for arrival in again.arrivals}) == 6
 
 
 def test_what_was_claimed_before_files_were_kept_is_settled_once(line: Line) -> None:
@@ -1170,7 +1185,7 @@ def test_what_was_claimed_before_files_were_kept_is_settled_once(line: Line) -> 
     line.run(5)
     again = Line(line.root, after="keep")
     again.run(5)
-    again.intake.settle(again.arrivals[0], Verdict.OK)
+    again.intake.settle(again.arrivals[0].subject, Verdict.OK)
     again.run(20)
     assert len(again.arrivals) == 1
     assert again.files() == {"done/2026-05-01/b1_r_R1.png"}
@@ -1186,8 +1201,8 @@ def test_files_that_cannot_be_put_away_are_held_and_told_when_they_use_up_the_ro
     line.run(5)
     for _ in range(3):
         for arrival in line.arrivals:
-            if arrival.key in line.intake._custody._in_flight:
-                line.intake.settle(arrival, Verdict.OK)
+            if arrival.subject.key in line.intake._custody._in_flight:
+                line.intake.settle(arrival.subject, Verdict.OK)
         line.run(5)
     assert (len(line.arrivals), line.intake.held, line.intake.statistics().unfiled) == (4, 4, 4)
     assert caplog.text.count("intake_held_up") == 1
@@ -1230,8 +1245,8 @@ def test_files_arrive_by_every_way_each_once(tmp_path: Path) -> None:
         shutil.copy2(beside / "b1_r_R5.png", root / "b1_r_R5.png")
         arrivals = [service.next() for _ in range(6)]
         for arrival in arrivals:
-            service.intake.settle(arrival, Verdict.OK)
-    assert sorted(arrival.ref for arrival in arrivals) == [f"R{number}" for number in range(6)]
+            service.intake.settle(arrival.subject, Verdict.OK)
+    assert sorted(arrival.subject.ref for arrival in arrivals) == [f"R{number}" for number in range(6)]
     assert service.arrivals.empty()
     shelf = root / "done" / "2026-05-01"
     assert {str(file.relative_to(shelf)) for file in shelf.rglob("*.png")} == {
@@ -1245,14 +1260,14 @@ def test_events_make_it_quick_without_a_rescan(tmp_path: Path) -> None:
     (tmp_path / "inbox").mkdir()
     (tmp_path / "inbox" / "b1_r_R0.png").write_bytes(PNG)  # the first scan finds it, also where nothing tells changes
     with Service(tmp_path / "inbox", settle_ms=20, poll_s=3600) as service:
-        assert service.next().ref == "R0"
+        assert service.next().subject.ref == "R0"
         if service.intake.statistics().is_polled:
             pytest.skip("this filesystem tells no changes")
         (tmp_path / "b1_r_R1.png").write_bytes(PNG)
         (tmp_path / "b1_r_R1.png").rename(tmp_path / "inbox" / "b1_r_R1.png")
-        assert service.next().ref == "R1"
+        assert service.next().subject.ref == "R1"
         (tmp_path / "inbox" / "b1_r_R2.png").write_bytes(PNG)
-        assert service.next().ref == "R2"
+        assert service.next().subject.ref == "R2"
 
 
 def test_the_agents_own_folders_tell_nothing(tmp_path: Path) -> None:
@@ -1303,7 +1318,7 @@ def test_judging_files_asks_for_no_rescan(tmp_path: Path) -> None:
         for number in range(20):
             (tmp_path / "x.png").write_bytes(PNG)
             (tmp_path / "x.png").rename(tmp_path / "inbox" / f"b1_r_R{number}.png")
-            service.intake.settle(service.next(), (Verdict.OK, Verdict.NG, Verdict.UNKNOWN)[number % 3])
+            service.intake.settle(service.next().subject, (Verdict.OK, Verdict.NG, Verdict.UNKNOWN)[number % 3])
         wait_until(lambda: service.intake.statistics().filed == 20)
         assert len(scans) == before
     assert not (tmp_path / "inbox" / ".work").exists()
@@ -1314,7 +1329,7 @@ def test_a_burst_of_files_arrives_whole_and_each_once(tmp_path: Path) -> None:
     with Service(root, poll_s=0.1) as service:
         for number in range(1500):
             (root / f"b1_r_R{number}.png").write_bytes(PNG[:200] + PNG[-12:])
-        refs = [service.next().ref for _ in range(1500)]
+        refs = [service.next().subject.ref for _ in range(1500)]
     assert sorted(refs) == sorted(f"R{number}" for number in range(1500))
     assert service.arrivals.empty()
 
@@ -1338,7 +1353,7 @@ def test_ten_thousand_files_of_which_the_kernel_tells_sixteen_all_arrive_each_on
         wait_until(lambda: service.intake.statistics().state is SourceState.ONLINE)
         for number in range(10_000):
             (root / f"b1_r_R{number}.png").write_bytes(tiny.getvalue())
-        refs = [service.next().ref for _ in range(10_000)]
+        refs = [service.next().subject.ref for _ in range(10_000)]
         is_polled = service.intake.statistics().is_polled
     assert sorted(refs) == sorted(f"R{number}" for number in range(10_000))
     assert service.arrivals.empty()
@@ -1364,14 +1379,14 @@ line = Line(folder)
 (folder / "b1_r_R1.png").write_bytes(PNG)
 line.run(5)
 run("umount", "-l", folder)
-line.intake.settle(line.arrivals[0], Verdict.OK)
+line.intake.settle(line.arrivals[0].subject, Verdict.OK)
 line.run(5)
 print(line.intake.statistics().state, line.offered, list(folder.iterdir()))
 run("mount", "--bind", share, folder)
 (folder / "b1_r_R2.png").write_bytes(PNG)
 line.run(40)
 for arrival in line.arrivals[1:]:
-    line.intake.settle(arrival, Verdict.OK)
+    line.intake.settle(arrival.subject, Verdict.OK)
 line.run(40)
 print(line.intake.statistics().state, line.offered, sorted(line.files()), line.refused)
 """
@@ -1406,7 +1421,7 @@ def test_stopping_leaves_what_is_in_flight_for_the_next_start(tmp_path: Path) ->
         (root / "b1_r_R1.png").write_bytes(PNG)
         first = service.next()
     with Service(root, settle_ms=10, poll_s=0.1) as service:
-        assert service.next().key == first.key
+        assert service.next().subject.key == first.subject.key
 
 
 def test_a_burst_of_leases_and_writers_never_signals_the_process(tmp_path: Path) -> None:
@@ -1437,7 +1452,7 @@ def test_a_part_is_held_as_long_as_its_image(tmp_path: Path) -> None:
     (line.root / name).write_bytes(PNG)
     line.run(5)
     (arrival,) = line.arrivals
-    keys = [arrival.key, part_key(arrival.key, "R1"), part_key(arrival.key, "U1@a#b")]
+    keys = [arrival.subject.key, part_key(arrival.subject.key, "R1"), part_key(arrival.subject.key, "U1@a#b")]
     assert [line.intake.holds(key) for key in keys] == [True, True, True]
     (line.root / "another.png").write_bytes(PNG)
     (line.root / name).unlink()
@@ -1451,7 +1466,7 @@ def test_a_kept_file_whose_share_is_away_counts_as_there(tmp_path: Path, away: s
     for number in range(2):
         (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
     line.run(5)
-    key = line.arrivals[0].key
+    key = line.arrivals[0].subject.key
     line.root.rename(tmp_path / "share")
     if away != "gone":
         line.root.mkdir()
@@ -1467,5 +1482,5 @@ def test_a_kept_file_whose_share_is_away_counts_as_there(tmp_path: Path, away: s
     (tmp_path / "share").rename(line.root)
     line.run(20)
     assert line.intake.holds(key)
-    line.arrivals[0].path.unlink()
+    line.arrivals[0].file.path.unlink()
     assert not line.intake.holds(key)

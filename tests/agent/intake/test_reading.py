@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from agent.intake.arrivals import Arrival
+from agent.intake.arrivals import ClaimedImage
+from agent.intake.files.inbox import Claimed
 from agent.intake.files.readiness import Sighting
 from agent.intake.reading import LONGEST_PAUSE_S, PATIENCE_S, STUCK_S, Answers, ArrivalReader, read_as_seen
 from experts.errors import FileChanged, ImageTooLarge
+from experts.images import DEFAULT_MAX_PIXELS
+from tests.lines import subject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,10 +30,10 @@ CONTENT = b"what a camera wrote"
 WAIT_S = 30.0
 
 
-def arrival_of(path: Path, *, is_ours: bool = True, max_pixels: int = 1_000_000) -> Arrival:
+def arrival_of(path: Path, *, is_ours: bool = True) -> ClaimedImage:
     status = path.lstat()
     seen = Sighting(status.st_ino, status.st_size, status.st_mtime_ns)
-    return Arrival(path.name, path, is_ours, seen, path.name, "b1", "r", "R1", None, NOON, max_pixels)
+    return ClaimedImage(subject(path.name), Claimed(path.name, seen, path, is_ours))
 
 
 @dataclass
@@ -48,8 +51,8 @@ class Desk:
 
     def __post_init__(self) -> None:
         answers = Answers(
-            lambda arrival, content: self.read.append((arrival.key, content)),
-            lambda arrival: self.changed.append(arrival.key),
+            lambda arrival, content: self.read.append((arrival.subject.key, content)),
+            lambda arrival: self.changed.append(arrival.subject.key),
             lambda _arrival, reason: self.unreadable.append(reason),
         )
         self.reader = ArrivalReader(
@@ -61,11 +64,11 @@ class Desk:
             clock=lambda: self.now,
         )
 
-    def _read(self, arrival: Arrival) -> bytes:
+    def _read(self, arrival: ClaimedImage, max_pixels: int) -> bytes:
         self.tries.append(self.now)
         if self.trouble is not None:
             raise self.trouble
-        return read_as_seen(arrival)
+        return read_as_seen(arrival, max_pixels)
 
     def run(self, seconds: float) -> None:
         """Turn the clock from one due step to the next."""
@@ -155,7 +158,9 @@ def test_while_the_folder_is_gone_its_files_wait_for_as_long_as_it_takes(file: P
 
 def test_what_anything_else_raises_stays_with_its_own_file(file: Path) -> None:
     desk = Desk(trouble=None)
-    broken = replace(arrival_of(file), path=None)  # type: ignore[arg-type]  # stands for an error of the program
+    good = arrival_of(file)
+    lost = replace(good.file, path=None)  # type: ignore[arg-type]  # stands for an error of the program
+    broken = replace(good, file=lost)
     desk.reader.take(broken)
     desk.reader.take(arrival_of(file))
     desk.reader.step(0.0)
@@ -200,13 +205,13 @@ def test_another_file_in_its_place_is_not_read(file: Path, change: Callable[[Pat
     arrival = arrival_of(file, is_ours=False)
     change(file)
     with pytest.raises(FileChanged):
-        read_as_seen(arrival)
+        read_as_seen(arrival, DEFAULT_MAX_PIXELS)
 
 
 def test_what_was_claimed_may_have_another_inode_where_the_filesystem_makes_them_up(file: Path) -> None:
     arrival = arrival_of(file)
     replaced(file)
-    assert read_as_seen(arrival) == CONTENT
+    assert read_as_seen(arrival, DEFAULT_MAX_PIXELS) == CONTENT
 
 
 def test_a_file_that_is_written_to_while_it_is_read_is_not_taken(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +227,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_not_taken(file: Path, mon
 
     monkeypatch.setattr(os, "fstat", written_after_the_first_look)
     with pytest.raises(FileChanged):
-        read_as_seen(arrival)
+        read_as_seen(arrival, DEFAULT_MAX_PIXELS)
 
 
 def test_a_file_longer_than_any_image_of_its_pixels_is_told_without_being_read(tmp_path: Path) -> None:
@@ -231,24 +236,26 @@ def test_a_file_longer_than_any_image_of_its_pixels_is_told_without_being_read(t
         stream.truncate(50_000_000_000)
     arrival = arrival_of(huge)
     with pytest.raises(ImageTooLarge, match="50000000000 bytes"):
-        read_as_seen(arrival)
+        read_as_seen(arrival, DEFAULT_MAX_PIXELS)
     desk = Desk()
     desk.reader.take(arrival)
     desk.reader.step(0.0)
-    assert desk.unreadable == ["huge.png: 50000000000 bytes are more than any image of 1000000 pixels has"]
+    assert desk.unreadable == [
+        f"huge.png: 50000000000 bytes are more than any image of {DEFAULT_MAX_PIXELS} pixels has"
+    ]
 
 
 def test_a_large_file_is_announced_while_it_is_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
     @contextmanager
-    def during_large(arrival: Arrival) -> Iterator[None]:
-        told.append(f"begun {arrival.key}")
+    def during_large(arrival: ClaimedImage) -> Iterator[None]:
+        told.append(f"begun {arrival.subject.key}")
         yield
-        told.append(f"ended {arrival.key}")
+        told.append(f"ended {arrival.subject.key}")
 
-    def read(arrival: Arrival) -> bytes:
-        told.append(f"read {arrival.key}")
+    def read(arrival: ClaimedImage, _: int) -> bytes:
+        told.append(f"read {arrival.subject.key}")
         return b""
 
     monkeypatch.setattr("agent.intake.reading.LARGE_BYTES", len(CONTENT))
@@ -298,9 +305,9 @@ def test_what_is_read_and_not_released_stays_within_the_budget_but_for_the_last(
 def test_who_is_told_and_breaks_ends_no_reader(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def tell(arrival: Arrival, _: bytes) -> None:
-        told.put(arrival.key)
-        if arrival.key == file.name:
+    def tell(arrival: ClaimedImage, _: bytes) -> None:
+        told.put(arrival.subject.key)
+        if arrival.subject.key == file.name:
             raise RuntimeError("the agent has stopped")
 
     second = file.with_name("second")
@@ -323,12 +330,12 @@ def test_a_folder_that_hangs_is_told_once_and_keeps_nobody_but_itself(
     reading, answer, now = threading.Event(), threading.Event(), [0.0]
     read: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def hang(_: Arrival) -> bytes:
+    def hang(*_: object) -> bytes:
         reading.set()
         answer.wait(WAIT_S)
         return b""
 
-    def reader(name: str, read_file: Callable[[Arrival], bytes]) -> ArrivalReader:
+    def reader(name: str, read_file: Callable[[ClaimedImage, int], bytes]) -> ArrivalReader:
         answers = Answers(lambda *_: read.put(name), lambda _: None, lambda *_: None)
         made = ArrivalReader(name, answers, lambda _: True, budget_bytes=100, read_file=read_file, clock=lambda: now[0])
         made.start()

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agent.records.boards import BoardLedger, BoardManifest, BoardVerdict, Inspection, StoredResult
+from agent.records.boards import BoardLedger, BoardManifest, BoardVerdict, Inspection
 from experts.expert import Verdict
+from tests import lines
 
 if TYPE_CHECKING:
     import random
@@ -26,7 +27,7 @@ OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
 
 def seen(place: str, verdict: Verdict = OK, after_s: float = 0, serial: str = "b1") -> Inspection:
     component, _, ref = place.partition("/")
-    return Inspection(serial, "main", component, ref, verdict, START + timedelta(seconds=after_s))
+    return lines.inspection(serial, "main", component, ref, verdict, START + timedelta(seconds=after_s))
 
 
 def ledger() -> BoardLedger:
@@ -54,7 +55,7 @@ def replay(
     book: BoardLedger, inspections: Sequence[Inspection], recorded: Iterable[BoardVerdict], after_s: float | None = None
 ) -> tuple[BoardVerdict, ...]:
     """Take up what is stored, oldest first, at a moment; else at that of the latest image."""
-    stored = [StoredResult(one.at, one) for one in inspections]
+    stored = list(inspections)
     now = (
         START + timedelta(seconds=after_s)
         if after_s is not None
@@ -167,7 +168,7 @@ def test_closed_boards_are_forgotten() -> None:
 
 def test_a_type_without_manifest_is_the_callers_error() -> None:
     with pytest.raises(KeyError):
-        add(ledger(), replace(seen("r/1"), board_type="other"))
+        add(ledger(), lines.inspection("b1", "other", "r", "1", OK, START))
 
 
 PLACES = st.sampled_from(["r/1", "r/2", "r/3", "c/1", "c/2", "x/1"])
@@ -183,15 +184,16 @@ def last_words(book: BoardLedger, inspections: list[Inspection]) -> dict[str, Ve
 
 
 def has_all_ok(inspections: list[Inspection], serial: str) -> bool:
-    own = [one for one in inspections if one.serial == serial]
-    refs = {component: {one.ref for one in own if one.component == component} for component in ("r", "c")}
+    own = [one for one in inspections if one.subject.board == serial]
+    places = {(one.subject.component, one.subject.ref) for one in own}
+    refs = {component: [place for place in places if place[0] == component] for component in ("r", "c")}
     return len(refs["r"]) >= 2 and len(refs["c"]) >= 1 and all(one.verdict is OK for one in own)
 
 
 @given(INSPECTIONS)
 def test_ok_means_that_every_image_came_and_was_ok(inspections: list[Inspection]) -> None:
     said = last_words(ledger(), inspections)
-    assert set(said) == {one.serial for one in inspections}
+    assert set(said) == {one.subject.board for one in inspections}
     for serial, verdict in said.items():
         assert (verdict is OK) == has_all_ok(inspections, serial)
 
@@ -279,7 +281,7 @@ def test_only_as_much_is_read_as_open_boards_can_need(step_s: float) -> None:
     """Four timeouts and a minute, of which a clock's step counts as one timeout at most; a board a minute."""
     stored = busy(100)
     stored[297:] = [replace(one, at=one.at + timedelta(seconds=step_s)) for one in stored[297:]]
-    left = iter([StoredResult(one.at, one) for one in reversed(stored)])
+    left = iter(stored[::-1])
     ledger().replay(left, lambda _: records_of(busy(100)), STARTED_S + 6000, stored[-1].at)
     assert 280 < len(list(left)) < 290
 
@@ -403,10 +405,9 @@ class SteppedLine:
         self.elapsed_s += off_s
         self.reboots += 1
         self.book = ledger()
-        stored = [StoredResult(one.at, one) for one in self.stored]
         known = list(self.recorded.values())
         said = self.book.replay(
-            reversed(stored), lambda at: [one for one in known if one.closed_at >= at], self.now_s, self.now
+            reversed(self.stored), lambda at: [one for one in known if one.closed_at >= at], self.now_s, self.now
         )
         assert said == ()  # nothing was lost in a crash, so there is nothing to say again
 

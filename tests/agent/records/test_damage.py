@@ -5,24 +5,23 @@ from __future__ import annotations
 import sqlite3
 import time
 from contextlib import closing
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import pytest
 
 from agent.records.database import damage_of
-from agent.records.journal import Entry, JournalReader
+from agent.records.journal import JournalReader
 from agent.records.outbox import Outbox, OutboxReader
 from agent.records.result_writer import ResultStore
-from agent.records.results import Result
 from experts.expert import Verdict
+from tests.lines import changed, result, subject
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 NOON = datetime(2026, 5, 1, 12, tzinfo=UTC)
-RESULT = Result("k", "demo", "r", "i.png", Verdict.NG, NOON, NOON, 0.1, "ab")
+RESULT = result("k", Verdict.NG)
 PAGE = 4096
 LONG = {"steps": [{"model_sha256": "x" * 500}]}
 
@@ -56,8 +55,8 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "results.db"
     with closing(opened(path)) as store:
         for number in range(300):
-            store.record(replace(RESULT, key=f"k{number}", detail=LONG))
-        store.accept([Entry("owed", "api", "owed.png", NOON, component="r")], b"pixels" * 2000, lambda _: None)
+            store.record(changed(RESULT, key=f"k{number}", detail=LONG))
+        store.accept([subject("owed", source="api", image="owed.png")], b"pixels" * 2000, lambda _: None)
         settled(store)
     return path
 
@@ -90,8 +89,8 @@ def test_a_damaged_file_is_put_aside_at_a_start_and_what_is_owed_is_taken_over(
         assert aside.name in alarm
         assert "coserve restore" in alarm
         store.record(RESULT)
-        assert [row.result.key for row in settled(store).query()] == ["k"]
-        assert [each.entry.key for each in JournalReader(file).unfinished()] == ["owed"]
+        assert [row.result.subject.key for row in settled(store).query()] == ["k"]
+        assert [each.subject.key for each in JournalReader(file).unfinished()] == ["owed"]
         assert JournalReader(file).content(JournalReader(file).unfinished()[0].image) == b"pixels" * 2000
         assert len(OutboxReader(file).waiting("mes", 1000)) == 301
     assert identity(file) != before
@@ -132,14 +131,14 @@ except sqlite3.Error as error:
 def test_what_is_owed_is_lost_to_no_disk_that_is_full_while_it_is_taken_over(file: Path, forks) -> None:
     """As to no kill: the damaged file keeps its name until the new one holds all that is owed."""
     with closing(opened(file)) as store:
-        store.accept([Entry("large", "api", "large.png", NOON, component="r")], bytes(2_000_000), lambda _: None)
+        store.accept([subject("large", source="api", image="large.png")], bytes(2_000_000), lambda _: None)
         settled(store)
     spoil(file, tables(file)["results"])
     assert forks.run(BEGINS_ANEW, file, 1_000_000).stdout.startswith("refused")
     assert [path.name for path in file.parent.iterdir() if ".damaged-" in path.name] == []
     with closing(opened(file)) as store:
         assert store.statistics().damage_alarm is not None
-        assert {each.entry.key for each in JournalReader(file).unfinished()} == {"owed", "large"}
+        assert {each.subject.key for each in JournalReader(file).unfinished()} == {"owed", "large"}
 
 
 def test_damage_that_a_commit_meets_costs_no_row(file: Path) -> None:
@@ -148,7 +147,7 @@ def test_damage_that_a_commit_meets_costs_no_row(file: Path) -> None:
         kept = tables(file)["accepted"], tables(file)["accepted_images"]
         spoil(file, *(page for page in range(3, pages + 1) if page not in kept))
         for number in range(400):  # more than SQLite keeps in its cache
-            store.record(replace(RESULT, key=f"k{number}", detail=LONG))
+            store.record(changed(RESULT, key=f"k{number}", detail=LONG))
         settled(store)
         assert store.statistics().damage_alarm is not None
         assert store.statistics().alarm is None

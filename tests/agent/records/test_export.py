@@ -9,7 +9,6 @@ import shutil
 import sqlite3
 import time
 from contextlib import closing
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -20,9 +19,9 @@ from hypothesis import strategies as st
 from agent.line_file.records import ExportSection
 from agent.records.export import EVERY_S, FIRST_S, ResultExport, last_exported
 from agent.records.result_writer import ResultStore
-from agent.records.results import Result
 from agent.records.rows import RESULT_COLUMNS
 from experts.expert import Verdict
+from tests.lines import changed, result
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from tests.forks import Forks
 
 NOON = datetime(2026, 5, 1, 12, tzinfo=UTC)
-BARE = Result("k", "demo", "r", 'a "b",\nä.png', Verdict.NG, NOON, NOON, 0.5, "ab")
+BARE = result("k", Verdict.NG, image='a "b",\nä.png', seconds=0.5)
 
 
 class Line:
@@ -50,7 +49,7 @@ class Line:
 
     def record(self, *keys: str, finished_at: datetime = NOON) -> None:
         for key in keys:
-            self.store.record(replace(BARE, key=key, finished_at=finished_at))
+            self.store.record(changed(BARE, key=key, finished_at=finished_at))
         self.settle()
 
     def settle(self) -> None:
@@ -124,7 +123,7 @@ def test_each_result_is_in_exactly_one_file_whatever_the_clock_shows(acts, tmp_p
 
 def test_csv_begins_with_what_it_is_and_holds_what_was_stored(tmp_path: Path) -> None:
     line = Line(tmp_path, "csv")
-    line.store.record(replace(BARE, experts=("cls/a", "det/b"), detail={"steps": [1]}, kept_as="2026-05-01/x.png"))
+    line.store.record(changed(BARE, experts=("cls/a", "det/b"), detail={"steps": [1]}, kept_as="2026-05-01/x.png"))
     line.settle()
     line.steps(FIRST_S)
     (file,) = (tmp_path / "out").iterdir()
@@ -134,7 +133,7 @@ def test_csv_begins_with_what_it_is_and_holds_what_was_stored(tmp_path: Path) ->
     assert head == f"# coserve results: schema 1, line demo, file {identity}, seq 1 to 1"
     (row,) = csv.DictReader(rest.splitlines(keepends=True))
     assert tuple(row) == RESULT_COLUMNS
-    assert (row["seq"], row["key"], row["image"], row["verdict"]) == ("1", "k", BARE.image, "NG")
+    assert (row["seq"], row["key"], row["image"], row["verdict"]) == ("1", "k", BARE.subject.image, "NG")
     assert (json.loads(row["experts"]), json.loads(row["detail"])) == (["cls/a", "det/b"], {"steps": [1]})
     assert row["kept_as"] == "2026-05-01/x.png"
     finished_at = datetime.fromisoformat(row["finished_at"])
@@ -220,7 +219,7 @@ def test_killed_at_any_moment_it_leaves_no_half_file_and_goes_on_with_the_next_r
     """AC27: files appear only complete, never half lines after kill -9."""
     with closing(ResultStore(tmp_path / "r.db")) as store:
         for number in range(9000):
-            store.record(replace(BARE, key=str(number), image="i" * 300))
+            store.record(changed(BARE, key=str(number), image="i" * 300))
         while store.statistics().pending:
             time.sleep(0.001)
     process = forks.start(EXPORTS, tmp_path, output)

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from agent.records.journal import Acceptance, Entry, JournalReader
+from agent.records.journal import Acceptance, JournalReader
 from agent.records.result_writer import ResultStore
-from agent.records.results import Result
-from experts.expert import Verdict
+from agent.subject import Subject
+from tests.lines import result
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,19 +29,12 @@ NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 WAIT_S = 20.0
 
 
-def entry(key: str, **changes: object) -> Entry:
-    made = Entry(key, "api", f"{key}.png", NOON, component="c0", board="b1", board_type="main", ref=key)
+def entry(key: str, **changes: object) -> Subject:
+    made = Subject(key, "api", f"{key}.png", NOON, component="c0", board="b1", board_type="main", ref=key)
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def result(key: str) -> Result:
-    return Result(
-        key=key, line="l", component="c0", image="i", verdict=Verdict.OK, arrived_at=NOON, finished_at=NOON,
-        seconds=0.1, config_sha256="ab",
-    )  # fmt: skip
-
-
-def accepted(store: ResultStore, entries: Sequence[Entry], content: bytes = b"image") -> Sequence[Acceptance]:
+def accepted(store: ResultStore, entries: Sequence[Subject], content: bytes = b"image") -> Sequence[Acceptance]:
     told: queue.Queue[Sequence[Acceptance]] = queue.Queue()
     store.accept(entries, content, told.put)
     return told.get(timeout=WAIT_S)
@@ -49,7 +42,7 @@ def accepted(store: ResultStore, entries: Sequence[Entry], content: bytes = b"im
 
 def judged(store: ResultStore, key: str) -> None:
     told: queue.Queue[object] = queue.Queue()
-    store.record(result(key), told.put)
+    store.record(result(key, component="c0"), told.put)
     told.get(timeout=WAIT_S)
 
 
@@ -67,7 +60,7 @@ def test_what_was_accepted_comes_back_as_it_was_and_in_its_order(tmp_path: Path)
         accepted(store, [second], b"two")
     reader = JournalReader(file)
     found = reader.unfinished()
-    assert [each.entry for each in found] == [first, second]
+    assert [each.subject for each in found] == [first, second]
     assert [reader.content(each.image) for each in found] == [b"one", b"two"]
 
 
@@ -76,7 +69,7 @@ def test_a_verdict_ends_its_request_with_the_same_commit(tmp_path: Path) -> None
     seen: queue.Queue[list[str]] = queue.Queue()
     with closing(ResultStore(file)) as store:
         accepted(store, [entry("a")])
-        store.record(result("a"), lambda _: seen.put([each.entry.key for each in JournalReader(file).unfinished()]))
+        store.record(result("a"), lambda _: seen.put([each.subject.key for each in JournalReader(file).unfinished()]))
         assert seen.get(timeout=WAIT_S) == []
     assert images_in(file) == 0
 
@@ -89,7 +82,7 @@ def test_an_image_of_many_parts_is_kept_once_and_until_its_last_part_is_judged(t
         judged(store, "a")
         judged(store, "c")
         (left,) = JournalReader(file).unfinished()
-        assert (left.entry.key, JournalReader(file).content(left.image)) == ("b", b"image")
+        assert (left.subject.key, JournalReader(file).content(left.image)) == ("b", b"image")
         judged(store, "b")
         assert JournalReader(file).content(left.image) is None
 
@@ -101,7 +94,7 @@ def test_a_key_is_accepted_once_and_its_sender_learns_how_it_stands(tmp_path: Pa
         judged(store, "a")
         again = accepted(store, [entry("a"), entry("b"), entry("c")])
         assert again == [Acceptance.JUDGED, Acceptance.UNDER_WAY, Acceptance.NEW]
-        assert [each.entry.key for each in JournalReader(file).unfinished()] == ["b", "c"]
+        assert [each.subject.key for each in JournalReader(file).unfinished()] == ["b", "c"]
 
 
 @pytest.mark.parametrize("state", ["under way", "judged"])
@@ -113,7 +106,7 @@ def test_a_key_that_was_given_for_something_else_is_told_and_nothing_of_it_is_wr
         accepted(store, [entry("a#R1", asked_sha256="one"), entry("a#R2", asked_sha256="one")])
         if state != "under way":
             for key in ("a#R1", "a#R2"):
-                store.record(replace(result(key), asked_sha256="one"))
+                store.record(result(key, asked_sha256="one"))
     with closing(ResultStore(file)) as store:
         for others in (["a"], ["a#R1"], ["a#R1", "a#R3"], ["a#R3"]):
             again = accepted(store, [entry(key, asked_sha256="two") for key in others], b"another image")
@@ -139,7 +132,7 @@ def test_what_is_withdrawn_leaves_nothing_and_may_come_again(tmp_path: Path) -> 
         accepted(store, [entry("a"), entry("b")])
         store.withdraw(["a", "b", "never there"])
         assert accepted(store, [entry("a")]) == [Acceptance.NEW]
-        assert [each.entry.key for each in JournalReader(file).unfinished()] == ["a"]
+        assert [each.subject.key for each in JournalReader(file).unfinished()] == ["a"]
         assert images_in(file) == 1
 
 
@@ -147,7 +140,7 @@ KILLED = """
 import sys, os, signal
 from pathlib import Path
 from datetime import datetime, UTC
-from agent.records.journal import Entry
+from agent.subject import Subject
 from agent.records.result_writer import ResultStore
 store = ResultStore(Path(sys.argv[1]))
 told = 0
@@ -158,7 +151,7 @@ def tell(number):
     if told == 20:
         os.kill(os.getpid(), signal.SIGKILL)
 for number in range(10_000):
-    entry = Entry(str(number), "api", "i", datetime.now(UTC), component="c")
+    entry = Subject(str(number), "api", "i", datetime.now(UTC), component="c")
     store.accept([entry], b"x" * 1000, lambda _, number=number: tell(number))
 store.close(60)
 """
@@ -170,7 +163,7 @@ def test_a_killed_agent_has_lost_nothing_that_it_acknowledged(tmp_path: Path) ->
     assert done.returncode == -signal.SIGKILL, done.stderr
     acknowledged = set(done.stdout.split())
     assert len(acknowledged) == 20
-    assert acknowledged <= {each.entry.key for each in JournalReader(file).unfinished()}
+    assert acknowledged <= {each.subject.key for each in JournalReader(file).unfinished()}
 
 
 STEPS = st.lists(
@@ -206,7 +199,7 @@ def test_a_request_is_unfinished_or_judged_whatever_happens_in_between(
             store = ResultStore(file)
     assert store.close()
     reader = JournalReader(file)
-    assert [each.entry.key for each in reader.unfinished()] == list(unfinished)
+    assert [each.subject.key for each in reader.unfinished()] == list(unfinished)
     assert all(reader.content(each.image) == b"image" for each in reader.unfinished())
-    assert {row.result.key for row in store.query()} == verdicts
+    assert {row.result.subject.key for row in store.query()} == verdicts
     assert images_in(file) <= len(unfinished)

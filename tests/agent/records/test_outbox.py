@@ -19,6 +19,7 @@ from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
 from agent.records.results import Result
 from experts.expert import Verdict
+from tests.lines import changed, result
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,9 +35,10 @@ STEPS = {
     ]
 }  # fmt: skip
 MODELS = [{"expert": "cls/a", "sha256": "c1" * 32}, {"expert": "det/a", "sha256": "d1" * 32}]
-RESULT = Result(
-    "k1", "demo", "r0402", "1.png", Verdict.NG, NOON, NOON + timedelta(seconds=1), 1.0, "ab", "B1", "main", "R1",
-    "burr", 0.5, "a burr", ("cls/a", "det/a"), STEPS, "2026-05-01/1.png",
+RESULT = result(
+    "k1", Verdict.NG, component="r0402", image="1.png", finished_at=NOON + timedelta(seconds=1), seconds=1.0,
+    board="B1", board_type="main", ref="R1", label="burr", score=0.5, reason="a burr", experts=("cls/a", "det/a"),
+    detail=STEPS, kept_as="2026-05-01/1.png",
 )  # fmt: skip
 BOARD = BoardVerdict("B1", "main", Verdict.NG, NOON, NOON + timedelta(seconds=9), {"c": 1}, {Verdict.NG: 1})
 EVENTS = ("board", "ng", "result")
@@ -54,7 +56,7 @@ def payloads(reader: OutboxReader, receiver: str = "mqtt") -> list[dict[str, obj
 
 
 def numbered(number: int, verdict: Verdict = Verdict.NG) -> Result:
-    return replace(RESULT, key=f"k{number}", verdict=verdict)
+    return changed(RESULT, key=f"k{number}", verdict=verdict)
 
 
 def test_what_has_waited_longest_is_known_by_when_it_was_judged(tmp_path: Path) -> None:
@@ -75,7 +77,7 @@ def test_all_that_a_line_above_needs_of_an_image_is_told(tmp_path: Path) -> None
     for name in ("arrived_at", "finished_at"):
         at = datetime.fromisoformat(str(told[name]))
         assert at.tzinfo is not None
-        assert at == getattr(RESULT, name)
+        assert at == getattr(RESULT.subject if name == "arrived_at" else RESULT, name)
         del told[name]
     assert told == {
         "schema": 1, "id": message.id, "event": "ng", "line": "demo", "seq": 1, "board_serial": "B1",
@@ -105,7 +107,7 @@ def test_a_board_is_told_with_its_takt_and_what_is_missing(tmp_path: Path) -> No
 
 def judged_by(key: str, at_s: float, sha256: str | None, **changes: object) -> Result:
     steps = {"steps": [{"expert": "cls/a", "label": "ok", "score": 0.9, "model_sha256": sha256}]}
-    return replace(RESULT, key=key, finished_at=NOON + timedelta(seconds=at_s), detail=steps, **changes)
+    return changed(RESULT, key=key, finished_at=NOON + timedelta(seconds=at_s), detail=steps, **changes)
 
 
 def test_a_board_names_every_model_that_judged_one_of_its_images_in_this_run(tmp_path: Path) -> None:
@@ -213,13 +215,15 @@ from pathlib import Path
 from agent.records.outbox import Outbox
 from agent.records.result_writer import ResultStore
 from agent.records.results import Result
+from agent.subject import Subject
 from experts.expert import Verdict
 
 at = datetime(2026, 5, 1, tzinfo=UTC)
 store = ResultStore(Path(sys.argv[1]), followers=[Outbox("demo", ["mqtt"], ["result"], 100000)])
 number = 0
 while True:
-    result = Result(f"k{number}", "demo", "r", "i", Verdict.OK, at, at, 0.1, "ab")
+    subject = Subject(f"k{number}", "", "i", at, "r")
+    result = Result(subject, "demo", Verdict.OK, at, 0.1, "ab")
     store.record(result, lambda recorded: print(recorded.seq, flush=True))
     number += 1
     while store.statistics().pending > 50:

@@ -20,27 +20,25 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from sqlite_utils import Database
 
-from agent.records.boards import BoardVerdict, Inspection, StoredResult
+from agent.records.boards import BoardVerdict
 from agent.records.database import LOCK_NAME, StateLock, open_for_writing
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
-from agent.records.results import Content, KeptMap, Recorded, Result
+from agent.records.results import KeptMap, Recorded, Result
 from experts.errors import AlreadyRunning, ConfigError
 from experts.expert import Verdict
 from experts.filesystem import filesystem_type, is_shared, tells_changes
+from tests import lines
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 WAIT_S = 20.0
 
 
 def result(number: int = 0, **changes: object) -> Result:
-    made = Result(
-        key=f"key-{number}",
-        line="demo",
+    made = lines.result(
+        f"key-{number}",
         component="resistor-0402",
         image=f"b1_resistor-0402_R{number}.png",
-        verdict=Verdict.OK,
-        arrived_at=NOON,
         finished_at=NOON + timedelta(seconds=number),
         seconds=0.25,
         config_sha256="ab" * 32,
@@ -52,7 +50,7 @@ def result(number: int = 0, **changes: object) -> Result:
         experts=("cls/r", "det/a"),
         detail={"steps": [{"expert": "cls/r", "label": "ok"}], "boxes": []},
     )
-    return replace(made, **changes)  # type: ignore[arg-type]
+    return lines.changed(made, **changes)
 
 
 class Inbox:
@@ -198,7 +196,7 @@ def test_many_threads_record_and_nothing_is_lost(tmp_path: Path) -> None:
         thread.join()
     assert store.close()
     rows = list(store.query())
-    assert {row.result.key for row in rows} == {f"key-{i}" for i in range(1000)}
+    assert {row.result.subject.key for row in rows} == {f"key-{i}" for i in range(1000)}
     assert [row.seq for row in rows] == list(range(1, 1001))
 
 
@@ -247,7 +245,7 @@ def test_what_a_callback_records_while_the_store_closes_is_kept(tmp_path: Path) 
     leave.set()
     closer.join()
     assert len(store.boards()) == 1
-    assert [row.result.key for row in store.query()] == ["key-1", "key-2"]
+    assert [row.result.subject.key for row in store.query()] == ["key-1", "key-2"]
 
 
 def is_refusing(store: ResultStore) -> bool:
@@ -261,7 +259,7 @@ def is_refusing(store: ResultStore) -> bool:
 def test_a_query_by_time_starts_at_the_first_row_of_that_time(tmp_path: Path) -> None:
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
         stored(store, result(1), result(2, board=None), result(5), result(3))
-        assert [row.result.key for row in store.query(since=NOON + timedelta(seconds=6))] == []
+        assert [row.result.subject.key for row in store.query(since=NOON + timedelta(seconds=6))] == []
     with closing(sqlite3.connect(tmp_path / "r.sqlite")) as database:
         plan = database.execute(
             "EXPLAIN QUERY PLAN SELECT min(seq) FROM results INDEXED BY results_finished_at WHERE finished_at >= ''"
@@ -275,11 +273,10 @@ def test_what_a_restart_reads_is_in_the_order_of_storing_and_no_further_than_it_
         stored(store, *(result(n) for n in range(1200)), result(5000), result(2000, board=None))
         newest = store.newest_first()
         assert list(islice(newest, 3)) == [
-            StoredResult(NOON + timedelta(seconds=2000), None),
+            lines.inspection(None, "main", "resistor-0402", "R2000", Verdict.OK, NOON + timedelta(seconds=2000)),
             *(
-                StoredResult(at, Inspection("b1", "main", "resistor-0402", f"R{n}", Verdict.OK, at))
+                lines.inspection("b1", "main", "resistor-0402", f"R{n}", Verdict.OK, NOON + timedelta(seconds=n))
                 for n in (5000, 1199)
-                for at in [NOON + timedelta(seconds=n)]
             ),
         ]
         assert [one.at for one in newest] == [NOON + timedelta(seconds=n) for n in range(1198, -1, -1)]
@@ -362,10 +359,10 @@ def test_a_file_that_goes_while_it_is_written_is_begun_anew(
         assert stored(store, result(3), result(2)) == [Recorded(1, is_new=True), Recorded(2, is_new=True)]
         assert store.find("key-1") is None
         assert (store.statistics().alarm, store.statistics().failed_commits) == (None, 0)
-    assert [row.result.key for row in ResultReader(file).query()] == ["key-3", "key-2"]
+    assert [row.result.subject.key for row in ResultReader(file).query()] == ["key-3", "key-2"]
     assert "results_file_gone" in caplog.text
     if is_kept:
-        assert [row.result.key for row in ResultReader(moved).query()] == ["key-1", "key-2"]
+        assert [row.result.subject.key for row in ResultReader(moved).query()] == ["key-1", "key-2"]
 
 
 @pytest.mark.parametrize("comes_back", [True, False], ids=["the old folder", "a new folder"])
@@ -386,7 +383,7 @@ def test_a_folder_that_goes_is_waited_for(tmp_path: Path, caplog: pytest.LogCapt
             folder.mkdir()
         assert inbox.next().is_new
     expected = ["key-1", "key-2"] if comes_back else ["key-2"]
-    assert [row.result.key for row in ResultReader(folder / "r.sqlite").query()] == expected
+    assert [row.result.subject.key for row in ResultReader(folder / "r.sqlite").query()] == expected
     assert [record.getMessage().partition(" ")[0] for record in caplog.records] == [
         "results_not_committed", "results_file_gone", "results_committed_again",
     ]  # fmt: skip
@@ -441,7 +438,7 @@ def test_another_process_reads_while_the_agent_writes(tmp_path: Path) -> None:
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
         stored(store, result(1))
         script = "import sys; from pathlib import Path; from agent.records.result_reader import ResultReader\n"
-        script += "print([row.result.key for row in ResultReader(Path(sys.argv[1])).query()])"
+        script += "print([row.result.subject.key for row in ResultReader(Path(sys.argv[1])).query()])"
         ended = subprocess.run(
             [sys.executable, "-c", script, store.path],
             capture_output=True,
@@ -512,14 +509,13 @@ def test_an_index_of_details_keeps_no_row_from_being_stored(tmp_path: Path) -> N
     """NaN is no JSON to SQLite, and a digest is no text in every detail."""
     details = ({}, {"score": math.nan}, {"image_sha256": 5}, {"image_sha256": "ab"}, {"image_sha256": math.inf})
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
-        stored(store, *(result(number, detail=detail) for number, detail in enumerate(details)))
-        known = result(3)
-        content = Content("ab", "", str(known.board), known.board_type, known.component, str(known.ref), "c" * 64)
+        stored(store, *(result(number, key=f"inbox/{number}", detail=detail) for number, detail in enumerate(details)))
+        known = result(3, key="inbox/3")
         assert len(list(store.query())) == len(details)
-        first = store.first_judged(replace(content, config_sha256=known.config_sha256))
+        first = store.first_judged(known.subject, "ab", known.config_sha256)
         assert first is not None
-        assert first.result.key == known.key
-        assert store.first_judged(content) is None
+        assert first.result.subject.key == known.subject.key
+        assert store.first_judged(known.subject, "ab", "c" * 64) is None
 
 
 def test_reading_before_the_first_run_says_so(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from contextlib import closing
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,12 +20,12 @@ from agent.records.boards import BoardVerdict
 from agent.records.export import FIRST_S, ResultExport
 from agent.records.outbox import Outbox, OutboxReader
 from agent.records.result_writer import ResultStore
-from agent.records.results import Result
 from experts.expert import Verdict
+from tests.lines import changed, result
 
 PAGE = (Path(__file__).parents[3] / "docs" / "results.md").read_text("utf-8")
 AT = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
-RESULT = Result("k", "demo", "r", "i", Verdict.NG, AT, AT, 0.1, "ab", "B1", "main", "R1")
+RESULT = result("k", Verdict.NG, arrived_at=AT, board="B1", board_type="main", ref="R1")
 
 
 def blocks(language: str) -> list[str]:
@@ -55,7 +54,7 @@ def test_its_program_reads_a_file_of_results(tmp_path: Path) -> None:
     program = next(block for block in blocks("python") if "csv" in block)
     with closing(ResultStore(tmp_path / "r.db")) as store:
         store.record(RESULT)
-        store.record(replace(RESULT, key="other", board=None))
+        store.record(changed(RESULT, key="other", board=None))
         while store.statistics().pending:
             time.sleep(0.001)
         section = ExportSection.model_construct(folder=tmp_path, format="csv")

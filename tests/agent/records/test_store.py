@@ -16,19 +16,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from agent.records.boards import BoardVerdict, Inspection
+from agent.records.boards import BoardVerdict
 from agent.records.database import open_for_writing
 from agent.records.result_reader import READ_ROWS, ResultReader
 from agent.records.result_writer import ResultStore
 from agent.records.results import BoardRow, Recorded, Result, StoreStatistics
 from experts.expert import Verdict
+from tests.lines import changed, inspection, result
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
-BARE = Result("k", "demo", "r", "r.png", Verdict.UNKNOWN, NOON, NOON, 0.5, "ab")
+BARE = result("k", Verdict.UNKNOWN, image="r.png", seconds=0.5)
 BOARD = BoardVerdict("b1", "main", Verdict.NG, NOON, NOON, {"r": 1, "a": 2}, {Verdict.OK: 3, Verdict.NG: 1})
 
 
@@ -61,7 +62,7 @@ def settled(store: ResultStore) -> StoreStatistics:
 
 
 def number(count: int) -> Result:
-    return replace(BARE, key=f"k{count}", finished_at=NOON + timedelta(seconds=count))
+    return changed(BARE, key=f"k{count}", finished_at=NOON + timedelta(seconds=count))
 
 
 def test_what_is_recorded_is_counted(store: ResultStore) -> None:
@@ -77,14 +78,15 @@ def test_what_is_recorded_is_counted(store: ResultStore) -> None:
 
 
 def test_every_field_of_a_result_comes_back(store: ResultStore) -> None:
-    full = Result(
-        "k", "demo", "r", "r.png", Verdict.NG, NOON, NOON + timedelta(seconds=1), 0.5, "ab",
-        "b1", "main", "R1", "burnt", 0.25, "why", ("cls/a", "det/b"), {"steps": [1, {"x": None}]},
+    full = result(
+        "k", Verdict.NG, image="r.png", finished_at=NOON + timedelta(seconds=1), seconds=0.5, board="b1",
+        board_type="main", ref="R1", label="burnt", score=0.25, reason="why", experts=("cls/a", "det/b"),
+        detail={"steps": [1, {"x": None}]},
     )  # fmt: skip
     store.record(full)
-    store.record(replace(BARE, key="bare"))
+    store.record(changed(BARE, key="bare"))
     settled(store)
-    assert [(row.seq, row.result) for row in store.query()] == [(1, full), (2, replace(BARE, key="bare"))]
+    assert [(row.seq, row.result) for row in store.query()] == [(1, full), (2, changed(BARE, key="bare"))]
     assert store.find("k").result == full
     assert store.find("nobody") is None
 
@@ -101,7 +103,7 @@ def tokyo(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.usefixtures("tokyo")
 def test_times_of_any_zone_are_stored_in_utc_to_the_microsecond(store: ResultStore, tmp_path: Path) -> None:
     early = datetime.fromisoformat("2026-05-01T09:00:00+09:00")
-    store.record(replace(BARE, arrived_at=early, finished_at=early + timedelta(microseconds=5)))
+    store.record(changed(BARE, arrived_at=early, finished_at=early + timedelta(microseconds=5)))
     settled(store)
     with closing(sqlite3.connect(tmp_path / "r.sqlite")) as connection:
         stored = connection.execute("SELECT arrived_at, finished_at FROM results").fetchone()
@@ -110,7 +112,7 @@ def test_times_of_any_zone_are_stored_in_utc_to_the_microsecond(store: ResultSto
 
 def test_a_time_without_zone_is_the_callers_mistake(store: ResultStore) -> None:
     with pytest.raises(ValueError, match=r"^2026-05-01 12:00:00 has no time zone$"):
-        store.record(replace(BARE, arrived_at=NOON.replace(tzinfo=None)))
+        store.record(changed(BARE, arrived_at=NOON.replace(tzinfo=None)))
     assert store.statistics().pending == 0
 
 
@@ -134,13 +136,15 @@ def test_a_query_is_read_piece_by_piece_to_its_end_and_no_further(store: ResultS
 
 
 def test_a_result_that_does_not_say_all_of_its_board_its_type_and_its_place_inspects_none(store: ResultStore) -> None:
-    placed = replace(BARE, board="b1", board_type="main", ref="R1")
+    placed = changed(BARE, board="b1", board_type="main", ref="R1")
     for missing in ("board", "board_type", "ref"):
-        store.record(replace(placed, key=missing, **{missing: None}))
+        store.record(changed(placed, key=missing, **{missing: None}))
     store.record(placed)
     settled(store)
-    inspection = Inspection("b1", "main", "r", "R1", Verdict.UNKNOWN, NOON)
-    assert [stored.inspection for stored in store.newest_first()] == [inspection, None, None, None]
+    placed_at = inspection("b1", "main", "r", "R1", Verdict.UNKNOWN, NOON)
+    latest, *others = store.newest_first()
+    assert latest == placed_at
+    assert [stored.subject.is_on_board for stored in others] == [False] * 3
 
 
 def test_each_change_of_a_board_has_a_number_that_is_never_given_again(store: ResultStore) -> None:
@@ -163,7 +167,7 @@ def test_each_change_of_a_board_has_a_number_that_is_never_given_again(store: Re
 
 def test_boards_come_behind_the_last_result_and_all_with_the_identity_of_the_file(store: ResultStore) -> None:
     for number in range(3):
-        store.record(replace(BARE, key=str(number)))
+        store.record(changed(BARE, key=str(number)))
     store.record_board(BOARD)
     settled(store)
     first, second = store.after(0, 0, 2), store.after(2, 0, 2)

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from agent.records.database import open_for_writing
-from agent.records.journal import Entry
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
-from agent.records.results import Result
 from agent.records.write_ahead_log import LOG_ALARM_BYTES, fold_in
-from experts.expert import Verdict
+from tests.lines import result, subject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,8 +39,7 @@ class Line:
         """One more, which is on the disk when this returns."""
         done: queue.Queue[object] = queue.Queue()
         self._count += 1
-        entry = Entry(f"k{self._count}", "api", "i", NOON, component="c")
-        self.store.accept([entry], bytes(size_bytes), done.put)
+        self.store.accept([subject(f"k{self._count}")], bytes(size_bytes), done.put)
         done.get(timeout=PATIENCE_S)
 
     @property
@@ -148,9 +145,9 @@ def test_a_file_that_is_moved_while_somebody_reads_it_loses_nothing(
         record(store, "second")
         until(lambda: store.statistics().alarm is not None)
         assert "moved while a program reads it" in str(store.statistics().alarm)
-    assert [row.result.key for row in ResultReader(moved).query()] == ["first"]
-    assert [row.result.key for row in ResultReader(file).query()] == ["second"]
+    assert [row.result.subject.key for row in ResultReader(moved).query()] == ["first"]
+    assert [row.result.subject.key for row in ResultReader(file).query()] == ["second"]
 
 
 def record(store: ResultStore, key: str) -> None:
-    store.record(Result(key, "demo", "c", "i", Verdict.OK, NOON, NOON, 0.1, "ab"))
+    store.record(result(key))

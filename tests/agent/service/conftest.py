@@ -100,7 +100,7 @@ class DeskLine:
 
     @property
     def unfinished(self):
-        return [each.entry.key for each in JournalReader(self.folder / "state" / "results.db").unfinished()]
+        return [each.subject.key for each in JournalReader(self.folder / "state" / "results.db").unfinished()]
 
     @contextmanager
     def served(self, **options):

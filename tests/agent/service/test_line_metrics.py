@@ -24,11 +24,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agent.api.calls.desk import Order
 from agent.records.boards import BoardVerdict
-from agent.records.results import Recorded, Result
+from agent.records.results import Recorded
 from agent.runtime.loop import BatchWatch
 from agent.service.doors.tally import Tally
 from experts.errors import AgentCrashed, OrderRefused
 from experts.expert import Verdict
+from tests.lines import result
 
 PROMTOOL = shutil.which("promtool")
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -359,9 +360,8 @@ def test_a_line_whose_address_is_taken_stops_and_comes_again_when_it_is_free(lin
 
 def test_a_clock_that_was_set_back_counts_as_no_time_and_a_revised_board_counts_again():
     tally = Tally(wall=lambda: NOON)
-    result = Result("1a2b3c4d/x.png@1", "l", "c", "x.png", Verdict.OK, NOON, NOON, 0.0, "sha")
     for key, late_s in (("1a2b3c4d/x@1", 0.3), ("camera/top@1#1", -5.0), ("api/k", 1000.0)):
-        tally.stored(replace(result, key=key, arrived_at=NOON - timedelta(seconds=late_s)), Recorded(1, is_new=True))
+        tally.stored(result(key, arrived_at=NOON - timedelta(seconds=late_s)), Recorded(1, is_new=True))
     seconds = tally.statistics().seconds
     assert {name: found.sum_s for name, found in seconds.items()} == {"folder": 0.3, "camera": 0.0, "api": 1000.0}
     assert [seconds["folder"].counts[bound] for bound in (0.25, 0.5, 300.0, float("inf"))] == [0, 1, 1, 1]

@@ -36,7 +36,6 @@ from agent.intake.reading import ArrivalReader, read_as_seen
 from agent.records.boards import BoardVerdict
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
-from agent.records.results import Result
 from agent.runtime.loop import LoopOptions
 from agent.service.line_service import LineService
 from experts.errors import AgentCrashed
@@ -44,6 +43,7 @@ from experts.expert import Precision, Verdict
 from experts.packed.packing import pack_line
 from experts.packed.sources import stamp_of
 from experts.packed.weights import SegmentStore
+from tests.lines import result
 
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
 PATIENCE_S = 60.0
@@ -120,7 +120,7 @@ class Line:
         return ResultReader(self.folder / "state" / "results.db").boards()
 
     def verdicts(self):
-        return sorted((row.image, row.verdict) for row in self.rows())
+        return sorted((row.subject.image, row.verdict) for row in self.rows())
 
     @contextmanager
     def served(self, **options):
@@ -313,7 +313,12 @@ def test_a_truncated_image_counts_on_its_board(line):
     assert line.verdicts() == [("B1_c0_R1.png", UNKNOWN), ("B1_c1_R1.png", OK)]
     assert [(row.board.serial, row.board.verdict, row.board.missing) for row in line.boards()] == [("B1", UNKNOWN, {})]
     refused = next(row for row in line.rows() if row.verdict is UNKNOWN)
-    assert (refused.board, refused.component, refused.ref, refused.board_type) == ("B1", "c0", "R1", "main")
+    assert (refused.subject.board, refused.subject.component, refused.subject.ref, refused.subject.board_type) == (
+        "B1",
+        "c0",
+        "R1",
+        "main",
+    )
 
 
 def test_a_folders_limit_of_pixels_is_kept(line):
@@ -351,10 +356,10 @@ def reading(monkeypatch, read_file):
 def test_a_share_that_drops_for_a_while_costs_no_image_its_verdict(line, monkeypatch):
     refusals = [OSError(code, "the share is gone") for code in (errno.EIO, errno.ESTALE, errno.ENOENT) * 4]
 
-    def dropping(arrival):
+    def dropping(arrival, max_pixels):
         if refusals:
             raise refusals.pop()
-        return read_as_seen(arrival)
+        return read_as_seen(arrival, max_pixels)
 
     reading(monkeypatch, dropping)
     names = [f"B{number}_c0_R1.png" for number in range(6)]
@@ -371,12 +376,12 @@ def test_a_folder_whose_filesystem_hangs_keeps_no_other_folder_waiting(line, mon
     (line.folder / "share").mkdir()
     hangs, answers = threading.Event(), threading.Event()
 
-    def hanging(arrival):
-        if arrival.path.is_relative_to(line.folder / "share"):
+    def hanging(arrival, max_pixels):
+        if arrival.file.path.is_relative_to(line.folder / "share"):
             hangs.set()
             answers.wait(PATIENCE_S)
             raise OSError(errno.EIO, "the server came back and gave up")
-        return read_as_seen(arrival)
+        return read_as_seen(arrival, max_pixels)
 
     reading(monkeypatch, hanging)
     try:
@@ -402,20 +407,20 @@ def test_a_file_that_is_rewritten_while_it_waits_is_judged_as_the_new_one_and_un
     line.watched["after"] = after
     seen = []
 
-    def rewritten(arrival):
+    def rewritten(arrival, max_pixels):
         seen.append(arrival)
         if len(seen) == 1:
-            arrival.path.write_bytes(png(side=9))
-        return read_as_seen(arrival)
+            arrival.file.path.write_bytes(png(side=9))
+        return read_as_seen(arrival, max_pixels)
 
     reading(monkeypatch, rewritten)
     with line.served() as service:
         line.drop("B1_c0_R1.png")
         wait_until(lambda: service.judged == 1)
     old, new = seen
-    assert [row.key for row in line.rows()] == [new.key]
-    assert new.key != old.key
-    assert new.sighting.size_bytes == len(png(side=9))
+    assert [row.subject.key for row in line.rows()] == [new.subject.key]
+    assert new.subject.key != old.subject.key
+    assert new.file.sighting.size_bytes == len(png(side=9))
 
 
 COPIES = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.-]+)(-\d+)?\.png"  # B1_c0_R1-2.png shows what B1_c0_R1 does
@@ -429,7 +434,7 @@ def skipping(line):
 
 
 def asked(line):
-    return sorted(row.image for row in line.rows() if row.experts)
+    return sorted(row.subject.image for row in line.rows() if row.experts)
 
 
 def test_the_same_bytes_under_another_name_are_judged_again_unless_they_are_to_be_skipped(line):
@@ -460,12 +465,13 @@ def test_a_duplicate_has_the_verdict_of_the_first_and_asks_nobody(skipping, labe
         line.drop("B1_c0_R1-4.png", png(side=9))
         line.drop("B1_c0_R1.png", png(side=9))  # an old name with new bytes, which came as -4 or will
         wait_until(lambda: service.judged == 5)
-    first = next(row for row in line.rows() if row.image == "B1_c0_R1.png")
-    duplicates = [row for row in line.rows() if row.image in {"B1_c0_R1-2.png", "B1_c0_R1-3.png"}]
+    first = next(row for row in line.rows() if row.subject.image == "B1_c0_R1.png")
+    duplicates = [row for row in line.rows() if row.subject.image in {"B1_c0_R1-2.png", "B1_c0_R1-3.png"}]
     for row in duplicates:
-        assert (row.verdict, row.label, row.board, row.component, row.ref) == (verdict, label, "B1", "c0", "R1")
-        assert row.reason == f"the same bytes as {first.key}, which was {verdict}: not judged again"
-        assert (row.experts, row.board_type) == ((), None)
+        assert (row.verdict, row.label) == (verdict, label)
+        assert (row.subject.board, row.subject.component, row.subject.ref) == ("B1", "c0", "R1")
+        assert row.reason == f"the same bytes as {first.subject.key}, which was {verdict}: not judged again"
+        assert (row.experts, row.subject.board_type) == ((), None)
     assert len(duplicates) == 2
     assert len(asked(line)) == 4
     assert caplog.text.count("image_duplicate") == 3
@@ -572,7 +578,7 @@ def test_what_cannot_be_decoded_goes_to_failed_with_its_reason_and_harms_no_othe
         line.drop("B1_c0_good.png")
         line.drop("B1_c0_lying.jpg")
         wait_until(lambda: service.judged == 6)
-    reasons = {row.ref: row.reason for row in line.rows() if row.verdict is UNKNOWN}
+    reasons = {row.subject.ref: row.reason for row in line.rows() if row.verdict is UNKNOWN}
     assert reasons.keys() == files.keys()
     expected = {"bomb": "900000000 pixels", "text": "not an image", "empty": "empty", "broken": "cannot be decoded"}
     for ref, reason in expected.items():
@@ -580,7 +586,7 @@ def test_what_cannot_be_decoded_goes_to_failed_with_its_reason_and_harms_no_othe
         assert reason in reasons[ref]
         assert reason in explained["reason"]
         assert (line.inbox / "failed" / f"B1_c0_{ref}.png").read_bytes() == files[ref]
-    assert {row.ref for row in line.rows() if row.verdict is OK} == {"good", "lying"}
+    assert {row.subject.ref for row in line.rows() if row.verdict is OK} == {"good", "lying"}
 
 
 DEADLY = """
@@ -775,7 +781,7 @@ def test_a_results_file_that_goes_while_the_line_is_served_loses_no_image(line, 
     assert len(told) == 1
     assert str(results) in told[0]
     if is_kept:
-        assert [row.result.image for row in ResultReader(moved).query()] == ["B1_c0_R1.png"]
+        assert [row.result.subject.image for row in ResultReader(moved).query()] == ["B1_c0_R1.png"]
 
 
 def test_one_folders_backlog_keeps_no_file_of_another_waiting(line):
@@ -869,20 +875,8 @@ def test_a_board_that_was_open_has_the_rest_of_its_time_while_the_agent_runs_and
 
 
 def stored_result(serial, component, at):
-    return Result(
-        key=f"{serial}{component}",
-        line="test",
-        component=component,
-        image=f"{serial}_{component}_R1.png",
-        verdict=OK,
-        arrived_at=at,
-        finished_at=at,
-        seconds=0.0,
-        config_sha256="",
-        board=serial,
-        board_type="main",
-        ref="R1",
-    )
+    place = {"component": component, "board": serial, "board_type": "main", "ref": "R1"}
+    return result(f"{serial}{component}", arrived_at=at, **place)
 
 
 @pytest.mark.parametrize("is_profiled", [False, True], ids=["no profile", "a profile"])

@@ -69,7 +69,9 @@ def test_an_unmodified_tritonclient_inspects_on_a_served_line(desk_line, address
             client.load_model("c0")
             counted = client.get_inference_statistics("c0", as_json=True)["model_stats"][0]
             assert int(counted["inference_stats"]["success"]["count"]) == 4
-    assert [(row.result.key, row.result.board) for row in desk_line.results.query()] == [("api/one", "B1")]
+    assert [(row.result.subject.key, row.result.subject.board) for row in desk_line.results.query()] == [
+        ("api/one", "B1")
+    ]
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def test_bad_images_are_kept_and_told_and_good_ones_are_not(desk_line, caller, p
     assert [part.verdict for part in parts] == [Verdict.OK, Verdict.NG]
     images = [file for file in (desk_line.folder / "state" / "images").rglob("*") if file.is_file()]
     assert [file.read_bytes() for file in images] == [png()]
-    rows = {row.result.key: row.result for row in desk_line.results.query()}
+    rows = {row.result.subject.key: row.result for row in desk_line.results.query()}
     assert rows["api/R1"].kept_as is None
     assert (desk_line.folder / "state" / "images" / rows["api/R2"].kept_as).is_file()
     assert {message["verdict"] for message in hook.told} == {"NG"}

@@ -32,14 +32,13 @@ from agent.device_profile.records import SOURCE, BatchTimes, UsageOrigin
 from agent.device_profile.store import ProfileDraft, partial_of, read_profile
 from agent.records.database import StateLock
 from agent.records.result_writer import ResultStore
-from agent.records.results import Result
 from agent.runtime.machine.detection import detect
 from coserve import app
 from experts.backends.classifier import write_random_weights
 from experts.backends.forms import why_absent
 from experts.backends.onednn import operators
 from experts.errors import AlreadyRunning, ConfigError, CoServeError
-from experts.expert import Precision, Verdict
+from experts.expert import Precision
 from profiler.allocation.search import SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE, SearchOptions
 from profiler.allocation.search_runs import RUNS
 from profiler.allocation.step import CASUAL, ENGINE, ON_ENGINE, SIMULATE
@@ -52,6 +51,7 @@ from profiler.profiling import profile_line as profiling
 from profiler.profiling.profile_expert import profile_expert
 from profiler.profiling.profile_line import ProfilingOptions, learn_usage, profile_line
 from profiler.workload.samples import SYNTHETIC
+from tests.lines import result
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 120.0
@@ -1019,21 +1019,7 @@ def served(line, name="test"):
     path = line.folder / f"{name}.db"
     with closing(ResultStore(path)) as store:
         for number, component in enumerate((0, 0, 0, 1, 2)):
-            store.record(
-                Result(
-                    key=f"{number}",
-                    line=name,
-                    component=f"c{component}",
-                    image=f"{number}.png",
-                    verdict=Verdict.OK,
-                    arrived_at=NOON,
-                    finished_at=NOON,
-                    seconds=0.1,
-                    config_sha256="ab",
-                    experts=(f"cls/f{component}",),
-                    detail={},
-                )
-            )
+            store.record(result(f"{number}", line=name, component=f"c{component}", experts=(f"cls/f{component}",)))
     return path
 
 

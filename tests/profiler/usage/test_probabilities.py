@@ -20,7 +20,6 @@ from agent.config import read_line
 from agent.device_profile.records import UsageOrigin
 from agent.line_file.boards import BoardSection
 from agent.records.result_writer import ResultStore
-from agent.records.results import Result
 from agent.records.rows import write_rows
 from experts.errors import ConfigError
 from experts.expert import Verdict
@@ -35,6 +34,7 @@ from profiler.usage.probabilities import (
     usage_from_samples,
 )
 from profiler.workload.samples import LineSamples
+from tests.lines import result
 
 GOOD_RED, BAD_RED = 40, 160  # of an image that a fake without a label of its own calls ok, and bad
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
@@ -84,16 +84,11 @@ def serve(config, rows, line="test"):
     with closing(ResultStore(path)) as store:
         for number, (experts, verdict) in enumerate(rows):
             store.record(
-                Result(
-                    key=f"{line}-{number}",
+                result(
+                    f"{line}-{number}",
+                    verdict,
                     line=line,
-                    component="c0",
-                    image=f"{number}.png",
-                    verdict=verdict,
-                    arrived_at=NOON,
                     finished_at=NOON + timedelta(seconds=number),
-                    seconds=0.1,
-                    config_sha256="ab",
                     experts=experts,
                     detail={"boxes": [{"label": 'a "quoted", one'}]},
                 )

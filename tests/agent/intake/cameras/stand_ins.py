@@ -9,6 +9,7 @@ import ssl
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +19,13 @@ import cv2
 import numpy as np
 
 from agent.intake.cameras.camera import Camera
-from agent.intake.cameras.frames import CameraDoors, CameraStatistics, Frame, Trigger
+from agent.intake.cameras.frames import CameraDoors, CameraStatistics
 from agent.line_file.intake import CameraSection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from agent.subject import Subject
 
 WAIT_S = 60.0  # a generous deadline: whatever is waited for comes within two seconds
 SIZE = (48, 64)
@@ -181,6 +184,12 @@ class FailingCamera:
         os.replace(fresh, self._path)
 
 
+@dataclass(frozen=True, slots=True)
+class Frame:
+    subject: Subject
+    content: bytes
+
+
 class Taker:
     """Who takes frames: all of them, unless there is no room, or the door is shut. The camera under test is his."""
 
@@ -188,7 +197,7 @@ class Taker:
         self, config: CameraSection, password: str | None = None, has_room: bool = True, is_open: bool = True
     ) -> None:
         self.frames: list[Frame] = []
-        self.lost: list[tuple[Trigger, str]] = []
+        self.lost: list[tuple[Subject, str]] = []
         self.has_room = has_room
         self.door = threading.Event()  # while it is not set, taking a frame takes for ever
         if is_open:
@@ -197,15 +206,15 @@ class Taker:
         self.camera = Camera(config, password, CameraDoors(self._take, lambda: self.has_room, self._tell_lost))
         self.camera.start()
 
-    def _take(self, frame: Frame) -> None:
+    def _take(self, subject: Subject, content: bytes) -> None:
         self.door.wait()
         if self.broken is not None:
             raise self.broken
-        self.frames.append(frame)
+        self.frames.append(Frame(subject, content))
 
-    def _tell_lost(self, trigger: Trigger, reason: str) -> None:
+    def _tell_lost(self, subject: Subject, reason: str) -> None:
         self.door.wait()
-        self.lost.append((trigger, reason))
+        self.lost.append((subject, reason))
 
     @property
     def now(self) -> CameraStatistics:

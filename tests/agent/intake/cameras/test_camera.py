@@ -37,8 +37,8 @@ from tests.agent.intake.cameras.stand_ins import (
 )
 
 if TYPE_CHECKING:
-    from agent.intake.cameras.frames import Frame
     from agent.intake.cameras.process import Heard
+    from tests.agent.intake.cameras.stand_ins import Frame
 
 Watch = Callable[..., Taker]
 STALL_S = 1.0  # as short as a busy machine lets a camera be
@@ -46,7 +46,7 @@ STALL_S = 1.0  # as short as a busy machine lets a camera be
 
 def brightness(frame: Frame) -> int:
     """What tells the pictures of the stand-ins apart: each is brighter than the one before."""
-    return int(read_image(frame.content, frame.key)[0, 0, 0])
+    return int(read_image(frame.content, frame.subject.key)[0, 0, 0])
 
 
 def children() -> set[str]:
@@ -70,15 +70,17 @@ class TestFreeRun:
         takers = [watched(f"file:{clip}", loop=True, board_type="main"), watched(mjpeg.url)]
         for taker in takers:
             until(lambda taker=taker: len(taker.frames) >= 3)
-        assert {frame.board_type for frame in takers[0].frames} == {"main"}
+        assert {frame.subject.board_type for frame in takers[0].frames} == {"main"}
         for taker in takers:
             frame = taker.frames[0]
-            assert (frame.camera, frame.size) == ("top", (48, 64))
+            assert frame.subject.source == "top"
             assert read_image(frame.content, "frame").shape == (48, 64, 3)
-            assert frame.board.startswith("top-20")
-            assert frame.at.tzinfo is not None
-            assert len({frame.key for frame in taker.frames}) == len(taker.frames)
-            assert [frame.at for frame in taker.frames] == sorted(frame.at for frame in taker.frames)
+            assert frame.subject.board.startswith("top-20")
+            assert frame.subject.arrived_at.tzinfo is not None
+            assert len({frame.subject.key for frame in taker.frames}) == len(taker.frames)
+            assert [frame.subject.arrived_at for frame in taker.frames] == sorted(
+                frame.subject.arrived_at for frame in taker.frames
+            )
 
     def test_without_room_frames_are_dropped_and_counted_and_then_the_latest_is_taken(
         self, watched: Watch, failing: FailingCamera
@@ -91,7 +93,7 @@ class TestFreeRun:
         assert (taker.now.received, taker.now.state) == (0, "STREAMING")
         taker.has_room = True
         until(lambda: taker.frames)
-        assert taker.frames[0].at > after_twenty  # none of those that had waited for longest
+        assert taker.frames[0].subject.arrived_at > after_twenty  # none of those that had waited for longest
 
     def test_while_a_frame_is_taken_the_others_are_dropped(self, watched: Watch, failing: FailingCamera) -> None:
         """AC14: a disk that is slow costs frames, and neither memory nor the connection."""
@@ -136,12 +138,12 @@ class TestTriggered:
         began = time.time()
         keys = [taker.camera.trigger("serial-1"), taker.camera.trigger("serial-2", "other"), taker.camera.trigger()]
         until(lambda: len(taker.frames) == 3)
-        assert [frame.key for frame in taker.frames] == keys
-        assert [frame.board for frame in taker.frames[:2]] == ["serial-1", "serial-2"]
-        assert taker.frames[2].board.startswith("top-20")
-        assert [frame.board_type for frame in taker.frames] == ["main", "other", "main"]
+        assert [frame.subject.key for frame in taker.frames] == keys
+        assert [frame.subject.board for frame in taker.frames[:2]] == ["serial-1", "serial-2"]
+        assert taker.frames[2].subject.board.startswith("top-20")
+        assert [frame.subject.board_type for frame in taker.frames] == ["main", "other", "main"]
         assert len({brightness(frame) for frame in taker.frames}) == 3
-        assert all(frame.at.timestamp() >= began - 0.001 for frame in taker.frames)
+        assert all(frame.subject.arrived_at.timestamp() >= began - 0.001 for frame in taker.frames)
         assert (taker.now.received, taker.now.dropped, taker.now.lost, taker.now.waiting) == (3, 0, 0, 0)
 
     def test_a_frame_that_was_there_before_is_not_what_a_trigger_gets(
@@ -155,7 +157,7 @@ class TestTriggered:
         taker.camera.trigger()
         failing.say("stream")
         until(lambda: taker.frames)
-        assert taker.frames[0].at > triggered_at
+        assert taker.frames[0].subject.arrived_at > triggered_at
 
     def test_no_trigger_is_dropped_when_the_queue_is_full(self, watched: Watch, failing: FailingCamera) -> None:
         """AC14: what is let in has its frame; what is not is told so at once, and leaves nothing behind."""
@@ -167,10 +169,10 @@ class TestTriggered:
         assert "2 triggers wait" in str(error)
         taker.door.set()
         until(lambda: taker.now.received == 2 and taker.now.waiting == 0)
-        assert [frame.key for frame in taker.frames] == keys
+        assert [frame.subject.key for frame in taker.frames] == keys
         keys.append(taker.camera.trigger())
         until(lambda: len(taker.frames) == 3)
-        assert [frame.key for frame in taker.frames] == keys
+        assert [frame.subject.key for frame in taker.frames] == keys
 
     def test_the_interval_triggers_and_what_meets_a_full_queue_is_told_as_lost(
         self, watched: Watch, failing: FailingCamera
@@ -187,7 +189,8 @@ class TestTriggered:
         taker.camera.stop(WAIT_S)
         assert "2 triggers wait" in taker.lost[0][1]
         ended = sorted(
-            [int(frame.key.rpartition("#")[2]) for frame in taker.frames] + [lost.number for lost, _ in taker.lost]
+            [int(frame.subject.key.rpartition("#")[2]) for frame in taker.frames]
+            + [int(lost.key.rpartition("#")[2]) for lost, _ in taker.lost]
         )
         assert ended == list(range(1, len(ended) + 1))
 
@@ -198,7 +201,7 @@ class TestTriggered:
         failing.say("stall")  # one picture may be on its way
         keys = [taker.camera.trigger(f"serial-{number}") for number in range(4)]
         until(lambda: len(taker.frames) + len(taker.lost) == 4)
-        assert [frame.key for frame in taker.frames] + [lost.key for lost, _ in taker.lost] == keys
+        assert [frame.subject.key for frame in taker.frames] + [lost.key for lost, _ in taker.lost] == keys
         assert taker.lost[-1][0].board == "serial-3"
         assert "no frame came within stall_timeout_s 2 of the trigger" in taker.lost[-1][1]
         assert taker.now.lost == len(taker.lost) >= 3
@@ -216,7 +219,7 @@ class TestTriggered:
         os.kill(before.process, signal.SIGKILL)
         failing.say("stream")
         until(lambda: taker.frames)
-        assert taker.frames[0].key == key
+        assert taker.frames[0].subject.key == key
 
     def test_one_that_is_not_taken_is_told_as_lost(self, watched: Watch, failing: FailingCamera) -> None:
         taker = watched(failing.url, mode="triggered")

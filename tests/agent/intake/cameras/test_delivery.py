@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import logging
 import threading
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import pytest
 
 from agent.intake.cameras.delivery import UNTOLD_MAXIMUM, Delivery
-from agent.intake.cameras.frames import CameraDoors, Frame, Trigger
+from agent.intake.cameras.frames import CameraDoors
 from tests.agent.intake.cameras.stand_ins import WAIT_S, until
+from tests.lines import subject
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+    from agent.subject import Subject
 
 
-def trigger(number: int) -> Trigger:
-    return Trigger("top", number, f"top@{number}", f"board-{number}", None, NOON, 0.0)
-
-
-def frame(number: int) -> Frame:
-    return Frame("top", f"top@{number}", b"png", (4, 6), NOON, f"board-{number}", None)
+def frame(number: int) -> Subject:
+    return subject(f"top@{number}")
 
 
 class Hands:
@@ -37,11 +33,12 @@ class Hands:
         self.one = Delivery("top", CameraDoors(self._take, lambda: True, self._tell_lost), limit, None)
         self.one.thread.start()
 
-    def _take(self, given: Frame) -> None:
+    def _take(self, given: Subject, content: bytes) -> None:
+        assert content == b"png"
         self._pass()
         self.out.append(given.key)
 
-    def _tell_lost(self, given: Trigger, reason: str) -> None:
+    def _tell_lost(self, given: Subject, reason: str) -> None:
         self._pass()
         self.out.append(f"{given.key} lost: {reason}")
 
@@ -65,9 +62,9 @@ def hands() -> Iterator[Hands]:
 
 def test_what_was_let_in_goes_out_in_its_order_and_only_then_makes_room(hands: Hands) -> None:
     assert [hands.one.admit() for _ in range(3)] == [True, True, False]
-    hands.one.put(trigger(1), frame(1))
-    hands.one.overflow(trigger(3), "full")
-    hands.one.lose(trigger(2), "stalled")
+    hands.one.put(frame(1), b"png")
+    hands.one.overflow(frame(3), "full")
+    hands.one.lose(frame(2), "stalled")
     assert (hands.one.waiting, hands.out) == (2, [])
     hands.door.set()
     until(lambda: hands.one.waiting == 0)
@@ -80,7 +77,7 @@ def test_what_overflows_is_bounded_and_the_pause_is_told(hands: Hands) -> None:
     """AC14: none is made that could not be told, instead of one that is dropped silently."""
     for number in range(UNTOLD_MAXIMUM):
         assert hands.one.can_overflow()
-        hands.one.overflow(trigger(number), "full")
+        hands.one.overflow(frame(number), "full")
     assert not hands.one.can_overflow()
     assert "interval_s pauses" in (hands.one.alarm or "")
     hands.door.set()
@@ -96,7 +93,7 @@ def test_a_door_that_breaks_is_told_once_and_costs_no_other_frame(
     hands.faults = 1
     for number in (1, 2):
         hands.one.admit()
-        hands.one.put(trigger(number), frame(number))
+        hands.one.put(frame(number), b"png")
     hands.door.set()
     until(lambda: len(hands.out) == 2)
     assert hands.out == ["top@1 lost: camera top: its frame was not taken: no space", "top@2"]
@@ -109,7 +106,7 @@ def test_a_broken_disk_is_one_line_of_the_log(hands: Hands, caplog: pytest.LogCa
     hands.one.stop()
     hands.faults = 8
     for number in range(4):
-        hands.one.put(trigger(number), frame(number))
+        hands.one.put(frame(number), b"png")
     hands.door.set()
     until(lambda: hands.one.lost == 4 and hands.faults == 0)
     assert until(lambda: "no space" in (hands.one.alarm or ""))

@@ -18,7 +18,7 @@ from experts.images import read_image
 from tests.agent.intake.cameras.stand_ins import WAIT_S, FailingCamera, Taker, until
 
 if TYPE_CHECKING:
-    from agent.intake.cameras.frames import Frame
+    from tests.agent.intake.cameras.stand_ins import Frame
 
 Watch = Callable[..., Taker]
 PERIOD_S = 0.04
@@ -140,7 +140,7 @@ def test_frames_from_before_a_trigger_do_not_answer_it(watched: Watch, failing: 
     assert taker.now.state == "STREAMING"
     failing.say("stream")
     taker.camera.trigger("serial-2")
-    assert until(lambda: taker.frames)[0].board == "serial-2"
+    assert until(lambda: taker.frames)[0].subject.board == "serial-2"
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def busy() -> Iterator[None]:
 
 def drawn_at(frame: Frame) -> float:
     """What the picture itself shows, by ``time.monotonic``."""
-    picture = read_image(frame.content, frame.key)
+    picture = read_image(frame.content, frame.subject.key)
     assert picture.shape == (1080, 1920, 3)
     middles = picture[SQUARE // 2, SQUARE // 2 : BITS * SQUARE : SQUARE, 0]
     return sum(1 << bit for bit, level in enumerate(middles) if level > 127) / 1000
@@ -163,7 +163,7 @@ def drawn_at(frame: Frame) -> float:
 
 def came_at(frame: Frame) -> float:
     """What the agent says, by ``time.monotonic``."""
-    return frame.at.timestamp() - time.time() + time.monotonic()
+    return frame.subject.arrived_at.timestamp() - time.time() + time.monotonic()
 
 
 def test_a_triggered_frame_shows_what_was_there_after_the_trigger(watched: Watch, rtsp: str, busy: None) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-
 from agent.intake.cameras.frames import Trigger
 from agent.intake.cameras.takes import AT_ONCE, NEVER, Interval, Takes
-
-NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+from tests.lines import subject
 
 
 def trigger(number: int, asked_s: float = 0.0) -> Trigger:
-    return Trigger("top", number, f"top@{number}", f"board-{number}", None, NOON, asked_s)
+    return Trigger(subject(f"top@{number}"), number, asked_s)
 
 
 def filled(count: int) -> Takes:

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 
 from agent.intake.arrivals import SourceState
 from agent.intake.files.inbox import Inbox
-from agent.intake.files.naming import ImageName
 from agent.intake.files.sidecar import LARGEST_BYTES, said_in
 from experts.errors import SidecarUnfinished
 from experts.expert import Verdict
-from tests.agent.intake.lines import IMAGES, PNG, Line, Service, wait_until
+from tests.agent.intake.lines import IMAGES, PNG, Line, Service, told, told_of, wait_until
 
 SAID = {"board": "B1", "component": "r", "ref": "R7"}
-B1 = ImageName("B1", "r", "R7", "main")
+B1 = told("B1", "r", "R7", "main")
 
 
 @pytest.fixture
@@ -40,8 +39,8 @@ def say(line: Line, name: str = "x.json", **changes: Any) -> None:
     (line.root / name).write_text(json.dumps(said))
 
 
-def told(line: Line) -> list[ImageName]:
-    return [ImageName(one.board, one.component, one.ref, one.board_type) for one in line.arrivals]
+def told_by(line: Line) -> list[dict[str, str | None]]:
+    return [told_of(one.subject) for one in line.arrivals]
 
 
 # --- arrival --------------------------------------------------------------------------------------------------------
@@ -58,8 +57,8 @@ def test_an_image_is_taken_once_both_are_there_whichever_comes_first(
         assert line.arrivals == []
         step()
         line.run(30)
-    assert (told(line), line.refusals) == ([B1], [])
-    assert line.arrivals[0].path.read_bytes() == PNG
+    assert (told_by(line), line.refusals) == ([B1], [])
+    assert line.arrivals[0].file.path.read_bytes() == PNG
 
 
 @pytest.mark.parametrize("verdict", list(Verdict))
@@ -70,7 +69,7 @@ def test_a_sidecar_stays_with_its_image(tmp_path: Path, after: str, verdict: Ver
     (line.root / "sub" / "x.png").write_bytes(PNG)
     say(line, "sub/x.json")
     line.run(5)
-    line.intake.settle(line.arrivals[0], verdict, "why")
+    line.intake.settle(line.arrivals[0].subject, verdict, "why")
     line.run(5)
     shelf = {Verdict.OK: "done/2026-05-01/sub/", Verdict.NG: "ng/2026-05-01/sub/", Verdict.UNKNOWN: "failed/sub/"}
     left = {f"{shelf[verdict]}x.png", f"{shelf[verdict]}x.json"}
@@ -92,7 +91,7 @@ def test_a_sidecar_that_is_written_slowly_is_waited_for(line: Line) -> None:
         assert (line.arrivals, line.refusals) == ([], []), end
     (line.root / "x.json").write_bytes(content)
     line.run(5)
-    assert [one.ref for one in line.arrivals] == ["R7é"]
+    assert [one.subject.ref for one in line.arrivals] == ["R7é"]
 
 
 def test_a_sidecar_that_was_there_first_does_not_make_a_cut_image_complete(line: Line) -> None:
@@ -104,7 +103,7 @@ def test_a_sidecar_that_was_there_first_does_not_make_a_cut_image_complete(line:
         assert (line.arrivals, line.refusals) == ([], []), end
     (line.root / "x.png").write_bytes(PNG)
     line.run(5)
-    assert told(line) == [B1]
+    assert told_by(line) == [B1]
 
 
 def test_an_image_without_sidecar_is_refused_after_a_while_and_says_what_is_missing(line: Line) -> None:
@@ -115,7 +114,7 @@ def test_an_image_without_sidecar_is_refused_after_a_while_and_says_what_is_miss
     line.run(5)
     assert line.refused == {"x.png": "its sidecar x.json is missing"}
     assert line.files() == {"failed/x.png", "failed/x.png.error.json"}
-    assert line.refusals[0].name is None
+    assert line.refusals[0].subject.board is None
 
 
 def test_a_sidecar_that_comes_late_has_its_own_time(line: Line) -> None:
@@ -125,7 +124,7 @@ def test_a_sidecar_that_comes_late_has_its_own_time(line: Line) -> None:
     line.run(50)
     say(line)
     line.run(5)
-    assert (told(line), line.refusals) == ([B1], [])
+    assert (told_by(line), line.refusals) == ([B1], [])
 
 
 def test_an_image_that_is_still_written_is_not_refused_for_want_of_a_sidecar(line: Line) -> None:
@@ -136,7 +135,7 @@ def test_an_image_that_is_still_written_is_not_refused_for_want_of_a_sidecar(lin
         assert line.refusals == []
     say(line)
     line.run(5)
-    assert told(line) == [B1]
+    assert told_by(line) == [B1]
 
 
 def test_json_files_are_no_images_there_and_wait_for_theirs(line: Line) -> None:
@@ -185,7 +184,7 @@ def test_a_sidecar_that_is_wrong_is_refused_with_its_reason_and_never_guessed(
     (line.root / "good.png").write_bytes(PNG)
     say(line, "good.json", ref="R8")
     line.run(5)
-    assert [one.ref for one in line.arrivals] == ["R8"]
+    assert [one.subject.ref for one in line.arrivals] == ["R8"]
     assert line.refused["x.png"].startswith(reason)
     assert {"failed/x.png", "failed/x.json", "failed/x.png.error.json"} <= line.files()
 
@@ -278,7 +277,10 @@ def test_a_constant_component_may_be_left_out_but_not_contradicted(tmp_path: Pat
         (line.root / f"{name}.png").write_bytes(PNG)
         say(line, f"{name}.json", component=component)
     line.run(5)
-    assert [(one.relpath, one.component) for one in line.arrivals] == [("one.png", "c"), ("same.png", "c")]
+    assert [(one.subject.image, one.subject.component) for one in line.arrivals] == [
+        ("one.png", "c"),
+        ("same.png", "c"),
+    ]
     assert line.refused == {"other.png": "its sidecar other.json says component 'r', but all images here are 'c'"}
 
 
@@ -288,7 +290,7 @@ def test_with_several_board_types_a_sidecar_says_which(line: Line) -> None:
         (line.root / f"{name}.png").write_bytes(PNG)
         say(line, f"{name}.json", type=board_type)
     line.run(5)
-    assert [(one.relpath, one.board_type) for one in line.arrivals] == [("one.png", "bottom")]
+    assert [(one.subject.image, one.subject.board_type) for one in line.arrivals] == [("one.png", "bottom")]
     assert line.refused == {"none.png": "its sidecar none.json gives no board type"}
 
 
@@ -298,7 +300,7 @@ def test_a_refused_image_whose_sidecar_is_good_belongs_to_its_board(line: Line) 
     say(line)
     line.run(70)
     (refusal,) = line.refusals
-    assert (refusal.name, refusal.reason) == (B1, "truncated: the end of the image is missing")
+    assert (told_of(refusal.subject), refusal.reason) == (B1, "truncated: the end of the image is missing")
     assert line.files() == {"failed/x.png", "failed/x.json", "failed/x.png.error.json"}
 
 
@@ -320,12 +322,12 @@ def test_a_new_image_of_the_same_name_is_never_told_by_the_old_sidecar(line: Lin
     line.run(5)
     (line.root / "x.png").write_bytes(IMAGES["png"] + b"")
     line.run(20)
-    assert told(line) == [B1]
+    assert told_by(line) == [B1]
     say(line, board="B2")
     line.run(5)
-    assert [one.board for one in line.arrivals] == ["B1", "B2"]
+    assert [one.subject.board for one in line.arrivals] == ["B1", "B2"]
     for arrival in line.arrivals:
-        line.intake.settle(arrival, Verdict.OK)
+        line.intake.settle(arrival.subject, Verdict.OK)
     line.run(5)
     shelf = line.root / "done" / "2026-05-01"
     boards = {path.stem: json.loads(path.read_text())["board"] for path in shelf.glob("*.json")}
@@ -341,10 +343,10 @@ def test_a_kept_image_that_is_replaced_waits_for_its_own_sidecar(tmp_path: Path)
     (line.root / "x.png").write_bytes(PNG + b"")
     os.utime(line.root / "x.png", (5, 5))
     line.run(20)
-    assert told(line) == [B1]
+    assert told_by(line) == [B1]
     say(line, board="B2")
     line.run(5)
-    assert [one.board for one in line.arrivals] == ["B1", "B2"]
+    assert [one.subject.board for one in line.arrivals] == ["B1", "B2"]
     (line.root / "x.png").write_bytes(IMAGES["jpg"])
     line.run(70)
     assert line.refused == {"x.png": "its sidecar x.json is the earlier image's: write it anew"}
@@ -364,7 +366,7 @@ def test_a_sidecar_that_is_rewritten_while_its_image_is_claimed_is_read_anew(
     (line.root / "x.png").write_bytes(PNG)
     say(line)
     line.run(9)
-    assert [one.board for one in line.arrivals] == ["B22"]
+    assert [one.subject.board for one in line.arrivals] == ["B22"]
     assert len([name for name in line.files() if name.startswith(".work/")]) == 2
 
 
@@ -380,9 +382,11 @@ def test_what_was_claimed_is_told_by_its_own_sidecar_after_a_crash(line: Line, l
     say(line, f"{stem}.json", board="B2")
     again = sidecar_line(line.root)
     again.run(1)
-    assert sorted((one.key, one.board) for one in again.arrivals) == sorted((one.key, "B1") for one in line.arrivals)
+    assert sorted((one.subject.key, one.subject.board) for one in again.arrivals) == sorted(
+        (one.subject.key, "B1") for one in line.arrivals
+    )
     for arrival in again.arrivals:
-        again.intake.settle(arrival, Verdict.NG)
+        again.intake.settle(arrival.subject, Verdict.NG)
     again.run(5)
     shelf = "ng/2026-05-01"
     assert again.files() == {
@@ -404,7 +408,7 @@ def test_a_crash_between_the_two_claims_is_repaired(line: Line) -> None:
     assert found is not None
     inbox.claim("x.png", found.sighting)
     line.run(1)
-    assert told(line) == [B1]
+    assert told_by(line) == [B1]
 
 
 @pytest.mark.parametrize("is_taken", [False, True])
@@ -420,7 +424,7 @@ def test_a_crash_while_both_are_put_away_is_repaired(line: Line, is_taken: bool,
     say(line)
     line.run(5)
     (arrival,) = line.arrivals
-    identity = arrival.key.rpartition("@")[2]
+    identity = arrival.subject.key.rpartition("@")[2]
     (sidecar,) = (line.root / ".work" / "demo").glob(".*.json")
     target = shelf / (f"x~{identity}.json" if is_taken else "x.json")
     os.link(sidecar, target)
@@ -429,8 +433,8 @@ def test_a_crash_while_both_are_put_away_is_repaired(line: Line, is_taken: bool,
     again = sidecar_line(line.root)
     again.run(1)
     judged = again.arrivals[0] if is_linked else again.refusals[0]
-    assert judged.key == arrival.key  # by which its stored verdict is found
-    again.intake.settle(judged, Verdict.OK)
+    assert judged.subject.key == arrival.subject.key  # by which its stored verdict is found
+    again.intake.settle(judged.subject, Verdict.OK)
     again.run(5)
     if is_linked:
         expected = {f"done/2026-05-01/{target.name}", f"done/2026-05-01/{target.stem}.png"}
@@ -442,11 +446,11 @@ def test_an_image_that_is_withdrawn_goes_back_with_its_sidecar(line: Line) -> No
     (line.root / "x.png").write_bytes(PNG)
     say(line)
     line.run(5)
-    line.arrivals[0].path.write_bytes(PNG + PNG)
+    line.arrivals[0].file.path.write_bytes(PNG + PNG)
     line.intake.withdraw(line.arrivals[0])
     line.run(5)
-    assert told(line) == [B1, B1]
-    assert line.arrivals[1].sighting.size_bytes == 2 * len(PNG)
+    assert told_by(line) == [B1, B1]
+    assert line.arrivals[1].file.sighting.size_bytes == 2 * len(PNG)
 
 
 def test_of_two_agents_each_image_goes_to_one_with_its_sidecar(tmp_path: Path) -> None:
@@ -458,7 +462,7 @@ def test_of_two_agents_each_image_goes_to_one_with_its_sidecar(tmp_path: Path) -
         for line in lines:
             line.room = len(line.arrivals) + 10
             line.run(3)
-    taken = [(one.relpath, one.ref) for line in lines for one in line.arrivals]
+    taken = [(one.subject.image, one.subject.ref) for line in lines for one in line.arrivals]
     assert sorted(taken) == sorted((f"{number}.png", f"R{number}") for number in range(50))
 
 
@@ -481,8 +485,8 @@ def test_a_sidecar_makes_its_image_quick_without_a_rescan(tmp_path: Path) -> Non
                 wait_until(lambda: service.intake.statistics().waiting == 1)
                 sidecar.write_text(said)
             arrival = service.next()
-            assert arrival.ref == f"R{number}"
-            service.intake.settle(arrival, Verdict.OK)
+            assert arrival.subject.ref == f"R{number}"
+            service.intake.settle(arrival.subject, Verdict.OK)
         wait_until(lambda: service.intake.statistics().filed == 3)
     assert len(list((tmp_path / "inbox" / "done").rglob("*.json"))) == 3
     assert not (tmp_path / "inbox" / ".work").exists()

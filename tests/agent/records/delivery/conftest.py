@@ -22,12 +22,14 @@ import pytest
 from paho.mqtt import client as paho
 
 from agent.records.boards import BoardVerdict
-from agent.records.results import Result
 from experts.expert import Verdict
+from tests.lines import changed, result
 
 if TYPE_CHECKING:
     import ssl
     from pathlib import Path
+
+    from agent.records.results import Result
 
 PATIENCE_S = 60.0
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
@@ -35,12 +37,11 @@ MOSQUITTO = shutil.which("mosquitto", path=f"{os.environ.get('PATH', '')}:/usr/s
 
 
 def image(number: int, verdict: Verdict = Verdict.NG, **changes: object) -> Result:
-    values = {
-        "key": f"key-{number}", "line": "demo", "component": "r0402", "image": f"{number}.png", "verdict": verdict,
-        "arrived_at": NOON, "finished_at": NOON, "seconds": 0.25, "config_sha256": "ab" * 32, "board": "B1",
-        "board_type": "main", "ref": f"R{number}", "label": "burnt", "score": 0.75, "experts": ("cls/r",),
-    }  # fmt: skip
-    return Result(**{**values, **changes})
+    made = result(
+        f"key-{number}", verdict, component="r0402", image=f"{number}.png", seconds=0.25, config_sha256="ab" * 32,
+        board="B1", board_type="main", ref=f"R{number}", label="burnt", score=0.75, experts=("cls/r",),
+    )  # fmt: skip
+    return changed(made, **changes)
 
 
 def board(serial: str, verdict: Verdict = Verdict.OK, **changes: object) -> BoardVerdict:

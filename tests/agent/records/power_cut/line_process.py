@@ -13,11 +13,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from agent.records import group_commit
-from agent.records.journal import Entry
 from agent.records.outbox import Outbox
 from agent.records.result_writer import ResultStore
 from agent.records.results import Result
 from agent.records.retention.archive import ImageArchive
+from agent.subject import Subject
 from experts.expert import Verdict
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
@@ -31,9 +31,9 @@ def image(number: int) -> bytes:
     return b"%08d" % number * (IMAGE_BYTES // 8)
 
 
-def entry(number: int) -> Entry:
+def entry(number: int) -> Subject:
     """A request."""
-    return Entry(f"key-{number}", "api", f"{number}.png", NOON, component="c", board="B1", board_type="main", ref="R1")
+    return Subject(f"key-{number}", "api", f"{number}.png", NOON, "c", None, "B1", "main", "R1")
 
 
 def verdict(number: int) -> Verdict:
@@ -76,12 +76,11 @@ class Line:
         done: queue.Queue[int] = queue.Queue()
         for number in numbers:
             kept_as = self._archive.keep(image(number), f"{number}.png", NOON)
-            result = Result(
-                f"key-{number}", "demo", "c", f"{number}.png", verdict(number), NOON, NOON, 0.1, "ab", kept_as=kept_as
-            )
+            subject = Subject(f"key-{number}", "api", f"{number}.png", NOON, component="c")
+            result = Result(subject, "demo", verdict(number), NOON, 0.1, "ab", kept_as=kept_as)
 
             def stored(_: object, result: Result = result) -> None:
-                say(f"verdict {result.key} {result.verdict} {result.kept_as}")
+                say(f"verdict {result.subject.key} {result.verdict} {result.kept_as}")
                 done.put(1)
 
             self.store.record(result, stored)

@@ -104,9 +104,9 @@ def differences(state: Path, told: Sequence[Sequence[str]]) -> list[str]:
     file = state / "results.db"
     with closing(ResultStore(file)) as store:
         rows = list(store.query())
-        judged = {row.result.key: row.result for row in rows}
+        judged = {row.result.subject.key: row.result for row in rows}
         unfinished = {
-            each.entry.key: JournalReader(file).content(each.image) for each in JournalReader(file).unfinished()
+            each.subject.key: JournalReader(file).content(each.image) for each in JournalReader(file).unfinished()
         }
         messages = OutboxReader(file).waiting("mqtt", 10**6)
     found = [f"{key} is unfinished and judged" for key in unfinished.keys() & judged.keys()]

@@ -21,7 +21,6 @@ from agent.records.boards import BoardVerdict
 from agent.records.export import FIRST_S, ResultExport
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
-from agent.records.results import Result
 from agent.records.retention import kept_images, sweeper
 from agent.records.retention.archive import ImageArchive
 from agent.records.retention.kept_images import Shelf, shelved
@@ -39,9 +38,12 @@ from agent.records.retention.rules import (
 from agent.records.retention.steadiness import STEADY_S
 from agent.records.retention.sweeper import Removed, Sweeper
 from experts.expert import Verdict
+from tests.lines import result
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from agent.records.results import Result
 
 NOW_S = 1_800_000_000.0
 MIB = 1024 * 1024
@@ -196,8 +198,7 @@ class Line:
 
     def result(self, key: str, verdict: Verdict, age_days: float = 0.0, **changes) -> Result:
         at = self.began - timedelta(days=age_days)
-        made = Result(key, "demo", "r", f"{key}.png", verdict, at, at, 0.1, "ab")
-        return replace(made, **changes)
+        return result(key, verdict, image=f"{key}.png", arrived_at=at, **changes)
 
     def archived(self, key: str, verdict: Verdict, size_bytes: int = 1000, age_days: float = 0.5) -> Path:
         """An image in the archive, with its result."""
@@ -224,7 +225,7 @@ class Line:
         os.utime(path, (at_s, at_s))
 
     def kept_as(self) -> dict[str, str | None]:
-        return {row.result.key: row.result.kept_as for row in self.store.query()}
+        return {row.result.subject.key: row.result.kept_as for row in self.store.query()}
 
 
 @pytest.fixture

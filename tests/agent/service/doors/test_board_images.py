@@ -84,12 +84,14 @@ def test_an_image_of_a_board_is_cut_and_each_part_has_its_row(line, wait_until_s
         (folder,) = service.statistics().readers
         assert folder.held_bytes == 0
     rows = line.rows
-    assert sorted((row.board, row.board_type, row.component, row.ref, row.verdict) for row in rows) == [
+    assert sorted(
+        (row.subject.board, row.subject.board_type, row.subject.component, row.subject.ref, row.verdict) for row in rows
+    ) == [
         ("B1", "main", "c0", "R1", OK),
         ("B1", "main", "c1", "R2", OK),
     ]
-    assert {row.ref: row.detail["box"] for row in rows} == BOXES
-    assert {row.image for row in rows} == {"B1.png"}
+    assert {row.subject.ref: row.detail["box"] for row in rows} == BOXES
+    assert {row.subject.image for row in rows} == {"B1.png"}
     assert line.boards == [("B1", OK)]
 
 
@@ -120,7 +122,7 @@ def test_an_image_without_a_serial_is_refused_and_touches_no_board(line, wait_un
         line.drop("_nobody.png")
         wait_until_so(lambda: line.shelf("failed") == ["_nobody.png", "_nobody.png.error.json"])
     (row,) = line.rows
-    assert (row.verdict, row.board, row.component) == (UNKNOWN, None, "")
+    assert (row.verdict, row.subject.board, row.subject.component) == (UNKNOWN, None, None)
     assert "does not match the pattern" in row.reason
     assert line.boards == []
 
@@ -130,7 +132,7 @@ def test_what_cannot_be_decoded_makes_its_board_unknown(line, wait_until_so, con
     with line.served():
         line.drop("B1.png", content)
         wait_until_so(lambda: "B1.png.error.json" in line.shelf("failed"))
-    assert sorted((row.ref, row.verdict) for row in line.rows) == [("R1", UNKNOWN), ("R2", UNKNOWN)]
+    assert sorted((row.subject.ref, row.verdict) for row in line.rows) == [("R1", UNKNOWN), ("R2", UNKNOWN)]
     assert line.boards == [("B1", UNKNOWN)]
 
 
@@ -149,7 +151,7 @@ def test_a_sidecar_tells_the_serial_and_nothing_of_parts(line, wait_until_so):
             line.drop(f"{name}.png")
         wait_until_so(lambda: line.is_empty)
     assert line.shelf("done") == ["good.json", "good.png", "typed.json", "typed.png"]
-    reasons = {row.image: row.reason for row in line.rows if row.verdict is UNKNOWN}
+    reasons = {row.subject.image: row.reason for row in line.rows if row.verdict is UNKNOWN}
     assert reasons == {
         "part.png": "its sidecar part.json gives a ref, but every image here shows a whole board",
         "other.png": "its sidecar other.json says board type 'side', but every board here is 'main'",
@@ -179,14 +181,14 @@ def test_killed_in_the_middle_no_part_is_judged_twice_and_none_is_lost(line, wai
         wait_until_so(lambda: len(line.rows) >= 4)
     finally:
         agent.kill()
-    before = {row.key: row.finished_at for row in line.rows}
+    before = {row.subject.key: row.finished_at for row in line.rows}
     assert 4 <= len(before) < 20
     line.desk_line.fake(1)
     with line.served() as service:
         wait_until_so(lambda: len(line.shelf("done")) == 10 and line.is_empty)
         assert service.judged == 20 - len(before)
         assert service.statistics().store.duplicates == 0  # what was judged was not asked about again
-    after = {row.key: row.finished_at for row in line.rows}
+    after = {row.subject.key: row.finished_at for row in line.rows}
     assert len(after) == 20
     assert before.items() <= after.items()
     assert sorted(line.boards) == [(f"B{number}", OK) for number in range(10)]
@@ -222,7 +224,7 @@ def test_a_part_that_was_stored_counts_when_the_file_is_put_away(line, wait_unti
     with line.served() as service:
         wait_until_so(lambda: line.shelf("ng") == ["B1.png"])
         assert service.judged == 1
-    assert sorted((row.ref, row.verdict) for row in line.rows) == [("R1", NG), ("R2", OK)]
+    assert sorted((row.subject.ref, row.verdict) for row in line.rows) == [("R1", NG), ("R2", OK)]
 
 
 def test_an_image_that_ended_the_agent_twice_is_unknown_with_all_its_parts(line, wait_until_so):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import yaml
 
-from agent.records.journal import Entry
 from agent.records.result_writer import ResultStore
 from agent.service.doors.camera_door import FRAMES_UNDER_WAY
+from agent.subject import Subject
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 
@@ -47,7 +47,7 @@ def test_frames_of_a_camera_are_cut_by_the_layout_and_judged_as_boards(desk_line
         assert (view.name, view.kind, view.state) == ("top", "camera", "STREAMING")
     rows = [row.result for row in desk_line.results.query()]
     assert {row.verdict for row in rows} == {OK}
-    assert {(row.component, row.ref) for row in rows} == {("c0", "R1"), ("c1", "R2")}
+    assert {(row.subject.component, row.subject.ref) for row in rows} == {("c0", "R1"), ("c1", "R2")}
     assert {row.board.verdict for row in desk_line.results.boards()} == {OK}
     assert desk_line.unfinished == []
 
@@ -59,7 +59,7 @@ def test_each_trigger_ends_with_its_board(desk_line, clip, wait_until_so):
         keys = [service.desk.trigger("top", board=f"B{number}") for number in range(3)]
         wait_until_so(lambda: service.judged == 6)
     rows = [row.result for row in desk_line.results.query()]
-    assert sorted({row.key.rpartition("#")[0] for row in rows}) == sorted(keys)
+    assert sorted({row.subject.key.rpartition("#")[0] for row in rows}) == sorted(keys)
     assert sorted((row.board.serial, row.board.verdict) for row in desk_line.results.boards()) == [
         ("B0", OK),
         ("B1", OK),
@@ -103,8 +103,10 @@ def test_the_same_trigger_again_takes_no_other_frame(desk_line, clip, wait_until
         assert service.desk.trigger("top", "B1", None, "job 1") == first
         other = service.desk.trigger("side", "B1", None, "job 2")
         wait_until_so(lambda: len(desk_line.results.of_keys(other)) == 2)
-    rows = [row.result for row in desk_line.results.query() if row.result.board == "B1"]
-    assert sorted(row.key for row in rows) == sorted(f"{key}#{ref}" for key in (first, other) for ref in ("R1", "R2"))
+    rows = [row.result for row in desk_line.results.query() if row.result.subject.board == "B1"]
+    assert sorted(row.subject.key for row in rows) == sorted(
+        f"{key}#{ref}" for key in (first, other) for ref in ("R1", "R2")
+    )
 
 
 def test_a_trigger_that_is_refused_leaves_its_key_to_the_next(desk_line, clip, wait_until_so):
@@ -122,7 +124,7 @@ def test_a_trigger_that_is_refused_leaves_its_key_to_the_next(desk_line, clip, w
         camera_._delivery.admit = admit
         service.desk.trigger("top", "B2", None, "k")
         wait_until_so(lambda: service.judged == 2)
-    assert {row.result.board for row in desk_line.results.query()} == {"B2"}
+    assert {row.result.subject.board for row in desk_line.results.query()} == {"B2"}
 
 
 def test_a_frame_of_another_size_is_unknown_part_by_part(desk_line, clip, wait_until_so):
@@ -171,7 +173,9 @@ def test_triggered_frames_that_a_slow_line_has_no_room_for_fill_the_queue_and_th
     with desk_line.served():
         wait_until_so(is_told)
     assert max(frames_at_once) <= FRAMES_UNDER_WAY + 1  # one is accepted while the first one's end is being told
-    keys = {row.result.key for row in desk_line.results.query()} | set(desk_line.unfinished)  # left to the next agent
+    keys = {row.result.subject.key for row in desk_line.results.query()} | set(
+        desk_line.unfinished
+    )  # left to the next agent
     numbers = {int(key.partition("#")[2].partition("#")[0]) for key in keys}
     assert numbers == set(range(1, len(numbers) + 1))
     assert len(keys) == 2 * len(numbers)
@@ -202,7 +206,7 @@ def test_a_trigger_whose_layout_goes_with_a_reload_meanwhile_is_told_as_lost(des
         batches.set()
         wait_until_so(lambda: desk_line.results.find(key) is not None)
     lost = desk_line.results.find(key).result
-    assert (lost.verdict, lost.board) == (UNKNOWN, "B1")
+    assert (lost.verdict, lost.subject.board) == (UNKNOWN, "B1")
     assert "no layout of board type 'other' any more" in lost.reason
 
 
@@ -216,7 +220,7 @@ def test_a_camera_of_one_component_counts_on_boards_only_where_its_type_is_told(
         wait_until_so(lambda: service.judged == 2)
         (board,) = service.desk.boards("B1")
         assert dict(board.missing) == {"c1": 1}
-    assert [row.result.board_type for row in desk_line.results.query()] == [None, "main"]
+    assert [row.result.subject.board_type for row in desk_line.results.query()] == [None, "main"]
 
 
 def test_what_no_layout_cuts_is_refused_and_the_layout_of_a_camera_that_runs_stays(desk_line, clip, wait_until_so):
@@ -258,7 +262,7 @@ def left_frame(desk_line):
             pass
         at = datetime(2026, 5, 1, tzinfo=UTC)
         entries = [
-            Entry(f"camera/top@1#1#{ref}", "top", f"top {ref}", at, part, None, "B1", "main", ref, box)
+            Subject(f"camera/top@1#1#{ref}", "top", f"top {ref}", at, part, None, "B1", "main", ref, box)
             for ref, part, box in (("R1", "c0", (0, 0, 16, 16)), ("R2", "c1", (16, 0, 32, 16)))
         ]
         store = ResultStore(desk_line.folder / "state" / "results.db")

@@ -52,7 +52,7 @@ def test_a_kept_order_is_accepted_judged_stored_and_counts_on_its_board(desk_lin
         (board,) = service.desk.boards("B1")
         assert (board.verdict, dict(board.missing), len(board.parts)) == (OK, {}, 2)
     first = next(desk_line.results.query()).result
-    assert (first.key, first.board) == ("api/mine", "B1")
+    assert (first.subject.key, first.subject.board) == ("api/mine", "B1")
     assert desk_line.unfinished == []
 
 
@@ -144,7 +144,7 @@ def test_a_key_that_stands_for_one_inspection_stands_for_no_other(desk_line, cal
         batches.set()
         (part,) = again.wait()
         assert (part.verdict, part.seq, part.is_repeat, again.refusal) == (OK, 1, True, None)
-    assert [row.result.key for row in desk_line.results.query()] == ["api/B1/R1"]
+    assert [row.result.subject.key for row in desk_line.results.query()] == ["api/B1/R1"]
     assert desk_line.unfinished == []
 
 
@@ -398,7 +398,7 @@ def test_what_was_accepted_before_a_kill_is_judged_by_the_next_agent_and_once(
     (desk_line.folder / "image.png").write_bytes(png())
     done = forks.run(KILLED, desk_line.folder / "line.yaml", desk_line.folder / "image.png")
     assert done.returncode == -signal.SIGKILL, done.stderr
-    before = {row.result.key for row in desk_line.results.query()}
+    before = {row.result.subject.key for row in desk_line.results.query()}
     assert len(before) + len(desk_line.unfinished) == 30
     assert desk_line.unfinished
     with desk_line.served() as service:
@@ -412,7 +412,7 @@ def test_what_was_accepted_before_a_kill_is_judged_by_the_next_agent_and_once(
             assert ends == [([True], None) if is_same else ([], Refusing.KEY_REUSED)] * 30
         wait_until_so(lambda: not desk_line.unfinished)
     rows = [row.result for row in desk_line.results.query()]
-    assert sorted(row.key for row in rows) == sorted(f"api/{number}" for number in range(30))
+    assert sorted(row.subject.key for row in rows) == sorted(f"api/{number}" for number in range(30))
     assert {row.verdict for row in rows} == {OK}
     assert {(row.board.serial, row.board.verdict) for row in desk_line.results.boards()} == {
         (f"B{number}", OK) for number in range(15)
@@ -599,7 +599,7 @@ def test_a_known_verdict_that_goes_with_its_file_before_it_is_told_is_judged_aga
         asked(service, caller, Order(png(), component="c0", key="known"))
         monkeypatch.setattr(ResultStore, "find", go_first)
         assert asked(service, caller, Order(png(), component="c0", key="known"))[0][0].verdict is OK
-    assert [row.result.key for row in desk_line.results.query()] == ["api/known"]
+    assert [row.result.subject.key for row in desk_line.results.query()] == ["api/known"]
 
 
 def test_a_results_file_that_is_moved_away_loses_nobody_who_waits(desk_line, caller, png):

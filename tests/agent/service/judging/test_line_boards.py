@@ -10,9 +10,9 @@ import pytest
 
 from agent.line_file.boards import BoardSection
 from agent.records.result_writer import ResultStore
-from agent.records.results import Result
 from agent.service.judging.line_boards import LineBoards
 from experts.expert import Verdict
+from tests import lines
 
 START = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
@@ -83,20 +83,8 @@ def boards(store, clocks):
 
 def result(component, clocks, verdict=OK, serial="B1", board_type="main"):
     at = clocks.wall()
-    return Result(
-        key=f"{serial}{component}{at}",
-        line="test",
-        component=component,
-        image=f"{serial}_{component}_R1.png",
-        verdict=verdict,
-        arrived_at=at,
-        finished_at=at,
-        seconds=0.0,
-        config_sha256="",
-        board=serial,
-        board_type=board_type,
-        ref="R1",
-    )
+    place = {"component": component, "board": serial, "board_type": board_type, "ref": "R1"}
+    return lines.result(f"{serial}{component}{at}", verdict, arrived_at=at, **place)
 
 
 def test_a_late_ng_is_never_overwritten_by_the_verdict_that_it_made_worse(boards, store, clocks):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from datetime import UTC, datetime
 
 import numpy as np
 import pytest
@@ -11,15 +10,11 @@ from PIL import Image
 
 from agent.config import read_line
 from agent.core.request import Outcome, StepResult
-from agent.records.journal import Entry
-from agent.service.judging.recording import entry_result
+from agent.service.judging.recording import judged_result
 from experts.expert import Anomaly, AnomalyMap, Prediction, Verdict
+from tests.lines import subject
 
-NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
-ENTRY = Entry(
-    key="k", source="api", component="solder", expert=None, board=None, board_type=None, ref=None, name="x.png",
-    accepted_at=NOON,
-)  # fmt: skip
+SOLDER = subject(component="solder")
 HEAT = AnomalyMap(2, 3, -1.5, 4.0, bytes([0, 10, 20, 30, 40, 255]))
 STRANGE = Prediction("anomalous", 0.9, anomaly=Anomaly(4.0, 2.0, HEAT))
 FINE = Prediction("ok", 0.9, anomaly=Anomaly(1.0, 2.0))
@@ -46,7 +41,7 @@ def outcome(verdict, *predictions):
 
 
 def test_an_ng_image_keeps_where_it_is_strange(line):
-    result = entry_result(line(), ENTRY, outcome(Verdict.NG, FINE, STRANGE))
+    result = judged_result(line(), SOLDER, outcome(Verdict.NG, FINE, STRANGE))
     (kept,) = result.maps
     assert (kept.step, kept.expert) == (1, "anomaly/1")
     with Image.open(io.BytesIO(kept.png)) as picture:
@@ -56,10 +51,10 @@ def test_an_ng_image_keeps_where_it_is_strange(line):
 
 
 def test_what_was_measured_stands_in_the_detail_of_any_verdict(line):
-    result = entry_result(line(), ENTRY, outcome(Verdict.NG, FINE, PLAIN))
+    result = judged_result(line(), SOLDER, outcome(Verdict.NG, FINE, PLAIN))
     assert [step.get("anomaly") for step in result.detail["steps"]] == [{"score": 1.0, "threshold": 2.0}, None]
 
 
 @pytest.mark.parametrize(("verdict", "images"), [(Verdict.OK, "all"), (Verdict.UNKNOWN, "ng"), (Verdict.NG, "none")])
 def test_no_map_is_kept_of_what_is_not_ng_or_where_no_images_are(line, verdict, images):
-    assert entry_result(line(images), ENTRY, outcome(verdict, STRANGE)).maps == ()
+    assert judged_result(line(images), SOLDER, outcome(verdict, STRANGE)).maps == ()

@@ -1,0 +1,81 @@
+"""What an inspection is about. A source makes the subject; the row, the message and the file carry it unchanged."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from agent.line_file.boards import LayoutSections
+
+CAMERA_PREFIX = "camera/"  # of keys: a folder's begin with its digest
+CALLER_PREFIX = "api/"
+PART_MARK = "#"  # between an image's key and the ref of a part of it
+KEY_OF_PART = re.compile(rf"(.*@[0-9a-f]+-[0-9a-f]+--?[0-9a-f]+){PART_MARK}", re.DOTALL)  # of a folder's image
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """An image, or one part of it, and the component's route or the single expert that judges it.
+
+    ``key`` identifies it across restarts. ``source``: the folder, camera or API; empty in a stored result. ``image``:
+    the image's name; its key where it has no other. ``board``: the serial. ``box``: the part's (left, top, right,
+    bottom) in pixels; None for all of the image. ``asked_sha256``: digest of all that a caller asked under its key.
+    """
+
+    key: str
+    source: str
+    image: str
+    arrived_at: datetime
+    component: str | None = None
+    expert: str | None = None
+    board: str | None = None
+    board_type: str | None = None
+    ref: str | None = None
+    box: tuple[int, int, int, int] | None = None
+    asked_sha256: str | None = None
+
+    @property
+    def shows_board(self) -> bool:
+        """The image shows a whole board: the layout of the board's type cuts it."""
+        return self.component is None and self.expert is None and self.board_type is not None
+
+    @property
+    def is_on_board(self) -> bool:
+        """A board of a configured type counts its verdict."""
+        return self.board is not None and self.board_type is not None and self.ref is not None
+
+    @property
+    def name(self) -> str:
+        """The name in logs and reasons."""
+        return self.image if self.box is None or self.image == self.key else f"{self.image}{PART_MARK}{self.ref}"
+
+
+def pieces(subject: Subject, layout: LayoutSections | None) -> tuple[Subject, ...]:
+    """Subjects that one image is judged by: itself, or with a layout each part of the board that it shows."""
+    if layout is None:
+        return (subject,)
+    return tuple(
+        replace(
+            subject,
+            key=part_key(subject.key, ref),
+            image=part_key(subject.image, ref) if subject.image == subject.key else subject.image,
+            component=part.component,
+            ref=ref,
+            box=part.box,
+        )
+        for ref, part in layout.parts.items()
+    )
+
+
+def part_key(key: str, ref: str) -> str:
+    return f"{key}{PART_MARK}{ref}"
+
+
+def image_key(key: str) -> str:
+    """A folder image's key, by it or by the key of a part."""
+    found = KEY_OF_PART.match(key)
+    return found[1] if found else key
