@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from experts.expert import Expert
 
 ENVIRONMENT_PREFIX = "COSERVE__"
+PACKED = "packed"  # folder of packed weights in the state folder
 AUTOMATIC = frozenset(
     {"memory.host", "memory.device", "memory.workspace", "memory.images", "precision", "executors", "texts.kv"}
 )  # None: auto
@@ -112,7 +113,7 @@ class LineConfig:
 
     @property
     def packed_folder(self) -> Path:
-        return self.state / "packed"
+        return self.state / PACKED
 
     @property
     def profile_file(self) -> Path:
@@ -181,7 +182,7 @@ def line_of(document: Document, environment: Mapping[str, str] | None = None) ->
     return LineConfig(
         line=sections.line,
         state=sections.state,
-        catalog=build_catalog(sections, document, text_routes_of(sections.texts, sections)),
+        catalog=build_catalog(sections, document, text_routes_of(sections.texts, sections), sections.state / PACKED),
         boards=MappingProxyType(sections.boards),
         memory=sections.memory,
         precision=sections.precision,

@@ -1,7 +1,7 @@
 """The catalog: a line's experts and routes as read from YAML, validated and hashed.
 
 The line file is checked here to the end, the disk is not: missing or broken weights quarantine their expert at run time
-and leave the others serving. Only the headings of ONNX files are read: detectors want other images than classifiers.
+and leave the others serving. An ONNX file is opened once: how it wants its images is kept beside packed weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from pydantic_core import PydanticKnownError
 
 from experts.architectures import known_architecture
 from experts.backends import LLM, family
-from experts.backends.onnx.layouts import input_of
 from experts.document import Document, read_document, suggestion
 from experts.errors import ConfigError, ExpertError
 from experts.expert import (
@@ -46,6 +45,7 @@ from experts.expert import (
 )
 from experts.graph import ExpertGraph, RouteStep, find_cycle
 from experts.normalization import NAMED, Normalization, named
+from experts.packed.image_facts import KeptImageFacts
 from experts.sizes import SIZE, size_bytes
 
 if TYPE_CHECKING:
@@ -441,9 +441,15 @@ def read_catalog(file: Path) -> Catalog:
     return build_catalog(sections, document)
 
 
-def build_catalog(sections: CatalogSections, document: Document, texts: Mapping[str, TextRoute] = NO_TEXTS) -> Catalog:
-    """The catalog of sections in which ``catalog_problems`` finds nothing. ``texts``: routes of texts, by name."""
-    experts = {name: _expert(name, section) for name, section in sections.experts.items()}
+def build_catalog(
+    sections: CatalogSections, document: Document, texts: Mapping[str, TextRoute] = NO_TEXTS, packed: Path | None = None
+) -> Catalog:
+    """The catalog of sections in which ``catalog_problems`` finds nothing.
+
+    ``texts``: routes of texts, by name. ``packed``: folder of packed weights, where facts of ONNX files are kept.
+    """
+    facts = KeptImageFacts(packed)
+    experts = {name: _expert(name, section, facts) for name, section in sections.experts.items()}
     routes = {
         component: tuple(RouteStep(step.expert, frozenset(step.passing), step.min_score) for step in steps)
         for component, steps in sections.routes.items()
@@ -472,7 +478,7 @@ def is_llm(section: ExpertSection) -> bool:
     return family(section.architecture) == LLM
 
 
-def _expert(name: str, section: ExpertSection) -> Expert:
+def _expert(name: str, section: ExpertSection, facts: KeptImageFacts) -> Expert:
     as_given = ("architecture", "weights", "pin", "stem", "threshold", "threshold_of", "confidence", "iou")
     expert = Expert(
         id=name,
@@ -486,13 +492,13 @@ def _expert(name: str, section: ExpertSection) -> Expert:
         otherwise=section.otherwise or NOTHING_FOUND,
         **{key: getattr(section, key) for key in as_given},
     )
-    return _fitted(expert, section) if section.architecture == "onnx" and section.task is None else expert
+    return _fitted(expert, section, facts) if section.architecture == "onnx" and section.task is None else expert
 
 
-def _fitted(expert: Expert, section: ExpertSection) -> Expert:
+def _fitted(expert: Expert, section: ExpertSection, facts: KeptImageFacts) -> Expert:
     """An ONNX detector gets images as its exporter makes them; packing and ``config check`` tell what is wrong."""
     try:
-        pixels = input_of(expert)
+        pixels = facts.of(expert).applied(expert.pixels)
     except ExpertError:
         return expert
     given = section.input

@@ -26,13 +26,14 @@ from agent.line_file.editing import add_expert, append, begun, content_of, edit_
 from agent.runtime.image_sources import decoded
 from agent.runtime.preparation import prepare
 from experts.backends import backend_for
-from experts.document import parse_document
+from experts.document import parse_document, read_document
 from experts.errors import ConfigError, LoadError, WeightsUnclear
 from experts.expert import Precision
 from experts.filesystem import whole_file
 from experts.images import decode_image
 from experts.model_files.description import FIT_OPTIONS
 from experts.model_files.formats import describe_file, served_suffix, write_weights
+from experts.packed.image_facts import KeptImageFacts
 from experts.thresholds.binding import threshold_of
 
 if TYPE_CHECKING:
@@ -154,6 +155,8 @@ def add_model(line: Path, file: Path, wishes: Wishes) -> Added:
         if not wishes.prints:
             with _put_in_place(weights, settled), begun(line, content):
                 edit_file(line, settled.edited)
+            config = line_of(read_document(line))
+            KeptImageFacts(config.packed_folder).keep(config.catalog.experts.values())
     return Added(
         settled.expert, str(described.kind), settled.entry, settled.edited(""),
         wishes.components, settled.sure, settled.said,

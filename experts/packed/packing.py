@@ -29,6 +29,7 @@ from experts.errors import ExpertError, LoadError, WeightsCorrupt, WeightsMismat
 from experts.expert import Precision
 from experts.filesystem import take_name, whole_file
 from experts.packed.calibrated import why_not_calibrated
+from experts.packed.image_facts import KeptImageFacts
 from experts.packed.manifests import Manifest, ManifestFolder, Source
 from experts.packed.segment_writer import SegmentWriter, Stacked
 from experts.packed.sharing import TensorKey, plan_sharing
@@ -84,6 +85,7 @@ def pack_line(
     Experts that left the line are forgotten. Files that no manifest refers to are removed, but not those of ``in_use``.
     Raises BackendUnavailable when a configured runtime is not there; errors of one expert are in the report.
     """
+    experts = list(experts)
     wanted = precisions if callable(precisions) else precisions.__getitem__
     calibrations = CalibrationFolder.beside(store.directory)
     jobs = [
@@ -100,6 +102,7 @@ def pack_line(
                 packing.draft(job)
             packing.settle()
         packing.collect_garbage({job.expert.id for job in jobs}, in_use)
+        KeptImageFacts(store.directory).keep(experts)
     return packing.report()
 
 

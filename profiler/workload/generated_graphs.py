@@ -21,7 +21,7 @@ def write_graph_experts(folder: Path, kind: GraphKind, count: int, seed: int = 0
     Raises ConfigError where the disk has no room for them and their packed form; OSError for what it refuses.
     """
     from experts.backends.onnx import made_up
-    from experts.backends.onnx.layouts import input_of
+    from experts.backends.onnx.layouts import image_facts
 
     require_disk(folder, 2 * count * LARGEST_BYTES, f"{count} experts and their packed form")
     (folder / "weights").mkdir()
@@ -33,4 +33,4 @@ def write_graph_experts(folder: Path, kind: GraphKind, count: int, seed: int = 0
     made_up.write_detectors(paths, seed)
     spec = InputSpec(made_up.DETECTOR_PX, made_up.DETECTOR_PX, "unit")
     experts = [Expert(path.stem, "onnx", path, made_up.DETECTOR_LABELS, spec) for path in paths]
-    return [replace(expert, input=input_of(expert)) for expert in experts]
+    return [replace(expert, input=image_facts(expert).applied(expert.pixels)) for expert in experts]

@@ -60,13 +60,24 @@ class Detections:
         return fits.pop() if len(fits) == 1 else Fit.LETTERBOXED
 
 
-def input_of(expert: Expert) -> InputSpec:
-    """Prepare images as the exporter does: ultralytics' and YOLOv5's upright. Raises as ``read_detections``."""
+@dataclass(frozen=True, slots=True)
+class ImageFacts:
+    """Preparation of images as a file's exporter does it. ``fit``: None where the file is no detector."""
+
+    fit: Fit | None
+    orientation: Orientation
+
+    def applied(self, pixels: InputSpec) -> InputSpec:
+        fit = pixels.fit if self.fit is None or pixels.fit is Fit.CROPPED else self.fit
+        return replace(pixels, fit=fit, orientation=self.orientation)
+
+
+def image_facts(expert: Expert) -> ImageFacts:
+    """Read them from the file: images for ultralytics and YOLOv5 stand upright. Raises as ``read_detections``."""
     heading = read_heading(expert.id, expert.weights)
     found = _detections(expert, heading)
-    turned = Orientation.EXIF if "stride" in heading.metadata else Orientation.STORED
-    fit = expert.pixels.fit if found is None or expert.pixels.fit is Fit.CROPPED else found.fit
-    return replace(expert.pixels, fit=fit, orientation=turned)
+    orientation = Orientation.EXIF if "stride" in heading.metadata else Orientation.STORED
+    return ImageFacts(None if found is None else found.fit, orientation)
 
 
 def read_detections(expert: Expert) -> Detections | None:

@@ -13,7 +13,7 @@ import torch
 
 from experts.backends.detector import build_trainable
 from experts.backends.onnx.backend import OnnxBackend
-from experts.backends.onnx.layouts import Layout, input_of, read_detections, require_served
+from experts.backends.onnx.layouts import Layout, image_facts, read_detections, require_served
 from experts.errors import OutputInvalid, WeightsMismatch
 from experts.expert import NOTHING_FOUND, Expert, Fit, InputSpec, Precision
 from tests.trainers.torchvision_models import export_ssd, ssd_of
@@ -66,7 +66,7 @@ def fill_masks(head):
 
 def expert_of(path, labels=LABELS, size=SIZE):
     expert = Expert("det/x", "onnx", path, labels, InputSpec(size, size, "unit"))
-    return replace(expert, input=input_of(expert))
+    return replace(expert, input=image_facts(expert).applied(expert.pixels))
 
 
 def answered(expert, *images):
@@ -302,7 +302,7 @@ def test_boxes_of_torchvision_are_its_own(ssd, tmp_path, is_list):
     with torch.no_grad():
         expected = ssd([pixels])[0]
     expert = Expert("det/x", "onnx", path, LABELS, InputSpec(96, 128, "unit"))
-    expert = replace(expert, input=input_of(expert))
+    expert = replace(expert, input=image_facts(expert).applied(expert.pixels))
     require_served(expert)
     assert BACKEND.workspace_bytes(expert, Precision.FP32, 1) > 0
     assert layout_of(expert) == Layout.TORCHVISION

@@ -1,6 +1,7 @@
 """Headings of ONNX files: read without a runtime, whatever the file holds."""
 
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -9,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
+from experts.backends.onnx import layouts
 from experts.backends.onnx.heading import FLOAT, INT64, Heading, Value, read_heading
+from experts.backends.onnx.layouts import image_facts
 from experts.errors import WeightsCorrupt, WeightsMissing
+from experts.packed.image_facts import KeptImageFacts
 
 
 def model(**notes):
@@ -99,3 +103,29 @@ def test_a_whole_file_is_as_onnx_itself_reads_it(heading_of, files):
     expected = onnx.load_model(expert.weights).graph
     assert [value.name for value in found.outputs] == [value.name for value in expected.output]
     assert [value.name for value in found.inputs] == [value.name for value in expected.input]
+
+
+def test_facts_are_read_from_a_file_once_until_it_or_its_labels_change(files, tmp_path, monkeypatch):
+    expert = files.onnx("cls/a")
+    KeptImageFacts(tmp_path).keep([expert, files.onnx("cls/gone")])
+    KeptImageFacts(tmp_path).keep([expert])
+    read = []
+    monkeypatch.setattr(layouts, "read_heading", lambda *given: read.append(given) or read_heading(*given))
+    kept = KeptImageFacts(tmp_path)
+    assert kept.of(expert).applied(expert.pixels) == expert.pixels
+    assert read == []
+    kept.of(replace(expert, labels=(*expert.labels[:-1], "other")))
+    expert.weights.write_bytes(expert.weights.read_bytes())
+    kept.of(expert)
+    assert len(read) == 2
+    assert kept.of(files.onnx("cls/gone")).fit is None
+    assert len(read) == 3
+
+
+def test_facts_that_cannot_be_read_or_written_cost_a_read_of_the_file(files, tmp_path):
+    expert = files.onnx("cls/a")
+    (tmp_path / "onnx-images.json").write_bytes(b"[broken")
+    for folder in (None, tmp_path, tmp_path / "none"):
+        kept = KeptImageFacts(folder)
+        kept.keep([expert])
+        assert kept.of(expert) == image_facts(expert)

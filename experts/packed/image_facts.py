@@ -1,0 +1,64 @@
+"""How ONNX files want their images, kept beside packed weights: so a catalog read opens no model file.
+
+Facts are read from a file once, when its expert is added or packed. They count for the labels that they were read with,
+as long as the file's size, times and inode stay.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from experts.backends.onnx.layouts import ImageFacts, image_facts
+from experts.errors import ExpertError
+from experts.expert import Fit, Orientation
+from experts.filesystem import whole_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from experts.expert import Expert
+
+FACTS_NAME = "onnx-images.json"
+
+
+class KeptImageFacts:
+    """Facts by expert. ``folder``: of packed weights; None: nothing is kept."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._file = None if folder is None else folder / FACTS_NAME
+        self._kept: dict[str, dict[str, str | None]] = {}
+        with suppress(OSError, ValueError, TypeError):
+            if self._file is not None:
+                self._kept = dict(json.loads(self._file.read_bytes()))
+
+    def of(self, expert: Expert) -> ImageFacts:
+        """Kept facts, else the file's own. Raises as ``image_facts``."""
+        with suppress(OSError, KeyError, ValueError, TypeError):
+            kept = self._kept[expert.id]
+            if kept["source"] == _source(expert):
+                return ImageFacts(None if kept["fit"] is None else Fit(kept["fit"]), Orientation(kept["orientation"]))
+        return image_facts(expert)
+
+    def keep(self, experts: Iterable[Expert]) -> None:
+        """Write the facts of these experts, all of a line. A disk that refuses costs a later read, and no more."""
+        kept: dict[str, dict[str, str | None]] = {}
+        for expert in experts:
+            if expert.architecture == "onnx" and expert.task is None:
+                with suppress(OSError, ExpertError):  # packing reports what is wrong with the file
+                    facts = self.of(expert)
+                    kept[expert.id] = {
+                        "source": _source(expert), "fit": facts.fit, "orientation": facts.orientation,
+                    }  # fmt: skip
+        if kept != self._kept and self._file is not None:
+            with suppress(OSError), whole_file(self._file, has_rivals=True) as file:
+                file.write(json.dumps(kept).encode())
+            self._kept = kept
+
+
+def _source(expert: Expert) -> str:
+    status = expert.weights.stat()
+    times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
+    return f"{expert.weights} {status.st_size} {times} {status.st_ino} {json.dumps(expert.labels)}"
