@@ -39,7 +39,9 @@ class KeptImageFacts:
         with suppress(OSError, KeyError, ValueError, TypeError):
             kept = self._kept[expert.id]
             if kept["source"] == _source(expert):
-                return ImageFacts(None if kept["fit"] is None else Fit(kept["fit"]), Orientation(kept["orientation"]))
+                return ImageFacts(
+                    None if kept["fit"] is None else Fit(kept["fit"]), Orientation(str(kept["orientation"]))
+                )
         return image_facts(expert)
 
     def keep(self, experts: Iterable[Expert]) -> None:
