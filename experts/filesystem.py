@@ -79,6 +79,11 @@ def whole_file(path: Path, *, below: Path | None = None, has_rivals: bool = Fals
         os.fsync(folder)
 
 
+def file_sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
 def take_name(draft: Path, path: Path) -> None:
     """Give a finished file its name: a crash leaves the earlier file, or this one whole."""
     with draft.open("rb") as file:

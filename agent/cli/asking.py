@@ -101,8 +101,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Have a running agent write a text. Asked at the line's first gRPC address."""
-    from agent.commands.asking import AccessFiles
-    from agent.commands.generating import closing_line, for_terminal, generated, order_for
+    from agent.commands.asking import AccessFiles, closing_line, for_terminal, generated, order_for
     from agent.config import read_line
 
     is_shown = streams and not as_json

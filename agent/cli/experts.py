@@ -29,7 +29,7 @@ def list_experts(line: LineFile, as_json: AsJson = False) -> None:
 
 def compare_expert(line: LineFile, expert: ExpertName, as_json: AsJson = False) -> None:
     """An expert and the version in its shadow: agreement, flips each way, scores, times, images that differ."""
-    from agent.commands.comparing import comparison_of, comparison_row, print_comparison
+    from agent.commands.experts import comparison_of, comparison_row, print_comparison
     from agent.config import read_line
 
     with explained():
@@ -43,7 +43,7 @@ def compare_expert(line: LineFile, expert: ExpertName, as_json: AsJson = False) 
 
 def promote_expert(line: LineFile, expert: ExpertName, as_json: AsJson = False) -> None:
     """Swap an expert with the version in its shadow, in the line file; the next reload serves it."""
-    from agent.commands.comparing import promote
+    from agent.commands.experts import promote
 
     with explained():
         done = promote(line, expert)

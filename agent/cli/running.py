@@ -60,7 +60,7 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Judge images now, without the agent, or with --target by a running one: nothing is moved, nothing is stored."""
-    from agent.commands.outputs import outputs_sha256
+    from agent.commands.judged_images import outputs_sha256
     from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
 

@@ -7,7 +7,6 @@ before the line file names them; the line file keeps its comments and order.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -29,7 +28,7 @@ from experts.backends import backend_for
 from experts.document import parse_document, read_document
 from experts.errors import ConfigError, LoadError, WeightsUnclear
 from experts.expert import Precision
-from experts.filesystem import whole_file
+from experts.filesystem import file_sha256, whole_file
 from experts.images import decode_image
 from experts.model_files.description import FIT_OPTIONS
 from experts.model_files.formats import describe_file, served_suffix, write_weights
@@ -149,7 +148,7 @@ def add_model(line: Path, file: Path, wishes: Wishes) -> Added:
     settled.edited(text)  # its errors come before weights are read
     with _weights_for_trial(described, settled) as weights:
         on_trial = line_of(parse_document(line.absolute(), settled.on_trial(text, weights).encode()))
-        expert, sha256 = on_trial.catalog.experts[settled.expert], _sha256(weights)
+        expert, sha256 = on_trial.catalog.experts[settled.expert], file_sha256(weights)
         tried = _tried(expert, wishes.image)
         settled = settled.bound(threshold_of(expert, sha256))
         if not wishes.prints:
@@ -359,7 +358,7 @@ def _put_in_place(weights: Path, settled: _Settled) -> Iterator[None]:
     Raises ConfigError where other weights lie there.
     """
     if settled.is_in_place or settled.weights.exists():
-        if not settled.is_in_place and _sha256(settled.weights) != _sha256(weights):
+        if not settled.is_in_place and file_sha256(settled.weights) != file_sha256(weights):
             there = f"{settled.weights} is there already, and is another file"
             raise ConfigError(f"{there}: choose another --id, or remove it")
         yield
@@ -397,11 +396,6 @@ def _made_up(height: int, width: int) -> NDArray[np.uint8]:
     image += np.linspace(40, 160, width, dtype=np.int64)[None, :, None]
     image[height // 3 : height // 2, width // 3 : width // 2] += 70
     return image.clip(0, 255).astype(np.uint8)
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def told_lines(line: Path, file: Path, added: Added) -> list[str]:

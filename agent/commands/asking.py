@@ -1,25 +1,37 @@
-"""Commands that ask a running agent instead of doing the work themselves; no model is loaded here."""
+"""Commands that ask a running agent: status, inspect with --target, generate. No model is loaded here.
+
+Guarantees: text of a model cannot act on a terminal: there, control characters are shown escaped.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from agent.api.calls.desk import Part
+from agent.api.calls.desk import TextEnd, TextOrder
 from agent.api.client import Access, AgentClient
+from agent.commands.judged_images import JudgedImage, judged_rows
 from agent.config import read_secret
 from agent.line_file.api import UNIX
-from experts.errors import ConfigError
+from experts.errors import ConfigError, GenerationInvalid, OrderRefused, Refusing
 from experts.expert import Anomaly, Verdict
+from experts.llm.serving.generation import Ending, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from agent.api.calls.desk import StatusView, TextOrder
+    from agent.api.calls.desk import Part, StatusView
     from agent.api.calls.texts import Told
-    from agent.commands.judged_pictures import Shown
     from agent.config import LineConfig
+
+
+KEPT = frozenset("\n\t")
+ENDINGS = {
+    Ending.STOP: "it had no more to say",
+    Ending.LENGTH: "it is as long as it may be",
+    Ending.DEADLINE: "its time was over",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,35 +80,27 @@ def ask_to_inspect(
         for part in client.inspect(contents(), component, with_maps=pictures is not None):
             parts.append(part)
             progress("inspect", len(parts) + len(unreadable), len(images))
-    judged = iter(parts)
-    ends = [None if number in unreadable else next(judged) for number in range(len(images))]
-    rows = [
-        _row(image, component, end or Part("", component, Verdict.UNKNOWN, reason=unreadable[number]))
-        for number, (image, end) in enumerate(zip(images, ends, strict=True))
+    answers = iter(parts)
+    judged = [
+        JudgedImage(Verdict.UNKNOWN, reason=unreadable[number])
+        if number in unreadable
+        else _judged_image(next(answers))
+        for number in range(len(images))
     ]
-    return rows if pictures is None else _with_pictures(rows, images, ends, pictures)
+    return judged_rows(images, component, judged, pictures)
 
 
-def _with_pictures(
-    rows: Sequence[dict[str, Any]], images: Sequence[Path], ends: Sequence[Part | None], folder: Path
-) -> list[dict[str, Any]]:
-    from agent.commands.judged_pictures import draw_judged
-
-    read = [(image, _shown(end)) for image, end in zip(images, ends, strict=True) if end is not None]
-    drawn = iter(draw_judged([image for image, _ in read], [shown for _, shown in read], folder))
-    files = [None if end is None else next(drawn) for end in ends]
-    return [row | {"picture": None if file is None else str(file)} for row, file in zip(rows, files, strict=True)]
-
-
-def _shown(part: Part) -> Shown:
-    from agent.commands.judged_pictures import Shown
+def _judged_image(part: Part) -> JudgedImage:
     from experts.map_pictures import map_of
 
     anomalies = tuple(
-        Anomaly(each.score, each.threshold, None if each.map_png is None else map_of(each.map_png))
+        (each.expert, Anomaly(each.score, each.threshold, None if each.map_png is None else map_of(each.map_png)))
         for each in part.anomalies
     )
-    return Shown(part.verdict, part.label, part.score, part.reason, part.boxes, anomalies, part.outputs)
+    return JudgedImage(
+        part.verdict, part.label, part.score, part.reason, part.experts, part.seconds, part.boxes, anomalies,
+        part.outputs,
+    )  # fmt: skip
 
 
 def ask_to_write(config: LineConfig | None, target: str | None, files: AccessFiles, order: TextOrder) -> Iterator[Told]:
@@ -104,6 +108,65 @@ def ask_to_write(config: LineConfig | None, target: str | None, files: AccessFil
     line's first address. Raises ConfigError, AgentUnreachable and OrderRefused."""
     with _client(config, target, files) as client:
         yield from client.generate(order)
+
+
+def order_for(
+    model: str, words: str, *, is_prompt: bool, system: str | None, most_tokens: int | None, deadline_s: float | None,
+    stop: tuple[str, ...], sampling: dict[str, Any],
+) -> TextOrder:  # fmt: skip
+    """What is asked for: the answer to a message, or, as a prompt, what follows it. Raises OrderRefused."""
+    try:
+        given = frozenset(name for name, value in sampling.items() if value is not None)
+        drawn = Sampling(**{name: value for name, value in sampling.items() if value is not None})
+    except GenerationInvalid as error:
+        raise OrderRefused(Refusing.INVALID, str(error), field=error.field) from error
+    said = [("system", system)] if system is not None else []
+    messages = tuple({"role": role, "content": content} for role, content in (*said, ("user", words)))
+    return TextOrder(
+        model, words if is_prompt else None, () if is_prompt else messages, most_tokens, drawn, stop, deadline_s, given
+    )
+
+
+def generated(
+    config: LineConfig | None, target: str | None, files: AccessFiles, order: TextOrder, show: Callable[[str], None]
+) -> dict[str, Any]:
+    """End and whole text; ``show`` is given each piece as it comes. Raises as ``ask_to_write``."""
+    text = ""
+    for told in ask_to_write(config, target, files, order):
+        if isinstance(told, TextEnd):
+            return _text_row(text, told)
+        text += told.text
+        show(told.text)
+    raise OrderRefused(Refusing.NOT_NOW, "the agent ended in the middle of the text - ask again")
+
+
+def for_terminal(text: str) -> str:
+    """Control characters are shown escaped: they would act on the terminal."""
+    return "".join(each if each.isprintable() or each in KEPT else f"\\x{ord(each):02x}" for each in text)
+
+
+def closing_line(row: dict[str, Any]) -> str:
+    rate = row["written_tokens"] / row["seconds"] if row["seconds"] else 0.0
+    why = "it ended" if row["ending"] is None else ENDINGS[Ending(row["ending"])]
+    return (
+        f"{row['expert']}: {row['read_tokens']} tokens read, {row['written_tokens']} written in "
+        f"{row['seconds']:.2f} s ({rate:.1f}/s); {why}"
+    )
+
+
+def _text_row(text: str, end: TextEnd) -> dict[str, Any]:
+    return {
+        "text": text,
+        "expert": end.expert,
+        "ending": None if end.ending is None else str(end.ending),
+        "read_tokens": end.read_tokens,
+        "written_tokens": end.written_tokens,
+        "seconds": round(end.seconds, 6),
+        "queue_s": round(end.queue_s, 6),
+        "first_token_s": None if end.first_token_s is None else round(end.first_token_s, 6),
+        "label": end.label,
+        "score": end.score,
+    }
 
 
 def _client(config: LineConfig | None, target: str | None, files: AccessFiles) -> AgentClient:
@@ -133,21 +196,3 @@ def _bytes(file: Path) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror} - name a file that can be read") from error
-
-
-def _row(image: Path, component: str, part: Part) -> dict[str, Any]:
-    return {
-        "image": str(image),
-        "component": component,
-        "verdict": str(part.verdict),
-        "label": part.label,
-        "score": part.score,
-        "experts": list(part.experts),
-        "seconds": round(part.seconds, 6),
-        "reason": part.reason,
-        "boxes": [box.as_json() for box in part.boxes],
-        "anomalies": [
-            {"expert": each.expert, "score": each.score, "threshold": each.threshold} for each in part.anomalies
-        ],
-        "outputs": [output.as_json() for output in part.outputs],
-    }

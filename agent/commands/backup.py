@@ -13,7 +13,6 @@ sequence numbers repeat: a reader must not take new results for old ones.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import sqlite3
@@ -27,7 +26,7 @@ from agent.config import read_line
 from agent.records.database import damage_of, exchange, fresh_place, open_for_reading, state_held
 from experts.calibrations import CalibrationFolder
 from experts.errors import ConfigError
-from experts.filesystem import sync_folder, whole_file
+from experts.filesystem import file_sha256, sync_folder, whole_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -67,7 +66,7 @@ def back_up(config: LineConfig, destination: Path) -> Backup:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         _copy_state(config, draft)
-        files = {str(path.relative_to(draft)): _sha256(path) for path in _files(draft)}
+        files = {str(path.relative_to(draft)): file_sha256(path) for path in _files(draft)}
         backup = Backup(config.line, datetime.now(UTC).astimezone().isoformat(timespec="seconds"), files)
         with whole_file(draft / MANIFEST) as file:
             file.write(json.dumps(asdict(backup), indent=2).encode())
@@ -100,7 +99,7 @@ def restore(line_file: Path, source: Path) -> Restored:
         if not is_kept and not is_done:
             with suppress(OSError):
                 line_file.unlink(missing_ok=True)
-    same = is_kept and _sha256(line_file) == backup.files[LINE_FILE]
+    same = is_kept and file_sha256(line_file) == backup.files[LINE_FILE]
     return Restored(backup, aside, is_kept and not same)
 
 
@@ -141,7 +140,7 @@ def _put_back(config: LineConfig, source: Path, backup: Backup) -> Iterator[Path
     ready = []
     for name, sha256 in backup.files.items():
         place = places.get(name, _calibrations(config) / name.removeprefix(f"{CALIBRATIONS}/"))
-        is_there = place.exists() and _sha256(place) == sha256
+        is_there = place.exists() and file_sha256(place) == sha256
         if name == LINE_FILE or (is_there and name != RESULTS):  # beside results may lie a log of newer ones
             continue
         fresh = fresh_place(place, "restoring")
@@ -168,7 +167,7 @@ def _read_manifest(source: Path) -> Backup:
         path = source / name
         if ".." in Path(name).parts or Path(name).is_absolute():
             raise ConfigError(f"{source / MANIFEST} names {name!r}, which is no file of a backup")
-        if not path.is_file() or _sha256(path) != sha256:
+        if not path.is_file() or file_sha256(path) != sha256:
             raise ConfigError(f"{path} is missing or not as it was written - take another backup")
     if LINE_FILE not in files:
         raise ConfigError(f"{source / MANIFEST} names no {LINE_FILE} - take another backup")
@@ -187,8 +186,3 @@ def _copy(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with source.open("rb") as reading, whole_file(target) as writing:
         shutil.copyfileobj(reading, writing)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

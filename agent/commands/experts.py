@@ -1,28 +1,38 @@
-"""The experts of a line as rows, for people and scripts: `coserve experts list`."""
+"""The experts of a line, for people and scripts: `coserve experts list`, `compare` and `promote`."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
+from agent.commands.progress import console_page
+from agent.config import line_of
 from agent.deployment.packed_copies import packed_manifests
 from agent.deployment.profile_in_use import find_profile, scaled_experts, usage_of
+from agent.line_file.editing import edit_file, remove, set_key
+from agent.records.shadow_answers import read_comparison
+from experts.document import parse_document, read_document, suggestion
 from experts.errors import ConfigError
 from experts.packed.sources import is_there, size_bytes_of
 from experts.sizes import mib
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
     from agent.config import LineConfig
     from agent.device_profile.records import StoredProfile
+    from agent.records.shadow_answers import Comparison, Sides
     from experts.packed.manifests import Manifest
 
 
 log = logging.getLogger(__name__)
+
+STAYING = frozenset({"shadow", "pin"})  # what an entry says of its place on the line, and not of its version
+SHOWN_IMAGES = 20
 
 
 def packed_bytes(manifests: Iterable[Manifest]) -> int:
@@ -69,7 +79,7 @@ def print_experts(rows: list[dict[str, Any]]) -> None:
         shadow += ", JPEGs decoded smaller" if row["scaled_decoding"] else ""
         labels, routes = ", ".join(row["labels"]), ", ".join(row["routes"])
         table.add_row(row["expert"] + pin, row["architecture"], size, f"{row['usage']:.4f}", labels, routes + shadow)
-    Console(width=160 if not Console().is_terminal else None).print(table)
+    console_page().print(table)
 
 
 def _profile(config: LineConfig) -> StoredProfile | None:
@@ -78,3 +88,149 @@ def _profile(config: LineConfig) -> StoredProfile | None:
     except ConfigError as error:
         log.warning("usage_computed without the device profile: %s", error)
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Promoted:
+    """Two entries of a line file that have changed places; ``keys``: what they had differently."""
+
+    expert: str
+    shadow: str
+    keys: tuple[str, ...]
+
+
+def comparison_of(config: LineConfig, expert: str) -> Comparison:
+    """What an expert and its shadow said of the same images. Raises ConfigError where there is nothing to compare."""
+    shadow = _shadow_of(config, expert)
+    try:
+        comparison = read_comparison(config.results_file, expert, shadow)
+    except FileNotFoundError as error:
+        raise ConfigError(str(error)) from error
+    if comparison is None:
+        raise ConfigError(f"{shadow} was shown nothing yet that {expert} judged - serve the line for a while first")
+    return comparison
+
+
+def comparison_row(comparison: Comparison) -> dict[str, Any]:
+    pair = comparison.pair
+    return {
+        "expert": pair.expert,
+        "shadow": pair.shadow,
+        "weights": {"expert": pair.expert_sha256, "shadow": pair.shadow_sha256},
+        "images": comparison.images,
+        "agreeing": comparison.agreeing,
+        "agreement": comparison.agreement,
+        "flips": {"to_ng": comparison.flips_to_ng, "to_ok": comparison.flips_to_ok},
+        "failed": comparison.failed,
+        "dropped": comparison.dropped,
+        "last_reason": comparison.last_reason,
+        "scores": _sides(comparison.scores),
+        "seconds": _sides(comparison.seconds),
+        "executors": {
+            "expert": [asdict(each) for each in comparison.ran_on],
+            "shadow": [asdict(each) for each in comparison.shadow_ran_on],
+        },
+        "differing": [asdict(row) for row in comparison.differing],
+    }
+
+
+def print_comparison(comparison: Comparison, images: Path) -> None:
+    """Print the figures, then the latest images that differ. ``images``: the folder where images are kept."""
+    console = console_page()
+    for line in _figures(comparison):
+        console.print(line)
+    if not comparison.differing:
+        return
+    shown = comparison.differing[-SHOWN_IMAGES:]
+    console.print(f"\nImages that differ, the latest {len(shown)} of {len(comparison.differing)}:")
+    table = Table("image", "component", comparison.pair.expert, comparison.pair.shadow, "kept as", box=None)
+    for row in shown:
+        table.add_row(
+            row.image,
+            row.component or "",
+            _said(row.label, row.score, row.passes),
+            _said(row.shadow_label, row.shadow_score, row.shadow_passes),
+            "" if row.kept_as is None else str(images / row.kept_as),
+        )
+    console.print(table)
+
+
+def promote(file: Path, expert: str) -> Promoted:
+    """Let an expert and its shadow change places in a line file: the other version then serves, and this one goes on
+    in its shadow. What is served changes with the next reload. Raises ConfigError, and changes nothing then."""
+    config = line_of(read_document(file.absolute()))
+    shadow = _shadow_of(config, expert)
+    entries = read_document(file.absolute()).root.value["experts"]
+    if expert not in entries or shadow not in entries:
+        raise ConfigError(f"{file}: {expert} and {shadow} do not both stand in it - promote where they are written")
+    keys = _differing_keys(entries[expert], entries[shadow])
+
+    def swapped(text: str) -> str:
+        for key in keys:
+            text = _with(text, expert, key, entries[shadow], file)
+            text = _with(text, shadow, key, entries[expert], file)
+        line_of(parse_document(file.absolute(), text.encode()))
+        return text
+
+    edit_file(file, swapped)
+    return Promoted(expert, shadow, keys)
+
+
+def _shadow_of(config: LineConfig, expert: str) -> str:
+    if expert not in config.catalog.experts:
+        raise ConfigError(f"no expert {expert!r} - {suggestion(expert, config.catalog.experts)}")
+    shadow = config.catalog.graph.shadows.get(expert)
+    if shadow is None:
+        raise ConfigError(f"{expert} has no shadow - name another version of it as `shadow:` of its entry first")
+    return shadow
+
+
+def _differing_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
+    named = [key for key in dict.fromkeys([*one, *other]) if key not in STAYING]
+    return tuple(key for key in named if (key in one, one.get(key)) != (key in other, other.get(key)))
+
+
+def _with(text: str, expert: str, key: str, entry: Mapping[str, Any], file: Path) -> str:
+    """The text with an expert's key set to, or removed like, another entry's."""
+    path = ("experts", expert, key)
+    if key in entry:
+        return set_key(text, path, entry[key], file=file)
+    return remove(text, path, file=file)
+
+
+def _figures(comparison: Comparison) -> list[str]:
+    pair, images = comparison.pair, comparison.images
+    missing = f"{comparison.failed} it could not judge, {comparison.dropped} there was no time or room for"
+    lines = [f"{pair.expert}, and {pair.shadow} in its shadow: {images} images seen by both; {missing}"]
+    if comparison.last_reason is not None:
+        lines.append(f"last reason     {comparison.last_reason}")
+    if comparison.agreement is None or comparison.scores is None or comparison.seconds is None:
+        return lines
+    scores, seconds = comparison.scores, comparison.seconds
+    return [
+        *lines,
+        f"agreement       {comparison.agreement:.2%}: {comparison.agreeing} of {images} have the same label",
+        f"flips           {comparison.flips_to_ng} passed that would be NG, "
+        f"{comparison.flips_to_ok} did not pass that would go on",
+        f"mean score      {scores.expert:.4f}, shadow {scores.shadow:.4f}",
+        f"median time     {seconds.expert * 1000:.2f} ms an image in its batch, shadow {seconds.shadow * 1000:.2f} ms "
+        "alone",
+        *_processors(comparison),
+    ]
+
+
+def _processors(comparison: Comparison) -> list[str]:
+    """Times on different processors say little: tell the reader."""
+    expert, shadow = (sorted({each.processor for each in ran}) for ran in (comparison.ran_on, comparison.shadow_ran_on))
+    if expert == shadow:
+        return []
+    return [f"ran on          {', '.join(expert)}, shadow {', '.join(shadow)}: the times are not comparable"]
+
+
+def _said(label: str | None, score: float | None, passes: bool | None) -> str:
+    end = "" if passes is None else ", passes" if passes else ", NG"
+    return f"{label} {0.0 if score is None else score:.3f}{end}"
+
+
+def _sides(sides: Sides | None) -> dict[str, float] | None:
+    return None if sides is None else {"expert": sides.expert, "shadow": sides.shadow}

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agent.commands.experts import packed_bytes
-from agent.commands.judged_pictures import Shown, draw_judged
+from agent.commands.judged_images import JudgedImage, judged_rows
 from agent.deployment.build import AgentOptions, agent_with_requests, pack_as_served
 from agent.deployment.packed_copies import packed_manifests
 from agent.records.database import refuse_root_beside_another, state_held
@@ -48,14 +48,8 @@ def inspect_images(
         known = ", ".join(sorted(config.catalog.components)) or "none, as no expert of it takes images"
         raise ConfigError(f"no route for component {component!r} - this line knows {known}")
     with _packed_weights(config, progress) as packed:
-        outcomes = _outcomes(config, images, component, progress, packed)
-    rows = [
-        _row(image, component, outcome, seconds) for image, (outcome, seconds) in zip(images, outcomes, strict=True)
-    ]
-    if pictures is not None:
-        drawn = draw_judged(images, [Shown.of(outcome) for outcome, _ in outcomes], pictures)
-        rows = [row | {"picture": None if file is None else str(file)} for row, file in zip(rows, drawn, strict=True)]
-    return rows
+        judged = _judged(config, images, component, progress, packed)
+    return judged_rows(images, component, judged, pictures)
 
 
 def verify_line(config: LineConfig, progress: Callable[[str, int, int], None]) -> list[dict[str, Any]]:
@@ -106,32 +100,27 @@ def _packed_weights(config: LineConfig, progress: Callable[[str, int, int], None
             yield packed
 
 
-def _outcomes(
+def _judged(
     config: LineConfig, images: Sequence[Path], component: str, progress: Callable[[str, int, int], None], packed: Path
-) -> list[tuple[Outcome, float]]:
+) -> list[JudgedImage]:
     with agent_with_requests(config, progress, AgentOptions(packed=packed)) as (agent, requests):
         agent.start()
         for image in images:
             requests.submit(image, component=component)
         ended = requests.collect(partial(progress, "inspect"))
-    return [(each.outcome, each.at_s - each.submitted_s) for each in ended]
+    return [_judged_image(each.outcome, each.at_s - each.submitted_s) for each in ended]
 
 
-def _row(image: Path, component: str, outcome: Outcome, seconds: float) -> dict[str, Any]:
-    return {
-        "image": str(image),
-        "component": component,
-        "verdict": str(outcome.verdict),
-        "label": outcome.label,
-        "score": outcome.score,
-        "experts": [step.expert for step in outcome.steps],
-        "seconds": round(seconds, 6),
-        "reason": outcome.reason,
-        "boxes": [box.as_json() for step in outcome.steps for box in step.prediction.boxes],
-        "anomalies": [
-            {"expert": step.expert, **step.prediction.anomaly.as_json()}
-            for step in outcome.steps
-            if step.prediction.anomaly is not None
-        ],
-        "outputs": [output.as_json() for step in outcome.steps for output in step.prediction.outputs],
-    }
+def _judged_image(outcome: Outcome, seconds: float) -> JudgedImage:
+    steps = [(step.expert, step.prediction) for step in outcome.steps]
+    return JudgedImage(
+        outcome.verdict,
+        outcome.label,
+        outcome.score,
+        outcome.reason,
+        experts=tuple(expert for expert, _ in steps),
+        seconds=seconds,
+        boxes=tuple(box for _, prediction in steps for box in prediction.boxes),
+        anomalies=tuple((expert, each.anomaly) for expert, each in steps if each.anomaly is not None),
+        outputs=tuple(output for _, prediction in steps for output in prediction.outputs),
+    )

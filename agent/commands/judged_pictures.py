@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from PIL import Image, ImageDraw, ImageFont
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from agent.core.request import Outcome
-    from experts.expert import Anomaly, BoundingBox, LabelScore
+    from agent.commands.judged_images import JudgedImage
 
 COLOURS = {Verdict.OK: (86, 214, 126), Verdict.NG: (255, 72, 62), Verdict.UNKNOWN: (255, 184, 48)}
 GROUND = (16, 18, 20)
@@ -27,26 +25,7 @@ STRIP_PX, LINE_PX, WORDS_PX = 34, 2, 18
 WORDS_AT = (10, STRIP_PX / 2)
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
-    verdict: Verdict
-    label: str | None
-    score: float | None
-    reason: str | None
-    boxes: tuple[BoundingBox, ...]
-    anomalies: tuple[Anomaly, ...]
-    outputs: tuple[LabelScore, ...] = ()
-
-    @classmethod
-    def of(cls, outcome: Outcome) -> Shown:
-        predictions = [step.prediction for step in outcome.steps]
-        boxes = tuple(box for each in predictions for box in each.boxes)
-        anomalies = tuple(each.anomaly for each in predictions if each.anomaly is not None)
-        outputs = tuple(output for each in predictions for output in each.outputs)
-        return cls(outcome.verdict, outcome.label, outcome.score, outcome.reason, boxes, anomalies, outputs)
-
-
-def draw_judged(images: Sequence[Path], ends: Sequence[Shown], folder: Path) -> list[Path | None]:
+def draw_judged(images: Sequence[Path], ends: Sequence[JudgedImage], folder: Path) -> list[Path | None]:
     """PNGs in ``folder``, named as the images; None: unreadable. Raises ConfigError for what the disk refuses."""
     times = Counter(image.name for image in images)
     targets = [
@@ -60,7 +39,7 @@ def draw_judged(images: Sequence[Path], ends: Sequence[Shown], folder: Path) -> 
         raise ConfigError(f"{folder}: {error.strerror or error} - name a folder that can be written") from error
 
 
-def _drawn(image: Path, shown: Shown, target: Path) -> Path | None:
+def _drawn(image: Path, shown: JudgedImage, target: Path) -> Path | None:
     try:
         pixels = decode_image(image, str(image)).turned(Orientation.EXIF)
     except ImageError:
@@ -68,13 +47,13 @@ def _drawn(image: Path, shown: Shown, target: Path) -> Path | None:
     times = max(1, -(-LEAST_WIDTH_PX // pixels.shape[1]))
     image_size = pixels.shape[1] * times, pixels.shape[0] * times
     picture = Image.fromarray(pixels).resize(image_size, Image.Resampling.NEAREST)
-    for anomaly in shown.anomalies:
+    for _, anomaly in shown.anomalies:
         picture = drawn_over(picture, anomaly)
     _with_words(picture, shown, times).save(target)
     return target
 
 
-def _with_words(picture: Image.Image, shown: Shown, times: int) -> Image.Image:
+def _with_words(picture: Image.Image, shown: JudgedImage, times: int) -> Image.Image:
     """Draw boxes, enlarged ``times``, and a strip of words below."""
     whole = Image.new("RGB", (picture.width, picture.height + STRIP_PX), GROUND)
     whole.paste(picture)
@@ -89,9 +68,9 @@ def _with_words(picture: Image.Image, shown: Shown, times: int) -> Image.Image:
     return whole
 
 
-def _words(shown: Shown) -> str:
+def _words(shown: JudgedImage) -> str:
     if shown.label is None:
         return f"{shown.verdict}  {shown.reason}"
-    scores = [f"({each.score:.4g}, threshold {each.threshold:.4g})" for each in shown.anomalies]
+    scores = [f"({each.score:.4g}, threshold {each.threshold:.4g})" for _, each in shown.anomalies]
     scores += [f"({each.label} {each.score:.3f})" for each in shown.outputs if each.holds and each.label != shown.label]
     return "  ".join([f"{shown.verdict}  {shown.label} {shown.score:.3f}", *scores])

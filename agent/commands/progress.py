@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: bars on a terminal, a line per stage elsewhere. stdout stays the command's own."""
+"""Output of commands: pages on stdout; progress on stderr, bars on a terminal and a line per stage elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
     Report = Callable[[str, int, int], None]  # stage, done, total
 
+PAGE_WIDTH = 160
 PLAIN_EVERY_S = 5.0  # between two lines of one stage where there is no terminal
+
+
+def console_page() -> Console:
+    """Console of a page on stdout, wide where stdout is no terminal."""
+    return Console(width=None if Console().is_terminal else PAGE_WIDTH, highlight=False)
 
 
 @contextmanager

@@ -6,11 +6,11 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from agent.api.calls.desk import ShadowsView
+from agent.commands.progress import console_page
 from experts.sizes import mib
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def status_row(status: StatusView) -> dict[str, Any]:
 
 
 def print_status(status: StatusView) -> None:
-    console = Console(width=160 if not Console().is_terminal else None, highlight=False)
+    console = console_page()
     for line in _summary(status):
         console.print(escape(line))
     for table in (_queues(status), _pools(status), _sources(status)):

@@ -164,7 +164,7 @@ class Allocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class SearchTrial:
     """One configuration that a search tried. ``search``: "memory:<pool>" or "executors"."""
 
     search: Text
@@ -240,7 +240,7 @@ class StoredProfile:
     usage: UsageProfile
     allocation: Allocation
     speedups: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    trials: tuple[Trial, ...] = ()
+    trials: tuple[SearchTrial, ...] = ()
     spinning: tuple[SpinTimes, ...] = ()  # none where it was not measured: then it stays as the library has it
     decodings: tuple[ImageDecoding, ...] = ()  # of experts that have samples
     forms: Mapping[tuple[str, str], ExpertForm] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from agent.device_profile import rows
 from agent.device_profile.identity import differences
-from agent.device_profile.records import Agreement, ImageDecoding, LinkSpeed, SpinTimes, Trial
+from agent.device_profile.records import Agreement, ImageDecoding, LinkSpeed, SearchTrial, SpinTimes
 from agent.device_profile.schema import closed_on_error, copy_in_memory, open_for_writing, remove_database
 from agent.device_profile.tables import TABLES
 from experts.errors import ConfigError, ProfileDamaged
@@ -142,8 +142,8 @@ class ProfileDraft:
         """As saved last, by this run or the one it resumes."""
         return TABLES["packed"].mapping(self._database)
 
-    def trials(self, search: str) -> tuple[Trial, ...]:
-        return tuple(trial for trial in TABLES["trials"].records(self._database, Trial) if trial.search == search)
+    def trials(self, search: str) -> tuple[SearchTrial, ...]:
+        return tuple(trial for trial in TABLES["trials"].records(self._database, SearchTrial) if trial.search == search)
 
     def save_kind(self, kind: KindProfile) -> None:
         """Save a kind on a processor in a precision; drops the processor's speedups."""
@@ -196,7 +196,7 @@ class ProfileDraft:
         with self._part("allocation"):
             rows.put_allocation(self._database, allocation)
 
-    def save_trials(self, search: str, trials: Sequence[Trial]) -> None:
+    def save_trials(self, search: str, trials: Sequence[SearchTrial]) -> None:
         with self._database.atomic():
             TABLES["trials"].delete(self._database, search=search)
             TABLES["trials"].put(self._database, *trials)

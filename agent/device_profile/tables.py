@@ -26,8 +26,8 @@ from agent.device_profile.records import (
     KindProfile,
     LinkSpeed,
     PoolAllocation,
+    SearchTrial,
     SpinTimes,
-    Trial,
     UsageOrigin,
 )
 from experts.expert import Precision
@@ -149,6 +149,6 @@ ALL_TABLES = (
     Table("allocation_executors", {"processor": Text, "executors": Count}, "processor"),
     Table("spinning", _fields(SpinTimes), "setting"),
     Table("decodings", _fields(ImageDecoding), "expert"),
-    Table("trials", _fields(Trial), "search", "number"),
+    Table("trials", _fields(SearchTrial), "search", "number"),
 )
 TABLES = {table.name: table for table in ALL_TABLES}

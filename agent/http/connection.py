@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 import h11
 
-from agent.http.exchange import Answer, HttpRequest
+from agent.http.exchange import HttpAnswer, HttpRequest
 from agent.line_file.api import is_loopback_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from agent.http.exchange import Application, Terms
-    from agent.http.places import Place
+    from agent.http.places import ConnectionPermit
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +34,11 @@ SURPLUS_BYTES = 64 * 1024  # of what comes behind the request while it is answer
 TEXT = ("content-type", "text/plain; charset=utf-8")
 
 
-class Connection:
+class HttpConnection:
     """Keeps ``agent.http.exchange.Stream``. Of the loop's thread alone."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, applications: Sequence[Application],
-                 place: Place, *, is_local_user: bool) -> None:  # fmt: skip
+                 place: ConnectionPermit, *, is_local_user: bool) -> None:  # fmt: skip
         self._reader = reader
         self._writer = writer
         self._applications = applications
@@ -156,13 +156,13 @@ class Connection:
             self._protocol.receive_data(await self._reader.read(READ_BYTES))
         return event
 
-    async def _say(self, answer: Answer) -> None:
+    async def _say(self, answer: HttpAnswer) -> None:
         await self.begin(answer.status, (*answer.headers, ("content-length", str(len(answer.body)))))
         if answer.body:
             await self._send(h11.Data(data=answer.body))
         await self._send(h11.EndOfMessage())
 
-    async def _last_words(self, answer: Answer) -> None:
+    async def _last_words(self, answer: HttpAnswer) -> None:
         """To a caller who speaks no HTTP, as far as it can be told anything."""
         with suppress(OSError, TimeoutError, h11.LocalProtocolError):
             if self._protocol.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -195,5 +195,5 @@ def _is_own_name(host: str) -> bool:
     return is_loopback_name((name if port.isdigit() else host).lower())
 
 
-def _plain(status: int, reason: str) -> Answer:
-    return Answer(status, f"{reason}\n".encode("utf-8", "backslashreplace"), (TEXT,))
+def _plain(status: int, reason: str) -> HttpAnswer:
+    return HttpAnswer(status, f"{reason}\n".encode("utf-8", "backslashreplace"), (TEXT,))

@@ -23,7 +23,7 @@ class HttpRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     status: int
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()
@@ -59,8 +59,8 @@ class Application(Protocol):
 
     def serves(self, path: str) -> bool: ...
 
-    async def answer(self, request: HttpRequest, stream: Stream) -> Answer | None:
+    async def answer(self, request: HttpRequest, stream: Stream) -> HttpAnswer | None:
         """An answer; None where it was streamed. Cancelled when nobody wants it any more; raises nothing else."""
 
-    def refusal(self, status: int, reason: str) -> Answer:
+    def refusal(self, status: int, reason: str) -> HttpAnswer:
         """What is said, in its own form, to a request that does not come as far as to be answered."""

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from agent.http.exchange import Application
 
 
-class Places:
+class ConnectionLimits:
     """Those of one address. Of the loop's thread alone."""
 
     def __init__(self, arrivals: int) -> None:
         self._arrivals = arrivals
         self._taken: Counter[int | None] = Counter()  # by application; None: for those who come
 
-    def enter(self) -> Place | None:
-        return Place(self) if self.take(None, self._arrivals) else None
+    def enter(self) -> ConnectionPermit | None:
+        return ConnectionPermit(self) if self.take(None, self._arrivals) else None
 
     def take(self, kind: int | None, most: int) -> bool:
         if self._taken[kind] >= most:
@@ -32,10 +32,10 @@ class Places:
         self._taken[kind] -= 1
 
 
-class Place:
+class ConnectionPermit:
     """Somebody's, until it is left; once."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: ConnectionLimits) -> None:
         self._places = places
         self._kind: int | None = None
         self._is_held = True

@@ -17,8 +17,8 @@ from contextlib import ExitStack
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from agent.http.connection import READ_BYTES, Connection
-from agent.http.places import Places
+from agent.http.connection import READ_BYTES, HttpConnection
+from agent.http.places import ConnectionLimits
 from agent.line_file.api import UNIX
 from agent.unix_sockets import UnixSocket
 from experts.errors import AddressUnusable
@@ -101,7 +101,7 @@ class _Served:
         self.address = address
         self._listening = listening
         self._place = place
-        self._places = Places(ARRIVALS)
+        self._places = ConnectionLimits(ARRIVALS)
 
     async def start(self, applications: Sequence[Application], head_s: float) -> None:
         self._applications = applications
@@ -127,7 +127,9 @@ class _Served:
             return
         is_local_user = self._place is not None
         try:
-            await Connection(reader, writer, self._applications, place, is_local_user=is_local_user).serve(self._head_s)
+            await HttpConnection(reader, writer, self._applications, place, is_local_user=is_local_user).serve(
+                self._head_s
+            )
         except Exception:  # the boundary of a connection
             log.exception("web_connection_failed")
         finally:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from agent.line_file.spans import Span, spans_of
+from agent.line_file.spans import YamlSpan, spans_of
 from experts.document import DECIMAL, INTEGER, WORDS, parse_document, read_document
 from experts.errors import ConfigError
 from experts.filesystem import whole_file
@@ -167,7 +167,7 @@ def _has_rows(value: Plain) -> bool:
 class _Edit:
     file: Path
     text: str  # without byte order mark
-    root: Span | None
+    root: YamlSpan | None
     bom: str
     line_end: str
 
@@ -196,7 +196,7 @@ class _Edit:
                 return length
         return length
 
-    def pair(self, path: KeyPath) -> tuple[Span, Span]:
+    def pair(self, path: KeyPath) -> tuple[YamlSpan, YamlSpan]:
         span = self.root
         pair = None
         for part in path:
@@ -234,7 +234,7 @@ class _Edit:
             return self._with_lines(self._below(parent.end, column), _block(key, value, column, comment))
         return self._in_braces(path, parent, value, comment)
 
-    def _in_braces(self, path: KeyPath, parent: Span, value: Plain, comment: str) -> str:
+    def _in_braces(self, path: KeyPath, parent: YamlSpan, value: Plain, comment: str) -> str:
         row = f"{_quoted(str(path[-1]))}: {rendered(value)}"
         if not parent.pairs:
             changed = self._spliced(parent.start, parent.end, f"{{{row}}}")
@@ -258,7 +258,7 @@ class _Edit:
             return " "
         return self.line_end + " " * (len(line) - len(line.lstrip(" -")) + len(STEP))
 
-    def with_item(self, there: Span, value: Plain) -> str:
+    def with_item(self, there: YamlSpan, value: Plain) -> str:
         last = (there.items or ())[-1]
         if there.flow:
             row = rendered(value)
@@ -330,10 +330,10 @@ class _Edit:
         found = self.text.find("\n", at)
         return len(self.text) if found < 0 else found + 1
 
-    def _outermost_row(self, path: KeyPath) -> Span:
+    def _outermost_row(self, path: KeyPath) -> YamlSpan:
         """The first value above ``path`` that is written in brackets or braces."""
         spans = [self.pair(path[:length])[1] for length in range(1, len(path))]
-        return next((span for span in spans if span.flow), spans[-1] if spans else self.root or Span(0, 0))
+        return next((span for span in spans if span.flow), spans[-1] if spans else self.root or YamlSpan(0, 0))
 
 
 def _parent(values: dict[str, Any], path: KeyPath) -> Any:  # noqa: ANN401  # plain YAML values

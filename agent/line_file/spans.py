@@ -17,7 +17,7 @@ _LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class YamlSpan:
     """One value: text[start:end]. ``flow``: in brackets or braces, or a scalar; else a block. A mapping has ``pairs``,
     a sequence ``items``; an alias has neither, and its anchor's ``name``."""
 
@@ -26,14 +26,14 @@ class Span:
     flow: bool = True
     text: str | None = None  # of a scalar, as YAML reads it
     alias: str | None = None
-    pairs: tuple[tuple[Span, Span], ...] | None = None
-    items: tuple[Span, ...] | None = None
+    pairs: tuple[tuple[YamlSpan, YamlSpan], ...] | None = None
+    items: tuple[YamlSpan, ...] | None = None
 
     @property
     def is_empty(self) -> bool:
         return self.start == self.end
 
-    def child(self, key: str | int) -> tuple[Span, Span] | None:
+    def child(self, key: str | int) -> tuple[YamlSpan, YamlSpan] | None:
         """The key and the value of this name, or the item of this number (as its own key); None if there is none."""
         if self.pairs is not None:
             return next((pair for pair in self.pairs if pair[0].text == key), None)
@@ -42,7 +42,7 @@ class Span:
         return None
 
 
-def spans_of(text: str) -> Span | None:
+def spans_of(text: str) -> YamlSpan | None:
     """The root of a text without byte order mark; None where it holds nothing. Raises yaml.YAMLError."""
     events: Iterator[Any] = yaml.parse(text, Loader=_LOADER)
     for event in events:
@@ -51,26 +51,28 @@ def spans_of(text: str) -> Span | None:
     return None
 
 
-def _span(event: Any, events: Iterator[Any], text: str) -> Span:  # noqa: ANN401  # PyYAML's events have no common type
+def _span(event: Any, events: Iterator[Any], text: str) -> YamlSpan:  # noqa: ANN401  # PyYAML's events have no common type
     start, end = event.start_mark.index, _end(event)
     if isinstance(event, yaml.AliasEvent):
-        return Span(start, end, alias=event.anchor)
+        return YamlSpan(start, end, alias=event.anchor)
     if isinstance(event, yaml.ScalarEvent):
-        return Span(start, max(start, len(text[:end].rstrip())), flow=event.style not in {"|", ">"}, text=event.value)
+        return YamlSpan(
+            start, max(start, len(text[:end].rstrip())), flow=event.style not in {"|", ">"}, text=event.value
+        )
     flow = bool(event.flow_style)
-    inside: list[Span] = []
+    inside: list[YamlSpan] = []
     while not isinstance(inner := next(events), yaml.CollectionEndEvent):
         inside.append(_span(inner, events, text))
     if isinstance(event, yaml.SequenceStartEvent):
-        return _around(Span(start, _end(inner), flow, items=tuple(inside)), inside)
+        return _around(YamlSpan(start, _end(inner), flow, items=tuple(inside)), inside)
     pairs = tuple(zip(inside[::2], inside[1::2], strict=True))
-    return _around(Span(start, _end(inner), flow, pairs=pairs), inside)
+    return _around(YamlSpan(start, _end(inner), flow, pairs=pairs), inside)
 
 
 def _end(event: Any) -> int:  # noqa: ANN401  # as above
     return int(event.end_mark.index)
 
 
-def _around(span: Span, inside: list[Span]) -> Span:
+def _around(span: YamlSpan, inside: list[YamlSpan]) -> YamlSpan:
     """A block ends where the last value in it does; its own mark stands at what comes next."""
     return span if span.flow else replace(span, end=inside[-1].end if inside else span.start)

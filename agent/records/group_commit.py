@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agent.records.database import BUSY_TIMEOUT_S, begin_anew, damage_of, is_damage, open_for_writing
 from agent.records.write_ahead_log import WriteAheadLog, fold_in
+from experts.backoff import Backoff
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,8 +37,7 @@ Answer = TypeVar("Answer")
 GROUP_JOBS = 200
 GROUP_BYTES = 64 * 1024 * 1024  # of images; the log grows by so much before it can be emptied
 GROUP_WAIT_S = 0.01  # how long a first job that nobody waits for waits for others to share its sync
-FIRST_RETRY_S = 0.05
-LONGEST_RETRY_S = 5.0
+BACKOFF = Backoff(0.05, 5.0)
 IDLE_CHECKPOINT_S = 5.0
 GIVE_UP_S = 1.5
 
@@ -164,7 +164,7 @@ class GroupCommitter:
 
     def _commit(self, group: list[_Job]) -> None:
         """Commit until it succeeds, or until close() gives up; then, and only then, tell the callers."""
-        wait_s = FIRST_RETRY_S
+        failures = 0
         while not self._abandoned.is_set():
             try:
                 if self._file is None or _file_at(self.path) != self._file:
@@ -175,8 +175,8 @@ class GroupCommitter:
                 if is_damage(error) and self._damage_alarm is None and self._leave_damaged(str(error)):
                     continue
                 self._raise_alarm(error, len(group))
-                self._abandoned.wait(wait_s)
-                wait_s = min(2 * wait_s, LONGEST_RETRY_S)
+                failures += 1
+                self._abandoned.wait(BACKOFF.pause_s(failures))
                 continue
             self._settle(group, answers)
             return

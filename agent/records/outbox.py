@@ -62,7 +62,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class OutboxCounts:
     """How many messages wait for one receiver, and how many had to give way since the results file was begun."""
 
     waiting: int
@@ -140,12 +140,12 @@ class OutboxReader:
         first = [json.loads(message.payload) for message in self.waiting(receiver, 1)]
         return datetime.fromisoformat(first[0].get("finished_at") or first[0]["closed_at"]) if first else None
 
-    def standing(self, receiver: str) -> Standing:
+    def standing(self, receiver: str) -> OutboxCounts:
         """The counts of one receiver."""
         sql = "SELECT waiting, given_way FROM outbox_receivers WHERE receiver = ?"
         with closing(open_for_reading(self.path)) as connection:
             rows = connection.execute(sql, (receiver,)).fetchall()
-        return Standing(*rows[0]) if rows else Standing(0, 0)
+        return OutboxCounts(*rows[0]) if rows else OutboxCounts(0, 0)
 
 
 def forget(database: Database, receiver: str, ids: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from agent.deployment.line_change import line_name
 from agent.intake.cameras.supervision import CameraState
-from agent.web.readings import Condition, Histogram, Kind, Metric
+from agent.web.readings import Condition, Histogram, Metric, MetricKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -46,9 +46,11 @@ if TYPE_CHECKING:
 
 Name = TypeVar("Name", bound=str)
 Known = TypeVar("Known")
-Table: TypeAlias = tuple[tuple[Kind, str, str, Callable[[Known], float]], ...]  # kind, name, help, where it is known
+Table: TypeAlias = tuple[
+    tuple[MetricKind, str, str, Callable[[Known], float]], ...
+]  # kind, name, help, where it is known
 
-COUNTER, GAUGE = Kind.COUNTER, Kind.GAUGE
+COUNTER, GAUGE = MetricKind.COUNTER, MetricKind.GAUGE
 ENGINE: Table[EngineStatistics] = (
     (COUNTER, "requests", "Requests that the agent has taken.", lambda one: one.arrived),
     (GAUGE, "requests_in_flight", "Requests that have no outcome yet.", lambda one: one.in_flight),

@@ -10,11 +10,11 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
+from experts.backoff import Backoff
 from experts.filesystem import whole_text_file
 
 FREE_STARTS = 3  # without a pause: one for the failure, one for an image that ended the agent twice
-FIRST_PAUSE_S = 5.0  # doubles with each further start
-LONGEST_PAUSE_S = 300.0
+BACKOFF = Backoff(5.0, 300.0)
 HEALTHY_S = 120.0
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -37,8 +37,7 @@ class Starts:
             starts += int(then["starts"]) if then["boot"] == boot else 0
         with suppress(OSError), whole_text_file(self._file) as file:
             json.dump({"boot": boot, "starts": starts}, file)
-        doublings = min(starts - FREE_STARTS - 1, 32)
-        return 0.0 if doublings < 0 else min(FIRST_PAUSE_S * 2**doublings, LONGEST_PAUSE_S)
+        return BACKOFF.pause_s(starts - FREE_STARTS)
 
     def served(self, now_s: float) -> None:
         """Call it while serving: HEALTHY_S of it reset the count."""

@@ -15,7 +15,7 @@ from agent.records.export import ResultExport
 from agent.records.result_writer import ResultStore
 from agent.records.retention.archive import ImageArchive, ImageKeeper
 from agent.records.retention.kept_images import Shelf
-from agent.records.retention.rules import Limits
+from agent.records.retention.rules import KeepLimits
 from agent.records.retention.sweeper import Sweeper
 from agent.service.housekeeping import Housekeeper
 from experts.expert import Verdict
@@ -48,7 +48,7 @@ class Upkeep:
             for folder in config.intake.folders
             for verdict, name in SHELF_OF.items()
         ]
-        self._sweeper = Sweeper(Limits.of(config.records.keep), archive, shelves, self.store, is_needed=is_needed)
+        self._sweeper = Sweeper(KeepLimits.of(config.records.keep), archive, shelves, self.store, is_needed=is_needed)
         section = config.records.export
         self._export = None if section is None else ResultExport(section, config.line, self.store, wall)
         duties = {"retention": self._sweeper.step}

@@ -18,8 +18,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from agent.http.exchange import Answer, Terms
-from agent.web.readings import Histogram, Kind
+from agent.http.exchange import HttpAnswer, Terms
+from agent.web.readings import Histogram, MetricKind
 from experts.daemon_threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ PREFIX = "coserve"
 PATIENCE_S = 5.0  # Prometheus and those who look after health wait for ten
 BODY_BYTES = 1024  # which no page wants
 CONNECTIONS = 16  # of each address at a time
-FAMILIES = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily}
+FAMILIES = {MetricKind.COUNTER: CounterMetricFamily, MetricKind.GAUGE: GaugeMetricFamily}
 PATHS = ("/metrics", "/health/live", "/health/ready")
 
 Asked = TypeVar("Asked")
@@ -57,7 +57,7 @@ class Pages:
     def serves(self, path: str) -> bool:
         return path in PATHS
 
-    async def answer(self, request: HttpRequest, stream: Stream) -> Answer:
+    async def answer(self, request: HttpRequest, stream: Stream) -> HttpAnswer:
         if not self.serves(request.path):
             return _said(404, f"no such page - there are {', '.join(PATHS)}")
         if request.method != "GET":
@@ -70,7 +70,7 @@ class Pages:
             log.exception("page_failed path=%s", request.path)
             return _said(500, "see the agent's log")
 
-    def refusal(self, status: int, reason: str) -> Answer:
+    def refusal(self, status: int, reason: str) -> HttpAnswer:
         return _said(status, reason)
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class Pages:
         self._metrics.close()
         self._writing.stop(0.0)
 
-    async def _page(self, request: HttpRequest) -> Answer:
+    async def _page(self, request: HttpRequest) -> HttpAnswer:
         if request.path == "/metrics":
             metrics = await self._metrics.answer(self._patience_s)
             written = self._writing.submit(_written, metrics, self._process, request.headers.get("accept", ""))
@@ -113,12 +113,12 @@ class _Question(Generic[Asked]):
         self._thread.stop(0.0)
 
 
-def _written(metrics: Sequence[Metric | Histogram], process: ProcessCollector, accepted: str) -> Answer:
+def _written(metrics: Sequence[Metric | Histogram], process: ProcessCollector, accepted: str) -> HttpAnswer:
     registry = CollectorRegistry()
     registry.register(_Metrics(metrics))
     registry.register(process)
     encode, kind = choose_encoder(accepted)
-    return Answer(200, encode(registry), (("content-type", kind), ("cache-control", "no-store")))
+    return HttpAnswer(200, encode(registry), (("content-type", kind), ("cache-control", "no-store")))
 
 
 class _Metrics(Collector):
@@ -145,7 +145,7 @@ def _histogram(name: str, metric: Histogram) -> Family:
     return family
 
 
-def _said(status: int, line: str, *headers: tuple[str, str]) -> Answer:
+def _said(status: int, line: str, *headers: tuple[str, str]) -> HttpAnswer:
     content = line.encode("utf-8", "backslashreplace") + b"\n"
     usual = (("content-type", "text/plain; charset=utf-8"), ("cache-control", "no-store"))
-    return Answer(status, content, (*usual, *headers))
+    return HttpAnswer(status, content, (*usual, *headers))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Labels: TypeAlias = tuple[str, ...]
 
 
-class Kind(StrEnum):
+class MetricKind(StrEnum):
     """How a value may change: a counter only grows while the agent lives."""
 
     COUNTER = "counter"
@@ -28,7 +28,7 @@ class Kind(StrEnum):
 class Metric:
     """One metric: a value for each combination of its labels' values, () where it has no labels."""
 
-    kind: Kind
+    kind: MetricKind
     name: str
     help: str
     values: Mapping[Labels, float]

@@ -15,7 +15,7 @@ from agent.core.policy import PRESETS, Assigning
 from agent.deployment.executors import CORES_PER_CPU_EXECUTOR, executor_specs, executors_on
 from agent.deployment.memory_needs import MemoryNeeds, memory_needs
 from agent.deployment.memory_split import pinned_experts, pool_budgets
-from agent.device_profile.records import Allocation, PoolAllocation, Trial
+from agent.device_profile.records import Allocation, PoolAllocation, SearchTrial
 from experts.errors import ConfigError
 from experts.sizes import mib
 from profiler.allocation.decay_window import AS_IN_THE_PAPER, WindowOptions, WindowSearch, decay_window_search
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SEARCHED_ON_ENGINE = "searched on the engine"
 SEARCHED_IN_SIMULATION = "searched in simulation"
-EXECUTORS = "executors"  # Trial.search
+EXECUTORS = "executors"  # SearchTrial.search
 MEMORY = "memory:"  # and the name of the memory
 
 
@@ -60,7 +60,7 @@ class SearchedAllocation:
     """Allocation found, with all runs on the way. ``windows``: of each memory that was searched."""
 
     allocation: Allocation
-    trials: tuple[Trial, ...]
+    trials: tuple[SearchTrial, ...]
     images_per_s: float
     windows: Mapping[str, WindowSearch]
 
@@ -110,7 +110,7 @@ class _Search:
     throughput: Throughput
     budgets: dict[str, int]
     options: SearchOptions
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[SearchTrial] = field(default_factory=list)
     windows: dict[str, WindowSearch] = field(default_factory=dict)
     _runs: dict[tuple[tuple[ExecutorSpec, ...], tuple[PoolSpec, ...]], float] = field(default_factory=dict)
 
@@ -125,7 +125,7 @@ class _Search:
         for number, step in enumerate(sweep.steps, start=1):
             value = step.images_per_s
             note = "does not fit" if value is None else "best" if step.counts == sweep.best else ""
-            self.trials.append(Trial(EXECUTORS, number, self._text(step.counts), value or 0.0, note))
+            self.trials.append(SearchTrial(EXECUTORS, number, self._text(step.counts), value or 0.0, note))
         if sweep.best is None:
             self._require(executors_of(self.box, ExecutorCounts(min(most_device, 1), 0 if most_device else 1)))
             raise ConfigError("no executors run every expert of this line - give `executors` in the line file")
@@ -206,7 +206,7 @@ class _Search:
         search = MEMORY + needs.pool
         number = sum(trial.search == search for trial in self.trials) + 1
         setting = f"{needs.count_in(spec.expert_bytes)} experts"
-        self.trials.append(Trial(search, number, setting, images_per_s, note))
+        self.trials.append(SearchTrial(search, number, setting, images_per_s, note))
 
     def _require(self, executors: Sequence[ExecutorSpec]) -> None:
         """Raises ConfigError for every memory that is too small for what has to run from it."""
@@ -232,9 +232,9 @@ class _Search:
         return " + ".join([*named, f"{counts.cpu} cpu"] if "cpu" in self.box.processors else named)
 
 
-def window_trials(pool: str, search: WindowSearch) -> list[Trial]:
+def window_trials(pool: str, search: WindowSearch) -> list[SearchTrial]:
     """Runs of a window search as trials: upper bounds in order, then within the chosen window."""
-    trials: list[Trial] = []
+    trials: list[SearchTrial] = []
     for step in search.steps:
         note = f"window {step.window.lower}-{step.window.upper}"
         if step.predicted is not None and step.error is not None:
@@ -248,6 +248,6 @@ def window_trials(pool: str, search: WindowSearch) -> list[Trial]:
     return trials
 
 
-def _trial(pool: str, number: int, search: WindowSearch, experts: int, note: str) -> Trial:
+def _trial(pool: str, number: int, search: WindowSearch, experts: int, note: str) -> SearchTrial:
     chosen = ", chosen" if experts == search.chosen else ""
-    return Trial(MEMORY + pool, number, f"{experts} experts", search.tried[experts], note + chosen)
+    return SearchTrial(MEMORY + pool, number, f"{experts} experts", search.tried[experts], note + chosen)

@@ -16,7 +16,7 @@ from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
 from agent.core.performance import DEVICE, HOST
 from agent.deployment.memory_split import pool_budgets
-from agent.device_profile.records import Trial
+from agent.device_profile.records import SearchTrial
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from profiler.allocation.search import Throughput
     from profiler.workload.traces import TracedArrival
 
-RUNS = "runs"  # Trial.search of what is kept while a search is not finished
+RUNS = "runs"  # SearchTrial.search of what is kept while a search is not finished
 DRIFT = 0.1
 
 
@@ -80,11 +80,11 @@ class SearchRuns:
     def _keep(self, setting: str, images_per_s: float) -> None:
         available = {pool: self.box.size_of(pool).available_bytes for pool in self.box.pools}
         note = json.dumps(asdict(_Note(self._situation, available)))
-        self._trials.append(Trial(RUNS, len(self._trials) + 1, setting, images_per_s, note))
+        self._trials.append(SearchTrial(RUNS, len(self._trials) + 1, setting, images_per_s, note))
         self._draft.save_trials(RUNS, self._trials)
 
 
-def _note(trial: Trial, box: Box) -> _Note | None:
+def _note(trial: SearchTrial, box: Box) -> _Note | None:
     """None for one that says nothing of this box."""
     try:
         note = _NOTES.validate_json(trial.note, strict=True)

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from agent.commands.outputs import outputs_sha256
+from agent.commands.judged_images import outputs_sha256
 from agent.core.effects import StartBatch
 from agent.core.performance import SSD
 from agent.core.policy import PRESETS

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from rich.console import JustifyMethod
 
-    from agent.device_profile.records import Agreement, ImageDecoding, KindProfile, StoredProfile, Trial
+    from agent.device_profile.records import Agreement, ImageDecoding, KindProfile, SearchTrial, StoredProfile
 
 COLUMNS: dict[str, JustifyMethod] = {
     "kind": "left", "on": "left", "precision": "left", "K ms": "right", "B ms": "right", "fit": "right",
@@ -325,8 +325,8 @@ def _search_charts(profile: StoredProfile, folder: Path) -> list[Path]:
     return drawn
 
 
-def _by_search(trials: Iterable[Trial]) -> dict[str, list[Trial]]:
-    found: defaultdict[str, list[Trial]] = defaultdict(list)
+def _by_search(trials: Iterable[SearchTrial]) -> dict[str, list[SearchTrial]]:
+    found: defaultdict[str, list[SearchTrial]] = defaultdict(list)
     for trial in trials:
         found[trial.search].append(trial)
     return dict(found)

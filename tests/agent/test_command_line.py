@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from agent.commands.inspection import inspect_images, verify_line
-from agent.commands.outputs import outputs_sha256
+from agent.commands.judged_images import outputs_sha256
 from agent.config import read_line
 from agent.core.policy import PRESETS
 from agent.deployment.build import build_agent

@@ -34,7 +34,7 @@ from experts.errors import OrderRefused, Refusing
 if TYPE_CHECKING:
     from agent.api.calls.texts import Texts
     from agent.api.openai.requests import TextAsked
-    from agent.http.exchange import Answer, HttpRequest, Stream
+    from agent.http.exchange import HttpAnswer, HttpRequest, Stream
     from agent.line_file.api import ApiSection
 
 BEARER = "Bearer "
@@ -71,10 +71,10 @@ class OpenAiEndpoint:
     def stop(self) -> None:
         self._texts.stop()
 
-    def refusal(self, status: int, reason: str) -> Answer:
+    def refusal(self, status: int, reason: str) -> HttpAnswer:
         return plain_error(status, reason)
 
-    async def answer(self, request: HttpRequest, stream: Stream) -> Answer | None:
+    async def answer(self, request: HttpRequest, stream: Stream) -> HttpAnswer | None:
         """See ``agent.http.exchange.Application``."""
         try:
             self._check_token(request)
@@ -99,7 +99,7 @@ class OpenAiEndpoint:
                 Refusing.UNAUTHENTICATED, "this address wants the line's token - give it as the client's api_key"
             )
 
-    async def _models(self, request: HttpRequest) -> Answer:
+    async def _models(self, request: HttpRequest) -> HttpAnswer:
         if wrong := _wrong_form(request, "GET"):
             return wrong
         models = await self._texts.models()
@@ -111,7 +111,7 @@ class OpenAiEndpoint:
             raise OrderRefused(Refusing.NOT_FOUND, f"no model {name!r} writes texts here", field="model")
         return answer(200, model_values(found, self._created))
 
-    async def _written(self, request: HttpRequest, stream: Stream) -> Answer | None:
+    async def _written(self, request: HttpRequest, stream: Stream) -> HttpAnswer | None:
         asked = await self._texts.ask(READERS[request.path], request.body)
         check_names(model=asked.order.model)
         reply = TextReply(asked, is_chat=request.path == CHATS)
@@ -136,7 +136,7 @@ class OpenAiEndpoint:
                 await stream.send(event(error_values(refused)))
 
 
-def _wrong_form(request: HttpRequest, method: str) -> Answer | None:
+def _wrong_form(request: HttpRequest, method: str) -> HttpAnswer | None:
     """What is said to a request in another form; JSON said to be something else may come from any page of a browser."""
     if request.method != method:
         wrong = plain_error(405, f"{request.path} is asked by {method}", "method_not_allowed")

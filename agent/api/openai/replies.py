@@ -8,7 +8,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from agent.http.exchange import Answer
+from agent.http.exchange import HttpAnswer
 from experts.errors import Refusing
 from experts.llm.serving.generation import Ending
 
@@ -77,7 +77,7 @@ class TextReply:
         self.texts.append(piece.text)
         self.tokens += piece.tokens
 
-    def whole(self, end: TextEnd) -> Answer:
+    def whole(self, end: TextEnd) -> HttpAnswer:
         """The answer, once all pieces are there."""
         text = "".join(self.texts)
         said: dict[str, Any] = {"text": text}
@@ -214,7 +214,7 @@ def _usage(end: TextEnd) -> dict[str, int]:
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
-def models_answer(models: Sequence[TextModelView], created: int) -> Answer:
+def models_answer(models: Sequence[TextModelView], created: int) -> HttpAnswer:
     return answer(200, {"object": "list", "data": [model_values(model, created) for model in models]})
 
 
@@ -224,7 +224,7 @@ def model_values(model: TextModelView, created: int) -> dict[str, Any]:
     return {"id": model.name, "object": "model", "created": created, "owned_by": OWNER, **ours}
 
 
-def refused_answer(refused: OrderRefused) -> Answer:
+def refused_answer(refused: OrderRefused) -> HttpAnswer:
     """A refusal, with its status."""
     kind = KINDS[refused.reason]
     hint: tuple[tuple[str, str], ...] = (("x-should-retry", "true" if kind.is_worth else "false"),)
@@ -238,13 +238,13 @@ def error_values(refused: OrderRefused) -> dict[str, Any]:
     return {"error": {"message": str(refused), "type": kind.type, "param": refused.field, "code": kind.code}}
 
 
-def plain_error(status: int, message: str, code: str | None = None) -> Answer:
+def plain_error(status: int, message: str, code: str | None = None) -> HttpAnswer:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return answer(status, {"error": {"message": message, "type": kind, "param": None, "code": code}})
 
 
-def answer(status: int, values: dict[str, Any], *headers: tuple[str, str]) -> Answer:
-    return Answer(status, _json(values), (JSON, *headers))
+def answer(status: int, values: dict[str, Any], *headers: tuple[str, str]) -> HttpAnswer:
+    return HttpAnswer(status, _json(values), (JSON, *headers))
 
 
 def event(values: dict[str, Any]) -> bytes:

@@ -2,7 +2,7 @@
 
 Guarantees: at most one process at a time, and a next one only when the last one is known to have ended. One that does
 not connect within ``open_timeout_s``, or shows no frame for ``stall_timeout_s``, is killed. Tries have pauses between
-them that double up to LONGEST_PAUSE_S, with jitter, and begin anew once frames came for HEALTHY_S. A camera that stays
+them that double up to 30 s, with jitter, and begin anew once frames came for HEALTHY_S. A camera that stays
 away is told once, then at most every REPEAT_S, whatever the reasons are that it gives. Frames that are later than
 ``max_lag_s`` are an alarm; if they stay so for ``stall_timeout_s`` the process is killed: the next has no backlog.
 
@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING, TypeAlias
 
+from experts.backoff import Backoff
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -27,8 +29,7 @@ NEVER = float("inf")
 START_S = 30.0  # for a process to begin, on a box that is busy
 CLOSE_S = 0.7  # for one to let its camera go, before it is killed
 END_S = 5.0  # for one that was killed to be gone; then it hangs within the kernel
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 30.0
+BACKOFF = Backoff(0.5, 30.0)
 JITTER = 0.25  # of a pause, up or down: cameras behind one switch do not come back at once
 HEALTHY_S = 10.0
 REPEAT_S = 600.0
@@ -287,9 +288,8 @@ class Supervisor:
         return self._enter(_Phase.RESTING, now + self._pause_s(), *told)
 
     def _pause_s(self) -> float:
-        pause_s = min(FIRST_PAUSE_S * 2.0 ** min(self._tries, 16), LONGEST_PAUSE_S)
         self._tries += 1
-        return min(pause_s * (1 - JITTER + 2 * JITTER * self._random()), LONGEST_PAUSE_S)
+        return min(BACKOFF.pause_s(self._tries) * (1 - JITTER + 2 * JITTER * self._random()), BACKOFF.longest_s)
 
     def _stop(self, now: float) -> list[Action]:
         has_process = self._has_process

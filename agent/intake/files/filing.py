@@ -9,6 +9,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from agent.intake.files.inbox import DONE, FAILED, NG
+from experts.backoff import Backoff
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FIRST_RETRY_S = 0.5
-LONGEST_RETRY_S = 30.0
+BACKOFF = Backoff(0.5, 30.0)
 SHELF_OF = {Verdict.OK: DONE, Verdict.NG: NG, Verdict.UNKNOWN: FAILED}
 
 
@@ -35,7 +35,7 @@ class Filing:
     reason: str | None
     placed: Path | None = None
     retry_at: float = 0.0
-    wait_s: float = FIRST_RETRY_S
+    failures: int = 0
 
 
 class Shelves:
@@ -117,8 +117,8 @@ class Shelves:
         if self.alarm != reason:
             log.error("intake_not_filed file=%s reason=%s: kept and retried", printable(filing.file.relpath), reason)
         self.alarm = reason
-        filing.retry_at = now + filing.wait_s
-        filing.wait_s = min(2 * filing.wait_s, LONGEST_RETRY_S)
+        filing.failures += 1
+        filing.retry_at = now + BACKOFF.pause_s(filing.failures)
 
 
 def printable(text: str) -> str:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agent.records.delivery.pump import Pump
-from agent.records.outbox import Outbox, OutboxReader, Standing, forget
+from agent.records.outbox import Outbox, OutboxCounts, OutboxReader, forget
 from experts.daemon_threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Deliveries:
         return found
 
     def _statistics(self, name: str, pump: Pump) -> DeliveryStatistics:
-        standing, told = Standing(0, 0), pump.statistics()
+        standing, told = OutboxCounts(0, 0), pump.statistics()
         with suppress(OSError, sqlite3.Error):  # the store's own alarm says why
             standing = self._reader.standing(name)
         return DeliveryStatistics(name, standing.waiting, standing.given_way, told.delivered, told.refused, told.alarm)

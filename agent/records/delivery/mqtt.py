@@ -99,7 +99,7 @@ class MqttConnection:
         self._lost = asyncio.ensure_future(_until_lost(client))
 
     async def deliver(self, message: Message) -> None:
-        """See Connection. Refused is what MQTT has no room for: a topic or a payload that is too long."""
+        """See ReceiverConnection. Refused is what MQTT has no room for: a topic or a payload that is too long."""
         try:
             await self.publish(f"{self._prefix}/{_topic(message)}", message.payload)
         except ValueError as error:

@@ -18,20 +18,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.records.delivery.pacing import LONGEST_RETRY_S, Backoff, Pace
+from experts.backoff import Backoff
 from experts.errors import ConfigError, MessageRefused, ReceiverUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from agent.records.delivery.receiver import Connection, Receiver
-    from agent.records.outbox import Message, OutboxReader, Standing
+    from agent.records.delivery.receiver import Receiver, ReceiverConnection
+    from agent.records.outbox import Message, OutboxCounts, OutboxReader
 
     Settle = Callable[[Sequence[str], Callable[[], None]], None]
 
 log = logging.getLogger(__name__)
 
 READ_MESSAGES = 100
+BACKOFF = Backoff(0.5, 60.0)
+LONGEST_ASKED_S = 3600.0  # a receiver that asks for a day of silence is asked again all the same
 SETTLE_MESSAGES = 50  # acknowledged ones that leave the outbox together
 SETTLE_S = 0.25  # and how long an acknowledged one waits for others
 SETTLING_MAXIMUM = 1000  # acknowledged ones whose commit is under way: a disk that hangs must not have all told twice
@@ -54,8 +56,9 @@ class Pump:
         self._receiver = receiver
         self._outbox = outbox
         self._settle = settle
-        self._pace = Pace(per_s)
-        self._backoff = Backoff()
+        self._interval_s = 1.0 / per_s
+        self._next_turn_s = 0.0
+        self._failures = 0  # in a row
         self._acknowledged: list[str] = []  # and not yet handed to ``settle``
         self._acknowledged_since_s = 0.0
         self._settling: set[str] = set()  # handed to it, and not yet out of the outbox
@@ -103,12 +106,13 @@ class Pump:
                 log.exception("outbox_failed receiver=%s", self._receiver.name)
             self._raise_alarm(f"{type(error).__name__}: {error}")
             asked_s = None
-        if began_s is not None and self._now_s - began_s > LONGEST_RETRY_S:
-            self._backoff.succeeded()
+        if began_s is not None and self._now_s - began_s > BACKOFF.longest_s:
+            self._failures = 0
         self._hand_over()
-        return self._backoff.failed(asked_s)
+        self._failures += 1
+        return max(BACKOFF.pause_s(self._failures), min(asked_s or 0.0, LONGEST_ASKED_S))
 
-    async def _drain(self, connection: Connection) -> None:
+    async def _drain(self, connection: ReceiverConnection) -> None:
         while True:
             messages = self._next()
             if not messages:
@@ -118,7 +122,9 @@ class Pump:
                 await self._tell(connection, message)
 
     async def _take_turn(self) -> None:
-        wait_s = self._pace.turn_in_s(self._now_s)
+        """Turns are spread evenly: an unused turn is not made up for."""
+        at_s = max(self._next_turn_s, self._now_s)
+        self._next_turn_s, wait_s = at_s + self._interval_s, at_s - self._now_s
         if wait_s > SETTLE_S:
             self._hand_over()
         await asyncio.sleep(wait_s)
@@ -132,7 +138,7 @@ class Pump:
         waiting = self._outbox.waiting(self._receiver.name, len(told) + READ_MESSAGES)
         return [message for message in waiting if message.id not in told]
 
-    async def _tell(self, connection: Connection, message: Message) -> None:
+    async def _tell(self, connection: ReceiverConnection, message: Message) -> None:
         try:
             await connection.deliver(message)
         except MessageRefused as error:
@@ -143,7 +149,7 @@ class Pump:
             )  # fmt: skip
         else:
             self._delivered += 1
-        self._backoff.succeeded()
+        self._failures = 0
         self._end_alarm()
         if not self._acknowledged:
             self._acknowledged_since_s = self._now_s
@@ -151,7 +157,7 @@ class Pump:
         if len(self._acknowledged) >= SETTLE_MESSAGES or self._now_s - self._acknowledged_since_s >= SETTLE_S:
             self._hand_over()
 
-    async def _rest(self, connection: Connection) -> None:
+    async def _rest(self, connection: ReceiverConnection) -> None:
         """Until there may be something to do, or the connection is lost."""
         self._hand_over()
         waits = asyncio.ensure_future(self._woken.wait()), asyncio.ensure_future(connection.lost())
@@ -198,7 +204,7 @@ class Pump:
             self._is_giving_way = False
             log.warning("outbox_told receiver=%s given_way=%d", self._receiver.name, standing.given_way)
 
-    def _standing(self) -> Standing | None:
+    def _standing(self) -> OutboxCounts | None:
         try:
             return self._outbox.standing(self._receiver.name)
         except (OSError, sqlite3.Error):  # told where messages are read

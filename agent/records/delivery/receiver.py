@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from agent.records.outbox import Message
 
 
-class Connection(Protocol):
+class ReceiverConnection(Protocol):
     """A receiver that can be told something now."""
 
     async def deliver(self, message: Message) -> None:
@@ -32,7 +32,7 @@ class Receiver(Protocol):
 
     name: str
 
-    def connected(self) -> AbstractAsyncContextManager[Connection]:
+    def connected(self) -> AbstractAsyncContextManager[ReceiverConnection]:
         """Connect, and disconnect in the end. Raises ReceiverUnavailable."""
 
 

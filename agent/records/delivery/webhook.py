@@ -85,7 +85,7 @@ class WebhookConnection:
         )
 
     async def deliver(self, message: Message) -> None:
-        """See Connection."""
+        """See ReceiverConnection."""
         exchange = asyncio.get_running_loop().run_in_executor(None, self._exchange, message)
         try:
             answer = await asyncio.wait_for(asyncio.shield(exchange), self._timeout_s)
@@ -100,7 +100,7 @@ class WebhookConnection:
         self._judge(answer, message)
 
     async def lost(self) -> None:
-        """See Connection. A web address is asked only when there is something to tell."""
+        """See ReceiverConnection. A web address is asked only when there is something to tell."""
         await asyncio.Event().wait()
 
     def close(self) -> None:

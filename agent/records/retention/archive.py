@@ -94,7 +94,7 @@ class KeeperStatistics:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _WaitingImage:
     """An image on its way to the disk. ``then`` is None once somebody was told, by one of two threads."""
 
     content: bytes
@@ -136,7 +136,7 @@ class ImageKeeper:
 
         ``then`` runs once, on this or on a keeper's thread; not at all if ``stop`` comes first and does not wait.
         """
-        waiting = _Waiting(content, name, at, then, time.monotonic() + self._deadline_s)
+        waiting = _WaitingImage(content, name, at, then, time.monotonic() + self._deadline_s)
         with self._changed:
             refusal = self._refusal(len(content))
             if refusal is None:
@@ -165,7 +165,7 @@ class ImageKeeper:
             return f"the disk is too slow: {self._limit_bytes} bytes of images wait for it"
         return None
 
-    def _keep(self, waiting: _Waiting) -> None:
+    def _keep(self, waiting: _WaitingImage) -> None:
         relpath: str | None = None
         if waiting.then is not None:  # else its verdict went on without it
             try:
@@ -181,7 +181,7 @@ class ImageKeeper:
             self._changed.notify_all()
         _tell(then, relpath, waiting.name)
 
-    def _await(self, waiting: _Waiting) -> None:
+    def _await(self, waiting: _WaitingImage) -> None:
         """Let the verdict go on where the disk takes too long."""
         with self._changed:
             left_s = waiting.deadline_s - time.monotonic()

@@ -50,7 +50,7 @@ class KeptImage:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class KeepLimits:
     """What a line file says of keeping; None: no limit."""
 
     days: int | None = None
@@ -59,7 +59,7 @@ class Limits:
     export_required: bool = False
 
     @classmethod
-    def of(cls, section: KeepSection) -> Limits:
+    def of(cls, section: KeepSection) -> KeepLimits:
         return cls(section.days, section.size, section.free, section.export_required)
 
     @property
@@ -84,16 +84,16 @@ class Going:
     reason: Reason
 
 
-def may_go(image: KeptImage, limits: Limits, now_s: float) -> bool:
+def may_go(image: KeptImage, limits: KeepLimits, now_s: float) -> bool:
     return image.changed_s <= now_s - YOUNG_S and (image.is_exported or not limits.export_required)
 
 
-def going_order(image: KeptImage, limits: Limits, now_s: float) -> tuple[bool, int, float, str]:
+def going_order(image: KeptImage, limits: KeepLimits, now_s: float) -> tuple[bool, int, float, str]:
     is_old = _is_too_old(image, limits, now_s)
     return not is_old, 0 if is_old else LAST_TO_GO[image.verdict], image.at_s, image.path
 
 
-def what_goes(images: Iterable[KeptImage], limits: Limits, situation: Situation) -> Iterator[Going]:
+def what_goes(images: Iterable[KeptImage], limits: KeepLimits, situation: Situation) -> Iterator[Going]:
     """The images that go, in their order, until the limits hold or nothing may go any more."""
     kept_bytes, free_bytes, now_s = situation.kept_bytes, dict(situation.free_bytes), situation.now_s
     candidates = [image for image in images if may_go(image, limits, now_s)]
@@ -113,5 +113,5 @@ def what_goes(images: Iterable[KeptImage], limits: Limits, situation: Situation)
         yield Going(image, reason)
 
 
-def _is_too_old(image: KeptImage, limits: Limits, now_s: float) -> bool:
+def _is_too_old(image: KeptImage, limits: KeepLimits, now_s: float) -> bool:
     return limits.days is not None and image.at_s < now_s - limits.days * DAY_S

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from agent.records.database import open_for_reading, utc_text
 from agent.records.export import last_exported
 from agent.records.retention.kept_images import FileSeen, archived, remove, shelved
-from agent.records.retention.rules import KeptImage, Limits, Reason, Situation, going_order, may_go, what_goes
+from agent.records.retention.rules import KeepLimits, KeptImage, Reason, Situation, going_order, may_go, what_goes
 from agent.records.retention.steadiness import Steadiness
 from experts.expert import Verdict
 
@@ -95,7 +95,7 @@ class Sweeper:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: KeepLimits,
         archive: ImageArchive,
         shelves: Sequence[Shelf],
         store: ResultStore,
@@ -169,7 +169,7 @@ class Sweeper:
         self._judge(limits, found, free_bytes, going, is_done=is_done)
         self._next_round_s = self._clock() + (ROUND_S if is_done else 0.0)
 
-    def _look(self, limits: Limits, exported: ExportedRange | None, found: _Found) -> Iterator[None]:
+    def _look(self, limits: KeepLimits, exported: ExportedRange | None, found: _Found) -> Iterator[None]:
         now_s = self._wall().timestamp()
         for image in self._all_images(exported):
             if image is None:
@@ -294,7 +294,7 @@ class Sweeper:
 
     # -- rows --
 
-    def _remove_rows(self, limits: Limits, exported: ExportedRange | None, age: timedelta) -> Iterator[None]:
+    def _remove_rows(self, limits: KeepLimits, exported: ExportedRange | None, age: timedelta) -> Iterator[None]:
         before = self._wall() - age
         last_seq = None
         if limits.export_required:
@@ -369,7 +369,7 @@ class Sweeper:
         return self._steadiness.look(self._wall().timestamp(), self._clock())
 
     def _judge(
-        self, limits: Limits, found: _Found, free_bytes: Mapping[int, int], going: Sequence[Going], *, is_done: bool
+        self, limits: KeepLimits, found: _Found, free_bytes: Mapping[int, int], going: Sequence[Going], *, is_done: bool
     ) -> None:
         """Say, once, that a limit cannot hold, because nothing more may go."""
         going = [one for one in going if one.image.path not in self._stuck]
@@ -389,7 +389,7 @@ class Sweeper:
         self._alarm = reason
 
 
-def _keep_the_first(found: _Found, limits: Limits, now_s: float) -> None:
+def _keep_the_first(found: _Found, limits: KeepLimits, now_s: float) -> None:
     found.has_more = True
     found.candidates = nsmallest(CANDIDATES, found.candidates, key=lambda each: going_order(each, limits, now_s))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.api.calls.desk import AUTO
+from agent.api.calls.orders import invalid
 from experts.errors import OrderRefused, Refusing
 from experts.llm.text.text_writer import check_stops
 
@@ -57,10 +58,6 @@ def last_words(order: TextOrder) -> str:
     if order.prompt is not None:
         return order.prompt
     return next((message["content"] for message in reversed(order.messages) if message["role"] == "user"), "")
-
-
-def invalid(field: str, message: str) -> OrderRefused:
-    return OrderRefused(Refusing.INVALID, f"{field}: {message}", field=field)
 
 
 def _model_name(model: str, catalog: Catalog) -> str:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from agent.api.calls.desk import TextOrder
-from agent.commands.generating import for_terminal
+from agent.commands.asking import for_terminal
 from experts.errors import OrderRefused, Refusing
 from experts.llm.serving.generation import Sampling
 from tests.agent.api.fake_desk import PROSE

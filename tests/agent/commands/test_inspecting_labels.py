@@ -75,8 +75,9 @@ def test_where_nothing_says_what_it_is_otherwise_nothing_passes(line):
 
 
 def test_its_picture_names_what_else_holds(tmp_path):
-    from agent.commands.judged_pictures import Shown, _words
+    from agent.commands.judged_images import JudgedImage
+    from agent.commands.judged_pictures import _words
     from experts.expert import Verdict
 
     outputs = (LabelScore("bent", 0.9, 0.5), LabelScore("gone", 0.6, 0.5), LabelScore("ok", 0.1, 0.5))
-    assert _words(Shown(Verdict.NG, "bent", 0.9, None, (), (), outputs)) == "NG  bent 0.900  (gone 0.600)"
+    assert _words(JudgedImage(Verdict.NG, "bent", 0.9, outputs=outputs)) == "NG  bent 0.900  (gone 0.600)"

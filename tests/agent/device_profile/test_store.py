@@ -28,9 +28,9 @@ from agent.device_profile.records import (
     KindProfile,
     LinkSpeed,
     PoolAllocation,
+    SearchTrial,
     SpinTimes,
     StoredProfile,
-    Trial,
     UsageOrigin,
     UsageProfile,
 )
@@ -88,7 +88,10 @@ DECODINGS = (
     ImageDecoding("cls/a", 8, 96.0, 1.6, 0.45, 8, 0, 0.0123, 0.02, "5b"),
     ImageDecoding("det/x", 2, 0.03, 0.002, 0.002, 0, 0, 0.0, 0.02, "5c"),
 )
-TRIALS = (Trial("executors", 1, "cuda 1, cpu 1", 12.5), Trial("executors", 2, "cuda 2, cpu 1", 17.25, "best"))
+TRIALS = (
+    SearchTrial("executors", 1, "cuda 1, cpu 1", 12.5),
+    SearchTrial("executors", 2, "cuda 2, cpu 1", 17.25, "best"),
+)
 
 
 def fill(draft):
@@ -197,7 +200,7 @@ def test_a_save_replaces_what_was_saved_before(path):
         draft.save_usage(UsageProfile({"cls/b": 1.0}, {}, UsageOrigin.SERVED, 12))
         draft.save_allocation(Allocation("casual", {"host": 1}, (), {"cpu": 1}))
         draft.save_trials("executors", TRIALS[:1])
-        draft.save_trials("memory:host", [Trial("memory:host", 1, "15", 3.0)])
+        draft.save_trials("memory:host", [SearchTrial("memory:host", 1, "15", 3.0)])
         profile = draft.finish()
     assert profile.kinds == (FASTER, again)
     assert profile.agreements == (replace(AGREEMENT, images=25),)

@@ -7,7 +7,7 @@ from contextlib import closing
 import yaml
 
 from agent.api.calls.desk import Order
-from agent.commands.comparing import promote
+from agent.commands.experts import promote
 from agent.records.attempts import AttemptLog
 from agent.records.database import open_for_reading
 from agent.records.shadow_answers import read_comparison

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent.service.starts import FIRST_PAUSE_S, FREE_STARTS, HEALTHY_S, LONGEST_PAUSE_S, Starts
+from agent.service.starts import BACKOFF, FREE_STARTS, HEALTHY_S, Starts
 
 
 @pytest.fixture
@@ -20,17 +20,17 @@ def pauses(state, boot, count):
 
 def test_the_first_starts_wait_for_nothing_and_then_each_waits_twice_as_long_up_to_a_bound(tmp_path, boot):
     found = pauses(tmp_path, boot, FREE_STARTS + 60)
-    assert found[: FREE_STARTS + 4] == [0.0] * FREE_STARTS + [FIRST_PAUSE_S * factor for factor in (1, 2, 4, 8)]
-    assert max(found) == found[-1] == LONGEST_PAUSE_S
+    assert found[: FREE_STARTS + 4] == [0.0] * FREE_STARTS + [BACKOFF.first_s * factor for factor in (1, 2, 4, 8)]
+    assert max(found) == found[-1] == BACKOFF.longest_s
 
 
 def test_serving_for_long_enough_begins_the_count_anew_and_serving_for_less_does_not(tmp_path, boot):
     pauses(tmp_path, boot, FREE_STARTS)
     starts = Starts(tmp_path, boot)
-    assert starts.begin() == FIRST_PAUSE_S
+    assert starts.begin() == BACKOFF.first_s
     for now_s in (1000.0, 1000.0 + HEALTHY_S - 1):
         starts.served(now_s)
-    assert Starts(tmp_path, boot).begin() == FIRST_PAUSE_S * 2
+    assert Starts(tmp_path, boot).begin() == BACKOFF.first_s * 2
     starts.served(1000.0 + HEALTHY_S)
     assert Starts(tmp_path, boot).begin() == 0.0
 

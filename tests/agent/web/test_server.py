@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from agent.http.server import ARRIVALS
-from agent.web.readings import Condition, Distribution, Histogram, Kind, Metric
+from agent.web.readings import Condition, Distribution, Histogram, Metric, MetricKind
 from agent.web.server import WebServer
 from experts.errors import AddressUnusable
 
@@ -29,7 +29,7 @@ class FakeLine:
 
     def __init__(self):
         self.now = Condition()
-        self.told = [Metric(Kind.COUNTER, "verdicts", "Results stored.", {("OK",): 3, ("NG",): 1}, ("verdict",))]
+        self.told = [Metric(MetricKind.COUNTER, "verdicts", "Results stored.", {("OK",): 3, ("NG",): 1}, ("verdict",))]
         self.goes_on = threading.Event()
         self.goes_on.set()
         self.asked = 0
@@ -120,7 +120,7 @@ class TestThePages:
     def test_metrics_are_told_as_prometheus_reads_them(self, line):
         buckets = Distribution({0.5: 2, float("inf"): 3}, 7.5)
         line.told.append(Histogram("verdict_seconds", "How long.", {("api",): buckets}, ("source",)))
-        line.told.append(Metric(Kind.GAUGE, "queue_requests", "Requests.", {("0",): 4}, ("executor",)))
+        line.told.append(Metric(MetricKind.GAUGE, "queue_requests", "Requests.", {("0",): 4}, ("executor",)))
         with served(line) as server:
             status, headers, text = asked(server.addresses[0], "/metrics")
         assert (status, headers.get_content_type()) == (200, "text/plain")
@@ -234,7 +234,7 @@ class TestRudeCallers:
     def test_who_does_not_read_is_cut_off(self, line, monkeypatch):
         monkeypatch.setattr("agent.web.pages.CONNECTIONS", 1)
         many = {(f"{number:0100d}",): 1 for number in range(60_000)}  # more bytes than sockets hold
-        line.told = [Metric(Kind.GAUGE, "many", "Many.", many, ("one",))]
+        line.told = [Metric(MetricKind.GAUGE, "many", "Many.", many, ("one",))]
         with served(line, connection_s=1.0) as server, closing(connected(server.addresses[0])) as slow:
             slow.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
             until(lambda: line.scraped)

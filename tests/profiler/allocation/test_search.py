@@ -13,7 +13,7 @@ from agent.core.engine import Engine
 from agent.core.performance import SSD, ExecutorSpec, Limits, Performance, PerformanceMatrix
 from agent.core.performance import PoolSpec as Pool
 from agent.core.policy import PRESETS
-from agent.device_profile.records import PoolAllocation, Trial
+from agent.device_profile.records import PoolAllocation, SearchTrial
 from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError
 from profiler.allocation.decay_window import DecayWindow, WindowOptions
@@ -210,9 +210,9 @@ def test_the_casual_split_stays_where_nothing_searched_is_better(folder):
     )
     assert found.allocation.pools == (PoolAllocation("host", 60 * MIB, 20 * MIB, 60),)
     assert found.images_per_s == 100.0
-    assert found.trials[2] == Trial("memory:host", 3, "22 experts", 1.0, "the middle of window 15-28")
+    assert found.trials[2] == SearchTrial("memory:host", 3, "22 experts", 1.0, "the middle of window 15-28")
     kept = "the casual split, a quarter for workspaces, kept as the best"
-    assert found.trials[-1] == Trial("memory:host", 5, "60 experts", 100.0, kept)
+    assert found.trials[-1] == SearchTrial("memory:host", 5, "60 experts", 100.0, kept)
 
 
 def test_what_the_line_file_gives_stays(folder):

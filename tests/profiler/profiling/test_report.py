@@ -19,9 +19,9 @@ from agent.device_profile.records import (
     KindProfile,
     LinkSpeed,
     PoolAllocation,
+    SearchTrial,
     SpinTimes,
     StoredProfile,
-    Trial,
     UsageProfile,
 )
 from profiler.profiling.report import MOST_CURVES, profile_charts, profile_json, profile_table, usage_cdf
@@ -77,10 +77,10 @@ def profile():
         ),
         speedups={"cuda": (1.0, 1.4, 1.5)},
         trials=(
-            Trial("executors", 1, "1 cuda + 0 cpu", 80.0),
-            Trial("executors", 2, "3 cuda + 1 cpu", 120.0, "best"),
-            Trial("memory:device", 1, "40 experts", 110.0, "window 25-40"),
-            Trial("memory:device", 2, "60 experts", 125.0, "window 40-55, chosen"),
+            SearchTrial("executors", 1, "1 cuda + 0 cpu", 80.0),
+            SearchTrial("executors", 2, "3 cuda + 1 cpu", 120.0, "best"),
+            SearchTrial("memory:device", 1, "40 experts", 110.0, "window 25-40"),
+            SearchTrial("memory:device", 2, "60 experts", 125.0, "window 40-55, chosen"),
         ),
     )
 

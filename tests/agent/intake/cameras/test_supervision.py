@@ -154,7 +154,7 @@ def test_pauses_double_up_to_half_a_minute() -> None:
 def test_pauses_are_jittered_and_never_longer_than_the_longest() -> None:
     assert [Desk(evenly).fail() for evenly in (0.0, 1.0)] == [0.375, 0.625]
     desk = Desk(1.0)
-    assert max(desk.fail() for _ in range(12)) == supervision.LONGEST_PAUSE_S
+    assert max(desk.fail() for _ in range(12)) == supervision.BACKOFF.longest_s
 
 
 def test_only_ten_healthy_seconds_let_the_pauses_begin_anew() -> None:

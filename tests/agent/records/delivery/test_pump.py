@@ -11,7 +11,6 @@ from itertools import count, pairwise
 
 import pytest
 
-from agent.records.delivery.pacing import Backoff, Pace
 from agent.records.delivery.pump import Pump
 from agent.records.outbox import Outbox, OutboxReader, forget
 from agent.records.result_writer import ResultStore
@@ -287,19 +286,3 @@ def test_what_was_told_is_not_told_again_while_its_commit_takes_time(stage, make
         settle(ids, done)
     one.run(lambda: len(one.receiver.heard) == 1500)
     assert one.receiver.seqs == list(range(1, 1501))
-
-
-def test_a_pace_is_even_and_makes_up_for_nothing():
-    pace = Pace(10.0)
-    assert [pace.turn_in_s(0.0) for _ in range(3)] == pytest.approx([0.0, 0.1, 0.2])
-    assert pace.turn_in_s(100.0) == 0.0
-    assert pace.turn_in_s(100.0) == pytest.approx(0.1)
-
-
-def test_waits_double_to_a_minute_and_begin_anew_after_a_success():
-    backoff = Backoff()
-    assert [backoff.failed() for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 32, 60, 60]
-    backoff.succeeded()
-    assert backoff.failed(asked_s=7.0) == 7.0
-    assert backoff.failed(asked_s=0.1) == 1.0
-    assert backoff.failed(asked_s=10**9) == 3600.0

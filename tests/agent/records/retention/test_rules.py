@@ -28,8 +28,8 @@ from agent.records.retention.rules import (
     DAY_S,
     LAST_TO_GO,
     YOUNG_S,
+    KeepLimits,
     KeptImage,
-    Limits,
     Reason,
     Situation,
     may_go,
@@ -63,14 +63,14 @@ def gone(images, limits, free_bytes=None) -> list[tuple[str, str]]:
 
 
 def test_without_a_limit_nothing_goes():
-    assert gone([kept(1, age_s=100 * DAY_S)], Limits()) == []
-    assert not Limits().is_any
-    assert Limits.of(KeepSection(days=3, size="1KiB", export_required=True)) == Limits(3, 1024, None, True)
+    assert gone([kept(1, age_s=100 * DAY_S)], KeepLimits()) == []
+    assert not KeepLimits().is_any
+    assert KeepLimits.of(KeepSection(days=3, size="1KiB", export_required=True)) == KeepLimits(3, 1024, None, True)
 
 
 def test_what_is_too_old_goes_whatever_its_verdict():
     images = [kept(1, Verdict.NG, 3.1 * DAY_S), kept(2, Verdict.OK, 2.9 * DAY_S), kept(3, Verdict.UNKNOWN, 9 * DAY_S)]
-    assert gone(images, Limits(days=3)) == [("003", "age"), ("001", "age")]
+    assert gone(images, KeepLimits(days=3)) == [("003", "age"), ("001", "age")]
 
 
 def test_ok_goes_before_unknown_before_ng_the_oldest_first():
@@ -81,26 +81,26 @@ def test_ok_goes_before_unknown_before_ng_the_oldest_first():
     ]  # fmt: skip
     order = ["004", "002", "003", "001", "005"]
     for left in range(6):
-        assert gone(images, Limits(size_bytes=10 * left)) == [(path, "size") for path in order[: 5 - left]]
+        assert gone(images, KeepLimits(size_bytes=10 * left)) == [(path, "size") for path in order[: 5 - left]]
 
 
 def test_what_is_free_is_told_by_disk():
     images = [kept(1, Verdict.OK), kept(2, Verdict.NG, device=2), kept(3, Verdict.OK, device=2), kept(4, device=3)]
-    assert gone(images, Limits(free_bytes=100), {1: 100, 2: 85, 3: 99}) == [
+    assert gone(images, KeepLimits(free_bytes=100), {1: 100, 2: 85, 3: 99}) == [
         ("003", "free"),
         ("004", "free"),
         ("002", "free"),
     ]
-    assert gone(images, Limits(free_bytes=100), {1: 0}) == [("001", "free")], "of a disk that is not known, nothing"
+    assert gone(images, KeepLimits(free_bytes=100), {1: 0}) == [("001", "free")], "of a disk that is not known, nothing"
 
 
 def test_what_is_young_or_not_exported_stays():
     images = [
         kept(1, changed_s=NOW_S - YOUNG_S + 1), kept(2, is_exported=False), kept(3, changed_s=NOW_S - YOUNG_S),
     ]  # fmt: skip
-    assert gone(images, Limits(size_bytes=1)) == [("002", "size"), ("003", "size")]
-    assert gone(images, Limits(size_bytes=1, export_required=True)) == [("003", "size")]
-    assert gone(images, Limits(days=2, export_required=True), None) == []
+    assert gone(images, KeepLimits(size_bytes=1)) == [("002", "size"), ("003", "size")]
+    assert gone(images, KeepLimits(size_bytes=1, export_required=True)) == [("003", "size")]
+    assert gone(images, KeepLimits(days=2, export_required=True), None) == []
 
 
 SOME_IMAGES = st.lists(
@@ -117,7 +117,7 @@ SOME_IMAGES = st.lists(
     unique_by=lambda image: image.path,
 )
 SOME_LIMITS = st.builds(
-    Limits,
+    KeepLimits,
     st.none() | st.integers(1, 9),
     st.none() | st.integers(1, 500),
     st.none() | st.integers(1, 500),
@@ -157,7 +157,7 @@ def test_whatever_is_asked_for(images, limits, free):
 class Line:
     """A store, an archive, the shelves of one folder, and a sweeper under clocks that are set."""
 
-    def __init__(self, folder: Path, limits: Limits, **settings) -> None:
+    def __init__(self, folder: Path, limits: KeepLimits, **settings) -> None:
         self.folder = folder
         self.store = ResultStore(folder / "r.db")
         self.archive = ImageArchive(folder / "images", "all")
@@ -171,7 +171,7 @@ class Line:
         self.free_bytes = 10**12
         self.sweeper = self.new_sweeper(limits, **settings)
 
-    def new_sweeper(self, limits: Limits, **settings) -> Sweeper:
+    def new_sweeper(self, limits: KeepLimits, **settings) -> Sweeper:
         return Sweeper(
             limits, self.archive, self.shelves, self.store, clock=lambda: self.monotonic_s, wall=self.now,
             free_bytes=lambda _: self.free_bytes + self.removed_bytes(), **settings,
@@ -232,7 +232,7 @@ class Line:
 def line(tmp_path):
     made = []
 
-    def make(limits: Limits, **settings) -> Line:
+    def make(limits: KeepLimits, **settings) -> Line:
         made.append(Line(tmp_path, limits, **settings))
         return made[-1]
 
@@ -243,7 +243,7 @@ def line(tmp_path):
 
 def test_images_go_by_size_wherever_they_lie_and_ng_last(line):
     """AC25: retention by size keeps NG longer than OK."""
-    one = line(Limits(size_bytes=3500))
+    one = line(KeepLimits(size_bytes=3500))
     ng = [one.archived("ng", Verdict.NG, age_days=9.0), one.shelved("ng.png", Verdict.NG, age_days=8.0)]
     unknown = [one.archived("u", Verdict.UNKNOWN), one.shelved("u.png", Verdict.UNKNOWN)]
     ok = [one.archived("ok", Verdict.OK), one.shelved("sub/ok.png", Verdict.OK)]
@@ -259,7 +259,7 @@ def test_images_go_by_size_wherever_they_lie_and_ng_last(line):
 
 
 def test_a_result_forgets_an_image_that_is_gone_and_keeps_one_that_is_there(line):
-    one = line(Limits(size_bytes=1500))
+    one = line(KeepLimits(size_bytes=1500))
     one.archived("ok", Verdict.OK)
     ng = one.archived("ng", Verdict.NG)
     one.sweep()
@@ -268,7 +268,7 @@ def test_a_result_forgets_an_image_that_is_gone_and_keeps_one_that_is_there(line
 
 
 def test_an_image_of_several_parts_is_as_bad_as_the_worst_of_them(line):
-    one = line(Limits(size_bytes=1000))
+    one = line(KeepLimits(size_bytes=1000))
     shared = one.archived("a", Verdict.OK, age_days=5.0)
     relpath = str(shared.relative_to(one.archive.folder))
     one.store.record(one.result("b", Verdict.NG, kept_as=relpath))
@@ -278,7 +278,7 @@ def test_an_image_of_several_parts_is_as_bad_as_the_worst_of_them(line):
 
 
 def test_what_is_not_the_agents_own_is_never_touched(line):
-    one = line(Limits(size_bytes=1, days=1))
+    one = line(KeepLimits(size_bytes=1, days=1))
     inbox = one.folder / "inbox"
     ours = one.shelved("a.png", Verdict.OK, age_days=5.0)
     names = [
@@ -311,7 +311,7 @@ def test_what_is_not_the_agents_own_is_never_touched(line):
 
 
 def test_an_explanation_goes_with_its_file_and_empty_folders_of_days_go_too(line):
-    one = line(Limits(size_bytes=1))
+    one = line(KeepLimits(size_bytes=1))
     failed, ok = one.shelved("sub/u.png", Verdict.UNKNOWN), one.shelved("sub/deep/ok.png", Verdict.OK)
     one.sweep()
     assert not failed.exists()
@@ -320,7 +320,7 @@ def test_an_explanation_goes_with_its_file_and_empty_folders_of_days_go_too(line
 
 
 def test_a_file_that_was_replaced_since_it_was_looked_at_stays(line):
-    one = line(Limits(size_bytes=1))
+    one = line(KeepLimits(size_bytes=1))
     path = one.shelved("a.png", Verdict.OK)
     (seen,) = shelved(one.shelves[0])
     path.write_bytes(b"another one")
@@ -329,7 +329,7 @@ def test_a_file_that_was_replaced_since_it_was_looked_at_stays(line):
 
 
 def test_images_and_rows_go_by_age_and_rows_after_their_images(line):
-    one = line(Limits(days=30))
+    one = line(KeepLimits(days=30))
     old, young = one.archived("old", Verdict.NG, age_days=31.0), one.archived("young", Verdict.OK, age_days=29.0)
     one.store.record(one.result("bare", Verdict.NG, 40.0))
     for serial, age_days in (("B1", 31.0), ("B2", 29.0)):
@@ -347,7 +347,7 @@ def test_images_and_rows_go_by_age_and_rows_after_their_images(line):
 
 def test_the_row_of_a_file_that_still_lies_in_its_folder_stays(line):
     """Where judged files are kept in place, their row is all that says that they were judged."""
-    one = line(Limits(days=30), is_needed=lambda key: key == "kept")
+    one = line(KeepLimits(days=30), is_needed=lambda key: key == "kept")
     for key in ("kept", "gone"):
         one.store.record(one.result(key, Verdict.OK, 40.0))
     one.settle()
@@ -356,7 +356,7 @@ def test_the_row_of_a_file_that_still_lies_in_its_folder_stays(line):
 
 
 def test_a_number_is_never_given_twice_and_the_file_gives_up_its_room(line):
-    one = line(Limits(days=30))
+    one = line(KeepLimits(days=30))
     for number in range(2000):
         one.store.record(one.result(f"k{number}", Verdict.OK, 40.0, reason="x" * 1000))
     one.settle()
@@ -370,13 +370,13 @@ def test_a_number_is_never_given_twice_and_the_file_gives_up_its_room(line):
 
 def test_a_file_that_cannot_give_up_its_room_keeps_no_round_from_ending(line):
     """One that was copied by a tool that did not copy its setting: what is deleted there is used again."""
-    one = line(Limits(days=30))
+    one = line(KeepLimits(days=30))
     one.store.close()
     with closing(sqlite3.connect(one.folder / "r.db")) as connection:
         for change in ("journal_mode = DELETE", "auto_vacuum = NONE"):
             connection.execute(f"PRAGMA {change}")
         connection.execute("VACUUM")
-    one = line(Limits(days=30))
+    one = line(KeepLimits(days=30))
     for number in range(100):
         one.store.record(one.result(f"k{number}", Verdict.OK, 40.0, reason="x" * 1000))
     one.settle()
@@ -388,7 +388,7 @@ def test_a_file_that_cannot_give_up_its_room_keeps_no_round_from_ending(line):
 
 def test_a_file_that_cannot_be_removed_keeps_no_other_from_going(line, monkeypatch, caplog):
     """As in a folder that somebody else copied back: each round tries it again, and others go in its place."""
-    one = line(Limits(size_bytes=1500))
+    one = line(KeepLimits(size_bytes=1500))
     stuck, other, young = (one.shelved(f"{day}.png", Verdict.OK, age_days=day) for day in (3.0, 2.0, 1.0))
     refused = {stuck}
 
@@ -417,7 +417,7 @@ def _pages(line: Line) -> int:
 
 def test_age_counts_only_once_the_clock_has_run_evenly_for_an_hour(line):
     """A clock that is set to a wrong year for a while takes nothing with it."""
-    one = line(Limits(days=30))
+    one = line(KeepLimits(days=30))
     path = one.archived("a", Verdict.OK, age_days=1.0)
     one.sweep(STEADY_S / 4)
     one.ahead_s += 10 * 365 * DAY_S
@@ -447,7 +447,7 @@ def exported(one: Line, days_ago: float) -> None:
 
 def test_what_is_not_exported_stays_where_that_is_required(line):
     """AC25: never deletes unexported rows, nor their images."""
-    one = line(Limits(days=5, size_bytes=1, export_required=True))
+    one = line(KeepLimits(days=5, size_bytes=1, export_required=True))
     old = one.archived("old", Verdict.OK, age_days=20.0)
     put_away = one.shelved("a.png", Verdict.OK, age_days=20.0)
     one.sweep()
@@ -469,7 +469,7 @@ def test_what_is_not_exported_stays_where_that_is_required(line):
 
 
 def test_what_is_free_decides_too_and_what_cannot_be_kept_is_told_once(line, caplog):
-    one = line(Limits(free_bytes=5000))
+    one = line(KeepLimits(free_bytes=5000))
     ok, ng = one.archived("ok", Verdict.OK), one.archived("ng", Verdict.NG)
     one.free_bytes = 4500
     one.sweep()
@@ -490,7 +490,7 @@ def test_more_images_than_one_round_decides_about_go_in_the_next_at_once(line, m
     monkeypatch.setattr(sweeper, "CANDIDATES", 5)
     monkeypatch.setattr(sweeper, "STEP_FILES", 3)
     monkeypatch.setattr(sweeper, "STEP_REMOVALS", 2)
-    one = line(Limits(size_bytes=1500))
+    one = line(KeepLimits(size_bytes=1500))
     paths = [one.archived(f"k{number:02}", Verdict.OK, age_days=1.0 - number / 100) for number in range(30)]
     ng = one.archived("ng", Verdict.NG, age_days=3.0)
     for _ in range(1000):
@@ -507,7 +507,7 @@ from pathlib import Path
 from agent.records.retention.archive import ImageArchive
 from agent.records.retention.kept_images import Shelf
 from agent.records.result_writer import ResultStore
-from agent.records.retention.rules import Limits
+from agent.records.retention.rules import KeepLimits
 from agent.records.retention.sweeper import Sweeper
 from experts.expert import Verdict
 
@@ -516,7 +516,8 @@ store = ResultStore(folder / "r.db")
 archive = ImageArchive(folder / "images", "all")
 shelf = Shelf(folder / "inbox" / "done", Verdict.OK)
 later = datetime.now(UTC) + timedelta(hours=2)
-sweeper = Sweeper(Limits() if sys.argv[4:] else Limits(size_bytes=1), archive, [shelf], store, wall=lambda: later)
+limits = KeepLimits() if sys.argv[4:] else KeepLimits(size_bytes=1)
+sweeper = Sweeper(limits, archive, [shelf], store, wall=lambda: later)
 remove = sweeper._remove_file
 def counted(path, mtime_ns):
     global removals
@@ -535,7 +536,7 @@ store.close()
 
 @pytest.mark.parametrize(("removals", "without_limits"), [(1, False), (2, False), (4, False), (1, True)])
 def test_killed_between_mark_and_removal_no_result_names_a_file_that_is_gone(line, forks, removals, without_limits):
-    one = line(Limits())
+    one = line(KeepLimits())
     for number in range(3):
         one.archived(f"k{number}", Verdict.OK)
     one.shelved("a.png", Verdict.OK)
