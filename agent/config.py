@@ -120,7 +120,7 @@ class LineConfig:
         return self.state / "profile.db"
 
     def precision_beside(self, expert: Expert) -> Precision | None:
-        """What the file gives for an expert that has no precision of its own; None: auto."""
+        """Precision of the file for an expert without its own; None: auto."""
         return None if expert.is_automatic else self.precision
 
     def having(

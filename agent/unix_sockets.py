@@ -1,8 +1,8 @@
-"""The file of a unix socket: whose it is, and who may connect.
+"""File of a unix socket: locked by its server, with permissions for its callers.
 
-Guarantees: while one process serves at a path no other takes it away, and what a dead one has left is replaced; it
-appears with its permissions. gRPC by itself unlinks whatever lies at the path, so two agents would rob one another; a
-server of Python's refuses to bind where anything lies.
+Guarantees: while a process serves at a path, no other process replaces the socket; a dead process's socket is replaced.
+The socket appears with its permissions. gRPC itself unlinks any file at the path, so two agents would take it from one
+another; Python's servers refuse to bind to an existing path.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from pathlib import Path
 from agent.line_file.api import SOCKET_PATH_BYTES, UNIX
 from experts.errors import AddressUnusable
 
-OWNERS, GROUPS = 0o600, 0o660  # its owner alone, and its group, too
+OWNERS, GROUPS = 0o600, 0o660  # mode: for the owner alone, for the group too
 
 
 class UnixSocket:
-    """A path that is about to be served, locked for this process."""
+    """Path to serve at, locked for this process."""
 
     def __init__(self, address: str, mode: int = GROUPS) -> None:
-        """Raises AddressUnusable if another process serves there, or nobody can."""
+        """Raises AddressUnusable if another process serves there, or the path cannot be used."""
         self._address = address
         self._mode = mode
         self._path = Path(address.removeprefix(UNIX))
-        self._hidden = Path(f"{self._path}~")  # where it is bound, until it may be seen
+        self._hidden = Path(f"{self._path}~")  # bound here, then renamed
         if (size := len(os.fsencode(self._path))) > SOCKET_PATH_BYTES:
             raise AddressUnusable(address, f"{size} bytes of path, where {SOCKET_PATH_BYTES} are the most")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(f"{self._path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             self._check_place()
-            self._hidden.unlink(missing_ok=True)  # of one that died before it was shown
-        except OSError as error:  # of its folder, or its lock, which another user may have left
+            self._hidden.unlink(missing_ok=True)  # of a process that died before ``show``
+        except OSError as error:  # the folder, or another user's lock file
             raise AddressUnusable(address, f"{error.filename or self._path}: {error.strerror or error}") from error
 
     def _check_place(self) -> None:
@@ -57,7 +57,7 @@ class UnixSocket:
         return f"{UNIX}{self._hidden}"
 
     def show(self) -> None:
-        """It is bound: let it be found. Raises AddressUnusable."""
+        """Publish the bound socket. Raises AddressUnusable."""
         try:
             self._hidden.chmod(self._mode)
             self._hidden.replace(self._path)
@@ -65,7 +65,7 @@ class UnixSocket:
             raise AddressUnusable(self._address, error.strerror or str(error)) from error
 
     def close(self) -> None:
-        """Nobody is served there any more. The lock's file stays: who removed it could remove another's."""
+        """Remove the socket. The lock file stays: a removal could hit another process's lock."""
         with suppress(OSError):
             self._path.unlink()
         os.close(self._lock)

@@ -1,1 +1,1 @@
-"""The agent's commands, a family in each module; which there are stands in ``app``."""
+"""Command line of the agent: a family of commands in each module, listed in ``app``."""

@@ -1,4 +1,4 @@
-"""What several commands take alike: a line file, the address of a running agent and what is shown there."""
+"""Arguments that several commands share: line file, address of a running agent, credentials."""
 
 from __future__ import annotations
 

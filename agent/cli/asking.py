@@ -1,4 +1,4 @@
-"""What a running agent says, and what it has stored: status, generate, results."""
+"""`coserve status`, `generate` and `results`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`coserve config`: line files looked at, without an agent."""
+"""`coserve config show`, `check` and `schema`."""
 
 from __future__ import annotations
 

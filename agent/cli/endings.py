@@ -1,4 +1,4 @@
-"""How a command ends: exit codes, errors of ours in words, and at once where threads hang."""
+"""End of a command: exit codes, errors as text, and exit at once if threads hang."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAILED, USAGE, CONFIGURATION = 1, 2, 78
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Errors of ours as one plain text on stderr, with the exit code of their kind."""
+    """Print CoServe's errors as plain text on stderr, and exit with the code of their kind."""
     try:
         yield
     except (ConfigError, AlreadyRunning) as error:
@@ -35,8 +35,7 @@ def explained() -> Iterator[None]:
 
 
 def leave_at_once(code: int) -> None:
-    """End the process as it is: its runtimes, while they take themselves down, would wait for a driver that hangs, or
-    abort under a thread that is still at work."""
+    """Exit without finalisers: runtimes would wait for a driver that hangs, or abort under a running thread."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

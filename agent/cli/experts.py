@@ -1,4 +1,4 @@
-"""`coserve experts`: what a line's experts are, whether they are as they were packed, and versions of one another."""
+"""`coserve experts list`, `compare`, `promote` and `verify`."""
 
 from __future__ import annotations
 

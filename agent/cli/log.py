@@ -1,4 +1,4 @@
-"""What a command logs, and where."""
+"""Logging of commands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def log_to_stderr(level: int) -> None:
-    """Logging as every command has it, with levels where the journal reads; libraries that are loud are not heard."""
+    """Log to stderr, with syslog levels under systemd; verbose libraries from WARNING on."""
     from agent.config import service_manager
     from agent.service.service_manager import JournalFormatter
 

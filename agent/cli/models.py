@@ -1,4 +1,4 @@
-"""Models from their trainers: `coserve experts import` and `coserve experts add`."""
+"""`coserve experts import` and `coserve experts add`: models from their trainers."""
 
 from __future__ import annotations
 

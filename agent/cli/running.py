@@ -1,4 +1,4 @@
-"""The agent itself, and judging without it: serve, inspect, doctor, demo."""
+"""`coserve serve`, `inspect`, `doctor` and `demo`."""
 
 from __future__ import annotations
 

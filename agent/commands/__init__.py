@@ -1,1 +1,1 @@
-"""One-off commands beside a running agent, and how long work tells of itself."""
+"""One-off commands beside a running agent, and progress of long work."""

@@ -114,7 +114,7 @@ def order_for(
     model: str, words: str, *, is_prompt: bool, system: str | None, most_tokens: int | None, deadline_s: float | None,
     stop: tuple[str, ...], sampling: dict[str, Any],
 ) -> TextOrder:  # fmt: skip
-    """What is asked for: the answer to a message, or, as a prompt, what follows it. Raises OrderRefused."""
+    """Order for the answer to a message, or for the continuation of a prompt. Raises OrderRefused."""
     try:
         given = frozenset(name for name, value in sampling.items() if value is not None)
         drawn = Sampling(**{name: value for name, value in sampling.items() if value is not None})

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STAYING = frozenset({"shadow", "pin"})  # what an entry says of its place on the line, and not of its version
+STAYING = frozenset({"shadow", "pin"})  # keys of an entry's place on the line, not of its version
 SHOWN_IMAGES = 20
 
 
@@ -92,7 +92,7 @@ def _profile(config: LineConfig) -> StoredProfile | None:
 
 @dataclass(frozen=True, slots=True)
 class Promoted:
-    """Two entries of a line file that have changed places; ``keys``: what they had differently."""
+    """Entries that were swapped. ``keys``: the keys that differed."""
 
     expert: str
     shadow: str
@@ -100,7 +100,7 @@ class Promoted:
 
 
 def comparison_of(config: LineConfig, expert: str) -> Comparison:
-    """What an expert and its shadow said of the same images. Raises ConfigError where there is nothing to compare."""
+    """Answers of an expert and its shadow on the same images. Raises ConfigError without any."""
     shadow = _shadow_of(config, expert)
     try:
         comparison = read_comparison(config.results_file, expert, shadow)
@@ -156,8 +156,10 @@ def print_comparison(comparison: Comparison, images: Path) -> None:
 
 
 def promote(file: Path, expert: str) -> Promoted:
-    """Let an expert and its shadow change places in a line file: the other version then serves, and this one goes on
-    in its shadow. What is served changes with the next reload. Raises ConfigError, and changes nothing then."""
+    """Swap the entries of an expert and its shadow in a line file: the next reload serves the other version.
+
+    Raises ConfigError; then the file is unchanged.
+    """
     config = line_of(read_document(file.absolute()))
     shadow = _shadow_of(config, expert)
     entries = read_document(file.absolute()).root.value["experts"]

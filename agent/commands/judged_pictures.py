@@ -1,4 +1,4 @@
-"""What was found in an image, drawn over it upright: anomaly maps, boxes, and the verdict below."""
+"""Pictures of judged images: anomaly maps and boxes drawn over the upright image, the verdict below."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent of a line decides with: executors, precisions, performance matrix, memory split, limits and policy.
+"""Setup of a line's Engine: executors, precisions, performance matrix, memory split, limits and policy.
 
 Guarantees: serving and planning use the same functions, and so decide alike. Only manifests are read; nothing is run.
 """
@@ -56,7 +56,7 @@ AS_CONFIGURED = Given()
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """What an Engine is built with. ``precisions``: what experts run in. ``broken``: experts not served, and why."""
+    """Arguments of an Engine. ``precisions``: by processor and expert. ``broken``: experts not served, and why."""
 
     graph: ExpertGraph
     policy: str
@@ -129,7 +129,7 @@ def planned(
     given: Given = AS_CONFIGURED,
     without: Mapping[str, str] = NOTHING,
 ) -> EngineSetup:
-    """What an agent of this line on this box would decide with, by this profile and what lies packed.
+    """Setup that an agent of this line on this box would have, by this profile and the packed experts.
 
     ``without``: experts not servable, and why. Raises ConfigError for other experts that are not packed or whose kind
     was not profiled.

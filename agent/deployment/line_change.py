@@ -140,7 +140,7 @@ def _setup_after(
     usage: Mapping[str, float],
     fresh: Mapping[str, ExpertCopy],
 ) -> EngineSetup:
-    """What the Engine decides with from then on. Raises ConfigError for what does not fit."""
+    """Setup after the change. Raises ConfigError for experts that do not fit."""
     retired = (_served(agent) | _unfinished(agent)) - set(names.values())
     copies = (dict(agent.copies) | dict(fresh)).values()
     served = [copy for copy in copies if expert_name(copy) in names.values()]

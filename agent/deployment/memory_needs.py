@@ -106,9 +106,9 @@ def memory_needs(
     pinned: frozenset[str],
     kv_bytes: int | None = None,
 ) -> dict[str, MemoryNeeds]:
-    """What these executors need of each memory. ``budgets``: bytes by memory, nearest to the SSD first.
+    """Needs of each memory. ``budgets``: bytes by memory, nearest to the SSD first.
 
-    A memory holds what runs from it and what those behind it are fed from; one that only feeds has no least size.
+    A memory holds copies that run from it, and caches copies for memories behind it; a mere cache has no least size.
     ``kv_bytes``: for keys and values, per memory that language models run from; None: a share.
     """
     pools = tuple(budgets)

@@ -1,4 +1,4 @@
-"""How many of a language model's moe_experts it holds at a time, where it cannot or shall not hold all of them.
+"""Caches of moe_experts: how many of them a language model holds at a time.
 
 ``moe_cache`` of the line file comes first. Without it a model holds all, or as many as its memory has room for beside
 texts, batches and pinned experts.
@@ -32,7 +32,7 @@ ROUNDS = 8  # of making caches smaller until all fits; the second is rarely need
 
 
 def places_of(config: LineConfig, expert: str, packed: PackedExpert) -> int | None:
-    """How many the line file gives an expert room for; None for all. Raises ConfigError for less than one, or none."""
+    """moe_experts that fit into the line file's ``moe_cache``; None: all. Raises ConfigError for less than one."""
     cache_bytes = config.catalog.experts[expert].moe_cache_bytes
     if cache_bytes is None:
         return None

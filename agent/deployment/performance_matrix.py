@@ -128,7 +128,7 @@ def unmeasured_kinds(matrix: PerformanceMatrix, kinds: Mapping[str, str]) -> dic
 
 
 def core_share(profile: StoredProfile, kind: KindProfile, executors: Sequence[ExecutorSpec]) -> CoreShare:
-    """What sharing the cores costs a kind now.
+    """Slowdown of a kind by executors that share the cores.
 
     n executors with a speedup of S(n) each take n / S(n) times as long (``StoredProfile.speedups``, the last value
     beyond its end; 1 without). A kind measured with some threads was measured as one of cores / threads executors.

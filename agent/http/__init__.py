@@ -1,1 +1,1 @@
-"""HTTP for this machine, within bounds: connections, and what is served over them by whom."""
+"""HTTP/1 server for callers on this machine: connections with bounds on bytes, time and number."""

@@ -1,9 +1,8 @@
-"""One connection: a request is read, answered, and the connection closed.
+"""HTTP connection: one request is read and answered, then the connection is closed.
 
-Guarantees: whatever the other side does or leaves undone, it ends within the terms of what was asked for, and before
-that within HEAD_S; no more is held of it than a head of HEAD_BYTES, the body that the terms allow, and what was read of
-it at once; what it sends too much is told with the status for that, as far as it still listens. h11 reads and writes
-the protocol, and has neither sockets nor time: both are here.
+Guarantees: a connection ends within the terms of its application, whatever the caller does; a request's head has
+``head_s``. Memory per connection is bounded: HEAD_BYTES of head, the body that the terms allow, READ_BYTES. A caller
+that sends more is told with the status for it. h11 parses the protocol; sockets and time are here.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ log = logging.getLogger(__name__)
 
 HEAD_BYTES = 16 * 1024  # of a request's line and headers
 READ_BYTES = 64 * 1024  # at once
-LINGER_S = 1.0  # for who still sends when it is refused: a connection cut off takes the refusal along
-SURPLUS_BYTES = 64 * 1024  # of what comes behind the request while it is answered
+LINGER_S = 1.0  # for a caller that still sends: cutting the connection off would lose the refusal
+SURPLUS_BYTES = 64 * 1024  # behind the request, while it is answered
 TEXT = ("content-type", "text/plain; charset=utf-8")
 
 
 class HttpConnection:
-    """Keeps ``agent.http.exchange.Stream``. Of the loop's thread alone."""
+    """Implements ``agent.http.exchange.Stream``. For the loop's thread only."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, applications: Sequence[Application],
                  place: ConnectionPermit, *, is_local_user: bool) -> None:  # fmt: skip
@@ -46,10 +45,10 @@ class HttpConnection:
         self._is_local_user = is_local_user
         self._protocol = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES)
         self._stall_s: float | None = None
-        writer.transport.set_write_buffer_limits(0)  # so that whoever sends waits until it is sent
+        writer.transport.set_write_buffer_limits(0)  # senders wait until their bytes are sent
 
     async def serve(self, head_s: float) -> None:
-        """To its end. ``head_s``: until a request's line and headers have come; what is asked for may take longer."""
+        """Serve the request. ``head_s``: deadline of its line and headers."""
         came_s = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(head_s) as cut:
@@ -59,7 +58,7 @@ class HttpConnection:
         except h11.RemoteProtocolError as error:
             await self._last_words(_plain(error.error_status_hint, str(error)))
         except (TimeoutError, OSError, h11.LocalProtocolError):
-            pass  # it is gone, or cut off: there is nobody to tell
+            pass  # the caller is gone, or cut off
         finally:
             self._writer.transport.abort()
 
@@ -117,7 +116,7 @@ class HttpConnection:
             answer = await application.answer(request, self)
         except OSError:
             raise
-        except Exception:  # the boundary of a caller's request: one's mistake is not the others'
+        except Exception:  # the boundary of one request
             log.exception("http_request_failed path=%s", request.path)
             answer = application.refusal(500, "a mistake of the agent's program, which its log tells more about")
         if answer is not None and self._protocol.our_state is h11.SEND_RESPONSE:
@@ -126,7 +125,7 @@ class HttpConnection:
             await self._send(h11.EndOfMessage())
 
     async def _gone(self) -> None:
-        """Until the other side has closed, or sends more than anybody reads."""
+        """Wait until the caller closes, or sends more than SURPLUS_BYTES."""
         surplus = 0
         while surplus <= SURPLUS_BYTES and (content := await self._reader.read(READ_BYTES)):
             surplus += len(content)
@@ -136,7 +135,7 @@ class HttpConnection:
         return event if isinstance(event, h11.Request) else None
 
     async def _body(self, head: h11.Request, terms: Terms) -> bytes | None:
-        """What it sends; None for more than it may."""
+        """The body; None if it exceeds the terms."""
         announced = next((int(value) for name, value in head.headers if name == b"content-length"), 0)
         if announced > terms.body_bytes:
             return None
@@ -163,14 +162,14 @@ class HttpConnection:
         await self._send(h11.EndOfMessage())
 
     async def _last_words(self, answer: HttpAnswer) -> None:
-        """To a caller who speaks no HTTP, as far as it can be told anything."""
+        """Refuse a caller that does not speak HTTP."""
         with suppress(OSError, TimeoutError, h11.LocalProtocolError):
             if self._protocol.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 await self._say(answer)
                 await self._linger()
 
     async def _linger(self) -> None:
-        """Until the other side has closed, for a while; whatever it sends is let go."""
+        """Wait LINGER_S at most until the caller closes; bytes that still come are dropped."""
         self._writer.write_eof()
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
@@ -178,7 +177,7 @@ class HttpConnection:
                     continue
 
     async def _send(self, event: h11.Event) -> None:
-        """Raises OSError, also where the other side takes nothing for too long."""
+        """Raises OSError, also for a caller that reads nothing for ``stall_s``."""
         content = self._protocol.send(event)
         if not content:
             return

@@ -1,4 +1,4 @@
-"""One request over HTTP and its answer, as whoever serves something has them: no socket, no state of a connection."""
+"""HTTP request and answer, as applications see them: without sockets."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """A request that has come whole. ``headers``: by names in lower case. ``is_local_user``: through a unix socket,
-    whose permissions say who may come; else anybody on this machine may have sent it."""
+    """Complete request. ``headers``: by lower-case name. ``is_local_user``: it came by a unix socket, whose permissions
+    guard it; by TCP any user of this machine may have sent it."""
 
     method: str
     path: str
@@ -31,10 +31,9 @@ class HttpAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What one exchange may take: its body, its time from the connection on, how long its caller may read nothing.
+    """Limits of one exchange: body, seconds since the connection, seconds without the caller reading.
 
-    ``connections``: how many at each address. ``withdraws``: who goes away before the answer's end wants none any more,
-    and whoever answers is cancelled.
+    ``connections``: at each address. ``withdraws``: the answer is cancelled when its caller disconnects.
     """
 
     body_bytes: int
@@ -45,12 +44,12 @@ class Terms:
 
 
 class Stream(Protocol):
-    """An answer that comes in pieces. Both raise OSError once nobody is there to read it, or does not read."""
+    """Answer in pieces. Both methods raise OSError once the caller is gone or does not read."""
 
     async def begin(self, status: int, headers: tuple[tuple[str, str], ...]) -> None: ...
 
     async def send(self, piece: bytes) -> None:
-        """One more; returns once the caller's side has it, so that nothing piles up."""
+        """Send a piece; returns once the socket has taken it, so that nothing piles up."""
 
 
 class Application(Protocol):
@@ -60,7 +59,7 @@ class Application(Protocol):
     def serves(self, path: str) -> bool: ...
 
     async def answer(self, request: HttpRequest, stream: Stream) -> HttpAnswer | None:
-        """An answer; None where it was streamed. Cancelled when nobody wants it any more; raises nothing else."""
+        """Answer; None if it was streamed. Cancelled when its caller disconnects; raises nothing else."""
 
     def refusal(self, status: int, reason: str) -> HttpAnswer:
-        """What is said, in its own form, to a request that does not come as far as to be answered."""
+        """Refusal in the application's own format, for a request that it never sees."""

@@ -1,7 +1,4 @@
-"""How many may be connected at once: so many who have not said yet what they want, and so many of each application's.
-
-Guarantees: nobody is counted twice, or after the end.
-"""
+"""Limits on connections: so many without a request yet, and so many for each application."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ if TYPE_CHECKING:
 
 
 class ConnectionLimits:
-    """Those of one address. Of the loop's thread alone."""
+    """Counts of one address. For the loop's thread only."""
 
     def __init__(self, arrivals: int) -> None:
         self._arrivals = arrivals
-        self._taken: Counter[int | None] = Counter()  # by application; None: for those who come
+        self._taken: Counter[int | None] = Counter()  # by application; None: no request yet
 
     def enter(self) -> ConnectionPermit | None:
         return ConnectionPermit(self) if self.take(None, self._arrivals) else None
@@ -33,7 +30,7 @@ class ConnectionLimits:
 
 
 class ConnectionPermit:
-    """Somebody's, until it is left; once."""
+    """Permit of one connection, counted until ``leave``."""
 
     def __init__(self, places: ConnectionLimits) -> None:
         self._places = places
@@ -41,7 +38,7 @@ class ConnectionPermit:
         self._is_held = True
 
     def change(self, application: Application) -> bool:
-        """For one of an application's; False where all of these are taken."""
+        """Count the connection for an application; False if that has its maximum."""
         if not self._places.take(id(application), application.terms.connections):
             return False
         self._places.give_back(self._kind)

@@ -1,11 +1,11 @@
-"""Applications at the line's HTTP addresses, all of which only this machine reaches.
+"""HTTP server: applications at the line's addresses, which only this machine reaches.
 
-Guarantees: it starts at every address, or at none. A connection is one request (``agent.http.connection``). More than
-ARRIVALS that have not said yet what they want are closed at once, and who wants what all places are taken of is told
-so: no caller takes memory from the agent. No name is asked of the network. One thread serves all of it; when it stops,
-all connections are closed, and that thread has ended.
-Why its own: gRPC's server speaks no HTTP/1, the standard library's takes a thread for each connection and cuts none off
-that reads slowly, and frameworks bound neither heads nor slow readers.
+Guarantees: the server starts at every address, or at none. A connection is one request (``agent.http.connection``).
+Connections beyond ARRIVALS without a request are closed; beyond an application's maximum they are refused. So callers
+cannot exhaust the agent's memory. No name is resolved over the network. One thread serves all addresses; ``stop``
+closes all connections and ends that thread.
+Why not another server: gRPC's speaks no HTTP/1, the standard library's takes a thread for each connection and never
+cuts off slow readers, and frameworks bound neither heads nor slow readers.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ARRIVALS = 128  # of each address at a time: callers come in bursts, and each says within milliseconds what it wants
-STOP_S = 0.2  # for answers that are on their way: they take milliseconds, and the rest of a stop has little time
+ARRIVALS = 128  # of each address: callers come in bursts, and send their request within milliseconds
+STOP_S = 0.2  # for answers under way, which take milliseconds
 BACKLOG = 128
 
 
 class HttpServer:
-    """Started once, stopped once. ``addresses``: where it answers; of a port 0 the one that was found.
+    """Started once, stopped once. ``addresses``: in use, with the port that was found for port 0.
 
-    ``applications``: the first that serves a path answers it, and the last one whatever nobody does.
+    ``applications``: the first that serves a path answers; the last one answers all other paths.
     """
 
     def __init__(self, addresses: Sequence[str], applications: Sequence[Application], head_s: float) -> None:
@@ -50,7 +50,7 @@ class HttpServer:
         self._thread: Thread | None = None
 
     def start(self) -> None:
-        """Serve. Raises AddressUnusable, and then nothing is served."""
+        """Raises AddressUnusable; then no address is served."""
         try:
             for address in self._wanted:
                 self._served.append(_bound(address))
@@ -65,7 +65,7 @@ class HttpServer:
         log.info("web_started addresses=%s", ",".join(self.addresses))
 
     def stop(self) -> None:
-        """End; what is being answered has STOP_S. What was never started has nothing to end."""
+        """Stop; answers under way have STOP_S. Does nothing before ``start``."""
         if self._thread is not None:
             asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -85,10 +85,10 @@ class HttpServer:
             served.take_no_more()
         clock = asyncio.get_running_loop().time
         deadline_s = clock() + STOP_S
-        while under_way := asyncio.all_tasks() - {asyncio.current_task()}:  # also who was taken and not yet served
+        while under_way := asyncio.all_tasks() - {asyncio.current_task()}:  # accepted connections included
             _, late = await asyncio.wait(under_way, timeout=max(0.0, deadline_s - clock()))
             if clock() < deadline_s:
-                continue  # whoever was taken in that time is served now, by a task that was not yet there
+                continue  # connections accepted meanwhile have new tasks
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
@@ -109,7 +109,7 @@ class _Served:
         self._server = await asyncio.start_server(self._serve, sock=self._listening, limit=READ_BYTES)
 
     def take_no_more(self) -> None:
-        """Look at the address no more. (asyncio's own close loses whoever was taken and not yet served.)"""
+        """Accept no more. asyncio's own close would lose connections that are accepted and not served yet."""
         asyncio.get_running_loop().remove_reader(self._listening)
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Where the APIs answer, who may ask them, and how much at once.
+"""API section: addresses, access, and limits.
 
 Guarantees: what can be reached from other machines is encrypted, or says in so many words that it is not.
 """
@@ -73,7 +73,7 @@ class TlsSection(Section):
 
 
 class ApiLimitsSection(Section):
-    """What the APIs take at once; more is refused at once, with a hint when to try again."""
+    """Limits of the APIs; calls beyond are refused at once, with a retry hint."""
 
     requests: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = Field(
         1000, description="images and texts under way, of all callers together; default 1000"
@@ -87,7 +87,7 @@ class ApiLimitsSection(Section):
 
 
 class ApiSection(Section):
-    """Where the APIs answer."""
+    """Addresses of the APIs."""
 
     _has_local_door: bool = False
 

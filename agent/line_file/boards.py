@@ -1,4 +1,4 @@
-"""Board types: what is expected of each board, how long it may take, and where on a frame its parts lie.
+"""Board types: expected parts, time limits, and layouts of frames.
 
 Guarantees: a layout that is configured fits the board that it belongs to, part by part, and no box leaves its frame.
 """

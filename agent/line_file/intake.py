@@ -1,4 +1,4 @@
-"""Where images come from: watched folders and cameras."""
+"""Intake section: watched folders and cameras."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ class CameraSection(Section):
 
 
 class IntakeSection(Section):
-    """Where images come from."""
+    """Sources of images."""
 
     folders: tuple[FolderSection, ...] = Field((), description="watched folders; default none")
     cameras: tuple[CameraSection, ...] = Field((), description="cameras; default none")

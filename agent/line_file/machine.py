@@ -1,4 +1,4 @@
-"""What a line takes of its box: memories, precision, device, executors, policy, bounds of the scheduler."""
+"""Sections of the box: memories, precision, device, executors, policy, bounds of the scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of a line's work and for how long, and to whom it is told."""
+"""Sections of records and outbox: retention, export, receivers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _web_url(text: str) -> str:
 
 
 class KeepSection(Section):
-    """How long results and their images stay; without any of these for ever. OK ones go before NG ones."""
+    """Limits of retention; without any, results and images stay for ever. OK images go before NG."""
 
     days: Annotated[int, Field(strict=True, ge=1, le=36_500)] | None = Field(
         None, description="rows and images older than so many days go; default none"
@@ -52,7 +52,7 @@ class ExportSection(Section):
 
 
 class RecordsSection(Section):
-    """What is kept."""
+    """Kept images, retention and export."""
 
     images: Literal["none", "ng", "all"] = Field(
         "ng",
@@ -70,7 +70,7 @@ class RecordsSection(Section):
 
 
 class MqttSection(Section):
-    """A broker that verdicts are published to, at least once each."""
+    """MQTT broker: each verdict is published at least once."""
 
     url: Annotated[str, AfterValidator(_mqtt_url)] = Field(description="mqtt://HOST:1883, or mqtts://HOST:8883 for TLS")
     topic: str = Field("coserve", pattern=r"^[^+#\x00]+$", description="first part of every topic; default coserve")
@@ -89,7 +89,7 @@ class MqttSection(Section):
 
 
 class WebhookSection(Section):
-    """A web address that verdicts are posted to, at least once each."""
+    """Web address: each verdict is posted at least once."""
 
     url: Annotated[str, AfterValidator(_web_url)] = Field(description="http://HOST/PATH or https://HOST/PATH")
     token: SecretSection | None = Field(None, description="sent as authorization: Bearer TOKEN; default nothing")
@@ -98,7 +98,7 @@ class WebhookSection(Section):
 
 
 class OutboxSection(Section):
-    """To whom verdicts are told once they are stored, and again until it was heard."""
+    """Receivers of stored verdicts, retried until they acknowledge."""
 
     events: tuple[Literal["board", "ng", "result"], ...] = Field(
         ("board", "ng"),

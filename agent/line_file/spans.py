@@ -1,4 +1,4 @@
-"""Where in a YAML text each key and value stands, to the character, by the parser that reads line files.
+"""Positions of keys and values in a YAML text, to the character, by the parser of line files.
 
 A value ends with its last character, before comments and blank lines.
 """

@@ -1,4 +1,4 @@
-"""What a line does with texts: memory for keys and values, quanta, deadlines, and routes to its language models."""
+"""Texts section: memory for keys and values, quanta, deadlines, and routes to language models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RouteName = Annotated[str, AfterValidator(_route_name)]
 
 
 class TextRuleSection(Section):
-    """Texts that go to one expert by what they hold."""
+    """Rule that sends matching texts to an expert."""
 
     matches: Annotated[str, AfterValidator(_pattern)] = Field(
         min_length=1, description="regular expression that is found anywhere in what is asked; (?i) ignores case"
@@ -98,7 +98,7 @@ def text_routes_of(texts: TextsSection, sections: CatalogSections) -> dict[str, 
 
 
 def text_problems(texts: TextsSection, sections: CatalogSections, document: Document) -> Iterator[ConfigError]:
-    """What single keys cannot show: routes against experts, and names against those of the routes of images."""
+    """Problems across keys: routes against experts, and names against routes of images."""
     if document.values.get("texts") and not any(is_llm(section) for section in sections.experts.values()):
         yield document.error("no expert takes texts - add one of architecture: llm, or leave texts out", "texts")
     for name, section in texts.routes.items():

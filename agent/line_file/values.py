@@ -1,4 +1,4 @@
-"""Kinds of values that several sections know: sizes, seconds, names, secrets by reference.
+"""Values of several sections: sizes, seconds, names, secrets by reference.
 
 Guarantees: a secret never stands in a line file; each message says what to write instead.
 """

@@ -1,1 +1,1 @@
-"""What is kept: verdicts, boards, and how often an image was tried."""
+"""Records of a line: journal, verdicts, boards, attempts, exports and messages to receivers."""

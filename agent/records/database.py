@@ -1,7 +1,7 @@
-"""The SQLite file of a line: opened durable (WAL, every commit synced), migrated, and never on a network share.
+"""SQLite file of a line: durable (WAL, every commit synced), migrated, refused on a network share.
 
-A damaged file is put aside, never deleted, and a new one begun. Accepted requests, and messages still to be told, are
-taken over as far as they can be read. The new file has an identity of its own, as its numbers begin anew.
+A damaged file is put aside, never deleted, and a new file replaces it. Accepted requests and undelivered messages are
+copied as far as they can be read. The new file has an identity of its own, because its numbers start again.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BUSY_TIMEOUT_S = 5.0
-CHECK_S = 2.0  # how long a start reads its file; a file of 2 GB is read to its end
+CHECK_S = 2.0  # integrity check at a start: enough for 2 GB
 DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 PRIMARY = 0xFF  # of an extended error code
-JOURNALS = ("-wal", "-shm", "-journal")  # what SQLite has beside a file
+JOURNALS = ("-wal", "-shm", "-journal")  # files of SQLite beside a database
 OWED = ("accepted_images", "accepted", "outbox_receivers", "outbox")
 ORPHANS = "DELETE FROM accepted WHERE image NOT IN (SELECT id FROM accepted_images) RETURNING key"
 JOURNAL_LIMIT_BYTES = 64 * 1024 * 1024
@@ -124,7 +124,7 @@ def version_0_1(database: Database) -> None:
 
 
 def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Database:
-    """The migrated database, with its folder; the connection may be used by one thread at a time.
+    """The migrated database; its folder is made. One thread at a time may use the connection.
 
     Raises ConfigError on a network share: SQLite's locks and its log are not safe there.
     """
@@ -156,7 +156,7 @@ def _prepared(connection: sqlite3.Connection, path: Path) -> Database:
 
 
 def open_for_reading(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> sqlite3.Connection:
-    """A connection that cannot write, for one short look beside the writer. Rows answer to column names.
+    """Read-only connection, for one short query beside the writer. Rows have column names.
 
     Raises FileNotFoundError if there is no such file.
     """
@@ -174,9 +174,9 @@ def is_damage(error: BaseException) -> bool:
 
 
 def damage_of(path: Path, limit_s: float = CHECK_S) -> str | None:
-    """What SQLite's quick check finds first; None for a sound file, and for one that takes longer to read.
+    """First finding of SQLite's quick check; None for a sound file, or after ``limit_s``.
 
-    Raises FileNotFoundError, and sqlite3.Error for what is no damage.
+    Raises FileNotFoundError, and sqlite3.Error for errors other than damage.
     """
     deadline_s = time.monotonic() + limit_s
     with closing(open_for_reading(path)) as connection:
@@ -193,17 +193,17 @@ def damage_of(path: Path, limit_s: float = CHECK_S) -> str | None:
 
 
 def fresh_place(path: Path, name: str) -> Path:
-    """Where a database is made that is to replace this one: nothing that an earlier try left is there any more."""
+    """Path of a replacement in the making; leftovers of an earlier try are removed."""
     fresh = path.with_name(f"{path.name}.{name}")
-    for suffix in ("", *JOURNALS):  # a journal would be played back into the next file of its name
+    for suffix in ("", *JOURNALS):  # SQLite would replay a journal into the next file of this name
         fresh.with_name(fresh.name + suffix).unlink(missing_ok=True)
     return fresh
 
 
 def exchange(path: Path, fresh: Path, why: str) -> Path | None:
-    """Put a closed database in the place of another one. Returns where that lies: `NAME.WHY-TIME`; None: nowhere.
+    """Replace a database by a closed one. Returns the old one's new path, `NAME.WHY-TIME`; None without an old one.
 
-    One of the two has the name at every moment: an agent that starts meanwhile begins no third one.
+    The name exists at every moment: an agent that starts meanwhile creates no third file.
     """
     aside = path.with_name(f"{path.name}.{why}-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}")
     for suffix in JOURNALS:
@@ -220,10 +220,7 @@ def exchange(path: Path, fresh: Path, why: str) -> Path | None:
 
 
 def begin_anew(path: Path, damage: str, busy_timeout_s: float = BUSY_TIMEOUT_S) -> tuple[Database, str]:
-    """Begin another file in the place of a damaged one, which stays until all that is owed is on the disk again.
-
-    Returns the new file, and an alarm for the operator.
-    """
+    """Replace a damaged file, after everything owed is on the disk again. Returns the new file, and the alarm."""
     fresh = fresh_place(path, "fresh")
     with closing(open_for_writing(fresh, busy_timeout_s)) as begun, begun.atomic():
         lost = _take_over(path, begun)
@@ -240,7 +237,7 @@ def begin_anew(path: Path, damage: str, busy_timeout_s: float = BUSY_TIMEOUT_S) 
 
 
 def _take_over(damaged: Path, database: Database) -> list[str]:
-    """Copy what is still to be judged and told; the keys of accepted requests whose image cannot be read."""
+    """Copy the journal and the outbox. Returns keys of accepted requests whose image cannot be read."""
     with closing(open_for_reading(damaged)) as source:
         for table in OWED:
             for row in chain(_readable(source, table, "ASC"), _readable(source, table, "DESC")):
@@ -250,23 +247,20 @@ def _take_over(damaged: Path, database: Database) -> list[str]:
 
 
 def _readable(source: sqlite3.Connection, table: str, order: str) -> Iterator[sqlite3.Row]:
-    """The rows of a damaged file, from one end up to what is damaged."""
+    """Rows of a damaged table, from one end up to the damage."""
     with suppress(sqlite3.DatabaseError):
         yield from source.execute(f"SELECT * FROM {table} ORDER BY rowid {order}")
 
 
 class StateLock:
-    """One agent or profile run per state folder, by a lock that the kernel drops when its process ends in any way."""
+    """One agent or profile run per state folder. The kernel drops the lock when the process ends, however it ends."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOCK_NAME
         self._descriptor: int | None = None
 
     def __enter__(self) -> StateLock:
-        """Take the lock at once.
-
-        Raises AlreadyRunning if another one holds it, StateOfAnother, and OSError for what the disk refuses.
-        """
+        """Take the lock without waiting. Raises AlreadyRunning, StateOfAnother, and OSError from the disk."""
         refuse_root_beside_another(self.path.parent)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
@@ -284,12 +278,12 @@ class StateLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._descriptor is not None:
-            os.close(self._descriptor)  # the file stays: removing it would let two agents lock two files of one name
+            os.close(self._descriptor)  # the file stays: after a removal two agents could lock two files of one name
             self._descriptor = None
 
 
 def refuse_root_beside_another(folder: Path) -> None:
-    """Before anything is written to a state folder. Raises StateOfAnother for root in another user's."""
+    """Call before any write to a state folder. Raises StateOfAnother for root in another user's folder."""
     with suppress(FileNotFoundError):
         owner = folder.stat().st_uid
         if os.geteuid() == 0 and owner != 0:
@@ -304,7 +298,7 @@ def _user_name(number: int) -> str:
 
 
 def is_state_held(folder: Path) -> bool:
-    """Whether an agent or a profile run has the lock; nothing is made or changed, whoever asks."""
+    """Whether an agent or a profile run has the lock. Changes nothing on the disk."""
     try:
         descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -320,7 +314,7 @@ def is_state_held(folder: Path) -> bool:
 
 @contextmanager
 def state_held(folder: Path) -> Iterator[None]:
-    """StateLock for who serves. Raises AlreadyRunning, StateOfAnother, and StateUnusable for what the disk refuses."""
+    """StateLock with errors for users: AlreadyRunning, StateOfAnother, StateUnusable for errors of the disk."""
     with ExitStack() as ending:
         try:
             ending.enter_context(StateLock(folder))
@@ -331,7 +325,7 @@ def state_held(folder: Path) -> Iterator[None]:
 
 
 def utc_text(time_: datetime) -> str:
-    """ISO-8601 in UTC with six decimals, so that text sorts as time does. Raises ValueError for a time without zone."""
+    """ISO 8601 in UTC with six decimals: text sorts as time does. Raises ValueError for a time without zone."""
     if time_.tzinfo is None:
         raise ValueError(f"{time_} has no time zone")
     return time_.astimezone(UTC).isoformat(timespec="microseconds")

@@ -1,11 +1,11 @@
-"""The one writer of a line's database: a thread that commits what many callers hand in, many at a time.
+"""Group commit: one writer thread of a line's database, many jobs per transaction.
 
-Guarantees: what a job wrote is on the disk before its callback runs, and counts as pending until that has run; jobs
-are written in the order in which they were put; a disk that is full or a file that is locked loses nothing: jobs
-wait, and are tried again until they are in; so they do whatever else fails, and the alarm says what. Where the file is
-moved or deleted while it is written, a new one is begun, and told: no row goes where nobody will look for it.
-Why one thread: commits are synced to the disk, so that many rows share one (group commit). What somebody waits for is
-committed at once, with all that came meanwhile; what nobody waits for waits a little for company.
+Guarantees: a job's rows are on the disk before its callback runs; the job is pending until the callback has returned.
+Jobs are written in the order of ``put``. A full disk, a locked file or any other error loses no job: the group is
+retried with backoff, and an alarm names the reason. If the file is moved or deleted, a new file is created and logged,
+so that no row goes into a file without a name.
+Why one thread: each commit is synced, and many rows share one sync. An urgent job is committed at once, with all jobs
+that are queued; other jobs wait GROUP_WAIT_S for more.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer")
+Written = TypeVar("Written")
 
 GROUP_JOBS = 200
-GROUP_BYTES = 64 * 1024 * 1024  # of images; the log grows by so much before it can be emptied
-GROUP_WAIT_S = 0.01  # how long a first job that nobody waits for waits for others to share its sync
+GROUP_BYTES = 64 * 1024 * 1024  # of images: bounds the growth of the write-ahead log
+GROUP_WAIT_S = 0.01
 BACKOFF = Backoff(0.05, 5.0)
 IDLE_CHECKPOINT_S = 5.0
 GIVE_UP_S = 1.5
@@ -44,11 +44,8 @@ GIVE_UP_S = 1.5
 
 @dataclass(frozen=True, slots=True)
 class CommitStatistics:
-    """A snapshot. ``alarm`` says why nothing can be committed at the moment; None while all is well.
-
-    ``log_alarm``: what keeps the log of the file from being folded in, so that it grows; commits go on.
-    ``damage_alarm``: where a damaged file was put aside since the start.
-    """
+    """Snapshot. ``alarm``: why commits fail at the moment. ``log_alarm``: why the write-ahead log keeps growing.
+    ``damage_alarm``: path of a damaged file that was put aside since the start. None: no alarm."""
 
     pending: int
     failed_commits: int
@@ -59,7 +56,7 @@ class CommitStatistics:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    """``write`` is called once for each try, inside a transaction; its answer goes to the callback of the last one."""
+    """``write`` runs once per try, inside a transaction; the callback gets the result of the last try."""
 
     write: Callable[[Database], Any]
     on_committed: Callable[[Any], None] | None
@@ -68,7 +65,7 @@ class _Job:
 
 
 class GroupCommitter:
-    """See the module. ``put`` never blocks; committing is its own thread's work."""
+    """See the module. ``put`` never blocks."""
 
     def __init__(self, path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
         self.path = path
@@ -88,16 +85,16 @@ class GroupCommitter:
 
     def put(
         self,
-        write: Callable[[Database], Answer],
-        on_committed: Callable[[Answer], None] | None = None,
+        write: Callable[[Database], Written],
+        on_committed: Callable[[Written], None] | None = None,
         *,
         size_bytes: int = 0,
         is_urgent: bool = False,
     ) -> None:
-        """Have ``write`` called inside a transaction; ``on_committed``, with its answer, once that is on the disk.
+        """Queue ``write`` for a transaction; ``on_committed`` gets its result once that is on the disk.
 
-        Both run on the writer's thread. ``write`` may be called several times, of which the last one counts. Raises
-        RuntimeError after ``close``, except for what callbacks put.
+        Both run on the writer's thread. ``write`` may run several times; only the last run counts. Raises RuntimeError
+        after ``close``, except inside callbacks.
         """
         with self._lock:
             if self._is_closed and threading.current_thread() is not self._thread:
@@ -106,17 +103,15 @@ class GroupCommitter:
             self._queue.put(_Job(write, on_committed, size_bytes, is_urgent))
 
     def statistics(self) -> CommitStatistics:
-        """A snapshot of the counters."""
         with self._lock:
             return CommitStatistics(
                 self._pending, self._failed_commits, self._alarm, self._log.alarm, self._damage_alarm
             )
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Commit what is waiting, then stop. False if that took longer than ``timeout_s``: the rest is given up.
+        """Commit all queued jobs, and those of their callbacks, then stop. False after ``timeout_s``: the rest is lost.
 
-        A commit that is under way then is waited for GIVE_UP_S more; on a disk that hangs it is left behind.
-        What callbacks put meanwhile is committed too.
+        A commit under way then has GIVE_UP_S more; on a disk that hangs its thread is abandoned.
         """
         with self._lock:
             if not self._is_closed:
@@ -143,7 +138,7 @@ class GroupCommitter:
             self._database.close()
 
     def _next_group(self) -> tuple[list[_Job], bool]:
-        """What is committed together: GROUP_JOBS and GROUP_BYTES at most; and whether the writer is to end."""
+        """Jobs of one commit, GROUP_JOBS and GROUP_BYTES at most; and whether the writer is to end."""
         group: list[_Job] = []
         size_bytes = 0
         deadline = time.monotonic() + IDLE_CHECKPOINT_S
@@ -157,13 +152,13 @@ class GroupCommitter:
             if not group:
                 deadline = time.monotonic() + GROUP_WAIT_S
             if job.is_urgent:
-                deadline = 0.0  # with what is there already, and nothing that comes later
+                deadline = 0.0  # with the jobs that are queued already
             group.append(job)
             size_bytes += job.size_bytes
         return group, False
 
     def _commit(self, group: list[_Job]) -> None:
-        """Commit until it succeeds, or until close() gives up; then, and only then, tell the callers."""
+        """Retry until the commit succeeds or ``close`` gives up; then run the callbacks."""
         failures = 0
         while not self._abandoned.is_set():
             try:
@@ -182,16 +177,16 @@ class GroupCommitter:
             return
 
     def _begin_anew(self) -> None:
-        """The file was moved or deleted, or another took its place.
+        """Open a new file after the old one was moved, deleted or replaced.
 
-        Its last rows may be in its log, which lies under the name of the new one's: they are written to it first, and
-        that waits for whoever reads it.
+        The last rows of the old file may lie in its log, under the name of the new file's log. They are folded in
+        first, which waits for programs that read the old file.
         """
         if self._file is not None:
             self._leave_whole()
         self._file = None
         self._database.close()
-        if not self.path.parent.is_dir():  # a disk that is gone: nothing takes its place
+        if not self.path.parent.is_dir():  # the disk is gone
             raise FileNotFoundError(errno.ENOENT, "the folder of the results is gone", str(self.path.parent))
         self._database = open_for_writing(self.path, self._busy_timeout_s)
         self._file = _file_at(self.path)
@@ -202,7 +197,7 @@ class GroupCommitter:
         )
 
     def _leave_damaged(self, damage: str) -> bool:
-        """Once a run: a disk that damages the next file, too, needs a person."""
+        """Once per run: a disk that also damages the next file needs a person."""
         self._database.close()
         try:
             self._database, self._damage_alarm = begin_anew(self.path, damage, self._busy_timeout_s)
@@ -236,7 +231,7 @@ class GroupCommitter:
     def _leave_whole(self) -> None:
         try:
             kept_bytes = fold_in(self._database.conn)
-        except sqlite3.Error as error:  # of a disk that is gone nothing can be saved
+        except sqlite3.Error as error:  # the disk is gone: nothing can be saved
             log.warning("results_checkpoint_failed file=%s reason=%s", self.path, error)
             return
         if kept_bytes:
@@ -244,7 +239,7 @@ class GroupCommitter:
 
 
 def _opened(path: Path, busy_timeout_s: float) -> tuple[Database, str | None]:
-    """The database, and where a damaged one was put aside."""
+    """The database, and the alarm if a damaged file was put aside."""
     try:
         database = open_for_writing(path, busy_timeout_s)
     except sqlite3.DatabaseError as error:
@@ -252,7 +247,7 @@ def _opened(path: Path, busy_timeout_s: float) -> tuple[Database, str | None]:
             raise
         return begin_anew(path, str(error), busy_timeout_s)
     damage = None
-    with suppress(sqlite3.Error):  # a file that cannot be read now is judged by its first commit
+    with suppress(sqlite3.Error):  # the first commit tells
         damage = damage_of(path)
     if damage is None:
         return database, None
@@ -261,7 +256,7 @@ def _opened(path: Path, busy_timeout_s: float) -> tuple[Database, str | None]:
 
 
 def _file_at(path: Path) -> tuple[int, int] | None:
-    """Which file lies there: its device and inode; None if there is none."""
+    """Device and inode; None without a file."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -272,5 +267,5 @@ def _file_at(path: Path) -> tuple[int, int] | None:
 def _call(on_committed: Callable[[Any], None], answer: object) -> None:
     try:
         on_committed(answer)
-    except Exception:  # the boundary of the writer's thread: one caller's mistake must not stop all others' rows
+    except Exception:  # the boundary of the writer's thread
         log.exception("result_callback_failed answer=%s", answer)

@@ -1,12 +1,10 @@
-"""The outbox: what somebody has still to be told, one message for each receiver and event.
+"""Outbox: undelivered messages, one for each receiver and event.
 
-Guarantees: a message is written in the transaction of the result or board verdict that it tells of, so that none is
-lost and none is told of something that is not stored; its id is the same whenever it is sent, and belongs to no other
-fact, also not to one of another results file; for each receiver messages come in the order in which verdicts were
-stored; of one receiver never more than ``limit`` wait: the oldest give way, and are counted.
+Guarantees: a message is written in the transaction of its result or board verdict: no message is lost, and none is of
+an unstored fact. Its id stays the same for each delivery, and is unique across results files. A receiver gets messages
+in the order of storing. At most ``limit`` messages wait for a receiver: the oldest give way, and are counted.
 
-A message is JSON with the number of its ``schema``: as long as that stays, keys may be added, and none changes its
-meaning or goes.
+A message is JSON with the number of its ``schema``. While that stays, keys may be added, and no key changes or goes.
 """
 
 from __future__ import annotations
@@ -48,12 +46,12 @@ OF_BOARD = "results INDEXED BY results_board WHERE board = :serial AND board_typ
 JUDGED = f"""
     SELECT config_sha256, detail FROM {OF_BOARD}
     AND seq >= (SELECT min(seq) FROM {OF_BOARD} AND finished_at >= :opened_at) ORDER BY seq
-"""  # from the image on that opened it: the clock may have been set back since
+"""  # by seq, from the image that opened the board: the clock may have been set back since
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one receiver is told. ``board``: the serial that it is about; ``payload``: JSON."""
+    """Message to one receiver. ``board``: serial; ``payload``: JSON."""
 
     id: str
     event: str
@@ -63,14 +61,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class OutboxCounts:
-    """How many messages wait for one receiver, and how many had to give way since the results file was begun."""
+    """Messages that wait for one receiver, and that gave way since the results file was created."""
 
     waiting: int
     given_way: int
 
 
 class Outbox:
-    """Follows a line's results: what is stored is written down for each receiver that asks for its kind of event."""
+    """Follower of a line's results: writes a message for each receiver of the event."""
 
     def __init__(self, line: str, receivers: Sequence[str], events: Sequence[str], limit: int) -> None:
         self.line = line
@@ -80,11 +78,10 @@ class Outbox:
         self._when_committed: tuple[Callable[[], None], ...] = ()
 
     def when_committed(self, wake: Callable[[], None]) -> None:
-        """Have this called, on the store's thread, once there may be something new to tell."""
+        """Register a call for after each commit, on the store's thread."""
         self._when_committed = (*self._when_committed, wake)
 
     def result_stored(self, database: Database, row: ResultRow) -> None:
-        """Tell of a result, if anybody wants to know."""
         is_bad = row.result.verdict is not Verdict.OK
         for event in (NG, RESULT):
             if event in self._events and (is_bad or event == RESULT):
@@ -100,7 +97,7 @@ class Outbox:
             wake()
 
     def begin(self, database: Database) -> int:
-        """Forget what waits for receivers that are not configured any more; how many messages that were."""
+        """Delete messages of receivers that left the line file; returns how many."""
         others = [
             (receiver, waiting)
             for receiver, waiting in database.execute("SELECT receiver, waiting FROM outbox_receivers").fetchall()
@@ -125,7 +122,7 @@ class Outbox:
 
 
 class OutboxReader:
-    """Reads what waits in the outbox of a line. Each call is one short look."""
+    """Reads a line's outbox. Each call is one short query."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -136,12 +133,11 @@ class OutboxReader:
             return [Message(*row) for row in connection.execute(sql, (receiver, limit)).fetchall()]
 
     def oldest(self, receiver: str) -> datetime | None:
-        """When what has waited longest for one receiver was judged; None where nothing waits."""
+        """Time of the verdict of the oldest message to a receiver; None without a message."""
         first = [json.loads(message.payload) for message in self.waiting(receiver, 1)]
         return datetime.fromisoformat(first[0].get("finished_at") or first[0]["closed_at"]) if first else None
 
     def standing(self, receiver: str) -> OutboxCounts:
-        """The counts of one receiver."""
         sql = "SELECT waiting, given_way FROM outbox_receivers WHERE receiver = ?"
         with closing(open_for_reading(self.path)) as connection:
             rows = connection.execute(sql, (receiver,)).fetchall()
@@ -154,7 +150,6 @@ def forget(database: Database, receiver: str, ids: Sequence[str]) -> None:
 
 
 def result_payload(row: ResultRow) -> dict[str, object]:
-    """What is told of one image."""
     result, subject = row.result, row.result.subject
     return {
         "seq": row.seq,
@@ -179,7 +174,7 @@ def result_payload(row: ResultRow) -> dict[str, object]:
 
 
 def board_payload(row: BoardRow) -> dict[str, object]:
-    """What is told of one board, without what its images alone know."""
+    """Message of one board, without the facts of its images."""
     board = row.board
     return {
         "seq": row.seq,
@@ -197,7 +192,7 @@ def board_payload(row: BoardRow) -> dict[str, object]:
 
 
 def _judged_by(database: Database, board: BoardVerdict) -> dict[str, object]:
-    """What a board's images know: the line file of the latest, and the models of all."""
+    """Facts of a board's images: the latest one's line file, and all models."""
     run = {"serial": board.serial, "board_type": board.board_type, "opened_at": utc_text(board.opened_at)}
     rows = database.execute(JUDGED, run).fetchall()
     models = _models(json.loads(detail) for _, detail in rows)
@@ -205,7 +200,7 @@ def _judged_by(database: Database, board: BoardVerdict) -> dict[str, object]:
 
 
 def _models(details: Iterable[Mapping[str, Any]]) -> list[dict[str, object]]:
-    """Each expert that judged, and what its weights were; twice where they were replaced in between."""
+    """Each expert that judged with its weights' sha256; an expert twice if its weights were replaced in between."""
     steps = (step for detail in details for step in detail.get("steps", ()))
     judged = dict.fromkeys((step.get("expert"), step.get("model_sha256") or None) for step in steps)
     return [{"expert": expert, "sha256": sha256} for expert, sha256 in judged]

@@ -1,11 +1,11 @@
-"""The log of a line's database: what is committed lies there first, and is folded into the file at quiet moments.
+"""Write-ahead log of a line's database: folded into the file (a checkpoint) when no commit waits.
 
-Guarantees: folding in waits for no reader, so that none delays a commit; it is tried again until it is done, at a quiet
-moment, and on a line that never rests once the log is large; a log that a reader keeps from being folded in is told
-once it keeps LOG_ALARM_BYTES there, and once when it is folded in after all. Then the log is empty.
+Guarantees: a checkpoint waits for no reader, so no reader delays a commit. Checkpoints are retried at quiet moments,
+and on a busy line once the log is large. A reader that keeps LOG_ALARM_BYTES in the log is an alarm, logged once, and
+once more when the log is folded in. Then the log is empty.
 
-SQLite cannot fold in what was committed after a transaction began that is still open: a program that looks at the
-results and does not end its query makes the log grow for as long. Used by the one thread that writes.
+SQLite cannot fold in commits that are younger than an open transaction: a program that leaves a query open makes the
+log grow. For the writer's thread only.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOG_ALARM_BYTES = 128 * 1024 * 1024
-LOOK_AGAIN_S = 5.0  # between two tries on a line that never rests
+LOOK_AGAIN_S = 5.0  # between two tries on a busy line
 MIB = 1024 * 1024
 
 
 class WriteAheadLog:
-    """See the module. ``alarm``, for any thread: what keeps it from being folded in; None while all is well."""
+    """See the module. ``alarm``, for any thread: why the log grows; None: no alarm."""
 
     def __init__(self, path: Path) -> None:
         self.alarm: str | None = None
@@ -44,7 +44,7 @@ class WriteAheadLog:
             self.fold_in(connection)
 
     def fold_in(self, connection: sqlite3.Connection) -> None:
-        """Have all of it in the file, if nobody reads what was there before. Raises nothing: what fails is told."""
+        """Checkpoint, as far as readers allow. Raises nothing: errors are logged."""
         if self._is_empty:
             return
         try:
@@ -55,9 +55,9 @@ class WriteAheadLog:
         self._failure = None
         self._is_empty = kept_bytes is None
         self._look_again_s = time.monotonic() + LOOK_AGAIN_S
-        self._judge(kept_bytes or 0)
+        self._check(kept_bytes or 0)
 
-    def _judge(self, kept_bytes: int) -> None:
+    def _check(self, kept_bytes: int) -> None:
         was_alarm, self.alarm = self.alarm, None
         if kept_bytes > LOG_ALARM_BYTES:
             self.alarm = (
@@ -82,12 +82,8 @@ class WriteAheadLog:
 
 
 def fold_in(connection: sqlite3.Connection) -> int | None:
-    """Fold in what can be, at once, and empty the log; how many bytes others keep in it, None once it is empty.
-
-    0 where they keep nothing from being folded in, and yet read the log.
-
-    Raises sqlite3.Error for what the disk refuses.
-    """
+    """Checkpoint without waiting. Returns bytes that readers keep in the log, 0 if they only keep it from being
+    emptied, None for an empty log. Raises sqlite3.Error from the disk."""
     (busy_timeout_ms,) = connection.execute("PRAGMA busy_timeout").fetchone()
     connection.execute("PRAGMA busy_timeout = 0")
     try:
@@ -97,5 +93,5 @@ def fold_in(connection: sqlite3.Connection) -> int | None:
         connection.execute(f"PRAGMA busy_timeout = {busy_timeout_ms}")
     if not is_busy:
         return None
-    is_told = pages >= 0  # another program may be folding it in, and then nothing is told
+    is_told = pages >= 0  # -1 while another program makes a checkpoint
     return int(page_bytes * (pages - folded_in if is_told else 1))

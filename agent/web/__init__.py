@@ -1,1 +1,1 @@
-"""The line over HTTP, for this machine: its metrics as Prometheus reads them, and whether it lives and takes work."""
+"""The line over HTTP, for this machine: metrics for Prometheus, and health."""

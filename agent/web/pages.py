@@ -1,8 +1,7 @@
-"""The three pages: `/metrics`, `/health/live`, `/health/ready`; all else is 404, and what is no GET is 405.
+"""The pages `/metrics`, `/health/live`, `/health/ready`; other paths are 404, other methods 405.
 
-Guarantees: a page is answered within PATIENCE_S, also while the line hangs: then it is 503, and says so. The line is
-asked one thing at a time; who asks the same meanwhile waits for the same answer, so that callers that do not give up
-pile up neither questions nor threads.
+Guarantees: a page is answered within PATIENCE_S; while the line hangs it is 503 with that reason. The line is asked
+each question once at a time, and concurrent callers share the answer: neither questions nor threads pile up.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PREFIX = "coserve"
-PATIENCE_S = 5.0  # Prometheus and those who look after health wait for ten
-BODY_BYTES = 1024  # which no page wants
+PATIENCE_S = 5.0  # Prometheus and health checks wait for 10 s
+BODY_BYTES = 1024  # no page takes a body
 CONNECTIONS = 16  # of each address at a time
 FAMILIES = {MetricKind.COUNTER: CounterMetricFamily, MetricKind.GAUGE: GaugeMetricFamily}
 PATHS = ("/metrics", "/health/live", "/health/ready")
@@ -44,14 +43,14 @@ Asked = TypeVar("Asked")
 
 
 class Pages:
-    """Keeps ``agent.http.exchange.Application``."""
+    """Implements ``agent.http.exchange.Application``."""
 
     def __init__(self, line: Line, patience_s: float, connection_s: float) -> None:
         self.terms = Terms(BODY_BYTES, connection_s, connection_s, CONNECTIONS)
         self._patience_s = patience_s
         self._condition = _Question(line.condition, "web-health")
         self._metrics = _Question(line.metrics, "web-metrics")
-        self._writing = DaemonThreads(1, "web-text")  # which takes a while, and keeps nobody else waiting
+        self._writing = DaemonThreads(1, "web-text")  # exposition takes a while
         self._process = ProcessCollector(PREFIX, registry=None)
 
     def serves(self, path: str) -> bool:
@@ -66,7 +65,7 @@ class Pages:
             return await self._page(request)
         except TimeoutError:
             return _said(503, f"no answer from the line within {self._patience_s:g} s: it hangs")
-        except Exception:  # the boundary of a caller's request: one page's mistake is not the others'
+        except Exception:  # the boundary of one request
             log.exception("page_failed path=%s", request.path)
             return _said(500, "see the agent's log")
 
@@ -74,7 +73,7 @@ class Pages:
         return _said(status, reason)
 
     def close(self) -> None:
-        """Ask the line nothing more; a question that hangs is left behind."""
+        """Stop asking the line; a question that hangs is abandoned."""
         self._condition.close()
         self._metrics.close()
         self._writing.stop(0.0)
@@ -92,7 +91,7 @@ class Pages:
 
 
 class _Question(Generic[Asked]):
-    """Something that is asked of the line on a thread of its own, once at a time."""
+    """Question to the line, asked on a thread of its own, once at a time."""
 
     def __init__(self, ask: Callable[[], Asked], name: str) -> None:
         self._ask = ask
@@ -101,7 +100,7 @@ class _Question(Generic[Asked]):
         self._under_way: Future[Asked] | None = None
 
     async def answer(self, timeout_s: float) -> Asked:
-        """Raises TimeoutError, and whatever the line does."""
+        """Raises TimeoutError, and the line's own errors."""
         with self._lock:
             if self._under_way is None or self._under_way.done():
                 self._under_way = self._thread.submit(self._ask)

@@ -1,8 +1,7 @@
-"""What the web asks of a line: its metrics, and whether it is well. The nouns of the answers are frozen records.
+"""Metrics and health of a line, as frozen records.
 
-A metric's name is given without `coserve_`, which stands before all of them, and a counter's without `_total`. Labels
-say which part of the line a value is of: an executor, a memory, an expert, a camera's name; never a serial, a path or
-an image, of which there is no end.
+Names of metrics lack the prefix `coserve_`, and those of counters the suffix `_total`. Labels name an executor, a
+memory, an expert or a camera; never a serial, a path or an image, whose number is unbounded.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Labels: TypeAlias = tuple[str, ...]
 
 
 class MetricKind(StrEnum):
-    """How a value may change: a counter only grows while the agent lives."""
+    """A counter never decreases while the agent runs."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -26,7 +25,7 @@ class MetricKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric: a value for each combination of its labels' values, () where it has no labels."""
+    """One value for each combination of labels; key () without labels."""
 
     kind: MetricKind
     name: str
@@ -37,7 +36,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How often something took how long. ``counts``: upper bound in seconds -> how often up to there, inf the last."""
+    """Distribution of durations. ``counts``: upper bound in seconds -> cumulative count; the last bound is inf."""
 
     counts: Mapping[float, int]
     sum_s: float
@@ -45,7 +44,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """A metric of durations: a distribution for each combination of its labels' values."""
+    """One distribution for each combination of labels."""
 
     name: str
     help: str
@@ -55,17 +54,17 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """How the line is. ``dead``: why only a new start helps; ``unready``: why it takes no work now; None where not."""
+    """Health. ``dead``: why only a restart helps; ``unready``: why no work is taken now; None: healthy."""
 
     dead: str | None = None
     unready: str | None = None
 
 
 class Line(Protocol):
-    """Who is asked: one call of each at a time, from any thread. Either may take long, or never come back."""
+    """One call of each method at a time, from any thread. A call may take long, or never return."""
 
     def condition(self) -> Condition:
-        """How it is. That it comes back says that what decides makes progress."""
+        """Returning proves that the scheduler makes progress."""
 
     def metrics(self) -> Sequence[Metric | Histogram]:
-        """All metrics, of one moment."""
+        """All metrics of one moment."""

@@ -1,7 +1,7 @@
-"""The line's HTTP addresses: its pages, and whatever else is to be served there.
+"""The line's HTTP addresses: pages and other applications.
 
-Guarantees: a page's connection is cut off CONNECTION_S after it came, whatever it does or leaves undone; see
-``agent.http.server`` for the rest. When it stops, no thread of it goes on but one whose question hangs in the line.
+Guarantees: a page's connection is cut off after CONNECTION_S; see ``agent.http.server`` for the rest. After ``stop``
+only a thread whose question hangs in the line goes on.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from agent.http.exchange import Application
     from agent.web.readings import Line
 
-CONNECTION_S = 10.0  # twice what a page may take
+CONNECTION_S = 10.0  # twice PATIENCE_S
 
 
 class WebServer:
-    """Started once, stopped once. ``also``: what is served beside the pages, asked first whether a path is its own."""
+    """Started once, stopped once. ``also``: applications that are asked for a path before the pages."""
 
     def __init__(
         self,
@@ -37,14 +37,12 @@ class WebServer:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where it answers; of a port 0 the one that was found."""
         return self._server.addresses
 
     def start(self) -> None:
-        """Serve. Raises AddressUnusable, and then nothing is served."""
+        """Raises AddressUnusable; then no address is served."""
         self._server.start()
 
     def stop(self) -> None:
-        """End. What was never started has nothing to end."""
         self._server.stop()
         self._pages.close()

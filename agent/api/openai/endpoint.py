@@ -1,8 +1,8 @@
-"""`/v1/models`, `/v1/completions`, `/v1/chat/completions`: what OpenAI's clients ask, answered by the desk.
+"""`/v1/models`, `/v1/completions`, `/v1/chat/completions`: requests of OpenAI's clients, answered by the desk.
 
-Guarantees: a request is refused before its answer begins, with the status and the field, or it is taken; a stream that
-fails later says so in an event of its own. Who goes away, or does not read, has the text cancelled. Where the line has
-a token, callers at HOST:PORT show it, as OpenAI's clients show their key.
+Guarantees: a request is refused before its answer begins, with status and field, or it is taken. A stream that fails
+later ends with an error event. A caller that disconnects, or does not read, has its text cancelled. If the line has a
+token, callers at HOST:PORT send it as their API key.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ ROOT = "/v1/"
 MODELS, COMPLETIONS, CHATS = f"{ROOT}models", f"{ROOT}completions", f"{ROOT}chat/completions"
 READERS = {COMPLETIONS: completion_of, CHATS: chat_of}
 TERMS = Terms(
-    body_bytes=2 * 2**20,  # a context of two hundred thousand tokens, by their numbers
+    body_bytes=2 * 2**20,  # a context of 200,000 tokens as numbers
     longest_s=3600.0,
     stall_s=30.0,
-    connections=128,  # of each address; with all bodies as large as they may be, 256 MiB
+    connections=128,  # of each address: 256 MiB with the largest bodies
     withdraws=True,
 )
 
 
 class OpenAiEndpoint:
-    """Keeps ``agent.http.exchange.Application``."""
+    """Implements ``agent.http.exchange.Application``."""
 
     def __init__(self, config: ApiSection, texts: Texts, terms: Terms = TERMS) -> None:
         """Raises SecretMissing."""
@@ -64,7 +64,7 @@ class OpenAiEndpoint:
         return path.startswith(ROOT)
 
     def reload(self, config: ApiSection) -> None:
-        """Read the token anew, for requests to come. Raises SecretMissing, and then nothing has changed."""
+        """Read the token again, for later requests. Raises SecretMissing; then the old token stays."""
         if self._token is not None:
             self._token = _token(config) or self._token
 
@@ -137,7 +137,7 @@ class OpenAiEndpoint:
 
 
 def _wrong_form(request: HttpRequest, method: str) -> HttpAnswer | None:
-    """What is said to a request in another form; JSON said to be something else may come from any page of a browser."""
+    """Refusal of another method or content type. Any web page can make a browser send JSON as another type."""
     if request.method != method:
         wrong = plain_error(405, f"{request.path} is asked by {method}", "method_not_allowed")
         return type(wrong)(wrong.status, wrong.body, (*wrong.headers, ("allow", method)))

@@ -1,4 +1,4 @@
-"""Texts as OpenAI's clients read them: whole, or as events of a stream; and what went wrong, as its errors."""
+"""Texts and errors as OpenAI's clients read them: whole, or as events of a stream."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ ANSWER, THOUGHT = "content", "reasoning_content"  # the second as vLLM, SGLang a
 THINK, THOUGHT_OVER = "<think>", "</think>"
 DONE = b"data: [DONE]\n\n"
 OWNER = "coserve"
-LEAST_LOGPROB = -9999.0  # for what is impossible, as with OpenAI: JSON has no infinity
-# OpenAI knows no deadline: what it ended is as long as it became.
+LEAST_LOGPROB = -9999.0  # of an impossible token, as with OpenAI: JSON has no infinity
+# OpenAI has no deadline: a text that it ended counts as cut by its length.
 FINISHES = {Ending.STOP: "stop", Ending.LENGTH: "length", Ending.DEADLINE: "length"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What an error is to OpenAI's clients, which raise by the status and tell the rest. ``is_worth``: trying again."""
+    """Error of OpenAI's clients, which raise by status. ``is_worth``: retrying."""
 
     status: int
     type: str
@@ -54,10 +54,7 @@ KINDS = {
 
 @dataclass(slots=True)
 class TextReply:
-    """One text's, piece by piece. ``is_chat``: the next message of a chat, else a completion.
-
-    The model that it names is who writes, once that is known.
-    """
+    """Reply of one text. ``is_chat``: a message of a chat, else a completion. It names the expert that writes."""
 
     asked: TextAsked
     is_chat: bool
@@ -71,14 +68,14 @@ class TextReply:
     _thoughts: _Thoughts = field(default_factory=lambda: _Thoughts())
 
     def add(self, piece: TextPiece) -> None:
-        """One more, of an answer that is sent as a whole."""
+        """Add a piece to a reply that is sent whole."""
         self._model = piece.expert
         self._thoughts.begin(piece)
         self.texts.append(piece.text)
         self.tokens += piece.tokens
 
     def whole(self, end: TextEnd) -> HttpAnswer:
-        """The answer, once all pieces are there."""
+        """The whole reply, after all pieces."""
         text = "".join(self.texts)
         said: dict[str, Any] = {"text": text}
         if self.is_chat:
@@ -89,7 +86,7 @@ class TextReply:
         return answer(200, {**self._head(name, end), "choices": [choice], "usage": _usage(end)})
 
     def events(self, piece: TextPiece) -> Iterator[bytes]:
-        """One more, of an answer that is streamed."""
+        """Events of one piece of a stream."""
         self._model = piece.expert
         yield from self._beginning()
         self._thoughts.begin(piece)
@@ -101,7 +98,7 @@ class TextReply:
         self._length += len(piece.text)
 
     def last_events(self, end: TextEnd) -> Iterator[bytes]:
-        """Its end."""
+        """Events that end a stream."""
         yield from self._beginning()
         for name, text in self._thoughts.add("", is_last=True) if self.is_chat else ():
             yield self._part(name, text, ())
@@ -151,23 +148,23 @@ class TextReply:
 
 
 class _Thoughts:
-    """What a model thinks before it answers, told apart from the answer.
+    """Splits reasoning from the answer.
 
-    It stands first, between THINK and THOUGHT_OVER: neither these nor the empty lines behind them are shown.
+    Reasoning stands first, between THINK and THOUGHT_OVER. Both marks, and empty lines behind them, are left out.
     """
 
     def __init__(self) -> None:
-        self._name: str | None = None  # which of the two is written now; None: nobody can tell yet
+        self._name: str | None = None  # of the part that is written now; None: not known yet
         self._held = ""
-        self._is_fresh = False  # nothing is shown yet of what a mark has begun
+        self._is_fresh = False  # nothing is shown yet behind a mark
 
     def begin(self, piece: TextPiece) -> None:
-        """Before the first piece: the prompt itself may have the model think."""
+        """Call before the first piece: the prompt itself may open the reasoning."""
         if self._name is None and piece.is_thought:
             self._name, self._is_fresh = THOUGHT, True
 
     def add(self, text: str, *, is_last: bool = False) -> list[tuple[str, str]]:
-        """What may be told by now, each part with its name; in the end all of it."""
+        """Parts that can be shown by now, each with its name."""
         self._held += text
         if self._name is None:
             begun = self._held.lstrip()
@@ -219,13 +216,12 @@ def models_answer(models: Sequence[TextModelView], created: int) -> HttpAnswer:
 
 
 def model_values(model: TextModelView, created: int) -> dict[str, Any]:
-    """One of them. ``context_length`` and ``ready`` are ours, and more than OpenAI tells."""
+    """One model. ``context_length`` and ``ready`` are extensions of ours."""
     ours = {"context_length": model.context_tokens, "ready": model.is_ready}
     return {"id": model.name, "object": "model", "created": created, "owned_by": OWNER, **ours}
 
 
 def refused_answer(refused: OrderRefused) -> HttpAnswer:
-    """A refusal, with its status."""
     kind = KINDS[refused.reason]
     hint: tuple[tuple[str, str], ...] = (("x-should-retry", "true" if kind.is_worth else "false"),)
     if refused.retry_s is not None:

@@ -1,8 +1,8 @@
-"""What OpenAI's clients send, as orders for texts.
+"""Bodies of OpenAI's clients as orders for texts.
 
-Guarantees: a body is taken as it is meant or refused, naming its field: what would change the answer and is not served
-(several answers, tools, JSON schemas, biases) is never passed over; what changes no answer (a user's name, metadata)
-is. Values are not converted: a number in quotes is none.
+Guarantees: a field that would change the answer and is not served (several answers, tools, JSON schemas, biases) is
+refused by name, never ignored. Fields that change no answer (a user's name, metadata) are ignored. Types are strict: a
+number in quotes is refused.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from experts.llm.serving.generation import Sampling
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-USUAL_COMPLETION_TOKENS = 16  # where a completion says nothing, as with OpenAI; a chat's message has the context
+USUAL_COMPLETION_TOKENS = 16  # default of a completion, as with OpenAI; a chat has the whole context
 PASSED_OVER = frozenset({
     "metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
 })  # fmt: skip
-# Field -> what it may be, for whatever is not served otherwise.
+# Fields that are served with these values only.
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "tools": ([],),
     "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
@@ -33,12 +33,12 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-TOLD = ("name", "tool_call_id", "reasoning_content")  # of a message, to its template
+TOLD = ("name", "tool_call_id", "reasoning_content")  # passed on to the chat template
 
 
 @dataclass(frozen=True, slots=True)
 class TextAsked:
-    """An order, and how its answer is wanted. ``shows_logprobs``: with each token's probability."""
+    """Order for a text, and the form of its reply. ``shows_logprobs``: with each token's probability."""
 
     order: TextOrder
     is_streamed: bool
@@ -52,11 +52,11 @@ class _Section(BaseModel):
 
 class _StreamOptions(_Section):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # noise against listeners on the wire, of which there are none here
+    include_obfuscation: bool | None = None  # padding against eavesdroppers: ignored
 
 
 class _Text(_Section):
-    """What both kinds have in common; ``top_k``, ``min_p`` and ``repetition_penalty`` come in `extra_body`."""
+    """Fields of both endpoints; ``top_k``, ``min_p`` and ``repetition_penalty`` come in `extra_body`."""
 
     model: str = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
@@ -104,7 +104,7 @@ class _Message(_Section):
     tool_calls: list[_ToolCall] | None = None
     function_call: None = None
     audio: None = None
-    annotations: list[Any] | None = None  # what an answer of OpenAI's refers to: clients send back what they were told
+    annotations: list[Any] | None = None  # of an answer of OpenAI's that a client sends back
     reasoning_content: str | None = None
 
 
@@ -113,7 +113,7 @@ class _Chat(_Text):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # in `extra_body`, as vLLM's and SGLang's callers send it
+    chat_template_kwargs: dict[str, Any] | None = None  # in `extra_body`, as for vLLM and SGLang
 
 
 Kind = TypeVar("Kind", bound=_Text)
@@ -166,7 +166,7 @@ def _read(body: bytes, kind: type[Kind]) -> Kind:
 
 
 def _served(values: dict[str, Any], kind: type[_Text]) -> dict[str, Any]:
-    """The fields that say what is wanted. Raises OrderRefused for those that want what is not served."""
+    """Fields without those that are ignored. Raises OrderRefused for values that are not served."""
     for name, value in values.items():
         if name in ONLY and value is not None and value not in ONLY[name]:
             served = " or ".join(json.dumps(one) for one in ONLY[name])
@@ -176,7 +176,7 @@ def _served(values: dict[str, Any], kind: type[_Text]) -> dict[str, Any]:
 
 
 def _path(where: tuple[int | str, ...], kind: type[_Text]) -> str:
-    """As OpenAI names it: messages[0].content. What stands behind a field of several types names the type, not it."""
+    """Path as OpenAI writes it: messages[0].content. pydantic's names of union members are left out."""
     path = ""
     for part in where:
         if isinstance(part, int):
@@ -215,7 +215,7 @@ def _stops(asked: _Text) -> tuple[str, ...]:
 
 
 def _prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> str | tuple[int, ...]:
-    """One of what may be several, in words or tokens. Raises OrderRefused for several."""
+    """The only prompt, in words or tokens. Raises OrderRefused for several."""
     if isinstance(prompt, str):
         return prompt
     if prompt and isinstance(prompt[0], int):
@@ -226,9 +226,9 @@ def _prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> str | tupl
 
 
 def _message(message: _Message, place: int) -> dict[str, Any]:
-    """As chat templates want it: they know the system, and not that OpenAI calls it developer by now.
+    """Message for a chat template: role developer becomes system, and arguments of a tool call become an object.
 
-    What a tool was called with is a string on the wire, and an object to them. Raises OrderRefused for one that is not.
+    Raises OrderRefused for arguments that are not JSON.
     """
     content = message.content or ""
     text = content if isinstance(content, str) else "".join(part.text for part in content)

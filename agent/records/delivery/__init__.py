@@ -1,1 +1,1 @@
-"""How receivers are told what waits for them in the outbox: an MQTT broker, a web address."""
+"""Delivery of the outbox's messages to receivers: an MQTT broker, a web address."""

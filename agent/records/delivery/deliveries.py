@@ -1,7 +1,7 @@
-"""All receivers of a line, each told by a thread of its own.
+"""Deliveries: all receivers of a line, each with a thread of its own.
 
-Guarantees: one that hangs delays no other, no verdict and no end of the process: `stop` returns in time, and what was
-not told waits in the outbox for the next run.
+Guarantees: a receiver that hangs delays no other receiver, no verdict and no end of the process. ``stop`` returns in
+time, and undelivered messages wait in the outbox for the next run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CANCEL_AGAIN_S = 1.2  # longer than a receiver takes to say goodbye
 
 @dataclass(frozen=True, slots=True)
 class DeliveryStatistics:
-    """A snapshot of one receiver. ``given_way``: since its results file was begun; the other counts since the start."""
+    """Snapshot of one receiver. ``given_way``: since its results file was created; other counts since the start."""
 
     receiver: str
     waiting: int
@@ -50,7 +50,7 @@ class DeliveryStatistics:
 
 
 def line_receivers(config: LineConfig) -> tuple[Receiver, ...]:
-    """The receivers that a line file names. Raises ConfigError for one that cannot be told as it says."""
+    """Receivers of a line file. Raises ConfigError for a receiver that cannot be set up."""
     section = config.outbox
     receivers: list[Receiver] = []
     if section.mqtt is not None:
@@ -82,14 +82,14 @@ class Deliveries:
         self._threads = {each.name: _DeliveryThread(self._pump(each, per_s)) for each in receivers}
 
     def start(self) -> None:
-        """Tell what waits from the run before, then what comes."""
+        """Deliver messages of earlier runs, then new ones."""
         self._store.write(self._outbox.begin, _tell_forgotten)
         for thread in self._threads.values():
             self._outbox.when_committed(thread.pump.wake)
             thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Tell no more; False if a thread hangs longer than that, which then ends with the process."""
+        """Stop delivering; False if a thread hangs longer: it ends with the process."""
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads.values():
             thread.cancel()
@@ -100,7 +100,7 @@ class Deliveries:
         return tuple(self._statistics(name, thread.pump) for name, thread in self._threads.items())
 
     def oldest(self) -> dict[str, datetime | None]:
-        """When what has waited longest for each receiver was judged; without those of which that cannot be read."""
+        """Time of the oldest waiting verdict by receiver; without receivers whose rows cannot be read."""
         found = {}
         for name in self._threads:
             with suppress(OSError, sqlite3.Error):
@@ -121,7 +121,7 @@ class Deliveries:
 
 
 class _DeliveryThread:
-    """A pump on an event loop of its own."""
+    """Pump on an event loop of its own."""
 
     def __init__(self, pump: Pump) -> None:
         self.pump = pump
@@ -140,7 +140,7 @@ class _DeliveryThread:
                 self._loop.call_soon_threadsafe(self._task.cancel)
 
     def wait(self, timeout_s: float) -> bool:
-        """Cancelled again meanwhile: `asyncio.wait_for` of Python 3.11 loses one that comes with what it waits for."""
+        """Cancel again meanwhile: Python 3.11's `asyncio.wait_for` loses a cancellation that meets its result."""
         deadline_s = time.monotonic() + max(timeout_s, 0.0)
         while self._thread.is_alive():
             self._thread.join(min(max(deadline_s - time.monotonic(), 0.0), CANCEL_AGAIN_S))
@@ -162,7 +162,7 @@ class _DeliveryThread:
 
 
 class _Daemons(ThreadPoolExecutor):
-    """Where an event loop has blocking calls made: on threads that keep neither it nor the process from ending."""
+    """Executor of a loop's blocking calls, on daemon threads: asyncio insists on a ThreadPoolExecutor."""
 
     def __init__(self) -> None:
         super().__init__(max_workers=1)
@@ -172,7 +172,7 @@ class _Daemons(ThreadPoolExecutor):
         return self._daemons.submit(call, *given, **named)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Without waiting: what hangs, hangs until the process ends."""
+        """Return at once: a call that hangs ends with the process."""
         self._daemons.stop(timeout_s=0.0)
         super().shutdown(wait=False, cancel_futures=cancel_futures)
 

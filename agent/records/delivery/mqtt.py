@@ -1,4 +1,4 @@
-"""An MQTT broker as a receiver: QoS 1, so that each message is acknowledged by the broker; MQTT 3.1.1.
+"""MQTT 3.1.1 broker as a receiver. QoS 1: the broker acknowledges each message.
 
 Topics, below TOPIC/LINE:
     status                    "online", or "offline" by the agent's end or by its last will; retained
@@ -6,8 +6,7 @@ Topics, below TOPIC/LINE:
     component/ng              an image that is NG or UNKNOWN
     component/result          any image
 
-In a serial `/`, `+`, `#`, `%` and control characters are written as `%2F` and so on, as in URLs: it is one level of its
-topic, whatever it holds.
+In a serial `/`, `+`, `#`, `%` and control characters are percent-encoded: each serial is one level of its topic.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ if TYPE_CHECKING:
     from agent.records.outbox import Message
 
 PORTS = {"mqtt": 1883, "mqtts": 8883}
-KEEPALIVE_S = 20  # how long a broker that went away without a word goes unnoticed while nothing is told, about
+KEEPALIVE_S = 20  # a broker that vanished is noticed after about that time
 ANSWER_S = 10.0
 GOODBYE_S = 0.5
 LOGIN_REFUSED = frozenset({4, 5, 134, 135})  # bad user or password, not authorised: of MQTT 3.1.1, and of 5
 RESERVED = re.compile(r"[/+#%\x00-\x1f\x7f-\x9f]")
-QUIET = logging.getLogger(f"{__name__}.client")  # what the library says beside what it raises, which is told
+QUIET = logging.getLogger(f"{__name__}.client")  # the library logs what it raises, too
 QUIET.setLevel(logging.CRITICAL)
 
 
 class MqttReceiver:
-    """One broker, as the line file names it. Raises ConfigError for a password or an authority that is not there."""
+    """Broker of a line file. Raises ConfigError for a missing password or authority."""
 
     name = "mqtt"
 
@@ -91,7 +90,7 @@ class MqttReceiver:
 
 
 class MqttConnection:
-    """A broker that answered."""
+    """Connection to a broker."""
 
     def __init__(self, client: Client, prefix: str) -> None:
         self._client = client
@@ -99,7 +98,7 @@ class MqttConnection:
         self._lost = asyncio.ensure_future(_until_lost(client))
 
     async def deliver(self, message: Message) -> None:
-        """See ReceiverConnection. Refused is what MQTT has no room for: a topic or a payload that is too long."""
+        """See ReceiverConnection. MQTT refuses topics and payloads that are too long."""
         try:
             await self.publish(f"{self._prefix}/{_topic(message)}", message.payload)
         except ValueError as error:
@@ -109,7 +108,7 @@ class MqttConnection:
         await asyncio.shield(self._lost)
 
     async def publish(self, topic: str, payload: str, *, retain: bool = False) -> None:
-        """Until the broker has acknowledged. Raises MqttError, at once where the connection is lost."""
+        """Publish, and wait for the acknowledgement. Raises MqttError, at once if the connection is lost."""
         publishing = asyncio.ensure_future(self._client.publish(topic, payload, qos=1, retain=retain))
         try:
             await asyncio.wait((publishing, self._lost), return_when=asyncio.FIRST_COMPLETED)
@@ -121,7 +120,7 @@ class MqttConnection:
             await asyncio.gather(publishing, return_exceptions=True)
 
     async def close(self, status: str) -> None:
-        """Say goodbye, where anybody listens; soon."""
+        """Publish the status offline if connected, within GOODBYE_S."""
         if not self._lost.done():
             with suppress(MqttError, TimeoutError, asyncio.TimeoutError):
                 await asyncio.wait_for(self.publish(status, "offline", retain=True), GOODBYE_S)
@@ -135,7 +134,7 @@ def level(text: str) -> str:
 
 
 async def _until_lost(client: Client) -> NoReturn:
-    """Nothing is subscribed to, so nothing comes but the end."""
+    """Nothing is subscribed: the only event is the connection's end."""
     async for _ in client.messages:
         pass
     raise MqttError("the connection ended")

@@ -1,12 +1,11 @@
-"""Takes messages out of the outbox, in their order, and tells one receiver, until it has acknowledged each.
+"""Pump: delivers the messages of the outbox to one receiver, in order, until each is acknowledged.
 
-Guarantees: a message leaves the outbox only after the receiver acknowledged it, or refused it for good, which is told
-and counted; nothing is told before what was stored before it, so the order of each board is kept; not more than
-``per_s`` messages a second, also when a backlog of days is told; a receiver that cannot be reached is tried again after
-waits that double to a minute, and told of in the log once for each reason. A message may be told twice, with the same
-id: when the process ends between the receiver's answer and the commit that takes it out of the outbox.
+Guarantees: a message leaves the outbox after the receiver acknowledged it, or refused it for good, which is logged and
+counted. Messages keep the order of storing. At most ``per_s`` messages are sent per second, also from a long backlog.
+An unreachable receiver is retried with backoff, and logged once for each reason. A message may be delivered twice with
+the same id: when the process ends between the acknowledgement and the commit that deletes the message.
 
-A coroutine on an event loop of its own, whose time is the only one that it knows.
+A coroutine on an event loop of its own; the loop's time is its only clock.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ log = logging.getLogger(__name__)
 READ_MESSAGES = 100
 BACKOFF = Backoff(0.5, 60.0)
 LONGEST_ASKED_S = 3600.0  # a receiver that asks for a day of silence is asked again all the same
-SETTLE_MESSAGES = 50  # acknowledged ones that leave the outbox together
-SETTLE_S = 0.25  # and how long an acknowledged one waits for others
-SETTLING_MAXIMUM = 1000  # acknowledged ones whose commit is under way: a disk that hangs must not have all told twice
-LOOK_S = 5.0  # between two looks at an outbox that nobody says to have anything new
+SETTLE_MESSAGES = 50  # acknowledged messages that are deleted together
+SETTLE_S = 0.25  # an acknowledged message waits that long for others
+SETTLING_MAXIMUM = 1000  # acknowledged messages whose commit is under way: bounds repeats while a disk hangs
+LOOK_S = 5.0  # between two looks without a wake-up
 
 
 @dataclass(frozen=True, slots=True)
 class PumpStatistics:
-    """A snapshot since the start. ``alarm`` says why nothing can be told at the moment; None while all is well."""
+    """Counts since the start. ``alarm``: why nothing can be delivered at the moment; None: no alarm."""
 
     delivered: int = 0
     refused: int = 0
@@ -50,7 +49,7 @@ class PumpStatistics:
 
 
 class Pump:
-    """See the module. ``settle`` takes messages out of the outbox and calls back, from any thread, once they are."""
+    """See the module. ``settle`` deletes messages from the outbox, and calls back from any thread after the commit."""
 
     def __init__(self, receiver: Receiver, outbox: OutboxReader, settle: Settle, per_s: float) -> None:
         self._receiver = receiver
@@ -74,11 +73,11 @@ class Pump:
         return PumpStatistics(self._delivered, self._refused, self._alarm)
 
     def wake(self) -> None:
-        """There may be something new; from any thread."""
+        """Look for new messages. From any thread."""
         self._soon(self._woken.set)
 
     async def run(self) -> None:
-        """Tell what there is and what comes, until cancelled."""
+        """Deliver until cancelled."""
         self._loop = asyncio.get_running_loop()
         try:
             while True:
@@ -89,7 +88,7 @@ class Pump:
             self._hand_over()
 
     async def _serve(self) -> float:
-        """Connect and tell, for as long as that goes well; how long to wait before it is tried again."""
+        """Connect and deliver until an error; returns the pause before the next try."""
         began_s: float | None = None
         try:
             async with self._receiver.connected() as connection:
@@ -101,7 +100,7 @@ class Pump:
         except ConfigError as error:  # a password that is not there any more, or not yet
             self._raise_alarm(str(error))
             asked_s = None
-        except Exception as error:  # the boundary of the pump's thread: whoever else is told goes on, and so do we
+        except Exception as error:  # the boundary of the pump's thread
             if self._alarm is None:
                 log.exception("outbox_failed receiver=%s", self._receiver.name)
             self._raise_alarm(f"{type(error).__name__}: {error}")
@@ -130,7 +129,7 @@ class Pump:
         await asyncio.sleep(wait_s)
 
     def _next(self) -> list[Message]:
-        """What comes next, of what was not told already; nothing while too much of that is still to be committed."""
+        """Messages to deliver next; none while SETTLING_MAXIMUM deliveries are uncommitted."""
         self._look_at_limit()
         told = self._settling.union(self._acknowledged)
         if len(told) >= SETTLING_MAXIMUM:
@@ -158,7 +157,7 @@ class Pump:
             self._hand_over()
 
     async def _rest(self, connection: ReceiverConnection) -> None:
-        """Until there may be something to do, or the connection is lost."""
+        """Wait for a wake-up, LOOK_S, or the loss of the connection."""
         self._hand_over()
         waits = asyncio.ensure_future(self._woken.wait()), asyncio.ensure_future(connection.lost())
         try:
@@ -189,7 +188,7 @@ class Pump:
                 self._loop.call_soon_threadsafe(act)
 
     def _look_at_limit(self) -> None:
-        """Tell, once, that messages give way because too many wait, and once that they do not any more."""
+        """Log once when messages begin to give way, and once when they no longer do."""
         standing = self._standing()
         if standing is None:
             return

@@ -1,4 +1,4 @@
-"""Who is told of verdicts: the contract of all receivers. Used by one task of one event loop."""
+"""Contract of receivers: they are told verdicts in order, at least once, by id. For one task of one event loop."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class ReceiverConnection(Protocol):
-    """A receiver that can be told something now."""
+    """Open connection to a receiver."""
 
     async def deliver(self, message: Message) -> None:
-        """Tell it; when this returns it has acknowledged.
+        """Deliver; returns after the acknowledgement.
 
-        Raises ReceiverUnavailable where it did not, MessageRefused where it never will.
+        Raises ReceiverUnavailable without one, MessageRefused if there never will be one.
         """
 
     async def lost(self) -> None:
@@ -28,16 +28,16 @@ class ReceiverConnection(Protocol):
 
 
 class Receiver(Protocol):
-    """One receiver, connected to or not. ``name`` is its rows' in the outbox."""
+    """``name``: of its rows in the outbox."""
 
     name: str
 
     def connected(self) -> AbstractAsyncContextManager[ReceiverConnection]:
-        """Connect, and disconnect in the end. Raises ReceiverUnavailable."""
+        """Connect, and disconnect at the end. Raises ReceiverUnavailable."""
 
 
 def tls_context(key: str, authority: Path | None) -> ssl.SSLContext:
-    """Who is trusted: this authority, else the system's. ``key`` of the line file names it. Raises ConfigError."""
+    """TLS that trusts this authority, else the system's. ``key``: named in errors. Raises ConfigError."""
     try:
         return ssl.create_default_context(cafile=authority)
     except OSError as error:  # also what is no certificate

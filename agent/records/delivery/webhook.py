@@ -1,10 +1,9 @@
-"""A web address as a receiver: each message is one POST of JSON, with its id as Idempotency-Key.
+"""Web address as a receiver: each message is one POST of JSON, with its id as Idempotency-Key.
 
-An answer of 2xx is an acknowledgement. 5xx, 408, 425 and 429 say "not now", and so does no answer at all; answers that
-speak of the login or the address (3xx, 401, 403, 404, 405, 407) would be the same for every message, so that they wait
-until that is put right. Any other 4xx refuses this one message, for good.
+2xx acknowledges. 5xx, 408, 425, 429 and a timeout mean "retry later". Answers about the login or the address (3xx, 401,
+403, 404, 405, 407) concern every message: all wait until that is corrected. Another 4xx refuses this message for good.
 
-One connection is kept open and used again. What happens on it happens on a thread that keeps no process from ending.
+One connection is kept open. Blocking calls run on a daemon thread.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 NOT_NOW = frozenset({408, 425, 429})
 NOT_THIS_WAY = frozenset({401, 403, 404, 405, 407})
-READ_BYTES = 64 * 1024  # of an answer: a connection is used again only after all of it was read
+READ_BYTES = 64 * 1024  # of an answer: a connection is reusable only after the answer is read
 SHOWN_CHARACTERS = 200
 STALE = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
 
@@ -44,7 +43,7 @@ class _Answer:
 
 
 class WebhookReceiver:
-    """One web address, as the line file names it. Raises ConfigError for a token or an authority that is not there."""
+    """Web address of a line file. Raises ConfigError for a missing token or authority."""
 
     name = "webhook"
 
@@ -55,7 +54,7 @@ class WebhookReceiver:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[WebhookConnection]:
-        """See Receiver. It connects with the first message."""
+        """See Receiver. The first message opens the connection."""
         connection = WebhookConnection(self._section, self._tls, self._headers())
         try:
             yield connection
@@ -70,7 +69,7 @@ class WebhookReceiver:
 
 
 class WebhookConnection:
-    """A connection to the address, opened where it is needed."""
+    """HTTP connection, opened by the first message."""
 
     def __init__(self, section: WebhookSection, tls: ssl.SSLContext | None, headers: dict[str, str]) -> None:
         parts = urlsplit(section.url)
@@ -95,21 +94,21 @@ class WebhookConnection:
             raise self._unavailable(str(error) or type(error).__name__) from error
         finally:
             if not exchange.done():
-                self.close()  # ends the exchange, which waits for it
+                self.close()  # ends the exchange
                 exchange.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._judge(answer, message)
+        self._check(answer, message)
 
     async def lost(self) -> None:
-        """See ReceiverConnection. A web address is asked only when there is something to tell."""
+        """See ReceiverConnection. A web address is contacted for messages only."""
         await asyncio.Event().wait()
 
     def close(self) -> None:
-        """From any thread: what waits for an answer has none."""
+        """Close, from any thread; a call that waits for an answer ends."""
         with suppress(OSError, AttributeError):
             self._http.sock.shutdown(2)
         self._http.close()
 
-    def _judge(self, answer: _Answer, message: Message) -> None:
+    def _check(self, answer: _Answer, message: Message) -> None:
         said = f"{answer.status} {answer.text}".strip()
         if 200 <= answer.status < 300:
             return
@@ -131,7 +130,7 @@ class WebhookConnection:
         except STALE:
             if not was_open:
                 raise
-        return self._post(message)  # it had closed the connection of the message before: no fault of this one
+        return self._post(message)  # the server had closed the idle connection
 
     def _post(self, message: Message) -> _Answer:
         try:
@@ -139,7 +138,7 @@ class WebhookConnection:
             self._http.request("POST", self._path, message.payload.encode(), headers)
             response = self._http.getresponse()
             text = response.read(READ_BYTES)
-            if not response.isclosed():  # there is more: it is not read only to be thrown away
+            if not response.isclosed():  # the rest is not worth reading
                 self._http.close()
             shown = " ".join(text.decode("utf-8", "replace").split())[:SHOWN_CHARACTERS]
             return _Answer(response.status, response.headers.get("Retry-After"), shown)

@@ -1,1 +1,1 @@
-"""Images that are kept and how long: archived, ranked, swept away."""
+"""Retention of images and rows: archived, ranked, removed."""

@@ -1,11 +1,10 @@
-"""The images of cameras and of the API that are kept, as files below `images/` in the line's state.
+"""Archive of images from cameras and the API: files below `images/` in the line's state.
 
-Guarantees: a file appears whole or not at all, and once for one image, however many of its parts are judged; none is
-ever replaced by another image; whatever an image is called, its file has a name that every filesystem takes. Keeping
-images delays no verdict by more than KEEP_DEADLINE_S: where the disk refuses or hangs, the verdict goes on without the
-image, which is told and counted.
+Guarantees: a file appears whole or not at all, once for an image with several parts. No image replaces another. File
+names are valid on every filesystem. Keeping an image delays its verdict by KEEP_DEADLINE_S at most: if the disk refuses
+or hangs, the verdict goes on without its image, which is logged and counted.
 
-    images/YYYY-MM-DD/NAME~DIGEST.SUFFIX    the local day on which it came; what can be read of its name; its bytes
+    images/YYYY-MM-DD/NAME~DIGEST.SUFFIX    local day of arrival, readable part of the name, digest of the bytes
 """
 
 from __future__ import annotations
@@ -33,43 +32,43 @@ log = logging.getLogger(__name__)
 
 Keeps: TypeAlias = Literal["none", "ng", "all"]
 
-PART = "#"  # in a name: behind it stands which part of an image is meant
+PART = "#"  # in an image's name: the ref of a part follows
 STRANGE = re.compile(r"[^\w.-]+")
 LONGEST_NAME_BYTES = 100
 DIGEST_DIGITS = 32
 DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
-KEPT = re.compile(rf".+~[0-9a-f]{{{DIGEST_DIGITS}}}\.\w+(\.tmp)?")  # also a draft, whose writer was ended
+KEPT = re.compile(rf".+~[0-9a-f]{{{DIGEST_DIGITS}}}\.\w+(\.tmp)?")  # also a draft of a killed writer
 SUFFIXES = ((b"\x89PNG", ".png"), (b"\xff\xd8", ".jpg"), (b"BM", ".bmp"), (b"II", ".tif"), (b"MM", ".tif"))
 OTHER_SUFFIX = ".img"
 KEEP_DEADLINE_S = 5.0  # a disk that works takes milliseconds
-WAITING_BYTES = 256 * 1024 * 1024  # of images on their way to a disk that is slow; those beyond are not kept
+WAITING_BYTES = 256 * 1024 * 1024  # of images that wait for a slow disk; images beyond are not kept
 
 
 class ImageArchive:
-    """The files. For any thread; every method may raise OSError."""
+    """Files of the archive. For any thread; every method may raise OSError."""
 
     def __init__(self, folder: Path, keeps: Keeps) -> None:
         self.folder = folder
         self._keeps = keeps
-        self._lock = threading.Lock()  # a file that is to go must not be found to be there already
+        self._lock = threading.Lock()  # ``keep`` must not rely on a file that ``discard`` removes
 
     def wants(self, verdict: Verdict) -> bool:
-        """Whether an image of this verdict is kept. What could not be judged is kept with what is NG."""
+        """Whether an image of this verdict is kept. UNKNOWN is kept with NG."""
         return self._keeps == "all" or (self._keeps == "ng" and verdict is not Verdict.OK)
 
     def keep(self, content: bytes, name: str, at: datetime) -> str:
-        """The file of this image, made where it is not there: its path below the folder. ``at``: when it came."""
+        """Path of the image below the folder; the file is made if missing. ``at``: arrival."""
         relpath = f"{at.astimezone():%Y-%m-%d}/{file_name(content, name)}"
         target = self.folder / relpath
         with self._lock:
             if target.exists():
-                os.utime(target)  # one more wants it: it is as young as that
+                os.utime(target)  # another result needs it
             else:
                 _write(target, content)
         return relpath
 
     def discard(self, relpath: str, changed_ns: int) -> bool:
-        """Remove a file that was not asked for since it was looked at; whether it is gone."""
+        """Remove a file unless it changed since ``changed_ns``; True if it is gone."""
         target = self.folder / relpath
         with self._lock:
             try:
@@ -78,14 +77,14 @@ class ImageArchive:
                 target.unlink()
             except FileNotFoundError:
                 pass
-            with suppress(OSError):  # other images are left of its day
+            with suppress(OSError):  # the day has other images
                 target.parent.rmdir()
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class KeeperStatistics:
-    """A snapshot since the start. ``alarm`` says why the last image was not kept; None while all is well."""
+    """Counts since the start. ``alarm``: why the last image was not kept; None: no alarm."""
 
     kept: int
     not_kept: int
@@ -95,7 +94,7 @@ class KeeperStatistics:
 
 @dataclass(slots=True, eq=False)
 class _WaitingImage:
-    """An image on its way to the disk. ``then`` is None once somebody was told, by one of two threads."""
+    """Image on its way to the disk. ``then`` is None once one of two threads has called it."""
 
     content: bytes
     name: str
@@ -104,16 +103,16 @@ class _WaitingImage:
     deadline_s: float
 
     def settled(self) -> Callable[[str | None], None] | None:
-        """Whom to tell; nobody else is told from now on."""
+        """The callback, for the first caller only."""
         then, self.then = self.then, None
         return then
 
 
 class ImageKeeper:
-    """Has images kept on a thread of its own. For any thread. ``deadline_s``: how long a verdict waits for its image.
+    """Keeps images on a thread of its own. For any thread. ``deadline_s``: how long a verdict waits for its image.
 
-    An image that is not kept by then stays away from its result, and may be left in the folder as one that no result
-    knows. While the disk keeps one beyond its deadline, no other image waits for it.
+    An image that misses the deadline is not named by its result; its file may stay as an orphan. While the disk hangs,
+    no further image waits.
     """
 
     def __init__(
@@ -132,9 +131,9 @@ class ImageKeeper:
         self._alarm: str | None = None
 
     def keep(self, content: bytes, name: str, at: datetime, then: Callable[[str | None], None]) -> None:
-        """Keep it, and call ``then`` with its file, below the folder, or None where it could not be kept in time.
+        """Keep an image, and call ``then`` with its path below the folder; None if it was not kept in time.
 
-        ``then`` runs once, on this or on a keeper's thread; not at all if ``stop`` comes first and does not wait.
+        ``then`` runs once, on this or a keeper's thread; not at all after a ``stop`` that did not wait.
         """
         waiting = _WaitingImage(content, name, at, then, time.monotonic() + self._deadline_s)
         with self._changed:
@@ -149,7 +148,7 @@ class ImageKeeper:
         self._watch.submit(self._await, waiting)
 
     def stop(self, timeout_s: float) -> bool:
-        """Keep what is waiting, then no more; False if that took longer."""
+        """Keep the waiting images, then stop; False after ``timeout_s``."""
         self._watch.stop(0.0)
         return self._thread.stop(timeout_s)
 
@@ -158,7 +157,7 @@ class ImageKeeper:
             return KeeperStatistics(self._kept, self._not_kept, self._waiting_bytes, self._alarm)
 
     def _refusal(self, size_bytes: int) -> str | None:
-        """Under the lock: why an image need not wait for the disk."""
+        """Reason not to wait for the disk; None: wait. Call under the lock."""
         if self._hangs:
             return self._no_answer()
         if self._waiting_bytes and self._waiting_bytes + size_bytes > self._limit_bytes:
@@ -167,7 +166,7 @@ class ImageKeeper:
 
     def _keep(self, waiting: _WaitingImage) -> None:
         relpath: str | None = None
-        if waiting.then is not None:  # else its verdict went on without it
+        if waiting.then is not None:  # else the deadline is over
             try:
                 relpath = self.archive.keep(waiting.content, waiting.name, waiting.at)
             except OSError as error:
@@ -176,13 +175,13 @@ class ImageKeeper:
                 self._succeeded()
         with self._changed:
             self._waiting_bytes -= len(waiting.content)
-            self._hangs = False  # also behind one that was not written: the thread is free for the next one
+            self._hangs = False  # the thread is free again
             then = waiting.settled()
             self._changed.notify_all()
         _tell(then, relpath, waiting.name)
 
     def _await(self, waiting: _WaitingImage) -> None:
-        """Let the verdict go on where the disk takes too long."""
+        """Release the verdict at the deadline."""
         with self._changed:
             left_s = waiting.deadline_s - time.monotonic()
             if self._changed.wait_for(lambda: waiting.then is None, max(left_s, 0.0)):
@@ -211,7 +210,7 @@ class ImageKeeper:
 
 
 def file_name(content: bytes, name: str) -> str:
-    """What an image's file is called: the same for all its parts, and another one for every other image."""
+    """File name of an image: the same for all its parts, unique for its bytes."""
     readable = STRANGE.sub("_", name.partition(PART)[0].rpartition("/")[2]).lstrip(".") or "image"
     readable = readable.encode()[:LONGEST_NAME_BYTES].decode("utf-8", "ignore")
     return f"{readable}~{hashlib.sha256(content).hexdigest()[:DIGEST_DIGITS]}{_suffix(content)}"
@@ -222,7 +221,7 @@ def _tell(then: Callable[[str | None], None] | None, relpath: str | None, name: 
         return
     try:
         then(relpath)
-    except Exception:  # the boundary of the keeper's threads: one caller's mistake is not the others'
+    except Exception:  # the boundary of the keeper's threads
         log.exception("image_callback_failed image=%s", name)
 
 

@@ -1,6 +1,6 @@
-"""Where a line's images lie: in its archive, and on the shelves of its watched folders. Finds them, and removes one.
+"""Images of a line on the disk: in its archive, and on the shelves of its watched folders.
 
-Guarantees: only what has the agent's own layout is ever seen, regular files alone, and no link is followed:
+Guarantees: only regular files in the agent's own layout are seen, and no link is followed:
     ARCHIVE/YYYY-MM-DD/NAME~DIGEST.SUFFIX
     SHELF/YYYY-MM-DD/...                    of judged files
     SHELF/... beside NAME.error.json        of files that could not be judged; the explanation goes with its file
@@ -29,7 +29,7 @@ EXPLANATION = ".error.json"
 
 @dataclass(frozen=True, slots=True)
 class Shelf:
-    """A folder that judged files are put away in. ``is_dated``: below folders of days; else beside explanations."""
+    """Folder of judged files. ``is_dated``: in folders of days; else beside explanations."""
 
     folder: Path
     verdict: Verdict
@@ -38,7 +38,7 @@ class Shelf:
 
 @dataclass(frozen=True, slots=True)
 class FileSeen:
-    """A regular file as it lies there."""
+    """Regular file, by its status."""
 
     path: str
     size_bytes: int
@@ -52,7 +52,6 @@ class FileSeen:
 
 
 def archived(folder: Path) -> Iterator[FileSeen]:
-    """The images of the archive."""
     for day in _days(folder):
         for entry in _entries(day):
             if KEPT.fullmatch(entry.name) and (seen := _seen(entry.path)):
@@ -60,7 +59,6 @@ def archived(folder: Path) -> Iterator[FileSeen]:
 
 
 def shelved(shelf: Shelf) -> Iterator[KeptImage]:
-    """The images on a shelf."""
     if not shelf.is_dated:
         for seen in _explained(shelf.folder):
             yield _image(seen, shelf.verdict, seen.changed_s)
@@ -75,20 +73,20 @@ def shelved(shelf: Shelf) -> Iterator[KeptImage]:
 
 
 def remove(path: Path, changed_ns: int, shelf: Path) -> bool:
-    """Remove a shelf's file, if it is still the same, with its explanation and the folders that become empty."""
+    """Remove an unchanged file with its explanation, and folders that become empty; False if the file changed."""
     with suppress(FileNotFoundError):
         status = path.lstat()
         if not S_ISREG(status.st_mode) or status.st_mtime_ns != changed_ns:
             return False
         path.unlink()
-    with suppress(OSError):  # without one, or a name so long that it has another one
+    with suppress(OSError):  # none, or under another name because this one is too long
         path.with_name(path.name + EXPLANATION).unlink()
     tidy(path.parent, shelf)
     return True
 
 
 def tidy(folder: Path, shelf: Path) -> None:
-    """Remove a folder that has become empty, and those above it, but not the shelf itself."""
+    """Remove empty folders from ``folder`` up to the shelf, which stays."""
     with suppress(OSError):  # not empty, or not ours to remove
         while shelf in folder.parents:
             folder.rmdir()

@@ -1,8 +1,8 @@
-"""Which images go, so that a line's disk does not fill: by age, by the size of all, by what is free. Pure.
+"""Rules of retention: which images are removed, by age, total size and free space. Pure.
 
-Guarantees: nothing goes that changed within the last hour, nor, where the export is required, what it has not written;
-what is too old goes first, then OK before UNKNOWN before NG, of each the oldest first: an NG image goes for its room
-only when no OK image is left on its disk that may go.
+Guarantees: an image that changed within YOUNG_S stays; so does an unexported one if the export is required. Images
+beyond the age limit go first, then OK before UNKNOWN before NG, oldest first. So an NG image goes for space only if no
+OK image on its disk may go.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ if TYPE_CHECKING:
     from agent.line_file.records import KeepSection
 
 DAY_S = 86_400.0
-YOUNG_S = 3600.0  # somebody may still be looking at it, or about to be told of it
+YOUNG_S = 3600.0  # a person or a receiver may still need the image
 LAST_TO_GO = {Verdict.OK: 0, Verdict.UNKNOWN: 1, Verdict.NG: 2}
 
 
 class Reason(StrEnum):
-    """Why an image goes."""
-
     AGE = "age"
     SIZE = "size"
     FREE = "free"
@@ -33,10 +31,9 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KeptImage:
-    """One image's file. ``at_s``: when it came; ``changed_s``: when it last changed in any way; both by the wall clock.
+    """File of an image. ``at_s``: arrival; ``changed_s``: last change of any kind; both by the wall clock.
 
-    ``mtime_ns`` tells whether it is still the same; ``device``: the disk that it lies on; ``is_exported``: nothing of
-    its results is still to be exported.
+    ``mtime_ns``: tells a replaced file; ``device``: its disk; ``is_exported``: all its results are.
     """
 
     path: str
@@ -51,7 +48,7 @@ class KeptImage:
 
 @dataclass(frozen=True, slots=True)
 class KeepLimits:
-    """What a line file says of keeping; None: no limit."""
+    """Limits of a line file; None: no limit."""
 
     days: int | None = None
     size_bytes: int | None = None
@@ -69,7 +66,7 @@ class KeepLimits:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Where a line stands. ``kept_bytes``: of all images; ``free_bytes``: by disk."""
+    """``kept_bytes``: of all images; ``free_bytes``: by disk."""
 
     now_s: float
     kept_bytes: int
@@ -78,8 +75,6 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Going:
-    """One image that goes."""
-
     image: KeptImage
     reason: Reason
 
@@ -94,7 +89,7 @@ def going_order(image: KeptImage, limits: KeepLimits, now_s: float) -> tuple[boo
 
 
 def what_goes(images: Iterable[KeptImage], limits: KeepLimits, situation: Situation) -> Iterator[Going]:
-    """The images that go, in their order, until the limits hold or nothing may go any more."""
+    """Images to remove, in order, until the limits hold or no image may go."""
     kept_bytes, free_bytes, now_s = situation.kept_bytes, dict(situation.free_bytes), situation.now_s
     candidates = [image for image in images if may_go(image, limits, now_s)]
     for image in sorted(candidates, key=lambda each: going_order(each, limits, now_s)):

@@ -1,13 +1,12 @@
-"""Removes what a line need not keep any more: images and rows, a little with each step.
+"""Sweeper: removes images and rows beyond the limits of retention, a little with each step.
 
-Guarantees: an image is marked, in the database, before it is removed, and with its mark every result forgets its file:
-whenever the process ends, no result names a file that is gone, and the next run removes what is marked. A row goes
-after its image, and not while its file still lies in a watched folder, where it would be judged again. Age counts only
-after the clock has run evenly for an hour: one that was set to a wrong year takes nothing with it. A file that cannot
-be removed is told, tried again with each round, and keeps no other from going.
+Guarantees: before its removal an image is marked in the database, and its results forget its file in the same
+transaction. So after a crash no result names a missing file, and the next run removes marked files. A row goes after
+its image, and never while its file lies in a watched folder, where it would be judged again. Age counts only on a
+steady clock, so a wrong year removes nothing. A file that cannot be removed is logged, retried in each round, and
+blocks no other.
 
-A round looks at all images, decides, and removes; then rows; then the file of results gives up the room. It is spread
-over as many steps as that takes, none of which is long, so that whoever else works on the caller's thread has his turn.
+A round looks at all images, decides and removes; then rows; then results.db shrinks. A round takes many short steps.
 """
 
 from __future__ import annotations
@@ -49,17 +48,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ROUND_S = 300.0  # from the end of a round to the next one
-STEP_FILES = 2000  # looked at in one step: some ten milliseconds
+STEP_FILES = 2000  # some 10 ms
 STEP_REMOVALS = 200
 STEP_ROWS = 500
-STEP_PAGES = 500  # of 4 KiB, given back to the filesystem in one step
-CANDIDATES = 20_000  # images that a round removes at most; the next one follows at once where that was not enough
-ORPHAN_S = 86_400.0  # an image of which no result knows counts as exported after a day
+STEP_PAGES = 500  # of 4 KiB
+CANDIDATES = 20_000  # removed in a round at most; another round follows at once if needed
+ORPHAN_S = 86_400.0  # an image without a result counts as exported after a day
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """How many images went for one reason, since the start."""
+    """Images removed for one reason since the start."""
 
     images: int
     size_bytes: int
@@ -67,7 +66,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class SweeperStatistics:
-    """A snapshot. ``kept_bytes`` and ``kept_images``: as the last round found them; None before the first one."""
+    """Snapshot. ``kept_bytes`` and ``kept_images``: of the last round; None before the first."""
 
     kept_images: int | None
     kept_bytes: int | None
@@ -78,7 +77,7 @@ class SweeperStatistics:
 
 @dataclass(slots=True)
 class _Found:
-    """What a round has seen so far, and those of it that go first."""
+    """Images seen in a round, and the candidates for removal."""
 
     images: int = 0
     size_bytes: int = 0
@@ -87,10 +86,10 @@ class _Found:
 
 
 class Sweeper:
-    """See the module. ``step`` it from one thread at a time.
+    """See the module. Call ``step`` from one thread at a time.
 
-    ``is_needed`` says of a result's key that its file still lies in a watched folder. ``clock``: monotonic seconds;
-    ``wall``: the time by which age is told; ``free_bytes``: of the disk of a folder.
+    ``is_needed``: whether the file of a result's key lies in a watched folder. ``clock``: monotonic; ``wall``: for age;
+    ``free_bytes``: of a folder's disk.
     """
 
     def __init__(
@@ -116,16 +115,16 @@ class Sweeper:
         self._steadiness = Steadiness(wall().timestamp() - clock(), clock())
         self._round: Iterator[None] | None = None
         self._next_round_s = clock()
-        self._written = 0  # jobs of ours that are committed, of those that we wait for
+        self._written = 0  # committed jobs of the sweeper
         self._kept: tuple[int, int] | None = None
         self._removed: Counter[str] = Counter()
         self._removed_bytes: Counter[str] = Counter()
         self._removed_rows = 0
-        self._stuck: dict[str, str] = {}  # files that this round could not remove, and why
+        self._stuck: dict[str, str] = {}  # files that could not be removed in this round, with the reason
         self._alarm: str | None = None
 
     def step(self) -> None:
-        """A part of a round, if one is due. Raises OSError for what a disk refuses; the next step begins anew."""
+        """Part of a round, if one is due. Raises OSError; the next step begins a new round."""
         self._is_steady()
         if self._round is None:
             if self._clock() < self._next_round_s:
@@ -166,7 +165,7 @@ class Sweeper:
         if limits.days is not None:
             yield from self._remove_rows(limits, exported, timedelta(days=limits.days))
         is_done = bool(self._stuck) or not found.has_more or len(going) < len(found.candidates)
-        self._judge(limits, found, free_bytes, going, is_done=is_done)
+        self._check_limits(limits, found, free_bytes, going, is_done=is_done)
         self._next_round_s = self._clock() + (ROUND_S if is_done else 0.0)
 
     def _look(self, limits: KeepLimits, exported: ExportedRange | None, found: _Found) -> Iterator[None]:
@@ -181,11 +180,11 @@ class Sweeper:
                 found.candidates.append(image)
             if len(found.candidates) >= 2 * CANDIDATES:
                 _keep_the_first(found, limits, now_s)
-        if found.has_more:  # others were left out that would go before some of these
+        if found.has_more:  # keep those that go first
             _keep_the_first(found, limits, now_s)
 
     def _all_images(self, exported: ExportedRange | None) -> Iterator[KeptImage | None]:
-        """All images; None where it is time for others."""
+        """All images; None ends a step."""
         files = archived(self._archive.folder)
         while chunk := list(islice(files, STEP_FILES)):
             yield from self._of_archive(chunk, exported)
@@ -199,7 +198,7 @@ class Sweeper:
                     yield None
 
     def _of_archive(self, files: Sequence[FileSeen], exported: ExportedRange | None) -> Iterator[KeptImage]:
-        """With the worst verdict that any result gives them; UNKNOWN where none knows of them."""
+        """Archived images with the worst verdict of their results; UNKNOWN without a result."""
         now_s = self._wall().timestamp()
         by_path = {os.path.relpath(seen.path, self._archive.folder): seen for seen in files}
         verdicts: dict[str, set[Verdict]] = {}
@@ -254,18 +253,18 @@ class Sweeper:
         return os.fsencode(path), going.image.mtime_ns, str(going.reason), kept_as
 
     def _try_to_remove(self, path: str, mtime_ns: int) -> bool:
-        """Whether it is gone. One that cannot be removed stays marked: the next round tries again."""
+        """True if the file is gone. Otherwise it stays marked for the next round."""
         try:
             return self._remove_file(Path(path), mtime_ns)
         except OSError as error:
             reason = error.strerror or str(error)
-            if reason not in self._stuck.values():  # of a whole disk that refuses one is told
+            if reason not in self._stuck.values():  # once for a whole disk
                 log.error("image_not_removed file=%s reason=%s: others go instead of it", path, reason)
             self._stuck[path] = reason
             return False
 
     def _remove_file(self, path: Path, mtime_ns: int) -> bool:
-        """Whether it is gone; one that changed since it was looked at stays, and so does what is not ours."""
+        """True if the file is gone. A changed file stays, and so does one outside archive and shelves."""
         if self._archive.folder in path.parents:
             return self._archive.discard(str(path.relative_to(self._archive.folder)), mtime_ns)
         for shelf in self._shelves:
@@ -274,7 +273,7 @@ class Sweeper:
         return False
 
     def _finish_removals(self) -> Iterator[None]:
-        """What was marked when the process last ended."""
+        """Remove files that an earlier process marked."""
         with closing(open_for_reading(self._store.path)) as connection:
             rows = connection.execute("SELECT path, mtime_ns FROM leaving").fetchall()
         for start in range(0, len(rows), STEP_REMOVALS):
@@ -338,7 +337,7 @@ class Sweeper:
             self._removed_rows += len(going)
 
     def _give_back(self) -> Iterator[None]:
-        """The room of deleted rows, to the filesystem; of a file that was made without that it is used again."""
+        """Give pages of deleted rows back to the filesystem, if the file was created with auto_vacuum."""
         before = math.inf
         while 0 < (free := self._free_pages()) < before:
             before = free
@@ -348,10 +347,10 @@ class Sweeper:
         with closing(open_for_reading(self._store.path)) as connection:
             return int(connection.execute("PRAGMA freelist_count").fetchone()[0])
 
-    # -- what all of it stands on --
+    # -- shared by all parts --
 
     def _write(self, write: Callable[[Database], None]) -> Iterator[None]:
-        """Have it written, and wait, a step at a time, until it is on the disk."""
+        """Write, and yield until it is on the disk."""
         before = self._written
 
         def written(_: None) -> None:
@@ -368,10 +367,10 @@ class Sweeper:
     def _is_steady(self) -> bool:
         return self._steadiness.look(self._wall().timestamp(), self._clock())
 
-    def _judge(
+    def _check_limits(
         self, limits: KeepLimits, found: _Found, free_bytes: Mapping[int, int], going: Sequence[Going], *, is_done: bool
     ) -> None:
-        """Say, once, that a limit cannot hold, because nothing more may go."""
+        """Alarm, logged once, if a limit cannot hold because nothing more may go."""
         going = [one for one in going if one.image.path not in self._stuck]
         freed = sum(one.image.size_bytes for one in going)
         reason = None
@@ -406,4 +405,4 @@ def _delete(table: str, seqs: Sequence[int], database: Database) -> None:
 def _vacuum(database: Database) -> None:
     free = database.execute("PRAGMA freelist_count").fetchall()[0][0]
     for _ in range(min(free, STEP_PAGES)):
-        database.execute("PRAGMA incremental_vacuum(1)")  # one page, whatever its number says: sqlite3 steps it once
+        database.execute("PRAGMA incremental_vacuum(1)")  # one page at a time: sqlite3 steps the statement only once

@@ -1,1 +1,1 @@
-"""What the box has: processors, memories and what is taken of them."""
+"""The box: processors, memories, and bytes allocated from them."""

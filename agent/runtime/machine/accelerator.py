@@ -1,4 +1,4 @@
-"""Whether the runtimes really work on this box: libraries that do not match fail where they are used first."""
+"""Trial of the runtimes on this box: libraries that do not match fail at their first use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def check_runtimes(box: Box) -> dict[str, str | None]:
-    """What was tried, and what is wrong with it; None for what works."""
+    """Fault of each runtime; None: it works."""
     from experts.backends.onnx.session import try_runtime
 
     tried: dict[str, Callable[[], None]] = {"torchvision": _suppress_boxes, "onnxruntime": try_runtime}
@@ -26,7 +26,7 @@ def check_runtimes(box: Box) -> dict[str, str | None]:
 def _fault(work: Callable[[], None]) -> str | None:
     try:
         work()
-    except Exception as error:  # noqa: BLE001  # whatever a library raises is the finding
+    except Exception as error:  # noqa: BLE001  # the finding
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     return None
 
@@ -40,7 +40,7 @@ def _multiply(device: str) -> None:
 
 
 def _suppress_boxes() -> None:
-    """The operator that is missing where torch and torchvision do not belong together."""
+    """This operator is missing if torch and torchvision do not match."""
     import torch
     from torchvision.ops import nms
 

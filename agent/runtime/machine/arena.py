@@ -1,12 +1,10 @@
-"""Arena: a fixed run of bytes, handed out in spans. Offsets and sizes only; whose bytes they are is the caller's.
+"""Arena: a fixed range of bytes, divided into spans. Offsets and sizes only; the caller owns the bytes.
 
-Guarantees: spans never overlap and start at multiples of ``ALIGNMENT_BYTES``; what is given back joins its neighbours
-at once, so that an arena without spans is one gap again, whatever was taken before; and spans that were all slid down
-leave one gap behind them, of all the bytes that are free. That is how the ledger's promise holds: it counts bytes, and
-where they are free but scattered ``take`` refuses with enough of them free, the caller slides spans down, and what the
-ledger promised is there.
-Why this structure: classes of fixed sizes need no sliding, but a mix of experts that changes would leave each class the
-room of its own worst day; a hundred spans are looked through in the time that one of their loads takes to be queued.
+Guarantees: spans never overlap, and start at multiples of ``ALIGNMENT_BYTES``. A returned span merges with free
+neighbours at once. After all spans were slid down, all free bytes are one gap. So the ledger may count bytes alone: if
+free bytes are scattered, ``take`` refuses, the caller slides spans down, and the promised bytes are there.
+Why this structure: size classes need no sliding, but each class would keep the room of its own peak when the mix of
+experts changes. Scanning a hundred spans costs less than queueing one load.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ALIGNMENT_BYTES = 4096  # a page; more than the 512 that the kernels of any device ask for
+ALIGNMENT_BYTES = 4096  # a page; kernels of devices need 512 at most
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """A run of bytes of an arena, taken or free."""
+    """Range of bytes of an arena, taken or free."""
 
     offset_bytes: int
     size_bytes: int
@@ -34,7 +32,7 @@ class Span:
 
 
 class Arena:
-    """One thread at a time."""
+    """For one thread at a time."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -53,10 +51,7 @@ class Arena:
         return tuple(self._taken)
 
     def take(self, size_bytes: int) -> Span | None:
-        """A span from the smallest gap that holds it; None where no single gap does.
-
-        The size is rounded up to whole alignments.
-        """
+        """Span from the smallest sufficient gap, its size rounded up to the alignment; None without such a gap."""
         size_bytes = aligned(size_bytes)
         fitting = [gap for gap in self._gaps() if gap.size_bytes >= size_bytes]
         if not fitting:
@@ -67,11 +62,11 @@ class Arena:
         return span
 
     def give_back(self, span: Span) -> None:
-        """The span is free. Raises ValueError for what was not taken."""
+        """Raises ValueError for a span that is not taken."""
         del self._taken[self._place_of(span)]
 
     def slide(self, span: Span) -> Span:
-        """Its new place, directly behind the span below it; moving the bytes is the caller's. Raises ValueError."""
+        """Move a span down to the end of the span below; the caller moves the bytes. Raises ValueError."""
         place = self._place_of(span)
         offset_bytes = self._taken[place - 1].end_bytes if place else 0
         self._taken[place] = Span(offset_bytes, span.size_bytes)

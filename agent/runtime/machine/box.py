@@ -1,4 +1,4 @@
-"""What a box is, for all who need no more than to know it: processors, memories, libraries. No runtime is imported."""
+"""Box: processors, memories, libraries. Imports no runtime."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MemorySize:
-    """One memory's bytes: all of it, and what was free when the box was looked at."""
+    """Bytes of one memory; ``available_bytes`` at the time of detection."""
 
     total_bytes: int
     available_bytes: int
@@ -24,7 +24,7 @@ class MemorySize:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What this box has. ``processors`` come fastest first; ``device`` is None where memory is unified."""
+    """``processors``: fastest first; ``device``: None for unified memory."""
 
     name: str
     model: str
@@ -40,11 +40,11 @@ class Box:
 
     @property
     def pools(self) -> tuple[str, ...]:
-        """The names of its memories, nearest to the SSD first."""
+        """Names of the memories, nearest to the SSD first."""
         return (HOST, DEVICE) if self.is_split else (HOST,)
 
     def pool_of(self, processor: str) -> str:
-        """The memory that a processor runs from. Raises BackendUnavailable for one that this box lacks."""
+        """Memory that a processor runs from. Raises BackendUnavailable for a processor that this box lacks."""
         if processor not in self.processors:
             raise BackendUnavailable(processor, f"this box has {', '.join(self.processors)}: name one of these")
         return DEVICE if self.is_split and processor != "cpu" else HOST
@@ -54,14 +54,11 @@ class Box:
 
 
 def torch_device(processor: str) -> str:
-    """The torch device that an executor of this processor runs on.
-
-    What is integrated is emulated: to torch ``cpu:0`` is the CPU, to whoever binds copies it is a device beside it.
-    """
+    """Torch device of an executor. "integrated" is ``cpu:0``: the CPU for torch, a device of its own for bindings."""
     return {"cuda": "cuda", "mps": "mps", "integrated": "cpu:0"}.get(processor, "cpu")
 
 
 def threads_per_executor(box: Box, executors: Sequence[ExecutorSpec]) -> int:
-    """Each CPU executor's share of the cores, at least one; one that drives a device needs a single core."""
+    """Each CPU executor's share of the cores, at least one; an executor of a device needs a single core."""
     on_cpu = sum(torch_device(spec.processor) == "cpu" for spec in executors)
     return max(box.cores // max(on_cpu, 1), 1)

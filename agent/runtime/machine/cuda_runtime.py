@@ -1,8 +1,7 @@
-"""The CUDA runtime library that torch runs on, for the calls that torch's own binding lacks.
+"""CUDA runtime library of torch, for calls that torch's own binding lacks.
 
-It is asked for by the versioned name that torch was built with: the loader then answers with the very library that is
-in this process already, wherever it came from (a wheel, JetPack, a toolkit). A wheel's folder and the unversioned name,
-which only a toolkit installs, come after that.
+It is loaded by the versioned name that torch was built with: the loader returns the library that this process has
+already, from a wheel, JetPack or a toolkit. Folders of wheels and the unversioned name, of a toolkit, come after that.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ def cuda_runtime(
     version: str | None = torch.version.cuda,
     packages: Path = Path(torch.__file__).parents[2],
 ) -> ctypes.CDLL:
-    """The library. ``version``: CUDA's that torch was built for; ``packages``: the folder that torch is installed in.
+    """``version``: of CUDA that torch was built for; ``packages``: folder that torch is installed in.
 
-    Raises BackendUnavailable, naming what was tried.
+    Raises BackendUnavailable with the names that were tried.
     """
     tried = library_names(version, packages)
     for name in tried:
@@ -45,7 +44,7 @@ def cuda_runtime(
 
 
 def library_names(version: str | None, packages: Path) -> tuple[str, ...]:
-    """What the library may be called, the best first."""
+    """Possible names of the library, best first."""
     major = None if version is None else version.partition(".")[0]
     versioned = () if major is None else (f"{NAME}.{major}", f"{NAME}.{major}.0")  # the latter up to CUDA 11
     in_wheels = [str(path) for folder in WHEEL_FOLDERS for path in sorted(packages.glob(f"{folder}/libcudart*.so*"))]

@@ -1,4 +1,4 @@
-"""What this box has, found out: processors, memories within their control groups, libraries."""
+"""Detection of the box: processors, memories within their control groups, libraries."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from experts.errors import BackendUnavailable
 
 LIBRARIES = ("torch", "torchvision", "ultralytics", "onnxruntime")
 PREFERENCES = ("auto", "cpu", "cuda", "mps", "emulated", "integrated")
-NVIDIA, DISPLAY = "0x10de", "0x03"  # a PCI device's vendor, and how its class begins
+NVIDIA, DISPLAY = "0x10de", "0x03"  # vendor, and prefix of the class, of a PCI device
 EMULATED_FRACTION = 0.25  # arbitrary: of the host's available memory, where no size is configured
 
 
 def detect(preference: str = "auto") -> Box:
-    """What this box has, seen as ``preference`` asks: one of PREFERENCES.
+    """The box, seen as ``preference`` (one of PREFERENCES) asks.
 
-    Raises BackendUnavailable, saying what to do, for a device that is asked for and not there.
+    Raises BackendUnavailable, with the remedy, for a device that is not there.
     """
     if preference not in PREFERENCES:
         raise BackendUnavailable(preference, f"no such device: choose one of {', '.join(PREFERENCES)}")
@@ -40,7 +40,7 @@ def detect(preference: str = "auto") -> Box:
 
 
 def has_nvidia_gpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
-    """Whether one is built in, whatever its driver and torch make of it."""
+    """Whether the PCI bus has one, even without a driver."""
     return any(
         _text(device / "vendor") == NVIDIA and _text(device / "class").startswith(DISPLAY)
         for device in devices.glob("*")
@@ -55,7 +55,7 @@ def _text(file: Path) -> str:
 
 
 def host_memory(groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> MemorySize:
-    """The host's memory; inside a control group (a systemd unit, a container), no more than its limits."""
+    """Host memory, within the limits of this process's control groups (systemd unit, container)."""
     memory = psutil.virtual_memory()
     total_bytes, available_bytes = int(memory.total), int(memory.available)
     for group in _own_groups(groups, membership):
@@ -69,7 +69,7 @@ def host_memory(groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("
 
 
 def _own_groups(groups: Path, membership: Path) -> list[Path]:
-    """The control group of this process (version 2) and those around it, up to the root of the tree."""
+    """Control groups (version 2) of this process, innermost first."""
     lines = _text(membership).splitlines()
     own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
     if own is None:
@@ -79,7 +79,7 @@ def _own_groups(groups: Path, membership: Path) -> list[Path]:
 
 
 def _read_bytes(file: Path) -> int | None:
-    """One number of bytes; None where the file is absent or says "max"."""
+    """Bytes in a file; None if it is absent or says "max"."""
     text = _text(file)
     return int(text) if text.isdigit() else None
 
@@ -103,7 +103,7 @@ def _cuda_box() -> Box:
 
 
 def _mps_box() -> Box:
-    """Apple silicon. No CPU executors: torch would have to hold their experts a second time."""
+    """Apple silicon. No CPU executors: torch would need a second copy of their experts."""
     if not torch.backends.mps.is_available():
         raise BackendUnavailable("mps", "torch sees no Apple GPU: set device: cpu")
     return _box("mps", _cpu_model(), ("mps",), host_memory(), None)

@@ -1,12 +1,12 @@
-"""What this box has: processors, memories, libraries; and the memories that experts are loaded into.
+"""Memories that experts are loaded into.
 
-A box is split (an RTX: host memory caches in front of the device's own) or unified (CPU-only, Jetson, Apple: one
-pool named "host", nothing is held twice). "emulated" is a split box without an accelerator: a bounded device arena in
-host memory behind a real copy, whose executors run on the CPU; "integrated" a unified one, whose executors do so, too.
+A box is split (RTX: host memory is a cache in front of the device) or unified (CPU-only, Jetson, Apple: one pool named
+"host"). "emulated" is a split box without an accelerator: a bounded device arena in host memory behind a real copy,
+with executors on the CPU. "integrated" is a unified box with such executors.
 
-A Memory hands out Regions, each one contiguous run of bytes. A region that has a ``buffer`` is read into straight from
-the SSD; every other one is filled by a copy from host memory, complete when ``fill`` returns. A device's regions are
-pieces of one arena, taken as a whole at the start: what the device holds for experts never exceeds the ledger's budget.
+A Memory allocates Regions, contiguous ranges of bytes. A region with a ``buffer`` is read into directly from the SSD.
+Other regions are filled by a copy from host memory, complete when ``fill`` returns. Regions of a device are parts of
+one arena, allocated at the start: so the device never exceeds the ledger's budget.
 """
 
 from __future__ import annotations
@@ -33,47 +33,47 @@ if TYPE_CHECKING:
     from agent.runtime.machine.arena import Span
     from agent.runtime.machine.box import Box
 
-ALLOCATOR_SLACK = 1.25  # arbitrary: blocks that are larger than what was asked for, of several executors
-ALLOCATOR_LEAST_BYTES = 64 * 1024 * 1024  # and of cuBLAS, which takes up to 32 MiB for a stream at its first use
+ALLOCATOR_SLACK = 1.25  # arbitrary: the allocator rounds blocks up, for each executor
+ALLOCATOR_LEAST_BYTES = 64 * 1024 * 1024  # cuBLAS takes up to 32 MiB per stream at its first use
 _CUDA_HOST_REGISTER_MAPPED = 2  # cudaHostRegisterMapped of the CUDA runtime
 
 
 class Region(Protocol):
     @property
     def size_bytes(self) -> int:
-        """As it was asked for."""
+        """Size as requested."""
 
     @property
     def buffer(self) -> AlignedBuffer | None:
-        """The host memory it is, None for one that only a copy can fill."""
+        """Host memory of the region; None: only a copy can fill it."""
 
     def tensor(self, device: str) -> Tensor:
-        """The bytes as a one-dimensional uint8 tensor of a torch device that this memory serves."""
+        """One-dimensional uint8 tensor over the bytes, for a torch device that this memory serves."""
 
     def close(self) -> None:
-        """Give the bytes back. Idempotent."""
+        """Free the bytes. Idempotent."""
 
 
 class Memory(Protocol):
-    """One memory of the box. Safe for several threads."""
+    """Memory of the box. Thread-safe."""
 
     @property
     def pool(self) -> str: ...
 
     @property
     def views_hold_bytes(self) -> bool:
-        """Do tensors over a closed region keep its memory taken?"""
+        """Whether tensors over a closed region keep its memory allocated."""
 
     def allocate(self, size_bytes: int) -> Region:
-        """A new region. Raises MemoryExceeded when the memory has no room."""
+        """New region. Raises MemoryExceeded."""
 
     def fill(self, region: Region, offset_bytes: int, source: Tensor) -> None:
-        """Copy host bytes (uint8, one-dimensional) to this offset; they are there, and usable, on return."""
+        """Copy host bytes (uint8, one-dimensional) to an offset; usable on return."""
 
 
 @dataclass(slots=True)
 class HostRegion:
-    """Host memory; ``device_view`` is the same memory as an integrated accelerator sees it."""
+    """``device_view``: the same memory for an integrated accelerator."""
 
     buffer: AlignedBuffer
     is_registered: bool = False
@@ -112,7 +112,7 @@ class HostMemory:
         self._is_shared_with_cuda = is_shared_with_cuda
 
     def allocate(self, size_bytes: int) -> HostRegion:
-        """A new buffer, pinned where there is CUDA. Raises MemoryExceeded when the system refuses."""
+        """New buffer, pinned with CUDA. Raises MemoryExceeded."""
         try:
             region = HostRegion(AlignedBuffer(size_bytes))
         except OSError as error:
@@ -132,7 +132,7 @@ class HostMemory:
 
 @dataclass(slots=True, eq=False)
 class ArenaRegion:
-    """A piece of a device's arena. It has no buffer: nothing but a copy may fill it."""
+    """Part of a device's arena, filled by copies."""
 
     memory: ArenaMemory
     span: Span
@@ -141,7 +141,7 @@ class ArenaRegion:
     is_open: bool = True
 
     def tensor(self, device: str) -> Tensor:
-        """The bytes on their device; they move when the region is slid, and tensors over them then show others."""
+        """Tensor over the bytes. After a slide it shows other bytes."""
         return self.memory.shown(self, device)
 
     def close(self) -> None:
@@ -151,11 +151,11 @@ class ArenaRegion:
 
 
 class ArenaMemory:
-    """A device's memory for experts: one allocation, taken at once, cut up by an Arena of our own.
+    """Memory of a device for experts: one allocation, divided by an Arena.
 
-    So nothing outside holds what the ledger does not count: an allocator that serves workspaces and slots from one heap
-    keeps blocks of sizes that do not come again. Where bytes are free but scattered, ``allocate`` refuses with as many
-    free as were wanted; regions are then slid together, which SlotStore does, as it knows what is bound to them.
+    So the ledger counts all bytes: a shared heap for workspaces and slots would keep blocks of sizes that never return.
+    If free bytes are scattered, ``allocate`` refuses although enough are free. SlotStore, which knows the bindings,
+    then slides regions together.
     """
 
     pool = DEVICE
@@ -175,7 +175,7 @@ class ArenaMemory:
             return self.capacity_bytes - self._arena.free_bytes
 
     def allocate(self, size_bytes: int) -> ArenaRegion:
-        """A new piece of the arena. Raises MemoryExceeded, with ``free_bytes`` in one piece or in several."""
+        """New part of the arena. Raises MemoryExceeded; its ``free_bytes`` may be scattered."""
         with self._lock:
             span = self._arena.take(size_bytes)
             if span is None:
@@ -193,9 +193,9 @@ class ArenaMemory:
             return tuple(self._regions[span] for span in self._arena.taken)
 
     def slide(self, region: ArenaRegion) -> ArenaRegion:
-        """Move a region and its bytes down to the one below: the region in its new place, itself where it stays.
+        """Move a region and its bytes down. Returns the moved region, or the same one if it stays.
 
-        Nobody may use it meanwhile, nor the old one any more.
+        The region must not be in use, and the old one never again.
         """
         with self._lock:
             span = self._arena.slide(region.span)
@@ -204,7 +204,7 @@ class ArenaMemory:
             del self._regions[region.span]
             moved = self._regions[span] = ArenaRegion(self, span, region.size_bytes)
         region.is_open = False
-        step_bytes = region.span.offset_bytes - span.offset_bytes  # steps that long never overlap what they come from
+        step_bytes = region.span.offset_bytes - span.offset_bytes  # copies of that length never overlap their source
         self._copy(
             (self._cut(span, start, step_bytes), self._cut(region.span, start, step_bytes))
             for start in range(0, span.size_bytes, step_bytes)
@@ -222,7 +222,7 @@ class ArenaMemory:
         self._copy([(region.tensor(self._device)[offset_bytes : offset_bytes + source.numel()], source)])
 
     def close(self) -> None:
-        """Give the whole arena back; no region of it may be used any more."""
+        """Free the arena; its regions must not be used any more."""
         self._bytes = None
 
     def _cut(self, span: Span, start: int, size_bytes: int) -> Tensor:
@@ -232,17 +232,17 @@ class ArenaMemory:
         return self._bytes[begin : min(begin + size_bytes, span.end_bytes)]
 
     def _taken(self, size_bytes: int) -> Tensor:
-        """The bytes behind the arena. Raises MemoryExceeded."""
+        """Allocate the bytes of the arena. Raises MemoryExceeded."""
         raise NotImplementedError
 
     def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Targets and sources, one after another; the bytes are there on return."""
+        """Copy (target, source) pairs in order; complete on return."""
         for target, source in pairs:
             target.copy_(source)
 
 
 class EmulatedMemory(ArenaMemory):
-    """A bounded device arena in host memory; what comes in is really copied, and runs on the CPU."""
+    """Bounded device arena in host memory, filled by real copies; its experts run on the CPU."""
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(capacity_bytes, "cpu")
@@ -256,7 +256,7 @@ class EmulatedMemory(ArenaMemory):
 
 @dataclass(slots=True)
 class DeviceRegion:
-    """Memory that an accelerator's own allocator hands out."""
+    """Memory of an accelerator's own allocator."""
 
     bytes_: Tensor | None
     size_bytes: int
@@ -273,15 +273,13 @@ class DeviceRegion:
 
 
 class CudaMemory(ArenaMemory):
-    """An NVIDIA GPU's own memory, filled over a copy stream of its own, so that copies run beside the executors.
+    """Memory of an NVIDIA GPU, filled over a copy stream of its own: copies run beside the executors.
 
-    ``workspace_bytes`` bounds what torch's allocator may take for batches beside the arena; None: nothing does. The
-    bound is a fraction of the device (torch.cuda.set_per_process_memory_fraction), which counts what the allocator
-    holds and not only what is in use: at the bound it gives its cached blocks back first, those of one executor for
-    another's, and a batch that does not fit even then is out of memory, which makes the next ones smaller. Pools of
-    its own (torch.cuda.MemPool) would keep the blocks of each executor apart, but bound nothing. The bound is the
-    process's, one at a time, and ends with the ``close`` of the memory that set it, not with that of one for measuring
-    beside it; a CUDA context and the code of kernels are not in it.
+    ``workspace_bytes`` bounds torch's allocator for batches beside the arena; None: no bound. The bound is a fraction
+    of the device (torch.cuda.set_per_process_memory_fraction), and counts cached blocks too. At the bound the allocator
+    frees cached blocks first; a batch that still does not fit is out of memory, and the next batches are smaller.
+    torch.cuda.MemPool would separate the executors' blocks, but has no bound. The bound belongs to the process, and
+    ends with the ``close`` of the memory that set it. CUDA contexts and code of kernels are outside it.
     """
 
     def __init__(self, capacity_bytes: int, workspace_bytes: int | None = None) -> None:
@@ -293,7 +291,7 @@ class CudaMemory(ArenaMemory):
         super().__init__(capacity_bytes, "cuda")
 
     def close(self) -> None:
-        """See ArenaMemory; and torch's allocator is free again, if it was bound for this memory."""
+        """See ArenaMemory. Also ends the bound of torch's allocator, if this memory set it."""
         super().close()
         torch.cuda.empty_cache()
         if self._sets_bound:
@@ -307,7 +305,7 @@ class CudaMemory(ArenaMemory):
             raise MemoryExceeded(DEVICE, size_bytes, torch.cuda.mem_get_info()[0]) from error
 
     def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Over the copy stream, in order; waits for the event behind them only."""
+        """Copy over the copy stream, and wait for these copies only."""
         done = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
             for target, source in pairs:
@@ -317,19 +315,19 @@ class CudaMemory(ArenaMemory):
 
 
 def allocator_fraction(capacity_bytes: int, workspace_bytes: int, total_bytes: int) -> float:
-    """The share of a device that torch's allocator may hold: the arena, and workspaces as it rounds them."""
+    """Fraction of a device for torch's allocator: the arena, and workspaces as it rounds them."""
     workspaces_bytes = workspace_bytes * ALLOCATOR_SLACK + ALLOCATOR_LEAST_BYTES
     return min((capacity_bytes + workspaces_bytes) / total_bytes, 1.0)
 
 
 class MpsMemory:
-    """Apple silicon's memory as Metal sees it. Unified, but torch has no tensor over foreign pages: it takes a copy."""
+    """Apple silicon's memory for Metal. Unified, but filled by copies: torch has no tensor over foreign pages."""
 
     pool = HOST
     views_hold_bytes = True
 
     def allocate(self, size_bytes: int) -> DeviceRegion:
-        """A new region. Raises MemoryExceeded when Metal refuses."""
+        """New region. Raises MemoryExceeded."""
         try:
             return DeviceRegion(torch.empty(size_bytes, dtype=torch.uint8, device="mps"), size_bytes, "mps")
         except RuntimeError as error:
@@ -341,10 +339,9 @@ class MpsMemory:
 
 
 def memory_for(box: Box, pool: str, budget_bytes: int, workspace_bytes: int | None = None) -> Memory:
-    """The memory behind one of a box's pools: ``budget_bytes`` for experts, which a device's arena takes at once.
+    """Memory of a pool, with ``budget_bytes`` for experts; a device's arena allocates them at once.
 
-    ``workspace_bytes``: what a CUDA device's batches may take beside them; None leaves that unbounded, for measuring.
-    Raises MemoryExceeded where a device has not got so much.
+    ``workspace_bytes``: bound for batches of a CUDA device; None: no bound, for measuring. Raises MemoryExceeded.
     """
     if pool == HOST:
         if box.name == "mps":
@@ -354,20 +351,20 @@ def memory_for(box: Box, pool: str, budget_bytes: int, workspace_bytes: int | No
 
 
 def _check_cuda(status: object, call: str) -> None:
-    """The CUDA runtime answers with a status; anything but 0 is a failure of the host's memory."""
+    """Raise BackendUnavailable for a status other than 0."""
     if int(status) != 0:  # type: ignore[call-overload]
         raise BackendUnavailable("cuda", f"{call} failed with status {status}: raise the limit of locked memory")
 
 
 @dataclass(frozen=True, slots=True)
 class _MappedBytes:
-    """Tells torch of device memory that somebody else owns."""
+    """Wraps foreign device memory for torch."""
 
     __cuda_array_interface__: dict[str, object]
 
 
 def _mapped_view(address: int, size_bytes: int) -> Tensor:
-    """Host memory registered as mapped, as the integrated GPU sees it."""
+    """View of mapped host memory for the integrated GPU."""
     runtime = cuda_runtime()
     pointer = ctypes.c_void_p()
     _check_cuda(
