@@ -5,9 +5,8 @@ survivor, is code that could be wrong unseen. It works on a copy in ``mutants/``
 written. Ends with 1 when fewer than 95 % of the mutants are killed, or when the time was up before all had their turn.
 
 A mutant whose tests go on for ever has timed out: that counts as not killed, since on a busy machine any test may.
-``.venv/bin/mutmut show NAME`` shows a survivor; those that are known are explained in ``survivors.txt`` beside this
-file, and count as survivors all the same. mutmut leaves alone what runs at import (tables, defaults) and decorated
-functions, properties among them.
+``.venv/bin/mutmut show NAME`` shows a survivor. mutmut leaves alone what runs at import (tables, defaults) and
+decorated functions, properties among them.
 """
 
 from __future__ import annotations

@@ -81,13 +81,6 @@ def test_values_become_typed(tmp_path: Path) -> None:
     assert config.api.grpc == (f"unix:{tmp_path}/s.sock",)
 
 
-def test_another_precision_stands_in_the_place_of_the_lines_and_auto_is_one(tmp_path: Path) -> None:
-    config = line_of(tmp_path, MINIMAL + "precision: bf16\n")
-    assert config.having(precision=None).precision is Precision.BF16
-    assert config.having(precision=Precision.FP32).precision is Precision.FP32
-    assert config.having(precision="auto").precision is None
-
-
 @pytest.mark.parametrize(
     ("text", "size"),
     [("1B", 1), ("512MiB", 512 * 2**20), ("1.5GB", 1_500_000_000), ("4 GiB", 2**32), ("2TiB", 2**41), ("3kB", None)],
@@ -355,18 +348,6 @@ def test_secrets_are_read_where_they_lie_and_missed_by_name(tmp_path: Path) -> N
             read_secret(secret, environment)
 
 
-def test_llm_experts_are_not_in_this_version(tmp_path: Path) -> None:
-    assert (
-        "no architecture 'moe-llm' - write llm: which one it is, its config.json says"
-        in problems_of(tmp_path, MINIMAL.replace("yolov5m", "moe-llm"))[0]
-    )
-
-
-def test_problems_of_catalog_and_boards_come_together(tmp_path: Path) -> None:
-    text = MINIMAL.replace("expert: cls/c", "expert: cls/d") + "boards: {b: {components: {x: 1}}}\n"
-    assert len(problems_of(tmp_path, text)) == 2
-
-
 def test_the_environment_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path) -> None:
     text = MINIMAL + "scheduling: {max_overtake_s: 3.0}\n"
     assert line_of(tmp_path, text).scheduling.max_overtake_s == 3.0
@@ -472,13 +453,6 @@ def test_the_page_states_the_defaults_that_hold() -> None:
             assert size_bytes(stated[path].strip("` ")) == key["default"], path
         elif isinstance(key["default"], str | int | float):
             assert yaml.safe_load(stated[path].strip("`")) == key["default"], path
-
-
-def test_a_key_that_a_page_lacks_is_found() -> None:
-    inner = {"$defs": {"Inner": {"properties": {"size": {}, "pin": {}}}}}
-    schema = inner | {"properties": {"experts": {"additionalProperties": {"$ref": "#/$defs/Inner"}}}}
-    page = "| `experts` | required | models |\n| `experts.*.size` | `1` | pixels, `pin` |\n"
-    assert keys_in_full(schema, schema).keys() - rows_of(page).keys() == {"experts.*.pin"}
 
 
 def test_the_line_file_that_the_readme_shows_is_one(tmp_path: Path) -> None:

@@ -92,26 +92,6 @@ def test_what_is_wrong_has_its_remedy(line, tmp_path):
     assert (http.name, http.found, http.fix) == ("address 127.0.0.1:0", "free", None)
 
 
-def test_an_address_of_http_that_is_taken_has_its_remedy(line):
-    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
-        checks = found(line(api={"grpc": [], "http": f"127.0.0.1:{taken.getsockname()[1]}"}))
-    (address,) = (check for name, check in checks.items() if name.startswith("address"))
-    assert "take another port" in address.fix
-
-
-def test_weights_that_are_not_there_are_named(line, tmp_path):
-    file = line()
-    (tmp_path / "f0.yaml").unlink()
-    assert "cls/f0" in found(file)["weights"].found
-
-
-def test_nothing_is_left_in_the_state_folder(line, tmp_path):
-    """Asked by root before the first start, it must not leave a file there that the agent's user may not write."""
-    (tmp_path / "state").mkdir()
-    found(line())
-    assert list((tmp_path / "state").iterdir()) == []
-
-
 def test_a_running_agent_is_not_disturbed(line, tmp_path):
     file = line(
         api={"grpc": "127.0.0.1:1"}, intake={"cameras": [{"name": "top", "url": "file:none.avi", "component": "c0"}]}

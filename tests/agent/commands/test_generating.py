@@ -23,10 +23,6 @@ def test_the_text_goes_to_stdout_and_how_it_went_to_stderr(line, desk):
     assert desk.text_orders == [TextOrder("llm/code", messages=({"role": "user", "content": "hello"},))]
 
 
-def test_it_is_the_same_without_streaming(line):
-    assert coserve("generate", line, "llm/code", "hello", "--no-stream").stdout == f"{TEXT}\n"
-
-
 def test_for_scripts_it_is_one_object(line):
     row = json.loads(coserve("generate", line, "llm/code", "hello", "--json").stdout)
     assert row == {

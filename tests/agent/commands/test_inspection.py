@@ -119,17 +119,6 @@ def test_inspecting_beside_a_running_agent_leaves_its_weights_alone_and_judges_w
     assert list((line.state / "snapshots").iterdir()) == []
 
 
-def test_inspecting_without_an_agent_brings_the_packed_weights_up_to_date(line, image):
-    inspect_images(line, [image], "c0", quiet)
-    before = packed_files(line)
-    declare(image.parent, 0, 2_000_000)
-    inspect_images(line, [image], "c0", quiet)
-    after = packed_files(line)
-    assert sum(map(len, after.values())) > sum(map(len, before.values()))
-    with StateLock(line.state):
-        pass
-
-
 def test_a_snapshot_outlives_what_it_was_made_of(line, image):
     inspect_images(line, [image], "c0", quiet)
     with closing(SegmentStore(line.state / "packed")) as store:

@@ -84,12 +84,6 @@ def test_a_place_that_is_none_is_told(line, tmp_path):
     assert f"{tmp_path / 'nowhere' / 'out.csv'}: No such file or directory" in done.stderr
 
 
-def test_a_format_that_is_none_is_told(line):
-    done = coserve("results", line, "--format", "xml")
-    assert done.exit_code == 2
-    assert "'xml' is neither jsonl nor csv" in done.stderr
-
-
 def test_maps_are_written_as_pictures_that_rows_name(line, tmp_path):
     with closing(ResultStore(tmp_path / "state" / "results.db")) as store:
         maps = (KeptMap(1, "anomaly/solder", b"\x89PNG"),)
@@ -99,13 +93,3 @@ def test_maps_are_written_as_pictures_that_rows_name(line, tmp_path):
     assert [row["maps"] for row in rows] == [[], [], [str(tmp_path / "maps" / "3-1-anomaly-solder.png")]]
     assert (tmp_path / "maps" / "3-1-anomaly-solder.png").read_bytes() == b"\x89PNG"
     assert "maps" not in json.loads(coserve("results", line, "--json").stdout)["results"][0]
-
-
-def test_maps_in_a_place_that_is_none_are_told(line, tmp_path):
-    with closing(ResultStore(tmp_path / "state" / "results.db")) as store:
-        maps = (KeptMap(0, "anomaly/solder", b"\x89PNG"),)
-        store.record(result("k9", Verdict.NG, line="test", component="c0", image="x.png", arrived_at=NOON, maps=maps))
-    refused = coserve("results", line, "--maps", line)
-    assert refused.exit_code == 78
-    assert "name a folder that can be written" in refused.stderr
-    assert coserve("results", line, "--boards", "--maps", tmp_path).exit_code == 2

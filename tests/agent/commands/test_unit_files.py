@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 
@@ -72,10 +71,3 @@ def test_printing_runs_nothing_and_prints_what_a_shell_understands():
         assert path in done.stdout
     assert "systemctl daemon-reload" in done.stdout
     subprocess.run(["sh", "-n"], input=done.stdout, text=True, check=True)
-
-
-@pytest.mark.usefixtures("seen_by_services")
-def test_printing_as_json():
-    told = json.loads(CliRunner().invoke(app, ["service", "install", "--print", "--json"]).stdout)
-    assert told["files"].keys() == set(DESTINATIONS.values())
-    assert told["is_installed"] is False

@@ -18,9 +18,8 @@ from agent.commands.inspection import inspect_images
 from agent.config import read_line
 from agent.core.performance import ExecutorSpec, PoolSpec
 from agent.deployment.build import AS_SERVED, AgentOptions, build_agent, detect_box, doubts, groundwork_of
-from agent.deployment.engine_setup import Given, planned, profiled_box
+from agent.deployment.engine_setup import Given, planned
 from agent.deployment.packed_copies import copies_of, lying_packed
-from agent.deployment.performance_matrix import matrix
 from agent.deployment.profile_in_use import precision_of, usage_of
 from agent.device_profile.identity import identity_of, packed_sha256
 from agent.device_profile.records import Allocation, ImageDecoding, KindProfile, LinkSpeed, PoolAllocation, UsageProfile
@@ -229,15 +228,6 @@ def test_what_the_caller_gives_comes_before_both(line):
         )
 
 
-def test_a_profile_that_is_not_wanted_is_not_even_read(line):
-    line.profiled()
-    line.config.profile_file.write_bytes(b"rubbish")
-    assert "is not a SQLite file" in line.refusal(is_profile_strict=True)
-    with line.built(profile=None) as (agent, _, stages):
-        assert "probe" in stages
-        assert agent.stored is None
-
-
 def test_whoever_decides_may_be_somebody_else(line):
     line.profiled()
     decided = []
@@ -331,12 +321,6 @@ def test_smaller_images_are_for_the_weights_that_they_were_proven_with(line):
         assert agent.loop._workshop.preparation.scaled == {"cls/f0"}
         rows = agent.setup.matrix.experts["emulated"]
         assert {name for name, row in rows.items() if "reduced" in row.prepared.name} == {"cls/f0"}
-
-
-def test_experts_that_went_are_no_reason(line):
-    line.profiled()
-    del line.document["routes"]["c1"], line.document["experts"]["cls/f1"]
-    assert line.served()[1]["c0"].verdict is Verdict.OK
 
 
 def test_a_broken_expert_is_quarantined_and_the_profile_holds_for_the_others(line):
@@ -473,13 +457,6 @@ def test_computed_usage_is_computed_again_and_other_usage_is_taken(line):
     assert {row["expert"]: row["usage"] for row in expert_rows(line.config)}["cls/f2"] == 0.375
 
 
-def test_experts_are_listed_beside_a_profile_that_cannot_be_read(line, caplog):
-    line.profiled()
-    line.config.profile_file.write_bytes(b"rubbish")
-    assert len(expert_rows(line.config)) == 3
-    assert "is not a SQLite file" in caplog.text
-
-
 def test_a_precision_is_the_line_s_or_the_profile_s_or_fp32(line):
     stored = replace(line.profiled(), precisions={("resnet18 64x64 imagenet", "cpu"): "onnxruntime"})
     line.document["experts"]["cls/r"] = {
@@ -553,14 +530,6 @@ def test_a_plan_takes_other_settings_and_reads_no_weights(line):
         config.having(memory={"disk": 1})
 
 
-def test_a_plan_for_the_box_that_was_profiled_has_its_budgets(line):
-    stored = line.profiled()
-    line.document["memory"] = {}
-    found = planned(line.config, profiled_box(stored), stored)
-    totals = {pool.name: pool.expert_bytes + pool.workspace_bytes for pool in found.pools}
-    assert totals == {"host": pytest.approx(30 * MIB, abs=2), "device": pytest.approx(20 * MIB, abs=2)}
-
-
 def test_a_plan_names_experts_that_are_not_packed_or_not_profiled(line):
     stored = line.profiled()
     line.document["experts"]["cls/f9"] = line._expert(2)
@@ -598,28 +567,3 @@ def test_a_form_is_asked_for_only_where_the_profile_has_a_choice_for_the_kind(li
     agent, outcomes = line.served()
     assert agent.setup.matrix == found.matrix
     assert {outcome.verdict for outcome in outcomes.values()} == {Verdict.OK}
-
-
-def test_a_form_that_the_profile_chose_is_asked_for(line):
-    stored = line.profiled()
-    line.forget("cls/f0", Precision.FP32)
-    with pytest.raises(ConfigError) as caught:
-        planned(line.config, detect_box(line.config), stored)
-    assert "experts.cls/f0: not packed in fp32" in str(caught.value)
-    assert "cls/f1" not in str(caught.value)
-
-
-def test_a_plan_of_a_budget_below_the_largest_expert_names_it(line):
-    stored = line.profiled()
-    with pytest.raises(ConfigError, match=r"experts\.cls/f0: needs 1\.0 MiB, but memory\.device leaves"):
-        planned(line.config.having(memory={"device": 600_000}), detect_box(line.config), stored)
-
-
-def test_the_matrix_of_a_plan_is_that_of_its_copies(line):
-    stored = line.profiled()
-    config, box = line.config, detect_box(line.config)
-    found = planned(config, box, stored)
-    with closing(SegmentStore(config.packed_folder)) as segments:
-        report = pack_line(config.catalog.experts.values(), lambda _: set(FORMS.values()), segments)
-    copies = copies_of(config, found.precisions, report.packed)
-    assert matrix(stored, box, copies, found.matrix.usage, found.executors) == found.matrix

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -44,17 +43,7 @@ def test_all_but_the_weights_has_to_be_the_same(other):
     assert families([copy_of("a", TRUNK), copy_of("b", TRUNK, **other)]) == {}
 
 
-def test_images_have_none():
-    copies = [copy_of(name, TRUNK, takes_texts=False) for name in "ab"]
-    assert families(copies) == {}
-
-
 def test_of_several_the_largest_decides():
     """b shares more with a than with c."""
     copies = [copy_of("a", TRUNK), copy_of("b", TRUNK, TAIL), copy_of("c", TAIL), copy_of("d", TAIL)]
     assert grouped(*copies) == {frozenset("ab"), frozenset("cd")}
-
-
-def test_the_order_makes_no_difference():
-    copies = [copy_of("a", TRUNK), copy_of("b", TRUNK, TAIL), copy_of("c", TAIL)]
-    assert len({tuple(sorted(families(order).items())) for order in permutations(copies)}) == 1

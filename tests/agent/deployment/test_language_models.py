@@ -122,10 +122,6 @@ class TestWhatAnAgentDecidesWith:
         assert column["llm/a"].performance is column["llm/b"].performance
         assert column["llm/router"].performance != column["llm/a"].performance
 
-    def test_images_have_no_tokens(self, setup):
-        performance = setup[1].matrix.experts["cpu"]["cls/f"].performance
-        assert (performance.lease_bytes, performance.K_prompt_s, performance.K_output_s) == (0, 0.0, 0.0)
-
     def test_what_they_share_is_held_once(self, setup):
         one, other = (setup[1].matrix.experts["cpu"][name].footprint for name in ("llm/a", "llm/b"))
         assert one.shared == other.shared != ()
@@ -137,14 +133,6 @@ class TestWhatAnAgentDecidesWith:
         assert column["llm/router"].family is None
         assert column["cls/f"].family is None
 
-    def test_keys_and_values_have_their_part_of_the_memory(self, setup):
-        (pool,) = setup[1].pools
-        assert pool.lease_bytes == 2 * MIB
-        assert pool.expert_bytes + pool.workspace_bytes + pool.lease_bytes == 64 * MIB
-
-    def test_quanta_are_as_long_as_the_line_says(self, setup):
-        assert setup[1].limits.quantum_s == setup[1].limits.lone_quantum_s == 0.02
-
     def test_by_itself_they_are_longer_where_nobody_takes_images(self, line):
         del line.document["texts"]["quantum_s"]
         limits = limits_of(line.config, ())
@@ -153,9 +141,6 @@ class TestWhatAnAgentDecidesWith:
     def test_routes_of_texts_branch(self, setup):
         (step,) = setup[1].graph.routes["assistant"]
         assert step.then == {"a": "llm/a", "b": "llm/b"}
-
-    def test_its_engine_can_be_built(self, setup):
-        setup[1].engine().check_invariants()
 
 
 class TestMemoryOfTexts:
@@ -304,13 +289,6 @@ class TestReload:
             change = plan_change(agent, line.config, lambda stage, done, total: None)
         (step,) = change.event.graph.routes["assistant"]
         assert step.then == {"a": "llm/b", "b": "llm/a"}
-
-
-def test_a_line_of_texts_alone_is_built(line):
-    del line.document["experts"]["cls/f"], line.document["routes"]
-    with line.built() as agent:
-        assert agent.setup.matrix.experts["cpu"].keys() == {"llm/a", "llm/b", "llm/router"}
-        assert agent.setup.broken == {}
 
 
 @pytest.mark.parametrize(

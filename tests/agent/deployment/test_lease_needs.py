@@ -41,11 +41,6 @@ def needs_of(budget_bytes, column, kv_bytes=None):
     return memory_needs({"host": budget_bytes}, CPU, PerformanceMatrix({"cpu": column}), frozenset(), kv_bytes)["host"]
 
 
-def test_images_lease_nothing():
-    needs = needs_of(1000, rows(i=(100, IMAGES)), kv_bytes=500)
-    assert (needs.lease_bytes, needs.budget_bytes, needs.whole_bytes) == (0, 1000, 1000)
-
-
 def test_what_is_given_is_kept_beside_experts_and_batches():
     needs = needs_of(10_000, rows(t=(100, TEXTS)), kv_bytes=600)
     assert (needs.lease_bytes, needs.budget_bytes, needs.whole_bytes) == (600, 9400, 10_000)
@@ -64,10 +59,6 @@ def test_two_devices_of_one_memory_have_a_share_each_and_no_more_together(kv_byt
     columns["cpu"] = rows(i=(100, IMAGES))
     one = memory_needs({"host": 10_000}, unified, PerformanceMatrix(columns), frozenset(), kv_bytes)["host"]
     assert (one.arenas, one.lease_bytes) == (1, 2500 if kv_bytes is None else 600)
-
-
-def test_a_quarter_where_nobody_says():
-    assert needs_of(10_000, rows(t=(100, TEXTS))).lease_bytes == 2500
 
 
 def test_the_largest_expert_goes_before_a_quarter():

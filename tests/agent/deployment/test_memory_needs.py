@@ -19,7 +19,7 @@ from agent.core.performance import (
     SharedPart,
 )
 from agent.core.policy import PRESETS
-from agent.deployment.memory_needs import held_bytes, memory_needs
+from agent.deployment.memory_needs import memory_needs
 from experts.errors import MemoryExceeded
 from experts.graph import ExpertGraph, RouteStep
 
@@ -38,23 +38,12 @@ def one_memory(budget_bytes, column, usage=None, executors=CPU, pinned=()):
     return memory_needs({"host": budget_bytes}, executors, profile, frozenset(pinned))["host"]
 
 
-def test_a_shared_part_is_held_once():
-    parts = (SharedPart("trunk", 100),)
-    assert held_bytes([Footprint(5, parts), Footprint(7), Footprint(6, parts)]) == (105, 112, 118)
-
-
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(0, 300))
 def test_those_that_fit_fit_and_one_more_does_not(sizes, room):
     needs = one_memory(1000, {f"e{number}": row(f"e{number}", size) for number, size in enumerate(sizes)})
     count = needs.count_in(room)
     assert sum(sizes[:count]) <= room
     assert count == len(sizes) or sum(sizes[: count + 1]) > room
-
-
-def test_the_most_used_come_first_and_equal_ones_by_name():
-    column = {"a": row("a", 1), "b": row("b", 10), "c": row("c", 100), "d": row("d", 1000)}
-    needs = one_memory(10_000, column, {"d": 0.1, "c": 0.5, "a": 0.1, "b": 0.1})
-    assert needs.held_bytes == (100, 101, 111, 1111)
 
 
 def test_how_many_fit_leaves_one_image_to_each_executor():

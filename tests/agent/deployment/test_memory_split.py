@@ -126,12 +126,6 @@ def test_experts_get_what_today_s_executors_cannot_use_of_a_searched_workspace(l
     assert shares(found)["device"] == (360 - useful_mib, useful_mib)
 
 
-def test_every_executor_keeps_the_workspace_of_one_image_whatever_was_searched(line):
-    config = line(executors={"cuda": 8})
-    found = pool_specs(config, RTX, executor_specs(config, RTX), profile(RTX), searched(host=0, device=4))
-    assert shares(found)["device"] == (344, 16)
-
-
 def test_in_a_smaller_budget_the_searched_experts_keep_their_room_down_to_the_casual_share(line):
     """Searched in 100 MiB: 70 for experts and 30 for batches, more than a quarter."""
     allocation = replace(searched(), pools=(PoolAllocation("device", 70 * MIB, 30 * MIB, 2),))
@@ -146,12 +140,6 @@ def test_in_a_smaller_budget_the_searched_experts_keep_their_room_down_to_the_ca
         assert less[0] <= more[0] <= less[0] + 4, "no step: of 4 MiB more, experts get 0 to 4"
 
 
-def test_the_line_s_workspace_comes_before_the_searched_one(line):
-    config = line(memory={"workspace": "50MiB"})
-    found = pool_specs(config, RTX, executor_specs(config, RTX), profile(RTX), searched(host=0, device=100))
-    assert shares(found)["device"] == (310, 50)
-
-
 def test_a_searched_workspace_that_leaves_no_room_for_the_largest_expert_is_left_out_and_told(line, caplog):
     config = line(memory={"device": "48MiB"})
     executors = executor_specs(config, RTX)
@@ -159,14 +147,6 @@ def test_a_searched_workspace_that_leaves_no_room_for_the_largest_expert_is_left
     assert caplog.text == ""
     assert shares(pool_specs(config, RTX, executors, profile(RTX), searched(device=19)))["device"] == (36, 12)
     assert "searched_workspace_left_out pool=device" in caplog.text
-
-
-def test_a_budget_below_the_largest_expert_names_it(line):
-    config = line(memory={"device": "40MiB"})
-    with pytest.raises(ConfigError) as caught:
-        pool_specs(config, RTX, executor_specs(config, RTX), profile(RTX, mib=60), searched(device=20))
-    assert len(caught.value.problems) == 3
-    assert "experts.cls/a: needs 60.0 MiB, but memory.device leaves 30.0 MiB of its 40.0 MiB" in str(caught.value)
 
 
 def test_a_given_workspace_that_leaves_too_little_is_named(line):

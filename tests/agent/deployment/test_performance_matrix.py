@@ -127,11 +127,6 @@ def test_a_kind_measured_with_a_share_of_the_cores_is_scaled_from_there():
     assert core_share(stored, halved, executors(cpu=1)).factor == pytest.approx(1.6 / 2)
 
 
-def test_without_speedups_the_same_cores_do_the_same_work():
-    share = core_share(profile(), kind(), executors(cpu=3))
-    assert (share.factor, share.is_measured, share.executors) == (3.0, False, 3)
-
-
 def test_executors_of_an_accelerator_are_not_scaled():
     stored = profile(speedups={"cuda": (1.0, 1.2)})
     assert core_share(stored, kind("cuda"), executors(cuda=3, cpu=1)).factor == 1.0

@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agent.line_file.editing import (
-    add_entry,
     add_expert,
     append,
     edit_file,
@@ -66,30 +65,10 @@ class TestTheExampleFile:
         added = add_expert(self.text, "cls/new", ENTRY, "of no use", file=FILE)
         assert remove(added, ("experts", "cls/new"), file=FILE) == self.text
 
-    def test_an_expert_that_is_there_is_not_added(self):
-        with pytest.raises(ConfigError, match=r"line\.yaml:9:3: experts\.cls/resistor-0402: is there already"):
-            add_expert(self.text, "cls/resistor-0402", ENTRY, file=FILE)
-
     def test_other_weights_leave_the_comment_beside_them(self):
         changed = set_key(self.text, ("experts", "cls/resistor-0402", "weights"), "weights/b.safetensors", file=FILE)
         assert "    weights: weights/b.safetensors  # .safetensors, or .onnx" in changed
         assert values(changed)["experts"]["cls/resistor-0402"]["weights"] == "weights/b.safetensors"
-
-    def test_a_key_follows_the_comments_of_the_one_before(self):
-        changed = set_key(self.text, ("experts", "cls/resistor-0402", "threshold"), 0.25, "learned", file=FILE)
-        assert (
-            "# default: the architecture's own\n    # learned\n    threshold: 0.25\n  cls/resistor-0402-new:" in changed
-        )
-        assert is_insertion(self.text, changed)
-
-    def test_a_key_is_added_in_braces(self):
-        changed = set_key(self.text, ("experts", "cls/capacitor-0603", "pin"), True, "of every board", file=FILE)
-        assert "    # of every board\n    {architecture: resnet18" in changed
-        assert values(changed)["experts"]["cls/capacitor-0603"]["pin"] is True
-
-    def test_no_line_grows_too_long(self):
-        changed = set_key(self.text, ("experts", "cls/capacitor-0603", "shadow"), "cls/resistor-0402", file=FILE)
-        assert "input: {size: [224, 224]},\n      shadow: cls/resistor-0402}" in changed
 
     def test_lines_below_a_key_give_way_to_one_value(self):
         path = ("experts", "cls/resistor-0402", "input")
@@ -99,14 +78,6 @@ class TestTheExampleFile:
     def test_a_step_is_added_to_a_route(self):
         changed = append(self.text, ("routes", "resistor-0402"), {"expert": "x/y", "pass": ["ok"]}, file=FILE)
         assert "# every step passed: OK\n    - {expert: x/y, pass: [ok]}\n  capacitor-0603:" in changed
-
-    def test_a_route_is_made(self):
-        changed = append(self.text, ("routes", "coil"), {"expert": "x/y", "pass": ["ok"]}, file=FILE)
-        assert "  coil:\n    - {expert: x/y, pass: [ok]}\n\n" in changed
-
-    def test_a_step_is_removed_with_its_comments(self):
-        changed = remove(self.text, ("routes", "resistor-0402", 0), file=FILE)
-        assert "  resistor-0402:\n    - {expert: det/alignment, pass: [aligned]}  # every" in changed
 
     def test_a_key_behind_a_dash_makes_place_for_the_next(self):
         changed = remove(self.text, ("routes", "resistor-0402", 0, "expert"), file=FILE)
@@ -179,22 +150,6 @@ def test_what_cannot_be_edited_is_told_with_its_place(text, path, reason):
 )
 def test_a_key_is_removed(text, path, expected):
     assert remove(text, path, file=FILE) == expected
-
-
-def test_what_is_not_there_is_not_removed():
-    with pytest.raises(ConfigError, match="is not there"):
-        remove("a: 1\n", ("b",), file=FILE)
-
-
-def test_an_entry_is_added_once():
-    once = add_entry("a: {}\n", ("a", "b"), {"c": 1}, file=FILE)
-    with pytest.raises(ConfigError, match="is there already"):
-        add_entry(once, ("a", "b"), {"c": 1}, file=FILE)
-
-
-def test_only_lists_are_appended_to():
-    with pytest.raises(ConfigError, match="is no list"):
-        append("a: 1\n", ("a",), 2, file=FILE)
 
 
 def test_a_file_is_edited_with_its_permissions_and_through_its_link(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -76,15 +75,6 @@ def test_a_number_is_not_given_twice_when_old_rows_are_deleted(tmp_path: Path) -
         assert [row["seq"] for row in database["results"].rows] == [3]
 
 
-def test_the_connection_may_be_used_by_another_thread(tmp_path: Path) -> None:
-    with closing(open_for_writing(tmp_path / "r.sqlite")) as database:
-        seen: list[int] = []
-        thread = threading.Thread(target=lambda: seen.append(pragma(database, "synchronous")))
-        thread.start()
-        thread.join()
-    assert seen == [2]
-
-
 def test_a_reader_answers_to_column_names_and_cannot_write(tmp_path: Path) -> None:
     with closing(open_for_writing(tmp_path / "r.sqlite")) as database:
         database["results"].insert(ROW)
@@ -130,34 +120,6 @@ def test_the_lock_names_its_process_and_who_comes_second_is_told_where_it_lies(t
     assert lock.path.exists()
     with StateLock(folder), pytest.raises(AlreadyRunning), state_held(folder):
         pass
-
-
-def test_a_new_lock_makes_its_folders_and_may_be_read_by_the_group(tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        with StateLock(tmp_path / "a" / "b") as lock:
-            assert lock.path.stat().st_mode & 0o777 == 0o640
-    finally:
-        os.umask(before)
-
-
-@needs_proc
-def test_a_refused_lock_leaves_no_file_open(tmp_path: Path) -> None:
-    with StateLock(tmp_path):
-        open_files = len(os.listdir("/proc/self/fd"))
-        for _ in range(3):
-            with pytest.raises(AlreadyRunning), StateLock(tmp_path):
-                pass
-        assert len(os.listdir("/proc/self/fd")) == open_files
-
-
-def test_a_lock_is_given_back_once_and_may_be_taken_again(tmp_path: Path) -> None:
-    lock = StateLock(tmp_path)
-    for _ in range(2):
-        with lock, pytest.raises(AlreadyRunning), StateLock(tmp_path):
-            pass
-    for unheld in (lock, StateLock(tmp_path)):
-        unheld.__exit__(None, None, None)
 
 
 @needs_proc

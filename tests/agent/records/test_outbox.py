@@ -59,17 +59,6 @@ def numbered(number: int, verdict: Verdict = Verdict.NG) -> Result:
     return changed(RESULT, key=f"k{number}", verdict=verdict)
 
 
-def test_what_has_waited_longest_is_known_by_when_it_was_judged(tmp_path: Path) -> None:
-    outbox = Outbox("demo", ["mqtt", "webhook"], EVENTS, 10)
-    reader = recorded(tmp_path / "r.db", outbox, BOARD, RESULT)
-    assert reader.oldest("mqtt") == BOARD.closed_at
-    with closing(ResultStore(tmp_path / "r.db")) as store:
-        store.write(lambda database: forget(database, "mqtt", [reader.waiting("mqtt", 1)[0].id]))
-    assert reader.oldest("mqtt") == RESULT.finished_at
-    assert reader.oldest("webhook") == BOARD.closed_at
-    assert reader.oldest("nobody") is None
-
-
 def test_all_that_a_line_above_needs_of_an_image_is_told(tmp_path: Path) -> None:
     reader = recorded(tmp_path / "r.db", Outbox("demo", ["mqtt"], ["ng"], 10), RESULT)
     (message,) = reader.waiting("mqtt", 10)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from contextlib import closing
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from itertools import islice
 from pathlib import Path
@@ -21,11 +20,11 @@ from hypothesis import strategies as st
 from sqlite_utils import Database
 
 from agent.records.boards import BoardVerdict
-from agent.records.database import LOCK_NAME, StateLock, open_for_writing
+from agent.records.database import LOCK_NAME, StateLock
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
 from agent.records.results import KeptMap, Recorded, Result
-from experts.errors import AlreadyRunning, ConfigError
+from experts.errors import AlreadyRunning
 from experts.expert import Verdict
 from experts.filesystem import filesystem_type, is_shared, tells_changes
 from tests import lines
@@ -84,15 +83,6 @@ def stored(store: ResultStore, *results: Result) -> list[Recorded]:
     return [received(store, inbox.reports) for _ in results]
 
 
-def test_a_result_comes_back_as_it_was(tmp_path: Path) -> None:
-    with closing(ResultStore(tmp_path / "new" / "results.sqlite")) as store:
-        assert stored(store, result(1)) == [Recorded(1, is_new=True)]
-        row = store.find("key-1")
-        assert row is not None
-        assert (row.seq, row.result) == (1, result(1))
-        assert store.find("other") is None
-
-
 def test_maps_lie_beside_their_result_and_go_with_it(tmp_path: Path) -> None:
     maps = (KeptMap(0, "anomaly/solder", b"\x89PNG one"), KeptMap(2, "anomaly/x", b"\x89PNG two"))
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
@@ -103,21 +93,6 @@ def test_maps_lie_beside_their_result_and_go_with_it(tmp_path: Path) -> None:
         store.write(lambda database: database.execute("DELETE FROM results WHERE seq = 1"), lambda _: gone.put(None))
         received(store, gone)
         assert store.maps(1) == ()
-
-
-def test_a_file_that_knows_no_maps_yet_has_none(tmp_path: Path) -> None:
-    """As an earlier version left it, while no agent of this one has run."""
-    with closing(open_for_writing(tmp_path / "r.sqlite")) as database:
-        database.execute("DROP TRIGGER anomaly_maps_go")
-        database.execute("DROP TABLE anomaly_maps")
-    assert ResultReader(tmp_path / "r.sqlite").maps(1) == ()
-
-
-def test_what_is_not_known_stays_unknown(tmp_path: Path) -> None:
-    bare = result(board=None, board_type=None, ref=None, label=None, score=None, experts=(), detail={})
-    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
-        stored(store, bare)
-        assert next(store.query()).result == bare
 
 
 def test_a_row_is_committed_before_its_callback_runs(tmp_path: Path) -> None:
@@ -296,13 +271,6 @@ def test_query_by_time_verdict_and_limit(tmp_path: Path) -> None:
         assert [row.seq for row in store.query(since=tokyo, verdict=Verdict.NG, limit=2)] == [1192, 1195]
 
 
-def test_times_are_stored_with_their_offset(tmp_path: Path) -> None:
-    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
-        stored(store, result())
-    with closing(sqlite3.connect(tmp_path / "r.sqlite")) as connection:
-        assert connection.execute("SELECT finished_at FROM results").fetchone()[0] == "2026-05-01T12:00:00.000000+00:00"
-
-
 @pytest.mark.parametrize(
     "wrong",
     [{"finished_at": datetime(2026, 1, 1)}, {"detail": {"x": object()}}, {"image": "b1_\udcff.png"}],
@@ -313,16 +281,6 @@ def test_what_no_row_can_hold_is_the_callers_error_and_harms_no_other(tmp_path: 
             store.record(result(1, **wrong))
         assert stored(store, result(2)) == [Recorded(1, is_new=True)]
         assert store.statistics().pending == 0
-
-
-def test_a_callback_that_raises_harms_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def fails(_: Recorded) -> None:
-        raise ZeroDivisionError
-
-    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
-        store.record(result(1), fails)
-        assert stored(store, result(2)) == [Recorded(2, is_new=True)]
-    assert "result_callback_failed" in caplog.text
 
 
 def test_a_locked_file_delays_rows_and_loses_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -387,17 +345,6 @@ def test_a_folder_that_goes_is_waited_for(tmp_path: Path, caplog: pytest.LogCapt
     assert [record.getMessage().partition(" ")[0] for record in caplog.records] == [
         "results_not_committed", "results_file_gone", "results_committed_again",
     ]  # fmt: skip
-
-
-def test_closing_gives_up_when_the_file_stays_locked(tmp_path: Path) -> None:
-    file = tmp_path / "r.sqlite"
-    store = ResultStore(file, busy_timeout_s=0.01)
-    with closing(sqlite3.connect(file)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        store.record(result(1))
-        assert not store.close(timeout_s=0.1)
-        other.rollback()
-    assert store.find("key-1") is None
 
 
 FULL_DISK = """
@@ -477,34 +424,6 @@ store.close(3600)
     assert numbers == list(range(1, len(numbers) + 1))
 
 
-def test_board_verdicts_are_kept_and_revised(tmp_path: Path) -> None:
-    board = BoardVerdict("b1", "main", Verdict.OK, NOON, NOON + timedelta(seconds=9), {"r": 0}, {Verdict.OK: 3})
-    revised = replace(board, verdict=Verdict.NG, counts={Verdict.OK: 3, Verdict.NG: 1}, is_revision=True)
-    rerun = replace(board, opened_at=NOON + timedelta(hours=1), closed_at=NOON + timedelta(hours=2))
-    inbox = Inbox()
-    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
-        reports = []
-        for one in (board, board, revised, rerun):
-            store.record_board(one, inbox.reports.put)
-            reports.append(received(store, inbox.reports))
-        assert [report.is_new for report in reports] == [True, False, True, True]
-        first, second = store.boards()
-        assert (first.board, first.revisions) == (revised, 1)
-        assert (second.board, second.revisions) == (rerun, 0)
-        assert store.boards(since=NOON + timedelta(hours=1)) == (second,)
-        assert store.boards(limit=1) == (second,)
-
-
-def test_the_log_is_durable_and_migrations_run_once(tmp_path: Path) -> None:
-    applied = []
-    for _ in range(2):
-        with closing(open_for_writing(tmp_path / "r.sqlite")) as database:
-            assert database.journal_mode == "wal"
-            assert database.execute("PRAGMA synchronous").fetchone()[0] == 2
-            applied.append(database.execute("SELECT * FROM _sqlite_migrations").fetchall())
-    assert applied[0] == applied[1] != []
-
-
 def test_an_index_of_details_keeps_no_row_from_being_stored(tmp_path: Path) -> None:
     """NaN is no JSON to SQLite, and a digest is no text in every detail."""
     details = ({}, {"score": math.nan}, {"image_sha256": 5}, {"image_sha256": "ab"}, {"image_sha256": math.inf})
@@ -516,11 +435,6 @@ def test_an_index_of_details_keeps_no_row_from_being_stored(tmp_path: Path) -> N
         assert first is not None
         assert first.result.subject.key == known.subject.key
         assert store.first_judged(known.subject, "ab", "c" * 64) is None
-
-
-def test_reading_before_the_first_run_says_so(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no results yet"):
-        list(ResultReader(tmp_path / "none.sqlite").query())
 
 
 def test_one_agent_per_state_folder(tmp_path: Path) -> None:
@@ -575,26 +489,3 @@ def test_filesystems_are_told_by_their_mounts(tmp_path: Path, path: str, kind: s
 def test_a_box_without_mount_table_is_polled_and_may_keep_results(tmp_path: Path) -> None:
     found = filesystem_type(tmp_path, tmp_path / "absent")
     assert (found, is_shared(found), tells_changes(found)) == (None, False, False)
-
-
-def test_a_network_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """AC24; how a share is told is tested above, by mount tables."""
-    monkeypatch.setattr("agent.records.database.filesystem_type", lambda _: "nfs4")
-    with pytest.raises(ConfigError, match=r"shared filesystem \(nfs4\) - set `state:`"):
-        ResultStore(tmp_path / "r.sqlite")
-
-
-def test_what_an_earlier_version_wrote_is_read_before_the_agent_has_brought_it_up_to_date(tmp_path: Path) -> None:
-    """And columns that a later version left are passed over: the version before must be able to go on."""
-    file = tmp_path / "r.sqlite"
-    with closing(ResultStore(file)) as store:
-        store.record(result(1))
-        store.record_board(BoardVerdict("b1", "main", Verdict.OK, NOON, NOON, {}, {}))
-    with closing(sqlite3.connect(file)) as connection:
-        connection.execute("ALTER TABLE boards DROP COLUMN takt_s")
-        connection.execute("DROP INDEX results_kept_as")
-        connection.execute("ALTER TABLE results DROP COLUMN kept_as")
-        connection.execute("ALTER TABLE results ADD COLUMN invented TEXT")
-    reader = ResultReader(file)
-    assert [row.result for row in reader.query()] == [result(1)]
-    assert [row.takt_s for row in reader.boards()] == [None]

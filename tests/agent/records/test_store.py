@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from agent.records.boards import BoardVerdict
-from agent.records.database import open_for_writing
-from agent.records.result_reader import READ_ROWS, ResultReader
+from agent.records.result_reader import READ_ROWS
 from agent.records.result_writer import ResultStore
 from agent.records.results import BoardRow, Recorded, Result, StoreStatistics
 from experts.expert import Verdict
@@ -227,16 +226,6 @@ def test_the_newest_boards_are_told_the_oldest_of_them_first(store: ResultStore)
     assert serials(since=NOON + timedelta(seconds=1), limit=1) == ["b3"]
 
 
-def test_who_records_after_the_end_is_told(store: ResultStore) -> None:
-    store.record(BARE)
-    settled(store)
-    assert store.close()
-    assert store.close()
-    with pytest.raises(RuntimeError, match=r"^the result store is closed$"):
-        store.record(number(1))
-    assert store.statistics() == StoreStatistics(0, 1, 0, 0, None)
-
-
 def test_a_callback_that_raises_is_logged_with_its_row(store: ResultStore, caplog: pytest.LogCaptureFixture) -> None:
     reports: list[Recorded] = []
     store.record(number(1), lambda recorded: reports.append(recorded) or {}[recorded])
@@ -291,22 +280,6 @@ def test_a_commit_that_fails_is_tried_again_after_waits_that_double_and_told_onc
     ]
 
 
-def test_while_nothing_can_be_committed_the_alarm_says_why(store: ResultStore, tmp_path: Path) -> None:
-    with closing(sqlite3.connect(tmp_path / "r.sqlite", check_same_thread=False)) as other:
-        seen: list[StoreStatistics] = []
-
-        def look() -> None:
-            seen.append(store.statistics())
-            other.rollback()
-
-        store._committer._abandoned = Patience(1, look)
-        other.execute("BEGIN IMMEDIATE")
-        committed = threading.Event()
-        store.record(BARE, lambda _: committed.set())
-        wait_until(store, committed.is_set)
-    assert seen == [StoreStatistics(pending=1, committed=0, duplicates=0, failed_commits=1, alarm="database is locked")]
-
-
 def test_a_store_that_gives_up_says_so_and_leaves_the_rest(tmp_path: Path) -> None:
     store = ResultStore(tmp_path / "r.sqlite", busy_timeout_s=0.0)
     with closing(sqlite3.connect(tmp_path / "r.sqlite", check_same_thread=False)) as other:
@@ -318,16 +291,6 @@ def test_a_store_that_gives_up_says_so_and_leaves_the_rest(tmp_path: Path) -> No
         assert store.close(timeout_s=0.0) is False
     assert not store._committer._thread.is_alive()
     assert store.statistics().pending == 1
-
-
-def test_the_log_is_folded_in_once_nothing_comes_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.records.group_commit.IDLE_CHECKPOINT_S", 0.02)
-    log = tmp_path / "r.sqlite-wal"
-    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
-        for _ in range(2):  # and again after the next rows
-            store.record(number(store.statistics().committed))
-            settled(store)
-            wait_until(store, lambda: log.stat().st_size == 0)
 
 
 def test_a_log_that_cannot_be_folded_in_is_told_and_stops_nothing(
@@ -344,27 +307,6 @@ def test_a_log_that_cannot_be_folded_in_is_told_and_stops_nothing(
             f"results_checkpoint_failed file={tmp_path / 'r.sqlite'} reason=Cannot operate on a closed database.",
         )
     ]
-
-
-def test_rows_that_wait_are_committed_together(store: ResultStore, tmp_path: Path) -> None:
-    held, go_on = threading.Event(), threading.Event()
-
-    def hold(_: Recorded) -> None:
-        held.set()
-        go_on.wait(20)
-
-    store.record(number(0), hold)
-    wait_until(store, held.is_set)
-    seen: list[int] = []
-
-    def count(_: Recorded) -> None:
-        seen.append(sum(1 for _ in ResultReader(tmp_path / "r.sqlite").query()))
-
-    for each in range(1, 4):
-        store.record(number(each), count)
-    go_on.set()
-    settled(store)
-    assert seen == [4, 4, 4]
 
 
 class Arrivals:
@@ -424,36 +366,3 @@ def test_records_share_a_commit_if_they_come_soon_and_the_log_is_folded_in_once_
         5.0, 0.5, "row 5",
         5.0, "folded in", 5.0, 5.0,
     ]  # fmt: skip
-
-
-def test_the_writer_is_a_thread_of_its_own_that_keeps_no_process_alive(store: ResultStore) -> None:
-    writers: list[threading.Thread] = []
-    store.record(BARE, lambda _: writers.append(threading.current_thread()))
-    settled(store)
-    assert [(writer.name, writer.daemon) for writer in writers] == [("results", True)]
-
-
-def test_a_file_that_was_moved_is_begun_anew_once_waits_as_long_for_a_lock_and_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    opened: list[tuple[Path, float]] = []
-
-    def opening(path: Path, busy_timeout_s: float):
-        opened.append((path, busy_timeout_s))
-        return open_for_writing(path, busy_timeout_s)
-
-    file = tmp_path / "r.sqlite"
-    monkeypatch.setattr("agent.records.group_commit.open_for_writing", opening)
-    with closing(ResultStore(file, busy_timeout_s=0.5)) as store:
-        file.rename(tmp_path / "moved.sqlite")
-        for count in range(2):
-            store.record(number(count))
-            settled(store)
-    assert opened == [(file, 0.5), (file, 0.5)]
-    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        (
-            "ERROR",
-            f"results_file_gone file={file}: it was moved, deleted or replaced while the agent writes it; the agent "
-            "goes on with the file that is there, or a new one; earlier results are where it was moved to",
-        )
-    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import http.client
 import logging
 import os
@@ -209,16 +208,6 @@ class TestThePages:
 
 
 class TestRudeCallers:
-    @pytest.mark.parametrize("address", [TCP, "unix"])
-    @pytest.mark.parametrize("sent", [b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"])
-    def test_who_does_not_finish_a_request_is_cut_off(self, line, tmp_path_factory, address, sent):
-        if address == "unix":
-            address = f"unix:{tmp_path_factory.mktemp('s')}/w.sock"
-        with served(line, address, connection_s=0.2) as server, closing(connected(server.addresses[0])) as slow:
-            slow.sendall(sent)
-            assert asked(server.addresses[0], "/health/live")[0] == 200
-            assert hears_nothing_more(slow)
-
     def test_who_sends_byte_by_byte_is_cut_off(self, line):
         with served(line, connection_s=0.3) as server, closing(connected(server.addresses[0])) as slow:
 
@@ -244,17 +233,6 @@ class TestRudeCallers:
                 while more := slow.recv(65536):
                     received += len(more)
             assert received < 60_000 * 100
-
-    def test_more_pages_than_are_answered_at_once_are_refused(self, line, monkeypatch):
-        monkeypatch.setattr("agent.web.pages.CONNECTIONS", 1)
-        with served(line) as server, closing(connected(server.addresses[0])) as first:
-            line.goes_on.clear()
-            first.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            until(lambda: line.scraped)
-            status, _, text = asked(server.addresses[0], "/health/live")
-            assert (status, text) == (503, "1 callers are being answered - ask again in a while\n")
-            line.goes_on.set()
-            until(lambda: answers(server.addresses[0]))
 
     def test_more_than_there_is_room_for_are_closed_at_once_and_room_comes_back(self, line):
         with served(line, connection_s=10 * PATIENCE_S) as server:
@@ -345,17 +323,3 @@ class TestTheAddresses:
         until(lambda: threads() == set())
         with pytest.raises(ConnectionRefusedError):
             connected(address)
-
-    def test_who_calls_just_as_it_stops_is_closed_too(self, line, recwarn):
-        """Between being taken and being served a connection is nobody's yet."""
-        for _ in range(200):
-            with served(line) as server:
-                caller = connected(server.addresses[0])
-                caller.shutdown(socket.SHUT_WR)  # it wants nothing: nobody waits for it
-            with closing(caller):
-                assert hears_nothing_more(caller)
-        gc.collect()
-        assert [str(one.message) for one in recwarn] == []
-
-    def test_what_was_never_started_can_be_stopped(self, line):
-        WebServer([TCP], line).stop()

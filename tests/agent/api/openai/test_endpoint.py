@@ -12,7 +12,6 @@ import pytest
 
 from agent.api.openai.endpoint import TERMS
 from tests.agent.api.conftest import DEADLINE_S
-from tests.agent.api.fake_desk import PROSE
 
 CHAT = {"model": "llm/code", "messages": [{"role": "user", "content": "hello"}]}
 JSON = {"Content-Type": "application/json"}
@@ -91,15 +90,6 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_held(address, sent):
     assert asked(address)[0] == 200
 
 
-def test_a_caller_who_waits_to_be_asked_for_the_body_is(address):
-    body = json.dumps(CHAT).encode()
-    with closing(connected(address)) as caller:
-        caller.sendall(head(len(body), Expect="100-continue"))
-        assert caller.recv(65536).startswith(b"HTTP/1.1 100 ")
-        caller.sendall(body)
-        assert rest(caller).startswith(b"HTTP/1.1 200 ")
-
-
 @pytest.mark.parametrize(
     ("path", "method", "headers", "status", "code"),
     [
@@ -169,12 +159,3 @@ def test_more_than_there_is_room_for_are_told_so_and_room_comes_back(serve_texts
     while (status := asked(address)[0]) == 503:  # their places are free a moment after their texts are
         continue
     assert status == 200
-
-
-def test_an_old_client_reads_a_stream_until_it_closes(address):
-    body = json.dumps(CHAT | {"stream": True}).encode()
-    with closing(connected(address)) as caller:
-        caller.sendall(head(len(body)).replace(b"HTTP/1.1", b"HTTP/1.0") + body)
-        received = rest(caller).decode()
-    assert received.endswith("data: [DONE]\n\n")
-    assert all(piece in received for piece in PROSE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import openai
@@ -50,9 +49,6 @@ class TestAnswers:
         assert [event.usage for event in events[:-1]] == [None] * (len(events) - 1)
         assert len({event.id for event in events}) == 1
 
-    def test_without_asking_no_usage_is_streamed(self, client):
-        assert all(event.choices and event.usage is None for event in ask_chat(client, stream=True))
-
     @pytest.mark.parametrize(
         ("prompt", "asked"),
         [("hello", "hello"), (["hello"], "hello"), ([3, 1, 4], (3, 1, 4)), ([[3, 1, 4]], (3, 1, 4))],
@@ -89,11 +85,6 @@ class TestAnswers:
             assert next(events).choices[0].delta.content == "two"
             text.end()
             assert [event.choices[0].finish_reason for event in events] == ["stop"]
-
-    def test_a_burst_of_callers_is_answered(self, client):
-        with ThreadPoolExecutor(64) as callers:
-            answers = list(callers.map(lambda _: ask_chat(client), range(128)))
-        assert {answer.choices[0].message.content for answer in answers} == {TEXT}
 
 
 class TestLogprobs:
@@ -141,10 +132,6 @@ class TestWhatIsAsked:
         (order,) = desk.text_orders
         assert order.sampling == Sampling(0.5, 0.9, 3, 0.25, 1.5, 1.0, -1.5, 7)
         assert (order.most_tokens, order.stop) == (9, ("a", "b"))
-
-    def test_one_stop_string(self, client, desk):
-        ask_chat(client, stop="END", max_tokens=5)
-        assert (desk.text_orders[0].stop, desk.text_orders[0].most_tokens) == (("END",), 5)
 
     def test_messages_of_parts_and_roles(self, client, desk):
         parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
@@ -226,12 +213,6 @@ class TestRefusals:
         with pytest.raises(openai.RateLimitError, match="texts are under way") as refused:
             ask_chat(client)
         assert refused.value.response.headers["retry-after-ms"] == "250"
-
-    def test_a_client_comes_again_by_itself_once_there_is_room(self, client, desk, asking):
-        desk.most = 0
-        waiting = asking.submit(ask_chat, client.with_options(max_retries=100))
-        desk.most = 1
-        assert waiting.result().choices[0].message.content == TEXT
 
     def test_an_agent_that_stops(self, client, desk):
         desk.is_stopping = True

@@ -64,13 +64,6 @@ def heard_until(heard, topic, patience_s=60.0):
     return told
 
 
-def test_without_mosquitto_these_tests_say_so_and_fail_where_they_must_run(without_broker):
-    with pytest.raises(pytest.skip.Exception, match="make tools"):
-        without_broker({})
-    with pytest.raises(pytest.fail.Exception, match="make tools"):
-        without_broker({"CI": "true"})
-
-
 def test_each_event_has_its_topic_and_is_acknowledged(broker, line, make):
     mosquitto = broker()
     mosquitto.start()

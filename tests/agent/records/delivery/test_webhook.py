@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import ssl
-import time
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -16,7 +15,7 @@ from agent.line_file.records import WebhookSection
 from agent.records.delivery import webhook
 from agent.records.delivery.deliveries import Deliveries
 from agent.records.delivery.webhook import WebhookReceiver
-from agent.records.outbox import Outbox, OutboxReader
+from agent.records.outbox import Outbox
 from agent.records.result_writer import ResultStore
 from experts.errors import ConfigError, SecretMissing
 
@@ -127,51 +126,12 @@ def test_a_wrong_address_or_token_loses_nothing(web_server, line, make, caplog, 
     assert "correct url or token of outbox.webhook" in caplog.text
 
 
-def test_who_asks_to_be_left_alone_is(web_server, line, make):
-    server = web_server((429, {"Retry-After": "2"}))
-    with line(section(server.url)) as (store, _):
-        store.record_board(make.board("B1"))
-        server.posted.get(timeout=60)
-        began_s = time.monotonic()
-        server.posted.get(timeout=60)
-        assert time.monotonic() - began_s > 1.9, "the first retry of our own would have come after half a second"
-
-
 def test_an_answer_that_never_comes_is_waited_for_so_long_and_no_longer(web_server, line, make):
     server = web_server(None)
     with line(section(server.url, timeout_s=0.3)) as (store, deliveries):
         store.record_board(make.board("B1"))
         assert serials(server, 2) == ["B1", "B1"]
         make.until(lambda: statistics(deliveries).waiting == 0)
-
-
-def test_a_server_that_hangs_does_not_keep_the_line_from_ending(web_server, tmp_path, make):
-    server = web_server(None)
-    receiver = WebhookReceiver(section(server.url, timeout_s=600.0))
-    outbox = Outbox("demo", ["webhook"], ["board"], 100)
-    store = ResultStore(tmp_path / "r.db", followers=[outbox])
-    deliveries = Deliveries([receiver], outbox, store, 100.0)
-    deliveries.start()
-    store.record_board(make.board("B1"))
-    server.posted.get(timeout=60)
-    began_s = time.monotonic()
-    assert deliveries.stop(60.0)
-    assert time.monotonic() - began_s < 30.0
-    store.close()
-    assert OutboxReader(tmp_path / "r.db").standing("webhook").waiting == 1
-
-
-def test_a_server_that_is_not_there_is_told_once_and_found_when_it_comes(line, make, web_server, caplog):
-    url = f"http://127.0.0.1:{make.port()}/mes"
-    with line(section(url)) as (store, deliveries):
-        store.record_board(make.board("B1"))
-        make.until(lambda: statistics(deliveries).alarm is not None and statistics(deliveries).waiting == 1)
-        assert "Connection refused" in statistics(deliveries).alarm
-    server = web_server()
-    with line(section(server.url)) as (_, deliveries):
-        assert serials(server, 1) == ["B1"], "the next run tells it"
-        make.until(lambda: statistics(deliveries).waiting == 0)
-    assert caplog.text.count("receiver_unavailable") == 1
 
 
 def server_tls(authority):

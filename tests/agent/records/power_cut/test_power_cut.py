@@ -165,9 +165,3 @@ def test_the_log_of_writes_leaves_nothing_out(recorded, tmp_path):
     recording.left(len(recording.entries), Everything(), tmp_path / "all")
     assert content_below(tmp_path / "all") == content_below(recording.folder)
     assert len(content_below(recording.folder)) > 30
-
-
-def test_without_a_compiler_that_is_said(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"no C compiler \(cc\).*make tools"):
-        built(tmp_path)

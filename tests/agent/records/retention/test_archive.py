@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -38,16 +38,6 @@ def test_an_image_is_a_file_of_its_day_that_says_what_it_is(tmp_path):
     assert name.endswith(".png")
     assert (tmp_path / "images" / relpath).read_bytes() == PNG
     assert [path.name for path in (tmp_path / "images" / day).iterdir()] == [name], "no draft is left"
-
-
-def test_parts_of_one_image_share_its_file_and_others_do_not(tmp_path):
-    archive = ImageArchive(tmp_path, "all")
-    parts = {archive.keep(PNG, f"frame-1#R{number}", NOON) for number in range(5)}
-    assert len(parts) == 1
-    others = {archive.keep(PNG + b"2", "frame-1", NOON), archive.keep(PNG, "frame-2", NOON)}
-    others.add(archive.keep(PNG, "frame-1", NOON + timedelta(days=1)))
-    assert len(others | parts) == 4
-    assert sum(path.is_file() for path in tmp_path.rglob("*")) == 4
 
 
 @pytest.mark.parametrize(
@@ -159,12 +149,6 @@ def test_images_wait_for_a_slow_disk_up_to_a_limit(tmp_path, monkeypatch):
     assert [told.get(timeout=60), told.get(timeout=60)] == ["a", "b"]
     assert keeper.stop(60.0)
     assert keeper.statistics().waiting_bytes == 0
-
-
-def test_an_image_that_is_larger_than_the_limit_is_kept_when_it_is_alone(tmp_path):
-    keeper = ImageKeeper(ImageArchive(tmp_path, "all"), limit_bytes=10)
-    assert kept_by(keeper, PNG) is not None
-    assert keeper.stop(60.0)
 
 
 def test_one_image_that_waited_too_long_behind_others_is_no_disk_that_hangs(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.intake.files.filing import SHELF_OF
-from agent.line_file.records import ExportSection, KeepSection
+from agent.line_file.records import ExportSection
 from agent.records.boards import BoardVerdict
 from agent.records.export import FIRST_S, ResultExport
 from agent.records.result_reader import ResultReader
@@ -60,28 +60,6 @@ def gone(images, limits, free_bytes=None) -> list[tuple[str, str]]:
         (one.image.path, str(one.reason))
         for one in what_goes(images, limits, Situation(NOW_S, total, free_bytes or {1: 1000}))
     ]
-
-
-def test_without_a_limit_nothing_goes():
-    assert gone([kept(1, age_s=100 * DAY_S)], KeepLimits()) == []
-    assert not KeepLimits().is_any
-    assert KeepLimits.of(KeepSection(days=3, size="1KiB", export_required=True)) == KeepLimits(3, 1024, None, True)
-
-
-def test_what_is_too_old_goes_whatever_its_verdict():
-    images = [kept(1, Verdict.NG, 3.1 * DAY_S), kept(2, Verdict.OK, 2.9 * DAY_S), kept(3, Verdict.UNKNOWN, 9 * DAY_S)]
-    assert gone(images, KeepLimits(days=3)) == [("003", "age"), ("001", "age")]
-
-
-def test_ok_goes_before_unknown_before_ng_the_oldest_first():
-    """AC25: NG stays longer than OK."""
-    images = [
-        kept(1, Verdict.NG, 9 * DAY_S), kept(2, Verdict.OK, 1 * DAY_S), kept(3, Verdict.UNKNOWN, 5 * DAY_S),
-        kept(4, Verdict.OK, 2 * DAY_S), kept(5, Verdict.NG, 8 * DAY_S),
-    ]  # fmt: skip
-    order = ["004", "002", "003", "001", "005"]
-    for left in range(6):
-        assert gone(images, KeepLimits(size_bytes=10 * left)) == [(path, "size") for path in order[: 5 - left]]
 
 
 def test_what_is_free_is_told_by_disk():
@@ -366,24 +344,6 @@ def test_a_number_is_never_given_twice_and_the_file_gives_up_its_room(line):
     one.settle()
     assert [row.seq for row in one.store.query()] == [2001]
     assert _pages(one) < before / 4
-
-
-def test_a_file_that_cannot_give_up_its_room_keeps_no_round_from_ending(line):
-    """One that was copied by a tool that did not copy its setting: what is deleted there is used again."""
-    one = line(KeepLimits(days=30))
-    one.store.close()
-    with closing(sqlite3.connect(one.folder / "r.db")) as connection:
-        for change in ("journal_mode = DELETE", "auto_vacuum = NONE"):
-            connection.execute(f"PRAGMA {change}")
-        connection.execute("VACUUM")
-    one = line(KeepLimits(days=30))
-    for number in range(100):
-        one.store.record(one.result(f"k{number}", Verdict.OK, 40.0, reason="x" * 1000))
-    one.settle()
-    one.sweep()
-    one.archived("a", Verdict.OK, age_days=40.0)
-    one.sweep()
-    assert one.sweeper.statistics().removed["age"].images == 1, "the round after that has had its turn"
 
 
 def test_a_file_that_cannot_be_removed_keeps_no_other_from_going(line, monkeypatch, caplog):

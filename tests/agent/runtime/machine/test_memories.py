@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import psutil
 import pytest
 import torch
 
@@ -40,14 +39,6 @@ def test_a_region_holds_what_was_copied_into_it(make, device):
     assert (region.size_bytes, held.numel(), held.dtype) == (MIB, MIB, torch.uint8)
     assert torch.equal(held[4096 : 4096 + source.numel()].cpu(), source)
     region.close()
-    region.close()
-
-
-@pytest.mark.parametrize(("make", "device"), MEMORIES)
-def test_a_region_refuses_a_device_that_cannot_see_it(make, device):
-    region = make().allocate(MIB)
-    with pytest.raises(BackendUnavailable):
-        region.tensor("xpu")
     region.close()
 
 
@@ -118,16 +109,6 @@ def test_a_memory_for_measuring_leaves_the_bound_of_the_one_it_is_beside():
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
 
 
-def test_a_cpu_box_is_unified():
-    box = detect("cpu")
-    assert (box.processors, box.pools, box.is_split) == (("cpu",), ("host",), False)
-    assert box.pool_of("cpu") == "host"
-    assert box.size_of("host") == box.host
-    assert 0 < box.host.available_bytes <= box.host.total_bytes <= psutil.virtual_memory().total
-    assert box.cores >= 1
-    assert {"python", "torch", "torchvision"} <= dict(box.versions).keys()
-
-
 def test_an_emulated_box_is_split_and_runs_on_the_cpu():
     box = detect("emulated")
     assert (box.processors, box.pools) == (("emulated", "cpu"), ("host", "device"))
@@ -164,8 +145,3 @@ def test_the_tightest_control_group_limits_the_host(tmp_path):
     (unit.parent / "memory.stat").write_text(f"anon 1\ninactive_file {10 * MIB}\n")
     size = host_memory(tmp_path / "groups", membership)
     assert (size.total_bytes, size.available_bytes) == (64 * MIB, 34 * MIB)
-
-
-def test_a_host_without_control_groups_has_all_its_memory(tmp_path):
-    size = host_memory(tmp_path / "none", tmp_path / "none")
-    assert size.total_bytes == psutil.virtual_memory().total
