@@ -267,6 +267,27 @@ class TestRudeCallers:
         assert [record for record in caplog.records if record.levelno > logging.INFO] == []
         assert capfd.readouterr().err == ""
 
+    @pytest.mark.parametrize("address", [TCP, "unix"])
+    @pytest.mark.parametrize("sent", [b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"])
+    def test_who_does_not_finish_a_request_is_cut_off(self, line, tmp_path_factory, address, sent):
+        if address == "unix":
+            address = f"unix:{tmp_path_factory.mktemp('s')}/w.sock"
+        with served(line, address, connection_s=0.2) as server, closing(connected(server.addresses[0])) as slow:
+            slow.sendall(sent)
+            assert asked(server.addresses[0], "/health/live")[0] == 200
+            assert hears_nothing_more(slow)
+
+    def test_more_pages_than_are_answered_at_once_are_refused(self, line, monkeypatch):
+        monkeypatch.setattr("agent.web.pages.CONNECTIONS", 1)
+        with served(line) as server, closing(connected(server.addresses[0])) as first:
+            line.goes_on.clear()
+            first.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            until(lambda: line.scraped)
+            status, _, text = asked(server.addresses[0], "/health/live")
+            assert (status, text) == (503, "1 callers are being answered - ask again in a while\n")
+            line.goes_on.set()
+            until(lambda: answers(server.addresses[0]))
+
 
 class TestTheAddresses:
     @pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:0", "[::1]:0"])
