@@ -1,9 +1,8 @@
-"""The proof on this box: generated experts on the real engine, beside plan, floor, baselines and a naive server.
+"""The proof on the real engine: generated experts beside plan, roofline, baselines and a naive server.
 
-Guarantees: everything is generated in a folder that is removed afterwards; the line is profiled and planned before
-anything of it is measured, and the plan is what the measurement is held against; the policies of one comparison are
-interleaved in one run, on the same packed files and loader; a target that is missed is told as missed. Comparisons
-themselves (fp32, loads held to a rate, bf16) follow one another within minutes. Speeds are this box's at this moment.
+Guarantees: files are generated in a folder that is removed afterwards; the line is profiled and planned before anything
+of it is measured; policies of one comparison take turns in one run, on the same packed files and loader. Comparisons
+(fp32, loads held to a rate, bf16) follow one another within minutes.
 """
 
 from __future__ import annotations
@@ -16,10 +15,12 @@ from agent.device_profile.store import read_profile
 from experts.expert import Precision
 from profiler.allocation.step import CASUAL
 from profiler.bench.policy_runs import RunOptions, run_line
-from profiler.bench.rows import TARGET_PREDICTION_ERROR, TARGET_ROOFLINE_FRACTION
+from profiler.bench.rows import TARGET_PREDICTION_ERROR, TARGET_ROOFLINE_FRACTION, report
+from profiler.charts import Labels, bar_chart
 from profiler.microbench.batches import BatchOptions
 from profiler.planning.plan import LinePlan
 from profiler.profiling.profile_line import KIND_LIMIT_S, ProfilingOptions, profile_line
+from profiler.tables import markdown_table
 from profiler.targets import Target, at_least, at_most
 from profiler.workload.generated_line import LineRecipe, generate_line, removed_afterwards
 from profiler.workload.traces import read_trace
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
+    from profiler.bench.measured import Measured
     from profiler.bench.rows import Measurement
     from profiler.replay.player import Progress
     from profiler.workload.traces import TracedArrival
-    from proof.scheduling.cost import SchedulingCost
 
 OURS, SAMBA, NAIVE = "coserve", "samba", "naive"
 HELD_BYTES_PER_S = 530e6  # the SSD of the paper's NUMA device (Figure 1)
@@ -42,12 +43,12 @@ LEAST_OVER_NAIVE, LEAST_OVER_NAIVE_BF16 = 6.0, 10.0
 SHORT = LineRecipe(classifiers=8, requests=32, memory_for=3)
 SHORT_KIND_LIMIT_S = 8.0
 FULL = LineRecipe()
-PAIRS = 2  # of a scheduled run and its playback, for each round of the rest: what they differ by is small
+PAIRS = 2  # of a run and its playback, for each round of the rest: what they differ by is small
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """Policies on one trace, measured, and what each was planned to do before: images/s by policy."""
+class PlannedRun:
+    """Policies on one trace, measured, and the images/s planned for each before."""
 
     title: str
     measured: Measurement
@@ -61,17 +62,21 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class EngineProof:
     """Measurements: fp32 and bf16 at the SSD's own speed, fp32 held to the paper's SSD, the cost of scheduling."""
 
     recipe: LineRecipe
-    fp32: Comparison
-    held: Comparison
-    bf16: Comparison
-    scheduling: SchedulingCost
+    fp32: PlannedRun
+    held: PlannedRun
+    bf16: PlannedRun
+    scheduling: Measured
 
     @property
-    def comparisons(self) -> tuple[Comparison, ...]:
+    def machine(self) -> str:
+        return self.fp32.measured.machine
+
+    @property
+    def runs(self) -> tuple[PlannedRun, ...]:
         return self.fp32, self.held, self.bf16
 
     @property
@@ -80,7 +85,7 @@ class Proof:
         fraction = self.fp32.measured.row(OURS).medians.roofline_fraction or 0.0
         over_samba = f"{ours / self.fp32.images_per_s(SAMBA):.2f}"
         over_samba_held = self.held.images_per_s(OURS) / self.held.images_per_s(SAMBA)
-        worst = max(abs(each.error(policy)) for each in self.comparisons for policy in each.planned)
+        worst = max(abs(each.error(policy)) for each in self.runs for policy in each.planned)
         return (
             at_least("roofline fraction, coserve, fp32", fraction, TARGET_ROOFLINE_FRACTION),
             Target("coserve over samba, the SSD at full speed", "-", over_samba, None),
@@ -92,9 +97,9 @@ class Proof:
         )
 
 
-def measure_proof(
+def measure_engine(
     directory: Path, recipe: LineRecipe, repeats: int, progress: Progress, kind_limit_s: float = KIND_LIMIT_S
-) -> Proof:
+) -> EngineProof:
     """Generate a line in ``directory``, profile, plan and measure it, remove it.
 
     ``kind_limit_s``: spent on running the batches of its one kind of experts.
@@ -111,20 +116,48 @@ def measure_proof(
         held = RunOptions((OURS, SAMBA), repeats, ssd_bytes_per_s=HELD_BYTES_PER_S, with_roofline=False)
         profiling = ProfilingOptions(allocation=CASUAL, batches=BatchOptions(limit_s=kind_limit_s))
         profile_line(config, profiling, progress)
-        fp32 = _compared("fp32, the SSD at full speed", config, trace, at_full_speed, progress)
-        at_530 = _compared("fp32, loads held to 530 MB/s", config, trace, held, progress)
+        fp32 = _planned_run("fp32, the SSD at full speed", config, trace, at_full_speed, progress)
+        at_530 = _planned_run("fp32, loads held to 530 MB/s", config, trace, held, progress)
         scheduling = measure_scheduling(config, trace, RunOptions(repeats=PAIRS * repeats), progress)
         profile_line(half, profiling, progress)  # right before what was planned with it is measured
-        bf16 = _compared("bf16, the SSD at full speed", half, trace, RunOptions((OURS,), repeats), progress)
-        return Proof(recipe, fp32=fp32, held=at_530, bf16=bf16, scheduling=scheduling)
+        bf16 = _planned_run("bf16, the SSD at full speed", half, trace, RunOptions((OURS,), repeats), progress)
+        return EngineProof(recipe, fp32=fp32, held=at_530, bf16=bf16, scheduling=scheduling)
 
 
-def _compared(
+def _planned_run(
     title: str, config: LineConfig, trace: Sequence[TracedArrival], options: RunOptions, progress: Progress
-) -> Comparison:
-    """First the plan from the line's profile, then the measurement."""
+) -> PlannedRun:
     profile = read_profile(config.profile_file)
     policies = [policy for policy in options.policies if policy != NAIVE]
     line_plan = LinePlan(config, profile, trace, options.ssd_bytes_per_s)
     planned = {policy: line_plan.row(policy).images_per_s for policy in policies}
-    return Comparison(title, run_line(config, trace, options, progress), planned)
+    return PlannedRun(title, run_line(config, trace, options, progress), planned)
+
+
+def engine_section(proof: EngineProof, folder: Path) -> str:
+    """Comparisons in Markdown; their chart is written into ``folder``."""
+    recipe, fp32, held, bf16 = proof.recipe, *proof.runs
+    bars: dict[str, list[float | None]] = {
+        "SSD at full speed": [*(fp32.images_per_s(each) for each in (NAIVE, SAMBA, OURS)), bf16.images_per_s(OURS)],
+        "loads held to 530 MB/s": [None, held.images_per_s(SAMBA), held.images_per_s(OURS), None],
+    }
+    groups = ["naive server, fp32", "samba, fp32", "coserve, fp32", "coserve, bf16"]
+    chart = folder / "real-engine.png"
+    trace = f"{recipe.classifiers} {recipe.architecture}, memory for {recipe.memory_for}, {recipe.requests} requests"
+    bar_chart(chart, Labels(f"Real engine: {trace}", "images/s", note=proof.machine), groups, bars)
+    lines = [
+        (each.title, policy, f"{planned:.2f}", f"{each.images_per_s(policy):.2f}", f"{each.error(policy):+.1%}")
+        for each in proof.runs
+        for policy, planned in each.planned.items()
+    ]
+    table = markdown_table([("trace", "policy", "planned, images/s", "measured", "plan off by"), *lines])
+    return "\n\n".join(
+        (
+            f"# On the real engine\n\n{trace}, one every {recipe.every_s * 1e3:g} ms. `naive`: a general server, least "
+            "recently used, first come first served, `torch.load`, its files read cold. The comparisons follow one "
+            "another; the rows of one take turns. Memory is the same number of bytes throughout.",
+            f"![{trace}]({chart.name})",
+            f"`coserve plan`, from a profile made before, against the measurement:\n\n{table}",
+            *(f"## {each.title}\n\n```\n{report(each.measured)}\n```" for each in proof.runs),
+        )
+    )

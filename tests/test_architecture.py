@@ -135,10 +135,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "profiler.tables", "profiler.targets", "profiler.workload", "profiler.simulation", "profiler.replay",
     ),
     "proof.paper": (),
-    "proof.parts": (),
+    "proof.parts": ("proof.paper.tasks",),
     "proof.llm": ("proof.parts",),
     "proof.compute": (),
-    "proof.scheduling": ("proof.paper.figures",),
+    "proof.scheduling": (),
 }  # fmt: skip
 IMPURE = (
     *RUNTIMES, "numpy", "threading", "multiprocessing", "concurrent", "asyncio", "time", "datetime", "logging",

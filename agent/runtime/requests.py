@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agent.core.request import Outcome
-    from agent.runtime.image_sources import ImageSource
+    from agent.runtime.executor import RequestSource
     from agent.runtime.loop import AgentLoop
 
 
@@ -46,11 +46,11 @@ class Requests:
         self._loop = loop
         loop.when_crashed(self._ended.put)
 
-    def submit(self, image: ImageSource, *, component: str | None = None, expert: str | None = None) -> None:
+    def submit(self, source: RequestSource, *, component: str | None = None, expert: str | None = None) -> None:
         """As ``AgentLoop.submit``. Raises AgentCrashed."""
         if self._loop.crash is not None:
             raise self._loop.crash
-        number = self._loop.submit(image, component=component, expert=expert)
+        number = self._loop.submit(source, component=component, expert=expert)
         self._submitted_s[number] = time.monotonic()
 
     def collect(self, progress: Callable[[int, int], None] = lambda *_: None) -> list[Ended]:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.core.request import Outcome
-    from agent.runtime.image_sources import ImageSource
+    from agent.runtime.executor import RequestSource
     from profiler.replay.player import Progress
     from profiler.workload.traces import TracedArrival
 
@@ -78,13 +78,13 @@ class JournaledRequests(Requests):
         self._entered = threading.Semaphore(0)
         self._keys: dict[int, str] = {}
 
-    def submit(self, image: ImageSource, *, component: str | None = None, expert: str | None = None) -> None:
+    def submit(self, source: RequestSource, *, component: str | None = None, expert: str | None = None) -> None:
         """As ``Requests.submit``, once it is accepted."""
         self._sent += 1
         key = f"bench/{self._sent}"
         subject = Subject(key, "bench", key, datetime.now(UTC), component, expert)
-        enter = partial(self._enter, image, component, expert)
-        self._store.accept([subject], self._contents[id(image)], enter)
+        enter = partial(self._enter, source, component, expert)
+        self._store.accept([subject], self._contents[id(source)], enter)
 
     def collect(self, progress: Callable[[int, int], None] = lambda *_: None) -> list[Ended]:
         for _ in range(self._sent):
@@ -102,8 +102,8 @@ class JournaledRequests(Requests):
         stored = super().tell
         self._store.record(result, lambda _: stored(number, outcome), is_urgent=True)
 
-    def _enter(self, image: ImageSource, component: str | None, expert: str | None, _: object) -> None:
-        super().submit(image, component=component, expert=expert)
+    def _enter(self, source: RequestSource, component: str | None, expert: str | None, _: object) -> None:
+        super().submit(source, component=component, expert=expert)
         self._entered.release()
 
 

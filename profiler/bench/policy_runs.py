@@ -29,6 +29,7 @@ from agent.records.database import StateLock
 from agent.runtime.loop import LoopOptions
 from agent.runtime.machine.box import torch_device
 from experts.errors import ConfigError
+from profiler.bench.measured import software
 from profiler.bench.naive import NAIVE, NaiveServer, naive_files
 from profiler.bench.roofline import io_bytes, measure_bandwidth, measure_compute, reads_directly, work_of
 from profiler.bench.rows import (
@@ -41,7 +42,6 @@ from profiler.bench.rows import (
     medians,
     naive_figures,
 )
-from profiler.bench.software import software
 from profiler.replay.images import experts_of, images_of
 from profiler.replay.player import player
 from profiler.simulation.forecast import sharing_speedups

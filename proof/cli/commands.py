@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,19 +18,15 @@ import typer
 from agent.cli.arguments import AsJson, LineFile
 from agent.cli.endings import explained
 from agent.cli.log import log_to_stderr
-from profiler.cli.arguments import (
-    GivenPrecision,
-    NewPrecision,
-    disk_explained,
-    refuse_unused,
-    scratch_folder,
-)
+from profiler.cli.arguments import GivenPrecision, NewPrecision, disk_explained, refuse_unused, scratch_folder
 from profiler.workload.graph_kinds import GraphKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator
 
-Requests = Annotated[int, typer.Option(min=1)]
+    from agent.config import LineConfig
+    from profiler.bench.measured import Measured
+
 Directory = Annotated[
     Path | None, typer.Option("--dir", help="a folder on the SSD to measure; default: the current folder")
 ]
@@ -39,6 +36,31 @@ def mount(bench_app: typer.Typer) -> None:
     """Add every command of this floor to ``coserve bench``."""
     for command in (compute, decisions, dispatch, generate, llm, load, overhead, photographs, report, start, tasks):
         bench_app.command()(command)
+
+
+@contextmanager
+def _measuring(line: Path | None = None) -> Iterator[tuple[Callable[[str, int, int], None], LineConfig | None]]:
+    """Progress on stderr, refusals in one line, threads that wait as an agent's do: to be entered before torch loads.
+
+    ``line``: whose threads; its configuration comes with it.
+    """
+    from agent.commands.progress import progress_on_stderr
+    from agent.config import read_line
+    from agent.deployment.profile_in_use import set_default_spinning, set_spinning
+
+    log_to_stderr(logging.WARNING)
+    with explained(), disk_explained():
+        config = None if line is None else read_line(line)
+        if config is None:
+            set_default_spinning()
+        else:
+            set_spinning(config)
+        with progress_on_stderr() as progress:
+            yield progress, config
+
+
+def _show(measured: Measured, *, as_json: bool) -> None:
+    print(json.dumps(measured.as_json()) if as_json else measured.text())
 
 
 def compute(
@@ -53,37 +75,30 @@ def compute(
     against: Annotated[
         list[str] | None, typer.Option(help="peers beside them, such as openvino-bf16; default: all that are installed")
     ] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="rounds of all that take part; medians are told")] = 15,
+    repeat: Annotated[int, typer.Option(min=1, help="rounds of all contestants; medians are told")] = 15,
     limit: Annotated[
-        float | None, typer.Option(min=0, help="seconds; no round begins after them for an architecture and batch size")
+        float | None, typer.Option(min=0, help="seconds; no round begins later for an architecture and batch size")
     ] = None,
     directory: Directory = None,
     as_json: AsJson = False,
 ) -> None:
     """What a batch costs in each form, beside torch itself, ONNX Runtime, OpenVINO and the arithmetic's own limit."""
-    from agent.commands.progress import progress_on_stderr
-    from agent.deployment.profile_in_use import set_default_spinning
+    with _measuring() as (progress, _):
+        from profiler.cli.settings import batch_sizes, given_peers, given_precisions, image_size
+        from proof.compute.contestants import PEERS
+        from proof.compute.measure import LIMIT_S, ComputeOptions, measure_compute_forms
 
-    set_default_spinning()
-    from profiler.cli.settings import batch_sizes, given_peers, given_precisions, image_size
-    from proof.compute.contestants import PEERS  # loads torch, as those below
-    from proof.compute.measure import LIMIT_S, ComputeOptions, measure_compute_forms
-    from proof.compute.table import report
-
-    log_to_stderr(logging.WARNING)
-    with explained(), disk_explained():
         options = ComputeOptions(
             architectures=tuple(architecture or ("resnet101",)),
             size=image_size(size),
             batches=batch_sizes(batches),
             forms=given_precisions(precision or ()),
-            peers=given_peers(against or (), PEERS),
+            peers=given_peers(against or (), tuple(PEERS)),
             rounds=repeat,
             limit_s=LIMIT_S if limit is None else limit,
         )
-        with progress_on_stderr() as progress:
-            found = measure_compute_forms(scratch_folder(directory), options, progress)
-    print(json.dumps(found.as_json()) if as_json else report(found))
+        measured = measure_compute_forms(scratch_folder(directory), options, progress)
+    _show(measured, as_json=as_json)
 
 
 def dispatch(
@@ -95,13 +110,13 @@ def dispatch(
     as_json: AsJson = False,
 ) -> None:
     """What the mapping table of a mixture-of-experts layer saves, against sparse einsums."""
-    from proof.parts.dispatch import measure_dispatch, report
-
     if per_token > moe_experts:
         raise typer.BadParameter(f"a layer has {moe_experts} experts - give at most that", param_hint="--per-token")
-    with explained():
-        times = measure_dispatch(tokens, moe_experts, hidden, per_token=per_token, repeats=repeat)
-    print(json.dumps(asdict(times)) if as_json else report(times))
+    with _measuring():
+        from proof.parts.dispatch import LayerShape, measure_dispatch
+
+        measured = measure_dispatch(LayerShape(tokens, moe_experts, hidden, per_token), repeat)
+    _show(measured, as_json=as_json)
 
 
 def generate(
@@ -109,7 +124,7 @@ def generate(
     experts: Annotated[int, typer.Option(min=1, help="classifiers, one component each")] = 40,
     architecture: Annotated[str, typer.Option(help="a torchvision classifier")] = "resnet101",
     detectors: Annotated[int, typer.Option(min=0, help="shared YOLOv5m and YOLOv5l behind every third component")] = 0,
-    requests: Requests = 240,
+    requests: Annotated[int, typer.Option(min=1)] = 240,
     memory_for: Annotated[int, typer.Option(min=1, help="experts that fit into memory")] = 12,
     seed: Annotated[int, typer.Option(help="of everything random")] = 0,
     precision: NewPrecision = "fp32",
@@ -143,17 +158,11 @@ def llm(
     as_json: AsJson = False,
 ) -> None:
     """Language models: scheduling, swapping, sharing, offloading and quantising, with transformers as the peer."""
-    from agent.commands.progress import progress_on_stderr
-    from agent.deployment.profile_in_use import set_default_spinning
+    with _measuring() as (progress, _):
+        from proof.llm.report import measure_llm
 
-    set_default_spinning()
-    from proof.llm.report import measure_llm, report  # loads torch
-
-    log_to_stderr(logging.WARNING)
-    with explained(), disk_explained():
-        with progress_on_stderr() as progress:
-            found = measure_llm(scratch_folder(directory), progress, quick=quick)
-        print(json.dumps(found.as_json()) if as_json else report(found))
+        measured = measure_llm(scratch_folder(directory), progress, quick=quick)
+    _show(measured, as_json=as_json)
 
 
 def report(
@@ -170,19 +179,13 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Everything below in one run, as a Markdown report with charts; the short form takes under five minutes."""
-    from agent.deployment.profile_in_use import set_default_spinning
+    with _measuring() as (progress, _):
+        from profiler.targets import targets_text
+        from proof.report import REPORT, measure_report, prepare_folder, write_report
 
-    set_default_spinning()
-    from agent.commands.progress import progress_on_stderr
-    from profiler.targets import targets_text
-    from proof.report import REPORT, measure_report, prepare_folder, write_report
-
-    log_to_stderr(logging.WARNING)
-    with explained(), disk_explained():
         scratch = scratch_folder(directory)
         prepare_folder(folder)
-        with progress_on_stderr() as progress:
-            found = measure_report(scratch, progress, full=full, repeats=repeat)
+        found = measure_report(scratch, progress, full=full, repeats=repeat)
         if as_json:
             targets = [asdict(target) for target in found.targets]
             print(json.dumps({"path": str(folder / REPORT), "targets": targets, "seconds": found.seconds}))
@@ -191,6 +194,100 @@ def report(
         path = write_report(folder, found)
     if not as_json:
         print(f"{path} in {found.seconds:.0f} s")
+
+
+def overhead(
+    line: LineFile,
+    trace: Annotated[Path, typer.Option(help="JSON lines, one arrival each")],
+    repeat: Annotated[int, typer.Option(min=1, help="pairs of a run and its playback")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """What scheduling costs: a trace on the real engine, and played back with everything decided beforehand."""
+    with _measuring(line) as (progress, config):
+        from profiler.bench.policy_runs import RunOptions
+        from profiler.workload.traces import read_trace
+        from proof.scheduling.cost import measure_scheduling
+
+        assert config is not None
+        arrivals = read_trace(trace, config.catalog)
+        measured = measure_scheduling(config, arrivals, RunOptions(repeats=repeat), progress)
+    _show(measured, as_json=as_json)
+
+
+def start(
+    directory: Directory = None, starts: Annotated[int, typer.Option(min=1)] = 3, as_json: AsJson = False
+) -> None:
+    """How soon an agent without experts to speak of is ready, and what it holds then."""
+    with _measuring():
+        from proof.parts.starting import measure_start
+
+        measured = measure_start(scratch_folder(directory), starts)
+    _show(measured, as_json=as_json)
+
+
+def photographs(
+    directory: Directory = None,
+    architecture: Annotated[str, typer.Option(help="of the experts: a torchvision classifier")] = "resnet50",
+    precision: NewPrecision = "fp32",
+    megapixels: Annotated[float, typer.Option(min=0.1, max=64, help="of each photograph")] = 12.0,
+    images: Annotated[int, typer.Option(min=1, help="that are asked about")] = 48,
+    repeat: Annotated[int, typer.Option(min=1, help="rounds of all ways; medians are told")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """How long executors wait for large JPEGs: prepared with their batch, ahead of it, and made smaller meanwhile."""
+    with _measuring():
+        from profiler.cli.settings import precision_without_profile
+        from proof.parts.photographs import PhotographsRecipe, measure_photographs
+
+        form = precision_without_profile(precision)
+        recipe = PhotographsRecipe(architecture, form, megapixels, images, repeats=repeat)
+        measured = measure_photographs(scratch_folder(directory), recipe)
+    _show(measured, as_json=as_json)
+
+
+def decisions(as_json: AsJson = False) -> None:
+    """How long a decision takes against the number of queued requests."""
+    from proof.parts.decisions import measure_growth
+
+    _show(measure_growth(), as_json=as_json)
+
+
+def load(
+    ctx: typer.Context,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", help="a folder on the SSD to measure; default: the current one, or the line file's"),
+    ] = None,
+    architecture: Annotated[str, typer.Option(help="a torchvision classifier or an ultralytics YAML")] = "resnet101",
+    onnx: Annotated[GraphKind | None, typer.Option(help="instead: ONNX graphs, a YOLO11m's or a PatchCore's")] = None,
+    line: Annotated[Path | None, typer.Option(help="instead: experts of a line, as it would serve them")] = None,
+    expert: Annotated[list[str] | None, typer.Option(help="of the line, one or several; default: all")] = None,
+    files: Annotated[int, typer.Option(min=1, help="experts written for it, removed afterwards")] = 8,
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    precision: GivenPrecision = None,
+    as_json: AsJson = False,
+) -> None:
+    """SSD to runnable, beside a raw direct read of the same packed bytes."""
+    if line is not None:
+        refuse_unused(ctx, ("architecture", "onnx", "files"), "the experts are the line's - leave it, or leave --line")
+    else:
+        refuse_unused(ctx, ("expert",), "experts of which line? - give --line LINE.yaml, too")
+    if onnx is not None:
+        unused = ("architecture", "precision")
+        refuse_unused(ctx, unused, "an ONNX graph has its own architecture, and is fp32 - leave it, or leave --onnx")
+    with _measuring(line) as (_, config):
+        from profiler.cli.settings import given_precision, precision_without_profile
+        from proof.parts.loading import measure_graph_loading, measure_line_loading, measure_loading
+
+        folder = scratch_folder(directory or (line.parent if line is not None else None))
+        if config is not None:
+            served = config.having(precision=given_precision(precision))
+            measured = measure_line_loading(folder, served, expert or (), repeats)
+        elif onnx is not None:
+            measured = measure_graph_loading(folder, onnx, files, repeats)
+        else:
+            measured = measure_loading(folder, architecture, files, repeats, precision_without_profile(precision))
+    _show(measured, as_json=as_json)
 
 
 def tasks(
@@ -249,124 +346,3 @@ def tasks(
         print(json.dumps(evaluation_json(evaluation)) if as_json else evaluation_table(evaluation))
         if folder is not None:
             (folder / "tasks.md").write_text(write_figures(evaluation, folder), encoding="utf-8")
-
-
-def overhead(
-    line: LineFile,
-    trace: Annotated[Path, typer.Option(help="JSON lines, one arrival each")],
-    repeat: Annotated[int, typer.Option(min=1, help="pairs of a run and its playback")] = 3,
-    as_json: AsJson = False,
-) -> None:
-    """What scheduling costs: a trace on the real engine, and played back with everything decided beforehand."""
-    from agent.commands.progress import progress_on_stderr
-    from agent.config import read_line
-    from agent.deployment.profile_in_use import set_spinning
-
-    log_to_stderr(logging.WARNING)
-    with explained(), disk_explained():
-        config = read_line(line)
-        set_spinning(config)
-        from profiler.bench.policy_runs import RunOptions  # loads torch, as do those below
-        from profiler.workload.traces import read_trace
-        from proof.scheduling.cost import measure_scheduling, report
-
-        arrivals = read_trace(trace, config.catalog)
-        with progress_on_stderr() as progress:
-            cost = measure_scheduling(config, arrivals, RunOptions(repeats=repeat), progress)
-    print(json.dumps(asdict(cost)) if as_json else report(cost))
-
-
-def start(
-    directory: Directory = None, starts: Annotated[int, typer.Option(min=1)] = 3, as_json: AsJson = False
-) -> None:
-    """How soon an agent without experts to speak of is ready, and what it holds then."""
-    from proof.parts.starting import measure_start, report
-
-    with explained(), disk_explained():
-        times = measure_start(scratch_folder(directory), starts)
-    print(json.dumps(asdict(times)) if as_json else report(times))
-
-
-def photographs(
-    directory: Directory = None,
-    architecture: Annotated[str, typer.Option(help="of the experts: a torchvision classifier")] = "resnet50",
-    precision: NewPrecision = "fp32",
-    megapixels: Annotated[float, typer.Option(min=0.1, max=64, help="of each photograph")] = 12.0,
-    images: Annotated[int, typer.Option(min=1, help="that are asked about")] = 48,
-    repeat: Annotated[int, typer.Option(min=1, help="rounds of all ways; medians are told")] = 3,
-    as_json: AsJson = False,
-) -> None:
-    """How long executors wait for large JPEGs: prepared with their batch, ahead of it, and made smaller meanwhile."""
-    from profiler.cli.settings import precision_without_profile
-    from proof.parts.photographs import PhotographsRecipe, measure_photographs, report
-
-    with explained(), disk_explained():
-        form = precision_without_profile(precision)
-        recipe = PhotographsRecipe(architecture, form, megapixels, images, repeats=repeat)
-        measured = measure_photographs(scratch_folder(directory), recipe)
-    print(json.dumps(asdict(measured)) if as_json else report(measured))
-
-
-def decisions(as_json: AsJson = False) -> None:
-    """How long a decision takes against the number of queued requests."""
-    from proof.parts.decisions import measure_growth, report
-
-    measured = measure_growth()
-    print(json.dumps({"rows": [asdict(times) for times in measured]}) if as_json else report(measured))
-
-
-def load(
-    ctx: typer.Context,
-    directory: Annotated[
-        Path | None,
-        typer.Option("--dir", help="a folder on the SSD to measure; default: the current one, or the line file's"),
-    ] = None,
-    architecture: Annotated[str, typer.Option(help="a torchvision classifier or an ultralytics YAML")] = "resnet101",
-    onnx: Annotated[GraphKind | None, typer.Option(help="instead: ONNX graphs, a YOLO11m's or a PatchCore's")] = None,
-    line: Annotated[Path | None, typer.Option(help="instead: experts of a line, as it would serve them")] = None,
-    expert: Annotated[list[str] | None, typer.Option(help="of the line, one or several; default: all")] = None,
-    files: Annotated[int, typer.Option(min=1, help="experts written for it, removed afterwards")] = 8,
-    repeats: Annotated[int, typer.Option(min=1)] = 3,
-    precision: GivenPrecision = None,
-    as_json: AsJson = False,
-) -> None:
-    """SSD to runnable, beside a raw direct read of the same packed bytes."""
-    if line is not None:
-        refuse_unused(ctx, ("architecture", "onnx", "files"), "the experts are the line's - leave it, or leave --line")
-        _load_of_line(line, expert or (), directory, repeats, precision, as_json=as_json)
-        return
-    refuse_unused(ctx, ("expert",), "experts of which line? - give --line LINE.yaml, too")
-    if onnx is not None:
-        unused = ("architecture", "precision")
-        refuse_unused(ctx, unused, "an ONNX graph has its own architecture, and is fp32 - leave it, or leave --onnx")
-    from profiler.cli.settings import precision_without_profile
-    from proof.parts.loading import measure_graph_loading, measure_loading, report
-
-    with explained(), disk_explained():
-        form = precision_without_profile(precision)
-        folder = scratch_folder(directory)
-        measured = (
-            measure_loading(folder, architecture, files, repeats, form)
-            if onnx is None
-            else measure_graph_loading(folder, onnx, files, repeats)
-        )
-    print(json.dumps(asdict(measured)) if as_json else report(measured))
-
-
-def _load_of_line(
-    line: Path, experts: Sequence[str], directory: Path | None, repeats: int, precision: str | None, *, as_json: bool
-) -> None:
-    from agent.config import read_line
-    from agent.deployment.profile_in_use import set_spinning
-    from profiler.cli.settings import given_precision
-
-    with explained(), disk_explained():
-        config = read_line(line).having(precision=given_precision(precision))
-        set_spinning(config)
-        from proof.parts.loading import measure_line_loading, report  # loads torch
-
-        measured = measure_line_loading(scratch_folder(directory or line.parent), config, experts, repeats)
-    if as_json:
-        print(json.dumps({"rows": [asdict(times) for times in measured]}))
-    else:
-        print("\n\n".join(report(times) for times in measured))

@@ -1,14 +1,10 @@
-"""What a batch would take if it were its arithmetic and nothing else: operations over what a multiplication reaches.
+"""The floor of a batch: its operations at the rate of the fastest matrix multiplication in the same numbers.
 
-The operations are those of convolutions, linear layers and attention, two for each multiply-accumulate, as torch counts
-them (torch.utils.flop_counter) while the plain module runs on tensors without memory; for torchvision's classifiers
-they are the numbers that it publishes. The rate is that of the fastest of several matrix multiplications in the same
-numbers on the same threads: of several shapes, each multiplied as torch does it (``torch.mm``, in eight bits
-``torch._int_mm``) and, in fp32, bf16 and int8, as oneDNN does it with a weight packed for it, in eight bits to levels
-of eight bits; torch's own library may well be the slower one on a processor that is not its maker's. Where fp32's is
-faster, as of fp16 on a processor that has no instructions for it, that one is taken, because such numbers are
-converted. An algorithm that needs fewer operations (Winograd's, for convolutions), or one whose operands all lie in
-caches, may be faster.
+Operations are those of convolutions, linear layers and attention, two for each multiply-accumulate, as torch's
+flop_counter has them. The rate is the best of several shapes, each multiplied by torch (``torch.mm``, in eight bits
+``torch._int_mm``) and, in fp32, bf16 and int8, by oneDNN with a packed weight: torch's own library may be the slower
+one on another maker's processor. Where fp32's rate is higher, as of fp16 without instructions for it, fp32's is taken.
+An algorithm with fewer operations (Winograd's), or operands that all lie in caches, may beat the floor.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from experts.backends.onednn.operators import why_absent
-from proof.compute.alternating import one_run
+from profiler.bench.turns import one_turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,17 +36,12 @@ SHAPES = (  # rows, inner, columns; the smallest first
 )
 TRIES = 3  # of each shape
 LONGEST_S = 0.25  # a shape that would take longer is not tried
-NAMES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.int8: "int8",
-}  # of numbers, by dtype
-PACKED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.int8})  # that oneDNN's packed weights have here
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8"}
+PACKED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.int8})  # of oneDNN's packed weights here
 
 
 class Multiplication:
-    """The matrix multiplication that reaches most in one kind of numbers, ready to be run."""
+    """The fastest matrix multiplication in one kind of numbers, ready to be run."""
 
     run: Run
 
@@ -60,7 +51,7 @@ class Multiplication:
             if self.rate and _operations(shape) / self.rate > LONGEST_S:
                 break
             for run in multiplying(*_operands(dtype, shape)):
-                reached = _operations(shape) / min(one_run(run) for _ in range(TRIES))
+                reached = _operations(shape) / min(one_turn(run)[0] for _ in range(TRIES))
                 if reached > self.rate:
                     self.rate, self.shape, self.run = reached, shape, run
 
@@ -70,13 +61,13 @@ class Multiplication:
 
 
 class Multiplications:
-    """The fastest multiplication of each kind of numbers, looked for when it is first asked for."""
+    """The fastest multiplication of each kind of numbers, searched for once."""
 
     def __init__(self) -> None:
         self._found: dict[torch.dtype, Multiplication] = {}
 
     def of(self, dtype: torch.dtype) -> Multiplication:
-        """The one that these numbers are held against: their own, or fp32's where that is faster."""
+        """The reference of these numbers: their own, or fp32's where that is faster."""
         for each in (torch.float32, dtype):
             if each not in self._found:
                 self._found[each] = Multiplication(each)
@@ -84,7 +75,7 @@ class Multiplications:
 
 
 def multiplying(one: Tensor, other: Tensor) -> Iterator[Run]:
-    """Every way to multiply two matrices of one dtype that is here; in eight bits none of the first is below zero."""
+    """Every available way to multiply two matrices of one dtype; in int8 none of the first matrix is below zero."""
     multiply = torch._int_mm if one.dtype is torch.int8 else torch.mm
     yield lambda: multiply(one, other)
     if one.dtype in PACKED_DTYPES and why_absent(one.dtype) is None:
@@ -92,14 +83,13 @@ def multiplying(one: Tensor, other: Tensor) -> Iterator[Run]:
 
 
 def operations_per_image(module: Module, size: tuple[int, int]) -> int:
-    """For one image of that height and width through a module in inference mode."""
+    """Count one image of that height and width through a module in inference mode."""
     weightless = deepcopy(module).to("meta")
-    image = torch.empty((1, 3, *size), device="meta")
     fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # one operator for a whole attention: nobody counts in it
+    torch.backends.mha.set_fastpath_enabled(False)  # the counter does not know a whole attention as one operator
     try:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            weightless(image)
+            weightless(torch.empty((1, 3, *size), device="meta"))
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
     return int(counter.get_total_flops())
@@ -113,9 +103,8 @@ def _operations(shape: tuple[int, int, int]) -> int:
 def _operands(dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
     rows, inner, columns = shape
     if dtype is torch.int8:
-        return torch.randint(0, 128, (rows, inner), dtype=dtype), torch.randint(
-            -127, 128, (inner, columns), dtype=dtype
-        )
+        levels = torch.randint(-127, 128, (inner, columns), dtype=dtype)
+        return torch.randint(0, 128, (rows, inner), dtype=dtype), levels
     return torch.randn((rows, inner)).to(dtype), torch.randn((inner, columns)).to(dtype)
 
 
@@ -125,7 +114,7 @@ def _packed(one: Tensor, other: Tensor) -> Run:
 
 
 def _packed_levels(one: Tensor, other: Tensor) -> Run:
-    """In eight bits: the answer is uint8 as the next layer reads it, clamped."""
+    """The answer is uint8 as the next layer reads it, clamped."""
     rows, weight = one.to(torch.uint8), torch.ops.onednn.qlinear_prepack(other.t().contiguous(), list(one.shape))
     scales, zeros = torch.ones(other.shape[1]), torch.zeros(other.shape[1], dtype=torch.int64)
     read = (rows, 1.0, 0, weight, scales, zeros, None)

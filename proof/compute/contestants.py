@@ -1,7 +1,7 @@
-"""Contestants: our forms as an executor runs them, torch as users run it, ONNX Runtime (also int8), OpenVINO.
+"""Contestants: our forms as an executor runs them, torch as users run it, and the peers of PEERS.
 
 Guarantees: all have the same weights and prepared images, make one batch of them, run it, and share the function that
-reads predictions: only the running differs. Our forms are packed, read into a slot and bound as in an agent. Others own
+reads predictions: only the running differs. Our forms are packed, read into a slot and bound as in an agent. Peers own
 their weights, know the batch's shape beforehand where that is faster, and may use every thread of our executor.
 """
 
@@ -10,7 +10,10 @@ from __future__ import annotations
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +26,7 @@ from safetensors.torch import load_file
 from experts.backends import backend_for, family, observed_ranges
 from experts.backends.onednn.backend_forms import ONEDNN_NUMBERS
 from experts.backends.onnx.export import IMAGES, exported
+from experts.backends.onnx.session import REFUSALS
 from experts.backends.state_dict import DTYPES
 from experts.calibrations import CalibrationFolder
 from experts.errors import BackendUnavailable
@@ -51,8 +55,9 @@ EAGER = "fp32-eager"
 SESSION = "onnxruntime-session"
 INT8_SESSION = "onnxruntime-int8-session"
 OPENVINO = {"openvino-fp32": ("f32", torch.float32), "openvino-bf16": ("bf16", torch.bfloat16)}
-PEERS = (SESSION, INT8_SESSION, *OPENVINO)  # that are set beside our forms, as they are asked for
 NO_OPENVINO = "openvino is not installed: `pip install openvino`, one of the extras for developers"
+# ONNX Runtime's tools document none of these.
+QUANTISING_FAILURES = (*REFUSALS, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +71,13 @@ class Contestant:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """One expert, and the same weights in the module as its users have it. ``graph``: as ONNX, weights included.
-
-    ``quantised``: the same graph in eight bits; None: it is not wanted, or cannot be had.
-    """
+class PlainModel:
+    """One expert, and the same weights in the module as users have it. ``graph``: as ONNX, weights included."""
 
     expert: Expert
     module: Module
     graph: bytes
     answered: Answered
-    quantised: bytes | None = None
 
     @property
     def size(self) -> tuple[int, int]:
@@ -89,7 +90,7 @@ def prepared_images(expert: Expert, count: int) -> list[Prepared]:
     return [backend.prepare(expert, synthetic_pixels(chance, *size)) for _ in range(count)]
 
 
-def plain_model(expert: Expert) -> Model:
+def plain_model(expert: Expert) -> PlainModel:
     """Raises WeightsMismatch, or ValueError where the expert cannot be exported."""
     is_detector = family(expert.architecture) == "detector"
     module = build(expert).eval().requires_grad_(False)
@@ -102,21 +103,23 @@ def plain_model(expert: Expert) -> Model:
         from experts.backends.classifier import reader_of
     names = ("boxes", "scores") if is_detector else ("logits",)
     size = (expert.pixels.height, expert.pixels.width)
-    return Model(expert, module, _constant_graph(module, size, names), reader_of(expert))
+    return PlainModel(expert, module, _constant_graph(module, size, names), reader_of(expert))
 
 
 @contextmanager
 def our_form(expert: Expert, precision: Precision, store: SegmentStore, batch: Batch) -> Iterator[Contestant]:
     """Our form in a slot of its own. Raises CoServeError where it cannot be packed or run here."""
     if precision is Precision.ONEDNN_INT8:
-        calibrate(expert, store)
+        images = _stacked(prepared_images(expert, CALIBRATED_ON))
+        found = calibration_of(expert, "", CALIBRATED_ON, (), observed_ranges(expert, [images]))
+        CalibrationFolder.beside(store.directory).write(expert.id, found)
     report = pack_line([expert], lambda _: {precision}, store)
     for error in report.failed.values():
         raise error
     packed = report.packed[expert.id][precision]
-    backend = backend_for(expert.architecture)
-    skeleton = backend.skeleton(expert, precision, store.program(packed), "cpu")
+    skeleton = backend_for(expert.architecture).skeleton(expert, precision, store.program(packed), "cpu")
     slots = [AlignedBuffer(segment.slot_bytes) for segment in packed.segments]
+    numbers = torch.int8 if precision is Precision.INT8 else ONEDNN_NUMBERS.get(precision) or DTYPES[precision]
     try:
         tensors: dict[str, Tensor] = {}
         for segment, slot in zip(packed.segments, slots, strict=True):
@@ -124,26 +127,14 @@ def our_form(expert: Expert, precision: Precision, store: SegmentStore, batch: B
             tensors |= tensor_views(slot.tensor, segment)
         skeleton.bind(tensors)
         del tensors
-        yield Contestant(str(precision), _numbers(precision), True, lambda: skeleton.infer(expert, batch))
+        yield Contestant(str(precision), numbers, True, lambda: skeleton.infer(expert, batch))
     finally:
         for slot in slots:
             slot.close()
 
 
-def calibrate(expert: Expert, store: SegmentStore) -> None:
-    """For eight bits, on images like those it is timed on."""
-    images = _stacked(prepared_images(expert, CALIBRATED_ON))
-    ranges = observed_ranges(expert, [images])
-    found = calibration_of(expert, "", CALIBRATED_ON, (), ranges)
-    CalibrationFolder.beside(store.directory).write(expert.id, found)
-
-
-def _numbers(precision: Precision) -> torch.dtype:
-    return torch.int8 if precision is Precision.INT8 else ONEDNN_NUMBERS.get(precision) or DTYPES[precision]
-
-
-def eager(model: Model, batch: Batch) -> Contestant:
-    """The plain module in fp32, batches as they come: channels first."""
+def eager(model: PlainModel, batch: Batch) -> Contestant:
+    """The plain module in fp32, channels first."""
 
     def run() -> Sequence[Prediction]:
         with torch.inference_mode():
@@ -154,15 +145,17 @@ def eager(model: Model, batch: Batch) -> Contestant:
     return Contestant(EAGER, torch.float32, False, run)
 
 
-def session(model: Model, batch: Batch, threads: int) -> Contestant:
+def session(model: PlainModel, batch: Batch, threads: int) -> Contestant:
     return Contestant(SESSION, torch.float32, False, _session_run(model, model.graph, batch, threads))
 
 
-def int8_session(model: Model, graph: bytes, batch: Batch, threads: int) -> Contestant:
+def int8_session(model: PlainModel, batch: Batch, threads: int) -> Contestant:
+    """Raises BackendUnavailable where ONNX Runtime cannot quantise the model, OSError for what the disk refuses."""
+    graph = quantised(model)
     return Contestant(INT8_SESSION, torch.int8, False, _session_run(model, graph, batch, threads))
 
 
-def _session_run(model: Model, graph: bytes, batch: Batch, threads: int) -> Run:
+def _session_run(model: PlainModel, graph: bytes, batch: Batch, threads: int) -> Run:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3  # errors only
@@ -175,11 +168,50 @@ def _session_run(model: Model, graph: bytes, batch: Batch, threads: int) -> Run:
     return run
 
 
+def quantised(model: PlainModel) -> bytes:
+    """The graph in eight bits by ONNX Runtime's own tools, as it advises for x86; kept beside the expert's weights.
+
+    Static QDQ: values in uint8 by the extremes seen on CALIBRATED_ON images like those it is timed on, weights in int8
+    with a scale for each output channel. Raises BackendUnavailable where the tools fail.
+    """
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    class Images(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime has no types
+        left = iter(prepared_images(model.expert, CALIBRATED_ON))
+
+        def get_next(self) -> dict[str, np.ndarray] | None:
+            image = next(self.left, None)
+            return None if image is None else {IMAGES: image.tensor[None].numpy()}
+
+    kept = model.expert.weights.with_suffix(".int8.onnx")
+    if kept.exists():
+        return kept.read_bytes()
+    with TemporaryDirectory(dir=kept.parent) as name:
+        given, ready, made = (Path(name) / f"{each}.onnx" for each in ("given", "ready", "made"))
+        given.write_bytes(model.graph)
+        try:
+            quant_pre_process(str(given), str(ready), skip_symbolic_shape=True)  # only the batch's size is unknown
+            quantize_static(
+                ready,
+                made,
+                Images(),
+                quant_format=QuantFormat.QDQ,
+                per_channel=True,
+                activation_type=QuantType.QUInt8,
+                weight_type=QuantType.QInt8,
+            )
+        except QUANTISING_FAILURES as error:
+            raise BackendUnavailable("onnxruntime in eight bits", f"its tools do not quantise this: {error}") from error
+        made.replace(kept)
+    return kept.read_bytes()
+
+
 def has_openvino() -> bool:
     return find_spec("openvino") is not None
 
 
-def openvino(model: Model, batch: Batch, threads: int, form: str) -> Contestant:
+def openvino(form: str, model: PlainModel, batch: Batch, threads: int) -> Contestant:
     """OpenVINO compiled for exactly this batch and for latency. ``form``: one of OPENVINO.
 
     Raises BackendUnavailable where OpenVINO does not compile the graph for this CPU.
@@ -205,28 +237,29 @@ def openvino(model: Model, batch: Batch, threads: int, form: str) -> Contestant:
     return Contestant(form, numbers, False, run)
 
 
+PEERS: dict[str, Callable[[PlainModel, Batch, int], Contestant]] = {
+    SESSION: session,
+    INT8_SESSION: int8_session,
+    **{form: partial(openvino, form) for form in OPENVINO},
+}
+
+
 def _stacked(batch: Batch) -> Tensor:
     return torch.stack([prepared.tensor for prepared in batch])
 
 
 def _constant_graph(module: Module, size: tuple[int, int], outputs: Sequence[str]) -> bytes:
-    """The module as an ONNX graph that holds its weights."""
+    """The module as an ONNX graph that holds its weights, without constants that no node reads."""
     graph: onnx.ModelProto = exported(deepcopy(module).to("meta"), size, outputs)
     weights = module.state_dict()
-    named = [value.name for value in graph.graph.input if value.name != IMAGES]
-    for name in named:
-        graph.graph.initializer.append(numpy_helper.from_array(weights[name].numpy(), name))
-    _drop_unread_constants(graph)
-    images = [value for value in graph.graph.input if value.name == IMAGES]
+    inputs = list(graph.graph.input)
+    constants = list(graph.graph.initializer)
+    constants += [numpy_helper.from_array(weights[each.name].numpy(), each.name) for each in inputs
+                  if each.name != IMAGES]  # fmt: skip
+    read = {name for node in graph.graph.node for name in node.input}
+    graph.graph.ClearField("initializer")
+    graph.graph.initializer.extend(each for each in constants if each.name in read)
     graph.graph.ClearField("input")
-    graph.graph.input.extend(images)
+    graph.graph.input.extend(each for each in inputs if each.name == IMAGES)
     serialised: bytes = graph.SerializeToString()
     return serialised
-
-
-def _drop_unread_constants(graph: onnx.ModelProto) -> None:
-    """ONNX Runtime would complain about each on the terminal. In place."""
-    read = {name for node in graph.graph.node for name in node.input}
-    constants = [tensor for tensor in graph.graph.initializer if tensor.name in read]
-    graph.graph.ClearField("initializer")
-    graph.graph.initializer.extend(constants)

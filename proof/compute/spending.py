@@ -1,41 +1,35 @@
 """Time of one form's batch by kind of operator, as oneDNN and torch report it.
 
-Guarantees: a separate process reports, because tracing every operator is slow; the parts are fractions of an untraced
-batch. oneDNN's own times count for its operators (convolutions, multiplications, and reordering of weights and images),
-torch's profiler for element-wise operators, pooling and copies. The rest is other: Python, allocating, reading the
-answer.
-
-`python -m` this, FOLDER, ARCHITECTURE, HEIGHTxWIDTH, BATCH, FORM, THREADS: one line of JSON, then what oneDNN writes.
+oneDNN's own times count for its operators (convolutions, multiplications, and reordering of weights and images),
+torch's profiler for element-wise operators, pooling and copies. The parts are fractions of an untraced batch; the rest
+is other: Python, allocating, reading the answer.
 """
 
 from __future__ import annotations
 
-import json
+import ctypes
+import os
 import statistics
-import subprocess
 import sys
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from tempfile import TemporaryFile
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
-from agent.runtime.threads import lone_team, use_threads
 from experts.errors import CoServeError
-from experts.expert import Precision
-from experts.packed.weights import SegmentStore
-from profiler.workload.generated_line import removed_afterwards, write_experts
-from proof.compute.alternating import one_run
-from proof.compute.contestants import our_form, prepared_images
+from profiler.bench.turns import one_turn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from proof.compute.contestants import Contestant
 
 RUNS = 7  # without tracing
 WATCHED_RUNS = 3
-LIMIT_S = 300.0
 CONVOLUTIONS, MULTIPLICATIONS, REORDERS = "convolutions", "multiplications", "reorders"
 ELEMENT_WISE, POOLING, COPIES, OTHER = "element-wise", "pooling", "copies", "other"
 KINDS = (CONVOLUTIONS, MULTIPLICATIONS, REORDERS, ELEMENT_WISE, POOLING, COPIES)
@@ -63,7 +57,7 @@ OPERATORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         POOLING: ("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d", "mean", "sum"),
         COPIES: ("copy_", "cat", "stack", "upsample_nearest2d"),
     }
-)  # fmt: skip  # of torch; what oneDNN executes is in none of them
+)  # fmt: skip  # of torch; none of them is executed by oneDNN
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,31 +67,43 @@ class Spending:
     architecture: str
     batch: int
     form: str
-    ms_per_image: float
     parts: Mapping[str, float]
 
+    def __str__(self) -> str:
+        parts = ", ".join(f"{kind} {fraction:.0%}" for kind, fraction in self.parts.items() if fraction >= 0.005)
+        return f"spent: {self.architecture}, batch {self.batch}, {self.form}: {parts}"
 
-def measure_spending(
-    folder: Path, architecture: str, size: tuple[int, int], batch: int, form: str, threads: int
-) -> Spending:
-    """``folder``: where an expert is written and removed. Raises CoServeError where the form fails."""
-    arguments = (folder, architecture, f"{size[0]}x{size[1]}", batch, form, threads)
-    command = [sys.executable, "-m", "proof.compute.spending", *map(str, arguments)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise CoServeError(f"what {form} spends was not told within {LIMIT_S:.0f} s") from error
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise CoServeError(f"what {form} spends is not told, its process ended with {done.returncode}: {last}")
-    head, *told = done.stdout.splitlines()
-    found = json.loads(head)
-    executed = {kind: seconds / found["watched"] for kind, seconds in primitive_seconds(told).items()}
+
+def measure_spending(architecture: str, batch: int, contestant: Contestant) -> Spending:
+    """Raises CoServeError where oneDNN does not execute the form."""
+    batch_s = statistics.median(one_turn(contestant.run)[0] for _ in range(RUNS))
+    watched = _operator_seconds(contestant.run)
+    with captured_stdout() as lines, torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        for _ in range(WATCHED_RUNS):
+            contestant.run()
+    executed = {kind: seconds / WATCHED_RUNS for kind, seconds in primitive_seconds(lines).items()}
     if not executed:
-        raise CoServeError(f"what {form} spends is not told: oneDNN does not execute it, or does not say so")
-    return Spending(
-        architecture, batch, form, found["batch_s"] * 1e3 / batch, parts_of(found["batch_s"], executed, found["parts"])
-    )
+        raise CoServeError(f"what {contestant.form} spends is not told: oneDNN does not execute it, or does not say so")
+    return Spending(architecture, batch, contestant.form, parts_of(batch_s, executed, watched))
+
+
+@contextmanager
+def captured_stdout() -> Iterator[list[str]]:
+    """Lines that libraries write to the process's stdout meanwhile, complete once the context has ended."""
+    lines: list[str] = []
+    sys.stdout.flush()
+    libc, kept = ctypes.CDLL(None), os.dup(1)
+    with TemporaryFile() as file:
+        libc.fflush(None)
+        os.dup2(file.fileno(), 1)
+        try:
+            yield lines
+        finally:
+            libc.fflush(None)  # the C library's buffer is its own
+            os.dup2(kept, 1)
+            os.close(kept)
+        file.seek(0)
+        lines += file.read().decode(errors="replace").splitlines()
 
 
 def primitive_seconds(lines: Iterable[str]) -> dict[str, float]:
@@ -126,26 +132,6 @@ def parts_of(batch_s: float, executed: Mapping[str, float], watched: Mapping[str
     return parts | {OTHER: max(1.0 - sum(parts.values()), 0.0)}
 
 
-def main(folder: Path, architecture: str, size: tuple[int, int], batch: int, form: Precision, threads: int) -> None:
-    use_threads(threads)
-    lone_team(threads).keep()
-    with removed_afterwards(folder, "spending-") as own:
-        (expert,) = write_experts(own, architecture, 1, size=size)
-        store = SegmentStore(own / "packed")
-        try:
-            with our_form(expert, form, store, prepared_images(expert, batch)) as contestant:
-                one_run(contestant.run)
-                batch_s = statistics.median(one_run(contestant.run) for _ in range(RUNS))
-                head = {"batch_s": batch_s, "watched": WATCHED_RUNS, "parts": _operator_seconds(contestant.run)}
-                sys.stdout.write(json.dumps(head) + "\n")
-                sys.stdout.flush()  # before oneDNN's, which has a buffer of its own
-                with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
-                    for _ in range(WATCHED_RUNS):
-                        contestant.run()
-        finally:
-            store.close()
-
-
 def _operator_seconds(run: Callable[[], object]) -> dict[str, float]:
     """Seconds of one run by kind, of torch's own operators."""
     kinds = {f"aten::{name}": kind for kind, names in OPERATORS.items() for name in names}
@@ -157,8 +143,3 @@ def _operator_seconds(run: Callable[[], object]) -> dict[str, float]:
         if each.key in kinds:
             seconds[kinds[each.key]] += each.self_cpu_time_total / 1e6 / WATCHED_RUNS
     return dict(seconds)
-
-
-if __name__ == "__main__":
-    height, width = map(int, sys.argv[3].split("x"))
-    main(Path(sys.argv[1]), sys.argv[2], (height, width), int(sys.argv[4]), Precision(sys.argv[5]), int(sys.argv[6]))

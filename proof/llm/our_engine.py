@@ -1,7 +1,4 @@
-"""Jobs through the engine that an executor has: as it schedules them, and as static batching would.
-
-Both are the same forward pass, so that what scheduling brings is told apart from what the forward pass brings.
-"""
+"""Jobs through the engine that an executor has, scheduled as it does and in static batches: one forward pass."""
 
 from __future__ import annotations
 
@@ -15,19 +12,21 @@ from experts.llm.serving.extents import ExtentArena
 from experts.llm.serving.generation import GREEDY, Generation, Refused, TextRequest
 from experts.llm.serving.iteration import IterationLimits
 from experts.llm.serving.kv import KvLayout
-from proof.llm.text_jobs import TextJob
+from proof.llm.random_models import TextJob
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from experts.llm.model import Model
     from experts.llm.serving.engine import EngineStatistics
     from experts.llm.serving.generation import Sampled
 
+ENDLESS_S = 3600.0  # a quantum that no batch of jobs reaches
+
 
 @dataclass(slots=True)
 class Collected:
-    """Keeps ``experts.llm.serving.generation.Writer``: the tokens as they come."""
+    """A ``Writer`` that keeps tokens as they come."""
 
     tokens: list[int] = field(default_factory=list)
 
@@ -37,7 +36,7 @@ class Collected:
 
 
 class OurEngine:
-    """An engine whose iterations have at most so many rows; it learns from run to run how long they take."""
+    """An engine with at most ``slots`` rows an iteration; it learns from run to run how long they take."""
 
     def __init__(self, model: Model, slots: int) -> None:
         self._model = model
@@ -51,18 +50,20 @@ class OurEngine:
     def statistics(self) -> EngineStatistics:
         return self._engine.statistics()
 
-    def continuous(self, jobs: Sequence[TextJob], quantum_s: float = LONE_QUANTUM_S) -> list[list[int]]:
+    def continuous(self, jobs: Iterable[TextJob], quantum_s: float = LONE_QUANTUM_S) -> list[list[int]]:
         """Each job's tokens. A finished job leaves its row at once and ends the quantum, so another job may begin."""
-        waiting = deque(self._turns(jobs))
-        going: dict[int, Turn] = {}
-        written = [turn.text.writer for turn in waiting]
-        while waiting or going:
-            while waiting and len(going) < self._slots:
+        writers = [Collected() for _ in jobs]
+        waiting = deque(self._turn(job, writer) for job, writer in zip(jobs, writers, strict=True))
+        running: dict[int, Turn] = {}
+        while waiting or running:
+            while waiting and len(running) < self._slots:
                 turn = waiting.popleft()
-                going[turn.request] = turn
-            for request in self._finished(going.values(), quantum_s):
-                del going[request]
-        return _tokens(written)
+                running[turn.request] = turn
+            for request, result in self._engine.run(list(running.values()), quantum_s).finished:
+                if isinstance(result, Refused):
+                    raise ValueError(f"request {request}: {result.reason}")
+                del running[request]
+        return [writer.tokens for writer in writers]
 
     def static(self, jobs: Sequence[TextJob]) -> list[list[int]]:
         """Each job's tokens, batch by batch: a batch begins together, and ends when its longest job does."""
@@ -70,27 +71,11 @@ class OurEngine:
         for start in range(0, len(jobs), self._slots):
             batch = jobs[start : start + self._slots]
             longest = max(job.output for job in batch)
-            turns = list(self._turns([TextJob(job.prompt, longest) for job in batch]))
-            going = {turn.request: turn for turn in turns}
-            while going:
-                for request in self._finished(going.values(), 3600.0):
-                    del going[request]
-            written = _tokens(turn.text.writer for turn in turns)
+            written = self.continuous([TextJob(job.prompt, longest) for job in batch], ENDLESS_S)
             tokens += [one[: job.output] for one, job in zip(written, batch, strict=True)]
         return tokens
 
-    def _finished(self, turns: Iterable[Turn], quantum_s: float) -> Iterator[int]:
-        for request, result in self._engine.run(list(turns), quantum_s).finished:
-            if isinstance(result, Refused):
-                raise ValueError(f"request {request}: {result.reason}")
-            yield request
-
-    def _turns(self, jobs: Iterable[TextJob]) -> Iterator[Turn]:
-        for job in jobs:
-            self._begun += 1
-            generation = Generation(job.prompt, job.output, GREEDY)
-            yield Turn(self._begun, "bench", self._model, TextRequest(generation, Collected()))
-
-
-def _tokens(writers: Iterable[object]) -> list[list[int]]:
-    return [writer.tokens for writer in writers if isinstance(writer, Collected)]
+    def _turn(self, job: TextJob, writer: Collected) -> Turn:
+        self._begun += 1
+        generation = Generation(job.prompt, job.output, GREEDY)
+        return Turn(self._begun, "bench", self._model, TextRequest(generation, writer))

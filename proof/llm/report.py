@@ -1,32 +1,33 @@
-"""All parts of `coserve bench llm`, in one run: what is reached, what is SHORT, and what could not be measured."""
+"""All parts of ``coserve bench llm`` in one run: targets reached, targets SHORT, and parts that were not measured."""
 
 from __future__ import annotations
 
-import platform
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from agent.runtime.threads import use_threads
-from profiler.bench.software import software
-from profiler.targets import targets_text
+from experts.llm.checkpoint import open_checkpoint
+from experts.llm.config import read_spec
+from experts.llm.model import Model
+from experts.llm.quant import Int8Tensors, weight_bytes
+from profiler.bench.measured import Measured, this_machine
+from profiler.targets import Target
 from profiler.workload.generated_line import removed_afterwards, require_disk
-from proof.llm.int8 import measure_int8
-from proof.llm.mixed import measure_mixed
-from proof.llm.overhead import measure_overhead
-from proof.llm.part import Part
-from proof.llm.peer_process import OURS
-from proof.llm.random_models import LARGE, SMALL, TINY
-from proof.llm.swapping import EACH, MODELS, WAYS, measure_backbone, measure_swapping
-from proof.llm.transformers_peer import is_there
-from proof.parts import moe_offload
-from proof.parts.dispatch import measure_dispatch
+from proof.llm.difference import output_difference
+from proof.llm.figures import COLUMNS, Figure, Part
+from proof.llm.mixed import measure_mixed, measure_overhead
+from proof.llm.offload import measure_offload
+from proof.llm.peers import OURS, has_transformers
+from proof.llm.random_models import LARGE, SMALL, TINY, mixed_lengths, write_random_model
+from proof.llm.swapping import MODELS, Asking, measure_backbone, measure_swapping
+from proof.parts.dispatch import LayerShape, measure_dispatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from proof.llm.random_models import QwenShape
@@ -34,48 +35,31 @@ if TYPE_CHECKING:
     Progress = Callable[[str, int, int], None]  # stage, done, total
 
 THREADS = 2  # what the targets are stated for
-ROUNDS = 5
 NEEDED_BYTES = 8_000_000_000  # of disk: checkpoints of 105M in fp32, and what is packed of them
+INT8_TEXTS = 8
+TARGET_INT8 = 0.55  # of bf16: half, and what is not quantised
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Extent of the measurement. ``mixed``: shapes; ``swapped``: the shape that is swapped, shared and quantised.
-
-    ``each``: requests to each model in a round of swapping; ``ways``: what the processes run there.
-    """
+    """Extent of the measurement. ``mixed``: shapes; ``asking``: what is swapped, and its shape shared and quantised."""
 
     mixed: tuple[QwenShape, ...]
-    swapped: QwenShape
+    asking: Asking
     overhead: QwenShape
-    rounds: int
     requests: int
-    models: Sequence[str]
-    dispatch: tuple[int, int, int]  # tokens, experts, width
-    offloaded: moe_offload.OffloadShape = moe_offload.LARGE
-    each: int = EACH
-    ways: Sequence[str] = WAYS
+    dispatch: LayerShape = field(default_factory=LayerShape)
 
 
-FULL = Form((SMALL, LARGE), LARGE, SMALL, ROUNDS, 24, MODELS, (1024, 128, 256))
-QUICK = Form((TINY,), TINY, TINY, 1, 4, MODELS[:2], (64, 8, 32), moe_offload.TINY, 1, (OURS,))
+FULL = Form((SMALL, LARGE), Asking(LARGE, 5), SMALL, 24)
+QUICK = Form((TINY,), Asking(TINY, 1, MODELS[:2], 1, (OURS,)), TINY, 4, LayerShape(64, 8, 32))
 
 
-@dataclass(frozen=True, slots=True)
-class LlmReport:
-    machine: str
-    is_quick: bool
-    parts: tuple[Part, ...]
+def measure_llm(directory: Path, progress: Progress, *, quick: bool = False, threads: int = THREADS) -> Measured:
+    """Measure all parts, one after the other; files in ``directory`` are removed afterwards.
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def measure_llm(directory: Path, progress: Progress, *, quick: bool = False, threads: int = THREADS) -> LlmReport:
-    """All parts, one after the other; what is written in ``directory`` is removed afterwards.
-
-    ``quick``: tiny models, one round: whether it runs, not what it reaches. Raises CoServeError where systems that are
-    compared do not write the same, ConfigError without room on the disk.
+    ``quick``: tiny models, one round. Raises CoServeError where systems that are compared do not write the same,
+    ConfigError without room on the disk.
     """
     form = QUICK if quick else FULL
     before = torch.get_num_threads()
@@ -87,50 +71,60 @@ def measure_llm(directory: Path, progress: Progress, *, quick: bool = False, thr
             parts = tuple(_parts(folder, form, progress))
     finally:
         use_threads(before)
-    return LlmReport(_machine(threads), quick, parts)
-
-
-def report(found: LlmReport) -> str:
-    lines = [f"machine  {found.machine}"]
-    if found.is_quick:
-        lines.append("tiny models, one round: these figures say that it runs, and nothing else")
-    lines.append(targets_text(target for part in found.parts for target in part.targets))
-    lines += [f"{part.name}: {remark}" for part in found.parts for remark in part.remarks]
-    lines += [f"NOT MEASURED  {why}" for part in found.parts for why in part.skipped]
-    return "\n".join(lines)
+    library = (f"transformers {version('transformers')}",) if has_transformers() else ()
+    notes = ("tiny models, one round: these figures say that it runs, and nothing else",) if quick else ()
+    return Measured(
+        this_machine(*library, f"{threads} threads"),
+        COLUMNS,
+        tuple(figure for part in parts for figure in part.figures),
+        tuple(target for part in parts for target in part.targets),
+        (*notes, *(note for part in parts for note in part.notes)),
+    )
 
 
 def _parts(folder: Path, form: Form, progress: Progress) -> Iterator[Part]:
-    for shape in form.mixed:
-        told = partial(progress, f"mixed lengths, {shape.name}")
-        yield measure_mixed(folder, shape, form.rounds, told, form.requests)
-    progress("iteration overhead", 0, 1)
-    yield measure_overhead(folder, form.overhead, form.rounds)
-    progress("iteration overhead", 1, 1)
-    yield _dispatch(form)
-    progress("swapping", 0, 1)
-    yield measure_swapping(folder, form.swapped, form.rounds, form.models, form.each, form.ways)
-    progress("swapping", 1, 1)
-    yield measure_backbone(folder, form.swapped, form.each)
-    progress("offloaded experts", 0, 1)
-    yield _offload(folder, form)
-    progress("offloaded experts", 1, 1)
-    yield measure_int8(folder, form.swapped)
+    shape, rounds = form.asking.shape, form.asking.rounds
+    for each in form.mixed:
+        told = partial(progress, f"mixed lengths, {each.name}")
+        yield measure_mixed(folder, each, rounds, told, form.requests)
+    stages: dict[str, Callable[[], Part]] = {
+        "iteration overhead": lambda: measure_overhead(folder, form.overhead, rounds),
+        "dispatch": lambda: _dispatch(form.dispatch),
+        "swapping": lambda: measure_swapping(folder, form.asking),
+        "backbone": lambda: measure_backbone(folder, form.asking),
+        "offloaded experts": lambda: measure_offload(folder / "offload", shape, rounds),
+        "int8": lambda: measure_int8(folder, shape),
+    }
+    for stage, measure in stages.items():
+        progress(stage, 0, 1)
+        yield measure()
+        progress(stage, 1, 1)
 
 
-def _dispatch(form: Form) -> Part:
-    tokens, moe_experts, width = form.dispatch
-    times = measure_dispatch(tokens, moe_experts, width)
-    return Part("dispatch", times.targets, asdict(times))
+def _dispatch(shape: LayerShape) -> Part:
+    measured = measure_dispatch(shape)
+    figures = (
+        Figure("dispatch", f"{row.part}, {way}", seconds * 1e3, "ms")
+        for row in measured.rows
+        for way, seconds in (("einsum", row.einsum_s), ("table", row.table_s))
+    )
+    return Part(tuple(figures), measured.targets)
 
 
-def _offload(folder: Path, form: Form) -> Part:
-    own = folder / "offload"
-    own.mkdir()
-    times = moe_offload.measure_moe_offload(own, form.offloaded, form.rounds)
-    return Part("offloaded experts", times.targets, asdict(times), times.remarks)
+def measure_int8(folder: Path, shape: QwenShape) -> Part:
+    """Bytes of int8 and bf16 weights, and how far what they say differs.
 
-
-def _machine(threads: int) -> str:
-    library = f", transformers {version('transformers')}" if is_there() else ""
-    return f"{platform.machine()}, {software()}{library}, {threads} threads"
+    Random weights are hard on quantisation: nothing makes one token much likelier than all others.
+    """
+    directory = write_random_model(folder / f"int8-{shape.name}", shape)
+    spec = read_spec(directory, shape.name)
+    tensors = open_checkpoint(directory, shape.name, spec).read_all(torch.bfloat16)
+    quantised = Int8Tensors(tensors)
+    held = {name: quantised[name] for name in quantised}
+    share = weight_bytes(held.values()) / weight_bytes(tensors.values())
+    texts = [job.prompt for job in mixed_lengths(INT8_TEXTS, shape.vocabulary)]
+    difference = output_difference(Model(spec, tensors), Model(spec, held), texts)
+    wanted = f"at most {TARGET_INT8:.0%}"
+    target = Target("int8 weights, of their size in bf16", wanted, f"{share:.1%}", share <= TARGET_INT8)
+    figure = Figure("int8", "of the bytes in bf16", 100 * share, "%")
+    return Part((figure,), (target,), (f"int8 against bf16, random weights: {difference}",))

@@ -1,182 +1,210 @@
-"""Three language models, memory for one and a half: one agent, against one process for each model.
+"""Language models that share one memory: models swapped by one agent and by a process each, and a shared backbone.
 
-Rounds of requests: in each, all models are asked, by turns, and a round begins when the one before has its answers. The
-agent holds what fits and loads what it needs beside what runs. The peer is what model-swapping servers do: the process
-of a model is started when its turn comes, loads its checkpoint, answers all that waits for it, and is ended for the
-next one. It is served in the order that is best for it: what is in memory at the end of a round comes first in the
-next. Its processes run our own loader and engine, and transformers', one after the other; the weights are in the page
-cache for them, and are read past it by the agent.
+In a round of requests all models are asked, by turns; a round begins once the one before has its answers. The agent
+holds what fits and loads what it needs beside what runs. The peer is what model-swapping servers do: a model's process
+starts when its turn comes, loads its checkpoint, answers all requests that wait for it, and ends for the next one. Its
+order is the best one: the model in memory at the end of a round comes first in the next. Its weights come from the page
+cache; the agent reads past it.
 """
 
 from __future__ import annotations
 
+import math
 import time
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import yaml
 
+from agent.config import read_line
+from agent.deployment.build import agent_with_requests
+from agent.runtime.text_sources import TextSource
 from experts.errors import CoServeError
+from experts.llm.serving.generation import GREEDY, Generation, TextRequest
+from experts.sizes import MEBIBYTE
 from profiler.targets import Target, at_least
-from proof.llm.part import TRANSFORMERS as TRANSFORMERS_MISSING
-from proof.llm.part import Part
-from proof.llm.peer_process import OURS, STATIC, PeerProcess
-from proof.llm.random_models import write_random_model
-from proof.llm.text_jobs import mixed_lengths
-from proof.llm.texts_on_agent import Ask, TextAgent
-from proof.llm.transformers_peer import is_there
+from proof.llm.figures import Figure, Part, not_measured
+from proof.llm.our_engine import Collected
+from proof.llm.peers import OURS, STATIC, PeerProcess, has_transformers
+from proof.llm.random_models import mixed_lengths, write_random_model
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from proof.llm.random_models import QwenShape
-    from proof.llm.text_jobs import TextJob
+    from agent.deployment.build import Agent
+    from agent.runtime.requests import Requests
+    from proof.llm.random_models import QwenShape, TextJob
+
+    Tokens = list[list[int]]
 
 MODELS = ("llm/a", "llm/b", "llm/c")
-FITTING = 1.5  # of the models
-WAYS = (OURS, STATIC)
-EACH = 4  # requests to each model in a round
+FITTING = 1.5  # models that the memory holds
+KV_BYTES, WORKSPACE_BYTES = 64 * MEBIBYTE, 64 * MEBIBYTE
 TARGET = 3.0
 TARGET_BACKBONE = 1.2
 OWN_PARTS = "self_attn."  # of models on a common backbone
 
 
-def measure_swapping(
-    folder: Path,
-    shape: QwenShape,
-    rounds: int,
-    models: Sequence[str] = MODELS,
-    each: int = EACH,
-    ways: Sequence[str] = WAYS,
-) -> Part:
-    """All systems on the same requests. Raises CoServeError where answers differ.
+@dataclass(frozen=True, slots=True)
+class Ask:
+    model: str
+    job: TextJob
 
-    ``each``: requests to each model in a round; ``ways``: what the processes run; the target is over the fastest.
-    """
-    directories = {
-        name: write_random_model(folder / f"swap-{number}", shape, seed=number) for number, name in enumerate(models)
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """Rounds of requests. ``each``: requests to each model in a round; ``ways``: what the processes run."""
+
+    shape: QwenShape
+    rounds: int
+    models: Sequence[str] = MODELS
+    each: int = 4
+    ways: Sequence[str] = (OURS, STATIC)
+
+    def round(self, number: int) -> list[Ask]:
+        jobs = mixed_lengths(self.each * len(self.models), self.shape.vocabulary, seed=number)
+        return [Ask(self.models[place % len(self.models)], job) for place, job in enumerate(jobs)]
+
+
+@dataclass(frozen=True, slots=True)
+class TextAgent:
+    """A whole running agent: packed models, ledgers, leases, quanta, as ``coserve serve`` would run them."""
+
+    agent: Agent
+    requests: Requests
+
+    @property
+    def loads(self) -> int:
+        return sum(self.agent.loop.statistics().engine.loads.values())
+
+    def write(self, asks: Sequence[Ask]) -> Tokens:
+        """Each one's tokens. Raises CoServeError for a request without an answer."""
+        writers = [Collected() for _ in asks]
+        for ask, writer in zip(asks, writers, strict=True):
+            text = TextRequest(Generation(ask.job.prompt, ask.job.output, GREEDY), writer)
+            source = TextSource(lambda _, text=text: text)  # type: ignore[misc]  # a default that binds it now
+            self.requests.submit(source, expert=self.agent.expert(ask.model))
+        for end in self.requests.collect():
+            if end.outcome.label is None:
+                raise CoServeError(f"a text of the benchmark was not written: {end.outcome.reason}")
+        return [writer.tokens for writer in writers]
+
+
+@contextmanager
+def text_agent(folder: Path, models: Mapping[str, Path], expert_bytes: int) -> Iterator[TextAgent]:
+    """An agent that serves some models from so much memory for their weights, with its files in a new ``folder``."""
+    folder.mkdir()
+    whole_mib = math.ceil((expert_bytes + KV_BYTES + WORKSPACE_BYTES) / MEBIBYTE)
+    line = {
+        "line": "bench-llm",
+        "state": "./state",
+        "precision": "fp32",
+        "experts": {name: {"architecture": "llm", "weights": str(directory)} for name, directory in models.items()},
+        "texts": {"kv": f"{KV_BYTES // MEBIBYTE}MiB", "prefix_cache": False},
+        "memory": {"host": f"{whole_mib}MiB", "workspace": f"{WORKSPACE_BYTES // MEBIBYTE}MiB"},
     }
-    asked = [_round(models, shape, number, each) for number in range(rounds + 1)]
-    ours, ours_s, loads = _by_agent(folder / "swap-agent", directories, asked)
+    (folder / "line.yaml").write_text(yaml.safe_dump(line, sort_keys=False), "utf-8")
+    config = read_line(folder / "line.yaml", environment={})
+    with agent_with_requests(config, lambda stage, done, total: None) as (agent, requests):
+        agent.start()
+        yield TextAgent(agent, requests)
+
+
+def measure_swapping(folder: Path, asking: Asking) -> Part:
+    """Ask all systems the same. Raises CoServeError where answers differ."""
+    directories = {
+        name: write_random_model(folder / f"swap-{number}", asking.shape, seed=number)
+        for number, name in enumerate(asking.models)
+    }
+    rounds = [asking.round(number) for number in range(asking.rounds + 1)]
+    with text_agent(folder / "swap-agent", directories, int(FITTING * _bytes_of(directories))) as agent:
+        ours, ours_s, loads = [agent.write(rounds[0])], 0.0, -agent.loads
+        for asks in rounds[1:]:
+            ours_s += _timed(lambda asks=asks: ours.append(agent.write(asks)))  # type: ignore[misc]
+        loads += agent.loads
     theirs_s = {}
-    for way in [way for way in ways if way == OURS or is_there()]:
-        theirs, theirs_s[way] = _by_processes(directories, asked, way)
+    for way in [way for way in asking.ways if way == OURS or has_transformers()]:
+        theirs, theirs_s[way] = _by_processes(directories, rounds, way)
         if ours != theirs:
-            raise CoServeError(
-                f"the agent and processes with {way} write different tokens: they are not to be compared"
-            )
-    tokens = sum(ask.job.output for each in asked[1:] for ask in each)
-    rates = ", ".join(f"processes with {way} {tokens / seconds:.1f}" for way, seconds in theirs_s.items())
-    return Part(
-        "swapping",
-        _swapping_targets(len(models), ours_s, theirs_s),
-        {"coserve_s": ours_s, "processes_s": theirs_s, "tokens": tokens, "loads": loads},
-        (
-            f"{shape.name}, {rounds} rounds of {each} requests to each model, tokens/s: coserve {tokens / ours_s:.1f} "
-            f"with {loads} loads, {rates}",
-        ),
-        tuple(f"processes with {way}: {TRANSFORMERS_MISSING}" for way in ways if way not in theirs_s),
-    )
+            raise CoServeError(f"the agent and processes with {way} write different tokens: not to be compared")
+    tokens = sum(ask.job.output for asks in rounds[1:] for ask in asks)
+    figures = [Figure("swapping", "coserve", tokens / ours_s, "tokens/s"), Figure("swapping", "loads", loads)]
+    figures += [
+        Figure("swapping", f"processes with {way}", tokens / each, "tokens/s") for way, each in theirs_s.items()
+    ]
+    absent = tuple(not_measured(f"processes with {way}") for way in asking.ways if way not in theirs_s)
+    return Part(tuple(figures), _targets(len(asking.models), ours_s, theirs_s), absent)
 
 
-def _swapping_targets(models: int, ours_s: float, theirs_s: Mapping[str, float]) -> tuple[Target, ...]:
-    what = f"{models} LLM experts, memory for {FITTING:g}: over a process each"
-    fastest = min(theirs_s, key=lambda way: theirs_s[way])
-    others = [way for way in theirs_s if way != fastest]
-    return (
-        at_least(f"{what}, {fastest}", theirs_s[fastest] / ours_s, TARGET),
-        *(Target(f"the same, {way}", "-", f"{theirs_s[way] / ours_s:.2f}", None) for way in others),
-    )
-
-
-def measure_backbone(folder: Path, shape: QwenShape, each: int = EACH) -> Part:
-    """Ledger's bytes of models that differ in their attention alone, once all were asked."""
-    own = tuple(f"model.layers.{number}.{OWN_PARTS}" for number in range(shape.layers))
+def measure_backbone(folder: Path, asking: Asking) -> Part:
+    """The ledger's bytes of models that differ in their attention alone, once all were asked."""
+    own = tuple(f"model.layers.{number}.{OWN_PARTS}" for number in range(asking.shape.layers))
     directories = {
-        name: write_random_model(folder / f"backbone-{number}", shape, own=own, own_seed=number + 1)
-        for number, name in enumerate(MODELS)
+        name: write_random_model(folder / f"backbone-{number}", asking.shape, own=own, own_seed=number + 1)
+        for number, name in enumerate(asking.models)
     }
-    room = len(MODELS) * sum(file.stat().st_size for file in directories[MODELS[0]].iterdir())
-    agent = TextAgent(folder / "backbone-agent", directories, room)
-    try:
-        agent.write(_round(MODELS, shape, 0, each))
-        held_bytes = sum(pool.used_bytes for pool in agent.statistics.engine.pools)
-        one_bytes = max(agent.slot_bytes.values())
-        resident = {name for pool in agent.statistics.engine.pools for name in pool.resident}
-    finally:
-        agent.close()
-    if len(resident) != len(MODELS):
+    models = len(asking.models)
+    with text_agent(folder / "backbone-agent", directories, models * _bytes_of(directories)) as agent:
+        agent.write(asking.round(0))
+        pools = agent.agent.loop.statistics().engine.pools
+        held_bytes = sum(pool.used_bytes for pool in pools)
+        packed = agent.agent.packed.values()
+        one_bytes = max(sum(segment.slot_bytes for segment in each.segments) for each in packed)
+    resident = {name for pool in pools for name in pool.resident}
+    if len(resident) != models:
         raise CoServeError(f"only {sorted(resident)} are in memory, and all were to be weighed")
     share = held_bytes / one_bytes
-    what = f"{len(MODELS)} experts on one backbone hold, of one's bytes"
+    what = f"{models} experts on one backbone hold, of one's bytes"
     target = Target(what, f"under {TARGET_BACKBONE:g}", f"{share:.3f}", share < TARGET_BACKBONE)
-    return Part(
-        "backbone", (target,), {"held_bytes": held_bytes, "one_bytes": one_bytes},
-        (f"{shape.name}: each has its own attention; all else is shared",),
-    )  # fmt: skip
+    figures = (
+        Figure("backbone", "all models hold", held_bytes / 1e6, "MB"),
+        Figure("backbone", "one model holds", one_bytes / 1e6, "MB"),
+    )
+    return Part(figures, (target,))
 
 
-def _round(models: Sequence[str], shape: QwenShape, number: int, each: int) -> list[Ask]:
-    jobs = mixed_lengths(each * len(models), shape.vocabulary, seed=number)
-    return [Ask(models[place % len(models)], job) for place, job in enumerate(jobs)]
+def _bytes_of(directories: Mapping[str, Path]) -> int:
+    return sum(file.stat().st_size for file in next(iter(directories.values())).iterdir())
 
 
-def _by_agent(
-    folder: Path, directories: Mapping[str, Path], asked: Sequence[Sequence[Ask]]
-) -> tuple[list[list[list[int]]], float, int]:
-    """Each round's tokens, the seconds of all but the first, and their loads."""
-    size = sum(file.stat().st_size for file in next(iter(directories.values())).iterdir())
-    agent = TextAgent(folder, directories, int(FITTING * size))
-    try:
-        tokens = [agent.write(asked[0])]
-        loads, began_s = agent.loads, time.perf_counter()
-        tokens += [agent.write(each) for each in asked[1:]]
-        return tokens, time.perf_counter() - began_s, agent.loads - loads
-    finally:
-        agent.close()
+def _timed(work: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    work()
+    return time.perf_counter() - began_s
+
+
+def _targets(models: int, ours_s: float, theirs_s: Mapping[str, float]) -> tuple[Target, ...]:
+    fastest, *others = sorted(theirs_s, key=lambda way: theirs_s[way])
+    what = f"{models} LLM experts, memory for {FITTING:g}: over a process each, {fastest}"
+    told = (Target(f"the same, {way}", "-", f"{theirs_s[way] / ours_s:.2f}", None) for way in others)
+    return (at_least(what, theirs_s[fastest] / ours_s, TARGET), *told)
 
 
 def _by_processes(
-    directories: Mapping[str, Path], asked: Sequence[Sequence[Ask]], way: str
-) -> tuple[list[list[list[int]]], float]:
-    tokens: list[list[list[int]]] = []
+    directories: Mapping[str, Path], rounds: Sequence[Sequence[Ask]], way: str
+) -> tuple[list[Tokens], float]:
+    """Each round's tokens, and the seconds of all but the first: at most one process, of the model asked last."""
+    tokens: list[Tokens] = []
     order, seconds = list(directories), 0.0
-    with _Swapper(directories, way) as swapper:
-        for number, each in enumerate(asked):
+    process, running = None, None
+    try:
+        for number, asks in enumerate(rounds):
             began_s = time.perf_counter()
             answers: dict[int, list[int]] = {}
             for name in order:
-                own = [place for place, ask in enumerate(each) if ask.model == name]
-                answers |= zip(own, swapper.write(name, [each[place].job for place in own]), strict=True)
+                if process is None or running != name:
+                    if process is not None:
+                        process.close()
+                    process, running = PeerProcess(directories[name], way, torch.get_num_threads()), name
+                own = [place for place, ask in enumerate(asks) if ask.model == name]
+                answers |= zip(own, process.write([asks[place].job for place in own]), strict=True)
             order.reverse()
             seconds += (time.perf_counter() - began_s) if number else 0.0
-            tokens.append([answers[place] for place in range(len(each))])
+            tokens.append([answers[place] for place in range(len(asks))])
+    finally:
+        if process is not None:
+            process.close()
     return tokens, seconds
-
-
-class _Swapper:
-    """At most one process, of the model that was asked last."""
-
-    def __init__(self, directories: Mapping[str, Path], way: str) -> None:
-        self._directories = directories
-        self._way = way
-        self._name: str | None = None
-        self._process: PeerProcess | None = None
-
-    def __enter__(self) -> _Swapper:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end()
-
-    def write(self, name: str, jobs: Sequence[TextJob]) -> list[list[int]]:
-        """These jobs' tokens, after a swap where another model is in memory."""
-        if self._process is None or self._name != name:
-            self._end()
-            self._process, self._name = PeerProcess(self._directories[name], self._way, torch.get_num_threads()), name
-        return self._process.write(jobs)
-
-    def _end(self) -> None:
-        if self._process is not None:
-            self._process.close()
-            self._process = None

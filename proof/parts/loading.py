@@ -1,24 +1,19 @@
-"""How long an expert takes from SSD to runnable, over a raw read of the same bytes.
+"""Time of an expert from SSD to runnable, over a raw direct read of the same bytes.
 
-Both are measured in one run, file by file in turn, past the page cache; the targets are in the project's list of
-figures. "raw" is the parallel direct read alone, into an aligned buffer. "load" is what the agent does to switch
-experts: all segments read into the slot that a skeleton is bound to, each file checked against what was verified; of
-an ONNX graph also the binding of the skeleton, as a slot's former expert may have been of another program, and the
-handing of all addresses to the session that experts of one program share, which every batch does anew. The first load
-of a file in a process also hashes it, and is told apart.
-
-Experts are measured beside those of their layout (architecture, form, program, shapes): what an agent switches between
-in one slot.
+Both take turns file by file in one run, past the page cache. "raw" is the parallel direct read alone, into an aligned
+buffer. "load" is what the agent does to switch experts: all segments read into the slot that a skeleton is bound to.
+An ONNX graph is also bound anew and its addresses handed to the session, as the slot's former expert may have had
+another program. The first load of a file in a process also hashes it. Experts are measured beside those of their
+layout: what an agent switches between in one slot.
 """
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from collections import defaultdict
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -32,7 +27,7 @@ from experts.expert import Precision
 from experts.packed.direct_reads import DirectReader
 from experts.packed.packing import pack_line
 from experts.packed.weights import AlignedBuffer, SegmentStore, tensor_views
-from profiler.bench.software import software
+from profiler.bench.measured import Column, Measured, this_machine
 from profiler.targets import Target
 from profiler.workload.generated_graphs import write_graph_experts
 from profiler.workload.generated_line import removed_afterwards, require_disk, write_experts
@@ -43,50 +38,60 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
-    from experts.backends.base import Skeleton
     from experts.expert import Expert
     from experts.packed.weights import PackedExpert
 
-TARGET_RATIO, GRAPH_TARGET_RATIO = 1.15, 1.3
+TARGET_RATIO, GRAPH_TARGET_RATIO = 1.15, 1.3  # a session has to be told of each switch of a graph
 GRAPH_NAMES = {GraphKind.DETECTOR: "ONNX detectors", GraphKind.ANOMALY: "ONNX anomaly experts"}
-NAMES_TOLD = 4  # of experts, in a line of the report
+NAMES_TOLD = 4  # of experts, in one row
+COLUMNS = (
+    Column("experts", "name"),
+    Column("files", "files", "d"),
+    Column("MB", "file_bytes", ".1f", 1e-6),
+    Column("shared MB", "shared_bytes", ".1f", 1e-6),
+    Column("program kB", "program_bytes", ".0f", 1e-3),
+    Column("raw ms", "raw_s", ".1f", 1e3),
+    Column("load ms", "load_s", ".1f", 1e3),
+    Column("MB/s", "bytes_per_s", ".0f", 1e-6),
+    Column("first ms", "first_load_s", ".1f", 1e3),
+    Column("bind ms", "bind_s", ".2f", 1e3),
+    Column("load / raw", "ratio", ".3f"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadingTimes:
     """Experts of one layout: medians over files and repeats, in seconds; ``file_bytes``: read by one load.
 
-    ``shared_bytes``: of these, what lies in files that several experts have in common. ``program_bytes``: of the one
-    program of all of them, 0 where they have none. ``name``: what they are beside their architecture.
+    ``shared_bytes``: of these, in files that several experts have in common. ``program_bytes``: of their one program,
+    0 without one. ``first_load_s``: with the file's sha256.
     """
 
+    name: str
     architecture: str
+    precision: str
     files: int
-    repeats: int
     file_bytes: int
+    shared_bytes: int
+    program_bytes: int
     raw_s: float
     load_s: float
     first_load_s: float
     bind_s: float
-    precision: str = Precision.FP32
-    shared_bytes: int = 0
-    program_bytes: int = 0
-    name: str = ""
 
     @property
     def ratio(self) -> float:
         return self.load_s / self.raw_s
 
     @property
-    def target_ratio(self) -> float:
-        """Highest ratio allowed: more where an ONNX Runtime session has to be told of each switch."""
-        return GRAPH_TARGET_RATIO if _is_graph(self.architecture) else TARGET_RATIO
+    def bytes_per_s(self) -> float:
+        return self.file_bytes / self.load_s
 
     @property
-    def targets(self) -> tuple[Target, ...]:
-        of, wanted = f", {self.name}" if self.name else "", f"at most {self.target_ratio}"
-        what = f"SSD to runnable over a raw direct read{of}"
-        return (Target(what, wanted, f"{self.ratio:.3f}", self.ratio <= self.target_ratio),)
+    def target(self) -> Target:
+        most = GRAPH_TARGET_RATIO if _is_graph(self.architecture) else TARGET_RATIO
+        what = f"SSD to runnable over a raw direct read, {self.name}"
+        return Target(what, f"at most {most}", f"{self.ratio:.3f}", self.ratio <= most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,40 +103,30 @@ class _Form:
 
 
 def measure_loading(
-    directory: Path,
-    architecture: str = "resnet101",
-    files: int = 8,
-    repeats: int = 3,
-    precision: Precision = Precision.FP32,
-) -> LoadingTimes:
+    directory: Path, architecture: str = "resnet101", files: int = 8, repeats: int = 3, form: Precision = Precision.FP32
+) -> Measured:
     """Pack ``files`` random experts of an architecture under ``directory``, load each ``repeats`` times.
 
     Needs about twice the experts' bytes of disk; everything is removed afterwards, also after Ctrl-C and SIGTERM.
-    Raises ConfigError for what is neither a torchvision classifier nor an ultralytics YAML, or without room; OSError
-    for what the disk refuses.
+    Raises ConfigError for an architecture that is neither a torchvision classifier nor an ultralytics YAML, or without
+    room; OSError for what the disk refuses.
     """
-    (times,) = _measured(
-        directory, lambda folder: write_experts(folder, architecture, files), lambda _: {precision}, repeats
-    )
-    return times
+    told = architecture if form is Precision.FP32 else f"{architecture} in {form}"
+    made = _Made(lambda folder: write_experts(folder, architecture, files), lambda _: {form}, told)
+    return made.measured(directory, repeats)
 
 
-def measure_graph_loading(directory: Path, kind: GraphKind, files: int = 8, repeats: int = 3) -> LoadingTimes:
-    """With ONNX graphs of a kind, of one program. Raises as ``measure_loading`` for disk and room."""
-    (times,) = _measured(
-        directory, lambda folder: write_graph_experts(folder, kind, files), lambda _: {Precision.FP32}, repeats
-    )
-    return replace(times, name=GRAPH_NAMES[kind])
+def measure_graph_loading(directory: Path, kind: GraphKind, files: int = 8, repeats: int = 3) -> Measured:
+    """Load ONNX graphs of one kind and program. Raises as ``measure_loading`` for disk and room."""
+    made = _Made(lambda folder: write_graph_experts(folder, kind, files), lambda _: {Precision.FP32}, GRAPH_NAMES[kind])
+    return made.measured(directory, repeats)
 
 
-def measure_line_loading(
-    directory: Path, config: LineConfig, names: Sequence[str] = (), repeats: int = 3
-) -> tuple[LoadingTimes, ...]:
-    """Experts of a line, all of them where none is named, in each form that its agent would run.
+def measure_line_loading(directory: Path, config: LineConfig, names: Sequence[str] = (), repeats: int = 3) -> Measured:
+    """Load experts of a line, all of them where none is named, in each form that its agent would run.
 
-    They are packed anew under ``directory``: what the line has packed is not touched. Raises ConfigError for a name
-    that is none of its experts, for a profile that does not hold any more, or without room; CoServeError for an expert
-    that cannot be packed; OSError for what the disk refuses.
+    Experts are packed anew under ``directory``. Raises ConfigError for an unknown name, for a profile that does not
+    hold any more, or without room; CoServeError for an expert that cannot be packed; OSError for what the disk refuses.
     """
     for name in names:
         if name not in config.catalog.experts:
@@ -141,41 +136,7 @@ def measure_line_loading(
     forms = {expert.id: {column[expert.id] for column in columns} for expert in chosen}
     needed_bytes = sum(len(forms[expert.id]) * _source_bytes(expert) for expert in chosen)
     require_disk(directory, needed_bytes, f"{len(chosen)} experts, packed")
-    return _measured(directory, lambda _: chosen, forms.__getitem__, repeats, is_named=True)
-
-
-def report(times: LoadingTimes) -> str:
-    """The figures in words, with the machine they come from, and whether they reach the target."""
-    (ratio,) = times.targets
-    verdict = "reaches" if ratio.reached else "is short of"
-    raw, load = (
-        f"{seconds * 1e3:.1f} ms, {times.file_bytes / seconds / 1e6:.0f} MB/s"
-        for seconds in (times.raw_s, times.load_s)
-    )
-    graph = _is_graph(times.architecture)
-    rows = (
-        ("machine", f"{platform.machine()}, {software()}"),
-        *([("experts", times.name)] if times.name else []),
-        ("files", f"{times.files} x {_size_text(times)}, {times.repeats} repeats"),
-        *([("program", _program_text(times))] if times.program_bytes else []),
-        ("raw read", raw),
-        ("load", f"{load}, SSD to runnable{', bound and handed to the session' if graph else ''}"),
-        ("first load", f"{times.first_load_s * 1e3:.1f} ms, with its sha256"),
-        ("binding", f"{times.bind_s * 1e3:.2f} ms, {'in each load' if graph else 'once per slot and skeleton'}"),
-        ("ratio", f"{ratio.found}: {verdict} its target of {times.target_ratio}"),
-    )
-    return "\n".join(f"{what:<10} {told}" for what, told in rows)
-
-
-def _size_text(times: LoadingTimes) -> str:
-    form = "" if times.precision == Precision.FP32 else f" in {times.precision}"
-    shared = f", {times.shared_bytes / 1e6:.1f} MB of it shared" if times.shared_bytes else ""
-    return f"{times.file_bytes / 1e6:.1f} MB {times.architecture}{form}{shared}"
-
-
-def _program_text(times: LoadingTimes) -> str:
-    whose = "its own" if times.files == 1 else f"one for all {times.files}"
-    return f"{whose}, {times.program_bytes / 1e3:.0f} kB: a switch constructs nothing"
+    return _Made(lambda _: chosen, forms.__getitem__).measured(directory, repeats)
 
 
 def _is_graph(architecture: str) -> bool:
@@ -183,31 +144,32 @@ def _is_graph(architecture: str) -> bool:
 
 
 def _source_bytes(expert: Expert) -> int:
-    if expert.weights.is_dir():
-        return sum(path.stat().st_size for path in expert.weights.iterdir())
-    return expert.weights.stat().st_size if expert.weights.is_file() else 0
+    files = expert.weights.iterdir() if expert.weights.is_dir() else [expert.weights]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def _measured(
-    directory: Path,
-    experts_in: Callable[[Path], Sequence[Expert]],
-    precisions: Callable[[str], Collection[Precision]],
-    repeats: int,
-    *,
-    is_named: bool = False,
-) -> tuple[LoadingTimes, ...]:
-    """Pack experts in a folder that is removed afterwards, and measure them layout by layout."""
-    with removed_afterwards(directory, "loading-") as folder, closing(SegmentStore(folder / "packed")) as store:
-        experts = experts_in(folder)
-        report = pack_line(experts, precisions, store)
-        for error in report.failed.values():
-            raise error
-        layouts: defaultdict[str, list[_Form]] = defaultdict(list)
-        for expert in experts:
-            for packed in report.packed[expert.id].values():
-                layouts[packed.layout].append(_Form(expert, packed))
-        found = [(forms, _measure(forms, store, repeats)) for forms in layouts.values()]
-        return tuple(replace(times, name=_names(forms)) if is_named else times for forms, times in found)
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Experts to load. ``name``: of all of them; None: each row is named after its experts."""
+
+    experts_in: Callable[[Path], Sequence[Expert]]
+    precisions: Callable[[str], Collection[Precision]]
+    name: str | None = None
+
+    def measured(self, directory: Path, repeats: int) -> Measured:
+        """Pack the experts in a folder that is removed afterwards, and measure them layout by layout."""
+        with removed_afterwards(directory, "loading-") as folder, closing(SegmentStore(folder / "packed")) as store:
+            experts = self.experts_in(folder)
+            report = pack_line(experts, self.precisions, store)
+            for error in report.failed.values():
+                raise error
+            layouts: defaultdict[str, list[_Form]] = defaultdict(list)
+            for expert in experts:
+                for packed in report.packed[expert.id].values():
+                    layouts[packed.layout].append(_Form(expert, packed))
+            rows = tuple(_measure(forms, store, repeats, self.name or _names(forms)) for forms in layouts.values())
+        note = f"{repeats} repeats; a program is one for all experts of its row: a switch constructs nothing"
+        return Measured(this_machine(), COLUMNS, rows, tuple(row.target for row in rows), (note,))
 
 
 def _names(forms: Sequence[_Form]) -> str:
@@ -215,20 +177,18 @@ def _names(forms: Sequence[_Form]) -> str:
     return told if len(forms) <= NAMES_TOLD else f"{told} and {len(forms) - NAMES_TOLD} more"
 
 
-def _measure(forms: Sequence[_Form], store: SegmentStore, repeats: int) -> LoadingTimes:
+def _measure(forms: Sequence[_Form], store: SegmentStore, repeats: int, name: str) -> LoadingTimes:
+    sizes = [max(each) for each in zip(*([s.slot_bytes for s in form.packed.segments] for form in forms), strict=True)]
     with ExitStack() as stack:
         reader = stack.enter_context(closing(DirectReader()))
-        slot, beside = (
-            [stack.enter_context(closing(AlignedBuffer(size_bytes))) for size_bytes in _slot_sizes(forms)]
-            for _ in range(2)
-        )
+        slot, beside = ([stack.enter_context(closing(AlignedBuffer(each))) for each in sizes] for _ in range(2))
         switching = _Switching(forms[0], store, slot)
         for buffer in (*slot, *beside):
-            buffer.tensor.zero_()  # memory that was never touched would be paid for by whoever comes first
+            buffer.tensor.zero_()  # the first access to untouched memory would count its page faults
         first = [switching.load_s(form) for form in forms]
         raw, load = [], []
         for turn, form in enumerate(form for _ in range(repeats) for form in forms):
-            if turn % 2:  # whichever reads a file second finds the drive's own cache warm
+            if turn % 2:  # the second read of a file finds the drive's own cache warm
                 load.append(switching.load_s(form))
                 raw.append(_raw_s(reader, store, form, beside))
             else:
@@ -236,26 +196,22 @@ def _measure(forms: Sequence[_Form], store: SegmentStore, repeats: int) -> Loadi
                 load.append(switching.load_s(form))
     packed = forms[0].packed
     return LoadingTimes(
+        name=name,
         architecture=packed.architecture,
+        precision=packed.precision,
         files=len(forms),
-        repeats=repeats,
         file_bytes=sum(segment.size_bytes for segment in packed.segments),
+        shared_bytes=sum(segment.size_bytes for segment in packed.shared),
+        program_bytes=len(store.program(packed)),
         raw_s=statistics.median(raw),
         load_s=statistics.median(load),
         first_load_s=statistics.median(first),
         bind_s=statistics.median(switching.binds_s),
-        precision=packed.precision,
-        shared_bytes=sum(segment.size_bytes for segment in packed.shared),
-        program_bytes=len(store.program(packed)),
     )
 
 
-def _slot_sizes(forms: Sequence[_Form]) -> list[int]:
-    return [max(sizes) for sizes in zip(*([s.slot_bytes for s in f.packed.segments] for f in forms), strict=True)]
-
-
 class _Switching:
-    """One slot, and the skeleton that is bound to it. ``binds_s``: how long that took each time."""
+    """One slot, and the skeleton that is bound to it. ``binds_s``: seconds of each binding."""
 
     def __init__(self, first: _Form, store: SegmentStore, slot: Sequence[AlignedBuffer]) -> None:
         self._store = store
@@ -263,15 +219,20 @@ class _Switching:
         self._hand_over: Callable[[], object] | None = None
         self.binds_s: list[float] = []
         expert, packed = first.expert, first.packed
-        self._skeleton = backend_for(expert.architecture).skeleton(
-            expert, Precision(packed.precision), store.program(packed), "cpu"
-        )
+        backend = backend_for(expert.architecture)
+        self._skeleton = backend.skeleton(expert, Precision(packed.precision), store.program(packed), "cpu")
         self._bind(packed)
         if _is_graph(expert.architecture):
-            self._hand_over = _session_of(self._skeleton, expert)
+            from experts.backends.onnx.backend import OnnxSkeleton
+
+            skeleton = self._skeleton
+            assert isinstance(skeleton, OnnxSkeleton), "another backend's"
+            black = np.zeros((expert.pixels.height, expert.pixels.width, 3), np.uint8)
+            images = backend.prepare(expert, black).tensor[None]
+            self._hand_over = lambda: skeleton.fed(images)
 
     def load_s(self, form: _Form) -> float:
-        """The seconds until this expert could run from the slot."""
+        """Seconds until this expert could run from the slot."""
         started = time.perf_counter()
         for segment, buffer in zip(form.packed.segments, self._slot, strict=True):
             if segment.size_bytes:
@@ -288,16 +249,6 @@ class _Switching:
         if self._hand_over is not None:
             self._hand_over()
         self.binds_s.append(time.perf_counter() - started)
-
-
-def _session_of(skeleton: Skeleton, expert: Expert) -> Callable[[], object]:
-    """Hands the addresses of an image and of all weights that are bound to an ONNX graph's session."""
-    from experts.backends.onnx.backend import OnnxSkeleton
-
-    assert isinstance(skeleton, OnnxSkeleton), "another backend's"
-    black = np.zeros((expert.pixels.height, expert.pixels.width, 3), np.uint8)
-    images = backend_for(expert.architecture).prepare(expert, black).tensor[None]
-    return lambda: skeleton.fed(images)
 
 
 def _raw_s(reader: DirectReader, store: SegmentStore, form: _Form, buffers: Sequence[AlignedBuffer]) -> float:

@@ -1,13 +1,11 @@
-"""How soon an agent takes requests, and what it holds by itself: ``coserve serve`` of a line with next to no weights.
+"""Time until an agent takes requests, and its own memory: ``coserve serve`` of a line with one tiny classifier.
 
-The line has one tiny classifier and one watched folder, in a temporary folder. It is started as a process of its own,
-as systemd does, and timed from there to the log line that says it is ready; its resident memory is read then. A first
-start that counts for nothing packs the expert and leaves Python's and the runtimes' files in the page cache (warm).
+The agent is a process of its own, as systemd starts it, timed up to the log line that says it is ready. A first start
+counts for nothing: it packs the expert, and leaves Python's and the runtimes' files in the page cache.
 """
 
 from __future__ import annotations
 
-import platform
 import re
 import signal
 import statistics
@@ -24,7 +22,7 @@ import psutil
 import yaml
 
 from experts.errors import CoServeError
-from profiler.bench.software import software
+from profiler.bench.measured import Column, Measured, this_machine
 from profiler.targets import Target
 from profiler.workload.generated_line import LineRecipe, generate_line, removed_afterwards
 
@@ -39,11 +37,18 @@ START_LIMIT_S = 120.0
 STOP_LIMIT_S = 40.0  # an agent drains for 25 s at most
 ARCHITECTURE, IMAGE_PX = "squeezenet1_1", 64
 LINES_SHOWN = 10
+PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
+COLUMNS = (
+    Column("starts", "starts", "d"),
+    Column("ready s", "ready_s", ".1f"),
+    Column("resident MB", "resident_bytes", ".0f", 1e-6),
+    Column("stop s", "stop_s", ".1f"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class StartTimes:
-    """Medians over the starts that count. ``stop_s``: from SIGTERM to the end of the process."""
+    """Medians over ``starts``. ``stop_s``: from SIGTERM to the end of the process."""
 
     starts: int
     ready_s: float
@@ -52,67 +57,37 @@ class StartTimes:
 
     @property
     def targets(self) -> tuple[Target, Target]:
-        wanted, small = f"{TARGET_READY_S:.0f} s", f"at most {TARGET_RESIDENT_BYTES / 1e6:.0f} MB"
-        resident, is_small = f"{self.resident_bytes / 1e6:.0f} MB", self.resident_bytes <= TARGET_RESIDENT_BYTES
+        small, resident = f"at most {TARGET_RESIDENT_BYTES / 1e6:.0f} MB", f"{self.resident_bytes / 1e6:.0f} MB"
+        is_soon, is_small = self.ready_s <= TARGET_READY_S, self.resident_bytes <= TARGET_RESIDENT_BYTES
         return (
-            Target("the agent is READY within", wanted, f"{self.ready_s:.1f} s", self.ready_s <= TARGET_READY_S),
+            Target("the agent is READY within", f"{TARGET_READY_S:.0f} s", f"{self.ready_s:.1f} s", is_soon),
             Target("the agent without experts holds", small, resident, is_small),
         )
 
 
-def measure_start(directory: Path, starts: int = 3, *, warm: bool = True) -> StartTimes:
+def measure_start(directory: Path, starts: int = 3, *, warm: bool = True) -> Measured:
     """Start and stop an agent ``starts`` times. ``warm``: after one start that counts for nothing.
 
-    What is written in ``directory`` is removed afterwards and no agent outlives it, also after Ctrl-C and SIGTERM.
-    Raises CoServeError, with the last lines of its log, when it ends by itself or is not ready in time.
+    Files in ``directory`` are removed afterwards and no agent outlives it, also after Ctrl-C and SIGTERM.
+    Raises CoServeError, with the last lines of its log, when an agent ends by itself or is not ready in time.
     """
-    if starts < 1:
-        raise ValueError(f"{starts} starts are no measurement")
     with removed_afterwards(directory, "bench-start-") as folder:
         line = _line(folder / "line")
         measured = [start_once(line) for _ in range(starts + warm)][warm:]
-    return StartTimes(
-        starts=starts,
-        ready_s=statistics.median(each.ready_s for each in measured),
-        resident_bytes=statistics.median_low(each.resident_bytes for each in measured),
-        stop_s=statistics.median(each.stop_s for each in measured),
+    times = StartTimes(
+        starts,
+        statistics.median(each.ready_s for each in measured),
+        statistics.median_low(each.resident_bytes for each in measured),
+        statistics.median(each.stop_s for each in measured),
     )
-
-
-def report(times: StartTimes) -> str:
-    """The figures in words, with the machine they come from, and whether they reach the targets."""
-    ready, resident = times.targets
-    return "\n".join(
-        (
-            f"machine    {platform.machine()}, {software()}",
-            f"starts     {times.starts}, one {ARCHITECTURE}, one watched folder, warm file cache",
-            f"ready      {ready.found}, target {TARGET_READY_S:.0f} s: {ready.remark}",
-            f"resident   {resident.found}, target {TARGET_RESIDENT_BYTES / 1e6:.0f} MB: {resident.remark}",
-            f"stop       {times.stop_s:.1f} s",
-        )
-    )
-
-
-def _line(folder: Path) -> Path:
-    """A line of one tiny expert that watches a folder of its own."""
-    recipe = LineRecipe(
-        classifiers=1, architecture=ARCHITECTURE, requests=1, memory_for=1, classifier_px=IMAGE_PX, images=1
-    )
-    line = generate_line(folder, recipe).line
-    (folder / "inbox").mkdir()
-    document = yaml.safe_load(line.read_text())
-    document["intake"] = {
-        "folders": [{"path": "./inbox", "pattern": r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"}]
-    }
-    line.write_text(yaml.safe_dump(document, sort_keys=False))
-    return line
+    note = f"one {ARCHITECTURE}, one watched folder, warm file cache"
+    return Measured(this_machine(), COLUMNS, (times,), times.targets, (note,))
 
 
 def start_once(line: Path) -> StartTimes:
     """Serve a line until it is ready, then end it.
 
-    Raises CoServeError, with the last lines of its log, when it ends by itself or is not ready in time; also when it
-    does not end.
+    Raises CoServeError when the agent ends by itself, is not ready in time, or does not end.
     """
     with _agent(line) as (process, log):
         started = time.perf_counter()
@@ -120,7 +95,7 @@ def start_once(line: Path) -> StartTimes:
         ready_s = time.perf_counter() - started
         resident_bytes = psutil.Process(process.pid).memory_info().rss
         drained = threading.Thread(target=log.read, name="log", daemon=True)
-        drained.start()  # a log that nobody reads would stop the agent
+        drained.start()  # a full pipe would stop the agent
         asked = time.perf_counter()
         process.send_signal(signal.SIGTERM)
         try:
@@ -132,9 +107,21 @@ def start_once(line: Path) -> StartTimes:
     return StartTimes(1, ready_s, resident_bytes, stop_s)
 
 
+def _line(folder: Path) -> Path:
+    recipe = LineRecipe(
+        classifiers=1, architecture=ARCHITECTURE, requests=1, memory_for=1, classifier_px=IMAGE_PX, images=1
+    )
+    line = generate_line(folder, recipe).line
+    (folder / "inbox").mkdir()
+    document = yaml.safe_load(line.read_text())
+    document["intake"] = {"folders": [{"path": "./inbox", "pattern": PATTERN}]}
+    line.write_text(yaml.safe_dump(document, sort_keys=False))
+    return line
+
+
 @contextmanager
 def _agent(line: Path) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
-    """An agent's process and its log; it does not outlive the context."""
+    """An agent's process and its log; the process does not outlive the context."""
     command = [sys.executable, "-m", "coserve", "serve", str(line)]
     started: list[subprocess.Popen[str]] = []
 
@@ -145,7 +132,7 @@ def _agent(line: Path) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
         started.append(process)
         return process
 
-    with ThreadPoolExecutor(1) as thread:  # no signal interrupts it between the start of a process and its being known
+    with ThreadPoolExecutor(1) as thread:  # a signal cannot interrupt it between a process's start and its listing
         try:
             process = thread.submit(start).result()
             assert process.stderr is not None
@@ -158,7 +145,6 @@ def _agent(line: Path) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
 
 
 def _wait_until_ready(process: subprocess.Popen[str], log: IO[str]) -> None:
-    """Read the log up to the line that says so. Raises CoServeError."""
     too_long = threading.Timer(START_LIMIT_S, process.kill)  # ends the log, and so the loop below
     too_long.start()
     lines: list[str] = []

@@ -13,9 +13,16 @@ from experts.llm.config import read_spec
 from experts.llm.model import load_model
 from proof.llm import mixed
 from proof.llm.our_engine import OurEngine
-from proof.llm.random_models import TINY, write_random_model
-from proof.llm.report import measure_llm, report
-from proof.llm.text_jobs import LONGEST_OUTPUT, LONGEST_PROMPT, SHORTEST_OUTPUT, SHORTEST_PROMPT, mixed_lengths
+from proof.llm.random_models import (
+    LONGEST_OUTPUT,
+    LONGEST_PROMPT,
+    SHORTEST_OUTPUT,
+    SHORTEST_PROMPT,
+    TINY,
+    mixed_lengths,
+    write_random_model,
+)
+from proof.llm.report import measure_llm
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,32 +87,28 @@ def test_systems_that_write_something_else_are_not_compared(tmp_path, monkeypatc
         def close(self):
             pass
 
-    monkeypatch.setattr(mixed, "is_there", lambda: True)
+    monkeypatch.setattr(mixed, "has_transformers", lambda: True)
     monkeypatch.setattr(mixed, "PeerProcess", Wrong)
     with pytest.raises(CoServeError, match=r"transformers, static writes other tokens .* \[3\]"):
-        mixed.measure_mixed(tmp_path, TINY, 1, lambda done, total: None, requests=4)
+        mixed.measure_mixed(tmp_path, TINY, 1, lambda done, total: None, 4)
 
 
 def test_without_transformers_the_rows_that_need_it_say_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(mixed, "is_there", lambda: False)
-    part = mixed.measure_mixed(tmp_path, TINY, 1, lambda done, total: None, requests=3)
+    monkeypatch.setattr(mixed, "has_transformers", lambda: False)
+    part = mixed.measure_mixed(tmp_path, TINY, 1, lambda done, total: None, 3)
     assert [target.reached for target in part.targets] == [None]
-    (why,) = part.skipped
-    assert "transformers is not there" in why
+    assert part.notes[-1].startswith("NOT MEASURED: mixed lengths against transformers: transformers is not there")
 
 
+@pytest.mark.slow
 def test_the_short_form_measures_every_part_and_leaves_nothing_behind(tmp_path):
     found = measure_llm(tmp_path, lambda stage, done, total: None, quick=True, threads=1)
     assert not list(tmp_path.iterdir())
     told = json.loads(json.dumps(found.as_json()))
-    names = [part["name"] for part in told["parts"]]
-    assert names == [
-        "mixed lengths, tiny", "iteration overhead", "dispatch", "swapping", "backbone", "offloaded experts", "int8",
+    assert list(dict.fromkeys(row["part"] for row in told["rows"])) == [
+        "mixed lengths, tiny", "iteration", "dispatch", "swapping", "backbone", "offloaded experts", "int8",
     ]  # fmt: skip
-    assert all(part["targets"] for part in told["parts"])
-    assert not any(part["skipped"] for part in told["parts"])
-    text = report(found)
-    assert "torch" in text
-    assert "1 threads" in text
-    assert "whether it runs" not in text
-    assert "these figures say that it runs" in text
+    assert len(told["targets"]) == 11
+    assert not any("NOT MEASURED" in note for note in told["notes"])
+    assert "1 threads" in found.text()
+    assert "these figures say that it runs" in found.text()

@@ -6,25 +6,19 @@ from dataclasses import replace
 
 import pytest
 
+from profiler.bench.measured import Measured
 from profiler.bench.rows import Measurement, PolicyRow
 from profiler.targets import targets_text
 from profiler.workload.generated_line import LineRecipe
-from proof.compute.table import ComputeTable
-from proof.engine import Comparison, Proof
+from proof.engine import EngineProof, PlannedRun
 from proof.paper.evaluation import Evaluation
-from proof.parts.decisions import DecisionTimes
-from proof.parts.loading import LoadingTimes
-from proof.parts.starting import StartTimes
+from proof.parts.starting import COLUMNS, StartTimes
 from proof.report import Findings, write_report
 from proof.scheduling.cost import SchedulingCost
 from tests.profiler.bench.one_run import FIGURES
 
-DECISIONS = tuple(
-    DecisionTimes(queued, 4000, 5, 6, 7, queued, queued, 1e-5, 190e-6, 4e-4, 8e-5) for queued in (1000, 10_000, 100_000)
-)
-LOADS = LoadingTimes("resnet101", 8, 3, 178_700_000, 0.05, 0.055, 0.15, 0.004)
-DETECTORS = "| SSD to runnable over a raw direct read, ONNX detectors | at most 1.3 | 1.280 | reached |"
-COST = SchedulingCost("a box", "coserve", 60, 3, 0.0001, 0.0510, 0.0500, 0.01, 0.02, 0.001, 0, 0.004)
+COST = SchedulingCost("coserve", 60, 3, 0.0001, 0.0510, 0.0500, 0.01, 0.02, 0.001, 0, 0.004)
+START = StartTimes(3, 6.2, 380_000_000, 2.0)
 
 
 def compared(speeds, planned):
@@ -32,17 +26,17 @@ def compared(speeds, planned):
         PolicyRow(policy, 60, "fp32", {}, {"cpu": 1}, figures, (figures,), ())
         for policy, figures in ((name, replace(FIGURES, images_per_s=speed)) for name, speed in speeds.items())
     )
-    return Comparison("a trace", Measurement("line", "a box", rows, True, 2e9, False, 9.6, ()), planned)
+    return PlannedRun("a trace", Measurement("line", "a box", rows, True, 2e9, False, 9.6, ()), planned)
 
 
 @pytest.fixture
 def proof():
-    return Proof(
+    return EngineProof(
         recipe=LineRecipe(),
         fp32=compared({"coserve": 12.0, "samba": 8.0, "naive": 2.0}, {"coserve": 12.6, "samba": 7.6}),
         held=compared({"coserve": 12.0, "samba": 3.0}, {"coserve": 12.0, "samba": 3.0}),
         bf16=compared({"coserve": 20.0}, {"coserve": 19.0}),
-        scheduling=COST,
+        scheduling=COST.measured("a box"),
     )
 
 
@@ -72,7 +66,7 @@ def test_the_worst_planned_row_of_all_decides_whichever_side_it_is_off(proof):
 
 
 def test_the_larger_gap_of_scheduling_decides(proof):
-    slow = replace(proof, scheduling=replace(COST, seconds_gap=0.031))
+    slow = replace(proof, scheduling=replace(COST, seconds_gap=0.031).measured("a box"))
     assert verdicts(slow)["scheduling, against pre-scheduled requests"] is False
 
 
@@ -84,30 +78,11 @@ def test_what_is_missed_stands_as_short(proof):
 
 @pytest.mark.parametrize("is_full", [False, True])
 def test_the_report_holds_every_part_its_charts_and_what_it_shortens(proof, is_full, tmp_path):
-    found = Findings(
-        proof=proof,
-        loads=[LOADS, replace(LOADS, architecture="onnx", load_s=0.064, name="ONNX detectors")],
-        start=StartTimes(3, 6.2, 380_000_000, 2.0),
-        decisions=DECISIONS,
-        evaluation=Evaluation((), (), 1500 if is_full else 750),
-        compute=ComputeTable("x86", 2, 0.0, {"resnet18": 3_600_000_000}, (), (), ("openvino is not installed",)),
-        is_full=is_full,
-        rounds=1,
-        seconds=200.0,
-    )
+    parts = {"The agent alone": Measured("a box", COLUMNS, (START,), START.targets)}
+    found = Findings(proof, parts, Evaluation((), (), 1500 if is_full else 750), is_full, 1, 200.0)
     text = write_report(tmp_path, found).read_text(encoding="utf-8")
-    for part in (
-        "200 s",
-        "| reached |",
-        "![",
-        "SSD to runnable",
-        "190.0",
-        "380 MB",
-        "3.60 GFLOP",
-        "Figure 13",
-        "Figure 19",
-        DETECTORS,
-    ):
+    assert "| the agent without experts holds | at most 400 MB | 380 MB | reached |" in text
+    for part in ("200 s", "![", "# The agent alone", "Figure 13", "Figure 19", "| coserve | 60 | 0.100 | 51.000 |"):
         assert part in text
     assert ("their searches on smaller samples" in text) == (not is_full)
     assert ("searched for on 750 requests instead of 1,500" in text) == (not is_full)

@@ -1,12 +1,17 @@
-"""What a batch spends its time on: oneDNN's lines read, parts that come to the whole, and a process that tells."""
+"""Time of a batch by kind of operator: oneDNN's lines are read, and the parts come to the whole."""
 
 from __future__ import annotations
 
-import sys
+import os
+from contextlib import closing
 
 import pytest
 
 from experts.errors import CoServeError
+from experts.expert import Precision
+from experts.packed.weights import SegmentStore
+from profiler.workload.generated_line import write_experts
+from proof.compute.contestants import Contestant, our_form, prepared_images
 from proof.compute.spending import (
     CONVOLUTIONS,
     ELEMENT_WISE,
@@ -14,6 +19,7 @@ from proof.compute.spending import (
     MULTIPLICATIONS,
     OTHER,
     REORDERS,
+    captured_stdout,
     measure_spending,
     parts_of,
     primitive_seconds,
@@ -51,17 +57,26 @@ def test_where_watching_takes_longer_than_the_whole_parts_are_of_their_sum():
     assert (parts[CONVOLUTIONS], parts[REORDERS], parts[OTHER]) == pytest.approx((0.6, 0.4, 0.0))
 
 
-@pytest.mark.slow
-def test_a_process_of_its_own_tells_it_and_leaves_nothing(tmp_path):
-    found = measure_spending(tmp_path, "squeezenet1_1", (32, 32), 2, "fp32", 1)
+def test_a_batch_that_oneDNN_executes_is_told_by_kind(tmp_path):
+    (expert,) = write_experts(tmp_path, "squeezenet1_1", 1, size=(32, 32))
+    images = prepared_images(expert, 2)
+    with closing(SegmentStore(tmp_path / "packed")) as store, our_form(expert, Precision.FP32, store, images) as ours:
+        found = measure_spending("squeezenet1_1", 2, ours)
     assert (found.architecture, found.batch, found.form) == ("squeezenet1_1", 2, "fp32")
-    assert found.ms_per_image > 0
     assert sum(found.parts.values()) == pytest.approx(1.0)
     assert found.parts[CONVOLUTIONS] > 0
-    assert list(tmp_path.iterdir()) == []
+    assert str(found).startswith("spent: squeezenet1_1, batch 2, fp32: convolutions ")
 
 
-def test_a_process_that_fails_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "false")
-    with pytest.raises(CoServeError, match="what fp32 spends is not told, its process ended with 1: it said nothing"):
-        measure_spending(tmp_path, "squeezenet1_1", (32, 32), 1, "fp32", 1)
+def test_a_form_that_oneDNN_does_not_execute_is_refused():
+    with pytest.raises(CoServeError, match="what mine spends is not told: oneDNN does not execute it"):
+        measure_spending("squeezenet1_1", 1, Contestant("mine", None, True, lambda: []))
+
+
+def test_what_libraries_print_is_captured_and_the_rest_is_not(capfd):
+    os.write(1, b"before\n")
+    with captured_stdout() as lines:
+        os.write(1, b"meanwhile\n")
+    os.write(1, b"after\n")
+    assert lines == ["meanwhile"]
+    assert capfd.readouterr().out == "before\nafter\n"

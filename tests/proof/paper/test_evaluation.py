@@ -29,7 +29,8 @@ from proof.paper.evaluation import (
 from proof.paper.figures import write_figures
 from proof.paper.systems import Loading, System, SystemRow, simulate
 from proof.paper.tasks import PaperBoard, task_of
-from proof.scheduling.cost import SchedulingCost, figure_19
+from proof.report import figure_19
+from proof.scheduling.cost import SchedulingCost
 
 FOLDER = Path(__file__).parents[3] / "configs" / "devices"
 NUMA, UMA = read_device(FOLDER / "numa-rtx3080ti.yaml"), read_device(FOLDER / "uma-apple-m2.yaml")
@@ -296,22 +297,9 @@ def test_the_figures_say_what_came_of_the_calibrated_row(tmp_path):
 
 
 def test_the_figures_of_memory_and_of_what_scheduling_costs(tmp_path):
-    cost = SchedulingCost(
-        machine="a machine",
-        policy="coserve",
-        requests=240,
-        repeats=3,
-        scheduling_s=0.0002,
-        inference_s=0.03,
-        prescheduled_s=0.0297,
-        gap=0.0101,
-        seconds_gap=0.01,
-        management_share=0.0008,
-        differences=0,
-        error=0.004,
-    )
-    text = write_figures(made(), tmp_path, figure_19(tmp_path, cost))
+    cost = SchedulingCost("coserve", 240, 3, 0.0002, 0.03, 0.0297, 0.0101, 0.01, 0.0008, 0, 0.004)
+    text = write_figures(made(), tmp_path, figure_19(tmp_path, cost.measured("a machine")))
     assert {"figure-18.png", "figure-19.png"} <= {path.name for path in tmp_path.iterdir()}
     assert "| A | numa | 28 to 39, short of the line | 39 experts, 25.0 images/s | window 28 to 39, 35 experts" in text
-    assert "| coserve | 240 | 0.200 | 30.000 | 29.700 | 1.01% | 1.00% | 0.080% |" in text
+    assert "| coserve | 240 | 0.200 | 30.000 | 29.700 | +1.01% | +1.00% | 0.080% |" in text
     assert "Nothing: every target is reached." in text

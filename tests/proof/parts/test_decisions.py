@@ -1,15 +1,15 @@
-"""The Engine whose decisions are timed is at work all the time, at the queue length that the figures are told for."""
+"""The Engine whose decisions are timed is at work all the time, at the length of queue that its figures name."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
-from proof.parts.decisions import measure_decisions
+from proof.parts.decisions import decision_targets, measure_decisions, measure_growth
 
 BATCHES = 4 * 8  # four executors, eight requests a batch at most
-NOT_WAITING = 3 * BATCHES  # those that run or are held, and those that have ended and whose followers come next
+NOT_WAITING = 3 * BATCHES  # requests that run, are queued ahead, or have ended before their followers come
 
 
 @pytest.mark.parametrize("policy", ["coserve", "paper", "samba"])
@@ -19,9 +19,14 @@ def test_batches_end_and_experts_come_and_go_in_both_halves(policy):
     second = {name: asdict(whole)[name] - count for name, count in first.items()}
     assert min(first.values()) > 10
     assert all(second[name] > count / 2 for name, count in first.items())
+    assert 500 - NOT_WAITING <= whole.fewest_queued <= whole.most_queued <= 500 + BATCHES
 
 
-@pytest.mark.parametrize("queued", [200, 2000])
-def test_the_queue_keeps_the_length_that_it_is_measured_at(queued):
-    times = measure_decisions(queued, 2000)
-    assert queued - NOT_WAITING <= times.fewest_queued <= times.most_queued <= queued + BATCHES
+def test_a_longer_queue_is_a_row_and_growth_a_target():
+    found = measure_growth((100, 400), 200)
+    assert [row.queued for row in found.rows] == [100, 400]
+    assert "policy coserve" in found.text()
+    at_target = replace(found.rows[1], queued=10_000, p99_s=201e-6)
+    p99, growth = decision_targets((replace(found.rows[0], p99_s=150e-6), at_target))
+    assert (p99.found, p99.reached) == ("201 us", False)
+    assert (growth.found, growth.reached) == ("1.34", True)

@@ -1,0 +1,35 @@
+"""One shape for the parts of ``coserve bench llm``: figures, targets and notes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from profiler.bench.measured import Column
+
+if TYPE_CHECKING:
+    from profiler.targets import Target
+
+TRANSFORMERS = "transformers is not there: `pip install transformers`, one of the extras for developers"
+COLUMNS = (Column("part", "part"), Column("figure", "what"), Column("value", "value", ".4g"), Column("", "unit"))
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    part: str
+    what: str
+    value: float
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Findings of one part. ``notes`` also name what was not measured, as silence would look like success."""
+
+    figures: tuple[Figure, ...]
+    targets: tuple[Target, ...]
+    notes: tuple[str, ...] = ()
+
+
+def not_measured(what: str) -> str:
+    return f"NOT MEASURED: {what}: {TRANSFORMERS}"
