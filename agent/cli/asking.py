@@ -63,7 +63,7 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """How a running agent is: its queues, memories, experts and sources. Asked at the line's first gRPC address."""
-    from agent.commands.asking import AccessFiles, ask_status
+    from agent.commands.asking import AgentAccess, ask_status
     from agent.commands.status import print_status, status_row
     from agent.config import read_line
 
@@ -71,7 +71,7 @@ def status(
         raise typer.BadParameter("whose status? - name the agent's LINE.yaml, or --target ADDRESS")
     with explained():
         config = None if line is None else read_line(line)
-        answered = ask_status(config, target, AccessFiles(ca, token_file, certificate, key))
+        answered = ask_status(config, AgentAccess(target, ca, token_file, certificate, key))
     if as_json:
         print(json.dumps(status_row(answered)))
     else:
@@ -101,7 +101,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Have a running agent write a text. Asked at the line's first gRPC address."""
-    from agent.commands.asking import AccessFiles, closing_line, for_terminal, generated, order_for
+    from agent.commands.asking import AgentAccess, chat_messages, closing_line, for_terminal, generated, order_for
     from agent.config import read_line
 
     is_shown = streams and not as_json
@@ -115,11 +115,10 @@ def generate(
     with explained():
         config = read_line(line)
         sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
-        order = order_for(
-            model, sys.stdin.read() if prompt == "-" else prompt, is_prompt=is_prompt, system=system,
-            most_tokens=max_tokens, deadline_s=deadline, stop=tuple(stop or ()), sampling=sampling,
-        )  # fmt: skip
-        row = generated(config, target, AccessFiles(ca, token_file, certificate, key), order, show)
+        words = sys.stdin.read() if prompt == "-" else prompt
+        text = words if is_prompt else chat_messages(words, system)
+        order = order_for(model, text, max_tokens, deadline, tuple(stop or ()), sampling)
+        row = generated(config, AgentAccess(target, ca, token_file, certificate, key), order, show)
     if as_json:
         print(json.dumps(row))
         return

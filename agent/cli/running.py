@@ -69,10 +69,10 @@ def inspect(
         config = read_line(line)
         with progress_on_stderr() as progress:
             if target is not None:
-                from agent.commands.asking import AccessFiles, ask_to_inspect
+                from agent.commands.asking import AgentAccess, ask_to_inspect
 
-                access = AccessFiles(ca, token_file, certificate, key)
-                results = ask_to_inspect(config, target, access, images, component, progress, picture)
+                access = AgentAccess(target, ca, token_file, certificate, key)
+                results = ask_to_inspect(config, access, images, component, progress, picture)
             else:
                 from agent.deployment.profile_in_use import set_spinning
 

@@ -35,25 +35,25 @@ ENDINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class AccessFiles:
-    """Files given on the command line for HOST:PORT; None: the line file's."""
+class AgentAccess:
+    """Address of an agent, and files for HOST:PORT, from the command line; None: the line file's."""
 
+    target: str | None = None
     authority: Path | None = None
     token: Path | None = None
     certificate: Path | None = None
     key: Path | None = None
 
 
-def ask_status(config: LineConfig | None, target: str | None, files: AccessFiles) -> StatusView:
-    """Status of the agent at ``target``, or at the line's first address. Raises as ``ask_to_write``."""
-    with _client(config, target, files) as client:
+def ask_status(config: LineConfig | None, access: AgentAccess) -> StatusView:
+    """Raises as ``ask_to_write``."""
+    with _client(config, access) as client:
         return client.status()
 
 
 def ask_to_inspect(
     config: LineConfig,
-    target: str,
-    files: AccessFiles,
+    access: AgentAccess,
     images: Sequence[Path],
     component: str,
     progress: Callable[[str, int, int], None],
@@ -75,7 +75,7 @@ def ask_to_inspect(
             else:
                 unreadable[number] = f"{image}: the file is empty"
 
-    with _client(config, target, files) as client:
+    with _client(config, access) as client:
         parts = []
         for part in client.inspect(contents(), component, with_maps=pictures is not None):
             parts.append(part)
@@ -103,36 +103,43 @@ def _judged_image(part: Part) -> JudgedImage:
     )  # fmt: skip
 
 
-def ask_to_write(config: LineConfig | None, target: str | None, files: AccessFiles, order: TextOrder) -> Iterator[Told]:
-    """Pieces of a text as the agent writes them, then its end; closing the iterator cancels it. ``target`` None: the
-    line's first address. Raises ConfigError, AgentUnreachable and OrderRefused."""
-    with _client(config, target, files) as client:
+def ask_to_write(config: LineConfig | None, access: AgentAccess, order: TextOrder) -> Iterator[Told]:
+    """Pieces of a text as the agent writes them, then its end; closing the iterator cancels it.
+
+    Raises ConfigError, AgentUnreachable and OrderRefused.
+    """
+    with _client(config, access) as client:
         yield from client.generate(order)
 
 
+Messages = tuple[dict[str, str], ...]
+
+
+def chat_messages(words: str, system: str | None) -> Messages:
+    said = [("system", system)] if system is not None else []
+    return tuple({"role": role, "content": content} for role, content in (*said, ("user", words)))
+
+
 def order_for(
-    model: str, words: str, *, is_prompt: bool, system: str | None, most_tokens: int | None, deadline_s: float | None,
-    stop: tuple[str, ...], sampling: dict[str, Any],
+    model: str, text: str | Messages, most_tokens: int | None, deadline_s: float | None, stop: tuple[str, ...],
+    sampling: dict[str, Any],
 ) -> TextOrder:  # fmt: skip
-    """Order for the answer to a message, or for the continuation of a prompt. Raises OrderRefused."""
+    """Order for the continuation of a prompt, or for the answer to messages. Raises OrderRefused."""
     try:
         given = frozenset(name for name, value in sampling.items() if value is not None)
         drawn = Sampling(**{name: value for name, value in sampling.items() if value is not None})
     except GenerationInvalid as error:
         raise OrderRefused(Refusing.INVALID, str(error), field=error.field) from error
-    said = [("system", system)] if system is not None else []
-    messages = tuple({"role": role, "content": content} for role, content in (*said, ("user", words)))
-    return TextOrder(
-        model, words if is_prompt else None, () if is_prompt else messages, most_tokens, drawn, stop, deadline_s, given
-    )
+    prompt, messages = (text, ()) if isinstance(text, str) else (None, text)
+    return TextOrder(model, prompt, messages, most_tokens, drawn, stop, deadline_s, given)
 
 
 def generated(
-    config: LineConfig | None, target: str | None, files: AccessFiles, order: TextOrder, show: Callable[[str], None]
+    config: LineConfig | None, access: AgentAccess, order: TextOrder, show: Callable[[str], None]
 ) -> dict[str, Any]:
     """End and whole text; ``show`` is given each piece as it comes. Raises as ``ask_to_write``."""
     text = ""
-    for told in ask_to_write(config, target, files, order):
+    for told in ask_to_write(config, access, order):
         if isinstance(told, TextEnd):
             return _text_row(text, told)
         text += told.text
@@ -169,15 +176,16 @@ def _text_row(text: str, end: TextEnd) -> dict[str, Any]:
     }
 
 
-def _client(config: LineConfig | None, target: str | None, files: AccessFiles) -> AgentClient:
+def _client(config: LineConfig | None, access: AgentAccess) -> AgentClient:
+    target = access.target
     if not target:
         if config is None or not config.api.grpc:
             raise ConfigError("the line file has no address of an agent - add api: {grpc: ...} to it, or name --target")
         target = config.api.grpc[0]
-    return AgentClient(target, Access() if target.startswith(UNIX) else _access(config, files))
+    return AgentClient(target, Access() if target.startswith(UNIX) else _access(config, access))
 
 
-def _access(config: LineConfig | None, files: AccessFiles) -> Access:
+def _access(config: LineConfig | None, files: AgentAccess) -> Access:
     api = config and config.api
     authority = files.authority or (api and api.tls and api.tls.certificate)
     token = read_secret(api.token) if api and api.token and not files.token else None

@@ -65,16 +65,11 @@ class ExportedRange:
         return until_s if until_s <= now_s else -math.inf
 
 
-@dataclass(frozen=True, slots=True)
-class ExportStatistics:
-    """Counts since the start."""
-
-    files: int
-    rows: int
-
-
 class ResultExport:
-    """Writes a file when one is due, STEP_ROWS with each ``step``. One thread at a time. ``clock``: monotonic."""
+    """Writes a file when one is due, STEP_ROWS with each ``step``, and counts ``files`` and ``rows`` since the start.
+
+    For one thread at a time. ``clock``: monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -91,8 +86,8 @@ class ResultExport:
         self._clock = clock
         self._due_s = clock() + FIRST_S
         self._work: Iterator[None] | None = None
-        self._files = 0
-        self._rows = 0
+        self.files = 0
+        self.rows = 0
 
     def step(self) -> None:
         """Write a part of a file, if one is due. Raises OSError: the next step begins it anew."""
@@ -113,9 +108,6 @@ class ResultExport:
         if self._work is not None:
             self._work.close()  # type: ignore[attr-defined]  # it is a generator
             self._work = None
-
-    def statistics(self) -> ExportStatistics:
-        return ExportStatistics(self._files, self._rows)
 
     def _write(self) -> Iterator[None]:
         part = yield from self._next_range()
@@ -138,8 +130,8 @@ class ResultExport:
                 at, rows = found[-1].seq, rows + len(found)
                 yield
         self._store.write(partial(_mark_written, part))
-        self._files += 1
-        self._rows += rows
+        self.files += 1
+        self.rows += rows
         log.info("results_exported file=%s rows=%d", path, rows)
 
     def _next_range(self) -> Generator[None, None, ExportedRange | None]:

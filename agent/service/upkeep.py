@@ -64,7 +64,7 @@ class Upkeep:
     def alarms(self) -> list[str]:
         parts = [
             ("images are not kept", self.images.statistics().alarm),
-            ("images are not removed", self._sweeper.statistics().alarm),
+            ("images are not removed", self._sweeper.alarm),
         ]
         told = [(f"{each.receiver} is not told", each.alarm) for each in self.deliveries.statistics()]
         alarms = [f"{what}: {alarm}" for what, alarm in (*parts, *told) if alarm is not None]

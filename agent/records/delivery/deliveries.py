@@ -108,10 +108,10 @@ class Deliveries:
         return found
 
     def _statistics(self, name: str, pump: Pump) -> DeliveryStatistics:
-        standing, told = OutboxCounts(0, 0), pump.statistics()
+        counts = OutboxCounts(0, 0)
         with suppress(OSError, sqlite3.Error):  # the store's own alarm says why
-            standing = self._reader.standing(name)
-        return DeliveryStatistics(name, standing.waiting, standing.given_way, told.delivered, told.refused, told.alarm)
+            counts = self._reader.standing(name)
+        return DeliveryStatistics(name, counts.waiting, counts.given_way, pump.delivered, pump.refused, pump.alarm)
 
     def _pump(self, receiver: Receiver, per_s: float) -> Pump:
         def settle(ids: Sequence[str], done: Callable[[], None]) -> None:

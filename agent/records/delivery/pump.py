@@ -14,7 +14,6 @@ import asyncio
 import logging
 import sqlite3
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from experts.backoff import Backoff
@@ -39,17 +38,11 @@ SETTLING_MAXIMUM = 1000  # acknowledged messages whose commit is under way: boun
 LOOK_S = 5.0  # between two looks without a wake-up
 
 
-@dataclass(frozen=True, slots=True)
-class PumpStatistics:
-    """Counts since the start. ``alarm``: why nothing can be delivered at the moment; None: no alarm."""
-
-    delivered: int = 0
-    refused: int = 0
-    alarm: str | None = None
-
-
 class Pump:
-    """See the module. ``settle`` deletes messages from the outbox, and calls back from any thread after the commit."""
+    """See the module. ``settle`` deletes messages from the outbox, and calls back from any thread after the commit.
+
+    ``delivered`` and ``refused``: since the start. ``alarm``: why nothing can be delivered now; None: no alarm.
+    """
 
     def __init__(self, receiver: Receiver, outbox: OutboxReader, settle: Settle, per_s: float) -> None:
         self._receiver = receiver
@@ -61,16 +54,13 @@ class Pump:
         self._acknowledged: list[str] = []  # and not yet handed to ``settle``
         self._acknowledged_since_s = 0.0
         self._settling: set[str] = set()  # handed to it, and not yet out of the outbox
-        self._delivered = 0
-        self._refused = 0
-        self._alarm: str | None = None
+        self.delivered = 0
+        self.refused = 0
+        self.alarm: str | None = None
         self._given_way: int | None = None  # as last seen
         self._is_giving_way = False
         self._woken = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-
-    def statistics(self) -> PumpStatistics:
-        return PumpStatistics(self._delivered, self._refused, self._alarm)
 
     def wake(self) -> None:
         """Look for new messages. From any thread."""
@@ -101,7 +91,7 @@ class Pump:
             self._raise_alarm(str(error))
             asked_s = None
         except Exception as error:  # the boundary of the pump's thread
-            if self._alarm is None:
+            if self.alarm is None:
                 log.exception("outbox_failed receiver=%s", self._receiver.name)
             self._raise_alarm(f"{type(error).__name__}: {error}")
             asked_s = None
@@ -141,13 +131,13 @@ class Pump:
         try:
             await connection.deliver(message)
         except MessageRefused as error:
-            self._refused += 1
+            self.refused += 1
             log.error(
                 "message_refused receiver=%s id=%s board=%s reason=%s: it is dropped; its verdict stays in the results",
                 self._receiver.name, message.id, message.board, error.reason,
             )  # fmt: skip
         else:
-            self._delivered += 1
+            self.delivered += 1
         self._failures = 0
         self._end_alarm()
         if not self._acknowledged:
@@ -199,7 +189,7 @@ class Pump:
                 "outbox_full receiver=%s waiting=%d: the oldest messages give way until it takes some",
                 self._receiver.name, standing.waiting,
             )  # fmt: skip
-        elif self._is_giving_way and not self._alarm and not standing.waiting:
+        elif self._is_giving_way and not self.alarm and not standing.waiting:
             self._is_giving_way = False
             log.warning("outbox_told receiver=%s given_way=%d", self._receiver.name, standing.given_way)
 
@@ -210,14 +200,14 @@ class Pump:
             return None
 
     def _raise_alarm(self, reason: str) -> None:
-        if self._alarm != reason:
+        if self.alarm != reason:
             log.error("receiver_unavailable receiver=%s reason=%s: messages wait", self._receiver.name, reason)
-        self._alarm = reason
+        self.alarm = reason
 
     def _end_alarm(self) -> None:
-        if self._alarm is not None:
+        if self.alarm is not None:
             log.warning("receiver_available receiver=%s", self._receiver.name)
-            self._alarm = None
+            self.alarm = None
 
     @property
     def _now_s(self) -> float:

@@ -56,40 +56,32 @@ CANDIDATES = 20_000  # removed in a round at most; another round follows at once
 ORPHAN_S = 86_400.0  # an image without a result counts as exported after a day
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """Images removed for one reason since the start."""
-
-    images: int
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class SweeperStatistics:
-    """Snapshot. ``kept_bytes`` and ``kept_images``: of the last round; None before the first."""
-
-    kept_images: int | None
-    kept_bytes: int | None
-    removed: Mapping[str, Removed]
-    removed_rows: int
-    alarm: str | None
-
-
 @dataclass(slots=True)
 class _Found:
     """Images seen in a round, and the candidates for removal."""
 
-    images: int = 0
     size_bytes: int = 0
     candidates: list[KeptImage] = field(default_factory=list)
     has_more: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """``clock``: monotonic; ``wall``: for age; ``free_bytes``: of a folder's disk."""
+
+    clock: Callable[[], float] = time.monotonic
+    wall: Callable[[], datetime] = lambda: datetime.now(UTC)
+    free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free
+
+
+REAL = Surroundings()
+
+
 class Sweeper:
     """See the module. Call ``step`` from one thread at a time.
 
-    ``is_needed``: whether the file of a result's key lies in a watched folder. ``clock``: monotonic; ``wall``: for age;
-    ``free_bytes``: of a folder's disk.
+    ``is_needed``: whether the file of a result's key lies in a watched folder. ``removed`` and ``removed_rows``: since
+    the start, images by reason. ``alarm``: why a limit cannot hold; None: no alarm.
     """
 
     def __init__(
@@ -100,28 +92,23 @@ class Sweeper:
         store: ResultStore,
         *,
         is_needed: Callable[[str], bool] = lambda _: False,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], datetime] = lambda: datetime.now(UTC),
-        free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
+        surroundings: Surroundings = REAL,
     ) -> None:
+        self.removed: Counter[Reason] = Counter()
+        self.removed_rows = 0
+        self.alarm: str | None = None
         self._limits = limits
         self._archive = archive
         self._shelves = tuple(shelves)
         self._store = store
         self._is_needed = is_needed
-        self._clock = clock
-        self._wall = wall
-        self._free_bytes = free_bytes
-        self._steadiness = Steadiness(wall().timestamp() - clock(), clock())
+        self._clock, self._wall = surroundings.clock, surroundings.wall
+        self._free_bytes = surroundings.free_bytes
+        self._steadiness = Steadiness(self._wall().timestamp() - self._clock(), self._clock())
         self._round: Iterator[None] | None = None
-        self._next_round_s = clock()
+        self._next_round_s = self._clock()
         self._written = 0  # committed jobs of the sweeper
-        self._kept: tuple[int, int] | None = None
-        self._removed: Counter[str] = Counter()
-        self._removed_bytes: Counter[str] = Counter()
-        self._removed_rows = 0
         self._stuck: dict[str, str] = {}  # files that could not be removed in this round, with the reason
-        self._alarm: str | None = None
 
     def step(self) -> None:
         """Part of a round, if one is due. Raises OSError; the next step begins a new round."""
@@ -139,11 +126,6 @@ class Sweeper:
             self._next_round_s = self._clock()
             raise
 
-    def statistics(self) -> SweeperStatistics:
-        images, size_bytes = self._kept or (None, None)
-        removed = {str(reason): Removed(self._removed[reason], self._removed_bytes[reason]) for reason in Reason}
-        return SweeperStatistics(images, size_bytes, removed, self._removed_rows, self._alarm)
-
     # -- a round, piece by piece --
 
     def _steps(self) -> Iterator[None]:
@@ -156,7 +138,6 @@ class Sweeper:
         exported = last_exported(self._store.path) if limits.export_required else None
         found = _Found()
         yield from self._look(limits, exported, found)
-        self._kept = found.images, found.size_bytes
         free_bytes = self._free()
         now_s = self._wall().timestamp()
         going = list(what_goes(found.candidates, limits, Situation(now_s, found.size_bytes, free_bytes)))
@@ -174,7 +155,6 @@ class Sweeper:
             if image is None:
                 yield
                 continue
-            found.images += 1
             found.size_bytes += image.size_bytes
             if may_go(image, limits, now_s) and image.path not in self._stuck:
                 found.candidates.append(image)
@@ -240,8 +220,7 @@ class Sweeper:
         for one in going:
             if self._try_to_remove(one.image.path, one.image.mtime_ns):
                 gone[one.reason] += 1
-                self._removed[one.reason] += 1
-                self._removed_bytes[one.reason] += one.image.size_bytes
+                self.removed[one.reason] += 1
         yield from self._forget([path for path, *_ in marks])
         counts = " ".join(f"{reason}={count}" for reason, count in gone.items() if count)
         log.info("images_removed %s last=%s", counts or "none", going[-1].image.path)
@@ -318,7 +297,7 @@ class Sweeper:
             at = rows[-1]["finished_at"], rows[-1]["seq"]
             going = [row["seq"] for row in rows if self._row_may_go(row, last_seq)]
             yield from self._write(partial(_delete, "results", going))
-            self._removed_rows += len(going)
+            self.removed_rows += len(going)
 
     def _row_may_go(self, row: sqlite3.Row, last_seq: int | None) -> bool:
         if last_seq is not None and row["seq"] > last_seq:
@@ -334,7 +313,7 @@ class Sweeper:
             if not going:
                 return
             yield from self._write(partial(_delete, "boards", going))
-            self._removed_rows += len(going)
+            self.removed_rows += len(going)
 
     def _give_back(self) -> Iterator[None]:
         """Give pages of deleted rows back to the filesystem, if the file was created with auto_vacuum."""
@@ -380,12 +359,12 @@ class Sweeper:
             least = min((free + _freed(going, device) for device, free in free_bytes.items()), default=None)
             if least is not None and least < limits.free_bytes:
                 reason = f"{least} bytes are free, {limits.free_bytes} are wanted"
-        if reason is not None and self._alarm is None:
+        if reason is not None and self.alarm is None:
             why = f"{len(self._stuck)} files cannot be removed" if self._stuck else "too young, or not exported yet"
             log.error("retention_short reason=%s: nothing more may go (%s)", reason, why)
-        elif reason is None and self._alarm is not None:
+        elif reason is None and self.alarm is not None:
             log.warning("retention_holds")
-        self._alarm = reason
+        self.alarm = reason
 
 
 def _keep_the_first(found: _Found, limits: KeepLimits, now_s: float) -> None:

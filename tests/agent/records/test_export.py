@@ -96,7 +96,7 @@ def test_a_file_appears_a_minute_after_the_start_and_every_hour_if_anything_is_n
     exported = last_exported(line.folder / "r.db")
     assert exported is not None
     assert (exported.first_seq, exported.last_seq, exported.until) == (3, 3, NOON)
-    assert (line.export.statistics().files, line.export.statistics().rows) == (2, 3)
+    assert (line.export.files, line.export.rows) == (2, 3)
 
 
 @settings(max_examples=25, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
@@ -205,7 +205,7 @@ now_s = 0.0
 export = ResultExport(section, "demo", store, lambda: datetime.now(UTC), lambda: now_s)
 now_s = 60.0
 print("ready", flush=True)
-while not export.statistics().files:
+while not export.files:
     export.step()
     print("step", flush=True)
 store.close()

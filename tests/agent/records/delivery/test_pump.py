@@ -125,7 +125,7 @@ def test_what_waits_is_told_once_in_its_order_and_leaves_the_outbox(stage, make)
     one.run(lambda: len(one.receiver.heard) >= 250)
     assert one.receiver.seqs == list(range(1, 251))
     assert one.reader.standing("mqtt").waiting == 0
-    assert one.pump.statistics().delivered == 250
+    assert one.pump.delivered == 250
 
 
 def test_a_day_without_a_broker(stage, make, caplog):
@@ -193,7 +193,7 @@ def test_a_message_that_is_refused_is_dropped_and_blocks_no_other(stage, make, c
     one.run(lambda: len(one.receiver.heard) == 2)
     assert one.receiver.seqs == [1, 3]
     assert one.reader.standing("mqtt").waiting == 0
-    assert (one.pump.statistics().delivered, one.pump.statistics().refused) == (2, 1)
+    assert (one.pump.delivered, one.pump.refused) == (2, 1)
     (record,) = caplog.records
     assert (record.levelno, record.getMessage().split(" id=")[0]) == (logging.ERROR, "message_refused receiver=mqtt")
     assert "reason=no thanks" in record.getMessage()
@@ -243,11 +243,11 @@ def test_a_connection_that_is_lost_while_there_is_nothing_to_tell_is_made_again(
         return len(one.receiver.tries_s) == 2
 
     one.run(drop)
-    assert one.pump.statistics().alarm == "gone"
+    assert one.pump.alarm == "gone"
     one.store.record(make.image(1))
     one.committed()
     one.run(lambda: one.receiver.seqs == [1])
-    assert one.pump.statistics().alarm is None
+    assert one.pump.alarm is None
 
 
 @pytest.mark.parametrize("error", [ConfigError("no password"), ZeroDivisionError("a mistake of ours")])

@@ -36,7 +36,7 @@ from agent.records.retention.rules import (
     what_goes,
 )
 from agent.records.retention.steadiness import STEADY_S
-from agent.records.retention.sweeper import Removed, Sweeper
+from agent.records.retention.sweeper import Surroundings, Sweeper
 from experts.expert import Verdict
 from tests.lines import result
 
@@ -151,12 +151,12 @@ class Line:
 
     def new_sweeper(self, limits: KeepLimits, **settings) -> Sweeper:
         return Sweeper(
-            limits, self.archive, self.shelves, self.store, clock=lambda: self.monotonic_s, wall=self.now,
-            free_bytes=lambda _: self.free_bytes + self.removed_bytes(), **settings,
+            limits, self.archive, self.shelves, self.store,
+            surroundings=Surroundings(lambda: self.monotonic_s, self.now, self.free), **settings,
         )  # fmt: skip
 
-    def removed_bytes(self) -> int:
-        return sum(each.size_bytes for each in self.sweeper.statistics().removed.values())
+    def free(self, _: Path) -> int:
+        return self.free_bytes + 1000 * self.sweeper.removed.total()
 
     def now(self) -> datetime:
         return self.began + timedelta(seconds=self.ahead_s + self.monotonic_s)
@@ -229,11 +229,8 @@ def test_images_go_by_size_wherever_they_lie_and_ng_last(line):
     assert [path.exists() for path in ok] == [False, False]
     assert [path.exists() for path in ng] == [True, True]
     assert sorted(path.exists() for path in unknown) == [False, True]
-    statistics = one.sweeper.statistics()
-    assert statistics.removed["size"] == Removed(3, 3000)
-    assert statistics.alarm is None
-    one.sweep(0.0)
-    assert (one.sweeper.statistics().kept_images, one.sweeper.statistics().kept_bytes) == (3, 3000)
+    assert one.sweeper.removed == {Reason.SIZE: 3}
+    assert one.sweeper.alarm is None
 
 
 def test_a_result_forgets_an_image_that_is_gone_and_keeps_one_that_is_there(line):
@@ -319,8 +316,8 @@ def test_images_and_rows_go_by_age_and_rows_after_their_images(line):
     assert (old.exists(), young.exists()) == (False, True)
     assert list(one.kept_as()) == ["young"]
     assert [row.board.serial for row in one.store.boards()] == ["B2"]
-    assert one.sweeper.statistics().removed_rows == 3
-    assert one.sweeper.statistics().removed["age"].images == 1
+    assert one.sweeper.removed_rows == 3
+    assert one.sweeper.removed[Reason.AGE] == 1
 
 
 def test_the_row_of_a_file_that_still_lies_in_its_folder_stays(line):
@@ -400,7 +397,7 @@ def exported(one: Line, days_ago: float) -> None:
     now_s = [0.0]
     export = ResultExport(section, "demo", one.store, lambda: one.began - timedelta(days=days_ago), lambda: now_s[0])
     now_s[0] = FIRST_S
-    while not export.statistics().files:
+    while not export.files:
         export.step()
     one.settle()
 
@@ -414,7 +411,7 @@ def test_what_is_not_exported_stays_where_that_is_required(line):
     one.sweep(0.0)
     assert (old.exists(), put_away.exists()) == (True, True)
     assert list(one.kept_as()) == ["old"]
-    assert "images take 2000 bytes, 1 are wanted" in str(one.sweeper.statistics().alarm)
+    assert "images take 2000 bytes, 1 are wanted" in str(one.sweeper.alarm)
     exported(one, 15.0)
     new = one.archived("new", Verdict.OK, age_days=10.0)
     one.sweep()
@@ -438,10 +435,10 @@ def test_what_is_free_decides_too_and_what_cannot_be_kept_is_told_once(line, cap
     one.sweep(0.0)
     one.sweep(0.0)
     assert not ng.exists()
-    assert "bytes are free, 5000 are wanted" in str(one.sweeper.statistics().alarm)
+    assert "bytes are free, 5000 are wanted" in str(one.sweeper.alarm)
     one.free_bytes = 10**6
     one.sweep(0.0)
-    assert one.sweeper.statistics().alarm is None
+    assert one.sweeper.alarm is None
     told = [record.getMessage().split(" ")[0] for record in caplog.records if record.levelname != "INFO"]
     assert told == ["retention_short", "retention_holds"]
 
@@ -468,7 +465,7 @@ from agent.records.retention.archive import ImageArchive
 from agent.records.retention.kept_images import Shelf
 from agent.records.result_writer import ResultStore
 from agent.records.retention.rules import KeepLimits
-from agent.records.retention.sweeper import Sweeper
+from agent.records.retention.sweeper import Surroundings, Sweeper
 from experts.expert import Verdict
 
 folder, steps, removals = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
@@ -477,7 +474,7 @@ archive = ImageArchive(folder / "images", "all")
 shelf = Shelf(folder / "inbox" / "done", Verdict.OK)
 later = datetime.now(UTC) + timedelta(hours=2)
 limits = KeepLimits() if sys.argv[4:] else KeepLimits(size_bytes=1)
-sweeper = Sweeper(limits, archive, [shelf], store, wall=lambda: later)
+sweeper = Sweeper(limits, archive, [shelf], store, surroundings=Surroundings(wall=lambda: later))
 remove = sweeper._remove_file
 def counted(path, mtime_ns):
     global removals
