@@ -1,10 +1,17 @@
-"""What an inspection is about. A source makes the subject; the row, the message and the file carry it unchanged."""
+"""What an inspection is about, and how the place that it came from is doing.
+
+A source makes the subject; the row, the message and the file carry it unchanged.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -13,6 +20,7 @@ if TYPE_CHECKING:
 
 CAMERA_PREFIX = "camera/"  # of keys: a folder's begin with its digest
 CALLER_PREFIX = "api/"
+LONGEST_NAME = 200  # of a key, a serial or a ref: longer ones are no names
 PART_MARK = "#"  # between an image's key and the ref of a part of it
 KEY_OF_PART = re.compile(rf"(.*@[0-9a-f]+-[0-9a-f]+--?[0-9a-f]+){PART_MARK}", re.DOTALL)  # of a folder's image
 
@@ -54,6 +62,28 @@ class Subject:
         return self.image if self.box is None or self.image == self.key else f"{self.image}{PART_MARK}{self.ref}"
 
 
+@dataclass(frozen=True, slots=True)
+class SourceStatus:
+    """How a folder or a camera is doing. ``received``: images taken in; ``waiting``: images not taken yet.
+
+    ``dropped``: frames that gave way to later ones; ``held_bytes``: images read and not judged; ``lost``: triggers
+    without a frame; ``broken``: frames that could not be read; ``frame_age_s``: of the last frame.
+    """
+
+    name: str
+    kind: str
+    state: str
+    received: int = 0
+    waiting: int = 0
+    dropped: int = 0
+    alarm: str | None = None
+    held_bytes: int = 0
+    lost: int = 0
+    broken: int = 0
+    reconnects: int = 0
+    frame_age_s: float | None = None
+
+
 def pieces(subject: Subject, layout: LayoutSections | None) -> tuple[Subject, ...]:
     """Subjects that one image is judged by: itself, or with a layout each part of the board that it shows."""
     if layout is None:
@@ -79,3 +109,17 @@ def image_key(key: str) -> str:
     """A folder image's key, by it or by the key of a part."""
     found = KEY_OF_PART.match(key)
     return found[1] if found else key
+
+
+def asked_sha256(*asked: object) -> str:
+    """Digest of all that a caller asks under its key."""
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+
+
+def checked_name(name: str | None, what: str) -> str | None:
+    """The name. Raises OrderRefused for one that is too long, or a key with a part's mark."""
+    if name is not None and len(name) > LONGEST_NAME:
+        raise OrderRefused(Refusing.INVALID, f"a {what} of {len(name)} characters - at most {LONGEST_NAME}")
+    if what == "key" and name and PART_MARK in name:
+        raise OrderRefused(Refusing.INVALID, f"a key with {PART_MARK} - it stands before a frame's parts: leave it out")
+    return name

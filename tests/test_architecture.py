@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 UNREADABLE = "?"  # the target of an import whose name is computed
-EDGES = ("agent.intake", "agent.api", "agent.records", "agent.web")
+EDGES = ("agent.sources", "agent.api", "agent.records", "agent.web")
 RUNTIMES = ("torch", "torchvision", "ultralytics", "onnxruntime", "onnx")
 RUNTIME_FENCE = (
     "experts.backends",
@@ -73,15 +73,26 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "agent.runtime.measuring": ("agent.core", "agent.runtime"),
     "agent.device_profile": ("agent.core", *NOUNS),
     "agent.deployment": ("agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile"),
-    "agent.intake.files": ("agent.config", "agent.line_file"),
-    "agent.intake": ("agent.config", "agent.line_file", "agent.subject", "agent.intake.files"),
+    "agent.sources.base": ("agent.config", "agent.subject"),
+    "agent.sources.folder.files": ("agent.config", "agent.line_file"),
+    "agent.sources.folder": (
+        "agent.config", "agent.line_file", "agent.subject", "agent.sources.base", "agent.sources.folder.files",
+    ),
+    "agent.sources.cameras.pictures": (),
+    "agent.sources.cameras": (
+        "agent.config", "agent.line_file", "agent.subject", "agent.sources.base", "agent.sources.cameras.pictures",
+    ),
+    "agent.sources": (
+        "agent.config", "agent.line_file", "agent.subject", "agent.sources.base", "agent.sources.folder",
+        "agent.sources.cameras",
+    ),
     "agent.records": ("agent.config", "agent.line_file", "agent.subject"),
     "agent.http": ("agent.line_file", "agent.unix_sockets"),
     "agent.web": ("agent.http",),
     "agent.records.delivery": ("agent.config", "agent.line_file", "agent.records"),
     "agent.records.retention": ("agent.config", "agent.line_file", "agent.records"),
     "agent.api.proto": (),
-    "agent.api.calls": ("agent.line_file", "agent.api.proto"),
+    "agent.api.calls": ("agent.line_file", "agent.subject", "agent.api.proto"),
     "agent.api.services": ("agent.line_file", "agent.api.proto", "agent.api.calls"),
     "agent.api": (
         "agent.config", "agent.line_file", "agent.unix_sockets", "agent.api.proto", "agent.api.calls",
@@ -90,28 +101,29 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "agent.api.openai": (
         "agent.config", "agent.line_file", "agent.http.exchange", "agent.api.calls",
     ),
-    "agent.intake.cameras": ("agent.line_file", "agent.subject"),
-    "agent.intake.cameras.sources": (),
-    "agent.service.judging": (
+    "agent.service.inspections": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.deployment",
-        "agent.intake.arrivals", "agent.records",
+        "agent.sources.base", "agent.records", "agent.web.readings",
     ),
-    "agent.service.doors": (
-        "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.device_profile",
-        "agent.deployment", "agent.intake", "agent.records", "agent.api.calls", "agent.web.readings",
-        "agent.service.judging",
+    "agent.service.texts": (
+        "agent.subject", "agent.core", "agent.runtime", "agent.deployment", "agent.api.calls", "agent.web.readings",
+        "agent.service.inspections",
+    ),
+    "agent.service.desk": (
+        "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.deployment",
+        "agent.records", "agent.api.calls", "agent.web.readings", "agent.service.inspections", "agent.service.texts",
     ),
     "agent.service": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.device_profile",
-        "agent.deployment", "agent.intake", "agent.records", "agent.api", "agent.web",
+        "agent.deployment", "agent.sources", "agent.records", "agent.api", "agent.web",
     ),
     "agent.commands": (
         "agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile", "agent.deployment",
-        "agent.records", "agent.api", "agent.intake.cameras",
+        "agent.records", "agent.api", "agent.sources.cameras",
     ),
     "agent.demo.rendering": (),
     "agent.demo.training": ("agent.demo.rendering",),
-    "agent.demo.texts": ("agent.demo.training.learning", "agent.api.calls.desk", "agent.service.doors.line_desk"),
+    "agent.demo.texts": ("agent.demo.training.learning", "agent.api.calls.desk", "agent.service.desk.line_desk"),
     "agent.demo": (
         "agent.config", "agent.demo.rendering", "agent.demo.training", "agent.demo.texts", "agent.runtime",
         "agent.records", "agent.deployment", "agent.service", "agent.commands",
@@ -402,7 +414,7 @@ class TestTheImportRules:
 
     @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.within[0] or 'all'}: {rule.reason}")
     def test_a_rule_that_nothing_breaks_is_none(self, rule):
-        module = f"{rule.within[0]}.inner" if rule.within != ("",) else "agent.intake.inner"
+        module = f"{rule.within[0]}.inner" if rule.within != ("",) else "agent.sources.inner"
         breaches = [Import(module, 1, target) for target in rule.forbidden if not is_inside(target, rule.allowed)]
         assert breaches
         assert all(rule.forbids(one) for one in breaches)
@@ -428,7 +440,7 @@ class TestTheImportRules:
             ("agent.core.queue", "import numpy as np"),
             ("agent.core.queue", "import concurrent.futures"),
             ("agent.core.queue", "from experts.backends import backend_for"),
-            ("agent.intake.folder", "from agent.records.journal import Journal"),
+            ("agent.sources.folder.folder", "from agent.records.journal import Journal"),
             ("agent.web.page", "from agent.api import server"),
             ("agent.records.results", "from ..intake import folder"),
             ("agent.service.line_service", "import torch"),
@@ -457,8 +469,8 @@ class TestTheImportRules:
             ("agent.core.engine", "from dataclasses import dataclass\nimport heapq, math"),
             ("agent.runtime.loop", "import threading, time, torch\nfrom agent.core.engine import Engine"),
             ("agent.records.results", "from agent.records import journal\nimport sqlite3"),
-            ("agent.service.line_service", "from agent.intake import folder\nfrom agent.records import journal"),
-            ("agent.intake.timeline", "import timeit, onnxish"),
+            ("agent.service.line_service", "from agent.sources import folder\nfrom agent.records import journal"),
+            ("agent.sources.timeline", "import timeit, onnxish"),
             ("profiler.cli.app", "from agent.device_profile.store import PerformanceMatrix"),
             ("coserve", "from agent.cli.app import app\nfrom profiler.cli.app import app as profiler_app"),
         ],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agent.config import read_secret
-from agent.intake.cameras.probe import probe
+from agent.sources.cameras.probe import probe
 from experts.backends.onnx.layouts import require_served
 from experts.errors import LoadError, WeightsCorrupt, WeightsMismatch, WeightsMissing
 

@@ -23,11 +23,11 @@ from agent.deployment.build import detect_box, doubts
 from agent.deployment.memory_split import pool_budgets, prepared_bytes
 from agent.deployment.packed_copies import packed_manifests
 from agent.deployment.profile_in_use import find_profile
-from agent.intake.cameras.probe import probe
 from agent.line_file.api import UNIX
 from agent.line_file.values import shown_url
 from agent.records.database import damage_of, is_state_held
 from agent.runtime.machine.accelerator import check_runtimes
+from agent.sources.cameras.probe import probe
 from experts.errors import ConfigError, CoServeError
 from experts.expert import OTHER_THRESHOLD, Precision
 from experts.filesystem import filesystem_type, is_shared, tells_changes

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from agent.deployment.line_change import line_name
-from agent.intake.cameras.supervision import CameraState
+from agent.sources.cameras.supervision import CameraState
 from agent.web.readings import Condition, Histogram, Metric, MetricKind
 
 if TYPE_CHECKING:
@@ -25,23 +25,21 @@ if TYPE_CHECKING:
 
     from agent.core.pool import PoolStatistics
     from agent.core.statistics import EngineStatistics, QueueStatistics
-    from agent.intake.cameras.frames import CameraStatistics
     from agent.records.delivery.deliveries import DeliveryStatistics
     from agent.records.results import StoreStatistics
     from agent.records.retention.archive import KeeperStatistics
     from agent.runtime.executor import ExecutorStatistics
     from agent.runtime.loop import LoopStatistics
     from agent.runtime.transfer import TransferStatistics
-    from agent.service.doors.admission import Admission
-    from agent.service.doors.camera_door import CameraDoor
-    from agent.service.doors.folder_door import FolderDoor
-    from agent.service.doors.journal_door import JournalDoor
-    from agent.service.doors.tally import Tally
-    from agent.service.doors.text_door import TextDoor
-    from agent.service.judging.inspector import Inspector
-    from agent.service.judging.line_boards import LineBoards
-    from agent.service.judging.verdicts import Verdicts
+    from agent.service.desk.tally import Tally
+    from agent.service.inspections.admission import Admission
+    from agent.service.inspections.inspector import Inspector
+    from agent.service.inspections.journaled import JournaledImages
+    from agent.service.inspections.line_boards import LineBoards
+    from agent.service.inspections.verdicts import Verdicts
+    from agent.service.texts.text_door import TextDoor
     from agent.service.upkeep import Upkeep
+    from agent.subject import SourceStatus
     from agent.web.readings import Distribution, Labels
 
 Name = TypeVar("Name", bound=str)
@@ -93,13 +91,13 @@ POOL: Table[PoolStatistics] = (
     (GAUGE, "lease_budget_bytes", "What texts may hold of a memory.", lambda one: one.lease_bytes),
     (GAUGE, "experts_resident", "Experts in a memory.", lambda one: len(one.resident)),
 )
-FOLDER: Table[FolderDoor] = (
-    (GAUGE, "folder_up", "1 while files are taken and put away.", lambda one: one.view().alarm is None),
-    (COUNTER, "folder_files", "Files taken, refused ones included.", lambda one: one.view().received),
-    (GAUGE, "folder_waiting_files", "Files not complete, or not read yet.", lambda one: one.view().waiting),
-    (GAUGE, "folder_held_bytes", "Images read and not judged yet.", lambda one: one.reader.statistics().held_bytes),
+FOLDER: Table[SourceStatus] = (
+    (GAUGE, "folder_up", "1 while files are taken and put away.", lambda one: one.alarm is None),
+    (COUNTER, "folder_files", "Files taken, refused ones included.", lambda one: one.received),
+    (GAUGE, "folder_waiting_files", "Files not complete, or not read yet.", lambda one: one.waiting),
+    (GAUGE, "folder_held_bytes", "Images read and not judged yet.", lambda one: one.held_bytes),
 )
-CAMERA: Table[CameraStatistics] = (
+CAMERA: Table[SourceStatus] = (
     (COUNTER, "camera_frames", "Frames taken.", lambda one: one.received),
     (COUNTER, "camera_broken_frames", "What came and could not be read.", lambda one: one.broken),
     (COUNTER, "camera_lost_triggers", "Triggers that got no frame.", lambda one: one.lost),
@@ -137,14 +135,13 @@ class Instruments:
 
     inspector: Inspector
     admission: Admission
-    journal: JournalDoor
+    journaled: JournaledImages
     verdicts: Verdicts
     boards: LineBoards
     upkeep: Upkeep
     tally: Tally
-    cameras: Mapping[str, CameraDoor]
     texts: TextDoor
-    folders: Callable[[], Sequence[FolderDoor]]
+    sources: Callable[[], Sequence[SourceStatus]]
     alarms: Callable[[], Sequence[str]]
     phase: Callable[[], str | None]
 
@@ -165,7 +162,9 @@ class LineMetrics:
 
     def metrics(self) -> Sequence[Metric | Histogram]:
         line, loop = self._line, self._line.inspector.agent.loop.statistics()
-        folders = {str(number): folder for number, folder in enumerate(line.folders(), start=1)}
+        sources = line.sources()
+        watched = [source for source in sources if source.kind == "folder"]
+        folders = {str(number): folder for number, folder in enumerate(watched, start=1)}
         places: dict[Labels, float] = {(str(one.executor), one.processor): 1 for one in loop.executors}
         receivers = {one.receiver: one for one in line.upkeep.deliveries.statistics()}
         ages = {receiver: _age_s(since) for receiver, since in line.upkeep.deliveries.oldest().items()}
@@ -184,7 +183,7 @@ class LineMetrics:
             *_told(ADMISSION, line.admission),
             *self._texts(),
             *_each(FOLDER, "folder", folders),
-            *self._cameras(),
+            *self._cameras({source.name: source for source in sources if source.kind == "camera"}),
             *_each(RECEIVER, "receiver", receivers),
             Metric(GAUGE, "outbox_oldest_age_seconds", "Since the first was judged.", _by_name(ages), ("receiver",)),
             *_told(STORE, line.upkeep.store.statistics()),
@@ -209,7 +208,7 @@ class LineMetrics:
         yield Histogram("verdict_seconds", "From arrival to stored verdict.", _by_name(tally.seconds), ("source",))
         yield Metric(COUNTER, "board_verdicts", "Board verdicts stored.", _by_name(tally.boards), ("verdict",))
         yield Metric(GAUGE, "boards_open", "Boards that wait for images.", {(): boards})
-        yield Metric(GAUGE, "journal_requests", "Accepted, and not judged yet.", {(): line.journal.unfinished})
+        yield Metric(GAUGE, "journal_requests", "Accepted, and not judged yet.", {(): line.journaled.unfinished})
         yield Metric(COUNTER, "orders_accepted", "Callers' orders taken.", {(): tally.accepted})
         yield Metric(COUNTER, "orders_refused", "Callers' orders refused.", _by_name(tally.refused), ("reason",))
 
@@ -220,14 +219,13 @@ class LineMetrics:
         first: dict[Labels, Distribution] = {(): texts.first_token_s}
         yield Histogram("text_first_token_seconds", "Until something of a text was shown.", first, ())
 
-    def _cameras(self) -> Iterator[Metric]:
-        seen = {name: door.camera.statistics() for name, door in self._line.cameras.items()}
+    def _cameras(self, seen: Mapping[str, SourceStatus]) -> Iterator[Metric]:
         yield from _each(CAMERA, "camera", seen)
         for name, one in seen.items():  # one on its way counts as dropped, for a moment: a counter must not go back
             self._dropped[name] = max(self._dropped[name], one.dropped)
         yield Metric(COUNTER, "camera_dropped_frames", "Gave way to later ones.", _by_name(self._dropped), ("camera",))
         states: dict[Labels, float] = {
-            (name, str(state)): one.state is state for name, one in seen.items() for state in CameraState
+            (name, str(state)): one.state == str(state) for name, one in seen.items() for state in CameraState
         }
         yield Metric(GAUGE, "camera_state", "1 for the state that a camera is in.", states, ("camera", "state"))
         ages = {name: one.frame_age_s for name, one in seen.items() if one.frame_age_s is not None}

@@ -1,4 +1,4 @@
-"""The composition root of ``coserve serve``: doors -> inspector -> verdicts -> boards, and everything ends in order.
+"""The composition root of ``coserve serve``: sources -> inspector -> verdicts -> boards, and everything ends in order.
 
 Guarantees: on stop nothing new is taken, taken images are finished within ``DRAIN_S``, the rest waits for the next
 start: files in their folder's ``.work``, all else in the journal. After a crash nothing is taken and everything ends.
@@ -17,25 +17,25 @@ from agent.api.calls.desk import ReloadView
 from agent.config import read_line
 from agent.deployment.build import pack
 from agent.deployment.line_change import keys_for_restart, line_name, plan_change, taken_over
-from agent.intake.room import has_room
 from agent.runtime.machine.detection import has_nvidia_gpu
 from agent.runtime.texts import expert_name
-from agent.service.doors.admission import Admission
-from agent.service.doors.camera_door import CameraDoor
-from agent.service.doors.folder_door import FolderDoor
-from agent.service.doors.journal_door import JournalDoor
-from agent.service.doors.line_desk import Controls, LineDesk
-from agent.service.doors.order_taker import OrderTaker
-from agent.service.doors.tally import Tally
-from agent.service.doors.text_door import TextDoor
+from agent.service.desk.line_desk import Controls, LineDesk
+from agent.service.desk.orders import OrderTaker
+from agent.service.desk.tally import Tally
 from agent.service.housekeeping import Housekeeper
-from agent.service.judging.drift import DriftAlarm
-from agent.service.judging.inspector import Inspector
-from agent.service.judging.line_boards import LineBoards, wall_clock
-from agent.service.judging.shadowing import ShadowRecorder
-from agent.service.judging.verdicts import Verdicts
+from agent.service.inspections.admission import Admission
+from agent.service.inspections.drift import DriftAlarm
+from agent.service.inspections.filed import FiledImages
+from agent.service.inspections.inspector import Inspector
+from agent.service.inspections.journaled import JournaledImages
+from agent.service.inspections.line import SourceLine
+from agent.service.inspections.line_boards import LineBoards, wall_clock
+from agent.service.inspections.shadowing import ShadowRecorder
+from agent.service.inspections.verdicts import Verdicts
 from agent.service.line_metrics import Instruments, LineMetrics
+from agent.service.texts.text_door import TextDoor
 from agent.service.upkeep import Upkeep
+from agent.sources.registry import sources_of
 from experts.daemon_threads import DaemonThreads
 from experts.errors import ConfigError, OrderRefused, Refusing, WeightsError, WeightsMissing
 from experts.expert import Precision
@@ -44,17 +44,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import datetime
 
-    from agent.api.calls.desk import SourceView
     from agent.api.openai.endpoint import OpenAiEndpoint
     from agent.api.server import ApiServer
     from agent.config import LineConfig
     from agent.deployment.build import Agent
-    from agent.intake.arrivals import IntakeStatistics
-    from agent.intake.reading import ReadingStatistics
     from agent.records.boards import LedgerStatistics
     from agent.records.results import StoreStatistics
     from agent.service.housekeeping import HousekeepingStatistics
-    from agent.service.judging.drift import DriftStatistics
+    from agent.service.inspections.drift import DriftStatistics
+    from agent.sources.base import Source
+    from agent.subject import SourceStatus
     from agent.web.server import WebServer
     from experts.errors import AgentCrashed
 
@@ -62,21 +61,17 @@ log = logging.getLogger(__name__)
 
 DRAIN_S = 8.0  # with 8 s for callers, 5 s for what hangs in the agent, and all below, it ends within systemd's 40 s
 API_STOP_S = 5.0
-CAMERAS_STOP_S = 2.0  # of all together
+SOURCES_STOP_S = 2.0  # of all together; what hangs is left, or killed
 COMMIT_S = 2.0
 FILING_S = 2.0  # of all folders together
 STORE_CLOSE_S = 1.5  # and as long again for a commit that is under way
 IN_FLIGHT_LIMIT = 2000  # files that folders took or refused, and could not put away yet; the rest waits where it is
-READ_BYTES = 256 * 1024 * 1024  # of images read and not judged yet, all folders together; 2 000 crops take a tenth
-READER_STOP_S = 1.0  # of all together
 HOUSEKEEPER_STOP_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class LineStatistics:
     requests_in_flight: int
-    intakes: tuple[IntakeStatistics, ...]
-    readers: tuple[ReadingStatistics, ...]
     store: StoreStatistics
     boards: LedgerStatistics
     drift: DriftStatistics
@@ -101,34 +96,32 @@ class LineService:
     ) -> None:
         self._config = self._started_with = config
         self._clock = clock
-        self._in_flight_limit = in_flight_limit
         self._inspector = Inspector(config, progress, on_crash)
         self._device_alarms = _device_alarms(config, self._inspector.agent)
         self._drift_alarm = DriftAlarm()
-        self._folders: list[FolderDoor] = []
         self._upkeep = Upkeep(config, self._is_needed, wall)
         self._store = self._upkeep.store
         self._boards = LineBoards(config.boards, self._store, clock=clock, wall=wall)
         self._verdicts = Verdicts(self._store, self._boards)
         self._shadows = ShadowRecorder(self._inspector, self._store)
-        self._journal = JournalDoor(self._inspector, self._verdicts, self._store, self._upkeep.images)
+        self._journaled = JournaledImages(self._inspector, self._verdicts, self._store, self._upkeep.images)
+        filed = FiledImages(self._inspector, self._verdicts, self._store)
+        self.sources: list[Source] = []
+        line = SourceLine(self._inspector, filed, self._journaled, lambda: self.sources, in_flight_limit)
+        self.sources += sources_of(config, line)
         admission = Admission(config.api.limits, lambda: self._inspector.ended_per_s)
         self._texts = TextDoor(self._inspector, admission)
         tally = Tally()
         self._verdicts.subscribe(tally.stored)
         self.desk = LineDesk(
-            self._inspector, OrderTaker(self._inspector, self._journal, admission), self._texts, self._verdicts,
-            self._boards, self._store, tally, Controls(self._sources, self._trigger, self._reload, self._alarms),
+            self._inspector, OrderTaker(self._inspector, self._journaled, admission), self._texts, self._verdicts,
+            self._boards, self._store, tally, Controls(self._source_views, self._trigger, self._reload, self._alarms),
         )  # fmt: skip
-        self._cameras = {
-            camera.name: CameraDoor(camera, self._inspector, self._journal, self._verdicts)
-            for camera in config.intake.cameras
-        }
         self.api = _api_of(config, self.desk)
         self._phase: str | None = "it starts"
         instruments = Instruments(
-            self._inspector, admission, self._journal, self._verdicts, self._boards, self._upkeep, tally, self._cameras,
-            self._texts, folders=lambda: self._folders, alarms=self._alarms, phase=lambda: self._phase,
+            self._inspector, admission, self._journaled, self._verdicts, self._boards, self._upkeep, tally,
+            self._texts, sources=self._source_views, alarms=self._alarms, phase=lambda: self._phase,
         )  # fmt: skip
         self._openai = _openai_of(config, self.desk)
         self.web = _web_of(config, LineMetrics(instruments), self._openai)
@@ -143,7 +136,7 @@ class LineService:
             {
                 "boards": self._boards.expire,
                 "drift": self._warn_of_drift,
-                "readers": self._tell_stuck_readers,
+                "sources": self._report_hangs,
                 "texts": self._texts.end_overdue,
             }
         )
@@ -164,8 +157,6 @@ class LineService:
     def statistics(self) -> LineStatistics:
         return LineStatistics(
             requests_in_flight=self.agent.loop.requests_in_flight,
-            intakes=tuple(folder.intake.statistics() for folder in self._folders),
-            readers=tuple(folder.reader.statistics() for folder in self._folders),
             store=self._store.statistics(),
             boards=self._boards.statistics(),
             drift=self._inspector.drift(),
@@ -189,48 +180,36 @@ class LineService:
         self._boards.take_up()
         self._inspector.start()
         self._upkeep.start()
-        self._journal.take_up()
+        self._journaled.take_up()
         self._doorkeeper.step()
         if self._closed_doors:
             self._doorkeeper.start()
-        listed = self._config.intake.folders
-        self._folders = [
-            FolderDoor(
-                self._config, folder, self._inspector, self._verdicts, self._store,
-                budget_bytes=READ_BYTES // len(listed), has_room=self._has_room,
-            )
-            for folder in listed
-        ]  # fmt: skip
-        for folder in self._folders:
-            folder.start()
-        for camera in self._cameras.values():
-            camera.start()
+        for source in self.sources:
+            source.start()
         self._housekeeper.start()
         self._phase = None
-        watched = ", ".join(view.name for view in self._sources())
+        watched = ", ".join(view.name for view in self._source_views())
         log.info("ready line=%s experts=%d watching=%s", self._config.line, len(self._config.catalog.experts), watched)
 
     def stop(self) -> dict[str, Any]:
         """Finish what was taken, store it, end; returns counts. Raises AgentCrashed, last, if it had crashed."""
         self._phase = "it stops: the next one will take work"
-        for door in self._cameras.values():
-            door.stop(0.0)  # they end while callers have their answers
+        for source in self.sources:
+            source.stop(0.0)  # they end while callers have their answers
         self._stop_api()
-        _stop_all([door.stop for door in self._cameras.values()], CAMERAS_STOP_S)  # one that hangs is killed
+        _stop_all([source.stop for source in self.sources], SOURCES_STOP_S)
         self._inspector.take_no_more()
         with ExitStack() as ending:  # in the order from below
             ending.callback(self._inspector.close)
             ending.callback(self._close_store)
             ending.callback(self._upkeep.stop)
-            ending.callback(_stop_all, [folder.intake.stop for folder in self._folders], FILING_S)
+            ending.callback(_stop_all, [source.close for source in self.sources], FILING_S)
             ending.callback(self._wait_for_commits)
             ending.callback(self._shadows.flush)
             ending.callback(self._upkeep.stop_images)
             ending.callback(self._housekeeper.stop, HOUSEKEEPER_STOP_S)
             ending.callback(self._inspector.forgive)
             ending.callback(self._inspector.stop)
-            ending.callback(_stop_all, [folder.reader.stop for folder in self._folders], READER_STOP_S)
-            ending.callback(self._journal.stop)
             ending.callback(self._stop_web)
             if not self._inspector.drain(DRAIN_S):
                 log.warning("not_drained images=%d they wait for the next start", self._inspector.in_flight)
@@ -282,21 +261,16 @@ class LineService:
         if not self._store.close(STORE_CLOSE_S):
             log.error("results_not_stored: their images wait for the next start")
 
-    def _has_room(self, door: FolderDoor) -> bool:
-        if not self._inspector.takes:
-            return False
-        return has_room(door.intake.held, [each.intake.held for each in self._folders], self._in_flight_limit)
-
     # -- for the desk --
 
-    def _sources(self) -> list[SourceView]:
-        folders = [folder.view() for folder in self._folders]
-        return folders + [camera.view() for camera in self._cameras.values()]
+    def _source_views(self) -> list[SourceStatus]:
+        return [status for source in self.sources if (status := source.status()) is not None]
 
     def _trigger(self, camera: str, board: str | None, board_type: str | None, key: str | None) -> str:
-        if camera not in self._cameras:
+        found = next((source for source in self.sources if source.name == camera), None)
+        if found is None:
             raise OrderRefused(Refusing.NOT_FOUND, f"no camera {camera!r}")
-        return self._cameras[camera].trigger(board, board_type, key)
+        return found.trigger(board, board_type, key)
 
     def _reload(self) -> ReloadView:
         """One reload at a time. Requests are served as before meanwhile, and after a failure."""
@@ -318,8 +292,8 @@ class LineService:
     def _reloaded(self, read: LineConfig) -> ReloadView:
         for_restart = keys_for_restart(self._started_with, read)
         config = taken_over(self._config, read)
-        for camera in self._cameras.values():
-            camera.check(config)
+        for source in self.sources:
+            source.check(config)
         change = plan_change(self.agent, config, lambda stage, done, total: None)
         if not self._inspector.takes:  # it took long, and meanwhile the agent was told to end
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one reads the line file", 5.0)
@@ -331,8 +305,8 @@ class LineService:
         self._shadows.refuse_enders()
         self._config = config
         self._boards.change(config.boards)
-        for door in self._folders:
-            door.change(config)
+        for source in self.sources:
+            source.reload(config)
         return ReloadView(True, (), change.added, change.replaced, change.removed, for_restart)
 
     def _mend(self, expert: str) -> None:
@@ -382,18 +356,18 @@ class LineService:
             *([] if store.alarm is None else [f"results are not stored: {store.alarm}"]),
             *(f"results: {alarm}" for alarm in (store.log_alarm, store.damage_alarm) if alarm is not None),
             *self._upkeep.alarms(),
-            *(f"{view.name}: {view.alarm}" for view in self._sources() if view.alarm is not None),
+            *(f"{view.name}: {view.alarm}" for view in self._source_views() if view.alarm is not None),
             *(f"{duty}: {reason}" for duty, reason in failing.items()),
         ]
 
     # -- by time: on the housekeeper's thread --
 
     def _is_needed(self, key: str) -> bool:
-        return any(folder.intake.holds(key) for folder in self._folders)
+        return any(source.holds(key) for source in self.sources)
 
-    def _tell_stuck_readers(self) -> None:
-        for folder in self._folders:
-            folder.reader.tell_stuck()
+    def _report_hangs(self) -> None:
+        for source in self.sources:
+            source.report_hangs()
 
     def _warn_of_drift(self) -> None:
         now_s = self._clock()

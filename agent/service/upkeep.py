@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from agent.intake.files.filing import SHELF_OF
 from agent.records.delivery.deliveries import Deliveries, line_outbox, line_receivers
 from agent.records.export import ResultExport
 from agent.records.result_writer import ResultStore
@@ -18,6 +17,7 @@ from agent.records.retention.kept_images import Shelf
 from agent.records.retention.rules import KeepLimits
 from agent.records.retention.sweeper import Sweeper
 from agent.service.housekeeping import Housekeeper
+from agent.sources.folder.files.filing import SHELF_OF
 from experts.expert import Verdict
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent.intake.files.inbox import DONE, FAILED, NG, UNFINISHED
-from agent.intake.files.naming import naming_of
-from agent.intake.files.sidecar import SUFFIX, sidecar_of
+from agent.sources.folder.files.inbox import DONE, FAILED, NG, UNFINISHED
+from agent.sources.folder.files.naming import naming_of
+from agent.sources.folder.files.sidecar import SUFFIX, sidecar_of
 from experts.calibrations import FORMAT
 from experts.errors import ConfigError, ImageError, SidecarUnfinished
 from experts.images import DEFAULT_MAX_PIXELS, read_image
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from agent.config import LineConfig
-    from agent.intake.files.naming import Naming, Told
+    from agent.sources.folder.files.naming import Naming, Told
 
 MOST_PER_EXPERT = 40  # a form that agrees on all of them decides otherwise on fewer than 8 in 100
 MOST_CALIBRATING = 16  # further images of an expert, half of all that it has at most

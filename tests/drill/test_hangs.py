@@ -19,7 +19,7 @@ HANGING = """
 import sys, threading
 from functools import partial
 from pathlib import Path
-import agent.service.judging.inspector
+import agent.service.inspections.inspector
 from agent.config import read_line
 from agent.deployment.build import AgentOptions, build_agent
 from agent.runtime.ages import AgeLimits
@@ -29,7 +29,7 @@ from agent.service.serve import serve_line
 from experts.backends.fake import FakeSkeleton
 ages = AgeLimits(told_s=0.5, told_multiple=0.0, ended_s=1.0, ended_multiple=0.0)
 options = AgentOptions(loop=LoopOptions(ages=ages))
-agent.service.judging.inspector.build_agent = partial(build_agent, options=options)
+agent.service.inspections.inspector.build_agent = partial(build_agent, options=options)
 infer = FakeSkeleton.infer
 def hang(self, expert, batch):
     if expert.id == "cls/f1":

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-import agent.service.judging.inspector
+import agent.service.inspections.inspector
 from agent.config import read_line
 from agent.deployment.build import AgentOptions, build_agent
 from agent.records.journal import JournalReader
@@ -108,7 +108,7 @@ def test_slow_ssd(scene, told, monkeypatch):
     scene.document["memory"] = {"host": "12MiB", "workspace": "8MiB"}  # two experts of four
     scene.write()
     slow = AgentOptions(loop=LoopOptions(ssd_bytes_per_s=20e6))
-    monkeypatch.setattr(agent.service.judging.inspector, "build_agent", partial(build_agent, options=slow))
+    monkeypatch.setattr(agent.service.inspections.inspector, "build_agent", partial(build_agent, options=slow))
     service = LineService(read_line(scene.folder / "line.yaml", {}), lambda *_: None)
     service.start()
     try:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from agent.subject import SourceStatus
     from experts.errors import OrderRefused
     from experts.expert import BoundingBox, LabelScore, Verdict
     from experts.llm.serving.generation import Ending
@@ -301,19 +302,6 @@ class PoolView:
 
 
 @dataclass(frozen=True, slots=True)
-class SourceView:
-    """A folder or a camera. ``received``: images taken from it; ``dropped``: frames that gave way to later ones."""
-
-    name: str
-    kind: str
-    state: str
-    received: int = 0
-    waiting: int = 0
-    dropped: int = 0
-    alarm: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class TextsView:
     """Texts since the start. ``first_token_s``: of those that showed something, all together; so many are ``shown``."""
 
@@ -356,7 +344,7 @@ class StatusView:
     bytes_read: int
     queues: tuple[QueueView, ...] = ()
     pools: tuple[PoolView, ...] = ()
-    sources: tuple[SourceView, ...] = ()
+    sources: tuple[SourceStatus, ...] = ()
     standing: Mapping[str, str] = field(default_factory=dict)
     alarms: tuple[str, ...] = ()
     texts: TextsView = TextsView()

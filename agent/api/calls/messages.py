@@ -20,15 +20,16 @@ from agent.api.calls.desk import (
     QueueView,
     ReloadView,
     ShadowsView,
-    SourceView,
     StatusView,
     TextsView,
 )  # fmt: skip
 from agent.api.proto import inspection_pb2 as pb
+from agent.subject import SourceStatus
 from experts.errors import OrderRefused, Refusing
 from experts.expert import BoundingBox, LabelScore, Verdict
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from datetime import datetime
 
     from google.protobuf.timestamp_pb2 import Timestamp
@@ -39,6 +40,7 @@ VERDICTS = {
     Verdict.OK: pb.VERDICT_OK,
     Verdict.NG: pb.VERDICT_NG,
 }
+OF_SOURCE = ("name", "kind", "state", "received", "waiting", "dropped", "alarm")
 VERDICT_OF = {number: verdict for verdict, number in VERDICTS.items()}
 
 
@@ -206,7 +208,7 @@ def status_message(status: StatusView) -> pb.StatusReply:
         bytes_read=status.bytes_read,
         queues=[pb.Queue(**_fields(queue)) for queue in status.queues],
         pools=[pb.Pool(**_fields(pool)) for pool in status.pools],
-        sources=[pb.Source(**_fields(source)) for source in status.sources],
+        sources=[pb.Source(**_fields(source, OF_SOURCE)) for source in status.sources],
         standing={text(expert): text(why) for expert, why in status.standing.items()},
         alarms=[text(alarm) for alarm in status.alarms],
         texts=pb.TextCounts(**{name: getattr(status.texts, name) for name in TextsView.__slots__}),
@@ -238,8 +240,8 @@ def status_of(message: pb.StatusReply) -> StatusView:
     )
 
 
-def _fields(view: QueueView | PoolView | SourceView) -> dict[str, Any]:
-    values = {name: getattr(view, name) for name in view.__slots__}
+def _fields(view: QueueView | PoolView | SourceStatus, names: Sequence[str] | None = None) -> dict[str, Any]:
+    values = {name: getattr(view, name) for name in names or view.__slots__}
     return {name: _plain(value) for name, value in values.items() if value is not None}
 
 
@@ -265,8 +267,8 @@ def _pool_of(message: pb.Pool) -> PoolView:
     )
 
 
-def _source_of(message: pb.Source) -> SourceView:
-    return SourceView(
+def _source_of(message: pb.Source) -> SourceStatus:
+    return SourceStatus(
         message.name,
         message.kind,
         message.state,

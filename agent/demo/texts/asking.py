@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from agent.api.calls.desk import TextEnd, TextPiece
     from agent.demo.texts.questions import Question
-    from agent.service.doors.line_desk import LineDesk
+    from agent.service.desk.line_desk import LineDesk
 
 ANSWER_LIMIT_S = 120.0
 MOST_TOKENS = 60

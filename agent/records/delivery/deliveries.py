@@ -49,22 +49,31 @@ class DeliveryStatistics:
     alarm: str | None
 
 
-def line_receivers(config: LineConfig) -> tuple[Receiver, ...]:
-    """Receivers of a line file. Raises ConfigError for a receiver that cannot be set up."""
-    section = config.outbox
-    receivers: list[Receiver] = []
-    if section.mqtt is not None:
-        try:
-            from agent.records.delivery.mqtt import MqttReceiver  # an extra
-        except ImportError as error:
-            missing = f"{error} - MQTT is an extra: pip install coserve[mqtt]"
-            raise config.document.error(missing, "outbox", "mqtt") from error
-        receivers.append(MqttReceiver(section.mqtt, config.line))
-    if section.webhook is not None:
-        from agent.records.delivery.webhook import WebhookReceiver
+def _mqtt(config: LineConfig) -> Receiver | None:
+    if config.outbox.mqtt is None:
+        return None
+    try:
+        from agent.records.delivery.mqtt import MqttReceiver  # an extra
+    except ImportError as error:
+        missing = f"{error} - MQTT is an extra: pip install coserve[mqtt]"
+        raise config.document.error(missing, "outbox", "mqtt") from error
+    return MqttReceiver(config.outbox.mqtt, config.line)
 
-        receivers.append(WebhookReceiver(section.webhook))
-    return tuple(receivers)
+
+def _webhook(config: LineConfig) -> Receiver | None:
+    if config.outbox.webhook is None:
+        return None
+    from agent.records.delivery.webhook import WebhookReceiver
+
+    return WebhookReceiver(config.outbox.webhook)
+
+
+RECEIVERS: list[Callable[[LineConfig], Receiver | None]] = [_mqtt, _webhook]
+
+
+def line_receivers(config: LineConfig) -> tuple[Receiver, ...]:
+    """The receivers that a line file names. Raises ConfigError for one that cannot be told as the file says."""
+    return tuple(receiver for make in RECEIVERS if (receiver := make(config)) is not None)
 
 
 def line_outbox(config: LineConfig, receivers: Sequence[Receiver]) -> Outbox:

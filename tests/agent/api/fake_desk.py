@@ -23,7 +23,6 @@ from agent.api.calls.desk import (
     QueueView,
     ReloadView,
     ShadowsView,
-    SourceView,
     StatusView,
     StoredView,
     TextEnd,
@@ -34,6 +33,7 @@ from agent.api.calls.desk import (
     TextsView,
     TokenView,
 )  # fmt: skip
+from agent.subject import SourceStatus
 from experts.daemon_threads import DaemonThreads
 from experts.errors import OrderRefused, Refusing
 from experts.expert import AnomalyMap, BoundingBox, LabelScore, Verdict
@@ -352,8 +352,8 @@ class FakeDesk:
                 bytes_read=123_456_789,
                 queues=(QueueView(0, "cpu", 3, "cls/resistor", 8.0, 2.0), QueueView(1, "cpu", 0, None)),
                 pools=(PoolView("host", 50 * 2**20, 100 * 2**20, ("cls/resistor", "cls/capacitor"), 2**20, 2**21),),
-                sources=(SourceView("inbox", "folder", "ONLINE", 12, 1, 0, None),
-                         SourceView("top", "camera", "STALLED", 5, 0, 2, "no frame for 10 s")),
+                sources=(SourceStatus("inbox", "folder", "ONLINE", 12, 1, 0, None),
+                         SourceStatus("top", "camera", "STALLED", 5, 0, 2, "no frame for 10 s")),
                 standing={"det/alignment": "quarantined: its weights are not as they were packed"},
                 alarms=("the disk is nearly full",),
                 texts=TextsView(1, 2, 300, 40, 2, 0.5),

@@ -24,7 +24,7 @@ PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
 
 PREAMBLE = """
 import sys, threading
-import agent.service.judging.inspector
+import agent.service.inspections.inspector
 from agent.service.line_service import LineService
 from experts.backends.fake import FakeSkeleton
 
@@ -57,7 +57,8 @@ def hang(*_):
 
 ages = AgeLimits(told_s=0.5, told_multiple=0.0, ended_s=1.0, ended_multiple=0.0)
 options = AgentOptions(loop=LoopOptions(ages=ages))
-agent.service.judging.inspector.build_agent = partial(agent.service.judging.inspector.build_agent, options=options)
+inspector = agent.service.inspections.inspector
+inspector.build_agent = partial(inspector.build_agent, options=options)
 agent.runtime.loop.STOP_S = experts.packed.direct_reads.CLOSE_S = 0.5
 """
 HANGING_BATCH = HANGING + "once_it_serves(lambda: setattr(FakeSkeleton, 'infer', hang))"

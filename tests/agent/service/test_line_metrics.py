@@ -26,7 +26,7 @@ from agent.api.calls.desk import Order
 from agent.records.boards import BoardVerdict
 from agent.records.results import Recorded
 from agent.runtime.loop import BatchWatch
-from agent.service.doors.tally import Tally
+from agent.service.desk.tally import Tally
 from experts.errors import AgentCrashed, OrderRefused
 from experts.expert import Verdict
 from tests.lines import result

@@ -23,21 +23,21 @@ import pytest
 import yaml
 from PIL import Image
 
-import agent.service.doors.folder_door
-import agent.service.judging.inspector
+import agent.service.inspections.inspector
 import agent.service.serve
+import agent.sources.folder.folder_source
 from agent.config import read_line
 from agent.deployment.build import AgentOptions, build_agent, detect_box
 from agent.deployment.packed_copies import copies_of, lying_packed
 from agent.device_profile.identity import identity_of, packed_sha256
 from agent.device_profile.records import Allocation, KindProfile, LinkSpeed, UsageOrigin, UsageProfile
 from agent.device_profile.store import ProfileDraft
-from agent.intake.reading import ArrivalReader, read_as_seen
 from agent.records.boards import BoardVerdict
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
 from agent.runtime.loop import LoopOptions
 from agent.service.line_service import LineService
+from agent.sources.folder.reading import ArrivalReader, read_as_seen
 from experts.errors import AgentCrashed
 from experts.expert import Precision, Verdict
 from experts.packed.packing import pack_line
@@ -156,8 +156,8 @@ def wait_until(holds):
 def wait_for_steps(service, steps=3):
     """Until the folder was looked after so many times more."""
     for _ in range(steps):
-        before = service.statistics().intakes[0]
-        wait_until(lambda seen=before: service.statistics().intakes[0] is not seen)
+        before = service.sources[0].intake.statistics()
+        wait_until(lambda seen=before: service.sources[0].intake.statistics() is not seen)
 
 
 def wait_for_housekeeping(service, steps=2):
@@ -297,7 +297,11 @@ def test_files_that_are_kept_add_no_row_at_a_restart(line):
     first = line.rows()
     for _ in range(2):
         with line.served() as service:
-            wait_until(lambda s=service: s.statistics().intakes[0].offered + s.statistics().intakes[0].refused == 2)
+            wait_until(
+                lambda s=service: (
+                    s.sources[0].intake.statistics().offered + s.sources[0].intake.statistics().refused == 2
+                )
+            )
             wait_for_steps(service)
             assert service.judged == 0
     assert line.rows() == first
@@ -342,7 +346,7 @@ def test_while_nothing_can_be_stored_files_wait_in_the_folder_and_not_in_memory(
             wait_until(lambda: service.statistics().store.pending == 3)
             wait_until(lambda: service.statistics().requests_in_flight == 0)
             wait_for_steps(service)
-            assert service.statistics().intakes[0].in_flight == 3
+            assert service.sources[0].intake.statistics().in_flight == 3
             assert len(list(line.inbox.glob("*.png"))) == 5
         wait_until(lambda: service.judged == 8)
     assert len(line.rows()) == 8
@@ -350,7 +354,9 @@ def test_while_nothing_can_be_stored_files_wait_in_the_folder_and_not_in_memory(
 
 def reading(monkeypatch, read_file):
     """Arrivals are read so from now on."""
-    monkeypatch.setattr(agent.service.doors.folder_door, "ArrivalReader", partial(ArrivalReader, read_file=read_file))
+    monkeypatch.setattr(
+        agent.sources.folder.folder_source, "ArrivalReader", partial(ArrivalReader, read_file=read_file)
+    )
 
 
 def test_a_share_that_drops_for_a_while_costs_no_image_its_verdict(line, monkeypatch):
@@ -367,7 +373,7 @@ def test_a_share_that_drops_for_a_while_costs_no_image_its_verdict(line, monkeyp
         for name in names:
             line.drop(name)
         wait_until(lambda: service.judged == 6)
-        assert [reader.failing for reader in service.statistics().readers] == [0]
+        assert service.sources[0].reader.statistics().failing == 0
     assert line.verdicts() == [(name, OK) for name in names]
 
 
@@ -714,7 +720,7 @@ def test_what_a_ready_agent_is_made_of_is_not_looked_at_by_collections(line, mon
 
 def test_stopping_does_not_wait_for_experts_that_nobody_asked_for(line, monkeypatch, caplog):
     slow = partial(build_agent, options=AgentOptions(loop=LoopOptions(ssd_bytes_per_s=1.0)))
-    monkeypatch.setattr(agent.service.judging.inspector, "build_agent", slow)
+    monkeypatch.setattr(agent.service.inspections.inspector, "build_agent", slow)
     with line.served() as service:
         wait_until(lambda: any(pool.loading for pool in service.agent.loop.statistics().engine.pools))
     assert "not_drained" not in caplog.text
@@ -755,7 +761,7 @@ def test_a_results_file_that_cannot_be_read_when_a_file_comes_holds_nothing_up(l
     monkeypatch.setattr(ResultStore, "find", fail_once)
     with line.served() as service:
         wait_until(lambda: service.statistics().store.duplicates == 1 and service.statistics().store.pending == 0)
-        wait_until(lambda: service.statistics().intakes[0].in_flight == 0)
+        wait_until(lambda: service.sources[0].intake.statistics().in_flight == 0)
         assert service.judged == 0
     assert failures
     assert line.rows() == first
@@ -773,7 +779,7 @@ def test_a_results_file_that_goes_while_the_line_is_served_loses_no_image(line, 
         for name in ("B2_c0_R1.png", "misnamed.png"):
             line.drop(name)
         wait_until(lambda: service.judged == 3)
-        wait_until(lambda: service.statistics().intakes[0].in_flight == 0)
+        wait_until(lambda: service.sources[0].intake.statistics().in_flight == 0)
     assert line.verdicts() == [("B2_c0_R1.png", OK), ("misnamed.png", UNKNOWN)]
     assert len(list((line.inbox / "done").rglob("*.png"))) == 2
     assert not (line.inbox / ".work").exists()
@@ -792,7 +798,7 @@ def test_one_folders_backlog_keeps_no_file_of_another_waiting(line):
     with line.served(in_flight_limit=8) as service, line.full_disk():
 
         def in_flight():
-            return [intake.in_flight for intake in service.statistics().intakes]
+            return [source.intake.statistics().in_flight for source in service.sources if source.keeps_images]
 
         wait_until(lambda: in_flight() == [6, 0])
         for number in range(3):
@@ -801,7 +807,7 @@ def test_one_folders_backlog_keeps_no_file_of_another_waiting(line):
         wait_until(lambda: in_flight() == [6, 2])
         wait_for_steps(service)
         assert in_flight() == [6, 2]
-        assert service.statistics().intakes[0].waiting == 14
+        assert service.sources[0].intake.statistics().waiting == 14
 
 
 def test_files_that_cannot_be_put_away_use_up_the_room(line):
@@ -809,7 +815,7 @@ def test_files_that_cannot_be_put_away_use_up_the_room(line):
     with line.served(in_flight_limit=3) as service:
         for number in range(8):
             line.drop(f"B{number}_c0_R1.png")
-        wait_until(lambda: service.statistics().intakes[0].unfiled == 3)
+        wait_until(lambda: service.sources[0].intake.statistics().unfiled == 3)
         wait_for_steps(service)
         assert service.judged == 3
         assert len(list(line.inbox.glob("*.png"))) == 5
@@ -884,7 +890,7 @@ def test_drift_from_the_expected_usage_is_told_once_and_again_after_an_hour(line
     line.document["device"] = "cpu"
     if is_profiled:
         line.profile()
-    monkeypatch.setattr("agent.service.judging.drift.LEAST_STEPS", 20)
+    monkeypatch.setattr("agent.service.inspections.drift.LEAST_STEPS", 20)
     now = [0.0]
     with line.served(clock=lambda: now[0]) as service:
         for number in range(19):
@@ -920,7 +926,7 @@ def test_images_are_judged_while_drift_is_computed(line, monkeypatch):
             may_end.wait(PATIENCE_S)
         return 0.0
 
-    monkeypatch.setattr("agent.service.judging.drift.chance_distance", compute_for_long)
+    monkeypatch.setattr("agent.service.inspections.drift.chance_distance", compute_for_long)
     with line.served() as service:
         assert is_computing.wait(PATIENCE_S)
         try:
@@ -1009,7 +1015,7 @@ def test_what_fails_for_good_is_told_and_holds_no_other_duty_up(line, monkeypatc
         raise ValueError("this ledger is broken")
 
     monkeypatch.setattr("agent.records.boards.BoardLedger.expire", fail)
-    monkeypatch.setattr("agent.service.judging.drift.LEAST_STEPS", 20)
+    monkeypatch.setattr("agent.service.inspections.drift.LEAST_STEPS", 20)
     with line.served() as service:
         wait_for_housekeeping(service)
         for number in range(20):

@@ -19,7 +19,7 @@ from agent.api.calls.desk import Order
 from agent.api.client import EVERYTHING, Access, AgentClient
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
-from agent.service.doors.camera_door import CameraDoor
+from agent.sources.cameras.camera_source import CameraSource
 from experts.errors import AgentUnreachable
 from experts.expert import Verdict
 from experts.map_pictures import map_of
@@ -213,7 +213,7 @@ def test_callers_are_told_that_it_stops_before_any_camera_is_waited_for(desk_lin
     """AC19: also beside a camera that hangs, nobody is let in who would have to be sent away."""
     camera = {"name": "top", "url": f"file:{tmp_path / 'none.avi'}", "component": "c0"}
     desk_line.document["intake"] = {"cameras": [camera]}
-    stop, answered = CameraDoor.stop, []
+    stop, answered = CameraSource.stop, []
 
     def stopped(door, timeout_s):
         if timeout_s:
@@ -222,7 +222,7 @@ def test_callers_are_told_that_it_stops_before_any_camera_is_waited_for(desk_lin
             answered.append(False)
         return stop(door, timeout_s)
 
-    monkeypatch.setattr(CameraDoor, "stop", stopped)
+    monkeypatch.setattr(CameraSource, "stop", stopped)
     with desk_line.served(), AgentClient(address) as client:
         assert client.status().sources[0].name == "top"
     assert answered == [False]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.api.calls.desk import BoardView, Part, PoolView, QueueView, ReloadView, SourceView, StatusView, TextsView
+from agent.api.calls.desk import BoardView, Part, PoolView, QueueView, ReloadView, StatusView, TextsView
 from agent.api.calls.messages import (
     board_message,
     board_of,
@@ -22,6 +22,7 @@ from agent.api.calls.messages import (
     status_of,
 )
 from agent.api.proto import inspection_pb2 as pb
+from agent.subject import SourceStatus
 from experts.errors import OrderRefused, Refusing
 from experts.expert import BoundingBox, Verdict
 
@@ -50,7 +51,7 @@ statuses = st.builds(
     queues=st.lists(st.builds(QueueView, st.integers(0, 64), texts, counts, maybe), max_size=2).map(tuple),
     pools=st.lists(st.builds(PoolView, texts, counts, counts, names, counts, counts), max_size=2).map(tuple),
     sources=st.lists(
-        st.builds(SourceView, texts, texts, texts, counts, counts, counts, maybe), max_size=2
+        st.builds(SourceStatus, texts, texts, texts, counts, counts, counts, maybe), max_size=2
     ).map(tuple),
     standing=st.dictionaries(texts, texts, max_size=2), alarms=names,
     texts=st.builds(TextsView, counts, counts, counts, counts, counts, numbers),

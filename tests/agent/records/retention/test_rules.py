@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.intake.files.filing import SHELF_OF
 from agent.line_file.records import ExportSection
 from agent.records.boards import BoardVerdict
 from agent.records.export import FIRST_S, ResultExport
@@ -37,6 +36,7 @@ from agent.records.retention.rules import (
 )
 from agent.records.retention.steadiness import STEADY_S
 from agent.records.retention.sweeper import Surroundings, Sweeper
+from agent.sources.folder.files.filing import SHELF_OF
 from experts.expert import Verdict
 from tests.lines import result
 

@@ -1,1 +1,0 @@
-"""Where requests come from."""

@@ -1,0 +1,236 @@
+"""The desk of a line: orders, and every question that can be asked while it runs (``agent.api.calls.desk``).
+
+Guarantees: answers about the agent are of one snapshot; those about results are stored.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from agent.api.calls.desk import Model, Place, PoolView, QueueView, ShadowsView, StatusView, StoredView, TextsView
+from agent.deployment.line_change import line_name, with_line_names
+from agent.service.desk.explaining import explained_component, explained_expert, explained_result
+from agent.service.desk.views import measures_anomalies, part_of, run_view, verdict_view
+from agent.subject import CALLER_PREFIX
+from experts.errors import OrderRefused, Refusing
+from experts.expert import Task
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from agent.api.calls.desk import (
+        BoardView,
+        Listener,
+        Order,
+        ReloadView,
+        TextListener,
+        TextModelView,
+        TextOrder,
+        TextTicket,
+        Ticket,
+    )
+    from agent.core.pool import PoolStatistics
+    from agent.core.statistics import EngineStatistics, QueueStatistics
+    from agent.deployment.build import Agent
+    from agent.records.result_writer import ResultStore
+    from agent.runtime.executor import ExecutorStatistics
+    from agent.service.desk.orders import OrderTaker
+    from agent.service.desk.tally import Tally
+    from agent.service.inspections.inspector import Inspector
+    from agent.service.inspections.line_boards import LineBoards
+    from agent.service.inspections.verdicts import Verdicts
+    from agent.service.texts.text_door import TextDoor, TextStatistics
+    from agent.subject import SourceStatus
+    from experts.catalog import Catalog
+
+EXPERT_PREFIX = "expert:"
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """Callbacks of the desk into the line."""
+
+    sources: Callable[[], Sequence[SourceStatus]]
+    trigger: Callable[[str, str | None, str | None, str | None], str]
+    reload: Callable[[], ReloadView]
+    alarms: Callable[[], Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LineDesk:
+    """Keeps ``agent.api.calls.desk.Desk``. For any thread."""
+
+    _inspector: Inspector
+    _orders: OrderTaker
+    _texts: TextDoor
+    _verdicts: Verdicts
+    _boards: LineBoards
+    _results: ResultStore
+    _tally: Tally
+    _controls: Controls
+    _started_s: float = field(default_factory=time.monotonic, init=False)
+
+    def order(self, order: Order, listener: Listener) -> Ticket:
+        with self._tally.ordering():
+            return self._orders.order(order, listener)
+
+    def generate(self, order: TextOrder, listener: TextListener) -> TextTicket:
+        with self._tally.ordering():
+            return self._texts.generate(order, listener)
+
+    def text_models(self) -> Sequence[TextModelView]:
+        return self._texts.models()
+
+    def models(self) -> Sequence[Model]:
+        agent = self._inspector.agent
+        standing = standing_of(agent, agent.loop.statistics().engine)
+        catalog = agent.config.catalog
+        routes = {name: tuple(step.expert for step in steps) for name, steps in catalog.components.items()}
+        singles = {
+            f"{EXPERT_PREFIX}{name}": (name,) for name, expert in catalog.experts.items() if not expert.takes_texts
+        }
+        return [_model(name, asked, agent, standing) for name, asked in (routes | singles).items()]
+
+    def load(self, model: str) -> None:
+        agent = self._inspector.agent
+        for expert in _experts_of(model, agent.config.catalog):
+            agent.loop.want(agent.expert(expert))
+
+    def unload(self, model: str) -> None:
+        agent = self._inspector.agent
+        for expert in _experts_of(model, agent.config.catalog):
+            agent.loop.unwant(agent.expert(expert))
+
+    def boards(self, serial: str, board_type: str | None = None) -> Sequence[BoardView]:
+        runs = [run for run in self._boards.runs(serial) if board_type in (None, run.board_type)]
+        views = {run.board_type: self._with_parts(run_view(run)) for run in runs}
+        for row in self._results.boards_of(serial):
+            if row.board.board_type not in views and board_type in (None, row.board.board_type):
+                views[row.board.board_type] = self._with_parts(verdict_view(row.board))
+        return list(views.values())
+
+    def _with_parts(self, view: BoardView) -> BoardView:
+        rows = self._results.of_board(view.serial, view.board_type, view.opened_at)
+        parts = tuple(part_of(row.result, row.seq) for row in rows)
+        return replace(view, parts=parts)
+
+    def stored_after(self, seq: int, board: int, limit: int, *, with_maps: bool = False) -> StoredView:
+        page = self._results.after(seq, board, limit)
+        parts = []
+        for row in page.results:
+            has_maps = with_maps and measures_anomalies(row.result)
+            parts.append(part_of(row.result, row.seq, maps=self._results.maps(row.seq) if has_maps else ()))
+        boards = [(number, verdict_view(row.board)) for number, row in page.boards]
+        return StoredView(Place(page.file, page.last_seq, page.last_board), tuple(parts), tuple(boards))
+
+    def subscribe(self, tell: Callable[[], None]) -> Callable[[], None]:
+        return self._verdicts.subscribe(lambda *_: tell())
+
+    def trigger(
+        self, camera: str, board: str | None = None, board_type: str | None = None, key: str | None = None
+    ) -> str:
+        return self._controls.trigger(camera, board, board_type, key)
+
+    def reload(self) -> ReloadView:
+        return self._controls.reload()
+
+    def status(self) -> StatusView:
+        agent = self._inspector.agent
+        statistics = agent.loop.statistics()
+        engine = statistics.engine
+        executors = {each.executor: each for each in statistics.executors}
+        behind = engine.background
+        return StatusView(
+            line=agent.config.line,
+            version=version("coserve"),
+            uptime_s=time.monotonic() - self._started_s,
+            is_draining=engine.is_draining,
+            requests_in_flight=statistics.requests_in_flight,
+            verdicts=self._verdicts.counts,
+            boards_open=self._boards.statistics().open,
+            switches=engine.switches,
+            loads=sum(engine.loads.values()),
+            evictions=engine.evictions,
+            bytes_read=engine.bytes_read,
+            queues=tuple(_queue_view(queue, executors.get(queue.executor)) for queue in engine.queues),
+            pools=tuple(_pool_view(pool) for pool in engine.pools),
+            sources=tuple(self._controls.sources()),
+            standing=standing_of(agent, engine),
+            alarms=tuple(self._controls.alarms()),
+            texts=_texts_view(self._texts.statistics(), statistics.executors),
+            shadows=ShadowsView(behind.waiting, behind.running, behind.ran, behind.failed, behind.dropped),
+        )
+
+    def explain(self, subject: str) -> Sequence[str]:
+        agent = self._inspector.agent
+        catalog = agent.config.catalog
+        if subject in catalog.experts:
+            return explained_expert(subject, agent, agent.loop.statistics().engine)
+        if subject in catalog.components:
+            return explained_component(subject, catalog, agent, agent.loop.statistics().engine)
+        row = self._results.find(CALLER_PREFIX + subject) or self._results.find(subject)
+        if row is not None:
+            return explained_result(row, catalog.graph)
+        raise OrderRefused(Refusing.NOT_FOUND, f"{subject!r} is no expert, no component, and no stored result's key")
+
+
+def _model(name: str, experts: tuple[str, ...], agent: Agent, standing: Mapping[str, str]) -> Model:
+    listed = agent.config.catalog.experts
+    first = listed[experts[0]]
+    columns = agent.setup.matrix.experts.values()
+    rows = [row for column in columns if (row := column.get(agent.expert(first.id))) is not None]
+    labels = dict.fromkeys(label for expert in experts for label in listed[expert].answers)
+    reason = next((f"{expert}: {standing[expert]}" for expert in experts if expert in standing), None)
+    return Model(
+        name,
+        experts,
+        tuple(labels),
+        (first.pixels.height, first.pixels.width),
+        max((row.performance.max_batch for row in rows), default=1),
+        is_ready=reason is None,
+        reason=reason,
+        measures_anomalies=any(listed[expert].task is Task.ANOMALY for expert in experts),
+    )
+
+
+def _experts_of(model: str, catalog: Catalog) -> tuple[str, ...]:
+    if model.startswith(EXPERT_PREFIX) and model.removeprefix(EXPERT_PREFIX) in catalog.experts:
+        return (model.removeprefix(EXPERT_PREFIX),)
+    if model not in catalog.components:
+        raise OrderRefused(Refusing.NOT_FOUND, f"no model {model!r} - components, and {EXPERT_PREFIX}ID")
+    return tuple(step.expert for step in catalog.components[model])
+
+
+def standing_of(agent: Agent, engine: EngineStatistics) -> dict[str, str]:
+    """Experts not asked now, by the line's names, and why."""
+    reasons = engine.on_probation | engine.quarantined
+    served = {name: agent.expert(name) for name in agent.config.catalog.experts}
+    return {name: with_line_names(reasons[now]) for name, now in served.items() if now in reasons}
+
+
+def _pool_view(pool: PoolStatistics) -> PoolView:
+    return PoolView(
+        pool.name, pool.used_bytes, pool.expert_bytes, pool.resident, pool.lease_used_bytes, pool.lease_bytes
+    )
+
+
+def _texts_view(texts: TextStatistics, executors: Sequence[ExecutorStatistics]) -> TextsView:
+    shown = texts.first_token_s
+    return TextsView(
+        under_way=texts.under_way,
+        ended=sum(texts.ended.values()),
+        read_tokens=sum(each.read_tokens for each in executors),
+        written_tokens=sum(each.written_tokens for each in executors),
+        shown=shown.counts[math.inf],
+        first_token_s=shown.sum_s,
+    )
+
+
+def _queue_view(queue: QueueStatistics, executor: ExecutorStatistics | None) -> QueueView:
+    running = None if queue.expert is None else line_name(queue.expert)
+    view = QueueView(queue.executor, queue.processor, queue.requests, running)
+    return view if executor is None else replace(view, busy_s=executor.busy_s, waited_s=executor.waited_s)

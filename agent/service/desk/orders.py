@@ -1,0 +1,272 @@
+"""Orders of the APIs' callers: admitted, journaled where they are kept, judged, answered (``agent.api.calls.desk``).
+
+Guarantees: an order that is not kept is answered from memory; every admission is given back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING
+
+from PIL import Image, UnidentifiedImageError
+
+from agent.api.calls.desk import Part
+from agent.core.request import CANCELLED
+from agent.runtime.image_sources import EncodedImage, Frame, FramePart
+from agent.service.desk.views import anomaly_views, part_of
+from agent.service.inspections.inspector import Submission
+from agent.service.inspections.journaled import key_reused
+from agent.subject import CALLER_PREFIX, Subject, asked_sha256, checked_name, pieces
+from experts.errors import OrderRefused, Refusing
+from experts.images import DEFAULT_MAX_PIXELS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+
+    from agent.api.calls.desk import Listener, Order, Ticket
+    from agent.core.request import Outcome
+    from agent.line_file.boards import LayoutSections
+    from agent.runtime.image_sources import ImageSource
+    from agent.service.inspections.admission import Admission
+    from agent.service.inspections.inspector import Course, Inspector
+    from agent.service.inspections.journaled import JournaledImages, Sending, StoredVerdict
+
+SOURCE = "api"
+
+
+@dataclass(slots=True, eq=False)
+class _Gathering:
+    """An order; told once, when its last piece ends. ``leave`` gives back the admission of so many pieces."""
+
+    listener: Listener
+    order: Order
+    wanted: tuple[str, ...]
+    leave: Callable[[int], None]
+    parts: dict[str, Part] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_over: bool = False
+    is_accepted: bool = False
+
+    def accepted(self) -> None:
+        with self.lock:
+            self.is_accepted = True
+            was_over = self.is_over
+        if was_over:
+            self.leave(len(self.wanted))
+        else:
+            self.listener.accepted()
+
+    def judged(self, verdict: StoredVerdict) -> None:
+        course = verdict.course
+        maps = verdict.result.maps if self.order.wants_maps else ()
+        part = part_of(verdict.result, verdict.seq, queue_s=course.queue_s, compute_s=course.compute_s, maps=maps)
+        self.add(verdict.result.subject.key, replace(part, is_repeat=verdict.is_repeat))
+
+    def refused(self, key: str) -> None:
+        with self.lock:
+            was_over, self.is_over = self.is_over, True
+        self.leave(len(self.wanted))
+        if not was_over:
+            self.listener.refused(key_reused(key.removeprefix(CALLER_PREFIX)))
+
+    def add(self, key: str, part: Part) -> None:
+        with self.lock:
+            self.parts[key] = part
+            is_last = len(self.parts) == len(self.wanted) and not self.is_over
+            self.is_over = self.is_over or is_last
+        self.leave(1)
+        if is_last:
+            self.listener.judged([self.parts[key] for key in self.wanted])
+
+    def end(self) -> None:
+        with self.lock:
+            self.is_over = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ticket:
+    gathering: _Gathering
+    withdraw: Callable[[], None]
+
+    def cancel(self) -> None:
+        self.gathering.end()
+        self.withdraw()
+
+
+class OrderTaker:
+    """For any thread."""
+
+    def __init__(self, inspector: Inspector, journaled: JournaledImages, admission: Admission) -> None:
+        self._inspector = inspector
+        self._journaled = journaled
+        self._admission = admission
+
+    def order(self, order: Order, listener: Listener) -> Ticket:
+        if not self._inspector.takes:
+            raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one will take it", 5.0)
+        board_type = self._board_type(order)
+        subject, layout = self._subject(order, board_type)
+        size = None if layout is None else layout.size
+        content = _encoded(order.image) if order.is_kept else None
+        if content is not None and order.key:
+            subject = replace(subject, asked_sha256=_asked_sha256(subject, content, layout))
+        parts = pieces(subject, layout)
+        held = order.image if content is None else content
+        size_bytes = len(held) if isinstance(held, bytes) else held.nbytes
+        if size is not None:
+            size_bytes += size[0] * size[1] * 3  # a frame is held decoded until its last part is judged
+        entered = self._admission.enter(len(parts), size_bytes)
+        leave = partial(self._admission.leave, entered)
+        gathering = _Gathering(listener, order, tuple(part.key for part in parts), leave)
+        try:
+            if content is not None:
+                image = EncodedImage(content, subject.image, DEFAULT_MAX_PIXELS)
+                sending = self._journaled.accept(gathering, parts, image, size)
+                return _Ticket(gathering, partial(self._cancel_sending, gathering, sending))
+            return self._ask(gathering, parts, order, size)
+        except BaseException:
+            leave(len(parts))
+            raise
+
+    def _cancel_sending(self, gathering: _Gathering, sending: Sending) -> None:
+        """Admission stays until the journal accepted it: else cancelled orders that wait for a disk fill the memory."""
+        sending.cancel()
+        if gathering.is_accepted:
+            gathering.leave(len(gathering.wanted))
+
+    def _ask(
+        self, gathering: _Gathering, parts: Sequence[Subject], order: Order, size: tuple[int, int] | None
+    ) -> Ticket:
+        name = gathering.wanted[0]
+        whole: ImageSource = (
+            EncodedImage(order.image, name, DEFAULT_MAX_PIXELS) if isinstance(order.image, bytes) else order.image
+        )
+        if size is not None:
+            frame = Frame(EncodedImage(_encoded(order.image), name, DEFAULT_MAX_PIXELS), size)
+        since_s = time.monotonic()
+        submissions = [
+            Submission(
+                part,
+                whole if part.box is None else FramePart(frame, part.box, part.name),
+                partial(self._answered, gathering, part, since_s),
+            )
+            for part in parts
+        ]
+        for submission in submissions:
+            self._inspector.submit_subject(submission)
+        return _Ticket(gathering, partial(self._cancel_all, submissions))
+
+    def _cancel_all(self, submissions: Sequence[Submission]) -> None:
+        for submission in submissions:
+            self._inspector.cancel_subject(submission)
+
+    def _answered(
+        self, gathering: _Gathering, subject: Subject, since_s: float, outcome: Outcome, course: Course
+    ) -> None:
+        self._inspector.forget_attempts(subject.key)
+        if outcome.reason == CANCELLED:
+            gathering.leave(1)
+            return
+        part = Part(
+            key=subject.key.removeprefix(CALLER_PREFIX),
+            component=subject.component or "",
+            verdict=outcome.verdict,
+            expert=subject.expert,
+            ref=subject.ref,
+            label=outcome.label,
+            score=outcome.score,
+            reason=outcome.reason,
+            experts=tuple(step.expert for step in outcome.steps),
+            boxes=tuple(box for step in outcome.steps for box in step.prediction.boxes),
+            arrived_at=subject.arrived_at,
+            finished_at=datetime.now(UTC).astimezone(),
+            seconds=time.monotonic() - since_s,
+            queue_s=course.queue_s,
+            compute_s=course.compute_s,
+            anomalies=anomaly_views(outcome, with_maps=gathering.order.wants_maps),
+            outputs=tuple(each for step in outcome.steps for each in step.prediction.outputs),
+        )
+        gathering.add(subject.key, part)
+
+    def _subject(self, order: Order, board_type: str | None) -> tuple[Subject, LayoutSections | None]:
+        """What the order is about, with the layout that cuts an image of a whole board. Raises OrderRefused."""
+        key = CALLER_PREFIX + (checked_name(order.key, "key") or uuid.uuid4().hex)
+        now, ref = datetime.now(UTC).astimezone(), checked_name(order.ref, "ref")
+        subject = Subject(key, SOURCE, key, now, order.component, order.expert, order.board, board_type, ref)
+        catalog = self._inspector.agent.config.catalog
+        if order.component is not None and order.expert is not None:
+            raise OrderRefused(Refusing.INVALID, "a component and an expert are asked for - name one of the two")
+        if order.component is not None:
+            if order.component not in catalog.components:
+                raise OrderRefused(Refusing.NOT_FOUND, f"no route for component {order.component!r}")
+            if board_type is not None and not ref:
+                raise OrderRefused(Refusing.INVALID, "an image of a board says which part it shows - give its ref")
+            return subject, None
+        if order.expert is not None:
+            if order.expert not in catalog.experts:
+                raise OrderRefused(Refusing.NOT_FOUND, f"no expert {order.expert!r}")
+            if catalog.experts[order.expert].takes_texts:
+                raise OrderRefused(Refusing.INVALID, f"{order.expert} takes texts, not images")
+            return replace(subject, board_type=None), None  # one expert's answer is no verdict for a board
+        layout = self._inspector.agent.config.layouts.get(board_type or "")
+        if layout is None:
+            raise OrderRefused(
+                Refusing.INVALID,
+                "what does the image show? - name a component or an expert, or a board of a type with a layout",
+            )
+        _check_size(order.image, layout)
+        return subject, layout
+
+    def _board_type(self, order: Order) -> str | None:
+        """Type of an order's board; None if the line has no boards or the image belongs to none."""
+        checked_name(order.board, "board")
+        types = self._inspector.agent.config.boards
+        if order.board_type is not None and order.board_type not in types:
+            raise OrderRefused(Refusing.NOT_FOUND, f"no board type {order.board_type!r}")
+        if order.board is None and (order.component is not None or order.expert is not None):
+            return None
+        if order.board_type is None and len(types) > 1:
+            raise OrderRefused(Refusing.INVALID, f"which of {', '.join(types)} is the board? - give its type")
+        return order.board_type or next(iter(types), None)
+
+
+def _asked_sha256(subject: Subject, content: bytes, layout: LayoutSections | None) -> str:
+    """Digest of all that is asked under a caller's key."""
+    asked = [(part.component, part.expert, part.ref, part.box) for part in pieces(subject, layout)]
+    return asked_sha256(hashlib.sha256(content).hexdigest(), subject.board, subject.board_type, asked)
+
+
+def _encoded(image: bytes | np.ndarray) -> bytes:
+    """Pixels as BMP, which is the cheapest to write."""
+    if isinstance(image, bytes):
+        return image
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "BMP")
+    return file.getvalue()
+
+
+def _check_size(image: bytes | np.ndarray, layout: LayoutSections) -> None:
+    """Raises OrderRefused for a frame of another size than the layout's. Decoding reports an invalid image."""
+    if isinstance(image, bytes):
+        try:
+            with Image.open(io.BytesIO(image)) as opened:
+                size = (opened.height, opened.width)
+        except (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError):
+            return
+    else:
+        size = (image.shape[0], image.shape[1])
+    if size != layout.size:
+        raise OrderRefused(
+            Refusing.INVALID,
+            f"the frame is {size[1]} x {size[0]} pixels, and its board's layout is for "
+            f"{layout.size[1]} x {layout.size[0]}",
+        )

@@ -1,0 +1,86 @@
+"""What is counted of a line for its metrics alone, since the start: boards, orders, how long verdicts took.
+
+Guarantees: counted verdicts are on the disk. Times run by the wall clock from arrival, also in an earlier run, until
+the verdict is stored; 0 where the clock was set back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from agent.records.results import Result
+from agent.service.inspections.durations import Durations
+from agent.service.inspections.line_boards import wall_clock
+from agent.subject import CALLER_PREFIX, CAMERA_PREFIX
+from experts.errors import OrderRefused, Refusing
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from datetime import datetime
+
+    from agent.records.boards import BoardVerdict
+    from agent.records.results import Recorded
+    from agent.web.readings import Distribution
+
+FOLDER = "folder"
+SOURCES = {CAMERA_PREFIX: "camera", CALLER_PREFIX: "api"}  # by how keys begin; a folder's begin otherwise
+ON_THE_WIRE = (Refusing.MESSAGE_TOO_LARGE, Refusing.UNAUTHENTICATED)  # refused there, before they are orders
+
+
+@dataclass(frozen=True, slots=True)
+class TallyStatistics:
+    """``seconds``: arrival to stored verdict, by kind of source; ``accepted``, ``refused``: callers' orders."""
+
+    boards: Mapping[Verdict, int]
+    seconds: Mapping[str, Distribution]
+    accepted: int
+    refused: Mapping[Refusing, int]
+
+
+class Tally:
+    """For any thread. ``wall``: clock of results."""
+
+    def __init__(self, wall: Callable[[], datetime] = wall_clock) -> None:
+        self._wall = wall
+        self._lock = threading.Lock()  # over all below
+        self._boards: Counter[Verdict] = Counter()
+        self._orders: Counter[Refusing | None] = Counter()  # None: accepted
+        self._seconds = {source: Durations() for source in (FOLDER, *SOURCES.values())}
+
+    def stored(self, stored: Result | BoardVerdict, _: Recorded) -> None:
+        if isinstance(stored, Result):
+            self._time(stored)
+        else:
+            with self._lock:
+                self._boards[stored.verdict] += 1
+
+    @contextmanager
+    def ordering(self) -> Iterator[None]:
+        """Count an order as accepted or refused."""
+        try:
+            yield
+        except OrderRefused as refused:
+            self._ordered(refused.reason)
+            raise
+        self._ordered(None)
+
+    def statistics(self) -> TallyStatistics:
+        with self._lock:
+            seconds = {source: durations.distribution() for source, durations in self._seconds.items()}
+            refused = {reason: self._orders[reason] for reason in Refusing if reason not in ON_THE_WIRE}
+            return TallyStatistics({each: self._boards[each] for each in Verdict}, seconds, self._orders[None], refused)
+
+    def _ordered(self, refused: Refusing | None) -> None:
+        with self._lock:
+            self._orders[refused] += 1
+
+    def _time(self, result: Result) -> None:
+        seconds = max((self._wall() - result.subject.arrived_at).total_seconds(), 0.0)
+        source = next((name for start, name in SOURCES.items() if result.subject.key.startswith(start)), FOLDER)
+        with self._lock:
+            self._seconds[source].add(seconds)

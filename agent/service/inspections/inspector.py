@@ -1,0 +1,291 @@
+"""The agent as its doors see it: an image goes in under a key, and its outcome comes out, once.
+
+Guarantees: an image that was being judged when the agent ended is judged alone at the next start, and refused after the
+second time (``attempts``). A cancelled image that was not let in never reaches the agent. After a crash nothing is
+taken, and open images have no outcome: the next start offers them again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from agent.core.request import CANCELLED, Outcome
+from agent.deployment.build import Agent, build_agent
+from agent.deployment.line_change import line_name, with_line_names
+from agent.records.attempts import AttemptLog
+from agent.runtime.loop import BatchWatch
+from agent.service.inspections.drift import UsageDrift
+from agent.service.inspections.gate import Gate
+from experts.errors import DeviceLost, WorkOverdue
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from agent.config import LineConfig
+    from agent.deployment.line_change import LineChange
+    from agent.runtime.executor import RequestSource
+    from agent.service.inspections.drift import DriftStatistics
+    from agent.subject import Subject
+    from experts.errors import AgentCrashed
+
+    Progress: TypeAlias = Callable[[str, int, int], None]
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS_MAXIMUM = 2  # an image that was being judged each time when the agent was ended so often ends it no more
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """Seconds before the first batch and in batches. ``models``: sha256 of the weights file behind each step."""
+
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+    models: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Submission:
+    """An image or a text on its way through the agent. ``ended`` runs on the agent's thread, once.
+
+    ``is_counted``: attempts are logged, as the next start offers the subject again.
+    """
+
+    subject: Subject
+    image: RequestSource
+    ended: Callable[[Outcome, Course], None]
+    is_counted: bool = True
+    number: int | None = None  # the agent's; None until it was let in
+    is_cancelled: bool = False
+    let_in_s: float = 0.0
+    batch_since_s: float | None = None
+    queue_s: float | None = None
+    compute_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Recent:
+    """Rate of ended requests, for retry hints."""
+
+    since_s: float = field(default_factory=time.monotonic)
+    count: int = 0
+    per_s: float = 0.0
+
+
+class Inspector:
+    """The agent of a line and its gate. ``start`` and ``stop`` once; the rest, and ``on_crash``, on any thread."""
+
+    def __init__(self, config: LineConfig, progress: Progress, on_crash: Callable[[], None]) -> None:
+        self._submissions: dict[int, Submission] = {}
+        self._guard = threading.Lock()  # over _submissions: a request may end before its number is known here
+        self._stopping = threading.Event()
+        self.agent: Agent = build_agent(config, self._judged, progress)
+        self._models = models_of(self.agent)  # of experts of earlier lines, too: they may be asked still
+        self._drift_guard = threading.Lock()  # the loop's thread takes it: nothing is computed under it
+        self._drift = UsageDrift(self.agent.setup.matrix.usage)
+        self._attempts = AttemptLog(config.state / "attempts.log")
+        self._gate: Gate[Submission] = Gate(self._let_in)
+        self._recent = _Recent()
+        self.agent.loop.watch_batches(
+            BatchWatch(self._batch_begun, self._batch_ended, self._preparing, self._batch_given)
+        )
+        self.agent.loop.when_crashed(lambda crash: self._crashed(crash, on_crash))
+
+    def start(self) -> None:
+        self.agent.start()
+
+    @property
+    def crash(self) -> AgentCrashed | None:
+        return self.agent.loop.crash
+
+    @property
+    def takes(self) -> bool:
+        """False while it stops, and after a crash."""
+        return not self._stopping.is_set() and self.crash is None
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._submissions)
+
+    @property
+    def ended_per_s(self) -> float:
+        """Images judged per second, recently; 0 before the first second is over."""
+        return self._recent.per_s
+
+    def attempts(self, key: str) -> int:
+        """How often the agent was ended while this key was being judged."""
+        return self._attempts.attempts(key)
+
+    def reason_to_spare(self, keys: Iterable[str], what: str = "it") -> str | None:
+        """Why an image is not judged: it, or a part of it, ended the agent each time. Hundreds of parts would end the
+        agent hundreds of times."""
+        attempts = max(self._attempts.attempts(key) for key in keys)
+        if attempts < ATTEMPTS_MAXIMUM:
+            return None
+        return f"ended the agent: {what} was being judged each of the {attempts} times that the agent was ended"
+
+    def forget_attempts(self, key: str) -> None:
+        """The verdict of the key is on the disk."""
+        self._attempts.settled(key)
+
+    def submit_subject(self, submission: Submission) -> None:
+        is_suspect = self._attempts.attempts(submission.subject.key) > 0
+        if is_suspect:
+            log.warning("image_judged_alone file=%s: the agent was ended while it judged it", submission.subject.name)
+        self._gate.admit(submission, is_suspect=is_suspect)
+
+    def cancel_subject(self, submission: Submission) -> None:
+        """End a submission as CANCELLED, unless its last step has run or runs now."""
+        with self._guard:
+            submission.is_cancelled = True
+            number = submission.number
+        if number is not None:
+            self.agent.loop.cancel(number)
+
+    @contextmanager
+    def counted(self, key: str) -> Iterator[None]:
+        """An end of the agent inside counts against this key."""
+        self.begun(key)
+        try:
+            yield
+        finally:
+            self.ended(key)
+
+    def begun(self, key: str) -> None:
+        """An end of the agent from now until ``ended`` counts against this key."""
+        self._attempts.begun([key])
+
+    def ended(self, key: str) -> None:
+        self._attempts.ended([key])
+
+    def model_of(self, expert: str) -> str:
+        """sha256 of an expert's weights file, by the Engine's name; empty if unknown."""
+        return self._models.get(expert, "")
+
+    def change_line(self, change: LineChange) -> None:
+        """Serve another line; accepted requests finish under the earlier one."""
+        self.agent.loop.change_line(change.event, change.copies)
+        for expert, reason in change.quarantined.items():
+            self.agent.loop.quarantine(expert, reason)
+        usage = {line_name(expert): share for expert, share in change.agent.setup.matrix.usage.items()}
+        models = self._models | models_of(change.agent)
+        self._models = {expert: sha256 for expert, sha256 in models.items() if expert in change.event.graph.experts}
+        with self._guard:
+            self.agent = change.agent
+        with self._drift_guard:
+            self._drift = UsageDrift(usage)
+
+    def drift(self) -> DriftStatistics:
+        with self._drift_guard:
+            sample = self._drift.sample()
+        return sample.statistics()
+
+    def take_no_more(self) -> None:
+        """Let nothing more in: waiting images are left to the next start."""
+        with self._guard:
+            self._stopping.set()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Finish what was taken; False after ``timeout_s``."""
+        self.agent.loop.drain()
+        return self.agent.loop.wait_until_drained(timeout_s)
+
+    def stop(self) -> None:
+        """End. Raises AgentCrashed if it had crashed, after everything has ended."""
+        self.agent.stop()
+
+    def forgive(self) -> None:
+        """A requested end does not count against images under way."""
+        if self.crash is None:
+            self._attempts.forgive()
+
+    def close(self) -> None:
+        self._attempts.close()
+
+    def _let_in(self, submission: Submission) -> bool:
+        """Whether the agent has it; a cancelled submission has ended instead."""
+        with self._guard:
+            if not self.takes:
+                return True  # it came during the end: the next start offers it again
+            if not submission.is_cancelled:
+                submission.let_in_s = time.monotonic()
+                subject = submission.subject
+                expert = None if subject.expert is None else self.agent.expert(subject.expert)
+                submission.number = self.agent.loop.submit(
+                    submission.image, component=subject.component, expert=expert, about=subject
+                )
+                self._submissions[submission.number] = submission
+                return True
+        submission.ended(Outcome(Verdict.UNKNOWN, None, None, (), CANCELLED), Course())
+        return False
+
+    @contextmanager
+    def _preparing(self, number: int) -> Iterator[None]:
+        """Decoding ahead of a batch may end the agent too."""
+        with self._guard:
+            submission = self._submissions.get(number)
+        with (
+            self.counted(submission.subject.key) if submission is not None and submission.is_counted else nullcontext()
+        ):
+            yield
+
+    # -- on the loop's thread --
+
+    def _judged(self, number: int, outcome: Outcome) -> None:
+        models = tuple(self._models.get(step.expert, "") for step in outcome.steps)
+        steps = tuple(replace(step, expert=line_name(step.expert)) for step in outcome.steps)
+        outcome = replace(outcome, steps=steps, reason=outcome.reason and with_line_names(outcome.reason))
+        with self._drift_guard:
+            self._drift.count(step.expert for step in outcome.steps)
+        with self._guard:
+            submission = self._submissions.pop(number)
+        self._gate.leave()
+        self._count_ended()
+        queue_s = time.monotonic() - submission.let_in_s if submission.queue_s is None else submission.queue_s
+        submission.ended(outcome, Course(queue_s, submission.compute_s, models))
+
+    def _count_ended(self) -> None:
+        recent, now_s = self._recent, time.monotonic()
+        recent.count += 1
+        if now_s - recent.since_s >= 1.0:
+            recent.per_s = recent.count / (now_s - recent.since_s)
+            recent.since_s, recent.count = now_s, 0
+
+    def _batch_given(self, requests: Sequence[int]) -> None:
+        """Called before an executor holds the batch: it may end the agent from then on."""
+        self._attempts.begun(
+            [submission.subject.key for submission in self._submissions_of(requests) if submission.is_counted]
+        )
+
+    def _batch_begun(self, requests: Sequence[int]) -> None:
+        submissions, now_s = self._submissions_of(requests), time.monotonic()
+        for submission in submissions:
+            submission.batch_since_s = now_s
+            if submission.queue_s is None:
+                submission.queue_s = now_s - submission.let_in_s
+
+    def _batch_ended(self, requests: Sequence[int]) -> None:
+        submissions, now_s = self._submissions_of(requests), time.monotonic()
+        self._attempts.ended([submission.subject.key for submission in submissions if submission.is_counted])
+        for submission in submissions:
+            if submission.batch_since_s is not None:
+                submission.compute_s += now_s - submission.batch_since_s
+
+    def _submissions_of(self, requests: Sequence[int]) -> list[Submission]:
+        with self._guard:
+            return [self._submissions[number] for number in requests]
+
+    def _crashed(self, crash: AgentCrashed, tell: Callable[[], None]) -> None:
+        if isinstance(crash.error, DeviceLost) or (isinstance(crash.error, WorkOverdue) and not crash.error.is_batch):
+            self._attempts.forgive()
+        tell()
+
+
+def models_of(agent: Agent) -> dict[str, str]:
+    return {copy.rpartition("@")[0]: packed.source_sha256 for copy, packed in agent.packed.items()}

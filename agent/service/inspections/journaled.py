@@ -1,0 +1,324 @@
+"""Images that come by wire, from cameras and callers: journaled, judged, stored, answered.
+
+Guarantees: a request is accepted once it is on the disk; then it ends in exactly one stored verdict, whatever ends the
+process. A request that every sender cancelled before it ran is withdrawn. A repeated key gets the same verdict, or is
+refused where it asks for something else: the disk decides. All that is known of a key changes on the store's thread, in
+the order of commits.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from agent.core.request import CANCELLED
+from agent.records.journal import Acceptance, JournalReader
+from agent.runtime.image_sources import EncodedImage, Frame, FramePart
+from agent.service.inspections.inspector import Course, Submission
+from agent.service.inspections.rows import judged_result, unknown
+from agent.sources.base import LeftOver
+from agent.subject import PART_MARK
+from experts.errors import OrderRefused, Refusing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from agent.core.request import Outcome
+    from agent.records.result_writer import ResultStore
+    from agent.records.results import Recorded, Result
+    from agent.records.retention.archive import ImageKeeper
+    from agent.runtime.image_sources import ImageSource
+    from agent.service.inspections.inspector import Inspector
+    from agent.service.inspections.verdicts import Verdicts
+    from agent.subject import Subject
+
+log = logging.getLogger(__name__)
+
+REREAD_S = 0.5  # between two tries where the disk refuses
+UNJUDGED = Course()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredVerdict:
+    """A stored verdict, and where its time went (0: of an earlier run). ``is_repeat``: judged for another sender."""
+
+    result: Result
+    seq: int
+    course: Course
+    is_repeat: bool = False
+
+
+class Sender(Protocol):
+    """Who sent an image; told on the store's thread, and returns at once."""
+
+    def accepted(self) -> None:
+        """Its requests are durable. Called once."""
+
+    def judged(self, judgement: StoredVerdict) -> None:
+        """One of its requests has its verdict. Called once for each."""
+
+    def refused(self, key: str) -> None:
+        """This key was given for something else: what was sent under it will have no verdict."""
+
+
+@dataclass(slots=True, eq=False)
+class Sending:
+    """One image with its requests. ``cancel`` it at any time."""
+
+    sender: Sender
+    subjects: tuple[Subject, ...]
+    image: EncodedImage
+    frame_size: tuple[int, int] | None
+    cancel: Callable[[], None] = lambda: None
+    is_cancelled: bool = False
+    is_accepted: bool = False  # its sender was told so
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """One request without a verdict. ``image``: None until it is read back from the journal."""
+
+    subject: Subject
+    image: ImageSource | None
+    maker: Sending | None = None  # for whom it is judged; None: of an earlier run
+    content: bytes | None = None
+    waiting: list[Sending] = field(default_factory=list)
+    is_wanted: bool = True  # by the journal, without a sender: it is of an earlier run
+    submission: Submission | None = None
+
+
+class JournaledImages:
+    """``take_up`` first; then for any thread."""
+
+    def __init__(self, inspector: Inspector, verdicts: Verdicts, store: ResultStore, images: ImageKeeper) -> None:
+        self._inspector = inspector
+        self._verdicts = verdicts
+        self._store = store
+        self._images = images
+        self._reader = JournalReader(store.path)
+        self._open: dict[str, _Open] = {}
+        self._lock = threading.Lock()  # over _open and what is in it
+        self._reserved: dict[str, str] = {}
+        self._reserving = threading.Lock()
+        self.left_overs: tuple[LeftOver, ...] = ()
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._open)
+
+    def take_up(self) -> None:
+        """Know what an earlier run accepted and did not finish: ``left_overs``, oldest first."""
+        by_image: dict[int, list[Subject]] = {}
+        for each in self._reader.unfinished():
+            by_image.setdefault(each.image, []).append(each.subject)
+            self._open[each.subject.key] = _Open(each.subject, None)
+        self.left_overs = tuple(LeftOver(number, tuple(subjects)) for number, subjects in by_image.items())
+        if self._open:
+            log.warning("journal_taken_up requests=%d: accepted by an earlier run, and not judged", len(self._open))
+
+    def image_bytes(self, number: int) -> bytes | None:
+        """A left-over's image; None if it has ended. Raises sqlite3.Error and OSError."""
+        return self._reader.content(number)
+
+    def resume(
+        self, sender: Sender, subjects: Sequence[Subject], image: EncodedImage, frame_size: tuple[int, int] | None
+    ) -> None:
+        """Judge a left-over: its subjects are journaled already."""
+        sending = Sending(sender, tuple(subjects), image, frame_size)
+        frame = Frame(image, frame_size)
+        keys = [subject.key for subject in subjects]
+        whole = "it" if subjects[0].box is None else "its frame"
+        reason = self._inspector.reason_to_spare(keys, whole)
+        for subject in subjects:
+            with self._lock:
+                request = self._open.setdefault(subject.key, _Open(subject, None))
+                request.image, request.content = _source(request.subject, image, frame), image.content
+                request.waiting.append(sending)
+            self._submit(request, reason)
+
+    def accept(
+        self,
+        sender: Sender,
+        subjects: Sequence[Subject],
+        image: EncodedImage,
+        frame_size: tuple[int, int] | None = None,
+    ) -> Sending:
+        """Journal and judge the requests of one image; does not wait. ``frame_size``: the layout's (height, width)."""
+        sending = Sending(sender, tuple(subjects), image, frame_size)
+        sending.cancel = lambda: self._cancel(sending)
+        self._journal(sending, sending.subjects)
+        return sending
+
+    def reserve_key(self, key: str, asked: str) -> bool:
+        """Keep a key until ``release_key``; False: the same was asked before. Raises OrderRefused for another."""
+        with self._reserving:
+            try:
+                known = {self._reserved[key]} if key in self._reserved else self._reader.asked(key)
+            except (sqlite3.Error, OSError) as error:
+                reason = f"whether key {key!r} was given before cannot be read ({error})"
+                raise OrderRefused(Refusing.NOT_NOW, reason, REREAD_S) from error
+            if known - {asked}:
+                raise key_reused(key)
+            if not known:
+                self._reserved[key] = asked
+            return not known
+
+    def release_key(self, key: str) -> None:
+        """Call it once what was sent under this key is durable, or nothing was sent."""
+        self._reserved.pop(key, None)
+
+    def _journal(self, sending: Sending, subjects: Sequence[Subject]) -> None:
+        self._store.accept(subjects, sending.image.content, lambda answers: self._accepted(sending, subjects, answers))
+
+    # -- accepted: on the store's thread --
+
+    def _accepted(self, sending: Sending, subjects: Sequence[Subject], answers: Sequence[Acceptance]) -> None:
+        if Acceptance.REUSED in answers:
+            _tell(sending, None)
+            return
+        is_cut = any(subject.box is not None for subject in sending.subjects)
+        frame = Frame(sending.image, sending.frame_size) if is_cut else None
+        new, judged = [], []
+        with self._lock:
+            waiting = [] if sending.is_cancelled else [sending]
+            for subject, answer in zip(subjects, answers, strict=True):
+                if answer is Acceptance.JUDGED:
+                    judged.append(subject)
+                elif answer is Acceptance.UNDER_WAY and subject.key in self._open:
+                    self._open[subject.key].waiting += waiting
+                else:
+                    source, content = _source(subject, sending.image, frame), sending.image.content
+                    maker = sending if answer is Acceptance.NEW else None
+                    request = _Open(subject, source, maker, content, waiting=list(waiting), is_wanted=False)
+                    self._open[subject.key] = request
+                    new.append(request)
+        if not sending.is_accepted:
+            sending.is_accepted = True
+            sending.sender.accepted()
+        for request in new:
+            key, box = request.subject.key, request.subject.box
+            self._submit(request, self._inspector.reason_to_spare([key], "it" if box is None else "its frame"))
+        for subject in judged:
+            self._tell_known(sending, subject)
+
+    def _tell_known(self, sending: Sending, subject: Subject) -> None:
+        try:
+            known = self._store.find_with_maps(subject.key)
+        except (sqlite3.Error, OSError) as error:  # it may pass: after the next commit it is looked for again
+            log.warning("results_not_read key=%s reason=%s: tried again", subject.key, error)
+            self._store.write(lambda _: None, lambda _: self._tell_known(sending, subject))
+            return
+        if known is None:  # its row went meanwhile, with the file or by its age
+            self._journal(sending, (subject,))
+        elif subject.asked_sha256 not in (None, known.result.subject.asked_sha256):  # stored since, in a new file
+            _tell(sending, None)
+        else:
+            _tell(sending, StoredVerdict(known.result, known.seq, UNJUDGED, is_repeat=True))
+
+    def _submit(self, request: _Open, reason: str | None) -> None:
+        """``reason``: why the image is UNKNOWN without being judged."""
+        subject = request.subject
+        if reason is not None:
+            self._record(request, unknown(f"{subject.name}: {reason}"), UNJUDGED)
+            return
+        assert request.image is not None
+        ended = partial(self._ended, request)
+        request.submission = Submission(subject, request.image, ended)
+        with self._lock:
+            is_unwanted = not (request.waiting or request.is_wanted)
+        if is_unwanted:  # cancelled before it was submitted: it does not run
+            self._inspector.cancel_subject(request.submission)
+        self._inspector.submit_subject(request.submission)
+
+    # -- not wanted any more: on any thread --
+
+    def _cancel(self, sending: Sending) -> None:
+        with self._lock:
+            sending.is_cancelled = True
+            mine = [self._open[each.key] for each in sending.subjects if each.key in self._open]
+            unwanted = []
+            for request in mine:
+                if sending in request.waiting:
+                    request.waiting.remove(sending)
+                    if not (request.waiting or request.is_wanted):
+                        unwanted.append(request)
+        for request in unwanted:
+            if request.submission is not None:
+                self._inspector.cancel_subject(request.submission)
+
+    # -- judged: on the agent's thread, then on the store's --
+
+    def _ended(self, request: _Open, outcome: Outcome, course: Course) -> None:
+        if outcome.reason == CANCELLED:
+            self._store.withdraw([request.subject.key], lambda _: self._withdrawn(request))
+        else:
+            self._record(request, outcome, course)
+
+    def _withdrawn(self, request: _Open) -> None:
+        """Senders that came meanwhile have the request accepted anew."""
+        with self._lock:
+            self._close(request)
+            waiting = list(request.waiting)
+        self._inspector.forget_attempts(request.subject.key)
+        for sending in waiting:
+            self._journal(sending, (request.subject,))
+
+    def _close(self, request: _Open) -> None:
+        """Call under the lock. A new results file may have accepted the same key again."""
+        if self._open.get(request.subject.key) is request:
+            del self._open[request.subject.key]
+
+    def _record(self, request: _Open, outcome: Outcome, course: Course) -> None:
+        """Store the image, where such images are kept, then the verdict."""
+        subject = request.subject
+        result = judged_result(self._inspector.agent.config, subject, outcome, course.models)
+        if request.content is not None and self._images.archive.wants(result.verdict):
+            then = partial(self._record_with_image, request, result, course)
+            self._images.keep(request.content, subject.image, subject.arrived_at, then)
+        else:
+            self._record_with_image(request, result, course, None)
+
+    def _record_with_image(self, request: _Open, result: Result, course: Course, kept_as: str | None) -> None:
+        result = replace(result, kept_as=kept_as)
+        stored = partial(self._stored, request, result, course)
+        self._verdicts.commit_result(result, stored, is_urgent=bool(request.waiting))
+
+    def _stored(self, request: _Open, result: Result, course: Course, recorded: Recorded) -> None:
+        key = request.subject.key
+        self._inspector.forget_attempts(key)
+        with self._lock:
+            self._close(request)
+            waiting = list(request.waiting)
+        if not recorded.is_new:  # judged under this key before: what is stored decides
+            for sending in waiting:
+                self._tell_known(sending, request.subject)
+            return
+        for sending in waiting:
+            _tell(sending, StoredVerdict(result, recorded.seq, course, is_repeat=sending is not request.maker))
+
+
+def key_reused(key: str) -> OrderRefused:
+    given = key.partition(PART_MARK)[0]
+    reason = f"key {given!r} was given for something else (image, part, board) - each inspection has a key of its own"
+    return OrderRefused(Refusing.KEY_REUSED, reason)
+
+
+def _tell(sending: Sending, verdict: StoredVerdict | None) -> None:
+    """``verdict`` None: the key was given for something else."""
+    try:
+        if verdict is None:
+            sending.sender.refused(sending.subjects[0].key)
+        else:
+            sending.sender.judged(verdict)
+    except Exception:  # one sender's mistake is not the others'
+        log.exception("sender_failed key=%s", sending.subjects[0].key)
+
+
+def _source(subject: Subject, image: EncodedImage, frame: Frame | None) -> ImageSource:
+    if subject.box is None or frame is None:
+        return image
+    return FramePart(frame, subject.box, subject.name)

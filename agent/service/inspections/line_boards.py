@@ -1,0 +1,119 @@
+"""The boards of a line that is served: what is decided of them, and its way to the store.
+
+Guarantees: verdicts reach the store in the order of decision, so that a late NG is never overwritten; one that the
+store did not take is retried before the next; no step of the wall clock closes a board.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import TYPE_CHECKING
+
+from agent.records.boards import BoardLedger, BoardManifest
+from agent.service.inspections.rows import inspection_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from agent.line_file.boards import BoardSection
+    from agent.records.boards import BoardRun, BoardVerdict, LedgerStatistics
+    from agent.records.result_writer import ResultStore
+    from agent.records.results import Recorded, Result
+
+log = logging.getLogger(__name__)
+
+
+def wall_clock() -> datetime:
+    return datetime.now(UTC)
+
+
+class LineBoards:
+    """Counts results on boards, records closed ones. For any thread. ``clock``: boards' age; ``wall``: their dates."""
+
+    def __init__(
+        self,
+        boards: Mapping[str, BoardSection],
+        store: ResultStore,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], datetime] = wall_clock,
+    ) -> None:
+        self._ledger = BoardLedger(_manifests(boards))
+        self._store = store
+        self._clock = clock
+        self._wall = wall
+        self._guard = threading.Lock()  # held while a verdict is decided and until the store has it
+        self._decided: deque[BoardVerdict] = deque()  # and not yet taken by the store
+        self._tell: Callable[[BoardVerdict, Recorded], None] = lambda *_: None
+
+    def change(self, boards: Mapping[str, BoardSection]) -> None:
+        """Set board types; open boards keep theirs."""
+        manifests = _manifests(boards)
+        with self._guard:
+            self._ledger.change(manifests)
+
+    def when_stored(self, tell: Callable[[BoardVerdict, Recorded], None]) -> None:
+        """``tell`` is called on the store's thread, for every new board verdict."""
+        self._tell = tell
+
+    def take_up(self) -> None:
+        """Reopen boards of the last run; closed ones stay as stored."""
+        if not self._ledger.longest_timeout:  # no board types
+            return
+
+        def recorded_since(since: datetime) -> Iterable[BoardVerdict]:
+            return (row.board for row in self._store.boards(since))
+
+        with self._guard:
+            newest_first = self._store.newest_first()
+            self._record(self._ledger.replay(newest_first, recorded_since, self._clock(), self._wall()))
+
+    def count(self, result: Result) -> None:
+        """Count a stored result on its board, if that is open or of a configured type."""
+        inspection = inspection_of(result)
+        if inspection is None:
+            return
+        with self._guard:
+            now_s = self._clock()
+            if self._ledger.counts(inspection, now_s):
+                verdict = self._ledger.add(inspection, now_s)
+                self._record(() if verdict is None else (verdict,))
+
+    def expire(self) -> None:
+        with self._guard:
+            self._record(self._ledger.expire(self._clock(), self._wall()))
+
+    def runs(self, serial: str) -> tuple[BoardRun, ...]:
+        """Boards of this serial that wait for images, or closed recently."""
+        with self._guard:
+            return self._ledger.runs(serial)
+
+    def statistics(self) -> LedgerStatistics:
+        with self._guard:
+            return self._ledger.statistics()
+
+    def _record(self, verdicts: Iterable[BoardVerdict]) -> None:
+        """Call under the guard: another thread's verdict of the same board must not interleave."""
+        self._decided.extend(verdicts)
+        while self._decided:
+            verdict = self._decided[0]
+            self._store.record_board(verdict, partial(self._stored, verdict))
+            self._decided.popleft()
+            log.info(
+                "board_judged board=%s verdict=%s missing=%s", verdict.serial, verdict.verdict, dict(verdict.missing)
+            )
+
+    def _stored(self, verdict: BoardVerdict, recorded: Recorded) -> None:
+        if recorded.is_new:
+            self._tell(verdict, recorded)
+
+
+def _manifests(boards: Mapping[str, BoardSection]) -> dict[str, BoardManifest]:
+    return {
+        name: BoardManifest(board.components, timedelta(seconds=board.patience_s)) for name, board in boards.items()
+    }

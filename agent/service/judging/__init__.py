@@ -1,1 +1,0 @@
-"""From a request to its verdict on the disk, and to its board's."""

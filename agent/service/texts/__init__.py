@@ -1,0 +1,1 @@
+"""Texts of callers: admitted, routed, written piece by piece."""

@@ -1,0 +1,168 @@
+"""Texts of the APIs' callers: let in, routed, written piece by piece, ended (``agent.api.calls.desk``).
+
+Guarantees: an impossible text (model, prompt, sampling) is refused before anything of it runs. Admission is given back
+with the agent's outcome, also of a cancelled text, whose memory is free by then. Texts are not journaled.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING
+
+from agent.api.calls.desk import TextModelView
+from agent.core.request import CANCELLED
+from agent.runtime.text_sources import TextSource
+from agent.service.inspections.durations import Durations
+from agent.service.inspections.inspector import Submission
+from agent.service.texts.text_destinations import check_order, destination_of
+from agent.service.texts.text_models import TextModels
+from agent.service.texts.text_under_way import FAILED, TextUnderWay
+from agent.subject import Subject
+from experts.errors import ExpertError, GenerationInvalid, OrderRefused, Refusing, TokenizerUnusable
+from experts.llm.serving.generation import Ending
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from agent.api.calls.desk import TextListener, TextOrder, TextTicket
+    from agent.deployment.build import Agent
+    from agent.service.inspections.admission import Admission
+    from agent.service.inspections.inspector import Inspector
+    from agent.web.readings import Distribution
+
+SOURCE = "api"
+STOP_LOOK_S = 0.01
+OVERDUE_S = 0.5  # what runs ends at its deadline by itself, a quantum later at most
+
+
+@dataclass(frozen=True, slots=True)
+class TextStatistics:
+    """``ended``: by ending, `failed` and `cancelled`; ``first_token_s``: of texts that showed something."""
+
+    under_way: int
+    ended: Mapping[str, int]
+    first_token_s: Distribution
+
+
+class TextDoor:
+    """The desk's part for texts. For any thread."""
+
+    def __init__(self, inspector: Inspector, admission: Admission, clock: Callable[[], float] = time.monotonic) -> None:
+        self._inspector = inspector
+        self._admission = admission
+        self._clock = clock
+        self._models = TextModels()
+        self._lock = threading.Lock()  # over all below
+        self._under_way: set[TextUnderWay] = set()
+        self._ended: Counter[str] = Counter()
+        self._first_tokens = Durations()
+        self._is_stopping = False
+
+    def generate(self, order: TextOrder, listener: TextListener) -> TextTicket:
+        if self._is_stopping or not self._inspector.takes:
+            raise _stopping()
+        agent = self._inspector.agent
+        text = TextUnderWay(
+            order, listener, partial(self._models.of, agent=agent), self._due_s(order, agent), self._clock, self._left
+        )
+        try:
+            check_order(order)
+            destination = destination_of(order, agent.config.catalog)
+            text.prepare(destination.reached)
+        except GenerationInvalid as error:
+            raise OrderRefused(Refusing.INVALID, str(error), field=error.field) from error
+        except TokenizerUnusable as error:
+            raise OrderRefused(Refusing.INVALID, str(error), field="model") from error
+        except ExpertError as error:
+            raise OrderRefused(Refusing.NOT_NOW, str(error), field="model") from error
+        now = datetime.now(UTC)
+        subject = Subject(text.key, SOURCE, text.key, now, destination.route, destination.expert)
+        submission = Submission(subject, TextSource(text.text_for), text.end, is_counted=False)
+        text.withdraw = partial(self._inspector.cancel_subject, submission)  # also of one that has not entered yet
+        text.entered = self._admission.enter(1, text.size_bytes)
+        if not self._begin(text):
+            self._admission.leave(text.entered)
+            raise _stopping()
+        self._inspector.submit_subject(submission)
+        return text
+
+    def _begin(self, text: TextUnderWay) -> bool:
+        """False once `stop` may have looked already at what is under way."""
+        with self._lock:
+            if not self._is_stopping:
+                self._under_way.add(text)
+            return not self._is_stopping
+
+    def models(self) -> list[TextModelView]:
+        agent = self._inspector.agent
+        catalog, engine = agent.config.catalog, agent.loop.statistics().engine
+        reasons = engine.on_probation | engine.quarantined
+        asked: dict[str, tuple[str, ...]] = {
+            name: (name,) for name, expert in catalog.experts.items() if expert.takes_texts
+        }
+        asked |= {name: route.experts for name, route in catalog.texts.items()}
+        return [self._view(name, experts, agent, reasons) for name, experts in asked.items()]
+
+    def end_overdue(self) -> None:
+        """End texts whose deadline passed in a queue: call it periodically."""
+        with self._lock:
+            waiting = tuple(self._under_way)
+        for text in waiting:
+            text.end_if_overdue(OVERDUE_S)
+
+    def statistics(self) -> TextStatistics:
+        with self._lock:
+            ended = {name: self._ended[name] for name in (*Ending, FAILED, CANCELLED)}
+            return TextStatistics(len(self._under_way), ended, self._first_tokens.distribution())
+
+    def stop(self, timeout_s: float) -> None:
+        """Take no more; cancel texts that have not ended by then."""
+        with self._lock:
+            self._is_stopping = True
+        deadline_s = time.monotonic() + timeout_s
+        while self._under_way and time.monotonic() < deadline_s:
+            time.sleep(STOP_LOOK_S)
+        with self._lock:
+            left = tuple(self._under_way)
+        for text in left:
+            text.give_up()
+
+    def _due_s(self, order: TextOrder, agent: Agent) -> float | None:
+        """By the order, else by the line. Raises OrderRefused."""
+        wanted_s = agent.config.texts.deadline_s if order.deadline_s is None else order.deadline_s
+        if wanted_s is None:
+            return None
+        if not 0 < wanted_s < math.inf:
+            raise OrderRefused(
+                Refusing.INVALID, f"deadline_s: is {wanted_s}: give seconds, above 0", field="deadline_s"
+            )
+        return self._clock() + wanted_s
+
+    def _view(self, name: str, experts: tuple[str, ...], agent: Agent, reasons: Mapping[str, str]) -> TextModelView:
+        found = [f"{expert}: {reasons[own]}" for expert in experts if (own := agent.expert(expert)) in reasons]
+        contexts = []
+        for expert in experts:
+            try:
+                contexts.append(self._models.context_tokens(expert, agent))
+            except ExpertError as error:
+                found.append(str(error))
+        return TextModelView(name, experts, min(contexts, default=None), not found, next(iter(found), None))
+
+    def _left(self, text: TextUnderWay, how: str) -> None:
+        if text.entered is not None:
+            self._admission.leave(text.entered)
+        with self._lock:
+            self._under_way.discard(text)
+            self._ended[how] += 1
+            if text.first_s is not None:
+                self._first_tokens.add(text.first_s - text.since_s)
+
+
+def _stopping() -> OrderRefused:
+    return OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one will take it", 5.0)

@@ -1,0 +1,247 @@
+"""One text under way: what it wants of each expert that it may come to, what of it was shown, how it ended.
+
+Guarantees: its listener is told one end, after all pieces, and nothing after a cancel; prompts are tokenised once.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from agent.api.calls.desk import TextEnd, TextPiece, TokenView
+from agent.core.request import CANCELLED
+from agent.service.texts.text_destinations import last_words
+from experts.errors import CoServeError, GenerationInvalid, OrderRefused, PromptInvalid, Refusing
+from experts.llm.serving.generation import Ending, Generation, TextRequest, check_against
+from experts.llm.text.text_writer import TextWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from agent.api.calls.desk import TextListener, TextOrder
+    from agent.core.request import Outcome
+    from agent.service.inspections.admission import Pass
+    from agent.service.inspections.inspector import Course
+    from agent.service.texts.text_models import Speech
+    from experts.llm.serving.generation import Sampled, Writer
+    from experts.llm.text.text_writer import Piece
+    from experts.llm.text.tokenizer import TextModel
+
+KEY_PREFIX = "text/"
+TOKEN_BYTES = 8  # what a prompt's token is counted with, beside its words
+FAILED = "failed"
+THOUGHT, THOUGHT_TOKENS = "<think>", 16  # where a model begins to think, and the tokens of a prompt in which it may
+
+
+@dataclass(eq=False)
+class TextUnderWay:
+    """Keeps ``TextTicket``. ``left``: told the ending, once. ``entered`` and ``withdraw``: set before it is let in."""
+
+    order: TextOrder
+    listener: TextListener
+    speech_of: Callable[[str], Speech]
+    due_s: float | None
+    clock: Callable[[], float]
+    left: Callable[[TextUnderWay, str], None]
+    entered: Pass | None = None
+    withdraw: Callable[[], None] = lambda: None
+    key: str = field(default_factory=lambda: f"{KEY_PREFIX}{uuid.uuid4().hex}")
+    first_s: float | None = None
+    since_s: float = field(init=False)
+    _writes: str | None = None  # the expert that has begun to write it
+    _requests: dict[str, TextRequest] = field(default_factory=dict)
+    _failures: dict[str, CoServeError] = field(default_factory=dict)  # by whom it cannot be asked of
+    _is_closed: bool = False  # no listener any more
+
+    def __post_init__(self) -> None:
+        self.since_s = self.clock()
+
+    @property
+    def size_bytes(self) -> int:
+        words = sum(len(str(value)) for message in self.order.messages for value in message.values())
+        words += len(self.order.prompt) if isinstance(self.order.prompt, str) else 0
+        return 4 * words + TOKEN_BYTES * sum(len(one.generation.prompt) for one in self._requests.values())
+
+    def prepare(self, reached: Sequence[str]) -> None:
+        """Make the request for each expert now, so that routing is fast. Raises as ``text_for`` of the first."""
+        for expert in reached:
+            if expert not in self._requests and expert not in self._failures:
+                try:
+                    self._requests[expert] = self._asked_of(expert)
+                except CoServeError as error:
+                    self._failures[expert] = error
+        self.text_for(reached[0])
+
+    def text_for(self, expert: str) -> TextRequest:
+        """What it wants of an expert. Raises GenerationInvalid, ExpertError."""
+        if expert in self._failures:
+            raise self._failures[expert]
+        return self._requests[expert]
+
+    def cancel(self) -> None:
+        self._is_closed = True
+        self.withdraw()
+
+    def end_if_overdue(self, since_s: float) -> None:
+        if self._is_overdue(since_s):
+            self.withdraw()
+
+    def give_up(self) -> None:
+        self._fail(OrderRefused(Refusing.STOPPING, "the agent is stopping, and the text ends here", 5.0))
+        self.cancel()
+
+    def end(self, outcome: Outcome, course: Course) -> None:
+        """Runs on the agent's thread."""
+        step = outcome.steps[-1] if outcome.steps else None
+        if outcome.reason == CANCELLED and self._is_overdue() and not self._is_closed:
+            self.left(self, Ending.DEADLINE)
+            self._tell_end(self._ended_waiting(course))
+        elif outcome.reason == CANCELLED:
+            self.left(self, CANCELLED)
+            self._fail(OrderRefused(Refusing.NOT_NOW, "the text was cancelled"))
+        elif outcome.label is None or step is None:
+            self.left(self, FAILED)
+            self._fail(self._failure(outcome.reason or "it has no answer"))
+        elif not self._is_label(step.expert, step.prediction.label):
+            ending = Ending(step.prediction.label or Ending.DEADLINE)  # a router has no label to end with
+            self._finish(step.expert)
+            self.left(self, ending)
+            self._tell_end(self._ended(ending, step.expert, course))
+        else:
+            self._show(TextPiece(step.expert, step.prediction.label))
+            self.left(self, Ending.STOP)
+            self._tell_end(self._ended(Ending.STOP, step.expert, course, step.prediction.label, step.prediction.score))
+
+    def _asked_of(self, expert: str) -> TextRequest:
+        speech = self.speech_of(expert)
+        if speech.labels:
+            prompt = speech.model.checked(_router_prompt(self.order, speech.model), "prompt")
+            generation = Generation(prompt, 0, self.order.sampling, choices=speech.labels)
+            self._check_room(len(prompt), generation.most_tokens - len(prompt), expert, speech)
+            writer: Writer = _Silent()
+        else:
+            prompt = _prompt(self.order, speech.model)
+            self._check_room(len(prompt), 1, expert, speech)
+            room = speech.most_tokens - len(prompt)
+            most = min(self.order.most_tokens or room, speech.model.context_tokens - len(prompt))
+            if most > room:
+                asked = f"is {most}, after {len(prompt)} tokens that are read"
+                raise _no_room("max_tokens", asked, expert, speech, f"ask for at most {room}")
+            sampling = speech.model.drawn(self.order.sampling, self.order.given)
+            generation = Generation(prompt, most, sampling, speech.model.stop_tokens)
+            is_thought = _opens_thought(prompt, speech.model)
+            wrote = partial(self._wrote, expert, speech.model, is_thought)
+            writer = TextWriter(speech.model, prompt, self.order.stop, wrote)
+        check_against(generation, speech.spec)
+        return TextRequest(generation, writer, self.due_s)
+
+    def _is_label(self, expert: str, label: str) -> bool:
+        """True for a router's answer: a label may be named like an ending."""
+        choices = self._requests[expert].generation.choices
+        return choices is not None and label in choices
+
+    def _check_room(self, read: int, written: int, expert: str, speech: Speech) -> None:
+        """Raises PromptInvalid for a prompt that leaves no room for so many tokens."""
+        if read + written > speech.most_tokens:
+            field = "messages" if self.order.prompt is None else "prompt"
+            raise _no_room(field, f"has {read} tokens", expert, speech, "shorten it")
+
+    def _wrote(self, expert: str, model: TextModel, is_thought: bool, piece: Piece) -> None:
+        """Runs on the executor's thread, or where the text ends."""
+        self._writes = expert
+        tokens = piece.tokens if self.order.sampling.logprobs is not None else ()
+        self._show(TextPiece(expert, piece.text, tuple(_token_view(token, model) for token in tokens), is_thought))
+
+    def _show(self, piece: TextPiece) -> None:
+        if self._is_closed:
+            return
+        if self.first_s is None:
+            self.first_s = self.clock()
+        self.listener.wrote(piece)
+
+    def _finish(self, expert: str) -> None:
+        writer = self._requests[expert].writer
+        if isinstance(writer, TextWriter):
+            writer.finish()
+
+    def _ended(
+        self, ending: Ending, expert: str, course: Course, label: str | None = None, score: float | None = None
+    ) -> TextEnd:
+        request = self._requests[expert]
+        written = request.writer.written if isinstance(request.writer, TextWriter) else 0
+        first_s = None if self.first_s is None else self.first_s - self.since_s
+        return TextEnd(
+            ending, expert, len(request.generation.prompt), written, self.clock() - self.since_s, course.queue_s,
+            first_s, label, score,
+        )  # fmt: skip
+
+    def _ended_waiting(self, course: Course) -> TextEnd:
+        """The deadline passed in a queue."""
+        if self._writes is not None:
+            self._finish(self._writes)
+            return self._ended(Ending.DEADLINE, self._writes, course)
+        return TextEnd(Ending.DEADLINE, None, 0, 0, self.clock() - self.since_s, course.queue_s)
+
+    def _is_overdue(self, since_s: float = 0.0) -> bool:
+        return self.due_s is not None and self.clock() >= self.due_s + since_s
+
+    def _failure(self, reason: str) -> OrderRefused:
+        """The order's fault, if it was refused for an expert that its route came to."""
+        for error in self._failures.values():
+            if isinstance(error, GenerationInvalid) and str(error) in reason:
+                return OrderRefused(Refusing.INVALID, reason, field=error.field)
+        return OrderRefused(Refusing.NOT_NOW, reason)
+
+    def _fail(self, failure: OrderRefused) -> None:
+        self._tell_end(TextEnd(None, None, 0, 0, self.clock() - self.since_s, failure=failure))
+
+    def _tell_end(self, end: TextEnd) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self.listener.ended(end)
+
+
+class _Silent:
+    """Writer of a router, whose answer is a label."""
+
+    def write(self, _: Sampled) -> bool:
+        return False
+
+
+def _no_room(field: str, asked: str, expert: str, speech: Speech, advice: str) -> PromptInvalid:
+    room = f"memory has room for {speech.most_tokens} tokens of a text of {expert}"
+    return PromptInvalid(field, f"{asked}: {room} - {advice}, or give texts.kv more memory")
+
+
+def _prompt(order: TextOrder, model: TextModel) -> tuple[int, ...]:
+    if isinstance(order.prompt, tuple):
+        return model.checked(order.prompt, "prompt")
+    if order.prompt is not None:
+        return model.prompt_of(order.prompt)
+    return model.chat_prompt_of(order.messages, order.template)
+
+
+def _opens_thought(prompt: tuple[int, ...], model: TextModel) -> bool:
+    """Some templates end the prompt inside the model's thoughts."""
+    end = b"".join(model.token_bytes(token) for token in prompt[-THOUGHT_TOKENS:])
+    return end.rstrip().endswith(THOUGHT.encode())
+
+
+def _router_prompt(order: TextOrder, model: TextModel) -> tuple[int, ...]:
+    """The last words alone, as a chat if the router has a template."""
+    words = last_words(order)
+    if model.chat is None:
+        return model.prompt_of(words)
+    return model.chat_prompt_of([{"role": "user", "content": words}])
+
+
+def _token_view(sampled: Sampled, model: TextModel) -> TokenView:
+    others = tuple(_one_view(token, logprob, model) for token, logprob in sampled.alternatives)
+    return _one_view(sampled.token, sampled.logprob, model, others)
+
+
+def _one_view(token: int, logprob: float, model: TextModel, others: Sequence[TokenView] = ()) -> TokenView:
+    content = model.token_bytes(token)
+    return TokenView(content.decode("utf-8", "replace"), content, logprob, tuple(others))

@@ -1,0 +1,141 @@
+"""The contract of a source: where the subjects of a line come from.
+
+A line tells a source the verdict of each image that the source offered or refused: once, after the commit of its rows.
+A process that ends first tells nothing. The next start offers the image again: from the source where it
+``keeps_images``, otherwise from the journal.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from experts.errors import OrderRefused, Refusing
+from experts.images import DEFAULT_MAX_PIXELS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    from agent.config import LineConfig
+    from agent.subject import SourceStatus, Subject
+    from experts.expert import Verdict
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrival:
+    """A subject, and the bytes of the image file that shows it.
+
+    ``pieces``: the parts that an earlier run accepted; empty where the layout of today cuts the image.
+    """
+
+    subject: Subject
+    image: bytes
+    max_pixels: int = DEFAULT_MAX_PIXELS
+    pieces: tuple[Subject, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOver:
+    """An image that an earlier run accepted and did not judge. ``number``: of its bytes in the journal."""
+
+    number: int
+    pieces: tuple[Subject, ...]
+
+
+class Line(Protocol):
+    """What a source asks of the line that judges. For any thread; no call waits for an expert."""
+
+    @property
+    def config(self) -> LineConfig:
+        """The line file as it is served now."""
+
+    @property
+    def left_overs(self) -> Sequence[LeftOver]:
+        """Images of an earlier run, oldest first."""
+
+    def has_room(self, source: Source) -> bool:
+        """True while the source may take in one more image."""
+
+    def expects(self, subject: Subject, source: Source) -> bool:
+        """True if the image has to be read and offered. False: its verdict is known, or will be without the image."""
+
+    def offer_image(self, arrival: Arrival, source: Source) -> None:
+        """Judge the image, and tell the source: ``image_accepted``, then ``verdict_committed``."""
+
+    def refuse_subject(self, subject: Subject, reason: str, source: Source) -> None:
+        """Commit UNKNOWN for a subject that has no image."""
+
+    def reading(self, subject: Subject) -> AbstractContextManager[object]:
+        """An end of the process inside counts against the subject."""
+
+    def reserve_key(self, key: str, asked_sha256: str) -> bool:
+        """Keep a caller's key until ``release_key``; False if the same was asked before. Raises OrderRefused."""
+
+    def release_key(self, key: str) -> None:
+        """What was asked under the key is durable, or nothing was."""
+
+    def journaled_image(self, number: int) -> bytes | None:
+        """Bytes of a left-over's image; None if it has ended. Raises sqlite3.Error and OSError."""
+
+
+class Source(ABC):
+    """One source. The line calls every method from any thread; none may wait, unless a timeout is given."""
+
+    keeps_images = False  # True: images survive the process in the source; False: the line journals them
+    skips_duplicates = False  # True: the same bytes for the same part get the first verdict
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin to offer."""
+
+    @abstractmethod
+    def verdict_committed(self, subject: Subject, verdict: Verdict, reason: str | None) -> None:
+        """The worst verdict of the image's parts is on the disk."""
+
+    def image_accepted(self, subject: Subject) -> None:
+        """The image is durable in the journal; the source may let it go."""
+        return
+
+    def stop(self, timeout_s: float) -> bool:
+        """Offer nothing more; False after ``timeout_s``. May be called again."""
+        del timeout_s
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        """Act on the verdicts told so far; called last."""
+        del timeout_s
+
+    def check(self, config: LineConfig) -> None:
+        """Raises ConfigError for a line file that the source cannot serve."""
+        del config
+
+    def reload(self, config: LineConfig) -> None:
+        """Serve this line file from the next image on."""
+        del config
+
+    def trigger(self, board: str | None, board_type: str | None, key: str | None) -> str:
+        """Take one image now; returns the key of its results. Raises OrderRefused."""
+        raise OrderRefused(Refusing.NOT_FOUND, f"no camera {self.name!r}")
+
+    def status(self) -> SourceStatus | None:
+        """How the source is doing; None where that interests no technician."""
+        return None
+
+    @property
+    def held(self) -> int:
+        """Images that the source keeps and could not let go yet."""
+        return 0
+
+    def holds(self, key: str) -> bool:
+        """True if the image of this result lies in the source. Raises OSError."""
+        del key
+        return False
+
+    def report_hangs(self) -> None:
+        """Log what takes too long; called periodically."""
+        return

@@ -1,0 +1,356 @@
+"""One camera: its process watched over, its triggers kept, its frames handed over one by one.
+
+Guarantees: of a camera that runs freely the latest frame is taken whenever there is room, and every other one is
+counted as dropped. Of one that is triggered each trigger that was accepted, or that the interval fired, ends once: with
+a frame that came after it, or told as lost with the reason. Nothing here waits for the camera: whatever hangs, hangs in
+its process, which is killed. What waits for the disk is the thread that hands over; the camera is watched meanwhile.
+Structure: one thread decides (supervision, takes) and does what was decided; one hands over; one listens to each
+process.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+import time
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, TypeAlias
+
+from agent.sources.cameras import supervision, wire
+from agent.sources.cameras.delivery import Delivery
+from agent.sources.cameras.frames import CameraStatistics, Trigger
+from agent.sources.cameras.pictures.source import Connection
+from agent.sources.cameras.process import ChildProcess, Exited, Received
+from agent.sources.cameras.supervision import CameraState, Supervisor
+from agent.sources.cameras.takes import NEVER, Interval, Takes
+from agent.subject import CAMERA_PREFIX, Subject
+from experts.errors import OrderRefused, Refusing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from agent.line_file.intake import CameraSection
+    from agent.sources.cameras.frames import CameraDoors
+    from agent.sources.cameras.process import Heard
+
+log = logging.getLogger(__name__)
+
+STEP_FAILED_S = 1.0  # after a fault of the program
+LONGEST_WAIT_S = 3600.0
+SLOW_FRAMES = 2.0  # periods of a clip that is played slowly, before it is called silent
+ENCODE_S = 10.0  # a frame that was asked for is handed over within this, or within the stall timeout if that is longer
+RETRY_S = 1.0  # what a caller whose trigger is refused is told to wait
+
+
+@dataclass(frozen=True, slots=True)
+class _FromProcess:
+    """What the process of this number said."""
+
+    number: int
+    heard: Heard
+
+
+_Item: TypeAlias = "Trigger | _FromProcess | None"  # None: look at the time, or at whether to stop
+
+
+def _local_time() -> datetime:
+    return datetime.now(UTC).astimezone()
+
+
+def _moment(at: datetime) -> str:
+    return at.astimezone(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+
+
+def stall_timeout_s(config: CameraSection) -> float:
+    """How long a camera may be silent: a clip that is played slowly is, by intention."""
+    return max(config.stall_timeout_s, SLOW_FRAMES / config.frames_per_s if config.frames_per_s else 0.0)
+
+
+def connection_of(config: CameraSection, password: str | None) -> Connection:
+    """What its process is told of a camera."""
+    return Connection(
+        url=config.url,
+        open_timeout_s=config.open_timeout_s,
+        stall_timeout_s=stall_timeout_s(config),
+        max_pixels=config.max_pixels,
+        user=config.user,
+        password=password,
+        loop=config.loop,
+        frames_per_s=config.frames_per_s,
+        rtsp_transport=config.rtsp_transport,
+        ca=None if config.ca is None else str(config.ca),
+        insecure_ok=config.insecure_ok,
+    )
+
+
+class Camera:
+    """See the module. ``start`` it once; ``stop`` may be called again and again."""
+
+    def __init__(
+        self,
+        config: CameraSection,
+        password: str | None,
+        doors: CameraDoors,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], datetime] = _local_time,
+    ) -> None:
+        self._config = config
+        self._connection = connection_of(config, password)
+        self._clock = clock
+        self._wall = wall
+        self._is_triggered = config.mode == "triggered"
+        self._stall_timeout_s = stall_timeout_s(config)
+        self._supervisor = Supervisor(config.open_timeout_s, self._stall_timeout_s, config.max_lag_s, random.random)
+        self._takes = Takes(self._stall_timeout_s)
+        self._interval = Interval(config.interval_s)
+        self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._child: ChildProcess | None = None
+        self._guard = threading.Lock()  # over the number, and over whether triggers are let in: any thread triggers
+        self._number = 0
+        self._stopping = threading.Event()
+        self._seen_before = wire.Seen(0, 0)  # by earlier connections
+        self._seen = wire.Seen(0, 0)  # by all
+        self._came_at: float | None = None
+        self._delivery = Delivery(config.name, doors, config.queue, None if self._is_triggered else self._want)
+        self._threads = (
+            threading.Thread(target=self._watch, name=f"camera-{config.name}", daemon=True),
+            self._delivery.thread,
+        )
+
+    @property
+    def name(self) -> str:
+        return self._config.name
+
+    def start(self) -> None:
+        """Connect, and go on connecting whenever that is lost. Returns at once."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """End, within ``timeout_s``; whether everything has ended. 0.0 tells it to, and does not wait.
+
+        Triggers that have no frame by now are lost; frames that were taken are handed over while there is time.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._stopping.set()
+        self._delivery.stop()
+        self._inbox.put(None)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(deadline - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def trigger(
+        self,
+        board: str | None = None,
+        board_type: str | None = None,
+        key: str | None = None,
+        asked_sha256: str | None = None,
+    ) -> str:
+        """Ask for one frame; returns the key that its results begin with. Any thread; does not wait.
+
+        Raises OrderRefused. Otherwise the trigger ends once, with a frame or as lost, while this agent lives.
+        """
+        if not self._is_triggered:
+            raise OrderRefused(
+                Refusing.NOT_NOW, f"camera {self.name} runs freely - `mode: triggered` in the line file has it wait"
+            )
+        state, alarm = self._supervisor.state, self._supervisor.alarm
+        with self._guard:
+            if self._stopping.is_set():
+                raise OrderRefused(Refusing.STOPPING, f"camera {self.name} ends: the next agent will answer")
+            if state is not CameraState.STREAMING:
+                because = f" ({alarm})" if alarm else ""
+                message = f"camera {self.name} is {state}{because} - try again later"
+                raise OrderRefused(Refusing.NOT_NOW, message, RETRY_S)
+            if not self._delivery.admit():
+                raise OrderRefused(Refusing.QUEUE_FULL, self._full(), RETRY_S)
+            trigger = self._new_trigger(self._clock(), board, board_type, key=key, asked_sha256=asked_sha256)
+            self._inbox.put(trigger)
+        return trigger.subject.key
+
+    def statistics(self) -> CameraStatistics:
+        """A snapshot, from any thread."""
+        seen, came_at, child, delivery = self._seen, self._came_at, self._child, self._delivery
+        return CameraStatistics(
+            name=self.name,
+            state=self._supervisor.state,
+            received=delivery.received,
+            dropped=0 if self._is_triggered else max(seen.frames - delivery.handed, 0),
+            lost=delivery.lost,
+            waiting=delivery.waiting,
+            broken=seen.broken,
+            reconnects=max(self._supervisor.connections - 1, 0),
+            alarm=self._supervisor.alarm or delivery.alarm,
+            frame_age_s=None if came_at is None else self._clock() - came_at,
+            process=None if child is None else child.pid,
+        )
+
+    def _full(self) -> str:
+        return f"camera {self.name}: {self._config.queue} triggers wait, which is all that `queue` permits"
+
+    def _new_trigger(
+        self,
+        asked_s: float,
+        board: str | None = None,
+        board_type: str | None = None,
+        key: str | None = None,
+        asked_sha256: str | None = None,
+    ) -> Trigger:
+        """Under the guard."""
+        self._number += 1
+        subject = self._subject(self._wall(), self._number, board_type or self._config.board_type)
+        key, board = key or subject.key, board or subject.board
+        subject = replace(subject, key=key, image=key, board=board, asked_sha256=asked_sha256)
+        return Trigger(subject, self._number, asked_s)
+
+    def _subject(self, at: datetime, number: int, board_type: str | None) -> Subject:
+        """What a frame of this moment is about. A frame of a component is the board's part named as the camera."""
+        key, component = f"{CAMERA_PREFIX}{self.name}@{_moment(at)}#{number}", self._config.component
+        ref = None if component is None else self.name
+        board = f"{self.name}-{_moment(at)}"
+        return Subject(key, self.name, key, at, component, None, board, board_type, ref)
+
+    def _want(self) -> None:
+        with self._guard:
+            self._inbox.put(self._new_trigger(NEVER))
+
+    # -- the thread that decides --
+
+    def _watch(self) -> None:
+        self._inbox.put(None)
+        while not self._supervisor.is_over:
+            try:
+                self._handle(self._next())
+            except Exception:  # the boundary of the thread: the camera is watched all the same
+                log.exception("camera_step_failed camera=%s", self.name)
+                time.sleep(STEP_FAILED_S)
+        self._lose(self._takes.clear(), "the agent ended")
+        with self._guard:  # whoever triggers has done so by now, or is refused
+            while not self._inbox.empty():
+                if isinstance(item := self._inbox.get(), Trigger):
+                    self._lose([item], "the agent ended")
+        self._delivery.end()
+
+    def _next(self) -> _Item:
+        try:
+            return self._inbox.get(timeout=self._pause_s())
+        except queue.Empty:
+            return None
+
+    def _pause_s(self) -> float:
+        deadline = min(
+            self._supervisor.deadline, self._takes.deadline, self._interval.deadline, self._answer_deadline()
+        )
+        return min(max(deadline - self._clock(), 0.0), LONGEST_WAIT_S)
+
+    def _answer_deadline(self) -> float:
+        return self._takes.asked_since + max(self._stall_timeout_s, ENCODE_S)
+
+    def _handle(self, item: _Item) -> None:
+        if not self._supervisor.connections:
+            self._act(supervision.Started())
+        if self._stopping.is_set() and not self._supervisor.is_stopped:
+            self._act(supervision.StopAsked())
+        if isinstance(item, Trigger):
+            self._takes.add(item)
+        elif item is not None and item.number == self._supervisor.connections:
+            self._hear(item.heard)
+        now = self._clock()
+        self._act(supervision.Passed())
+        if self._supervisor.state is not CameraState.STREAMING:
+            self._takes.disconnect()
+        elif now >= self._answer_deadline():
+            self._act(supervision.Unanswered("frames come, and none is handed over: its process hangs"))
+        self._fire(now)
+        self._lose(self._takes.overdue(now), self._why_lost())
+        if self._supervisor.state is CameraState.STREAMING and self._child is not None:
+            for trigger in self._takes.ask(now):
+                self._child.ask(wire.Take(trigger.number, since=trigger.asked_s if self._is_triggered else None))
+
+    def _hear(self, heard: Heard) -> None:
+        match heard:
+            case wire.Ready():
+                self._act(supervision.ProcessReady())
+            case wire.Opened():
+                self._act(supervision.Connected())
+            case wire.Seen():
+                self._see(heard)
+            case wire.Failed(reason, is_final):
+                self._act(supervision.ConnectionFailed(reason, is_final))
+            case Received(taken, content):
+                self._receive(taken, content)
+            case Exited(how):
+                self._gone(how)
+
+    def _see(self, seen: wire.Seen) -> None:
+        before = self._seen_before
+        total = wire.Seen(before.frames + seen.frames, before.broken + seen.broken, seen.lag_s)
+        is_more = total.frames > self._seen.frames
+        self._seen = total
+        if is_more:
+            self._came_at = self._clock() - seen.lag_s
+            self._act(supervision.FramesCame(seen.lag_s))
+
+    def _receive(self, taken: wire.Taken, content: bytes) -> None:
+        trigger = self._takes.answer(taken.number)
+        if trigger is None:
+            return
+        at = self._wall() - timedelta(seconds=taken.age_s)
+        subject = replace(trigger.subject, arrived_at=at)
+        if not self._is_triggered:  # the wish was made before the frame
+            subject = self._subject(at, trigger.number, subject.board_type)
+        self._delivery.put(subject, content)
+
+    def _gone(self, how: str) -> None:
+        self._child = None
+        self._seen_before = self._seen
+        self._takes.disconnect()
+        self._act(supervision.ProcessEnded(how))
+
+    def _act(self, event: supervision.Event) -> None:
+        for action in self._supervisor.decide(self._clock(), event):
+            match action:
+                case supervision.StartProcess():
+                    self._begin()
+                case supervision.CloseProcess() if self._child is not None:
+                    self._child.close()
+                case supervision.KillProcess() if self._child is not None:
+                    self._child.kill()
+                case supervision.Tell(state, reason):
+                    level = logging.WARNING if self._supervisor.alarm else logging.INFO
+                    log.log(level, "camera_state camera=%s state=%s reason=%s", self.name, state, reason)
+
+    def _begin(self) -> None:
+        number = self._supervisor.connections
+        try:
+            self._child = ChildProcess(self._connection, lambda heard: self._inbox.put(_FromProcess(number, heard)))
+        except Exception as error:  # noqa: BLE001 - whatever it is: without its end, the camera is never tried again
+            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            self._inbox.put(_FromProcess(number, Exited(f"no process can be started: {reason}")))
+
+    def _fire(self, now: float) -> None:
+        """By the interval: a trigger that meets a full queue is lost, and told."""
+        is_streaming = self._supervisor.state is CameraState.STREAMING and not self._stopping.is_set()
+        if not (self._interval.is_due(now, is_streaming) and self._delivery.can_overflow()):
+            return
+        with self._guard:
+            trigger = self._new_trigger(now)
+        if self._delivery.admit():
+            self._takes.add(trigger)
+        else:
+            self._delivery.overflow(trigger.subject, self._full())
+
+    def _why_lost(self) -> str:
+        state, alarm = self._supervisor.state, self._supervisor.alarm
+        because = f": {alarm}" if alarm else ""
+        patience = f"within stall_timeout_s {self._stall_timeout_s:g} of the trigger"
+        return f"camera {self.name}: no frame came {patience} ({state}{because})"
+
+    def _lose(self, triggers: list[Trigger], reason: str) -> None:
+        for trigger in triggers:
+            self._delivery.lose(trigger.subject, reason)

@@ -1,0 +1,161 @@
+"""A camera's frames and lost triggers, handed over one after the other, on a thread that may wait for the disk.
+
+Guarantees: what is let in is handed over in its order, and counted until it is. A door that breaks costs the frame that
+it was opened for, and nothing else: of a trigger that is told as lost, of a camera that runs freely it is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from agent.sources.cameras.frames import CameraDoors
+    from agent.subject import Subject
+
+log = logging.getLogger(__name__)
+
+NO_ROOM_S = 0.05  # between two questions whether the agent has room again
+NO_DOOR_S = 1.0  # after a door that broke
+UNTOLD_MAXIMUM = 1000  # lost triggers that were never let in, and wait to be told
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A frame."""
+
+    subject: Subject
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Lost:
+    """A trigger without a frame. ``is_overflow``: it was never let in."""
+
+    subject: Subject
+    reason: str
+    is_overflow: bool = False
+
+
+_Parcel: TypeAlias = "_Taken | _Lost | None"  # None: there will be no more
+
+
+class Delivery:
+    """See the module. ``want`` asks for a frame of a camera that runs freely; None where it is triggered."""
+
+    def __init__(self, name: str, doors: CameraDoors, limit: int, want: Callable[[], None] | None) -> None:
+        self._name = name
+        self._doors = doors
+        self._limit = limit
+        self._want = want
+        self._parcels: queue.SimpleQueue[_Parcel] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._guard = threading.Lock()  # over what counts: several threads do
+        self._untold = 0
+        self.waiting = 0  # triggers that were let in and have not ended; frames of one that runs freely
+        self.handed = 0  # frames that were taken, or are on their way
+        self.received = 0
+        self.lost = 0
+        self.alarm: str | None = None
+        self.thread = threading.Thread(target=self._run, name=f"frames-{name}", daemon=True)
+
+    def admit(self) -> bool:
+        """Whether there is room for one more trigger; if so it has it until it ends."""
+        with self._guard:
+            has_room = self.waiting < self._limit
+            self.waiting += has_room
+        return has_room
+
+    def put(self, subject: Subject, content: bytes) -> None:
+        with self._guard:
+            self.handed += 1
+            self.waiting += self._want is not None
+        self._parcels.put(_Taken(subject, content))
+
+    def lose(self, subject: Subject, reason: str) -> None:
+        """A trigger that was let in gets no frame. That a camera which runs freely has none is nothing to tell."""
+        if self._want is None:
+            self._parcels.put(_Lost(subject, reason))
+
+    def can_overflow(self) -> bool:
+        """Whether one more trigger that is not let in could be told. Where not, none should be made."""
+        with self._guard:
+            if self._untold >= UNTOLD_MAXIMUM:
+                self.alarm = f"interval_s pauses: {self._untold} lost triggers are not stored yet"
+                return False
+        return True
+
+    def overflow(self, subject: Subject, reason: str) -> None:
+        """A trigger is not let in, and nobody waits who could be told so at once."""
+        with self._guard:
+            self._untold += 1
+        self._parcels.put(_Lost(subject, reason, is_overflow=True))
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def end(self) -> None:
+        """Nothing more will come: the thread ends behind what is there."""
+        self._parcels.put(None)
+
+    def _run(self) -> None:
+        while self._want is None or self._wanted(self._want):
+            parcel = self._parcels.get()
+            if parcel is None:
+                return
+            self._hand(parcel)
+
+    def _wanted(self, want: Callable[[], None]) -> bool:
+        """Ask for a frame once there is room; False when the camera ends first."""
+        while not self._has_room():
+            if self._stopping.wait(NO_ROOM_S):
+                return False
+        want()
+        return True
+
+    def _has_room(self) -> bool:
+        try:
+            return self._doors.has_room()
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: it is told, and asked again
+            self._broke(error)
+            return False
+
+    def _hand(self, parcel: _Taken | _Lost) -> None:
+        try:
+            if isinstance(parcel, _Taken):
+                self._doors.take(parcel.subject, parcel.content)
+                self.received += 1
+            else:
+                self.lost += 1
+                self._doors.lost(parcel.subject, parcel.reason)
+            self.alarm = None
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: this one has ended, the others go on
+            self._broke(error)
+            if isinstance(parcel, _Taken):
+                self._not_taken(parcel, error)
+                return
+        with self._guard:
+            if isinstance(parcel, _Lost) and parcel.is_overflow:
+                self._untold -= 1
+            else:
+                self.waiting -= 1
+
+    def _not_taken(self, parcel: _Taken, error: Exception) -> None:
+        with self._guard:
+            self.handed -= 1
+            self.waiting -= self._want is not None
+        if self._want is None:
+            self._hand(_Lost(parcel.subject, f"camera {self._name}: its frame was not taken: {error}"))
+
+    def _broke(self, error: Exception) -> None:
+        """Told once, until a frame is taken again."""
+        alarm = f"frames are not taken: {type(error).__name__}: {error}"
+        if alarm != self.alarm:
+            log.error("camera_frame_not_taken camera=%s", self._name, exc_info=error)
+        self.alarm = alarm
+        self._stopping.wait(NO_DOOR_S)

@@ -1,0 +1,185 @@
+"""What the process of one camera does: it reads the source without pause, and hands over frames that are asked for.
+
+Guarantees: what was asked for is answered in that order, each with a frame of its own that came no sooner than it may;
+frames that nobody asked for are counted, and neither encoded nor kept. Its last word is why it ends. What it says holds
+no password.
+Structure: one thread reads the source, one encodes, and the first one listens.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from agent.sources.cameras import wire
+from agent.sources.cameras.encoding import can_be_seen, encode
+from experts.errors import CameraFailed
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from agent.sources.cameras.encoding import EncodedFrame
+    from agent.sources.cameras.pictures.source import Connection, Picture, Snapshot, Source
+
+OPENING_SHARE = 0.9  # of the agent's patience: then we say why, before it says that it waited for nothing
+READ_S = 0.25  # how long one read may take where a source keeps to its deadline
+SAY_SEEN_S = 0.1  # between two counts
+CHECK_S = 1.0  # between two looks whether what comes as JPEG can be decoded, while it can
+CLOSE_S = 0.4  # for the source to be closed in an orderly way
+LAST_FRAMES_S = 5.0  # for what was asked for to be encoded, before the last word
+
+
+class Grabber:
+    """See the module."""
+
+    def __init__(self, agent: socket.socket, connection: Connection, source: Source) -> None:
+        self._agent = agent
+        self._connection = connection
+        self._source = source
+        self._guard = threading.Lock()  # over the six below
+        self._asked: deque[wire.Take] = deque()
+        self._latest: Snapshot | None = None  # not handed over yet
+        self._unsent = 0  # of what was asked for and shot
+        self._frames = 0
+        self._broken = 0
+        self._lag_s = 0.0
+        self._shots: queue.SimpleQueue[tuple[wire.Take, Snapshot]] = queue.SimpleQueue()
+        self._checked_at = float("-inf")
+        self._counted_at = float("-inf")
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        """Until the agent has gone, or the source has failed. Does not return then: the process ends."""
+        reading = threading.Thread(target=self._read, name="reader", daemon=True)
+        threading.Thread(target=self._encode, name="encoder", daemon=True).start()
+        reading.start()
+        while (received := wire.receive(self._agent)) is not None:
+            if isinstance(received[0], wire.Take):
+                self._take(received[0])
+        self._stopping.set()
+        reading.join(CLOSE_S)
+        os._exit(0)
+
+    def _take(self, take: wire.Take) -> None:
+        with self._guard:
+            self._asked.append(take)
+            self._answer()
+
+    def _answer(self) -> None:
+        """The first who asked gets the latest picture, if it may be his."""
+        if self._latest is None or not self._asked:
+            return
+        since = self._asked[0].since
+        if since is None or self._latest.came_at >= since:
+            self._unsent += 1
+            self._shots.put((self._asked.popleft(), self._latest))
+            self._latest = None
+
+    # -- on the reader's thread --
+
+    def _read(self) -> None:
+        failure = CameraFailed("it was told to end")
+        try:
+            self._source.open(time.monotonic() + OPENING_SHARE * self._connection.open_timeout_s)
+            self._say(wire.Opened())
+            while not self._stopping.is_set():
+                snapshot = self._source.read(time.monotonic() + READ_S)
+                if snapshot is not None and self._is_sound(snapshot.picture):
+                    self._came(snapshot)
+                self._count()
+        except CameraFailed as error:
+            failure = error
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: a source's library raises what it likes
+            failure = CameraFailed(f"{type(error).__name__}: {error}")
+        self._end(failure)
+
+    def _is_sound(self, picture: Picture) -> bool:
+        """Once in a while in earnest: a camera that sends nothing but rubbish does not stream."""
+        now = time.monotonic()
+        if now < self._checked_at + CHECK_S:
+            return True
+        is_sound = can_be_seen(picture, self._connection.max_pixels)
+        self._checked_at = now if is_sound else float("-inf")
+        with self._guard:
+            self._broken += not is_sound
+        return is_sound
+
+    def _came(self, snapshot: Snapshot) -> None:
+        with self._guard:
+            self._frames += 1
+            self._lag_s = time.monotonic() - snapshot.came_at
+            self._latest = snapshot
+            self._answer()
+
+    def _count(self, is_last: bool = False) -> None:
+        now = time.monotonic()
+        if self._frames + self._broken and (is_last or now >= self._counted_at + SAY_SEEN_S):
+            self._counted_at = now
+            self._say(wire.Seen(self._frames, self._broken, self._lag_s))
+
+    def _end(self, failure: CameraFailed) -> None:
+        deadline = time.monotonic() + LAST_FRAMES_S
+        while self._unsent and time.monotonic() < deadline and not self._stopping.is_set():
+            time.sleep(0.005)
+        self._count(is_last=True)
+        self._last_word(failure, self._source.close)
+
+    def _last_word(self, failure: CameraFailed, close: Callable[[], None] = lambda: None) -> None:
+        try:
+            self._say(wire.Failed(self._without_password(failure.reason), failure.is_final))
+            close()
+        finally:
+            os._exit(0)
+
+    # -- on the encoder's thread --
+
+    def _encode(self) -> None:
+        while True:
+            take, snapshot = self._shots.get()
+            try:
+                encoded = encode(snapshot.picture, self._connection.max_pixels)
+                if encoded is None:
+                    self._take_again(take)
+                else:
+                    self._hand_over(take, encoded, snapshot.came_at)
+            except CameraFailed as error:
+                self._last_word(error)
+            except Exception as error:  # noqa: BLE001 - the boundary of the thread: memory, mostly
+                self._last_word(CameraFailed(f"{type(error).__name__}: {error}"))
+
+    def _hand_over(self, take: wire.Take, encoded: EncodedFrame, came_at: float) -> None:
+        descriptor = wire.sealed(encoded.content)
+        try:
+            age_s = time.monotonic() - came_at
+            self._say(wire.Taken(take.number, encoded.height, encoded.width, age_s), (descriptor,))
+        finally:
+            os.close(descriptor)
+        with self._guard:
+            self._unsent -= 1
+
+    def _take_again(self, take: wire.Take) -> None:
+        """It was no picture: the next one, for the same who asked, before all who asked later."""
+        with self._guard:
+            self._unsent -= 1
+            self._broken += 1
+            self._asked.appendleft(take)
+
+    # -- on both --
+
+    def _say(self, message: wire.Message, descriptors: tuple[int, ...] = ()) -> None:
+        try:
+            wire.send(self._agent, message, descriptors)
+        except OSError:  # the agent has gone: the first thread hears it too
+            os._exit(0)
+
+    def _without_password(self, text: str) -> str:
+        password = self._connection.password
+        for secret in (password, quote(password, safe="")) if password else ():
+            text = text.replace(secret, "***")
+        return text

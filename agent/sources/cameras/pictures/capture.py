@@ -1,0 +1,105 @@
+"""A video read by PyAV: FFmpeg's packets one after the other, each frame with the time at which it came.
+
+Guarantees: a frame that FFmpeg calls broken is none; a JPEG that is cut or does not begin as one is none either. What
+a camera sends as JPEG is not decoded and encoded again: what is judged later is what the camera sent.
+One decoding thread: with more, FFmpeg hands each frame out as many frames late as there are threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import av
+import cv2
+import numpy as np
+from av.error import FFmpegError, InvalidDataError
+
+from agent.sources.cameras.pictures.presentation import PresentationClock
+from agent.sources.cameras.pictures.source import Snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from av.packet import Packet
+    from av.video.frame import VideoFrame
+
+    from agent.sources.cameras.pictures.source import Picture
+
+COUNTED = {"mpjpeg", "mjpeg"}  # formats without times: FFmpeg counts their frames, and calls that times
+PARSED = {"h264", "hevc"}  # codecs whose packets over RTSP end where the next one begins
+JPEG_START, JPEG_END, JPEG_TABLES = b"\xff\xd8", b"\xff\xd9", b"\xff\xc4"
+
+
+class Capture:
+    """One opened video. Raises FFmpegError where it cannot be opened, and as ``av.open`` does."""
+
+    def __init__(
+        self, place: str, options: Mapping[str, str], timeouts_s: tuple[float, float] | None, kind: str | None = None
+    ) -> None:
+        self._container = av.open(place, format=kind, options=dict(options), timeout=timeouts_s)
+        known = [stream for stream in self._container.streams.video if stream.codec_context is not None]
+        if not known:
+            raise InvalidDataError(0, "it holds no video of a codec that is known here")
+        self._stream = known[0]
+        self._stream.codec_context.thread_count = 1
+        codec = self._stream.codec_context.name
+        self._is_jpeg = codec == "mjpeg"
+        self._has_times = self._container.format.name not in COUNTED
+        self._clock = PresentationClock(is_one_behind=codec in PARSED)
+        self._packets = self._container.demux(self._stream)
+        self._snapshots: deque[Snapshot] = deque()
+
+    @property
+    def frames_per_s(self) -> float:
+        """As the video itself says; 0 where it does not."""
+        return float(self._stream.average_rate or self._stream.guessed_rate or 0)
+
+    def read(self, deadline: float) -> Snapshot | None:
+        """The next whole picture; None if none came by the deadline. Raises EOFError when none will come."""
+        while not self._snapshots:
+            self._clock.ask()
+            try:
+                packet = next(self._packets, None)
+            except FFmpegError as error:
+                raise EOFError(error.strerror) from error
+            if packet is None:
+                raise EOFError("it ended")
+            self._clock.came(self._time(packet))
+            self._snapshots.extend(self._decoded(packet))
+            if time.monotonic() >= deadline:
+                break
+        return self._snapshots.popleft() if self._snapshots else None
+
+    def close(self) -> None:
+        self._container.close()
+
+    def _time(self, of: Packet[Any] | VideoFrame) -> float | None:
+        if not self._has_times or of.pts is None or of.time_base is None:
+            return None
+        return float(of.pts * of.time_base)
+
+    def _decoded(self, packet: Packet[Any]) -> list[Snapshot]:
+        """What the packet completes: of a broken one nothing, of the last one all that the decoder still held."""
+        if self._is_jpeg:
+            jpeg = whole_jpeg(bytes(packet))
+            return [] if jpeg is None else [self._snapshot(jpeg, packet)]
+        try:
+            frames = packet.decode()
+        except InvalidDataError:
+            return []
+        return [self._snapshot(frame, frame) for frame in frames if not frame.is_corrupt]
+
+    def _snapshot(self, picture: Picture, timed: Packet[Any] | VideoFrame) -> Snapshot:
+        return Snapshot(picture, self._clock.came_at(self._time(timed), time.monotonic()))
+
+
+def whole_jpeg(packet: bytes) -> Picture | None:
+    """One frame of motion JPEG: the file itself, or its pixels where it needs tables that it does not hold."""
+    content = packet.rstrip(b"\0")
+    if not (content.startswith(JPEG_START) and content.endswith(JPEG_END)):
+        return None
+    if JPEG_TABLES in content:
+        return content
+    return cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR)  # type: ignore[return-value]  # uint8, or None

@@ -1,0 +1,79 @@
+"""A video file, played as a camera would see it: at its own rate or a given one, once or over and over.
+
+Guarantees: no frame is skipped and none comes early. A clip that ended is not played again by itself unless it loops.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from av.error import FFmpegError, InvalidDataError
+
+from agent.sources.cameras.pictures.capture import Capture
+from agent.sources.cameras.pictures.source import Snapshot
+from experts.errors import CameraFailed
+
+if TYPE_CHECKING:
+    from agent.sources.cameras.pictures.source import Connection
+
+DEFAULT_FRAMES_PER_S = 25.0  # of a clip that does not say
+FASTEST_FRAMES_PER_S = 1000.0  # what a clip claims beyond is no rate
+
+
+class ClipSource:
+    """See the module."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._path = Path(connection.place)
+        self._capture: Capture | None = None
+        self._period_s = 0.0
+        self._due = 0.0
+        self._has_played = False  # since it was begun, at least one frame
+
+    def open(self, deadline: float) -> None:
+        del deadline  # a disk that hangs hangs in here: whoever waits kills
+        self._begin()
+        self._due = time.monotonic()
+
+    def read(self, deadline: float) -> Snapshot | None:
+        if self._due > deadline:
+            time.sleep(max(deadline - time.monotonic(), 0.0))
+            return None
+        time.sleep(max(self._due - time.monotonic(), 0.0))
+        snapshot = self._next(deadline)
+        self._due = max(self._due, time.monotonic() - self._period_s) + self._period_s
+        return None if snapshot is None else Snapshot(snapshot.picture, time.monotonic())
+
+    def close(self) -> None:
+        if self._capture is not None:
+            self._capture.close()
+
+    def _begin(self) -> None:
+        self.close()
+        try:
+            self._capture = Capture(str(self._path), {"protocol_whitelist": "file"}, None)
+        except InvalidDataError as error:
+            raise CameraFailed(f"{self._path}: not a video that can be read: {error.strerror}") from error
+        except FFmpegError as error:
+            raise CameraFailed(f"{self._path}: {error.strerror} - correct url:, or put the clip there") from error
+        self._has_played = False
+        said = self._capture.frames_per_s
+        own = said if 0 < said <= FASTEST_FRAMES_PER_S else DEFAULT_FRAMES_PER_S
+        self._period_s = 1 / (self._connection.frames_per_s or own)
+
+    def _next(self, deadline: float) -> Snapshot | None:
+        assert self._capture is not None, "open it first"
+        try:
+            snapshot = self._capture.read(deadline)
+        except EOFError:
+            if not self._has_played:
+                raise CameraFailed(f"{self._path}: holds no picture that can be read", is_final=True) from None
+            if not self._connection.loop:
+                raise CameraFailed("the clip has ended - `loop: true` plays it again", is_final=True) from None
+            self._begin()
+            return None
+        self._has_played |= snapshot is not None
+        return snapshot

@@ -1,0 +1,87 @@
+"""A source without a camera that fails on command: what the others may do only on a bad day.
+
+`fault:PATH`: the file at PATH holds one word, which is read anew before each picture. No line file can name it.
+
+| word | what it does |
+| --- | --- |
+| stream | a picture every PERIOD_S, each brighter than the one before |
+| lag | as stream, but what comes is LAG_S old |
+| stall | nothing comes any more, and nothing ends |
+| garble | what comes looks like a JPEG and is none |
+| end | the camera ends the connection |
+| refuse | the camera refuses to be opened; else as end |
+| leak | as end, with a reason that holds the password, as a library's may |
+| hang | a call into C never returns, and no other thread of the process runs: only a kill ends it |
+| die | the process ends as by a fault in C |
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from agent.sources.cameras.pictures.source import Snapshot
+from experts.errors import CameraFailed
+
+if TYPE_CHECKING:
+    from agent.sources.cameras.pictures.source import Connection
+
+PERIOD_S = 0.02
+LAG_S = 3.0
+SIZE = (48, 64)
+NO_JPEG = b"\xff\xd8\xff\xc4 no picture at all \xff\xd9"
+
+
+class FaultSource:
+    """See the module."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._path = Path(connection.place)
+        self._number = 0
+
+    def open(self, deadline: float) -> None:
+        del deadline
+        word = self._word()
+        if word == "refuse":
+            raise CameraFailed("the camera refuses - say another word")
+        if word == "hang":
+            _hang()
+
+    def read(self, deadline: float) -> Snapshot | None:
+        time.sleep(min(PERIOD_S, max(deadline - time.monotonic(), 0.0)))
+        word = self._word()
+        match word:
+            case "stall":
+                time.sleep(max(deadline - time.monotonic(), 0.0))
+                return None
+            case "garble":
+                return Snapshot(NO_JPEG, time.monotonic())
+            case "end" | "refuse":
+                raise CameraFailed("the camera ended the connection")
+            case "leak":
+                raise CameraFailed(f"cannot go on with {self._connection.user}:{self._connection.password}@camera")
+            case "hang":
+                _hang()
+            case "die":
+                signal.raise_signal(signal.SIGSEGV)  # of this thread, so that it does not go on to a picture
+        self._number += 1
+        picture = np.full((*SIZE, 3), self._number % 256, np.uint8)
+        return Snapshot(picture, time.monotonic() - (LAG_S if word == "lag" else 0.0))
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def _word(self) -> str:
+        return self._path.read_text().strip()
+
+
+def _hang() -> None:
+    """Within C, and with the interpreter's lock held, as a driver that forgets to let it go."""
+    while True:
+        ctypes.PyDLL(None).pause()

@@ -1,0 +1,32 @@
+"""Which source reads from which kind of camera. A source's libraries are imported when it is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from experts.errors import CameraFailed
+
+if TYPE_CHECKING:
+    from agent.sources.cameras.pictures.source import Connection, Source
+
+
+def source_of(connection: Connection) -> Source:
+    """The source for a connection's scheme, not opened yet. Raises CameraFailed where there is none."""
+    match connection.scheme:
+        case "file":
+            from agent.sources.cameras.pictures.clip import ClipSource
+
+            return ClipSource(connection)
+        case "http" | "https" | "rtsp" | "rtsps" | "v4l2":
+            from agent.sources.cameras.pictures.stream import StreamSource
+
+            return StreamSource(connection)
+        case "genicam":
+            from agent.sources.cameras.pictures.genicam import GenicamSource
+
+            return GenicamSource(connection)
+        case "fault":  # no line file can name it: its scheme is none of CAMERA_SCHEMES
+            from agent.sources.cameras.pictures.fault import FaultSource
+
+            return FaultSource(connection)
+    raise CameraFailed(f"nothing reads from {connection.scheme}:", is_final=True)

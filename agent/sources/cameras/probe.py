@@ -1,0 +1,55 @@
+"""One frame of a camera, to see whether the line file is right about it."""
+
+from __future__ import annotations
+
+import queue
+import time
+from typing import TYPE_CHECKING
+
+from agent.sources.cameras import wire
+from agent.sources.cameras.camera import connection_of
+from agent.sources.cameras.process import ChildProcess, Exited, Received
+
+if TYPE_CHECKING:
+    from agent.line_file.intake import CameraSection
+    from agent.sources.cameras.process import Heard
+
+END_S = 1.0  # for the process to let its camera go, before it is killed
+
+
+def probe(config: CameraSection, password: str | None, timeout_s: float) -> str | None:
+    """None if a frame came within ``timeout_s``, and can be read; else why not, in words.
+
+    An agent that serves the line holds the camera, where that lets only one viewer in.
+    """
+    heard: queue.SimpleQueue[Heard] = queue.SimpleQueue()
+    deadline = time.monotonic() + timeout_s
+    try:
+        process = ChildProcess(connection_of(config, password), heard.put)
+    except OSError as error:
+        return f"no process can be started: {error.strerror}"
+    try:
+        process.ask(wire.Take(1, since=None))
+        return _first_frame(heard, deadline, timeout_s)
+    finally:
+        process.close()
+        if not process.join(END_S):
+            process.kill()
+
+
+def _first_frame(heard: queue.SimpleQueue[Heard], deadline: float, timeout_s: float) -> str | None:
+    seen = "it does not answer"
+    while True:
+        try:
+            said = heard.get(timeout=max(deadline - time.monotonic(), 0.0))
+        except queue.Empty:
+            return f"no frame within {timeout_s:g} s: {seen}"
+        match said:
+            case Received():
+                return None
+            case wire.Failed(reason):
+                return reason
+            case Exited(how):
+                return how
+            case wire.Opened():
+                seen = "it is connected, and sends nothing that can be read"

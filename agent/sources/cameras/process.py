@@ -1,0 +1,143 @@
+"""The agent's end of a camera's process: started, told, listened to, killed.
+
+Guarantees: nothing here waits for the camera: whatever its process says is posted by a thread that does nothing else,
+and its end is the last thing that is posted. A process that hangs is killed, which it cannot refuse. A password is
+told over the socket: it is in no argument and no environment. What FFmpeg and drivers print is not kept: it may be
+endless, and may hold what is secret.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from agent.sources.cameras import wire
+from agent.sources.cameras.pictures.source import Connection
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).parents[3]  # what this very code was imported from
+BOOT = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+from agent.sources.cameras.child import main
+main(sys.argv[1:])
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """The process has ended, and how, in words."""
+
+    how: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Received:
+    """A frame, and the message that came with it."""
+
+    taken: wire.Taken
+    content: bytes
+
+
+Heard: TypeAlias = "wire.Ready | wire.Opened | wire.Seen | wire.Failed | Received | Exited"
+
+
+class ChildProcess:
+    """One camera's process. The thread that makes it must live as long as it: the process ends with either.
+
+    ``post`` is called on a thread of its own with all that is heard; Exited comes last, and once.
+    Raises OSError if it cannot be started.
+    """
+
+    def __init__(self, connection: Connection, post: Callable[[Heard], None]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket = ours
+        self._post = post
+        try:
+            with theirs:
+                number = theirs.fileno()
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", BOOT, str(ROOT), str(number), str(os.getpid())],
+                    pass_fds=(number,),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    process_group=0,
+                )
+        except OSError:
+            ours.close()
+            raise
+        self._say(connection)
+        self._listener = threading.Thread(target=self._listen, name=f"camera-process-{self.pid}", daemon=True)
+        try:
+            self._listener.start()
+        except RuntimeError as error:  # no thread is to be had: nobody would hear it, nor wait for its end
+            ours.close()
+            self.kill()
+            self._process.wait()
+            raise OSError(errno.EAGAIN, str(error)) from error
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, take: wire.Take) -> None:
+        """For a frame. One that has ended does not answer."""
+        self._say(take)
+
+    def close(self) -> None:
+        """Tell it to let the camera go and to end. Returns at once."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether it has ended, and that was posted, within this."""
+        self._listener.join(timeout_s)
+        return not self._listener.is_alive()
+
+    def _say(self, message: wire.Message) -> None:
+        with suppress(OSError):  # it has ended, which is heard
+            wire.send(self._socket, message)
+
+    def _listen(self) -> None:
+        unheard = None
+        try:
+            with self._socket:
+                while (received := self._receive()) is not None:
+                    self._post(received)
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: no memory or descriptor for a frame
+            unheard = f"what its process said could not be taken ({type(error).__name__}: {error}), and it was ended"
+            self.kill()
+        exited = _exited(self._process.wait())
+        self._post(exited if unheard is None else Exited(unheard))
+
+    def _receive(self) -> Heard | None:
+        received = wire.receive(self._socket)
+        if received is None:
+            return None
+        message, descriptors = received
+        if isinstance(message, wire.Taken):
+            return Received(message, wire.unsealed(descriptors[0]))
+        assert not isinstance(message, Connection | wire.Take), "said to a camera, never by one"
+        return message
+
+
+def _exited(code: int) -> Exited:
+    if code >= 0:
+        return Exited(f"its process ended by itself with exit code {code}")
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return Exited(f"its process was ended by {name}")

@@ -1,0 +1,85 @@
+"""Which frames are wanted of a camera, and since when: a ledger under a clock that is given.
+
+Guarantees: each trigger that is added leaves it once: answered, or overdue. Triggers are asked for in their order, few
+at once, so that what a camera's process holds is bounded; when a connection is lost, they are asked for anew.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agent.sources.cameras.frames import Trigger
+
+NEVER = float("inf")
+AT_ONCE = 4  # frames in one process that wait to be encoded
+
+
+class Takes:
+    """See the module. A trigger that is older than ``patience_s`` is overdue."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._wanted: dict[int, Trigger] = {}  # in their order
+        self._asked: dict[int, float] = {}  # number -> since when; of these, those that the process was asked for
+
+    def add(self, trigger: Trigger) -> None:
+        self._wanted[trigger.number] = trigger
+
+    def ask(self, now: float) -> list[Trigger]:
+        """Those that the process is to be asked for now, and counts as asked for."""
+        free = AT_ONCE - len(self._asked)
+        found = [trigger for number, trigger in self._wanted.items() if number not in self._asked][:free]
+        self._asked |= {trigger.number: now for trigger in found}
+        return found
+
+    def answer(self, number: int) -> Trigger | None:
+        """The trigger that a frame came for; None where it was overdue."""
+        self._asked.pop(number, None)
+        return self._wanted.pop(number, None)
+
+    def disconnect(self) -> None:
+        self._asked.clear()
+
+    def overdue(self, now: float) -> list[Trigger]:
+        """Those that have waited for too long. They leave, and a frame that comes for one is nobody's."""
+        found = [trigger for trigger in self._wanted.values() if now - trigger.asked_s >= self._patience_s]
+        for trigger in found:
+            del self._wanted[trigger.number]
+        return found
+
+    def clear(self) -> list[Trigger]:
+        """All leave."""
+        found = list(self._wanted.values())
+        self._wanted.clear()
+        self._asked.clear()
+        return found
+
+    @property
+    def deadline(self) -> float:
+        return min((trigger.asked_s for trigger in self._wanted.values()), default=NEVER) + self._patience_s
+
+    @property
+    def asked_since(self) -> float:
+        return min(self._asked.values(), default=NEVER)
+
+
+class Interval:
+    """Triggers by time, while a camera streams. None are made up for: a trigger stands for the moment that it is at."""
+
+    def __init__(self, every_s: float | None) -> None:
+        self._every_s = every_s
+        self.deadline = NEVER
+
+    def is_due(self, now: float, is_streaming: bool) -> bool:
+        """Whether one fires now. The first one does at once when frames come."""
+        if self._every_s is None or not is_streaming:
+            self.deadline = NEVER
+            return False
+        if self.deadline == NEVER:
+            self.deadline = now
+        if now < self.deadline:
+            return False
+        following = self.deadline + self._every_s
+        self.deadline = following if following > now else now + self._every_s
+        return True

@@ -1,0 +1,115 @@
+"""Hints from the kernel: which file was closed, renamed in or created just now.
+
+They make the intake quick, never correct: events are lost when the queue overflows, when a folder is brand new, and on
+every network share. Whoever uses them rescans anyway. What the agent itself does in its own folders is no news.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from watchdog.events import (
+    DirCreatedEvent,
+    DirMovedEvent,
+    FileClosedEvent,
+    FileCreatedEvent,
+    FileMovedEvent,
+    FileSystemEvent,
+    FileSystemEventHandler,
+)
+
+from agent.sources.folder.files.inbox import is_claim, is_own
+from agent.sources.folder.files.readiness import Evidence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from watchdog.observers.api import BaseObserver
+
+log = logging.getLogger(__name__)
+
+EVENTS: list[type[FileSystemEvent]] = [
+    FileClosedEvent,
+    FileCreatedEvent,
+    FileMovedEvent,
+    DirCreatedEvent,
+    DirMovedEvent,
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """Something happened to this file; to a folder where ``relpath`` is None."""
+
+    relpath: str | None
+    evidence: Evidence = Evidence.NONE
+
+
+class Hints:
+    """Watches one folder and everything below it, in watchdog's own threads, until stopped."""
+
+    def __init__(self, root: Path, note: Callable[[Hint], None]) -> None:
+        self._root = root
+        self._note = note
+        self._observer: BaseObserver | None = None
+
+    def start(self) -> bool:
+        """Watch. False, with a line in the log, where the system offers no events: rescans then do all the work."""
+        # a folder made while it is being added is added twice, which watchdog tells as a warning and does right
+        warnings.filterwarnings("ignore", "Callback with id", RuntimeWarning, r"watchdog\.")
+        try:
+            from watchdog.observers.inotify import InotifyObserver
+
+            self._observer = InotifyObserver(generate_full_events=True)  # "full": renames from outside are told as such
+            self._observer.schedule(
+                _Listener(self._root, self._note), str(self._root), recursive=True, event_filter=EVENTS
+            )
+            self._observer.start()
+        except (ImportError, OSError) as error:
+            log.warning("intake_without_events folder=%s reason=%s: rescans only", self._root, error)
+            self.stop(timeout_s=1.0)
+            return False
+        return True
+
+    def stop(self, timeout_s: float) -> None:
+        """Stop watching; waits for the observer's thread so long at most."""
+        observer, self._observer = self._observer, None
+        if observer is None:
+            return
+        observer.stop()
+        if observer.is_alive():
+            observer.join(timeout_s)
+
+
+class _Listener(FileSystemEventHandler):
+    def __init__(self, root: Path, note: Callable[[Hint], None]) -> None:
+        self._root = str(root)
+        self._prefix = f"{root}/"
+        self._note = note
+
+    def dispatch(self, event: FileSystemEvent) -> None:
+        source, target = _text(event.src_path), _text(event.dest_path)
+        if event.is_directory:
+            if self._is_news(source) or self._is_news(target):
+                self._note(Hint(None))
+        elif isinstance(event, FileMovedEvent):
+            if self._is_news(target) and not is_claim(source.removeprefix(self._prefix)):
+                self._note(Hint(target.removeprefix(self._prefix), Evidence.RENAMED))
+        elif self._is_news(source):
+            evidence = Evidence.CLOSED if isinstance(event, FileClosedEvent) else Evidence.NONE
+            self._note(Hint(source.removeprefix(self._prefix), evidence))
+
+    def _is_news(self, path: str) -> bool:
+        if path == self._root:
+            return True
+        return path.startswith(self._prefix) and not is_own(path.removeprefix(self._prefix))
+
+
+def _text(path: bytes | str | None) -> str:
+    if path is None:
+        return ""
+    return path if isinstance(path, str) else path.decode("utf-8", "surrogateescape")

@@ -1,0 +1,459 @@
+"""The folder itself: what lies in it, and the renames that claim a file and put it away. No decision, no thread.
+
+Layout below the watched folder, all on its filesystem so that every step is one rename:
+    .work/OWNER/[SUB/]INODE-SIZE-MTIME~NAME   claimed; the prefix keeps the identity even where inodes change
+    .work/OWNER/[SUB/].INODE-SIZE-MTIME~/NAME claimed; a name that leaves no place for the prefix
+    done/YYYY-MM-DD/...  ng/YYYY-MM-DD/...    judged
+    failed/...  failed/NAME.error.json        could not be judged, and why
+Where sidecars tell whose images are, that of a claimed one is claimed with it, as .INODE-SIZE-MTIME~.json (its image's)
+in .work/OWNER/[SUB/], so that it is never taken for a later image's of its name; on a shelf it lies beside its own.
+Nothing is ever overwritten, and of two agents that claim one file only one succeeds. No link below the watched folder
+is followed when a file is moved or written, so that a writer of the folder cannot have a file elsewhere touched. A
+folder of claims goes with the last of them. Whatever name a file can have, it can be claimed, put away and explained: a
+name that would become too long is cut, and told from others by a digest.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import signal
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from stat import S_ISDIR, S_ISLNK, S_ISREG
+from typing import TYPE_CHECKING
+
+from agent.sources.folder.files.readiness import Lease, Sighting
+from agent.sources.folder.files.sidecar import SUFFIX as SIDECAR_SUFFIX
+from agent.sources.folder.files.sidecar import sidecar_of
+from experts.filesystem import open_folder, whole_file
+from experts.images import Completeness, completeness
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterator
+
+WORK = ".work"
+DONE = "done"
+NG = "ng"
+FAILED = "failed"
+SHELVES = frozenset({DONE, NG, FAILED})
+MARKER = ".done"
+UNFINISHED = ("*.part", "*.tmp", "*.filepart", "*.crdownload", "~$*", ".~lock*", f"*{MARKER}")
+IDENTITY = r"([0-9a-f]+)-([0-9a-f]+)-(-?[0-9a-f]+)~"  # files may be older than 1970
+VISIBLE = r"[^./][^/]*"  # what is hidden is never claimed
+CLAIMED = re.compile(rf"(?P<sub>(?:{VISIBLE}/)*)(?:{IDENTITY}|\.{IDENTITY}/)(?P<name>{VISIBLE})")
+NAME_BYTES = 255  # no filesystem that we know takes longer names; some take only shorter ones
+LONGEST_SUFFIX = 16  # arbitrary: whatever is longer tells no format
+MAKE_ATTEMPTS = 10
+# gone meanwhile, or a subfolder that is not ours to read, or too deep to be named
+PASSED_OVER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENAMETOOLONG})
+NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EACCES, errno.ENOSYS})
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One entry of the folder. ``objection`` says why it can never be an image."""
+
+    relpath: str
+    sighting: Sighting
+    is_marked: bool = False
+    objection: str | None = None
+    sidecar: Sighting | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """A file that this agent deals with: where it lay, what it was, where it lies. One that was not claimed by a rename
+    may be replaced by another at any time. ``sidecar``: what lay beside it."""
+
+    relpath: str
+    sighting: Sighting
+    path: Path
+    is_ours: bool = True
+    sidecar: Sighting | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What opening a file tells."""
+
+    lease: Lease
+    completeness: Completeness
+
+
+class Inbox:
+    """One watched folder. Every method may raise OSError: the filesystem decides.
+
+    ``has_sidecars``: a file `STEM.json` beside each image tells whose it is, and is no image.
+    """
+
+    def __init__(self, root: Path, owner: str, *, has_sidecars: bool = False) -> None:
+        self.root = root
+        self.has_sidecars = has_sidecars
+        self.work = root / WORK / owner
+        self._source = hashlib.sha256(os.fsencode(root)).hexdigest()[:8]
+
+    def key(self, relpath: str, sighting: Sighting) -> str:
+        """The identity of one file's content in this folder: it survives claiming, crashes and restarts."""
+        return f"{self._source}/{relpath}@{_identity(sighting)}"
+
+    def relpath_of(self, key: str) -> str | None:
+        """Where the file of an image's key lay; None for one that is of another folder."""
+        source, _, rest = key.partition("/")
+        relpath, at, _ = rest.rpartition("@")
+        return relpath if source == self._source and at else None
+
+    def is_sound(self, *, is_claimed: bool) -> bool:
+        """Whether the folder can be listed; with the place of claimed files, which an empty mount point has not."""
+        try:
+            with os.scandir(self.work if is_claimed else self.root):
+                return True
+        except OSError:
+            return False
+
+    def scan(self) -> Iterator[Found]:
+        """Everything below the folder that could be an image, or that must be told why not. Follows no link."""
+        folders = [(self.root, "")]  # a stack of our own: folders may be nested deeper than calls
+        while folders:
+            yield from self._listed(*folders.pop(), folders)
+
+    def inode(self) -> int:
+        """The folder's own: another one where a share was mounted on it, or taken off it, or it was made anew."""
+        return self.root.stat().st_ino
+
+    def is_empty(self) -> bool:
+        with os.scandir(self.root) as entries:
+            return next(entries, None) is None
+
+    def look(self, relpath: str) -> Found | None:
+        """One file as it is now; None if it is gone, is a folder, or is none of our business."""
+        if self._is_ignored(relpath):
+            return None
+        path = self.root / relpath
+        try:
+            status = path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if S_ISDIR(status.st_mode):
+            return None
+        names = (relpath + MARKER, os.path.splitext(relpath)[0] + MARKER)
+        is_marked = any(os.path.exists(self.root / name) for name in names)  # also where such a name is too long
+        sidecar = _seen(self.root / sidecar_of(relpath)) if self.has_sidecars else None
+        return Found(relpath, _sighting(status), is_marked, _objection(relpath, status), sidecar)
+
+    def probe(self, relpath: str) -> Probe:
+        """Who writes to the file, and whether its bytes say that it ends. Raises PermissionError among others."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(self.root / relpath, flags), "rb") as file:
+            return Probe(lease_of(file.fileno()), completeness(file))
+
+    def claim(self, relpath: str, sighting: Sighting) -> Claimed:
+        """Take the file. Raises FileNotFoundError where another agent, or its owner, was faster."""
+        folder, _, name = relpath.rpartition("/")
+        prefix = f"{_identity(sighting)}~"
+        fits = len(os.fsencode(prefix + name)) <= self._name_limit
+        target = self.work / folder / (prefix + name if fits else f".{prefix}/{name}")
+        self._make(target.parent)
+        try:
+            self._move(self.root / relpath, target)
+        except OSError:
+            self._tidy(target.parent)
+            raise
+        return Claimed(relpath, sighting, target)
+
+    def claim_sidecar(self, claimed: Claimed) -> Claimed:
+        """Take the sidecar of a file that is claimed; nothing happens if that was done. Raises FileNotFoundError if
+        there is none."""
+        place = self.sidecar(claimed)
+        if (seen := _seen(place)) is None:
+            self._move(self.root / sidecar_of(claimed.relpath), place)
+            seen = _sighting(place.lstat())
+        return replace(claimed, sidecar=seen)
+
+    def sidecar(self, file: Claimed) -> Path:
+        """Where the sidecar of this file lies, or would lie: beside it, until both are claimed."""
+        if not file.is_ours:
+            return self.root / sidecar_of(file.relpath)
+        folder = self.work / file.relpath.rpartition("/")[0]
+        return folder / f".{_identity(file.sighting)}~{SIDECAR_SUFFIX}"
+
+    def unclaimed(self, relpath: str, sighting: Sighting, sidecar: Sighting | None = None) -> Claimed:
+        return Claimed(relpath, sighting, self.root / relpath, is_ours=False, sidecar=sidecar)
+
+    def sighting(self, claimed: Claimed) -> Sighting:
+        return _sighting(claimed.path.lstat())
+
+    def unclaim(self, claimed: Claimed) -> None:
+        """Put the file back, because its writer was not done; a newer file of its name wins, under another name."""
+        target = self.root / claimed.relpath
+        self._make(target.parent)
+        self._place(claimed, target, _identity(claimed.sighting))
+
+    def drop_marker(self, relpath: str) -> None:
+        """Remove the marker that lay beside a claimed file, if there was one."""
+        for name in (relpath + MARKER, os.path.splitext(relpath)[0] + MARKER):
+            try:
+                (self.root / name).unlink(missing_ok=True)
+            except OSError as error:
+                if error.errno != errno.ENAMETOOLONG:  # then there is none
+                    raise
+
+    def recover(self, held: Container[str] = ()) -> Iterator[Claimed]:
+        """What this owner has claimed, now or in an earlier run, and whose path is not among ``held``; oldest first."""
+        found = []
+        for folder, folders, names in os.walk(self.work):
+            if not folders and not names:
+                self._tidy(Path(folder))
+            for path in (f"{folder}/{name}" for name in names):
+                parts = None if path in held else CLAIMED.fullmatch(os.path.relpath(path, self.work))
+                if parts:
+                    sighting = Sighting(*(int(part, 16) for part in parts.group(2, 3, 4, 5, 6, 7) if part is not None))
+                    found.append(Claimed(parts["sub"] + parts["name"], sighting, Path(path)))
+        yield from sorted(found, key=lambda claimed: (claimed.sighting.mtime_ns, claimed.relpath))
+
+    def put_away(self, file: Claimed, shelf: str, identity: str) -> Path:
+        """Move a file, and its sidecar, to a shelf (`done/2026-05-01`), under another name where that is taken. Returns
+        where it lies."""
+        file.path.lstat()  # where it is gone with its share, no shelf is made in the share's place
+        target = self.root / shelf / file.relpath
+        self._make(target.parent)
+        return self._place(file, target, identity)
+
+    def delete(self, claimed: Claimed) -> None:
+        """Remove the file, and its sidecar, for good; nothing happens if it is gone."""
+        if self._is_with_its_sidecar(claimed):
+            self.sidecar(claimed).unlink(missing_ok=True)
+        claimed.path.unlink(missing_ok=True)
+        self._tidy(claimed.path.parent)
+
+    def leave(self) -> None:
+        """Remove the folder of this owner's claims, and that of all owners, where nothing is claimed."""
+        with suppress(OSError):  # not empty, or none of ours to remove: it stays
+            self.work.rmdir()
+            self.work.parent.rmdir()
+
+    def explain(self, failed: Path, explanation: dict[str, object]) -> None:
+        """Write `NAME.error.json` beside a failed file, whole or not at all."""
+        target = failed.with_name(fitted(failed.name, ".error.json", self._name_limit))
+        with whole_file(target, below=self.root) as file:
+            file.write(f"{json.dumps(explanation, indent=2, ensure_ascii=False)}\n".encode())
+
+    def _make(self, folder: Path) -> None:
+        """Make a folder below the watched one, but never that one: where a share is gone, nothing takes its place."""
+        if not self.root.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "the folder is gone", str(self.root))
+        for attempt in range(MAKE_ATTEMPTS):
+            try:
+                with open_folder(folder, self.root, makes=True):
+                    return
+            except FileNotFoundError:  # another agent removed `.work`, which was empty, in between
+                if attempt + 1 == MAKE_ATTEMPTS:
+                    raise
+
+    def _move(self, source: Path, target: Path) -> None:
+        with self._folders(source, target) as (out_of, into):
+            os.rename(source.name, target.name, src_dir_fd=out_of, dst_dir_fd=into)
+
+    @contextmanager
+    def _folders(self, source: Path, target: Path) -> Iterator[tuple[int, int]]:
+        with open_folder(source.parent, self.root) as out_of, open_folder(target.parent, self.root) as into:
+            yield out_of, into
+
+    def _place(self, file: Claimed, target: Path, identity: str) -> Path:
+        if self.has_sidecars:
+            target = self._place_sidecar(file, target, identity)
+        place = self._place_without_overwriting(file.path, target, identity)
+        self._tidy(file.path.parent)
+        return place
+
+    def _place_without_overwriting(self, source: Path, target: Path, identity: str) -> Path:
+        """Rename ``source``; where the name is taken, to `NAME~IDENTITY.SUFFIX`. Safe to repeat after a crash."""
+        with self._folders(source, target) as (out_of, into):
+            for name in (target.name, _other_name(target, identity, self._name_limit)):
+                if _is_placed(source.name, name, out_of, into):
+                    return target.with_name(name)
+        raise FileExistsError(errno.EEXIST, "both its name and its name with identity are taken", str(target))
+
+    def _place_sidecar(self, file: Claimed, target: Path, identity: str) -> Path:
+        """Move its sidecar, before the file itself, to where both names are free. Returns where the file is to go.
+
+        After a crash between the two, the sidecar shows where it went by its name, if that is not the first choice.
+        """
+        names = [target, target.with_name(_other_name(target, identity, self._name_limit))]
+        beside = [name.with_name(fitted(name.stem, SIDECAR_SUFFIX, self._name_limit)) for name in names]
+        if not self._is_with_its_sidecar(file):
+            return names[os.path.lexists(beside[1])]
+        sidecar = self.sidecar(file)
+        is_other = _is_taken(names[0], file.path) or _is_taken(beside[0], sidecar)
+        self._place_without_overwriting(sidecar, beside[is_other], identity)
+        return names[is_other]
+
+    def _is_with_its_sidecar(self, file: Claimed) -> bool:
+        """Whether the sidecar that was seen with this file is still where it was, and no other file's by now."""
+        if file.sidecar is None:
+            return False
+        seen = _seen(self.sidecar(file))
+        return seen is not None if file.is_ours else seen == file.sidecar
+
+    def _tidy(self, folder: Path) -> None:
+        """Remove a folder of claims that has become empty, and those above it, but not this owner's own.
+
+        That one stays until `leave`: else a line with time between two images would make and remove it for each.
+        """
+        with suppress(OSError):  # not empty, or gone, or not ours to remove
+            while self.work in folder.parents:
+                folder.rmdir()
+                folder = folder.parent
+
+    @property
+    def _name_limit(self) -> int:
+        """How long a name may be here, in bytes."""
+        try:
+            return min(os.pathconf(self.root, "PC_NAME_MAX"), NAME_BYTES)
+        except OSError:
+            return NAME_BYTES
+
+    def _listed(self, folder: Path, prefix: str, folders: list[tuple[Path, str]]) -> Iterator[Found]:
+        """The files of one folder; the folders in it go to ``folders``."""
+        try:
+            with os.scandir(folder) as entries:
+                listed = list(entries)
+        except OSError as error:
+            if prefix and error.errno in PASSED_OVER:
+                return
+            raise
+        names = {entry.name for entry in listed}
+        for entry in listed:
+            relpath = prefix + entry.name
+            if self._is_ignored(relpath):
+                continue
+            try:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append((folder / entry.name, f"{relpath}/"))
+                    continue
+                status = entry.stat(follow_symlinks=False)
+            except OSError as error:
+                if error.errno in PASSED_OVER:
+                    continue
+                raise
+            stem = os.path.splitext(entry.name)[0]
+            is_marked = entry.name + MARKER in names or stem + MARKER in names
+            has_sidecar = self.has_sidecars and stem + SIDECAR_SUFFIX in names
+            sidecar = _seen(folder / (stem + SIDECAR_SUFFIX)) if has_sidecar else None
+            yield Found(relpath, _sighting(status), is_marked, _objection(relpath, status), sidecar)
+
+    def _is_ignored(self, relpath: str) -> bool:
+        return is_ignored(relpath) or (self.has_sidecars and relpath.lower().endswith(SIDECAR_SUFFIX))
+
+
+def is_claim(relpath: str) -> bool:
+    return relpath.partition("/")[0] == WORK
+
+
+def is_own(relpath: str) -> bool:
+    """Whether a path below the folder is an agent's: a shelf, the claims, or below one of these."""
+    return relpath.partition("/")[0] in SHELVES or is_claim(relpath)
+
+
+def is_ignored(relpath: str) -> bool:
+    """Whether a path below the folder is hidden, unfinished by its name, a marker, or the agent's own."""
+    if is_own(relpath):
+        return True
+    parts = relpath.split("/")
+    return any(part.startswith(".") or any(fnmatchcase(part.lower(), name) for name in UNFINISHED) for part in parts)
+
+
+def lease_of(descriptor: int) -> Lease:
+    """Whether anybody has this file, open for reading here, open for writing. Disturbs no other reader.
+
+    The kernel signals a holder whose lease is broken; the default signal would end the process, SIGURG is ignored.
+    """
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except BlockingIOError:
+        return Lease.HELD
+    except (OSError, AttributeError):  # no permission, no leases on this filesystem, or on this system
+        return Lease.UNKNOWN
+    fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return Lease.FREE
+
+
+def fitted(name: str, ending: str, limit_bytes: int) -> str:
+    """``name`` with ``ending``; where that is too long the name is cut, and its digest tells it from others."""
+    if len(os.fsencode(name + ending)) <= limit_bytes:
+        return name + ending
+    ending = f"~{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}{ending}"
+    while name and len(os.fsencode(name + ending)) > limit_bytes:
+        name = name[:-1]  # a whole character
+    return name + ending
+
+
+def _is_placed(source: str, name: str, out_of: int, into: int) -> bool:
+    """Rename a file of one open folder into another; False where the name is taken by another file."""
+    try:
+        os.link(source, name, src_dir_fd=out_of, dst_dir_fd=into, follow_symlinks=False)
+    except FileExistsError:
+        ours = os.stat(source, dir_fd=out_of, follow_symlinks=False)
+        if not os.path.samestat(ours, os.stat(name, dir_fd=into, follow_symlinks=False)):
+            return False
+    except OSError as error:
+        if error.errno not in NO_HARD_LINKS:
+            raise
+        with suppress(FileNotFoundError):
+            os.stat(name, dir_fd=into, follow_symlinks=False)
+            return False
+        os.rename(source, name, src_dir_fd=out_of, dst_dir_fd=into)
+        return True
+    os.unlink(source, dir_fd=out_of)
+    return True
+
+
+def _other_name(target: Path, identity: str, limit_bytes: int) -> str:
+    suffix = target.suffix if len(target.suffix) <= LONGEST_SUFFIX else ""
+    return fitted(target.name.removesuffix(suffix), f"~{identity}{suffix}", limit_bytes)
+
+
+def _is_taken(place: Path, source: Path) -> bool:
+    return os.path.lexists(place) and not _is_same(place, source)
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    first, second = one.lstat(), other.lstat()
+    return (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)
+
+
+def _identity(sighting: Sighting) -> str:
+    return f"{sighting.inode:x}-{sighting.size_bytes:x}-{sighting.mtime_ns:x}"
+
+
+def _sighting(status: os.stat_result) -> Sighting:
+    return Sighting(status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _seen(path: Path) -> Sighting | None:
+    """What lies there; None for nothing, and for a name that is too long to be one."""
+    try:
+        return _sighting(path.lstat())
+    except OSError as error:
+        if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG}:
+            return None
+        raise
+
+
+def _objection(relpath: str, status: os.stat_result) -> str | None:
+    try:
+        relpath.encode()
+    except UnicodeEncodeError:
+        return "the name is not UTF-8"
+    if S_ISLNK(status.st_mode):
+        return "a symbolic link: it may lead out of the folder"
+    if not S_ISREG(status.st_mode):
+        return "not a regular file"
+    return None

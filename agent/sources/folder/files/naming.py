@@ -1,0 +1,104 @@
+"""Whose image a file is: board, component, ref, by its name or its sidecar. What does not tell it is refused, never
+guessed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from agent.line_file.intake import BOARD_GROUP, NAME_GROUPS, TYPE_GROUP
+from agent.sources.folder.files.sidecar import read_sidecar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from agent.config import LineConfig
+    from agent.line_file.intake import FolderSection
+
+    Told: TypeAlias = dict[str, str | None]  # fields of Subject: board (the serial), component, ref, board_type
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """How one folder tells whose its files are: by a pattern of their names, or where that is None by sidecars.
+
+    An image of a whole board has no component and no ref; on a line without boards the type is None.
+
+    ``components`` are those with a route; ``component`` is a folder's constant. ``whole_board``: the type of board that
+    each image shows as a whole, ``layouts``: the types that can be cut.
+    """
+
+    pattern: re.Pattern[str] | None
+    components: frozenset[str]
+    board_types: tuple[str, ...] = ()
+    component: str | None = None
+    whole_board: str | None = None
+    layouts: frozenset[str] = frozenset()
+
+    @property
+    def has_sidecars(self) -> bool:
+        return self.pattern is None
+
+    def read(self, relpath: str) -> Told:
+        """The name's meaning. A pattern without `/` is of the last part. Raises ValueError with the reason."""
+        if self.pattern is None:
+            raise ValueError("the name tells nothing here: a sidecar does")
+        text = relpath if "/" in self.pattern.pattern else relpath.rpartition("/")[2]
+        found = self.pattern.fullmatch(text)
+        if not found:
+            raise ValueError(f"the name does not match the pattern {self.pattern.pattern}")
+        return self._meaning({key: value for key, value in found.groupdict().items() if value is not None}, "the name")
+
+    def read_beside(self, sidecar: Path, name: str) -> Told:
+        """The sidecar's meaning; ``name`` is what errors call it. Raises what ``read_sidecar`` does."""
+        return self._meaning(read_sidecar(sidecar, name), name)
+
+    def _meaning(self, said: Mapping[str, str], source: str) -> Told:
+        if self.whole_board is not None:
+            return self._whole(said, source, self.whole_board)
+        whole = said if self.component is None else {"component": self.component, **said}
+        for key in NAME_GROUPS:
+            if not whole.get(key):
+                raise ValueError(f"{source} gives no {key}")
+        component = whole["component"]
+        if self.component not in {None, component}:
+            raise ValueError(f"{source} says component {component!r}, but all images here are {self.component!r}")
+        if component not in self.components:
+            raise ValueError(f"no route for the component {component!r}")
+        board_type = self._board_type(said.get("type"), source)
+        return {"board": whole["board"], "component": component, "ref": whole["ref"], "board_type": board_type}
+
+    def _whole(self, said: Mapping[str, str], source: str, board_type: str) -> Told:
+        for key in NAME_GROUPS:
+            if key != BOARD_GROUP and key in said:
+                raise ValueError(f"{source} gives a {key}, but every image here shows a whole board")
+        if not said.get(BOARD_GROUP):
+            raise ValueError(f"{source} gives no {BOARD_GROUP}")
+        if (named := said.get(TYPE_GROUP, board_type)) != board_type:
+            raise ValueError(f"{source} says board type {named!r}, but every board here is {board_type!r}")
+        if board_type not in self.layouts:
+            raise ValueError(f"the line file has no layout of board type {board_type!r} any more")
+        return {"board": said[BOARD_GROUP], "component": None, "ref": None, "board_type": board_type}
+
+    def _board_type(self, named: str | None, source: str) -> str | None:
+        if not self.board_types:
+            return None
+        if named is not None and named not in self.board_types:
+            raise ValueError(f"no board type {named!r}")
+        if named is None and len(self.board_types) > 1:
+            raise ValueError(f"{source} gives no board type")
+        return named or self.board_types[0]
+
+
+def naming_of(folder: FolderSection, config: LineConfig) -> Naming:
+    """The naming of one configured folder of a line."""
+    return Naming(
+        pattern=None if folder.pattern is None else re.compile(folder.pattern),
+        components=frozenset(config.catalog.components),
+        board_types=tuple(config.boards),
+        component=folder.component,
+        whole_board=folder.board_type,
+        layouts=frozenset(config.layouts),
+    )

@@ -1,0 +1,298 @@
+"""Folder intake: the files of one watched folder, each offered exactly once, when it is complete.
+
+Guarantees: an incomplete file is never offered. A file is claimed by one rename before it is offered, so that of
+several agents one gets it; its identity (path, inode, size, time of change) survives a crash, and what was claimed but
+not settled is offered again, under the same key, at the next start; what an error left claimed and in nobody's hands,
+with the next rescan. Nothing is lost when the disk is full or the share is gone: it is tried again. A step costs what
+it changes, whatever waits; a rescan looks at every file, and takes at most a tenth of the time.
+Structure: `step` does everything, under a clock that is given; the thread around it only waits. Events are hints
+that wake it early; a rescan finds what they missed. What waits is decided on in ``taking``, what was taken is put away
+in ``custody``.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from agent.sources.folder.arrivals import IntakeStatistics
+from agent.sources.folder.custody import Custody
+from agent.sources.folder.files.filing import printable
+from agent.sources.folder.files.inbox import MARKER, Inbox
+from agent.sources.folder.files.readiness import CLOSED_SETTLE_S, UNSEEN_SETTLE_S, Evidence, Rule
+from agent.sources.folder.files.sidecar import SUFFIX
+from agent.sources.folder.taking import Callers, Taker
+from agent.sources.folder.waiting import Waiting
+from agent.sources.folder.watch import FolderWatch
+from agent.subject import image_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from agent.line_file.intake import FolderSection
+    from agent.sources.folder.arrivals import ClaimedImage, Refusal
+    from agent.sources.folder.files.hints import Hint
+    from agent.sources.folder.files.naming import Naming
+    from agent.subject import Subject
+    from experts.expert import Verdict
+
+log = logging.getLogger(__name__)
+
+NO_ROOM_S = 0.25  # between two questions whether the agent has room again
+BREATH_S = 0.02  # between two steps, so that the events of one burst are handled together
+SCAN_SHARE = 10  # a scan of a huge folder takes at most one tenth of the time
+
+
+def _room_always() -> bool:
+    return True
+
+
+def _local_time() -> datetime:
+    return datetime.now(UTC).astimezone()
+
+
+class FolderIntake:
+    """One watched folder. ``submit`` and ``refuse`` are called by the intake's thread; they neither block nor raise.
+
+    Each of the two is answered with ``settle`` once its verdict is stored; until then the file stays. An arrival whose
+    file turns out to be another one by now is answered with ``withdraw`` instead: it is looked at anew.
+
+    ``has_room`` is asked before each claim: while it says no, files wait where they are. ``owner`` names the agent
+    (its line) in `.work/`: two agents on one folder need two names.
+    """
+
+    def __init__(
+        self,
+        config: FolderSection,
+        naming: Naming,
+        submit: Callable[[ClaimedImage], None],
+        refuse: Callable[[Refusal], None],
+        *,
+        owner: str,
+        has_room: Callable[[], bool] = _room_always,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], datetime] = _local_time,
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._inbox = Inbox(config.path, owner, has_sidecars=config.has_sidecars)
+        self._custody = Custody(config, self._inbox, wall)
+        rule = _rule(config)
+        self._waiting = Waiting(rule)
+        callers = Callers(submit, refuse, has_room, wall)
+        self._taker = Taker(config, naming, self._inbox, self._waiting, rule, self._custody, callers)
+        self._watch = FolderWatch(config.path, self._note)
+        self._notes: queue.SimpleQueue[Hint] = queue.SimpleQueue()
+        self._was_online = False
+        self._ignores_next_scan = config.ignore_existing
+        self._next_scan = float("-inf")
+        self._rested_at = float("-inf")  # when a scan is a tenth of the time since it began
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._snapshot = self._statistics()
+
+    def start(self) -> None:
+        """Watch, in a thread of its own. The folder is made if it is not there; one that cannot be made is OFFLINE."""
+        try:
+            self._config.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            log.warning("intake_folder_not_made folder=%s reason=%s", self._config.path, error.strerror)
+        self._thread = threading.Thread(target=self._run, name=f"intake-{self._config.path.name}", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Stop taking files, put away what was settled, and return within about ``timeout_s``.
+
+        What is in flight stays claimed and is offered again at the next start.
+        """
+        self._stopping.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def holds(self, key: str) -> bool:
+        """Whether the file of this key, an image's or a part's, lies in the folder as it was. Any thread.
+
+        Where files are kept, one that is not found counts as there unless the folder is: it may be away with its share.
+        Raises OSError.
+        """
+        return self._holds(key) or self._holds(image_key(key))
+
+    def _holds(self, key: str) -> bool:
+        relpath = self._inbox.relpath_of(key)
+        if relpath is None:
+            return False
+        found = self._inbox.look(relpath)
+        if found is None:
+            return self._config.after == "keep" and not self._is_here()
+        return self._inbox.key(found.relpath, found.sighting) == key
+
+    def _is_here(self) -> bool:
+        """Whether this is the folder that was listed, with something in it: a bare mount point is empty."""
+        try:
+            is_listed = self._watch.is_online and self._inbox.inode() == self._waiting.root
+            return is_listed and not self._inbox.is_empty()
+        except FileNotFoundError:
+            return False
+
+    def name_by(self, naming: Naming) -> None:
+        """Read names so from the next file on. Any thread."""
+        self._taker.naming = naming
+
+    def settle(self, subject: Subject, verdict: Verdict, reason: str | None = None) -> None:
+        """The verdict is stored: put the file away. Any thread; returns at once."""
+        self._custody.settle(subject.key, verdict, reason)
+        self._wake.set()
+
+    def withdraw(self, image: ClaimedImage) -> None:
+        """No verdict will come: its file is not the one that was seen. Any thread; returns at once."""
+        self._custody.withdraw(image.subject.key)
+        self._wake.set()
+
+    def is_sound(self, image: ClaimedImage) -> bool:
+        """Whether the folder can be read at this moment, as it was when the file was taken. Any thread; may block."""
+        return self._inbox.is_sound(is_claimed=image.file.is_ours)
+
+    @property
+    def held(self) -> int:
+        """Files that were taken or refused and are not put away yet, whatever keeps them. Any thread."""
+        return self._custody.held
+
+    def statistics(self) -> IntakeStatistics:
+        """The snapshot taken at the end of the last step."""
+        return self._snapshot
+
+    def step(self, now: float) -> float:
+        """Do everything that is due; how many seconds the next step may wait. For the thread, and for tests."""
+        for file in self._custody.work(now):
+            self._waiting.reconsider(file.relpath)
+            self._scan_early(now)
+        self._take_notes(now)
+        if now >= self._next_scan:
+            self._scan(now)
+        if self._watch.is_online:
+            self._taker.work(now)
+        self._snapshot = self._statistics()
+        return max(self._next_step(now) - now, 0.0)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                delay_s = self.step(self._clock())
+            except Exception:  # the boundary of the intake's thread: the folder is looked at again, and nothing is lost
+                log.exception("intake_step_failed folder=%s", self._config.path)
+                delay_s = self._config.poll_s
+            self._wake.wait(delay_s)
+            self._wake.clear()
+            self._stopping.wait(BREATH_S)
+        self._watch.stop()
+        self._custody.close()
+        self._inbox.leave()
+        self._snapshot = self._statistics()
+
+    def _note(self, hint: Hint) -> None:
+        self._notes.put(hint)
+        self._wake.set()
+
+    def _take_notes(self, now: float) -> None:
+        strongest: dict[str, Evidence] = {}
+        while not self._notes.empty():
+            hint = self._notes.get()
+            if hint.relpath is None:
+                self._scan_early(now)
+            else:
+                strongest[hint.relpath] = max(strongest.get(hint.relpath, Evidence.NONE), hint.evidence)
+        for sidecar in [relpath for relpath in strongest if relpath.endswith(SUFFIX)]:
+            for relpath in self._waiting.beside(sidecar):
+                strongest.setdefault(relpath, Evidence.NONE)
+        for relpath, evidence in strongest.items():
+            is_marker = relpath.endswith(MARKER)
+            try:
+                found = self._inbox.look(relpath.removesuffix(MARKER))
+            except OSError:  # the folder went away under us: the next scan will say so
+                continue
+            if found is not None:
+                self._waiting.see(found, now, Evidence.NONE if is_marker else evidence)
+            elif is_marker:  # its name may lack the image's suffix
+                self._scan_early(now)
+
+    def _scan_early(self, now: float) -> None:
+        self._next_scan = min(self._next_scan, max(now, self._rested_at))
+
+    def _scan(self, now: float) -> None:
+        started = self._clock()
+        try:
+            self._watch.check_mount()
+            if self._waiting.turn_to(self._inbox.inode()):
+                log.warning("intake_folder_replaced folder=%s: it is another one than before", self._config.path)
+                self._watch.turn_away()
+            listed = list(self._inbox.scan())
+            if self._watch.go_online(has_thread=self._thread is not None):
+                listed = list(self._inbox.scan())  # what came before events began to be told
+        except OSError as error:
+            self._watch.go_offline(error)
+            self._waiting.clear()
+            self._next_scan = now + self._config.poll_s
+            return
+        if self._ignores_next_scan:
+            self._ignores_next_scan = False
+            for found in listed:
+                self._waiting.pass_over(found.relpath, found.sighting)
+        self._recover()
+        self._waiting.see_all(listed, now)
+        self._taker.forget_all_but({found.relpath for found in listed})
+        for relpath in self._waiting.find_stale(now):
+            log.warning("intake_stale file=%s: incomplete, or held open by its writer", printable(relpath))
+        ended = self._clock()
+        self._rested_at = ended + (SCAN_SHARE - 1) * (ended - started)
+        self._next_scan = max(now + self._config.poll_s, self._rested_at)
+
+    def _recover(self) -> None:
+        """Take up what is claimed and in nobody's hands: an earlier run's, or what an error left behind a rename."""
+        self._custody.put_back_again()
+        found = list(self._inbox.recover(self._custody.places() | self._taker.places()))
+        self._taker.recover(found)
+        if found or not self._was_online:
+            log.info("intake_recovered folder=%s files=%d", self._config.path, len(found))
+        self._was_online = True
+
+    def _next_step(self, now: float) -> float:
+        times = [self._next_scan]
+        if self._custody.next_retry is not None:
+            times.append(self._custody.next_retry)
+        due = self._waiting.next_due
+        if self._taker.unoffered or (due is not None and due <= now):
+            due = now + NO_ROOM_S
+        if due is not None:
+            times.append(due)
+        return min(times)
+
+    def _statistics(self) -> IntakeStatistics:
+        return IntakeStatistics(
+            state=self._watch.state,
+            is_polled=self._watch.is_polled,
+            waiting=len(self._waiting) + self._taker.unoffered,
+            stale=self._waiting.stale,
+            in_flight=self._custody.in_flight,
+            offered=self._taker.offered,
+            refused=self._taker.refused,
+            filed=self._custody.filed,
+            unfiled=self._custody.unfiled,
+            alarm=self._taker.claim_alarm or self._custody.alarm,
+        )
+
+
+def _rule(config: FolderSection) -> Rule:
+    settle_s = None if config.settle_ms is None else config.settle_ms / 1000
+    return Rule(
+        mode=config.ready,
+        closed_settle_s=CLOSED_SETTLE_S if settle_s is None else settle_s,
+        unseen_settle_s=UNSEEN_SETTLE_S if settle_s is None else settle_s,
+        stale_after_s=config.stale_after_s,
+        needs_sidecar=config.has_sidecars,
+    )

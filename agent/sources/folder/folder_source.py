@@ -1,0 +1,120 @@
+"""A watched folder as a source: files are claimed, read, offered, and put away after the commit of their verdict.
+
+A claimed file lies in the folder's `.work/` until then, so that a crash loses nothing. Only the folder's own thread
+waits for its disk.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agent.sources.base import Arrival, Source
+from agent.sources.folder.files.naming import naming_of
+from agent.sources.folder.folder import FolderIntake
+from agent.sources.folder.reading import Answers, ArrivalReader
+from agent.subject import SourceStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from agent.config import LineConfig
+    from agent.line_file.intake import FolderSection
+    from agent.sources.base import Line
+    from agent.sources.folder.arrivals import ClaimedImage, Refusal
+    from agent.subject import Subject
+    from experts.expert import Verdict
+
+READ_BYTES = 256 * 1024 * 1024  # of images read and not judged yet, all folders together; 2 000 crops take a tenth
+PIXEL_BYTES = 3  # of a decoded frame
+
+
+def folder_sources(config: LineConfig, line: Line) -> Sequence[Source]:
+    folders = config.intake.folders
+    return [FolderSource(config, folder, line, READ_BYTES // len(folders)) for folder in folders]
+
+
+class FolderSource(Source):
+    """``budget_bytes``: of images that are read and not judged yet."""
+
+    keeps_images = True
+
+    def __init__(self, config: LineConfig, folder: FolderSection, line: Line, budget_bytes: int) -> None:
+        super().__init__(str(folder.path))
+        self._folder = folder
+        self._line = line
+        self._sizes: dict[str, int] = {}  # by key: bytes of images that are offered
+        self.skips_duplicates = folder.duplicate == "skip"
+        self.intake = FolderIntake(
+            folder,
+            naming_of(folder, config),
+            self._claimed,
+            self._refused,
+            owner=config.line,
+            has_room=lambda: line.has_room(self),
+        )
+        self.reader = ArrivalReader(
+            folder.path.name,
+            Answers(read=self._read, changed=self.intake.withdraw, unreadable=self._unreadable),
+            self.intake.is_sound,
+            budget_bytes=budget_bytes,
+            max_pixels=folder.max_pixels,
+            during_large=lambda image: line.reading(image.subject),
+        )
+
+    def start(self) -> None:
+        self.reader.start()
+        self.intake.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        self.reader.stop(timeout_s)
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        self.intake.stop(timeout_s)
+
+    def reload(self, config: LineConfig) -> None:
+        self.intake.name_by(naming_of(self._folder, config))
+
+    def verdict_committed(self, subject: Subject, verdict: Verdict, reason: str | None) -> None:
+        self.reader.release(self._sizes.pop(subject.key, 0))
+        self.intake.settle(subject, verdict, reason)
+
+    def status(self) -> SourceStatus:
+        intake, reading = self.intake.statistics(), self.reader.statistics()
+        return SourceStatus(
+            self.name,
+            "folder",
+            str(intake.state),
+            received=intake.offered + intake.refused,
+            waiting=intake.waiting + reading.waiting,
+            alarm=intake.alarm or reading.alarm,
+            held_bytes=reading.held_bytes,
+        )
+
+    @property
+    def held(self) -> int:
+        return self.intake.held
+
+    def holds(self, key: str) -> bool:
+        return self.intake.holds(key)
+
+    def report_hangs(self) -> None:
+        self.reader.tell_stuck()
+
+    def _claimed(self, image: ClaimedImage) -> None:
+        if self._line.expects(image.subject, self):
+            self.reader.take(image)
+
+    def _refused(self, refusal: Refusal) -> None:
+        self._line.refuse_subject(refusal.subject, refusal.reason, self)
+
+    def _unreadable(self, image: ClaimedImage, reason: str) -> None:
+        self._line.refuse_subject(image.subject, reason, self)
+
+    def _read(self, image: ClaimedImage, content: bytes) -> None:
+        """A frame counts with its pixels: it is held decoded until its last part is judged."""
+        layout = self._line.config.layouts.get(image.subject.board_type or "") if image.subject.shows_board else None
+        pixels_bytes = 0 if layout is None else layout.size[0] * layout.size[1] * PIXEL_BYTES
+        self.reader.hold(pixels_bytes)
+        self._sizes[image.subject.key] = len(content) + pixels_bytes
+        self._line.offer_image(Arrival(image.subject, content, self._folder.max_pixels), self)

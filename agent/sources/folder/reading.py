@@ -1,0 +1,291 @@
+"""The bytes of one folder's arrivals, read on a thread of the folder's own, before a request is made of them.
+
+Guarantees: what is handed on are the bytes of the file that was seen complete. It is opened once, through no link and
+without waiting for anybody, and is the one that was seen before and after reading; one that is another by now is handed
+back, to be looked at anew. Only its size speaks against a file here; whatever else the filesystem says may pass, so
+it is tried again, after pauses that double up to LONGEST_PAUSE_S. Only one that could not be read for PATIENCE_S in
+which its folder could, at every try, is told to be unreadable; while a folder cannot be read, its files wait.
+The bytes read and not yet released stay within the budget, except by what the last image takes; a folder whose
+filesystem hangs keeps nobody waiting but itself.
+Structure: `step` does everything, under a clock that is given; the thread around it only waits.
+"""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import logging
+import os
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import count
+from queue import SimpleQueue
+from stat import S_ISREG
+from typing import TYPE_CHECKING
+
+from agent.sources.folder.files.filing import printable
+from agent.sources.folder.files.readiness import Sighting
+from experts.errors import FileChanged, ImageTooLarge
+from experts.images import DEFAULT_MAX_PIXELS, largest_file_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from agent.sources.folder.arrivals import ClaimedImage
+    from agent.sources.folder.files.inbox import Claimed
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 15.0
+PATIENCE_S = 60.0  # a share that comes back does so within it, and a board waits for longer
+IDLE_S = 60.0  # how long a step may wait when nothing is due
+LARGE_BYTES = 64 * 1024 * 1024
+STUCK_S = 30.0  # one read that takes longer is told: the filesystem hangs
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Who is told what became of an arrival, on the reader's thread: exactly one of the three, once.
+
+    ``changed``: it is not the file that was seen. ``unreadable``: why it can never be judged.
+    """
+
+    read: Callable[[ClaimedImage, bytes], None]
+    changed: Callable[[ClaimedImage], None]
+    unreadable: Callable[[ClaimedImage, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingStatistics:
+    """A snapshot. ``failing``: arrivals that the filesystem refused at the last try; ``alarm``: with what words.
+
+    ``oldest_s``: how long the read that is under way takes by now; 0 where none is.
+    """
+
+    waiting: int
+    failing: int
+    held_bytes: int
+    oldest_s: float
+    alarm: str | None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Try:
+    """An arrival's next try. ``number`` keeps the order in which they came."""
+
+    at: float
+    number: int
+    image: ClaimedImage
+    pause_s: float = FIRST_PAUSE_S
+    failing_since: float | None = None
+
+
+def read_as_seen(image: ClaimedImage, max_pixels: int) -> bytes:
+    """The file's bytes. Raises FileChanged, ImageTooLarge, or OSError for what may pass."""
+    try:
+        descriptor = os.open(image.file.path, READ_FLAGS)
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.ENXIO}:  # a link, or a socket, stands in its place
+            raise FileChanged(image.file.relpath) from error
+        raise
+    with open(descriptor, "rb") as file:
+        before = os.fstat(descriptor)
+        if not (S_ISREG(before.st_mode) and _is_as_seen(before, image.file)):
+            raise FileChanged(image.file.relpath)
+        limit_bytes = largest_file_bytes(max_pixels)
+        if before.st_size > limit_bytes:
+            raise ImageTooLarge(
+                printable(image.file.relpath),
+                f"{before.st_size} bytes are more than any image of {max_pixels} pixels has",
+            )
+        content = file.read(before.st_size + 1)  # one more than there are: one that grows is noticed
+        if len(content) != before.st_size or _stamp(os.fstat(descriptor)) != _stamp(before):
+            raise FileChanged(image.file.relpath)
+    return content
+
+
+class ArrivalReader:
+    """See the module. ``is_sound``: whether the folder itself can be read at this moment.
+
+    ``read_file`` reads one arrival, as ``read_as_seen`` does. ``during_large`` is open while a file of more than
+    LARGE_BYTES is read: whoever has little memory may be ended by it.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        answers: Answers,
+        is_sound: Callable[[ClaimedImage], bool],
+        *,
+        budget_bytes: int,
+        max_pixels: int = DEFAULT_MAX_PIXELS,
+        read_file: Callable[[ClaimedImage, int], bytes] = read_as_seen,
+        during_large: Callable[[ClaimedImage], AbstractContextManager[object]] = nullcontext,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder = folder
+        self._answers = answers
+        self._is_sound = is_sound
+        self._budget_bytes = budget_bytes
+        self._max_pixels = max_pixels
+        self._read_file = read_file
+        self._during_large = during_large
+        self._clock = clock
+        self._came: SimpleQueue[ClaimedImage] = SimpleQueue()
+        self._tries: list[_Try] = []  # a heap
+        self._numbers = count()
+        self._failing = 0
+        self._alarm: str | None = None
+        self._told: set[str] = set()  # reasons, since a file was last read
+        self._held_bytes = 0
+        self._held = threading.Lock()  # over the line above: read and released by different threads
+        self._reading_since: float | None = None
+        self._told_since: float | None = None
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"reader-{folder}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Read nothing more; what was not read stays where it is. A read that hangs is left to the process's end."""
+        self._stopping.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def take(self, image: ClaimedImage) -> None:
+        """Read this one. Any thread; returns at once."""
+        self._came.put(image)
+        self._wake.set()
+
+    def hold(self, size_bytes: int) -> None:
+        with self._held:
+            self._held_bytes += size_bytes
+
+    def release(self, size_bytes: int) -> None:
+        with self._held:
+            self._held_bytes -= size_bytes
+        self._wake.set()
+
+    def statistics(self) -> ReadingStatistics:
+        """A snapshot, from any thread."""
+        since = self._reading_since
+        return ReadingStatistics(
+            waiting=len(self._tries) + self._came.qsize(),
+            failing=self._failing,
+            held_bytes=self._held_bytes,
+            oldest_s=0.0 if since is None else self._clock() - since,
+            alarm=self._alarm,
+        )
+
+    def tell_stuck(self) -> None:
+        """Say once of each read that it takes longer than STUCK_S. For a thread other than the reader's."""
+        since = self._reading_since
+        if since is not None and since != self._told_since and self._clock() - since > STUCK_S:
+            self._told_since = since
+            log.error(
+                "intake_read_hangs folder=%s seconds=%.0f: its filesystem does not answer; other folders go on",
+                self._folder, self._clock() - since,
+            )  # fmt: skip
+
+    def step(self, now: float) -> float:
+        """Read whatever is due and has room; how many seconds the next step may wait. For the thread, and for tests."""
+        while not self._came.empty():
+            heapq.heappush(self._tries, _Try(now, next(self._numbers), self._came.get()))
+        while self._tries and self._tries[0].at <= now and self._has_room() and not self._stopping.is_set():
+            self._attempt(heapq.heappop(self._tries), now)
+        if not self._tries or not self._has_room():
+            return IDLE_S
+        return max(self._tries[0].at - now, 0.0)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                delay_s = self.step(self._clock())
+            except (
+                Exception
+            ):  # the boundary of the reader's thread: who was told broke; the next file is read all the same
+                log.exception("intake_reader_step_failed folder=%s", self._folder)
+                delay_s = FIRST_PAUSE_S
+            self._wake.wait(delay_s)
+            self._wake.clear()
+
+    def _has_room(self) -> bool:
+        return self._held_bytes < self._budget_bytes
+
+    def _attempt(self, due: _Try, now: float) -> None:
+        image = due.image
+        self._reading_since = self._clock()
+        try:
+            is_large = image.file.sighting.size_bytes > LARGE_BYTES
+            with self._during_large(image) if is_large else nullcontext():
+                content = self._read_file(image, self._max_pixels)
+        except FileChanged:
+            self._answered(due)
+            self._answers.changed(image)
+        except ImageTooLarge as error:
+            self._answered(due)
+            self._answers.unreadable(image, str(error))
+        except FileNotFoundError as error:
+            if image.file.is_ours:
+                self._failed(due, now, error)
+            else:  # it lay where its owner could remove it, and nothing was promised for it
+                self._answered(due)
+                self._answers.changed(image)
+        except OSError as error:
+            self._failed(due, now, error)
+        except Exception as error:  # the boundary of the reader's thread: this one waits, the others go on
+            log.exception("intake_read_broke file=%s", printable(image.file.relpath))
+            self._failed(due, now, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
+        else:
+            self._answered(due)
+            with self._held:
+                self._held_bytes += len(content)
+            if self._alarm is not None:
+                log.warning("intake_read_again folder=%s", self._folder)
+                self._alarm = None
+                self._told.clear()
+            self._answers.read(image, content)
+        finally:
+            self._reading_since = None
+
+    def _answered(self, due: _Try) -> None:
+        if due.failing_since is not None:
+            self._failing -= 1
+
+    def _failed(self, due: _Try, now: float, error: OSError) -> None:
+        """Later again; or for good, if it alone is at fault and has been for long."""
+        reason, relpath = error.strerror or str(error), printable(due.image.file.relpath)
+        is_sound = self._is_sound(due.image)
+        since = now if due.failing_since is None or not is_sound else due.failing_since
+        if now - since >= PATIENCE_S and is_sound:
+            self._answered(due)
+            tried = f"cannot be read ({reason}), tried for {now - since:.0f} s"
+            self._answers.unreadable(due.image, f"{relpath}: {tried}")
+            return
+        if reason not in self._told:
+            self._told.add(reason)
+            log.error("intake_not_read file=%s reason=%s: kept and tried again", relpath, reason)
+        self._alarm = reason
+        self._failing += due.failing_since is None
+        pause_s = min(2 * due.pause_s, LONGEST_PAUSE_S)
+        heapq.heappush(self._tries, _Try(now + due.pause_s, next(self._numbers), due.image, pause_s, since))
+
+
+def _is_as_seen(status: os.stat_result, file: Claimed) -> bool:
+    """Inodes may be others after a rename where the filesystem makes them up; what we renamed is ours all the same."""
+    found, seen = Sighting(status.st_ino, status.st_size, status.st_mtime_ns), file.sighting
+    if file.is_ours:
+        return (found.size_bytes, found.mtime_ns) == (seen.size_bytes, seen.mtime_ns)
+    return found == seen
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -1,0 +1,318 @@
+"""Which of the files that wait are taken, which are refused, and which are left for later: what each look decides.
+
+Guarantees: a file is claimed by one rename, with its sidecar where there is one, before it is offered; what is offered
+is what was seen complete, told by the sidecar that was read. What can never be judged is refused with its reason; what
+the filesystem refuses is left, and tried less and less often.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from agent.sources.folder.arrivals import ClaimedImage, Refusal
+from agent.sources.folder.files.filing import printable
+from agent.sources.folder.files.readiness import Lease
+from agent.sources.folder.files.sidecar import sidecar_of
+from agent.subject import Subject
+from experts.errors import SidecarUnfinished
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+    from datetime import datetime
+
+    from agent.line_file.intake import FolderSection
+    from agent.sources.folder.custody import Custody
+    from agent.sources.folder.files.inbox import Claimed, Inbox
+    from agent.sources.folder.files.naming import Naming, Told
+    from agent.sources.folder.files.readiness import Candidate, Rule, Sighting
+    from agent.sources.folder.waiting import Waiting
+
+log = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 0.5  # between two looks into a file that has settled but is not complete
+EMPTY = "the file is empty"
+TRUNCATED = "truncated: the end of the image is missing"
+LONGEST_CLAIM_PAUSE_S = 60.0  # of a file that the filesystem does not let us claim
+
+
+@dataclass(frozen=True, slots=True)
+class Callers:
+    """Whom a taker asks and tells, on the intake's thread; none of them blocks or raises."""
+
+    submit: Callable[[ClaimedImage], None]
+    refuse: Callable[[Refusal], None]
+    has_room: Callable[[], bool]
+    wall: Callable[[], datetime]
+
+
+@dataclass(frozen=True, slots=True)
+class _ClaimRefused:
+    """What the filesystem said when a file was to be claimed, and how long it is left alone the next time."""
+
+    reason: str
+    pause_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """An image, and the sidecar that told whose it is."""
+
+    image: Sighting
+    sidecar: Sighting | None
+
+
+class Taker:
+    """Of one folder, for its intake's thread. ``naming`` may be another at any time."""
+
+    def __init__(
+        self,
+        config: FolderSection,
+        naming: Naming,
+        inbox: Inbox,
+        waiting: Waiting,
+        rule: Rule,
+        custody: Custody,
+        callers: Callers,
+    ) -> None:
+        self.naming = naming
+        self.claim_alarm: str | None = None
+        self.offered = 0
+        self.refused = 0
+        self._config = config
+        self._inbox = inbox
+        self._waiting = waiting
+        self._rule = rule
+        self._custody = custody
+        self._callers = callers
+        self._recovered: deque[Claimed] = deque()
+        self._refusals: dict[str, _ClaimRefused] = {}
+        self._read_with: dict[str, _Pair] = {}  # of files that are kept where they are
+        self._is_held_up = False
+
+    @property
+    def unoffered(self) -> int:
+        """Files that lie claimed, and are to be offered again once there is room."""
+        return len(self._recovered)
+
+    def places(self) -> set[str]:
+        return {str(file.path) for file in self._recovered}
+
+    def recover(self, found: Iterable[Claimed]) -> None:
+        self._recovered.extend(found)
+
+    def forget_all_but(self, here: Collection[str]) -> None:
+        self._refusals = {name: refused for name, refused in self._refusals.items() if name in self._waiting}
+        self._read_with = {name: pair for name, pair in self._read_with.items() if name in here}
+
+    def work(self, now: float) -> None:
+        """Take whatever is due, as far as there is room."""
+        self._offer_recovered()
+        while (candidate := self._waiting.first_due(now)) is not None:
+            if not self._may_take():
+                return
+            try:
+                self._look_into(candidate.relpath, now)
+            except FileNotFoundError:  # its owner, or another agent, was faster
+                self._waiting.forget(candidate.relpath)
+            except OSError as error:
+                self._hold(candidate, now, error)
+            finally:
+                self._waiting.end_turn(candidate, now + LOOK_AGAIN_S)
+
+    def _offer_recovered(self) -> None:
+        while self._recovered and self._callers.has_room():
+            claimed = self._recovered.popleft()
+            try:
+                if self._inbox.has_sidecars:
+                    claimed = self._inbox.claim_sidecar(claimed)
+                name = self._name_of(claimed)
+            except FileNotFoundError:
+                self._refuse(claimed, _missing(claimed.relpath))
+            except OSError as error:  # it stays claimed: the next rescan finds it again
+                reason = error.strerror or str(error)
+                log.error("intake_sidecar_not_read file=%s reason=%s: tried again", printable(claimed.relpath), reason)
+            except (ValueError, SidecarUnfinished) as error:
+                self._refuse(claimed, str(error))
+            else:
+                self._offer(claimed, name)
+
+    def _may_take(self) -> bool:
+        """Whether the agent has room; that most of it holds files which cannot be put away is told once."""
+        has_room, unfiled = self._callers.has_room(), self._custody.unfiled
+        if not has_room and unfiled > self._custody.in_flight and not self._is_held_up:
+            self._is_held_up = True
+            reason = "no more are taken until these can be put away"
+            log.error("intake_held_up folder=%s unfiled=%d: %s", self._inbox.root, unfiled, reason)
+        self._is_held_up = self._is_held_up and unfiled > 0
+        return has_room
+
+    def _look_into(self, relpath: str, now: float) -> None:
+        found = self._inbox.look(relpath)
+        if found is None:
+            self._waiting.forget(relpath)
+            return
+        self._waiting.see(found, now)
+        candidate = self._waiting[relpath]
+        if not self._rule.is_due(candidate, now):
+            return
+        if found.objection is not None:
+            self._refuse_unclaimed(candidate, found.objection)
+            return
+        try:
+            probe = self._inbox.probe(relpath)
+        except PermissionError:  # who copies a file may set its permissions last
+            if self._rule.is_abandoned(candidate, now):
+                self._refuse_unclaimed(candidate, "not permitted to read it")
+            else:
+                self._waiting.postpone(relpath, now + LOOK_AGAIN_S)
+            return
+        if self._rule.lacks_sidecar(candidate) and probe.lease is not Lease.HELD:
+            self._refuse_unclaimed(candidate, _missing(relpath))
+        elif self._rule.is_ready(candidate, now, probe.lease, probe.completeness):
+            self._take(candidate, now)
+        elif found.sighting.size_bytes == 0 and self._rule.is_abandoned(candidate, now):
+            self._refuse_unclaimed(candidate, EMPTY)
+        elif self._rule.is_truncated(candidate, now, probe.lease, probe.completeness):
+            self._refuse_unclaimed(candidate, TRUNCATED if found.sighting.size_bytes else EMPTY)
+        else:
+            self._waiting.postpone(relpath, now + LOOK_AGAIN_S)
+
+    def _take(self, candidate: Candidate, now: float) -> None:
+        """Offer a file that is complete, if what tells whose it is is complete too."""
+        unclaimed = self._unclaimed(candidate)
+        try:
+            name = self._name_of(unclaimed)
+        except SidecarUnfinished as error:
+            self._wait_for_sidecar(candidate, now, str(error))
+        except PermissionError as error:
+            reason = f"its sidecar {_sidecar_name(candidate.relpath)} cannot be read ({error.strerror})"
+            self._wait_for_sidecar(candidate, now, reason)
+        except ValueError as error:
+            self._refuse_unclaimed(candidate, str(error))
+        else:
+            self._take_as(candidate, name, now)
+
+    def _take_as(self, candidate: Candidate, name: Told, now: float) -> None:
+        if self._config.after != "keep":
+            claimed = self._claim(candidate)
+        elif self._is_told_by_the_one_before(candidate):
+            reason = f"its sidecar {_sidecar_name(candidate.relpath)} is the earlier image's: write it anew"
+            self._wait_for_sidecar(candidate, now, reason)
+            return
+        else:
+            claimed = self._unclaimed(candidate)
+            self._waiting.pass_over(candidate.relpath, candidate.sighting)
+        if claimed is not None:
+            self.claim_alarm = None
+            self._offer(claimed, name)
+
+    def _claim(self, candidate: Candidate) -> Claimed | None:
+        """The file, and its sidecar, in our hands. None if either was not what was seen; then both are back."""
+        relpath = candidate.relpath
+        claimed = self._inbox.claim(relpath, candidate.sighting)
+        is_as_seen = self._inbox.sighting(claimed) == candidate.sighting  # else its writer was not done after all
+        if is_as_seen and self._inbox.has_sidecars:
+            try:
+                claimed = self._inbox.claim_sidecar(claimed)
+            except FileNotFoundError:
+                is_as_seen = False
+            else:
+                is_as_seen = claimed.sidecar == candidate.sidecar
+        if not is_as_seen:
+            self._inbox.unclaim(claimed)
+        self._waiting.forget(relpath)
+        if not is_as_seen:
+            return None
+        self._inbox.drop_marker(relpath)
+        return claimed
+
+    def _is_told_by_the_one_before(self, candidate: Candidate) -> bool:
+        """Whether a kept image was replaced, and its sidecar was not: then nobody knows whose it is."""
+        if not self._inbox.has_sidecars:
+            return False
+        pair = _Pair(candidate.sighting, candidate.sidecar)
+        before = self._read_with.setdefault(candidate.relpath, pair)
+        if before.sidecar == pair.sidecar and before.image != pair.image:
+            return True
+        self._read_with[candidate.relpath] = pair
+        return False
+
+    def _wait_for_sidecar(self, candidate: Candidate, now: float, reason: str) -> None:
+        """What lies beside it may become better; but not for ever."""
+        if self._rule.is_sidecar_abandoned(candidate, now):
+            self._refuse_unclaimed(candidate, reason)
+        else:
+            self._waiting.postpone(candidate.relpath, now + LOOK_AGAIN_S)
+
+    def _offer(self, claimed: Claimed, name: Told) -> None:
+        key = self._inbox.key(claimed.relpath, claimed.sighting)
+        self._custody.add(key, claimed)
+        self.offered += 1
+        self._callers.submit(ClaimedImage(self._subject(key, claimed.relpath, name), claimed))
+
+    def _subject(self, key: str, image: str, name: Told) -> Subject:
+        return Subject(
+            key,
+            str(self._config.path),
+            image,
+            self._callers.wall(),
+            component=name.get("component"),
+            board=name.get("board"),
+            board_type=name.get("board_type"),
+            ref=name.get("ref"),
+        )
+
+    def _unclaimed(self, candidate: Candidate) -> Claimed:
+        return self._inbox.unclaimed(candidate.relpath, candidate.sighting, candidate.sidecar)
+
+    def _refuse_unclaimed(self, candidate: Candidate, reason: str) -> None:
+        """Until it has moved it is passed over, and for good where files are kept."""
+        self._waiting.pass_over(candidate.relpath, candidate.sighting)
+        self._refuse(self._unclaimed(candidate), reason)
+
+    def _refuse(self, file: Claimed, reason: str) -> None:
+        key = printable(self._inbox.key(file.relpath, file.sighting))
+        self._custody.add(key, file)
+        self.refused += 1
+        log.warning("intake_refused file=%s reason=%s", printable(file.relpath), reason)
+        self._callers.refuse(Refusal(self._subject(key, printable(file.relpath), self._known_name(file)), reason))
+
+    def _name_of(self, file: Claimed) -> Told:
+        """Whose image it is. Raises ValueError with the reason, and what ``read_sidecar`` raises."""
+        if not self.naming.has_sidecars:
+            return self.naming.read(file.relpath)
+        return self.naming.read_beside(self._inbox.sidecar(file), f"its sidecar {_sidecar_name(file.relpath)}")
+
+    def _known_name(self, file: Claimed) -> Told:
+        """Whose image a refused file is, if anything that a row can hold tells it."""
+        try:
+            file.relpath.encode()
+            return self._name_of(file)
+        except (ValueError, OSError, SidecarUnfinished):
+            return {}
+
+    def _hold(self, candidate: Candidate, now: float, error: OSError) -> None:
+        """The filesystem refuses (full, read-only, an I/O error): the file waits where it is."""
+        if error.errno == errno.ENAMETOOLONG:
+            self._refuse_unclaimed(candidate, "the name is too long")
+            return
+        reason, relpath = error.strerror or str(error), candidate.relpath
+        refused = self._refusals.get(relpath) or _ClaimRefused("", self._config.poll_s)
+        if refused.reason != reason:
+            log.error("intake_not_claimed file=%s reason=%s: left and retried", printable(relpath), reason)
+        self.claim_alarm = reason
+        longer_s = max(min(2 * refused.pause_s, LONGEST_CLAIM_PAUSE_S), self._config.poll_s)
+        self._refusals[relpath] = _ClaimRefused(reason, longer_s)
+        self._waiting.postpone(relpath, now + refused.pause_s)
+
+
+def _sidecar_name(relpath: str) -> str:
+    return printable(sidecar_of(relpath).rpartition("/")[2])
+
+
+def _missing(relpath: str) -> str:
+    return f"its sidecar {_sidecar_name(relpath)} is missing"

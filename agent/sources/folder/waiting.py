@@ -1,0 +1,195 @@
+"""The files of a folder that wait to be taken, and those that stay there and were dealt with. Pure bookkeeping.
+
+However many wait, a call costs what it changes: O(log n) a file, amortised. Only `see_all` looks at every file.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+from agent.sources.folder.files.ranking import Ranking
+from agent.sources.folder.files.readiness import Candidate, Evidence, Rule, Sighting
+from agent.sources.folder.files.sidecar import sidecar_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from agent.sources.folder.files.inbox import Found
+
+
+ROOTS_KEPT = 4  # an empty mount point, the share, and who replaces a folder now and then
+
+
+class Waiting:
+    """Candidates by path. A file that was passed over is a candidate again once it changes."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._candidates: dict[str, Candidate] = {}
+        self._passed: dict[str, Sighting] = {}
+        self._passed_in: dict[int, dict[str, Sighting]] = {}  # what was passed over in the folder when it was another
+        self._root: int | None = None
+        self._settling = Ranking()  # by when they will have settled
+        self._settled = Ranking()  # by when they were written
+        self._aging = Ranking()  # by when they will be stale
+        self._by_sidecar: dict[str, set[str]] = {}  # the files that a sidecar may be of, where there are such
+        self._stale: list[str] = []  # sorted
+        self._stale_seen: tuple[str, ...] | None = ()
+
+    def __len__(self) -> int:
+        return len(self._candidates)
+
+    def __contains__(self, relpath: str) -> bool:
+        return relpath in self._candidates
+
+    def __getitem__(self, relpath: str) -> Candidate:
+        return self._candidates[relpath]
+
+    @property
+    def root(self) -> int | None:
+        return self._root
+
+    @property
+    def stale(self) -> tuple[str, ...]:
+        if self._stale_seen is None:
+            self._stale_seen = tuple(self._stale)
+        return self._stale_seen
+
+    def see(self, found: Found, now: float, evidence: Evidence = Evidence.NONE) -> None:
+        """One file as it was just looked at, with what an event said of it."""
+        if self._passed.get(found.relpath) == found.sighting:
+            return
+        self._passed.pop(found.relpath, None)
+        known = self._candidates.get(found.relpath)
+        candidate = known.seen(found.sighting, now) if known else Candidate(found.relpath, found.sighting, now)
+        if candidate is not known:
+            self._drop_stale(found.relpath)
+        if self._rule.needs_sidecar:
+            candidate = candidate.beside(found.sidecar, now)
+        is_marked = found.is_marked or (self._rule.mode == "marker" and candidate.sidecar is not None)
+        self._put(candidate.shown(Evidence.MARKED if is_marked else evidence))
+
+    def see_all(self, found: Iterable[Found], now: float) -> None:
+        """All files of the folder, as just listed: the others are gone."""
+        listed = {one.relpath: one for one in found}
+        for one in listed.values():
+            self.see(one, now)
+        for relpath in [relpath for relpath in self._candidates if relpath not in listed]:
+            self.forget(relpath)
+        self._passed = {relpath: sighting for relpath, sighting in self._passed.items() if relpath in listed}
+
+    def turn_to(self, root: int) -> bool:
+        """The folder is this inode now. True if it was another one: its files wait no more, and what was passed over in
+        it is known again when it comes back, as a share does that was gone for a while."""
+        if root == self._root:
+            return False
+        before, self._root = self._root, root
+        if before is None:
+            return False
+        self.clear()
+        self._passed_in[before] = self._passed
+        self._passed = self._passed_in.pop(root, {})
+        while len(self._passed_in) > ROOTS_KEPT:
+            del self._passed_in[next(iter(self._passed_in))]
+        return True
+
+    def pass_over(self, relpath: str, sighting: Sighting) -> None:
+        """This file was dealt with, and stays where it is for now."""
+        self.forget(relpath)
+        self._passed[relpath] = sighting
+
+    def reconsider(self, relpath: str) -> None:
+        """What was dealt with under this name was not what lies there: it is a candidate when it is seen again."""
+        self._passed.pop(relpath, None)
+
+    def forget(self, relpath: str) -> None:
+        """This file is gone."""
+        self._candidates.pop(relpath, None)
+        if self._rule.needs_sidecar:
+            self._drop_sidecar(relpath)
+        for ranking in (self._settling, self._settled, self._aging):
+            ranking.drop(relpath)
+        self._drop_stale(relpath)
+
+    def clear(self) -> None:
+        """The folder is gone; what was passed over still is when it comes back."""
+        self._candidates.clear()
+        self._by_sidecar.clear()
+        for ranking in (self._settling, self._settled, self._aging):
+            ranking.clear()
+        self._stale.clear()
+        self._stale_seen = ()
+
+    def beside(self, sidecar: str) -> tuple[str, ...]:
+        return tuple(sorted(self._by_sidecar.get(sidecar, ())))
+
+    def first_due(self, now: float) -> Candidate | None:
+        """Of the files that have settled, the one that was written first: it is due until it is dealt with."""
+        while (relpath := self._settling.first(now)) is not None:
+            self._settling.drop(relpath)
+            self._settled.put(relpath, self._candidates[relpath].sighting.mtime_ns)
+        first = self._settled.first()
+        return None if first is None else self._candidates[first]
+
+    @property
+    def next_due(self) -> float | None:
+        """When the next file will have settled, -inf if one has; None if none will without a further sign."""
+        return float("-inf") if self._settled else self._settling.first_rank
+
+    def postpone(self, relpath: str, until: float) -> None:
+        """Do not look into this file before then; nothing happens if it is gone."""
+        if relpath in self._candidates:
+            self._put(self._candidates[relpath].postponed(until))
+
+    def end_turn(self, candidate: Candidate, until: float) -> None:
+        """Postpone a file that was due and that nothing was decided of, so that it holds up no other."""
+        if self._candidates.get(candidate.relpath) is candidate:
+            self.postpone(candidate.relpath, until)
+
+    def find_stale(self, now: float) -> tuple[str, ...]:
+        """The files that have become stale since the last call, sorted."""
+        news = []
+        while (relpath := self._aging.first(now)) is not None:
+            self._aging.drop(relpath)
+            news.append(relpath)
+        if news:
+            self._stale = sorted([*self._stale, *news])
+            self._stale_seen = None
+        return tuple(sorted(news))
+
+    def _put(self, candidate: Candidate) -> None:
+        """Know a file by this; the rule is asked only of what is new."""
+        relpath = candidate.relpath
+        if self._candidates.get(relpath) is candidate:
+            return
+        self._candidates[relpath] = candidate
+        if self._rule.needs_sidecar:
+            self._by_sidecar.setdefault(sidecar_of(relpath), set()).add(relpath)
+        self._settled.drop(relpath)
+        _rank(self._settling, relpath, self._rule.due_at(candidate))
+        if not self._is_stale(relpath):
+            _rank(self._aging, relpath, self._rule.stale_at(candidate))
+
+    def _drop_sidecar(self, relpath: str) -> None:
+        sidecar = sidecar_of(relpath)
+        beside = self._by_sidecar.get(sidecar, set())
+        beside.discard(relpath)
+        if not beside:
+            self._by_sidecar.pop(sidecar, None)
+
+    def _is_stale(self, relpath: str) -> bool:
+        place = bisect_left(self._stale, relpath)
+        return place < len(self._stale) and self._stale[place] == relpath
+
+    def _drop_stale(self, relpath: str) -> None:
+        if self._is_stale(relpath):
+            del self._stale[bisect_left(self._stale, relpath)]
+            self._stale_seen = None
+
+
+def _rank(ranking: Ranking, relpath: str, rank: float | None) -> None:
+    if rank is None:
+        ranking.drop(relpath)
+    else:
+        ranking.put(relpath, rank)

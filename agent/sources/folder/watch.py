@@ -1,0 +1,78 @@
+"""Whether a watched folder can be read, and what tells of its changes: the kernel's hints, or rescans alone.
+
+Guarantees: hints are of the folder that lies there now; each change of state is told once.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from typing import TYPE_CHECKING
+
+from agent.sources.folder.arrivals import SourceState
+from agent.sources.folder.files.hints import Hint, Hints
+from experts.filesystem import filesystem_type, tells_changes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+class FolderWatch:
+    """The state of one folder. ``note`` is called from other threads, with each hint."""
+
+    def __init__(self, path: Path, note: Callable[[Hint], None]) -> None:
+        self.state = SourceState.STOPPED
+        self.is_polled = True
+        self._path = path
+        self._note = note
+        self._hints: Hints | None = None
+        self._was_mounted = False
+
+    @property
+    def is_online(self) -> bool:
+        return self.state is SourceState.ONLINE
+
+    def go_online(self, *, has_thread: bool) -> bool:
+        """Begin to watch a folder that can be read (again); False if it is watched already.
+
+        ``has_thread``: somebody waits for hints; without, it is only polled.
+        """
+        if self.is_online:
+            return False
+        self.state = SourceState.ONLINE
+        tells = tells_changes(filesystem_type(self._path))
+        if tells and has_thread:
+            self._hints = Hints(self._path, self._note)
+            tells = self._hints.start()
+        self.is_polled = not tells
+        log.info("intake_online folder=%s polled=%s", self._path, self.is_polled)
+        return True
+
+    def check_mount(self) -> None:
+        """Raises OSError where a share was mounted and nothing is now: its bare mount point is not the folder."""
+        is_mounted = self._path.is_mount()
+        if self._was_mounted and not is_mounted:
+            raise OSError(errno.ENODEV, "nothing is mounted there any more")
+        self._was_mounted = is_mounted
+
+    def go_offline(self, error: OSError) -> None:
+        if self.state is not SourceState.OFFLINE:
+            log.error("intake_offline folder=%s reason=%s: looked for again", self._path, error.strerror)
+        self.turn_away()
+
+    def turn_away(self) -> None:
+        """What is watched is not there any more: another folder may lie in its place."""
+        self.state = SourceState.OFFLINE
+        self._stop_hints()
+
+    def stop(self) -> None:
+        self.state = SourceState.STOPPED
+        self._stop_hints()
+
+    def _stop_hints(self) -> None:
+        hints, self._hints = self._hints, None
+        if hints is not None:
+            hints.stop(timeout_s=1.0)

@@ -1,0 +1,22 @@
+"""The sources of a line, by its line file. A new kind of source is one module, and one line in SOURCES."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agent.sources.cameras.camera_source import camera_sources
+from agent.sources.folder.folder_source import folder_sources
+from agent.sources.left_overs import left_over_sources
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from agent.config import LineConfig
+    from agent.sources.base import Line, Source
+
+SOURCES: list[Callable[[LineConfig, Line], Sequence[Source]]] = [folder_sources, camera_sources, left_over_sources]
+
+
+def sources_of(config: LineConfig, line: Line) -> list[Source]:
+    """Raises SecretMissing."""
+    return [source for sources in SOURCES for source in sources(config, line)]

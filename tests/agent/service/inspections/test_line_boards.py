@@ -1,0 +1,201 @@
+"""A line's boards: what is stored is in the order of what was decided, and nothing decided is lost on the way."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from agent.line_file.boards import BoardSection
+from agent.records.result_writer import ResultStore
+from agent.service.inspections.line_boards import LineBoards
+from experts.expert import Verdict
+from tests import lines
+
+START = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
+BOARDS = {"main": BoardSection(components={"c0": 1, "c1": 1}, takt_s=3600, timeout_s=60)}
+PATIENCE_S = 60.0
+
+
+class Clocks:
+    """Both clocks of a machine, each moved by the test's hand."""
+
+    def __init__(self):
+        self.running_s = 1000.0
+        self.off_by = timedelta()
+
+    def clock(self):
+        return self.running_s
+
+    def wall(self):
+        return START + timedelta(seconds=self.running_s - 1000.0) + self.off_by
+
+
+class StoreInMemory:
+    """Keeps board verdicts in the order in which they come; ``before`` runs before each, and may refuse it."""
+
+    def __init__(self):
+        self.boards = []
+        self.before = lambda verdict: None
+
+    def record_board(self, verdict, on_committed):
+        self.before(verdict)
+        self.boards.append(verdict)
+
+    @property
+    def verdicts(self):
+        return [(verdict.serial, verdict.verdict) for verdict in self.boards]
+
+
+class WatchedLock:
+    """A lock that tells when somebody has to wait for it."""
+
+    def __init__(self, is_awaited):
+        self._lock = threading.Lock()
+        self._is_awaited = is_awaited
+
+    def __enter__(self):
+        if not self._lock.acquire(blocking=False):
+            self._is_awaited.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_):
+        self._lock.release()
+
+
+@pytest.fixture
+def clocks():
+    return Clocks()
+
+
+@pytest.fixture
+def store():
+    return StoreInMemory()
+
+
+@pytest.fixture
+def boards(store, clocks):
+    return LineBoards(BOARDS, store, clock=clocks.clock, wall=clocks.wall)
+
+
+def result(component, clocks, verdict=OK, serial="B1", board_type="main"):
+    at = clocks.wall()
+    place = {"component": component, "board": serial, "board_type": board_type, "ref": "R1"}
+    return lines.result(f"{serial}{component}{at}", verdict, arrived_at=at, **place)
+
+
+def test_a_late_ng_is_never_overwritten_by_the_verdict_that_it_made_worse(boards, store, clocks):
+    """The housekeeper is held between deciding UNKNOWN and storing it, until the late NG has come as far as it can."""
+    has_gone_on = threading.Event()
+    boards._guard = WatchedLock(has_gone_on)
+    late = threading.Thread(target=lambda: boards.count(result("c1", clocks, NG)))
+
+    def hold(verdict):
+        if verdict.verdict is UNKNOWN:
+            late.start()
+            assert has_gone_on.wait(PATIENCE_S)
+        else:
+            has_gone_on.set()
+
+    store.before = hold
+    boards.count(result("c0", clocks))
+    clocks.running_s += 61
+    boards.expire()
+    late.join(PATIENCE_S)
+    assert store.verdicts == [("B1", UNKNOWN), ("B1", NG)]
+
+
+def test_a_board_whose_type_is_taken_out_of_the_line_file_is_judged_by_what_it_began_with(boards, store, clocks):
+    """Else it would close as UNKNOWN, as if its last images had never come; and no other board of its type opens."""
+    boards.count(result("c0", clocks))
+    boards.change({})
+    assert [run.serial for run in boards.runs("B1")] == ["B1"]
+    boards.count(result("c1", clocks))
+    boards.count(result("c0", clocks, serial="B2"))
+    clocks.running_s += 61
+    boards.expire()
+    assert store.verdicts == [("B1", OK)]
+
+
+def test_what_the_store_refused_is_handed_over_again_before_what_came_later(boards, store, clocks):
+    def refuse(verdict):
+        raise OSError("no space left on device")
+
+    for serial in ("B1", "B2"):
+        boards.count(result("c0", clocks, serial=serial))
+    clocks.running_s += 61
+    store.before = refuse
+    with pytest.raises(OSError, match="no space"):
+        boards.expire()
+    with pytest.raises(OSError, match="no space"):
+        boards.count(result("c1", clocks, NG))
+    assert store.verdicts == []
+    store.before = lambda verdict: None
+    boards.expire()
+    assert store.verdicts == [("B1", UNKNOWN), ("B2", UNKNOWN), ("B1", NG)]
+
+
+@pytest.mark.parametrize("step", [timedelta(hours=1), timedelta(hours=-1)], ids=["forward", "back"])
+def test_boards_age_by_the_monotonic_clock_whatever_is_set_on_the_wall(boards, store, clocks, step):
+    boards.count(result("c0", clocks))
+    clocks.off_by = step
+    clocks.running_s += 59
+    boards.expire()
+    assert store.boards == []
+    clocks.running_s += 2
+    boards.expire()
+    (expired,) = store.boards
+    assert (expired.verdict, expired.opened_at, expired.closed_at) == (UNKNOWN, START, max(clocks.wall(), START))
+
+
+def test_results_of_no_board_and_of_types_that_are_not_configured_are_passed_over(boards, clocks):
+    boards.count(result("c0", clocks, board_type="other"))
+    boards.count(result("c0", clocks, board_type=None))
+    assert boards.statistics().open == 0
+
+
+@pytest.mark.parametrize("step", [timedelta(hours=1), timedelta(hours=-1)], ids=["forward", "back"])
+@pytest.mark.parametrize("is_set_while_off", [True, False], ids=["while off", "while on"])
+def test_a_restart_takes_up_open_boards_from_the_file_whatever_is_set_on_the_wall(
+    tmp_path, clocks, step, is_set_while_off
+):
+    def run(work):
+        with closing(ResultStore(tmp_path / "results.db")) as store:
+            boards = LineBoards(BOARDS, store, clock=clocks.clock, wall=clocks.wall)
+            boards.take_up()
+            work(store, boards)
+
+    def see(store, boards, component, verdict=OK, serial="B1"):
+        one = result(component, clocks, verdict, serial)
+        store.record(one)
+        boards.count(one)
+
+    def before(store, boards):
+        see(store, boards, "c0")
+        clocks.running_s += 5
+        clocks.off_by = timedelta() if is_set_while_off else step
+        see(store, boards, "c0", serial="B2")
+        see(store, boards, "c0", serial="B3")
+        see(store, boards, "c1", NG, serial="B3")
+
+    def after(store, boards):
+        boards.expire()
+        assert boards.statistics().open == 2
+        clocks.running_s += 10
+        see(store, boards, "c1")
+        clocks.running_s += 51
+        boards.expire()
+
+    run(before)
+    clocks.off_by = step
+    clocks.running_s += 300
+    run(after)
+    with closing(ResultStore(tmp_path / "results.db")) as store:
+        assert [(row.board.serial, row.board.verdict, row.board.missing, row.revisions) for row in store.boards()] == [
+            ("B3", NG, {}, 0),
+            ("B1", OK, {}, 0),
+            ("B2", UNKNOWN, {"c1": 1}, 0),
+        ]

@@ -1,0 +1,379 @@
+"""Texts of a served line: tiny language models with random weights, asked at its desk."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from contextlib import contextmanager
+from copy import deepcopy
+
+import pytest
+
+from agent.api.calls.desk import Order, TextOrder
+from agent.service.texts import text_door
+from agent.service.texts.text_destinations import destination_of
+from experts.errors import OrderRefused, Refusing
+from experts.llm.model import load_model
+from experts.llm.serving.extents import ModelKeyValues
+from experts.llm.serving.generation import GREEDY, Ending, Sampling
+from experts.llm.text.tokenizer import TextModel
+from experts.llm.token_batch import Chunk, TokenBatch
+from tests.agent.service.language_models import CONTEXT, PATIENCE_S, TEXTS, Held, Reader
+
+
+@pytest.fixture
+def service(text_line):
+    with text_line.served() as service:
+        yield service
+
+
+def written(service, model="llm/code", prompt="the quick", sampling=GREEDY, **given):
+    """A text to its end."""
+    reader = Reader()
+    service.desk.generate(TextOrder(model, prompt, sampling=sampling, **given), reader)
+    reader.wait()
+    return reader
+
+
+def greedy(models, name, prompt, count):
+    """The same without the line: the whole text anew for each token."""
+    files = {path.name: path.read_bytes() for path in (models / name).iterdir() if path.suffix == ".json"}
+    speech, model = TextModel.of(files, name), load_model(models / name, name)
+    tokens = list(speech.encode(prompt))
+    for _ in range(count):
+        batch = TokenBatch.of([Chunk(0, 0, tokens)])
+        token = int(model.forward(batch, ModelKeyValues(model.spec, model.dtype))[-1].argmax())
+        if token in speech.stop_tokens:
+            break
+        tokens.append(token)
+    return speech.decode(tokens[len(speech.encode(prompt)) :])
+
+
+def tokens_of(models, text):
+    """How many tokens a text has."""
+    files = {path.name: path.read_bytes() for path in (models / "code").iterdir() if path.suffix == ".json"}
+    return len(TextModel.of(files, "code").encode(text))
+
+
+def refusal(service, order):
+    with pytest.raises(OrderRefused) as refused:
+        service.desk.generate(order, Reader())
+    return refused.value
+
+
+@contextmanager
+def files_as_they_were(folder):
+    """A model's folder, whose small files are as before in the end."""
+    before = {path: path.read_bytes() for path in folder.glob("*.json")}
+    try:
+        yield folder
+    finally:
+        for path in folder.glob("*.json"):
+            if path in before:
+                path.write_bytes(before[path])
+            else:
+                path.unlink()
+
+
+class TestWriting:
+    def test_a_text_is_the_models_own_piece_by_piece(self, service, models):
+        reader = written(service, most_tokens=12)
+        assert reader.text == greedy(models, "code", "the quick", 12)
+        assert len(reader.pieces) > 1
+        end = reader.end
+        assert (end.expert, end.ending, end.read_tokens, end.written_tokens) == (
+            "llm/code", Ending.LENGTH, tokens_of(models, "the quick"), 12,
+        )  # fmt: skip
+        assert 0 < end.first_token_s <= end.seconds
+        assert reader.calls_after_end == 0
+
+    def test_a_chat_is_put_as_the_models_template_has_it(self, service, models):
+        reader = Reader()
+        messages = ({"role": "user", "content": "fox"},)
+        service.desk.generate(TextOrder("llm/code", None, messages, 8, GREEDY), reader)
+        reader.wait()
+        assert reader.text == greedy(models, "code", "<|user|>fox<|end|><|assistant|>", 8)
+
+    def test_it_ends_at_the_end_of_the_context(self, service):
+        end = written(service, most_tokens=10_000).end
+        assert (end.ending, end.read_tokens + end.written_tokens) == (Ending.LENGTH, CONTEXT)
+        assert written(service).end.written_tokens == end.written_tokens
+
+    def test_it_ends_before_a_stop_string(self, service):
+        whole = written(service, most_tokens=12).text
+        stop = whole[4:7]
+        reader = written(service, most_tokens=12, stop=(stop,))
+        assert (reader.text, reader.end.ending) == (whole[: whole.index(stop)], Ending.STOP)
+        assert reader.end.written_tokens < 12
+
+    def test_probabilities_are_told_where_they_are_asked_for(self, service):
+        reader = written(service, most_tokens=5, sampling=Sampling(temperature=0.0, logprobs=2))
+        tokens = [token for piece in reader.pieces for token in piece.tokens]
+        assert len(tokens) == 5
+        assert b"".join(token.content for token in tokens).decode("utf-8", "replace") == reader.text
+        assert all(len(token.alternatives) == 2 for token in tokens)
+        assert all(token.alternatives[0].logprob == token.logprob <= 0 for token in tokens)
+        assert [token for piece in written(service, most_tokens=5).pieces for token in piece.tokens] == []
+
+    def test_equal_seeds_draw_equal_texts(self, service):
+        drawn = [written(service, most_tokens=10, sampling=Sampling(seed=seed)).text for seed in (1, 1, 2)]
+        assert drawn[0] == drawn[1] != drawn[2]
+
+    def test_many_at_once_are_what_each_is_alone(self, service):
+        prompts = [f"the {word} " for word in ("quick", "brown", "lazy", "fox", "dog", "over")]
+        alone = [written(service, prompt=prompt, most_tokens=10).text for prompt in prompts]
+        readers = [Reader() for _ in prompts]
+        for prompt, reader in zip(prompts, readers, strict=True):
+            service.desk.generate(TextOrder("llm/code", prompt, most_tokens=10, sampling=GREEDY), reader)
+        assert [reader.wait() and reader.text for reader in readers] == alone
+
+    def test_images_are_judged_beside_texts(self, service, caller, png):
+        reader, someone = Reader(), caller()
+        service.desk.generate(TextOrder("llm/code", "the quick", sampling=GREEDY), reader)
+        service.desk.order(Order(png(), component="c0", is_kept=False), someone)
+        assert someone.wait()[0].verdict == "OK"
+        assert reader.wait().ending is Ending.LENGTH
+
+
+class TestRoutes:
+    def test_a_rule_sends_a_text_without_asking_anybody(self, service):
+        assert written(service, "helpdesk", "write Python", most_tokens=3).end.expert == "llm/code"
+        assert written(service, "plain", "1 + 1", most_tokens=3).end.expert == "llm/maths"
+        assert written(service, "plain", "fox", most_tokens=3).end.expert == "llm/code"
+
+    def test_a_router_sends_it_where_its_label_says(self, service):
+        label = written(service, "llm/router", "the fox").end.label
+        assert label in {"code", "maths"}
+        reader = written(service, "helpdesk", "the fox", most_tokens=6)
+        assert reader.end.expert == f"llm/{label}"
+        assert reader.text == written(service, f"llm/{label}", "the fox", most_tokens=6).text
+
+    def test_where_its_router_sends_a_text_to_nobody_who_can_it_says_why(self, text_line):
+        route = TEXTS["helpdesk"] | {"experts": {"code": "llm/mute", "maths": "llm/mute"}}
+        text_line.document["texts"]["routes"] = {"helpdesk": route}
+        with text_line.served() as service:
+            failure = written(service, "helpdesk", "the fox").end.failure
+            assert failure.reason is Refusing.NOT_NOW
+            assert "llm/mute: tokenizer.json: is not there" in str(failure)
+            assert written(service, "helpdesk", "Python", most_tokens=2).end.ending is Ending.LENGTH
+
+    def test_rules_look_at_what_the_user_said_last(self, service):
+        messages = (
+            {"role": "user", "content": "1"},
+            {"role": "assistant", "content": "2"},
+            {"role": "user", "content": "fox"},
+        )
+        assert written(service, "plain", None, messages=messages, most_tokens=2).end.expert == "llm/code"
+
+    def test_a_router_asked_itself_answers_with_its_label(self, service):
+        reader = written(service, "llm/router", "the fox")
+        assert (reader.text, reader.end.ending) == (reader.end.label, Ending.STOP)
+        assert 0.5 <= reader.end.score <= 1
+
+    def test_auto_is_whoever_is_the_only_one(self, text_line):
+        text_line.document["texts"]["routes"] = {"helpdesk": TEXTS["helpdesk"]}
+        with text_line.served() as service:
+            assert written(service, "auto", "Python", most_tokens=2).end.expert == "llm/code"
+
+    def test_auto_of_several_is_nobody(self, service):
+        refused = refusal(service, TextOrder("auto", "x"))
+        assert (refused.reason, refused.field) == (Refusing.NOT_FOUND, "model")
+        assert "could be several" in str(refused)
+
+    def test_all_are_told_with_their_contexts(self, service):
+        views = {view.name: view for view in service.desk.text_models()}
+        assert set(views) == {"llm/router", "llm/code", "llm/maths", "llm/mute", "helpdesk", "plain"}
+        assert views["llm/code"].context_tokens == views["helpdesk"].context_tokens == CONTEXT
+        assert views["llm/code"].is_ready
+        assert not views["llm/mute"].is_ready
+        assert "tokenizer.json: is not there" in views["llm/mute"].reason
+
+
+IMPOSSIBLE = (
+    (TextOrder("llm/code", ""), Refusing.INVALID, "prompt"),
+    (TextOrder("llm/code", ()), Refusing.INVALID, "prompt"),
+    (TextOrder("llm/code"), Refusing.INVALID, "prompt"),
+    (TextOrder("llm/code", "x", ({"role": "user", "content": "x"},)), Refusing.INVALID, "prompt"),
+    (TextOrder("llm/code", "x " * CONTEXT), Refusing.INVALID, "prompt"),
+    (TextOrder("llm/code", None, ({"role": "user", "content": "x " * CONTEXT},)), Refusing.INVALID, "messages"),
+    (TextOrder("llm/code", (10**6,)), Refusing.INVALID, "prompt"),
+    (TextOrder("llm/code", (-1,)), Refusing.INVALID, "prompt"),
+    (TextOrder("llm/code", "x", most_tokens=0), Refusing.INVALID, "max_tokens"),
+    (TextOrder("llm/code", "x", stop=("",)), Refusing.INVALID, "stop"),
+    (TextOrder("llm/code", "x", deadline_s=0.0), Refusing.INVALID, "deadline_s"),
+    (TextOrder("llm/code", "x", deadline_s=math.nan), Refusing.INVALID, "deadline_s"),
+    (TextOrder("helpdesk", (1, 2)), Refusing.INVALID, "prompt"),
+    (TextOrder("llm/mute", "x"), Refusing.INVALID, "model"),
+    (TextOrder("cls/f0", "x"), Refusing.INVALID, "model"),
+    (TextOrder("llm/nobody", "x"), Refusing.NOT_FOUND, "model"),
+    (TextOrder("c0", "x"), Refusing.NOT_FOUND, "model"),
+)
+
+
+class TestRefusals:
+    def test_what_is_impossible_is_refused_with_its_field_and_nothing_runs(self, service):
+        for order, reason, field in IMPOSSIBLE:
+            refused = refusal(service, order)
+            assert (refused.reason, refused.field) == (reason, field), order
+        assert service.agent.loop.statistics().engine.arrived == 0
+        assert service.desk.status().texts.under_way == 0
+
+    def test_more_than_are_let_in(self, text_line):
+        text_line.document["api"] = {"limits": {"requests": 1}}
+        with text_line.served() as service:
+            reader = Held()
+            service.desk.generate(TextOrder("llm/code", "x", most_tokens=3, sampling=GREEDY), reader)
+            refused = refusal(service, TextOrder("llm/code", "x"))
+            assert (refused.reason, refused.retry_s > 0) == (Refusing.QUEUE_FULL, True)
+            reader.may_go_on.set()
+            reader.wait()
+            assert written(service, most_tokens=2).end.ending is Ending.LENGTH
+
+    def test_where_a_model_cannot_be_read_its_text_says_why(self, text_line, models, tmp_path):
+        broken = tmp_path / "broken"
+        broken.mkdir()
+        for path in (models / "code").iterdir():
+            size = 1000 if path.suffix == ".safetensors" else None
+            (broken / path.name).write_bytes(path.read_bytes()[:size])
+        text_line.document["experts"]["llm/broken"] = {"architecture": "llm", "weights": str(broken)}
+        with text_line.served() as service:
+            refused = refusal(service, TextOrder("llm/broken", "x"))
+            assert refused.field == "model"
+            assert "llm/broken" in str(refused)
+            assert written(service, most_tokens=2).end.ending is Ending.LENGTH
+
+
+class TestEnds:
+    def test_who_cancels_hears_nothing_more_and_all_is_given_back(self, service, wait_until_so):
+        reader = Held()
+        ticket = service.desk.generate(TextOrder("llm/code", "the quick", sampling=Sampling(seed=1)), reader)
+        assert reader.has_read.wait(PATIENCE_S)
+        assert sum(pool.lease_bytes for pool in service.desk.status().pools) > 0
+        ticket.cancel()
+        ticket.cancel()
+        reader.may_go_on.set()
+        wait_until_so(lambda: service.desk.status().texts.under_way == 0)
+        assert sum(pool.lease_bytes for pool in service.desk.status().pools) == 0
+        assert (reader.end, len(reader.pieces)) == (None, 1)
+        assert written(service, most_tokens=3).end.ending is Ending.LENGTH
+
+    def test_whenever_texts_are_cancelled_nothing_of_them_stays(self, service, wait_until_so):
+        chance = random.Random(5)
+        for _ in range(60):
+            ticket = service.desk.generate(
+                TextOrder(chance.choice(["llm/code", "helpdesk", "llm/router"]), "the quick"), reader := Reader()
+            )
+            if chance.random() < 0.5:
+                reader.has_read.wait(chance.random() * 0.01)
+            ticket.cancel()
+        wait_until_so(lambda: service.desk.status().texts.under_way == 0)
+        assert [pool.lease_bytes for pool in service.desk.status().pools] == [0]
+        assert service.desk.status().texts.ended == 60
+
+    def test_a_deadline_ends_it_and_what_is_written_stands(self, service):
+        reader = written(service, deadline_s=0.001)
+        assert reader.end.ending is Ending.DEADLINE
+        assert reader.end.written_tokens < CONTEXT
+
+    def test_the_lines_deadline_is_whoevers_names_none(self, text_line):
+        text_line.document["texts"]["deadline_s"] = 0.001
+        with text_line.served() as service:
+            assert written(service).end.ending is Ending.DEADLINE
+            assert written(service, deadline_s=60.0, most_tokens=2).end.ending is Ending.LENGTH
+
+    def test_an_agent_that_stops_tells_who_waits(self, text_line, monkeypatch):
+        monkeypatch.setattr("agent.service.line_service.API_STOP_S", 0.0)
+        reader = Held()
+        with text_line.served() as service:
+            service.desk.generate(TextOrder("llm/code", "the quick", sampling=GREEDY), reader)
+            assert reader.has_read.wait(PATIENCE_S)
+        assert reader.wait().failure.reason is Refusing.STOPPING
+        assert refusal(service, TextOrder("llm/code", "x")).reason is Refusing.STOPPING
+
+    def test_a_text_that_comes_while_the_agent_stops_is_refused_and_not_forgotten(self, text_line, monkeypatch):
+        with text_line.served() as service:
+
+            def found_while_it_stops(order, catalog):
+                service._texts.stop(0.0)
+                return destination_of(order, catalog)
+
+            monkeypatch.setattr(text_door, "destination_of", found_while_it_stops)
+            assert refusal(service, TextOrder("llm/code", "the quick")).reason is Refusing.STOPPING
+            assert service.desk.status().texts.under_way == 0
+
+    def test_an_agent_that_stops_lets_those_end_that_soon_do(self, text_line):
+        reader = Reader()
+        with text_line.served() as service:
+            service.desk.generate(TextOrder("llm/code", "the quick", most_tokens=3, sampling=GREEDY), reader)
+        assert reader.wait().ending is Ending.LENGTH
+
+    def test_nothing_of_a_text_is_kept(self, text_line):
+        with text_line.served() as service:
+            written(service, prompt="the quick secret", most_tokens=5)
+        assert list(text_line.results.query()) == []
+        assert text_line.unfinished == []
+        assert not any(
+            b"secret" in path.read_bytes() for path in (text_line.folder / "state").rglob("*") if path.is_file()
+        )
+
+    def test_they_are_counted(self, service, models):
+        written(service, most_tokens=5)
+        texts = service.desk.status().texts
+        assert (texts.ended, texts.written_tokens, texts.shown, texts.under_way) == (1, 5, 1, 0)
+        assert texts.read_tokens >= tokens_of(models, "the quick")
+        assert texts.first_token_s > 0
+
+
+class TestRoom:
+    """Where memory has room for less than the context."""
+
+    @pytest.fixture
+    def service(self, text_line, models):
+        text_line.document = deepcopy(text_line.document)
+        text_line.document["texts"]["kv"] = "64KiB"
+        with files_as_they_were(models / "code") as folder:
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+            with text_line.served() as service:
+                yield service
+
+    def test_a_text_is_as_long_as_memory_has_room_for_and_no_longer(self, service):
+        (code,) = [each for each in service.desk.text_models() if each.name == "llm/code"]
+        assert CONTEXT < code.context_tokens < 1024
+        end = written(service).end
+        assert (end.ending, end.read_tokens + end.written_tokens) == (Ending.LENGTH, code.context_tokens)
+
+    def test_what_memory_never_has_room_for_is_the_order_s_fault(self, service):
+        (code,) = [each for each in service.desk.text_models() if each.name == "llm/code"]
+        most = refusal(service, TextOrder("llm/code", (1, 2), most_tokens=code.context_tokens - 1, sampling=GREEDY))
+        assert (most.reason, most.field) == (Refusing.INVALID, "max_tokens")
+        assert f"ask for at most {code.context_tokens - 2}" in str(most)
+        long = refusal(service, TextOrder("llm/code", (1,) * code.context_tokens, sampling=GREEDY))
+        assert (long.reason, long.field) == (Refusing.INVALID, "prompt")
+
+
+def test_a_label_may_be_called_as_an_ending_is(text_line):
+    text_line.document = deepcopy(text_line.document)
+    text_line.document["experts"]["llm/router"]["labels"] = ["stop", "length"]
+    text_line.document["texts"]["routes"]["helpdesk"]["experts"] = {"stop": "llm/code", "length": "llm/maths"}
+    with text_line.served() as service:
+        reader = written(service, "llm/router", "hello")
+        assert (reader.text, reader.end.ending, reader.end.label) == (reader.end.label, Ending.STOP, reader.text)
+        assert reader.text in {"stop", "length"}
+        assert written(service, "helpdesk", "hello", most_tokens=3).end.expert in {"llm/code", "llm/maths"}
+
+
+def test_a_model_s_own_way_of_drawing_is_taken_where_nothing_else_is_said(text_line, models):
+    with files_as_they_were(models / "code") as folder:
+        (folder / "generation_config.json").write_text('{"top_k": 1}')  # the likeliest
+        with text_line.served() as service:
+            texts, free = (
+                {
+                    written(service, most_tokens=8, sampling=Sampling(seed=seed), given=frozenset(given)).text
+                    for seed in range(4)
+                }
+                for given in ((), ("top_k",))
+            )
+    assert texts == {greedy(models, "code", "the quick", 8)}
+    assert len(free) > 1

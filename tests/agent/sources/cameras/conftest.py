@@ -1,0 +1,81 @@
+"""Cameras for the tests: a clip, an MJPEG camera, one that fails, an RTSP server, and who takes their frames."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cv2
+import pytest
+
+from tests.agent.sources.cameras.stand_ins import SIZE, WAIT_S, FailingCamera, MjpegCamera, Taker, picture, section
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SYSTEM_PYTHON = "/usr/bin/python3"  # the one that Debian's bindings of GStreamer are for
+RTSP_SERVER = Path(__file__).with_name("rtsp_server.py")
+
+
+@pytest.fixture(scope="session")
+def rtsp() -> Iterator[str]:
+    """The address of a real RTSP server with three live streams; what needs it is skipped where there is none."""
+    try:
+        server = subprocess.Popen(
+            [SYSTEM_PYTHON, str(RTSP_SERVER)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    except OSError as error:
+        pytest.skip(f"no RTSP server: {SYSTEM_PYTHON}: {error.strerror}")
+    with server:
+        assert server.stdout is not None
+        port = server.stdout.readline().strip()
+        if not port:
+            assert server.stderr is not None
+            why = (server.stderr.read().strip().splitlines() or ["it says nothing"])[-1]
+            pytest.skip(f"no RTSP server ({why}): `make tools` installs it")
+        yield f"rtsp://127.0.0.1:{port}"
+        server.kill()
+
+
+@pytest.fixture
+def mjpeg() -> Iterator[MjpegCamera]:
+    camera = MjpegCamera()
+    yield camera
+    camera.close()
+
+
+@pytest.fixture
+def failing(tmp_path: Path) -> FailingCamera:
+    return FailingCamera(tmp_path / "word")
+
+
+@pytest.fixture(scope="session")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten pictures of motion JPEG, at 50 a second."""
+    path = tmp_path_factory.mktemp("clip") / "clip.avi"
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"MJPG"), 50, SIZE[::-1])
+    for number in range(1, 11):
+        writer.write(picture(20 * number))
+    writer.release()
+    return path
+
+
+@pytest.fixture
+def watched() -> Iterator[Callable[..., Taker]]:
+    """Cameras with somebody who takes their frames. At the end of a test all have ended, and their processes too."""
+    takers: list[Taker] = []
+
+    def watch(
+        url: str, *, password: str | None = None, has_room: bool = True, is_open: bool = True, **given: Any
+    ) -> Taker:
+        takers.append(Taker(section(url, **given), password, has_room, is_open))
+        return takers[-1]
+
+    yield watch
+    for taker in takers:
+        taker.door.set()
+        taker.camera.stop(0.0)
+    for taker in takers:
+        assert taker.camera.stop(WAIT_S)
+        assert taker.now.process is None

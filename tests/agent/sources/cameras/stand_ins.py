@@ -1,0 +1,224 @@
+"""Cameras that misbehave on command, and who takes their frames."""
+
+from __future__ import annotations
+
+import os
+import socket
+import socketserver
+import ssl
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import cv2
+import numpy as np
+
+from agent.line_file.intake import CameraSection
+from agent.sources.cameras.camera import Camera
+from agent.sources.cameras.frames import CameraDoors, CameraStatistics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from agent.subject import Subject
+
+WAIT_S = 60.0  # a generous deadline: whatever is waited for comes within two seconds
+SIZE = (48, 64)
+PERIOD_S = 0.02
+BURST = 50  # pictures
+
+
+def until(condition: Callable[[], Any], what: str = "") -> Any:
+    """Wait for it, and return what it says."""
+    deadline = time.monotonic() + WAIT_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"never came: {what or condition}"
+        time.sleep(0.005)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this number runs; one that nobody has waited for yet does not."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
+    return False
+
+
+def picture(number: int) -> np.ndarray[Any, Any]:
+    """Grey, and brighter with each number."""
+    return np.full((*SIZE, 3), number % 256, np.uint8)
+
+
+def section(url: str, **given: Any) -> CameraSection:
+    """A camera of a line file. A `fault:` url, which no line file can hold, is put in past the check."""
+    folder = Path("/")
+    checked = "file:clip.avi" if url.startswith("fault:") else url
+    made = CameraSection.model_validate({"name": "top", "url": checked, **given}, context={"folder": folder})
+    return made.model_copy(update={"url": url}) if url.startswith("fault:") else made
+
+
+class MjpegCamera:
+    """An HTTP server with one endless multipart answer of JPEG pictures. ``word`` says how it behaves from now on.
+
+    stream; burst (a second of pictures at once, then as stream); stall (nothing comes, and nothing ends); drop (the
+    connection ends); garble (pictures cut in half, their rest zeros); refuse (404); lock (401 unless it is given a
+    login); move (the stream is elsewhere, at ``moved_to``).
+    """
+
+    def __init__(self) -> None:
+        self.word = "stream"
+        self.login: str | None = None
+        self.moved_to = ""
+        self.viewers = 0
+        camera = self
+
+        class Answer(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                camera.viewers += 1
+                camera.answer(self)
+
+            def log_message(self, *_: Any) -> None:
+                """Nothing is printed."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/video"
+
+    def answer(self, to: BaseHTTPRequestHandler) -> None:
+        if self.word == "refuse":
+            to.send_error(404)
+        elif self.word == "move":
+            to.send_response(302)
+            to.send_header("Location", self.moved_to)
+            to.end_headers()
+        elif self.word == "lock" and not to.headers.get("Authorization"):
+            to.send_response(401)
+            to.send_header("WWW-Authenticate", 'Basic realm="camera"')
+            to.end_headers()
+        else:
+            self.login = to.headers.get("Authorization")
+            to.send_response(200)
+            to.send_header("Content-Type", "multipart/x-mixed-replace; boundary=frame")
+            to.end_headers()
+            with suppress(OSError):
+                self._stream(to)
+
+    def _stream(self, to: BaseHTTPRequestHandler) -> None:
+        number = 0
+        while self.word != "drop":
+            if self.word != "burst" or number >= BURST:
+                time.sleep(PERIOD_S)
+            if self.word == "stall":
+                continue
+            number += 1
+            content = cv2.imencode(".jpg", picture(number))[1].tobytes()
+            if self.word == "garble":
+                content = content[: len(content) // 2] + bytes(len(content) // 2)
+            to.wfile.write(b"--frame\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n" % len(content))
+            to.wfile.write(content + b"\r\n")
+            to.wfile.flush()
+
+    def close(self) -> None:
+        self.word = "drop"
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class TlsFront:
+    """A camera's TLS: what comes at a port of ``host`` is handed on to ``url``. ``heard``: requests that did."""
+
+    def __init__(self, authority: Path, url: str, host: str = "127.0.0.1") -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(authority / "server.pem", authority / "server.key")
+        parts = urlsplit(url)
+        self._behind = (parts.hostname, parts.port)
+        self.heard = 0
+        front = self
+
+        class Connection(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                with suppress(OSError), context.wrap_socket(self.request, server_side=True) as outer:
+                    front.serve(outer)
+
+        self._server = socketserver.ThreadingTCPServer((host, 0), Connection)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        address = f"{host}:{self._server.server_address[1]}"
+        self.url = parts._replace(scheme=f"{parts.scheme}s", netloc=address).geturl()
+
+    def serve(self, outer: socket.socket) -> None:
+        with socket.create_connection(self._behind) as inner:
+            threading.Thread(target=_pump, args=(inner, outer), daemon=True).start()
+            while content := outer.recv(65536):
+                self.heard += 1
+                inner.sendall(content)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _pump(source: socket.socket, to: socket.socket) -> None:
+    with suppress(OSError):
+        while content := source.recv(65536):
+            to.sendall(content)
+
+
+class FailingCamera:
+    """What a `fault:` url names: one word in a file, changed in one step."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.url = f"fault:{path}"
+        self.say("stream")
+
+    def say(self, word: str) -> None:
+        fresh = self._path.with_suffix(".new")
+        fresh.write_text(word)
+        os.replace(fresh, self._path)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    subject: Subject
+    content: bytes
+
+
+class Taker:
+    """Who takes frames: all of them, unless there is no room, or the door is shut. The camera under test is his."""
+
+    def __init__(
+        self, config: CameraSection, password: str | None = None, has_room: bool = True, is_open: bool = True
+    ) -> None:
+        self.frames: list[Frame] = []
+        self.lost: list[tuple[Subject, str]] = []
+        self.has_room = has_room
+        self.door = threading.Event()  # while it is not set, taking a frame takes for ever
+        if is_open:
+            self.door.set()
+        self.broken: Exception | None = None
+        self.camera = Camera(config, password, CameraDoors(self._take, lambda: self.has_room, self._tell_lost))
+        self.camera.start()
+
+    def _take(self, subject: Subject, content: bytes) -> None:
+        self.door.wait()
+        if self.broken is not None:
+            raise self.broken
+        self.frames.append(Frame(subject, content))
+
+    def _tell_lost(self, subject: Subject, reason: str) -> None:
+        self.door.wait()
+        self.lost.append((subject, reason))
+
+    @property
+    def now(self) -> CameraStatistics:
+        return self.camera.statistics()
+
+    def until_state(self, state: str) -> CameraStatistics:
+        return until(lambda: (found := self.now).state == state and found, f"{state}, but {self.now}")

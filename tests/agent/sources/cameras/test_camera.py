@@ -1,0 +1,481 @@
+"""A camera as the agent sees it: real processes, real sockets, and cameras that misbehave on command."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from agent.sources.cameras import wire
+from agent.sources.cameras.camera import Camera, connection_of
+from agent.sources.cameras.frames import CameraDoors
+from agent.sources.cameras.probe import probe
+from agent.sources.cameras.process import ChildProcess, Received
+from experts.errors import OrderRefused, Refusing
+from experts.images import read_image
+from tests.agent.sources.cameras.stand_ins import (
+    WAIT_S,
+    FailingCamera,
+    MjpegCamera,
+    Taker,
+    is_alive,
+    section,
+    until,
+)
+
+if TYPE_CHECKING:
+    from agent.sources.cameras.process import Heard
+    from tests.agent.sources.cameras.stand_ins import Frame
+
+Watch = Callable[..., Taker]
+STALL_S = 1.0  # as short as a busy machine lets a camera be
+
+
+def brightness(frame: Frame) -> int:
+    """What tells the pictures of the stand-ins apart: each is brighter than the one before."""
+    return int(read_image(frame.content, frame.subject.key)[0, 0, 0])
+
+
+def children() -> set[str]:
+    """Processes that this one started and has not waited for."""
+    found = set()
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            if status.read_text().rpartition(")")[2].split()[1] == str(os.getpid()):
+                found.add(status.parent.name)
+    return found
+
+
+def refused(call: Callable[[], object]) -> OrderRefused:
+    with pytest.raises(OrderRefused) as told:
+        call()
+    return told.value
+
+
+class TestFreeRun:
+    def test_every_camera_s_frames_are_taken(self, watched: Watch, clip: Path, mjpeg: MjpegCamera) -> None:
+        takers = [watched(f"file:{clip}", loop=True, board_type="main"), watched(mjpeg.url)]
+        for taker in takers:
+            until(lambda taker=taker: len(taker.frames) >= 3)
+        assert {frame.subject.board_type for frame in takers[0].frames} == {"main"}
+        for taker in takers:
+            frame = taker.frames[0]
+            assert frame.subject.source == "top"
+            assert read_image(frame.content, "frame").shape == (48, 64, 3)
+            assert frame.subject.board.startswith("top-20")
+            assert frame.subject.arrived_at.tzinfo is not None
+            assert len({frame.subject.key for frame in taker.frames}) == len(taker.frames)
+            assert [frame.subject.arrived_at for frame in taker.frames] == sorted(
+                frame.subject.arrived_at for frame in taker.frames
+            )
+
+    def test_without_room_frames_are_dropped_and_counted_and_then_the_latest_is_taken(
+        self, watched: Watch, failing: FailingCamera
+    ) -> None:
+        """AC14."""
+        taker = watched(failing.url, has_room=False)
+        until(lambda: taker.now.dropped >= 20)
+        after_twenty = datetime.now(UTC)
+        until(lambda: taker.now.dropped >= 40)
+        assert (taker.now.received, taker.now.state) == (0, "STREAMING")
+        taker.has_room = True
+        until(lambda: taker.frames)
+        assert taker.frames[0].subject.arrived_at > after_twenty  # none of those that had waited for longest
+
+    def test_while_a_frame_is_taken_the_others_are_dropped(self, watched: Watch, failing: FailingCamera) -> None:
+        """AC14: a disk that is slow costs frames, and neither memory nor the connection."""
+        taker = watched(failing.url, is_open=False)
+        until(lambda: taker.now.dropped >= 20)
+        assert (taker.now.state, taker.now.waiting, len(taker.frames)) == ("STREAMING", 1, 0)
+
+    def test_each_frame_of_a_clip_is_taken_or_counted(self, watched: Watch, clip: Path) -> None:
+        taker = watched(f"file:{clip}", frames_per_s=200.0)
+        ended = until(lambda: (found := taker.now).alarm is not None and "ended" in found.alarm and found)
+        assert (ended.state, ended.reconnects) == ("OFFLINE", 0)
+        assert until(lambda: (found := taker.now).received + found.dropped == 10 and found).received >= 1
+
+    def test_it_cannot_be_triggered(self, watched: Watch, failing: FailingCamera) -> None:
+        error = refused(watched(failing.url).camera.trigger)
+        assert (error.reason, error.retry_s) == (Refusing.NOT_NOW, None)
+        assert "mode: triggered" in str(error)
+
+    def test_a_frame_that_is_not_taken_is_dropped_and_told(self, watched: Watch, failing: FailingCamera) -> None:
+        taker = watched(failing.url)
+        taker.broken = OSError("the disk is full")
+        assert "the disk is full" in until(lambda: taker.now.alarm)
+        taker.broken = None
+        until(lambda: taker.frames and taker.now.alarm is None)
+        assert not taker.lost
+
+    def test_when_it_ends_nothing_is_told_as_lost(self, watched: Watch, failing: FailingCamera) -> None:
+        taker = watched(failing.url)
+        until(lambda: taker.frames)
+        failing.say("stall")
+        assert taker.camera.stop(WAIT_S)
+        assert (taker.lost, taker.now.lost, taker.now.waiting) == ([], 0, 0)
+
+
+class TestTriggered:
+    def test_each_trigger_gets_a_frame_of_its_own_that_came_after_it(
+        self, watched: Watch, failing: FailingCamera
+    ) -> None:
+        """AC14."""
+        taker = watched(failing.url, mode="triggered", board_type="main")
+        taker.until_state("STREAMING")
+        began = time.time()
+        keys = [taker.camera.trigger("serial-1"), taker.camera.trigger("serial-2", "other"), taker.camera.trigger()]
+        until(lambda: len(taker.frames) == 3)
+        assert [frame.subject.key for frame in taker.frames] == keys
+        assert [frame.subject.board for frame in taker.frames[:2]] == ["serial-1", "serial-2"]
+        assert taker.frames[2].subject.board.startswith("top-20")
+        assert [frame.subject.board_type for frame in taker.frames] == ["main", "other", "main"]
+        assert len({brightness(frame) for frame in taker.frames}) == 3
+        assert all(frame.subject.arrived_at.timestamp() >= began - 0.001 for frame in taker.frames)
+        assert (taker.now.received, taker.now.dropped, taker.now.lost, taker.now.waiting) == (3, 0, 0, 0)
+
+    def test_a_frame_that_was_there_before_is_not_what_a_trigger_gets(
+        self, watched: Watch, failing: FailingCamera
+    ) -> None:
+        taker = watched(failing.url, mode="triggered", stall_timeout_s=WAIT_S)
+        taker.until_state("STREAMING")
+        failing.say("stall")
+        until(lambda: (taker.now.frame_age_s or 0) > 0.2)
+        triggered_at = datetime.now(UTC)
+        taker.camera.trigger()
+        failing.say("stream")
+        until(lambda: taker.frames)
+        assert taker.frames[0].subject.arrived_at > triggered_at
+
+    def test_no_trigger_is_dropped_when_the_queue_is_full(self, watched: Watch, failing: FailingCamera) -> None:
+        """AC14: what is let in has its frame; what is not is told so at once, and leaves nothing behind."""
+        taker = watched(failing.url, mode="triggered", queue=2, is_open=False)
+        taker.until_state("STREAMING")
+        keys = [taker.camera.trigger(), taker.camera.trigger()]
+        error = refused(taker.camera.trigger)
+        assert (error.reason, error.retry_s) == (Refusing.QUEUE_FULL, 1.0)
+        assert "2 triggers wait" in str(error)
+        taker.door.set()
+        until(lambda: taker.now.received == 2 and taker.now.waiting == 0)
+        assert [frame.subject.key for frame in taker.frames] == keys
+        keys.append(taker.camera.trigger())
+        until(lambda: len(taker.frames) == 3)
+        assert [frame.subject.key for frame in taker.frames] == keys
+
+    def test_the_interval_triggers_and_what_meets_a_full_queue_is_told_as_lost(
+        self, watched: Watch, failing: FailingCamera
+    ) -> None:
+        """AC14."""
+        taker = watched(failing.url, mode="triggered", interval_s=0.05, queue=2)
+        until(lambda: len(taker.frames) >= 3)
+        taker.door.clear()
+        until(lambda: taker.now.waiting == 2)
+        time_of_overflow = time.monotonic()
+        until(lambda: time.monotonic() > time_of_overflow + 0.3)
+        taker.door.set()
+        until(lambda: taker.lost)
+        taker.camera.stop(WAIT_S)
+        assert "2 triggers wait" in taker.lost[0][1]
+        ended = sorted(
+            [int(frame.subject.key.rpartition("#")[2]) for frame in taker.frames]
+            + [int(lost.key.rpartition("#")[2]) for lost, _ in taker.lost]
+        )
+        assert ended == list(range(1, len(ended) + 1))
+
+    def test_those_whose_camera_stalls_are_lost_and_say_why(self, watched: Watch, failing: FailingCamera) -> None:
+        """AC14."""
+        taker = watched(failing.url, mode="triggered", stall_timeout_s=2.0)
+        taker.until_state("STREAMING")
+        failing.say("stall")  # one picture may be on its way
+        keys = [taker.camera.trigger(f"serial-{number}") for number in range(4)]
+        until(lambda: len(taker.frames) + len(taker.lost) == 4)
+        assert [frame.subject.key for frame in taker.frames] + [lost.key for lost, _ in taker.lost] == keys
+        assert taker.lost[-1][0].board == "serial-3"
+        assert "no frame came within stall_timeout_s 2 of the trigger" in taker.lost[-1][1]
+        assert taker.now.lost == len(taker.lost) >= 3
+        assert until(lambda: taker.now.waiting == 0)
+
+    def test_one_that_is_waited_for_when_the_process_dies_is_served_by_the_next(
+        self, watched: Watch, failing: FailingCamera
+    ) -> None:
+        taker = watched(failing.url, mode="triggered", stall_timeout_s=30.0)
+        before = taker.until_state("STREAMING")
+        failing.say("stall")
+        until(lambda: (taker.now.frame_age_s or 0) > 0.2)
+        key = taker.camera.trigger()
+        assert before.process is not None
+        os.kill(before.process, signal.SIGKILL)
+        failing.say("stream")
+        until(lambda: taker.frames)
+        assert taker.frames[0].subject.key == key
+
+    def test_one_that_is_not_taken_is_told_as_lost(self, watched: Watch, failing: FailingCamera) -> None:
+        taker = watched(failing.url, mode="triggered")
+        taker.until_state("STREAMING")
+        taker.broken = OSError("the disk is full")
+        key = taker.camera.trigger()
+        until(lambda: taker.lost)
+        assert taker.lost[0][0].key == key
+        assert "the disk is full" in taker.lost[0][1]
+        assert taker.now.waiting == 0
+
+    def test_one_that_waits_when_the_agent_ends_is_told_as_lost(self, watched: Watch, failing: FailingCamera) -> None:
+        taker = watched(failing.url, mode="triggered", stall_timeout_s=30.0)
+        taker.until_state("STREAMING")
+        failing.say("stall")
+        until(lambda: (taker.now.frame_age_s or 0) > 0.2)
+        key = taker.camera.trigger()
+        assert taker.camera.stop(WAIT_S)
+        assert [(lost.key, reason) for lost, reason in taker.lost] == [(key, "the agent ended")]
+        assert refused(taker.camera.trigger).reason is Refusing.STOPPING
+
+    def test_one_that_does_not_stream_refuses_and_says_why(self, watched: Watch, failing: FailingCamera) -> None:
+        failing.say("refuse")
+        taker = watched(failing.url, mode="triggered")
+        until(lambda: taker.now.alarm)
+        error = refused(taker.camera.trigger)
+        assert (error.reason, error.retry_s) == (Refusing.NOT_NOW, 1.0)
+        assert "the camera refuses" in str(error)
+
+
+class TestFaults:
+    def test_a_stream_that_stalls_is_killed_and_connected_anew(self, watched: Watch, mjpeg: MjpegCamera) -> None:
+        """AC12: over HTTP, without the connection ending."""
+        taker = watched(mjpeg.url, stall_timeout_s=STALL_S)
+        before = taker.until_state("STREAMING")
+        assert before.process is not None
+        mjpeg.word = "stall"
+        stalled = taker.until_state("STALLED")
+        assert "no frame within stall_timeout_s 1" in (stalled.alarm or "")
+        until(lambda: not is_alive(before.process or 0))
+        mjpeg.word = "stream"
+        after = taker.until_state("STREAMING")
+        assert after.process != before.process
+        assert after.reconnects >= 1
+        taken = len(taker.frames)
+        until(lambda: len(taker.frames) > taken)
+
+    def test_one_that_hangs_in_c_is_killed_and_connected_anew(self, watched: Watch, failing: FailingCamera) -> None:
+        """AC12: no thread of its process runs any more; nothing but SIGKILL ends it."""
+        taker = watched(failing.url, stall_timeout_s=STALL_S)
+        before = taker.until_state("STREAMING")
+        assert before.process is not None
+        failing.say("hang")
+        taker.until_state("STALLED")
+        until(lambda: not is_alive(before.process or 0))
+        failing.say("stream")
+        assert taker.until_state("STREAMING").process != before.process
+
+    def test_shutdown_takes_less_than_five_seconds_while_one_hangs(
+        self, watched: Watch, failing: FailingCamera
+    ) -> None:
+        """AC12: noticed by nobody yet, and its frame is asked for."""
+        taker = watched(failing.url, stall_timeout_s=600.0)
+        before = taker.until_state("STREAMING")
+        failing.say("hang")
+        until(lambda: (taker.now.frame_age_s or 0) > 0.3)
+        assert not taker.camera.stop(0.0)
+        assert taker.camera.stop(5.0)
+        assert before.process is not None
+        assert not is_alive(before.process)
+        assert (taker.now.state, taker.now.process) == ("OFFLINE", None)
+
+    def test_a_door_that_does_not_open_keeps_no_process_and_is_not_waited_for(
+        self, watched: Watch, failing: FailingCamera
+    ) -> None:
+        taker = watched(failing.url, is_open=False)
+        before = until(lambda: (found := taker.now).waiting and found)
+        began = time.monotonic()
+        assert not taker.camera.stop(1.0)
+        assert time.monotonic() - began < 5
+        until(lambda: not is_alive(before.process))
+
+    def test_what_dies_says_how_and_is_started_anew(self, watched: Watch, failing: FailingCamera) -> None:
+        taker = watched(failing.url)
+        taker.until_state("STREAMING")
+        failing.say("die")
+        assert "SIGSEGV" in until(lambda: taker.now.alarm)
+        failing.say("stream")
+        assert taker.until_state("STREAMING").alarm is None
+
+    def test_a_frame_that_the_agent_has_no_descriptor_for_costs_the_connection_and_not_the_camera(
+        self, watched: Watch, failing: FailingCamera
+    ) -> None:
+        taker = watched(failing.url, has_room=False)
+        before = taker.until_state("STREAMING")
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # what is open stays so
+        try:
+            taker.has_room = True
+            until(lambda: taker.now.process is None)
+            alarm = until(lambda: taker.now.alarm)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert "could not be taken" in alarm or "no process can be started" in alarm
+        assert before.process is not None
+        assert not Path(f"/proc/{before.process}").exists()  # nor left behind for somebody to wait for
+        until(lambda: taker.frames)
+
+    def test_without_a_thread_to_hear_it_no_process_is_left_and_it_is_tried_again(
+        self, watched: Watch, failing: FailingCamera
+    ) -> None:
+        taker = watched(failing.url)
+        first = taker.until_state("STREAMING").process
+        assert first is not None
+        others = children() - {str(first)}
+        size_bytes = threading.stack_size(1 << 46)  # more than there is: no thread starts
+        try:
+            os.kill(first, signal.SIGKILL)
+            until(lambda: "no process can be started" in (taker.now.alarm or ""))
+            until(lambda: children() <= others)
+        finally:
+            threading.stack_size(size_bytes)
+        taker.until_state("STREAMING")
+
+    def test_a_camera_that_ends_the_connection_is_connected_anew(self, watched: Watch, mjpeg: MjpegCamera) -> None:
+        taker = watched(mjpeg.url)
+        taker.until_state("STREAMING")
+        mjpeg.word = "drop"
+        until(lambda: taker.now.reconnects >= 1)
+        mjpeg.word = "stream"
+        taker.until_state("STREAMING")
+
+    @pytest.mark.parametrize("mode", ["free_run", "triggered"])
+    def test_rubbish_is_never_a_frame_and_not_taken_for_streaming(
+        self, watched: Watch, failing: FailingCamera, mode: str
+    ) -> None:
+        taker = watched(failing.url, mode=mode, stall_timeout_s=STALL_S)
+        taker.until_state("STREAMING")
+        failing.say("garble")
+        if mode == "triggered":
+            taker.camera.trigger()
+        taker.until_state("STALLED")
+        assert taker.now.broken > 0
+        assert all(frame.content.startswith(b"\x89PNG") for frame in taker.frames)
+        if mode == "triggered":
+            until(lambda: len(taker.frames) + len(taker.lost) == 1)
+
+    def test_frames_that_are_too_large_are_told(self, watched: Watch, clip: Path) -> None:
+        taker = watched(f"file:{clip}", max_pixels=3000)
+        assert "64 x 48 pixels are more than max_pixels 3000" in until(lambda: taker.now.alarm)
+        assert taker.frames == []
+
+    def test_a_wrong_url_is_a_state_and_one_line_of_the_log(
+        self, watched: Watch, failing: FailingCamera, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """AC13."""
+        caplog.set_level(logging.INFO)
+        failing.say("refuse")
+        taker = watched(failing.url)
+        until(lambda: taker.now.reconnects >= 2)
+        assert "the camera refuses" in (taker.now.alarm or "")
+        lines = [record.getMessage() for record in caplog.records if record.name.startswith("agent.")]
+        assert lines == ["camera_state camera=top state=OFFLINE reason=the camera refuses - say another word"]
+
+    def test_a_password_is_nowhere_to_be_seen(
+        self, watched: Watch, mjpeg: MjpegCamera, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.DEBUG)
+        mjpeg.word = "lock"
+        taker = watched(mjpeg.url, user="line", password="s3cret/word")
+        process = taker.until_state("STREAMING").process
+        for name in ("cmdline", "environ"):
+            assert b"s3cret" not in Path(f"/proc/{process}/{name}").read_bytes()
+        mjpeg.word = "refuse"
+        os.kill(process or 0, signal.SIGKILL)
+        until(lambda: "404" in (taker.now.alarm or ""))
+        for text in (caplog.text, str(taker.now), repr(taker.camera._connection)):
+            assert "s3cret" not in text
+
+    def test_a_password_that_a_library_tells_is_taken_out(self, watched: Watch, failing: FailingCamera) -> None:
+        failing.say("leak")
+        taker = watched(failing.url, user="line", password="s3cret")
+        assert until(lambda: taker.now.alarm) == "cannot go on with line:***@camera"
+
+
+def test_processes_that_come_and_go_leave_no_descriptor_no_thread_and_no_process(failing: FailingCamera) -> None:
+    """Told to end, killed, and ended by themselves; each while a frame is asked for."""
+
+    def once(end: str) -> None:
+        heard: queue.SimpleQueue[Heard] = queue.SimpleQueue()
+        failing.say("stream")
+        process = ChildProcess(connection_of(section(failing.url), None), heard.put)
+        for number in range(3):
+            process.ask(wire.Take(number, since=0.0))
+        while not isinstance(heard.get(timeout=WAIT_S), Received):
+            continue
+        failing.say(end)
+        if end == "stream":
+            process.close()
+        elif end == "hang":
+            process.kill()
+        assert process.join(WAIT_S)
+
+    def left() -> tuple[int, int, set[str]]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), children()
+
+    once("stream")
+    before = left()
+    for end in ("stream", "hang", "end", "die") * 2:
+        once(end)
+    assert left() == before
+
+
+AGENT = """
+import sys
+from tests.agent.sources.cameras.stand_ins import Taker, section
+taker = Taker(section(sys.argv[1], stall_timeout_s=600.0))
+print(taker.until_state("STREAMING").process, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("word", ["stream", "hang"])
+def test_no_process_of_a_camera_outlives_an_agent_that_is_killed(failing: FailingCamera, word: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", AGENT, failing.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as agent:
+        assert agent.stdout is not None
+        process = int(agent.stdout.readline())
+        assert is_alive(process)
+        failing.say(word)
+        agent.kill()
+    until(lambda: not is_alive(process))
+
+
+class TestProbe:
+    def test_a_camera_that_sends_a_frame_has_nothing_wrong(self, clip: Path, mjpeg: MjpegCamera) -> None:
+        assert [probe(section(url), None, WAIT_S) for url in (f"file:{clip}", mjpeg.url)] == [None, None]
+
+    def test_a_wrong_url_is_told(self, mjpeg: MjpegCamera) -> None:
+        """AC13."""
+        mjpeg.word = "refuse"
+        assert "404 Not Found: there is no such stream" in (probe(section(mjpeg.url), None, WAIT_S) or "")
+
+    def test_one_that_hangs_takes_no_longer_than_it_may(self, failing: FailingCamera) -> None:
+        failing.say("hang")
+        began = time.monotonic()
+        assert "no frame within 1 s" in (probe(section(failing.url), None, 1.0) or "")
+        assert time.monotonic() - began < 10
+
+    def test_one_that_dies_says_how(self, failing: FailingCamera) -> None:
+        failing.say("die")
+        assert "SIGSEGV" in (probe(section(failing.url), None, WAIT_S) or "")
+
+
+def test_one_that_was_not_started_is_stopped_at_once(failing: FailingCamera) -> None:
+    camera = Camera(section(failing.url), None, CameraDoors(lambda _: None, lambda: True, lambda *_: None))
+    assert camera.statistics().state == "OFFLINE"
+    assert camera.stop(0.0)

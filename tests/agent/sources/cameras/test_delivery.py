@@ -1,0 +1,113 @@
+"""What is handed over waits for its door, whatever the door does. Without a camera."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from agent.sources.cameras.delivery import UNTOLD_MAXIMUM, Delivery
+from agent.sources.cameras.frames import CameraDoors
+from tests.agent.sources.cameras.stand_ins import WAIT_S, until
+from tests.lines import subject
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from agent.subject import Subject
+
+
+def frame(number: int) -> Subject:
+    return subject(f"top@{number}")
+
+
+class Hands:
+    """A delivery of a triggered camera, and what came out of it; the door is shut until it is opened."""
+
+    def __init__(self, limit: int) -> None:
+        self.out: list[str] = []
+        self.door = threading.Event()
+        self.faults = 0  # so often the door breaks
+        self.one = Delivery("top", CameraDoors(self._take, lambda: True, self._tell_lost), limit, None)
+        self.one.thread.start()
+
+    def _take(self, given: Subject, content: bytes) -> None:
+        assert content == b"png"
+        self._pass()
+        self.out.append(given.key)
+
+    def _tell_lost(self, given: Subject, reason: str) -> None:
+        self._pass()
+        self.out.append(f"{given.key} lost: {reason}")
+
+    def _pass(self) -> None:
+        self.door.wait()
+        if self.faults:
+            self.faults -= 1
+            raise OSError("no space")
+
+
+@pytest.fixture
+def hands() -> Iterator[Hands]:
+    made = Hands(2)
+    yield made
+    made.door.set()
+    made.one.stop()
+    made.one.end()
+    made.one.thread.join(WAIT_S)
+    assert not made.one.thread.is_alive()
+
+
+def test_what_was_let_in_goes_out_in_its_order_and_only_then_makes_room(hands: Hands) -> None:
+    assert [hands.one.admit() for _ in range(3)] == [True, True, False]
+    hands.one.put(frame(1), b"png")
+    hands.one.overflow(frame(3), "full")
+    hands.one.lose(frame(2), "stalled")
+    assert (hands.one.waiting, hands.out) == (2, [])
+    hands.door.set()
+    until(lambda: hands.one.waiting == 0)
+    assert hands.out == ["top@1", "top@3 lost: full", "top@2 lost: stalled"]
+    assert (hands.one.received, hands.one.lost) == (1, 2)
+    assert hands.one.admit()
+
+
+def test_what_overflows_is_bounded_and_the_pause_is_told(hands: Hands) -> None:
+    """AC14: none is made that could not be told, instead of one that is dropped silently."""
+    for number in range(UNTOLD_MAXIMUM):
+        assert hands.one.can_overflow()
+        hands.one.overflow(frame(number), "full")
+    assert not hands.one.can_overflow()
+    assert "interval_s pauses" in (hands.one.alarm or "")
+    hands.door.set()
+    until(lambda: len(hands.out) == UNTOLD_MAXIMUM)
+    until(hands.one.can_overflow)
+    assert hands.one.alarm is None
+
+
+def test_a_door_that_breaks_is_told_once_and_costs_no_other_frame(
+    hands: Hands, caplog: pytest.LogCaptureFixture
+) -> None:
+    hands.one.stop()  # it waits for nothing then
+    hands.faults = 1
+    for number in (1, 2):
+        hands.one.admit()
+        hands.one.put(frame(number), b"png")
+    hands.door.set()
+    until(lambda: len(hands.out) == 2)
+    assert hands.out == ["top@1 lost: camera top: its frame was not taken: no space", "top@2"]
+    assert until(lambda: hands.one.waiting == 0)
+    assert (hands.one.received, hands.one.handed, hands.one.lost, hands.one.alarm) == (1, 1, 1, None)
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+
+
+def test_a_broken_disk_is_one_line_of_the_log(hands: Hands, caplog: pytest.LogCaptureFixture) -> None:
+    hands.one.stop()
+    hands.faults = 8
+    for number in range(4):
+        hands.one.put(frame(number), b"png")
+    hands.door.set()
+    until(lambda: hands.one.lost == 4 and hands.faults == 0)
+    assert until(lambda: "no space" in (hands.one.alarm or ""))
+    assert len(caplog.records) == 1

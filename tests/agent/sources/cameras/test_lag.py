@@ -1,0 +1,187 @@
+"""Frames that come late: what a frame's time is worth, which trigger it answers, and when that is an alarm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from agent.sources.cameras.pictures.presentation import LONG_AGO, PresentationClock
+from experts.images import read_image
+from tests.agent.sources.cameras.stand_ins import WAIT_S, FailingCamera, Taker, until
+
+if TYPE_CHECKING:
+    from tests.agent.sources.cameras.stand_ins import Frame
+
+Watch = Callable[..., Taker]
+PERIOD_S = 0.04
+BITS, SQUARE = 40, 48  # as rtsp_server.py draws
+BACKLOG_S = 1.0
+SLACK_S = 0.1  # more than the distance of two clocks that go alike is let grow within a test
+
+
+class Stream:
+    """A camera under virtual time: a frame every PERIOD_S, DELAY_S on its way, read at once or later."""
+
+    DELAY_S = 0.03
+
+    def __init__(self, *, is_one_behind: bool = False, rate: float = 1.0) -> None:
+        self.clock = PresentationClock(is_one_behind=is_one_behind)
+        self.is_one_behind = is_one_behind
+        self.rate = rate  # of the camera's clock
+        self.ahead_s = 5000.0  # of ours
+        self.taken_at = 100.0
+
+    def send(self, late_s: float = 0.0, has_waited: bool = True) -> float:
+        """The next frame, read so much later than it came; how old it is said to be then."""
+        self.taken_at += PERIOD_S
+        presented_s = self.taken_at * self.rate + self.ahead_s
+        now = self.taken_at + self.DELAY_S + late_s + (PERIOD_S if self.is_one_behind else 0.0)
+        self.clock.learn(presented_s, now, has_waited)
+        return now - self.clock.came_at(presented_s, now)
+
+    def settle(self) -> None:
+        until(lambda: self.send() < float("inf"))
+
+
+@pytest.mark.parametrize("is_one_behind", [False, True])
+def test_a_backlog_is_told_to_the_frame(is_one_behind: bool) -> None:
+    """Also while reads seem to wait: the camera, or its network, holds it then."""
+    stream = Stream(is_one_behind=is_one_behind)
+    stream.settle()
+    own_s = PERIOD_S if is_one_behind else 0.0  # such a stream's frames are all read when the next one begins
+    for late_s, has_waited in ((0.0, True), (2.0, False), (1.5, True), (0.7, True), (0.0, True)):
+        stream.send(late_s, has_waited)
+        assert stream.send(late_s, has_waited) == pytest.approx(late_s + own_s, abs=0.01)
+
+
+def test_nothing_is_said_of_frames_that_lay_there_at_the_start() -> None:
+    """Two seconds of them are read at five times their rate, which a wait in between does not change."""
+    stream = Stream()
+    ages = [stream.send(2.0 - number * 0.8 * PERIOD_S, has_waited=number % 10 == 9) for number in range(62)]
+    assert set(ages) == {float("inf")}
+    until(lambda: stream.send() < float("inf"))
+    assert stream.send() == pytest.approx(0.0, abs=0.01)
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, -3.0, 3.0, 3600.0, -(2**32) / 90_000])
+def test_a_clock_that_jumps_is_learned_anew(jump_s: float) -> None:
+    stream = Stream()
+    stream.settle()
+    stream.ahead_s += jump_s
+    assert stream.send(1.0, has_waited=False) == float("inf")
+    assert {stream.send(1.0, has_waited=False) for _ in range(50)} == {float("inf")}  # nothing says how late these are
+    stream.settle()
+    assert stream.send() == pytest.approx(0.0, abs=0.01)
+    assert stream.send(1.0) == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize("rate", [1 - 3e-4, 1 + 3e-4])
+def test_a_clock_that_goes_wrong_by_little_is_followed(rate: float) -> None:
+    """An hour of it would be a second of lag, or hide one."""
+    stream = Stream(rate=rate)
+    stream.settle()
+    for _ in range(int(3600 / PERIOD_S)):
+        age_s = stream.send()
+    assert age_s == pytest.approx(0.0, abs=0.01)
+    assert stream.send(1.0) == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_stream_without_times_is_known_by_its_reads() -> None:
+    clock = PresentationClock()
+    clock.learn(None, 1.0, has_waited=False)
+    assert clock.came_at(None, 1.0) == LONG_AGO
+    clock.learn(None, 2.0, has_waited=True)
+    assert clock.came_at(None, 2.0) == 2.0
+    for now in (2.5, 3.0):  # buffered when the last read waited, or later
+        clock.learn(None, now, has_waited=False)
+        assert clock.came_at(None, now) == 2.0
+
+
+def test_a_read_that_waits_is_told_from_one_that_does_not() -> None:
+    clock = PresentationClock()
+    clock.ask()
+    clock.came(None)
+    assert clock.came_at(None, time.monotonic()) == LONG_AGO
+    clock.ask()
+    time.sleep(0.02)
+    clock.came(None)
+    assert clock.came_at(None, time.monotonic()) > LONG_AGO
+
+
+def test_late_frames_are_an_alarm_and_their_age_is_true(watched: Watch, failing: FailingCamera) -> None:
+    taker = watched(failing.url, stall_timeout_s=WAIT_S)
+    until(lambda: taker.frames)
+    failing.say("lag")
+    assert "more than max_lag_s 2 late" in until(lambda: taker.now.alarm)
+    assert (taker.now.state, taker.now.reconnects) == ("STREAMING", 0)
+    assert (taker.now.frame_age_s or 0) >= 3.0
+    failing.say("stream")
+    until(lambda: taker.now.alarm is None)
+    known = len(taker.frames)
+    until(lambda: len(taker.frames) > known)
+
+
+def test_frames_from_before_a_trigger_do_not_answer_it(watched: Watch, failing: FailingCamera) -> None:
+    """They reach the agent after it, which is no help."""
+    taker = watched(failing.url, mode="triggered", stall_timeout_s=2.0, max_lag_s=WAIT_S)
+    taker.until_state("STREAMING")
+    failing.say("lag")
+    until(lambda: (taker.now.frame_age_s or 0) > 2.9)
+    taker.camera.trigger("serial-1")
+    assert "no frame came within stall_timeout_s 2" in until(lambda: taker.lost)[0][1]
+    assert taker.now.state == "STREAMING"
+    failing.say("stream")
+    taker.camera.trigger("serial-2")
+    assert until(lambda: taker.frames)[0].subject.board == "serial-2"
+
+
+@pytest.fixture
+def busy() -> Iterator[None]:
+    """Every core has more to do than it can."""
+    with ExitStack() as stack:
+        for _ in range(os.cpu_count() or 1):
+            one = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            stack.callback(one.kill)
+        yield
+
+
+def drawn_at(frame: Frame) -> float:
+    """What the picture itself shows, by ``time.monotonic``."""
+    picture = read_image(frame.content, frame.subject.key)
+    assert picture.shape == (1080, 1920, 3)
+    middles = picture[SQUARE // 2, SQUARE // 2 : BITS * SQUARE : SQUARE, 0]
+    return sum(1 << bit for bit, level in enumerate(middles) if level > 127) / 1000
+
+
+def came_at(frame: Frame) -> float:
+    """What the agent says, by ``time.monotonic``."""
+    return frame.subject.arrived_at.timestamp() - time.time() + time.monotonic()
+
+
+def test_a_triggered_frame_shows_what_was_there_after_the_trigger(watched: Watch, rtsp: str, busy: None) -> None:
+    """1080p on a box that is kept busy; the reader is held up on purpose while the camera goes on."""
+    taker = watched(f"{rtsp}/drawn", mode="triggered", stall_timeout_s=WAIT_S, max_lag_s=WAIT_S)
+    process = taker.until_state("STREAMING").process
+    assert process is not None
+    taker.camera.trigger()
+    first = until(lambda: taker.frames)[0]
+    delay_s = came_at(first) - drawn_at(first)  # of this camera, when nothing holds it up
+    os.kill(process, signal.SIGSTOP)
+    stopped_at = time.monotonic()
+    until(lambda: time.monotonic() > stopped_at + BACKLOG_S)
+    board_placed_at = time.monotonic()
+    until(lambda: time.monotonic() > board_placed_at + delay_s + SLACK_S)
+    taker.camera.trigger()
+    os.kill(process, signal.SIGCONT)
+    until(lambda: len(taker.frames) > 1)
+    second = taker.frames[1]
+    assert drawn_at(second) >= board_placed_at
+    assert came_at(second) - drawn_at(second) <= delay_s + SLACK_S

@@ -1,0 +1,384 @@
+"""What every source of pictures keeps to, asked of all that can run here; and what is each one's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import av
+import cv2
+import numpy as np
+import pytest
+
+from agent.line_file.intake import CAMERA_SCHEMES
+from agent.sources.cameras.encoding import encode
+from agent.sources.cameras.pictures.capture import whole_jpeg
+from agent.sources.cameras.pictures.genicam import pixels_of, producers_in
+from agent.sources.cameras.pictures.registry import source_of
+from agent.sources.cameras.pictures.source import Connection, Picture, Source
+from experts.errors import CameraFailed
+from experts.images import read_image
+from tests.agent.sources.cameras.stand_ins import BURST, WAIT_S, MjpegCamera, TlsFront, picture
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NOTHING = "127.0.0.1:1"  # nobody listens there
+has_genicam = importlib.util.find_spec("harvesters") is not None
+
+
+def connection(url: str, **given: Any) -> Connection:
+    return Connection(**{"url": url, "open_timeout_s": WAIT_S, "stall_timeout_s": 5.0, "max_pixels": 10**7, **given})
+
+
+def opened(url: str, **given: Any) -> Source:
+    source = source_of(connection(url, **given))
+    source.open(time.monotonic() + WAIT_S)
+    return source
+
+
+def next_picture(source: Source) -> Picture:
+    deadline = time.monotonic() + WAIT_S
+    while (found := source.read(time.monotonic() + 1)) is None:
+        assert time.monotonic() < deadline
+    return found.picture
+
+
+def pixels(found: Picture) -> np.ndarray[Any, Any]:
+    """As an expert will see them."""
+    encoded = encode(found, 10**7)
+    assert encoded is not None
+    return read_image(encoded.content, "a picture")
+
+
+@pytest.fixture(params=["file", "http", "rtsp", "genicam", "fault"])
+def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """One camera of each kind that can run on this machine."""
+    kind = request.param
+    if kind == "file":
+        return f"file:{request.getfixturevalue('clip')}"
+    if kind == "rtsp":
+        return f"{request.getfixturevalue('rtsp')}/h264"
+    if kind == "genicam":
+        return request.getfixturevalue("virtual_genicam")
+    return request.getfixturevalue({"http": "mjpeg", "fault": "failing"}[kind]).url
+
+
+@pytest.fixture
+def virtual_genicam(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The camera without hardware whose producer comes with the genicam package, behind the real harvesters."""
+    if not has_genicam:
+        pytest.skip("harvesters is not installed: pip install 'coserve[genicam]'")
+    found = importlib.util.find_spec("genicam")
+    assert found is not None
+    assert found.origin is not None
+    monkeypatch.setenv("GENICAM_GENTL64_PATH", str(Path(found.origin).parent))
+    return "genicam:1"
+
+
+@pytest.fixture
+def source(url: str) -> Iterator[Source]:
+    with closing(opened(url)) as one:
+        yield one
+
+
+class TestTheContract:
+    def test_pictures_come_that_an_expert_can_see(self, source: Source) -> None:
+        for _ in range(3):
+            seen = pixels(next_picture(source))
+            assert seen.dtype == np.uint8
+            assert seen.shape in {(48, 64, 3), (400, 400, 3)}
+
+    def test_a_picture_that_was_handed_out_does_not_change(self, source: Source) -> None:
+        first = next_picture(source)
+        before = encode(first, 10**7)
+        for _ in range(5):
+            next_picture(source)
+        assert encode(first, 10**7) == before
+
+    def test_a_read_whose_time_is_over_returns(self, source: Source) -> None:
+        next_picture(source)
+        source.read(time.monotonic() - 1)  # whatever it says: that it returns is what is asked
+
+    def test_it_may_be_closed_without_having_been_opened_and_opened_anew(self, url: str) -> None:
+        source_of(connection(url)).close()
+        for _ in range(2):
+            with closing(opened(url)) as one:
+                next_picture(one)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("file:/no/such/clip.avi", "No such file"),
+        (f"http://{NOTHING}/video", "connection refused"),
+        (f"rtsp://{NOTHING}/video", "connection refused"),
+        ("rtsp://no-such-host.invalid/video", "no host of the name"),
+        ("v4l2:/dev/no-such-video", "plugged in"),
+        ("unheard-of:", "nothing reads from"),
+    ],
+)
+def test_one_that_cannot_be_opened_says_why(url: str, words: str) -> None:
+    with pytest.raises(CameraFailed, match=words):
+        opened(url, open_timeout_s=5.0)
+
+
+@pytest.mark.skipif(has_genicam, reason="harvesters is installed: nothing is missing")
+def test_genicam_without_its_extra_names_it() -> None:
+    with pytest.raises(CameraFailed, match=r"coserve\[genicam\]"):
+        opened("genicam:12345")
+
+
+def test_genicam_says_which_cameras_there_are(virtual_genicam: str) -> None:
+    with pytest.raises(CameraFailed, match="there are 0, 1, 2"):
+        opened("genicam:12345")
+    assert virtual_genicam
+
+
+def test_genicam_without_a_producer_says_so(virtual_genicam: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GENICAM_GENTL64_PATH", "/no/such/folder")
+    with pytest.raises(CameraFailed, match="no GenTL producer"):
+        opened(virtual_genicam)
+
+
+def test_no_line_file_can_name_a_camera_that_fails() -> None:
+    assert "fault" not in CAMERA_SCHEMES
+    for scheme in CAMERA_SCHEMES:
+        assert source_of(connection(f"{scheme}://host/place"))
+
+
+class TestAClip:
+    def test_ends_for_good(self, clip: Path) -> None:
+        with closing(opened(f"file:{clip}", frames_per_s=1000.0)) as one:
+            seen = [next_picture(one) for _ in range(10)]
+            with pytest.raises(CameraFailed, match="loop: true") as told:
+                next_picture(one)
+        assert told.value.is_final
+        assert [round(float(pixels(each).mean()) / 20) for each in seen] == list(range(1, 11))
+
+    def test_begins_again_where_it_loops(self, clip: Path) -> None:
+        with closing(opened(f"file:{clip}", frames_per_s=1000.0, loop=True)) as one:
+            seen = [pixels(next_picture(one)) for _ in range(25)]
+        assert np.array_equal(seen[0], seen[10])
+        assert np.array_equal(seen[4], seen[24])
+
+    @pytest.mark.parametrize(("frames_per_s", "period_s"), [(None, 1 / 50), (10.0, 1 / 10)])
+    def test_never_comes_early(self, clip: Path, frames_per_s: float | None, period_s: float) -> None:
+        with closing(opened(f"file:{clip}", frames_per_s=frames_per_s)) as one:
+            began = time.monotonic()
+            for _ in range(4):
+                next_picture(one)
+        assert time.monotonic() - began >= 3 * period_s - 0.005
+
+    def test_what_holds_no_video_of_a_known_codec_says_so(self, tmp_path: Path) -> None:
+        path = tmp_path / "clip.avi"
+        with closing(av.open(str(path), "w")) as clip:
+            stream = clip.add_stream("mpeg4", rate=5)
+            stream.width = stream.height = 64
+            clip.mux(stream.encode(av.VideoFrame(64, 64, "yuv420p")))
+            clip.mux(stream.encode(None))
+        path.write_bytes(path.read_bytes().replace(b"FMP4", b"ZZZZ"))
+        with pytest.raises(CameraFailed, match="a codec that is known"):
+            opened(f"file:{path}")
+
+    def test_what_holds_no_picture_says_so(self, tmp_path: Path) -> None:
+        path = tmp_path / "clip.avi"
+        path.write_bytes(b"no video")
+        with pytest.raises(CameraFailed, match="not a video"):
+            opened(f"file:{path}")
+
+
+class TestMotionJpeg:
+    def test_comes_by_rtsp_too(self, rtsp: str) -> None:
+        with closing(opened(f"{rtsp}/jpeg")) as one:
+            seen = next_picture(one)
+        assert isinstance(seen, bytes)
+        assert pixels(seen).shape == (48, 64, 3)
+
+    def test_is_handed_through_as_it_was_sent(self, mjpeg: MjpegCamera) -> None:
+        with closing(opened(mjpeg.url)) as one:
+            seen = next_picture(one)
+        assert isinstance(seen, bytes)
+        assert any(seen == cv2.imencode(".jpg", picture(number))[1].tobytes() for number in range(1, 250))
+
+    def test_what_was_sent_while_it_was_opened_is_passed_over(self, mjpeg: MjpegCamera) -> None:
+        """Told by the time that a read takes, so that a busy machine may err; one that never does it is found."""
+        mjpeg.word = "burst"
+
+        def first() -> float:
+            with closing(opened(mjpeg.url)) as one:
+                return float(pixels(next_picture(one)).mean())
+
+        assert any(first() > BURST for _ in range(20))
+
+    def test_what_is_garbled_is_no_picture(self, mjpeg: MjpegCamera) -> None:
+        with closing(opened(mjpeg.url)) as one:
+            next_picture(one)
+            mjpeg.word = "garble"
+            while one.read(time.monotonic() + 0.2) is not None:
+                pass
+            assert all(one.read(time.monotonic() + 0.05) is None for _ in range(3))
+            mjpeg.word = "stream"
+            assert pixels(next_picture(one)).shape == (48, 64, 3)
+
+    def test_a_connection_that_ends_is_told(self, mjpeg: MjpegCamera) -> None:
+        with closing(opened(mjpeg.url)) as one:
+            next_picture(one)
+            mjpeg.word = "drop"
+            with pytest.raises(CameraFailed, match="ended the stream"):
+                list(iter(lambda: next_picture(one), None))  # what was sent before still comes
+
+    def test_a_login_reaches_the_camera(self, mjpeg: MjpegCamera) -> None:
+        mjpeg.word = "lock"
+        given = connection(mjpeg.url, user="line", password="p@ss:word/?#")
+        with closing(source_of(given)) as one:
+            one.open(time.monotonic() + WAIT_S)
+        assert mjpeg.login == "Basic bGluZTpwQHNzOndvcmQvPyM="  # line:p@ss:word/?#
+        assert "p@ss" not in repr(given)
+
+    @pytest.mark.parametrize(
+        ("word", "words"), [("refuse", "404.*correct the path"), ("lock", "401.*user: and password")]
+    )
+    def test_what_the_camera_answers_is_told(self, mjpeg: MjpegCamera, word: str, words: str) -> None:
+        mjpeg.word = word
+        with pytest.raises(CameraFailed, match=words):
+            opened(mjpeg.url)
+
+    def test_one_that_answers_with_something_else_is_told(self, mjpeg: MjpegCamera) -> None:
+        with pytest.raises(CameraFailed, match="no video of this kind - correct the scheme"):
+            opened(mjpeg.url.replace("http:", "rtsp:"))
+
+    def test_nothing_is_asked_of_an_address_that_the_camera_names(self, mjpeg: MjpegCamera) -> None:
+        with closing(MjpegCamera()) as other:
+            mjpeg.word, mjpeg.moved_to = "move", other.url
+            with pytest.raises(CameraFailed):
+                opened(mjpeg.url)
+            assert other.viewers == 0
+
+    def test_cut_packets_are_none_and_padded_ones_are_whole(self) -> None:
+        whole = cv2.imencode(".jpg", picture(7))[1].tobytes()
+        assert whole_jpeg(whole + bytes(5)) == whole
+        assert whole_jpeg(whole[:-2]) is None
+        assert whole_jpeg(whole[2:]) is None
+        assert whole_jpeg(b"") is None
+
+    def test_one_without_its_tables_is_decoded(self) -> None:
+        """Many USB cameras send those: whoever reads the file later would have to know the tables."""
+        whole = cv2.imencode(".jpg", picture(90))[1].tobytes()
+        bare = without_tables(whole)
+        assert b"\xff\xc4" not in bare
+        seen = whole_jpeg(bare)
+        assert isinstance(seen, np.ndarray)
+        assert np.array_equal(seen, cv2.imdecode(np.frombuffer(whole, np.uint8), cv2.IMREAD_COLOR))
+
+
+def without_tables(jpeg: bytes) -> bytes:
+    """A baseline JPEG whose Huffman tables, the standard's own, are left out."""
+    kept, at = jpeg[:2], 2
+    while jpeg[at + 1] != 0xDA:
+        end = at + 2 + int.from_bytes(jpeg[at + 2 : at + 4])
+        kept += b"" if jpeg[at + 1] == 0xC4 else jpeg[at:end]
+        at = end
+    return kept + jpeg[at:]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+class TestTls:
+    """A camera whose certificate, of an authority of our own, is for localhost and 127.0.0.1."""
+
+    @pytest.fixture(params=["http", "rtsp"])
+    def plain(self, request: pytest.FixtureRequest) -> str:
+        if request.param == "http":
+            return request.getfixturevalue("mjpeg").url
+        return f"{request.getfixturevalue('rtsp')}/h264"
+
+    def sees(self, url: str, **given: Any) -> bool:
+        with closing(opened(url, **given)) as one:
+            return pixels(next_picture(one)).shape == (48, 64, 3)
+
+    def test_one_that_an_authority_vouches_for_is_seen(
+        self, plain: str, authority: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with closing(TlsFront(authority, plain)) as front:
+            assert self.sees(front.url, ca=str(authority / "ca.pem"))
+            monkeypatch.setenv("SSL_CERT_FILE", str(authority / "ca.pem"))  # as the system's
+            assert self.sees(front.url)
+
+    @pytest.mark.parametrize(("host", "names_authority"), [("127.0.0.1", False), ("127.0.0.2", True)])
+    def test_one_that_nobody_vouches_for_by_this_name_is_told_nothing_unless_that_is_wanted(
+        self, plain: str, authority: Path, host: str, names_authority: bool
+    ) -> None:
+        ca = str(authority / "ca.pem") if names_authority else None
+        with closing(TlsFront(authority, plain, host)) as front:
+            with pytest.raises(CameraFailed, match="no TLS connection - is its certificate for 127"):
+                opened(front.url, ca=ca, user="line", password="secret")
+            assert front.heard == 0
+            assert self.sees(front.url, insecure_ok=True)
+
+
+class TestEncoding:
+    @pytest.mark.parametrize("shape", [(5, 7), (5, 7, 3)])
+    @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+    def test_loses_nothing(self, shape: tuple[int, ...], dtype: Any) -> None:
+        original = np.random.default_rng(1).integers(0, np.iinfo(dtype).max, shape).astype(dtype)
+        encoded = encode(original, 100)
+        assert encoded is not None
+        assert (encoded.height, encoded.width) == (5, 7)
+        decoded = cv2.imdecode(np.frombuffer(encoded.content, np.uint8), cv2.IMREAD_UNCHANGED)
+        assert np.array_equal(decoded, original)
+
+    def test_leaves_a_jpeg_as_it_is(self) -> None:
+        content = cv2.imencode(".jpg", picture(3))[1].tobytes()
+        encoded = encode(content, 10_000)
+        assert encoded is not None
+        assert (encoded.content, encoded.height, encoded.width) == (content, 48, 64)
+        assert encode(content[: len(content) // 2], 10_000) is None
+
+    @pytest.mark.parametrize("of", [picture(3), cv2.imencode(".jpg", picture(3))[1].tobytes()])
+    def test_refuses_what_is_too_large_and_says_both(self, of: Picture) -> None:
+        with pytest.raises(CameraFailed, match="64 x 48 pixels are more than max_pixels 3000"):
+            encode(of, 3000)
+
+
+class TestGenicamPixels:
+    def test_grey_is_scaled_to_its_full_range(self) -> None:
+        rows = np.array([[0, 1, 4095]], np.uint16)
+        assert pixels_of(rows, "Mono12", 3).tolist() == [[0, 16, 65520]]
+        assert pixels_of(rows.astype(np.uint8), "Mono8", 3).tolist() == [[0, 1, 255]]
+
+    @pytest.mark.parametrize(
+        ("data_format", "sent"), [("RGB8", [1, 2, 3]), ("BGR8", [3, 2, 1]), ("RGBa8", [1, 2, 3, 9])]
+    )
+    def test_colours_become_bgr(self, data_format: str, sent: list[int]) -> None:
+        assert pixels_of(np.array([sent * 2], np.uint8), data_format, 2).tolist() == [[[3, 2, 1], [3, 2, 1]]]
+
+    @pytest.mark.parametrize("data_format", ["BayerRG8", "BayerGR8", "BayerGB8", "BayerBG8"])
+    def test_mosaics_are_told_apart(self, data_format: str) -> None:
+        """A red area: only the pixels under the red filter are bright."""
+        mosaic = np.zeros((8, 8), np.uint8)
+        row, column = {"RG": (0, 0), "GR": (0, 1), "GB": (1, 0), "BG": (1, 1)}[data_format[5:7]]
+        mosaic[row::2, column::2] = 200
+        blue, green, red = np.moveaxis(np.asarray(pixels_of(mosaic, data_format, 8))[2:-2, 2:-2].astype(int), 2, 0)
+        assert (blue.max(), green.max()) == (0, 0)
+        assert red.min() == 200
+
+    def test_what_cannot_be_shown_is_told_with_what_can(self) -> None:
+        with pytest.raises(CameraFailed, match=r"YUV422_8 - set its PixelFormat to one of Mono8"):
+            pixels_of(np.zeros((2, 4), np.uint8), "YUV422_8", 2)
+
+    def test_a_buffer_s_pixels_are_copied(self) -> None:
+        for data_format in ("Mono8", "BGR8"):
+            rows = np.ones((2, 6), np.uint8)
+            seen = pixels_of(rows, data_format, 2)
+            rows[:] = 0
+            assert np.asarray(seen).min() == 1
+
+    def test_producers_are_found_in_folders_and_by_name(self, tmp_path: Path) -> None:
+        (tmp_path / "maker.cti").touch()
+        (tmp_path / "readme.txt").touch()
+        named = str(tmp_path / "maker.cti")
+        assert producers_in([str(tmp_path), named, "/no/such/folder", ""]) == [tmp_path / "maker.cti"]

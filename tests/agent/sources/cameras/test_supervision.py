@@ -1,0 +1,269 @@
+"""When a camera's process is started, killed and started again, in virtual time."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.sources.cameras import supervision
+from agent.sources.cameras.supervision import (
+    Action,
+    CameraState,
+    CloseProcess,
+    Connected,
+    ConnectionFailed,
+    Event,
+    FramesCame,
+    KillProcess,
+    Passed,
+    ProcessEnded,
+    ProcessReady,
+    Started,
+    StartProcess,
+    StopAsked,
+    Supervisor,
+    Tell,
+    Unanswered,
+)
+
+OPEN_S, STALL_S, MAX_LAG_S = 10.0, 5.0, 2.0
+REFUSED = ConnectionFailed("connection refused")
+ENDED = ProcessEnded("its process ended")
+STREAMING = (ProcessReady(), Connected(), FramesCame())
+
+
+class Desk:
+    """A supervisor, the time, and what it had done."""
+
+    def __init__(self, evenly: float = 0.5) -> None:
+        self.now = 0.0
+        self.one = Supervisor(OPEN_S, STALL_S, MAX_LAG_S, lambda: evenly)
+        self.done: list[Action] = []
+        self.say(Started())
+
+    def say(self, *events: Event) -> list[Action]:
+        """What they lead to."""
+        actions = [action for event in events for action in self.one.decide(self.now, event)]
+        self.done += actions
+        return actions
+
+    def wait(self) -> list[Action]:
+        """Until its next deadline, and what that leads to."""
+        self.now = self.one.deadline
+        return self.say(Passed())
+
+    def fail(self) -> float:
+        """The process that was started fails, and ends; the pause until the next one is started."""
+        self.say(ProcessReady(), REFUSED, ENDED)
+        began = self.now
+        assert StartProcess() in self.wait()
+        return self.now - began
+
+    @property
+    def tellings(self) -> list[Tell]:
+        return [action for action in self.done if isinstance(action, Tell)]
+
+
+def kinds(actions: list[Action]) -> list[type[Action]]:
+    return [type(action) for action in actions]
+
+
+def test_a_camera_streams_once_its_first_frame_came() -> None:
+    desk = Desk()
+    assert (desk.done, desk.one.state, desk.one.alarm) == ([StartProcess()], CameraState.CONNECTING, None)
+    desk.say(ProcessReady(), Connected())
+    assert desk.one.state is CameraState.CONNECTING
+    desk.say(FramesCame())
+    assert desk.one.state is CameraState.STREAMING
+
+
+def test_a_stall_is_noticed_within_its_timeout_killed_and_connected_anew() -> None:
+    """AC12."""
+    desk = Desk()
+    desk.say(*STREAMING)
+    desk.now = 3.0
+    desk.say(FramesCame())
+    desk.now = 3.0 + STALL_S - 0.001
+    assert desk.say(Passed()) == []
+    assert kinds(desk.wait()) == [Tell, KillProcess]
+    assert (desk.now, desk.one.state) == (3.0 + STALL_S, CameraState.STALLED)
+    assert "stall_timeout_s 5" in (desk.one.alarm or "")
+    assert desk.say(ENDED) == []
+    assert desk.one.state is CameraState.STALLED
+    assert desk.wait() == [StartProcess()]
+    assert desk.say(*STREAMING) == [Tell(CameraState.STREAMING, "frames come")]
+    assert (desk.one.state, desk.one.alarm) == (CameraState.STREAMING, None)
+
+
+def test_late_frames_are_an_alarm_and_if_they_stay_late_it_is_connected_anew() -> None:
+    desk = Desk()
+    desk.say(*STREAMING)
+    assert kinds(desk.say(FramesCame(MAX_LAG_S + 0.1))) == [Tell]
+    assert (desk.one.state, "max_lag_s 2" in (desk.one.alarm or "")) == (CameraState.STREAMING, True)
+    desk.now = STALL_S - 0.1
+    assert desk.say(FramesCame(MAX_LAG_S + 1.0)) == []
+    assert desk.say(FramesCame(MAX_LAG_S)) == [Tell(CameraState.STREAMING, "frames come")]
+    assert desk.one.alarm is None
+    for lag_s, told in ((9.0, []), (9.0, [KillProcess])):  # the same trouble is not told twice
+        assert kinds(desk.say(FramesCame(lag_s))) == told
+        desk.now += STALL_S
+    assert desk.one.state is CameraState.STALLED
+    desk.say(ENDED)
+    assert desk.wait() == [StartProcess()]
+    desk.say(*STREAMING)
+    assert (desk.one.state, desk.one.alarm) == (CameraState.STREAMING, None)
+
+
+def test_no_next_process_is_started_before_the_killed_one_has_ended() -> None:
+    desk = Desk()
+    desk.say(*STREAMING)
+    desk.wait()
+    assert kinds(desk.wait()) == [Tell]
+    assert "hangs in a driver" in (desk.one.alarm or "")
+    assert desk.one.deadline == supervision.NEVER
+    desk.say(ENDED)
+    assert desk.wait() == [StartProcess()]
+
+
+def test_what_does_not_begin_connect_or_send_in_time_is_killed() -> None:
+    for said, state, word in (
+        ((), CameraState.OFFLINE, "did not begin"),
+        ((ProcessReady(),), CameraState.OFFLINE, "open_timeout_s 10"),
+        ((ProcessReady(), Connected()), CameraState.STALLED, "stall_timeout_s 5"),
+    ):
+        desk = Desk()
+        desk.say(*said)
+        assert KillProcess() in desk.wait()
+        assert desk.one.state is state
+        assert word in (desk.one.alarm or "")
+
+
+def test_frames_that_come_and_are_not_handed_over_are_a_stall() -> None:
+    desk = Desk()
+    desk.say(*STREAMING)
+    assert KillProcess() in desk.say(Unanswered("its process hangs"))
+    assert (desk.one.state, desk.one.alarm) == (CameraState.STALLED, "its process hangs")
+
+
+def test_pauses_double_up_to_half_a_minute() -> None:
+    desk = Desk()
+    assert [desk.fail() for _ in range(8)] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert desk.one.connections == 9
+
+
+def test_pauses_are_jittered_and_never_longer_than_the_longest() -> None:
+    assert [Desk(evenly).fail() for evenly in (0.0, 1.0)] == [0.375, 0.625]
+    desk = Desk(1.0)
+    assert max(desk.fail() for _ in range(12)) == supervision.BACKOFF.longest_s
+
+
+def test_only_ten_healthy_seconds_let_the_pauses_begin_anew() -> None:
+    desk = Desk()
+    for _ in range(4):
+        desk.fail()
+    desk.say(*STREAMING)
+    desk.now += 1.0
+    desk.say(FramesCame())
+    assert desk.fail() == 8.0  # it had not been healthy
+    desk.say(*STREAMING)
+    for _ in range(5):
+        desk.now += 2.0
+        desk.say(FramesCame())
+    assert desk.fail() == 0.5
+
+
+def test_a_connection_that_ended_for_good_is_not_tried_again() -> None:
+    desk = Desk()
+    desk.say(*STREAMING, ConnectionFailed("the clip has ended", is_final=True), ENDED)
+    assert (desk.one.state, desk.one.alarm) == (CameraState.OFFLINE, "the clip has ended")
+    assert desk.one.deadline == supervision.NEVER
+    desk.say(StopAsked())
+    assert desk.one.is_over
+
+
+def test_a_wrong_url_is_told_once_and_then_at_most_every_ten_minutes() -> None:
+    """AC13: a day of it."""
+    desk = Desk()
+    while desk.now < 86_400:
+        desk.fail()
+    assert {told.reason for told in desk.tellings} == {"connection refused"}
+    assert 86_400 / supervision.REPEAT_S - 2 <= len(desk.tellings) <= 86_400 / supervision.REPEAT_S + 1
+
+
+def test_reasons_that_change_each_time_fill_no_log_either() -> None:
+    """AC13."""
+    desk = Desk()
+    number = 0
+    while desk.now < 3600:
+        number += 1
+        desk.say(ProcessReady(), ConnectionFailed(f"refused by port {number}"), ENDED)
+        desk.wait()
+    assert len(desk.tellings) <= (3600 / supervision.REPEAT_S + 1) * supervision.TELLINGS_MAXIMUM
+
+
+def test_a_camera_that_comes_and_goes_is_not_told_each_time() -> None:
+    desk = Desk()
+    for _ in range(20):
+        desk.say(*STREAMING)
+        desk.fail()
+    assert [told.state for told in desk.tellings] == [
+        CameraState.STREAMING, CameraState.OFFLINE, CameraState.STREAMING,
+    ]  # fmt: skip
+
+
+def test_what_is_said_too_late_changes_nothing() -> None:
+    desk = Desk()
+    desk.say(*STREAMING)
+    desk.wait()
+    assert desk.say(FramesCame(), Connected(), ProcessReady(), REFUSED, Unanswered("?")) == []
+    assert desk.one.state is CameraState.STALLED
+
+
+def test_to_stop_is_to_ask_then_to_kill() -> None:
+    desk = Desk()
+    desk.say(*STREAMING)
+    assert desk.say(StopAsked()) == [CloseProcess()]
+    assert desk.wait() == [KillProcess()]
+    desk.say(ENDED)
+    assert desk.one.is_over
+    assert desk.one.deadline == supervision.NEVER
+
+
+def test_one_that_is_being_killed_when_it_is_stopped_is_not_started_again() -> None:
+    desk = Desk()
+    desk.say(*STREAMING)
+    desk.wait()
+    assert desk.say(StopAsked()) == []
+    desk.wait()
+    assert desk.say(ENDED) == []
+    assert desk.one.is_over
+
+
+EVENTS = st.sampled_from(
+    [*STREAMING, REFUSED, ConnectionFailed("ended", is_final=True), Unanswered("?"), ENDED, Passed(), StopAsked()]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(EVENTS, st.floats(0, 40)), max_size=60))
+def test_whatever_is_said_at_most_one_process_runs_and_a_stop_ends_it(said: list[tuple[Event, float]]) -> None:
+    desk, processes, is_stopped = Desk(), 1, False
+    for event, later_s in said:
+        desk.now += later_s
+        if isinstance(event, ProcessEnded):
+            if not processes:
+                continue
+            processes -= 1
+        is_stopped |= isinstance(event, StopAsked)
+        started = kinds(desk.say(event)).count(StartProcess)
+        processes += started
+        assert processes <= 1
+        assert not (started and is_stopped)
+        assert desk.one.is_over == (is_stopped and not processes)
+        assert desk.one.alarm is None or desk.one.state is not CameraState.STREAMING
+    desk.say(StopAsked())
+    while processes and not desk.one.is_over:
+        if KillProcess() in desk.wait() or desk.one.deadline == supervision.NEVER:
+            desk.say(ENDED)
+            processes -= 1
+    assert desk.one.is_over

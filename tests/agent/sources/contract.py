@@ -1,0 +1,107 @@
+"""What every source keeps, asked of one: ``keeps_the_contract``."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from agent.subject import SourceStatus
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from agent.config import LineConfig
+    from agent.sources.base import Arrival, LeftOver, Source
+    from agent.subject import Subject
+
+WAIT_S = 30.0
+QUIET_S = 0.3  # in which a source that has stopped offers nothing
+
+
+class ContractLine:
+    """Keeps ``agent.sources.base.Line``: accepts every image, and commits a verdict when a test says so."""
+
+    def __init__(self, config: LineConfig, journaled: dict[int, bytes] | None = None) -> None:
+        self.config = config
+        self.left_overs: Sequence[LeftOver] = ()
+        self.arrivals: list[Arrival] = []
+        self.refusals: list[tuple[Subject, str]] = []
+        self._journaled = journaled or {}
+        self._changed = threading.Condition()
+
+    def has_room(self, source: Source) -> bool:
+        return True
+
+    def expects(self, subject: Subject, source: Source) -> bool:
+        return True
+
+    def offer_image(self, arrival: Arrival, source: Source) -> None:
+        with self._changed:
+            self.arrivals.append(arrival)
+            self._changed.notify_all()
+        if not source.keeps_images:
+            source.image_accepted(arrival.subject)
+
+    def refuse_subject(self, subject: Subject, reason: str, source: Source) -> None:
+        self.refusals.append((subject, reason))
+        source.verdict_committed(subject, Verdict.UNKNOWN, reason)
+
+    def reading(self, subject: Subject) -> Any:
+        return nullcontext()
+
+    def reserve_key(self, key: str, asked_sha256: str) -> bool:
+        return True
+
+    def release_key(self, key: str) -> None:
+        return
+
+    def journaled_image(self, number: int) -> bytes | None:
+        return self._journaled[number]
+
+    def first(self) -> Arrival:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.arrivals, WAIT_S), "nothing is offered"
+            return self.arrivals[0]
+
+
+def keeps_the_contract(make: Callable[[ContractLine], Source], line: ContractLine) -> None:
+    """An image is offered whole and once, comes again after a crash where the source keeps it, and ends with its
+    verdict; a stopped source offers nothing."""
+    source = make(line)
+    source.start()
+    arrival = line.first()
+    subject = arrival.subject
+    assert (bool(subject.key), bool(subject.image), subject.arrived_at.tzinfo is not None) == (True, True, True)
+    assert subject.component or subject.expert or subject.shows_board
+    assert arrival.image
+    stopped(source)
+    keys = [each.subject.key for each in line.arrivals]
+    assert len(set(keys)) == len(keys)
+    if source.keeps_images:  # as after a crash: no verdict was told
+        source.close(WAIT_S)
+        line.arrivals.clear()
+        source = make(line)
+        source.start()
+        assert line.first().subject.key == subject.key
+        assert source.holds(subject.key) or source.held
+    for each in tuple(line.arrivals):
+        source.verdict_committed(each.subject, Verdict.OK, None)
+    deadline_s = time.monotonic() + WAIT_S
+    while source.held:
+        assert time.monotonic() < deadline_s, "what is judged is not let go"
+        time.sleep(0.01)
+    status = source.status()
+    assert status is None or (isinstance(status, SourceStatus) and status.name == source.name)
+    stopped(source)
+    source.close(WAIT_S)
+    count = len(line.arrivals)
+    time.sleep(QUIET_S)
+    assert len(line.arrivals) == count, "a stopped source offers"
+
+
+def stopped(source: Source) -> None:
+    source.stop(0.0)
+    assert source.stop(WAIT_S)

@@ -1,0 +1,310 @@
+"""The folder itself: which names can be claimed, found again, put away and explained; and what is left behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from agent.sources.folder.files.inbox import NAME_BYTES, Inbox, fitted, is_ignored
+from agent.sources.folder.files.readiness import Sighting
+
+BEFORE_1970_NS = -86_400_000_000_000
+LONGEST = "R" * (NAME_BYTES - 4) + ".png"
+ID = "1a-2b-3c~"
+
+
+@pytest.fixture
+def inbox(tmp_path: Path) -> Inbox:
+    return Inbox(tmp_path, "demo")
+
+
+def write(inbox: Inbox, relpath: str, mtime_ns: int = 1_000_000_000) -> Sighting:
+    file = inbox.root / relpath
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"bytes of " + os.fsencode(relpath))
+    os.utime(file, ns=(mtime_ns, mtime_ns))
+    found = inbox.look(relpath)
+    assert found is not None
+    return found.sighting
+
+
+def folders(inbox: Inbox) -> set[str]:
+    return {str(path.relative_to(inbox.root)) for path in inbox.root.rglob("*") if path.is_dir()}
+
+
+NAMES = (
+    "b1_r_R1.png",
+    LONGEST,
+    f"{ID}{'R' * 240}.png",
+    f"{ID}x.png",
+    f"{ID}/x.png",
+    f"{ID}/{ID}/{'R' * 240}.png",
+    f"sub/deep/{'é' * 120}.png",
+    "line\nbreak.png",
+    "é~@.png",
+)
+
+
+@pytest.mark.parametrize("relpath", NAMES)
+@pytest.mark.parametrize("mtime_ns", [1_000_000_000, 0, BEFORE_1970_NS, BEFORE_1970_NS - 1])
+def test_whatever_was_claimed_is_found_again_as_it_was(inbox: Inbox, relpath: str, mtime_ns: int) -> None:
+    sighting = write(inbox, relpath, mtime_ns)
+    claimed = inbox.claim(relpath, sighting)
+    assert list(inbox.recover()) == [claimed]
+    assert inbox.key(relpath, sighting) == inbox.key(claimed.relpath, inbox.sighting(claimed))
+    assert list(inbox.recover({str(claimed.path)})) == []
+    inbox.unclaim(claimed)
+    assert inbox.look(relpath) is not None
+    assert not any(path.is_dir() for path in inbox.work.iterdir())
+
+
+PART = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=250)
+NUMBER = st.integers(0, 2**64 - 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(PART, min_size=1, max_size=3), NUMBER, NUMBER, st.integers(-(2**63), 2**63 - 1))
+@example([f".{ID}", "x"], 1, 1, 1)
+@example([ID, f"{ID}x"], 2**64 - 1, 2**64 - 1, -(2**63))
+def test_any_name_with_any_identity_comes_back_from_its_claim(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[str], inode: int, size_bytes: int, mtime_ns: int
+) -> None:
+    """Also sizes, inodes and times that no file of this filesystem has."""
+    relpath = "/".join(parts)
+    if is_ignored(relpath) or any(len(os.fsencode(part)) > NAME_BYTES for part in parts):
+        return
+    inbox = Inbox(tmp_path_factory.mktemp("inbox"), "demo")
+    (inbox.root / relpath).parent.mkdir(parents=True, exist_ok=True)
+    (inbox.root / relpath).touch()
+    claimed = inbox.claim(relpath, Sighting(inode, size_bytes, mtime_ns))
+    assert list(inbox.recover()) == [claimed]
+    inbox.delete(claimed)
+    assert list(inbox.recover()) == []
+
+
+@pytest.mark.parametrize("length", range(NAME_BYTES - 20, NAME_BYTES + 1))
+def test_names_of_any_length_are_put_away_and_explained_each_on_its_own(inbox: Inbox, length: int) -> None:
+    names = [f"{'R' * (length - 5)}{number}.png" for number in range(3)]
+    explained = set()
+    for again in range(2):  # a second time, their names are taken
+        for name in names:
+            claimed = inbox.claim(name, write(inbox, name, again))
+            placed = inbox.put_away(claimed, "failed", f"1a-2b-{again}")
+            assert placed.read_bytes() == b"bytes of " + name.encode()
+            assert placed.suffix == ".png"
+            inbox.explain(placed, {"file": name})
+            explained.add(placed)
+    files = sorted(os.listdir(inbox.root / "failed"))
+    assert len(explained) == 6
+    assert len(files) == 12
+    errors = [name for name in files if name.endswith(".error.json")]
+    assert sorted(json.loads((inbox.root / "failed" / name).read_text())["file"] for name in errors) == sorted(
+        names * 2
+    )
+    assert not [name for name in files if name.endswith(".tmp")]
+
+
+@given(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=300), st.sampled_from(["", ".error.json", "~1-2-3.png"])
+)
+def test_a_name_that_is_cut_fits_and_keeps_its_ending(name: str, ending: str) -> None:
+    cut = fitted(name, ending, NAME_BYTES)
+    assert len(cut.encode()) <= NAME_BYTES
+    assert cut.endswith(ending)
+    assert (cut == name + ending) is (len((name + ending).encode()) <= NAME_BYTES)
+    one, other = (f"{name}{'R' * NAME_BYTES}{last}" for last in "xy")
+    assert fitted(one, ending, NAME_BYTES) != fitted(other, ending, NAME_BYTES)
+
+
+def test_a_name_that_is_not_utf_8_is_cut_too() -> None:
+    name = os.fsdecode(b"\xff" * 250)
+    assert len(os.fsencode(fitted(name, ".error.json", NAME_BYTES))) <= NAME_BYTES
+
+
+def test_a_subfolder_that_is_too_deep_to_be_named_hides_no_other_file(inbox: Inbox) -> None:
+    write(inbox, "1.png")
+    above = os.open(inbox.root, os.O_RDONLY)
+    for _ in range(20):
+        os.mkdir("d" * NAME_BYTES, dir_fd=above)
+        below = os.open("d" * NAME_BYTES, os.O_RDONLY, dir_fd=above)
+        os.close(above)
+        above = below
+    os.close(above)
+    try:
+        assert [found.relpath for found in inbox.scan()] == ["1.png"]
+    finally:
+        subprocess.run(["rm", "-r", "d" * NAME_BYTES], cwd=inbox.root, check=True)  # pytest could not
+
+
+# --- what is left behind --------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_claims_goes_with_the_last_of_them(inbox: Inbox) -> None:
+    claims = [inbox.claim(name, write(inbox, name)) for name in ("a/b/1.png", "a/b/2.png", "a/3.png", f"c/{LONGEST}")]
+    inbox.put_away(claims[0], "done", "1-1-1")
+    assert (inbox.work / "a" / "b").is_dir()
+    inbox.delete(claims[1])
+    assert not (inbox.work / "a" / "b").exists()
+    assert (inbox.work / "a").is_dir()
+    inbox.unclaim(claims[2])
+    inbox.delete(claims[3])
+    assert list(inbox.work.iterdir()) == []
+    inbox.leave()
+    assert folders(inbox) == {"a", "a/b", "c", "done", "done/a", "done/a/b"}
+
+
+def test_a_claim_that_fails_leaves_no_folder(inbox: Inbox) -> None:
+    sighting = write(inbox, "a/1.png")
+    (inbox.root / "a" / "1.png").unlink()
+    with pytest.raises(FileNotFoundError):
+        inbox.claim("a/1.png", sighting)
+    assert list(inbox.work.iterdir()) == []
+
+
+def test_empty_folders_of_an_earlier_run_are_removed(inbox: Inbox) -> None:
+    (inbox.work / "a" / "b").mkdir(parents=True)
+    (inbox.work / "a" / "c").mkdir()
+    claimed = inbox.claim("d/1.png", write(inbox, "d/1.png"))
+    assert list(inbox.recover()) == [claimed]
+    assert folders(inbox) == {".work", ".work/demo", ".work/demo/d", "d"}
+
+
+def test_who_leaves_takes_nothing_of_anybody(inbox: Inbox, tmp_path: Path) -> None:
+    other = Inbox(tmp_path, "other")
+    mine, theirs = (one.claim(name, write(one, name)) for one, name in ((inbox, "1.png"), (other, "2.png")))
+    inbox.leave()
+    assert mine.path.exists()
+    inbox.delete(mine)
+    inbox.leave()
+    assert not inbox.work.exists()
+    other.leave()
+    assert theirs.path.exists()
+    other.delete(theirs)
+    other.leave()
+    assert list(tmp_path.iterdir()) == []
+    inbox.leave()  # the folder itself is none of the agent's
+
+
+def test_a_claim_meets_another_agent_that_removes_the_folder_of_all_claims(
+    inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the making of `.work` and that of the owner's folder in it."""
+    mkdir, removed = os.mkdir, []
+
+    def removed_at_once(path: Path, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        mkdir(path, mode, dir_fd=dir_fd)
+        if Path(path).name == ".work" and len(removed) < 3:
+            removed.append(path)
+            os.rmdir(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "mkdir", removed_at_once)
+    claimed = inbox.claim("1.png", write(inbox, "1.png"))
+    assert len(removed) == 3
+    assert claimed.path.exists()
+
+
+def test_a_claim_meets_another_agent_that_removes_the_folder_while_it_is_seen_to_be_there(
+    inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between "it exists" and "it is a folder", which are two looks."""
+    mkdir, met = os.mkdir, []
+
+    def there_and_gone(path: Path, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        if Path(path).name == inbox.work.name and len(met) < 3:
+            met.append(path)
+            raise FileExistsError(errno.EEXIST, "File exists", str(path))
+        mkdir(path, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "mkdir", there_and_gone)
+    claimed = inbox.claim("1.png", write(inbox, "1.png"))
+    assert len(met) == 3
+    assert claimed.path.exists()
+
+
+def test_two_agents_come_and_go_and_lose_no_claim(tmp_path: Path) -> None:
+    errors: list[BaseException] = []
+
+    def come_and_go(owner: str) -> None:
+        inbox = Inbox(tmp_path, owner)
+        try:
+            for number in range(300):
+                name = f"{owner}{number}.png"
+                (tmp_path / name).touch()
+                claimed = inbox.claim(name, Sighting(number, 0, 0))
+                assert list(inbox.recover()) == [claimed]
+                inbox.delete(claimed)
+                inbox.leave()
+        except BaseException as error:  # noqa: BLE001  # told by the test's own thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=come_and_go, args=(owner,)) for owner in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_gone_is_not_made_for_a_claim(tmp_path: Path) -> None:
+    inbox = Inbox(tmp_path / "share", "demo")
+    with pytest.raises(FileNotFoundError) as raised:
+        inbox.claim("1.png", Sighting(1, 1, 1))
+    assert raised.value.errno == errno.ENOENT
+    assert not (tmp_path / "share").exists()
+
+
+class TestWhoeverWritesToTheFolder:
+    """Links that lie in a watched folder lead to no file of the agent's."""
+
+    @pytest.fixture
+    def database(self, tmp_path: Path) -> Path:
+        state = tmp_path / "state"
+        state.mkdir()
+        (state / "results.db").write_bytes(b"verdicts")
+        return state / "results.db"
+
+    def test_an_explanation_is_not_written_through_a_link_at_the_name_of_its_draft(
+        self, inbox: Inbox, database: Path
+    ) -> None:
+        placed = inbox.put_away(inbox.claim("a.png", write(inbox, "a.png")), "failed", "1")
+        for name in (".a.png.error.json.tmp", "a.png.error.json"):
+            (placed.parent / name).symlink_to(database)
+        inbox.explain(placed, {"file": "a.png"})
+        assert database.read_bytes() == b"verdicts"
+        assert json.loads((placed.parent / "a.png.error.json").read_text()) == {"file": "a.png"}
+        assert sorted(os.listdir(placed.parent)) == ["a.png", "a.png.error.json"]
+
+    @pytest.mark.parametrize("shelf", ["failed", "done/2026-05-01"])
+    def test_nothing_is_put_away_through_a_link(self, inbox: Inbox, database: Path, shelf: str) -> None:
+        claimed = inbox.claim("a.png", write(inbox, "a.png"))
+        (inbox.root / shelf.partition("/")[0]).symlink_to(database.parent)
+        with pytest.raises(NotADirectoryError, match="is a link"):
+            inbox.put_away(claimed, shelf, "1")
+        assert os.listdir(database.parent) == ["results.db"]
+        assert claimed.path.exists(), "it is tried again once the link is gone"
+
+    def test_nothing_is_claimed_through_a_link(self, inbox: Inbox, database: Path) -> None:
+        sighting = write(inbox, "sub/results.db")
+        (inbox.root / "sub" / "results.db").unlink()
+        (inbox.root / "sub").rmdir()
+        (inbox.root / "sub").symlink_to(database.parent)
+        with pytest.raises(NotADirectoryError):
+            inbox.claim("sub/results.db", sighting)
+        assert database.read_bytes() == b"verdicts"
+
+    def test_nothing_is_claimed_into_a_link(self, inbox: Inbox, database: Path) -> None:
+        sighting = write(inbox, "a.png")
+        inbox.work.parent.mkdir()
+        inbox.work.symlink_to(database.parent)
+        with pytest.raises(NotADirectoryError):
+            inbox.claim("a.png", sighting)
+        assert os.listdir(database.parent) == ["results.db"]

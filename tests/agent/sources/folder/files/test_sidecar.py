@@ -1,0 +1,492 @@
+"""Sidecars under a clock of the test's own: whose image it is stands in a file beside it, which comes when it comes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.sources.folder.arrivals import SourceState
+from agent.sources.folder.files.inbox import Inbox
+from agent.sources.folder.files.sidecar import LARGEST_BYTES, said_in
+from experts.errors import SidecarUnfinished
+from experts.expert import Verdict
+from tests.agent.sources.folder.lines import IMAGES, PNG, Line, Service, told, told_of, wait_until
+
+SAID = {"board": "B1", "component": "r", "ref": "R7"}
+B1 = told("B1", "r", "R7", "main")
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> Line:
+    return sidecar_line(tmp_path / "inbox")
+
+
+def sidecar_line(root: Path, **config: Any) -> Line:
+    return Line(root, identity="sidecar", **config)
+
+
+def say(line: Line, name: str = "x.json", **changes: Any) -> None:
+    said = {key: value for key, value in {**SAID, **changes}.items() if value is not None}
+    (line.root / name).write_text(json.dumps(said))
+
+
+def told_by(line: Line) -> list[dict[str, str | None]]:
+    return [told_of(one.subject) for one in line.arrivals]
+
+
+# --- arrival --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ready", ["auto", "rename", "marker", "stable"])
+@pytest.mark.parametrize("is_sidecar_first", [True, False])
+def test_an_image_is_taken_once_both_are_there_whichever_comes_first(
+    tmp_path: Path, ready: str, is_sidecar_first: bool
+) -> None:
+    line = sidecar_line(tmp_path / "inbox", ready=ready)
+    steps = [lambda: say(line), lambda: (line.root / "x.png").write_bytes(PNG)]
+    for step in steps if is_sidecar_first else reversed(steps):
+        assert line.arrivals == []
+        step()
+        line.run(30)
+    assert (told_by(line), line.refusals) == ([B1], [])
+    assert line.arrivals[0].file.path.read_bytes() == PNG
+
+
+@pytest.mark.parametrize("verdict", list(Verdict))
+@pytest.mark.parametrize("after", ["move", "delete", "keep"])
+def test_a_sidecar_stays_with_its_image(tmp_path: Path, after: str, verdict: Verdict) -> None:
+    line = sidecar_line(tmp_path / "inbox", after=after)
+    (line.root / "sub").mkdir()
+    (line.root / "sub" / "x.png").write_bytes(PNG)
+    say(line, "sub/x.json")
+    line.run(5)
+    line.intake.settle(line.arrivals[0].subject, verdict, "why")
+    line.run(5)
+    shelf = {Verdict.OK: "done/2026-05-01/sub/", Verdict.NG: "ng/2026-05-01/sub/", Verdict.UNKNOWN: "failed/sub/"}
+    left = {f"{shelf[verdict]}x.png", f"{shelf[verdict]}x.json"}
+    if verdict is Verdict.UNKNOWN:
+        left.add("failed/sub/x.png.error.json")
+    elif after == "delete":
+        left = set()
+    assert line.files() == ({"sub/x.png", "sub/x.json"} if after == "keep" else left)
+    line.run(200)
+    assert (len(line.arrivals), line.refusals) == (1, [])
+
+
+def test_a_sidecar_that_is_written_slowly_is_waited_for(line: Line) -> None:
+    (line.root / "x.png").write_bytes(PNG)
+    content = json.dumps({**SAID, "ref": "R7é"}, ensure_ascii=False).encode()
+    for end in range(len(content)):  # of the é too, half of whose bytes are no text
+        (line.root / "x.json").write_bytes(content[:end])
+        line.run(5)
+        assert (line.arrivals, line.refusals) == ([], []), end
+    (line.root / "x.json").write_bytes(content)
+    line.run(5)
+    assert [one.subject.ref for one in line.arrivals] == ["R7é"]
+
+
+def test_a_sidecar_that_was_there_first_does_not_make_a_cut_image_complete(line: Line) -> None:
+    """AC1: the sidecar tells whose the image is, not that its last byte has come."""
+    say(line)
+    for end in range(0, len(PNG), len(PNG) // 10):
+        (line.root / "x.png").write_bytes(PNG[:end])
+        line.run(5)
+        assert (line.arrivals, line.refusals) == ([], []), end
+    (line.root / "x.png").write_bytes(PNG)
+    line.run(5)
+    assert told_by(line) == [B1]
+
+
+def test_an_image_without_sidecar_is_refused_after_a_while_and_says_what_is_missing(line: Line) -> None:
+    """AC10."""
+    (line.root / "x.png").write_bytes(PNG)
+    line.run(59)
+    assert line.refusals == []
+    line.run(5)
+    assert line.refused == {"x.png": "its sidecar x.json is missing"}
+    assert line.files() == {"failed/x.png", "failed/x.png.error.json"}
+    assert line.refusals[0].subject.board is None
+
+
+def test_a_sidecar_that_comes_late_has_its_own_time(line: Line) -> None:
+    (line.root / "x.png").write_bytes(PNG)
+    line.run(55)
+    (line.root / "x.json").write_text('{"board": ')
+    line.run(50)
+    say(line)
+    line.run(5)
+    assert (told_by(line), line.refusals) == ([B1], [])
+
+
+def test_an_image_that_is_still_written_is_not_refused_for_want_of_a_sidecar(line: Line) -> None:
+    with (line.root / "x.png").open("wb") as file:
+        file.write(PNG)
+        file.flush()
+        line.run(100)
+        assert line.refusals == []
+    say(line)
+    line.run(5)
+    assert told_by(line) == [B1]
+
+
+def test_json_files_are_no_images_there_and_wait_for_theirs(line: Line) -> None:
+    for name in ("x.json", "notes.JSON", "sub.json"):
+        say(line, name)
+    line.run(200)
+    assert (line.arrivals, line.refusals, len(line.files())) == ([], [], 3)
+
+
+def test_with_a_pattern_json_files_are_files_like_any_other(tmp_path: Path) -> None:
+    line = Line(tmp_path / "inbox")
+    (line.root / "x.json").write_text("{}")
+    line.run(70)
+    assert line.refused.keys() == {"x.json"}
+
+
+# --- whose it is ----------------------------------------------------------------------------------------------------
+
+WRONG = {
+    '{"board": "B1", "component": "r"}': "its sidecar x.json gives no ref",
+    '{"board": "", "component": "r", "ref": "R7"}': "its sidecar x.json gives no board",
+    '{"board": "B1", "ref": "R7"}': "its sidecar x.json gives no component",
+    '{"board": 7, "component": "r", "ref": "R7"}': "its sidecar x.json gives no text as board",
+    '{"board": null, "component": "r", "ref": "R7"}': "its sidecar x.json gives no text as board",
+    '{"board": "B1", "component": "r", "ref": ["R7"]}': "its sidecar x.json gives no text as ref",
+    '{"board": "B\\n1", "component": "r", "ref": "R7"}': "its sidecar x.json gives a board that is not printable",
+    '{"board": "\\ud800", "component": "r", "ref": "R7"}': "its sidecar x.json gives a board that is not printable",
+    '{"board": "' + 256 * "B" + '", "component": "r", "ref": "R7"}': "its sidecar x.json gives a board that is not",
+    '{"board": "B1", "board": "B2", "component": "r", "ref": "R7"}': "its sidecar x.json says a key twice",
+    '{"bord": "B1", "component": "r", "ref": "R7"}': "its sidecar x.json says 'bord', which nobody reads - did you me",
+    '{"board": "B1", "component": "z", "ref": "R7"}': "no route for the component 'z'",
+    '{"board": "B1", "component": "r", "ref": "R7", "type": "other"}': "no board type 'other'",
+    '["B1", "r", "R7"]': 'its sidecar x.json is not {"board": ..., ...}',
+    "[" * 50_000: "its sidecar x.json is nested too deeply",
+    " " * (LARGEST_BYTES + 1): "its sidecar x.json has more than 65536 bytes",
+}
+
+
+@pytest.mark.parametrize(("content", "reason"), WRONG.items(), ids=range(len(WRONG)))
+def test_a_sidecar_that_is_wrong_is_refused_with_its_reason_and_never_guessed(
+    line: Line, content: str, reason: str
+) -> None:
+    """AC10, and both go to failed/ together."""
+    (line.root / "x.png").write_bytes(PNG)
+    (line.root / "x.json").write_text(content)
+    (line.root / "good.png").write_bytes(PNG)
+    say(line, "good.json", ref="R8")
+    line.run(5)
+    assert [one.subject.ref for one in line.arrivals] == ["R8"]
+    assert line.refused["x.png"].startswith(reason)
+    assert {"failed/x.png", "failed/x.json", "failed/x.png.error.json"} <= line.files()
+
+
+@pytest.mark.parametrize("content", [b"", b"board=B1", b'{"board": "B1"', b"{}\x00\x00", b"\xff\xfe\x00", b"\xc3\x28"])
+def test_what_is_no_json_is_refused_once_nobody_changes_it_any_more(line: Line, content: bytes) -> None:
+    (line.root / "x.png").write_bytes(PNG)
+    (line.root / "x.json").write_bytes(content)
+    line.run(58)
+    assert line.refusals == []
+    line.run(5)
+    assert line.refused["x.png"].startswith("its sidecar x.json is not JSON")
+    assert line.files() == {"failed/x.png", "failed/x.json", "failed/x.png.error.json"}
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+def test_what_is_no_file_is_no_sidecar(line: Line, tmp_path: Path, kind: str) -> None:
+    """AC9: a link could lead out of the folder."""
+    (tmp_path / "secret.json").write_text(json.dumps(SAID))
+    place = line.root / "x.json"
+    if kind == "link":
+        place.symlink_to(tmp_path / "secret.json")
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        os.mkfifo(place)
+    (line.root / "x.png").write_bytes(PNG)
+    line.run(5)
+    assert line.refused == {"x.png": "its sidecar x.json is not a regular file"}
+    assert (tmp_path / "secret.json").exists()
+
+
+@given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
+def test_any_bytes_are_a_sidecar_or_unfinished_or_wrong(content: bytes) -> None:
+    try:
+        said = said_in(content)
+    except (ValueError, SidecarUnfinished):
+        return
+    assert all(isinstance(value, str) for value in said.values())
+
+
+@given(st.dictionaries(st.sampled_from(sorted(SAID)), st.text(min_size=1, max_size=20), min_size=1))
+def test_no_beginning_of_a_sidecar_says_anything(said: dict[str, str]) -> None:
+    content = json.dumps(said).encode()
+    for end in range(len(content)):
+        with pytest.raises(SidecarUnfinished):
+            said_in(content[:end])
+
+
+UNREADABLE = """
+import os, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from tests.agent.sources.folder.lines import PNG, Line
+if os.geteuid() == 0:
+    os.chown({folder!r}, 65534, 65534)
+    os.seteuid(65534)
+line = Line(Path({folder!r}), identity="sidecar")
+for name in ("x", "y"):
+    (line.root / (name + ".png")).write_bytes(PNG)
+    (line.root / (name + ".json")).write_text({said!r})
+    os.chmod(line.root / (name + ".json"), 0)
+line.run(50)
+os.chmod(line.root / "y.json", 0o600)
+line.run(20)
+print(line.offered, line.refused, line.intake.statistics().alarm, sorted(os.listdir(line.root / "failed")))
+"""
+
+
+def test_a_sidecar_that_may_not_be_read_is_waited_for_and_told(tmp_path: Path) -> None:
+    """AC9: EACCES, under a user whom permissions bind."""
+    folder = tmp_path / "inbox"
+    folder.mkdir()
+    for above in (tmp_path, *tmp_path.parents):
+        if above.stat().st_uid == os.getuid() and above.name.startswith(("pytest-", "popen-", "test_")):
+            above.chmod(0o755)
+    script = UNREADABLE.format(root=str(Path(__file__).parents[3]), folder=str(folder), said=json.dumps(SAID))
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == (
+        "['y.png'] {'x.png': 'its sidecar x.json cannot be read (Permission denied)'} None "
+        "['x.json', 'x.png', 'x.png.error.json']"
+    )
+
+
+def test_a_constant_component_may_be_left_out_but_not_contradicted(tmp_path: Path) -> None:
+    line = sidecar_line(tmp_path / "inbox", component="c")
+    line.intake.name_by(replace(line.naming, component="c"))
+    for name, component in (("one", None), ("same", "c"), ("other", "r")):
+        (line.root / f"{name}.png").write_bytes(PNG)
+        say(line, f"{name}.json", component=component)
+    line.run(5)
+    assert [(one.subject.image, one.subject.component) for one in line.arrivals] == [
+        ("one.png", "c"),
+        ("same.png", "c"),
+    ]
+    assert line.refused == {"other.png": "its sidecar other.json says component 'r', but all images here are 'c'"}
+
+
+def test_with_several_board_types_a_sidecar_says_which(line: Line) -> None:
+    line.intake.name_by(replace(line.naming, board_types=("top", "bottom")))
+    for name, board_type in (("one", "bottom"), ("none", None)):
+        (line.root / f"{name}.png").write_bytes(PNG)
+        say(line, f"{name}.json", type=board_type)
+    line.run(5)
+    assert [(one.subject.image, one.subject.board_type) for one in line.arrivals] == [("one.png", "bottom")]
+    assert line.refused == {"none.png": "its sidecar none.json gives no board type"}
+
+
+def test_a_refused_image_whose_sidecar_is_good_belongs_to_its_board(line: Line) -> None:
+    """AC10: its board learns of it."""
+    (line.root / "x.png").write_bytes(PNG[:-20])
+    say(line)
+    line.run(70)
+    (refusal,) = line.refusals
+    assert (told_of(refusal.subject), refusal.reason) == (B1, "truncated: the end of the image is missing")
+    assert line.files() == {"failed/x.png", "failed/x.json", "failed/x.png.error.json"}
+
+
+def test_two_images_of_one_stem_cannot_both_be_meant(line: Line) -> None:
+    for suffix in ("png", "jpg"):
+        (line.root / f"x.{suffix}").write_bytes(IMAGES[suffix])
+    say(line)
+    line.run(70)
+    assert (len(line.arrivals), list(line.refused.values())) == (1, ["its sidecar x.json is missing"])
+
+
+# --- names that come again, and crashes -----------------------------------------------------------------------------
+
+
+def test_a_new_image_of_the_same_name_is_never_told_by_the_old_sidecar(line: Line) -> None:
+    """AC7: same name with new bytes is a new inspection, of whatever its own sidecar says."""
+    (line.root / "x.png").write_bytes(PNG)
+    say(line)
+    line.run(5)
+    (line.root / "x.png").write_bytes(IMAGES["png"] + b"")
+    line.run(20)
+    assert told_by(line) == [B1]
+    say(line, board="B2")
+    line.run(5)
+    assert [one.subject.board for one in line.arrivals] == ["B1", "B2"]
+    for arrival in line.arrivals:
+        line.intake.settle(arrival.subject, Verdict.OK)
+    line.run(5)
+    shelf = line.root / "done" / "2026-05-01"
+    boards = {path.stem: json.loads(path.read_text())["board"] for path in shelf.glob("*.json")}
+    assert boards.keys() == {path.stem for path in shelf.glob("*.png")}
+    assert sorted(boards.values()) == ["B1", "B2"]
+
+
+def test_a_kept_image_that_is_replaced_waits_for_its_own_sidecar(tmp_path: Path) -> None:
+    line = sidecar_line(tmp_path / "inbox", after="keep")
+    (line.root / "x.png").write_bytes(PNG)
+    say(line)
+    line.run(5)
+    (line.root / "x.png").write_bytes(PNG + b"")
+    os.utime(line.root / "x.png", (5, 5))
+    line.run(20)
+    assert told_by(line) == [B1]
+    say(line, board="B2")
+    line.run(5)
+    assert [one.subject.board for one in line.arrivals] == ["B1", "B2"]
+    (line.root / "x.png").write_bytes(IMAGES["jpg"])
+    line.run(70)
+    assert line.refused == {"x.png": "its sidecar x.json is the earlier image's: write it anew"}
+
+
+def test_a_sidecar_that_is_rewritten_while_its_image_is_claimed_is_read_anew(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = Inbox.claim
+
+    def rewriting(inbox: Inbox, *arguments: Any) -> Any:
+        if not line.arrivals and json.loads((line.root / "x.json").read_text())["board"] == "B1":
+            say(line, board="B22")
+        return claim(inbox, *arguments)
+
+    monkeypatch.setattr(Inbox, "claim", rewriting)
+    (line.root / "x.png").write_bytes(PNG)
+    say(line)
+    line.run(9)
+    assert [one.subject.board for one in line.arrivals] == ["B22"]
+    assert len([name for name in line.files() if name.startswith(".work/")]) == 2
+
+
+@pytest.mark.parametrize("length", [10, 240, 250])
+def test_what_was_claimed_is_told_by_its_own_sidecar_after_a_crash(line: Line, length: int) -> None:
+    """AC6: a restart reads it again, also where another of its name has come meanwhile."""
+    stem = (length - 4) * "x"
+    for name in (f"{stem}.png", "y.png"):
+        (line.root / name).write_bytes(PNG)
+    say(line, f"{stem}.json")
+    say(line, "y.json", ref="R8")
+    line.run(5)
+    say(line, f"{stem}.json", board="B2")
+    again = sidecar_line(line.root)
+    again.run(1)
+    assert sorted((one.subject.key, one.subject.board) for one in again.arrivals) == sorted(
+        (one.subject.key, "B1") for one in line.arrivals
+    )
+    for arrival in again.arrivals:
+        again.intake.settle(arrival.subject, Verdict.NG)
+    again.run(5)
+    shelf = "ng/2026-05-01"
+    assert again.files() == {
+        f"{shelf}/{stem}.png", f"{shelf}/{stem}.json", f"{shelf}/y.png", f"{shelf}/y.json", f"{stem}.json",
+    }  # fmt: skip
+
+
+def test_an_image_whose_name_leaves_no_place_for_a_sidecar_is_told_so(line: Line) -> None:
+    (line.root / f"{251 * 'x'}.png").write_bytes(PNG)
+    line.run(70)
+    assert list(line.refused.values()) == [f"its sidecar {251 * 'x'}.json is missing"]
+
+
+def test_a_crash_between_the_two_claims_is_repaired(line: Line) -> None:
+    (line.root / "x.png").write_bytes(PNG)
+    say(line)
+    inbox = Inbox(line.root, "demo", has_sidecars=True)
+    found = inbox.look("x.png")
+    assert found is not None
+    inbox.claim("x.png", found.sighting)
+    line.run(1)
+    assert told_by(line) == [B1]
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_a_crash_while_both_are_put_away_is_repaired(line: Line, is_taken: bool, is_linked: bool) -> None:
+    """AC6: after the sidecar's move and before the image's, or between the two halves of the sidecar's."""
+    shelf = line.root / "done" / "2026-05-01"
+    shelf.mkdir(parents=True)
+    if is_taken:
+        (shelf / "x.png").write_bytes(b"another")
+        (shelf / "x.json").write_bytes(b"another's")
+    (line.root / "x.png").write_bytes(PNG)
+    say(line)
+    line.run(5)
+    (arrival,) = line.arrivals
+    identity = arrival.subject.key.rpartition("@")[2]
+    (sidecar,) = (line.root / ".work" / "demo").glob(".*.json")
+    target = shelf / (f"x~{identity}.json" if is_taken else "x.json")
+    os.link(sidecar, target)
+    if not is_linked:
+        sidecar.unlink()
+    again = sidecar_line(line.root)
+    again.run(1)
+    judged = again.arrivals[0] if is_linked else again.refusals[0]
+    assert judged.subject.key == arrival.subject.key  # by which its stored verdict is found
+    again.intake.settle(judged.subject, Verdict.OK)
+    again.run(5)
+    if is_linked:
+        expected = {f"done/2026-05-01/{target.name}", f"done/2026-05-01/{target.stem}.png"}
+        taken = {"done/2026-05-01/x.png", "done/2026-05-01/x.json"} if is_taken else set()
+        assert again.files() == expected | taken
+
+
+def test_an_image_that_is_withdrawn_goes_back_with_its_sidecar(line: Line) -> None:
+    (line.root / "x.png").write_bytes(PNG)
+    say(line)
+    line.run(5)
+    line.arrivals[0].file.path.write_bytes(PNG + PNG)
+    line.intake.withdraw(line.arrivals[0])
+    line.run(5)
+    assert told_by(line) == [B1, B1]
+    assert line.arrivals[1].file.sighting.size_bytes == 2 * len(PNG)
+
+
+def test_of_two_agents_each_image_goes_to_one_with_its_sidecar(tmp_path: Path) -> None:
+    lines = [Line(tmp_path / "inbox", owner=owner, identity="sidecar") for owner in ("one", "two")]
+    for number in range(50):
+        (lines[0].root / f"{number}.png").write_bytes(PNG)
+        say(lines[0], f"{number}.json", ref=f"R{number}")
+    for _ in range(3):
+        for line in lines:
+            line.room = len(line.arrivals) + 10
+            line.run(3)
+    taken = [(one.subject.image, one.subject.ref) for line in lines for one in line.arrivals]
+    assert sorted(taken) == sorted((f"{number}.png", f"R{number}") for number in range(50))
+
+
+# --- real events ----------------------------------------------------------------------------------------------------
+
+
+def test_a_sidecar_makes_its_image_quick_without_a_rescan(tmp_path: Path) -> None:
+    with Service(tmp_path / "inbox", identity="sidecar", settle_ms=20, poll_s=3600) as service:
+        wait_until(lambda: service.intake.statistics().state is SourceState.ONLINE)
+        if service.intake.statistics().is_polled:
+            pytest.skip("this filesystem tells no changes")
+        for number, is_sidecar_first in enumerate((True, False, False)):
+            image = tmp_path / "inbox" / f"{number}.PNG"
+            sidecar = image.with_suffix(".json")
+            said = json.dumps({**SAID, "ref": f"R{number}"})
+            if is_sidecar_first:
+                sidecar.write_text(said)
+            image.write_bytes(PNG)
+            if not is_sidecar_first:
+                wait_until(lambda: service.intake.statistics().waiting == 1)
+                sidecar.write_text(said)
+            arrival = service.next()
+            assert arrival.subject.ref == f"R{number}"
+            service.intake.settle(arrival.subject, Verdict.OK)
+        wait_until(lambda: service.intake.statistics().filed == 3)
+    assert len(list((tmp_path / "inbox" / "done").rglob("*.json"))) == 3
+    assert not (tmp_path / "inbox" / ".work").exists()

@@ -1,0 +1,136 @@
+"""Watched folders of a test: one whose clock the test turns, and one with its own thread and real events."""
+
+from __future__ import annotations
+
+import io
+import queue
+import re
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from agent.line_file.intake import FolderSection
+from agent.sources.folder.files.naming import Naming
+from agent.sources.folder.folder import FolderIntake
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from agent.sources.folder.arrivals import ClaimedImage, Refusal
+    from agent.subject import Subject
+
+PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.\w+"
+NAMING = Naming(re.compile(PATTERN), frozenset({"r", "c"}), ("main",))
+SIDECARS = replace(NAMING, pattern=None)
+NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+PIXELS = np.random.default_rng(3).integers(1, 255, (80, 80, 3), dtype=np.uint8)
+WAIT_S = 30.0
+
+
+def encoded(image_format: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(PIXELS).save(buffer, image_format, **options)
+    return buffer.getvalue()
+
+
+PNG = encoded("PNG")
+IMAGES = {"png": PNG, "jpg": encoded("JPEG", quality=95), "bmp": encoded("BMP"), "tiff": encoded("TIFF")}
+
+
+class Line:
+    """An intake whose clock the test turns, and what it offered and refused."""
+
+    def __init__(self, root: Path, owner: str = "demo", **config: Any) -> None:
+        self.root = root
+        self.now = 0.0
+        self.room = 10_000
+        self.has_room: Callable[[], bool] = lambda: len(self.arrivals) < self.room
+        self.stores_refusals = True
+        self.arrivals: list[ClaimedImage] = []
+        self.refusals: list[Refusal] = []
+        self.config = FolderSection.model_validate(
+            {"path": str(root), **_pattern_of(config), **config}, context={"folder": root.parent}
+        )
+        self.naming = SIDECARS if self.config.has_sidecars else NAMING
+        root.mkdir(exist_ok=True)
+        self.intake = FolderIntake(
+            self.config,
+            self.naming,
+            self.arrivals.append,
+            self.refuse,
+            owner=owner,
+            has_room=lambda: self.has_room(),
+            clock=lambda: self.now,
+            wall=lambda: NOON,
+        )
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Store it at once, unless the test does."""
+        self.refusals.append(refusal)
+        if self.stores_refusals:
+            self.intake.settle(refusal.subject, Verdict.UNKNOWN, refusal.reason)
+
+    def run(self, seconds: float) -> None:
+        """Turn the clock, with a step each tenth of a second."""
+        for _ in range(round(seconds * 10) + 1):
+            self.intake.step(self.now)
+            self.now = round(self.now + 0.1, 3)
+
+    @property
+    def offered(self) -> list[str]:
+        return [arrival.subject.image for arrival in self.arrivals]
+
+    @property
+    def refused(self) -> dict[str, str]:
+        return {refusal.subject.image: refusal.reason for refusal in self.refusals}
+
+    def files(self) -> set[str]:
+        return {str(path.relative_to(self.root)) for path in self.root.rglob("*") if not path.is_dir()}
+
+
+class Service:
+    """A running intake, and what it offered."""
+
+    def __init__(self, root: Path, **config: Any) -> None:
+        self.arrivals: queue.Queue[ClaimedImage] = queue.Queue()
+        section = FolderSection.model_validate(
+            {"path": str(root), **_pattern_of(config), **config}, context={"folder": root}
+        )
+        naming = SIDECARS if section.has_sidecars else NAMING
+        self.intake = FolderIntake(section, naming, self.arrivals.put, lambda _: None, owner="demo", wall=lambda: NOON)
+
+    def __enter__(self) -> Service:
+        self.intake.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.intake.stop()
+
+    def next(self) -> ClaimedImage:
+        return self.arrivals.get(timeout=WAIT_S)
+
+
+def told(board: str | None, component: str | None, ref: str | None, board_type: str | None) -> dict[str, str | None]:
+    """What a name or a sidecar tells."""
+    return {"board": board, "component": component, "ref": ref, "board_type": board_type}
+
+
+def told_of(subject: Subject) -> dict[str, str | None]:
+    return told(subject.board, subject.component, subject.ref, subject.board_type)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _pattern_of(config: dict[str, Any]) -> dict[str, str]:
+    return {} if config.get("identity") == "sidecar" else {"pattern": PATTERN}

@@ -1,0 +1,1486 @@
+"""Folder intake under a clock of the test's own: real files, real renames, and no waiting."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from agent.sources.folder.arrivals import SourceState
+from agent.sources.folder.files.filing import Filing, Shelves
+from agent.sources.folder.files.hints import Hint, Hints
+from agent.sources.folder.files.inbox import Claimed, Found, Inbox, is_ignored, lease_of
+from agent.sources.folder.files.naming import Naming
+from agent.sources.folder.files.ranking import Ranking
+from agent.sources.folder.files.readiness import Candidate, Evidence, Lease, Rule, Sighting
+from agent.sources.folder.folder import FolderIntake
+from agent.sources.folder.waiting import Waiting
+from agent.subject import part_key
+from experts.expert import Verdict
+from experts.images import Completeness
+from tests.agent.sources.folder.lines import (
+    IMAGES,
+    NAMING,
+    NOON,
+    PATTERN,
+    PNG,
+    WAIT_S,
+    Line,
+    Service,
+    told,
+    told_of,
+    wait_until,
+)
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> Line:
+    return Line(tmp_path / "inbox")
+
+
+# --- the decision, as a pure function -------------------------------------------------------------------------------
+
+SEEN = Candidate("a.png", Sighting(1, 100, 5), unchanged_since=0.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "evidence", "settled_at"),
+    [
+        ("auto", Evidence.NONE, 2.0),
+        ("auto", Evidence.CLOSED, 0.2),
+        ("auto", Evidence.RENAMED, 0.2),
+        ("auto", Evidence.MARKED, 0.2),
+        ("stable", Evidence.RENAMED, 2.0),
+        ("rename", Evidence.NONE, 0.2),
+        ("marker", Evidence.RENAMED, None),
+        ("marker", Evidence.MARKED, 0.2),
+    ],
+)
+def test_each_mode_waits_for_its_sign(mode: str, evidence: Evidence, settled_at: float | None) -> None:
+    assert Rule(mode).due_at(SEEN.shown(evidence)) == settled_at
+
+
+@pytest.mark.parametrize(
+    ("lease", "completeness", "evidence", "now", "is_ready"),
+    [
+        (Lease.FREE, Completeness.WHOLE, Evidence.CLOSED, 0.1, False),
+        (Lease.FREE, Completeness.WHOLE, Evidence.CLOSED, 0.2, True),
+        (Lease.UNKNOWN, Completeness.WHOLE, Evidence.CLOSED, 0.2, True),
+        (Lease.FREE, Completeness.UNKNOWN, Evidence.CLOSED, 0.2, True),
+        (Lease.HELD, Completeness.WHOLE, Evidence.RENAMED, 99, False),
+        (Lease.FREE, Completeness.CUT, Evidence.MARKED, 99, False),
+        (Lease.FREE, Completeness.ZERO_TAILED, Evidence.CLOSED, 9.9, False),
+        (Lease.FREE, Completeness.ZERO_TAILED, Evidence.CLOSED, 10, True),
+        (Lease.FREE, Completeness.ZERO_TAILED, Evidence.RENAMED, 0.2, True),
+    ],
+)
+def test_a_file_is_ready_only_when_every_sign_agrees(
+    lease: Lease, completeness: Completeness, evidence: Evidence, now: float, is_ready: bool
+) -> None:
+    assert Rule().is_ready(SEEN.shown(evidence), now, lease, completeness) is is_ready
+
+
+def test_a_change_starts_the_wait_anew_and_voids_what_was_known() -> None:
+    changed = SEEN.shown(Evidence.CLOSED).seen(Sighting(1, 200, 6), now=7.0)
+    assert changed == Candidate("a.png", Sighting(1, 200, 6), unchanged_since=7.0)
+    assert SEEN.seen(SEEN.sighting, now=7.0) is SEEN
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_tells_board_component_and_ref() -> None:
+    assert NAMING.read("sub/b1_r_R7.png") == told("b1", "r", "R7", "main")
+    constant = Naming(re.compile(r"(?P<board>\w+)/(?P<ref>\w+)\.png"), frozenset({"r"}), component="r")
+    assert constant.read("b1/R7.png") == told("b1", "r", "R7", None)
+    typed = Naming(re.compile(r"(?P<type>\w+)-" + PATTERN), frozenset({"r"}), ("one", "two"))
+    assert typed.read("two-b1_r_R7.png")["board_type"] == "two"
+
+
+@pytest.mark.parametrize(
+    ("relpath", "reason"),
+    [("x.png", "does not match the pattern"), ("b1_x_R7.png", "no route for the component 'x'")],
+)
+def test_a_name_that_does_not_tell_is_refused(relpath: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        NAMING.read(relpath)
+
+
+HIDDEN = (".x.png", ".sub/x.png", ".work/demo/x.png", ".~lock.x#", "~$x.png")
+UNFINISHED = ("x.png.part", "x.TMP", "up.tmp/x.png", "x.filepart", "x.crdownload", "x.png.done")
+SHELVED = ("done/x.png", "ng/2026-01-01/x.png", "failed/x.png")
+
+
+@pytest.mark.parametrize("relpath", [*HIDDEN, *UNFINISHED, *SHELVED])
+def test_unfinished_names_and_the_agents_own_folders_are_ignored(relpath: str) -> None:
+    assert is_ignored(relpath)
+    assert not is_ignored("sub/done/x.png")
+
+
+# --- completeness ---------------------------------------------------------------------------------------------------
+
+
+def test_a_settled_file_is_claimed_and_offered_once(line: Line) -> None:
+    (line.root / "b1_r_R7.png").write_bytes(PNG)
+    line.run(1.5)
+    assert line.arrivals == []
+    line.run(20)
+    (arrival,) = line.arrivals
+    assert (arrival.subject.image, arrival.subject.board, arrival.subject.component, arrival.subject.ref) == (
+        "b1_r_R7.png",
+        "b1",
+        "r",
+        "R7",
+    )
+    assert (arrival.subject.board_type, arrival.subject.arrived_at) == ("main", NOON)
+    assert arrival.file.path.read_bytes() == PNG
+    assert arrival.file.path.is_relative_to(line.root / ".work" / "demo")
+    assert line.intake.statistics().in_flight == 1
+
+
+@pytest.mark.parametrize("suffix", IMAGES)
+def test_a_file_written_in_slow_chunks_is_offered_after_its_last_byte(line: Line, suffix: str) -> None:
+    """AC1."""
+    content = IMAGES[suffix]
+    with (line.root / f"b1_r_R7.{suffix}").open("wb") as file:
+        for part in range(10):
+            file.write(content[len(content) * part // 10 : len(content) * (part + 1) // 10])
+            file.flush()
+            line.run(5)
+            assert line.arrivals == [], part
+    line.run(15)
+    assert line.arrivals[0].file.path.read_bytes() == content
+    assert len(line.arrivals) == 1
+
+
+@pytest.mark.parametrize("suffix", IMAGES)
+def test_a_writer_killed_midway_leaves_a_file_that_is_never_offered_and_at_last_refused(
+    line: Line, suffix: str
+) -> None:
+    """AC1."""
+    name = f"b1_r_R7.{suffix}"
+    (line.root / name).write_bytes(IMAGES[suffix][: len(IMAGES[suffix]) // 2])
+    line.run(59)
+    assert line.files() == {name}
+    assert line.refusals == []
+    line.run(10)
+    (refusal,) = line.refusals
+    assert refusal.subject.image == name
+    assert "truncated" in refusal.reason
+    assert line.files() == {f"failed/{name}", f"failed/{name}.error.json"}
+    assert line.arrivals == []
+
+
+WRITER = """
+import sys, time
+with open(sys.argv[1], "wb") as file:
+    file.write(open(sys.argv[2], "rb").read())
+    file.flush()
+    print("written", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("suffix", IMAGES)
+def test_a_writer_that_is_killed_holds_nothing_any_more_and_its_file_is_stale(
+    line: Line, tmp_path: Path, suffix: str
+) -> None:
+    """AC1: a real process, and kill -9."""
+    (tmp_path / "half").write_bytes(IMAGES[suffix][: len(IMAGES[suffix]) // 2])
+    name = f"b1_r_R7.{suffix}"
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(line.root / name), str(tmp_path / "half")], stdout=subprocess.PIPE
+    ) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"written\n"
+        line.run(70)
+        assert (line.intake.statistics().stale, line.refusals, line.arrivals) == ((name,), [], [])
+        writer.kill()
+    line.run(5)
+    assert (line.arrivals, list(line.refused)) == ([], [name])
+    assert line.files() == {f"failed/{name}", f"failed/{name}.error.json"}
+
+
+@pytest.mark.parametrize("suffix", IMAGES)
+def test_twenty_megabytes_in_ten_chunks_are_offered_once_and_whole(line: Line, suffix: str) -> None:
+    """AC1: as large as a real one, so that no look is at all of it."""
+    large = io.BytesIO()
+    noise = np.random.default_rng(1).integers(1, 255, (2600, 2600, 3), dtype=np.uint8)
+    options = {"png": {"compress_level": 0}, "jpg": {"quality": 100, "subsampling": 0}}.get(suffix, {})
+    Image.fromarray(noise).save(large, Image.registered_extensions()[f".{suffix}"], **options)
+    content = large.getvalue()
+    assert len(content) > 15_000_000
+    with (line.root / f"b1_r_R7.{suffix}").open("wb") as file:
+        for part in range(10):
+            file.write(content[len(content) * part // 10 : len(content) * (part + 1) // 10])
+            file.flush()
+            line.run(3)
+            assert line.arrivals == [], part
+    line.run(15)
+    assert [arrival.file.path.read_bytes() == content for arrival in line.arrivals] == [True]
+
+
+def test_a_file_that_is_preallocated_and_held_open_is_not_offered_before_it_is_filled(line: Line) -> None:
+    """AC2: closed once as zeros, then open the whole time until its last byte."""
+    for suffix, content in IMAGES.items():
+        (line.root / f"b1_r_{suffix}.{suffix}").write_bytes(bytes(len(content)))
+    line.run(5)
+    files = {suffix: (line.root / f"b1_r_{suffix}.{suffix}").open("r+b") for suffix in IMAGES}
+    with ExitStack() as closing:
+        for suffix, file in files.items():
+            closing.enter_context(file)
+            file.write(IMAGES[suffix][: len(IMAGES[suffix]) * 9 // 10])
+            file.flush()
+        line.run(55)
+        assert (line.arrivals, line.refusals) == ([], [])
+        for suffix, file in files.items():
+            file.write(IMAGES[suffix][len(IMAGES[suffix]) * 9 // 10 :])
+    line.run(15)
+    assert {arrival.subject.ref: arrival.file.path.read_bytes() for arrival in line.arrivals} == IMAGES
+
+
+def test_a_truncated_file_that_its_writer_called_done_is_refused_at_once(tmp_path: Path) -> None:
+    line = Line(tmp_path / "inbox", ready="rename")
+    (line.root / "b1_r_R7.png").write_bytes(PNG[: len(PNG) // 2])
+    line.run(3)
+    (refusal,) = line.refusals
+    assert "truncated" in refusal.reason
+
+
+def test_an_empty_file_that_its_writer_called_done_is_refused_at_once_as_empty(tmp_path: Path) -> None:
+    line = Line(tmp_path / "inbox", ready="rename")
+    (line.root / "b1_r_R7.png").touch()
+    line.run(3)
+    assert line.refused == {"b1_r_R7.png": "the file is empty"}
+
+
+@pytest.mark.parametrize("suffix", IMAGES)
+@pytest.mark.parametrize("kept", [0.0, 0.3, 0.7])
+def test_a_preallocated_file_that_is_filled_later_is_not_offered_before(line: Line, suffix: str, kept: float) -> None:
+    """AC2."""
+    content, file = IMAGES[suffix], line.root / f"b1_r_R7.{suffix}"
+    file.write_bytes(content[: int(len(content) * kept)].ljust(len(content), b"\0"))
+    line.run(3)
+    assert line.arrivals == []
+    with file.open("r+b") as stream:
+        stream.write(content)
+    line.run(5)
+    assert line.arrivals[0].file.path.read_bytes() == content
+
+
+def test_a_file_that_its_writer_holds_open_is_not_offered(line: Line) -> None:
+    """AC2."""
+    with (line.root / "b1_r_R7.png").open("wb") as file:
+        file.write(PNG)
+        file.flush()
+        if lease_of(os.open(line.root / "b1_r_R7.png", os.O_RDONLY)) is Lease.UNKNOWN:
+            pytest.skip("this filesystem grants no leases")
+        line.run(100)
+        assert line.arrivals == []
+        assert line.intake.statistics().stale == ("b1_r_R7.png",)
+    line.run(1)
+    assert line.offered == ["b1_r_R7.png"]
+
+
+def test_readers_hold_nobody_up(line: Line) -> None:
+    (line.root / "b1_r_R7.png").write_bytes(PNG)
+    with (line.root / "b1_r_R7.png").open("rb"):
+        line.run(3)
+    assert line.offered == ["b1_r_R7.png"]
+
+
+def test_a_black_bitmap_waits_longer_and_is_offered(line: Line) -> None:
+    black = io.BytesIO()
+    Image.new("RGB", (80, 80)).save(black, "BMP")
+    (line.root / "b1_r_R7.bmp").write_bytes(black.getvalue())
+    line.run(9)
+    assert line.arrivals == []
+    line.run(3)
+    assert line.offered == ["b1_r_R7.bmp"]
+
+
+def test_markers_are_waited_for_and_cleaned_up(tmp_path: Path) -> None:
+    line = Line(tmp_path / "inbox", ready="marker")
+    for number in (1, 2):
+        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    line.run(70)
+    assert line.arrivals == []
+    assert line.intake.statistics().stale == ("b1_r_R1.png", "b1_r_R2.png")
+    (line.root / "b1_r_R1.png.done").touch()
+    (line.root / "b1_r_R2.done").touch()
+    line.run(3)
+    assert sorted(line.offered) == ["b1_r_R1.png", "b1_r_R2.png"]
+    assert all(name.startswith(".work/") for name in line.files())
+
+
+def test_renamed_files_settle_quickly(tmp_path: Path) -> None:
+    line = Line(tmp_path / "inbox", ready="rename", poll_s=0.1)
+    (line.root / "b1_r_R7.png.part").write_bytes(PNG)
+    line.run(5)
+    assert line.arrivals == []
+    (line.root / "b1_r_R7.png.part").rename(line.root / "b1_r_R7.png")
+    line.run(0.5)
+    assert line.offered == ["b1_r_R7.png"]
+
+
+# --- what was there before, and in which order ----------------------------------------------------------------------
+
+
+def test_files_from_before_the_start_are_caught_up_in_the_order_they_were_written(line: Line) -> None:
+    """AC5."""
+    for number, age in ((1, 30), (2, 10), (3, 20)):
+        file = line.root / f"b1_r_R{number}.png"
+        file.write_bytes(PNG)
+        os.utime(file, (1_000_000 - age, 1_000_000 - age))
+    line.run(5)
+    assert line.offered == ["b1_r_R1.png", "b1_r_R3.png", "b1_r_R2.png"]
+
+
+def test_what_came_while_nobody_watched_is_caught_up_after_what_was_claimed(line: Line) -> None:
+    """AC5: before the first start, and between two; the oldest first, however they are called."""
+
+    def write(name: str, age_s: int) -> None:
+        (line.root / name).write_bytes(PNG)
+        os.utime(line.root / name, (1_000_000 - age_s, 1_000_000 - age_s))
+
+    for number in range(20):
+        write(f"b1_r_A{number:02}.png", number)
+    line.room = 5
+    line.run(5)
+    assert line.offered == [f"b1_r_A{number:02}.png" for number in range(19, 14, -1)]
+    for number in range(10):  # while it is stopped
+        write(f"b1_r_B{number}.png", 100 * number)
+    again = Line(line.root)
+    again.run(5)
+    claimed, waiting = again.offered[:5], again.offered[5:]
+    assert claimed == line.offered
+    ages = [int(again.root.joinpath(arrival.file.path).stat().st_mtime) for arrival in again.arrivals[5:]]
+    assert (len(waiting), ages) == (25, sorted(ages))
+
+
+def test_files_from_before_the_start_may_be_ignored(tmp_path: Path) -> None:
+    """AC5."""
+    line = Line(tmp_path / "inbox", ignore_existing=True)
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    (line.root / "b1_r_R2.png").write_bytes(PNG)
+    line.run(5)
+    (line.root / "b1_r_R2.png").write_bytes(IMAGES["jpg"])
+    (line.root / "b1_r_R3.png").write_bytes(PNG)
+    line.run(5)
+    assert sorted(line.offered) == ["b1_r_R2.png", "b1_r_R3.png"]
+
+
+def test_nested_folders_are_part_of_the_inbox(line: Line) -> None:
+    (line.root / "a" / "b").mkdir(parents=True)
+    (line.root / "a" / "b" / "b1_r_R1.png").write_bytes(PNG)
+    line.run(5)
+    assert line.offered == ["a/b/b1_r_R1.png"]
+    line.intake.settle(line.arrivals[0].subject, Verdict.OK)
+    line.run(1)
+    assert line.files() == {"done/2026-05-01/a/b/b1_r_R1.png"}
+
+
+def test_the_same_name_with_new_bytes_is_a_new_inspection(line: Line) -> None:
+    """AC7."""
+    for _ in range(2):
+        (line.root / "b1_r_R1.png").write_bytes(PNG)
+        line.run(5)
+    first, second = line.arrivals
+    assert first.subject.key != second.subject.key
+    assert first.file.path != second.file.path
+    for arrival in line.arrivals:
+        line.intake.settle(arrival.subject, Verdict.OK)
+    line.run(1)
+    assert len(line.files()) == 2
+    assert all(re.fullmatch(r"done/2026-05-01/b1_r_R1(~[0-9a-f-]+)?\.png", name) for name in line.files())
+
+
+# --- settling -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("after", "verdict", "left"),
+    [
+        ("move", Verdict.OK, {"done/2026-05-01/b1_r_R1.png"}),
+        ("move", Verdict.NG, {"ng/2026-05-01/b1_r_R1.png"}),
+        ("move", Verdict.UNKNOWN, {"failed/b1_r_R1.png", "failed/b1_r_R1.png.error.json"}),
+        ("delete", Verdict.OK, set()),
+        ("delete", Verdict.NG, set()),
+        ("delete", Verdict.UNKNOWN, {"failed/b1_r_R1.png", "failed/b1_r_R1.png.error.json"}),
+        ("keep", Verdict.OK, {"b1_r_R1.png"}),
+        ("keep", Verdict.UNKNOWN, {"b1_r_R1.png"}),
+    ],
+)
+def test_a_judged_file_goes_where_it_belongs(tmp_path: Path, after: str, verdict: Verdict, left: set[str]) -> None:
+    line = Line(tmp_path / "inbox", after=after)
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(5)
+    line.intake.settle(line.arrivals[0].subject, verdict, "weights are missing" if verdict is Verdict.UNKNOWN else None)
+    line.run(20)
+    assert line.files() == left
+    assert len(line.arrivals) == 1
+    assert line.intake.statistics().in_flight == 0
+    if "failed/b1_r_R1.png" in left:
+        error = json.loads((line.root / "failed/b1_r_R1.png.error.json").read_text())
+        assert (error["file"], error["reason"]) == ("b1_r_R1.png", "weights are missing")
+        assert error["key"] == line.arrivals[0].subject.key
+
+
+def test_a_kept_file_that_changes_is_a_new_inspection(tmp_path: Path) -> None:
+    line = Line(tmp_path / "inbox", after="keep")
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(5)
+    (line.root / "b1_r_R1.png").write_bytes(IMAGES["jpg"])
+    line.run(5)
+    assert len({arrival.subject.key for arrival in line.arrivals}) == 2
+
+
+@pytest.mark.parametrize("after", ["keep", "move"])
+def test_a_file_that_was_not_the_one_that_was_seen_is_looked_at_anew(tmp_path: Path, after: str) -> None:
+    line = Line(tmp_path / "inbox", after=after)
+    (line.root / "b1_r_R7.png").write_bytes(PNG)
+    line.run(5)
+    (first,) = line.arrivals
+    first.file.path.write_bytes(PNG + PNG)
+    line.intake.withdraw(first)
+    line.run(5)
+    second = line.arrivals[-1]
+    assert (len(line.arrivals), second.subject.image, second.file.sighting.size_bytes) == (
+        2,
+        first.subject.image,
+        2 * len(PNG),
+    )
+    assert line.intake.statistics().in_flight == 1
+    line.intake.withdraw(second)  # nothing was wrong with it after all
+    line.run(5)
+    assert (len(line.arrivals), line.arrivals[-1].subject.key) == (3, second.subject.key)
+    line.intake.settle(line.arrivals[-1].subject, Verdict.OK)
+    line.run(5)
+    assert (len(line.arrivals), line.intake.statistics().in_flight) == (3, 0)
+
+
+def test_a_file_that_cannot_be_put_back_is_held_told_once_and_put_back_later(
+    line: Line, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (line.root / "b1_r_R7.png").write_bytes(PNG)
+    line.run(5)
+    (first,) = line.arrivals
+    unclaim = Inbox.unclaim
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Inbox, "unclaim", refused)
+    line.intake.withdraw(first)
+    line.run(30)
+    assert (len(line.arrivals), line.intake.held) == (1, 1)
+    assert caplog.text.count("intake_not_put_back") == 1
+    monkeypatch.setattr(Inbox, "unclaim", unclaim)
+    line.run(10)
+    assert [arrival.subject.image for arrival in line.arrivals] == [first.subject.image] * 2
+
+
+def test_many_withdrawals_cost_no_more_scans_than_a_tenth_of_the_time(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (line.root / "b1_r_R7.png").write_bytes(PNG)
+    line.run(5)
+    scan, scans = Inbox.scan, []
+
+    def slow(inbox: Inbox) -> Any:
+        scans.append(line.now)
+        line.now += 1.0
+        return scan(inbox)
+
+    monkeypatch.setattr(Inbox, "scan", slow)
+    before = line.now
+    while line.now < before + 100:
+        if line.intake.statistics().in_flight:
+            line.intake.withdraw(line.arrivals[-1])
+        line.run(0.1)
+    assert len(scans) <= 11
+
+
+def test_a_share_that_was_gone_for_a_while_brings_back_what_was_passed_over(tmp_path: Path) -> None:
+    """AC8."""
+    line = Line(tmp_path / "inbox", ignore_existing=True, after="keep")
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(5)
+    (line.root / "b1_r_R2.png").write_bytes(PNG)
+    line.run(5)
+    line.intake.settle(line.arrivals[0].subject, Verdict.OK)
+    share, mount_point = tmp_path / "share", tmp_path / "empty"
+    mount_point.mkdir()
+    line.root.rename(share)
+    mount_point.rename(line.root)
+    line.run(20)
+    line.root.rename(mount_point)
+    share.rename(line.root)
+    (line.root / "b1_r_R3.png").write_bytes(PNG)
+    line.run(20)
+    assert line.offered == ["b1_r_R2.png", "b1_r_R3.png"]
+    assert line.intake.statistics().state is SourceState.ONLINE
+
+
+def test_folders_nested_deeper_than_calls_can_be_keep_nothing_from_being_taken(tmp_path: Path) -> None:
+    line = Line(tmp_path / "inbox", poll_s=60)
+    descriptor = os.open(line.root, os.O_RDONLY)
+    for _ in range(1200):
+        os.mkdir("d", dir_fd=descriptor)
+        deeper = os.open("d", os.O_RDONLY, dir_fd=descriptor)
+        os.close(descriptor)
+        descriptor = deeper
+    os.close(descriptor)
+    (line.root / "b1_r_R7.png").write_bytes(PNG)
+    line.run(3)
+    subprocess.run(["rm", "-rf", line.root / "d"], check=True)  # deeper than Python's own removal can go
+    assert line.offered == ["b1_r_R7.png"]
+
+
+def test_a_file_that_cannot_be_claimed_is_told_once_and_tried_less_and_less_often(
+    line: Line, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim, tries = Inbox.claim, []
+
+    def refusing(inbox: Inbox, relpath: str, sighting: Sighting) -> Any:
+        if relpath == "locked/b1_r_R1.png":
+            tries.append(line.now)
+            raise OSError(errno.EACCES, "Permission denied")
+        return claim(inbox, relpath, sighting)
+
+    monkeypatch.setattr(Inbox, "claim", refusing)
+    (line.root / "locked").mkdir()
+    (line.root / "locked" / "b1_r_R1.png").write_bytes(PNG)
+    for number in range(40):
+        (line.root / f"b1_r_N{number}.png").write_bytes(PNG)
+        line.run(20)
+    assert len(line.arrivals) == 40
+    assert caplog.text.count("intake_not_claimed") == 1
+    assert 15 <= len(tries) <= 22  # of 400 polls
+    assert max(later - earlier for earlier, later in pairwise(tries)) < 64
+
+
+def test_settling_twice_moves_once(line: Line) -> None:
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(5)
+    for verdict in (Verdict.OK, Verdict.NG):
+        line.intake.settle(line.arrivals[0].subject, verdict)
+    line.run(1)
+    assert line.files() == {"done/2026-05-01/b1_r_R1.png"}
+
+
+def test_without_room_files_wait_where_they_are(line: Line) -> None:
+    line.room = 1
+    for number in range(5):
+        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    line.run(90)
+    assert len(line.arrivals) == 1
+    assert line.intake.statistics().waiting == 4
+    assert line.intake.statistics().stale == ()
+    line.room = 10_000
+    line.run(1)
+    assert len(line.arrivals) == 5
+
+
+# --- many files ------------------------------------------------------------------------------------------------------
+
+MANY = 30_000
+
+
+class CountingRule(Rule):
+    """Counts how often it is asked when a file will be due or stale, by which every decision begins."""
+
+    asked = 0
+
+    def due_at(self, candidate: Candidate) -> float | None:
+        CountingRule.asked += 1
+        return super().due_at(candidate)
+
+
+@pytest.fixture
+def rule() -> CountingRule:
+    CountingRule.asked = 0
+    return CountingRule()
+
+
+def many(count: int = MANY) -> list[Found]:
+    """Files of a folder, written in an order that is not that of their names."""
+    return [Found(f"{number}.png", Sighting(number, 100, number * 7919 % count)) for number in range(count)]
+
+
+def test_a_step_of_a_full_agent_asks_nothing_of_the_files_that_wait(line: Line, rule: CountingRule) -> None:
+    line.run(0)
+    line.intake._next_scan = float("inf")  # these files are not there to be found
+    line.intake._waiting = line.intake._taker._waiting = Waiting(rule)
+    line.intake._waiting.see_all(many(), line.now)
+    rooms: list[float] = []
+    line.has_room = lambda: rooms.append(line.now) or False
+    line.now = 5.0
+    line.intake.step(line.now)
+    CountingRule.asked = 0
+    rooms.clear()
+    for _ in range(100):
+        line.now += 0.25
+        assert line.intake.step(line.now) > 0
+    assert CountingRule.asked == 0
+    assert len(rooms) == 100
+    assert line.intake.statistics().waiting == MANY
+
+
+def test_each_file_is_asked_about_a_few_times_however_many_wait(rule: CountingRule) -> None:
+    waiting = Waiting(rule)
+    waiting.see_all(many(), 0.0)
+    waiting.see_all(many(), 1.0)
+    assert CountingRule.asked <= 2 * MANY
+    assert waiting.next_due == 2.0
+    CountingRule.asked = 0
+    taken = []
+    while (candidate := waiting.first_due(2.0)) is not None:
+        taken.append(candidate.sighting.mtime_ns)
+        waiting.forget(candidate.relpath)
+    assert taken == list(range(MANY))
+    assert CountingRule.asked == 0
+    assert (len(waiting), waiting.next_due) == (0, None)
+
+
+def test_one_change_among_many_files_is_a_question_or_two(rule: CountingRule) -> None:
+    waiting = Waiting(rule)
+    waiting.see_all(many(), 0.0)
+    assert waiting.first_due(2.0) is not None
+    CountingRule.asked = 0
+    waiting.see(Found("17.png", Sighting(17, 200, 0)), 3.0)
+    waiting.postpone("18.png", 4.0)
+    waiting.forget("19.png")
+    assert waiting.first_due(3.0) == waiting.first_due(3.0) == waiting["0.png"]
+    assert waiting.find_stale(3.0) == waiting.stale == ()
+    assert CountingRule.asked <= 4
+
+
+def test_a_file_of_which_nothing_was_decided_holds_up_no_other() -> None:
+    waiting = Waiting(Rule())
+    waiting.see_all(many(2), 0.0)
+    first = waiting.first_due(2.0)
+    assert first is not None
+    waiting.end_turn(first, 2.5)
+    second = waiting.first_due(2.0)
+    assert second is not None
+    assert second.relpath != first.relpath
+    waiting.forget(second.relpath)
+    waiting.end_turn(second, 2.5)
+    assert waiting.first_due(2.4) is None
+    assert waiting.first_due(2.5) == first.postponed(2.5)
+
+
+class CountingFiling(Filing):
+    """Counts how often somebody asks when it is to be tried again."""
+
+    asked = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        CountingFiling.asked += name == "retry_at"
+        return super().__getattribute__(name)
+
+
+def test_files_that_cannot_be_put_away_are_not_gone_through_until_they_are_due(tmp_path: Path) -> None:
+    shelves = Shelves(Inbox(tmp_path, "demo"), deletes=False, wall=lambda: NOON)
+    for number in range(3000):
+        file = Claimed(f"{number}.png", Sighting(number, 1, 1), tmp_path / ".work" / "demo" / f"{number}.png")
+        shelves.add(CountingFiling(file, f"{number}@1-1-1", Verdict.OK, None, retry_at=100.0 + number))
+    CountingFiling.asked = 0
+    for now in range(100):
+        shelves.work(float(now))
+        assert (shelves.next_retry, shelves.pending) == (100.0, 3000)
+    assert CountingFiling.asked == 0
+    shelves.work(102.0)
+    assert (shelves.next_retry, shelves.pending) == (103.0, 2997)  # there are no such files: so much for them
+    shelves.work(float("inf"))
+    assert (shelves.next_retry, shelves.pending) == (None, 0)
+
+
+def test_a_rank_that_changes_again_and_again_leaves_nothing_behind() -> None:
+    ranking = Ranking()
+    for number in range(MANY):
+        ranking.put("a", float(number))
+        ranking.put("b", float(MANY - number))
+        assert ranking.first() == ("a" if number <= MANY - number else "b")
+    assert len(ranking._entries) < 100
+    ranking.drop("b")
+    assert (ranking.first(), ranking.first(MANY - 2.0), ranking.first_rank) == ("a", None, MANY - 1.0)
+    ranking.drop("a")
+    assert (ranking.first(), ranking.first_rank, len(ranking)) == (None, None, 0)
+
+
+class Exhaustive:
+    """What `Waiting` answers, found by asking the rule about every file at every step."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.candidates: dict[str, Candidate] = {}
+        self.stale: set[str] = set()
+
+    def put(self, candidate: Candidate, is_new: bool) -> None:
+        self.candidates[candidate.relpath] = candidate
+        self.stale -= {candidate.relpath} if is_new else set()
+
+    def first_due(self, now: float) -> Candidate | None:
+        due = [one for one in self.candidates.values() if self.rule.is_due(one, now)]
+        return min(due, key=lambda one: (one.sighting.mtime_ns, one.relpath), default=None)
+
+    def find_stale(self, now: float) -> tuple[str, ...]:
+        at = {name: self.rule.stale_at(one) for name, one in self.candidates.items()}
+        news = {name for name, stale_at in at.items() if stale_at is not None and stale_at <= now} - self.stale
+        self.stale |= news
+        return tuple(sorted(news))
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["see", "mark", "forget", "postpone", "wait"]), st.integers(0, 4), st.integers(0, 3)),
+    max_size=60,
+)
+
+
+@settings(deadline=None)
+@given(STEPS, st.sampled_from(["auto", "marker", "stable"]))
+def test_waiting_answers_as_if_it_had_asked_about_every_file(steps: list[tuple[str, int, int]], mode: str) -> None:
+    rule = Rule(mode, stale_after_s=6.0)
+    waiting, exhaustive, now = Waiting(rule), Exhaustive(rule), 0.0
+    for what, number, amount in steps:
+        name = f"{number}.png"
+        known = exhaustive.candidates.get(name)
+        if what in {"see", "mark"}:
+            found = Found(name, Sighting(number, amount, -amount), is_marked=what == "mark")
+            waiting.see(found, now)
+            seen = known.seen(found.sighting, now) if known else Candidate(name, found.sighting, now)
+            exhaustive.put(seen.shown(Evidence.MARKED if found.is_marked else Evidence.NONE), seen is not known)
+        elif what == "forget":
+            waiting.forget(name)
+            exhaustive.candidates.pop(name, None)
+            exhaustive.stale.discard(name)
+        elif what == "postpone":
+            waiting.postpone(name, now + amount)
+            if known:
+                exhaustive.put(known.postponed(now + amount), is_new=False)
+        else:
+            now += amount
+        assert waiting.first_due(now) == exhaustive.first_due(now)
+        assert len(waiting) == len(exhaustive.candidates)
+        if amount % 2:
+            assert waiting.find_stale(now) == exhaustive.find_stale(now)
+            assert waiting.stale == tuple(sorted(exhaustive.stale))
+
+
+def test_a_slow_rescan_takes_a_tenth_of_the_time_whatever_asks_for_it(line: Line) -> None:
+    """A clock that goes on by a second whenever it is read: each scan lasts one."""
+    scans, scan = [], line.intake._inbox.scan
+    line.intake._inbox.scan = lambda: scans.append(line.now) or scan()
+
+    def clock() -> float:
+        line.now += 1.0
+        return line.now
+
+    line.intake._clock = clock
+    line.intake.step(line.now)
+    scans.clear()
+    while line.now < 1000.0:
+        line.intake._note(Hint(None))
+        line.intake._note(Hint("b1_r_R1.done"))
+        line.intake.step(line.now)
+        line.now += 0.5
+    assert 90 <= len(scans) <= 100
+
+
+def test_a_marker_beside_its_file_needs_no_rescan(tmp_path: Path) -> None:
+    line = Line(tmp_path / "inbox", ready="marker", poll_s=3600)
+    for number in (1, 2):
+        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    line.run(1)
+    (line.root / "b1_r_R1.png.done").touch()
+    line.intake._note(Hint("b1_r_R1.png.done", Evidence.CLOSED))
+    line.run(1)
+    assert line.offered == ["b1_r_R1.png"]
+    (line.root / "b1_r_R2.done").touch()  # whose file this is only a rescan tells
+    line.intake._note(Hint("b1_r_R2.done", Evidence.CLOSED))
+    line.run(1)
+    assert line.offered == ["b1_r_R1.png", "b1_r_R2.png"]
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_what_can_never_be_judged_goes_to_failed_with_its_reason_and_harms_no_other(line: Line, tmp_path: Path) -> None:
+    """AC9: empty, a name that is not UTF-8, links, pipes; AC10: a name that tells nothing."""
+    outside = tmp_path / "secret.png"
+    outside.write_bytes(PNG)
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    (line.root / "noname.png").write_bytes(PNG)
+    (line.root / "b1_x_R1.png").write_bytes(PNG)
+    (line.root / "b1_r_R2.png").write_bytes(b"")
+    (line.root / "b1_r_R3.png").symlink_to(outside)
+    (line.root / "sub").symlink_to(tmp_path)
+    os.mkfifo(line.root / "b1_r_R4.png")
+    (Path(os.fsdecode(os.fsencode(line.root) + b"/b1_r_\xff.png"))).write_bytes(PNG)
+    line.run(70)
+    assert line.offered == ["b1_r_R1.png"]
+    reasons = {
+        "noname.png": "the name does not match",
+        "b1_x_R1.png": "no route for the component 'x'",
+        "b1_r_R2.png": "the file is empty",
+        "b1_r_R3.png": "a symbolic link",
+        "sub": "a symbolic link",
+        "b1_r_R4.png": "not a regular file",
+        "b1_r_\\xff.png": "the name is not UTF-8",
+    }
+    assert line.refused.keys() == reasons.keys()
+    for name, reason in reasons.items():
+        assert line.refused[name].startswith(reason)
+    failed = sorted(os.listdir(os.fsencode(line.root / "failed")))
+    assert len(failed) == 2 * len(reasons)
+    assert b"b1_r_\xff.png.error.json" in failed
+    explained = json.loads((line.root / "failed/noname.png.error.json").read_text())
+    assert explained["reason"].startswith("the name does not match the pattern")
+    assert outside.read_bytes() == PNG
+    assert line.intake.statistics().refused == len(reasons)
+
+
+def test_text_that_claims_to_be_an_image_is_left_to_the_decoder(line: Line) -> None:
+    (line.root / "b1_r_R1.png").write_bytes(b"hello")
+    line.run(5)
+    assert line.offered == ["b1_r_R1.png"]
+
+
+@pytest.mark.parametrize("mode", ["keep", "move"])
+def test_a_refused_file_is_refused_once(tmp_path: Path, mode: str) -> None:
+    line = Line(tmp_path / "inbox", after=mode)
+    (line.root / "noname.png").write_bytes(PNG)
+    line.run(20)
+    assert len(line.refusals) == 1
+    assert ("noname.png" in line.files()) is (mode == "keep")
+
+
+def test_a_refused_file_stays_until_its_verdict_is_stored(line: Line) -> None:
+    line.stores_refusals = False
+    (line.root / "noname.png").write_bytes(PNG)
+    line.run(5)
+    (refusal,) = line.refusals
+    assert (line.files(), line.intake.statistics().in_flight) == ({"noname.png"}, 1)
+    again = Line(line.root)
+    again.run(5)
+    assert [one.subject.key for one in again.refusals] == [refusal.subject.key]
+    assert again.files() == {"failed/noname.png", "failed/noname.png.error.json"}
+    assert again.intake.statistics().in_flight == 0
+
+
+def test_a_file_that_took_a_refused_ones_name_meanwhile_is_looked_at_for_itself(line: Line) -> None:
+    line.stores_refusals = False
+    (line.root / "b1_r_R1.png").touch()
+    line.run(70)
+    assert line.refused == {"b1_r_R1.png": "the file is empty"}
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.intake.settle(line.refusals[0].subject, Verdict.UNKNOWN, "empty")
+    line.run(5)
+    assert line.offered == ["b1_r_R1.png"]
+    assert line.arrivals[0].file.path.read_bytes() == PNG
+
+
+def test_a_refused_file_whose_name_tells_it_belongs_to_its_board(line: Line) -> None:
+    """AC10."""
+    (line.root / "b7_r_R1.png").write_bytes(PNG[:-20])
+    (line.root / "b7_nobody_R1.png").write_bytes(PNG)
+    (line.root / os.fsdecode(b"b7_r_\xff.png")).write_bytes(PNG)
+    line.run(70)
+    names = {refusal.subject.image: told_of(refusal.subject) for refusal in line.refusals}
+    assert names == {
+        "b7_r_R1.png": told("b7", "r", "R1", "main"),
+        "b7_nobody_R1.png": told(None, None, None, None),
+        "b7_r_\\xff.png": told(None, None, None, None),
+    }
+    assert all(refusal.subject.key.isprintable() for refusal in line.refusals)
+
+
+@pytest.mark.parametrize("verdict", [Verdict.OK, Verdict.UNKNOWN])
+@pytest.mark.parametrize("length", [200, 240, 251, 255])
+def test_a_name_of_any_length_is_claimed_found_again_and_put_away(line: Line, length: int, verdict: Verdict) -> None:
+    name = f"b1_r_{'R' * (length - 9)}.png"
+    (line.root / name).write_bytes(PNG)
+    line.run(5)
+    again = Line(line.root)
+    again.run(1)
+    assert [(one.subject.image, one.subject.key) for one in again.arrivals] == [(name, line.arrivals[0].subject.key)]
+    again.intake.settle(again.arrivals[0].subject, verdict)
+    again.run(5)
+    assert (again.refusals, again.intake.statistics().alarm) == ([], None)
+    placed, *explained = sorted(again.files(), key=lambda file: "error" in file)
+    assert placed == (f"done/2026-05-01/{name}" if verdict is Verdict.OK else f"failed/{name}")
+    assert [file.endswith(".error.json") for file in explained] == [True] * (verdict is Verdict.UNKNOWN)
+
+
+@pytest.mark.parametrize("mtime_ns", [-1, -86_400_000_000_000])
+def test_a_file_older_than_1970_is_found_again_after_a_crash(line: Line, mtime_ns: int) -> None:
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    os.utime(line.root / "b1_r_R1.png", ns=(mtime_ns, mtime_ns))
+    line.run(5)
+    again = Line(line.root)
+    again.run(1)
+    assert [one.subject.key for one in again.arrivals] == [line.arrivals[0].subject.key]
+
+
+UNREADABLE = """
+import os, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from tests.agent.sources.folder import lines
+if os.geteuid() == 0:
+    os.chown({folder!r}, 65534, 65534)
+    os.seteuid(65534)
+line = lines.Line(Path({folder!r}))
+(line.root / "b1_r_R1.png").write_bytes(lines.PNG)
+(line.root / "b1_r_R2.png").write_bytes(lines.PNG)
+(line.root / "b1_r_R3.png").write_bytes(lines.PNG)
+for number in (1, 2):
+    os.chmod(line.root / f"b1_r_R{{number}}.png", 0)
+line.run(10)
+print(line.offered, line.refused)
+os.chmod(line.root / "b1_r_R2.png", 0o600)
+line.run(40)
+print(line.offered, line.refused)
+line.run(20)
+print(line.offered, line.refused, sorted(os.listdir(line.root / "failed")))
+"""
+
+
+def test_a_file_that_may_not_be_read_is_refused_when_nothing_changes_for_long(tmp_path: Path) -> None:
+    """AC9: EACCES, under a user whom permissions bind."""
+    folder = tmp_path / "inbox"
+    folder.mkdir()
+    for above in (tmp_path, *tmp_path.parents):
+        if above.stat().st_uid == os.getuid() and above.name.startswith(("pytest-", "popen-", "test_")):
+            above.chmod(0o755)
+    script = UNREADABLE.format(root=str(Path(__file__).parents[3]), folder=str(folder))
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == [
+        "['b1_r_R3.png'] {}",
+        "['b1_r_R3.png', 'b1_r_R2.png'] {}",
+        "['b1_r_R3.png', 'b1_r_R2.png'] {'b1_r_R1.png': 'not permitted to read it'} "
+        "['b1_r_R1.png', 'b1_r_R1.png.error.json']",
+    ]
+
+
+# --- crashes, other agents, and a filesystem that says no -----------------------------------------------------------
+
+
+def test_what_was_claimed_and_not_settled_is_offered_again_under_the_same_key(line: Line) -> None:
+    """AC6."""
+    (line.root / "sub").mkdir()
+    for name in ("b1_r_R1.png", "sub/b1_r_R2.png"):
+        (line.root / name).write_bytes(PNG)
+    line.run(5)
+    again = Line(line.root)
+    again.run(1)
+    assert {(one.subject.key, one.subject.image, one.file.path) for one in again.arrivals} == {
+        (one.subject.key, one.subject.image, one.file.path) for one in line.arrivals
+    }
+    for arrival in again.arrivals:
+        again.intake.settle(arrival.subject, Verdict.NG)
+    again.run(1)
+    assert again.files() == {"ng/2026-05-01/b1_r_R1.png", "ng/2026-05-01/sub/b1_r_R2.png"}
+    third = Line(line.root)
+    third.run(5)
+    assert third.arrivals == []
+
+
+def test_a_crash_between_the_two_halves_of_a_move_is_repaired(line: Line) -> None:
+    """AC6."""
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(5)
+    shelf = line.root / "done" / "2026-05-01"
+    shelf.mkdir(parents=True)
+    os.link(line.arrivals[0].file.path, shelf / "b1_r_R1.png")
+    again = Line(line.root)
+    again.run(1)
+    assert again.arrivals[0].subject.key == line.arrivals[0].subject.key
+    again.intake.settle(again.arrivals[0].subject, Verdict.OK)
+    again.run(1)
+    assert again.files() == {"done/2026-05-01/b1_r_R1.png"}
+
+
+def test_a_recovered_file_whose_name_tells_nothing_any_more_is_refused(line: Line) -> None:
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(5)
+    again = Line(line.root)
+    again.intake.name_by(replace(NAMING, components=frozenset({"c"})))
+    again.run(1)
+    assert again.refused == {"b1_r_R1.png": "no route for the component 'r'"}
+    assert again.files() == {"failed/b1_r_R1.png", "failed/b1_r_R1.png.error.json"}
+
+
+def test_of_two_agents_on_one_folder_each_file_goes_to_one(tmp_path: Path) -> None:
+    lines = [Line(tmp_path / "inbox", owner=owner) for owner in ("one", "two")]
+    for number in range(200):
+        (lines[0].root / f"b1_r_R{number}.png").write_bytes(PNG)
+    for line in lines:
+        line.intake.step(0.0)
+    threads = [threading.Thread(target=line.intake.step, args=(5.0,)) for line in lines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    taken = [name for line in lines for name in line.offered]
+    assert sorted(taken) == sorted(set(taken)) == sorted(f"b1_r_R{number}.png" for number in range(200))
+    restarted = Line(tmp_path / "inbox", owner="one")
+    restarted.run(1)
+    assert sorted(restarted.offered) == sorted(lines[0].offered)
+
+
+def test_a_folder_that_vanishes_is_offline_and_resumes(line: Line) -> None:
+    """AC8."""
+    line.run(1)
+    assert line.intake.statistics().state is SourceState.ONLINE
+    moved = line.root.with_name("unmounted")
+    line.root.rename(moved)
+    line.run(3)
+    assert line.intake.statistics().state is SourceState.OFFLINE
+    assert not line.root.exists()
+    moved.rename(line.root)
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(6)
+    assert line.intake.statistics().state is SourceState.ONLINE
+    assert line.offered == ["b1_r_R1.png"]
+
+
+def test_a_settled_file_waits_for_a_folder_that_is_gone(line: Line) -> None:
+    """AC8."""
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(5)
+    moved = line.root.with_name("unmounted")
+    line.root.rename(moved)
+    line.intake.settle(line.arrivals[0].subject, Verdict.OK)
+    line.run(5)
+    statistics = line.intake.statistics()
+    assert (statistics.unfiled, statistics.alarm) == (1, "the folder is gone")
+    moved.rename(line.root)
+    line.run(40)
+    assert line.files() == {"done/2026-05-01/b1_r_R1.png"}
+    assert (line.intake.statistics().unfiled, line.intake.statistics().alarm) == (0, None)
+
+
+def test_what_cannot_be_moved_is_kept_and_retried(line: Line, caplog: pytest.LogCaptureFixture) -> None:
+    """AC11."""
+    (line.root / "done").write_text("a file where the shelf should be")
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(5)
+    line.intake.settle(line.arrivals[0].subject, Verdict.OK)
+    line.run(10)
+    assert line.intake.statistics().unfiled == 1
+    assert line.intake.statistics().alarm is not None
+    assert line.arrivals[0].file.path.exists()
+    assert caplog.text.count("intake_not_filed") == 1
+    (line.root / "done").unlink()
+    line.run(40)
+    assert line.files() == {"done/2026-05-01/b1_r_R1.png"}
+
+
+def test_what_cannot_be_claimed_is_left_and_retried(line: Line) -> None:
+    (line.root / ".work").write_text("a file where the claims should be")
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(10)
+    assert line.arrivals == []
+    assert line.intake.statistics().alarm is not None
+    (line.root / ".work").unlink()
+    line.run(20)
+    assert line.offered == ["b1_r_R1.png"]
+    assert line.intake.statistics().alarm is None
+
+
+def test_what_an_error_leaves_claimed_is_offered_with_the_next_rescan(line: Line) -> None:
+    """A marker that cannot be removed: its file is claimed by then."""
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    (line.root / "b1_r_R1.png.done").mkdir()
+    line.run(0.3)
+    assert line.arrivals == []
+    assert list((line.root / ".work").rglob("*.png"))
+    line.run(5)
+    assert line.offered == ["b1_r_R1.png"]
+    line.intake.settle(line.arrivals[0].subject, Verdict.OK)
+    line.run(5)
+    assert line.files() == {"done/2026-05-01/b1_r_R1.png"}
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), ValueError("of the program's own")])
+def test_any_error_between_a_claim_and_its_offer_delays_the_file(
+    line: Line, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    sighting, failures = Inbox.sighting, [error]
+
+    def fail_once(inbox: Inbox, claimed: Claimed) -> Sighting:
+        if failures:
+            raise failures.pop()
+        return sighting(inbox, claimed)
+
+    monkeypatch.setattr(Inbox, "sighting", fail_once)
+    for number in (1, 2):
+        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    with suppress(ValueError):  # the boundary of the thread
+        line.run(3)
+    line.run(3)
+    assert sorted(line.offered) == ["b1_r_R1.png", "b1_r_R2.png"]
+
+
+def test_what_lies_claimed_when_a_folder_comes_back_is_offered_and_nothing_twice(line: Line) -> None:
+    for number in (1, 2):
+        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    line.run(5)
+    moved = line.root.with_name("unmounted")
+    line.root.rename(moved)
+    line.run(3)
+    orphan = Inbox(moved, "demo")
+    (moved / "b1_r_R3.png").write_bytes(PNG)
+    found = orphan.look("b1_r_R3.png")
+    assert found is not None
+    orphan.claim("b1_r_R3.png", found.sighting)
+    moved.rename(line.root)
+    line.run(20)
+    assert sorted(line.offered) == ["b1_r_R1.png", "b1_r_R2.png", "b1_r_R3.png"]
+
+
+def test_what_is_in_anybodys_hands_is_never_offered_again(line: Line) -> None:
+    """In flight, waiting for room after a restart, or settled and not to be put away."""
+    (line.root / "done").write_text("a file where the shelf should be")
+    for number in range(6):
+        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    line.run(5)
+    for arrival in line.arrivals[:3]:
+        line.intake.settle(arrival.subject, Verdict.OK)
+    line.run(40)
+    assert len(line.arrivals) == 6
+    again = Line(line.root)
+    again.room = 2
+    again.run(40)
+    assert (len(again.arrivals), again.intake.statistics().waiting) == (2, 4)
+    again.room = 10
+    again.run(40)
+    assert len(again.arrivals) == len({arrival.subject.key for arrival in again.arrivals}) == 6
+
+
+def test_what_was_claimed_before_files_were_kept_is_settled_once(line: Line) -> None:
+    (line.root / "b1_r_R1.png").write_bytes(PNG)
+    line.run(5)
+    again = Line(line.root, after="keep")
+    again.run(5)
+    again.intake.settle(again.arrivals[0].subject, Verdict.OK)
+    again.run(20)
+    assert len(again.arrivals) == 1
+    assert again.files() == {"done/2026-05-01/b1_r_R1.png"}
+
+
+def test_files_that_cannot_be_put_away_are_held_and_told_when_they_use_up_the_room(
+    line: Line, caplog: pytest.LogCaptureFixture
+) -> None:
+    (line.root / "done").write_text("a file where the shelf should be")
+    line.has_room = lambda: line.intake.held < 4
+    for number in range(9):
+        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    line.run(5)
+    for _ in range(3):
+        for arrival in line.arrivals:
+            if arrival.subject.key in line.intake._custody._in_flight:
+                line.intake.settle(arrival.subject, Verdict.OK)
+        line.run(5)
+    assert (len(line.arrivals), line.intake.held, line.intake.statistics().unfiled) == (4, 4, 4)
+    assert caplog.text.count("intake_held_up") == 1
+    (line.root / "done").unlink()
+    line.run(40)
+    assert (len(line.arrivals), line.intake.statistics().unfiled) == (8, 0)
+
+
+def test_a_file_that_changes_while_it_is_claimed_goes_back(tmp_path: Path) -> None:
+    inbox = Inbox(tmp_path, "demo")
+    (tmp_path / "b1_r_R1.png").write_bytes(PNG)
+    found = inbox.look("b1_r_R1.png")
+    assert found is not None
+    claimed = inbox.claim("b1_r_R1.png", found.sighting)
+    with claimed.path.open("ab") as late:
+        late.write(b"more")
+    assert inbox.sighting(claimed) != found.sighting
+    inbox.unclaim(claimed)
+    assert (tmp_path / "b1_r_R1.png").read_bytes() == PNG + b"more"
+
+
+# --- the thread, and real events ------------------------------------------------------------------------------------
+
+
+def test_files_arrive_by_every_way_each_once(tmp_path: Path) -> None:
+    """AC3."""
+    root, beside = tmp_path / "inbox", tmp_path / "beside"
+    beside.mkdir()
+    for number in range(6):
+        (beside / f"b1_r_R{number}.png").write_bytes(PNG)
+    with Service(root, settle_ms=50, poll_s=0.1) as service:
+        (root / "b1_r_R0.png").write_bytes(PNG)
+        (beside / "b1_r_R1.png").rename(root / "b1_r_R1.png")
+        os.link(beside / "b1_r_R2.png", root / "b1_r_R2.png")
+        (beside / "b1_r_R2.png").unlink()
+        (root / "new" / "deep").mkdir(parents=True)
+        (root / "new" / "deep" / "b1_r_R3.png").write_bytes(PNG)
+        (root / "b1_r_R4.png.part").write_bytes(PNG)
+        (root / "b1_r_R4.png.part").rename(root / "b1_r_R4.png")
+        shutil.copy2(beside / "b1_r_R5.png", root / "b1_r_R5.png")
+        arrivals = [service.next() for _ in range(6)]
+        for arrival in arrivals:
+            service.intake.settle(arrival.subject, Verdict.OK)
+    assert sorted(arrival.subject.ref for arrival in arrivals) == [f"R{number}" for number in range(6)]
+    assert service.arrivals.empty()
+    shelf = root / "done" / "2026-05-01"
+    assert {str(file.relative_to(shelf)) for file in shelf.rglob("*.png")} == {
+        *(f"b1_r_R{number}.png" for number in (0, 1, 2, 4, 5)),
+        "new/deep/b1_r_R3.png",
+    }
+    assert service.intake.statistics().state is SourceState.STOPPED
+
+
+def test_events_make_it_quick_without_a_rescan(tmp_path: Path) -> None:
+    (tmp_path / "inbox").mkdir()
+    (tmp_path / "inbox" / "b1_r_R0.png").write_bytes(PNG)  # the first scan finds it, also where nothing tells changes
+    with Service(tmp_path / "inbox", settle_ms=20, poll_s=3600) as service:
+        assert service.next().subject.ref == "R0"
+        if service.intake.statistics().is_polled:
+            pytest.skip("this filesystem tells no changes")
+        (tmp_path / "b1_r_R1.png").write_bytes(PNG)
+        (tmp_path / "b1_r_R1.png").rename(tmp_path / "inbox" / "b1_r_R1.png")
+        assert service.next().subject.ref == "R1"
+        (tmp_path / "inbox" / "b1_r_R2.png").write_bytes(PNG)
+        assert service.next().subject.ref == "R2"
+
+
+def test_the_agents_own_folders_tell_nothing(tmp_path: Path) -> None:
+    """All that an agent does to a file, under a real watch; then what others do, which is told."""
+    inbox, hints = Inbox(tmp_path, "demo"), queue.Queue[Hint]()
+    (tmp_path / "sub").mkdir()
+    watch = Hints(tmp_path, hints.put)
+    if not watch.start():
+        pytest.skip("this system tells no changes")
+
+    def next_hint() -> Hint:
+        return hints.get(timeout=WAIT_S)
+
+    try:
+        for number, shelf in enumerate(("done/2026-05-01", "ng/2026-05-01", "failed")):
+            (tmp_path / "sub" / f"{number}.png").touch()
+            assert next_hint() == Hint(f"sub/{number}.png", Evidence.NONE)
+            assert next_hint() == Hint(f"sub/{number}.png", Evidence.CLOSED)
+            found = inbox.look(f"sub/{number}.png")
+            assert found is not None
+            claimed = inbox.claim(found.relpath, found.sighting)
+            inbox.explain(inbox.put_away(claimed, shelf, "1-2-3"), {})
+            inbox.leave()
+        (tmp_path / "done" / "2026-05-01").rename(tmp_path / "done" / "archive")
+        (tmp_path / "ng" / "2026-05-01").rename(tmp_path / "back")
+        assert next_hint() == Hint(None)  # what was judged comes back, to be judged again
+        (tmp_path / "failed" / "sub" / "2.png").rename(tmp_path / "2.png")
+        while (hint := next_hint()).relpath is None or hint.relpath.startswith("back/"):  # told of what lies in it
+            continue
+        assert hint == Hint("2.png", Evidence.RENAMED)
+        (tmp_path / "new").mkdir()
+        assert next_hint() == Hint(None)
+    finally:
+        watch.stop(timeout_s=5.0)
+
+
+def test_judging_files_asks_for_no_rescan(tmp_path: Path) -> None:
+    """Real events, and a folder that is otherwise looked at once an hour."""
+    scans: list[None] = []
+    with Service(tmp_path / "inbox", settle_ms=20, poll_s=3600) as service:
+        inbox = service.intake._inbox
+        scan = inbox.scan
+        inbox.scan = lambda: scans.append(None) or scan()
+        wait_until(lambda: service.intake.statistics().state is SourceState.ONLINE)
+        if service.intake.statistics().is_polled:
+            pytest.skip("this filesystem tells no changes")
+        before = len(scans)
+        for number in range(20):
+            (tmp_path / "x.png").write_bytes(PNG)
+            (tmp_path / "x.png").rename(tmp_path / "inbox" / f"b1_r_R{number}.png")
+            service.intake.settle(service.next().subject, (Verdict.OK, Verdict.NG, Verdict.UNKNOWN)[number % 3])
+        wait_until(lambda: service.intake.statistics().filed == 20)
+        assert len(scans) == before
+    assert not (tmp_path / "inbox" / ".work").exists()
+
+
+def test_a_burst_of_files_arrives_whole_and_each_once(tmp_path: Path) -> None:
+    root = tmp_path / "inbox"
+    with Service(root, poll_s=0.1) as service:
+        for number in range(1500):
+            (root / f"b1_r_R{number}.png").write_bytes(PNG[:200] + PNG[-12:])
+        refs = [service.next().subject.ref for _ in range(1500)]
+    assert sorted(refs) == sorted(f"R{number}" for number in range(1500))
+    assert service.arrivals.empty()
+
+
+def test_ten_thousand_files_of_which_the_kernel_tells_sixteen_all_arrive_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AC4: what a queue of sixteen events loses; the machine's own is left as it is."""
+    root, told = tmp_path / "inbox", []
+    note = FolderIntake._note
+
+    def overflowing(intake: FolderIntake, hint: Hint) -> None:
+        told.append(hint)
+        if len(told) <= 16:
+            note(intake, hint)
+
+    monkeypatch.setattr(FolderIntake, "_note", overflowing)
+    tiny = io.BytesIO()
+    Image.new("L", (1, 1)).save(tiny, "PNG")
+    with Service(root, poll_s=0.2) as service:
+        wait_until(lambda: service.intake.statistics().state is SourceState.ONLINE)
+        for number in range(10_000):
+            (root / f"b1_r_R{number}.png").write_bytes(tiny.getvalue())
+        refs = [service.next().subject.ref for _ in range(10_000)]
+        is_polled = service.intake.statistics().is_polled
+    assert sorted(refs) == sorted(f"R{number}" for number in range(10_000))
+    assert service.arrivals.empty()
+    assert is_polled or len(told) > 10_000
+
+
+MOUNTED = """
+import subprocess, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from experts.expert import Verdict
+from tests.agent.sources.folder.lines import PNG, Line
+
+def run(*command):
+    if subprocess.run(command, check=False).returncode:
+        sys.exit(77)
+
+folder, share = Path({folder!r}), Path({folder!r} + "-share")
+share.mkdir()
+run("mount", "-t", "tmpfs", "none", share)
+run("mount", "--bind", share, folder)
+line = Line(folder)
+(folder / "b1_r_R1.png").write_bytes(PNG)
+line.run(5)
+run("umount", "-l", folder)
+line.intake.settle(line.arrivals[0].subject, Verdict.OK)
+line.run(5)
+print(line.intake.statistics().state, line.offered, list(folder.iterdir()))
+run("mount", "--bind", share, folder)
+(folder / "b1_r_R2.png").write_bytes(PNG)
+line.run(40)
+for arrival in line.arrivals[1:]:
+    line.intake.settle(arrival.subject, Verdict.OK)
+line.run(40)
+print(line.intake.statistics().state, line.offered, sorted(line.files()), line.refused)
+"""
+
+
+def test_a_mount_that_vanishes_mid_run_is_offline_and_resumes(tmp_path: Path) -> None:
+    """AC8: a real one, in a mount namespace of the test's own; what was claimed on it is offered once more, under the
+    key by which its stored verdict is found, and nothing is left on the bare mount point."""
+    (tmp_path / "inbox").mkdir()
+    script = MOUNTED.format(root=str(Path(__file__).parents[3]), folder=str(tmp_path / "inbox"))
+    apart = ["unshare", "--mount", "--propagation", "private"]
+    if shutil.which("unshare") is None:
+        pytest.skip("unshare is not installed")
+    asked = subprocess.run([*apart, "true"], capture_output=True, text=True, check=False)
+    if asked.returncode != 0:  # as in a chroot
+        pytest.skip(f"a mount namespace is not permitted here: {asked.stderr.strip()}")
+    command = [*apart, sys.executable, "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if ended.returncode == 77:
+        pytest.skip("mounting is not permitted here")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == [
+        "offline ['b1_r_R1.png'] []",
+        "online ['b1_r_R1.png', 'b1_r_R1.png', 'b1_r_R2.png'] "
+        "['done/2026-05-01/b1_r_R1.png', 'done/2026-05-01/b1_r_R2.png'] {}",
+    ]
+
+
+def test_stopping_leaves_what_is_in_flight_for_the_next_start(tmp_path: Path) -> None:
+    root = tmp_path / "inbox"
+    with Service(root, settle_ms=10, poll_s=0.1) as service:
+        (root / "b1_r_R1.png").write_bytes(PNG)
+        first = service.next()
+    with Service(root, settle_ms=10, poll_s=0.1) as service:
+        assert service.next().subject.key == first.subject.key
+
+
+def test_a_burst_of_leases_and_writers_never_signals_the_process(tmp_path: Path) -> None:
+    file = tmp_path / "x.png"
+    file.write_bytes(PNG)
+    stop = threading.Event()
+
+    def write_again_and_again() -> None:
+        while not stop.is_set():
+            with file.open("r+b"):
+                pass
+
+    writer = threading.Thread(target=write_again_and_again)
+    writer.start()
+    try:
+        for _ in range(2000):
+            with file.open("rb") as reader:
+                assert lease_of(reader.fileno()) in set(Lease)
+    finally:
+        stop.set()
+        writer.join()
+
+
+def test_a_part_is_held_as_long_as_its_image(tmp_path: Path) -> None:
+    """Whose rows are needed: by the image's key, and by that of each of its parts, whatever its ref."""
+    line = Line(tmp_path / "inbox", after="keep")
+    name = "b1_r_R#1@2-3-4#.png"
+    (line.root / name).write_bytes(PNG)
+    line.run(5)
+    (arrival,) = line.arrivals
+    keys = [arrival.subject.key, part_key(arrival.subject.key, "R1"), part_key(arrival.subject.key, "U1@a#b")]
+    assert [line.intake.holds(key) for key in keys] == [True, True, True]
+    (line.root / "another.png").write_bytes(PNG)
+    (line.root / name).unlink()
+    assert [line.intake.holds(key) for key in keys] == [False, False, False]
+
+
+@pytest.mark.parametrize("away", ["gone", "another folder", "a bare mount point", "a bare mount point since the start"])
+def test_a_kept_file_whose_share_is_away_counts_as_there(tmp_path: Path, away: str) -> None:
+    """Else its row would go by its age, and the file be judged again when the share is back."""
+    line = Line(tmp_path / "inbox", after="keep")
+    for number in range(2):
+        (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
+    line.run(5)
+    key = line.arrivals[0].subject.key
+    line.root.rename(tmp_path / "share")
+    if away != "gone":
+        line.root.mkdir()
+    if away == "another folder":
+        (line.root / "b2_r_R1.png").write_bytes(PNG)
+    if away == "a bare mount point since the start":
+        line = Line(line.root, after="keep")
+        line.run(5)
+        assert line.intake.statistics().state is SourceState.ONLINE
+    assert line.intake.holds(key)
+    assert not line.intake.holds("0ther/" + key)
+    shutil.rmtree(line.root, ignore_errors=True)
+    (tmp_path / "share").rename(line.root)
+    line.run(20)
+    assert line.intake.holds(key)
+    line.arrivals[0].file.path.unlink()
+    assert not line.intake.holds(key)

@@ -1,0 +1,360 @@
+"""Reading a folder's arrivals under a clock of the test's own: real files, and a filesystem that fails when told to."""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import pytest
+
+from agent.sources.folder.arrivals import ClaimedImage
+from agent.sources.folder.files.inbox import Claimed
+from agent.sources.folder.files.readiness import Sighting
+from agent.sources.folder.reading import LONGEST_PAUSE_S, PATIENCE_S, STUCK_S, Answers, ArrivalReader, read_as_seen
+from experts.errors import FileChanged, ImageTooLarge
+from experts.images import DEFAULT_MAX_PIXELS
+from tests.lines import subject
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+CONTENT = b"what a camera wrote"
+WAIT_S = 30.0
+
+
+def arrival_of(path: Path, *, is_ours: bool = True) -> ClaimedImage:
+    status = path.lstat()
+    seen = Sighting(status.st_ino, status.st_size, status.st_mtime_ns)
+    return ClaimedImage(subject(path.name), Claimed(path.name, seen, path, is_ours))
+
+
+@dataclass
+class Desk:
+    """A reader driven by hand, and what it answered; ``trouble`` is what the filesystem says to every read."""
+
+    budget_bytes: int = 1_000_000
+    now: float = 0.0
+    is_sound: bool = True
+    trouble: OSError | None = None
+    tries: list[float] = field(default_factory=list)
+    read: list[tuple[str, bytes]] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        answers = Answers(
+            lambda arrival, content: self.read.append((arrival.subject.key, content)),
+            lambda arrival: self.changed.append(arrival.subject.key),
+            lambda _arrival, reason: self.unreadable.append(reason),
+        )
+        self.reader = ArrivalReader(
+            "inbox",
+            answers,
+            lambda _: self.is_sound,
+            budget_bytes=self.budget_bytes,
+            read_file=self._read,
+            clock=lambda: self.now,
+        )
+
+    def _read(self, arrival: ClaimedImage, max_pixels: int) -> bytes:
+        self.tries.append(self.now)
+        if self.trouble is not None:
+            raise self.trouble
+        return read_as_seen(arrival, max_pixels)
+
+    def run(self, seconds: float) -> None:
+        """Turn the clock from one due step to the next."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(self.now + max(self.reader.step(self.now), 0.001), until)
+        self.reader.step(self.now)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "b1_r_R1.png"
+    path.write_bytes(CONTENT)
+    return path
+
+
+def test_the_bytes_of_the_file_that_was_seen_are_handed_on(file: Path) -> None:
+    desk = Desk()
+    desk.reader.take(arrival_of(file))
+    desk.reader.step(0.0)
+    assert desk.read == [(file.name, CONTENT)]
+    assert desk.reader.statistics().held_bytes == len(CONTENT)
+    desk.reader.release(len(CONTENT))
+    assert desk.reader.statistics().held_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "code", [errno.EIO, errno.ESTALE, errno.EACCES, errno.ENOENT, errno.ETIMEDOUT, errno.EHOSTDOWN]
+)
+def test_what_the_filesystem_says_is_no_word_on_the_image(file: Path, code: int) -> None:
+    desk = Desk(trouble=OSError(code, os.strerror(code)))
+    desk.reader.take(arrival_of(file))
+    desk.run(5.0)
+    assert (desk.read, desk.changed, desk.unreadable) == ([], [], [])
+    statistics = desk.reader.statistics()
+    assert (statistics.waiting, statistics.failing, statistics.alarm) == (1, 1, os.strerror(code))
+    desk.trouble = None
+    desk.run(LONGEST_PAUSE_S)
+    assert desk.read == [(file.name, CONTENT)]
+    statistics = desk.reader.statistics()
+    assert (statistics.waiting, statistics.failing, statistics.alarm) == (0, 0, None)
+
+
+def test_pauses_double_up_to_the_longest(file: Path) -> None:
+    desk = Desk(trouble=OSError(errno.EIO, "Input/output error"), is_sound=False)
+    desk.reader.take(arrival_of(file))
+    desk.run(100.0)
+    pauses = [later - earlier for earlier, later in zip(desk.tries, desk.tries[1:], strict=False)]
+    assert pauses == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, *[LONGEST_PAUSE_S] * (len(pauses) - 6)]
+    assert len(pauses) > 8
+
+
+def test_a_file_that_alone_cannot_be_read_is_told_so_after_the_patience(file: Path) -> None:
+    desk = Desk(trouble=OSError(errno.EIO, "Input/output error"))
+    desk.reader.take(arrival_of(file))
+    desk.run(PATIENCE_S - 1)
+    assert desk.unreadable == []
+    desk.run(2 * LONGEST_PAUSE_S)
+    assert desk.unreadable == ["b1_r_R1.png: cannot be read (Input/output error), tried for 61 s"]
+    assert desk.reader.statistics().failing == 0
+    tries = len(desk.tries)
+    desk.run(PATIENCE_S)
+    assert len(desk.tries) == tries
+
+
+def test_only_time_in_which_the_folder_could_be_read_counts_against_a_file(file: Path) -> None:
+    desk = Desk(trouble=OSError(errno.EHOSTDOWN, "Host is down"), is_sound=False)
+    desk.reader.take(arrival_of(file))
+    desk.run(2 * PATIENCE_S)
+    desk.is_sound = True  # the share is back, a moment after the file was asked for in vain
+    desk.run(LONGEST_PAUSE_S)
+    assert desk.unreadable == []
+    desk.trouble = None
+    desk.run(LONGEST_PAUSE_S)
+    assert desk.read == [(file.name, CONTENT)]
+
+
+def test_while_the_folder_is_gone_its_files_wait_for_as_long_as_it_takes(file: Path) -> None:
+    desk = Desk(trouble=OSError(errno.ENOENT, "No such file or directory"), is_sound=False)
+    desk.reader.take(arrival_of(file))
+    desk.run(100 * PATIENCE_S)
+    assert desk.unreadable == []
+    desk.trouble, desk.is_sound = None, True
+    desk.run(LONGEST_PAUSE_S)
+    assert desk.read == [(file.name, CONTENT)]
+
+
+def test_what_anything_else_raises_stays_with_its_own_file(file: Path) -> None:
+    desk = Desk(trouble=None)
+    good = arrival_of(file)
+    lost = replace(good.file, path=None)  # type: ignore[arg-type]  # stands for an error of the program
+    broken = replace(good, file=lost)
+    desk.reader.take(broken)
+    desk.reader.take(arrival_of(file))
+    desk.reader.step(0.0)
+    assert desk.read == [(file.name, CONTENT)]
+    assert desk.reader.statistics().waiting == 1
+
+
+def test_a_kept_file_that_its_owner_removed_gets_no_verdict(file: Path) -> None:
+    desk = Desk()
+    arrival = arrival_of(file, is_ours=False)
+    file.unlink()
+    desk.reader.take(arrival)
+    desk.reader.step(0.0)
+    assert (desk.changed, desk.unreadable) == ([file.name], [])
+
+
+def rewritten(file: Path) -> None:
+    file.write_bytes(CONTENT.upper())
+    os.utime(file, ns=(1, 1))
+
+
+def replaced(file: Path) -> None:
+    other = file.with_name("other")
+    other.write_bytes(CONTENT)
+    status = file.stat()
+    other.replace(file)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def linked(file: Path) -> None:
+    file.rename(file.with_name("elsewhere"))
+    file.symlink_to("elsewhere")
+
+
+def piped(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize("change", [rewritten, replaced, linked, piped])
+def test_another_file_in_its_place_is_not_read(file: Path, change: Callable[[Path], None]) -> None:
+    arrival = arrival_of(file, is_ours=False)
+    change(file)
+    with pytest.raises(FileChanged):
+        read_as_seen(arrival, DEFAULT_MAX_PIXELS)
+
+
+def test_what_was_claimed_may_have_another_inode_where_the_filesystem_makes_them_up(file: Path) -> None:
+    arrival = arrival_of(file)
+    replaced(file)
+    assert read_as_seen(arrival, DEFAULT_MAX_PIXELS) == CONTENT
+
+
+def test_a_file_that_is_written_to_while_it_is_read_is_not_taken(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrival, fstat, looks = arrival_of(file, is_ours=False), os.fstat, []
+
+    def written_after_the_first_look(descriptor: int) -> os.stat_result:
+        looks.append(fstat(descriptor))
+        if len(looks) == 1:
+            with file.open("r+b") as writer:
+                writer.write(b"WHAT")
+            os.utime(file, ns=(looks[0].st_atime_ns, looks[0].st_mtime_ns))  # as a careful copy does
+        return looks[-1]
+
+    monkeypatch.setattr(os, "fstat", written_after_the_first_look)
+    with pytest.raises(FileChanged):
+        read_as_seen(arrival, DEFAULT_MAX_PIXELS)
+
+
+def test_a_file_longer_than_any_image_of_its_pixels_is_told_without_being_read(tmp_path: Path) -> None:
+    huge = tmp_path / "huge.png"
+    with huge.open("wb") as stream:
+        stream.truncate(50_000_000_000)
+    arrival = arrival_of(huge)
+    with pytest.raises(ImageTooLarge, match="50000000000 bytes"):
+        read_as_seen(arrival, DEFAULT_MAX_PIXELS)
+    desk = Desk()
+    desk.reader.take(arrival)
+    desk.reader.step(0.0)
+    assert desk.unreadable == [
+        f"huge.png: 50000000000 bytes are more than any image of {DEFAULT_MAX_PIXELS} pixels has"
+    ]
+
+
+def test_a_large_file_is_announced_while_it_is_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    @contextmanager
+    def during_large(arrival: ClaimedImage) -> Iterator[None]:
+        told.append(f"begun {arrival.subject.key}")
+        yield
+        told.append(f"ended {arrival.subject.key}")
+
+    def read(arrival: ClaimedImage, _: int) -> bytes:
+        told.append(f"read {arrival.subject.key}")
+        return b""
+
+    monkeypatch.setattr("agent.sources.folder.reading.LARGE_BYTES", len(CONTENT))
+    larger = file.with_name("larger")
+    larger.write_bytes(CONTENT + b".")
+    reader = ArrivalReader(
+        "inbox",
+        Answers(lambda *_: None, lambda _: None, lambda *_: None),
+        lambda _: True,
+        budget_bytes=100,
+        read_file=read,
+        during_large=during_large,
+    )
+    reader.take(arrival_of(file))
+    reader.take(arrival_of(larger))
+    reader.step(0.0)
+    assert told == [f"read {file.name}", "begun larger", "read larger", "ended larger"]
+
+
+def test_what_is_held_beyond_the_bytes_that_were_read_counts_too(tmp_path: Path) -> None:
+    desk = Desk(budget_bytes=25)
+    for number in range(2):
+        path = tmp_path / f"{number}.png"
+        path.write_bytes(b"x" * 10)
+        desk.reader.take(arrival_of(path))
+        desk.reader.step(0.0)
+        desk.reader.hold(20)
+    assert [key for key, _ in desk.read] == ["0.png"]
+    desk.reader.release(40)
+    desk.reader.step(0.0)
+    assert [key for key, _ in desk.read] == ["0.png", "1.png"]
+
+
+def test_what_is_read_and_not_released_stays_within_the_budget_but_for_the_last(tmp_path: Path) -> None:
+    desk = Desk(budget_bytes=25)
+    for number in range(5):
+        path = tmp_path / f"{number}.png"
+        path.write_bytes(b"x" * 10)
+        desk.reader.take(arrival_of(path))
+    desk.reader.step(0.0)
+    assert [key for key, _ in desk.read] == ["0.png", "1.png", "2.png"]
+    desk.reader.release(10)
+    desk.reader.step(0.0)
+    assert [key for key, _ in desk.read] == ["0.png", "1.png", "2.png", "3.png"]
+
+
+def test_who_is_told_and_breaks_ends_no_reader(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def tell(arrival: ClaimedImage, _: bytes) -> None:
+        told.put(arrival.subject.key)
+        if arrival.subject.key == file.name:
+            raise RuntimeError("the agent has stopped")
+
+    second = file.with_name("second")
+    second.write_bytes(CONTENT)
+    answers = Answers(tell, lambda _: None, lambda *_: None)
+    reader = ArrivalReader("inbox", answers, lambda _: True, budget_bytes=100)
+    reader.start()
+    try:
+        for path in (file, second):
+            reader.take(arrival_of(path))
+            assert told.get(timeout=WAIT_S) == path.name
+    finally:
+        reader.stop(WAIT_S)
+    assert "intake_reader_step_failed folder=inbox" in caplog.text
+
+
+def test_a_folder_that_hangs_is_told_once_and_keeps_nobody_but_itself(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reading, answer, now = threading.Event(), threading.Event(), [0.0]
+    read: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def hang(*_: object) -> bytes:
+        reading.set()
+        answer.wait(WAIT_S)
+        return b""
+
+    def reader(name: str, read_file: Callable[[ClaimedImage, int], bytes]) -> ArrivalReader:
+        answers = Answers(lambda *_: read.put(name), lambda _: None, lambda *_: None)
+        made = ArrivalReader(name, answers, lambda _: True, budget_bytes=100, read_file=read_file, clock=lambda: now[0])
+        made.start()
+        made.take(arrival_of(file))
+        return made
+
+    dead, alive = reader("dead", hang), None
+    try:
+        assert reading.wait(WAIT_S)
+        alive = reader("alive", read_as_seen)
+        assert read.get(timeout=WAIT_S) == "alive"
+        now[0] = STUCK_S + 1
+        dead.tell_stuck()
+        dead.tell_stuck()
+        assert caplog.text.count("intake_read_hangs folder=dead seconds=31") == 1
+        assert dead.statistics().oldest_s == STUCK_S + 1
+        dead.stop(timeout_s=0.01)  # it does not wait for the filesystem
+    finally:
+        answer.set()
+        dead.stop(WAIT_S)
+        if alive is not None:
+            alive.stop(WAIT_S)

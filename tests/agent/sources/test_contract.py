@@ -1,0 +1,78 @@
+"""The contract of ``agent.sources.base``, asked of every source that the registry makes of a line file."""
+
+from __future__ import annotations
+
+import io
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from agent.config import read_line
+from agent.sources.base import LeftOver
+from agent.sources.registry import sources_of
+from agent.subject import Subject
+from experts.errors import OrderRefused
+from tests.agent.sources.contract import ContractLine, keeps_the_contract
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from agent.config import LineConfig
+
+PATTERN = "(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)[.]png"
+LINE = """
+line: test
+state: ./state
+experts:
+  cls/f: {architecture: fake, weights: f.yaml, labels: [ok, bad], input: {size: [8, 8]}}
+routes:
+  c0: [{expert: cls/f, pass: [ok]}]
+intake: INTAKE
+"""
+INTAKES = {
+    "folder": f"{{folders: [{{path: ./inbox, pattern: '{PATTERN}', settle_ms: 0, poll_s: 0.05}}]}}",
+    "camera": "{cameras: [{name: top, url: 'file:clip.avi', loop: true, component: c0}]}",
+    "journal": "{folders: []}",
+}
+
+
+def png() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), (10, 200, 30)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def line_of(folder: Path, intake: str) -> LineConfig:
+    (folder / "line.yaml").write_text(LINE.replace("INTAKE", intake))
+    (folder / "f.yaml").write_text("{weight_bytes: 1000, label: ok}")
+    return read_line(folder / "line.yaml", {})
+
+
+@pytest.fixture(params=INTAKES)
+def line(request: pytest.FixtureRequest, tmp_path: Path) -> ContractLine:
+    """A line with one image in one source."""
+    made = ContractLine(line_of(tmp_path, INTAKES[request.param]), {7: png()})
+    if request.param == "folder":
+        (tmp_path / "inbox").mkdir()
+        (tmp_path / "inbox" / "B1_c0_R1.png").write_bytes(png())
+    elif request.param == "camera":
+        clip = cv2.VideoWriter(str(tmp_path / "clip.avi"), cv2.VideoWriter.fourcc(*"MJPG"), 20.0, (16, 16))
+        clip.write(np.zeros((16, 16, 3), np.uint8))
+        clip.release()
+    else:
+        made.left_overs = (LeftOver(7, (Subject("api/1", "api", "api/1", datetime.now(UTC), "c0"),)),)
+    return made
+
+
+def test_each_source_keeps_the_contract(line: ContractLine) -> None:
+    keeps_the_contract(lambda one: sources_of(one.config, one)[0], line)
+
+
+def test_what_takes_no_trigger_says_so(line: ContractLine) -> None:
+    for source in sources_of(line.config, line):
+        with pytest.raises(OrderRefused):
+            source.trigger(None, None, None)
