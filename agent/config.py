@@ -293,11 +293,6 @@ def set_unless_given(variables: Mapping[str, str], unless: Collection[str]) -> b
     return True
 
 
-def environment_with(variables: Mapping[str, str], without: Collection[str]) -> dict[str, str]:
-    """Environment for a subprocess: this process's without ``without``, and ``variables``."""
-    return {name: value for name, value in os.environ.items() if name not in without} | dict(variables)
-
-
 def overlay(document: Document, environment: Mapping[str, str]) -> Document:
     """The document with every `COSERVE__A__B=value` of the environment in the place of its `a: {b: ...}`."""
     for variable in sorted(environment):

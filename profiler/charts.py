@@ -47,9 +47,9 @@ STYLE: Any = {  # the stubs of matplotlib list every key it knows, which differ 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve, or one set of points. ``x`` and ``y`` are of one length; an empty ``label`` is not in the legend.
+    """Curve, or set of points. ``x`` and ``y`` have one length; an empty ``label`` is not in the legend.
 
-    ``colour``: a number, series of the same one belong together; None = its own place among the series.
+    ``colour``: a number that related series share; None: the series' place among the others.
     """
 
     label: str
@@ -99,9 +99,9 @@ def bar_chart(
     *,
     unknown: str = "n/a",
 ) -> None:
-    """Bars side by side, one of each kind a group. ``bars[kind]`` has a height for each group; None = not known.
+    """Bars side by side, one of each kind a group. ``bars[kind]`` has a height for each group; None: unknown.
 
-    ``unknown``: what stands where a bar is not known. Figures that are wider than their bars stand upright over them.
+    ``unknown``: text in place of an unknown bar. Figures wider than their bars stand upright over them.
 
     Raises ValueError for no bars, or a kind that does not have one height for each group.
     """

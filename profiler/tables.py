@@ -1,6 +1,6 @@
 """Tables of the offline phase: columns of text for a terminal, and Markdown.
 
-Guarantees: a table says what its cells say, in their order; nothing is coloured, whatever the terminal is.
+Guarantees: cells are printed as they are, in their order; no terminal gets colours.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rich.console import JustifyMethod
 
-WIDTH = 120  # of what is folded
+WIDTH = 120  # of folded tables
 
 
 def text_table(lines: Iterable[Sequence[object]], layout: str | None = None) -> str:

@@ -1,4 +1,4 @@
-"""What this project set itself: each figure is judged once, where it is measured, and told wherever it is shown."""
+"""Targets of the project: each figure is compared once, where it is measured, and shown with the result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One figure. ``reached``: None where there is nothing to reach."""
+    """Figure with its target. ``reached``: None for a figure without a target."""
 
     what: str
     wanted: str

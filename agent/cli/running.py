@@ -26,14 +26,14 @@ def serve(
     """Run the agent: watch the line's folders, judge what comes, until SIGTERM or Ctrl-C."""
     from agent.commands.progress import progress_on_stderr
     from agent.config import read_line, service_manager
-    from agent.deployment.profile_in_use import set_spinning
+    from agent.deployment.openmp import set_spinning
     from agent.service.garbage import loading_modules
     from agent.service.service_manager import Notifier, failures_told
 
     log_to_stderr(logging.DEBUG if verbose else logging.INFO)
     with explained(), failures_told(Notifier(service_manager())):
         config = replace(read_line(line), is_profile_strict=strict_profile)
-        set_spinning(config)
+        set_spinning()
         with loading_modules():
             from agent.service.serve import serve_line  # loads torch
 
@@ -74,9 +74,9 @@ def inspect(
                 access = AgentAccess(target, ca, token_file, certificate, key)
                 results = ask_to_inspect(config, access, images, component, progress, picture)
             else:
-                from agent.deployment.profile_in_use import set_spinning
+                from agent.deployment.openmp import set_spinning
 
-                set_spinning(config)
+                set_spinning()
                 from agent.commands.inspection import inspect_images  # loads torch
 
                 results = inspect_images(config, images, component, progress, picture)
@@ -124,10 +124,10 @@ def demo(
     """Make a board line, train its small experts, and inspect it under a third of the memory they need."""
     if llm and data is not None:
         raise typer.BadParameter("crops are for image experts - leave --data, or --llm")
-    from agent.deployment.profile_in_use import set_default_spinning
+    from agent.deployment.openmp import set_spinning
 
     log_to_stderr(logging.WARNING)
-    set_default_spinning()
+    set_spinning()
     if llm:
         _demo_texts(directory, seed, as_json=as_json)
         return

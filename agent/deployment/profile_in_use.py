@@ -7,10 +7,9 @@ used. An expert with other weights than profiled keeps its kind's times and size
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from agent.config import set_unless_given, usage_probabilities
+from agent.config import usage_probabilities
 from agent.device_profile.identity import (
     box_mismatches,
     expert_mismatches,
@@ -19,7 +18,6 @@ from agent.device_profile.identity import (
     packed_sha256,
     verdict_sha256,
 )
-from agent.device_profile.openmp import DEFAULT, SPINNING, VARIABLES
 from agent.device_profile.records import SOURCE, UsageOrigin
 from agent.device_profile.store import partial_of, read_profile
 from agent.runtime.expert_copy import kind_name
@@ -53,27 +51,6 @@ def find_profile(config: LineConfig) -> StoredProfile | None:
             partial_of(path), config.document.file,
         )  # fmt: skip
     return None
-
-
-def set_spinning(config: LineConfig) -> str | None:
-    """Have this process wait between operators as the profile found best; call it before torch is loaded.
-
-    Returns the setting; None where the user has set one of OpenMP's variables, which then counts. An unreadable profile
-    changes nothing: the start reports it.
-    """
-    path = config.profile_file
-    setting = DEFAULT
-    with suppress(ConfigError):
-        setting = read_profile(path).spinning_setting if path.exists() else DEFAULT
-    is_ours = set_unless_given(SPINNING[setting], VARIABLES)
-    if setting != DEFAULT:
-        told = setting if is_ours else f"given profile={setting}: a variable of the environment comes first"
-        log.info("openmp_spinning setting=%s", told)
-    return setting if is_ours else None
-
-
-def set_default_spinning() -> None:
-    set_unless_given(SPINNING[DEFAULT], VARIABLES)
 
 
 def usable_profile(config: LineConfig, box: Box) -> tuple[StoredProfile | None, tuple[str, ...]]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from agent.device_profile.openmp import SPINNING
 from experts.expert import Precision
 
 SHARE_ROUNDING = 1e-9  # shares are sums of quotients
@@ -18,11 +17,6 @@ SHARE_ROUNDING = 1e-9  # shares are sums of quotients
 
 def one_of(*words: str) -> Any:  # noqa: ANN401  # as pydantic types what it makes of it
     return Field(strict=True, pattern=f"^({'|'.join(words)})$", description=f"one of {', '.join(words)}")
-
-
-def _flag(value: object) -> object:
-    """SQLite has no booleans."""
-    return bool(value) if value in (0, 1) else value
 
 
 Text = Annotated[str, Field(strict=True, description="text")]
@@ -34,9 +28,7 @@ Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False, descript
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False, description="a finite number above 0")]
 Share = Annotated[float, Field(strict=True, ge=0, le=1 + SHARE_ROUNDING, description="a number from 0 to 1")]
 MaybeShare = Annotated[Share | None, Field(description="a number from 0 to 1, or nothing")]
-Flag = Annotated[bool, Field(strict=True, description="0 or 1"), BeforeValidator(_flag)]
 Form = Annotated[str, one_of(*Precision)]
-Spinning = Annotated[str, one_of(*SPINNING)]
 
 # What is JSON in the file.
 Texts = Annotated[tuple[Text, ...], Field(min_length=1, description="a list, each text")]

@@ -8,7 +8,6 @@ from enum import StrEnum
 
 from agent.device_profile.columns import (
     Count,
-    Flag,
     Form,
     MaybeCount,
     Number,
@@ -16,13 +15,10 @@ from agent.device_profile.columns import (
     Numbers,
     Positive,
     PositiveCount,
-    Positives,
-    Spinning,
     Text,
     TextByName,
     Texts,
 )
-from agent.device_profile.openmp import DEFAULT
 
 SOURCE = "source"  # in ``StoredProfile.packed``, in the place of a precision
 
@@ -183,17 +179,6 @@ class LinkSpeed:
 
 
 @dataclass(frozen=True, slots=True)
-class SpinTimes:
-    """Seconds of a batch of one and of the maximum batch under one setting of OpenMP's waiting (see ``openmp``). One
-    value per process; the n-th values of all settings were measured in a row."""
-
-    setting: Spinning
-    one_s: Positives
-    largest_s: Positives
-    is_chosen: Flag
-
-
-@dataclass(frozen=True, slots=True)
 class ImageDecoding:
     """Decoding of one expert's samples on one thread, and its outputs on images that were decoded smaller.
 
@@ -241,13 +226,8 @@ class StoredProfile:
     allocation: Allocation
     speedups: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     trials: tuple[SearchTrial, ...] = ()
-    spinning: tuple[SpinTimes, ...] = ()  # none where it was not measured: then it stays as the library has it
     decodings: tuple[ImageDecoding, ...] = ()  # of experts that have samples
     forms: Mapping[tuple[str, str], ExpertForm] = field(default_factory=dict)
-
-    @property
-    def spinning_setting(self) -> str:
-        return next((times.setting for times in self.spinning if times.is_chosen), DEFAULT)
 
     @property
     def link_bytes_per_s(self) -> dict[str, float]:

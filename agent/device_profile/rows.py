@@ -21,7 +21,6 @@ from agent.device_profile.records import (
     LinkSpeed,
     PoolAllocation,
     SearchTrial,
-    SpinTimes,
     StoredProfile,
     UsageOrigin,
     UsageProfile,
@@ -143,7 +142,6 @@ def _whole(database: Database, head: Mapping[str, Any]) -> StoredProfile:
         allocation=_allocation(database),
         speedups=TABLES["speedups"].mapping(database),
         trials=TABLES["trials"].records(database, SearchTrial),
-        spinning=TABLES["spinning"].records(database, SpinTimes),
         decodings=TABLES["decodings"].records(database, ImageDecoding),
         forms={(each.expert, each.processor): each for each in TABLES["forms"].records(database, ExpertForm)},
     )

@@ -86,9 +86,6 @@ TABLES = (
         note TEXT NOT NULL
     )""",
     "CREATE INDEX trials_search ON trials (search)",
-    """CREATE TABLE spinning (
-        setting TEXT PRIMARY KEY, one_s TEXT NOT NULL, largest_s TEXT NOT NULL, is_chosen INTEGER NOT NULL
-    )""",
     """CREATE TABLE decodings (
         expert TEXT PRIMARY KEY, images INTEGER NOT NULL CHECK (images > 0), megapixels REAL NOT NULL,
         full_s REAL NOT NULL, scaled_s REAL NOT NULL, smaller INTEGER NOT NULL, labels_differ INTEGER NOT NULL,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from agent.device_profile import rows
 from agent.device_profile.identity import differences
-from agent.device_profile.records import Agreement, ImageDecoding, LinkSpeed, SearchTrial, SpinTimes
+from agent.device_profile.records import Agreement, ImageDecoding, LinkSpeed, SearchTrial
 from agent.device_profile.schema import closed_on_error, copy_in_memory, open_for_writing, remove_database
 from agent.device_profile.tables import TABLES
 from experts.errors import ConfigError, ProfileDamaged
@@ -132,9 +132,6 @@ class ProfileDraft:
     def links(self) -> tuple[LinkSpeed, ...]:
         return TABLES["links"].records(self._database, LinkSpeed)
 
-    def spinning(self) -> tuple[SpinTimes, ...]:
-        return TABLES["spinning"].records(self._database, SpinTimes)
-
     def decodings(self) -> tuple[ImageDecoding, ...]:
         return TABLES["decodings"].records(self._database, ImageDecoding)
 
@@ -179,10 +176,6 @@ class ProfileDraft:
         """(expert, precision) -> ``packed_sha256``, and (expert, SOURCE), of all that was profiled."""
         with self._part("packed"):
             rows.put_packed(self._database, packed)
-
-    def save_spinning(self, spinning: Sequence[SpinTimes]) -> None:
-        with self._database.atomic():
-            TABLES["spinning"].replace(self._database, spinning)
 
     def save_decodings(self, decodings: Sequence[ImageDecoding]) -> None:
         with self._database.atomic():
@@ -283,7 +276,6 @@ def _take_over(database: Database, earlier: StoredProfile) -> None:
         rows.put_speedups(database, processor, speedups)
     TABLES["links"].put(database, *earlier.links)
     TABLES["parts"].put(database, {"part": "links"})
-    TABLES["spinning"].put(database, *earlier.spinning)
     TABLES["decodings"].put(database, *earlier.decodings)
     TABLES["forms"].put(database, *earlier.forms.values())
     rows.put_precisions(database, earlier.precisions)  # tells what the speedups are of; no part of the new one yet

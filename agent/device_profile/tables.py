@@ -27,7 +27,6 @@ from agent.device_profile.records import (
     LinkSpeed,
     PoolAllocation,
     SearchTrial,
-    SpinTimes,
     UsageOrigin,
 )
 from experts.expert import Precision
@@ -147,7 +146,6 @@ ALL_TABLES = (
     Table("allocation_budgets", {"pool": Text, "budget_bytes": Count}, "pool"),
     Table("allocation_pools", _fields(PoolAllocation), "pool"),
     Table("allocation_executors", {"processor": Text, "executors": Count}, "processor"),
-    Table("spinning", _fields(SpinTimes), "setting"),
     Table("decodings", _fields(ImageDecoding), "expert"),
     Table("trials", _fields(SearchTrial), "search", "number"),
 )

@@ -1,6 +1,6 @@
-"""The decay-window search: how many experts to keep room for (CoServe, section 4.4, equations 1 to 3).
+"""Decay-window search for the number of experts to keep room for (CoServe, section 4.4, equations 1 to 3).
 
-Guarantees: pure but for the throughput it is given, which it asks once for each number of experts; deterministic.
+Guarantees: pure but for the given throughput, which is asked once for each number of experts; deterministic.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 INITIAL_WINDOW = 15  # experts (section 5.3)
 ERROR_MARGIN = 0.05  # section 5.3
-FIT_VALUES = 2  # the fewest that make a line
+FIT_VALUES = 2  # throughputs that make a line, at least
 
 
 @dataclass(frozen=True, slots=True)
 class WindowOptions:
-    """Raises ConfigError, by the option's name, for values that no search can work with."""
+    """Raises ConfigError, naming the option, for values that no search can work with."""
 
     initial_window: int = INITIAL_WINDOW
     error_margin: float = ERROR_MARGIN
@@ -42,7 +42,7 @@ AS_IN_THE_PAPER = WindowOptions()
 
 
 class SearchEnd(StrEnum):
-    """Why the window stopped sliding."""
+    """Reason why the window stopped."""
 
     BEND = "short of the line"  # equation 3
     NO_RISE = "the line does not rise"
@@ -82,11 +82,11 @@ class WindowSearch:
 
 
 def decay_windows(most: int, initial_window: int = INITIAL_WINDOW) -> Iterator[DecayWindow]:
-    """The windows from 0 to ``most`` experts, side by side (section 4.4, equation 1).
+    """Windows from 0 to ``most`` experts, side by side (section 4.4, equation 1).
 
     Each is (1 - initial window / 100) times as wide as the one before; bounds are rounded, the last one is ``most``.
-    All windows of such a row add up to 100 experts, whatever the first. The paper does not say what comes after:
-    here the row starts again with the initial width once a window would be narrower than one expert.
+    Such a row adds up to 100 experts, and the paper ends there. Here the row starts again with the initial width once
+    a window would be narrower than one expert.
     """
     decay_factor = 1 - initial_window / 100
     width, bound, lower = float(initial_window), 0.0, 0
@@ -102,16 +102,16 @@ def decay_windows(most: int, initial_window: int = INITIAL_WINDOW) -> Iterator[D
 def decay_window_search(
     throughput: Callable[[int], float], most: int, least: int = 1, options: WindowOptions = AS_IN_THE_PAPER
 ) -> WindowSearch:
-    """How many experts to keep room for (section 4.4, equations 1 to 3). ``throughput(n)``: images/s with n experts.
+    """Search the number of experts (section 4.4, equations 1 to 3). ``throughput(n)``: images/s with n experts.
 
-    The line of equation 2 is fitted by least squares to the throughputs at the first N upper bounds against their
-    numbers 1..N. The window stops at N + 1 where the throughput is short of the line by more than the error margin of
-    it; the window after the highest of the first N is the one in which it starts to drop. What the paper leaves open:
-    a line is fitted from so many throughputs on; one that does not rise, or the end of the memory, stops the
-    window too, and the window up to the highest throughput is taken. Of the bounds and the middle of the window the
-    one with the highest throughput is chosen, of equal ones the one with more experts; the paper draws at random.
-    No window ends below ``least`` experts, where the memory has to have room for so many anyway.
-    Raises ConfigError where no expert fits.
+    Equation 2's line is fitted by least squares to the throughputs at the first N upper bounds, numbered 1 to N. The
+    window stops at N + 1 where the throughput is short of the line by more than the error margin. The throughput starts
+    to drop in the window after the highest of the first N.
+
+    The paper leaves open: the fewest throughputs of a line; that a line without a rise, or the end of the memory, stops
+    the window, too, and the window up to the highest throughput is taken; and the choice within the window, which it
+    draws at random. Here the best of both bounds and the middle is chosen, of equal ones the most experts. No window
+    ends below ``least`` experts. Raises ConfigError where no expert fits.
     """
     if most < 1:
         raise ConfigError("no expert fits into this memory - raise its budget")

@@ -1,7 +1,7 @@
-"""The executor sweep: how many executors of the device, then how many of the CPU (CoServe, section 5.3, Figure 17).
+"""Sweep over executors of the device, then of the CPU (CoServe, section 5.3, Figure 17).
 
-Guarantees: pure but for the throughput it is given; nothing is run twice; the best of what was run is chosen, of equal
-ones the fewest executors.
+Guarantees: pure but for the given throughput; no pair of counts is run twice; the best run is chosen, of equal ones the
+run with the fewest executors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ExecutorCounts:
 
 @dataclass(frozen=True, slots=True)
 class SweepStep:
-    """One pair of counts and its throughput; None where the memory does not hold so many executors."""
+    """Throughput of a pair of counts; None where the memory does not hold so many executors."""
 
     counts: ExecutorCounts
     images_per_s: float | None
@@ -50,7 +50,7 @@ class _Run:
         return self.steps[counts]
 
     def climb(self, ascending: Iterable[ExecutorCounts]) -> None:
-        """One after another, until so many in a row are no better than the best, or one cannot be run."""
+        """Runs counts until DECLINES in a row are no better than the best, or one cannot be run."""
         best: float | None = None
         fallen = 0
         for counts in ascending:
@@ -70,11 +70,10 @@ class _Run:
 def executor_sweep(
     throughput: Callable[[ExecutorCounts], float | None], most_device: int, most_cpu: int
 ) -> ExecutorSweep:
-    """Device executors from 1 on beside one of the CPU, then, with the best count, CPU executors from none on.
+    """Sweep device executors from 1 on beside one of the CPU, then, with the best count, CPU executors from none on.
 
-    ``most_device`` 0 stands for a box that has a CPU only, ``most_cpu`` 0 for one whose CPU runs no experts. Each row
-    ends after DECLINES counts in a row that are no better than the best of it. The paper begins with one CPU
-    executor; that a box may do best without any is ours.
+    ``most_device`` 0: a box with a CPU only; ``most_cpu`` 0: a CPU that runs no experts. Each row ends after DECLINES
+    counts in a row that are no better than its best. The paper begins with one CPU executor, and never tries none.
     """
     run = _Run(throughput)
     beside = min(most_cpu, 1)

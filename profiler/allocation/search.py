@@ -1,9 +1,10 @@
-"""Memory allocation and executor count of a line, searched over any throughput: measured or simulated (section 4.4).
+"""Search of memory allocation and executor count by any throughput, measured or simulated (section 4.4).
 
-Guarantees: deterministic as far as the throughput is; every configuration it tries, and the one that it finds, is one
-an Engine accepts; it is at least as good as the casual split with the same executors.
-First the executors, at the casual split of the memories; then each memory whose maximum batches take a substantial
-part of it, the device's first, by the decay window; the others get their maximum batches, and the rest for experts.
+Guarantees: deterministic as far as the throughput is; an Engine accepts every configuration that is tried or found; the
+result is at least as good as the casual split with the same executors.
+Executors are searched first, at the casual split of the memories. Each memory whose maximum batches take a substantial
+part of it is searched then by the decay window, the device's first. Other memories get their maximum batches, and
+experts get the rest.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class SearchOptions:
     engine_requests: int = 200
 
     def on(self, box: Box) -> SearchOptions:
-        """On a CPU alone at least as many executors as an agent starts without a profile."""
+        """Options for a box: on a CPU alone at least the executors that an agent starts without a profile."""
         if box.processors != ("cpu",):
             return self
         return replace(self, most_cpu_executors=max(self.most_cpu_executors, box.cores // CORES_PER_CPU_EXECUTOR))
@@ -57,7 +58,7 @@ DEFAULTS = SearchOptions()
 
 @dataclass(frozen=True, slots=True)
 class SearchedAllocation:
-    """Allocation found, with all runs on the way. ``windows``: of each memory that was searched."""
+    """Allocation found, with all runs of the search. ``windows``: by memory that was searched."""
 
     allocation: Allocation
     trials: tuple[SearchTrial, ...]
@@ -102,7 +103,7 @@ def executors_of(box: Box, counts: ExecutorCounts) -> tuple[ExecutorSpec, ...]:
 
 @dataclass(slots=True)
 class _Search:
-    """One search. Nothing is run twice."""
+    """State of a search. No configuration is run twice."""
 
     config: LineConfig
     box: Box
@@ -176,9 +177,9 @@ class _Search:
     def _searched(
         self, executors: tuple[ExecutorSpec, ...], split: tuple[PoolSpec, ...], place: int, needs: MemoryNeeds
     ) -> tuple[PoolSpec, ...]:
-        """The split with this memory's part searched by the decay window, or as it is where that is better.
+        """The split with this memory searched by the decay window, or ``split`` itself where that is better.
 
-        What no batch can use is the experts' in any case: where that seems worse, it is chance.
+        Bytes that no batch can use go to experts in any case: a throughput that falls by it is chance.
         """
 
         def pools(spec: PoolSpec) -> tuple[PoolSpec, ...]:
@@ -209,7 +210,7 @@ class _Search:
         self.trials.append(SearchTrial(search, number, setting, images_per_s, note))
 
     def _require(self, executors: Sequence[ExecutorSpec]) -> None:
-        """Raises ConfigError for every memory that is too small for what has to run from it."""
+        """Raises ConfigError for every memory that is too small for experts and batches that run from it."""
         problems = []
         for needs in self.needs(executors).values():
             given = self.config.memory.workspace

@@ -1,8 +1,8 @@
-"""Runs of the real engine that outlive a kill: an allocation search that is taken up makes only those it still lacks.
+"""Runs of the real engine that outlive a kill: a resumed allocation search repeats none of them.
 
-Guarantees: a run is remembered under all that it was made with: line file, weights, precisions, times, usage, requests,
-executors and memories, to the byte. Where a budget is automatic, what is free differs a little from start to start, so
-a search that is taken up goes on with the budgets that it began with, as long as they are within DRIFT of today's.
+Guarantees: a run is remembered under everything that it was made with: line file, weights, precisions, times, usage,
+requests, executors and memories, to the byte. Free memory differs a little from start to start, so a resumed search
+with automatic budgets keeps its first ones while they are within DRIFT of today's.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from profiler.allocation.search import Throughput
     from profiler.workload.traces import TracedArrival
 
-RUNS = "runs"  # SearchTrial.search of what is kept while a search is not finished
+RUNS = "runs"  # SearchTrial.search of runs that are kept until the search ends
 DRIFT = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """Under what a run was made, and what was free when the search began."""
+    """Situation of a run, and the memory free when the search began."""
 
     situation: str
     available_bytes: dict[str, NonNegativeInt]
@@ -45,7 +45,7 @@ _NOTES = TypeAdapter(_Note)
 
 
 class SearchRuns:
-    """The runs of one search, kept in the draft. ``box``: this one, with the memory free that the search began with."""
+    """Runs of one search, kept in the draft. ``box``: this box, with the free memory that the search began with."""
 
     def __init__(
         self, draft: ProfileDraft, config: LineConfig, box: Box, profile: StoredProfile, trace: Sequence[TracedArrival]
@@ -62,7 +62,7 @@ class SearchRuns:
         self._trials = kept
 
     def remembered(self, throughput: Throughput) -> Throughput:
-        """``throughput``, called only for runs that are not remembered."""
+        """Wraps ``throughput``, which is called only for runs that are not remembered."""
 
         def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
             processors = [spec.processor for spec in executors]
@@ -85,7 +85,7 @@ class SearchRuns:
 
 
 def _note(trial: SearchTrial, box: Box) -> _Note | None:
-    """None for one that says nothing of this box."""
+    """Note of a trial; None where the trial says nothing of this box."""
     try:
         note = _NOTES.validate_json(trial.note, strict=True)
     except ValidationError:

@@ -1,7 +1,7 @@
 """Last step of a profile: the split of the memories and the number of executors (CoServe, section 4.4).
 
-Guarantees: trials of an earlier search never count for this one; a run on the engine is not repeated after a kill; an
-unfit expert or image leaves the sample, is noted, and the search begins again without it.
+Guarantees: trials of an earlier search never count; a run on the engine is not repeated after a kill; an unfit expert
+or image leaves the sample with a note, and the search begins again without it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ON_ENGINE = "search on the engine"  # a stage
 
 @dataclass(slots=True)
 class AllocationStep:
-    """Allocation of one line. ``failed``: experts that cannot be served, and why; the search adds to it."""
+    """Allocation of one line. ``failed``: reasons by expert that cannot be served; the search adds to it."""
 
     config: LineConfig
     box: Box
@@ -45,11 +45,10 @@ class AllocationStep:
     draft: ProfileDraft
     failed: dict[str, str]
     options: SearchOptions
-    progress: Callable[[str, int, int], None]
     notes: list[str] = field(default_factory=list)
 
-    def allocate(self, source: str, interim: StoredProfile) -> Allocation:
-        """Searched on the ENGINE or in simulation (SIMULATE), its trials saved; or the CASUAL one.
+    def allocate(self, source: str, interim: StoredProfile, progress: Callable[[str, int, int], None]) -> Allocation:
+        """Searches on the ENGINE or in simulation (SIMULATE) and saves the trials, or takes the CASUAL allocation.
 
         Raises ConfigError naming each expert that does not fit, and where nothing is left to search with.
         """
@@ -59,7 +58,7 @@ class AllocationStep:
             self.notes.append("no expert takes images, whose throughput is searched for: memories are split by rule")
         if source == CASUAL or not self.config.catalog.components:
             return self._casual(interim)
-        found = self._simulated(interim) if source == SIMULATE else self._run(interim)
+        found = self._simulated(interim) if source == SIMULATE else self._run(interim, progress)
         for search in dict.fromkeys(trial.search for trial in found.trials):
             self.draft.save_trials(search, [trial for trial in found.trials if trial.search == search])
         return found.allocation
@@ -68,13 +67,10 @@ class AllocationStep:
         trace = self._sample(SAMPLE_REQUESTS, interim.usage, {})
         return SearchedLine(self.config, self.box, interim, trace, self.options, self.failed).in_simulation()
 
-    def _run(self, interim: StoredProfile) -> SearchedAllocation:
-        """On the engine. What turns out not to judge, or not to be read, leaves the sample; the search begins again.
-
-        Raises ConfigError where nothing is left of the sample.
-        """
+    def _run(self, interim: StoredProfile, progress: Callable[[str, int, int], None]) -> SearchedAllocation:
+        """Searches on the engine, without experts and images that prove unfit. Raises ConfigError for an empty rest."""
         images = _SearchImages(self.samples.mix)
-        counted = _CountedRuns(self.progress)
+        counted = _CountedRuns(progress)
         while True:
             trace = self._sample(self.options.engine_requests, interim.usage, images.by_component())
             runs = SearchRuns(self.draft, self.config, self.box, interim, trace)
@@ -112,12 +108,12 @@ class AllocationStep:
 
 
 class _SearchImages:
-    """Images for the engine search: each component's files in their own mix, decoded as they are taken."""
+    """Images for the engine search: each component's files in their own mix, decoded when they are taken."""
 
     def __init__(self, mix: Mapping[str, Sequence[Sample]]) -> None:
         self._mix = mix
         self._checked = Checked()
-        self._unfit: dict[Path, str] = {}  # those that broke after they were checked
+        self._unfit: dict[Path, str] = {}  # broken since they were checked
 
     def by_component(self) -> dict[str, Iterator[Path]]:
         return {component: self._sound(samples) for component, samples in self._mix.items()}
@@ -136,7 +132,7 @@ class _SearchImages:
 
 
 class _CountedRuns:
-    """Tells how many runs of a search were made; how many it will take is known only in the end."""
+    """Reports the runs that a search has made; their total is known only at the end."""
 
     def __init__(self, progress: Callable[[str, int, int], None]) -> None:
         self._progress = progress

@@ -1,8 +1,8 @@
-"""Where the allocation search has its throughputs from: this box's real engine, or the same Engine under virtual time.
+"""Throughputs for the allocation search: of this box's real engine, or of the same Engine under virtual time.
 
-Guarantees: both run the same sample of requests, drawn as the line's usage is known, at a pace that keeps every
-executor busy, so that memories and executors decide and not the arrivals; a run in which a request was not judged is
-an error and never a throughput, and the error says without what the sample may be measured.
+Guarantees: both run the same sample of requests, drawn by the line's known usage. Requests keep every executor busy, so
+that memories and executors decide, not arrivals. A run with an unjudged request is an error, which names the experts
+and images that the sample has to leave out.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 SAMPLE_REQUESTS = 1000
 SEED = 0
 INTERVAL_S = 0.004  # between two requests, as in section 5.1
-BUSY_FACTOR = 2.0  # requests come at least so many times as fast as they could be executed without any load
+BUSY_FACTOR = 2.0  # rate of requests over the rate of executing them without any load, at least
 NAMED = 3  # experts whose reasons a message gives
 
 
@@ -56,9 +56,9 @@ def sample_requests(
 ) -> tuple[TracedArrival, ...]:
     """A smaller set of requests that stands for the line's (section 4.4), in a random order.
 
-    Of each component come as many as its share makes (``drawn_shares``), rounded up or down by chance; each takes the
-    next of its ``images``, where it has any, and no more of them are asked for. ``without``: experts that cannot be
-    served, and with them the components on whose routes they stand. Raises ConfigError where no component is left.
+    Each component has its share (``drawn_shares``) of the requests, rounded up or down by chance. A request takes the
+    component's next image; no further ``images`` are drawn. ``without``: experts that cannot be served; components on
+    whose routes they stand are left out. Raises ConfigError where no component is left.
     """
     if count < 1:
         raise ConfigError(f"a sample of {count} requests measures nothing - take hundreds")
@@ -84,11 +84,10 @@ def drawn_shares(
 ) -> dict[str, float]:
     """Share of each component in a sample; ``without`` as for ``sample_requests``.
 
-    Without ``usage``, or where it was computed from them, by the quantities on the boards. Where it was counted or
-    served, by what came: each expert that comes first on a route has its probability there, and the components that it
-    comes first for share that by their quantities, or evenly where none of them is on a board. An expert of which the
-    usage has no record counts as one request more than came would make it, were that spread evenly over the routes,
-    and for no more than the rarest that has one.
+    Without ``usage``, or with computed usage, shares follow the quantities on the boards. With counted or served usage
+    an expert that is first on a route has its probability there. Components with the same first expert share its
+    probability by their quantities, or evenly where none of them is on a board. A first expert without a record counts
+    as one further request, spread evenly over the routes, and at most as the rarest expert with a record.
     """
     routes, quantities = config.catalog.components, component_shares(config)
     able = [name for name in sorted(routes) if not any(step.expert in without for step in routes[name])]
@@ -112,8 +111,8 @@ def drawn_shares(
 def busy_interval_s(device: PerformanceMatrix, executors: Mapping[str, int]) -> float:
     """Seconds between two requests of a sample: the paper's 4 ms, or less where the box could keep up with that.
 
-    ``executors``: the most of each processor that will be tried. Each is taken to run at its maximum batch, with no
-    load and undisturbed by the others; requests come BUSY_FACTOR times as fast as all of them together.
+    ``executors``: most of each processor that will be tried. Requests come BUSY_FACTOR times as fast as all of them
+    execute maximum batches, without loads and independent of one another.
     """
     images_per_s = 0.0
     for processor, column in device.experts.items():
@@ -130,7 +129,7 @@ def simulated_throughput(
     trace: Sequence[TracedArrival],
     without: Mapping[str, str] = NOTHING,
 ) -> Throughput:
-    """By the simulator: seconds instead of hours. Raises ConfigError for what cannot be simulated."""
+    """Throughput by simulation: seconds instead of hours. Raises ConfigError for a setup that cannot be simulated."""
     scenario = scenario_of(config.catalog.graph, profile, trace)
 
     def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
@@ -141,7 +140,7 @@ def simulated_throughput(
 
 
 def engine_throughput(config: LineConfig, profile: StoredProfile, trace: Sequence[TracedArrival]) -> Throughput:
-    """By a real agent of this line for each configuration; the caller keeps other agents of the line away.
+    """Throughput of a real agent for each configuration; the caller keeps other agents of the line away.
 
     Raises SampleUnfit when a request is not judged or an image is broken, AgentCrashed.
     """
@@ -221,7 +220,7 @@ def _busy(
 
 
 def _unfit(catalog: Catalog, trace: Sequence[TracedArrival], played: Played) -> SampleUnfit:
-    """Experts that did not judge when it was their turn; their images were read before, so they are sound."""
+    """Experts that did not judge at their step; the images were read before, so they are sound."""
     engine, unjudged = played.after.engine, played.unjudged(trace)
     not_asked = {**engine.on_probation, **engine.quarantined}
     broken: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What the offline commands take alike, and how they refuse: options, folders, what nothing would come of."""
+"""Options, folders and refusals that the offline commands share."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Trace = Annotated[Path | None, typer.Option(help="JSON lines, one arrival each; 
 
 @contextmanager
 def disk_explained(*, resumes: bool = False) -> Iterator[None]:
-    """A disk's refusal as one line on stderr, exit code 1. ``resumes``: the command resumes when it is run again."""
+    """Reports a disk's refusal as one line on stderr, exit code 1. ``resumes``: the command resumes when run again."""
     try:
         yield
     except (OSError, sqlite3.OperationalError) as error:
@@ -60,21 +60,21 @@ def from_here(path: Path) -> Path:
 
 
 def scratch_folder(directory: Path | None) -> Path:
-    """The folder on the SSD to measure; where none is given, the current one. Raises ConfigError."""
+    """Folder on the SSD to measure, by default the current one. Raises ConfigError."""
     if directory is not None and not directory.is_dir():
         raise ConfigError(f"{directory}: no such folder - name one on the SSD to measure")
     return directory or Path.cwd()
 
 
 def refuse_unused(ctx: typer.Context, names: Sequence[str], why: str) -> None:
-    """Raises BadParameter naming those of these parameters that were given, as nothing will come of them."""
+    """Raises BadParameter naming these parameters where given, as they would have no effect."""
     given = [name for name in names if (source := ctx.get_parameter_source(name)) and source.name == "COMMANDLINE"]
     if given:
         raise typer.BadParameter(why, param_hint=" / ".join(f"--{OPTIONS.get(name, name)}" for name in given))
 
 
 def refuse_unknown_policies(policies: Sequence[str]) -> None:
-    """Raises ConfigError for a policy that is none."""
+    """Raises ConfigError for an unknown policy."""
     from agent.core.policy import PRESETS
     from experts.document import suggestion
 

@@ -65,7 +65,7 @@ def bench_line(
     """Play a trace on the real engine, each policy in turn, beside the roofline measured in the same run."""
     from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
-    from agent.deployment.profile_in_use import set_spinning
+    from agent.deployment.openmp import set_spinning
 
     log_to_stderr(logging.WARNING)
     with explained(), disk_explained():
@@ -74,7 +74,7 @@ def bench_line(
         if trace is None:
             raise typer.BadParameter("a trace to play is missing - give --trace FILE.jsonl", param_hint="--trace")
         config = read_line(line)
-        set_spinning(config)
+        set_spinning()
         from agent.deployment.build import detect_box  # loads torch, as do those below
         from profiler.bench.policy_runs import RunOptions
         from profiler.bench.rows import report

@@ -1,4 +1,4 @@
-"""`coserve plan`: what a line would do, before it is deployed."""
+"""`coserve plan`: predicts a line before it is deployed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def plan(
 ) -> None:
     """Predict, before deploying: images/s, switches, waits, takt, bytes read; and what would remove the bottleneck.
 
-    Of several memories those that are too small are told on stderr, beside the rows of the others.
+    Memories that are too small are named on stderr, beside the rows of the others.
     """
     from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
@@ -103,7 +103,7 @@ def _planned(
     memories: Mapping[str, Mapping[str, int]],
     progress: Callable[[int, int], None],
 ) -> tuple[list[PlanRow], dict[Asked, ConfigError], Advice]:
-    """The rows, why others cannot be planned, and advice on the first row. Raises ConfigError where there is none."""
+    """Rows, errors of other combinations, and advice on the first row. Raises ConfigError where no row is possible."""
     steps = len(asked) + 1  # the last one: what would help
     rows: dict[Asked, PlanRow] = {}
     refused: dict[Asked, ConfigError] = {}

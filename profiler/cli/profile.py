@@ -32,7 +32,7 @@ Fresh = Annotated[
 
 
 def refuse_contradictions(ctx: typer.Context, *, is_measured: bool) -> None:
-    """Raises BadParameter for parameters of `profile` that exclude one another, or that nothing will come of."""
+    """Raises BadParameter for parameters of `profile` that exclude one another or have no effect."""
     given = ctx.params
     if given["simulate"] and given["casual"]:
         raise typer.BadParameter("a search and no search - give one of the two", param_hint="--simulate / --casual")
@@ -79,14 +79,14 @@ def profile(
     """
     from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
-    from agent.deployment.profile_in_use import set_spinning
+    from agent.deployment.openmp import set_spinning
 
     log_to_stderr(logging.WARNING)
     with explained():
         is_measured = fresh or simulate or casual or samples is not None or usage_from is None
         refuse_contradictions(ctx, is_measured=is_measured)
         config = read_line(line)
-        spinning = set_spinning(config)
+        set_spinning()
         from profiler.allocation.decay_window import WindowOptions
         from profiler.allocation.search import SearchOptions
         from profiler.allocation.step import CASUAL, ENGINE, SIMULATE  # loads torch, as do those below
@@ -101,7 +101,6 @@ def profile(
             fresh=fresh,
             tolerance=tolerance,
             search=SearchOptions(WindowOptions(initial_window, error_margin, fit_values)),
-            spinning=spinning,
         )
         with disk_explained(resumes=True), progress_on_stderr() as progress:
             learned = None if is_measured else learn_usage(config, usage_from)

@@ -1,4 +1,4 @@
-"""What the offline commands take as text: memories, executors, bandwidths. Each mistake says what to write instead."""
+"""Values that the offline commands read from text: memories, executors, bandwidths. Errors say what to write."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def memory_bytes(text: str, *, is_split: bool) -> dict[str, int]:
     """`2GiB`, or `host=2GiB,device=1GiB`, as bytes by memory. Raises ConfigError.
 
     A bare size is that of the memory which experts run from: the device's where memory is split, else the host's. A
-    box whose memory is not split has no memory of the device's own: a size for one is refused.
+    size for the device is refused where memory is not split.
     """
     if "=" not in text:
         return {"device" if is_split else "host": _size(text, "--memory")}
@@ -92,7 +92,7 @@ def given_precision(text: str | None) -> GivenPrecision | None:
 
 
 def precisions_in_turn(text: str | None) -> tuple[GivenPrecision, ...]:
-    """`bf16,auto` as what to run beside one another, each once; none for no text. Raises ConfigError."""
+    """`bf16,auto` as precisions to compare, each once; none for no text. Raises ConfigError."""
     names = () if text is None else text.split(",")
     given = (given_precision(name.strip()) for name in names)
     return tuple(dict.fromkeys(each for each in given if each is not None))
@@ -109,14 +109,14 @@ def precision_without_profile(text: str | None) -> Precision:
 
 
 def given_precisions(texts: Iterable[str]) -> tuple[Precision, ...]:
-    """Several, in one text or in several; none where auto is among them, which is all of them. Raises ConfigError."""
+    """Precisions in one text or several; none, which stands for all, where auto is among them. Raises ConfigError."""
     given = [given_precision(name.strip()) for text in texts for name in text.split(",")]
     named = tuple(dict.fromkeys(each for each in given if isinstance(each, Precision)))
     return named if len(named) == len(set(given)) else ()
 
 
 def given_peers(texts: Iterable[str], known: Sequence[str]) -> tuple[str, ...]:
-    """Several of those known, in one text or in several; all of them for no text. Raises ConfigError."""
+    """Known peers in one text or several; all of them for no text. Raises ConfigError."""
     named = dict.fromkeys(name.strip() for text in texts for name in text.split(","))
     for name in named:
         if name not in known:

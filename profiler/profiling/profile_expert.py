@@ -1,8 +1,8 @@
-"""``coserve profile LINE --expert ID``: one expert of a profiled line proven anew, with its present weights.
+"""``coserve profile LINE --expert ID``: proves one expert of a profiled line anew, with its present weights.
 
-Guarantees: an agent of the line may run meanwhile; the expert is packed in a temporary folder of its own. Only this
-expert's entries of the profile change; a kind without times is timed and added. Times of a known kind stay: retraining
-does not change them. The calibration of a proven form is copied to where the agent packs by it.
+Guarantees: an agent of the line may run meanwhile; the expert is packed in a temporary folder. Only this expert's
+entries of the profile change; a kind without times is timed and added. Times of a known kind stay, as retraining does
+not change them. The calibration of a proven form is copied to the folder that the agent packs by.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def profile_expert(config: LineConfig, expert: str, options: ProfilingOptions, p
         copies = [copy for form, listed in packed_in.items() if form in run for copy in listed]
         decoding = DecodingBench(benches[0], config.catalog.graph, options.tolerance).measure((copies or references)[0])
         if any(copy.packed.precision == Precision.ONEDNN_INT8 for copy in copies):
-            tried.copy(expert, calibrations)  # what was proven is what its agent packs by
+            tried.copy(expert, calibrations)  # the agent packs by the proven calibration
     packed = {key: sha256 for key, sha256 in profile.packed.items() if key[0] != expert}
     packed[expert, SOURCE] = references[0].packed.source_sha256
     packed |= {(expert, str(copy.packed.precision)): packed_sha256(copy.packed) for copy in (*references, *copies)}

@@ -1,10 +1,10 @@
-"""``coserve profile`` from start to end: the offline phase of one line on one box (CoServe, sections 4.4 and 4.5).
+"""``coserve profile``: the offline phase of one line on one box (CoServe, sections 4.4 and 4.5).
 
 Guarantees: a killed run loses no measurement, the next run resumes; the finished profile replaces the earlier one as a
-whole or not at all; no agent of this line runs meanwhile, as each would slow the other. Steps, in order: times of each
-kind on each processor, in every form of its backend or in the line file's; the fastest proven form of each expert;
-links; one image on every expert, so that a failing one spoils no later step; decoding, and experts with smaller JPEGs;
-several executors at once; waiting of OpenMP's threads; usage; the split of the memories and the number of executors.
+whole or not at all; no agent of this line runs meanwhile, as each would slow the other.
+Steps, in order: times of each kind on each processor, in every form of its backend or in the line file's; the fastest
+proven form of each expert; links; one image on every expert, so that a failing expert spoils no later step; decoding,
+and experts with smaller JPEGs; several executors at once; usage; the split of the memories and the number of executors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agent.records.database import StateLock
 from agent.runtime.expert_copy import by_kind
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.measuring.loads import measure_links
-from experts.errors import ConfigError, CoServeError, ExpertError, ImageError
+from experts.errors import ConfigError, ExpertError, ImageError
 from experts.expert import Precision
 from experts.packed.weights import SegmentStore
 from profiler.allocation.search import SearchOptions
@@ -43,7 +43,6 @@ from profiler.microbench.kinds import Bench, measure_kind, measure_speedups
 from profiler.microbench.packed_forms import LinePacking, refuse_what_never_fits
 from profiler.microbench.precision_choice import PrecisionChoice
 from profiler.microbench.smoke_test import failing_experts
-from profiler.microbench.spinning import measure_spinning, most_used, try_setting
 from profiler.replay.host_load import QUIET_FRACTION, CoresInUse
 from profiler.usage.probabilities import (
     UsageFound,
@@ -67,13 +66,11 @@ if TYPE_CHECKING:
 
     Progress: TypeAlias = Callable[[str, int, int], None]
 
-MOST_FIT_ERROR = 0.15  # of a kind that is run; above it its K and B are worth a note
-MOST_UNUSED = PLATEAU_TOLERANCE  # of an image's time that larger batches than any that was run may save without a note
+MOST_FIT_ERROR = 0.15  # of a kind that is run; a larger error of K and B gets a note
+MOST_UNUSED = PLATEAU_TOLERANCE  # of an image's time: larger batches than those run that save more get a note
 AGAIN_IN_QUIET = "profile again with --fresh when the box is quiet"
-MOST_TOGETHER = 4  # executors of one processor that are measured at once, at least, where there are as many cores
-CPU = "cpu"
-SPINNING_LIMIT_S = 60.0  # after which no further round over the settings of OpenMP's waiting begins
-DECODING_LIMIT_S = 120.0  # spent on images before their batches; the next run goes on with the other experts
+MOST_TOGETHER = 4  # executors of one processor measured at once, at least, on as many cores
+DECODING_LIMIT_S = 120.0  # spent on decoding; the next run measures the other experts
 KIND_LIMIT_S = 20.0  # spent on running one kind in one form on one processor
 KEPT = {
     UsageOrigin.SERVED: "learned from {requests} served requests",
@@ -88,7 +85,6 @@ class ProfilingOptions:
     ``samples``: a folder of images instead of the line's intake. ``count_usage``: run the routes on them.
     ``usage_from``: served history instead. ``allocation``: ENGINE (real runs), SIMULATE, or
     CASUAL (no search). ``fresh``: measure all anew, also over a damaged or another box's profile.
-    ``spinning``: OpenMP's waiting in this process; None: the settings are not compared.
     """
 
     samples: Path | None = None
@@ -99,7 +95,6 @@ class ProfilingOptions:
     tolerance: float = TOLERANCE
     batches: BatchOptions = field(default_factory=lambda: BatchOptions(limit_s=KIND_LIMIT_S))
     search: SearchOptions = field(default_factory=SearchOptions)
-    spinning: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +135,7 @@ def learn_usage(config: LineConfig, history: Path | None) -> Profiled | None:
             "--simulate or --casual to profile with this usage"
         )
     found = usage_from_results(history, config)
-    read_profile(path)  # what is no profile is refused before anything is replaced
+    read_profile(path)  # refuses a damaged file before anything is replaced
     replace_usage(path, found.usage)
     return Profiled(read_profile(path), path, found.notes)
 
@@ -186,7 +181,7 @@ def _broken_images(broken: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Benches:
-    """Benches of one box, each with one executor, whose threads are those that the agent gives to one."""
+    """Benches of one box, each with one executor and the threads that the agent gives it."""
 
     box: Box
     segments: SegmentStore
@@ -199,7 +194,7 @@ class Benches:
 
 
 class _Profiling:
-    """One run. Each step saves its findings and keeps those of an earlier run."""
+    """A run of the profiler. Each step saves its findings and keeps those of an earlier run."""
 
     def __init__(
         self, config: LineConfig, options: ProfilingOptions, progress: Progress, benches: Benches, draft: ProfileDraft
@@ -232,9 +227,6 @@ class _Profiling:
         self._measure_decoding(processors[0], able[processors[0]])
         for processor in processors:
             self._measure_speedups(processor, able[processor])
-        if self._options.spinning is not None:
-            shares = served.usage if served else computed_usage(self._config)
-            self._measure_spinning(able.get(CPU, []), shares, self._options.spinning)
         usage = served or self._usage(self._interim(forms, computed_usage(self._config)))
         self._draft.save_usage(usage.usage)
         self._draft.save_allocation(self._allocation(self._interim(forms, usage.usage)))
@@ -374,7 +366,7 @@ class _Profiling:
             )
 
     def _measure_speedups(self, processor: str, copies: Sequence[ExpertCopy]) -> None:
-        """By the kind of images with the most experts, without failing ones; texts run together on one executor."""
+        """Measures the kind of images with the most experts, without failing experts; texts share one executor."""
         of_images = [copy for copy in copies if not copy.expert.takes_texts]
         most = min(self._box.cores, max(MOST_TOGETHER, self._search.most_cpu_executors))
         if len(self._draft.speedups().get(processor, ())) >= most:
@@ -399,40 +391,6 @@ class _Profiling:
         self._draft.save_speedups(processor, speedups)
         self._progress(f"executors of {processor}", 1, 1)
 
-    def _measure_spinning(self, copies: Sequence[ExpertCopy], usage: UsageProfile, running: str) -> None:
-        """Settings of OpenMP's waiting, unless an earlier run compared them; a failure keeps the present one."""
-        chosen = [kind for kind in self._draft.kinds() if kind.processor == CPU]
-        found = None if self._draft.spinning() else most_used(copies, chosen, usage.probabilities)
-        if found is not None:
-            self._progress("OpenMP's waiting", 0, 1)
-            cores, started = CoresInUse(), time.monotonic()
-
-            def is_quiet() -> bool:
-                return cores.others_fraction() <= QUIET_FRACTION
-
-            def may_go_on() -> bool:
-                return is_quiet() and time.monotonic() - started < SPINNING_LIMIT_S
-
-            try:
-                run = partial(try_setting, self._config.document.file, *found)
-                times = measure_spinning(run, may_go_on=may_go_on)
-                if is_quiet():
-                    self._draft.save_spinning(times)
-                else:  # under others' load shorter waits win, and only there
-                    self._notes.append(
-                        "how long OpenMP's threads wait stays as the library has it, as other processes had "
-                        f"{cores.others_fraction():.0%} of the cores while that was measured - {AGAIN_IN_QUIET}"
-                    )
-            except CoServeError as error:
-                self._notes.append(f"how long OpenMP's threads wait stays as the library has it: {error}")
-            self._progress("OpenMP's waiting", 1, 1)
-        setting = next((each.setting for each in self._draft.spinning() if each.is_chosen), running)
-        if setting != running:
-            self._notes.append(
-                f"batches were timed with OpenMP's waiting {running!r}, and will run with {setting!r}, which is faster:"
-                f" `coserve profile {self._config.document.file} --fresh` times them with it"
-            )
-
     def _keep(self, processors: Sequence[str], forms: Forms) -> list[ExpertCopy]:
         """Every expert as it will run; digests of these copies and their references are saved."""
         references = {
@@ -455,16 +413,9 @@ class _Profiling:
         return UsageFound(computed_usage(self._config))
 
     def _allocation(self, interim: StoredProfile) -> Allocation:
-        step = AllocationStep(
-            self._config,
-            self._box,
-            self._samples,
-            self._draft,
-            self._packing.failed,
-            self._search,
-            self._progress,
-        )
-        allocation = step.allocate(self._options.allocation, interim)
+        failed = self._packing.failed
+        step = AllocationStep(self._config, self._box, self._samples, self._draft, failed, self._search)
+        allocation = step.allocate(self._options.allocation, interim, self._progress)
         self._notes += step.notes
         return allocation
 

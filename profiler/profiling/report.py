@@ -1,6 +1,6 @@
-"""What `coserve profile` shows: a table for people, one object for scripts, and charts as PNG.
+"""Output of `coserve profile`: a table for people, an object for scripts, and charts as PNG.
 
-Guarantees: everything shown is read from the stored profile; a chart whose data was not measured is not drawn.
+Guarantees: every figure is read from the stored profile; a chart without measured data is not drawn.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import asdict
 from itertools import accumulate
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from experts.sizes import MEBIBYTE, mib
@@ -36,11 +35,11 @@ MOST_TRIALS = 12  # of one search in the table; the chart and the database hold 
 
 
 def profile_json(profile: StoredProfile) -> dict[str, Any]:
-    """The object of `coserve profile --json`. Rows of ``architectures`` are those of the chosen precisions.
+    """Object of `coserve profile --json`. ``architectures`` has a row for each kind in its chosen precision.
 
-    ``forms``: every kind in every precision that was measured, whether any expert is run so, and of how many it was
-    asked and proven that they decide as in fp32. ``experts``: what each of them was given, by processor, and why.
-    An architecture of which the line has several kinds (input sizes, stems) is named by its kind.
+    ``forms``: every measured kind and precision, whether any expert runs so, and how many experts were compared with
+    fp32 and proven. ``experts``: form of each expert on each processor, with the reason. An architecture of which the
+    line has several kinds (input sizes, stems) is named by its kind.
     """
     several = defaultdict(set)
     for kind in profile.chosen_kinds:
@@ -59,13 +58,6 @@ def profile_json(profile: StoredProfile) -> dict[str, Any]:
             "versions": dict(profile.box.versions),
             "links_bytes_per_s": profile.link_bytes_per_s,
             "speedups": {name: list(values) for name, values in profile.speedups.items()},
-            "spinning": {
-                "setting": profile.spinning_setting,
-                "tried": {
-                    each.setting: {"one_s": list(each.one_s), "largest_s": list(each.largest_s)}
-                    for each in profile.spinning
-                },
-            },
         },
         "architectures": architectures,
         "forms": [_form_json(kind, profile) for kind in profile.kinds if kind.kind in on_the_line],
@@ -211,12 +203,6 @@ def _closing_lines(profile: StoredProfile) -> Iterable[str]:
     for processor, speedups in profile.speedups.items():
         told = ", ".join(f"{number} x{speedup:.2f}" for number, speedup in enumerate(speedups, start=1))
         yield f"together     {processor} executors against one: {told}"
-    if profile.spinning:
-        told = ", ".join(
-            f"{each.setting} {fmean(each.one_s) * 1e3:.1f} and {fmean(each.largest_s) * 1e3:.1f}"
-            for each in profile.spinning
-        )
-        yield f"waiting      OpenMP {profile.spinning_setting}; ms of a batch of one and of the largest: {told}"
     if profile.decodings:
         yield _decoding_line(profile.decodings)
     for kind in (each for each in profile.chosen_kinds if each.lease_bytes):
@@ -288,9 +274,9 @@ def _fitted(kinds: Sequence[KindProfile]) -> list[Series]:
 
 
 def usage_cdf(probabilities: Mapping[str, float]) -> tuple[float, ...]:
-    """The share of all uses that the 1, 2, 3... most used experts have together (section 4.4, Figure 11).
+    """Share of all uses of the 1, 2, 3... most used experts together (section 4.4, Figure 11).
 
-    Probabilities of requests need not add up to 1, shares do. Without any use all experts share alike.
+    Probabilities need not add up to 1, shares do. Without any use all experts share alike.
     """
     descending = sorted(probabilities.values(), reverse=True)
     total = sum(descending)

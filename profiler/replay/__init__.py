@@ -1,1 +1,1 @@
-"""A trace on the real agent."""
+"""Plays a trace on the real agent."""

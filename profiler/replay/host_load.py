@@ -9,23 +9,23 @@ from pathlib import Path
 import psutil
 
 PEAK_RESET = "5"  # what /proc/self/clear_refs takes to forget the peak of resident memory (proc(5))
-QUIET_FRACTION = 0.05  # of all cores: what other processes may have had before the report says so
+QUIET_FRACTION = 0.05  # of all cores: a larger use by other processes is reported
 
 
 class CoresInUse:
-    """Use of the cores from now on, by other processes than this one and its ended children."""
+    """Measures the cores' use by other processes, from construction on; ended children count as this process."""
 
     def __init__(self) -> None:
         self._all, self._busy, self._own = self._times()
 
     def others_fraction(self) -> float:
-        """Share of all cores' time that went to other processes since; 0 while unknown."""
+        """Share of all cores' time that other processes had; 0 while unknown."""
         everything, busy, own = self._times()
         passed_s = everything - self._all
         return min(max((busy - self._busy - (own - self._own)) / passed_s, 0.0), 1.0) if passed_s > 0 else 0.0
 
     def _times(self) -> tuple[float, float, float]:
-        """Seconds of all cores, of those that were busy, and of this process with its ended children."""
+        """Seconds of all cores: in all, busy, and of this process with its ended children."""
         times, own = psutil.cpu_times(), psutil.Process().cpu_times()
         everything = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # also in user
         idle = times.idle + getattr(times, "iowait", 0.0)
@@ -33,7 +33,7 @@ class CoresInUse:
 
 
 def forget_peak_rss() -> None:
-    """No-op where the system cannot: the peak is then that of the whole process."""
+    """No-op where the system has no such file: the peak is then that of the whole process."""
     try:
         Path("/proc/self/clear_refs").write_text(PEAK_RESET)
     except OSError:
@@ -41,7 +41,7 @@ def forget_peak_rss() -> None:
 
 
 def peak_resident_bytes() -> int:
-    """The most resident memory since it was last forgotten."""
+    """Peak of resident memory since ``forget_peak_rss``."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a trace asks of an agent: its experts, and its images, decoded."""
+"""Experts and decoded images that a trace needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def experts_of(trace: Iterable[TracedArrival], catalog: Catalog) -> set[str]:
-    """Every expert that a trace may need: those it names, and all on the routes of its components."""
+    """Every expert that a trace may need: named ones, and all on the routes of its components."""
     arrivals = tuple(trace)
     named = {arrival.expert for arrival in arrivals if arrival.expert is not None}
     components = {arrival.component for arrival in arrivals if arrival.component is not None}
@@ -28,7 +28,7 @@ def experts_of(trace: Iterable[TracedArrival], catalog: Catalog) -> set[str]:
 
 
 def images_of(trace: Sequence[TracedArrival], catalog: Catalog) -> tuple[NDArray[np.uint8], ...]:
-    """The decoded image of every arrival: its own, or a synthetic one of its first expert's input size.
+    """Decoded image of every arrival: its own, or a synthetic one of its first expert's input size.
 
     Each file is decoded once. Raises ImageError for one that cannot be.
     """

@@ -1,9 +1,9 @@
-"""One trace played on the real engine, and what that took.
+"""Plays a trace on the real engine and measures it.
 
-Guarantees: the clock starts after the initial placement is complete, and everything that is counted is the difference
-to that moment; packed files are verified before, as a long-running agent has them, so that no load is hashed on the
-way; every request has its outcome, or the error that ended the agent is raised. Images are decoded before the clock
-starts; what is measured is deciding, loading, preparing and running.
+Guarantees: the clock starts after the initial placement, and every count is the difference to that moment; packed files
+are verified before, as in a long-running agent, so that no load is hashed meanwhile; every request has its outcome, or
+the error that ended the agent is raised. Images are decoded before the clock starts: the run is deciding, loading,
+preparing and executing.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     Progress = Callable[[str, int, int], None]
 
 PLACEMENT_LIMIT_S = 900.0  # 40 GB from a SATA drive take less
-SETTLE_LIMIT_S = 60.0  # for loads that are under way when the last outcome comes
+SETTLE_LIMIT_S = 60.0  # for loads that have not ended when the last outcome comes
 VERIFIERS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A trace from its first arrival to its last outcome. Requests are in the trace's order."""
+    """Run of a trace from its first arrival to its last outcome. Requests are in the trace's order."""
 
     seconds: float
     outcomes: tuple[Outcome, ...]
@@ -51,7 +51,7 @@ class Played:
     before: LoopStatistics
     after: LoopStatistics
     peak_rss_bytes: int
-    others_fraction: float  # of all cores, that other processes had meanwhile
+    others_fraction: float  # of all cores, used by other processes meanwhile
 
     @property
     def labels(self) -> tuple[str | None, ...]:
@@ -83,7 +83,7 @@ class Played:
 
 @dataclass(slots=True)
 class Player:
-    """A running agent that traces can be played on, one after another."""
+    """Running agent that plays traces, one after another."""
 
     agent: Agent
     timer: TimedDecider
@@ -127,11 +127,11 @@ def player(
     is_strict: bool = True,
     requests: Requests | None = None,
 ) -> Iterator[Player]:
-    """An agent whose initial placement is complete, stopped in the end.
+    """Starts an agent, waits for its initial placement, and stops the agent in the end.
 
-    ``experts``: those that traces will need. ``is_strict``: raises ConfigError naming each of them that cannot be
-    served, and WeightsError for a packed file that is damaged or gone; else their requests end UNKNOWN. ``requests``:
-    another way for them to reach the agent and come back.
+    ``experts``: needed by traces. ``is_strict``: raises ConfigError naming each expert that cannot be served, and
+    WeightsError for a packed file that is damaged or gone; else their requests end UNKNOWN. ``requests``: another path
+    of requests into the agent and back.
     """
     timers: list[TimedDecider] = []
 
@@ -154,9 +154,9 @@ def player(
 
 
 def _verify(agent: Agent, experts: Sequence[str], *, is_strict: bool) -> None:
-    """Hash the packed files of these experts once: an agent does so at their first load, and then never again.
+    """Hash the packed files of these experts, which an agent does at their first load only.
 
-    Where it is not strict, one that is not sound is left to its load, which fails for the same reason.
+    Where not strict, a damaged file is left to its load, which fails for the same reason.
     """
     segments = {
         segment.sha256: (segment, packed.expert)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One call of the Engine. ``cpu_s`` is the deciding thread's own: the rest of ``seconds`` others had the core."""
+    """Call of the Engine. ``cpu_s``: of the deciding thread; in the rest of ``seconds`` other threads had the core."""
 
     event: type
     moves_experts: bool  # it started a load, or evicted
@@ -27,12 +27,12 @@ class Decision:
 
     @property
     def is_expert_management(self) -> bool:
-        """True where its time counts for moving experts (CoServe, section 4.3), not for scheduling requests (4.2)."""
+        """True where the time counts for moving experts (CoServe, section 4.3), not for scheduling requests (4.2)."""
         return self.moves_experts or self.event in (events.Loaded, events.LoadFailed, events.Quarantined)
 
 
 class DeciderAround:
-    """Leaves everything but ``handle``, which is still to be written, to another Decider."""
+    """Delegates everything but ``handle`` to another Decider."""
 
     def __init__(self, decider: Decider) -> None:
         self._decider = decider

@@ -1,1 +1,1 @@
-"""Usage probabilities: how likely a request is to use each expert (CoServe, section 4.5)."""
+"""Probability that a request uses each expert (CoServe, section 4.5)."""

@@ -1,7 +1,7 @@
-"""What a line has served: experts and verdict of each request, from results.db or from what `coserve results` prints.
+"""Served history: experts and verdict of each request, from results.db or from the output of `coserve results`.
 
-Guarantees: nothing is written, and an agent may run on the line meanwhile; a file that is neither, or a row that
-cannot be read, is a ConfigError naming the file, the line and the key.
+Guarantees: nothing is written, and an agent may run on the line meanwhile; another file, or a row that cannot be read,
+is a ConfigError naming the file, the line and the key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LARGEST_FIELD_BYTES = 2**24  # of CSV: `detail` holds every box of an image
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """One request of some line: the experts that ran on it, in their order, and how it ended."""
+    """Served request of a line: experts in their order, and verdict."""
 
     line: str
     experts: tuple[str, ...]
@@ -34,7 +34,7 @@ class ServedRequest:
 
 
 def served_requests(path: Path) -> Iterator[ServedRequest]:
-    """Every request that a results database holds, or a JSONL or CSV file that `coserve results` printed.
+    """Every request of a results database, or of a JSONL or CSV file that `coserve results` printed.
 
     Raises ConfigError: see the module.
     """

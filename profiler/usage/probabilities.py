@@ -1,12 +1,11 @@
-"""Usage probabilities: how likely a request is to use each expert, and where that is known from (CoServe, section 4.5).
+"""Usage probabilities of experts: computed, counted or learned (CoServe, section 4.5).
 
-Three ways: computed from routes and quantities; counted by running the routes on samples; learned from what a line has
-served. Guarantees: the probabilities of the experts that come first on their routes add up to 1, unless one comes
-later on another route too; what a count left out is said in its notes; an expert that a count did not meet is unlikely,
-never impossible. The rule:
-    pass rates    every expert counts one request more than came, which passed at the rate of all experts together;
-                  all experts together count one more too, which passed by half
-    served        one request more than came, spread evenly over the routes, and passing at those rates
+They are computed from routes and quantities, counted by running the routes on samples, or learned from served history.
+Guarantees: probabilities of experts that are first on their routes add up to 1, unless one is later on another route;
+notes name everything that a count left out; an expert without a request is unlikely, never impossible. Smoothing:
+    pass rates    each expert has one further request, which passed at the rate of all experts together;
+                  all experts together have one further request, which passed by half
+    served        one further request, spread evenly over the routes, and passing at those rates
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from profiler.workload.samples import Sample
 
 FEW_REQUESTS = 200  # below it a note says so: chance alone moves a tenth of them by two hundredths
-MOST_SAMPLES = 1000  # of each expert: a folder's own mix of good and bad parts counts, not an equal share of each label
+MOST_SAMPLES = 1000  # of each expert, in the folder's own mix of good and bad parts
 NAMED = 3  # experts that a note names
 
 
@@ -49,16 +48,16 @@ class UsageFound:
 
 
 def computed_usage(config: LineConfig, pass_rates: Mapping[str, float] | None = None) -> UsageProfile:
-    """From routes and board quantities; an expert without a pass rate lets every request pass (section 4.5)."""
+    """Usage by routes and board quantities; an expert without a pass rate lets every request pass (section 4.5)."""
     rates = dict(pass_rates or {})
     return UsageProfile(usage_probabilities(config, rates), rates, UsageOrigin.COMPUTED)
 
 
 def usage_from_results(path: Path, config: LineConfig) -> UsageFound:
-    """From what this line has served: its results.db, also beside a running agent, or what `coserve results` printed.
+    """Usage learned from this line's results.db, also beside a running agent, or from the output of `coserve results`.
 
-    Rows of other lines, rows without an expert (broken images) and rows that name experts the line does not have are
-    left out and counted in the notes. Raises ConfigError where the file is no history, or holds nothing of this line.
+    Rows of other lines, without an expert (broken images) or with unknown experts are left out and counted in notes.
+    Raises ConfigError where the file is no history, or holds nothing of this line.
     """
     count = RouteCount()
     lines: Counter[str] = Counter()
@@ -95,12 +94,11 @@ def usage_from_samples(
     most: int = MOST_SAMPLES,
     profile: StoredProfile | None = None,
 ) -> UsageFound:
-    """By running each component's route on its sample images, on this box's real engine.
+    """Usage counted by running each component's route on its sample images, on this box's real engine.
 
-    How often each component comes is told by the boards' quantities, not by how many samples of it there are; how
-    often its experts let it pass is counted, so defects should be as rare among the samples as on the line. At most
-    ``most`` samples of each expert are run. ``folder``: as for ``LineSamples.find``. Without ``profile`` it probes: the
-    line's own need not hold any more while it is made anew.
+    Components have the boards' quantities, not those among the samples. Passes are counted, so defects should be
+    as rare among the samples as on the line. At most ``most`` samples of each expert are run. ``folder``: as for
+    ``LineSamples.find``. Without ``profile`` the agent probes, as the line's own profile may be outdated.
     Raises ConfigError where no image can be judged, AgentCrashed.
     """
     samples = LineSamples.find(config, folder, most, is_label_even=False)
@@ -119,7 +117,7 @@ def usage_from_samples(
 
 
 def refuse_uncountable(config: LineConfig, samples: LineSamples) -> None:
-    """Raises ConfigError where there is no sample image, of which usage could be counted."""
+    """Raises ConfigError for a line without sample images, on which usage could be counted."""
     if samples.by_expert:
         return
     broken = samples.broken
@@ -138,9 +136,9 @@ class RouteCount:
     _passed: dict[str, float] = field(default_factory=dict)
 
     def add(self, experts: Sequence[str], verdict: Verdict, weight: float = 1.0) -> None:
-        """One request: every expert before the last let it pass, and the last one if it is OK.
+        """Count a request: experts before the last let it pass, and the last one if the verdict is OK.
 
-        One that ended UNKNOWN says nothing about its last expert.
+        A verdict UNKNOWN says nothing about the last expert.
         """
         self.requests += 1
         self._weight += weight
@@ -181,7 +179,7 @@ def _outcomes(
 
 
 def _judged(components: Sequence[str], outcomes: Sequence[Outcome]) -> list[tuple[str, Outcome]]:
-    """Images that were judged. Raises ConfigError for none."""
+    """Judged images. Raises ConfigError for none."""
     pairs = zip(components, outcomes, strict=True)
     judged = [(component, outcome) for component, outcome in pairs if outcome.verdict is not Verdict.UNKNOWN]
     if not judged:

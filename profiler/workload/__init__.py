@@ -1,1 +1,1 @@
-"""What a line is asked to do: traces, generated lines, sample images."""
+"""Demand on a line: traces, generated lines, sample images."""

@@ -50,7 +50,7 @@ EVERY_DETECTED = 3  # arbitrary: every third component has a detector behind its
 LARGEST_QUANTITY = 1000  # of one component on the generated board
 WORKSPACE_BATCHES = 4  # executors that run at once ...
 WORKSPACE_IMAGES = 8  # ... and the images in a batch of each, that the workspace is made for
-NOISE = 0.01  # on what is not random in a fresh network (norms, biases), so that no two experts share it
+NOISE = 0.01  # on constants of a fresh network (norms, biases), so that no two experts share them
 EXPERT_STEP, TENSOR_STEP = 9973, 7919  # where in the run of random numbers an expert begins, and each of its tensors
 HEADER_BYTES = 1 << 18  # of a .safetensors file, at most; and of a packed one's manifest
 FP32_BYTES = DTYPE_BYTES["float32"]
@@ -58,11 +58,10 @@ FP32_BYTES = DTYPE_BYTES["float32"]
 
 @dataclass(frozen=True, slots=True)
 class LineRecipe:
-    """One component and one classifier each; some components have one of the detectors behind it.
+    """A line of components with a classifier each; some have a detector behind it.
 
-    ``memory_for``: experts that fit, of the largest kind, in ``precision`` (of auto: in fp32); where all are of one
-    architecture exactly so many fit, as workspaces have their own share. ``sigma``: of the log-normal popularity of
-    components.
+    ``memory_for``: experts of the largest kind that fit, in ``precision`` (auto: in fp32), beside the
+    workspaces. ``sigma``: of the log-normal popularity of components.
     """
 
     classifiers: int = 40
@@ -107,7 +106,7 @@ class GeneratedLine:
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """One architecture's state dict as a fresh network has it; what is drawn for each expert replaces its values."""
+    """State dict of a fresh network of one architecture; drawn values replace its own for each expert."""
 
     values: Mapping[str, NDArray[Any]]
 
@@ -120,7 +119,7 @@ class _Tensors:
         return max(value.size for value in self.values.values())
 
     def drawn(self, run: NDArray[np.float32], number: int) -> dict[str, NDArray[Any]]:
-        """The tensors of expert ``number``: slices of the run that no other expert has at the same tensor."""
+        """Tensors of expert ``number``: slices of the run that no other expert has at the same tensor."""
         return {
             name: _drawn(name, value, run[number * EXPERT_STEP + position * TENSOR_STEP :][: value.size])
             for position, (name, value) in enumerate(self.values.items())
@@ -130,8 +129,8 @@ class _Tensors:
 def generate_line(folder: Path, recipe: LineRecipe | None = None) -> GeneratedLine:
     """Write line.yaml, weights, images and trace.jsonl into an empty or new folder.
 
-    Raises ConfigError when the folder is not empty, an architecture cannot be built, or the disk has no room for the
-    weights and their packed form; OSError for what the disk refuses. The folder is empty then, as it was.
+    Raises ConfigError for a folder that is not empty, an architecture that cannot be built, and a disk without room for
+    the weights and their packed form; OSError by the disk. The folder is left empty then.
     """
     recipe = recipe or LineRecipe()
     if folder.exists() and not folder.is_dir():
@@ -155,7 +154,7 @@ def _generate_line(folder: Path, recipe: LineRecipe) -> GeneratedLine:
     require_disk(folder, _disk_bytes(tensors, recipe), f"{count} experts and their packed form")
     experts = _experts(folder, recipe)
     written_bytes = _write_weights(experts, tensors, recipe.seed)
-    os.sync()  # what is still to be written would be paid for by whatever is measured next
+    os.sync()  # pending writes would slow down the next measurement
     footprint_bytes, workspace_bytes = _sizes(folder, experts, recipe.unprofiled)
     quantities = _quantities(recipe)
     expert_bytes = recipe.memory_for * footprint_bytes
@@ -240,10 +239,7 @@ def write_experts(
 
 
 def _fresh_tensors(architecture: str, scratch: Path, px: int) -> _Tensors:
-    """The state dict of a fresh network; of one whose weights depend on its images' size, for ``px``.
-
-    Raises ConfigError for what is neither a classifier nor a detector.
-    """
+    """State dict of a fresh network, for images of ``px``. Raises ConfigError for other than classifiers, detectors."""
     kind = family(architecture)
     try:
         if kind == "classifier":
@@ -263,7 +259,7 @@ def _fresh_tensors(architecture: str, scratch: Path, px: int) -> _Tensors:
 
 
 def _drawn(name: str, value: NDArray[Any], noise: NDArray[np.float32]) -> NDArray[Any]:
-    """Weights of layers: random, each row of about unit length. Norms and biases: as they were, and a little noise."""
+    """Random weights of layers, each row of about unit length; norms and biases with a little noise."""
     if value.dtype != np.float32 or not value.ndim:
         return value
     if name.endswith("dfl.conv.weight"):
@@ -277,7 +273,7 @@ def _drawn(name: str, value: NDArray[Any], noise: NDArray[np.float32]) -> NDArra
 
 
 def _disk_bytes(tensors: Mapping[str, _Tensors], recipe: LineRecipe) -> int:
-    """Weight files, and what packing makes of them; detectors all as large as the largest architecture."""
+    """Bytes of weight files and their packed form; every detector counts as the largest architecture."""
     largest_bytes = max(each.size_bytes for each in tensors.values())
     weights_bytes = recipe.classifiers * tensors[recipe.architecture].size_bytes + recipe.detectors * largest_bytes
     packed_bytes = weights_bytes * _number_bytes(recipe.unprofiled) // FP32_BYTES
@@ -304,7 +300,7 @@ def _write_weights(experts: Sequence[Expert], tensors: Mapping[str, _Tensors], s
 
 
 def _sizes(folder: Path, experts: Sequence[Expert], precision: Precision) -> tuple[int, int]:
-    """Bytes of the largest expert in memory, and of the workspace; one expert of each architecture is packed for it."""
+    """Bytes of the largest expert in memory, and of the workspace, by packing one expert of each architecture."""
     firsts = list({expert.architecture: expert for expert in reversed(experts)}.values())
     store = SegmentStore(folder / "state" / "packed")
     try:
@@ -358,7 +354,7 @@ def _write_line(
 
 
 def _route(number: int, classifier: Expert, detectors: Sequence[Expert]) -> list[dict[str, Any]]:
-    """A classifier that is followed by a detector lets everything pass, so that the detector has its work."""
+    """Route of a component; a classifier before a detector lets every image pass."""
     if not detectors or number % EVERY_DETECTED:
         return [{"expert": classifier.id, "pass": [CLASSIFIER_LABELS[0]]}]
     detector = detectors[number // EVERY_DETECTED % len(detectors)]
@@ -369,7 +365,7 @@ def _route(number: int, classifier: Expert, detectors: Sequence[Expert]) -> list
 
 
 def _write_images(folder: Path, recipe: LineRecipe) -> list[str]:
-    """Pictures of one colour each under noise; their names relative to the folder."""
+    """Write pictures of one colour each under noise; returns names relative to the folder."""
     chance = np.random.default_rng(recipe.seed)
     names = [f"images/{number:02d}.png" for number in range(recipe.images)]
     (folder / "images").mkdir()
@@ -388,7 +384,7 @@ def synthetic_pixels(chance: np.random.Generator, height: int, width: int) -> ND
 
 
 def _write_trace(path: Path, quantities: Mapping[str, int], images: Sequence[str], recipe: LineRecipe) -> None:
-    """One arrival every ``every_s``; components by their quantities, images in turn."""
+    """Write an arrival every ``every_s``; components by their quantities, images in turn."""
     chance = random.Random(recipe.seed + 1)
     components = chance.choices(list(quantities), list(quantities.values()), k=recipe.requests)
     lines = (

@@ -1,4 +1,4 @@
-"""Which ONNX graphs can be generated. Needs no runtime: a command's options name them."""
+"""Kinds of ONNX graphs that can be generated, named by a command's options; loads no runtime."""
 
 from __future__ import annotations
 

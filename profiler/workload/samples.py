@@ -1,13 +1,12 @@
-"""Real images of a line for its experts to be measured on: labelled crops, or what its intake has seen.
+"""Real images of a line on which its experts are measured: labelled crops, or images of its intake folders.
 
-Guarantees: the same files give the same samples; every sample was decoded once, so a broken file is passed over and
-counted and never fails a measurement; an expert gets images of the components on whose routes it stands, an equal
-share of each component and label as far as there are any, spread evenly over their names; where good and bad parts
-have to come as often as on the line, an equal share of each component alone. Nothing is moved or written.
+Guarantees: equal files give equal samples; every sample was decoded once, so that a broken file is counted and fails no
+measurement. An expert has images of the components on whose routes it stands, spread evenly over their names: an equal
+share of each component and label as far as there are any, or of each component alone, where defects have to be as rare
+as on the line. No file is moved or written.
 
-Read are labelled crops (``FOLDER/<component>/<label>/...``) and images whose names match a pattern of the line's
-intake, or whose sidecars tell what they show, an agent's own ``done/`` and ``ng/`` included; ``failed/``, hidden and
-unfinished files are left alone.
+Labelled crops (``FOLDER/<component>/<label>/...``) and images whose names or sidecars the line's intake can read count,
+also in an agent's ``done/`` and ``ng/``; ``failed/``, hidden and unfinished files do not.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ MOST_CALIBRATING = 16  # further images of an expert, half of all that it has at
 MOST_IN_MIX = 200  # of each component: as many requests as the engine plays in a search
 SYNTHETIC = "synthetic"
 DAY = re.compile(r"\d{4}-\d{2}-\d{2}")  # a folder below done/ and ng/
-RENAMED = re.compile(r"~[0-9a-f]+-[0-9a-f]+-[0-9a-f]+(?=(\.[^.]*)?$)")  # what a taken name was given on its shelf
+RENAMED = re.compile(r"~[0-9a-f]+-[0-9a-f]+-[0-9a-f]+(?=(\.[^.]*)?$)")  # suffix of a name that was taken on its shelf
 GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it, modulo 1, spread evenly however many are taken
 NAMED_PROBLEMS = 3  # of files that cannot be used, in a message
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sound image. ``folder``: where it is from, as a message says it; ``max_pixels``: its intake's limit."""
+    """Sound image. ``folder``: as messages name it; ``max_pixels``: its intake's limit."""
 
     path: Path
     component: str
@@ -82,9 +81,8 @@ class LineSamples:
         """At most ``most`` samples of each expert, from ``folder`` or else from the line's own intake folders.
 
         ``is_label_even``: an equal share of each component and label, so that rare defects are seen; else of each
-        component, whose labels then are as rare as among its files. A line whose intake holds no image yet has none.
-        Raises ConfigError for a folder that is given and holds no usable image, saying how many files were looked at
-        and what is wrong with them.
+        component, with labels as rare as among its files. Raises ConfigError for a given folder without a usable image,
+        with the number of files and the reasons.
         """
         search = _Search(config)
         if folder is not None:
@@ -101,7 +99,7 @@ class LineSamples:
         return self.by_expert.get(expert, ())
 
     def held_out(self) -> LineSamples:
-        """Without images of the calibration: only these may judge it."""
+        """Samples without images of the calibration: only these may judge it."""
         seen = {expert: {sample.path for sample in samples} for expert, samples in self.calibrating.items()}
         by_expert = {
             expert: tuple(sample for sample in samples if sample.path not in seen.get(expert, ()))
@@ -149,7 +147,7 @@ class _Search:
         self._looked_at = 0
 
     def look_into(self, folder: Path) -> None:
-        """A folder that was asked for: labelled crops, or images named as the line's intake names them."""
+        """Search a given folder for labelled crops, or images named as the line's intake names them."""
         if not folder.is_dir():
             raise ConfigError(f"{folder} is not a folder of samples - name one that holds <component>/<label>/*.png")
         namings = [(naming_of(section, self._config), section.max_pixels) for section in self._config.intake.folders]
@@ -163,7 +161,7 @@ class _Search:
             self._read_name(folder, relpath, namings, self._shown(folder))
 
     def look_into_intake(self, folder: Path, naming: Naming, max_pixels: int) -> None:
-        """One of the line's own folders, whether it is there yet or not."""
+        """Search one of the line's own folders; it need not exist yet."""
         for relpath in _files_below(folder):
             if naming.has_sidecars and relpath.endswith(SUFFIX):
                 continue
@@ -173,7 +171,7 @@ class _Search:
             self._read_name(folder, relpath, [(naming, max_pixels)], shown)
 
     def choose(self, most: int, *, is_label_even: bool) -> LineSamples:
-        """The samples of each expert: an equal share of each component, and of each label of it, evenly spread."""
+        """Samples of each expert: an equal share of each component, and of each label of it, evenly spread."""
         by_component: defaultdict[str, list[Sample]] = defaultdict(list)
         for (component, _), samples in sorted(self._found.items()):
             by_component[component] += samples
@@ -198,7 +196,7 @@ class _Search:
         )
 
     def complaint(self, folder: Path, broken: Sequence[str]) -> str:
-        """Why nothing in a folder can be used, and what to do."""
+        """Error text for a folder without a usable image."""
         reasons = Counter(self._unusable.values())
         listed = [f"{count} of them: {reason}" for reason, count in reasons.most_common(NAMED_PROBLEMS)]
         if broken:

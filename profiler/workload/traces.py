@@ -1,17 +1,17 @@
-"""Traces: arrivals in a file, one JSON object a line, or as a line's boards would bring them.
+"""Traces: arrivals in a file, one JSON object a line, or as a line's boards bring them.
 
-Guarantees: what is read is complete and in the order of its times, or a ConfigError names file, line and key of every
-mistake, up to MOST_PROBLEMS of them; it counts from its first arrival, so an hour cut out of a day starts at once; the
-same line and seed give the same boards.
+Guarantees: a trace is complete and in the order of its times, or a ConfigError names file, line and key of every
+mistake, up to MOST_PROBLEMS; times count from the first arrival, so an hour cut out of a day starts at once; equal line
+and seed give equal boards.
 
     {"t": 0.004, "component": "resistor-0402", "image": "crops/17.png"}    a component's route, on this image
     {"t": 0.008, "expert": "cls/resistor-0402"}                            one expert directly, on a synthetic image
-    {"t": 0.010, "expert": "llm/manuals", "prompt": 120, "output": 60}     a text: tokens that are read, and written
-    {"t": 0.012, "component": "assistant", "prompt": 40, "output": 200}    one that a route's router sends on
+    {"t": 0.010, "expert": "llm/manuals", "prompt": 120, "output": 60}     a text: tokens to read and to write
+    {"t": 0.012, "component": "assistant", "prompt": 40, "output": 200}    a text that a route's router sends on
 
 ``t``: seconds since any moment before the first arrival, never less than the line before. ``image`` is relative to the
-trace's folder, and may be left out. What a rule of a route decides by is not in a trace: it names the expert that the
-rule names. Empty lines count for nothing.
+trace's folder, and may be left out. A trace has no words: for a route of rules it names the expert itself. Empty lines
+are ignored.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 TOKENS = ("prompt", "output")
 KEYS = ("t", "component", "expert", "image", *TOKENS)
 MOST_TOKENS = 10**7  # of one text
-MOST_PROBLEMS = 20  # told of one file; the rest is counted
-LATEST_S = 1e9  # some thirty years: whatever is later is no time of a trace
+MOST_PROBLEMS = 20  # named of one file; the rest is counted
+LATEST_S = 1e9  # some thirty years
 LONGEST_SHOWN = 40
 MOST_DIGITS = 400  # of a whole number: no float is longer
 IMAGE_INTERVAL_S = 0.004  # between two images of one board (CoServe, section 5.1)
@@ -46,10 +46,7 @@ IMAGE_INTERVAL_S = 0.004  # between two images of one board (CoServe, section 5.
 
 @dataclass(frozen=True, slots=True)
 class TracedArrival:
-    """One line of a trace, for a component's route or for one expert. ``at_s``: seconds since the trace's start.
-
-    ``work``: what it has in tokens; images have none.
-    """
+    """Line of a trace, for a component's route or for one expert. ``at_s``: seconds since the trace's start."""
 
     at_s: float
     component: str | None = None
@@ -59,10 +56,10 @@ class TracedArrival:
 
 
 def read_trace(path: Path, catalog: Catalog, *, is_planned: bool = False) -> tuple[TracedArrival, ...]:
-    """The arrivals of a trace file, for a line with these experts and routes; the first one comes at 0.
+    """Arrivals of a trace file, for a line with these experts and routes, from time 0 on.
 
-    ``is_planned``: it may hold texts, too, which are planned with but not played. Raises ConfigError for a file that
-    cannot be read or holds no arrival, and for what is wrong with its lines.
+    ``is_planned``: texts are allowed; a plan takes them, a player does not. Raises ConfigError for a file that cannot
+    be read, holds no arrival, or has mistakes.
     """
     reader = _Reader(path, catalog, is_planned)
     found = [reader.arrival(number, text) for number, text in _lines(path)]
@@ -81,9 +78,9 @@ def board_trace(
 ) -> tuple[TracedArrival, ...]:
     """Arrivals of ``boards`` boards (at least 1) of a line, in the order of time.
 
-    Each board's components come in a random order of their own, ``image_interval_s`` apart; several board types take
-    turns. A board starts one takt after the start of the one before, so the images of large boards may overlap. A
-    line without boards gets passes over all its routes, one image of each, without a pause between two passes.
+    Each board's components come in a random order, ``image_interval_s`` apart; board types take turns. A board starts
+    one takt after the start of the one before, so images of large boards may overlap. A line without boards has passes
+    over all its routes, one image of each, without a pause.
     """
     if boards < 1:
         raise ValueError(f"{boards} boards are no trace")
@@ -102,7 +99,7 @@ def board_trace(
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines that hold anything, with their numbers from 1."""
+    """Lines with any content, with their numbers from 1."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -119,7 +116,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _together(path: Path, problems: Sequence[ConfigError]) -> ConfigError:
-    """The first MOST_PROBLEMS of them as one error, and how many more there are."""
+    """The first MOST_PROBLEMS as one error, with the number of the others."""
     told = list(problems[:MOST_PROBLEMS])
     if len(problems) > len(told):
         told.append(ConfigError(f"{path}: and {len(problems) - len(told)} mistakes more - correct these first"))
@@ -127,7 +124,7 @@ def _together(path: Path, problems: Sequence[ConfigError]) -> ConfigError:
 
 
 class _Mistake(Exception):
-    """One thing wrong with a line: the key it is about, and what to do."""
+    """Mistake of a line: its key, and what to do."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
@@ -136,7 +133,7 @@ class _Mistake(Exception):
 
 @dataclass(slots=True)
 class _Reader:
-    """Checks line after line, and collects what is wrong."""
+    """Checks line after line, and collects problems."""
 
     path: Path
     catalog: Catalog
@@ -147,7 +144,7 @@ class _Reader:
     _images: dict[str, bool] = field(default_factory=dict)  # as written -> is it there?
 
     def arrival(self, number: int, text: str) -> TracedArrival | None:
-        """The arrival of one line; None, and a problem more for each mistake, when it is none."""
+        """Arrival of a line; None, and a problem for each mistake, where it has any."""
         before = len(self.problems)
         try:
             row = _parse(text)
@@ -268,7 +265,7 @@ def _parse(text: str) -> dict[str, object]:
 
 
 def _whole(digits: str) -> int:
-    """Python refuses to read numbers of thousands of digits, in words that are no advice here."""
+    """Refuses numbers of thousands of digits, which Python does without advice."""
     if len(digits) > MOST_DIGITS:
         wrong = f"{digits[:LONGEST_SHOWN]}... is a number of {len(digits.lstrip('-'))} digits"
         raise _Mistake("syntax", f"{wrong} - write seconds such as 0.004")

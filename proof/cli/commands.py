@@ -42,19 +42,16 @@ def mount(bench_app: typer.Typer) -> None:
 def _measuring(line: Path | None = None) -> Iterator[tuple[Callable[[str, int, int], None], LineConfig | None]]:
     """Progress on stderr, refusals in one line, threads that wait as an agent's do: to be entered before torch loads.
 
-    ``line``: whose threads; its configuration comes with it.
+    ``line``: its configuration is read, too.
     """
     from agent.commands.progress import progress_on_stderr
     from agent.config import read_line
-    from agent.deployment.profile_in_use import set_default_spinning, set_spinning
+    from agent.deployment.openmp import set_spinning
 
     log_to_stderr(logging.WARNING)
     with explained(), disk_explained():
         config = None if line is None else read_line(line)
-        if config is None:
-            set_default_spinning()
-        else:
-            set_spinning(config)
+        set_spinning()
         with progress_on_stderr() as progress:
             yield progress, config
 
@@ -308,9 +305,9 @@ def tasks(
     as_json: AsJson = False,
 ) -> None:
     """The paper's tasks A1 A2 B1 B2, simulated on its boxes; or scaled down on the real engine of this one."""
-    from agent.deployment.profile_in_use import set_default_spinning
+    from agent.deployment.openmp import set_spinning
 
-    set_default_spinning()
+    set_spinning()
     from agent.commands.progress import progress_on_stderr
     from profiler.cli.settings import new_precision
     from proof.paper.evaluation import FULL_FORM, SHORT_FORM, evaluate, evaluation_json, evaluation_table

@@ -12,12 +12,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from agent.config import read_line
-from agent.deployment.build import detect_box
-from agent.device_profile.identity import identity_of
-from agent.device_profile.openmp import DEFAULT, SPINNING, VARIABLES
-from agent.device_profile.records import Allocation, KindProfile, LinkSpeed, SpinTimes, UsageProfile
-from agent.device_profile.store import ProfileDraft
+from agent.deployment.openmp import SPINNING, VARIABLES
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 120.0
@@ -40,13 +35,13 @@ runpy.run_path("coserve.py", run_name="__main__")
 
 
 class Line:
-    """One fake expert; a profile that chose a setting, as far as a start asks for one."""
+    """One fake expert."""
 
     def __init__(self, folder):
         self.folder = folder
         fake = {"architecture": "fake", "weights": "f.yaml", "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
         (folder / "f.yaml").write_text(json.dumps({"weight_bytes": 1000, "label": "ok"}))
-        self.document = {
+        document = {
             "line": "test",
             "state": "./state",
             "experts": {"cls/f": fake},
@@ -55,25 +50,8 @@ class Line:
             "device": "cpu",
         }
         self.file = folder / "line.yaml"
-        self.file.write_text(yaml.safe_dump(self.document))
+        self.file.write_text(yaml.safe_dump(document))
         Image.new("RGB", (8, 8)).save(folder / "image.png")
-
-    def profiled(self, setting):
-        config = read_line(self.file, {})
-        path = config.profile_file
-        kind = KindProfile(
-            "fake 8x8 unit", "fake", "cpu", "fp32", 1, 0.001, 0.001, 0.0, 4, 1000, 0, 0, {"ssd": 0.001}, (), "synthetic"
-        )
-        with ProfileDraft.open(path, "test", identity_of(detect_box(config))) as draft:
-            draft.save_links([LinkSpeed("ssd", 1e9)])
-            draft.save_kind(kind)
-            draft.save_precisions({(kind.kind, "cpu"): "fp32"})
-            draft.save_packed({})
-            draft.save_usage(UsageProfile({"cls/f": 1.0}, {}, "served", 1))
-            draft.save_allocation(Allocation("casual", {}, (), {"cpu": 1}))
-            draft.save_spinning([SpinTimes(setting, (0.1,), (0.2,), is_chosen=True)])
-            draft.finish()
-        return path
 
     def start(self, *arguments, ends_at_torch=True, **environment):
         """What a command's process has in its environment when torch is first asked for; and its stderr."""
@@ -100,12 +78,12 @@ def inspecting(line):
     return "inspect", line.file, line.folder / "image.png", "--component", "c"
 
 
-def test_an_agent_waits_as_its_profile_says_and_the_library_that_torch_loads_sees_it(line):
-    line.profiled("short")
+def test_an_agent_waits_for_ten_thousand_pauses_and_the_library_that_torch_loads_sees_it(line):
+    """The library's own default is milliseconds."""
     seen, told = line.start(*inspecting(line), ends_at_torch=False, OMP_DISPLAY_ENV="VERBOSE")
-    assert seen == SPINNING["short"]
+    assert seen == SPINNING
     if "GOMP_SPINCOUNT" in told:  # GNU's library tells what it has read; other ones have no such variable
-        assert "GOMP_SPINCOUNT = '1000'" in told
+        assert "GOMP_SPINCOUNT = '10000'" in told
 
 
 def commands(line):
@@ -121,23 +99,9 @@ def commands(line):
 
 @pytest.mark.parametrize("number", range(4), ids=["serve", "bench", "bench overhead", "profile"])
 def test_every_command_that_runs_the_line_sets_it_before_torch_is_loaded(line, number):
-    line.profiled("none")
-    seen, _ = line.start(*commands(line)[number])
-    assert seen == {"GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+    assert line.start(*commands(line)[number])[0] == SPINNING
 
 
 @pytest.mark.parametrize("variable", sorted(VARIABLES))
-def test_what_whoever_starts_it_has_set_comes_first(line, variable):
-    line.profiled("short")
+def test_a_variable_of_the_environment_comes_first(line, variable):
     assert line.start(*inspecting(line), **{variable: "1"})[0] == {variable: "1"}
-
-
-def test_without_a_profile_or_with_a_default_or_a_damaged_one_it_is_our_default(line):
-    """Not the library's, which is milliseconds."""
-    assert line.start(*inspecting(line))[0] == SPINNING[DEFAULT]
-    path = line.profiled("default")
-    assert line.start(*inspecting(line))[0] == SPINNING[DEFAULT]
-    path.write_bytes(path.read_bytes()[:500])
-    seen, told = line.start(*inspecting(line), ends_at_torch=False)
-    assert seen == SPINNING[DEFAULT]
-    assert str(path) in told

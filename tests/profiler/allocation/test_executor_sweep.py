@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,17 +50,6 @@ def test_a_row_ends_where_the_memory_does():
     assert sweep.best == ExecutorCounts(2, 0)
 
 
-def test_a_device_that_cannot_run_without_the_cpu():
-    sweep = executor_sweep(lambda counts: float(counts.device) if counts.cpu else None, 2, 2)
-    assert sweep.best == ExecutorCounts(2, 1)
-
-
-def test_where_nothing_can_be_run_there_is_no_best():
-    sweep = executor_sweep(lambda counts: None, 2, 1)
-    assert sweep.best is None
-    assert [step.images_per_s for step in sweep.steps] == [None] * len(sweep.steps)
-
-
 @given(
     st.lists(st.integers(0, 50), min_size=7, max_size=7),
     st.lists(st.integers(0, 50), min_size=5, max_size=5),
@@ -84,9 +72,3 @@ def test_nothing_is_run_twice_and_nothing_that_was_run_is_better(device, cpu, mo
         assert best == max(step.images_per_s for step in sweep.steps)
     else:
         assert (most_device, most_cpu, sweep.best) == (0, 0, None)
-
-
-@pytest.mark.parametrize("most_device", [1, 3, 8])
-def test_a_row_that_only_rises_goes_to_its_end(most_device):
-    sweep = executor_sweep(lambda counts: float(counts.device + counts.cpu), most_device, 2)
-    assert sweep.best == ExecutorCounts(most_device, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.config import read_line
@@ -132,67 +132,47 @@ def test_the_trials_tell_the_whole_search(folder):
     assert not [trial for trial in found.trials if trial.search == "memory:host"]
 
 
-def test_small_maximum_batches_are_given_in_full_and_nothing_is_searched(folder):
-    """4 images of 1 MiB on each of 2 executors are 8 of 100 MiB."""
-    found = searched(
-        line_of(folder, 9, executors={"cpu": 2}),
-        CPU_ONLY,
-        device_of(9, ("cpu",)),
-        constant,
-        host=100 * MIB,
-    )
-    assert found.allocation.pools == (PoolAllocation("host", 92 * MIB, 8 * MIB, 9),)
-    assert (found.windows, found.trials) == ({}, ())
+def by_workspace(executors, pools):
+    return 50.0 - abs(pool_of(pools, "host").workspace_bytes / MIB - 20)
 
 
-def test_one_memory_for_device_and_cpu_is_searched_as_one(folder):
-    def by_workspace(executors, pools):
-        return 50.0 - abs(pool_of(pools, "host").workspace_bytes / MIB - 20)
-
-    found = searched(
-        line_of(folder, 40, executors={"cuda": 2, "cpu": 1}),
-        UNIFIED,
-        device_of(40, max_batch=20),
-        by_workspace,
-        host=48 * MIB,
-    )
-    assert dict(found.allocation.executors) == {"cuda": 2, "cpu": 1}
-    assert found.windows["host"].window == DecayWindow(28, 39)
-    assert found.allocation.pools == (PoolAllocation("host", 28 * MIB, 20 * MIB, 28),)
+def by_useful_workspace(executors, pools):
+    pool = pool_of(pools, "host")
+    return min(pool.workspace_bytes / MIB, 12) * 10 + pool.expert_bytes / MIB / 1000
 
 
-def test_what_no_batch_can_use_is_the_experts(folder):
-    """All that counts is 12 MiB of workspace, which is all that 3 executors can use: the rest is for experts."""
-
-    def by_useful_workspace(executors, pools):
-        pool = pool_of(pools, "host")
-        return min(pool.workspace_bytes / MIB, 12) * 10 + pool.expert_bytes / MIB / 1000
-
-    found = searched(
-        line_of(folder, 60, executors={"cpu": 3}),
-        CPU_ONLY,
-        device_of(60, ("cpu",)),
-        by_useful_workspace,
-        host=60 * MIB,
-    )
-    assert found.allocation.pools == (PoolAllocation("host", 48 * MIB, 12 * MIB, 48),)
+def by_chance(executors, pools):
+    return 10.1 if pool_of(pools, "host").expert_bytes == 15 * MIB else 10.0
 
 
-def test_room_that_no_batch_can_use_goes_to_experts_even_where_chance_is_against_it(folder):
-    """15 experts seem a little better than 45, and leave 45 MiB of workspace, of which batches can use 15."""
-
-    def by_chance(executors, pools):
-        return 10.1 if pool_of(pools, "host").expert_bytes == 15 * MIB else 10.0
-
-    found = searched(
-        line_of(folder, 60, executors={"cpu": 1}),
-        CPU_ONLY,
-        device_of(60, ("cpu",), max_batch=15),
-        by_chance,
-        host=60 * MIB,
-    )
-    assert found.windows["host"].chosen == 15
-    assert found.allocation.pools == (PoolAllocation("host", 45 * MIB, 15 * MIB, 45),)
+@pytest.mark.parametrize(
+    ("box", "executors", "experts", "max_batch", "throughput", "host_mib", "found_mib", "window"),
+    [
+        pytest.param(
+            CPU_ONLY, {"cpu": 2}, 9, 4, constant, 100, (92, 8), None, id="small maximum batches are given in full"
+        ),
+        pytest.param(
+            UNIFIED, {"cuda": 2, "cpu": 1}, 40, 20, by_workspace, 48, (28, 20), DecayWindow(28, 39), id="one memory"
+        ),
+        pytest.param(
+            CPU_ONLY, {"cpu": 3}, 60, 4, by_useful_workspace, 60, (48, 12), None, id="no more than batches can use"
+        ),
+        pytest.param(  # 15 experts seem a little better than 45, and leave 45 MiB, of which batches can use 15
+            CPU_ONLY, {"cpu": 1}, 60, 15, by_chance, 60, (45, 15), DecayWindow(0, 15), id="even against chance"
+        ),
+    ],
+)
+def test_experts_and_batches_share_a_memory(
+    folder, box, executors, experts, max_batch, throughput, host_mib, found_mib, window
+):
+    matrix = device_of(experts, box.processors, max_batch=max_batch)
+    config = line_of(folder, experts, executors=executors)
+    found = searched(config, box, matrix, throughput, host=host_mib * MIB)
+    of_experts, of_batches = found_mib
+    held = min(of_experts, experts)
+    assert found.allocation.pools == (PoolAllocation("host", of_experts * MIB, of_batches * MIB, held),)
+    assert {name: count for name, count in found.allocation.executors.items() if count} == executors
+    assert window is None or found.windows["host"].window == window
 
 
 def test_the_casual_split_stays_where_nothing_searched_is_better(folder):
@@ -326,7 +306,6 @@ def test_the_windows_are_as_the_options_say(folder):
     assert [step.predicted is None for step in found.windows["host"].steps] == [True, True, True, False]
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([SPLIT, UNIFIED, CPU_ONLY]),
     st.lists(st.integers(1, 60), min_size=1, max_size=12),

@@ -13,7 +13,7 @@ from agent.deployment.performance_matrix import in_form
 from agent.device_profile.records import Agreement, ImageDecoding
 from experts.expert import Precision
 from profiler.planning.gains import LEAST
-from profiler.planning.plan import LinePlan, as_json, plan_table
+from profiler.planning.plan import LinePlan
 from profiler.simulation.forecast import forecast, scenario_of
 from profiler.workload.traces import TracedArrival
 from tests.profiler.lines import SLOT_BYTES, PackedFakes, kind_of
@@ -151,15 +151,3 @@ def test_without_another_form_and_with_room_for_all_nothing_is_to_gain(line):
     roomy = LinePlan(line.config, alone, trace(40, every_s=1.0)).advice(memory={"host": 8 * SLOT_BYTES})
     assert (roomy.gains, roomy.other_forms) == ((), ())
     assert "gain:" not in roomy.sentences[-1]
-
-
-def test_scripts_and_people_read_them(line):
-    advice = line.advice()
-    told = as_json((), advice)["advice"]
-    assert [each["change"] for each in told["gains"]] == [gain.change for gain in advice.gains]
-    sentences = told["sentences"][-len(advice.gains) :]
-    (form,) = (gain for gain in advice.gains if gain.form and not gain.budget_bytes)
-    factor = form.images_per_s / advice.images_per_s
-    said = f"bf16 instead of fp32: {form.images_per_s:.1f} images/s, {factor:.2f} times as many; {form.remark}."
-    assert said in sentences
-    assert said.split(";")[0] in " ".join(plan_table((), advice).split())

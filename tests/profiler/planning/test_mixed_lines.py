@@ -51,14 +51,6 @@ def test_a_router_sends_texts_to_each_of_its_experts():
     assert draw_steps([TracedArrival(0.0, "assistant", work=TEXT)] * 40, GRAPH, {}, seed=0) == steps
 
 
-def test_each_text_runs_what_was_drawn_for_it():
-    trace = [TracedArrival(0.1 * number, "assistant", work=TEXT) for number in range(10)]
-    scenario = scenario_of(trace)
-    played = forecast(scenario, setup_with())
-    alone_s = 2 * (0.005 + 20 * 0.0005 + 30 * 0.003)
-    assert min(played.waits_s) >= alone_s
-
-
 def test_texts_and_images_are_told_apart():
     trace = merged(images(50), texts(8, 0.5))
     row = plan_row(scenario_of(trace), setup_with(), required_images_per_s=10.0)
@@ -83,12 +75,6 @@ def test_of_texts_alone_no_takt_is_asked():
     row = plan_row(scenario_of([TracedArrival(0.0, expert="a", work=TEXT)]), setup_with(), required_images_per_s=10.0)
     assert (row.takt_met, row.required_images_per_s) == (None, None)
     assert row.p50_wait_s == row.text_p50_s
-
-
-def test_of_images_alone_nothing_is_said_of_texts():
-    row = plan_row(scenario_of(images(5)), setup_with(), None)
-    assert (row.texts, row.text_p50_s, row.written_tokens_per_s) == (0, None, 0.0)
-    assert "tokens/s" not in plan_table([row])
 
 
 def test_a_text_that_never_has_room_is_refused():

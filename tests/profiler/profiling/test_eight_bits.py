@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import shutil
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,6 +33,7 @@ from profiler.profiling.profile_line import ProfilingOptions, profile_line
 from profiler.profiling.report import profile_json, profile_table
 from tests.experts.conftest import trained_looking
 from tests.forms import needs
+from tests.profiler.lines import as_fast
 
 FORM = Precision.ONEDNN_INT8
 SECONDS = {FORM: 0.001, Precision.FP32: 0.5}
@@ -131,7 +131,7 @@ class Line:
         config = self.config
         with ProfileDraft.open(config.profile_file, "test", identity_of(detect_box(config))) as draft:
             for kind in draft.kinds():
-                draft.save_kind(replace(kind, K_s=SECONDS[kind.precision], B_s=SECONDS[kind.precision]))
+                draft.save_kind(as_fast(kind, SECONDS[kind.precision]))
 
     def calibration(self, name):
         return CalibrationFolder.beside(self.config.packed_folder).path(f"cls/{name}")
@@ -209,20 +209,12 @@ class TestAutomatically:
         assert told["72x72", FORM] == (False, 0, 1)
         assert f"form         cls/a, cls/b in {FORM} on cpu: {EACH} samples agree" in table
 
-    def test_it_takes_a_quarter_of_the_bytes(self, profiled):
-        _, done = profiled
-        sizes = {kind.precision: kind.weight_bytes for kind in done.profile.kinds if "64x64" in kind.kind}
-        assert sizes[FORM] < 0.35 * sizes[Precision.FP32]
-
     def test_an_agent_starts_from_it(self, profiled):
         line, done = profiled
-        agent = build_agent(line.config, lambda *_: None, lambda *_: None)
-        try:
+        with serving(line.config) as agent:
             assert agent.stored == done.profile
             assert agent.setup.precisions["cpu"] == {"cls/a": FORM, "cls/b": FORM, "cls/r": Precision.FP32}
             assert {copy.packed.precision for copy in agent.copies.values() if "64x64" in copy.kind} == {FORM}
-        finally:
-            agent.stop()
 
     def test_who_is_calibrated_is_not_calibrated_again(self, profiled, monkeypatch):
         line, done = profiled
@@ -232,21 +224,6 @@ class TestAutomatically:
         assert [line.calibration(name).stat() for name in "abr"] == before
         assert chosen(again) == chosen(done)
         assert again.profile.packed == done.profile.packed
-
-    def test_other_images_to_calibrate_on_are_taken_and_what_they_made_is_compared_anew(self, profiled, tmp_path):
-        line, _ = profiled
-        shutil.copytree(line.folder, tmp_path / "copy")
-        line.folder, before = tmp_path / "copy", line.folder
-        try:
-            done = line.profiled(line.folder / "crops")
-            first, smooth = line.calibration("a").read_bytes(), agreements(done)["a"]
-            line.crops("a", "b", "r", each=EACH + 2)
-            done = line.profiled(line.folder / "crops")
-            assert line.calibration("a").read_bytes() != first
-            assert agreements(done)["a"].of_sha256 != smooth.of_sha256
-            assert agreements(done)["a"].images == EACH + 2
-        finally:
-            line.folder = before
 
     def test_a_retrained_expert_is_calibrated_and_proven_alone_and_runs_in_it_again(self, tmp_path):
         line = Line(tmp_path / "line", smooth=("a", "b"))
@@ -273,20 +250,19 @@ class TestWithoutWhatCalibratingTakes:
         assert notes_of(done, f"{told} {FORM}: it has no sample images")
         assert not line.calibration("b").exists()
         assert {form for expert, form in done.profile.packed if expert == "cls/b"} == {"fp32", "source"}
-        agent = build_agent(line.config, lambda *_: None, lambda *_: None)
-        try:
+        with serving(line.config) as agent:
             assert agent.setup.precisions["cpu"] == {"cls/a": FORM, "cls/b": Precision.FP32}
             rows = agent.setup.matrix.experts["cpu"]
             own = {name: row.footprint.own_bytes for name, row in rows.items()}
             assert own["cls/a"] < 0.35 * own["cls/b"]  # each is counted with what it holds in its own form
-        finally:
-            agent.stop()
 
     @pytest.mark.parametrize(
         ("shown", "told"),
         [
             ({"labels": ["ok"]}, "its sample images show one label only (ok): give --samples FOLDER with good and bad"),
-            ({"each": 1}, "it takes two sample images of each of two labels at least"),
+            pytest.param(
+                {"each": 1}, "it takes two sample images of each of two labels at least", marks=pytest.mark.slow
+            ),
         ],
     )
     def test_of_one_label_only_or_too_few_nothing_is_calibrated_and_that_is_told(self, tmp_path, shown, told):
@@ -296,12 +272,7 @@ class TestWithoutWhatCalibratingTakes:
         assert notes_of(done, f"{ARCHITECTURE} 64x64 imagenet on cpu is not run in {FORM}: cls/a: {told}")
         assert not line.calibration("a").exists()
 
-    def test_without_any_images_nothing_is_tried(self, tmp_path):
-        line = Line(tmp_path / "line", smooth=("a",))
-        done = line.profiled()
-        assert chosen(done) == {"a": Precision.FP32}
-        assert {kind.precision for kind in done.profile.kinds} == {Precision.FP32}
-
+    @pytest.mark.slow
     def test_of_an_earlier_calibration_nothing_is_said_by_images_of_one_label(self, tmp_path):
         """They may be the ones that it was calibrated on."""
         line = Line(tmp_path / "line", smooth=("a",))
@@ -327,33 +298,12 @@ class TestByName:
         forms = {"cls/a": FORM, "cls/b": Precision.FP32, "cls/r": FORM}
         plan = planned(line.config, profiled_box(done.profile), done.profile)
         assert (plan.precisions["cpu"], plan.broken) == (forms, {})
-        with caplog.at_level(logging.WARNING):
-            agent = build_agent(line.config, lambda *_: None, lambda *_: None)
-        try:
+        with caplog.at_level(logging.WARNING), serving(line.config) as agent:
             assert agent.stored == done.profile
             assert (agent.setup.precisions["cpu"], agent.setup.broken) == (forms, {})
             rows = agent.setup.matrix.experts["cpu"]
             assert {name: row.copy for name, row in rows.items()} == {n: f"{n}@{form}" for n, form in forms.items()}
-        finally:
-            agent.stop()
         assert [each for each in caplog.messages if each.startswith("not_calibrated expert=cls/b")]
-
-    def test_of_whom_nobody_is_calibrated_all_run_in_fp32(self, tmp_path):
-        line = Line(tmp_path / "line", smooth=("a", "b"), precision=str(FORM))
-        done = line.profiled()
-        assert chosen(done) == {"64x64": Precision.FP32}
-        told = (
-            f"2 of the 2 experts of {ARCHITECTURE} 64x64 imagenet on cpu run in fp32, not in {FORM}: cls/a: there are"
-        )
-        assert notes_of(done, told, "(and 1 more)")
-        plan = planned(line.config, profiled_box(done.profile), done.profile)
-        assert set(plan.precisions["cpu"].values()) == {Precision.FP32}
-        agent = build_agent(line.config, lambda *_: None, lambda *_: None)
-        try:
-            assert set(agent.setup.precisions["cpu"].values()) == {Precision.FP32}
-            assert agent.setup.broken == {}
-        finally:
-            agent.stop()
 
 
 def test_it_is_tried_on_the_cpu_alone_of_what_has_values_to_calibrate():

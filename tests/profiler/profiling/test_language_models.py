@@ -9,13 +9,10 @@ import yaml
 
 from agent.config import read_line
 from agent.deployment.build import build_agent
-from agent.deployment.engine_setup import planned, profiled_box
-from experts.expert import Precision
 from profiler.allocation.step import CASUAL
 from profiler.microbench.batches import BatchOptions
 from profiler.microbench.texts import MADE_UP
 from profiler.profiling.profile_line import ProfilingOptions, profile_line
-from profiler.profiling.report import profile_json, profile_table
 from tests.experts.llm.conftest import ModelFiles
 
 DOCUMENT = {
@@ -99,19 +96,6 @@ def test_an_agent_starts_from_it_without_a_probe(profiled):
     assert rows["llm/small"].performance.K_output_s == pytest.approx(kinds["int8"].K_output_s)
     assert rows["llm/small"].performance.lease_bytes == kinds["int8"].lease_bytes
     assert agent.setup.pools[0].lease_bytes == 2**20
-
-
-def test_a_plan_decides_as_the_agent_does(profiled):
-    config, found = profiled
-    setup = planned(config, profiled_box(found.profile), found.profile, without={"llm/broken": "broken"})
-    assert setup.precisions["cpu"]["llm/small"] is Precision.INT8
-    assert setup.matrix.experts["cpu"]["llm/a"].performance.runs_in_quanta
-
-
-def test_it_is_told_to_people_and_programs(profiled):
-    _, found = profiled
-    assert "for one that is written" in profile_table(found.profile)
-    assert '"K_output_s"' in json.dumps(profile_json(found.profile))
 
 
 def test_another_run_measures_nothing_again(profiled):

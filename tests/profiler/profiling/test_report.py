@@ -16,16 +16,14 @@ from agent.device_profile.records import (
     Allocation,
     BatchTimes,
     BoxIdentity,
-    KindProfile,
     LinkSpeed,
     PoolAllocation,
     SearchTrial,
-    SpinTimes,
-    StoredProfile,
     UsageProfile,
 )
 from profiler.profiling.report import MOST_CURVES, profile_charts, profile_json, profile_table, usage_cdf
 from profiler.tables import WIDTH
+from tests.profiler.lines import kind_of, profile_of
 
 LARGE = "resnet101 224x224 imagenet"
 SMALL = "resnet101 64x64 imagenet stem=3x3"
@@ -34,31 +32,23 @@ BLUE, ORANGE = (0x00, 0x72, 0xB2), (0xE6, 0x9F, 0x00)
 
 def kind(name=LARGE, processor="cuda", precision="bf16", **changes):
     batches = (BatchTimes(1, (0.010, 0.012, 0.020), 5_000_000), BatchTimes(4, (0.030, 0.032, 0.031), 11_000_000))
-    found = KindProfile(
-        kind=name,
-        architecture=name.split()[0],
-        processor=processor,
-        precision=precision,
-        threads=2,
-        K_s=0.006,
-        B_s=0.005,
-        fit_error=0.08,
-        max_batch=4,
-        weight_bytes=85 * 2**20,
-        workspace_base_bytes=3_000_000,
-        workspace_bytes=2_000_000,
-        load_s={"ssd": 0.12, "host": 0.01},
-        batches=batches,
-        samples="24 images from inbox/done",
-    )
-    return replace(found, **changes)
+    found = {
+        "architecture": name.split()[0],
+        "processor": processor,
+        "K_s": 0.006,
+        "B_s": 0.005,
+        "fit_error": 0.08,
+        "weight_bytes": 85 * 2**20,
+        "load_s": {"ssd": 0.12, "host": 0.01},
+        "batches": batches,
+        "samples": "24 images from inbox/done",
+    }
+    return kind_of(name, precision, **found | changes)
 
 
 @pytest.fixture
 def profile():
-    return StoredProfile(
-        line="demo",
-        written_at="2026-01-01T00:00:00+00:00",
+    return profile_of(
         box=BoxIdentity("cuda", "RTX 3080 Ti", ("cuda", "cpu"), 8, 2**35, 2**33, {"torch": "2.10.0"}),
         links=(LinkSpeed("ssd", 7e8), LinkSpeed("host", 1.2e10)),
         kinds=(kind(), kind(precision="fp32"), kind(processor="cpu", precision="fp32", load_s={"ssd": 0.2})),
@@ -111,24 +101,6 @@ def test_scripts_read_the_documented_keys(profile):
     assert found["executors"] == {"cuda": 3, "cpu": 1}
 
 
-def test_how_long_threads_wait_is_told_where_it_was_measured(profile):
-    assert profile_json(profile)["device"]["spinning"] == {"setting": "default", "tried": {}}
-    assert "OpenMP" not in profile_table(profile)
-    tried = (SpinTimes("default", (0.010, 0.012), (0.04, 0.04), False), SpinTimes("short", (0.009,), (0.03,), True))
-    measured = replace(profile, spinning=tried)
-    assert profile_json(measured)["device"]["spinning"] == {
-        "setting": "short",
-        "tried": {
-            "default": {"one_s": [0.010, 0.012], "largest_s": [0.04, 0.04]},
-            "short": {"one_s": [0.009], "largest_s": [0.03]},
-        },
-    }
-    told = (
-        "waiting      OpenMP short; ms of a batch of one and of the largest: default 11.0 and 40.0, short 9.0 and 30.0"
-    )
-    assert told in profile_table(measured).splitlines()
-
-
 def test_two_kinds_of_an_architecture_are_told_apart_and_one_that_left_the_line_is_not_told(profile):
     small = kind(SMALL)
     left = replace(profile, kinds=(*profile.kinds, small))
@@ -136,12 +108,6 @@ def test_two_kinds_of_an_architecture_are_told_apart_and_one_that_left_the_line_
     assert SMALL.split()[1] not in profile_table(left)
     both = replace(left, precisions=profile.precisions | {(SMALL, "cuda"): "bf16"})
     assert profile_json(both)["architectures"].keys() == {LARGE, SMALL}
-
-
-def test_what_the_agent_will_run_is_marked(profile):
-    assert [(each.processor, each.precision) for each in profile.chosen_kinds] == [("cuda", "bf16"), ("cpu", "fp32")]
-    marked = [line.split()[1:4] for line in profile_table(profile).splitlines() if line.startswith("* ")][:2]
-    assert marked == [["resnet101", "224x224", "cuda"], ["resnet101", "224x224", "cpu"]]
 
 
 def test_kinds_that_differ_in_normalisation_alone_are_told_in_full(profile):
@@ -191,16 +157,6 @@ def test_of_how_many_experts_a_precision_is_proven_is_told(profile, images, diff
     assert both in profile_table(replace(profile, agreements=(agreement, beside)))
 
 
-def test_a_long_kind_and_the_longest_precision_are_not_cut_off(profile):
-    long = kind(LARGE.replace("resnet101", "regnet_x_3_2gf") + " program=0123456789ab", precision="onnxruntime")
-    text = profile_table(
-        replace(profile, kinds=(long,), precisions={(long.kind, "cuda"): "onnxruntime"}, agreements=())
-    )
-    assert "onnxruntime" in text
-    assert "…" not in text
-    assert max(len(line) for line in text.splitlines()) <= WIDTH
-
-
 def colours(path):
     with Image.open(path) as image:
         assert image.format == "PNG"
@@ -218,13 +174,6 @@ def test_charts_are_pngs(profile, tmp_path):
     ]
     assert all({BLUE} <= colours(chart) for chart in charts)
     assert sorted(tmp_path.rglob("*.*")) == sorted(charts)
-
-
-def test_points_and_their_fitted_line_are_of_one_colour(profile, tmp_path):
-    one = replace(profile, precisions={(LARGE, "cuda"): "bf16"})
-    (chart,) = (each for each in profile_charts(one, tmp_path) if each.name == "batch-latency.png")
-    assert BLUE in colours(chart)
-    assert ORANGE not in colours(chart)
 
 
 def test_what_was_not_measured_is_not_drawn(profile, tmp_path):

@@ -26,13 +26,19 @@ from profiler.replay.images import images_of
 from profiler.replay.player import player
 from profiler.workload.generated_line import LineRecipe, generate_line
 from profiler.workload.traces import TracedArrival, read_trace
-from tests.forms import each_of
+from tests.forms import needs
 
 PX = 64
 RECIPE = LineRecipe(
     classifiers=5, architecture="squeezenet1_1", requests=40, every_s=0.0, memory_for=2, classifier_px=PX, seed=3
 )
-FORMS = each_of(Precision.FP32, Precision.ONEDNN_FP32, Precision.ONEDNN_BF16, Precision.ONEDNN_INT8)
+FORMS = [
+    Precision.FP32,
+    *(
+        pytest.param(form, marks=(needs(form), pytest.mark.slow), id=form)
+        for form in (Precision.ONEDNN_FP32, Precision.ONEDNN_BF16, Precision.ONEDNN_INT8)
+    ),
+]
 WARM, SWITCHES = 200, 1000
 MOST_BYTES_PER_SWITCH = 4096  # Python's and malloc's own rounding; a layer has 40 KB in the mean, 10 KB in eight bits
 MOST_RESIDENT_BYTES_PER_SWITCH = 20 * 1024  # with what malloc keeps of what was given back, by megabytes at a time
@@ -152,10 +158,6 @@ def test_all_policies_judge_alike(config, generated):
     assert len({row.medians.outputs_sha256 for row in rows}) == 1
     assert sum(row.medians.switches for row in rows) > len(rows)
     assert all(row.medians.unknown == 0 for row in rows)
-
-
-def test_the_trace_has_more_than_one_label(config, generated):
-    trace = read_trace(generated.trace, config.catalog)
     with player(config, sorted(config.catalog.experts)) as stage:
         labels = stage.play(trace, images_of(trace, config.catalog)).labels
     assert len(set(labels)) > 1

@@ -6,7 +6,7 @@ import itertools
 from functools import cache
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from agent.core.effects import Assigned, StartLoad
@@ -120,7 +120,6 @@ def fitting(sizes, parts, capacity):
     return [frozenset(subset) for subset in subsets if held_bytes(subset, sizes, parts) <= capacity]
 
 
-@settings(deadline=None)
 @given(SIZES, st.integers(1, 20), st.lists(st.sampled_from([(), PARTS[:1], PARTS[1:], PARTS]), min_size=5, max_size=5))
 def test_no_start_saves_more_switches_than_the_bound_says(sizes, capacity, drawn):
     """Every set that fits is tried as the start; in any order, what is not there has to be loaded once."""
@@ -175,7 +174,6 @@ def least_loads(uses, sizes, capacity, start):
 USES = st.text(alphabet="abcde", min_size=1, max_size=10)
 
 
-@settings(max_examples=100, deadline=None)
 @given(USES, st.integers(1, 4))
 def test_belady_is_the_optimum_for_equal_sizes(uses, places):
     sizes = dict.fromkeys(uses, 1)
@@ -184,7 +182,6 @@ def test_belady_is_the_optimum_for_equal_sizes(uses, places):
     assert fewest_fcfs_switches(uses, one_memory(sizes, places)) == optimum
 
 
-@settings(max_examples=100, deadline=None)
 @given(USES, st.lists(st.integers(1, 6), min_size=5, max_size=5), st.integers(6, 14))
 def test_no_eviction_beats_the_bound_for_mixed_sizes(uses, drawn, capacity):
     sizes = {name: size for name, size in zip("abcde", drawn, strict=True) if name in uses}
@@ -290,7 +287,6 @@ def least_makespan(counts, columns):
     return best
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.dictionaries(st.sampled_from("abc"), st.integers(1, 3), min_size=1),
     st.lists(st.fixed_dictionaries(dict.fromkeys("abc", COSTS)), min_size=1, max_size=2),
@@ -318,7 +314,6 @@ def simulated(policy, sizes, parts, capacity, routes, trace, executors):
     return run.run(trace), resources_of(setup, SSD_BYTES_PER_S)
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     st.sampled_from(sorted(PRESETS)),
     st.lists(st.integers(1, 6), min_size=5, max_size=5),
@@ -356,7 +351,6 @@ def test_a_further_step_queues_behind_what_has_come():
     assert (found.switches, found.fcfs_switches) == (1, 1)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(["samba", "samba-fifo"]),
     st.lists(st.integers(1, 6), min_size=5, max_size=5),
@@ -423,7 +417,6 @@ TEXT_GRAPH = ExpertGraph(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(["coserve", "paper", "samba", "none"]),
     st.lists(st.tuples(WORK, st.booleans(), st.sampled_from([0.0, 0.05, 1.0])), min_size=1, max_size=15),

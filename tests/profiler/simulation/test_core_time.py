@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.core.performance import SSD, Performance, PoolSpec
@@ -89,7 +89,6 @@ def test_more_decoding_is_slower_more_cores_are_faster_and_a_share_is_one(cores,
     assert 0.0 <= found.decoding_share <= slower.decoding_share <= 1.0
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.sampled_from("abc"), min_size=1, max_size=30),
     st.lists(st.builds(of, SECONDS, SECONDS, st.integers(1, 4)), min_size=3, max_size=3),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.core.performance import Performance, PreparedForm
@@ -100,7 +100,6 @@ def test_executors_share_the_cores(cores, executors, share):
     assert core_share(cores, executors) == share
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 4),
     st.integers(1, 4),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.core.effects import Preempt
@@ -152,7 +152,6 @@ def tight(draw):
     return sorted(trace, key=lambda each: each.at_s)
 
 
-@settings(max_examples=60, deadline=None)
 @given(tight(), st.integers(90, 200), st.sampled_from([None, "f"]))
 def test_whatever_leases_texts_begin_with_all_of_them_are_written(trace, lease_bytes, family):
     simulation = build(1, 2, lease_bytes, family=family).run(trace)
@@ -175,7 +174,6 @@ def mixed(draw):
     return images, texts, sorted(trace, key=lambda each: each.at_s), draw(st.sampled_from([None, "f"]))
 
 
-@settings(max_examples=60, deadline=None)
 @given(mixed())
 def test_quanta_take_no_more_of_an_images_wait_than_one_per_batch_before_it(drawn):
     """Those before it are the batches of images that start while it waits, and its own."""
@@ -195,7 +193,6 @@ def test_quanta_take_no_more_of_an_images_wait_than_one_per_batch_before_it(draw
             assert sum(quanta_s) <= QUANTUM_S * before + NOISE_S, (expert, requests)
 
 
-@settings(max_examples=60, deadline=None)
 @given(mixed())
 def test_images_end_by_as_many_quanta_later_than_without_texts(drawn):
     """As many as batches of images have run since none of them waited; and one batch later, that left without it."""
@@ -211,7 +208,6 @@ def test_images_end_by_as_many_quanta_later_than_without_texts(drawn):
         assert beside.finished_s[number] <= alone.finished_s[place] + QUANTUM_S * before[number] + BATCH_S + NOISE_S
 
 
-@settings(max_examples=60, deadline=None)
 @given(mixed())
 def test_a_text_that_has_begun_is_passed_by_no_two_batches_of_images_in_a_row(drawn):
     images, texts, trace, family = drawn

@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.core.effects import Assigned, StartBatch, StartLoad
@@ -185,7 +185,6 @@ def test_the_policies_stand_in_the_papers_order_by_switches_and_by_time():
 # -- the ceiling of a wait --
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 8),
     st.integers(1, 5),
@@ -265,7 +264,6 @@ def assert_waits_under_their_ceiling(simulation, step_s):
             assert started_s - since <= LINE_BOUND_S + (ahead + 2) * step_s, batch
 
 
-@settings(max_examples=40, deadline=None)
 @given(lines())
 def test_every_wait_is_under_its_ceiling_on_several_executors_too(line):
     run, trace, step_s = line

@@ -29,12 +29,11 @@ from profiler.usage.probabilities import (
     RouteCount,
     component_shares,
     computed_usage,
-    refuse_uncountable,
     usage_from_results,
     usage_from_samples,
 )
-from profiler.workload.samples import LineSamples
 from tests.lines import result
+from tests.profiler.lines import fakes
 
 GOOD_RED, BAD_RED = 40, 160  # of an image that a fake without a label of its own calls ok, and bad
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
@@ -47,7 +46,7 @@ def quiet(stage, done, total):
 
 
 def fake(weights):
-    return {"architecture": "fake", "weights": weights, "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
+    return fakes(1, weights, labels=["ok", "bad"])["experts"]["cls/f0"]
 
 
 def passing(expert):
@@ -192,16 +191,6 @@ def test_a_folder_without_a_usable_image_is_an_error(line, tmp_path):
         usage_from_samples(line, None, quiet)
 
 
-def test_what_cannot_be_counted_is_told_before_anything_is_run(line, tmp_path):
-    with pytest.raises(ConfigError, match="line test has no sample image yet - let it serve first, or name a sample"):
-        refuse_uncountable(line, LineSamples.find(line))
-    broken = LineSamples(broken=("inbox/1.png: the file is empty",))
-    with pytest.raises(ConfigError, match=r"test has only 1 that cannot be decoded \(inbox/1.png: the file is empty\)"):
-        refuse_uncountable(line, broken)
-    crops(tmp_path / "crops", "c0", 1)
-    refuse_uncountable(line, LineSamples.find(line, tmp_path / "crops"))
-
-
 def test_images_of_which_none_can_be_judged_are_an_error(line, tmp_path):
     crops(tmp_path / "crops", "c0", 2)
     (tmp_path / "a.yaml").write_text("weight_bytes: none")
@@ -241,14 +230,6 @@ def test_what_the_results_command_prints_reads_as_the_database_does(line, tmp_pa
     assert usage_from_results(file, line) == usage_from_results(database, line)
 
 
-def test_history_is_read_beside_a_running_writer_and_left_as_it_is(line):
-    path = serve(line, SERVED_ROWS)
-    with closing(ResultStore(path)):
-        assert usage_from_results(path, line).usage.requests == 4
-    with closing(sqlite3.connect(path)) as database:
-        assert database.execute("SELECT count(*) FROM results").fetchone() == (4,)
-
-
 def test_what_is_left_out_is_counted_and_said(line):
     serve(line, [(("cls/a",), OK)] * 3, line="other")
     rows = [*SERVED_ROWS, (("cls/a", "det/gone"), OK), (("cls/gone",), NG), (("cls/gone",), NG), ((), UNKNOWN)]
@@ -260,10 +241,6 @@ def test_what_is_left_out_is_counted_and_said(line):
         "1 rows have no expert: their images could not be judged",
         f"only 4 requests were counted: rough until there are {FEW_REQUESTS}",
     )
-
-
-def test_enough_rows_need_no_note(line):
-    assert usage_from_results(serve(line, SERVED_ROWS * (FEW_REQUESTS // 4)), line).notes == ()
 
 
 def test_files_that_are_no_history_are_refused(line, tmp_path):
@@ -308,13 +285,6 @@ def test_a_row_that_cannot_be_read_is_an_error_with_its_place(line, tmp_path, ro
     file = tmp_path / "rows"
     file.write_text('{"line": "test", "verdict": "OK", "experts": ["cls/a"]}\n' + row + "\n")
     with pytest.raises(ConfigError, match=message):
-        usage_from_results(file, line)
-
-
-def test_a_broken_field_of_csv_is_an_error_with_its_place(line, tmp_path):
-    file = tmp_path / "rows"
-    file.write_text('line,verdict,experts\ntest,OK,"[""cls/a""]"\ntest,OK,cls/a\n')
-    with pytest.raises(ConfigError, match=r"rows:3:1: experts: 'cls/a' is no list of experts"):
         usage_from_results(file, line)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
 import signal
 from collections import Counter
@@ -16,9 +14,8 @@ from safetensors.numpy import load_file
 from agent.config import read_line
 from agent.deployment.build import build_agent
 from experts.errors import ConfigError
-from experts.expert import Precision
 from experts.images import read_image
-from profiler.workload.generated_line import LineRecipe, generate_line, removed_afterwards, require_disk
+from profiler.workload.generated_line import LineRecipe, generate_line, removed_afterwards
 from profiler.workload.traces import read_trace
 
 ON_CPU = {"COSERVE__DEVICE": "cpu"}  # the environment
@@ -68,17 +65,6 @@ def test_the_line_is_read_by_the_agent_and_exactly_so_many_experts_fit(generated
     assert pool.workspace_bytes == generated.workspace_bytes
 
 
-def test_auto_takes_what_an_agent_without_a_profile_does(generated, tmp_path):
-    automatic = generate_line(tmp_path / "auto", replace(RECIPE, precision="auto"))
-    assert read_line(automatic.line, {}).precision is None
-    assert automatic.expert_bytes == generated.expert_bytes
-
-
-def test_half_the_precision_takes_half_the_memory(generated, tmp_path):
-    half = generate_line(tmp_path / "half", replace(RECIPE, precision=Precision.BF16))
-    assert half.footprint_bytes == pytest.approx(generated.footprint_bytes / 2, abs=256 * 1024)
-
-
 def test_the_trace_has_its_requests_at_their_times_on_images_that_can_be_read(generated):
     trace = read_trace(generated.trace, read_line(generated.line, ON_CPU).catalog)
     assert [arrival.at_s for arrival in trace] == pytest.approx([0.004 * number for number in range(50)])
@@ -120,25 +106,11 @@ def test_nothing_is_written_into_a_folder_that_holds_something(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_a_file_in_the_folders_place_is_refused_and_stays(tmp_path):
-    (tmp_path / "line").write_text("mine")
-    with pytest.raises(ConfigError, match="line is a file: name a new folder"):
-        generate_line(tmp_path / "line", RECIPE)
-    assert (tmp_path / "line").read_text() == "mine"
-
-
 def test_what_the_disk_cannot_hold_is_refused_before_any_weights_are_written(tmp_path):
     with pytest.raises(ConfigError, match=r"need \d+ bytes .* free: make room") as refused:
         generate_line(tmp_path / "line", replace(RECIPE, classifiers=10**9, architecture="squeezenet1_1"))
     assert "1000000000 experts" in str(refused.value)
     assert list((tmp_path / "line").iterdir()) == []
-
-
-def test_the_disk_is_asked_by_bytes(tmp_path):
-    require_disk(tmp_path, 1, "one byte")
-    free_bytes = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    with pytest.raises(ConfigError, match=re.escape(str(tmp_path))):
-        require_disk(tmp_path, 2 * free_bytes, "twice what is free")
 
 
 @pytest.mark.parametrize("architecture", ["onnx", "fake"])
@@ -173,13 +145,6 @@ def raising(error):
         raise error
 
     return interrupt
-
-
-@pytest.mark.parametrize("end", [KeyboardInterrupt, ValueError, SystemExit])
-def test_nothing_is_left_however_it_ends(tmp_path, end):
-    with pytest.raises(end):
-        work_in(tmp_path, raising(end))
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_second_signal_does_not_cut_the_removal_short(tmp_path, monkeypatch):

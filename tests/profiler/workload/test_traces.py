@@ -7,28 +7,23 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.config import read_line
 from agent.core.request import Work
 from experts.errors import ConfigError
 from profiler.workload.traces import MOST_PROBLEMS, TracedArrival, board_trace, read_trace
+from tests.profiler.lines import fakes, write_line
 
 
 def line_of(folder, **more):
-    names = ("cls/a", "cls/b", "det/x")
-    expert = {"architecture": "fake", "weights": "w.yaml", "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
+    expert = fakes(1)["experts"]["cls/f0"]
     routes = {
         "alpha": [{"expert": "cls/a", "pass": ["ok"]}, {"expert": "det/x", "pass": ["ok"]}],
         "beta": [{"expert": "cls/b", "pass": ["ok"]}],
     }
-    file = folder / "line.yaml"
-    document = {"line": "t", "state": "./state", "experts": dict.fromkeys(names, expert), "routes": routes, **more}
-    file.write_text(json.dumps(document))
-    assert yaml.safe_load(file.read_text()) == document
-    return read_line(file, {})
+    experts = dict.fromkeys(("cls/a", "cls/b", "det/x"), expert)
+    return write_line(folder, {"line": "t", "state": "./state", "experts": experts, "routes": routes} | more)
 
 
 @pytest.fixture
@@ -42,9 +37,9 @@ def trace_file(folder, *lines):
     return path
 
 
-def problems_of(path, catalog):
+def problems_of(path, catalog, **options):
     with pytest.raises(ConfigError) as caught:
-        read_trace(path, catalog)
+        read_trace(path, catalog, **options)
     return [str(problem).removeprefix(f"{path.parent}/") for problem in caught.value.problems]
 
 
@@ -88,26 +83,19 @@ GOOD = {"t": 1, "component": "alpha"}
         ({"component": "alpha"}, "trace.jsonl:2:1: t: is missing"),
         ({"t": "1", "component": "alpha"}, 't: "1" is not a number'),
         ({"t": True, "component": "alpha"}, "t: true is not a number"),
-        ({"t": None, "component": "alpha"}, "t: null is not a number"),
         ('{"t": NaN, "component": "alpha"}', "t: NaN is not a number"),
-        ('{"t": 1e999, "component": "alpha"}', "t: Infinity is not a number"),
-        (f'{{"t": 1{"0" * 350}, "component": "alpha"}}', f"t: 1{'0' * 39}... is too large"),
         ('{"t": 1e+308, "component": "alpha"}', "t: 1e+308 is too large: no trace lasts over 1e+09 s - write seconds"),
-        ('{"t": -1e+308, "component": "alpha"}', "t: -1e+308 is before the start"),
         ({"t": -0.1, "component": "alpha"}, "t: -0.1 is before the start"),
         ({"t": 0.5, "component": "alpha"}, "trace.jsonl:2:2: t: 0.5 runs backwards, line 1 has 1.0 - sort the lines"),
         ({"t": 1, "component": "alhpa"}, "component: no route for 'alhpa' - did you mean 'alpha'?"),
-        ({"t": 1, "component": "resistor"}, "component: no route for 'resistor' - known here: alpha, beta"),
         ({"t": 1, "component": 5}, "component: 5 is not a name"),
         ({"t": 1, "expert": "cls/c"}, "expert: no expert 'cls/c' on this line - did you mean 'cls/"),
-        ({"t": 1, "expert": None}, "expert: null is not a name"),
         ({**GOOD, "expert": "cls/a"}, "trace.jsonl:2:10: component: both component and expert"),
         ({"t": 1}, "component: neither component nor expert"),
         ({**GOOD, "image": "no.png"}, "trace.jsonl:2:32: image: "),
         ({**GOOD, "image": "x" * 5000}, "is not there - copy it there"),
         ({**GOOD, "image": "\0"}, "is not there - copy it there"),
         ({**GOOD, "image": 3}, "image: 3 is not a path"),
-        ({**GOOD, "image": ""}, 'image: "" is not a path'),
     ],
 )
 def test_a_mistake_is_told_with_its_place(tmp_path, catalog, line, expected):
@@ -216,11 +204,6 @@ class TestTexts:
         }
         return line_of(tmp_path, experts=experts, routes={"alpha": [{"expert": "cls/a", "pass": ["ok"]}]}, texts=texts)
 
-    def planned_problems(self, path, catalog):
-        with pytest.raises(ConfigError) as caught:
-            read_trace(path, catalog, is_planned=True)
-        return [str(problem).removeprefix(f"{path.parent}/") for problem in caught.value.problems]
-
     def test_they_stand_beside_images(self, tmp_path, mixed):
         path = trace_file(
             tmp_path,
@@ -237,33 +220,33 @@ class TestTexts:
     @pytest.mark.parametrize(
         ("row", "expected"),
         [
-            ({"expert": "llm/a", "prompt": 4}, "output: is missing - tokens of the text"),
             ({"expert": "llm/a", "output": 4}, "prompt: is missing - tokens of the text"),
             (
                 {"expert": "llm/a", "prompt": 0, "output": 4},
                 "prompt: 0 is no number of tokens - write a whole number, 1",
             ),
             ({"expert": "llm/a", "prompt": 1, "output": 1.5}, "output: 1.5 is no number of tokens - write a whole"),
-            ({"expert": "llm/a", "prompt": 1, "output": True}, "output: true is no number of tokens"),
             ({"expert": "llm/a", "prompt": 1, "output": 10**9}, "output: 1000000000 is no number of tokens"),
             ({"component": "alpha", "prompt": 1}, "prompt: alpha takes images, which have no tokens - leave it out"),
             (
                 {"component": "by-rule", "prompt": 1, "output": 1},
                 "component: 'by-rule' is a route of rules, and a trace",
             ),
-            ({"expert": "llm/c", "prompt": 1, "output": 1}, "expert: no expert 'llm/c' on this line - did you mean"),
         ],
     )
     def test_what_is_wrong_with_one_is_told(self, tmp_path, mixed, row, expected):
         path = trace_file(tmp_path, {"t": 0, **row})
-        (problem,) = self.planned_problems(path, mixed.catalog)
+        (problem,) = problems_of(path, mixed.catalog, is_planned=True)
         assert problem.startswith("trace.jsonl:1:")
         assert expected in problem
 
     def test_an_image_is_not_theirs(self, tmp_path, mixed):
         (tmp_path / "1.png").write_bytes(b"")
         path = trace_file(tmp_path, {"t": 0, "expert": "llm/a", "prompt": 1, "output": 1, "image": "1.png"})
-        assert "image: llm/a takes texts, not images - leave it out" in self.planned_problems(path, mixed.catalog)[0]
+        assert (
+            "image: llm/a takes texts, not images - leave it out"
+            in problems_of(path, mixed.catalog, is_planned=True)[0]
+        )
 
     def test_they_are_planned_with_and_not_played(self, tmp_path, mixed):
         path = trace_file(tmp_path, {"t": 0, "expert": "llm/a", "prompt": 1, "output": 1})
