@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from agent.cli.arguments import AsJson, LineFile
-from agent.cli.endings import explained
+from agent.cli.endings import explained, say
 
 
 def backup(
@@ -23,10 +22,8 @@ def backup(
 
     with explained():
         made = back_up(read_line(line), destination)
-    if as_json:
-        print(json.dumps({"line": made.line, "made_at": made.made_at, "files": made.files}))
-    else:
-        print(f"{destination}: line {made.line!r}, {len(made.files)} files; kept images and weights are not in it")
+    text = f"{destination}: line {made.line!r}, {len(made.files)} files; kept images and weights are not in it"
+    say(as_json, {"line": made.line, "made_at": made.made_at, "files": made.files}, [text])
 
 
 def restore(
@@ -40,12 +37,11 @@ def restore(
     with explained():
         done = bring_back(line, source)
     made = done.backup
-    if as_json:
-        aside = [str(path) for path in done.aside]
-        print(json.dumps({"line": made.line, "made_at": made.made_at, "files": list(made.files), "aside": aside}))
-        return
-    print(f"{line}: line {made.line!r} as of {made.made_at}, {len(made.files)} files")
-    for path in done.aside:
-        print(f"what lay there before is {path}")
+    aside = [str(path) for path in done.aside]
+    lines = [f"{line}: line {made.line!r} as of {made.made_at}, {len(made.files)} files"]
+    lines += [f"what lay there before is {path}" for path in aside]
     if done.is_line_file_kept:
-        print(f"{line} differs from the backup's line file and was left as it is: compare {source / 'line.yaml'}")
+        lines.append(
+            f"{line} differs from the backup's line file and was left as it is: compare {source / 'line.yaml'}"
+        )
+    say(as_json, {"line": made.line, "made_at": made.made_at, "files": list(made.files), "aside": aside}, lines)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agent.cli.arguments import AsJson, LineFile
-from agent.cli.endings import CONFIGURATION, FAILED, explained
+from agent.cli.endings import CONFIGURATION, FAILED, explained, say
 from experts.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,11 +27,7 @@ def show_config(
 
     with explained():
         keys = [key for key in resolved_keys(line) if resolved or key.origin != "default"]
-    if as_json:
-        print(json.dumps({"keys": shown_rows(keys)}))
-    else:
-        for text in shown_lines(keys):
-            print(text)
+    say(as_json, {"keys": shown_rows(keys)}, shown_lines(keys))
 
 
 def check_config(
@@ -61,10 +57,8 @@ def check_config(
             sys.stderr.write("".join(f"{text}\n" for text in silent))
         raise typer.Exit(FAILED)
     experts, routes = len(config.catalog.experts), len(config.catalog.components) + len(config.catalog.texts)
-    if as_json:
-        print(json.dumps({"ok": True, "line": config.line, "experts": experts, "routes": routes, "problems": []}))
-    else:
-        print(f"{line}: line {config.line!r}, {experts} experts, {routes} routes: no mistake found")
+    text = f"{line}: line {config.line!r}, {experts} experts, {routes} routes: no mistake found"
+    say(as_json, {"ok": True, "line": config.line, "experts": experts, "routes": routes, "problems": []}, [text])
 
 
 def config_schema(as_json: AsJson = False) -> None:

@@ -1,7 +1,8 @@
-"""End of a command: exit codes, errors as text, and exit at once if threads hang."""
+"""End of a command: its output, exit codes, errors as text, and exit at once if threads hang."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -13,9 +14,15 @@ import typer
 from experts.errors import AgentCrashed, AlreadyRunning, BackendUnavailable, ConfigError, CoServeError, DeviceMissing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 FAILED, USAGE, CONFIGURATION = 1, 2, 78
+
+
+def say(as_json: bool, row: object, lines: Iterable[str]) -> None:
+    """Print one JSON object for scripts, else lines for people."""
+    for line in [json.dumps(row)] if as_json else lines:
+        print(line)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from agent.cli.arguments import AsJson, LineFile
-from agent.cli.endings import FAILED, explained
+from agent.cli.endings import FAILED, explained, say
 
 ExpertName = Annotated[str, typer.Argument(metavar="ID", help="the expert that serves, kind/name", show_default=False)]
 VERIFIED = {True: "ok ", False: "BAD", None: "-- "}
@@ -47,12 +47,12 @@ def promote_expert(line: LineFile, expert: ExpertName, as_json: AsJson = False) 
 
     with explained():
         done = promote(line, expert)
-    if as_json:
-        print(json.dumps({"expert": done.expert, "shadow": done.shadow, "swapped": list(done.keys)}))
-        return
     swapped = ", ".join(done.keys) or "nothing: both entries say the same"
-    print(f"{line}: {done.expert} and {done.shadow} have changed places ({swapped}).")
-    print("A reload serves it; the earlier version goes on in its shadow, and `promote` again takes it back.")
+    lines = [
+        f"{line}: {done.expert} and {done.shadow} have changed places ({swapped}).",
+        "A reload serves it; the earlier version goes on in its shadow, and `promote` again takes it back.",
+    ]
+    say(as_json, {"expert": done.expert, "shadow": done.shadow, "swapped": list(done.keys)}, lines)
 
 
 def verify_experts(line: LineFile, as_json: AsJson = False) -> None:
@@ -68,10 +68,7 @@ def verify_experts(line: LineFile, as_json: AsJson = False) -> None:
         config = read_line(line)
         with progress_on_stderr() as progress:
             rows = verify_line(config, progress)
-    if as_json:
-        print(json.dumps({"experts": rows}))
-    else:
-        for row in rows:
-            print(f"{VERIFIED[row['ok']]} {row['expert']}{'' if row['ok'] else ': ' + str(row['reason'])}")
+    lines = [f"{VERIFIED[row['ok']]} {row['expert']}{'' if row['ok'] else ': ' + str(row['reason'])}" for row in rows]
+    say(as_json, {"experts": rows}, lines)
     if any(row["ok"] is False for row in rows):
         raise typer.Exit(FAILED)

@@ -11,8 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from agent.cli.arguments import AsJson, LineFile
-from agent.cli.endings import explained
+from agent.cli.endings import explained, say
 from agent.cli.log import log_to_stderr
+
+NEXT = "Name it as `weights:` of an expert in the line file."
 
 
 def import_expert(
@@ -47,14 +49,9 @@ def import_expert(
     with explained():
         imported = bring(source, destination)
     size_bytes, said = destination.stat().st_size, imported.said
-    if as_json:
-        row = {"weights": str(destination), "sha256": imported.sha256, "size_bytes": size_bytes, "said": said}
-        print(json.dumps(row))
-        return
-    print(f"{destination}  sha256 {imported.sha256}")
-    for sentence in said:
-        print(f"{sentence[:1].upper()}{sentence[1:]}.")
-    print("Name it as `weights:` of an expert in the line file.")
+    row = {"weights": str(destination), "sha256": imported.sha256, "size_bytes": size_bytes, "said": said}
+    told = [f"{sentence[:1].upper()}{sentence[1:]}." for sentence in said]
+    say(as_json, row, [f"{destination}  sha256 {imported.sha256}", *told, NEXT])
 
 
 def _import_folder(
@@ -64,15 +61,13 @@ def _import_folder(
 
     with explained():
         imported = import_deepspeed(source, destination, given, tokenizer)
-    if as_json:
-        row = {"weights": str(imported.directory), "moe_experts": imported.moe_experts}
-        print(json.dumps({**row, "size_bytes": imported.size_bytes, "has_tokenizer": imported.has_tokenizer}))
-        return
+    row = {"weights": str(imported.directory), "moe_experts": imported.moe_experts}
+    row |= {"size_bytes": imported.size_bytes, "has_tokenizer": imported.has_tokenizer}
     size = f"{imported.size_bytes / 1e6:.1f} MB"
-    print(f"{imported.directory}  {size}, experts of its layers {list(imported.moe_experts)}")
+    lines = [f"{imported.directory}  {size}, experts of its layers {list(imported.moe_experts)}"]
     if not imported.has_tokenizer:
-        print("It has no tokenizer.json yet, without which it reads no text: copy it there.")
-    print("Name it as `weights:` of an expert in the line file.")
+        lines.append("It has no tokenizer.json yet, without which it reads no text: copy it there.")
+    say(as_json, row, [*lines, NEXT])
 
 
 def _argument(text: str) -> tuple[str, Any]:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from agent.cli.arguments import AsJson, Authority, Certificate, Key, LineFile, Target, TokenFile
-from agent.cli.endings import FAILED, explained, leave_at_once
+from agent.cli.endings import FAILED, explained, leave_at_once, say
 from agent.cli.log import log_to_stderr
 
 
@@ -80,12 +80,13 @@ def inspect(
                 from agent.commands.inspection import inspect_images  # loads torch
 
                 results = inspect_images(config, images, component, progress, picture)
-    if as_json:
-        print(json.dumps({"results": results, "outputs_sha256": outputs_sha256(row["label"] for row in results)}))
-        return
-    for result in results:
-        score = "" if result["score"] is None else f" {result['score']:.3f}"
-        print(f"{result['verdict']:<8} {result['label'] or result['reason']}{score}  {result['image']}")
+    row = {"results": results, "outputs_sha256": outputs_sha256(result["label"] for result in results)}
+    scores = ["" if result["score"] is None else f" {result['score']:.3f}" for result in results]
+    lines = (
+        f"{result['verdict']:<8} {result['label'] or result['reason']}{score}  {result['image']}"
+        for result, score in zip(results, scores, strict=True)
+    )
+    say(as_json, row, lines)
 
 
 def doctor(
@@ -102,14 +103,11 @@ def doctor(
         from agent.commands.doctor import examine  # loads torch
 
         diagnosis = examine(config, cameras=cameras)
-    if as_json:
-        print(json.dumps(diagnosis.as_json()))
-    else:
-        for check in diagnosis.checks:
-            print(f"{'ok ' if check.is_well else 'BAD'} {check.name}: {check.found}")
-            if check.fix is not None:
-                print(f"    -> {check.fix}")
-        print(f"{diagnosis.problems} problems")
+    lines = []
+    for check in diagnosis.checks:
+        lines.append(f"{'ok ' if check.is_well else 'BAD'} {check.name}: {check.found}")
+        lines += [] if check.fix is None else [f"    -> {check.fix}"]
+    say(as_json, diagnosis.as_json(), [*lines, f"{diagnosis.problems} problems"])
     if diagnosis.problems:
         raise typer.Exit(FAILED)
 

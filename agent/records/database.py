@@ -23,7 +23,7 @@ from experts.errors import AlreadyRunning, ConfigError, StateOfAnother, StateUnu
 from experts.filesystem import filesystem_type, is_shared, make_folder, take_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -166,6 +166,12 @@ def open_for_reading(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> sqli
     connection.execute("PRAGMA query_only = ON")
     connection.row_factory = sqlite3.Row
     return connection
+
+
+def read_rows(path: Path, sql: str, given: Sequence[object] = ()) -> list[sqlite3.Row]:
+    """Rows of one short query beside the writer. Raises FileNotFoundError, sqlite3.Error."""
+    with closing(open_for_reading(path)) as connection:
+        return connection.execute(sql, given).fetchall()
 
 
 def is_damage(error: BaseException) -> bool:

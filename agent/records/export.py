@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -22,7 +21,7 @@ from threading import Event
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from agent.records.database import open_for_reading, utc_text
+from agent.records.database import read_rows, utc_text
 from agent.records.result_reader import ResultReader
 from agent.records.rows import RESULT_COLUMNS, RowWriter, plain_result
 from experts.filesystem import make_folder, whole_text_file
@@ -113,8 +112,7 @@ class ResultExport:
         part = yield from self._next_range()
         if part is None:
             return
-        with closing(open_for_reading(self._store.path)) as connection:
-            file = connection.execute("SELECT id FROM identity").fetchone()[0]
+        file = read_rows(self._store.path, "SELECT id FROM identity")[0][0]
         numbers = f"{part.first_seq:0{NUMBER_DIGITS}}-{part.last_seq:0{NUMBER_DIGITS}}"
         path = self._section.folder / f"results-{file}-{numbers}.{self._section.format}"
         reader, at, rows = ResultReader(self._store.path), part.first_seq - 1, 0
@@ -140,8 +138,7 @@ class ResultExport:
         if latest is not None and not latest.is_written:
             return latest
         exported = 0 if latest is None else latest.last_seq
-        with closing(open_for_reading(self._store.path)) as connection:
-            last_seq = connection.execute("SELECT max(seq) FROM results").fetchone()[0] or 0
+        last_seq = read_rows(self._store.path, "SELECT max(seq) FROM results")[0][0] or 0
         if last_seq <= exported:
             return None
         part = ExportedRange(exported + 1, last_seq, now)
@@ -166,9 +163,11 @@ def last_exported(path: Path) -> ExportedRange | None:
 
 
 def _latest_range(path: Path, *, is_written: bool = False) -> ExportedRange | None:
-    with closing(open_for_reading(path)) as connection:
-        row = connection.execute(LATEST, (is_written,)).fetchone()
-    return None if row is None else ExportedRange(row[0], row[1], datetime.fromisoformat(row[2]), bool(row[3]))
+    ranges = [
+        ExportedRange(first_seq, last_seq, datetime.fromisoformat(until), bool(is_done))
+        for first_seq, last_seq, until, is_done in read_rows(path, LATEST, (is_written,))
+    ]
+    return ranges[0] if ranges else None
 
 
 def _begin(part: ExportedRange, database: Database) -> None:

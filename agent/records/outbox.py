@@ -10,12 +10,11 @@ A message is JSON with the number of its ``schema``. While that stays, keys may 
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from agent.records.database import open_for_reading, utc_text
+from agent.records.database import read_rows, utc_text
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -129,8 +128,7 @@ class OutboxReader:
 
     def waiting(self, receiver: str, limit: int) -> list[Message]:
         sql = "SELECT id, event, board, payload FROM outbox WHERE receiver = ? ORDER BY number LIMIT ?"
-        with closing(open_for_reading(self.path)) as connection:
-            return [Message(*row) for row in connection.execute(sql, (receiver, limit)).fetchall()]
+        return [Message(*row) for row in read_rows(self.path, sql, (receiver, limit))]
 
     def oldest(self, receiver: str) -> datetime | None:
         """Time of the verdict of the oldest message to a receiver; None without a message."""
@@ -139,8 +137,7 @@ class OutboxReader:
 
     def standing(self, receiver: str) -> OutboxCounts:
         sql = "SELECT waiting, given_way FROM outbox_receivers WHERE receiver = ?"
-        with closing(open_for_reading(self.path)) as connection:
-            rows = connection.execute(sql, (receiver,)).fetchall()
+        rows = read_rows(self.path, sql, (receiver,))
         return OutboxCounts(*rows[0]) if rows else OutboxCounts(0, 0)
 
 

@@ -17,7 +17,6 @@ import os
 import shutil
 import time
 from collections import Counter
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -26,7 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent.records.database import open_for_reading, utc_text
+from agent.records.database import read_rows, utc_text
 from agent.records.export import last_exported
 from agent.records.retention.kept_images import FileSeen, archived, remove, shelved
 from agent.records.retention.rules import KeepLimits, KeptImage, Reason, Situation, going_order, may_go, what_goes
@@ -201,8 +200,7 @@ class Sweeper:
     def _results_of(self, kept_as: Sequence[str]) -> list[tuple[str, str, int]]:
         marks = ", ".join("?" * len(kept_as))
         sql = f"SELECT kept_as, verdict, seq FROM results WHERE kept_as IN ({marks})"
-        with closing(open_for_reading(self._store.path)) as connection:
-            return [tuple(row) for row in connection.execute(sql, kept_as).fetchall()]
+        return [tuple(row) for row in read_rows(self._store.path, sql, kept_as)]
 
     # -- images: marked, removed, forgotten --
 
@@ -253,8 +251,7 @@ class Sweeper:
 
     def _finish_removals(self) -> Iterator[None]:
         """Remove files that an earlier process marked."""
-        with closing(open_for_reading(self._store.path)) as connection:
-            rows = connection.execute("SELECT path, mtime_ns FROM leaving").fetchall()
+        rows = read_rows(self._store.path, "SELECT path, mtime_ns FROM leaving")
         for start in range(0, len(rows), STEP_REMOVALS):
             some = rows[start : start + STEP_REMOVALS]
             for path, mtime_ns in some:
@@ -289,11 +286,7 @@ class Sweeper:
             "SELECT finished_at, seq, key, kept_as FROM results INDEXED BY results_finished_at"
             " WHERE finished_at < ? AND (finished_at, seq) > (?, ?) ORDER BY finished_at, seq LIMIT ?"
         )
-        while True:
-            with closing(open_for_reading(self._store.path)) as connection:
-                rows = connection.execute(sql, (before, *at, STEP_ROWS)).fetchall()
-            if not rows:
-                return
+        while rows := read_rows(self._store.path, sql, (before, *at, STEP_ROWS)):
             at = rows[-1]["finished_at"], rows[-1]["seq"]
             going = [row["seq"] for row in rows if self._row_may_go(row, last_seq)]
             yield from self._write(partial(_delete, "results", going))
@@ -307,11 +300,7 @@ class Sweeper:
 
     def _remove_boards(self, before: str) -> Iterator[None]:
         sql = "SELECT seq FROM boards INDEXED BY boards_closed_at WHERE closed_at < ? ORDER BY closed_at LIMIT ?"
-        while True:
-            with closing(open_for_reading(self._store.path)) as connection:
-                going = [seq for (seq,) in connection.execute(sql, (before, STEP_ROWS)).fetchall()]
-            if not going:
-                return
+        while going := [seq for (seq,) in read_rows(self._store.path, sql, (before, STEP_ROWS))]:
             yield from self._write(partial(_delete, "boards", going))
             self.removed_rows += len(going)
 
@@ -323,8 +312,7 @@ class Sweeper:
             yield from self._write(_vacuum)
 
     def _free_pages(self) -> int:
-        with closing(open_for_reading(self._store.path)) as connection:
-            return int(connection.execute("PRAGMA freelist_count").fetchone()[0])
+        return int(read_rows(self._store.path, "PRAGMA freelist_count")[0][0])
 
     # -- shared by all parts --
 

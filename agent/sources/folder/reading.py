@@ -3,7 +3,7 @@
 Guarantees: what is handed on are the bytes of the file that was seen complete. It is opened once, through no link and
 without waiting for anybody, and is the one that was seen before and after reading; one that is another by now is handed
 back, to be looked at anew. Only its size speaks against a file here; whatever else the filesystem says may pass, so
-it is tried again, after pauses that double up to LONGEST_PAUSE_S. Only one that could not be read for PATIENCE_S in
+it is tried again, with backoff. Only one that could not be read for PATIENCE_S in
 which its folder could, at every try, is told to be unreadable; while a folder cannot be read, its files wait.
 The bytes read and not yet released stay within the budget, except by what the last image takes; a folder whose
 filesystem hangs keeps nobody waiting but itself.
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from agent.sources.folder.files.filing import printable
 from agent.sources.folder.files.readiness import Sighting
+from experts.backoff import Backoff
 from experts.errors import FileChanged, ImageTooLarge
 from experts.images import DEFAULT_MAX_PIXELS, largest_file_bytes
 
@@ -39,8 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.25
-LONGEST_PAUSE_S = 15.0
+BACKOFF = Backoff(0.25, 15.0)
 PATIENCE_S = 60.0  # a share that comes back does so within it, and a board waits for longer
 IDLE_S = 60.0  # how long a step may wait when nothing is due
 LARGE_BYTES = 64 * 1024 * 1024
@@ -81,7 +81,7 @@ class _Try:
     at: float
     number: int
     image: ClaimedImage
-    pause_s: float = FIRST_PAUSE_S
+    failures: int = 0
     failing_since: float | None = None
 
 
@@ -213,7 +213,7 @@ class ArrivalReader:
                 Exception
             ):  # the boundary of the reader's thread: who was told broke; the next file is read all the same
                 log.exception("intake_reader_step_failed folder=%s", self._folder)
-                delay_s = FIRST_PAUSE_S
+                delay_s = BACKOFF.first_s
             self._wake.wait(delay_s)
             self._wake.clear()
 
@@ -275,8 +275,9 @@ class ArrivalReader:
             log.error("intake_not_read file=%s reason=%s: kept and tried again", relpath, reason)
         self._alarm = reason
         self._failing += due.failing_since is None
-        pause_s = min(2 * due.pause_s, LONGEST_PAUSE_S)
-        heapq.heappush(self._tries, _Try(now + due.pause_s, next(self._numbers), due.image, pause_s, since))
+        failures = due.failures + 1
+        again_s = now + BACKOFF.pause_s(failures)
+        heapq.heappush(self._tries, _Try(again_s, next(self._numbers), due.image, failures, since))
 
 
 def _is_as_seen(status: os.stat_result, file: Claimed) -> bool:

@@ -18,6 +18,7 @@ from agent.sources.folder.files.filing import printable
 from agent.sources.folder.files.readiness import Lease
 from agent.sources.folder.files.sidecar import sidecar_of
 from agent.subject import Subject
+from experts.backoff import Backoff
 from experts.errors import SidecarUnfinished
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class _ClaimRefused:
     """What the filesystem said when a file was to be claimed, and how long it is left alone the next time."""
 
     reason: str
-    pause_s: float
+    failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,13 +302,14 @@ class Taker:
             self._refuse_unclaimed(candidate, "the name is too long")
             return
         reason, relpath = error.strerror or str(error), candidate.relpath
-        refused = self._refusals.get(relpath) or _ClaimRefused("", self._config.poll_s)
+        refused = self._refusals.get(relpath) or _ClaimRefused("")
         if refused.reason != reason:
             log.error("intake_not_claimed file=%s reason=%s: left and retried", printable(relpath), reason)
         self.claim_alarm = reason
-        longer_s = max(min(2 * refused.pause_s, LONGEST_CLAIM_PAUSE_S), self._config.poll_s)
-        self._refusals[relpath] = _ClaimRefused(reason, longer_s)
-        self._waiting.postpone(relpath, now + refused.pause_s)
+        backoff = Backoff(self._config.poll_s, max(LONGEST_CLAIM_PAUSE_S, self._config.poll_s))
+        failures = refused.failures + 1
+        self._refusals[relpath] = _ClaimRefused(reason, failures)
+        self._waiting.postpone(relpath, now + backoff.pause_s(failures))
 
 
 def _sidecar_name(relpath: str) -> str:

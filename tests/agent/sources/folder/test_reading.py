@@ -16,7 +16,7 @@ import pytest
 from agent.sources.folder.arrivals import ClaimedImage
 from agent.sources.folder.files.inbox import Claimed
 from agent.sources.folder.files.readiness import Sighting
-from agent.sources.folder.reading import LONGEST_PAUSE_S, PATIENCE_S, STUCK_S, Answers, ArrivalReader, read_as_seen
+from agent.sources.folder.reading import BACKOFF, PATIENCE_S, STUCK_S, Answers, ArrivalReader, read_as_seen
 from experts.errors import FileChanged, ImageTooLarge
 from experts.images import DEFAULT_MAX_PIXELS
 from tests.lines import subject
@@ -106,7 +106,7 @@ def test_what_the_filesystem_says_is_no_word_on_the_image(file: Path, code: int)
     statistics = desk.reader.statistics()
     assert (statistics.waiting, statistics.failing, statistics.alarm) == (1, 1, os.strerror(code))
     desk.trouble = None
-    desk.run(LONGEST_PAUSE_S)
+    desk.run(BACKOFF.longest_s)
     assert desk.read == [(file.name, CONTENT)]
     statistics = desk.reader.statistics()
     assert (statistics.waiting, statistics.failing, statistics.alarm) == (0, 0, None)
@@ -117,7 +117,7 @@ def test_pauses_double_up_to_the_longest(file: Path) -> None:
     desk.reader.take(arrival_of(file))
     desk.run(100.0)
     pauses = [later - earlier for earlier, later in zip(desk.tries, desk.tries[1:], strict=False)]
-    assert pauses == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, *[LONGEST_PAUSE_S] * (len(pauses) - 6)]
+    assert pauses == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, *[BACKOFF.longest_s] * (len(pauses) - 6)]
     assert len(pauses) > 8
 
 
@@ -126,7 +126,7 @@ def test_a_file_that_alone_cannot_be_read_is_told_so_after_the_patience(file: Pa
     desk.reader.take(arrival_of(file))
     desk.run(PATIENCE_S - 1)
     assert desk.unreadable == []
-    desk.run(2 * LONGEST_PAUSE_S)
+    desk.run(2 * BACKOFF.longest_s)
     assert desk.unreadable == ["b1_r_R1.png: cannot be read (Input/output error), tried for 61 s"]
     assert desk.reader.statistics().failing == 0
     tries = len(desk.tries)
@@ -139,10 +139,10 @@ def test_only_time_in_which_the_folder_could_be_read_counts_against_a_file(file:
     desk.reader.take(arrival_of(file))
     desk.run(2 * PATIENCE_S)
     desk.is_sound = True  # the share is back, a moment after the file was asked for in vain
-    desk.run(LONGEST_PAUSE_S)
+    desk.run(BACKOFF.longest_s)
     assert desk.unreadable == []
     desk.trouble = None
-    desk.run(LONGEST_PAUSE_S)
+    desk.run(BACKOFF.longest_s)
     assert desk.read == [(file.name, CONTENT)]
 
 
@@ -152,7 +152,7 @@ def test_while_the_folder_is_gone_its_files_wait_for_as_long_as_it_takes(file: P
     desk.run(100 * PATIENCE_S)
     assert desk.unreadable == []
     desk.trouble, desk.is_sound = None, True
-    desk.run(LONGEST_PAUSE_S)
+    desk.run(BACKOFF.longest_s)
     assert desk.read == [(file.name, CONTENT)]
 
 
