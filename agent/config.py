@@ -158,7 +158,7 @@ def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineC
 
 
 def line_of(document: Document, environment: Mapping[str, str] | None = None) -> LineConfig:
-    """As ``read_line``, of a document that is read already or about to be written."""
+    """``read_line`` for a document in memory."""
     document = overlay(document, os.environ if environment is None else environment)
     sections = document.validate(LineSections)
     problems = [
@@ -276,7 +276,7 @@ def service_manager(environment: Mapping[str, str] | None = None) -> ServiceMana
 
 
 def _is_journal(stream: str) -> bool:
-    """Whether stderr is the very stream, DEVICE:INODE, that systemd reads."""
+    """Whether stderr is the stream DEVICE:INODE that systemd reads."""
     try:
         status = os.fstat(2)
     except OSError:
@@ -310,7 +310,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def usage_probabilities(config: LineConfig, pass_rates: Mapping[str, float] | None = None) -> dict[str, float]:
-    """How likely a request is to use each expert, from the boards' quantities (CoServe, section 4.5); 0: unused.
+    """Usage probability of each expert from the boards' quantities (CoServe, section 4.5); 0: unused.
 
     A component's share is its quantity over one board of each type; without boards all routes share alike. A route of
     texts counts as one component more. ``pass_rates`` as for ``ExpertGraph.usage``.

@@ -61,7 +61,7 @@ def _import_folder(
 
     with explained():
         imported = import_deepspeed(source, destination, given, tokenizer)
-    row = {"weights": str(imported.directory), "moe_experts": imported.moe_experts}
+    row: dict[str, Any] = {"weights": str(imported.directory), "moe_experts": imported.moe_experts}
     row |= {"size_bytes": imported.size_bytes, "has_tokenizer": imported.has_tokenizer}
     size = f"{imported.size_bytes / 1e6:.1f} MB"
     lines = [f"{imported.directory}  {size}, experts of its layers {list(imported.moe_experts)}"]

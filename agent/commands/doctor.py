@@ -1,4 +1,4 @@
-"""Whether this box can serve this line: `coserve doctor`.
+"""`coserve doctor`: whether this box can serve this line.
 
 Guarantees: each check says what it found, and what to do; no check stops another; a running agent is not disturbed.
 """

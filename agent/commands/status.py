@@ -1,4 +1,4 @@
-"""How a running agent is, for people and scripts: `coserve status`."""
+"""`coserve status`: state of a running agent, for people and scripts."""
 
 from __future__ import annotations
 

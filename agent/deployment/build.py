@@ -58,7 +58,7 @@ Progress: TypeAlias = "Callable[[str, int, int], None]"
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """How an agent is built, beside its line. ``packed``: weights in the place of the line's own.
+    """Options of ``build_agent``. ``packed``: folder of weights instead of the line's own.
 
     ``profile``: "auto" takes the line's own, or probes with an alarm where it does not hold; one that is given is not
     checked; None probes. ``decider`` may wrap the Engine, such as with a clock.
@@ -85,7 +85,7 @@ class Agent:
     packed: Mapping[str, PackedExpert]
     loop: AgentLoop
     segments: SegmentStore
-    templates: Templates  # of whatever it may load: while they are held, nothing is constructed beside batches
+    templates: Templates  # of all copies: no module is constructed beside batches while they are held
     rss_before_bytes: int  # of this process, before it touched any weights
     copies: Mapping[str, ExpertCopy] = field(default_factory=dict)  # by name, all that the matrix mentions
     experts: Mapping[str, str] = field(default_factory=dict)  # the Engine's names, by the line's, where these differ
@@ -233,7 +233,7 @@ def detect_box(config: LineConfig) -> Box:
 
 
 def doubts(config: LineConfig, profile: StoredProfile) -> tuple[str, ...]:
-    """Why this profile may not hold for an agent that starts now; nothing is packed or hashed."""
+    """Reasons why a profile may not hold for an agent that starts now. Packs and hashes nothing."""
     try:
         box = detect_box(config)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""How many executors each processor has: as the line file says, as the profile found, or by the paper's rule."""
+"""Number of executors of each processor: by the line file, else the profile, else the paper's rule."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def casual_executors(box: Box) -> dict[str, int]:
 
 
 def _auto_executors(box: Box) -> Mapping[str, int]:
-    """As casual, but one for an emulated device, which is the CPU itself, and several on a CPU alone."""
+    """Casual counts, but one executor for an emulated device, which is the CPU, and several on a CPU alone."""
     casual = casual_executors(box)
     if box.processors == ("cpu",):
         return {"cpu": max(box.cores // CORES_PER_CPU_EXECUTOR, 1)}

@@ -68,12 +68,12 @@ class MemoryNeeds:
 
     @property
     def most(self) -> int:
-        """How many of the most used copies fit beside one image per executor."""
+        """Number of the most used copies that fit beside one image per executor."""
         return self.count_in(self.budget_bytes - self.one_image_bytes)
 
     @property
     def least(self) -> int:
-        """How many of the most used copies fit beside nothing but the largest and the pinned experts."""
+        """Number of the most used copies that fit beside the largest and the pinned experts."""
         return self.count_in(self.largest_bytes)
 
     def misfits(self, expert_bytes: int) -> dict[str, int]:

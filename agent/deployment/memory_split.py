@@ -1,4 +1,4 @@
-"""How the memories are shared out: weights against workspaces, and how many executors, where the line file says auto.
+"""Split of the memories into weights and workspaces, and number of executors, where the line file says auto.
 
 Keys and values of texts have their part first. For the rest the line file comes first, then the device profile's
 searched allocation, then the paper's casual choice (section 5.2), bounded by what batches can use at most. A searched
@@ -77,7 +77,7 @@ def shares_of(
     profile: PerformanceMatrix,
     allocation: Allocation | None = None,
 ) -> Iterator[MemoryShare]:
-    """As ``pool_specs``, whether experts fit or not."""
+    """``pool_specs`` without the check that experts fit."""
     searched = {} if allocation is None else {share.pool: share for share in allocation.pools}
     budgets, pinned = pool_budgets(config, box), pinned_experts(config)
     for pool, needs in memory_needs(budgets, executors, profile, pinned, config.texts.kv).items():

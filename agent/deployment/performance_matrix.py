@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CoreShare:
-    """How CPU executors share the cores now, against how a kind was measured. ``factor``: how much longer a batch
-    takes. ``is_measured``: by the profile's speedups; else in proportion to the executors."""
+    """Share of the cores for CPU executors now, against the measurement of a kind. ``factor``: slowdown of a batch.
+    ``is_measured``: by the profile's speedups; else in proportion to the executors."""
 
     processor: str
     threads_profiled: int
@@ -118,7 +118,7 @@ def unmeasured(matrix: PerformanceMatrix, copies: Mapping[str, Sequence[ExpertCo
 
 
 def unmeasured_kinds(matrix: PerformanceMatrix, kinds: Mapping[str, str]) -> dict[str, str]:
-    """As ``unmeasured``, for experts that need not be packed."""
+    """``unmeasured`` for experts that need not be packed."""
     able = {expert for column in matrix.experts.values() for expert in column}
     return {
         expert: f"no expert of its kind ({kind}) could be run when the box was profiled"

@@ -107,7 +107,7 @@ class ApiSection(Section):
     limits: ApiLimitsSection = Field(ApiLimitsSection(), description="what the APIs take at once")
 
     def with_local_door(self, state: Path) -> ApiSection:
-        """The same; where nothing is said of gRPC, at a socket in the state, if its path is short enough for one."""
+        """The section with its default: gRPC at a socket in the state folder, if its path is short enough."""
         path = state / LOCAL_DOOR
         address = f"{UNIX}{path}"
         is_free = "grpc" not in self.model_fields_set and address not in self.http

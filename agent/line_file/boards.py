@@ -39,7 +39,7 @@ class BoardSection(Section):
 
 
 class PartSection(Section):
-    """Where one part of a board lies on its frame."""
+    """Place of one part on its board's frame."""
 
     component: ComponentType = Field(description="its component type")
     box: tuple[Position, Position, Position, Position] = Field(description="[left, top, right, bottom] in pixels")

@@ -59,7 +59,7 @@ def add_expert(text: str, expert: str, entry: Mapping[str, Plain], comment: str 
 
 
 def add_entry(text: str, path: KeyPath, value: Mapping[str, Plain], comment: str = "", *, file: Path) -> str:
-    """As ``set_key``, for a key that must not exist."""
+    """``set_key`` for a key that must not exist."""
     edit = _Edit.of(text, file)
     if edit.known(path) == len(path):
         raise edit.error("is there already - choose another name, or remove it first", path)
@@ -182,7 +182,7 @@ class _Edit:
         return parse_document(self.file, self.text.encode()).error(message, *path)
 
     def known(self, path: KeyPath) -> int:
-        """How many parts of a path are there. Raises ConfigError where it goes through an alias or a plain value."""
+        """Number of parts of a path that exist. Raises ConfigError where it goes through an alias or a plain value."""
         length = 0
         for length in range(len(path) + 1):
             span = self.pair(path[:length])[1] if length else self.root
