@@ -113,8 +113,10 @@ def groundwork(
     lying: Sequence[PackedExpert],
     given: Given = AS_CONFIGURED,
 ) -> Groundwork:
-    """Groundwork by line file and profile. ``lying``: packed experts; they tell kinds of ONNX graphs. Raises ConfigError
-    for a processor that the box does not have."""
+    """Groundwork by line file and profile. ``lying``: packed experts, which tell kinds of ONNX graphs.
+
+    Raises ConfigError for a processor that the box does not have.
+    """
     allocation = None if profile is None else profile.allocation
     executors = tuple(given.executors or executor_specs(config, box, allocation))
     precisions = precisions_of(config, [spec.processor for spec in executors], profile, programs_of(lying))
