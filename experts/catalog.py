@@ -33,25 +33,27 @@ from experts.errors import ConfigError, ExpertError
 from experts.expert import (
     ANOMALY_LABELS,
     CONFIDENCE_MINIMUM,
+    NAMED,
     NOTHING_FOUND,
     ONE_LABEL,
     OVERLAP_MAXIMUM,
     Expert,
     Fit,
     InputSpec,
+    Normalization,
     Orientation,
     Precision,
     Task,
+    named_normalization,
 )
 from experts.graph import ExpertGraph, RouteStep, find_cycle
-from experts.normalization import NAMED, Normalization, named
 from experts.packed.image_facts import KeptImageFacts
 from experts.sizes import SIZE, size_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from experts.text_routes import TextRoute
+    from experts.graph import TextRoute
 
 WEIGHTS_FILES = frozenset({".safetensors", ".onnx", ".gguf", ".json"})
 NO_TEXTS: Mapping[str, TextRoute] = MappingProxyType({})
@@ -208,7 +210,7 @@ class InputSection(PreparationSection):
 
     @property
     def named(self) -> str | Normalization | None:
-        return None if self.normalize is None else named(Normalization(**dict(self.normalize)))
+        return None if self.normalize is None else named_normalization(Normalization(**dict(self.normalize)))
 
     @model_validator(mode="after")
     def _consistent(self) -> InputSection:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, get_args, get_
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from experts.errors import ConfigError, Place
+from experts.errors import ConfigError, FilePlace
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -39,15 +39,15 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class DocumentEntry:
     """One value of a document, where its key stands (from 1), and the entries below it."""
 
     value: Any
     line: int
     column: int
-    children: Mapping[str | int, Entry] = field(default_factory=dict)
+    children: Mapping[str | int, DocumentEntry] = field(default_factory=dict)
 
-    def at(self, node: yaml.Node) -> Entry:
+    def at(self, node: yaml.Node) -> DocumentEntry:
         return replace(self, line=node.start_mark.line + 1, column=node.start_mark.column + 1)
 
 
@@ -57,7 +57,7 @@ class Document:
 
     file: Path
     content: bytes
-    root: Entry
+    root: DocumentEntry
     overrides: Mapping[KeyPath, str] = field(default_factory=dict)  # path -> name of the environment variable
     override_values: Mapping[KeyPath, Any] = field(default_factory=dict)
 
@@ -77,16 +77,16 @@ class Document:
         """The document with the value ``text`` (YAML) at ``path``; errors about it name the variable."""
         try:
             value = _build(yaml.compose(text, Loader=_LOADER), {}, ()).value
-        except (yaml.YAMLError, _Refused) as error:
+        except (yaml.YAMLError, _YamlRefused) as error:
             raise ConfigError(f"environment variable {variable}: {_yaml_reason(error)} - quote the value") from error
         return replace(
             self, overrides={**self.overrides, path: variable}, override_values={**self.override_values, path: value}
         )
 
-    def place(self, *path: str | int) -> Place:
+    def place(self, *path: str | int) -> FilePlace:
         """Where the key at ``path`` stands, else the nearest one above it."""
         entry, _ = self._nearest(path)
-        return Place(self.file, entry.line, entry.column, key_text(path))
+        return FilePlace(self.file, entry.line, entry.column, key_text(path))
 
     def origin(self, path: KeyPath) -> str | None:
         """Where the value at ``path`` comes from: FILE:LINE, or a variable; None where neither says it."""
@@ -112,7 +112,7 @@ class Document:
             return next((name for set_path, name in self.overrides.items() if set_path[: len(path)] == path), None)
         return None
 
-    def _nearest(self, path: KeyPath) -> tuple[Entry, bool]:
+    def _nearest(self, path: KeyPath) -> tuple[DocumentEntry, bool]:
         """The entry at ``path``, or the nearest above it; and whether it is the one at ``path``."""
         entry = self.root
         for part in path:
@@ -159,19 +159,21 @@ def parse_document(file: Path, content: bytes) -> Document:
     text = _decode(file, content)
     try:
         node = yaml.compose(text, Loader=_LOADER)
-        root = Entry({}, 1, 1) if node is None else _build(node, {}, ())
-    except _Refused as error:
+        root = DocumentEntry({}, 1, 1) if node is None else _build(node, {}, ())
+    except _YamlRefused as error:
         mark = error.node.start_mark
-        place = Place(file, mark.line + 1, mark.column + 1, key_text(error.path) or "document")
+        place = FilePlace(file, mark.line + 1, mark.column + 1, key_text(error.path) or "document")
         raise ConfigError(str(error), place) from error
     except yaml.MarkedYAMLError as error:
         found = error.problem_mark or error.context_mark
         line, column = (found.line + 1, found.column + 1) if found else (1, 1)
-        raise ConfigError(f"{_yaml_reason(error)} - correct the syntax", Place(file, line, column, "syntax")) from error
+        raise ConfigError(
+            f"{_yaml_reason(error)} - correct the syntax", FilePlace(file, line, column, "syntax")
+        ) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{_yaml_reason(error)} - correct the syntax", Place(file, 1, 1, "syntax")) from error
+        raise ConfigError(f"{_yaml_reason(error)} - correct the syntax", FilePlace(file, 1, 1, "syntax")) from error
     if not isinstance(root.value, dict):
-        raise ConfigError("must be `key: value` lines - start with `line: NAME`", Place(file, 1, 1, "document"))
+        raise ConfigError("must be `key: value` lines - start with `line: NAME`", FilePlace(file, 1, 1, "document"))
     return Document(file, content, root)
 
 
@@ -191,7 +193,7 @@ def suggestion(word: str, known: Collection[str], otherwise: str = "") -> str:
     return otherwise or f"known here: {', '.join(sorted(known)) or 'nothing'}"
 
 
-class _Refused(Exception):
+class _YamlRefused(Exception):
     """YAML that parses but that no configuration may hold."""
 
     def __init__(self, message: str, node: yaml.Node, path: KeyPath) -> None:
@@ -208,7 +210,7 @@ def _decode(file: Path, content: bytes) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = content[: error.start]
-        place = Place(file, before.count(b"\n") + 1, error.start - before.rfind(b"\n"), "encoding")
+        place = FilePlace(file, before.count(b"\n") + 1, error.start - before.rfind(b"\n"), "encoding")
         wrong = f"byte 0x{content[error.start]:02x} is not UTF-8"
         raise ConfigError(f"{wrong} - save the file in the encoding UTF-8", place) from error
 
@@ -219,55 +221,59 @@ def _yaml_reason(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
-def _build(node: yaml.Node | None, built: dict[int, Entry], path: KeyPath, open_nodes: tuple[int, ...] = ()) -> Entry:
+def _build(
+    node: yaml.Node | None, built: dict[int, DocumentEntry], path: KeyPath, open_nodes: tuple[int, ...] = ()
+) -> DocumentEntry:
     """The entry of one node. ``built`` shares aliased nodes; ``open_nodes`` are those around this one."""
     if node is None:
-        return Entry(None, 1, 1)
+        return DocumentEntry(None, 1, 1)
     if id(node) in built:
         return built[id(node)].at(node)
     if id(node) in open_nodes:
-        raise _Refused("an alias stands inside the value it names - write it out", node, path)
+        raise _YamlRefused("an alias stands inside the value it names - write it out", node, path)
     if node.tag not in PLAIN_TAGS:
-        raise _Refused(f"the tag {node.tag} is not supported - write the plain value", node, path)
+        raise _YamlRefused(f"the tag {node.tag} is not supported - write the plain value", node, path)
     inside = (*open_nodes, id(node))
     if isinstance(node, yaml.MappingNode):
         children = _mapping(node, built, path, inside)
-        entry = Entry({key: child.value for key, child in children.items()}, 1, 1, children)
+        entry = DocumentEntry({key: child.value for key, child in children.items()}, 1, 1, children)
     elif isinstance(node, yaml.SequenceNode):
         items = [_build(item, built, (*path, index), inside) for index, item in enumerate(node.value)]
-        entry = Entry([item.value for item in items], 1, 1, dict(enumerate(items)))
+        entry = DocumentEntry([item.value for item in items], 1, 1, dict(enumerate(items)))
     else:
         quoted = isinstance(node, yaml.ScalarNode) and bool(node.style)
-        entry = Entry(node.value if quoted else _plain(node.value), 1, 1)
+        entry = DocumentEntry(node.value if quoted else _plain(node.value), 1, 1)
     built[id(node)] = entry.at(node)
     return built[id(node)]
 
 
 def _mapping(
-    node: yaml.MappingNode, built: dict[int, Entry], path: KeyPath, inside: tuple[int, ...]
-) -> dict[str | int, Entry]:
-    own: dict[str | int, Entry] = {}
-    merged: dict[str | int, Entry] = {}
+    node: yaml.MappingNode, built: dict[int, DocumentEntry], path: KeyPath, inside: tuple[int, ...]
+) -> dict[str | int, DocumentEntry]:
+    own: dict[str | int, DocumentEntry] = {}
+    merged: dict[str | int, DocumentEntry] = {}
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
-            raise _Refused("a key must be a word - write it without brackets", key, path)
+            raise _YamlRefused("a key must be a word - write it without brackets", key, path)
         if key.value == MERGE_KEY and not key.style:
             for child_key, child in _merged(value, built, path, inside).items():
                 merged.setdefault(child_key, child)
         elif key.value in own:
             first = own[key.value]
-            raise _Refused(f"is there twice, first in line {first.line} - keep one", key, (*path, key.value))
+            raise _YamlRefused(f"is there twice, first in line {first.line} - keep one", key, (*path, key.value))
         else:
             own[key.value] = _build(value, built, (*path, key.value), inside).at(key)
     return {**merged, **own}
 
 
-def _merged(node: yaml.Node, built: dict[int, Entry], path: KeyPath, inside: tuple[int, ...]) -> dict[str | int, Entry]:
+def _merged(
+    node: yaml.Node, built: dict[int, DocumentEntry], path: KeyPath, inside: tuple[int, ...]
+) -> dict[str | int, DocumentEntry]:
     sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
-    merged: dict[str | int, Entry] = {}
+    merged: dict[str | int, DocumentEntry] = {}
     for source in sources:
         if not isinstance(source, yaml.MappingNode):
-            raise _Refused("`<<` takes a mapping - name one with an alias", source, path)
+            raise _YamlRefused("`<<` takes a mapping - name one with an alias", source, path)
         for key, child in _build(source, built, path, inside).children.items():
             merged.setdefault(key, child)
     return merged

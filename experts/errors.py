@@ -59,7 +59,7 @@ class CoServeError(Exception): ...
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FilePlace:
     """Where in a file something stands; line and column count from 1."""
 
     file: Path
@@ -77,7 +77,7 @@ class ConfigError(CoServeError):
     One that reports several ``problems`` has the place of the first.
     """
 
-    def __init__(self, message: str, place: Place | None = None) -> None:
+    def __init__(self, message: str, place: FilePlace | None = None) -> None:
         super().__init__(f"{place}: {message}" if place else message)
         self.message = message
         self.place = place

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from experts.normalization import Normalization
 
 ANOMALY_LABELS = ("ok", "anomalous")  # of `task: anomaly`, where the line names no others: what passes comes first
 NOTHING_FOUND = "nothing-found"  # of a detector that saw no object, or where no label holds; never in a route's `pass`
@@ -95,6 +93,30 @@ class Orientation(StrEnum):
 
     STORED = "stored"
     EXIF = "exif"
+
+
+@dataclass(frozen=True, slots=True)
+class Normalization:
+    """``mean`` and ``std`` of pixels from 0 to ``scale``, in the order in which the model takes the ``channels``."""
+
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    scale: Literal[1, 255] = 1
+    channels: Literal["rgb", "bgr"] = "rgb"
+
+    def __str__(self) -> str:
+        mean, std = (",".join(str(each) for each in values) for values in (self.mean, self.std))
+        return f"mean={mean}/std={std}/{self.scale}{'' if self.channels == 'rgb' else '/bgr'}"
+
+
+IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+UNIT = Normalization((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+NAMED = {"imagenet": IMAGENET, "unit": UNIT}
+
+
+def named_normalization(normalization: Normalization) -> str | Normalization:
+    """Its name where it has one: experts that say the same in two ways share prepared images."""
+    return next((name for name, known in NAMED.items() if known == normalization), normalization)
 
 
 @dataclass(frozen=True, slots=True)

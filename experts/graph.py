@@ -3,7 +3,8 @@
 A route may branch in its last step: a router's label picks the expert that ends the route with any answer.
 
 Guarantees: the graph of dependencies has no cycle; every step names an expert of the line (the catalog checks both
-before one is built, and the constructor refuses a cycle again). Immutable, and answers in O(1).
+before one is built, and the constructor refuses a cycle again). Immutable, and answers in O(1). Every text has a
+destination, and rules always give the same text the same one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from experts.expert import NOTHING_FOUND, Prediction, Verdict
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Iterable, Mapping
 
 
@@ -200,3 +202,45 @@ def find_cycle(preliminaries: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
     except CycleError as error:
         return tuple(reversed(error.args[1]))
     return ()
+
+
+# routes of texts: to the expert that a rule names, else to the one that the router picks
+
+
+@dataclass(frozen=True, slots=True)
+class TextRule:
+    """Texts in which ``matches`` is found go to this expert."""
+
+    matches: re.Pattern[str]
+    expert: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextRoute:
+    """One name that texts may be sent to. ``branches``: of each of the router's labels, who answers then.
+
+    ``otherwise`` answers what no rule matches where there is no router; then it is not None.
+    """
+
+    name: str
+    rules: tuple[TextRule, ...]
+    router: str | None
+    branches: Mapping[str, str]
+    otherwise: str | None
+
+    def expert_for(self, text: str) -> str | None:
+        """The expert that a rule, the first that matches, or ``otherwise`` names; None: the router has to be asked."""
+        for rule in self.rules:
+            if rule.matches.search(text):
+                return rule.expert
+        return None if self.router is not None else self.otherwise
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """Experts that may answer a text sent here, and the router; each once."""
+        named = [*(rule.expert for rule in self.rules), self.router, *self.branches.values(), self.otherwise]
+        return tuple(dict.fromkeys(name for name in named if name is not None))
+
+    @property
+    def steps(self) -> tuple[RouteStep, ...]:
+        return () if self.router is None else (RouteStep(self.router, frozenset(), then=self.branches),)

@@ -36,7 +36,7 @@ class TiffPixels:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _PixelLayout:
     """How a directory is written, in letters of ``struct``."""
 
     first: str  # the file's start, with the offset of the directory
@@ -46,8 +46,8 @@ class _Layout:
     inline_bytes: int
 
 
-CLASSIC = _Layout("4xI", "H", "HHI4x", "I", 4)
-BIG = _Layout("8xQ", "Q", "HHQ8x", "Q", 8)
+CLASSIC = _PixelLayout("4xI", "H", "HHI4x", "I", 4)
+BIG = _PixelLayout("8xQ", "Q", "HHQ8x", "Q", 8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,18 +45,18 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "experts.backends.modules": (),
     "experts.backends": (
         "experts.backends.modules", "experts.calibrations", "experts.document", "experts.errors", "experts.expert",
-        "experts.normalization", "experts.orientation",
-        "experts.importing", "experts.llm",
+        "experts.orientation", "experts.llm",
     ),
-    "experts.checkpoints": ("experts.architectures", "experts.backends", "experts.errors", "experts.normalization"),
+    "experts.checkpoints": (
+        "experts.architectures", "experts.backends", "experts.errors", "experts.expert", "experts.filesystem",
+    ),
     "experts.model_files": (
-        "experts.backends", "experts.checkpoints", "experts.errors", "experts.expert", "experts.importing",
+        "experts.backends", "experts.checkpoints", "experts.errors", "experts.expert",
     ),
     "experts.thresholds": ("experts.backends", "experts.expert"),
     "experts.packed": (
         "experts.backends", "experts.calibrations", "experts.daemon_threads", "experts.errors", "experts.expert",
-        "experts.filesystem",
-        "experts.importing", "experts.llm.program",
+        "experts.filesystem", "experts.llm.program",
     ),
     "experts.llm.importing": ("experts.checkpoints", "experts.errors", "experts.llm.checkpoint", "experts.llm.config"),
     "experts.llm": ("experts.errors",),

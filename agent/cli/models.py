@@ -44,7 +44,7 @@ def import_expert(
         return
     if argument or tokenizer is not None:
         raise typer.BadParameter(f"{source} is no folder of DeepSpeed's - leave --arg and --tokenizer")
-    from experts.importing import bring
+    from experts.checkpoints.importing import bring
 
     with explained():
         imported = bring(source, destination)

@@ -91,7 +91,7 @@ def ask_to_inspect(
 
 
 def _judged_image(part: Part) -> JudgedImage:
-    from experts.map_pictures import map_of
+    from experts.thresholds.map_pictures import map_of
 
     anomalies = tuple(
         (each.expert, Anomaly(each.score, each.threshold, None if each.map_png is None else map_of(each.map_png)))

@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 from experts.errors import ConfigError, ImageError
 from experts.expert import Orientation, Verdict
 from experts.images import decode_image
-from experts.map_pictures import drawn_over
+from experts.thresholds.map_pictures import drawn_over
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

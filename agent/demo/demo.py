@@ -36,9 +36,9 @@ from agent.service.line_service import LineService
 from experts import sizes
 from experts.errors import ConfigError, CoServeError
 from experts.expert import ANOMALY_LABELS, Anomaly, Precision, Verdict
-from experts.map_pictures import map_of
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
+from experts.thresholds.map_pictures import map_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 from agent.line_file.values import OptionalSize, Seconds
 from experts.catalog import COMPONENT, Section, is_llm
 from experts.document import suggestion
-from experts.text_routes import TextRoute, TextRule
+from experts.graph import TextRoute, TextRule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from agent.runtime.image_sources import ImageSource
     from agent.runtime.preparation import Preparation
     from agent.runtime.slots import SlotStore
-    from agent.runtime.texts import Texts
+    from agent.runtime.texts import RunningTexts
     from experts.backends.base import Skeleton
     from experts.expert import Expert, Prediction
-    from experts.llm.model import Model
+    from experts.llm.model import LanguageModel
 
     RequestSource = ImageSource | TextSource
     Shown = RequestSource | Prepared | Rejected  # in a batch: to be prepared, or prepared already
@@ -95,7 +95,7 @@ class _Quantum:
 @runtime_checkable
 class RunsTexts(Protocol):
     @property
-    def model(self) -> Model: ...
+    def model(self) -> LanguageModel: ...
 
 
 class BatchExecutor:
@@ -112,7 +112,7 @@ class BatchExecutor:
         post: Callable[[Finished | Progressed | BatchFailed | Breakdown], None],
         threads: int,
         watch: DeviceWatch | None = None,
-        texts: Texts | None = None,
+        texts: RunningTexts | None = None,
         cores: Sequence[int] = (),
     ) -> None:
         self.spec = spec
@@ -258,7 +258,7 @@ def _prepared(images: Sequence[DueTask[Prepared | Rejected]]) -> list[Prepared |
     return [task.future.result() for task in images]
 
 
-def model_of(skeleton: Skeleton) -> Model:
+def model_of(skeleton: Skeleton) -> LanguageModel:
     assert isinstance(skeleton, RunsTexts), "only language models run in quanta"
     return skeleton.model
 

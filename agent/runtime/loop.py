@@ -41,7 +41,7 @@ from agent.runtime.shadows import Shadows
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.text_engines import TextEngines, text_engines
 from agent.runtime.text_sources import TextSource
-from agent.runtime.texts import Texts, expert_name
+from agent.runtime.texts import RunningTexts, expert_name
 from agent.runtime.threads import end_team, team_cores
 from agent.runtime.transfer import PacedLink, Transfers
 from experts.errors import AgentCrashed
@@ -146,7 +146,7 @@ class Workshop:
     preparation: Preparation
     copies: Mapping[str, ExpertCopy]
     executors: Mapping[int, BatchExecutor]
-    texts: Texts
+    texts: RunningTexts
     text_engines: TextEngines
     routes: ExpertGraph | None = None
 
@@ -667,7 +667,7 @@ def assemble(
     engines = engines or text_engines(executors, limits, segments, matrix, keeps_prefixes=options.keeps_prefixes)
     if matrix is not None:
         bind_where_they_run(stores.values(), engines, executors, matrix)
-    texts = Texts(engines.by_executor, engines.lengths)
+    texts = RunningTexts(engines.by_executor, engines.lengths)
     running = {
         spec.id: BatchExecutor(
             spec, stores[spec.pool], preparation, inbox.put, threads, watch, texts, cores.get(spec.id, ())

@@ -22,7 +22,7 @@ from agent.core.events import Progressed
 from agent.core.request import IMAGE, Rejected, Work
 from experts.errors import CoServeError
 from experts.llm.serving.engine import Turn
-from experts.llm.serving.generation import Refused
+from experts.llm.serving.generation import RefusedText
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.text_sources import TextSource
     from experts.expert import Prediction
-    from experts.llm.model import Model
-    from experts.llm.serving.engine import EngineStatistics, Left, Quantum
+    from experts.llm.model import LanguageModel
+    from experts.llm.serving.engine import Left, QuantumOutcome, TextEngineStatistics
     from experts.llm.serving.generation import Sampled, TextRequest, Writer
     from experts.llm.serving.output_lengths import OutputLengths
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 class TextEngine(Protocol):
     """What the runtime needs of an engine: an LlmEngine, or what stands in its place."""
 
-    def run(self, turns: Sequence[Turn], quantum_s: float) -> Quantum:
+    def run(self, turns: Sequence[Turn], quantum_s: float) -> QuantumOutcome:
         """Run these until the quantum is over; one thread's at a time."""
 
     def forget(self, request: int) -> None:
@@ -54,7 +54,7 @@ class TextEngine(Protocol):
     def hurry(self) -> None:
         """End the quantum that runs after its present iteration: somebody wants to join. From any thread."""
 
-    def statistics(self) -> EngineStatistics: ...
+    def statistics(self) -> TextEngineStatistics: ...
 
 
 class RecordingWriter:
@@ -120,7 +120,7 @@ class Reached:
     name: str | None = None
 
 
-class Texts:
+class RunningTexts:
     """Of all executors of one agent. ``engines`` by executor; ``lengths``: what the engines learn from."""
 
     def __init__(self, engines: Mapping[int, TextEngine], lengths: OutputLengths) -> None:
@@ -171,7 +171,7 @@ class Texts:
 
     # -- of an executor's thread --
 
-    def run(self, batch: Batch, copies: Sequence[ExpertCopy], models: Mapping[str, Model]) -> Progressed:
+    def run(self, batch: Batch, copies: Sequence[ExpertCopy], models: Mapping[str, LanguageModel]) -> Progressed:
         """One quantum. ``copies``: of each request; ``models`` by the copy's name. Raises what a model raises."""
         assert batch.quantum_s is not None, "texts have a quantum"
         refused: list[tuple[int, Prediction | Rejected]] = []
@@ -193,7 +193,7 @@ class Texts:
         unfinished = [(request, self._left(request, experts[request], left)) for request, left in quantum.unfinished]
         return Progressed(batch.id, (*refused, *finished), tuple(unfinished))
 
-    def statistics(self, executor: int) -> EngineStatistics | None:
+    def statistics(self, executor: int) -> TextEngineStatistics | None:
         engine = self._engines.get(executor)
         return None if engine is None else engine.statistics()
 
@@ -228,9 +228,9 @@ class Texts:
         )
         asked.give(replace(asked.running, generation=further, writer=asked.writer.target), executor)
 
-    def _ended(self, request: int, result: Prediction | Refused) -> Prediction | Rejected:
+    def _ended(self, request: int, result: Prediction | RefusedText) -> Prediction | Rejected:
         self._asked[request].leave()
-        return Rejected(result.reason) if isinstance(result, Refused) else result
+        return Rejected(result.reason) if isinstance(result, RefusedText) else result
 
     def _left(self, request: int, expert: str, left: Left) -> Work:
         asked = self._asked[request]

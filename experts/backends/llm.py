@@ -17,7 +17,7 @@ from experts.errors import WeightsCorrupt, WeightsMismatch
 from experts.expert import Precision
 from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import read_spec
-from experts.llm.model import Model
+from experts.llm.model import LanguageModel
 from experts.llm.names import expert_stacks
 from experts.llm.program import pack_program, read_program, spec_of
 from experts.llm.quant import Int8Tensors
@@ -53,25 +53,25 @@ class LlmSkeleton:
 
     def __init__(self, spec: ArchSpec) -> None:
         self._spec = spec
-        self._model: Model | None = None
+        self._model: LanguageModel | None = None
 
     @property
     def spec(self) -> ArchSpec:
         return self._spec
 
     @property
-    def model(self) -> Model:
+    def model(self) -> LanguageModel:
         """The model over the bytes that it is bound to. Raises ValueError before ``bind``."""
         if self._model is None:
             raise ValueError("the skeleton is bound to no memory yet")
         return self._model
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
-        self._model = Model(self._spec, tensors)
+        self._model = LanguageModel(self._spec, tensors)
 
     def bind_offloaded(self, tensors: Mapping[str, Tensor], moe_experts: Mapping[int, MoeExperts]) -> None:
         """Bind the dense part alone; ``moe_experts`` run the experts of these layers."""
-        self._model = Model(self._spec, tensors, moe_experts)
+        self._model = LanguageModel(self._spec, tensors, moe_experts)
 
     def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
         raise ValueError(f"{expert.id} takes texts, not images")

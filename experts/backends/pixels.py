@@ -9,8 +9,7 @@ import torch
 from PIL import Image
 
 from experts.backends.base import Prepared
-from experts.expert import Fit
-from experts.normalization import NAMED, Normalization
+from experts.expert import NAMED, Fit, Normalization
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ import ast
 import math
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
-from experts.normalization import Normalization, named
+from experts.expert import Normalization, named_normalization
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -97,7 +97,7 @@ def _normalize(mean: Any, std: Any, keys: str, scale: Any = 1, channels: Any = "
     """As a line file has it; None for what it refuses."""
     if not all(0 <= each <= scale for each in mean) or not all(each > 0 for each in std):
         return None
-    known = named(Normalization(mean, std, scale, channels))
+    known = named_normalization(Normalization(mean, std, scale, channels))
     own = {"mean": list(mean), "std": list(std)} | ({} if scale == 1 else {"scale": scale})
     return (known if isinstance(known, str) else own | ({} if channels == "rgb" else {"channels": channels})), keys
 

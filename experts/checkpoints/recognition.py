@@ -52,7 +52,7 @@ class Recognised:
 
 
 @dataclass(frozen=True, slots=True)
-class _Family:
+class _ClassifierFamily:
     """Classifiers that share a weight's name; ``head``: the weight that has one row for each label."""
 
     prefixes: tuple[str, ...]
@@ -61,22 +61,22 @@ class _Family:
 
 
 FAMILIES = (
-    _Family(("resnet", "resnext", "wide_resnet"), "layer1.0.conv1.weight", "fc.weight"),
-    _Family(("shufflenet",), "stage2.0.branch1.0.weight", "fc.weight"),
-    _Family(("googlenet",), "inception3a.branch1.conv.weight", "fc.weight"),
-    _Family(("inception_v3",), "Mixed_5b.branch1x1.conv.weight", "fc.weight"),
-    _Family(("regnet",), "trunk_output.block1.block1-0.f.a.0.weight", "fc.weight"),
-    _Family(("densenet",), "features.denseblock1.denselayer1.conv1.weight", "classifier.weight"),
-    _Family(("squeezenet",), "features.3.squeeze.weight", "classifier.1.weight"),
-    _Family(("efficientnet",), "features.1.0.block.0.0.weight", "classifier.1.weight"),
-    _Family(("mobilenet_v2",), "features.1.conv.0.0.weight", "classifier.1.weight"),
-    _Family(("mobilenet_v3",), "features.1.block.0.0.weight", "classifier.3.weight"),
-    _Family(("mnasnet",), "layers.8.0.layers.0.weight", "classifier.1.weight"),
-    _Family(("convnext",), "features.1.0.layer_scale", "classifier.2.weight"),
-    _Family(("swin",), "features.1.0.attn.qkv.weight", "head.weight"),
-    _Family(("maxvit",), "blocks.0.layers.0.layers.MBconv.layers.pre_norm.weight", "classifier.5.weight"),
-    _Family(("vit",), "encoder.layers.encoder_layer_0.self_attention.in_proj_weight", "heads.head.weight"),
-    _Family(("alexnet", "vgg"), "features.0.weight", "classifier.6.weight"),
+    _ClassifierFamily(("resnet", "resnext", "wide_resnet"), "layer1.0.conv1.weight", "fc.weight"),
+    _ClassifierFamily(("shufflenet",), "stage2.0.branch1.0.weight", "fc.weight"),
+    _ClassifierFamily(("googlenet",), "inception3a.branch1.conv.weight", "fc.weight"),
+    _ClassifierFamily(("inception_v3",), "Mixed_5b.branch1x1.conv.weight", "fc.weight"),
+    _ClassifierFamily(("regnet",), "trunk_output.block1.block1-0.f.a.0.weight", "fc.weight"),
+    _ClassifierFamily(("densenet",), "features.denseblock1.denselayer1.conv1.weight", "classifier.weight"),
+    _ClassifierFamily(("squeezenet",), "features.3.squeeze.weight", "classifier.1.weight"),
+    _ClassifierFamily(("efficientnet",), "features.1.0.block.0.0.weight", "classifier.1.weight"),
+    _ClassifierFamily(("mobilenet_v2",), "features.1.conv.0.0.weight", "classifier.1.weight"),
+    _ClassifierFamily(("mobilenet_v3",), "features.1.block.0.0.weight", "classifier.3.weight"),
+    _ClassifierFamily(("mnasnet",), "layers.8.0.layers.0.weight", "classifier.1.weight"),
+    _ClassifierFamily(("convnext",), "features.1.0.layer_scale", "classifier.2.weight"),
+    _ClassifierFamily(("swin",), "features.1.0.attn.qkv.weight", "head.weight"),
+    _ClassifierFamily(("maxvit",), "blocks.0.layers.0.layers.MBconv.layers.pre_norm.weight", "classifier.5.weight"),
+    _ClassifierFamily(("vit",), "encoder.layers.encoder_layer_0.self_attention.in_proj_weight", "heads.head.weight"),
+    _ClassifierFamily(("alexnet", "vgg"), "features.0.weight", "classifier.6.weight"),
 )
 OTHERS = (  # a weight's name, in words what has it, and why it is not served as it is
     (r"roi_heads\.|rpn\.head\.|head\.classification_head\.", "detector of torchvision", SERVED_AS_GRAPHS),
@@ -125,7 +125,7 @@ def _classifier(shapes: Shapes, hint: str | None) -> Recognised | None:
     return None
 
 
-def _member(family: _Family, shapes: Shapes, hint: str | None) -> Recognised | None:
+def _member(family: _ClassifierFamily, shapes: Shapes, hint: str | None) -> Recognised | None:
     from experts.backends.classifier import weight_shapes  # loads torchvision
 
     labels, stem = shapes[family.head][0], "3x3" if shapes.get("conv1.weight", ())[2:] == (3, 3) else None

@@ -50,7 +50,7 @@ class Selection:
 
 def select(source: str, document: object) -> Selection:
     """The weights of what was saved. Raises WeightsRefused, which names what is there instead."""
-    search = _Search(source)
+    search = _WeightsSearch(source)
     candidates = list(search.candidates(document, (), 0))
     if not candidates:
         raise search.refused or WeightsRefused(source, f"holds no weights: {_described(document)}: {SAVE_ADVICE}")
@@ -72,7 +72,7 @@ def select(source: str, document: object) -> Selection:
     return Selection(weights, taken.where or "the file itself", taken.owner, tuple(said), of_loss)
 
 
-class _Search:
+class _WeightsSearch:
     """Sets of weights in a value, the best first. ``refused``: why the first of those that are none was not taken."""
 
     def __init__(self, source: str) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.llm.config import ArchSpec
-    from experts.llm.names import Assembly, Part, Shape
+    from experts.llm.names import Assembly, Shape, SourceTensor
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -46,7 +46,7 @@ class Checkpoint:
     """A model's tensors on disk, known to fit it. Maps its files: they may be unlinked meanwhile, not rewritten."""
 
     def __init__(
-        self, expert: str, spec: ArchSpec, parts: Mapping[str, tuple[Assembly, tuple[Part, ...]]],
+        self, expert: str, spec: ArchSpec, parts: Mapping[str, tuple[Assembly, tuple[SourceTensor, ...]]],
         stored: Mapping[str, StoredTensor], files: Mapping[Path, Any],
     ) -> None:  # fmt: skip
         self.expert = expert
@@ -83,7 +83,7 @@ class Checkpoint:
         self.check_tied_head()
         return {name: self.read(name, dtype) for name in self._parts}
 
-    def _tensor(self, part: Part) -> Tensor:
+    def _tensor(self, part: SourceTensor) -> Tensor:
         file = self._stored[part.name].file
         try:
             tensor: Tensor = self._files[file].get_tensor(part.name)
@@ -167,13 +167,13 @@ def _check_index(directory: Path, expert: str, stored: Mapping[str, StoredTensor
             raise WeightsCorrupt(expert, f"{name} is not in {directory / file}, where {INDEX_NAME} says it is")
 
 
-def _form_in(assembly: Assembly, stored: Mapping[str, StoredTensor]) -> tuple[Part, ...]:
+def _form_in(assembly: Assembly, stored: Mapping[str, StoredTensor]) -> tuple[SourceTensor, ...]:
     there = (form for form in assembly.forms if any(part.name in stored for part in form))
     return next(there, assembly.forms[0])
 
 
 def _check(
-    directory: Path, expert: str, spec: ArchSpec, parts: Sequence[Part], stored: Mapping[str, StoredTensor]
+    directory: Path, expert: str, spec: ArchSpec, parts: Sequence[SourceTensor], stored: Mapping[str, StoredTensor]
 ) -> None:
     wanted = {part.name: part.shape for part in parts}
     extra = [name for name in stored if name not in wanted and not _is_needless(name, spec)]

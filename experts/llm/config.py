@@ -38,7 +38,7 @@ FULL_ATTENTION = "full_attention"
 Word = TypeVar("Word", bound=StrEnum)
 
 
-class Family(StrEnum):
+class ConfigFamily(StrEnum):
     """Whose names and defaults a directory follows: its ``model_type``."""
 
     LLAMA = "llama"
@@ -135,7 +135,7 @@ class LayerSpec:
 class ArchSpec:
     """Decides which tensors a model has and what is computed from them. Sizes in elements."""
 
-    family: Family
+    family: ConfigFamily
     vocab_size: int
     hidden_size: int
     heads: int
@@ -203,11 +203,11 @@ def parse_config(content: bytes, expert: str, origin: str) -> ArchSpec:
 def parse_spec(values: Mapping[str, Any], expert: str) -> ArchSpec:
     """The same for a config.json's values. Raises ModelUnsupported naming the field."""
     fields = _Fields(values, expert)
-    family = fields.choice("model_type", Family)
+    family = fields.choice("model_type", ConfigFamily)
     _refuse_what_is_lacking(fields, family)
     hidden_size, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    head_size = fields.integer("head_dim", 128 if family is Family.QWEN3 else hidden_size // heads)
-    norm = fields.choice("norm", Norm, Norm.RMS) if family is Family.PR_MOE else Norm.RMS
+    head_size = fields.integer("head_dim", 128 if family is ConfigFamily.QWEN3 else hidden_size // heads)
+    norm = fields.choice("norm", Norm, Norm.RMS) if family is ConfigFamily.PR_MOE else Norm.RMS
     spec = ArchSpec(
         family=family,
         vocab_size=fields.integer("vocab_size"),
@@ -219,13 +219,13 @@ def parse_spec(values: Mapping[str, Any], expert: str) -> ArchSpec:
         norm_epsilon=fields.number("rms_norm_eps" if norm is Norm.RMS else "layer_norm_eps"),
         rope=None if _has_learned_positions(fields, family) else _rope(fields, family),
         layers=_layers(fields, family),
-        mlp=fields.choice("mlp", Mlp) if family is Family.PR_MOE else Mlp.SWIGLU,
+        mlp=fields.choice("mlp", Mlp) if family is ConfigFamily.PR_MOE else Mlp.SWIGLU,
         norm=norm,
         has_qkv_bias=_has_qkv_bias(fields, family),
         has_output_bias=_has_output_bias(fields, family),
         has_mlp_bias=_has_mlp_bias(fields, family),
         qk_norm=_qk_norm(family),
-        qkv_limit=fields.optional_number("clip_qkv") if family is Family.OLMOE else None,
+        qkv_limit=fields.optional_number("clip_qkv") if family is ConfigFamily.OLMOE else None,
         is_tied=fields.flag("tie_word_embeddings", False),
     )
     if spec.heads % spec.kv_heads:
@@ -235,8 +235,8 @@ def parse_spec(values: Mapping[str, Any], expert: str) -> ArchSpec:
     return spec
 
 
-def _refuse_what_is_lacking(fields: _Fields, family: Family) -> None:
-    if family is not Family.PR_MOE:
+def _refuse_what_is_lacking(fields: _Fields, family: ConfigFamily) -> None:
+    if family is not ConfigFamily.PR_MOE:
         fields.expect("hidden_act", ("silu", "swish"), "silu")
     if fields.get("quantization_config") is not None:
         raise fields.refused("quantization_config", "quantised checkpoints are not read: give the one it was made from")
@@ -246,7 +246,7 @@ def _refuse_what_is_lacking(fields: _Fields, family: Family) -> None:
         others = {str(kind) for kind in layer_types} - {FULL_ATTENTION}
         if others:
             raise fields.refused("layer_types", f"{', '.join(sorted(others))}: only {FULL_ATTENTION} is served")
-    elif family is Family.MIXTRAL:
+    elif family is ConfigFamily.MIXTRAL:
         _refuse_window(fields)
     elif fields.flag("use_sliding_window", False):
         raise fields.refused("use_sliding_window", "attention within a window is not served")
@@ -258,44 +258,44 @@ def _refuse_window(fields: _Fields) -> None:
         raise fields.refused("sliding_window", f"is {window:.0f}: attention within a window is not served")
 
 
-def _has_qkv_bias(fields: _Fields, family: Family) -> bool:
-    if family is Family.QWEN2:
+def _has_qkv_bias(fields: _Fields, family: ConfigFamily) -> bool:
+    if family is ConfigFamily.QWEN2:
         return True
-    if family is Family.QWEN2_MOE:
+    if family is ConfigFamily.QWEN2_MOE:
         return fields.flag("qkv_bias", True)
-    return family is not Family.MIXTRAL and fields.flag("attention_bias", False)
+    return family is not ConfigFamily.MIXTRAL and fields.flag("attention_bias", False)
 
 
-def _has_output_bias(fields: _Fields, family: Family) -> bool:
-    without = {Family.QWEN2, Family.QWEN2_MOE, Family.MIXTRAL}
+def _has_output_bias(fields: _Fields, family: ConfigFamily) -> bool:
+    without = {ConfigFamily.QWEN2, ConfigFamily.QWEN2_MOE, ConfigFamily.MIXTRAL}
     return family not in without and fields.flag("attention_bias", False)
 
 
-def _has_mlp_bias(fields: _Fields, family: Family) -> bool:
-    if family is Family.PR_MOE:
+def _has_mlp_bias(fields: _Fields, family: ConfigFamily) -> bool:
+    if family is ConfigFamily.PR_MOE:
         return fields.flag("mlp_bias", True)
-    return family is Family.LLAMA and fields.flag("mlp_bias", False)
+    return family is ConfigFamily.LLAMA and fields.flag("mlp_bias", False)
 
 
-def _has_learned_positions(fields: _Fields, family: Family) -> bool:
-    is_free = family is Family.PR_MOE
+def _has_learned_positions(fields: _Fields, family: ConfigFamily) -> bool:
+    is_free = family is ConfigFamily.PR_MOE
     return is_free and fields.choice("positions", Positions, Positions.ROTARY) is Positions.LEARNED
 
 
-def _qk_norm(family: Family) -> QkNorm | None:
-    if family in {Family.QWEN3, Family.QWEN3_MOE}:
+def _qk_norm(family: ConfigFamily) -> QkNorm | None:
+    if family in {ConfigFamily.QWEN3, ConfigFamily.QWEN3_MOE}:
         return QkNorm.HEAD
-    return QkNorm.WHOLE if family is Family.OLMOE else None
+    return QkNorm.WHOLE if family is ConfigFamily.OLMOE else None
 
 
-def _layers(fields: _Fields, family: Family) -> tuple[LayerSpec, ...]:
+def _layers(fields: _Fields, family: ConfigFamily) -> tuple[LayerSpec, ...]:
     count = fields.integer("num_hidden_layers")
-    if family in {Family.LLAMA, Family.QWEN2, Family.QWEN3}:
+    if family in {ConfigFamily.LLAMA, ConfigFamily.QWEN2, ConfigFamily.QWEN3}:
         return (LayerSpec(fields.integer("intermediate_size")),) * count
-    if family in {Family.MIXTRAL, Family.OLMOE}:
-        is_normalised = family is Family.MIXTRAL or fields.flag("norm_topk_prob")
+    if family in {ConfigFamily.MIXTRAL, ConfigFamily.OLMOE}:
+        is_normalised = family is ConfigFamily.MIXTRAL or fields.flag("norm_topk_prob")
         return (LayerSpec(0, _moe(fields, "intermediate_size", is_normalised)),) * count
-    if family is Family.PR_MOE:
+    if family is ConfigFamily.PR_MOE:
         return _pyramid(fields, count)
     return _every_nth(fields, family, count)
 
@@ -310,11 +310,11 @@ def _moe(fields: _Fields, size_field: str, is_normalised: bool) -> MoeSpec:
     return spec
 
 
-def _every_nth(fields: _Fields, family: Family, count: int) -> tuple[LayerSpec, ...]:
+def _every_nth(fields: _Fields, family: ConfigFamily, count: int) -> tuple[LayerSpec, ...]:
     """Qwen's MoE families: dense are the layers that are named, and those between every nth."""
     step = fields.integer("decoder_sparse_step", 1)
     dense_layers = fields.integers("mlp_only_layers", ())
-    shared_size = fields.integer("shared_expert_intermediate_size") if family is Family.QWEN2_MOE else 0
+    shared_size = fields.integer("shared_expert_intermediate_size") if family is ConfigFamily.QWEN2_MOE else 0
     dense = LayerSpec(fields.integer("intermediate_size"))
     sparse = LayerSpec(shared_size, _moe(fields, "moe_intermediate_size", fields.flag("norm_topk_prob")))
     return tuple(dense if (n + 1) % step or n in dense_layers else sparse for n in range(count))
@@ -346,14 +346,14 @@ def _pyramid(fields: _Fields, count: int) -> tuple[LayerSpec, ...]:
     )
 
 
-def _rope(fields: _Fields, family: Family) -> RopeSpec:
+def _rope(fields: _Fields, family: ConfigFamily) -> RopeSpec:
     """Transformers 5 keeps all of it in ``rope_parameters``; before, the base stood beside ``rope_scaling``."""
     key = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
     scaling = fields.below(key)
     if scaling.get("type") is not None and scaling.get("rope_type") is None:
         scaling = _Fields({**scaling.values, "rope_type": scaling.get("type")}, fields.expert, f"{key}.")
     scaling.expect("partial_rotary_factor", (1.0,), 1.0)
-    usual_theta = 1e6 if family is Family.MIXTRAL else 1e4
+    usual_theta = 1e6 if family is ConfigFamily.MIXTRAL else 1e4
     theta = scaling.number("rope_theta", fields.number("rope_theta", usual_theta))
     kind = RopeKind.DEFAULT if scaling.get("rope_type") is None else scaling.choice("rope_type", RopeKind)
     if kind is RopeKind.DEFAULT:

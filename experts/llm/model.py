@@ -69,7 +69,7 @@ class FeedForwardWeights:
     norm_bias: Tensor | None
 
 
-class Model:
+class LanguageModel:
     """One model over borrowed tensors (``names``). ``moe_experts``: by layer, those that another memory holds."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Model:
         ]
         self._rope = None if spec.rope is None else Rope(spec.rope, spec.head_size, self._norm.device)
 
-    def running_through(self, around: Callable[[int, MlpWeights | MoeExperts], MoeExperts]) -> Model:
+    def running_through(self, around: Callable[[int, MlpWeights | MoeExperts], MoeExperts]) -> LanguageModel:
         """The same model, whose experts are run by what ``around`` makes of them, by layer: to count, or to time."""
         other = copy(self)
         other._feed_forward = [
@@ -166,7 +166,7 @@ class Model:
         return rms_norm(tokens, weight.shape, weight, self.spec.norm_epsilon)
 
 
-def run_layers(model: Model, run: StepRunner, batch: TokenBatch, key_values: KeyValues) -> Tensor:
+def run_layers(model: LanguageModel, run: StepRunner, batch: TokenBatch, key_values: KeyValues) -> Tensor:
     """The pass of one model or several: all tokens behind the last layer, not yet normalised.
 
     ``run(part, step, *inputs)`` runs one step over all tokens; ``part``: place of the step's weights in ``parts``.
@@ -210,10 +210,10 @@ def feed_forward(tokens: Tensor, layer: LayerSpec, weights: FeedForwardWeights) 
     return mixed * shares[:, :1] + beside * shares[:, 1:]
 
 
-def load_model(directory: Path, expert: str, dtype: torch.dtype | None = None) -> Model:
+def load_model(directory: Path, expert: str, dtype: torch.dtype | None = None) -> LanguageModel:
     """A Hugging Face directory's model, on the CPU. Raises as ``read_spec`` and ``open_checkpoint``."""
     spec = read_spec(directory, expert)
-    return Model(spec, open_checkpoint(directory, expert, spec).read_all(dtype))
+    return LanguageModel(spec, open_checkpoint(directory, expert, spec).read_all(dtype))
 
 
 def _attention_weights(tensors: Mapping[str, Tensor], layer: str) -> AttentionWeights:

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from experts.llm.config import Family, Mlp, Norm, QkNorm, Residual
+from experts.llm.config import ConfigFamily, Mlp, Norm, QkNorm, Residual
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +31,7 @@ EXPERTS = ".experts."  # between a layer's name and that of a tensor of all its 
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SourceTensor:
     name: str
     shape: Shape
 
@@ -42,7 +42,7 @@ class Assembly:
 
     name: str
     shape: Shape
-    forms: tuple[tuple[Part, ...], ...]
+    forms: tuple[tuple[SourceTensor, ...], ...]
 
     def __post_init__(self) -> None:
         for form in self.forms:
@@ -89,10 +89,10 @@ def _attention(spec: ArchSpec, layer: int) -> Iterator[Assembly]:
     yield _joined(
         f"{own}.qkv",
         (total, hidden),
-        [Part(f"{stored}.self_attn.{one}_proj.weight", (size, hidden)) for one, size in sizes.items()],
+        [SourceTensor(f"{stored}.self_attn.{one}_proj.weight", (size, hidden)) for one, size in sizes.items()],
     )
     if spec.has_qkv_bias:
-        parts = [Part(f"{stored}.self_attn.{one}_proj.bias", (size,)) for one, size in sizes.items()]
+        parts = [SourceTensor(f"{stored}.self_attn.{one}_proj.bias", (size,)) for one, size in sizes.items()]
         yield _joined(f"{own}.qkv_bias", (total,), parts)
     yield _one(f"{own}.output", f"{stored}.self_attn.o_proj.weight", (hidden, spec.query_size))
     if spec.has_output_bias:
@@ -131,16 +131,16 @@ def _mlp(spec: ArchSpec, own: str, stored: str, size: int) -> Iterator[Assembly]
     hidden = spec.hidden_size
     raising = _raising(spec.mlp)
     raised = len(raising) * size
-    parts = [Part(f"{stored}.{name}.weight", (size, hidden)) for name in raising]
+    parts = [SourceTensor(f"{stored}.{name}.weight", (size, hidden)) for name in raising]
     yield _joined(f"{own}.up", (raised, hidden), parts)
     yield _one(f"{own}.down", f"{stored}.down_proj.weight", (hidden, size))
     if spec.has_mlp_bias:
-        yield _joined(f"{own}.up_bias", (raised,), [Part(f"{stored}.{name}.bias", (size,)) for name in raising])
+        yield _joined(f"{own}.up_bias", (raised,), [SourceTensor(f"{stored}.{name}.bias", (size,)) for name in raising])
         yield _one(f"{own}.down_bias", f"{stored}.down_proj.bias", (hidden,))
 
 
 def _moe(spec: ArchSpec, moe: MoeSpec, own: str, stored: str) -> Iterator[Assembly]:
-    is_mixtral = spec.family is Family.MIXTRAL
+    is_mixtral = spec.family is ConfigFamily.MIXTRAL
     usual = f"{stored}.block_sparse_moe" if is_mixtral else f"{stored}.mlp"
     fused = f"{stored}.mlp.experts"
     raising, lowering = (("w1", "w3"), "w2") if is_mixtral else (_raising(spec.mlp), "down_proj")
@@ -148,13 +148,13 @@ def _moe(spec: ArchSpec, moe: MoeSpec, own: str, stored: str) -> Iterator[Assemb
     raised = len(raising) * size
     gate_shape = (count, hidden)
     gates = dict.fromkeys((f"{usual}.gate.weight", f"{stored}.mlp.gate.weight"))
-    yield Assembly(f"{own}.gate", gate_shape, tuple((Part(name, gate_shape),) for name in gates))
+    yield Assembly(f"{own}.gate", gate_shape, tuple((SourceTensor(name, gate_shape),) for name in gates))
 
-    def of_each(names: Sequence[str], kind: str, shape: Shape) -> tuple[Part, ...]:
-        return tuple(Part(f"{usual}.experts.{j}.{name}.{kind}", shape) for j in range(count) for name in names)
+    def of_each(names: Sequence[str], kind: str, shape: Shape) -> tuple[SourceTensor, ...]:
+        return tuple(SourceTensor(f"{usual}.experts.{j}.{name}.{kind}", shape) for j in range(count) for name in names)
 
-    def assembly(name: str, shape: Shape, each: tuple[Part, ...], together: str) -> Assembly:
-        return Assembly(f"{own}.experts.{name}", shape, (each, (Part(f"{fused}.{together}", shape),)))
+    def assembly(name: str, shape: Shape, each: tuple[SourceTensor, ...], together: str) -> Assembly:
+        return Assembly(f"{own}.experts.{name}", shape, (each, (SourceTensor(f"{fused}.{together}", shape),)))
 
     up_name = "gate_up_proj" if spec.mlp is Mlp.SWIGLU else "up_proj"
     yield assembly("up", (count, raised, hidden), of_each(raising, "weight", (size, hidden)), up_name)
@@ -169,8 +169,8 @@ def _raising(mlp: Mlp) -> tuple[str, ...]:
 
 
 def _one(name: str, stored: str, shape: Shape) -> Assembly:
-    return Assembly(name, shape, ((Part(stored, shape),),))
+    return Assembly(name, shape, ((SourceTensor(stored, shape),),))
 
 
-def _joined(name: str, shape: Shape, parts: Sequence[Part]) -> Assembly:
+def _joined(name: str, shape: Shape, parts: Sequence[SourceTensor]) -> Assembly:
     return Assembly(name, shape, (tuple(parts),))

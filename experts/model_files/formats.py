@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from safetensors.torch import save_file
 
 from experts.backends.weight_files import LABELS, read_tensors, saving, write_gathered_onnx
+from experts.checkpoints.importing import is_checkpoint
 from experts.checkpoints.reading import read_checkpoint
 from experts.errors import WeightsMissing, WeightsRefused
-from experts.importing import is_checkpoint
 from experts.model_files.onnx_graphs import describe_graph
 from experts.model_files.sidecars import with_sidecars
 from experts.model_files.state_dicts import describe_state_dict

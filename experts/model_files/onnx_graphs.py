@@ -38,7 +38,7 @@ BOXES_LABELS_SCORES = ((FLOAT, 1), (FLOAT, 2), (INT64, 1))  # types and ranks, i
 
 
 @dataclass(frozen=True, slots=True)
-class _Value:
+class _GraphValue:
     """An input or an output; None: any size."""
 
     name: str
@@ -68,8 +68,8 @@ def describe_graph(file: Path, kind: Kind | None = None) -> ModelDescription:
 class _Graph:
     file: Path
     facts: Mapping[str, str]
-    images: _Value
-    outputs: tuple[_Value, ...]
+    images: _GraphValue
+    outputs: tuple[_GraphValue, ...]
     given: Kind | None
     is_scattered: bool
     last: str | None
@@ -186,12 +186,12 @@ class _Graph:
         return tuple(said)
 
 
-def _value(value: Any) -> _Value:  # noqa: ANN401  # onnx has no types
+def _value(value: Any) -> _GraphValue:  # noqa: ANN401  # onnx has no types
     kind = value.type.tensor_type
-    return _Value(value.name, kind.elem_type, tuple(each.dim_value or None for each in kind.shape.dim))
+    return _GraphValue(value.name, kind.elem_type, tuple(each.dim_value or None for each in kind.shape.dim))
 
 
-def _require_images(file: Path, inputs: list[_Value]) -> None:
+def _require_images(file: Path, inputs: list[_GraphValue]) -> None:
     shown = ", ".join(map(str, inputs)) or "nothing"
     if len(inputs) != 1:
         raise WeightsRefused(str(file), f"takes {shown}: only graphs with one input, the images, are served")

@@ -10,9 +10,9 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from experts.checkpoints.importing import is_checkpoint
 from experts.checkpoints.preprocessing import of_image_processor
 from experts.checkpoints.trainer_facts import FactCollector, tell_of_arguments
-from experts.importing import is_checkpoint
 from experts.model_files.description import unserved_fit
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from agent.runtime.measuring.meter import WorkspaceMeter
     from agent.runtime.measuring.rig import MeasuringRig
     from agent.runtime.measuring.text_times import TextTimes
-    from experts.llm.model import Model
+    from experts.llm.model import LanguageModel
     from profiler.microbench.kinds import Bench
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -160,7 +160,7 @@ def _said(rig: MeasuringRig, copy: ExpertCopy, like: Said | None) -> Said | None
     return said if bool(said.logits.isfinite().all()) else None
 
 
-def _written(model: Model) -> Said:
+def _written(model: LanguageModel) -> Said:
     """Random prompts with their greedy continuations."""
     chance = random.Random(0)
     longest = model.spec.max_positions
@@ -178,7 +178,7 @@ def _written(model: Model) -> Said:
     return Said(tuple(tuple(text) for text in texts), torch.empty(0))
 
 
-def _read(model: Model, like: Said) -> Said:
+def _read(model: LanguageModel, like: Said) -> Said:
     key_values = ModelKeyValues(model.spec, model.dtype, model.device)
     batch = TokenBatch.of([Chunk(number, 0, text) for number, text in enumerate(like.texts)], model.device)
     return replace(like, logits=model.logits(model.hidden(batch, key_values)).float().cpu())

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agent.records.result_reader import ResultReader
-from experts.errors import ConfigError, Place
+from experts.errors import ConfigError, FilePlace
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -79,9 +79,9 @@ def _json_rows(path: Path, file: Iterator[str]) -> Iterator[tuple[int, Mapping[s
         try:
             row = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"not JSON ({error}) - remove this line", Place(path, number, 1, "syntax")) from error
+            raise ConfigError(f"not JSON ({error}) - remove this line", FilePlace(path, number, 1, "syntax")) from error
         if not isinstance(row, dict):
-            raise ConfigError("not a JSON object - remove this line", Place(path, number, 1, "syntax"))
+            raise ConfigError("not a JSON object - remove this line", FilePlace(path, number, 1, "syntax"))
         yield number, row
 
 
@@ -111,14 +111,18 @@ def _request(row: Mapping[str, Any], path: Path, number: int) -> ServedRequest:
     """Raises ConfigError naming the key that is missing, or holds something else."""
     for key in ("line", "experts", "verdict"):
         if row.get(key) is None:
-            raise ConfigError("is missing - name a file that `coserve results` printed", Place(path, number, 1, key))
+            raise ConfigError(
+                "is missing - name a file that `coserve results` printed", FilePlace(path, number, 1, key)
+            )
     experts, verdict = row["experts"], row["verdict"]
     if not isinstance(experts, list) or not all(isinstance(name, str) for name in experts):
-        raise ConfigError(f"{experts!r} is no list of experts - correct it", Place(path, number, 1, "experts"))
+        raise ConfigError(f"{experts!r} is no list of experts - correct it", FilePlace(path, number, 1, "experts"))
     if len(set(experts)) < len(experts):
-        raise ConfigError(f"{experts!r} names an expert twice - correct it", Place(path, number, 1, "experts"))
+        raise ConfigError(f"{experts!r} names an expert twice - correct it", FilePlace(path, number, 1, "experts"))
     if verdict not in list(Verdict):
-        raise ConfigError(f"{verdict!r} is not {', '.join(Verdict)} - correct it", Place(path, number, 1, "verdict"))
+        raise ConfigError(
+            f"{verdict!r} is not {', '.join(Verdict)} - correct it", FilePlace(path, number, 1, "verdict")
+        )
     return ServedRequest(str(row["line"]), tuple(experts), Verdict(verdict))
 
 

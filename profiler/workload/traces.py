@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent.core.request import IMAGE, Work
 from experts.document import suggestion
-from experts.errors import ConfigError, Place
+from experts.errors import ConfigError, FilePlace
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -108,7 +108,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         try:
             text = line.decode().strip()
         except UnicodeDecodeError as error:
-            place = Place(path, number, error.start + 1, "encoding")
+            place = FilePlace(path, number, error.start + 1, "encoding")
             wrong = f"byte 0x{line[error.start]:02x} is not UTF-8 - save the file in the encoding UTF-8"
             raise ConfigError(wrong, place) from error
         if text:
@@ -161,7 +161,7 @@ class _Reader:
 
     def _tell(self, number: int, text: str, mistake: _Mistake) -> None:
         column = max(text.find(json.dumps(mistake.key)), 0) + 1
-        self.problems.append(ConfigError(str(mistake), Place(self.path, number, column, mistake.key)))
+        self.problems.append(ConfigError(str(mistake), FilePlace(self.path, number, column, mistake.key)))
 
     def _keys(self, row: Mapping[str, object], number: int) -> dict[str, object]:
         for key in row:

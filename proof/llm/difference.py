@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.llm.model import Model
+    from experts.llm.model import LanguageModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,9 @@ class OutputDifference:
         )
 
 
-def output_difference(reference: Model, model: Model, texts: Sequence[Sequence[int]]) -> OutputDifference:
+def output_difference(
+    reference: LanguageModel, model: LanguageModel, texts: Sequence[Sequence[int]]
+) -> OutputDifference:
     """Compare what both say at every position of these texts. ValueError where none has two tokens or more."""
     compared = [_compare(reference, model, text) for text in texts if len(text) > 1]
     if not compared:
@@ -57,7 +59,7 @@ def output_difference(reference: Model, model: Model, texts: Sequence[Sequence[i
     )
 
 
-def _compare(reference: Model, model: Model, text: Sequence[int]) -> tuple[Tensor, ...]:
+def _compare(reference: LanguageModel, model: LanguageModel, text: Sequence[int]) -> tuple[Tensor, ...]:
     """One text's figures, (tokens - 1) each."""
     expected, found = _logits(reference, text), _logits(model, text)
     expected_log, found_log = expected.log_softmax(dim=-1), found.log_softmax(dim=-1)
@@ -73,7 +75,7 @@ def _compare(reference: Model, model: Model, text: Sequence[int]) -> tuple[Tenso
     )
 
 
-def _logits(model: Model, text: Sequence[int]) -> Tensor:
+def _logits(model: LanguageModel, text: Sequence[int]) -> Tensor:
     batch = TokenBatch.of([Chunk(0, 0, text[:-1])], model.device)
     key_values = ModelKeyValues(model.spec, model.dtype)
     return model.logits(model.hidden(batch, key_values)).float().cpu()

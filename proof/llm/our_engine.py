@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from agent.line_file.texts import LONE_QUANTUM_S
 from experts.llm.serving.engine import LlmEngine, Turn
 from experts.llm.serving.extents import ExtentArena
-from experts.llm.serving.generation import GREEDY, Generation, Refused, TextRequest
+from experts.llm.serving.generation import GREEDY, Generation, RefusedText, TextRequest
 from experts.llm.serving.iteration import IterationLimits
 from experts.llm.serving.kv import KvLayout
 from proof.llm.random_models import TextJob
@@ -17,8 +17,8 @@ from proof.llm.random_models import TextJob
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from experts.llm.model import Model
-    from experts.llm.serving.engine import EngineStatistics
+    from experts.llm.model import LanguageModel
+    from experts.llm.serving.engine import TextEngineStatistics
     from experts.llm.serving.generation import Sampled
 
 ENDLESS_S = 3600.0  # a quantum that no batch of jobs reaches
@@ -38,7 +38,7 @@ class Collected:
 class OurEngine:
     """An engine with at most ``slots`` rows an iteration; it learns from run to run how long they take."""
 
-    def __init__(self, model: Model, slots: int) -> None:
+    def __init__(self, model: LanguageModel, slots: int) -> None:
         self._model = model
         self._slots = slots
         layout = KvLayout.of(model.spec, model.dtype)
@@ -47,7 +47,7 @@ class OurEngine:
         self._begun = 0
 
     @property
-    def statistics(self) -> EngineStatistics:
+    def statistics(self) -> TextEngineStatistics:
         return self._engine.statistics()
 
     def continuous(self, jobs: Iterable[TextJob], quantum_s: float = LONE_QUANTUM_S) -> list[list[int]]:
@@ -60,7 +60,7 @@ class OurEngine:
                 turn = waiting.popleft()
                 running[turn.request] = turn
             for request, result in self._engine.run(list(running.values()), quantum_s).finished:
-                if isinstance(result, Refused):
+                if isinstance(result, RefusedText):
                     raise ValueError(f"request {request}: {result.reason}")
                 del running[request]
         return [writer.tokens for writer in writers]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.llm.names import Part
+    from experts.llm.names import SourceTensor
 
 VOCABULARY, CONTEXT = 2048, 256
 GUMBEL = 1.28  # the deviation of Gumbel's distribution: the largest of log shares under such noise is drawn by them
@@ -123,7 +123,7 @@ def _parts(shape: QwenShape) -> list[Part]:
     return [part for one in assemblies(parse_spec(shape.config, shape.name)) for part in one.forms[0]]
 
 
-def _random(part: Part, generator: torch.Generator) -> Tensor:
+def _random(part: SourceTensor, generator: torch.Generator) -> Tensor:
     if part.name.endswith("norm.weight"):
         return torch.ones(part.shape)
     return torch.randn(part.shape, generator=generator) / math.sqrt(part.shape[-1])

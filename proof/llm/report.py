@@ -12,7 +12,7 @@ import torch
 from agent.runtime.threads import use_threads
 from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import read_spec
-from experts.llm.model import Model
+from experts.llm.model import LanguageModel
 from experts.llm.quant import Int8Tensors, weight_bytes
 from profiler.bench.measured import Measured, this_machine
 from profiler.targets import Target
@@ -123,7 +123,7 @@ def measure_int8(folder: Path, shape: QwenShape) -> Part:
     held = {name: quantised[name] for name in quantised}
     share = weight_bytes(held.values()) / weight_bytes(tensors.values())
     texts = [job.prompt for job in mixed_lengths(INT8_TEXTS, shape.vocabulary)]
-    difference = output_difference(Model(spec, tensors), Model(spec, held), texts)
+    difference = output_difference(LanguageModel(spec, tensors), LanguageModel(spec, held), texts)
     wanted = f"at most {TARGET_INT8:.0%}"
     target = Target("int8 weights, of their size in bf16", wanted, f"{share:.1%}", share <= TARGET_INT8)
     figure = Figure("int8", "of the bytes in bf16", 100 * share, "%")

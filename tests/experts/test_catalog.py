@@ -12,8 +12,7 @@ from onnx import TensorProto, helper, save_model
 from experts.architectures import CLASSIFIERS, DETECTORS
 from experts.catalog import Catalog, read_catalog
 from experts.errors import ConfigError
-from experts.expert import Expert, Fit, InputSpec, Orientation, Precision, Task
-from experts.normalization import Normalization
+from experts.expert import Expert, Fit, InputSpec, Normalization, Orientation, Precision, Task
 
 GOOD = """\
 experts:

@@ -51,7 +51,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class AnomalyView:
-    """What an anomaly expert measured. ``map_png``: a small picture of where, see ``experts.map_pictures``.
+    """What an anomaly expert measured. ``map_png``: a small picture of where, see ``experts.thresholds.map_pictures``.
 
     None where nobody asked for it, the image is not anomalous, its model gives none, or it was not kept.
     """

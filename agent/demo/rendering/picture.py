@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 
 from agent.demo.rendering.canvas import font
 from experts.expert import Verdict
-from experts.map_pictures import drawn_over
+from experts.thresholds.map_pictures import drawn_over
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

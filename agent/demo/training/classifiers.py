@@ -23,8 +23,7 @@ from torch.nn import functional
 from agent.demo.training.learning import Descent, Pace
 from experts.backends.classifier import build_trainable
 from experts.backends.forms import multiplies
-from experts.expert import Precision, Prediction
-from experts.normalization import IMAGENET
+from experts.expert import IMAGENET, Precision, Prediction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from agent.runtime.image_sources import ImageSource
     from agent.runtime.machine.box import Box
     from experts.expert import Expert, Prediction
-    from experts.llm.model import Model
+    from experts.llm.model import LanguageModel
     from experts.packed.weights import SegmentStore
 
     Answered = Loaded | LoadFailed | Finished | Progressed | BatchFailed
@@ -154,7 +154,7 @@ class MeasuringRig:
                 store.evict(name)
 
     @contextmanager
-    def model_of(self, copy: ExpertCopy) -> Iterator[Model]:
+    def model_of(self, copy: ExpertCopy) -> Iterator[LanguageModel]:
         """A language model over the memory that it was brought to, which stays as it is meanwhile."""
         with self._stores[self.target].using(copy.name) as slot:
             skeleton = slot.skeleton(self.device)

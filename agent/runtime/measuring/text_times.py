@@ -23,14 +23,14 @@ from agent.runtime.threads import Team, end_team, lone_team, use_threads
 from experts.errors import BackendUnavailable, LoadError
 from experts.llm.serving.engine import LlmEngine, Turn
 from experts.llm.serving.extents import arena_for
-from experts.llm.serving.generation import Generation, Refused, Sampling, TextRequest
+from experts.llm.serving.generation import Generation, RefusedText, Sampling, TextRequest
 from experts.llm.serving.kv import KvLayout
 from experts.llm.token_batch import Chunk, TokenBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from experts.llm.model import Model
+    from experts.llm.model import LanguageModel
     from experts.llm.serving.generation import Sampled
     from experts.llm.serving.kv import KvArena
 
@@ -112,7 +112,7 @@ def on_executor_thread(work: Callable[[], Found], device: str, threads: int) -> 
 class TextTimer:
     """Times one model's iterations on the calling thread, in about ``limit_s``. ``expert``: whose it is, for errors."""
 
-    def __init__(self, expert: str, model: Model, limit_s: float, rows: Sequence[int] = FEW_ROWS) -> None:
+    def __init__(self, expert: str, model: LanguageModel, limit_s: float, rows: Sequence[int] = FEW_ROWS) -> None:
         self._expert = expert
         self._model = model
         self._limit_s = limit_s
@@ -153,7 +153,7 @@ class TextTimer:
             while not (quantum := engine.run([turn], self._limit_s)).finished:
                 pass
         ((_, result),) = quantum.finished
-        if isinstance(result, Refused):
+        if isinstance(result, RefusedText):
             raise LoadError(self._expert, result.reason.removeprefix(f"expert {self._expert} "))
         return engine.statistics().overhead_s
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from agent.api.calls.desk import AnomalyView, BoardView, Part
 from agent.subject import CALLER_PREFIX
 from experts.expert import BoundingBox, LabelScore
-from experts.map_pictures import map_png
+from experts.thresholds.map_pictures import map_png
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

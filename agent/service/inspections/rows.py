@@ -11,7 +11,7 @@ from agent.core.request import Outcome
 from agent.records.boards import Inspection
 from agent.records.results import KeptMap, Result
 from experts.expert import Verdict
-from experts.map_pictures import map_png
+from experts.thresholds.map_pictures import map_png
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -45,7 +45,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
+class ImportedModel:
     """What was written. ``moe_experts``: of each layer; 0: it is dense."""
 
     directory: Path
@@ -62,7 +62,7 @@ def read_apart(source: Path, folder: Path, files: Sequence[Path]) -> None:
 def import_deepspeed(
     source: Path, destination: Path, given: Mapping[str, Any] | None = None, tokenizer: Path | None = None,
     read: Reading = read_apart,
-) -> Imported:  # fmt: skip
+) -> ImportedModel:  # fmt: skip
     """Write a checkpoint as a Hugging Face directory of model_type ``pr_moe``.
 
     ``given``: the trainer's arguments, by name. ``tokenizer``: a folder whose files are copied. ``read``: of pickles.
@@ -87,7 +87,7 @@ def import_deepspeed(
     except OSError as error:
         raise LoadError(str(source), f"cannot be imported: {error}") from error
     size_bytes = sum(file.stat().st_size for file in destination.glob("*.safetensors"))
-    return Imported(destination, moe_experts, size_bytes, (destination / TOKENIZER_FILES[0]).is_file())
+    return ImportedModel(destination, moe_experts, size_bytes, (destination / TOKENIZER_FILES[0]).is_file())
 
 
 def _states(folder: Path) -> Iterable[Path]:

@@ -105,7 +105,7 @@ class Arguments:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _PlacedTensor:
     """One tensor of the checkpoint and its place in the directory. ``joined``: the dimension that ranks share."""
 
     stored: str
@@ -169,7 +169,7 @@ class GptCheckpoint:
         if key_value_heads not in (None, self._arguments.get("num_attention_heads")):
             raise TrainingUnsupported(self._source, "num_key_value_heads", "heads that share keys are not imported")
 
-    def _places(self) -> tuple[_Found, ...]:
+    def _places(self) -> tuple[_PlacedTensor, ...]:
         names = dict.fromkeys(name for rank in self._states.names for name in rank)
         places = {name: _place(name) for name in names if not NEEDLESS.search(name)}
         unknown = [name for name, place in places.items() if place is None]
@@ -253,7 +253,7 @@ class GptCheckpoint:
             raise TrainingUnsupported(self._source, "residual", "only `add` has no coefficient")
         return "add"
 
-    def _converted(self, one: _Found) -> Iterator[tuple[str, Tensor]]:
+    def _converted(self, one: _PlacedTensor) -> Iterator[tuple[str, Tensor]]:
         parts = self._parts(one.stored)
         if one.is_qkv:
             yield from self._queries_keys_values(one, parts)
@@ -262,7 +262,7 @@ class GptCheckpoint:
         else:
             yield one.name, torch.cat(parts, dim=one.joined)
 
-    def _queries_keys_values(self, one: _Found, parts: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _queries_keys_values(self, one: _PlacedTensor, parts: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
         version = self._arguments.number(
             "checkpoint_version", "in which order queries, keys and values lie; Megatron's is 3 today", 3
         )
@@ -287,17 +287,17 @@ def _by_kind(fused: Tensor, heads: int, version: float) -> Tensor:
     return by_kind.reshape(3, heads * size, *rest)
 
 
-def _place(stored: str) -> _Found | None:
+def _place(stored: str) -> _PlacedTensor | None:
     """Where a tensor belongs, or None."""
     name = KNOWN_PREFIX.sub("", stored, count=1)
     for pattern, template in PLAIN.items():
         if (match := pattern.fullmatch(name)) is not None:
-            return _Found(stored, template.format(**match.groupdict()), _layer(match), None)
+            return _PlacedTensor(stored, template.format(**match.groupdict()), _layer(match), None)
     for pattern, (template, dimension) in SPLIT.items():
         if (match := pattern.fullmatch(name)) is not None:
-            return _Found(stored, template.format(**match.groupdict()), _layer(match), dimension)
+            return _PlacedTensor(stored, template.format(**match.groupdict()), _layer(match), dimension)
     if (match := QKV.fullmatch(name)) is not None:
-        return _Found(
+        return _PlacedTensor(
             stored, f"model.layers.{match['layer']}.self_attn.qkv.{match['kind']}", _layer(match), 0, False, True
         )
     for pattern, within in ((DENSE, "mlp"), (RESIDUAL, "mlp.residual"), (EXPERT, "mlp.experts.{moe_expert}")):
@@ -306,11 +306,11 @@ def _place(stored: str) -> _Found | None:
     return None
 
 
-def _of_mlp(stored: str, match: re.Match[str], within: str, *, is_of_expert: bool) -> _Found:
+def _of_mlp(stored: str, match: re.Match[str], within: str, *, is_of_expert: bool) -> _PlacedTensor:
     matrix = "up_proj" if match["up"] else "down_proj"
     joined = 0 if match["up"] else 1 if match["kind"] == "weight" else None
     name = f"model.layers.{match['layer']}.{within}.{matrix}.{match['kind']}"
-    return _Found(stored, name, _layer(match), joined, is_of_expert)
+    return _PlacedTensor(stored, name, _layer(match), joined, is_of_expert)
 
 
 def _layer(match: re.Match[str]) -> int | None:

@@ -23,13 +23,20 @@ import torch
 
 from experts.errors import MemoryExceeded, PromptInvalid
 from experts.expert import Prediction
-from experts.llm.serving.family import Family, families
-from experts.llm.serving.generation import Ending, Refused, check_against
-from experts.llm.serving.iteration import LEAST_CHUNK_TOKENS, Candidate, IterationLimits, IterationTimes, Pick, plan
+from experts.llm.serving.family import ModelFamily, families
+from experts.llm.serving.generation import Ending, RefusedText, check_against
+from experts.llm.serving.iteration import (
+    LEAST_CHUNK_TOKENS,
+    IterationCandidate,
+    IterationLimits,
+    IterationTimes,
+    Pick,
+    plan,
+)
 from experts.llm.serving.kv import KvLayout, Prefix
 from experts.llm.serving.output_lengths import OutputLengths
 from experts.llm.serving.sampling import sample
-from experts.llm.serving.texts import RoutedText, Text, WrittenText, text_of
+from experts.llm.serving.texts import RoutedText, TextState, WrittenText, text_of
 from experts.llm.token_batch import TokenBatch
 
 if TYPE_CHECKING:
@@ -38,7 +45,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.llm.key_values import BatchKeyValues, KeyValues
-    from experts.llm.model import Model
+    from experts.llm.model import LanguageModel
     from experts.llm.serving.generation import Sampled, TextRequest
     from experts.llm.serving.kv import KvArena
 
@@ -51,7 +58,7 @@ class Turn:
 
     request: int
     expert: str
-    model: Model  # may be another object each time, of the same weights
+    model: LanguageModel  # may be another object each time, of the same weights
     text: TextRequest
     weights: str | None = None  # equal for the very same weights only; None: no prefix is kept
     lease: int | None = None  # tokens it may hold for now, never fewer than before; None: the most ever
@@ -68,16 +75,18 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantum:
+class QuantumOutcome:
     """Outcome of each turn."""
 
-    finished: tuple[tuple[int, Prediction | Refused], ...]  # Ending, or a router's choice, empty where it was too late
+    finished: tuple[
+        tuple[int, Prediction | RefusedText], ...
+    ]  # Ending, or a router's choice, empty where it was too late
     unfinished: tuple[tuple[int, Left], ...]
     lacking: tuple[int, ...] = ()  # unfinished, without room for their lease: they hold nothing
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStatistics:
+class TextEngineStatistics:
     """Totals since the engine was made."""
 
     quanta: int = 0
@@ -94,7 +103,7 @@ class EngineStatistics:
 
 
 @dataclass(slots=True)
-class _Tally:
+class _EngineCounts:
     quanta: int = 0
     iterations: int = 0
     rows: int = 0
@@ -105,17 +114,17 @@ class _Tally:
 
 
 @dataclass(slots=True)
-class _Group:
+class _FamilyTexts:
     """Texts of a quantum that run in one iteration: their models are a family. ``owners``: which each request's is."""
 
-    family: Family
+    family: ModelFamily
     layout: KvLayout
     times: IterationTimes
-    texts: list[Text] = field(default_factory=list)
+    texts: list[TextState] = field(default_factory=list)
     owners: dict[int, int] = field(default_factory=dict)
 
     @property
-    def going(self) -> list[Text]:
+    def going(self) -> list[TextState]:
         return [text for text in self.texts if text.result is None and text.has_room and text.next_tokens]
 
     @property
@@ -124,15 +133,15 @@ class _Group:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _TextRow:
     """A text's part in an iteration. ``wanted``: of how many of its last tokens the logits are asked for."""
 
-    text: Text
+    text: TextState
     tokens: int
     wanted: int
 
     @classmethod
-    def of(cls, text: Text, tokens: int) -> _Row:
+    def of(cls, text: TextState, tokens: int) -> _TextRow:
         return cls(text, tokens, text.wanted(tokens))
 
 
@@ -154,7 +163,7 @@ class _TimedKeyValues:
         self._key_values.release(sequence)
 
 
-class _Asked(Enum):
+class _RoomChange(Enum):
     FORGET = auto()
     PREEMPT = auto()
 
@@ -170,16 +179,16 @@ class LlmEngine:
         self._limits = limits or IterationLimits()
         self._clock = clock
         self._lengths = lengths or OutputLengths()
-        self._texts: dict[int, Text] = {}
+        self._texts: dict[int, TextState] = {}
         self._weights: dict[int, str] = {}
         self._times: dict[tuple[object, ...], IterationTimes] = {}
         self._running = Lock()
         self._is_hurried = False
-        self._asked: deque[tuple[int, _Asked]] = deque()
-        self._tally = _Tally()
+        self._asked: deque[tuple[int, _RoomChange]] = deque()
+        self._tally = _EngineCounts()
         self._came = 0
 
-    def run(self, turns: Sequence[Turn], quantum_s: float) -> Quantum:
+    def run(self, turns: Sequence[Turn], quantum_s: float) -> QuantumOutcome:
         """Iterate until the quantum is over, a finished text leaves its row unused, or ``hurry`` was called."""
         with self._running:
             began_s = self._clock()
@@ -197,7 +206,7 @@ class LlmEngine:
         self._do_what_was_asked_if_idle()
         return quantum
 
-    def _has_free_rows(self, groups: Sequence[_Group]) -> bool:
+    def _has_free_rows(self, groups: Sequence[_FamilyTexts]) -> bool:
         """A text has finished and no other here can take its row: its answer goes out, and others may come."""
         texts = [text for group in groups for text in group.texts]
         going = sum(text.result is None for text in texts)
@@ -209,12 +218,12 @@ class LlmEngine:
 
     def forget(self, request: int) -> None:
         """The request is abandoned or answered: give back what it holds. Idempotent, from any thread."""
-        self._asked.append((request, _Asked.FORGET))
+        self._asked.append((request, _RoomChange.FORGET))
         self._do_what_was_asked_if_idle()
 
     def preempt(self, request: int) -> None:
         """Take its room; what it had is read again. From any thread."""
-        self._asked.append((request, _Asked.PREEMPT))
+        self._asked.append((request, _RoomChange.PREEMPT))
         self._do_what_was_asked_if_idle()
 
     def left(self, request: int) -> Left | None:
@@ -222,17 +231,17 @@ class LlmEngine:
         text = self._texts.get(request)
         return None if text is None else self._left(text)
 
-    def statistics(self) -> EngineStatistics:
+    def statistics(self) -> TextEngineStatistics:
         """As of the last whole quantum."""
-        return EngineStatistics(*astuple(self._tally))
+        return TextEngineStatistics(*astuple(self._tally))
 
-    def _groups(self, turns: Sequence[Turn]) -> list[_Group]:
-        places: dict[int, tuple[_Group, int]] = {}
+    def _groups(self, turns: Sequence[Turn]) -> list[_FamilyTexts]:
+        places: dict[int, tuple[_FamilyTexts, int]] = {}
         groups = []
         for family in families({id(turn.model): turn.model for turn in turns}.values()):
             layout = KvLayout.of(family.spec, family.dtype)
             kind = (type(family.models[0]), family.spec, family.dtype, family.device, len(family.models))
-            groups.append(_Group(family, layout, self._times.setdefault(kind, IterationTimes())))
+            groups.append(_FamilyTexts(family, layout, self._times.setdefault(kind, IterationTimes())))
             places.update({id(model): (groups[-1], place) for place, model in enumerate(family.models)})
         for turn in turns:
             text = self._enter(turn)
@@ -241,7 +250,7 @@ class LlmEngine:
                 group.texts.append(text)
         return groups
 
-    def _enter(self, turn: Turn) -> Text:
+    def _enter(self, turn: Turn) -> TextState:
         text = self._texts.get(turn.request)
         if text is not None and text.text is not turn.text:
             self._drop(turn.request)  # a step of its own: what the one before left is not its
@@ -258,7 +267,7 @@ class LlmEngine:
         text.lease = text.most_tokens if turn.lease is None else min(turn.lease, text.most_tokens)
         return text
 
-    def _make_room(self, groups: Iterable[_Group]) -> list[int]:
+    def _make_room(self, groups: Iterable[_FamilyTexts]) -> list[int]:
         """Promise each text all that its lease is for; returns those for which there is no room."""
         lacking = []
         texts = [(text, group.layout) for group in groups for text in group.texts]
@@ -277,7 +286,7 @@ class LlmEngine:
                     text.refuse(f"expert {text.expert}: {text.most_tokens} tokens are more than there is room for")
         return lacking
 
-    def _begin(self, text: Text, layout: KvLayout) -> None:
+    def _begin(self, text: TextState, layout: KvLayout) -> None:
         if text.has_room:
             return
         prefix = self._prefix(text, min(len(text.tokens), text.lease) - 1)
@@ -285,11 +294,11 @@ class LlmEngine:
         text.promised = text.lease
         text.has_room = True
 
-    def _prefix(self, text: Text, end: int) -> Prefix | None:
+    def _prefix(self, text: TextState, end: int) -> Prefix | None:
         weights = self._weights.get(text.request)
         return None if weights is None else Prefix(weights, tuple(text.tokens[:end]))
 
-    def _iterate_in_time(self, groups: Sequence[_Group], until_s: float, is_first: bool) -> bool:
+    def _iterate_in_time(self, groups: Sequence[_FamilyTexts], until_s: float, is_first: bool) -> bool:
         """One iteration of the group that has waited longest; False where none is left, or no time."""
         self._do_what_was_asked()
         now_s = self._clock()
@@ -303,14 +312,16 @@ class LlmEngine:
         group = min(waiting, key=lambda one: one.ran)
         texts = {text.request: text for text in group.going}
         picks = self._plan(group, texts.values(), until_s - now_s, is_first)
-        rows = [_Row.of(texts[pick.request], pick.tokens) for pick in picks]
+        rows = [_TextRow.of(texts[pick.request], pick.tokens) for pick in picks]
         if rows:
             rows.sort(key=lambda row: (row.tokens == 1, self._arena.place(row.text.request)))
             self._iterate(group, rows)
         return bool(rows)
 
-    def _plan(self, group: _Group, texts: Iterable[Text], left_s: float, is_first: bool) -> list[Pick]:
-        candidates = [Candidate(text.request, text.next_tokens, text.came, text.ran, text.is_whole) for text in texts]
+    def _plan(self, group: _FamilyTexts, texts: Iterable[TextState], left_s: float, is_first: bool) -> list[Pick]:
+        candidates = [
+            IterationCandidate(text.request, text.next_tokens, text.came, text.ran, text.is_whole) for text in texts
+        ]
         writing = min(sum(one.unread == 1 for one in candidates), self._limits.rows)
         room = min(group.times.tokens_within(left_s) - writing, self._limits.tokens)
         least = min(LEAST_CHUNK_TOKENS, self._limits.tokens)
@@ -320,7 +331,7 @@ class LlmEngine:
             return []
         return plan(candidates, self._limits.rows, room)
 
-    def _iterate(self, group: _Group, rows: Sequence[_Row]) -> None:
+    def _iterate(self, group: _FamilyTexts, rows: Sequence[_TextRow]) -> None:
         began_s = self._clock()
         batch = TokenBatch.of([row.text.chunk(row.tokens) for row in rows], group.family.device)
         logits = self._forward(group, batch, rows)
@@ -337,7 +348,7 @@ class LlmEngine:
         self._tally.read_tokens += sum(row.tokens for row in rows if row.tokens > 1)
         group.times.ran(len(batch.token_ids), self._clock() - began_s)
 
-    def _forward(self, group: _Group, batch: TokenBatch, rows: Sequence[_Row]) -> Tensor | None:
+    def _forward(self, group: _FamilyTexts, batch: TokenBatch, rows: Sequence[_TextRow]) -> Tensor | None:
         """The logits of each row's last ``wanted`` tokens, rows one after the other."""
         ends = [start + row.tokens for start, row in zip(batch.starts, rows, strict=True)]
         places = [n for end, row in zip(ends, rows, strict=True) for n in range(end - row.wanted, end)]
@@ -351,7 +362,7 @@ class LlmEngine:
         self._tally.tensor_s += self._clock() - began_s - key_values.reserving_s
         return logits
 
-    def _take(self, rows: Sequence[_Row], logits: Tensor) -> None:
+    def _take(self, rows: Sequence[_TextRow], logits: Tensor) -> None:
         """Let each text have what may follow its tokens."""
         parts = logits.split([row.wanted for row in rows])
         written = [(row.text, part) for row, part in zip(rows, parts, strict=True) if isinstance(row.text, WrittenText)]
@@ -379,7 +390,7 @@ class LlmEngine:
         else:
             text.refuse(_not_finite(text))
 
-    def _give_back(self, text: Text) -> None:
+    def _give_back(self, text: TextState) -> None:
         """Its keys and values, once it has its result, or others need the room more."""
         self._arena.release(text.request, self._prefix(text, text.held), is_sound=text.is_sound)
         text.has_room = False
@@ -406,20 +417,20 @@ class LlmEngine:
             text = self._texts.get(request)
             if text is None:
                 continue
-            if asked is _Asked.FORGET:
+            if asked is _RoomChange.FORGET:
                 text.refuse(FORGOTTEN)
                 self._drop(request)
             else:
                 self._give_back(text)
 
-    def _answer(self, turns: Sequence[Turn], lacking: Sequence[int]) -> Quantum:
+    def _answer(self, turns: Sequence[Turn], lacking: Sequence[int]) -> QuantumOutcome:
         self._do_what_was_asked()
-        finished: list[tuple[int, Prediction | Refused]] = []
+        finished: list[tuple[int, Prediction | RefusedText]] = []
         unfinished = []
         for request in (turn.request for turn in turns):
             text = self._texts.get(request)
             if text is None:
-                finished.append((request, Refused(FORGOTTEN)))
+                finished.append((request, RefusedText(FORGOTTEN)))
             elif text.result is None:
                 unfinished.append((request, self._left(text)))
             else:
@@ -427,15 +438,15 @@ class LlmEngine:
                 self._note_length(text)
                 self._drop(request)
         still = {request for request, _ in unfinished}
-        return Quantum(tuple(finished), tuple(unfinished), tuple(one for one in lacking if one in still))
+        return QuantumOutcome(tuple(finished), tuple(unfinished), tuple(one for one in lacking if one in still))
 
-    def _note_length(self, text: Text) -> None:
+    def _note_length(self, text: TextState) -> None:
         if not (isinstance(text, WrittenText) and isinstance(text.result, Prediction)):
             return
         if text.result.label in (Ending.STOP, Ending.LENGTH):
             self._lengths.ended(text.expert, text.written)
 
-    def _left(self, text: Text) -> Left:
+    def _left(self, text: TextState) -> Left:
         if isinstance(text, RoutedText):
             return Left(text.left_to_read, 1, text.most_tokens, text.held)
         reads = 0 if text.unread == 1 and text.held else text.unread
@@ -443,7 +454,7 @@ class LlmEngine:
         return Left(reads, self._lengths.left(text.expert, text.written, most_new), text.most_tokens, text.held)
 
 
-def _not_finite(text: Text) -> str:
+def _not_finite(text: TextState) -> str:
     return (
         f"expert {text.expert} answered with numbers that are none after {len(text.tokens)} tokens: "
         "its weights are damaged, or its precision is too low for it"

@@ -77,7 +77,7 @@ class Slab:
 
 
 @dataclass(slots=True)
-class Extent:
+class KvExtent:
     """Who has one of a slab's: how many tokens it was promised, and how many there are."""
 
     layout: KvLayout
@@ -100,7 +100,7 @@ class Extent:
 class CachedPrefix:
     """What a request left behind, in the extent that it had."""
 
-    extent: Extent
+    extent: KvExtent
     prefix: Prefix
     used: int  # when it was of use last, in uses of the arena
 
@@ -118,7 +118,7 @@ class ExtentArena:
         self._keeps_prefixes = keeps_prefixes
         self._lock = Lock()
         self._slabs: dict[KvLayout, list[Slab]] = {}
-        self._extents: dict[int, Extent] = {}
+        self._extents: dict[int, KvExtent] = {}
         self._cached: list[CachedPrefix] = []
         self._slab_count = self._uses = self._hits = self._hit_tokens = 0
         self._promised_bytes = self._cached_bytes = self._idle_bytes = 0
@@ -198,7 +198,7 @@ class ExtentArena:
                 self._hold(extent, row.end)
         return BatchOfExtents(layout, batch, extents)
 
-    def _extent_for(self, layout: KvLayout, row: Row) -> Extent:
+    def _extent_for(self, layout: KvLayout, row: Row) -> KvExtent:
         extent = self._extents.get(row.sequence)
         if extent is None or extent.layout != layout:
             raise ValueError(f"request {row.sequence} has not begun with this layout")
@@ -208,7 +208,7 @@ class ExtentArena:
             raise ValueError(f"request {row.sequence} was promised {extent.promised} tokens, a row ends at {row.end}")
         return extent
 
-    def _hold(self, extent: Extent, tokens: int) -> None:
+    def _hold(self, extent: KvExtent, tokens: int) -> None:
         extent.held = tokens
         extent.slab.touch(extent.number, tokens)
 
@@ -254,7 +254,7 @@ class ExtentArena:
                     slab.give_back(number)
         self._idle_bytes = 0
 
-    def _take(self, layout: KvLayout, promised: int) -> Extent:
+    def _take(self, layout: KvLayout, promised: int) -> KvExtent:
         slabs = self._slabs.setdefault(layout, [])
         slab = next((slab for slab in slabs if slab.free), None)
         if slab is None:
@@ -264,9 +264,9 @@ class ExtentArena:
         self._idle_bytes -= self._bytes(layout, slab.touched[number])
         if slab.touched[number] > promised:
             slab.give_back(number)
-        return Extent(layout, slab, number, promised)
+        return KvExtent(layout, slab, number, promised)
 
-    def _take_over(self, cached: CachedPrefix, promised: int, held: int) -> Extent:
+    def _take_over(self, cached: CachedPrefix, promised: int, held: int) -> KvExtent:
         self._cached.remove(cached)
         self._cached_bytes -= self._bytes(cached.extent.layout, cached.extent.promised)
         extent = cached.extent
@@ -294,11 +294,11 @@ class ExtentArena:
             self._slab_count += 1
             return slab
 
-    def _make_idle(self, extent: Extent) -> None:
+    def _make_idle(self, extent: KvExtent) -> None:
         insort(extent.slab.free, extent.number)
         self._idle_bytes += self._bytes(extent.layout, extent.slab.touched[extent.number])
 
-    def _keep(self, extent: Extent, prefix: Prefix) -> None:
+    def _keep(self, extent: KvExtent, prefix: Prefix) -> None:
         """Cache what a request held, instead of those that it contains, unless another contains it."""
         held = min(extent.held, len(prefix.tokens))
         kept = Prefix(prefix.weights, prefix.tokens[:held])
@@ -338,7 +338,7 @@ class ExtentArena:
 
 
 class BatchOfExtents:
-    def __init__(self, layout: KvLayout, batch: TokenBatch, extents: Sequence[Extent]) -> None:
+    def __init__(self, layout: KvLayout, batch: TokenBatch, extents: Sequence[KvExtent]) -> None:
         self._extents = extents
         self._rows = batch.rows
         self._written = _Written.of(batch, extents)
@@ -376,7 +376,7 @@ class _Written:
     position: Tensor
 
     @classmethod
-    def of(cls, batch: TokenBatch, extents: Sequence[Extent]) -> list[_Written]:
+    def of(cls, batch: TokenBatch, extents: Sequence[KvExtent]) -> list[_Written]:
         counts = torch.tensor([row.count for row in batch.rows])
         numbers = torch.tensor([extent.number for extent in extents]).repeat_interleave(counts)
         slabs = {extent.slab.number: extent.slab for extent in extents}
@@ -388,7 +388,7 @@ class _Written:
 
 
 @dataclass(slots=True)
-class _Range:
+class _ExtentRange:
     """Neighbouring extents that are read in one call: the decode rows in it, with their extents and lengths."""
 
     slab: Slab
@@ -425,13 +425,13 @@ class _Range:
         return DecodeLayout(mask_of(lengths), places, rows)
 
 
-def _ranges(extents: Sequence[Extent], lengths: Sequence[int], call_positions: int) -> list[_Range]:
+def _ranges(extents: Sequence[KvExtent], lengths: Sequence[int], call_positions: int) -> list[_ExtentRange]:
     """Neighbours join where what is read beside their own costs less than another call."""
-    ranges: list[_Range] = []
+    ranges: list[_ExtentRange] = []
     for row in sorted(range(len(extents)), key=lambda row: extents[row].place):
         slab, number, length = extents[row].slab, extents[row].number, lengths[row]
         if not ranges or ranges[-1].added_positions(slab, number, length) > length + call_positions:
-            ranges.append(_Range(slab))
+            ranges.append(_ExtentRange(slab))
         ranges[-1].add(row, number, length)
     return ranges
 

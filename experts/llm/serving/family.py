@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
     from experts.llm.config import ArchSpec
     from experts.llm.key_values import KeyValues
-    from experts.llm.model import Model, Step
+    from experts.llm.model import LanguageModel, Step
     from experts.llm.token_batch import TokenBatch
 
 
-class Family:
+class ModelFamily:
     """Models of one shape, dtype and device. ``owners`` below: each row's or token's model, as a place among them."""
 
-    def __init__(self, models: Sequence[Model]) -> None:
+    def __init__(self, models: Sequence[LanguageModel]) -> None:
         """Raises ValueError for models that cannot run in one pass."""
         first = models[0]
         if any(_form(model) != _form(first) for model in models):
@@ -82,7 +82,7 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
+class _TokenShare:
     """Which tokens a model runs in a step."""
 
     model: int
@@ -95,27 +95,27 @@ class _Shares:
     def __init__(self, owners: Sequence[int]) -> None:
         self._owners = torch.tensor(owners)
         self._there = sorted(set(owners))
-        self._divided: dict[tuple[int, ...], list[_Share]] = {}
+        self._divided: dict[tuple[int, ...], list[_TokenShare]] = {}
 
-    def by(self, same: tuple[int, ...]) -> list[_Share]:
+    def by(self, same: tuple[int, ...]) -> list[_TokenShare]:
         """``same``: for each model the first with the same weights."""
         if same not in self._divided:
             of_token = torch.tensor(same)[self._owners]
             weights = sorted({same[owner] for owner in self._there})
-            self._divided[same] = [_Share(one, (of_token == one).nonzero().squeeze(1)) for one in weights]
+            self._divided[same] = [_TokenShare(one, (of_token == one).nonzero().squeeze(1)) for one in weights]
         return self._divided[same]
 
 
-def families(models: Iterable[Model]) -> list[Family]:
+def families(models: Iterable[LanguageModel]) -> list[ModelFamily]:
     """These models by family: those that have at least a step in common run together."""
-    found: list[list[Model]] = []
+    found: list[list[LanguageModel]] = []
     for model in models:
         near = next((group for group in found if _has_common(group[0], model)), None)
         if near is None:
             found.append([model])
         else:
             near.append(model)
-    return [Family(group) for group in found]
+    return [ModelFamily(group) for group in found]
 
 
 def identity(part: object) -> Hashable:
@@ -129,11 +129,11 @@ def identity(part: object) -> Hashable:
     return part if part is None or isinstance(part, int | float | Enum) else id(part)
 
 
-def _form(model: Model) -> tuple[object, ...]:
+def _form(model: LanguageModel) -> tuple[object, ...]:
     return type(model), model.spec, model.dtype, model.device
 
 
-def _has_common(one: Model, other: Model) -> bool:
+def _has_common(one: LanguageModel, other: LanguageModel) -> bool:
     if _form(one) != _form(other):
         return False
     return any(identity(a) == identity(b) for a, b in zip(one.parts, other.parts, strict=True))

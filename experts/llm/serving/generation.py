@@ -123,7 +123,7 @@ class TextRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedText:
     """A text that came to nothing, or was broken off, and why in words; no other is affected."""
 
     reason: str

@@ -32,7 +32,7 @@ class IterationLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class IterationCandidate:
     """A request that could run."""
 
     request: int
@@ -48,7 +48,7 @@ class Pick:
     tokens: int
 
 
-def plan(candidates: Sequence[Candidate], rows: int, prompt_tokens: int) -> list[Pick]:
+def plan(candidates: Sequence[IterationCandidate], rows: int, prompt_tokens: int) -> list[Pick]:
     """Who runs. ``prompt_tokens``: how many may be read beside those that write; at least one row runs anyway."""
     writing = sorted((one for one in candidates if one.unread == 1), key=lambda one: (one.ran, one.came))
     reading = sorted((one for one in candidates if one.unread > 1), key=lambda one: (one.ran, one.came))
@@ -65,7 +65,7 @@ def plan(candidates: Sequence[Candidate], rows: int, prompt_tokens: int) -> list
     return picks + _shares(rest[:1], left)
 
 
-def _shares(reading: Sequence[Candidate], tokens: int) -> list[Pick]:
+def _shares(reading: Sequence[IterationCandidate], tokens: int) -> list[Pick]:
     """Equal parts of so many tokens; what one needs less is the others'. A whole one that is larger waits its turn."""
     picks: list[Pick] = []
     tokens = max(tokens, 0)

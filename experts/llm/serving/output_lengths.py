@@ -16,7 +16,7 @@ UNKNOWN_MOST = 256  # and no more than so much, where it may fill a whole contex
 
 
 @dataclass(slots=True)
-class _Ended:
+class _EndedTexts:
     lately: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     ordered: list[int] = field(default_factory=list)
 
@@ -31,13 +31,13 @@ class OutputLengths:
     """Of all experts of an agent. Safe to be asked and told from several threads."""
 
     def __init__(self) -> None:
-        self._ended: dict[str, _Ended] = {}
+        self._ended: dict[str, _EndedTexts] = {}
         self._lock = Lock()
 
     def ended(self, expert: str, tokens: int) -> None:
         """A text of this expert ended by itself, or as long as it might be, with so many tokens written."""
         with self._lock:
-            self._ended.setdefault(expert, _Ended()).add(tokens)
+            self._ended.setdefault(expert, _EndedTexts()).add(tokens)
 
     def left(self, expert: str, written: int, most: int) -> int:
         """How many more a text is expected to write that has written so many and may write ``most``: 1 or more."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from experts.expert import Prediction
-from experts.llm.serving.generation import Ending, Refused
+from experts.llm.serving.generation import Ending, RefusedText
 from experts.llm.serving.sampling import Sampler
 from experts.llm.token_batch import Chunk
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from experts.llm.serving.generation import Sampled, TextRequest
 
 
-class Text:
+class TextState:
     """What both kinds have in common. ``came`` and ``ran``: in counts of the engine."""
 
     def __init__(self, request: int, expert: str, text: TextRequest, came: int) -> None:
@@ -40,7 +40,7 @@ class Text:
         self.has_room = False  # the arena has promised it room
         self.promised = 0  # for so many tokens, as far as it was asked
         self.lease = self.most_tokens  # how many it may hold for now
-        self.result: Prediction | Refused | None = None
+        self.result: Prediction | RefusedText | None = None
 
     @property
     def most_tokens(self) -> int:
@@ -84,10 +84,10 @@ class Text:
         self.result = Prediction(ending.value, 1.0)
 
     def refuse(self, reason: str) -> None:
-        self.result = Refused(reason)
+        self.result = RefusedText(reason)
 
 
-class WrittenText(Text):
+class WrittenText(TextState):
     """A text that goes on by what is sampled."""
 
     def __init__(self, request: int, expert: str, text: TextRequest, came: int) -> None:
@@ -116,7 +116,7 @@ class WrittenText(Text):
             self.end(Ending.LENGTH)
 
 
-class RoutedText(Text):
+class RoutedText(TextState):
     """A router's: after the prompt, each choice of several tokens is read in its place, one after the other."""
 
     def __init__(self, request: int, expert: str, text: TextRequest, came: int) -> None:
@@ -182,6 +182,6 @@ class RoutedText(Text):
         self.result = Prediction(label, 1 / among)
 
 
-def text_of(request: int, expert: str, text: TextRequest, came: int) -> Text:
+def text_of(request: int, expert: str, text: TextRequest, came: int) -> TextState:
     kind = WrittenText if text.generation.choices is None else RoutedText
     return kind(request, expert, text, came)

@@ -44,7 +44,7 @@ class _Exceeded(TemplateRuntimeError):
     """A template that takes more than it may."""
 
 
-class _Budget:
+class _RunBudget:
     def __init__(self, render_s: float) -> None:
         self._due_s = time.monotonic() + render_s
         self._made = 0
@@ -59,7 +59,7 @@ class _Budget:
             raise _Exceeded(f"it makes more than {MOST_MADE} characters on the way")
 
 
-_budget: ContextVar[_Budget | None] = ContextVar("budget", default=None)
+_budget: ContextVar[_RunBudget | None] = ContextVar("budget", default=None)
 
 
 class BoundedSandbox(ImmutableSandboxedEnvironment):
@@ -81,12 +81,12 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     def compiled(self, source: str) -> Template:
         """A template to render. Raises TemplateSyntaxError."""
-        tree = _Watched().visit(self.parse(source))
+        tree = _WatchedTemplate().visit(self.parse(source))
         return Template.from_code(self, self.compile(tree), self.make_globals(None), None)
 
     def render(self, template: Template, given: Mapping[str, Any]) -> str:
         """Its text. Raises TemplateRuntimeError, and any error of the template."""
-        token = _budget.set(_Budget(self._render_s))
+        token = _budget.set(_RunBudget(self._render_s))
         try:
             return "".join(_counted(template.generate(given)))
         finally:
@@ -105,7 +105,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         return _made(super().call_binop(context, operator, left, right))
 
 
-class _Watched(NodeTransformer):
+class _WatchedTemplate(NodeTransformer):
     """Every loop and every ~ through a filter of ours."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:

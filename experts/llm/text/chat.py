@@ -55,7 +55,7 @@ class ChatTemplate:
         given = {**(told or {}), **reserved}
         try:
             return self._sandbox.render(self._compiled(self._source), given)
-        except _Refused as refused:
+        except _TemplateRefused as refused:
             raise PromptInvalid("messages", f"the chat template of {self._expert} refuses them: {refused}") from None
         except MISTAKES as error:
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -64,11 +64,11 @@ class ChatTemplate:
             ) from error
 
 
-class _Refused(TemplateRuntimeError):
+class _TemplateRefused(TemplateRuntimeError):
     """What a template says by raise_exception: the messages are none of its."""
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """`{% generation %}`: marks what a model is trained to write, and changes nothing of what is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - as the library declares it
@@ -80,7 +80,7 @@ class _Generation(Extension):
 
 def _sandbox(render_s: float) -> BoundedSandbox:
     """As transformers has it for chat templates, which are written for that: what it trims, its globals, its tags."""
-    sandbox = BoundedSandbox(render_s, trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+    sandbox = BoundedSandbox(render_s, trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
     sandbox.give(filters={"tojson": _json}, calls={"raise_exception": _refuse, "strftime_now": _time_now})
     return sandbox
 
@@ -90,7 +90,7 @@ def _json(value: Any, indent: int | None = None, **options: Any) -> str:  # noqa
 
 
 def _refuse(message: str) -> NoReturn:
-    raise _Refused(str(message))
+    raise _TemplateRefused(str(message))
 
 
 def _time_now(form: str) -> str:

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 from experts.daemon_threads import DaemonThreads
 from experts.llm.tiers.moe_experts import (
-    Load,
-    Loaded,
+    LoadMoeExpert,
     MoeExpert,
-    Needed,
-    NotLoaded,
+    MoeExpertLoaded,
+    MoeExpertNotLoaded,
+    MoeExpertsNeeded,
+    MoeExpertsPredicted,
+    MoeExpertUsed,
     PassEnded,
-    Predicted,
-    Used,
 )
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ CLOSE_S = 5.0  # a load that does not end by then is left behind
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedMoeExpert:
     moe_expert: MoeExpert
     place: int
 
@@ -68,9 +68,9 @@ class MoeCache:
         with self._changed:
             for number in numbers:
                 self._failed.pop(MoeExpert(layer, number), None)
-            self._tell(Needed(layer, tuple(numbers)))
+            self._tell(MoeExpertsNeeded(layer, tuple(numbers)))
 
-    def first_of(self, wanted: Collection[MoeExpert]) -> Placed:
+    def first_of(self, wanted: Collection[MoeExpert]) -> PlacedMoeExpert:
         """The first of these to be in its place. Raises what the load of any of them raised."""
         with self._changed:
             found = self._there(wanted)
@@ -85,11 +85,11 @@ class MoeCache:
     def used(self, moe_experts: Iterable[MoeExpert]) -> None:
         with self._changed:
             for moe_expert in moe_experts:
-                self._tell(Used(moe_expert))
+                self._tell(MoeExpertUsed(moe_expert))
 
     def predict(self, layer: int, numbers: Sequence[int]) -> None:
         with self._changed:
-            self._tell(Predicted(layer, tuple(numbers)))
+            self._tell(MoeExpertsPredicted(layer, tuple(numbers)))
 
     def end_pass(self) -> None:
         with self._changed:
@@ -112,11 +112,11 @@ class MoeCache:
     def close(self) -> None:
         self._threads.stop(CLOSE_S)
 
-    def _there(self, wanted: Collection[MoeExpert]) -> Placed | None:
+    def _there(self, wanted: Collection[MoeExpert]) -> PlacedMoeExpert | None:
         for moe_expert in wanted:
             place = self._residency.place_of(moe_expert)
             if place is not None:
-                return Placed(moe_expert, place)
+                return PlacedMoeExpert(moe_expert, place)
         for moe_expert in wanted:
             if moe_expert in self._failed:
                 raise self._failed[moe_expert]
@@ -124,13 +124,13 @@ class MoeCache:
 
     def _tell(self, event: Event) -> None:
         for decision in self._residency.handle(event):
-            if isinstance(decision, Load):
+            if isinstance(decision, LoadMoeExpert):
                 try:
                     self._threads.submit(self._load, decision)
                 except RuntimeError as error:  # closed
                     self._fail(decision.moe_expert, error)
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: LoadMoeExpert) -> None:
         try:
             self._fill(load.moe_expert, load.place)
         except Exception as error:  # noqa: BLE001 - nothing passes: it is raised where the moe_expert is needed
@@ -139,11 +139,11 @@ class MoeCache:
         else:
             with self._changed:
                 self._loads += 1
-                self._tell(Loaded(load.moe_expert))
+                self._tell(MoeExpertLoaded(load.moe_expert))
                 self._changed.notify_all()
 
     def _fail(self, moe_expert: MoeExpert, error: Exception) -> None:
         self._failed[moe_expert] = error
         self._failures += 1
-        self._tell(NotLoaded(moe_expert))
+        self._tell(MoeExpertNotLoaded(moe_expert))
         self._changed.notify_all()

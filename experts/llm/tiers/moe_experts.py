@@ -34,7 +34,7 @@ class MoeExpert:
 
 
 @dataclass(frozen=True, slots=True)
-class Needed:
+class MoeExpertsNeeded:
     """A layer is to be run, and these of its experts have tokens."""
 
     layer: int
@@ -42,7 +42,7 @@ class Needed:
 
 
 @dataclass(frozen=True, slots=True)
-class Predicted:
+class MoeExpertsPredicted:
     """A later layer will likely need these, the likeliest first. Takes the place of what was predicted before."""
 
     layer: int
@@ -50,19 +50,19 @@ class Predicted:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class MoeExpertLoaded:
     moe_expert: MoeExpert
 
 
 @dataclass(frozen=True, slots=True)
-class NotLoaded:
+class MoeExpertNotLoaded:
     """A Load failed: its place is free; waiting passes have to be told."""
 
     moe_expert: MoeExpert
 
 
 @dataclass(frozen=True, slots=True)
-class Used:
+class MoeExpertUsed:
     """A needed one has run, or is not needed any more."""
 
     moe_expert: MoeExpert
@@ -74,13 +74,13 @@ class PassEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class Evict:
+class EvictMoeExpert:
     moe_expert: MoeExpert
     place: int
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadMoeExpert:
     """Fill the place; answer with Loaded or NotLoaded. ``is_needed``: a pass waits for it."""
 
     moe_expert: MoeExpert
@@ -88,8 +88,10 @@ class Load:
     is_needed: bool
 
 
-Event: TypeAlias = Needed | Predicted | Loaded | NotLoaded | Used | PassEnded
-Decision: TypeAlias = Evict | Load
+Event: TypeAlias = (
+    MoeExpertsNeeded | MoeExpertsPredicted | MoeExpertLoaded | MoeExpertNotLoaded | MoeExpertUsed | PassEnded
+)
+Decision: TypeAlias = EvictMoeExpert | LoadMoeExpert
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class ResidencyStatistics:
 
 
 @dataclass(slots=True)
-class _Holding:
+class _Occupancy:
     place: int
     is_loaded: bool = False
     pins: int = 0
@@ -130,7 +132,7 @@ class _Counts:
 
 
 @dataclass(slots=True)
-class _Wishes:
+class _LoadWishes:
     """What is to be loaded, in this order: dictionaries keep it. ``needed``: by how many."""
 
     needed: dict[MoeExpert, int] = field(default_factory=dict)
@@ -155,10 +157,10 @@ class MoeResidency:
             for moe_expert, probability in (prior or {}).items()
             if probability > 0
         }
-        self._held: dict[MoeExpert, _Holding] = {}
+        self._held: dict[MoeExpert, _Occupancy] = {}
         self._free = list(range(places - 1, -1, -1))  # the lowest is taken first
         self._candidates: list[tuple[float, MoeExpert]] = []  # a heap; entries may be out of date
-        self._wishes = _Wishes()
+        self._wishes = _LoadWishes()
         self._in_flight = 0
         self._passes = 0
         self._layer = 0
@@ -167,15 +169,15 @@ class MoeResidency:
     def handle(self, event: Event) -> tuple[Decision, ...]:
         """What follows from an event: loads to begin, each behind the eviction that makes its room."""
         match event:
-            case Needed(layer, numbers):
+            case MoeExpertsNeeded(layer, numbers):
                 self._need(layer, numbers)
-            case Predicted(layer, numbers):
+            case MoeExpertsPredicted(layer, numbers):
                 self._wishes.predicted = dict.fromkeys(MoeExpert(layer, number) for number in numbers)
-            case Loaded(moe_expert):
+            case MoeExpertLoaded(moe_expert):
                 self._loaded(moe_expert)
-            case NotLoaded(moe_expert):
+            case MoeExpertNotLoaded(moe_expert):
                 self._drop(moe_expert)
-            case Used(moe_expert):
+            case MoeExpertUsed(moe_expert):
                 self._unpin(moe_expert)
             case PassEnded():
                 self._end_pass()
@@ -289,12 +291,12 @@ class MoeResidency:
         if evicted is not None:
             self._counts.evictions += 1
             self._free.append(self._held.pop(evicted).place)
-            freed = (Evict(evicted, self._free[-1]),)
+            freed = (EvictMoeExpert(evicted, self._free[-1]),)
         place = self._free.pop()
-        self._held[moe_expert] = _Holding(place, pins=pins, is_speculative=not pins)
+        self._held[moe_expert] = _Occupancy(place, pins=pins, is_speculative=not pins)
         self._counts.ahead += not pins
         self._in_flight += 1
-        return (*freed, Load(moe_expert, place, pins > 0))
+        return (*freed, LoadMoeExpert(moe_expert, place, pins > 0))
 
     def _take_lowest(self, may_go: Callable[[MoeExpert], bool]) -> MoeExpert | None:
         passed_over: list[tuple[float, MoeExpert]] = []

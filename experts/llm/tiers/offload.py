@@ -84,7 +84,7 @@ class OffloadTotals:
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class _RowSpan:
     start: int
     end: int
 
@@ -136,7 +136,7 @@ class OffloadedMoe:
             self._cache.end_pass()
         return combine(computed, table, tokens.dtype)
 
-    def _run_all(self, wanted: dict[MoeExpert, _Span], scattered: Tensor, computed: Tensor) -> None:
+    def _run_all(self, wanted: dict[MoeExpert, _RowSpan], scattered: Tensor, computed: Tensor) -> None:
         """Run the moe_experts that are there, then the others as they come; takes them out of ``wanted``."""
         while wanted:
             placed = self._cache.first_of(wanted)
@@ -185,12 +185,14 @@ class _OffloadedLayer:
         return self.moe.run(self.layer, tokens, table)
 
 
-def _spans(table: MappingTable) -> dict[int, _Span]:
+def _spans(table: MappingTable) -> dict[int, _RowSpan]:
     """The rows of each expert that has any."""
     ends: list[int] = table.ends.tolist()
     starts = [0, *ends[:-1]]
     return {
-        number: _Span(start, end) for number, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start
+        number: _RowSpan(start, end)
+        for number, (start, end) in enumerate(zip(starts, ends, strict=True))
+        if end > start
     }
 
 

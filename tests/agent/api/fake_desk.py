@@ -38,7 +38,7 @@ from experts.daemon_threads import DaemonThreads
 from experts.errors import OrderRefused, Refusing
 from experts.expert import AnomalyMap, BoundingBox, LabelScore, Verdict
 from experts.llm.serving.generation import Ending
-from experts.map_pictures import map_png
+from experts.thresholds.map_pictures import map_png
 
 START = datetime(2026, 3, 1, 6, 0, tzinfo=UTC)
 DEADLINE_S = 30.0

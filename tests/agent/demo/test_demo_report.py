@@ -15,8 +15,8 @@ from agent.demo.rendering.render import Placement, RenderedBoard
 from agent.demo.training.anomalies import TrainedAnomaly
 from agent.records.results import KeptMap, ResultRow
 from experts.expert import Anomaly, AnomalyMap, Expert, InputSpec, Task, Verdict
-from experts.map_pictures import map_png
 from experts.thresholds.learning import learned
+from experts.thresholds.map_pictures import map_png
 from tests.lines import result
 
 MAP = AnomalyMap(1, 2, 1.0, 9.0, bytes([0, 255]))

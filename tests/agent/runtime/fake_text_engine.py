@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 from experts.expert import Prediction
-from experts.llm.serving.engine import EngineStatistics, Left, Quantum
-from experts.llm.serving.generation import Ending, Refused, Sampled
+from experts.llm.serving.engine import Left, QuantumOutcome, TextEngineStatistics
+from experts.llm.serving.generation import Ending, RefusedText, Sampled
 
 
 def token(expert, position):
@@ -48,7 +48,7 @@ class FakeTextEngine:
             else:
                 finished.append((turn.request, ended))
                 self.forget(turn.request)
-        return Quantum(tuple(finished), tuple(unfinished), self.lacking)
+        return QuantumOutcome(tuple(finished), tuple(unfinished), self.lacking)
 
     def forget(self, request):
         self.log.append(("forget", request))
@@ -63,7 +63,7 @@ class FakeTextEngine:
         self.hurried += 1
 
     def statistics(self):
-        return EngineStatistics(read_tokens=self.read, written_tokens=self.written)
+        return TextEngineStatistics(read_tokens=self.read, written_tokens=self.written)
 
     def _further(self, turn):
         """What it ended with, if it did."""
@@ -83,7 +83,7 @@ class FakeTextEngine:
             try:
                 is_over = turn.text.writer.write(Sampled(written[-1], -0.5))
             except Exception as error:  # noqa: BLE001 - whatever a test's writer raises
-                return Refused(f"whoever reads it failed: {error}")
+                return RefusedText(f"whoever reads it failed: {error}")
             if is_over:
                 return Prediction(Ending.STOP, 1.0)
             if len(written) == generation.most_new_tokens:

@@ -28,7 +28,7 @@ from experts.errors import LoadError, WeightsCorrupt
 from experts.expert import Expert, Precision
 from experts.graph import ExpertGraph, RouteStep
 from experts.llm.config import parse_spec
-from experts.llm.model import Model, load_model
+from experts.llm.model import LanguageModel, load_model
 from experts.llm.names import assemblies
 from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
@@ -338,7 +338,7 @@ def test_a_model_without_a_cache_is_bound_as_ever(yard):
     one.load("llm/mixtral-0")
     with one.store.using("llm/mixtral-0@fp32") as slot:
         assert slot.moe is None
-        assert isinstance(slot.skeleton("cpu").model, Model)
+        assert isinstance(slot.skeleton("cpu").model, LanguageModel)
 
 
 def test_what_was_counted_in_serving_is_known_of_these_weights_after_the_next_start(yard, tmp_path, caplog):

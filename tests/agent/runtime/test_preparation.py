@@ -33,9 +33,8 @@ from agent.runtime.preparation import LARGE_BYTES, Preparation, least_pixels, pr
 from experts.backends import backend_for
 from experts.backends.base import Prepared
 from experts.backends.boxes import prediction
-from experts.expert import Expert, Fit, InputSpec, Orientation
+from experts.expert import Expert, Fit, InputSpec, Normalization, Orientation
 from experts.images import decode_image
-from experts.normalization import Normalization
 from experts.orientation import TAG
 from tests.agent.runtime.native_threads import gives_way_here, scheduling_class
 

@@ -20,7 +20,7 @@ from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.machine.memories import EmulatedMemory
 from agent.runtime.preparation import Preparation
 from agent.runtime.slots import SkeletonShelf, SlotStore
-from agent.runtime.texts import Texts
+from agent.runtime.texts import RunningTexts
 from experts.backends import backend_for
 from experts.expert import Expert, InputSpec, Precision
 from experts.llm.serving.output_lengths import OutputLengths
@@ -285,7 +285,7 @@ def test_a_quantum_over_two_on_one_trunk_and_a_load_that_moves_it_do_not_wait_fo
         bench.load(name)
     bench.store.evict("c")
     store, answers, preparation = LoadBetween(bench, "d"), SimpleQueue(), Preparation(1)
-    texts = Texts({}, OutputLengths())
+    texts = RunningTexts({}, OutputLengths())
     executor = BatchExecutor(ExecutorSpec(0, "cpu", "host"), store, preparation, answers.put, 1, texts=texts)
     executor.start()
     batch = Batch(1, 0, "g", "g", (1, 2), 0, 0.05, (Part("g", "g", (1,)), Part("h", "h", (2,))))

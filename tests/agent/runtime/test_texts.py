@@ -8,7 +8,7 @@ from agent.core.events import Progressed
 from agent.core.request import Batch, Rejected, Work
 from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.text_sources import TextSource
-from agent.runtime.texts import Reached, Texts
+from agent.runtime.texts import Reached, RunningTexts
 from experts.errors import PromptInvalid
 from experts.expert import Expert, Prediction
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
@@ -36,7 +36,7 @@ class Desk:
         if expects_all:
             for expert in "ab":
                 self.lengths.ended(expert, 1000)
-        self.texts = Texts(self.engines, self.lengths)
+        self.texts = RunningTexts(self.engines, self.lengths)
         self.batches = 0
 
     def ask(self, request, text, *experts, rounded=lambda tokens: tokens):

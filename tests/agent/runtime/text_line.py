@@ -21,7 +21,7 @@ from agent.runtime.text_sources import TextSource
 from experts.expert import Expert, InputSpec, Precision
 from experts.graph import ExpertGraph, RouteStep
 from experts.llm.config import parse_spec
-from experts.llm.model import Model, load_model
+from experts.llm.model import LanguageModel, load_model
 from experts.llm.names import assemblies
 from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
@@ -79,7 +79,7 @@ class TextLine:
 
     segments: SegmentStore
     copies: dict[str, ExpertCopy]
-    models: dict[str, Model] = field(default_factory=dict)  # without the runtime, those that were asked
+    models: dict[str, LanguageModel] = field(default_factory=dict)  # without the runtime, those that were asked
 
     @classmethod
     def packed(cls, folder, experts):

@@ -13,9 +13,9 @@ import yaml
 from safetensors.torch import load_file
 
 from agent.api.calls.desk import Order
+from experts.checkpoints.importing import bring
 from experts.errors import OrderRefused
 from experts.expert import Verdict
-from experts.importing import bring
 from tests.experts.conftest import ExpertFiles
 
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN

@@ -22,7 +22,7 @@ from agent.api.proto import inspection_pb2_grpc
 from agent.sources.cameras.camera_source import CameraSource
 from experts.errors import AgentUnreachable
 from experts.expert import Verdict
-from experts.map_pictures import map_of
+from experts.thresholds.map_pictures import map_of
 from tests.experts.backends.onnx.anomaly_graphs import SIZE_PX, brightness
 
 

@@ -10,8 +10,7 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
 from experts.backends.pixels import fitted, normalized
-from experts.expert import Fit, InputSpec
-from experts.normalization import IMAGENET, Normalization, named
+from experts.expert import IMAGENET, Fit, InputSpec, Normalization, named
 
 OWN = Normalization((0.5, 0.4, 0.3), (0.25, 0.5, 0.125))
 TOLERANCE = 1e-5  # of values about 1: the order in which two implementations round

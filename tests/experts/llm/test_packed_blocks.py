@@ -9,7 +9,7 @@ from experts.errors import WeightsCorrupt, WeightsMissing
 from experts.expert import Expert, Precision
 from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import read_spec
-from experts.llm.model import Model
+from experts.llm.model import LanguageModel
 from experts.llm.quant import SCALE, Int8Tensors
 from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.token_batch import Chunk, TokenBatch
@@ -81,7 +81,7 @@ def test_int8_is_bound_to_what_was_packed(model_files, store, make_slot, family)
     batch = TokenBatch.of([Chunk(0, 0, range(1, 40))])
     expected, found = (
         model.forward(batch, ModelKeyValues(spec, torch.bfloat16))
-        for model in (Model(spec, dict(Int8Tensors(tensors))), slot.skeleton.model)
+        for model in (LanguageModel(spec, dict(Int8Tensors(tensors))), slot.skeleton.model)
     )
     assert torch.equal(found, expected)
 

@@ -9,7 +9,7 @@ from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import Mlp, MoeSpec, read_spec
 from experts.llm.dispatch import MlpWeights, run_each, run_mlp, run_moe_experts, way_of_running
 from experts.llm.gate import route
-from experts.llm.model import Model
+from experts.llm.model import LanguageModel
 from experts.llm.quant import (
     FEW_FP32_ROWS,
     FEW_ROWS,
@@ -144,7 +144,7 @@ class TestAModel:
     def test_its_output_is_close_and_the_difference_is_told(self, model_files, family):
         spec, tensors = self.tensors(model_files, family)
         texts = [list(range(1, 40)), list(range(90, 60, -1)), [7]]
-        found = output_difference(Model(spec, tensors), Model(spec, dict(Int8Tensors(tensors))), texts)
+        found = output_difference(LanguageModel(spec, tensors), LanguageModel(spec, dict(Int8Tensors(tensors))), texts)
         assert found.tokens == 38 + 29
         assert 0 < found.relative_error < 0.15
         assert 0 < found.divergence < 0.02
@@ -154,13 +154,13 @@ class TestAModel:
 
     def test_a_model_does_not_differ_from_itself(self, model_files):
         spec, tensors = self.tensors(model_files, "qwen3_moe")
-        model = Model(spec, tensors)
+        model = LanguageModel(spec, tensors)
         found = output_difference(model, model, [[1, 2, 3]])
         assert (found.largest, found.relative_error, found.divergence, found.same_best) == (0, 0, 0, 1)
 
     def test_nothing_to_compare_is_refused(self, model_files):
         spec, tensors = self.tensors(model_files, "llama")
-        model = Model(spec, tensors)
+        model = LanguageModel(spec, tensors)
         with pytest.raises(ValueError, match="two tokens"):
             output_difference(model, model, [[1]])
 
@@ -178,7 +178,7 @@ def test_a_head_that_is_the_embedding_is_in_int8_as_well(model_files):
     packed = dict(Int8Tensors(tensors))
     assert packed["embedding"].dtype is torch.int8
     assert weight_bytes(packed.values()) < 0.6 * weight_bytes(one.bfloat16() for one in tensors.values())
-    model = Model(spec, packed)
+    model = LanguageModel(spec, packed)
     assert model.dtype is torch.bfloat16  # of tokens, keys and values
-    found = output_difference(Model(spec, tensors), model, [list(range(1, 40)), [7]])
+    found = output_difference(LanguageModel(spec, tensors), model, [list(range(1, 40)), [7]])
     assert 0 < found.relative_error < 0.15

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from experts.checkpoints.importing import bring
 from experts.errors import LoadError, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
 from experts.expert import Precision
-from experts.importing import bring
 from experts.packed.manifests import ManifestFolder
 from experts.packed.packing import forget_other_forms, pack_line
 from experts.packed.sources import stamp_of

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from experts.expert import Prediction
 from experts.llm.serving.engine import Left, LlmEngine, Turn
 from experts.llm.serving.extents import ExtentArena
-from experts.llm.serving.generation import GREEDY, Generation, Refused, Sampling, TextRequest
+from experts.llm.serving.generation import GREEDY, Generation, RefusedText, Sampling, TextRequest
 from experts.llm.serving.iteration import IterationLimits
 from tests.experts.llm.serving.conftest import VOCABULARY, CountingModel, Desk, Notes, VirtualClock
 
@@ -145,7 +145,7 @@ class TestForgetting:
 
         desk.ask(1, [3], 9, notes=Leaves()).ask(2, [3], 4).finish()
         assert desk.notes[1].tokens == [4, 5]
-        assert isinstance(desk.finished[1], Refused)
+        assert isinstance(desk.finished[1], RefusedText)
         assert desk.notes[2].tokens == [4, 5, 6, 7]
         assert desk.arena.statistics().requests == 0
 
@@ -239,7 +239,7 @@ class TestRooms:
     def test_who_never_fits_is_refused(self):
         desk = Desk(arena=ExtentArena(64 * CountingModel.spec.kv_bytes(4) * 2))
         desk.ask(1, range(100), 100).ask(2, [3], 2).finish()
-        assert desk.finished[1] == Refused("expert counting: 200 tokens are more than there is room for")
+        assert desk.finished[1] == RefusedText("expert counting: 200 tokens are more than there is room for")
         assert desk.notes[2].tokens == [4, 5]
 
 
@@ -261,7 +261,7 @@ class TestWhatIsWrong:
 
     def test_so_is_a_writer_that_fails(self, desk):
         desk.ask(1, [3], 9, notes=Notes(fails_after=2)).ask(2, [3], 4).finish()
-        assert desk.finished[1] == Refused("whoever reads it failed: BrokenPipeError: nobody reads")
+        assert desk.finished[1] == RefusedText("whoever reads it failed: BrokenPipeError: nobody reads")
         assert desk.notes[2].tokens == [4, 5, 6, 7]
         assert desk.arena.statistics().requests == 0
 

@@ -5,9 +5,9 @@ import torch
 
 from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import read_spec
-from experts.llm.model import Model
+from experts.llm.model import LanguageModel
 from experts.llm.serving.extents import ModelKeyValues
-from experts.llm.serving.family import Family, families
+from experts.llm.serving.family import ModelFamily, families
 from experts.llm.serving.generation import Sampling
 from experts.llm.token_batch import Chunk, TokenBatch
 from tests.experts.llm.serving.conftest import Desk
@@ -20,7 +20,7 @@ OWN_OF = {  # what each of three experts has for itself
 }
 
 
-class Counting(Model):
+class Counting(LanguageModel):
     """A model that counts its feed-forward steps, and over how many tokens."""
 
     def __init__(self, spec, tensors):
@@ -78,7 +78,7 @@ def test_texts_are_what_they_are_alone(members, kind, own):
 def test_shared_weights_run_once_over_all_tokens(members):
     models = members("llama", ("layers.2.mlp",))
     batch = TokenBatch.of([Chunk(0, 0, [1, 2, 3]), Chunk(1, 0, [4, 5]), Chunk(2, 0, [6])])
-    Family(models).hidden(batch, ModelKeyValues(models[0].spec, torch.float32), (0, 1, 2))
+    ModelFamily(models).hidden(batch, ModelKeyValues(models[0].spec, torch.float32), (0, 1, 2))
     assert [model.fed for model in models] == [[(0, 6), (1, 6), (2, 3)], [(2, 2)], [(2, 1)]]
 
 
@@ -86,14 +86,16 @@ def test_two_of_three_with_the_same_weights_run_together(members):
     models = members("llama", ("layers.2.mlp",))
 
     batch = TokenBatch.of([Chunk(0, 0, [1, 2, 3]), Chunk(1, 0, [4, 5]), Chunk(2, 0, [6])])
-    Family([models[0], models[1], models[1]]).hidden(batch, ModelKeyValues(models[0].spec, torch.float32), (0, 1, 2))
+    ModelFamily([models[0], models[1], models[1]]).hidden(
+        batch, ModelKeyValues(models[0].spec, torch.float32), (0, 1, 2)
+    )
     assert models[1].fed == [(2, 3)]
 
 
 def test_logits_are_those_of_each_token_s_model(members):
     models = members("llama", ("head",))
     hidden = torch.randn(4, models[0].spec.hidden_size)
-    logits = Family(models).logits(hidden, (2, 0, 1, 0))
+    logits = ModelFamily(models).logits(hidden, (2, 0, 1, 0))
     for row, owner in enumerate((2, 0, 1, 0)):
         torch.testing.assert_close(logits[row], models[owner].logits(hidden[row : row + 1])[0])
 
@@ -111,7 +113,7 @@ class TestWhoIsAFamily:
         one, other = members("llama", (), count=1)[0], members("llama", (), count=1, num_hidden_layers=2)[0]
         assert len(families([one, other])) == 2
         with pytest.raises(ValueError, match="no family"):
-            Family([one, other])
+            ModelFamily([one, other])
 
     def test_a_shared_tensor_that_is_written_changes_for_all(self, members):
         models = members("llama", ("head",))

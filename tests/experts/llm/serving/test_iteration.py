@@ -4,10 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experts.llm.serving.iteration import GROWTH, LEAST_CHUNK_TOKENS, Candidate, IterationTimes, Pick, plan
+from experts.llm.serving.iteration import GROWTH, LEAST_CHUNK_TOKENS, IterationCandidate, IterationTimes, Pick, plan
 
 ROWS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9), st.booleans()), min_size=1, max_size=12)
-CANDIDATES = ROWS.map(lambda rows: [Candidate(n, unread, n, ran, whole) for n, (unread, ran, whole) in enumerate(rows)])
+CANDIDATES = ROWS.map(
+    lambda rows: [IterationCandidate(n, unread, n, ran, whole) for n, (unread, ran, whole) in enumerate(rows)]
+)
 
 
 @given(CANDIDATES, st.integers(1, 8), st.integers(0, 64))
@@ -35,7 +37,7 @@ def test_a_prompt_is_read_within_its_share_however_long_those_are_that_came_befo
     ran = dict.fromkeys(unread, 0)
     bound = -(-short // LEAST_CHUNK_TOKENS) * -(-len(unread) // (tokens // LEAST_CHUNK_TOKENS))
     for iteration in range(1, bound + 1):
-        candidates = [Candidate(n, left, len(others) - n, ran[n]) for n, left in unread.items() if left > 1]
+        candidates = [IterationCandidate(n, left, len(others) - n, ran[n]) for n, left in unread.items() if left > 1]
         for pick in plan(candidates, 64, tokens):
             unread[pick.request] -= pick.tokens
             ran[pick.request] = iteration
@@ -43,14 +45,23 @@ def test_a_prompt_is_read_within_its_share_however_long_those_are_that_came_befo
 
 
 def test_those_who_write_take_turns():
-    candidates = [Candidate(1, 1, 1, ran=5), Candidate(2, 1, 2, ran=3), Candidate(3, 1, 3, ran=4)]
+    candidates = [
+        IterationCandidate(1, 1, 1, ran=5),
+        IterationCandidate(2, 1, 2, ran=3),
+        IterationCandidate(3, 1, 3, ran=4),
+    ]
     assert plan(candidates, 2, 0) == [Pick(2, 1), Pick(3, 1)]
 
 
 def test_prompts_share_what_may_be_read():
-    candidates = [Candidate(1, 1, 1, 0), Candidate(2, 20, 2, 0), Candidate(3, 20, 3, 0), Candidate(4, 20, 4, 0)]
+    candidates = [
+        IterationCandidate(1, 1, 1, 0),
+        IterationCandidate(2, 20, 2, 0),
+        IterationCandidate(3, 20, 3, 0),
+        IterationCandidate(4, 20, 4, 0),
+    ]
     assert plan(candidates, 8, 30) == [Pick(1, 1), Pick(2, 20), Pick(3, 10)]
-    short = [Candidate(1, 400, 1, 0), Candidate(2, 20, 2, 0), Candidate(3, 300, 3, 0)]
+    short = [IterationCandidate(1, 400, 1, 0), IterationCandidate(2, 20, 2, 0), IterationCandidate(3, 300, 3, 0)]
     assert sorted(plan(short, 8, 220), key=lambda pick: pick.request) == [Pick(1, 100), Pick(2, 20), Pick(3, 100)]
 
 

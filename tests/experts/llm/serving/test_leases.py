@@ -7,7 +7,7 @@ import torch
 
 from experts.errors import MemoryExceeded
 from experts.llm.config import parse_spec
-from experts.llm.model import Model
+from experts.llm.model import LanguageModel
 from experts.llm.names import assemblies
 from experts.llm.serving.engine import LlmEngine, Turn
 from experts.llm.serving.extents import ExtentArena, ModelKeyValues
@@ -33,7 +33,9 @@ def arena():
 @pytest.fixture(scope="module")
 def model():
     generator = torch.Generator().manual_seed(1)
-    return Model(SPEC, {one.name: torch.randn(one.shape, generator=generator) * 0.3 for one in assemblies(SPEC)})
+    return LanguageModel(
+        SPEC, {one.name: torch.randn(one.shape, generator=generator) * 0.3 for one in assemblies(SPEC)}
+    )
 
 
 class Writer:

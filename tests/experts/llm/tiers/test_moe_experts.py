@@ -7,16 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.llm.tiers.moe_experts import (
-    Evict,
-    Load,
-    Loaded,
+    EvictMoeExpert,
+    LoadMoeExpert,
     MoeExpert,
+    MoeExpertLoaded,
+    MoeExpertNotLoaded,
+    MoeExpertsNeeded,
+    MoeExpertsPredicted,
+    MoeExpertUsed,
     MoeResidency,
-    Needed,
-    NotLoaded,
     PassEnded,
-    Predicted,
-    Used,
 )
 
 LAYERS, NUMBERS = 3, 5
@@ -37,7 +37,7 @@ class Cache:
     def tell(self, event):
         for decision in self.policy.handle(event):
             self.told.append(decision)
-            if isinstance(decision, Evict):
+            if isinstance(decision, EvictMoeExpert):
                 assert decision.moe_expert not in self.pinned, "what is needed was evicted"
                 assert self.content.pop(decision.place) == decision.moe_expert
             else:
@@ -51,18 +51,18 @@ class Cache:
         """One load comes to its end, any of those under way."""
         moe_expert = self.random.choice(sorted(self.loading))
         self.content[self.loading.pop(moe_expert)] = moe_expert
-        self.tell(Loaded(moe_expert))
+        self.tell(MoeExpertLoaded(moe_expert))
 
     def fail(self):
         moe_expert = self.random.choice(sorted(self.loading))
         del self.loading[moe_expert]
-        self.tell(NotLoaded(moe_expert))
+        self.tell(MoeExpertNotLoaded(moe_expert))
 
     def run_layer(self, layer, numbers):
         """Everything that a layer needs, each used as soon as it is there."""
         left = {MoeExpert(layer, number) for number in numbers}
         self.pinned |= left
-        self.tell(Needed(layer, tuple(numbers)))
+        self.tell(MoeExpertsNeeded(layer, tuple(numbers)))
         while left:
             there = sorted(one for one in left if self.policy.place_of(one) is not None)
             if not there:
@@ -72,7 +72,7 @@ class Cache:
             assert self.content[self.policy.place_of(there[0])] == there[0]
             left.discard(there[0])
             self.pinned.discard(there[0])
-            self.tell(Used(there[0]))
+            self.tell(MoeExpertUsed(there[0]))
 
     def settle(self):
         self.tell(PassEnded())
@@ -93,7 +93,7 @@ def test_every_need_is_met_and_nothing_needed_is_evicted(passes, places, loads_a
     cache = Cache(places, loads_at_once=loads_at_once, seed=seed)
     for one in passes:
         for layer, (needed, predicted) in enumerate(one):
-            cache.tell(Predicted((layer + 1) % LAYERS, tuple(predicted)))
+            cache.tell(MoeExpertsPredicted((layer + 1) % LAYERS, tuple(predicted)))
             if cache.loading and cache.random.random() < 0.3:
                 cache.fail() if cache.random.random() < 0.3 else cache.answer()
             cache.run_layer(layer, needed)
@@ -110,7 +110,7 @@ def test_the_same_events_give_the_same_decisions(passes, places, seed):
         cache = Cache(places, seed=seed)
         for one in passes:
             for layer, (needed, predicted) in enumerate(one):
-                cache.tell(Predicted((layer + 1) % LAYERS, tuple(predicted)))
+                cache.tell(MoeExpertsPredicted((layer + 1) % LAYERS, tuple(predicted)))
                 cache.run_layer(layer, needed)
             cache.settle()
         return cache.told
@@ -127,11 +127,11 @@ def test_a_load_ahead_never_takes_the_place_of_what_is_needed_sooner(passes, pla
             cache.run_layer(layer, needed)
             cache.told.clear()
             ahead = (layer + 2) % LAYERS
-            cache.tell(Predicted(ahead, tuple(predicted)))
+            cache.tell(MoeExpertsPredicted(ahead, tuple(predicted)))
             while cache.loading:
                 cache.answer()
             between = (layer + 1) % LAYERS
-            gone = [decision.moe_expert for decision in cache.told if isinstance(decision, Evict)]
+            gone = [decision.moe_expert for decision in cache.told if isinstance(decision, EvictMoeExpert)]
             assert not [one for one in gone if one.layer == between]
             assert not [one for one in gone if one.layer == ahead and one.number in predicted]
         cache.settle()
@@ -145,7 +145,7 @@ def test_a_cache_for_all_loads_each_once(passes):
         for layer, (needed, _) in enumerate(one):
             cache.run_layer(layer, needed)
         cache.settle()
-    loaded = [decision.moe_expert for decision in cache.told if isinstance(decision, Load)]
+    loaded = [decision.moe_expert for decision in cache.told if isinstance(decision, LoadMoeExpert)]
     assert len(loaded) == len(set(loaded))
     assert cache.policy.statistics().evictions == 0
 
@@ -199,7 +199,7 @@ def test_usage_probabilities_are_kept_until_something_is_seen():
 def test_what_is_predicted_comes_ahead_and_is_a_hit():
     cache = Cache(3)
     cache.run_layer(0, [0])
-    cache.tell(Predicted(1, (4,)))
+    cache.tell(MoeExpertsPredicted(1, (4,)))
     cache.answer()
     cache.run_layer(1, [4])
     statistics = cache.policy.statistics()
@@ -209,8 +209,8 @@ def test_what_is_predicted_comes_ahead_and_is_a_hit():
 
 def test_a_need_goes_before_what_is_predicted():
     cache = Cache(4)
-    cache.tell(Predicted(1, (0, 1)))
-    cache.tell(Needed(0, (2,)))
+    cache.tell(MoeExpertsPredicted(1, (0, 1)))
+    cache.tell(MoeExpertsNeeded(0, (2,)))
     cache.answer()
     loads = [(decision.moe_expert, decision.is_needed) for decision in cache.told]
     assert loads == [(MoeExpert(1, 0), False), (MoeExpert(0, 2), True)]
@@ -218,7 +218,7 @@ def test_a_need_goes_before_what_is_predicted():
 
 def test_a_late_one_is_waited_for_and_not_loaded_again():
     cache = Cache(2)
-    cache.tell(Predicted(0, (3,)))
+    cache.tell(MoeExpertsPredicted(0, (3,)))
     cache.run_layer(0, [3])
     assert cache.policy.statistics().late == 1
     assert len(cache.told) == 1
@@ -226,14 +226,14 @@ def test_a_late_one_is_waited_for_and_not_loaded_again():
 
 def test_a_prediction_for_a_layer_that_began_is_dropped():
     cache = Cache(4)
-    cache.tell(Predicted(1, (0, 1, 2)))
+    cache.tell(MoeExpertsPredicted(1, (0, 1, 2)))
     cache.run_layer(1, [4])
     assert MoeExpert(1, 2) not in cache.held()
 
 
 def test_a_failed_load_leaves_its_place_free():
     cache = Cache(1)
-    cache.tell(Needed(0, (0,)))
+    cache.tell(MoeExpertsNeeded(0, (0,)))
     cache.fail()
     cache.tell(PassEnded())
     cache.run_layer(0, [1])
@@ -242,18 +242,18 @@ def test_a_failed_load_leaves_its_place_free():
 
 def test_a_load_ahead_that_fails_is_not_tried_again():
     cache = Cache(1)
-    cache.tell(Predicted(0, (0,)))
+    cache.tell(MoeExpertsPredicted(0, (0,)))
     cache.fail()
     assert not cache.loading
-    cache.tell(Predicted(0, (0,)))
+    cache.tell(MoeExpertsPredicted(0, (0,)))
     assert cache.loading
 
 
 def test_a_pass_that_breaks_off_gives_up_what_it_needed():
     cache = Cache(1)
-    cache.tell(Needed(0, (0, 1)))
+    cache.tell(MoeExpertsNeeded(0, (0, 1)))
     for number in (0, 1):
-        cache.tell(Used(MoeExpert(0, number)))
+        cache.tell(MoeExpertUsed(MoeExpert(0, number)))
     cache.settle()
     assert cache.held() == {MoeExpert(0, 0)}
     cache.run_layer(0, [2])
@@ -263,12 +263,12 @@ def test_a_pass_that_breaks_off_gives_up_what_it_needed():
 def test_what_two_need_stays_until_both_have_used_it():
     cache = Cache(1)
     for _ in range(2):
-        cache.tell(Needed(0, (0,)))
+        cache.tell(MoeExpertsNeeded(0, (0,)))
     cache.answer()
-    cache.tell(Needed(0, (1,)))
-    cache.tell(Used(MoeExpert(0, 0)))
+    cache.tell(MoeExpertsNeeded(0, (1,)))
+    cache.tell(MoeExpertUsed(MoeExpert(0, 0)))
     assert cache.held() == {MoeExpert(0, 0)}
-    cache.tell(Used(MoeExpert(0, 0)))
+    cache.tell(MoeExpertUsed(MoeExpert(0, 0)))
     cache.answer()
     assert cache.held() == {MoeExpert(0, 1)}
 

@@ -8,7 +8,7 @@ import torch
 from experts.errors import LoadError
 from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import read_spec
-from experts.llm.model import Model
+from experts.llm.model import LanguageModel
 from experts.llm.quant import Int8Tensors
 from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.tiers.cache import MoeCache
@@ -64,7 +64,7 @@ class Offloaded:
         residency = MoeResidency(places, len(spec.layers), loads_at_once=loads_at_once)
         self.cache = MoeCache(residency, self.fill, name="test-moe", loads_at_once=loads_at_once)
         self.moe = OffloadedMoe(spec, self.source.form, self.cache)
-        self.model = Model(spec, self.source.dense, self.moe.show(self.source.dense, self.bytes))
+        self.model = LanguageModel(spec, self.source.dense, self.moe.show(self.source.dense, self.bytes))
 
     def fill(self, moe_expert, place):
         self.source.fill(moe_expert, place, self.bytes)
@@ -118,7 +118,7 @@ PROMPTS = [list(range(3, 20)), [5, 90, 17], list(range(60, 30, -1))]
 @pytest.mark.parametrize("places", [1, 2, 5, 100])
 def test_it_says_what_it_says_with_all_at_hand(tiny, offload, family, places):
     spec, tensors = tiny(family)
-    expected, expected_logits = greedy(Model(spec, tensors), PROMPTS)
+    expected, expected_logits = greedy(LanguageModel(spec, tensors), PROMPTS)
     offloaded = offload(spec, tensors, places)
     found, logits = greedy(offloaded.model, PROMPTS)
     assert found == expected
@@ -135,7 +135,7 @@ def test_in_bf16_and_int8_too(tiny, offload):
     for tensors_of in (lambda tensors: {name: one.bfloat16() for name, one in tensors.items()}, Int8Tensors):
         spec, tensors = tiny("qwen3_moe")
         held = dict(tensors_of(tensors))
-        expected, expected_logits = greedy(Model(spec, held), PROMPTS[1:2], count=1)
+        expected, expected_logits = greedy(LanguageModel(spec, held), PROMPTS[1:2], count=1)
         found, logits = greedy(offload(spec, held, 2).model, PROMPTS[1:2], count=1)
         torch.testing.assert_close(logits, expected_logits, rtol=2e-2, atol=2e-2)
         assert found == expected
@@ -165,7 +165,7 @@ def test_nothing_is_predicted_while_others_want_the_link(tiny):
     spec, tensors = tiny("mixtral")
     made = Offloaded(spec, tensors, 100)
     moe = OffloadedMoe(spec, made.source.form, made.cache, may_predict=lambda: False)
-    greedy(Model(spec, made.source.dense, moe.show(made.source.dense, made.bytes)), PROMPTS)
+    greedy(LanguageModel(spec, made.source.dense, moe.show(made.source.dense, made.bytes)), PROMPTS)
     assert moe.statistics().cache.residency.ahead == 0
     made.close()
 
@@ -177,14 +177,14 @@ def test_bytes_that_are_moved_are_shown_again(tiny, offload):
     offloaded.cache.settle()
     offloaded.bytes, before = offloaded.bytes.clone(), offloaded.bytes
     before.fill_(255)
-    model = Model(spec, offloaded.source.dense, offloaded.moe.show(offloaded.source.dense, offloaded.bytes))
+    model = LanguageModel(spec, offloaded.source.dense, offloaded.moe.show(offloaded.source.dense, offloaded.bytes))
     assert greedy(model, PROMPTS)[0] == expected
 
 
 class TestALoadThatFails:
     def test_is_told_to_who_needs_it_and_the_next_one_may_come(self, tiny, offload):
         spec, tensors = tiny("mixtral")
-        expected, _ = greedy(Model(spec, tensors), PROMPTS)
+        expected, _ = greedy(LanguageModel(spec, tensors), PROMPTS)
         offloaded = offload(spec, tensors, 2)
         fill = offloaded.source.fill
 
@@ -210,7 +210,7 @@ class TestALoadThatFails:
 
 def test_two_passes_at_once_share_one_cache(tiny, offload):
     spec, tensors = tiny("mixtral")
-    expected, _ = greedy(Model(spec, tensors), PROMPTS)
+    expected, _ = greedy(LanguageModel(spec, tensors), PROMPTS)
     offloaded = offload(spec, tensors, 2)
     found = []
     threads = [threading.Thread(target=lambda: found.append(greedy(offloaded.model, PROMPTS)[0])) for _ in range(3)]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from experts.checkpoints.importing import bring
 from experts.errors import LoadError, WeightsCorrupt, WeightsMissing, WeightsRefused
-from experts.importing import bring
 
 
 class Malicious:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from experts.expert import AnomalyMap
-from experts.map_pictures import map_of, map_png
+from experts.thresholds.map_pictures import map_of, map_png
 
 
 @given(

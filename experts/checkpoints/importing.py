@@ -23,7 +23,7 @@ FORMATS = frozenset({".safetensors", ".onnx"})
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
+class ImportedWeights:
     """Weights that were written. ``said``: remarks for the user, a sentence each."""
 
     sha256: str
@@ -34,7 +34,7 @@ def is_checkpoint(file: Path) -> bool:
     return file.name.endswith(PICKLES)
 
 
-def bring(source: Path, destination: Path) -> Imported:
+def bring(source: Path, destination: Path) -> ImportedWeights:
     """Copy weights to ``destination``, as .safetensors or .onnx.
 
     ``source``: .safetensors and .onnx are copied and checked; of a .pt, .pth or .ckpt the weights are taken, wherever
@@ -63,7 +63,7 @@ def bring(source: Path, destination: Path) -> Imported:
         with candidate.open("rb") as file, whole_file(destination, has_rivals=True) as final:
             shutil.copyfileobj(file, final)
         with destination.open("rb") as file:
-            return Imported(hashlib.file_digest(file, "sha256").hexdigest(), said)
+            return ImportedWeights(hashlib.file_digest(file, "sha256").hexdigest(), said)
     except OSError as error:
         raise LoadError(str(source), f"cannot be imported: {error}") from error
     finally:
