@@ -8,8 +8,7 @@ model from then on.
 
 from __future__ import annotations
 
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -87,15 +86,6 @@ class LanguageModel:
             _feed_forward_weights(spec, tensors, f"layers.{n}", elsewhere.get(n)) for n in range(len(spec.layers))
         ]
         self._rope = None if spec.rope is None else Rope(spec.rope, spec.head_size, self._norm.device)
-
-    def running_through(self, around: Callable[[int, MlpWeights | MoeExperts], MoeExperts]) -> LanguageModel:
-        """The same model, whose experts are run by what ``around`` makes of them, by layer: to count, or to time."""
-        other = copy(self)
-        other._feed_forward = [
-            weights if weights.moe_experts is None else replace(weights, moe_experts=around(n, weights.moe_experts))
-            for n, weights in enumerate(self._feed_forward)
-        ]
-        return other
 
     @property
     def dtype(self) -> torch.dtype:

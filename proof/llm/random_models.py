@@ -119,7 +119,7 @@ def write_skewed_model(directory: Path, shape: QwenShape, zipf: float) -> tuple[
     return _written(directory, shape, tensors), found
 
 
-def _parts(shape: QwenShape) -> list[Part]:
+def _parts(shape: QwenShape) -> list[SourceTensor]:
     return [part for one in assemblies(parse_spec(shape.config, shape.name)) for part in one.forms[0]]
 
 
