@@ -1,8 +1,7 @@
-"""What the journal costs: a trace whose requests are journaled and stored, against the same trace without both.
+"""Cost of the journal: a trace whose requests are journaled and stored, by turns with the same trace without both.
 
-Each request is accepted in the journal, its image with it, before the agent sees it, and its verdict is stored before
-it counts as answered: as cameras and callers have it. Runs go both ways round in turn, so that a machine that slows
-down touches both alike; the first pair counts for nothing.
+Each request and its image is accepted in the journal before the agent sees it, and its verdict is stored before it
+counts as answered, as requests of cameras and callers are.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import io
 import statistics
 import threading
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -18,21 +17,20 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from agent.deployment.build import AgentOptions
 from agent.records.database import StateLock
 from agent.records.result_writer import ResultStore
 from agent.records.results import Result
-from agent.runtime.loop import LoopOptions
 from agent.runtime.requests import Ended, Requests
 from agent.subject import Subject
+from profiler.bench.measured import Column, Measured
 from profiler.bench.policy_runs import RunOptions, machine
+from profiler.bench.turns import Plan, by_turns
 from profiler.replay.images import experts_of, images_of
 from profiler.replay.player import player
-from profiler.tables import text_table
-from profiler.targets import Target, at_most, targets_text
+from profiler.targets import at_most
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -45,26 +43,31 @@ if TYPE_CHECKING:
     from profiler.workload.traces import TracedArrival
 
 TARGET_COST = 0.05
+WITHOUT, WITH = "without the journal", "with it"
+COLUMNS = (
+    Column("requests", "requests", "d"),
+    Column("without the journal, images/s", "images_per_s", ".2f"),
+    Column("with it", "journaled_images_per_s", ".2f"),
+    Column("cost", "cost", ".2%"),
+    Column("standard error", "error", ".2%"),
+)
 FILE = "bench-journal.db"
 
 
 @dataclass(frozen=True, slots=True)
 class JournalCost:
-    """Medians over ``repeats`` pairs. ``cost``: by how much fewer images a second are judged with the journal;
-    ``error``: its standard error, by how much pairs differ; None for a single one."""
+    """Medians over pairs. ``cost``: share of the images/s that the journal takes; ``error``: its standard error.
 
-    machine: str
+    ``image_bytes``: of all images, as they are journaled. ``error`` is None for a single pair.
+    """
+
     requests: int
     repeats: int
-    image_bytes: int  # of all images, as they are journaled
+    image_bytes: int
     images_per_s: float
     journaled_images_per_s: float
     cost: float
     error: float | None
-
-    @property
-    def target(self) -> Target:
-        return at_most("the journal's cost, of the throughput", self.cost, TARGET_COST)
 
 
 class JournaledRequests(Requests):
@@ -79,7 +82,7 @@ class JournaledRequests(Requests):
         self._keys: dict[int, str] = {}
 
     def submit(self, source: RequestSource, *, component: str | None = None, expert: str | None = None) -> None:
-        """As ``Requests.submit``, once it is accepted."""
+        """Submit a request once the journal has accepted it."""
         self._sent += 1
         key = f"bench/{self._sent}"
         subject = Subject(key, "bench", key, datetime.now(UTC), component, expert)
@@ -112,43 +115,38 @@ def measure_journal(
     trace: Sequence[TracedArrival],
     options: RunOptions | None = None,
     progress: Progress = lambda *_: None,
-) -> JournalCost:
+) -> Measured:
     """Play a trace with and without the journal, ``repeats`` times each, after one pair that counts for nothing.
 
     Raises what ``run_line`` raises.
     """
     options = options or RunOptions()
-    config = options.on(config)
+    config = options.on(config, *options.precisions)
     images = images_of(trace, config.catalog)
     contents = {id(image): encoded(image) for image in images}
-    speeds: list[tuple[float, float]] = []
-    box_text = ""
+    machines: list[str] = []
+
+    def seconds(journaled: bool) -> float:
+        with ExitStack() as ending:
+            requests = ending.enter_context(_journaled(config.state / FILE, contents)) if journaled else None
+            experts = experts_of(trace, config.catalog)
+            stage = ending.enter_context(player(config, experts, options.agent_options, requests=requests))
+            machines.append(machine(stage.agent))
+            return stage.play(trace, images).seconds
+
     with ExitStack() as ending:
         if not options.is_locked:
             ending.enter_context(StateLock(config.state))
-        for number in range(1 + options.repeats):
-            progress("journal", number, 1 + options.repeats)
-            pair = {}
-            for is_journaled in (False, True) if number % 2 == 0 else (True, False):
-                pair[is_journaled], box_text = _played(config, trace, images, contents, options, is_journaled)
-            speeds.append((pair[False], pair[True]))
-    progress("journal", 1 + options.repeats, 1 + options.repeats)
-    size_bytes = sum(len(contents[id(image)]) for image in images)
-    return _cost(box_text, len(trace), size_bytes, speeds[1:])
-
-
-def report(cost: JournalCost) -> str:
-    error = "" if cost.error is None else f", standard error {cost.error:.2%}"
-    rows = [
-        ("", "images/s"),
-        ("without the journal", f"{cost.images_per_s:.2f}"),
-        ("with it", f"{cost.journaled_images_per_s:.2f}"),
+        plan = Plan(options.repeats, warming_up=1, told=lambda done, total: progress("journal", done, total))
+        runs = by_turns({WITHOUT: lambda: seconds(False), WITH: lambda: seconds(True)}, plan)
+    speeds = [
+        (len(trace) / plain, len(trace) / journaled)
+        for plain, journaled in zip(runs[WITHOUT].results, runs[WITH].results, strict=True)
     ]
-    note = (
-        f"{cost.machine}\n{cost.requests} requests, {cost.image_bytes / cost.requests / 1024:.0f} KiB of image each, "
-        f"{cost.repeats} pairs{error}"
-    )
-    return f"{note}\n\n{text_table(rows)}\n\n{targets_text([cost.target])}"
+    cost = _cost(len(trace), sum(len(contents[id(image)]) for image in images), speeds)
+    note = f"{cost.image_bytes / cost.requests / 1024:.0f} KiB of image each, {cost.repeats} pairs"
+    target = at_most("the journal's cost, of the throughput", cost.cost, TARGET_COST)
+    return Measured(machines[0], COLUMNS, (cost,), (target,), (note,))
 
 
 def encoded(image: NDArray[np.uint8]) -> bytes:
@@ -157,36 +155,24 @@ def encoded(image: NDArray[np.uint8]) -> bytes:
     return file.getvalue()
 
 
-def _played(
-    config: LineConfig,
-    trace: Sequence[TracedArrival],
-    images: Sequence[NDArray[np.uint8]],
-    contents: dict[int, bytes],
-    options: RunOptions,
-    is_journaled: bool,
-) -> tuple[float, str]:
-    agent_options = AgentOptions(loop=LoopOptions(ssd_bytes_per_s=options.ssd_bytes_per_s))
-    with ExitStack() as ending:
-        requests = None
-        if is_journaled:
-            path = config.state / FILE
-            _remove(path)
-            ending.callback(_remove, path)
-            store = ending.enter_context(closing(ResultStore(path)))
-            requests = JournaledRequests(store, contents)
-        stage = ending.enter_context(
-            player(config, experts_of(trace, config.catalog), agent_options, requests=requests)
-        )
-        return len(trace) / stage.play(trace, images).seconds, machine(stage.agent)
+@contextmanager
+def _journaled(path: Path, contents: dict[int, bytes]) -> Iterator[JournaledRequests]:
+    """Requests over a new store, which is removed afterwards."""
+
+    def remove() -> None:
+        for suffix in ("", "-wal", "-shm"):
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+    remove()
+    try:
+        with closing(ResultStore(path)) as store:
+            yield JournaledRequests(store, contents)
+    finally:
+        remove()
 
 
-def _remove(path: Path) -> None:
-    for suffix in ("", "-wal", "-shm"):
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
-
-
-def _cost(box_text: str, requests: int, size_bytes: int, speeds: Sequence[tuple[float, float]]) -> JournalCost:
+def _cost(requests: int, image_bytes: int, speeds: Sequence[tuple[float, float]]) -> JournalCost:
     costs = [1 - journaled / plain for plain, journaled in speeds]
     error = statistics.stdev(costs) / len(costs) ** 0.5 if len(costs) > 1 else None
     plain, journaled = (statistics.median(each) for each in zip(*speeds, strict=True))
-    return JournalCost(box_text, requests, len(costs), size_bytes, plain, journaled, statistics.mean(costs), error)
+    return JournalCost(requests, len(costs), image_bytes, plain, journaled, statistics.mean(costs), error)

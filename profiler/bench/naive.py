@@ -1,13 +1,12 @@
 """The general model server that CoServe is compared with, as its users write it.
 
 Requests in the order they came, one image at a time; as many models as the memory holds, counted by the largest; the
-least recently used one goes; a model that is not there is built by its architecture's own constructor and filled with
-``load_state_dict(torch.load(file, weights_only=True))``. Its file is dropped from the page cache before each load, as
-the memory of an edge box that is full of models leaves none for it: every load is cold. fp32, as its weights are.
+least recently used model is evicted. A load builds the model by its architecture's own constructor and fills it with
+``load_state_dict(torch.load(file, weights_only=True))``. Its file is dropped from the page cache before: the memory of
+a full edge box leaves none for it, so every load is cold. fp32, as its weights are.
 
 Its clock starts with a full memory, as an agent's does after its initial placement: the models most used of those that
-the trace may need, as many as fit, are loaded before, which is not counted. They count as used in the order of usage,
-so that the most used one of them is the last to go.
+the trace may need are loaded before, which is not counted, the most used one last.
 
 It runs in this process, over copies of the line's weights in torch's own format, which are removed afterwards.
 """
@@ -24,14 +23,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torchvision.ops import batched_nms
 
 from agent.runtime.threads import use_threads
 from agent.runtime.transfer import PacedLink
 from experts.backends import backend_for, family
 from experts.errors import OutputInvalid
-from experts.expert import NOTHING_FOUND, BoundingBox, Prediction
-from profiler.bench.plain_models import build
+from profiler.bench.plain_models import PlainExpert, build, plain_expert
 from profiler.replay.host_load import CoresInUse, forget_peak_rss, peak_resident_bytes
 from profiler.workload.generated_line import removed_afterwards, require_disk
 
@@ -41,10 +38,9 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
-    from torch.nn import Module
 
     from agent.config import LineConfig
-    from experts.expert import Expert
+    from experts.expert import Expert, Prediction
     from experts.graph import ExpertGraph
     from profiler.workload.traces import TracedArrival
 
@@ -54,7 +50,11 @@ FOLDED_FRACTION = 0.01  # of a model: statistics of norms, which packed experts 
 
 @dataclass(frozen=True, slots=True)
 class NaivePlayed:
-    """A trace on the general model server. ``labels`` in its order, None where the output was NaN or infinity."""
+    """A trace on the general model server. ``labels`` in its order, None where the output was NaN or infinity.
+
+    ``others_fraction``: of all cores, used by other processes. ``missing_bytes``: of the distinct experts that were
+    needed and not resident at the start; no server reads less.
+    """
 
     seconds: float
     labels: tuple[str | None, ...]
@@ -63,9 +63,9 @@ class NaivePlayed:
     evictions: int
     bytes_read: int
     peak_rss_bytes: int
-    others_fraction: float  # of all cores, that other processes had meanwhile
-    resident_at_start: frozenset[str]  # experts whose models were there when the first request came
-    missing_bytes: int  # of the distinct experts that were needed and not there then; no server reads less
+    others_fraction: float
+    resident_at_start: frozenset[str]
+    missing_bytes: int
 
 
 @contextmanager
@@ -102,7 +102,7 @@ class NaiveServer:
     device: str
     threads: int
     ssd_bytes_per_s: float | None = None
-    _models: OrderedDict[str, Module] = field(default_factory=OrderedDict)
+    _models: OrderedDict[str, PlainExpert] = field(default_factory=OrderedDict)
     _loaded: list[str] = field(default_factory=list)
     _evictions: int = 0
 
@@ -171,9 +171,10 @@ class NaiveServer:
         return judged.label
 
     def _predict(self, expert: str, image: NDArray[np.uint8], link: PacedLink) -> Prediction:
-        return infer(self._model(expert, link), self.experts[expert], image, self.device)
+        prepared = backend_for(self.experts[expert].architecture).prepare(self.experts[expert], image)
+        return self._model(expert, link).infer([prepared], self.device)[0]
 
-    def _model(self, expert: str, link: PacedLink) -> Module:
+    def _model(self, expert: str, link: PacedLink) -> PlainExpert:
         if expert in self._models:
             self._models.move_to_end(expert)
             return self._models[expert]
@@ -183,25 +184,12 @@ class NaiveServer:
         file = self.files[expert]
         drop_from_cache(file)
         delivered_at_s = link.reserve(file.stat().st_size)
-        model = build(self.experts[expert])
-        model.load_state_dict(torch.load(file, weights_only=True))
-        model = model.eval().to(self.device)
+        model = plain_expert(self.experts[expert], torch.load(file, weights_only=True))
+        model.module.to(self.device)
         time.sleep(max(delivered_at_s - time.monotonic(), 0.0))
         self._loaded.append(expert)
         self._models[expert] = model
         return model
-
-
-def infer(model: Module, expert: Expert, image: NDArray[np.uint8], device: str) -> Prediction:
-    """One image through one model. Raises OutputInvalid where the output is not a number."""
-    prepared = backend_for(expert.architecture).prepare(expert, image)
-    with torch.inference_mode():
-        output = model(prepared.tensor.unsqueeze(0).to(device))
-        if family(expert.architecture) == "detector":
-            return _detected(expert, output[0].float()[0])
-        from experts.backends.classifier import reader_of
-
-        return reader_of(expert)(expert, (output,), [prepared])[0]
 
 
 def drop_from_cache(file: Path) -> None:
@@ -229,21 +217,3 @@ def _saved(expert: Expert, path: Path) -> Path:
         file.flush()
         os.fsync(file.fileno())
     return path
-
-
-def _detected(expert: Expert, output: torch.Tensor) -> Prediction:
-    """The boxes of one image: ``output`` holds centre, size and one score per label of every anchor."""
-    if not bool(torch.isfinite(output).all()):
-        raise OutputInvalid(expert.id, "its output is not a number: check its weights")
-    scores, labels = output[4:].max(dim=0)
-    sure = scores > expert.confidence
-    centre, size = output[:2, sure].T, output[2:4, sure].T
-    corners = torch.cat((centre - size / 2, centre + size / 2), dim=1)
-    kept = batched_nms(corners, scores[sure], labels[sure], expert.iou)
-    boxes = tuple(
-        BoundingBox(expert.labels[int(label)], float(score), *(float(side) for side in sides))
-        for sides, score, label in zip(corners[kept], scores[sure][kept], labels[sure][kept], strict=True)
-    )
-    if not boxes:
-        return Prediction(NOTHING_FOUND, 0.0)
-    return Prediction(boxes[0].label, boxes[0].score, boxes)

@@ -1,15 +1,39 @@
-"""Models as users of torch have them: built by their own constructor, nothing folded, packed or converted."""
+"""Experts as users of torch run them: built by their own constructor, nothing folded, packed or converted."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
 
 from experts.backends import family
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
     from torch.nn import Module
 
-    from experts.expert import Expert
+    from experts.backends.base import Prepared
+    from experts.backends.onnx.runtime_form import Answered
+    from experts.expert import Expert, Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class PlainExpert:
+    """A module in fp32 that runs batches as they come, channels first. ``answered`` reads outputs as our forms do."""
+
+    expert: Expert
+    module: Module
+    answered: Answered
+
+    def infer(self, batch: Sequence[Prepared], device: str = "cpu") -> Sequence[Prediction]:
+        """One prediction per image. Raises OutputInvalid where an output is NaN or infinity."""
+        with torch.inference_mode():
+            output = self.module(torch.stack([prepared.tensor for prepared in batch]).to(device))
+            outputs = (output,) if isinstance(output, torch.Tensor) else (output["boxes"], output["scores"])
+            return self.answered(self.expert, [each.float().cpu() for each in outputs], batch)
 
 
 def build(expert: Expert) -> Module:
@@ -21,3 +45,17 @@ def build(expert: Expert) -> Module:
     from experts.backends import classifier
 
     return classifier.build_trainable(expert.architecture, len(expert.labels), expert.stem, expert.pixels.height)
+
+
+def plain_expert(expert: Expert, weights: Mapping[str, Tensor], *, strict: bool = True) -> PlainExpert:
+    """Build the expert and fill it with these weights."""
+    module = build(expert)
+    module.load_state_dict(weights, strict=strict)
+    module.eval()
+    if family(expert.architecture) == "detector":
+        from experts.backends.detector import reader_of
+
+        module.model[-1].training = True  # of the head alone: it answers with its raw outputs, as ours do
+    else:
+        from experts.backends.classifier import reader_of
+    return PlainExpert(expert, module, reader_of(expert))

@@ -1,15 +1,15 @@
-"""A line and a trace on the real engine: any policies side by side, with the floor measured in the same run.
+"""A line and a trace on the real engine: policies and precisions by turns, with the floor measured in the same run.
 
-Guarantees: policies and repeats take turns, so that what changes on the machine meanwhile touches all of them alike;
-each is told by its medians, and every value is kept; what was not judged is counted, with its reasons, and never makes
-a run faster. One run that counts for nothing goes first: it leaves the runtimes' kernels built.
+Guarantees: all of them take turns, round by round, so that a change of the machine touches all alike; each is told by
+its medians, and every value is kept; unjudged requests are counted, with their reasons, and never make a run faster. A
+first run of each precision counts for nothing: it leaves the runtimes' kernels built. The naive server, which runs in
+fp32 in any case, has one row, of the first precision's rounds.
 
 A row's floor is that of its own executors, the naive server's that of the first policy's. Around the first policy of a
-round it is measured before and after, as a machine's speed moves within a minute, and the mean counts.
+round the floor is measured before and after, as a machine's speed moves within a minute, and the mean counts.
 
-Cold and warm: packed files are read past the page cache wherever the filesystem lets them be (``direct_io``), so a load
-costs the same in every run; memories begin as the policy's initial placement leaves them, those of the naive server
-with the models most used.
+Packed files are read past the page cache wherever the filesystem allows it (``direct_io``), so a load costs the same
+in every run; memories begin as the policy's initial placement leaves them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from agent.commands.judged_images import outputs_sha256
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from agent.config import LineConfig
     from agent.core.performance import ExecutorSpec
     from agent.deployment.build import Agent
@@ -65,25 +69,39 @@ WARMING_UP = "warming up"
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Policies to run, and replacements of the line's own values; None or empty: the line's own.
+    """Policies and precisions to run, and replacements of the line's own values; None or empty: the line's own.
 
-    ``policies`` are presets, or "naive". ``memory`` in bytes by name: host, device, workspace. ``precision``: may be
-    auto, whatever the file says. ``with_roofline``: also measure the compute alone, which takes as long as another
+    ``policies`` are presets, or "naive". ``precisions`` take turns; auto: as the profile found. ``memory`` in bytes by
+    name: host, device, workspace. ``with_roofline``: also measure the compute alone, which takes as long as another
     policy. ``is_locked``: the caller holds the line's StateLock.
     """
 
     policies: tuple[str, ...] = ()
     repeats: int = 1
     memory: Mapping[str, int] = field(default_factory=dict)
-    precision: GivenPrecision | None = None
+    precisions: tuple[GivenPrecision, ...] = ()
     executors: Mapping[str, int] | None = None
     ssd_bytes_per_s: float | None = None
     with_roofline: bool = True
     is_locked: bool = False
 
-    def on(self, config: LineConfig) -> LineConfig:
-        """The line with what these replace of it. Raises ConfigError for a memory that no line has."""
-        return config.having(memory=self.memory, precision=self.precision, executors=self.executors)
+    def on(self, config: LineConfig, precision: GivenPrecision | None = None) -> LineConfig:
+        """The line with these replacements. Raises ConfigError for a memory that no line has."""
+        return config.having(memory=self.memory, precision=precision, executors=self.executors)
+
+    @property
+    def agent_options(self) -> AgentOptions:
+        return AgentOptions(loop=LoopOptions(ssd_bytes_per_s=self.ssd_bytes_per_s))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A trace, its decoded images, its experts, and the naive server's files of them."""
+
+    trace: tuple[TracedArrival, ...]
+    images: Sequence[NDArray[np.uint8]]
+    experts: set[str]
+    files: Mapping[str, Path]
 
 
 def run_line(
@@ -92,137 +110,152 @@ def run_line(
     options: RunOptions | None = None,
     progress: Progress = lambda *_: None,
 ) -> Measurement:
-    """Play a trace on a line, every policy ``repeats`` times.
+    """Play a trace on a line, every policy in every precision ``repeats`` times.
 
-    Raises ConfigError for what cannot be run, an expert that the trace needs included, AlreadyRunning when the line's
-    agent runs, ImageError for an image that cannot be decoded, and AgentCrashed.
+    Raises ConfigError for a policy, trace or expert that cannot be run, AlreadyRunning when the line's agent runs,
+    ImageError for an image that cannot be decoded, and AgentCrashed.
     """
     options = options or RunOptions()
+    policies = options.policies or (config.policy,)
+    for policy in policies:
+        if policy not in PRESETS and policy != NAIVE:
+            raise ConfigError(f"no policy {policy!r} - choose of {', '.join((*PRESETS, NAIVE))}")
+    if not trace or options.repeats < 1:
+        raise ConfigError(f"{config.document.file}: nothing to measure - give a trace with arrivals, and repeats")
     with ExitStack() as ending:
         if not options.is_locked:
             ending.enter_context(StateLock(config.state))
-        bench = _Bench(config, tuple(trace), options, progress)
-        if NAIVE in bench.policies:
-            bench.files = ending.enter_context(naive_files(config, bench.experts))
-        return bench.run()
+        experts = experts_of(trace, config.catalog)
+        files = ending.enter_context(naive_files(config, experts)) if NAIVE in policies else {}
+        asked = _Asked(tuple(trace), images_of(trace, config.catalog), experts, files)
+        engines = tuple(policy for policy in policies if policy != NAIVE)
+        sides = [
+            _Side(options, precision, engines if number else policies, config, asked)
+            for number, precision in enumerate(options.precisions or (None,))
+        ]
+        sides = [side for side in sides if side.policies]
+        for side in sides:
+            side.warm_up(side.told(progress))
+        for repeat in range(1, options.repeats + 1):
+            for side in sides:
+                side.round(repeat, side.told(progress))
+    found = [side.measurement() for side in sides]
+    ran_in = [note for side in sides for note in side.notes()]
+    notes = dict.fromkeys(chain(ran_in, *(each.notes for each in found)))
+    return replace(found[0], rows=tuple(chain(*(each.rows for each in found))), notes=tuple(notes))
 
 
-class _Bench:
-    """One measurement: a run to warm up, then rounds of all policies."""
+class _Side:
+    """One precision: a run to warm up, then rounds of its policies."""
 
     def __init__(
-        self, config: LineConfig, trace: tuple[TracedArrival, ...], options: RunOptions, progress: Progress
+        self,
+        options: RunOptions,
+        precision: GivenPrecision | None,
+        policies: Sequence[str],
+        config: LineConfig,
+        asked: _Asked,
     ) -> None:
-        if not trace or options.repeats < 1:
-            raise ConfigError(f"{config.document.file}: nothing to measure - give a trace with arrivals, and repeats")
-        self.policies = options.policies or (config.policy,)
-        for policy in self.policies:
-            if policy not in PRESETS and policy != NAIVE:
-                raise ConfigError(f"no policy {policy!r} - choose of {', '.join((*PRESETS, NAIVE))}")
-        self.experts = experts_of(trace, config.catalog)
-        self.files: Mapping[str, Path] = {}
-        self._config = options.on(config)
-        self._trace = trace
-        self._images = images_of(trace, config.catalog)
+        self.policies = policies
+        self._precision = precision
+        self._config = options.on(config, precision)
         self._options = options
-        self._agent_options = AgentOptions(loop=LoopOptions(ssd_bytes_per_s=options.ssd_bytes_per_s))
-        self._progress = progress
-        self._runs: dict[str, list[Figures]] = {policy: [] for policy in self.policies}
-        self._reasons: dict[str, tuple[str, ...]] = dict.fromkeys(self.policies, ())
+        self._asked = asked
+        self._runs: dict[str, list[Figures]] = {policy: [] for policy in policies}
+        self._reasons: dict[str, tuple[str, ...]] = dict.fromkeys(policies, ())
         self._agents: dict[str, Agent] = {}
         self._compute: list[Compute] = []  # of the first policy's executors
         self._notes: list[str] = []
         self._bandwidths: list[float] = []
 
-    def run(self) -> Measurement:
-        repeats = self._options.repeats
-        self._progress(WARMING_UP, 0, 1)
-        agent, work = self._warm_up()
-        self._progress(WARMING_UP, 1, 1)
-        for repeat in range(1, repeats + 1):
-            bandwidth = self._bandwidth(agent)
-            floors = _Floors(self._options.with_roofline, work, quiet(self._progress))
-            floors.measure(agent)
-            for policy in self.policies:
-                self._runs[policy].append(self._figures(policy, bandwidth, floors, agent))
-                self._progress(policy, repeat, repeats)
-            self._compute += floors.of(agent)
-            self._notes += floors.notes
-        first = next(iter(agent.packed.values()))
+    def told(self, progress: Progress) -> Progress:
+        if self._precision is None:
+            return progress
+        return lambda stage, done, total: progress(f"{self._precision}: {stage}", done, total)
+
+    def warm_up(self, progress: Progress) -> None:
+        progress(WARMING_UP, 0, 1)
+        policy = next((policy for policy in self.policies if policy != NAIVE), self._config.policy)
+        with player(self._config.having(policy=policy), self._asked.experts, progress=packing_of(progress)) as stage:
+            played = stage.play(self._asked.trace, self._asked.images)
+            self._first, self._work = stage.agent, work_of(played, self._asked.images)
+        progress(WARMING_UP, 1, 1)
+
+    def round(self, repeat: int, progress: Progress) -> None:
+        limit = self._options.ssd_bytes_per_s or float("inf")
+        self._bandwidths.append(min(measure_bandwidth(self._first), limit))
+        floors = _Floors(self._options.with_roofline, self._work, packing_of(progress))
+        floors.measure(self._first)
+        for policy in self.policies:
+            run = self._naive_figures if policy == NAIVE else self._engine_figures
+            self._runs[policy].append(run(policy, floors, progress))
+            progress(policy, repeat, self._options.repeats)
+        self._compute += floors.of(self._first)
+        self._notes += floors.notes
+
+    def notes(self) -> list[str]:
+        ran_in = next((precision_text(agent) for agent in self._agents.values()), None)
+        return [] if None in (self._precision, ran_in) else [f"--precision {self._precision}: ran in {ran_in}"]
+
+    def measurement(self) -> Measurement:
+        packed = next(iter(self._first.packed.values()))
+        limit, reached = self._options.ssd_bytes_per_s, statistics.median(self._bandwidths)
+        is_held = limit is not None and reached >= limit
+        notes = list(self._notes)
+        if limit is not None and not is_held:
+            notes = [f"loads were not held: {limit / 1e6:.0f} MB/s is more than this SSD reaches", *notes]
         return Measurement(
             line=self._config.line,
-            machine=machine(agent),
-            rows=tuple(self._row(policy, agent) for policy in self.policies),
-            direct_io=reads_directly(agent.segments.segment_path(first.own.sha256)),
-            ssd_bytes_per_s=statistics.median(self._bandwidths),
-            is_held=self._is_held(),
+            machine=machine(self._first),
+            rows=tuple(self._row(policy) for policy in self.policies),
+            direct_io=reads_directly(self._first.segments.segment_path(packed.own.sha256)),
+            ssd_bytes_per_s=reached,
+            is_held=is_held,
             compute_s=statistics.median(each.seconds for each in self._compute) if self._compute else None,
-            notes=tuple(dict.fromkeys((*self._rate_notes(), *self._notes))),
+            notes=tuple(dict.fromkeys(notes)),
         )
 
-    def _is_held(self) -> bool:
-        rate = self._options.ssd_bytes_per_s
-        return rate is not None and statistics.median(self._bandwidths) >= rate
-
-    def _rate_notes(self) -> list[str]:
-        if self._options.ssd_bytes_per_s is None or self._is_held():
-            return []
-        rate = self._options.ssd_bytes_per_s
-        return [f"loads were not held: {rate / 1e6:.0f} MB/s is more than this SSD reaches"]
-
-    def _warm_up(self) -> tuple[Agent, Work]:
-        policy = next((policy for policy in self.policies if policy != NAIVE), self._config.policy)
-        config = self._config.having(policy=policy)
-        with player(config, self.experts, progress=quiet(self._progress)) as stage:
-            played = stage.play(self._trace, self._images)
-            return stage.agent, work_of(played, self._images)
-
-    def _bandwidth(self, agent: Agent) -> float:
-        bandwidth = min(measure_bandwidth(agent), self._options.ssd_bytes_per_s or float("inf"))
-        self._bandwidths.append(bandwidth)
-        return bandwidth
-
-    def _figures(self, policy: str, bandwidth: float, floors: _Floors, agent: Agent) -> Figures:
-        """One run. ``agent``: of the first policy, around whose run the floor is measured twice."""
-        if policy == NAIVE:
-            return self._naive_figures(bandwidth, floors.seconds(agent), agent)
-        config = self._config.having(policy=policy)
-        with player(config, self.experts, self._agent_options, quiet(self._progress)) as stage:
-            played = stage.play(self._trace, self._images)
-            self._agents[policy] = stage.agent
-        if config.policy == agent.config.policy or not floors.of(stage.agent):
-            floors.measure(stage.agent)
-        reasons = played.unknown_reasons(self._trace)
+    def _engine_figures(self, policy: str, floors: _Floors, progress: Progress) -> Figures:
+        config, first = self._config.having(policy=policy), self._first
+        asked, options = self._asked, self._options.agent_options
+        with player(config, asked.experts, options, packing_of(progress)) as stage:
+            played = stage.play(asked.trace, asked.images)
+            self._agents[policy] = agent = stage.agent
+        if config.policy == first.config.policy or not floors.of(agent):
+            floors.measure(agent)
+        reasons = played.unknown_reasons(asked.trace)
         self._reasons[policy] = tuple(dict.fromkeys((*self._reasons[policy], *reasons)))[:REASONS_SHOWN]
-        io_s = io_bytes(stage.agent, played, work_of(played, self._images)) / bandwidth
-        forecast = predicted(stage.agent, self._trace, played, bandwidth)
+        bandwidth = self._bandwidths[-1]
+        io_s = io_bytes(agent, played, work_of(played, asked.images)) / bandwidth
+        forecast = predicted(agent, asked.trace, played, bandwidth)
         digest = outputs_sha256(played.labels)
-        return engine_figures(played, len(reasons), digest, forecast, _floor(floors.seconds(stage.agent), io_s))
+        return engine_figures(played, len(reasons), digest, forecast, floors.floor(agent, io_s))
 
-    def _naive_figures(self, bandwidth: float, compute_s: float | None, agent: Agent) -> Figures:
+    def _naive_figures(self, _: str, floors: _Floors, progress: Progress) -> Figures:
+        agent, asked = self._first, self._asked
         processor = agent.box.processors[0]
         pool = next(pool for pool in agent.setup.pools if pool.name == agent.box.pool_of(processor))
         server = NaiveServer(
             experts=self._config.catalog.experts,
             graph=self._config.catalog.graph,
-            files={expert: self.files[expert] for expert in self.experts},
+            files={expert: asked.files[expert] for expert in asked.experts},
             expert_bytes=pool.expert_bytes,
             usage=agent.setup.matrix.usage,
             device=torch_device(processor),
             threads=agent.box.cores,
             ssd_bytes_per_s=self._options.ssd_bytes_per_s,
         )
-        played = server.play(self._trace, self._images)
-        floor = _floor(compute_s, played.missing_bytes / bandwidth)
+        played = server.play(asked.trace, asked.images)
+        floor = floors.floor(agent, played.missing_bytes / self._bandwidths[-1])
         return naive_figures(played, outputs_sha256(played.labels), floor)
 
-    def _row(self, policy: str, agent: Agent) -> PolicyRow:
-        agent = self._agents.get(policy, agent)
+    def _row(self, policy: str) -> PolicyRow:
+        agent = self._agents.get(policy, self._first)
         counts = Counter(spec.processor for spec in agent.setup.executors)
         memory = {pool.name: pool.expert_bytes for pool in agent.setup.pools}
         return PolicyRow(
             policy=policy,
-            requests=len(self._trace),
+            requests=len(self._asked.trace),
             precision="fp32" if policy == NAIVE else precision_text(agent),
             memory=memory | {f"{pool.name}_workspace": pool.workspace_bytes for pool in agent.setup.pools},
             executors={agent.box.processors[0]: 1} if policy == NAIVE else dict(counts),
@@ -253,15 +286,15 @@ class _Floors:
     def of(self, agent: Agent) -> Sequence[Compute]:
         return self._found.get(tuple(agent.setup.executors), ())
 
-    def seconds(self, agent: Agent) -> float | None:
+    def floor(self, agent: Agent, io_s: float) -> Floor | None:
         found = self.of(agent)
-        return statistics.fmean(each.seconds for each in found) if found else None
+        return Floor(statistics.fmean(each.seconds for each in found), io_s) if found else None
 
 
 def predicted(agent: Agent, trace: Sequence[TracedArrival], played: Played, ssd_bytes_per_s: float) -> Predicted:
     """Simulated times of a trace, from this agent's own profile and limits.
 
-    Experts answer as they did when it was played, so that requests take the same routes.
+    Experts answer as they did when the trace was played, so that requests take the same routes.
     """
     seen = {
         (number, step.expert): step.prediction
@@ -269,11 +302,12 @@ def predicted(agent: Agent, trace: Sequence[TracedArrival], played: Played, ssd_
         for step in outcome.steps
     }
     links = {} if agent.stored is None else agent.stored.link_bytes_per_s
+    speedups = {} if agent.stored is None else sharing_speedups(agent.stored)
     simulation = simulator_of(
         agent.setup,
         lambda request, expert: seen.get((request, expert), PASSES),
         links | {SSD: ssd_bytes_per_s},
-        {} if agent.stored is None else sharing_speedups(agent.stored),
+        speedups,
     ).run(trace)
     processors = {spec.id: spec.processor for spec in agent.setup.executors}
     batches = (effect.batch for _, effect in simulation.effects if isinstance(effect, StartBatch))
@@ -294,12 +328,8 @@ def machine(agent: Agent) -> str:
     return f"{agent.box.model}, {agent.box.name}, {agent.box.cores} cores, {software()}"
 
 
-def _floor(compute_s: float | None, io_s: float) -> Floor | None:
-    return None if compute_s is None else Floor(compute_s, io_s)
-
-
-def quiet(progress: Progress) -> Progress:
-    """Packing is worth telling; each agent's probe is not."""
+def packing_of(progress: Progress) -> Progress:
+    """Progress of packing alone: each agent's probe would repeat itself."""
 
     def tell(stage: str, done: int, total: int) -> None:
         if stage == "pack":

@@ -1,9 +1,9 @@
-"""The floor of a trace's time on this box: nothing that a scheduler decides can be faster than its work and its bytes.
+"""The floor of a trace's time on this box: no schedule is faster than its work and its bytes.
 
-    compute   every step that the trace's requests took, run by the same executors with every expert resident and all
-              requests there at once, so that batches are as large as the profile allows
-    io        the bytes of the experts that the trace needed and no memory held at its start, over what a direct read
-              of the line's own packed files reaches now, or the rate that loads are held to
+    compute   every step of the trace's requests, run by the same executors with every expert resident and all requests
+              queued at once, so that batches are as large as the profile allows
+    io        the bytes of needed experts that no memory held at the start, over the speed of direct reads of the
+              line's own packed files now, or the rate that loads are held to
     roofline  the larger of the two
 
 Where memory cannot hold all experts, requests of the least used ones go to others of the same kind: they take as long.
@@ -60,7 +60,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """The work with every expert resident. ``loads``: what had to be loaded in the pass that counts; 0 unless told."""
+    """The work with every expert resident. ``loads``: of the pass that counts, 0 unless memory is too small."""
 
     seconds: float
     loads: int

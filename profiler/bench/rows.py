@@ -1,6 +1,6 @@
-"""What runs of a line came to: figures of one run, rows of one policy each, and the whole measurement in words.
+"""Figures of one run, rows of one policy each, and the whole measurement in words.
 
-A row is told by medians, field by field, so its figures need not all be of one run; counts are those of a run that was.
+A row is told by medians, field by field, so its figures need not all be of one run; a count is one that was counted.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from agent.core import events
+from profiler.bench.measured import Column, table_of
 from profiler.replay.host_load import QUIET_FRACTION
-from profiler.tables import text_table
 from profiler.targets import Target, at_least
 
 if TYPE_CHECKING:
@@ -22,11 +22,20 @@ if TYPE_CHECKING:
 
 TARGET_ROOFLINE_FRACTION = 0.95
 TARGET_PREDICTION_ERROR = 0.10
-HEADINGS = (
-    "policy", "precision", "images/s", "roofline", "predicted", "switches", "loads", "evicted", "read GB", "p99 us",
-    "RSS MB", "outputs",
-)  # fmt: skip
-LAYOUT = "{:<15} {:<12} {:>8} {:>8} {:>9} {:>8} {:>6} {:>7} {:>8} {:>7} {:>7} {:<8}"
+COLUMNS = (
+    Column("policy", "policy"),
+    Column("precision", "precision"),
+    Column("images/s", "medians.images_per_s", ".2f"),
+    Column("roofline", "medians.roofline_fraction", ".3f"),
+    Column("predicted", "medians.predicted_images_per_s", ".2f"),
+    Column("switches", "medians.switches", "d"),
+    Column("loads", "medians.loads_in_all", "d"),
+    Column("evicted", "medians.evictions", "d"),
+    Column("read GB", "medians.bytes_read", ".2f", 1e-9),
+    Column("p99 us", "medians.decision_p99_us", ".0f"),
+    Column("RSS MB", "medians.peak_rss_bytes", ".0f", 1e-6),
+    Column("outputs", "medians.outputs"),
+)
 PATHS = ("ssd_host", "host_device", "ssd_device")
 
 
@@ -91,6 +100,18 @@ class Figures:
     batch_slowness: float | None = None
     unknown: int
     outputs_sha256: str
+
+    @property
+    def loads_in_all(self) -> int:
+        return sum(self.loads.values())
+
+    @property
+    def decision_p99_us(self) -> float | None:
+        return None if self.decision_us is None else self.decision_us.p99
+
+    @property
+    def outputs(self) -> str:
+        return self.outputs_sha256[:8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,30 +263,12 @@ def report(measurement: Measurement) -> str:
     lines = [
         f"machine    {measurement.machine}",
         f"line       {measurement.line}; packed files read {cache}, {speed}{', held' if measurement.is_held else ''}",
-        text_table([HEADINGS, *(_cells(row) for row in measurement.rows)], LAYOUT),
+        table_of(COLUMNS, measurement.rows),
     ]
     lines += [f"note       {note}" for note in measurement.notes]
     for row in measurement.rows:
         lines += _remarks(row)
     return "\n".join(lines)
-
-
-def _cells(row: PolicyRow) -> tuple[str, ...]:
-    figures = row.medians
-    return (
-        row.policy,
-        row.precision,
-        f"{figures.images_per_s:.2f}",
-        "-" if figures.roofline_fraction is None else f"{figures.roofline_fraction:.3f}",
-        "-" if figures.predicted_images_per_s is None else f"{figures.predicted_images_per_s:.2f}",
-        str(figures.switches),
-        str(sum(figures.loads.values())),
-        str(figures.evictions),
-        f"{figures.bytes_read / 1e9:.2f}",
-        "-" if figures.decision_us is None else f"{figures.decision_us.p99:.0f}",
-        f"{figures.peak_rss_bytes / 1e6:.0f}",
-        figures.outputs_sha256[:8],
-    )
 
 
 def _remarks(row: PolicyRow) -> list[str]:

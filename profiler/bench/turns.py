@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-ROUNDS_LEAST = 3  # for a median, whatever the limit
+ROUNDS_LEAST = 3  # for a median, beyond any limit
 
 Result = TypeVar("Result")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,9 +75,9 @@ def bench_line(
         config = read_line(line)
         set_spinning()
         from agent.deployment.build import detect_box  # loads torch, as do those below
-        from profiler.bench.policy_runs import RunOptions
+        from profiler.bench.journal_cost import measure_journal
+        from profiler.bench.policy_runs import RunOptions, run_line
         from profiler.bench.rows import report
-        from profiler.bench.side_by_side import run_in_precisions
         from profiler.cli.settings import bytes_per_s, executor_counts, memory_bytes, precisions_in_turn
         from profiler.workload.traces import read_trace
 
@@ -86,30 +85,24 @@ def bench_line(
             policies=tuple(policies or ()),
             repeats=repeat,
             memory=memory_bytes(memory, is_split=detect_box(config).is_split) if memory else {},
+            precisions=precisions_in_turn(precision),
             executors=executor_counts(executors),
             ssd_bytes_per_s=bytes_per_s(ssd_bandwidth),
         )
-        in_turn = precisions_in_turn(precision)
+        if journal and len(options.precisions) > 1:
+            raise typer.BadParameter("--journal measures one precision at a time", param_hint="--precision")
+        arrivals = read_trace(trace, config.catalog)
         with progress_on_stderr() as progress:
             if journal:
-                if len(in_turn) > 1:
-                    raise typer.BadParameter("--journal measures one precision at a time", param_hint="--precision")
-                options = replace(options, precision=in_turn[0] if in_turn else None)
-                _bench_journal(config, trace, options, progress, as_json=as_json)
-                return
-            measured = run_in_precisions(config, read_trace(trace, config.catalog), options, in_turn, progress)
-    print(json.dumps(measured.as_json()) if as_json else report(measured))
+                cost = measure_journal(config, arrivals, options, progress)
+                found, told = cost.as_json(), cost.text()
+            else:
+                measured = run_line(config, arrivals, options, progress)
+                found, told = measured.as_json(), report(measured)
+    print(json.dumps(found) if as_json else told)
 
 
 def benchmarks(ctx: typer.Context) -> list[str]:
     """Commands of the group that a user sees: those of the floors that are installed."""
     group = ctx.parent.command if ctx.parent is not None else None
     return sorted(set(group.commands) - {LINE}) if isinstance(group, TyperGroup) else []
-
-
-def _bench_journal(config: Any, trace: Path, options: Any, progress: Any, *, as_json: bool) -> None:  # noqa: ANN401
-    from profiler.bench.journal_cost import measure_journal, report
-    from profiler.workload.traces import read_trace
-
-    cost = measure_journal(config, read_trace(trace, config.catalog), options, progress)
-    print(json.dumps(asdict(cost)) if as_json else report(cost))

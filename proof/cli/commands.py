@@ -79,7 +79,7 @@ def compute(
     directory: Directory = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a batch costs in each form, beside torch itself, ONNX Runtime, OpenVINO and the arithmetic's own limit."""
+    """Measure a batch in each form, beside torch itself, ONNX Runtime, OpenVINO and the arithmetic's own limit."""
     with _measuring() as (progress, _):
         from profiler.cli.settings import batch_sizes, given_peers, given_precisions, image_size
         from proof.compute.contestants import PEERS
@@ -106,7 +106,7 @@ def dispatch(
     repeat: Annotated[int, typer.Option(min=1, help="rounds; medians are told")] = 15,
     as_json: AsJson = False,
 ) -> None:
-    """What the mapping table of a mixture-of-experts layer saves, against sparse einsums."""
+    """Measure the mapping table of a mixture-of-experts layer against sparse einsums."""
     if per_token > moe_experts:
         raise typer.BadParameter(f"a layer has {moe_experts} experts - give at most that", param_hint="--per-token")
     with _measuring():
@@ -199,7 +199,7 @@ def overhead(
     repeat: Annotated[int, typer.Option(min=1, help="pairs of a run and its playback")] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """What scheduling costs: a trace on the real engine, and played back with everything decided beforehand."""
+    """Measure scheduling: a trace on the real engine, and played back with everything decided beforehand."""
     with _measuring(line) as (progress, config):
         from profiler.bench.policy_runs import RunOptions
         from profiler.workload.traces import read_trace
@@ -214,7 +214,7 @@ def overhead(
 def start(
     directory: Directory = None, starts: Annotated[int, typer.Option(min=1)] = 3, as_json: AsJson = False
 ) -> None:
-    """How soon an agent without experts to speak of is ready, and what it holds then."""
+    """Measure the start of an agent with one tiny expert, and its memory."""
     with _measuring():
         from proof.parts.starting import measure_start
 
@@ -231,7 +231,7 @@ def photographs(
     repeat: Annotated[int, typer.Option(min=1, help="rounds of all ways; medians are told")] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """How long executors wait for large JPEGs: prepared with their batch, ahead of it, and made smaller meanwhile."""
+    """Measure waiting for large JPEGs: prepared with their batch, ahead of it, and made smaller meanwhile."""
     with _measuring():
         from profiler.cli.settings import precision_without_profile
         from proof.parts.photographs import PhotographsRecipe, measure_photographs
@@ -243,7 +243,7 @@ def photographs(
 
 
 def decisions(as_json: AsJson = False) -> None:
-    """How long a decision takes against the number of queued requests."""
+    """Measure a decision against the number of queued requests."""
     from proof.parts.decisions import measure_growth
 
     _show(measure_growth(), as_json=as_json)

@@ -34,7 +34,7 @@ from experts.expert import Precision
 from experts.packed.calibrated import calibration_of
 from experts.packed.packing import pack_line
 from experts.packed.weights import AlignedBuffer, SegmentStore, tensor_views
-from profiler.bench.plain_models import build
+from profiler.bench.plain_models import PlainExpert, plain_expert
 from profiler.workload.generated_line import synthetic_pixels
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from experts.backends.base import Prepared
-    from experts.backends.onnx.runtime_form import Answered
     from experts.expert import Expert, Prediction
 
     Batch = Sequence[Prepared]
@@ -72,16 +71,21 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class PlainModel:
-    """One expert, and the same weights in the module as users have it. ``graph``: as ONNX, weights included."""
+    """One expert as users of torch have it. ``graph``: the same as ONNX, weights included."""
 
-    expert: Expert
-    module: Module
+    plain: PlainExpert
     graph: bytes
-    answered: Answered
+
+    @property
+    def expert(self) -> Expert:
+        return self.plain.expert
 
     @property
     def size(self) -> tuple[int, int]:
         return self.expert.pixels.height, self.expert.pixels.width
+
+    def answered(self, outputs: Sequence[Tensor], batch: Batch) -> Sequence[Prediction]:
+        return self.plain.answered(self.expert, outputs, batch)
 
 
 def prepared_images(expert: Expert, count: int) -> list[Prepared]:
@@ -92,18 +96,11 @@ def prepared_images(expert: Expert, count: int) -> list[Prepared]:
 
 def plain_model(expert: Expert) -> PlainModel:
     """Raises WeightsMismatch, or ValueError where the expert cannot be exported."""
-    is_detector = family(expert.architecture) == "detector"
-    module = build(expert).eval().requires_grad_(False)
-    module.load_state_dict(load_file(expert.weights), strict=False)
-    if is_detector:
-        from experts.backends.detector import reader_of
-
-        module.model[-1].training = True  # of the head alone: it answers with its raw outputs, as ours do
-    else:
-        from experts.backends.classifier import reader_of
-    names = ("boxes", "scores") if is_detector else ("logits",)
+    plain = plain_expert(expert, load_file(expert.weights), strict=False)
+    plain.module.requires_grad_(False)
+    names = ("boxes", "scores") if family(expert.architecture) == "detector" else ("logits",)
     size = (expert.pixels.height, expert.pixels.width)
-    return PlainModel(expert, module, _constant_graph(module, size, names), reader_of(expert))
+    return PlainModel(plain, _constant_graph(plain.module, size, names))
 
 
 @contextmanager
@@ -134,15 +131,7 @@ def our_form(expert: Expert, precision: Precision, store: SegmentStore, batch: B
 
 
 def eager(model: PlainModel, batch: Batch) -> Contestant:
-    """The plain module in fp32, channels first."""
-
-    def run() -> Sequence[Prediction]:
-        with torch.inference_mode():
-            output = model.module(_stacked(batch))
-            outputs = (output,) if isinstance(output, torch.Tensor) else (output["boxes"], output["scores"])
-            return model.answered(model.expert, outputs, batch)
-
-    return Contestant(EAGER, torch.float32, False, run)
+    return Contestant(EAGER, torch.float32, False, lambda: model.plain.infer(batch))
 
 
 def session(model: PlainModel, batch: Batch, threads: int) -> Contestant:
@@ -163,7 +152,7 @@ def _session_run(model: PlainModel, graph: bytes, batch: Batch, threads: int) ->
 
     def run() -> Sequence[Prediction]:
         outputs = runtime.run(None, {IMAGES: _stacked(batch).numpy()})
-        return model.answered(model.expert, [torch.from_numpy(output) for output in outputs], batch)
+        return model.answered([torch.from_numpy(output) for output in outputs], batch)
 
     return run
 
@@ -232,7 +221,7 @@ def openvino(form: str, model: PlainModel, batch: Batch, threads: int) -> Contes
     def run() -> Sequence[Prediction]:
         request.infer([_stacked(batch).numpy()])
         outputs = [torch.from_numpy(request.get_output_tensor(place).data) for place in range(len(compiled.outputs))]
-        return model.answered(model.expert, outputs, batch)
+        return model.answered(outputs, batch)
 
     return Contestant(form, numbers, False, run)
 

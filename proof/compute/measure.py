@@ -141,7 +141,7 @@ class _ComputeBench:
             model = plain_model(expert)
         except ValueError as error:
             raise ConfigError(f"{architecture}: {error}") from error
-        self._operations[architecture] = operations_per_image(model.module, self._options.size)
+        self._operations[architecture] = operations_per_image(model.plain.module, self._options.size)
         store = SegmentStore(folder / "packed")
         try:
             for batch in sorted(set(self._options.batches)):

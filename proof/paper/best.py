@@ -1,12 +1,11 @@
 """CoServe Best: the executors and the memory with the highest throughput on a sample (CoServe, sections 4.4 and 5.3).
 
-First the executors are swept, with a memory that nothing was searched for; then the decay window slides over the memory
-of a GPU that has one of its own, and the bounds of the windows behind the one where it stopped are run as well: on a
-sample the throughput does not rise in a line, and the best of all that was run is taken. In unified memory the batches
-get what they can use at most, as section 4.4 has it for limited processors. There are no more CPU executors than a box
-would be given, whose operators use several cores each.
+First the executors are swept at an unsearched memory. Then the decay window slides over the memory of a GPU that has
+one of its own; the bounds of later windows are run as well, because throughput on a sample does not rise in a line. In
+unified memory the batches get their maximum, as section 4.4 has it for limited processors. CPU executors are limited to
+those that a box would be given, whose operators use several cores each.
 
-Guarantees: simulated, seeded, and everything that was run is kept.
+Guarantees: simulated, seeded, and every run is kept.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The devices of the paper's evaluation, read from ``configs/devices``: constants that each say where they are from.
+"""The devices of the paper's evaluation, read from ``configs/devices``: every constant names its source.
 
-Guarantees: a constant is a mapping of its value, its source and how it was derived, and one that lacks any of them, a
-key that nobody reads, or a value that no box can have, is refused with file, line and key.
+Guarantees: a constant is a mapping of its value, its source and its derivation. A constant without one of them, an
+unknown key, or a value that no box can have is refused with file, line and key.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Text = Annotated[str, Field(min_length=1, strict=True)]
 
 
 class Section(BaseModel):
-    """Any mapping of a device file: frozen, and a key that nobody reads is an error."""
+    """Any mapping of a device file: frozen, unknown keys refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Constant(Section, Generic[Value]):
-    """One figure, the text it is from, how it follows, and what it was fitted to, if it was."""
+    """One figure, its source, its derivation, and the figure that it was fitted to, if any."""
 
     value: Value = Field(description="the figure, in the unit of its key")
     source: Text = Field(description='section or sentence of the paper, or "not in the paper"')

@@ -1,10 +1,10 @@
-"""A device of the paper's tasks from a profile of this box: its measured constants in the place of the paper's.
+"""A device of the paper's tasks from a profile of this box: measured constants in the place of the paper's.
 
-The box's accelerator stands for the paper's GPU. Loads are those of packed weights as this box does them, for every
-policy alike: Samba-CoE does not pay the framework's load that the paper's does, so ratios over it come out smaller.
+The box's accelerator stands for the paper's GPU. Loads are those of packed weights for every policy: Samba-CoE does not
+pay the framework's load that the paper's does, so ratios over it come out smaller.
 
-Guarantees: each constant is measured, and says what it was measured on and in which file, or says that it is not in the
-profile; a box that the tasks cannot be simulated on, or a profile that lacks something for it, is refused by name.
+Guarantees: each constant says what it was measured on and in which file, or that it is not in the profile. A box
+without an accelerator beside its CPU, or an incomplete profile, is refused with the missing entries.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ PROFILE_IT = "profile a line of all three with `coserve profile LINE.yaml`"
 def device_of(profile: StoredProfile, file: Path) -> PaperDevice:
     """The device that was profiled, for the paper's tasks. ``file``: where the profile is from.
 
-    Raises ConfigError, saying what is missing and what to run instead, for a box without an accelerator, and for a
-    profile without resnet101, yolov5m and yolov5l on it and on the CPU, or without its links.
+    Raises ConfigError for a box without an accelerator, and for a profile without its links, or without resnet101,
+    yolov5m and yolov5l on the accelerator and on the CPU.
     """
     return _Reading(profile, file).device()
 
@@ -91,7 +91,7 @@ class _Reading:
     def _kinds(self, accelerator: str) -> dict[str, tuple[KindProfile, KindProfile]]:
         """One kind of each architecture, on the accelerator and on the CPU, as the agent runs it there.
 
-        Of several, such as two input sizes, the slowest: no figure flatters the box.
+        Where there are several, such as two input sizes, the slowest is taken: no figure flatters the box.
         """
         chosen = self._profile.chosen_kinds
         found, lacking = {}, []

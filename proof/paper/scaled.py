@@ -2,24 +2,22 @@
 
 Kept of section 5.1: ResNet101 classifiers, one for each component type, a few YOLOv5m and YOLOv5l detectors in the
 paper's proportion that every third type shares, log-normal quantities, a request every 4 ms, and memory for a tenth of
-the experts. Changed: the numbers, the processors, and that loads read packed weights in the place of a framework's.
-
-Guarantees: every policy plays the same trace over the same packed files, each once, in one run with the floor; what
-was generated is removed, however it ends; a figure below the paper's stands there as it is.
+the experts. Changed: the numbers, the processors, and loads, which read packed weights instead of a framework's files.
+Every policy plays the same trace once over the same packed files; generated files are removed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from agent.config import read_line
 from agent.runtime.machine.detection import detect
 from experts.errors import ConfigError
-from profiler.bench import rows
+from profiler.bench.measured import Column, table_of
 from profiler.bench.policy_runs import RunOptions, run_line
-from profiler.tables import text_table
+from profiler.bench.rows import PolicyRow, report
 from profiler.workload.generated_line import EVERY_DETECTED, LineRecipe, generate_line, removed_afterwards
 from profiler.workload.traces import read_trace
 from proof.paper.evaluation import (
@@ -48,10 +46,15 @@ PAPER_HELD = 35  # experts that board A does best with in GPU memory (section 5.
 LEAST_HELD = 2
 LEAST_EXPERTS = LEAST_HELD + 1  # or all of them fit, and nothing is ever switched
 DETECTED_FROM = 8  # experts: from here on one detector of each architecture at least
-DETECTOR_PX, CPU_DETECTOR_PX = 640, 320  # four times the pixels are four times the time, which a CPU has not
-HEADINGS = ("policy", "over samba", "the paper", "switches", "fewer", "the paper", "executors")
-LAYOUT = "{:<15} {:>10} {:>9} {:>8} {:>7} {:>14}  {}"
+DETECTOR_PX, CPU_DETECTOR_PX = 640, 320  # a CPU has no time for four times the pixels
 PAPER_LEAST_FEWER = 0.785  # switches, against Samba-CoE (section 5.2)
+COLUMNS = (
+    Column("policy", "row.policy"),
+    Column("over samba", "over", ".2f"),
+    Column("switches", "row.medians.switches", "d"),
+    Column("fewer", "fewer", ".1%"),
+    Column("executors", "executors"),
+)
 
 
 def scaled_recipe(experts: int, requests: int, *, is_cpu_only: bool | None = None) -> LineRecipe:
@@ -79,7 +82,7 @@ def scaled_recipe(experts: int, requests: int, *, is_cpu_only: bool | None = Non
 
 
 def measure_scaled(directory: Path, recipe: LineRecipe, progress: Progress) -> Measurement:
-    """All policies once on a line generated in ``directory`` and removed afterwards; notes tell its parts.
+    """Run all policies once on a line generated in ``directory`` and removed afterwards; notes tell its parts.
 
     Raises ConfigError where the disk has no room for it, AgentCrashed.
     """
@@ -92,24 +95,41 @@ def measure_scaled(directory: Path, recipe: LineRecipe, progress: Progress) -> M
     return replace(measured, notes=(*_statements(recipe), *measured.notes))
 
 
+@dataclass(frozen=True, slots=True)
+class _AgainstSamba:
+    row: PolicyRow
+    samba: PolicyRow
+
+    @property
+    def over(self) -> float:
+        return self.row.medians.images_per_s / self.samba.medians.images_per_s
+
+    @property
+    def fewer(self) -> float | None:
+        if self.row is self.samba:
+            return None
+        return fewer_switches(self.row.medians.switches, self.samba.medians.switches)
+
+    @property
+    def executors(self) -> str:
+        return ", ".join(f"{count} {name}" for name, count in self.row.executors.items())
+
+
 def scaled_table(measurement: Measurement) -> str:
-    """The rows and what they ran on, then each against Samba-CoE, the paper's own figures beside CoServe's."""
-    samba = measurement.row(SAMBA).medians
-    lines = [HEADINGS]
-    for row in measurement.rows:
-        figures, is_paper = row.medians, row.policy == PAPER
-        lines.append(
-            (
-                row.policy,
-                f"{figures.images_per_s / samba.images_per_s:.2f}",
-                f"{LEAST_RATIO} to {MOST_RATIO:g}" if is_paper else "-",
-                str(figures.switches),
-                "-" if row.policy == SAMBA else f"{fewer_switches(figures.switches, samba.switches):.1%}",
-                f"{PAPER_LEAST_FEWER:.1%} at least" if is_paper else "-",
-                ", ".join(f"{count} {name}" for name, count in row.executors.items()),
-            )
+    """The rows and their machine, then each against Samba-CoE, and the paper's policy beside the paper's words."""
+    rows = [_AgainstSamba(row, measurement.row(SAMBA)) for row in measurement.rows]
+    ours = _AgainstSamba(measurement.row(PAPER), measurement.row(SAMBA))
+    fewer = ours.fewer or 0.0
+    reached = "below it" if ours.over < LEAST_RATIO else "above it" if ours.over > MOST_RATIO else "within it"
+    return "\n".join(
+        (
+            f"{report(measurement)}\n\n{table_of(COLUMNS, rows)}",
+            f"the paper  {PAPER} is {ours.over:.2f} times samba, {LEAST_RATIO} to {MOST_RATIO:g} there at full size: "
+            f"{reached}",
+            f"the paper  {PAPER} has {fewer:.1%} fewer switches, {PAPER_LEAST_FEWER:.1%} at least there: "
+            f"{'reached' if fewer >= PAPER_LEAST_FEWER else 'below it'}",
         )
-    return "\n".join((rows.report(measurement), "", text_table(lines, LAYOUT), *_compared(measurement)))
+    )
 
 
 def scaled_json(measurement: Measurement) -> dict[str, Any]:
@@ -118,35 +138,21 @@ def scaled_json(measurement: Measurement) -> dict[str, Any]:
     return found | {"rows": [named | row for row in found["rows"]]}
 
 
-def _compared(measurement: Measurement) -> tuple[str, str]:
-    """The paper's policy beside what the paper says of it."""
-    samba, paper = measurement.row(SAMBA).medians, measurement.row(PAPER).medians
-    ratio, fewer = paper.images_per_s / samba.images_per_s, fewer_switches(paper.switches, samba.switches)
-    reached = "below it" if ratio < LEAST_RATIO else "above it" if ratio > MOST_RATIO else "within it"
-    return (
-        f"the paper  {PAPER} is {ratio:.2f} times samba, {LEAST_RATIO} to {MOST_RATIO:g} there at full size: {reached}",
-        f"the paper  {PAPER} has {fewer:.1%} fewer switches, {PAPER_LEAST_FEWER:.1%} at least there: "
-        f"{'reached' if fewer >= PAPER_LEAST_FEWER else 'below it'}",
-    )
-
-
 def _statements(recipe: LineRecipe) -> tuple[str, ...]:
     """The generated line, in words, for a comparison with the paper."""
     kinds = recipe.detector_architectures
     detectors = Counter(kinds[number % len(kinds)] for number in range(recipe.detectors))
     told = [f"{recipe.classifiers} {recipe.architecture} at {recipe.classifier_px} px"]
     told += [f"{count} {name} at {recipe.detector_px} px" for name, count in detectors.items()]
-    count = recipe.classifiers + recipe.detectors
-    statements = [
-        f"{', '.join(told)}; memory for {recipe.memory_for} of {count}",
-        f"{recipe.requests} requests, one every {recipe.every_s * 1e3:g} ms; quantities log-normal, "
-        f"sigma {recipe.sigma:g}; each policy once",
-    ]
+    verdicts = "no detectors with so few experts; weights are random, and so are the verdicts"
     if recipe.detectors:
-        statements.append(
+        verdicts = (
             f"one type in {EVERY_DETECTED} goes on to a detector and there its classifier passes every image, in the "
             f"paper's tasks {PASS_RATE:.0%}: weights are random, and so are all other verdicts"
         )
-    else:
-        statements.append("no detectors with so few experts; weights are random, and so are the verdicts")
-    return tuple(statements)
+    return (
+        f"{', '.join(told)}; memory for {recipe.memory_for} of {recipe.classifiers + recipe.detectors}",
+        f"{recipe.requests} requests, one every {recipe.every_s * 1e3:g} ms; quantities log-normal, "
+        f"sigma {recipe.sigma:g}; each policy once",
+        verdicts,
+    )

@@ -1,15 +1,13 @@
 """The systems of the paper's evaluation, each set up on one of its devices for one of its tasks, and simulated.
 
-How a system is set up (CoServe, sections 4.4 and 5.2). Each executor keeps what its process needs for itself. The GPU's
-memory is split between experts and batches: 75 to 25 where nothing was searched, or with room for so many of the most
-used experts. Host memory of a split device holds the batches of the CPU's executors at their maximum size, and experts:
-those that the CPU runs, and a cache in front of the GPU. Where memory is unified it is either split 75 to 25, or holds
-the batches of all executors at their maximum size, as section 4.4 has it for limited processors.
+Memory (CoServe, sections 4.4 and 5.2). Each executor keeps its process's memory for itself. The GPU's memory is split
+between experts and batches: 75 to 25 where nothing was searched, or with room for so many of the most used experts.
+Host memory of a split device holds the batches of the CPU's executors at their maximum size, experts that the CPU runs,
+and a cache in front of the GPU. Unified memory is split 75 to 25, or holds all executors' largest batches.
 
-How experts are loaded. "framework": each executor loads for itself with PyTorch, so as many loads run at once as there
-are executors, and a unified memory holds the GPU's and the CPU's form of an expert apart (section 1: even there, going
-from one to the other is over 60 % of the latency). "packed": the bytes are read as the processors want them, for the
-time that the link takes and no more; in a unified memory one copy serves both.
+Loads. "framework": each executor loads for itself with PyTorch, so as many loads run at once as there are executors; a
+unified memory holds the GPU's and the CPU's form of an expert apart (section 1). "packed": the bytes are read as the
+processors want them, for the time that the link takes; in a unified memory one copy serves both.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ class System:
     """One system as configured. ``policy`` is a preset; ``executors`` by processor.
 
     ``experts``: how many of the most used ones the GPU's memory keeps room for; None: ``expert_fraction`` of it is
-    for experts; that None, too: whatever the batches at their maximum size leave.
+    for experts; that None, too: the rest beside the batches at their maximum size.
     """
 
     name: str
@@ -80,9 +78,8 @@ class System:
 class SystemRow:
     """One system on one task. ``experts``: how many of the most used ones fit beside the GPU's batches.
 
-    ``roofline_images_per_s``: what no schedule can beat of the same requests with the system's executors, memories and
-    loading, and with what is there at its start, as `coserve plan` has it; the fraction is what was reached of it. None
-    where it was not asked for.
+    ``roofline_images_per_s``: the bound on every schedule with the same executors, memories, loading and experts
+    resident at the start, as `coserve plan` has it. It and its fraction are None unless asked for.
     """
 
     task: str

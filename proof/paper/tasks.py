@@ -1,14 +1,13 @@
-"""The paper's tasks A1, A2, B1 and B2, as far as its text defines them (CoServe, section 5.1), and what it leaves open.
+"""The paper's tasks A1, A2, B1 and B2, as far as its text defines them (CoServe, section 5.1), and the open choices.
 
-From the text: board A has 352 component types and board B 342; tasks 1 have 2 500 requests, tasks 2 3 500, one every
-4 ms; each type has a ResNet101 classifier of its own, and for some types a YOLOv5m or YOLOv5l detector, which several
-types share, follows once the classifier found nothing.
+From the text: board A has 352 component types and board B 342. Tasks 1 have 2 500 requests, tasks 2 3 500, one every
+4 ms. Each type has a ResNet101 classifier of its own; for some types a shared YOLOv5m or YOLOv5l detector follows once
+the classifier found nothing.
 
-Stated here, as the text does not say: quantities are log-normal with a sigma of 2, which is calibrated on the 1 060
-switches of Samba-CoE in task B2 on NUMA (section 5.2); every third type has a detector, of which there are six of each
-architecture, dealt in turn; a classifier passes 95 of 100 images. Requests are drawn one by one in proportion to the
-quantities, so a task is a random stretch of a day's images, not one board after another; a task 1 is how the task 2 of
-its board begins. Usage probabilities are computed from the quantities and the pass rate (section 4.5).
+Chosen here: quantities are log-normal with a sigma of 2, calibrated on the 1 060 switches of Samba-CoE in task B2 on
+NUMA (section 5.2). Every third type has a detector, of which there are six of each architecture, dealt by turns. A
+classifier passes 95 of 100 images. Requests are drawn one by one in proportion to the quantities; a task 1 is the
+beginning of its board's task 2. Usage probabilities are computed from quantities and pass rate (section 4.5).
 
 Guarantees: seeded; a task is the same in every run and on every machine.
 """

@@ -2,7 +2,7 @@
 
 The line is the paper's board A on three executors of a device and one of the CPU, with memory for 40 experts. Memory
 and a queue are filled; then each request that ends is followed by another one, and every load and batch is answered
-after the time that its performance gives. Every call is timed, whatever its event. Images are prepared ahead.
+after the time that its performance gives. Every call is timed. Images are prepared ahead.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class DecisionTimes:
     """Seconds of one ``handle`` call while ``fewest_queued`` to ``most_queued`` requests wait.
 
     ``batches`` and ``loads``: calls with the end of one; ``evictions``: copies that all calls evicted. ``cpu_p99_s``:
-    the deciding thread's own processor time, whatever else shares the cores.
+    the deciding thread's own processor time, without other users of the cores.
     """
 
     queued: int

@@ -90,8 +90,10 @@ class LoadingTimes:
     @property
     def target(self) -> Target:
         most = GRAPH_TARGET_RATIO if _is_graph(self.architecture) else TARGET_RATIO
-        what = f"SSD to runnable over a raw direct read, {self.name}"
-        return Target(what, f"at most {most}", f"{self.ratio:.3f}", self.ratio <= most)
+        of = "" if self.name.startswith(self.architecture) else f", {self.name}"
+        return Target(
+            f"SSD to runnable over a raw direct read{of}", f"at most {most}", f"{self.ratio:.3f}", self.ratio <= most
+        )
 
 
 @dataclass(frozen=True, slots=True)

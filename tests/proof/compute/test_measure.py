@@ -64,6 +64,11 @@ def model_of(tmp_path_factory):
     return made
 
 
+def having(model, expert):
+    """The same weights of another expert, whose folder is its own."""
+    return replace(model, plain=replace(model.plain, expert=expert))
+
+
 @pytest.fixture(scope="module")
 def model(model_of):
     return model_of("squeezenet1_1")
@@ -73,7 +78,7 @@ def model(model_of):
 def measured(model, tmp_path, monkeypatch):
     """Measures tiny experts in an empty folder; nobody is left out for being slow, whatever the machine does."""
     monkeypatch.setattr(measure, "HOPELESS", 1e9)
-    monkeypatch.setattr(measure, "plain_model", lambda expert: replace(model, expert=expert))
+    monkeypatch.setattr(measure, "plain_model", lambda expert: having(model, expert))
     return lambda **more: measure_compute_forms(tmp_path, replace(TINY, **more), lambda *_: None)
 
 
@@ -83,7 +88,7 @@ def table(model, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arithmetic, "SHAPES", ((16, 16, 16),))
         patch.setattr(measure, "HOPELESS", 1e9)
-        patch.setattr(measure, "plain_model", lambda expert: replace(model, expert=expert))
+        patch.setattr(measure, "plain_model", lambda expert: having(model, expert))
         found = measure_compute_forms(folder, TINY, lambda *_: None)
     assert list(folder.iterdir()) == []
     return found
@@ -119,7 +124,7 @@ def test_a_peer_that_cannot_be_quantised_has_a_note_and_no_row(measured, model, 
     graph = onnx.load_from_string(model.graph)
     graph.graph.node[0].op_type = "NoSuchOperator"
     broken = replace(model, graph=graph.SerializeToString())
-    monkeypatch.setattr(measure, "plain_model", lambda expert: replace(broken, expert=expert))
+    monkeypatch.setattr(measure, "plain_model", lambda expert: having(broken, expert))
     found = measured(batches=(1,), forms=(FP32,), peers=(INT8_SESSION,))
     assert INT8_SESSION not in {row.form for row in found.rows}
     (note,) = [note for note in found.notes if INT8_SESSION in note]

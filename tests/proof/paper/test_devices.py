@@ -78,8 +78,3 @@ def test_a_device_file_that_cannot_be_meant_is_refused(tmp_path, written, instea
         read_device(file)
     assert said in str(refused.value)
     assert f"{file}:" in str(refused.value)
-
-
-def test_a_device_file_that_is_not_there_is_told():
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read"):
-        read_device(FOLDER / "nowhere.yaml")

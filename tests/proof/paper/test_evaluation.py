@@ -18,11 +18,9 @@ from proof.paper.evaluation import (
     ABLATIONS,
     POLICIES,
     Evaluation,
-    casual_system,
     evaluate,
     evaluation_json,
     evaluation_table,
-    fewer_switches,
     shortfalls,
     systems,
 )
@@ -125,11 +123,6 @@ def test_a_sweep_without_an_inner_optimum_is_named(executors, memory, said):
     ]
 
 
-def test_how_many_switches_fewer():
-    assert fewer_switches(65, 1060) == pytest.approx(0.9387, abs=1e-4)
-    assert fewer_switches(0, 0) == 0.0
-
-
 def test_the_terminals_table_by_hand():
     evaluation = made(em=(6.0, 700), paper=(17.0, 1100))
     samba, all_memory, *others = evaluation.rows
@@ -147,28 +140,12 @@ def test_the_terminals_table_by_hand():
     assert lines[3 + len(POLICIES) :] == [f"SHORT      {text}" for text in missed]
 
 
-def test_the_terminals_table_says_when_nothing_is_short():
-    assert evaluation_table(made()).splitlines()[-1] == "target     every one is reached"
-
-
 def test_the_two_ratios_are_told_as_targets_of_their_task_and_device():
     found = [(target.what, target.wanted, target.found, target.reached) for target in made().targets]
     assert found == [
         ("simulated A1 on numa: paper over Samba-CoE", "4.5 to 12", "6.50", True),
         ("simulated A1 on numa: coserve over paper", "above 1", "1.154", True),
     ]
-
-
-def test_executors_that_there_are_none_of_are_not_listed():
-    samba, *others = made().rows
-    alone = Evaluation((replace(samba, executors={"gpu": 1, "cpu": 0}), *others), ())
-    assert evaluation_table(alone).splitlines()[2].endswith("  1 gpu")
-
-
-def test_casual_is_what_section_5_2_says():
-    assert casual_system(NUMA).executors == {"gpu": 3, "cpu": 1}
-    assert casual_system(UMA).executors == {"gpu": 2, "cpu": 1}
-    assert casual_system(NUMA).expert_fraction == 0.75
 
 
 def test_the_systems_differ_in_what_they_are_and_in_nothing_else():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ from agent.device_profile.records import (
 )
 from agent.device_profile.store import ProfileDraft, read_profile
 from experts.errors import ConfigError
-from proof.paper.measured_device import INSTEAD, device_notes, device_of
+from proof.paper.measured_device import INSTEAD, device_of
 from proof.paper.systems import Loading, System, device_profile, simulate
 from proof.paper.task_devices import task_device
 from proof.paper.tasks import PaperBoard, task_of
@@ -163,18 +162,6 @@ def test_of_several_kinds_the_slowest_that_both_processors_have(tmp_path):
     assert "yolov5m 640x640 unit" in device.architectures["yolov5m"].gpu.K_s.derived
 
 
-def test_a_budget_above_the_memory_is_all_of_it(tmp_path):
-    device = device_in(written(tmp_path, budgets={"host": 40 * GIB, "device": 16 * GIB}))
-    assert (device.usable_bytes("host"), device.usable_bytes("device")) == (40 * GIB, 16 * GIB)
-
-
-def test_a_box_without_an_accelerator_is_told_what_to_run_instead(tmp_path):
-    kinds = tuple(kind for kind in BOTH if kind.processor == "cpu")
-    said = refused(written(tmp_path, CPU_ONLY, kinds, LINKS[:1], budgets={"host": 8 * GIB}))
-    assert "a box with cpu alone (EPYC)" in said
-    assert "`coserve bench tasks --experts N`" in said
-
-
 @pytest.mark.parametrize(
     ("is_kept", "said"),
     [
@@ -206,21 +193,3 @@ def test_a_figure_that_no_device_can_have_is_named_by_its_key(tmp_path):
     kinds = (replace(BOTH[0], K_s=0.0), *BOTH[1:])
     said = refused(written(tmp_path, kinds=kinds))
     assert "architectures.resnet101.gpu.K_s.value: Input should be greater than 0" in said
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("nuna", "'nuna' is none of numa, uma, and no profile"), ("nowhere.db", "nowhere.db: no device profile - run")],
-)
-def test_a_device_that_is_neither_is_told(name, said, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=said):
-        task_device(name)
-    assert list(Path.cwd().iterdir()) == []
-
-
-def test_what_a_reader_of_the_figures_has_to_know_is_told():
-    (cuda,) = device_notes(["cuda"])
-    assert cuda.startswith("cuda: loads are those of packed weights for every policy")
-    assert device_notes(["emulated"])[1].startswith("emulated: an emulated device runs on the CPU's cores")
-    assert device_notes([]) == []

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from experts.errors import ConfigError
 from proof.paper.scaled import (
     POLICIES,
     measure_scaled,
@@ -37,16 +36,6 @@ def test_proportions_are_the_papers_as_far_as_the_number_allows(experts, detecto
     assert (recipe.requests, recipe.every_s, recipe.sigma, recipe.detector_px) == (500, 0.004, 2.0, 640)
 
 
-def test_detectors_see_smaller_images_on_a_box_without_an_accelerator():
-    assert scaled_recipe(10, 20, is_cpu_only=True).detector_px == 320
-
-
-@pytest.mark.parametrize("experts", [-1, 0, 2])
-def test_experts_that_would_all_fit_are_refused(experts):
-    with pytest.raises(ConfigError, match=f"--experts: {experts} is too few - memory holds 2 at least, take 3 or more"):
-        scaled_recipe(experts, 20)
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """A tiny line for real, what was told meanwhile, and what was left in its folder."""
@@ -55,19 +44,16 @@ def measured(tmp_path_factory):
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("COSERVE__DEVICE", "cpu")
         measurement = measure_scaled(folder, TINY, lambda stage, done, total: stages.append((stage, done, total)))
-    return measurement, stages, list(folder.iterdir())
+    assert list(folder.iterdir()) == []
+    return measurement, stages
 
 
 def test_every_policy_plays_the_same_trace_once_and_judges_alike(measured):
-    measurement, stages, _ = measured
+    measurement, stages = measured
     assert tuple(row.policy for row in measurement.rows) == POLICIES
     assert {(row.requests, len(row.runs), row.medians.unknown) for row in measurement.rows} == {(12, 1, 0)}
     assert len({row.medians.outputs_sha256 for row in measurement.rows}) == 1
     assert [stage for stage, _, _ in stages if stage in POLICIES] == list(POLICIES)
-
-
-def test_nothing_that_was_generated_is_left(measured):
-    assert measured[2] == []
 
 
 def test_the_table_says_what_was_generated_and_that_its_weights_are_random(measured):
@@ -109,14 +95,13 @@ def test_the_papers_policy_stands_beside_the_papers_figures(
     measured, images_per_s, switches, ratio, fewer, is_within, is_reached
 ):
     lines = told(measured[0], images_per_s=images_per_s, switches=switches)
-    beside = ["4.5", "to", "12", str(switches), fewer, "78.5%", "at", "least"]
-    assert next(line for line in lines if line[:2] == ["paper", ratio])[2:10] == beside
+    assert ["paper", ratio, str(switches), fewer] in [line[:4] for line in lines]
     one, other = (" ".join(line) for line in lines[-2:])
     assert one.startswith(f"the paper paper is {ratio} times samba, 4.5 to 12 there at full size: {is_within}")
     assert other.startswith(f"the paper paper has {fewer} fewer switches, 78.5% at least there: {is_reached}")
 
 
-def test_other_policies_have_no_figures_of_the_paper(measured):
-    lines = told(measured[0], images_per_s=10.0, switches=20)
-    assert ["samba", "1.00", "-", "200", "-", "-"] in [line[:6] for line in lines]
-    assert ["coserve", "1.00", "-", "200", "0.0%", "-"] in [line[:6] for line in lines]
+def test_samba_has_no_fewer_switches_than_itself(measured):
+    lines = [line[:4] for line in told(measured[0], images_per_s=10.0, switches=20)]
+    assert ["samba", "1.00", "200", "-"] in lines
+    assert ["coserve", "1.00", "200", "0.0%"] in lines

@@ -74,9 +74,3 @@ def test_a_classifier_passes_what_the_task_says_and_a_detector_everything():
     rejected = task.passes.index(False)
     assert task.predict(rejected, component[0].expert).label not in component[0].passing
     assert task.predict(rejected, component[1].expert).label in component[1].passing
-
-
-def test_quantities_are_heavy_tailed():
-    """With a sigma of 2 the ten most used of 352 experts have about half of all uses."""
-    usage = sorted(paper_task("A1").usage.values(), reverse=True)
-    assert 0.4 < sum(usage[:10]) / sum(usage) < 0.65

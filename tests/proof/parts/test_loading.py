@@ -106,17 +106,6 @@ def test_bytes_that_experts_share_are_read_with_each_and_told(mixed, tmp_path):
     assert row.file_bytes >= row.shared_bytes > 10_000_000
 
 
-def test_only_the_experts_that_are_named_are_packed(mixed, tmp_path):
-    (row,) = measure_line_loading(tmp_path, mixed, ["cls/a"], repeats=1).rows
-    assert (row.name, row.files) == ("cls/a", 1)
-
-
-def test_made_up_graphs_are_of_their_seed_and_no_two_alike(mixed, tmp_path):
-    first, second = (mixed.document.file.with_name(name).read_bytes() for name in ("c.onnx", "d.onnx"))
-    made_up.write_anomaly_models([tmp_path / "again.onnx"], bank_rows=256)
-    assert (tmp_path / "again.onnx").read_bytes() == first != second
-
-
 def test_a_name_that_is_no_expert_is_refused(mixed, tmp_path):
     with pytest.raises(ConfigError, match=r"no expert 'det/c' - did you mean 'det/"):
         measure_line_loading(tmp_path, mixed, ["det/c"])
