@@ -1,1 +1,1 @@
-"""What an expert is, how its weights lie on disk, how it runs. Knows no queue."""
+"""Experts: their nouns, their weights on disk, and how they run. Knows no queue."""

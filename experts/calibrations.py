@@ -42,7 +42,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class CallRanges:
-    """What a layer read and answered with. ``summand`` None: nothing is added in it.
+    """Inputs and outputs of a layer. ``summand`` None: nothing is added in it.
 
     ``shifts``: by how much rounding moves the mean of each output channel, before the activation; empty: not measured.
     Raises ValueError for NaN and infinity.
@@ -60,7 +60,7 @@ class CallRanges:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was observed, and on what. ``ranges``: by the name of the layer's weight; ``labels``: shown by the images.
+    """Observed ranges. ``ranges``: by the name of the layer's weight; ``labels``: shown by the images.
 
     ``weights_sha256``, ``stamp``: the weights' file, and how it lay on its drive (experts.packed.sources).
     ``input``: what the sample images were made into (``InputSpec.text``).
@@ -126,7 +126,7 @@ def read_calibration(path: Path) -> Calibration | None:
 
 
 def digest_of(path: Path) -> str:
-    """Of a file's bytes; empty where none is there."""
+    """SHA-256 of a file's bytes; empty where there is no file."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:

@@ -125,7 +125,7 @@ class Section(BaseModel):
 
 
 class NormalizeSection(Section):
-    """How pixels are normalised: less the mean, over the standard deviation, of each channel."""
+    """Normalisation of pixels: minus the mean, divided by the standard deviation, per channel."""
 
     mean: tuple[Number, Number, Number] = Field(description="three numbers, one for each channel")
     std: tuple[Positive, Positive, Positive] = Field(description="three numbers over 0, one for each channel")
@@ -172,7 +172,7 @@ class FitSection(Section):
 
 
 class PreparationSection(Section):
-    """What an expert wants to be done to the pixels of an image."""
+    """Preparation of an image's pixels for an expert."""
 
     normalize: (
         Annotated[
@@ -199,7 +199,7 @@ class PreparationSection(Section):
 
 
 class InputSection(PreparationSection):
-    """What an expert wants to see."""
+    """Input of an expert: size and preparation."""
 
     size: tuple[Pixels, Pixels] = Field(description="[height, width] in pixels, 1 to 8192; detectors: multiples of 32")
     orientation: Orientation | None = Field(
@@ -243,7 +243,7 @@ def _labels_of_images(labels: list[str] | None, info: ValidationInfo) -> object:
 
 
 class ExpertSection(Section):
-    """One expert: architecture, weights, and for images labels and input."""
+    """Expert of a line: architecture, weights, and for images labels and input."""
 
     architecture: Annotated[str, AfterValidator(known_architecture)] = Field(
         description="a torchvision classifier (resnet18), an ultralytics detector (yolov5m), onnx, or llm"
@@ -390,7 +390,7 @@ class ExpertSection(Section):
 
 
 class StepSection(Section):
-    """One expert's turn on a route."""
+    """Step of a route: one expert."""
 
     expert: str = Field(description="id of an expert above")
     passing: list[str] = Field(

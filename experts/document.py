@@ -40,7 +40,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class DocumentEntry:
-    """One value of a document, where its key stands (from 1), and the entries below it."""
+    """Value of a document with the place of its key (from 1), and the entries below it."""
 
     value: Any
     line: int
@@ -53,7 +53,7 @@ class DocumentEntry:
 
 @dataclass(frozen=True)
 class Document:
-    """One file as read, and the values that the environment puts in the place of its own."""
+    """File as read, with the values that environment variables override."""
 
     file: Path
     content: bytes
@@ -84,12 +84,12 @@ class Document:
         )
 
     def place(self, *path: str | int) -> FilePlace:
-        """Where the key at ``path`` stands, else the nearest one above it."""
+        """Place of the key at ``path``, else of the nearest key above it."""
         entry, _ = self._nearest(path)
         return FilePlace(self.file, entry.line, entry.column, key_text(path))
 
     def origin(self, path: KeyPath) -> str | None:
-        """Where the value at ``path`` comes from: FILE:LINE, or a variable; None where neither says it."""
+        """Origin of the value at ``path``: FILE:LINE or a variable; None for a default."""
         variable = self._variable_of(path)
         if variable is not None:
             return variable
@@ -155,7 +155,7 @@ def read_document(file: Path) -> Document:
 
 
 def parse_document(file: Path, content: bytes) -> Document:
-    """As ``read_document``, of bytes already read; ``file`` is the name that errors show."""
+    """Parse bytes already read, as ``read_document`` does; ``file``: the name in errors."""
     text = _decode(file, content)
     try:
         node = yaml.compose(text, Loader=_LOADER)

@@ -60,7 +60,7 @@ class CoServeError(Exception): ...
 
 @dataclass(frozen=True, slots=True)
 class FilePlace:
-    """Where in a file something stands; line and column count from 1."""
+    """Place in a file; line and column count from 1."""
 
     file: Path
     line: int
@@ -90,7 +90,7 @@ class ConfigError(CoServeError):
 
     @classmethod
     def of(cls, problems: Sequence[ConfigError]) -> ConfigError:
-        """One error for all of these, at least one; each is a line of its text."""
+        """Join several errors, at least one, into one; each is a line of its text."""
         if len(problems) == 1:
             return problems[0]
         together = cls("\n".join(str(problem) for problem in problems))
@@ -174,7 +174,7 @@ class WeightsRefused(WeightsError): ...
 
 
 class WeightsUnclear(WeightsError):
-    """What a model's file does not tell. ``missing``: by key, why it is not known, and which option gives it."""
+    """A model's file does not tell something. ``missing``: by key the reason, and the option that tells it."""
 
     def __init__(self, source: str, missing: Mapping[str, str]) -> None:
         lines = "".join(f"\n  {key}: {why}" for key, why in missing.items())
@@ -183,7 +183,7 @@ class WeightsUnclear(WeightsError):
 
 
 class TokenizerUnusable(ExpertError):
-    """What turns words into a language model's tokens, and back, is missing or broken. ``file``: which one of it."""
+    """A file of a language model's tokenizer is missing or broken. ``file``: its name."""
 
     def __init__(self, expert: str, file: str, message: str) -> None:
         super().__init__(expert, f"{file}: {message}")
@@ -222,7 +222,7 @@ class ImageTooLarge(ImageError): ...
 
 
 class GenerationInvalid(CoServeError):
-    """What is asked of a language model contradicts itself, or the model. ``field``: which of its fields does."""
+    """A request for a text contradicts itself or the model. ``field``: the field at fault."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")

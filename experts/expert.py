@@ -23,7 +23,7 @@ OVERLAP_MAXIMUM = 0.45  # intersection over union; of two boxes of one label bey
 
 
 class Verdict(StrEnum):
-    """What the operator reads. What cannot be judged is UNKNOWN, never OK."""
+    """Verdict for the operator. An image that cannot be judged is UNKNOWN, never OK."""
 
     OK = "OK"
     NG = "NG"
@@ -53,7 +53,7 @@ class Precision(StrEnum):
 
     @property
     def plain(self) -> Precision:
-        """What torch runs in its place, on any device: itself but for forms of the CPU only.
+        """Precision that torch runs instead, on any device: itself except for forms of the CPU.
 
         The same numbers, but for eight bits, which torch's plain operators do not multiply: fp32 then.
         """
@@ -76,7 +76,7 @@ class Task(StrEnum):
 
 
 class Fit(StrEnum):
-    """How an image of another size is fitted to an expert's input; an ONNX detector's file tells it.
+    """Fit of an image of another size to an expert's input; an ONNX detector's file tells it.
 
     ``STRETCHED``: smoothed, proportions not kept. ``LETTERBOXED``: proportions kept, grey beside them (ultralytics).
     ``FILLED``: not kept (ultralytics' RT-DETR). ``CROPPED``: scaled, then cut from the middle (torchvision, timm).
@@ -89,7 +89,7 @@ class Fit(StrEnum):
 
 
 class Orientation(StrEnum):
-    """Which pixels an expert is shown: ``STORED`` as the file has them, ``EXIF`` turned as its EXIF entry says."""
+    """Orientation of an expert's pixels: ``STORED`` as the file has them, ``EXIF`` turned as its EXIF entry says."""
 
     STORED = "stored"
     EXIF = "exif"
@@ -143,7 +143,7 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """One expert model of a line. ``weights`` is what its owner gave, not the packed file.
+    """Expert of a line. ``weights``: the owner's file, not the packed one.
 
     For images ``weights`` is a file. For texts it is a Hugging Face directory, ``input`` is None, and ``labels`` are
     there only to choose one of. ``calibration``: ranges of the eight-bit form (experts.calibrations), named by the
@@ -191,7 +191,7 @@ class Expert:
 
 @dataclass(frozen=True, slots=True)
 class BoundingBox:
-    """One detected object; corners in pixels of the image as viewers show it, its EXIF orientation applied."""
+    """Detected object; corners in pixels of the image as viewers show it, its EXIF orientation applied."""
 
     label: str
     score: float
@@ -208,7 +208,7 @@ class BoundingBox:
 
 @dataclass(frozen=True, slots=True)
 class LabelScore:
-    """One output of a multilabel expert: the probability of its label, and the threshold from which it holds."""
+    """Output of a multilabel expert: the probability of its label, and the threshold from which it holds."""
 
     label: str
     score: float
@@ -224,7 +224,7 @@ class LabelScore:
 
 @dataclass(frozen=True, slots=True)
 class AnomalyMap:
-    """Where an image is strange: grey values (height, width), row by row, over the whole image as viewers show it.
+    """Anomaly map of an image: grey values (height, width), row by row, over the whole image as viewers show it.
 
     0 stands for ``lowest`` and 255 for ``highest``, on the model's own scale.
     """
@@ -238,7 +238,7 @@ class AnomalyMap:
 
 @dataclass(frozen=True, slots=True)
 class Anomaly:
-    """What an anomaly expert measured: the score as its model gave it, and the threshold it was held against.
+    """Measurement of an anomaly expert: its model's score, and the threshold for it.
 
     ``map``: None of images that are not anomalous, and where the model gives none.
     """
@@ -254,7 +254,7 @@ class Anomaly:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What an expert says of one image. ``label`` is NOTHING_FOUND and score 0 for a detector without a box.
+    """Answer of an expert for one image. ``label`` is NOTHING_FOUND and score 0 for a detector without a box.
 
     ``anomaly``: of anomaly experts alone; their ``score`` is how sure the label is, 0.5 at the threshold.
     ``outputs``: of multilabel experts alone, in the order of their labels. ``label`` is the likeliest that holds, or

@@ -47,12 +47,12 @@ def filesystem_type(path: Path, mounts: Path = MOUNTS) -> str | None:
 
 
 def is_shared(filesystem: str | None) -> bool:
-    """Whether other machines, or a program, may serve it: neither locks nor events can be trusted."""
+    """True for a filesystem of another machine or a program: its locks and events cannot be trusted."""
     return filesystem is not None and bool(SHARED.fullmatch(filesystem))
 
 
 def tells_changes(filesystem: str | None) -> bool:
-    """Whether the kernel reports every change in it; False for unknown types."""
+    """True where the kernel reports every change; False for unknown types."""
     return filesystem is not None and bool(LOCAL.fullmatch(filesystem))
 
 

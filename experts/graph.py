@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RouteStep:
-    """One expert's turn. A label outside ``passing``, or a score below ``min_score``, ends the route: NG.
+    """Step of a route: one expert. A label outside ``passing``, or a score below ``min_score``, ends the route: NG.
 
     ``then``, in a route's last step only: label -> the expert that ends the route. Such a label passes.
     """
@@ -44,7 +44,7 @@ class RouteStep:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a step's prediction leads to: the next expert, or a verdict; exactly one of the two is set."""
+    """Consequence of a step's prediction: the next expert, or a verdict; exactly one of the two is set."""
 
     label: str
     score: float
@@ -152,7 +152,7 @@ class ExpertGraph:
         return usage
 
     def judge(self, component: str, step: int, prediction: Prediction) -> Judgement:
-        """Where a route goes after step number ``step`` (from 0) predicted this.
+        """Next expert or verdict after step number ``step`` (from 0) predicted this.
 
         The step behind the last one of a route that branches is the expert that a label picked.
         """
@@ -179,7 +179,7 @@ def deciding_label(prediction: Prediction, passing: frozenset[str]) -> tuple[str
 
 
 def _deciding_output(prediction: Prediction, passing: frozenset[str]) -> tuple[str, float]:
-    """Of a multilabel expert: a label that holds and does not pass, else one that has to hold and does not.
+    """Deciding label of a multilabel expert: one that holds and does not pass, else one that should hold and does not.
 
     Labels that pass all have to hold, unless ``otherwise`` passes. The score of what passes is that of the least sure
     output that could have ended the route.
@@ -217,7 +217,7 @@ class TextRule:
 
 @dataclass(frozen=True, slots=True)
 class TextRoute:
-    """One name that texts may be sent to. ``branches``: of each of the router's labels, who answers then.
+    """Route of texts. ``branches``: the expert that answers for each of the router's labels.
 
     ``otherwise`` answers what no rule matches where there is no router; then it is not None.
     """

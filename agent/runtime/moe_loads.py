@@ -1,8 +1,8 @@
-"""moe_experts of copies that do not hold all of theirs: brought while the copy runs, from packed files into its places.
+"""Loads of moe_experts into copies that do not hold all of them: from packed files, while the copy runs.
 
-Guarantees: they go over the same link as every load, one after the other, behind whatever was let through before; what
-is loaded ahead waits until nothing is under way that the Engine asked for. Each is checked as packed files are. Between
-two batches nobody fills a place, so a region may be moved, or given to another, without asking anybody here.
+Guarantees: blocks go over the same link as every load, one at a time. Loads ahead wait while the Engine has a load
+under way. Each block is checked as packed files are. Between two batches no thread fills a place, so a region may be
+moved or reused without synchronisation here.
 
 Where a copy runs from host memory, a block is read straight into its place. A device's memory is filled by a copy from
 a staging buffer in host memory.
@@ -49,20 +49,20 @@ LOADS_AT_ONCE = 2  # while the one's block is checked, or its sleep for the link
 
 @runtime_checkable
 class Offloads(Protocol):
-    """A skeleton of a model whose moe_experts somebody else may hold."""
+    """Skeleton of a model whose moe_experts may lie in a cache."""
 
     @property
     def spec(self) -> ArchSpec: ...
 
     def bind_offloaded(self, tensors: Mapping[str, Tensor], moe_experts: Mapping[int, MoeExperts]) -> None:
-        """Run from the tensors of the dense part; whoever is named by layer runs the rest."""
+        """Bind the dense part; ``moe_experts`` run the experts of their layers."""
 
 
 @dataclass(slots=True, eq=False)
 class MoeLoads:
     """The loads of one agent. ``host``: memory for staging buffers.
 
-    ``usage``: copy -> how likely a token needs each moe_expert. ``kept``: folder of learned usage; None: it is lost.
+    ``usage``: prior by copy, where nothing was learned. ``kept``: folder of learned usage; None: it is lost.
     """
 
     _segments: SegmentStore
@@ -73,7 +73,7 @@ class MoeLoads:
     _ending: Flag = field(default_factory=Flag)
 
     def offload(self, slot: Slot, memory: Memory) -> OffloadedCopy:
-        """What runs the moe_experts of a copy in its slot of this memory, with nothing in their places yet."""
+        """Cache of a copy's moe_experts in its slot, with all places empty."""
         copy = slot.copy
         learned = {} if self.kept is None else read_usage(self.kept, copy)
         return OffloadedCopy(slot, memory, self, learned or self.usage.get(copy.name, {}))
@@ -102,7 +102,7 @@ class MoeLoads:
 
 
 class OffloadedCopy:
-    """The moe_experts of a copy in its slot: the places behind its own bytes, and what fills them."""
+    """moe_experts of a copy in its slot: places behind the copy's own bytes, and the threads that fill them."""
 
     def __init__(self, slot: Slot, memory: Memory, loads: MoeLoads, usage: Mapping[MoeExpert, float]) -> None:
         copy = slot.copy
@@ -136,7 +136,7 @@ class OffloadedCopy:
         return next(iter(self._shown.values())).statistics()
 
     def close(self) -> None:
-        """End what fills its places. Idempotent."""
+        """Stop the threads that fill its places. Idempotent."""
         self._cache.close()
         with suppress(Empty):
             while True:

@@ -1,4 +1,4 @@
-"""How likely a token needs each moe_expert, as serving counted it, from one start of an agent to the next.
+"""Usage probabilities of moe_experts, counted while serving, kept from one start of an agent to the next.
 
 Guarantees: what is read was written whole, for these very weights; a file that cannot be read or written costs the
 knowledge and nothing else, and the log says so. Each copy has a file of its own, which its next weights take over.

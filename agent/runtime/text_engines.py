@@ -1,4 +1,4 @@
-"""The engines that run texts: one for each executor, over one arena of keys and values for each memory and device.
+"""Engines of texts: one for each executor, over one arena of keys and values for each memory and device.
 
 Guarantees: an arena is as large as its memory's share for leases, which is set apart once for each device that runs
 texts from there (``agent.deployment.memory_needs``); leases are counted as the arena rounds, so a lease has its room.

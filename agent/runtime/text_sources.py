@@ -1,4 +1,4 @@
-"""Where a request's text comes from: whoever asks says what it wants of each expert that its request may come to.
+"""Source of a request's texts: the caller's request to each expert that its route may reach.
 
 An expert reads tokens of its own tokeniser, so a request that a router sends on is another text to each of them.
 """

@@ -1,8 +1,8 @@
-"""Texts: what each request has read and written, on whichever executor, and how much work it is.
+"""Texts of requests: their tokens across executors, and their remaining work.
 
 An executor runs its texts through an engine of its own (``experts.llm.serving``), over keys and values in an arena that
-all executors of a memory share. What is kept here is what no engine can know: which step of its route a request is at,
-and what it has written there, so that it goes on on another executor where the one that it was on cannot have it.
+all executors of a memory share. This module keeps what no engine knows: the step of its route that a request is at,
+and its written tokens, so that the request can continue on another executor.
 
 A text begins with a lease for its prompt and what its expert is expected to write: the median of what it wrote lately.
 One that writes more than that asks for so much as is expected then, at the end of the quantum in which it was full.
@@ -52,7 +52,7 @@ class TextEngine(Protocol):
         """Give back what it holds; what it has written stays, and is read again. From any thread."""
 
     def hurry(self) -> None:
-        """End the quantum that runs after its present iteration: somebody wants to join. From any thread."""
+        """End the quantum that runs after its present iteration: a request waits to join. From any thread."""
 
     def statistics(self) -> TextEngineStatistics: ...
 

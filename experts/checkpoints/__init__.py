@@ -1,1 +1,1 @@
-"""What trainers save, read without running anything of it: pickles as data, the weights in them, and what they tell."""
+"""Reads trainers' files without running anything of them: pickles as data, their weights, and the facts they tell."""

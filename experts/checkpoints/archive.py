@@ -1,8 +1,8 @@
-"""A file of torch.save, opened: the object that it holds, read as data, and where the numbers of its storages lie.
+"""Opens a file of torch.save: the saved object, read as data, and the places of its storages' bytes.
 
 Two forms: the zip archive (since torch 1.6), and before it a row of pickles with the storages behind them. Guarantees:
-what the archive says of itself is compared with the file before it is used: entries lie within it and do not overlap,
-no more is unpacked than a few times its size, and each storage has the bytes that tensors expect of it.
+the archive's directory is checked against the file before use. Entries lie within the file and do not overlap, unpacked
+bytes are at most a few times the file's size, and each storage has the bytes that its tensors expect.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TAR_MAGIC = slice(257, 262)
 
 @dataclass(frozen=True, slots=True)
 class ArchiveEntry:
-    """Where an entry's bytes lie in the file. ``size_bytes``: unpacked; ``packed_bytes`` where they are packed.
+    """Place of an entry's bytes in the file. ``size_bytes``: unpacked; ``packed_bytes``: None where stored as they are.
 
     ``checksum``: CRC-32 of the bytes; 0 where there is none, as torch writes it when it is asked to count none.
     """
@@ -51,7 +51,7 @@ class ArchiveEntry:
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """An opened file. ``document``: what was saved, made of plain values and the records of inert."""
+    """An opened file. ``document``: the saved object, made of plain values, PickledObjects and CheckpointTensors."""
 
     source: str
     size_bytes: int

@@ -1,4 +1,4 @@
-"""What was found in a checkpoint: one set of weights, where it stood, and what the file tells about them."""
+"""Records of a checkpoint: one set of weights, its place in the file, and the facts that the file tells."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class ConvertedCheckpoint:
-    """What is said of weights that were taken out of a checkpoint.
+    """Report on weights that were taken out of a checkpoint.
 
     ``where``: the path of keys that they stood under. ``said``: what was decided on the way, a phrase each.
     """

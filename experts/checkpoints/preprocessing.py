@@ -94,7 +94,7 @@ def of_image_processor(values: Table) -> dict[str, Told]:
 
 
 def _normalize(mean: Any, std: Any, keys: str, scale: Any = 1, channels: Any = "rgb") -> Told | None:  # noqa: ANN401
-    """As a line file has it; None for what it refuses."""
+    """The value of a line file's ``normalize``; None for numbers that a line file refuses."""
     if not all(0 <= each <= scale for each in mean) or not all(each > 0 for each in std):
         return None
     known = named_normalization(Normalization(mean, std, scale, channels))

@@ -1,4 +1,4 @@
-"""Reads what a trainer saved, in a process of its own that is thrown away: `coserve experts import`, and add.
+"""Reads trainers' files in a separate process with limits: for `coserve experts import` and `coserve experts add`.
 
 Guarantees: nothing of the file is run; a file that needs more memory or time than weights do ends as a refusal in one
 line; this process sees nothing of it but a .safetensors file and a few words about it.

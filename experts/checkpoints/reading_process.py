@@ -1,11 +1,12 @@
-"""Run by file name in a process of its own, see experts.checkpoints.reading:
+"""Runs in its own process, started by file name from experts.checkpoints.reading:
 
     weights SECONDS SOURCE.pt DESTINATION.safetensors
     states SECONDS FOLDER SOURCE.pt ...
 
-The first writes the weights to DESTINATION and what the file tells, as JSON, to stdout. The second writes what each of
-several files of a training kept (see training_states) to FOLDER/<its name>.safetensors, with what it tells in the
-metadata there. Exit code 0: done; 3: refused; 4: it cannot be read; 5: the disk refuses. The last line of stderr says
+``weights`` writes the weights to DESTINATION, and the facts that the file tells, as JSON, to stdout. ``states`` writes
+each training state (see training_states) to FOLDER/<name>.safetensors, with its arguments in the metadata.
+
+Exit code 0: done; 3: refused; 4: it cannot be read; 5: the disk refuses. The last line of stderr says
 why. Its memory and its time are bounded before a file is looked at.
 """
 
@@ -68,7 +69,7 @@ def _read(sources: Sequence[Path], limit_s: int, read: Callable[[Path], object],
 
 
 def _text(value: object) -> bytes:
-    """As JSON. Raises UnicodeEncodeError for half a surrogate pair, which a pickle may hold."""
+    """JSON in UTF-8. Raises UnicodeEncodeError for half a surrogate pair, which a pickle may hold."""
     return json.dumps(value, ensure_ascii=False).encode()
 
 
@@ -92,7 +93,7 @@ def convert_state(source: Path, folder: Path) -> None:
 
 
 def _bound(file_bytes: int, limit_s: int) -> None:
-    """Limits on memory, time and output, whatever the checks have missed."""
+    """Limit memory, time and output of this process: the last line of defence behind the checks."""
     pages = Path("/proc/self/statm")
     if pages.is_file():  # elsewhere there is no such limit, or it is not kept
         taken_bytes = int(pages.read_text().split()[0]) * resource.getpagesize()

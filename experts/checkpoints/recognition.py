@@ -38,7 +38,7 @@ VARIANTS = {
 
 @dataclass(frozen=True, slots=True)
 class Recognised:
-    """What weights are of. ``labels``: how many outputs. ``size``: height and width where the weights depend on them.
+    """Recognised architecture. ``labels``: count of outputs. ``size``: (height, width) where the weights depend on it.
 
     ``unserved``: why such weights are not served, and what can be; None where they are.
     """
@@ -101,7 +101,7 @@ def recognise(weights: Mapping[str, Tensor], hint: str | None = None) -> Recogni
 
 
 def may_be_twin(architecture: str, name: str) -> bool:
-    """Whether a name is that of another classifier of an architecture's family: weights may fit both.
+    """True for the name of another classifier of the architecture's family: its weights may fit both.
 
     timm's tags (``resnet50.a1_in1k``), marks of who trained it, signs between words, and names that are less precise
     (``resnet``) make no other one.

@@ -36,7 +36,7 @@ AVERAGED_COUNT = "n_averaged"  # of torch's AveragedModel, beside the model that
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """One set of weights. ``owner``: the object that it was taken from, a module's record or a dictionary.
+    """Selected set of weights. ``owner``: the object that holds it, a module's record or a dictionary.
 
     ``of_loss``: names of what a loss keeps, which is no weight.
     """

@@ -76,7 +76,7 @@ class CheckpointTensor:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with it, in words; None where it lies within its storage."""
+        """Description of the fault; None where the tensor lies within its storage."""
         if len(self.shape) != len(self.strides) or len(self.shape) > DIMENSIONS_MAXIMUM:
             return f"a tensor of {len(self.shape)} sizes and {len(self.strides)} strides"
         if any(number < 0 for number in (self.offset, *self.shape, *self.strides)):

@@ -1,6 +1,6 @@
-"""What a checkpoint tells of its model beside the weights: labels, task, architecture, how images come to it.
+"""Facts that a checkpoint tells beside its weights: labels, task, architecture, preprocessing of images.
 
-Everything is taken as the file says it, with the place where it stands; nothing is guessed from the weights here.
+Each fact is taken as the file says it, with its place in the file. Nothing is guessed from the weights here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SCALED = re.compile(r"(yolov?\d+)(.*)")  # a YAML of ultralytics: the letter of 
 
 
 class FactCollector:
-    """Facts as they are found: the first place that tells something is the one that counts."""
+    """Facts in the order of their places: the first place that tells a fact counts."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -69,7 +69,7 @@ class FactCollector:
             self.values |= {} if value is None else {fact: value}
 
     def lacks(self, fact: str) -> bool:
-        """Whether it is told in a way that is not served."""
+        """True for a fact that the file tells in a form that is not served."""
         return fact in self.evidence and fact not in self.values
 
 
@@ -124,7 +124,7 @@ def _tell_of_model(telling: FactCollector, model: PickledObject, where: str) -> 
 
 
 def _tables(document: object) -> Iterator[tuple[str, Mapping[object, object]]]:
-    """Where a trainer's arguments may stand: in a table of the file, and in the file itself."""
+    """Tables that may hold a trainer's arguments: those in the file, and the file's own top level."""
     if not isinstance(document, dict):
         return
     for key in ARGUMENTS:
@@ -146,7 +146,7 @@ def _preprocessing(values: Mapping[Any, object], where: str) -> Iterator[tuple[s
 
 
 def tell_of_arguments(telling: FactCollector, values: Mapping[object, object], where: str) -> None:
-    """Of one table, whose keys stand under ``where``."""
+    """Collect the facts of one table, whose keys stand under ``where``."""
     for key in LABEL_KEYS:
         telling.tell("labels", _labels(values.get(key)), f"{where}{key}")
     for key in SIZE_KEYS:

@@ -1,4 +1,4 @@
-"""What a rank of a training kept, as DeepSpeed does it: tensors in dictionaries below `module`, and its arguments.
+"""Training state of one rank, as DeepSpeed writes it: tensors in dictionaries below `module`, and arguments.
 
 Guarantees: each tensor is named by its keys, joined with dots, and no two are named alike; of everything else plain
 values alone are told, as many and as large as arguments are. Optimizers and what trainers keep of their own are left.
@@ -36,7 +36,7 @@ class TrainingState:
 
 
 def training_state(source: str, document: object) -> TrainingState:
-    """What was saved, sorted. Raises WeightsRefused for what is no dictionary, and for more than any model has."""
+    """Tensors and arguments of a saved state. Raises WeightsRefused for another type, and for too many entries."""
     if not isinstance(document, dict):
         what = document.kind if isinstance(document, PickledObject) else type(document).__name__
         raise WeightsRefused(source, f"it is a {what} instead of a dictionary")
@@ -65,7 +65,7 @@ def _tensors(source: str, module: object) -> Iterator[tuple[str, CheckpointTenso
 
 
 def _items(value: object) -> Iterator[tuple[object, object]]:
-    """None but of a dictionary, or of a class of dictionary."""
+    """Entries of a dictionary, or of an inert dictionary; none of other values."""
     entries = value.entries if isinstance(value, PickledObject) else value
     return iter(entries.items() if isinstance(entries, dict) else ())
 

@@ -223,7 +223,7 @@ def _reconstructed(arguments: tuple[object, ...]) -> object:
 
 
 def _dictionary(arguments: tuple[object, ...]) -> PickledDict:
-    """Of pairs or of another dictionary; a defaultdict's factory is left out."""
+    """Dictionary from pairs or from another dictionary, without a defaultdict's factory."""
     return PickledDict(next((one for one in arguments if isinstance(one, dict | list | tuple)), ()))
 
 

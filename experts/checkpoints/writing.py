@@ -1,4 +1,4 @@
-"""Writes tensors that lie in a checkpoint as a .safetensors file, one after another: no two are in memory at once."""
+"""Writes a checkpoint's tensors as a .safetensors file, one at a time: two are never in memory together."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Attention:
-    """One batch's attention: what is alike in all layers is made once."""
+    """Attention of one batch: masks and layouts are the same in all layers, and are made once."""
 
     def __init__(self, batch: TokenBatch, key_values: BatchKeyValues) -> None:
         self._batch = batch
@@ -52,7 +52,7 @@ class Attention:
 
 
 def decode_attention(queries: Tensor, stored: Stored, layout: DecodeLayout) -> Tensor:
-    """One query token for each sequence: (rows, heads, head size), as is what it gives."""
+    """Attention of one query token for each sequence: (rows, heads, head size), in and out."""
     rows, heads, head_size = queries.shape
     sequences, kv_heads, _, _ = stored.keys.shape
     grouped = queries.view(rows, kv_heads, heads // kv_heads, head_size)

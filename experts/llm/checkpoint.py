@@ -65,7 +65,7 @@ class Checkpoint:
         return FORMATS[self._stored[embedding.name].number_format]
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """One tensor of the model, in the checkpoint's dtype or this one. Raises LoadError."""
+        """Read a tensor of the model, in the checkpoint's dtype or this one. Raises LoadError."""
         assembly, parts = self._parts[name]
         wanted = dtype or self.dtype
         if len(parts) == 1:
@@ -79,7 +79,7 @@ class Checkpoint:
         return whole
 
     def read_all(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """All of them. Raises LoadError, WeightsMismatch where a tied head is stored and differs."""
+        """Read all tensors. Raises LoadError, WeightsMismatch where a tied head is stored and differs."""
         self.check_tied_head()
         return {name: self.read(name, dtype) for name in self._parts}
 

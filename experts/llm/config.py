@@ -1,4 +1,4 @@
-"""What a language model is made of, read from the config.json of a Hugging Face directory.
+"""Architecture of a language model, read from the config.json of a Hugging Face directory.
 
 Guarantees: every field that changes a model's numbers is either read or refused by name (ModelUnsupported), so a model
 is never run as a similar one. What differs among families is resolved here, once: the forward pass reads an ArchSpec
@@ -39,7 +39,7 @@ Word = TypeVar("Word", bound=StrEnum)
 
 
 class ConfigFamily(StrEnum):
-    """Whose names and defaults a directory follows: its ``model_type``."""
+    """``model_type`` of a directory: it decides names of tensors and defaults."""
 
     LLAMA = "llama"
     QWEN2 = "qwen2"
@@ -60,14 +60,14 @@ class Mlp(StrEnum):
 
 
 class Norm(StrEnum):
-    """How a token is normalised: by its root mean square (Llama), or by mean and deviation, with a bias (GPT)."""
+    """Normalisation of tokens: by root mean square (Llama), or by mean and deviation, with a bias (GPT)."""
 
     RMS = "rmsnorm"
     LAYER = "layernorm"
 
 
 class Positions(StrEnum):
-    """How a model knows where a token stands: queries and keys are turned (Llama), or an embedding is added (GPT)."""
+    """Encoding of positions: queries and keys are rotated (Llama), or an embedding is added (GPT)."""
 
     ROTARY = "rotary"
     LEARNED = "learned"
@@ -81,14 +81,14 @@ class QkNorm(StrEnum):
 
 
 class Residual(StrEnum):
-    """How a residual MoE layer joins its MLP with its experts: DeepSpeed-MoE section 4.1.1, or DeepSpeed's code."""
+    """Combination of MLP and moe_experts in a residual layer: DeepSpeed-MoE section 4.1.1, or DeepSpeed's code."""
 
     ADD = "add"
     SOFTMAX = "softmax"
 
 
 class RopeKind(StrEnum):
-    """How rotary frequencies are scaled to contexts longer than those trained on."""
+    """Scaling of rotary frequencies for contexts longer than those of training."""
 
     DEFAULT = "default"
     LINEAR = "linear"
@@ -120,7 +120,7 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer's feed-forward part; attention is alike in all layers."""
+    """Feed-forward part of one layer; attention is the same in all layers."""
 
     mlp_size: int  # with ``moe``, of the MLP beside it, behind a sigmoid gate or joined as ``residual`` says; 0: none
     moe: MoeSpec | None = None
@@ -163,7 +163,7 @@ class ArchSpec:
         return self.kv_heads * self.head_size
 
     def kv_bytes(self, itemsize: int) -> int:
-        """What one token's keys and values take in all layers."""
+        """Bytes of one token's keys and values in all layers."""
         return 2 * len(self.layers) * self.kv_size * itemsize
 
 
@@ -190,7 +190,7 @@ def stored_dtype(directory: Path) -> str | None:
 
 
 def parse_config(content: bytes, expert: str, origin: str) -> ArchSpec:
-    """The same for the bytes of a config.json; ``origin`` is what errors call it."""
+    """Read the spec from the bytes of a config.json; ``origin``: its name in errors."""
     try:
         values = json.loads(content)
     except ValueError as error:
@@ -201,7 +201,7 @@ def parse_config(content: bytes, expert: str, origin: str) -> ArchSpec:
 
 
 def parse_spec(values: Mapping[str, Any], expert: str) -> ArchSpec:
-    """The same for a config.json's values. Raises ModelUnsupported naming the field."""
+    """Read the spec from a config.json's values. Raises ModelUnsupported naming the field."""
     fields = _Fields(values, expert)
     family = fields.choice("model_type", ConfigFamily)
     _refuse_what_is_lacking(fields, family)

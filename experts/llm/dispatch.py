@@ -55,7 +55,7 @@ class MlpWeights:
 
 
 class MoeExperts(Protocol):
-    """One layer's experts that are not all at hand: the memory that holds them runs them."""
+    """moe_experts of one layer that are not all in memory: their cache runs them."""
 
     def run(self, tokens: Tensor, table: MappingTable) -> Tensor:
         """See ``run_moe_experts``, which gives the same."""
@@ -73,7 +73,7 @@ def run_mlp(tokens: Tensor, weights: MlpWeights) -> Tensor:
 
 
 def activate(raised: Tensor, kind: Mlp) -> Tensor:
-    """What lies between a network's two matrices."""
+    """Activation between a network's two matrices."""
     if kind is not Mlp.SWIGLU:
         return gelu(raised, approximate="tanh" if kind is Mlp.GELU_TANH else "none")
     gate, up = raised.chunk(2, dim=-1)
@@ -143,7 +143,7 @@ def run_each(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Ten
 
 
 def run_grouped(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Tensor:
-    """All experts in one multiplication for each matrix."""
+    """Run all moe_experts in one grouped multiplication for each matrix."""
     up, down = plain(weights.up), plain(weights.down)
     raised = grouped_mm(scattered, up.transpose(1, 2), offs=table.ends)
     if weights.up_bias is not None:
@@ -155,7 +155,7 @@ def run_grouped(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> 
 
 
 def run_padded(scattered: Tensor, table: MappingTable, weights: MlpWeights) -> Tensor:
-    """All experts in one batched multiplication for each matrix, with as many rows each as the fullest has."""
+    """Run all moe_experts in one batched multiplication for each matrix, padded to the rows of the fullest."""
     counts = _counts(table)
     moe_experts, rows = len(counts), int(counts.max())
     begins = table.ends.to(torch.int64) - counts

@@ -29,7 +29,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLayout:
-    """How some of the decode rows lie in what ``decode`` gives, the same for every layer."""
+    """Places of some decode rows in the tensors of ``decode``, the same for every layer."""
 
     mask: Tensor | None  # (sequences, 1, 1, positions), true where a sequence has a token; None: everywhere
     places: Tensor | None  # at which sequence each row stands; None: row i is sequence i, and there are no others
@@ -41,7 +41,7 @@ class BatchKeyValues(Protocol):
 
     @property
     def decode_layouts(self) -> Sequence[DecodeLayout]:
-        """How the decode rows are divided: each is in one, and each of these is one call of attention."""
+        """Division of the decode rows: each row is in one layout, and each layout is one call of attention."""
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Keep those of the batch's tokens, (tokens, kv heads, head size), in its order."""
@@ -54,7 +54,7 @@ class BatchKeyValues(Protocol):
 
 
 class KeyValues(Protocol):
-    """All sequences' keys and values of one model."""
+    """Keys and values of all sequences of one model."""
 
     def reserve(self, batch: TokenBatch) -> BatchKeyValues:
         """Room for a batch. A row before its sequence's end cuts it there; ValueError for one beyond its end."""
@@ -64,7 +64,7 @@ class KeyValues(Protocol):
 
 
 def mask_of(lengths: Sequence[int]) -> Tensor | None:
-    """Where sequences of these lengths have tokens, as DecodeLayout has it."""
+    """Mask of the positions that sequences of these lengths have, for DecodeLayout."""
     longest = max(lengths)
     if min(lengths) == longest:
         return None

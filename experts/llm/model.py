@@ -42,7 +42,7 @@ StepRunner: TypeAlias = "Callable[..., tuple[Tensor, ...]]"
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """One layer's attention. ``qkv``: queries', keys' and values' matrices, one below the other."""
+    """Attention of one layer. ``qkv``: matrices of queries, keys and values, one below the other."""
 
     norm: Tensor
     qkv: Matrix
@@ -56,7 +56,7 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardWeights:
-    """One layer's feed-forward part, as its LayerSpec says what there is of it."""
+    """Feed-forward part of one layer; its LayerSpec tells which fields it has."""
 
     norm: Tensor
     mlp: MlpWeights | None
@@ -69,7 +69,7 @@ class FeedForwardWeights:
 
 
 class LanguageModel:
-    """One model over borrowed tensors (``names``). ``moe_experts``: by layer, those that another memory holds."""
+    """Language model over borrowed tensors (``names``). ``moe_experts``: by layer, those that a cache runs."""
 
     def __init__(
         self, spec: ArchSpec, tensors: Mapping[str, Tensor], moe_experts: Mapping[int, MoeExperts] | None = None
@@ -96,11 +96,11 @@ class LanguageModel:
         return self._norm.device
 
     def forward(self, batch: TokenBatch, key_values: KeyValues) -> Tensor:
-        """What may follow each row: (rows, vocabulary), in the model's dtype. Keeps the tokens' keys and values."""
+        """Logits of each row's next token: (rows, vocabulary), in the model's dtype. Stores keys and values."""
         return self.logits(self.hidden(batch, key_values)[batch.last])
 
     def hidden(self, batch: TokenBatch, key_values: KeyValues) -> Tensor:
-        """All tokens behind the last layer: (tokens, hidden), not yet normalised."""
+        """Hidden states behind the last layer: (tokens, hidden), not yet normalised."""
         with torch.inference_mode():
             return run_layers(self, lambda _, step, *inputs: step(self, *inputs), batch, key_values)
 
@@ -180,7 +180,7 @@ def _run_layer(layer: int, run: StepRunner, tokens: Tensor, attention: Attention
 
 
 def feed_forward(tokens: Tensor, layer: LayerSpec, weights: FeedForwardWeights) -> Tensor:
-    """One layer's MLP, experts, or both, as its spec says: (tokens, hidden), without the residual connection."""
+    """Run a layer's MLP, moe_experts, or both, by its spec: (tokens, hidden), without the residual connection."""
     beside = None if weights.mlp is None else run_mlp(tokens, weights.mlp)
     if layer.moe is None:
         assert beside is not None, "a layer without experts is an MLP"

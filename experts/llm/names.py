@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint make which tensors of a model.
+"""Names of tensors: from those of a checkpoint to those of a model.
 
 The model's own names are alike for all families; each is laid out of one or several tensors of the checkpoint, one
 after the other in memory: queries, keys and values as one matrix, gate and up of an MLP as one, and of all experts as
@@ -38,7 +38,7 @@ class SourceTensor:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """One tensor of the model, and the ways in which checkpoints store it; the first is the usual one."""
+    """Tensor of the model, with the forms in which checkpoints store it; the first is the usual one."""
 
     name: str
     shape: Shape
@@ -51,7 +51,7 @@ class Assembly:
 
 
 def expert_stacks(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
-    """Of a model's tensors those that hold all of a layer's experts, by layer."""
+    """Names of the tensors that hold all moe_experts of a layer, by layer."""
     stacks: dict[str, list[str]] = {}
     for name in names:
         layer, found, _ = name.partition(EXPERTS)
@@ -69,7 +69,7 @@ def layer_of(name: str) -> int:
 
 
 def assemblies(spec: ArchSpec) -> Iterator[Assembly]:
-    """All tensors of a model. A tied head is none of its own."""
+    """Assemblies of all tensors of a model. A tied head has none of its own."""
     yield _one(EMBEDDING, "model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
     if spec.rope is None:
         yield _one(POSITIONS, "model.embed_positions.weight", (spec.max_positions, spec.hidden_size))

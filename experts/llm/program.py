@@ -62,5 +62,5 @@ def files_of(program: bytes) -> dict[str, bytes]:
 
 
 def spec_of(program: bytes, expert: str) -> ArchSpec:
-    """What a program's config.json describes. Raises WeightsCorrupt, ModelUnsupported."""
+    """Spec that a program's config.json describes. Raises WeightsCorrupt, ModelUnsupported."""
     return parse_config(files_of(program)[CONFIG_NAME], expert, CONFIG_NAME)

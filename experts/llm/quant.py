@@ -49,7 +49,7 @@ _TRIAL_ROWS, _TRIAL_WIDTH = 4, 64
 
 @dataclass(frozen=True, slots=True)
 class Int8Matrix:
-    """One matrix, or several: ``values`` (..., out, in) int8, ``scale`` (..., out) in the dtype of computation."""
+    """Matrix, or several stacked: ``values`` (..., out, in) int8, ``scale`` (..., out) in the dtype of computation."""
 
     values: Tensor
     scale: Tensor

@@ -59,13 +59,13 @@ def inverse_frequencies(spec: RopeSpec, head_size: int) -> Tensor:
 
 
 def _kept_by_turns(spec: RopeSpec, trained: Tensor) -> Tensor:
-    """Which share of each frequency stays as it is: by how often it turns in the trained context (Llama 3.1)."""
+    """Unscaled share of each frequency, by its number of turns in the trained context (Llama 3.1)."""
     turns = spec.trained_positions * trained / (2 * math.pi)
     return ((turns - spec.slow_turns) / (spec.fast_turns - spec.slow_turns)).clamp(0, 1)
 
 
 def _kept_by_index(spec: RopeSpec, head_size: int) -> Tensor:
-    """The same by the place of the frequency in the head (YaRN, arXiv 2309.00071, section 3.2)."""
+    """Unscaled share of each frequency, by its place in the head (YaRN, arXiv 2309.00071, section 3.2)."""
 
     def place(turns: float) -> float:
         return head_size * math.log(spec.trained_positions / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))

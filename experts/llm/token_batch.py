@@ -1,4 +1,4 @@
-"""One iteration's tokens, laid flat: the rows of prompts that are read, and of sequences that go on by one token.
+"""Tokens of one iteration, laid flat: prefill rows of prompts, then decode rows of one token each.
 
 Everything but attention sees only the tokens (Orca's selective batching, section 3.2); attention sees rows.
 """

@@ -1,1 +1,1 @@
-"""What a model's file is: its architecture, labels and input, as far as the file tells, each with where it stands."""
+"""Description of a model's file: architecture, labels and input as far as the file tells, each with its evidence."""

@@ -27,7 +27,7 @@ ONE_OUTPUT = "one output, which leaves a softmax nothing to choose from"
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """One model's file. None: not known; ``missing`` says why, by key, and which option gives it.
+    """Description of a model's file. None: not known; ``missing``: by key the reason, and the option.
 
     ``size``: (height, width). ``normalize`` and ``fit``: as a line file has them; without a fit images are stretched.
     ``task``: of classifiers, "multiclass" (softmax) or "multilabel" (sigmoids). ``label_count``: also where their names

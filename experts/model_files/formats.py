@@ -1,4 +1,4 @@
-"""The way in: any model's file that can be added to a line."""
+"""Formats of model files: dispatch by format, and writing of weights as they are served."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def describe_file(file: Path, architecture: str | None = None, kind: Kind | None = None) -> ModelDescription:
-    """What a model's file is. ``architecture`` and ``kind``: given by the user, where the file is not plain.
+    """Describe a model's file. ``architecture`` and ``kind``: given by the user where the file does not tell them.
 
     Raises WeightsMissing, WeightsCorrupt, LoadError, and WeightsRefused for what is not served.
     """

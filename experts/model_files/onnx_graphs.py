@@ -50,7 +50,7 @@ class _GraphValue:
 
 
 def describe_graph(file: Path, kind: Kind | None = None) -> ModelDescription:
-    """What an .onnx file is. ``kind``: given by the user.
+    """Describe an .onnx file. ``kind``: given by the user.
 
     Raises WeightsMissing, WeightsCorrupt, and WeightsRefused for what cannot be served.
     """
@@ -94,7 +94,7 @@ class _Graph:
     def _kind(self) -> tuple[Kind | None, str]:
         task = self.facts.get("task")
         if self.given is not None:
-            return self.given, f"that answers as a {self.given} does, as whoever added it said"
+            return self.given, f"that answers as a {self.given} does, as the user said"
         if task is not None and "stride" in self.facts:
             if task not in TASKS:
                 served = ", ".join(TASKS)
@@ -154,7 +154,7 @@ class _Graph:
         return None
 
     def _pixels(self, kind: Kind | None, size: tuple[int, int] | None, missing: dict[str, str]) -> FactCollector:
-        """How images come to it: ``normalize`` and ``fit``, with what says so."""
+        """Facts on preprocessing: ``normalize`` and ``fit``, with their evidence."""
         facts = FactCollector()
         facts.tell("size", size, "")
         if kind == "detector":

@@ -36,7 +36,7 @@ def describe_state_dict(
     facts: Facts | None = None,
     said: tuple[str, ...] = (),
 ) -> ModelDescription:
-    """What these weights are. ``architecture``: given by the user. ``facts``: what else the file tells.
+    """Describe weights by name. ``architecture``: given by the user. ``facts``: told by the file beside the weights.
 
     Raises WeightsRefused where the tensors are of nothing that is served.
     """

@@ -26,7 +26,7 @@ LONGEST_DIGITS = 17  # that tell any two numbers of this format apart
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a threshold does to the samples: shares from 0 to 1. ``caught`` is None without a bad sample."""
+    """Effect of a threshold on the samples: shares from 0 to 1. ``caught`` is None without a bad sample."""
 
     threshold: float
     false_alarms: float
@@ -63,7 +63,7 @@ def rates_at(threshold: float, good: Sequence[float], bad: Sequence[float]) -> R
 
 
 def separation(good: Sequence[float], bad: Sequence[float]) -> float:
-    """How likely a bad sample's score is higher than a good one's; equal scores count half (Mann and Whitney, 1947)."""
+    """Probability that a bad sample scores higher than a good one; equal scores count half (Mann and Whitney, 1947)."""
     ranked = sorted([(score, False) for score in good] + [(score, True) for score in bad])
     higher, below, start = 0.0, 0, 0
     while start < len(ranked):
@@ -79,7 +79,7 @@ def separation(good: Sequence[float], bad: Sequence[float]) -> float:
 
 
 def _allowed(count: int, false_alarms: float) -> int:
-    """How many of so many good samples may be alarms: the largest k with (k + 1) / (n + 1) within the rate, or 0."""
+    """Allowed false alarms among n good samples: the largest k with (k + 1) / (n + 1) within the rate, or 0."""
     return min(max(math.floor(false_alarms * (count + 1) + 1e-9) - 1, 0), count - 1)
 
 

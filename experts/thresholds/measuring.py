@@ -1,4 +1,4 @@
-"""What an anomaly expert measures of an image: on the CPU, in fp32, by the very backend that serves it.
+"""Scores of an anomaly expert: on the CPU, in fp32, by the very backend that serves it.
 
 Guarantees: an image is scored as the agent scores it, with any threshold or none.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """One anomaly expert, ready to measure. Making it raises as packing does."""
+    """Anomaly expert, loaded to score images. The constructor raises as packing does."""
 
     def __init__(self, expert: Expert) -> None:
         self._backend = backend_for(expert.architecture)
@@ -28,7 +28,7 @@ class Meter:
         self._expert = replace(expert, threshold=0.0)  # any: scores do not depend on it
 
     def score(self, image: np.ndarray) -> float:
-        """How strange an image is: uint8 RGB (height, width, 3). Raises OutputInvalid for what is no number."""
+        """Score of an image, uint8 RGB (height, width, 3). Raises OutputInvalid for NaN or infinity."""
         (prediction,) = self._skeleton.infer(self._expert, [self._backend.prepare(self._expert, image)])
         assert prediction.anomaly is not None, "an anomaly expert's program measures"
         return prediction.anomaly.score

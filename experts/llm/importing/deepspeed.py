@@ -46,7 +46,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config
 
 @dataclass(frozen=True, slots=True)
 class ImportedModel:
-    """What was written. ``moe_experts``: of each layer; 0: it is dense."""
+    """Written directory. ``moe_experts``: count in each layer; 0: a dense layer."""
 
     directory: Path
     moe_experts: tuple[int, ...]
@@ -120,7 +120,7 @@ def _files(folder: Path) -> tuple[Path, ...]:
 
 
 class _StateFiles:
-    """What was read out of the pickles: one safetensors file for each."""
+    """Tensors that were read from the pickles: one safetensors file for each."""
 
     def __init__(self, folder: Path, files: Sequence[Path]) -> None:
         self._of_rank: dict[int, dict[str, Any]] = {}

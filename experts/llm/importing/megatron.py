@@ -65,7 +65,7 @@ class States(Protocol):
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
-        """Of each rank, all its tensors."""
+        """Names of all tensors, by rank."""
 
     def read(self, rank: int, name: str) -> Tensor: ...
 
@@ -106,7 +106,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class _PlacedTensor:
-    """One tensor of the checkpoint and its place in the directory. ``joined``: the dimension that ranks share."""
+    """Tensor of the checkpoint with its name in the directory. ``joined``: the dimension that ranks share."""
 
     stored: str
     name: str
@@ -186,7 +186,7 @@ class GptCheckpoint:
         return found
 
     def _are_split(self) -> bool:
-        """Whether ranks share experts, too: else each has all of every expert, and all have the same."""
+        """True where ranks split each moe_expert; else every rank holds whole, equal moe_experts."""
         first = next((one for one in self._found if one.is_of_expert and one.joined == 0), None)
         parts = [] if first is None else self._parts(first.stored)
         return any(not torch.equal(parts[0], part) for part in parts[1:])
@@ -222,7 +222,7 @@ class GptCheckpoint:
         return values
 
     def _experts_of(self, layer: int) -> int:
-        """As many as its gate chooses from, and each is there. 0: it has no gate."""
+        """Count of moe_experts that the layer's gate chooses from, all of them present. 0: no gate."""
         gate = f"model.layers.{layer}.mlp.gate.weight"
         matches = [EXPERT.search(one.stored) for one in self._found if one.layer == layer and one.is_of_expert]
         numbers = {int(match["moe_expert"]) for match in matches if match is not None}
@@ -288,7 +288,7 @@ def _by_kind(fused: Tensor, heads: int, version: float) -> Tensor:
 
 
 def _place(stored: str) -> _PlacedTensor | None:
-    """Where a tensor belongs, or None."""
+    """Name of a tensor in the directory; None where it is not known."""
     name = KNOWN_PREFIX.sub("", stored, count=1)
     for pattern, template in PLAIN.items():
         if (match := pattern.fullmatch(name)) is not None:

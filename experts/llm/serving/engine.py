@@ -1,13 +1,13 @@
 """The engine of one executor: texts of any models, run iteration by iteration within a quantum.
 
-It has no thread and no policy of its own: the agent's core gives turns and leases. It keeps each text's tokens, keys
-and values from one quantum to the next.
+The engine has no thread and no policy: the agent's core gives turns and leases. It keeps each text's tokens, keys and
+values from one quantum to the next.
 
-Guarantees: all but attention runs over all rows of an iteration at once; a finished text leaves at once, with its keys
-and values; a quantum has at least one iteration, ends on time as far as measured times tell, and answers each request
-once. A request's tokens do not depend on its neighbours, and its faults (prompt, writer, expert) are its own.
-``forget`` and ``preempt`` may come from any thread, and take effect between two iterations. A model's exception passes
-through: no text loses by it.
+Guarantees: everything but attention runs over all rows of an iteration at once. A finished text leaves at once, and its
+keys and values are freed. A quantum has at least one iteration, ends on time as far as measured times tell, and answers
+each request once. A request's tokens do not depend on its neighbours; a fault of its prompt, writer or expert ends that
+request alone. Any thread may call ``forget`` and ``preempt``: they take effect between two iterations. A model's
+exception passes through, and no text is lost.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class _RoomChange(Enum):
 
 
 class LlmEngine:
-    """All texts of one executor. ``run`` is one thread's at a time."""
+    """Texts of one executor. One thread at a time calls ``run``."""
 
     def __init__(
         self, arena: KvArena, limits: IterationLimits | None = None, clock: Callable[[], float] = time.monotonic,
@@ -207,32 +207,32 @@ class LlmEngine:
         return quantum
 
     def _has_free_rows(self, groups: Sequence[_FamilyTexts]) -> bool:
-        """A text has finished and no other here can take its row: its answer goes out, and others may come."""
+        """True once a text has finished and no other text can take its row: its answer goes out at once."""
         texts = [text for group in groups for text in group.texts]
         going = sum(text.result is None for text in texts)
         return going < min(len(texts), self._limits.rows)
 
     def hurry(self) -> None:
-        """A request wants to join: this quantum, or else the next, ends after an iteration. From any thread."""
+        """End this quantum, or else the next, after an iteration: a request waits to join. Any thread may call it."""
         self._is_hurried = True
 
     def forget(self, request: int) -> None:
-        """The request is abandoned or answered: give back what it holds. Idempotent, from any thread."""
+        """Drop an abandoned or answered request, with its keys and values. Idempotent; any thread may call it."""
         self._asked.append((request, _RoomChange.FORGET))
         self._do_what_was_asked_if_idle()
 
     def preempt(self, request: int) -> None:
-        """Take its room; what it had is read again. From any thread."""
+        """Free a request's keys and values; its tokens are read again later. Any thread may call it."""
         self._asked.append((request, _RoomChange.PREEMPT))
         self._do_what_was_asked_if_idle()
 
     def left(self, request: int) -> Left | None:
-        """What it has before it; None for one that is not here. Between two quanta."""
+        """Remaining work of a request; None where the engine does not have it. Call it between two quanta."""
         text = self._texts.get(request)
         return None if text is None else self._left(text)
 
     def statistics(self) -> TextEngineStatistics:
-        """As of the last whole quantum."""
+        """Totals as of the last whole quantum."""
         return TextEngineStatistics(*astuple(self._tally))
 
     def _groups(self, turns: Sequence[Turn]) -> list[_FamilyTexts]:
@@ -268,7 +268,7 @@ class LlmEngine:
         return text
 
     def _make_room(self, groups: Iterable[_FamilyTexts]) -> list[int]:
-        """Promise each text all that its lease is for; returns those for which there is no room."""
+        """Reserve keys and values for each text's lease; returns the requests for which there is no room."""
         lacking = []
         texts = [(text, group.layout) for group in groups for text in group.texts]
         for text, layout in texts:
@@ -299,7 +299,7 @@ class LlmEngine:
         return None if weights is None else Prefix(weights, tuple(text.tokens[:end]))
 
     def _iterate_in_time(self, groups: Sequence[_FamilyTexts], until_s: float, is_first: bool) -> bool:
-        """One iteration of the group that has waited longest; False where none is left, or no time."""
+        """Run an iteration of the group that has waited longest; False where no group or no time is left."""
         self._do_what_was_asked()
         now_s = self._clock()
         for text in [text for each in groups for text in each.texts if text.result is None]:
@@ -363,7 +363,7 @@ class LlmEngine:
         return logits
 
     def _take(self, rows: Sequence[_TextRow], logits: Tensor) -> None:
-        """Let each text have what may follow its tokens."""
+        """Pass each text the logits behind its tokens."""
         parts = logits.split([row.wanted for row in rows])
         written = [(row.text, part) for row, part in zip(rows, parts, strict=True) if isinstance(row.text, WrittenText)]
         if written:
@@ -391,7 +391,7 @@ class LlmEngine:
             text.refuse(_not_finite(text))
 
     def _give_back(self, text: TextState) -> None:
-        """Its keys and values, once it has its result, or others need the room more."""
+        """Release a text's keys and values: it has its result, or is preempted."""
         self._arena.release(text.request, self._prefix(text, text.held), is_sound=text.is_sound)
         text.has_room = False
         text.promised = 0
@@ -404,7 +404,7 @@ class LlmEngine:
         self._weights.pop(request, None)
 
     def _do_what_was_asked_if_idle(self) -> None:
-        """Whoever holds the lock does it otherwise: before its next iteration, or as it ends."""
+        """Apply requested changes, unless a quantum runs: that applies them before its next iteration."""
         while self._asked and self._running.acquire(blocking=False):
             try:
                 self._do_what_was_asked()
@@ -456,6 +456,6 @@ class LlmEngine:
 
 def _not_finite(text: TextState) -> str:
     return (
-        f"expert {text.expert} answered with numbers that are none after {len(text.tokens)} tokens: "
+        f"expert {text.expert} answered with NaN or infinity after {len(text.tokens)} tokens: "
         "its weights are damaged, or its precision is too low for it"
     )

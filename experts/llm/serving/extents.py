@@ -78,7 +78,7 @@ class Slab:
 
 @dataclass(slots=True)
 class KvExtent:
-    """Who has one of a slab's: how many tokens it was promised, and how many there are."""
+    """Extent of a slab that a request holds: tokens reserved for it, and tokens stored."""
 
     layout: KvLayout
     slab: Slab
@@ -92,13 +92,13 @@ class KvExtent:
 
     @property
     def tokens(self) -> Tensor:
-        """All that it holds: (layers, keys and values, kv heads, tokens, size)."""
+        """Stored keys and values: (layers, keys and values, kv heads, tokens, size)."""
         return self.slab.buffer[self.number, :, :, :, : self.held]
 
 
 @dataclass(slots=True)
 class CachedPrefix:
-    """What a request left behind, in the extent that it had."""
+    """Prefix that a released request left in its extent."""
 
     extent: KvExtent
     prefix: Prefix
@@ -111,7 +111,7 @@ class CachedPrefix:
 
 
 class ExtentArena:
-    """All extents of one memory. ``keeps_prefixes``: whether what is released is kept while there is room."""
+    """Arena of contiguous extents. ``keeps_prefixes``: released texts stay as prefixes while there is room."""
 
     def __init__(self, budget_bytes: int, *, keeps_prefixes: bool = True) -> None:
         self._budget_bytes = self._most_bytes = budget_bytes
@@ -279,7 +279,7 @@ class ExtentArena:
         return extent
 
     def _new_slab(self, layout: KvLayout) -> Slab:
-        """As many extents as the machine gives addresses for; each is as long as a request can ever be."""
+        """Map a slab: as many extents as there is address space for, each as long as the longest request."""
         most = min(layout.positions, self._most_bytes // layout.token_bytes)
         extents = EXTENTS_A_SLAB
         while True:
@@ -368,7 +368,7 @@ class BatchOfExtents:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """Where the tokens of a batch go that go into one slab. ``tokens``: which these are; None: all."""
+    """Places of a batch's tokens in one slab. ``tokens``: their numbers in the batch; None: all."""
 
     slab: Slab
     tokens: Tensor | None
@@ -398,7 +398,7 @@ class _ExtentRange:
     longest: int = 0
 
     def added_positions(self, slab: Slab, number: int, length: int) -> float:
-        """How many positions more are read with the next extent in it, its own and what lies between included."""
+        """Positions read in addition once the next extent joins the range, those between included."""
         if slab is not self.slab:
             return math.inf
         first, longest = self.numbers[0], max(self.longest, length)
@@ -475,7 +475,7 @@ def common_length(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 def _unit(layout: KvLayout) -> int:
-    """The fewest tokens of which each head of each layer fills whole pages."""
+    """Least number of tokens for which each head of each layer fills whole pages."""
     return mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, layout.head_bytes)
 
 

@@ -5,8 +5,8 @@ by step (embedding, each layer's attention and feed-forward part, head): a step 
 at the same addresses, runs once over all tokens; one whose weights differ runs for each model's tokens. Attention
 itself has no weights: it runs over the rows of all, whose keys and values lie in one arena.
 
-Guarantees: a token is computed by its own model's weights, whatever runs beside it. Being the same is decided by
-addresses: bytes are never compared, and those that are written into a shared tensor change for all at once.
+Guarantees: a token is computed by its own model's weights, independent of its neighbours. Weights are the same if their
+addresses are: bytes are never compared, and a write into a shared tensor changes all its models at once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ModelFamily:
         return self.models[0].device
 
     def hidden(self, batch: TokenBatch, key_values: KeyValues, owners: Sequence[int]) -> Tensor:
-        """All tokens behind the last layer; ``owners``: of the batch's rows."""
+        """Hidden states behind the last layer; ``owners``: model of each row."""
         if len(set(owners)) == 1:
             return self.models[owners[0]].hidden(batch, key_values)
         with torch.inference_mode():
@@ -83,14 +83,14 @@ class ModelFamily:
 
 @dataclass(frozen=True, slots=True)
 class _TokenShare:
-    """Which tokens a model runs in a step."""
+    """Tokens that a model runs in a step."""
 
     model: int
     tokens: Tensor
 
 
 class _Shares:
-    """How the tokens of a batch are divided among models, remembered for the steps that divide them alike."""
+    """Division of a batch's tokens among models, cached for steps that divide them alike."""
 
     def __init__(self, owners: Sequence[int]) -> None:
         self._owners = torch.tensor(owners)
@@ -107,7 +107,7 @@ class _Shares:
 
 
 def families(models: Iterable[LanguageModel]) -> list[ModelFamily]:
-    """These models by family: those that have at least a step in common run together."""
+    """Group models into families: models with at least one step in common run together."""
     found: list[list[LanguageModel]] = []
     for model in models:
         near = next((group for group in found if _has_common(group[0], model)), None)

@@ -1,4 +1,4 @@
-"""What a text is asked to be, and what comes of it: known without torch, to doors and runtime alike.
+"""Requests for texts, and their outcomes: records for API and runtime that need no torch.
 
 Guarantees: what is invalid by itself is refused where it is made, naming the field. Limits of a model (context,
 vocabulary) are checked by ``check_against``, before a door accepts a request.
@@ -38,7 +38,7 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is drawn. The defaults draw from the model's own distribution. Raises SamplingInvalid."""
+    """Sampling of a token. The defaults draw from the model's own distribution. Raises SamplingInvalid."""
 
     temperature: float = 1.0  # 0: the likeliest token, always
     top_p: float = 1.0  # leaves no token out, as do ``top_k`` and ``min_p`` 0
@@ -73,7 +73,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One text: what is read, and how and how far it goes on. Raises PromptInvalid."""
+    """Text to generate: its prompt, sampling and length. Raises PromptInvalid."""
 
     prompt: tuple[int, ...]
     most_new_tokens: int
@@ -115,7 +115,7 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """What one request wants of one expert. ``deadline_s``: monotonic; what was written until then stands."""
+    """Request for a text of one expert. ``deadline_s``: monotonic; tokens written until then stand."""
 
     generation: Generation
     writer: Writer
@@ -130,7 +130,7 @@ class RefusedText:
 
 
 def check_against(generation: Generation, spec: ArchSpec) -> None:
-    """Whether a model of this kind can do what is asked. Raises PromptInvalid naming the field."""
+    """Check a generation against a model. Raises PromptInvalid naming the field."""
     if generation.most_tokens > spec.max_positions:
         raise PromptInvalid("prompt", _too_long(generation, spec.max_positions))
     _check_vocabulary("prompt", generation.prompt, spec.vocab_size)

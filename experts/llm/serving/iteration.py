@@ -1,4 +1,4 @@
-"""Requests of an iteration, and its length: pure decisions over numbers.
+"""Rows and length of an iteration: pure decisions over numbers.
 
 Iteration-level scheduling (Orca, OSDI 2022, section 3.1): every iteration picks its rows anew, so a finished request
 leaves at once and a new one joins the next. Long prompts are read in chunks beside requests that write.
@@ -49,7 +49,7 @@ class Pick:
 
 
 def plan(candidates: Sequence[IterationCandidate], rows: int, prompt_tokens: int) -> list[Pick]:
-    """Who runs. ``prompt_tokens``: how many may be read beside those that write; at least one row runs anyway."""
+    """Pick the rows of an iteration. ``prompt_tokens``: limit on tokens of prompts; at least one row runs anyway."""
     writing = sorted((one for one in candidates if one.unread == 1), key=lambda one: (one.ran, one.came))
     reading = sorted((one for one in candidates if one.unread > 1), key=lambda one: (one.ran, one.came))
     if reading and (prompt_tokens > 0 or not writing):

@@ -1,4 +1,4 @@
-"""One byte budget for the keys and values of all models in one memory.
+"""Arena contract: one byte budget for the keys and values of all models in one memory.
 
 ``KvArena`` is the seam: scheduling begins and releases requests by number, models read and write through
 ``key_values``. ``ExtentArena`` keeps it on CPUs. A GPU will need an arena of blocks and tables behind the same seam.
@@ -57,7 +57,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class KvStatistics:
-    """One arena at one moment: promised, cached and idle bytes never exceed the budget."""
+    """Snapshot of an arena: promised, cached and idle bytes together never exceed the budget."""
 
     budget_bytes: int
     promised_bytes: int
@@ -74,7 +74,7 @@ class KvArena(Protocol):
 
     @property
     def budget_bytes(self) -> int:
-        """What all that is promised may take."""
+        """Limit on promised bytes."""
 
     def set_budget(self, budget_bytes: int) -> None:
         """New budget, at most the first one: cached prefixes and idle memory go, promises stay."""
@@ -92,10 +92,10 @@ class KvArena(Protocol):
         """Idempotent. ``prefix``: its tokens, kept while there is room. Not ``is_sound``: it may hold NaN."""
 
     def place(self, request: int) -> tuple[int, int]:
-        """Where it lies: rows of decoding are read together best if a batch has them in this order."""
+        """Sort key of a request's place: decode rows in this order are read in the fewest calls."""
 
     def key_values(self, layout: KvLayout) -> KeyValues:
-        """What a model of this layout reads and writes; sequences are requests that have begun."""
+        """Keys and values of models of this layout; sequences are requests that have begun."""
 
     def reserve(self, layout: KvLayout, batch: TokenBatch) -> BatchKeyValues:
         """Room for a batch's tokens, within what was promised to its requests. Raises ValueError."""

@@ -1,4 +1,4 @@
-"""How long an expert's texts become: learned from those that ended, corrected as a text goes on.
+"""Expected lengths of an expert's texts: learned from ended texts, corrected as a text goes on.
 
 A pure record: the median of what ended lately, among those at least as long as the text already is.
 """
@@ -28,7 +28,7 @@ class _EndedTexts:
 
 
 class OutputLengths:
-    """Of all experts of an agent. Safe to be asked and told from several threads."""
+    """Expected lengths for all experts of an agent. Thread-safe."""
 
     def __init__(self) -> None:
         self._ended: dict[str, _EndedTexts] = {}
@@ -40,7 +40,7 @@ class OutputLengths:
             self._ended.setdefault(expert, _EndedTexts()).add(tokens)
 
     def left(self, expert: str, written: int, most: int) -> int:
-        """How many more a text is expected to write that has written so many and may write ``most``: 1 or more."""
+        """Expected tokens still to write, at least 1, after ``written`` of at most ``most``."""
         with self._lock:
             ended = self._ended.get(expert)
             ordered = [] if ended is None else ended.ordered

@@ -28,7 +28,7 @@ FIRST_SEEN = 64
 
 
 class Sampler:
-    """How one request's tokens are drawn: its Sampling, its generator, and what it has read and ``written``."""
+    """Sampler of one request: its Sampling, its generator, and the tokens it has read and ``written``."""
 
     def __init__(self, sampling: Sampling, prompt: Iterable[int], written: Sequence[int] = ()) -> None:
         self.sampling = sampling
@@ -114,14 +114,14 @@ def _tokens(raw: Tensor, sound: Sequence[bool], samplers: Sequence[Sampler]) -> 
 
 
 def _first_candidates(sampler: Sampler) -> int:
-    """How many of the likeliest are looked at, by the row's own Sampling alone; 0: all, in their own order."""
+    """Count of likeliest tokens that a row's Sampling needs; 0: all, in the order of the vocabulary."""
     if sampler.sampling.top_k:
         return sampler.sampling.top_k
     return FIRST_CANDIDATES if sampler.sampling.top_p < 1 else 0
 
 
 def _drawn(logits: Tensor, samplers: Sequence[Sampler], candidates: int) -> Tensor:
-    """One token for each row, of those that its Sampling leaves; all look at equally many candidates."""
+    """Draw a token for each row from those that its Sampling leaves; all rows have equally many candidates."""
     temperature = _column([sampler.sampling.temperature for sampler in samplers], logits)
     shares = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
     top_p = _column([sampler.sampling.top_p for sampler in samplers], logits)
@@ -155,7 +155,7 @@ def _above(shares: Tensor, min_p: Tensor) -> Tensor:
 
 
 def _inverted(shares: Tensor, draws: Tensor) -> Tensor:
-    """Where the draws fall in the rows' cumulative shares, which need not sum to 1. Never where a share is 0."""
+    """Places of the draws in the rows' cumulative shares, which need not sum to 1. A share of 0 is never drawn."""
     sums = shares.double().cumsum(dim=-1)
     places = torch.searchsorted(sums, draws * sums[:, -1:], right=True).squeeze(1)
     last = (shares > 0).long().cumsum(dim=-1).argmax(dim=-1)  # a draw may round up to the sum itself

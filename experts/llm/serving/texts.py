@@ -1,8 +1,8 @@
-"""One text's state between iterations: what it has read and written, and what it wants next.
+"""State of a text between iterations: its tokens, and the chunk that it needs next.
 
 ``WrittenText`` samples token by token; ``RoutedText`` reads its prompt, then each choice behind it, and weighs them.
-Both give the engine chunks, and take what the model made of them. Whatever becomes of keys and values, a text's tokens
-stay: one that lost them reads again from its beginning, what it wrote included, and goes on as if nothing had been.
+Both give the engine chunks, and take the model's logits. A text without keys and values keeps its tokens: it reads
+them again from the beginning, written ones included, and continues with the same tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class TextState:
-    """What both kinds have in common. ``came`` and ``ran``: in counts of the engine."""
+    """Base of both kinds. ``came`` and ``ran``: in counts of the engine."""
 
     def __init__(self, request: int, expert: str, text: TextRequest, came: int) -> None:
         self.request = request
@@ -70,7 +70,7 @@ class TextState:
         return Chunk(self.request, self.held, self.tokens[self.held : self.held + count])
 
     def wanted(self, count: int) -> int:
-        """Of how many of a chunk's last tokens it wants to know what may follow."""
+        """Count of a chunk's last tokens for which the text needs logits."""
         return 1 if count == self.unread else 0
 
     def ran_for(self, count: int) -> None:
@@ -108,7 +108,7 @@ class WrittenText(TextState):
         try:
             is_over = self.text.writer.write(sampled)
         except Exception as error:  # noqa: BLE001 - the boundary to a caller's writer: its own text ends
-            self.refuse(f"whoever reads it failed: {type(error).__name__}: {error}")
+            self.refuse(f"its reader failed: {type(error).__name__}: {error}")
             return
         if is_over:
             self.end(Ending.STOP)

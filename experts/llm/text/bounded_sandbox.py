@@ -119,7 +119,7 @@ class _WatchedTemplate(NodeTransformer):
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which looks at what it is given first."""
+    """Wrap a function: its arguments are measured before the call."""
     passed = 0 if getattr(function, "jinja_pass_arg", None) is None else 1  # the library's context or environment
 
     @functools.wraps(function)  # with the mark of that
@@ -132,7 +132,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _settled(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same, with lists for what would only be made when it is asked for."""
+    """Turn lazy iterables into lists."""
     return tuple(list(_looped(one)) if hasattr(one, "__next__") else one for one in given)
 
 
@@ -164,7 +164,7 @@ def _look() -> None:
 
 
 def _made(value: Any) -> Any:  # noqa: ANN401 - any value of a template
-    """The same value, counted."""
+    """Return the value after counting it."""
     budget = _budget.get()
     if budget is not None:
         budget.made(value)
@@ -183,7 +183,7 @@ def _checked(value: Any) -> Any:  # noqa: ANN401 - any value of a template
 
 
 def _size(value: object) -> int:
-    """How many characters, numbers and other things it holds, each as often as it is there; counts no further than it
+    """Count of characters, numbers and other items in a value, repeats included; counts no further than it
     may be large. Raises TemplateRuntimeError."""
     size, waiting = 0, [value]
     while waiting:

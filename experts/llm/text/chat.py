@@ -30,7 +30,7 @@ MISTAKES = (
 
 
 class ChatTemplate:
-    """One model's. For any thread."""
+    """Chat template of one model. Thread-safe."""
 
     def __init__(
         self, expert: str, file: str, source: str, special_tokens: Mapping[str, str], render_s: float = RENDER_S
@@ -65,7 +65,7 @@ class ChatTemplate:
 
 
 class _TemplateRefused(TemplateRuntimeError):
-    """What a template says by raise_exception: the messages are none of its."""
+    """A template called raise_exception: it does not accept these messages."""
 
 
 class _GenerationTag(Extension):
@@ -79,7 +79,7 @@ class _GenerationTag(Extension):
 
 
 def _sandbox(render_s: float) -> BoundedSandbox:
-    """As transformers has it for chat templates, which are written for that: what it trims, its globals, its tags."""
+    """Environment of transformers' chat templates: trimming, globals and tags."""
     sandbox = BoundedSandbox(render_s, trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
     sandbox.give(filters={"tojson": _json}, calls={"raise_exception": _refuse, "strftime_now": _time_now})
     return sandbox

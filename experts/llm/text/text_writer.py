@@ -50,7 +50,7 @@ class TextWriter:
         self._length = self._shown = 0  # characters that tokens made, and that were shown
 
     def write(self, sampled: Sampled) -> bool:
-        """One more token; True where a stop string is complete: the text ends before it."""
+        """Take a token; True once a stop string is complete: the text ends before it."""
         if self.is_stopped:
             return True
         self.written += 1
@@ -85,7 +85,7 @@ class Words:
         self._waiting: list[int] = []
 
     def add(self, token: int) -> str:
-        """What this token completes; empty while it is a half of something."""
+        """Characters that this token completes; empty for a part of a character."""
         self._waiting.append(token)
         more = self._more()
         if not more or (more.endswith(HALF) and len(self._waiting) < PATIENCE):
@@ -120,7 +120,7 @@ class StopStrings:
         self._held = ""
 
     def add(self, text: str) -> str:
-        """What may be shown now. Nothing more once a stop string is complete."""
+        """Text that may be shown now; empty once a stop string is complete."""
         if self.is_complete:
             return ""
         self._held += text
@@ -137,7 +137,7 @@ class StopStrings:
         return "" if self.is_complete else text
 
     def _begun(self) -> int:
-        """How many characters at the end may be the beginning of a stop string."""
+        """Count of characters at the end that may begin a stop string."""
         longest = max(map(len, self._stops), default=1) - 1
         return next(
             (size for size in range(min(longest, len(self._held)), 0, -1) if self._begins(self._held[-size:])), 0
@@ -148,7 +148,7 @@ class StopStrings:
 
 
 def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
-    """The same strings. Raises PromptInvalid for too many, and for one that is empty or too long."""
+    """Return checked stop strings. Raises PromptInvalid for too many, and for one that is empty or too long."""
     if len(stops) > MOST_STOPS:
         raise PromptInvalid("stop", f"has {len(stops)} strings, where {MOST_STOPS} are the most")
     for stop in stops:

@@ -45,7 +45,7 @@ class TextModel:
 
     @classmethod
     def of(cls, files: Mapping[str, bytes], expert: str) -> TextModel:
-        """Of a directory's files by their names, TEXT_FILES, of which two must be there. Raises TokenizerUnusable."""
+        """Build from a directory's files by name (TEXT_FILES, two of them required). Raises TokenizerUnusable."""
         config = _object(files, CONFIG, expert, is_needed=True)
         settings = _object(files, TOKENIZER_CONFIG, expert)
         description = _object(files, TOKENIZER, expert, is_needed=True)
@@ -81,7 +81,7 @@ class TextModel:
         return self.checked(self.encode(self.chat.render(messages, told), adds_special=False), "messages")
 
     def checked(self, prompt: tuple[int, ...], field: str) -> tuple[int, ...]:
-        """The same prompt. Raises PromptInvalid, naming this field, for one that the model cannot continue."""
+        """Return a checked prompt. Raises PromptInvalid, naming this field, for one that the model cannot continue."""
         if not prompt:
             raise PromptInvalid(field, "is empty: there is nothing to continue")
         if len(prompt) >= self.context_tokens:
@@ -99,12 +99,12 @@ class TextModel:
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def drawn(self, asked: Sampling, given: Container[str]) -> Sampling:
-        """How tokens are drawn for a caller: as asked, where it differs from the usual or was ``given``."""
+        """Sampling for a caller: its own values where given or not the default, else the model's."""
         unasked = {name for name in self.sampling if name not in given and getattr(asked, name) == getattr(USUAL, name)}
         return replace(asked, **{name: self.sampling[name] for name in unasked})
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token stands for; it may be a part of a character. Special ones are spelled out."""
+        """Bytes of a token, perhaps a part of a character. Special tokens are spelled out."""
         piece = self._tokenizer.id_to_token(token)
         if piece is None:
             return b""
@@ -149,7 +149,7 @@ def _context_tokens(config: Mapping[str, Any], expert: str) -> int:
 def _stop_tokens(
     config: Mapping[str, Any], generation: Mapping[str, Any], settings: Mapping[str, Any], tokenizer: Tokenizer
 ) -> frozenset[int]:
-    """Where the model says in which order: its generation_config.json, or else config.json; and the tokenizer's own."""
+    """Stop tokens of generation_config.json, or else config.json, and the tokenizer's own."""
     named = generation.get("eos_token_id", config.get("eos_token_id"))
     several = named if isinstance(named, list) else [named]
     spelled = _spelled(settings.get("eos_token"))
@@ -158,7 +158,7 @@ def _stop_tokens(
 
 
 def _sampling(generation: Mapping[str, Any], expert: str) -> dict[str, Any]:
-    """How the model wants tokens drawn. ``do_sample`` is ignored: few files keep it up to date."""
+    """Sampling that the model recommends. ``do_sample`` is ignored: few files keep it up to date."""
     found = {name: generation[name] for name in DEFAULTS if generation.get(name) is not None}
     try:
         Sampling(**found)
@@ -183,7 +183,7 @@ def _chat(files: Mapping[str, bytes], settings: Mapping[str, Any], expert: str) 
 
 
 def _template_source(settings: Mapping[str, Any]) -> str | None:
-    """One template, or the one that is called default of several."""
+    """The only template, or of several the one named default."""
     found = settings.get("chat_template")
     if isinstance(found, list):
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}

@@ -1,11 +1,11 @@
-"""Which moe_experts of one model lie in a cache of so many places: a pure policy, events in, decisions out.
+"""Policy of a cache of moe_experts with a fixed number of places: pure, events in, decisions out.
 
 Guarantees, in any order of events: never more moe_experts than places; one that is needed is not evicted before
 it was used; what is loaded ahead takes a free place, or that of one that is not needed sooner; speculation never goes
 before a need; the same events give the same decisions. As long as each Load is answered and each that came is used,
 every need is met, with a single place, too: what does not fit at once is loaded as places are used up.
 
-Who is evicted: the lowest by LRFU (Lee et al., IEEE Trans. Computers 50(12), 2001): every pass that needs a moe_expert
+Evicted first: the lowest by LRFU (Lee et al., IEEE Trans. Computers 50(12), 2001): every pass that needs a moe_expert
 counts 1, and halves in weight with each ``half_life_passes``; usage probabilities count as passes before the first one.
 That ranking of two moe_experts does not change while neither is needed, so it is kept as one number each, in a heap.
 
@@ -70,7 +70,7 @@ class MoeExpertUsed:
 
 @dataclass(frozen=True, slots=True)
 class PassEnded:
-    """All layers have run: nothing is to be loaded ahead any more."""
+    """All layers have run: predictions are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class _Counts:
 
 @dataclass(slots=True)
 class _LoadWishes:
-    """What is to be loaded, in this order: dictionaries keep it. ``needed``: by how many."""
+    """Loads to start, in this order. ``needed``: with the number of passes that wait."""
 
     needed: dict[MoeExpert, int] = field(default_factory=dict)
     predicted: dict[MoeExpert, None] = field(default_factory=dict)
@@ -167,7 +167,7 @@ class MoeResidency:
         self._counts = _Counts()
 
     def handle(self, event: Event) -> tuple[Decision, ...]:
-        """What follows from an event: loads to begin, each behind the eviction that makes its room."""
+        """Decisions that follow from an event: loads to start, each behind the eviction that makes room for it."""
         match event:
             case MoeExpertsNeeded(layer, numbers):
                 self._need(layer, numbers)
@@ -192,7 +192,7 @@ class MoeResidency:
         return self._in_flight
 
     def usage(self) -> dict[MoeExpert, float]:
-        """How likely a pass needs each, by those that were seen: what the next cache of the model may begin with."""
+        """Probability that a pass needs each moe_expert, by past passes: prior of the model's next cache."""
         now = self._passes / self._half_life_passes
         fading = 2.0 ** (-1.0 / self._half_life_passes)
         weight = (1.0 - fading**self._passes) / (1.0 - fading) + PRIOR_PASSES * fading**self._passes
@@ -315,7 +315,7 @@ class MoeResidency:
         return found
 
     def _offer(self, moe_expert: MoeExpert) -> None:
-        """It may be evicted from now on."""
+        """Make it a candidate for eviction."""
         heapq.heappush(self._candidates, (self._rank(moe_expert), moe_expert))
         if len(self._candidates) > 2 * self._places:  # half of them, or more, are out of date
             held = (one for one, holding in self._held.items() if holding.is_loaded and not holding.pins)

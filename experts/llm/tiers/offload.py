@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockTensor:
-    """One tensor of a moe_expert: ``up``, ``down``, their biases or scales; and where in the block it begins."""
+    """Tensor of a moe_expert: ``up``, ``down``, their biases or scales, and its offset in the block."""
 
     name: str
     dtype: torch.dtype
@@ -44,7 +44,7 @@ class BlockTensor:
 
 @dataclass(frozen=True, slots=True)
 class BlockForm:
-    """How one moe_expert lies in its block of bytes: all of a model's lie alike."""
+    """Layout of a moe_expert in its block of bytes, the same for all of a model."""
 
     size_bytes: int
     tensors: tuple[BlockTensor, ...]
@@ -66,7 +66,7 @@ class OffloadStatistics:
 
 @dataclass(frozen=True, slots=True)
 class OffloadTotals:
-    """What came and went of all copies of a memory since the start, those that have left it included."""
+    """Totals of all copies of a memory since the start, evicted copies included."""
 
     hits: int = 0
     late: int = 0
@@ -94,7 +94,7 @@ class _RowSpan:
 
 
 class OffloadedMoe:
-    """One copy's moe_experts. ``may_predict``: is there a moment to load ahead, or do others want the link?"""
+    """moe_experts of one copy. ``may_predict``: False while the Engine's loads need the link."""
 
     def __init__(
         self, spec: ArchSpec, form: BlockForm, cache: MoeCache, *, may_predict: Callable[[], bool] = lambda: True
@@ -176,7 +176,7 @@ class OffloadedMoe:
 
 @dataclass(frozen=True, slots=True)
 class _OffloadedLayer:
-    """One layer of them: see ``experts.llm.dispatch.MoeExperts``."""
+    """moe_experts of one layer: see ``experts.llm.dispatch.MoeExperts``."""
 
     moe: OffloadedMoe
     layer: int

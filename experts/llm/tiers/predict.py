@@ -40,7 +40,7 @@ class GateAhead:
         return cls(spec, adjusted.to(gate.dtype), bias)
 
     def likely(self, normed: Tensor) -> tuple[int, ...]:
-        """Who is likely needed, the likeliest first: those that it chooses for any of the tokens, by for how many."""
+        """Likely moe_experts, likeliest first: those chosen for any token, by the number of tokens."""
         logits = linear(normed, self.gate, self.bias)
         chosen = logits.topk(self.spec.per_token, dim=-1).indices  # softmax would not change the order
         counts = torch.bincount(chosen.flatten(), minlength=self.spec.moe_experts)

@@ -83,7 +83,7 @@ class FakeTextEngine:
             try:
                 is_over = turn.text.writer.write(Sampled(written[-1], -0.5))
             except Exception as error:  # noqa: BLE001 - whatever a test's writer raises
-                return RefusedText(f"whoever reads it failed: {error}")
+                return RefusedText(f"its reader failed: {error}")
             if is_over:
                 return Prediction(Ending.STOP, 1.0)
             if len(written) == generation.most_new_tokens:

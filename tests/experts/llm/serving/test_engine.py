@@ -261,7 +261,7 @@ class TestWhatIsWrong:
 
     def test_so_is_a_writer_that_fails(self, desk):
         desk.ask(1, [3], 9, notes=Notes(fails_after=2)).ask(2, [3], 4).finish()
-        assert desk.finished[1] == RefusedText("whoever reads it failed: BrokenPipeError: nobody reads")
+        assert desk.finished[1] == RefusedText("its reader failed: BrokenPipeError: nobody reads")
         assert desk.notes[2].tokens == [4, 5, 6, 7]
         assert desk.arena.statistics().requests == 0
 
@@ -269,7 +269,7 @@ class TestWhatIsWrong:
     def test_so_are_numbers_that_are_none(self, sampling):
         desk = Desk(CountingModel(broken_after=5))
         desk.ask(1, [3], 9, sampling=sampling).ask(2, [20], 3).finish()
-        assert "expert counting answered with numbers that are none after 3 tokens" in desk.finished[1].reason
+        assert "expert counting answered with NaN or infinity after 3 tokens" in desk.finished[1].reason
         assert desk.notes[1].tokens == [4, 5]
         assert desk.notes[2].tokens == [21, 22, 23]
 
@@ -338,7 +338,7 @@ class TestRouters:
     def test_numbers_that_are_none(self):
         desk = Desk(CountingModel(broken_after=10))
         desk.ask(1, [10], 0, choices=CHOICES).finish()
-        assert "numbers that are none" in desk.finished[1].reason
+        assert "NaN or infinity" in desk.finished[1].reason
 
     def test_what_is_left_to_read(self, desk):
         desk.ask(1, range(20), 0, choices={"a": (1, 2, 3), "b": (2,)})
