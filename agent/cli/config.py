@@ -69,10 +69,10 @@ def config_schema(as_json: AsJson = False) -> None:
 
 
 def _silent_cameras(config: LineConfig) -> list[str]:
-    from agent.commands.configuration import probed_cameras
+    from agent.commands.configuration import silent_cameras
 
     with explained():
-        return [f"camera {each.name}: {each.fault}" for each in probed_cameras(config) if each.fault is not None]
+        return list(silent_cameras(config))
 
 
 def _problem(error: ConfigError) -> dict[str, Any]:

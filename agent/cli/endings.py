@@ -1,4 +1,4 @@
-"""End of a command: its output, exit codes, errors as text, and exit at once if threads hang."""
+"""Ends of a command: log and output, exit codes, errors as text, and exit at once if threads hang."""
 
 from __future__ import annotations
 
@@ -47,3 +47,16 @@ def leave_at_once(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def log_to_stderr(level: int) -> None:
+    """Log to stderr, with syslog levels under systemd; verbose libraries from WARNING on."""
+    from agent.config import service_manager
+    from agent.service.service_manager import JournalFormatter
+
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    if service_manager().takes_levels:
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JournalFormatter())
+    for name in ("PIL", "watchdog", "matplotlib"):
+        logging.getLogger(name).setLevel(logging.WARNING)

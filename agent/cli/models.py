@@ -11,8 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from agent.cli.arguments import AsJson, LineFile
-from agent.cli.endings import explained, say
-from agent.cli.log import log_to_stderr
+from agent.cli.endings import explained, log_to_stderr, say
 
 NEXT = "Name it as `weights:` of an expert in the line file."
 

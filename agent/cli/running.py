@@ -11,8 +11,7 @@ from typing import Annotated
 import typer
 
 from agent.cli.arguments import AsJson, Authority, Certificate, Key, LineFile, Target, TokenFile
-from agent.cli.endings import FAILED, explained, leave_at_once, say
-from agent.cli.log import log_to_stderr
+from agent.cli.endings import FAILED, explained, leave_at_once, log_to_stderr, say
 
 
 def serve(

@@ -46,16 +46,7 @@ if TYPE_CHECKING:
 FOLDERS: dict[str, str] = {"classifier": "cls", "detector": "det", "anomaly": "ano"}  # kind of id, and of weights
 GOOD_LABELS = frozenset({"ok", "good", "pass"})
 UNSUITED = re.compile(r"[^A-Za-z0-9_.-]+")  # in the id of an expert
-KEYS = (
-    "architecture",
-    "task",
-    "labels",
-    "otherwise",
-    "size",
-    "normalize",
-    "fit",
-    "stem",
-)  # in the order of their lines
+KEYS = ("architecture", "task", "labels", "otherwise", "size", "normalize", "fit", "stem")  # order of their lines
 ONE_LABEL_OF_TWO = "one output says how sure it is of one label: --otherwise LABEL, of what it is else (ok, ng, ...)"
 COMMENT_WIDTH = 100
 LABELS_SHOWN = 8

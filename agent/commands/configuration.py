@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agent.config import read_secret
@@ -20,19 +19,12 @@ if TYPE_CHECKING:
 PROBE_S = 15.0
 
 
-@dataclass(frozen=True, slots=True)
-class CameraAnswer:
-    """Camera probed for a frame. ``fault``: why none came; None if one did."""
-
-    name: str
-    fault: str | None
-
-
-def probed_cameras(config: LineConfig) -> Iterator[CameraAnswer]:
-    """Each camera of a line, asked for one frame. Raises SecretMissing."""
+def silent_cameras(config: LineConfig) -> Iterator[str]:
+    """Cameras that answered no frame, with the fault. Raises SecretMissing."""
     for camera in config.intake.cameras:
         password = None if camera.password is None else read_secret(camera.password)
-        yield CameraAnswer(camera.name, probe(camera, password, PROBE_S))
+        if (fault := probe(camera, password, PROBE_S)) is not None:
+            yield f"camera {camera.name}: {fault}"
 
 
 def weights_problems(config: LineConfig) -> Iterator[ConfigError]:

@@ -19,10 +19,10 @@ from agent.http.exchange import HttpAnswer, HttpRequest
 from agent.line_file.api import is_loopback_name
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Sequence
 
     from agent.http.exchange import Application, Terms
-    from agent.http.places import ConnectionPermit
 
 log = logging.getLogger(__name__)
 
@@ -33,15 +33,37 @@ SURPLUS_BYTES = 64 * 1024  # behind the request, while it is answered
 TEXT = ("content-type", "text/plain; charset=utf-8")
 
 
+class ConnectionCount:
+    """One connection in the counts of its address: under None without a request, then under its application."""
+
+    def __init__(self, counts: Counter[int | None]) -> None:
+        self._counts = counts
+        self._kind: int | None = None
+        counts[None] += 1
+
+    def change(self, application: Application) -> bool:
+        """Count the connection for an application; False if that has its maximum."""
+        kind = id(application)
+        if self._counts[kind] >= application.terms.connections:
+            return False
+        self.leave()
+        self._kind = kind
+        self._counts[kind] += 1
+        return True
+
+    def leave(self) -> None:
+        self._counts[self._kind] -= 1
+
+
 class HttpConnection:
     """Implements ``agent.http.exchange.Stream``. For the loop's thread only."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, applications: Sequence[Application],
-                 place: ConnectionPermit, *, is_local_user: bool) -> None:  # fmt: skip
+                 count: ConnectionCount, *, is_local_user: bool) -> None:  # fmt: skip
         self._reader = reader
         self._writer = writer
         self._applications = applications
-        self._place = place
+        self._count = count
         self._is_local_user = is_local_user
         self._protocol = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES)
         self._stall_s: float | None = None
@@ -81,7 +103,7 @@ class HttpConnection:
             await self._say(application.refusal(421, reason))  # a browser's page of another site, whose name leads here
             await self._linger()
             return
-        if not self._place.change(application):
+        if not self._count.change(application):
             busy = application.refusal(503, f"{terms.connections} callers are being answered - ask again in a while")
             await self._say(busy)
             return

@@ -13,12 +13,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections import Counter
 from contextlib import ExitStack
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from agent.http.connection import READ_BYTES, HttpConnection
-from agent.http.places import ConnectionLimits
+from agent.http.connection import READ_BYTES, ConnectionCount, HttpConnection
 from agent.line_file.api import UNIX
 from agent.unix_sockets import UnixSocket
 from experts.errors import AddressUnusable
@@ -101,7 +101,7 @@ class _Served:
         self.address = address
         self._listening = listening
         self._place = place
-        self._places = ConnectionLimits(ARRIVALS)
+        self._counts: Counter[int | None] = Counter()
 
     async def start(self, applications: Sequence[Application], head_s: float) -> None:
         self._applications = applications
@@ -121,19 +121,17 @@ class _Served:
             self._place.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        place = self._places.enter()
-        if place is None:
+        if self._counts[None] >= ARRIVALS:
             writer.transport.abort()
             return
-        is_local_user = self._place is not None
+        count, is_local_user = ConnectionCount(self._counts), self._place is not None
+        connection = HttpConnection(reader, writer, self._applications, count, is_local_user=is_local_user)
         try:
-            await HttpConnection(reader, writer, self._applications, place, is_local_user=is_local_user).serve(
-                self._head_s
-            )
+            await connection.serve(self._head_s)
         except Exception:  # the boundary of a connection
             log.exception("web_connection_failed")
         finally:
-            place.leave()
+            count.leave()
 
 
 def _bound(address: str) -> _Served:

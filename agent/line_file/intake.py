@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from agent.line_file.values import Name, Seconds, SecretSection
+from agent.line_file.values import Name, RegularExpression, Seconds, SecretSection
 from experts.catalog import ComponentType, FilePath, Section
 from experts.document import suggestion
 from experts.images import DEFAULT_MAX_PIXELS, LARGEST_MAX_PIXELS
@@ -22,14 +22,6 @@ NAME_GROUPS = (BOARD_GROUP, "component", "ref")  # what a file's name must tell
 TYPE_GROUP = "type"  # and, where several board types are configured, this
 NETWORK_SCHEMES = ("rtsp", "rtsps", "http", "https")
 CAMERA_SCHEMES = (*NETWORK_SCHEMES, "file", "v4l2", "genicam")
-
-
-def _pattern(text: str) -> str:
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise ValueError(f"not a regular expression ({error}) - correct it") from error
-    return text
 
 
 def _camera_url(text: str, info: ValidationInfo) -> str:
@@ -80,7 +72,7 @@ class FolderSection(Section):
         '{"board": ..., "component": ..., "ref": ...}, and "type" where there are several board types); default '
         "pattern",
     )
-    pattern: Annotated[str, AfterValidator(_pattern)] | None = Field(
+    pattern: RegularExpression | None = Field(
         None,
         validate_default=True,
         description="regular expression of whole file names (of the path below the folder, if it holds a `/`) "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator, Field
 
-from agent.line_file.values import OptionalSize, Seconds
+from agent.line_file.values import OptionalSize, RegularExpression, Seconds
 from experts.catalog import COMPONENT, Section, is_llm
 from experts.document import suggestion
 from experts.graph import TextRoute, TextRule
@@ -19,14 +19,6 @@ if TYPE_CHECKING:
     from experts.catalog import CatalogSections, ExpertSection
     from experts.document import Document, KeyPath
     from experts.errors import ConfigError
-
-
-def _pattern(text: str) -> str:
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise ValueError(f"{text!r} is no regular expression: {error} - correct it, in single quotes") from error
-    return text
 
 
 def _route_name(text: str) -> str:
@@ -44,7 +36,7 @@ RouteName = Annotated[str, AfterValidator(_route_name)]
 class TextRuleSection(Section):
     """Rule that sends matching texts to an expert."""
 
-    matches: Annotated[str, AfterValidator(_pattern)] = Field(
+    matches: RegularExpression = Field(
         min_length=1, description="regular expression that is found anywhere in what is asked; (?i) ignores case"
     )
     expert: str = Field(description="id of the llm that answers then")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from experts.catalog import FilePath, Section
 from experts.sizes import SIZE, size_bytes
@@ -23,6 +23,14 @@ def _optional_size(value: object) -> int | None:
     if bytes_ < 1:
         raise ValueError(f"{value!r} is no memory at all - write auto, or a size such as 4GiB")
     return bytes_
+
+
+def _regular_expression(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"not a regular expression ({error}) - correct it, in single quotes") from error
+    return text
 
 
 def _no_path(name: str) -> str:
@@ -40,6 +48,7 @@ def shown_url(url: str) -> str:
 SIZE_SCHEMA = WithJsonSchema({"type": "string", "pattern": f"^(auto|{SIZE.pattern})$", "default": AUTO})
 OptionalSize = Annotated[int | None, BeforeValidator(_optional_size), SIZE_SCHEMA]
 Seconds = Annotated[float, Field(strict=True, gt=0, le=86_400)]
+RegularExpression = Annotated[str, AfterValidator(_regular_expression)]
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
 
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from agent.service.inspections.drift import DriftStatistics
     from agent.sources.base import Source
     from agent.subject import SourceStatus
-    from agent.web.server import WebServer
+    from agent.web.pages import WebServer
     from experts.errors import AgentCrashed
 
 log = logging.getLogger(__name__)
@@ -414,7 +414,7 @@ def _openai_of(config: LineConfig, desk: LineDesk) -> OpenAiEndpoint | None:
 def _web_of(config: LineConfig, line: LineMetrics, openai: OpenAiEndpoint | None) -> WebServer | None:
     if not config.api.http:
         return None
-    from agent.web.server import WebServer
+    from agent.web.pages import WebServer
 
     return WebServer(config.api.http, line, also=() if openai is None else (openai,))
 

@@ -2,6 +2,7 @@
 
 Guarantees: a page is answered within PATIENCE_S; while the line hangs it is 503 with that reason. The line is asked
 each question once at a time, and concurrent callers share the answer: neither questions nor threads pile up.
+A connection is cut off after CONNECTION_S. After ``stop`` only a thread whose question hangs in the line goes on.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from agent.http.exchange import HttpAnswer, Terms
+from agent.http.server import HttpServer
 from agent.web.readings import Histogram, MetricKind
 from experts.daemon_threads import DaemonThreads
 
@@ -27,29 +29,58 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric as Family
 
-    from agent.http.exchange import HttpRequest, Stream
-    from agent.web.readings import Condition, Line, Metric
+    from agent.http.exchange import Application, HttpRequest, Stream
+    from agent.web.readings import Condition, Metric, ObservedLine
 
 log = logging.getLogger(__name__)
 
 PREFIX = "coserve"
 PATIENCE_S = 5.0  # Prometheus and health checks wait for 10 s
+CONNECTION_S = 10.0  # twice PATIENCE_S
 BODY_BYTES = 1024  # no page takes a body
 CONNECTIONS = 16  # of each address at a time
 FAMILIES = {MetricKind.COUNTER: CounterMetricFamily, MetricKind.GAUGE: GaugeMetricFamily}
 PATHS = ("/metrics", "/health/live", "/health/ready")
 
-Asked = TypeVar("Asked")
+Result = TypeVar("Result")
+
+
+class WebServer:
+    """Started once, stopped once. ``also``: applications that are asked for a path before the pages."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        line: ObservedLine,
+        *,
+        also: Sequence[Application] = (),
+        patience_s: float = PATIENCE_S,
+        connection_s: float = CONNECTION_S,
+    ) -> None:
+        self._pages = Pages(line, patience_s, connection_s)
+        self._server = HttpServer(addresses, (*also, self._pages), connection_s)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return self._server.addresses
+
+    def start(self) -> None:
+        """Raises AddressUnusable; then no address is served."""
+        self._server.start()
+
+    def stop(self) -> None:
+        self._server.stop()
+        self._pages.close()
 
 
 class Pages:
     """Implements ``agent.http.exchange.Application``."""
 
-    def __init__(self, line: Line, patience_s: float, connection_s: float) -> None:
+    def __init__(self, line: ObservedLine, patience_s: float, connection_s: float) -> None:
         self.terms = Terms(BODY_BYTES, connection_s, connection_s, CONNECTIONS)
         self._patience_s = patience_s
-        self._condition = _Question(line.condition, "web-health")
-        self._metrics = _Question(line.metrics, "web-metrics")
+        self._condition = _SingleFlight(line.condition, "web-health")
+        self._metrics = _SingleFlight(line.metrics, "web-metrics")
         self._writing = DaemonThreads(1, "web-text")  # exposition takes a while
         self._process = ProcessCollector(PREFIX, registry=None)
 
@@ -90,16 +121,16 @@ class Pages:
         return _said(200, "alive" if request.path == "/health/live" else "ready")
 
 
-class _Question(Generic[Asked]):
-    """Question to the line, asked on a thread of its own, once at a time."""
+class _SingleFlight(Generic[Result]):
+    """Call to the line on a thread of its own, once at a time: concurrent callers share the answer."""
 
-    def __init__(self, ask: Callable[[], Asked], name: str) -> None:
+    def __init__(self, ask: Callable[[], Result], name: str) -> None:
         self._ask = ask
         self._thread = DaemonThreads(1, name)
         self._lock = threading.Lock()
-        self._under_way: Future[Asked] | None = None
+        self._under_way: Future[Result] | None = None
 
-    async def answer(self, timeout_s: float) -> Asked:
+    async def answer(self, timeout_s: float) -> Result:
         """Raises TimeoutError, and the line's own errors."""
         with self._lock:
             if self._under_way is None or self._under_way.done():

@@ -60,7 +60,7 @@ class Condition:
     unready: str | None = None
 
 
-class Line(Protocol):
+class ObservedLine(Protocol):
     """One call of each method at a time, from any thread. A call may take long, or never return."""
 
     def condition(self) -> Condition:

@@ -14,8 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from agent.cli.arguments import AsJson, LineFile
-from agent.cli.endings import explained
-from agent.cli.log import log_to_stderr
+from agent.cli.endings import explained, log_to_stderr
 from profiler.cli.arguments import Executors, Policies, disk_explained
 
 LINE = "line"  # the name of what `bench LINE.yaml` runs

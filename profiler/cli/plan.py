@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agent.cli.arguments import AsJson, LineFile
-from agent.cli.endings import explained
-from agent.cli.log import log_to_stderr
+from agent.cli.endings import explained, log_to_stderr
 from experts.errors import ConfigError
 from profiler.cli.arguments import (
     Executors,

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agent.cli.arguments import AsJson, LineFile
-from agent.cli.endings import explained
-from agent.cli.log import log_to_stderr
+from agent.cli.endings import explained, log_to_stderr
 from profiler.cli.arguments import SEARCHING, disk_explained, from_here, refuse_unused
 
 if TYPE_CHECKING:

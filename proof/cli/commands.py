@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agent.cli.arguments import AsJson, LineFile
-from agent.cli.endings import explained
-from agent.cli.log import log_to_stderr
+from agent.cli.endings import explained, log_to_stderr
 from profiler.cli.arguments import GivenPrecision, NewPrecision, disk_explained, refuse_unused, scratch_folder
 from profiler.workload.graph_kinds import GraphKind
 

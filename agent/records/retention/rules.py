@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from agent.line_file.records import KeepSection
 
 DAY_S = 86_400.0
+STEADY_S = 3600.0
+STEADY_WITHIN_S = 60.0  # a clock that is slewed differs that much
 YOUNG_S = 3600.0  # a person or a receiver may still need the image
 LAST_TO_GO = {Verdict.OK: 0, Verdict.UNKNOWN: 1, Verdict.NG: 2}
 
@@ -77,6 +79,20 @@ class Situation:
 class Going:
     image: KeptImage
     reason: Reason
+
+
+@dataclass(slots=True)
+class Steadiness:
+    """Trust in the wall clock: it has kept ``offset_s`` from the monotonic clock since ``since_s``, for an hour."""
+
+    offset_s: float
+    since_s: float
+
+    def look(self, wall_s: float, now_s: float) -> bool:
+        """Compare both clocks; True once they have agreed for STEADY_S."""
+        if abs(wall_s - now_s - self.offset_s) > STEADY_WITHIN_S:
+            self.offset_s, self.since_s = wall_s - now_s, now_s
+        return now_s - self.since_s >= STEADY_S
 
 
 def may_go(image: KeptImage, limits: KeepLimits, now_s: float) -> bool:

@@ -28,8 +28,16 @@ from typing import TYPE_CHECKING
 from agent.records.database import read_rows, utc_text
 from agent.records.export import last_exported
 from agent.records.retention.kept_images import FileSeen, archived, remove, shelved
-from agent.records.retention.rules import KeepLimits, KeptImage, Reason, Situation, going_order, may_go, what_goes
-from agent.records.retention.steadiness import Steadiness
+from agent.records.retention.rules import (
+    KeepLimits,
+    KeptImage,
+    Reason,
+    Situation,
+    Steadiness,
+    going_order,
+    may_go,
+    what_goes,
+)
 from experts.expert import Verdict
 
 if TYPE_CHECKING:

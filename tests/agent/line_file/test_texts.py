@@ -109,7 +109,7 @@ def test_nothing_is_known_of_models_that_no_route_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("good", "bad", "expected"),
     [
-        ("'(?i)torque'", "'(torque'", "texts.routes.assistant.rules[0].matches: '(torque' is no regular"),
+        ("'(?i)torque'", "'(torque'", "texts.routes.assistant.rules[0].matches: not a regular"),
         ("'(?i)torque'", "''", "texts.routes.assistant.rules[0].matches: String should have at least 1 character"),
         ("expert: llm/code}", "expert: llm/cod}", "texts.routes.assistant.rules[1].expert: no expert 'llm/cod' - did"),
         ("expert: llm/code}", "expert: cls/r}", "rules[1].expert: cls/r takes images, not texts - "),

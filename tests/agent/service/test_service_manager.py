@@ -229,7 +229,9 @@ class TestTheJournal:
         with (tmp_path / "stderr").open("w+") as stderr:
             status = os.fstat(stderr.fileno())
             stream = f"{status.st_dev}:{status.st_ino}" if is_journal else f"{status.st_dev}:1"
-            code = "import logging, agent.cli.log; agent.cli.log.log_to_stderr(logging.INFO); logging.info('here')"
+            code = (
+                "import logging, agent.cli.endings; agent.cli.endings.log_to_stderr(logging.INFO); logging.info('here')"
+            )
             subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"JOURNAL_STREAM": stream},
                            stderr=stderr, timeout=PATIENCE_S, check=True)  # fmt: skip
             stderr.seek(0)

@@ -15,8 +15,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from agent.http.server import ARRIVALS
+from agent.web.pages import WebServer
 from agent.web.readings import Condition, Distribution, Histogram, Metric, MetricKind
-from agent.web.server import WebServer
 from experts.errors import AddressUnusable
 
 PATIENCE_S = 60.0

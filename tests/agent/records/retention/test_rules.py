@@ -26,6 +26,7 @@ from agent.records.retention.kept_images import Shelf, shelved
 from agent.records.retention.rules import (
     DAY_S,
     LAST_TO_GO,
+    STEADY_S,
     YOUNG_S,
     KeepLimits,
     KeptImage,
@@ -34,7 +35,6 @@ from agent.records.retention.rules import (
     may_go,
     what_goes,
 )
-from agent.records.retention.steadiness import STEADY_S
 from agent.records.retention.sweeper import Surroundings, Sweeper
 from agent.sources.folder.files.filing import SHELF_OF
 from experts.expert import Verdict
