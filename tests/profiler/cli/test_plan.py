@@ -203,6 +203,7 @@ for name in ("torchvision", "ultralytics", "onnxruntime", "matplotlib"):
 """
 
 
+@pytest.mark.slow
 def test_in_its_own_process_it_imports_no_backend(line):
     script = LOOKING.format(root=str(ROOT), line=str(line))
     done = subprocess.run(

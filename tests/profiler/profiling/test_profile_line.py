@@ -464,7 +464,11 @@ class TestAKindThatRunsInNoFormThatMayBeTaken:
     @pytest.mark.parametrize(
         ("precision", "reason"),
         [
-            ("auto", "fp32 does not run there, and no other precision is proven to agree with it"),
+            pytest.param(
+                "auto",
+                "fp32 does not run there, and no other precision is proven to agree with it",
+                marks=pytest.mark.slow,
+            ),
             ("bf16", "it does not run in bf16, which the line file gives - write `precision: auto`, or another"),
         ],
     )
