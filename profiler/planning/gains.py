@@ -154,6 +154,7 @@ def _memory_gain(remedy: MemoryRemedy, form: Gain | None = None) -> Gain:
         for pool, size in remedy.budget_bytes.items()
         if size > remedy.box_bytes[pool]
     ]
-    remark = "; ".join((*((form.remark,) if form is not None and form.remark else ()), *short))
-    change = sizes if form is None else f"{form.change}, and {sizes}"
-    return Gain(change, None if form is None else form.form, remedy.budget_bytes, remedy.images_per_s, remark)
+    if form is None:
+        return Gain(sizes, None, remedy.budget_bytes, remedy.images_per_s, "; ".join(short))
+    remark = "; ".join(filter(None, (form.remark, *short)))
+    return Gain(f"{form.change}, and {sizes}", form.form, remedy.budget_bytes, remedy.images_per_s, remark)

@@ -60,7 +60,7 @@ def advise(
         memory = _memory_remedy(scenario, setup, box, target_images_per_s, spacious, split)
         ssd = _ssd_remedy(scenario, setup, target_images_per_s)
     if required_images_per_s is not None and scenario.images_asked:
-        rate = required_images_per_s * len(scenario.trace) / scenario.images_asked  # texts come with them
+        rate = scenario.with_texts(required_images_per_s)
         is_met = reaches(scenario, setup, now, rate)
         is_met_unlimited = is_met or reaches(settled, roomy, unlimited, rate)
         takt = Takt(required_images_per_s, is_met, is_met_unlimited)

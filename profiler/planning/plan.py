@@ -142,7 +142,7 @@ def plan_row(scenario: Scenario, setup: EngineSetup, required_images_per_s: floa
     images_s = [wait for wait, each in zip(played.waits_s, scenario.trace, strict=True) if each.work is IMAGE]
     texts_s = [wait for wait, each in zip(played.waits_s, scenario.trace, strict=True) if each.work is not IMAGE]
     required_per_s = None if required_images_per_s is None or not images_s else required_images_per_s
-    rate_per_s = None if required_per_s is None else required_per_s * requests / len(images_s)  # texts come with images
+    rate_per_s = None if required_per_s is None else scenario.with_texts(required_per_s)
     is_met = None if rate_per_s is None else reaches(scenario, setup, played, rate_per_s)
     shift_images_per_s = rate_per_s if rate_per_s is not None and is_met else played.images_per_s
     return PlanRow(

@@ -33,6 +33,7 @@ from profiler.workload.samples import LineSamples
 
 if TYPE_CHECKING:
     from agent.config import LineConfig
+    from agent.device_profile.records import StoredProfile
     from profiler.profiling.profile_line import ProfilingOptions, Progress
 
 
@@ -77,15 +78,24 @@ def profile_expert(config: LineConfig, expert: str, options: ProfilingOptions, p
         decoding = DecodingBench(benches[0], config.catalog.graph, options.tolerance).measure((copies or references)[0])
         if any(copy.packed.precision == Precision.ONEDNN_INT8 for copy in copies):
             tried.copy(expert, calibrations)  # the agent packs by the proven calibration
-    packed = {key: sha256 for key, sha256 in profile.packed.items() if key[0] != expert}
-    packed[expert, SOURCE] = references[0].packed.source_sha256
-    packed |= {(expert, str(copy.packed.precision)): packed_sha256(copy.packed) for copy in (*references, *copies)}
+    packed = {(expert, str(copy.packed.precision)): packed_sha256(copy.packed) for copy in (*references, *copies)}
+    others = _without(profile, expert)
     proven = replace(
-        profile,
-        packed=packed,
-        decodings=(*(e for e in profile.decodings if e.expert != expert), *([] if decoding is None else [decoding])),
-        forms={key: each for key, each in profile.forms.items() if key[0] != expert} | forms.experts,
-        agreements=(*(each for each in profile.agreements if each.expert != expert), *agreements),
+        others,
+        packed={**others.packed, **packed, (expert, SOURCE): references[0].packed.source_sha256},
+        decodings=(*others.decodings, *([] if decoding is None else [decoding])),
+        forms={**others.forms, **forms.experts},
+        agreements=(*others.agreements, *agreements),
     )
     replace_proofs(path, proven, new)
     return Profiled(read_profile(path), path, tuple(choice.notes))
+
+
+def _without(profile: StoredProfile, expert: str) -> StoredProfile:
+    return replace(
+        profile,
+        packed={key: sha256 for key, sha256 in profile.packed.items() if key[0] != expert},
+        decodings=tuple(each for each in profile.decodings if each.expert != expert),
+        forms={key: each for key, each in profile.forms.items() if key[0] != expert},
+        agreements=tuple(each for each in profile.agreements if each.expert != expert),
+    )

@@ -66,6 +66,10 @@ class Scenario:
         """Requests that are images; the others are texts."""
         return sum(arrival.work is IMAGE for arrival in self.trace)
 
+    def with_texts(self, images_per_s: float) -> float:
+        """Rate of all requests at this rate of images, with which texts come."""
+        return images_per_s * len(self.trace) / self.images_asked
+
     @property
     def experts(self) -> set[str]:
         return {expert for experts in self.steps for expert in experts}
