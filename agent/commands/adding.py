@@ -365,7 +365,6 @@ def _put_in_place(weights: Path, settled: _Settled) -> Iterator[None]:
 
 
 def _tried(expert: Expert, file: Path | None) -> Tried:
-    """One image through the expert, packed and run as the agent does on a CPU."""
     pixels = expert.pixels
     if file is None:
         image = decoded(_made_up(pixels.height, pixels.width), "")
@@ -382,7 +381,6 @@ def _tried(expert: Expert, file: Path | None) -> Tried:
 
 
 def _made_up(height: int, width: int) -> NDArray[np.uint8]:
-    """A slope of grey with a bright square and some noise."""
     image = np.random.default_rng(0).integers(0, 24, (height, width, 3))
     image += np.linspace(40, 160, width, dtype=np.int64)[None, :, None]
     image[height // 3 : height // 2, width // 3 : width // 2] += 70

@@ -46,7 +46,6 @@ class AgentAccess:
 
 
 def ask_status(config: LineConfig | None, access: AgentAccess) -> StatusView:
-    """Raises as ``ask_to_write``."""
     with _client(config, access) as client:
         return client.status()
 

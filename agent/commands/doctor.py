@@ -93,7 +93,6 @@ def examine(config: LineConfig, *, cameras: bool = True) -> Diagnosis:
 
 
 def _safely(part: Iterable[Check]) -> list[Check]:
-    """Findings of a part; an error of the part is a finding too."""
     try:
         return list(part)
     except CoServeError as error:

@@ -36,7 +36,6 @@ SHOWN_IMAGES = 20
 
 
 def packed_bytes(manifests: Iterable[Manifest]) -> int:
-    """Size of all packed files of an expert; segments shared with others count in full."""
     return sum(segment.size_bytes for manifest in manifests for segment in manifest.packed.segments)
 
 
@@ -193,7 +192,6 @@ def _differing_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[s
 
 
 def _with(text: str, expert: str, key: str, entry: Mapping[str, Any], file: Path) -> str:
-    """The text with an expert's key set to, or removed like, another entry's."""
     path = ("experts", expert, key)
     if key in entry:
         return set_key(text, path, entry[key], file=file)

@@ -88,7 +88,6 @@ def _damage(manifest: Manifest, folder: ManifestFolder, segments: SegmentStore) 
 
 @contextmanager
 def _packed_weights(config: LineConfig, progress: Callable[[str, int, int], None]) -> Iterator[Path]:
-    """Snapshot of a line's packed weights, packed first unless an agent runs."""
     refuse_root_beside_another(config.state)
     with closing(SegmentStore(config.packed_folder)) as segments:
         try:

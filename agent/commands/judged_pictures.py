@@ -54,7 +54,6 @@ def _drawn(image: Path, shown: JudgedImage, target: Path) -> Path | None:
 
 
 def _with_words(picture: Image.Image, shown: JudgedImage, times: int) -> Image.Image:
-    """Draw boxes, enlarged ``times``, and a strip of words below."""
     whole = Image.new("RGB", (picture.width, picture.height + STRIP_PX), GROUND)
     whole.paste(picture)
     draw = ImageDraw.Draw(whole)

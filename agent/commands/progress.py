@@ -22,7 +22,6 @@ PLAIN_EVERY_S = 5.0  # between two lines of one stage where there is no terminal
 
 
 def console_page() -> Console:
-    """Console of a page on stdout, wide where stdout is no terminal."""
     return Console(width=None if Console().is_terminal else PAGE_WIDTH, highlight=False)
 
 

@@ -31,7 +31,6 @@ def result_rows(
 def board_rows(
     config: LineConfig, since: datetime | None, verdict: Verdict | None, limit: int | None
 ) -> Iterator[dict[str, Any]]:
-    """Stored board verdicts, oldest first. Raises ConfigError when this line has none yet."""
     rows = [row for row in _reader(config).boards(since) if verdict is None or row.board.verdict is verdict]
     for row in rows if limit is None else rows[-limit:]:
         yield plain_board(row)

@@ -95,7 +95,6 @@ class Agent:
     alarms: tuple[str, ...] = ()  # what of the device profile does not hold
 
     def expert(self, name: str) -> str:
-        """The Engine's name of an expert of the line."""
         return self.experts.get(name, name)
 
     def start(self) -> None:

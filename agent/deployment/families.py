@@ -36,7 +36,6 @@ def families(copies: Iterable[ExpertCopy]) -> dict[str, str]:
 
 
 def with_families(matrix: PerformanceMatrix, copies: Iterable[ExpertCopy]) -> PerformanceMatrix:
-    """The matrix with these copies' families."""
     named: Mapping[str, str] = families(copies)
     experts = {
         processor: {expert: replace(row, family=named.get(row.copy)) for expert, row in column.items()}

@@ -68,14 +68,12 @@ def with_line_names(text: str) -> str:
 
 
 def keys_for_restart(old: LineConfig, new: LineConfig) -> tuple[str, ...]:
-    """Sections that differ and need a restart."""
     before, after = old.document.values, new.document.values
     differing = (key for key in sorted(before.keys() | after.keys()) if _fixed(key, before) != _fixed(key, after))
     return tuple(key for key in differing if key not in LIVE_KEYS)
 
 
 def _fixed(key: str, values: Mapping[str, Any]) -> object:
-    """A section without routes of texts, which need no restart."""
     if key != TEXTS:
         return values.get(key)
     return {name: value for name, value in (values.get(key) or {}).items() if name != "routes"}
@@ -198,7 +196,6 @@ def _change(
 
 
 def _renamed(new: Mapping[str, Sequence[ExpertCopy]], names: Mapping[str, str]) -> dict[str, ExpertCopy]:
-    """Copies by the Engine's names."""
     renamed = {
         copy_name(names[copy.expert.id], Precision(copy.packed.precision)): copy
         for listed in new.values()

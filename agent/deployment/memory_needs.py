@@ -94,7 +94,6 @@ class MemoryNeeds:
         return self.spec(self.budget_bytes - workspace, workspace)
 
     def spec(self, expert_bytes: int, workspace_bytes: int) -> PoolSpec:
-        """This memory, split so. A device's, behind a cache, is one arena."""
         is_one_piece = self.cache is not None
         return PoolSpec(self.pool, expert_bytes, workspace_bytes, self.cache, is_one_piece, self.lease_bytes)
 

@@ -127,7 +127,6 @@ def pinned_experts(config: LineConfig) -> frozenset[str]:
 
 
 def _workspace_bytes(config: LineConfig, needs: MemoryNeeds) -> int:
-    """Workspace without a search."""
     given = config.memory.workspace
     if given is None:
         return needs.casual_workspace_bytes

@@ -1,1 +1,1 @@
-"""The SQLite file that the offline phase writes and the agent reads, and nothing else."""
+"""Device profile: the SQLite file that the offline phase writes and the agent reads."""

@@ -1,4 +1,4 @@
-"""What the columns of a device profile hold: the types of its records' fields, each with the words to refuse by.
+"""Column types of a device profile: types of its records' fields, each with its text for a refusal.
 
 SQLite columns take text as well, and text compares above any number: so the types are strict.
 """

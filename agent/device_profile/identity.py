@@ -1,4 +1,4 @@
-"""What a profile was measured on, and what has changed since: the box and the experts, by name."""
+"""Identity of the box and the experts that a profile was measured on, and differences since."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ def verdict_sha256(graph: ExpertGraph, expert: Expert) -> str:
 
 
 def box_mismatches(profile: StoredProfile, box: BoxIdentity) -> tuple[str, ...]:
-    """Why a profile does not hold for a box. Memory counts where it shrank below what was shared out."""
+    """Reasons why a profile does not hold for a box. Memory counts only below the profile's budget."""
     budgets = profile.allocation.budget_bytes
     return (*differences(profile.box, box), *_shrunken(budgets, box))
 
 
 def is_of_another_box(then: BoxIdentity, now: BoxIdentity) -> bool:
-    """Libraries, forms and memory sizes aside."""
+    """Compares device, model, processors and cores."""
     return any(differences(replace(then, versions={}, forms=""), replace(now, versions={}, forms="")))
 
 
 def differences(then: BoxIdentity, now: BoxIdentity) -> Iterator[str]:
-    """How two boxes differ, memory aside."""
+    """Differences of two boxes, without memory."""
     if then.device != now.device:
         yield f"the device is {now.device} now, {then.device} in the profile"
     if then.model != now.model:
@@ -90,7 +90,7 @@ def differences(then: BoxIdentity, now: BoxIdentity) -> Iterator[str]:
 
 
 def _shrunken(budgets: Mapping[str, int], box: BoxIdentity) -> Iterator[str]:
-    """Memories smaller than what was shared out; an emulated device's is part of the host's."""
+    """Memories smaller than their budget; an emulated device's memory is part of the host's."""
     sizes = {"host": box.host_bytes, "device": None if box.device == "emulated" else box.device_bytes}
     for pool, budget_bytes in budgets.items():
         size_bytes = sizes.get(pool)
@@ -99,7 +99,7 @@ def _shrunken(budgets: Mapping[str, int], box: BoxIdentity) -> Iterator[str]:
 
 
 def expert_mismatches(profile: StoredProfile, packed: Mapping[tuple[str, str], str]) -> dict[str, str]:
-    """Experts that differ from their profile, and how; what was proven of them does not hold any more.
+    """Experts that differ from their profile, and how. Their proofs do not hold any more.
 
     ``packed``: (expert, precision) -> ``packed_sha256`` of every expert on the line. (expert, SOURCE) -> sha256 of the
     owner's file excuses a form that was not profiled, where the file is the same.

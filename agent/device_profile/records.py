@@ -1,4 +1,4 @@
-"""The nouns of a device profile: frozen records, no behaviour beyond reading them."""
+"""Records of a device profile, frozen."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SOURCE = "source"  # in ``StoredProfile.packed``, in the place of a precision
 
 @dataclass(frozen=True, slots=True)
 class BoxIdentity:
-    """What a profile holds for. ``versions``: libraries that run experts. ``forms``: oneDNN's that run on its CPU,
+    """Box that a profile holds for. ``versions``: libraries that run experts. ``forms``: oneDNN's that run on its CPU,
     joined by commas."""
 
     device: Text  # Box.name: cpu, cuda, jetson, mps, emulated
@@ -81,7 +81,7 @@ class KindProfile:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How one expert decides in a precision on one processor, against fp32 on the same samples.
+    """Comparison of one expert in a precision on one processor with fp32, on the same samples.
 
     ``labels_differ``: images whose labels, boxes or way along a route differ. ``least``: images that a proof takes.
     ``of_sha256``: the samples and how they were judged (``verdict_sha256``).
@@ -121,7 +121,7 @@ class ExpertForm:
 
 
 class UsageOrigin(StrEnum):
-    """How usage became known; a profile's file holds the text."""
+    """Origin of the usage, as text in the file."""
 
     COMPUTED = "computed from quantities"
     COUNTED = "counted on samples"
@@ -140,7 +140,7 @@ class UsageProfile:
 
 @dataclass(frozen=True, slots=True)
 class PoolAllocation:
-    """How one memory is shared out (section 4.4). ``experts``: how many of the most used ones fit."""
+    """Split of one memory (section 4.4). ``experts``: how many of the most used ones fit."""
 
     pool: Text
     expert_bytes: Count

@@ -1,4 +1,4 @@
-"""The tables of a device profile's file, as migrations; and a connection to one that is written, or only read.
+"""Tables of a device profile's file as migrations, and connections to write or read it.
 
 Guarantees: a written file has a rollback journal (no WAL), so once closed it is one file that may be renamed; a file
 that is read is copied into memory and migrated there.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing, contextmanager
-from functools import cache
 from typing import TYPE_CHECKING
 
 from sqlite_utils import Database, Migrations
 
+from agent.sqlite_files import migrate, primary_code, refuse_shared
 from experts.errors import ConfigError, ProfileDamaged
-from experts.filesystem import filesystem_type, is_shared
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,8 +25,6 @@ CHECK_IT = "check the disk and the file's permissions, then run the command agai
 REFUSED_BY_DISK = frozenset(  # primary result codes that say nothing of what a file holds
     {sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_BUSY}
 )
-PRIMARY = 0xFF
-JOURNAL_SUFFIXES = ("-journal", "-wal", "-shm")
 
 TABLES = (
     """CREATE TABLE profile (
@@ -104,14 +101,12 @@ def version_0_1(database: Database) -> None:
 
 
 def open_for_writing(path: Path) -> Database:
-    """A file, perhaps new, its tables up to date, every commit synced.
+    """Database of a profile, new or existing, migrated, every commit synced.
 
     Raises ProfileDamaged for no profile, ConfigError for another version's or a network share, sqlite3.OperationalError
     from the disk.
     """
-    kind = filesystem_type(path)
-    if is_shared(kind):
-        raise ConfigError(f"{path} is on a shared filesystem ({kind}) - keep the profile on a local disk")
+    refuse_shared(path, "keep the profile on a local disk")
     if path.exists():
         check_header(path)
     database = Database(path)
@@ -124,7 +119,7 @@ def open_for_writing(path: Path) -> Database:
 
 
 def copy_in_memory(path: Path) -> Database:
-    """A file's content, brought up to date in memory only. Raises ConfigError for what cannot be read as a profile."""
+    """Copy of a profile in memory, migrated there. Raises ConfigError for a file that is no profile."""
     check_header(path)
     copy = Database(memory=True)
     try:
@@ -162,7 +157,7 @@ def understood(path: Path, damaged: str = "is damaged") -> Iterator[None]:
 
 
 def check_header(path: Path) -> None:
-    """Raises ConfigError for a file that cannot be opened, ProfileDamaged for one that is none of SQLite's."""
+    """Raises ConfigError for a file that cannot be opened, ProfileDamaged for a file that is not SQLite's."""
     try:
         with path.open("rb") as file:
             header = file.read(len(HEADER))
@@ -174,15 +169,8 @@ def check_header(path: Path) -> None:
 
 
 def is_refused_by_disk(error: sqlite3.Error) -> bool:
-    """Is the disk full, read-only, failing or taken?"""
-    code: int | None = getattr(error, "sqlite_errorcode", None)  # what Python itself raises has none
-    return code is not None and code & PRIMARY in REFUSED_BY_DISK
-
-
-def remove_database(path: Path) -> None:
-    """The file first: SQLite never plays back a journal without its file."""
-    for name in (path, *(path.with_name(path.name + suffix) for suffix in JOURNAL_SUFFIXES)):
-        name.unlink(missing_ok=True)
+    """Whether the disk is full, read-only, failing or locked."""
+    return primary_code(error) in REFUSED_BY_DISK
 
 
 def _check_integrity(database: Database, path: Path) -> None:
@@ -192,17 +180,6 @@ def _check_integrity(database: Database, path: Path) -> None:
 
 
 def _bring_up_to_date(database: Database, path: Path, *, is_new: bool) -> None:
-    known = _known_migrations()
-    applied = {migration.name for migration in migrations.applied(database)}
-    if not applied and not is_new:
+    if not is_new and not migrations.applied(database):
         raise ProfileDamaged(path, "is a SQLite file, but no device profile", "name another file, or move it away")
-    if applied - known:
-        others = ", ".join(sorted(applied - known))
-        raise ConfigError(f"{path} was written by another version of CoServe ({others}) - install it, or {AGAIN}")
-    migrations.apply(database)
-
-
-@cache
-def _known_migrations() -> frozenset[str]:
-    with closing(Database(memory=True)) as database:
-        return frozenset(migration.name for migration in migrations.pending(database))
+    migrate(database, migrations, path, AGAIN)

@@ -1,4 +1,4 @@
-"""The device profile: what the offline phase found out about a box and a line, in one SQLite file on a local disk.
+"""Device profile: measurements of the offline phase about a box and a line, in one SQLite file on a local disk.
 
 Guarantees: a finished profile appears whole or not at all, and is only ever replaced; what is being measured lies in
 ``PATH.partial``, survives a kill or a power cut, and is resumed; reading writes nothing.
@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from agent.device_profile import rows
 from agent.device_profile.identity import differences
 from agent.device_profile.records import Agreement, ImageDecoding, LinkSpeed, SearchTrial
-from agent.device_profile.schema import closed_on_error, copy_in_memory, open_for_writing, remove_database
+from agent.device_profile.schema import closed_on_error, copy_in_memory, open_for_writing
 from agent.device_profile.tables import TABLES
+from agent.sqlite_files import remove_database
 from experts.errors import ConfigError, ProfileDamaged
 from experts.filesystem import take_name
 
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 def partial_of(path: Path) -> Path:
-    """Where a profile lies while it is being measured."""
+    """Path of a profile in the making."""
     return path.with_name(path.name + ".partial")
 
 
@@ -56,12 +57,12 @@ def read_profile(path: Path) -> StoredProfile:
 
 
 def replace_usage(path: Path, usage: UsageProfile) -> None:
-    """Give a finished profile another usage; the file is replaced whole. Raises ConfigError as ``read_profile``."""
+    """Replace the usage of a finished profile; the file is replaced whole. Raises ConfigError as ``read_profile``."""
     _rewrite(path, lambda database: rows.put_usage(database, usage))
 
 
 def replace_proofs(path: Path, proven: StoredProfile, new_kinds: Sequence[KindProfile] = ()) -> None:
-    """Give a finished profile these proofs in the place of its own, and kinds that run as measured. As above."""
+    """Replace the proofs of a finished profile, and add kinds. Raises ConfigError as ``read_profile``."""
 
     def write(database: Database) -> None:
         rows.put_packed(database, proven.packed)
@@ -93,9 +94,9 @@ def _rewrite(path: Path, write: Callable[[Database], None]) -> None:
 
 
 class ProfileDraft:
-    """A profile that is being measured. Every save is on the disk when it returns.
+    """Profile in the making. Each save is on the disk when it returns.
 
-    What an earlier run measured need not be measured again: ``kinds``, ``agreements`` and the other reading methods.
+    ``kinds``, ``agreements`` and the other reading methods return measurements of an earlier run, which need no repeat.
     ``packed``, before ``save_packed``, tells whether an agreement's expert is still the same. A processor's speedups
     are dropped once one of its kinds is measured again or runs in another precision.
     """
@@ -195,7 +196,7 @@ class ProfileDraft:
             TABLES["trials"].put(self._database, *trials)
 
     def finish(self) -> StoredProfile:
-        """Make it the box's profile, and close it. Raises ConfigError for what is missing; then it stays partial."""
+        """Publish the profile, and close the draft. Raises ConfigError for missing parts; then it stays partial."""
         missing = rows.missing_parts(self._database)
         partial = partial_of(self.path)
         if missing:

@@ -220,7 +220,6 @@ class _Edit:
         return self._spliced(colon, self._row_end(there.end), f" {rendered(value)}{beside}")
 
     def with_key(self, path: KeyPath, value: Plain, comment: str) -> str:
-        """The text with a key more, last of its mapping."""
         parent = self.pair(path[:-1])[1] if len(path) > 1 else self.root
         key = str(path[-1])
         if parent is None:
@@ -331,7 +330,6 @@ class _Edit:
         return len(self.text) if found < 0 else found + 1
 
     def _outermost_row(self, path: KeyPath) -> YamlSpan:
-        """The first value above ``path`` that is written in brackets or braces."""
         spans = [self.pair(path[:length])[1] for length in range(1, len(path))]
         return next((span for span in spans if span.flow), spans[-1] if spans else self.root or YamlSpan(0, 0))
 
@@ -363,7 +361,6 @@ def _removed(values: dict[str, Any], path: KeyPath) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:  # noqa: ANN401  # plain YAML values
-    """Plain copy without tuples or aliases."""
     if isinstance(value, dict):
         return {key: _copied(each) for key, each in value.items()}
     return [_copied(each) for each in value] if isinstance(value, list | tuple) else value

@@ -74,5 +74,4 @@ def _end(event: Any) -> int:  # noqa: ANN401  # as above
 
 
 def _around(span: YamlSpan, inside: list[YamlSpan]) -> YamlSpan:
-    """A block ends where the last value in it does; its own mark stands at what comes next."""
     return span if span.flow else replace(span, end=inside[-1].end if inside else span.start)

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 from sqlite_utils import Database, Migrations
 
-from experts.errors import AlreadyRunning, ConfigError, StateOfAnother, StateUnusable
-from experts.filesystem import filesystem_type, is_shared, make_folder, take_name
+from agent.sqlite_files import JOURNALS, migrate, primary_code, refuse_shared, remove_database
+from experts.errors import AlreadyRunning, StateOfAnother, StateUnusable
+from experts.filesystem import make_folder, take_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,8 +33,6 @@ log = logging.getLogger(__name__)
 BUSY_TIMEOUT_S = 5.0
 CHECK_S = 2.0  # integrity check at a start: enough for 2 GB
 DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
-PRIMARY = 0xFF  # of an extended error code
-JOURNALS = ("-wal", "-shm", "-journal")  # files of SQLite beside a database
 OWED = ("accepted_images", "accepted", "outbox_receivers", "outbox")
 ORPHANS = "DELETE FROM accepted WHERE image NOT IN (SELECT id FROM accepted_images) RETURNING key"
 JOURNAL_LIMIT_BYTES = 64 * 1024 * 1024
@@ -128,9 +127,7 @@ def open_for_writing(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Data
 
     Raises ConfigError on a network share: SQLite's locks and its log are not safe there.
     """
-    kind = filesystem_type(path)
-    if is_shared(kind):
-        raise ConfigError(f"{path} is on a shared filesystem ({kind}) - set `state:` to a folder on a local disk")
+    refuse_shared(path, "set `state:` to a folder on a local disk")
     make_folder(path.parent)
     connection = sqlite3.connect(path, timeout=busy_timeout_s, check_same_thread=False)
     try:
@@ -146,12 +143,7 @@ def _prepared(connection: sqlite3.Connection, path: Path) -> Database:
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute(f"PRAGMA journal_size_limit = {JOURNAL_LIMIT_BYTES}")
     database = Database(connection)
-    with closing(Database(memory=True)) as empty:
-        known = {migration.name for migration in migrations.pending(empty)}
-    if unknown := sorted({migration.name for migration in migrations.applied(database)} - known):
-        others = ", ".join(unknown)
-        raise ConfigError(f"{path} was written by another version of CoServe ({others}) - install it, or move the file")
-    migrations.apply(database)
+    migrate(database, migrations, path, "move the file")
     return database
 
 
@@ -175,8 +167,7 @@ def read_rows(path: Path, sql: str, given: Sequence[object] = ()) -> list[sqlite
 
 
 def is_damage(error: BaseException) -> bool:
-    code: int | None = getattr(error, "sqlite_errorcode", None)  # what Python itself raises has none
-    return code is not None and code & PRIMARY in DAMAGED
+    return primary_code(error) in DAMAGED
 
 
 def damage_of(path: Path, limit_s: float = CHECK_S) -> str | None:
@@ -201,8 +192,7 @@ def damage_of(path: Path, limit_s: float = CHECK_S) -> str | None:
 def fresh_place(path: Path, name: str) -> Path:
     """Path of a replacement in the making; leftovers of an earlier try are removed."""
     fresh = path.with_name(f"{path.name}.{name}")
-    for suffix in ("", *JOURNALS):  # SQLite would replay a journal into the next file of this name
-        fresh.with_name(fresh.name + suffix).unlink(missing_ok=True)
+    remove_database(fresh)
     return fresh
 
 
@@ -253,7 +243,6 @@ def _take_over(damaged: Path, database: Database) -> list[str]:
 
 
 def _readable(source: sqlite3.Connection, table: str, order: str) -> Iterator[sqlite3.Row]:
-    """Rows of a damaged table, from one end up to the damage."""
     with suppress(sqlite3.DatabaseError):
         yield from source.execute(f"SELECT * FROM {table} ORDER BY rowid {order}")
 

@@ -158,7 +158,6 @@ class ResultExport:
 
 
 def last_exported(path: Path) -> ExportedRange | None:
-    """The latest range whose file is written."""
     return _latest_range(path, is_written=True)
 
 
@@ -179,7 +178,6 @@ def _mark_written(part: ExportedRange, database: Database) -> None:
 
 
 def _local(row: ResultRow) -> ResultRow:
-    """Times as the clock on the wall showed them."""
     subject = replace(row.result.subject, arrived_at=row.result.subject.arrived_at.astimezone())
     finished_at = row.result.finished_at.astimezone()
     return replace(row, result=replace(row.result, subject=subject, finished_at=finished_at))

@@ -90,8 +90,6 @@ class MqttReceiver:
 
 
 class MqttConnection:
-    """Connection to a broker."""
-
     def __init__(self, client: Client, prefix: str) -> None:
         self._client = client
         self._prefix = prefix

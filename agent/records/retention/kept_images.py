@@ -106,7 +106,6 @@ def _days(folder: Path) -> Iterator[str]:
 
 
 def _explained(folder: Path) -> Iterator[FileSeen]:
-    """Files beside their explanation."""
     paths = set(_below(str(folder)))
     for path in sorted(paths):
         if f"{path}{EXPLANATION}" in paths and (seen := _seen(path)):

@@ -40,7 +40,6 @@ class Box:
 
     @property
     def pools(self) -> tuple[str, ...]:
-        """Names of the memories, nearest to the SSD first."""
         return (HOST, DEVICE) if self.is_split else (HOST,)
 
     def pool_of(self, processor: str) -> str:

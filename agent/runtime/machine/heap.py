@@ -26,7 +26,6 @@ def bound_heaps() -> None:
 
 
 def give_back_unused() -> None:
-    """Return free memory to the system."""
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -96,7 +96,7 @@ def test_a_shared_filesystem_is_refused_by_its_kind_and_nothing_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Path] = []
-    monkeypatch.setattr("agent.records.database.filesystem_type", lambda path: asked.append(path) or "cifs")
+    monkeypatch.setattr("agent.sqlite_files.filesystem_type", lambda path: asked.append(path) or "cifs")
     file = tmp_path / "state" / "r.sqlite"
     with pytest.raises(ConfigError) as refused:
         open_for_writing(file)

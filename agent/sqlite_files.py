@@ -1,0 +1,48 @@
+"""SQLite files of the agent: on a local disk, of a known version; result codes, and journals beside a file."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from sqlite_utils import Database
+
+from experts.errors import ConfigError
+from experts.filesystem import filesystem_type, is_shared
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sqlite_utils import Migrations
+
+PRIMARY = 0xFF  # of an extended result code
+JOURNALS = ("-wal", "-shm", "-journal")
+
+
+def refuse_shared(path: Path, advice: str) -> None:
+    """Raises ConfigError on a network share: SQLite's locks and its log are not safe there."""
+    kind = filesystem_type(path)
+    if is_shared(kind):
+        raise ConfigError(f"{path} is on a shared filesystem ({kind}) - {advice}")
+
+
+def migrate(database: Database, migrations: Migrations, path: Path, advice: str) -> None:
+    """Apply pending migrations. Raises ConfigError for a file with migrations of another version."""
+    with closing(Database(memory=True)) as empty:
+        known = {migration.name for migration in migrations.pending(empty)}
+    if unknown := sorted({migration.name for migration in migrations.applied(database)} - known):
+        others = ", ".join(unknown)
+        raise ConfigError(f"{path} was written by another version of CoServe ({others}) - install it, or {advice}")
+    migrations.apply(database)
+
+
+def primary_code(error: BaseException) -> int | None:
+    """Primary result code; None for errors that Python itself raises."""
+    code: int | None = getattr(error, "sqlite_errorcode", None)
+    return None if code is None else code & PRIMARY
+
+
+def remove_database(path: Path) -> None:
+    """Remove a file, then its journals: SQLite replays no journal without its file, but into the next file."""
+    for suffix in ("", *JOURNALS):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
