@@ -12,7 +12,6 @@ from agent.device_profile.records import Allocation, ImageDecoding, PoolAllocati
 from experts.errors import ConfigError
 from profiler.planning.advice import Limit
 from profiler.planning.plan import SHIFT_S, LinePlan, as_json, plan_table, required_images_per_s
-from profiler.simulation import forecast
 from profiler.tables import WIDTH
 from profiler.workload.traces import TracedArrival, board_trace, read_trace
 from tests.profiler.lines import SLOT_BYTES, SSD_BYTES_PER_S, PackedFakes
@@ -110,8 +109,7 @@ def test_a_line_without_boards_has_no_takt_and_reads_at_the_rate_it_reaches(pack
     assert row.bytes_read_per_shift == round(row.bytes_read / 20 * row.images_per_s * SHIFT_S)
 
 
-def test_every_policy_in_every_memory_stands_above_its_bounds(packed_line, monkeypatch):
-    monkeypatch.setattr(forecast, "LEAST_REQUESTS", 200)  # for each of 18 rows
+def test_every_policy_in_every_memory_stands_above_its_bounds(packed_line):
     trace = board_trace(packed_line.config, boards=6, seed=1)
     memories = [packed_line.room(places) for places in (1, 2, 4)]
     rows = planned(packed_line, trace, sorted(PRESETS), memories)
