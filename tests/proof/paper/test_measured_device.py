@@ -177,16 +177,18 @@ def test_every_kind_that_is_missing_is_named(tmp_path, is_kept, said):
     assert "`coserve bench tasks --experts N`" in text
 
 
-def test_kinds_of_which_no_two_are_alike_are_named(tmp_path):
-    kinds = (*BOTH[:-2], kind_on("cuda", "yolov5l", px=640), kind_on("cpu", "yolov5l", px=320))
-    assert "lacks yolov5l with one input size on both cuda and cpu" in refused(written(tmp_path, kinds=kinds))
-
-
-def test_links_and_loads_that_are_missing_are_named(tmp_path):
-    assert "lacks the speed of the host link" in refused(written(tmp_path, links=LINKS[:1]))
-    kinds = (replace(BOTH[0], load_s={SSD: 0.1}), *BOTH[1:])
-    (tmp_path / "second").mkdir()
-    assert "lacks load times of resnet101 from host" in refused(written(tmp_path / "second", kinds=kinds))
+def test_kinds_links_and_loads_that_are_missing_are_named(tmp_path):
+    unlike = (*BOTH[:-2], kind_on("cuda", "yolov5l", px=640), kind_on("cpu", "yolov5l", px=320))
+    no_copy = (replace(BOTH[0], load_s={SSD: 0.1}), *BOTH[1:])
+    for number, (lacking, changed) in enumerate(
+        {
+            "yolov5l with one input size on both cuda and cpu": {"kinds": unlike},
+            "the speed of the host link": {"links": LINKS[:1]},
+            "load times of resnet101 from host": {"kinds": no_copy},
+        }.items()
+    ):
+        (folder := tmp_path / str(number)).mkdir()
+        assert f"lacks {lacking}" in refused(written(folder, **changed))
 
 
 def test_a_figure_that_no_device_can_have_is_named_by_its_key(tmp_path):

@@ -193,40 +193,21 @@ def started(effects):
     return [effect.batch for effect in effects if isinstance(effect, StartBatch)]
 
 
-def test_nothing_runs_before_its_request_is_there_and_its_expert_is_loaded():
-    stage = Stage(unified(2, 2, 1), "samba", [TracedArrival(0.0, "c1"), TracedArrival(0.5, "c1")], 2)
-    _, recording = stage.recorded()
-    playback = Playback(recording, stage.memories)
-    assert playback.handle(Started(), 0.0) == []  # samba loads nothing until a request wants it
-    (load,) = playback.handle(Arrived(0), 0.0)
-    (batch,) = started(playback.handle(Loaded(load.load), 0.1))
-    assert batch.requests == (0,)
-    assert started(playback.handle(Finished(batch.id, (Prediction("ok", 1.0),)), 0.2)) == []
-    assert [each.requests for each in started(playback.handle(Arrived(1), 0.5))] == [(1,)]
-
-
-def test_nothing_is_loaded_before_as_many_requests_came_as_when_it_was_decided():
+def test_nothing_runs_or_moves_before_its_request_and_other_labels_are_counted():
+    """samba loads nothing until a request wants it; the second request's expert is another one."""
     stage = Stage(unified(4, 3, 1), "samba", [TracedArrival(0.0, "c1"), TracedArrival(0.5, "c2")], 4)
     _, recording = stage.recorded()
     playback = Playback(recording, stage.memories)
-    playback.handle(Started(), 0.0)
+    assert playback.handle(Started(), 0.0) == []
     (first,) = playback.handle(Arrived(0), 0.0)
     (batch,) = started(playback.handle(Loaded(first.load), 0.1))
-    ended = playback.handle(Finished(batch.id, (Prediction("ok", 1.0),)), 0.2)
+    assert batch.requests == (0,)
+    ended = playback.handle(Finished(batch.id, (Prediction("missing", 1.0),)), 0.2)
     assert [type(effect) for effect in ended] == [Complete]
+    assert playback.differences == 1
     (second,) = playback.handle(Arrived(1), 0.5)
     assert (first.expert, second.expert) == ("e1", "e2")
-
-
-def test_other_labels_than_the_recorded_ones_are_counted():
-    stage = Stage(unified(2, 2, 1), "samba", [TracedArrival(0.0, "c1")], 2)
-    _, recording = stage.recorded()
-    playback = Playback(recording, stage.memories)
-    playback.handle(Started(), 0.0)
-    (load,) = playback.handle(Arrived(0), 0.0)
-    (batch,) = started(playback.handle(Loaded(load.load), 0.1))
-    playback.handle(Finished(batch.id, (Prediction("missing", 1.0),)), 0.2)
-    assert playback.differences == 1
+    assert [each.requests for each in started(playback.handle(Loaded(second.load), 0.6))] == [(1,)]
 
 
 @pytest.mark.parametrize("answer", [LoadFailed(1, "disk on fire", False), BatchFailed(1, "disk on fire")])
