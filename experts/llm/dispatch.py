@@ -2,7 +2,7 @@
 
 Source: DeepSpeed-MoE (arXiv 2201.05596), section 5.4. ``scatter`` copies tokens into the order of the mapping table, so
 that each expert's are adjacent; ``combine`` brings what the experts made of them back and weighs it. Cost: tokens times
-width times choices; the sparse einsum form also multiplies by experts (see ``experts.llm.sparse_einsum``).
+width times choices; the sparse einsum form of the paper also multiplies by experts.
 
 Guarantees: every pair of the table is computed, none dropped; nothing is summed in an order that may change from run to
 run: what returns is written to places of its own, then summed over a token's choices in fp32.

@@ -14,10 +14,10 @@ import torch
 from experts.llm.config import Mlp, MoeSpec
 from experts.llm.dispatch import MlpWeights, combine, run_moe_experts, scatter
 from experts.llm.gate import route
-from experts.llm.sparse_einsum import run_sparse, sparse_combine, sparse_route, sparse_scatter
 from profiler.bench.measured import Column, Measured, this_machine
 from profiler.bench.turns import Plan, by_turns
 from profiler.targets import at_least
+from proof.parts.sparse_einsum import run_sparse, sparse_combine, sparse_route, sparse_scatter
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import io
-import os
 import pickle
 import struct
 import zipfile
@@ -137,15 +136,6 @@ class Calling:
 
     def __reduce__(self):
         return self.call
-
-
-@pytest.mark.parametrize("zipped", FORMS)
-def test_what_would_run_is_refused_by_its_name_and_does_not(tmp_path, zipped):
-    marker = tmp_path / "it-ran"
-    for call in (Calling(os.system, f"touch {marker}"), Calling(eval, f"open({str(marker)!r}, 'w')")):
-        with pytest.raises(WeightsRefused, match=r"calls (posix\.system|builtins\.eval)"):
-            read(saved(tmp_path / "x.pt", {"a": torch.ones(1), "b": call}, zipped))
-    assert not marker.exists()
 
 
 def rewritten(source, target, **changes):

@@ -49,12 +49,6 @@ def test_an_import_over_a_file_whose_labels_are_in_another_order_says_so(tmp_pat
     assert said("bent", "ok")[-1].startswith("its labels are bent, ok, and those of the file that it replaced were ok,")
 
 
-def test_a_checkpoint_gives_up_its_state_dict(tmp_path):
-    source = saved(tmp_path / "x.pth", {"state_dict": {"a": torch.ones(2)}, "epoch": 3, "optimizer": {"lr": 0.1}})
-    bring(source, tmp_path / "x.safetensors")
-    assert load_file(tmp_path / "x.safetensors").keys() == {"a"}
-
-
 def test_a_malicious_pickle_is_refused_and_does_not_run(tmp_path):
     """AC37"""
     marker, target = tmp_path / "it-ran", tmp_path / "x.safetensors"
@@ -66,11 +60,6 @@ def test_a_malicious_pickle_is_refused_and_does_not_run(tmp_path):
             bring(source, target)
     assert not marker.exists()
     assert not target.exists()
-
-
-def test_a_state_dict_with_something_else_in_it_names_it(tmp_path):
-    with pytest.raises(WeightsRefused, match="entry 'epoch' is a int"):
-        bring(saved(tmp_path / "x.pt", {"a": torch.ones(1), "epoch": 3}), tmp_path / "x.safetensors")
 
 
 def test_what_is_no_pickle_at_all_is_corrupt(tmp_path):

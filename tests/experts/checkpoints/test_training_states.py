@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections import OrderedDict
 
 import pytest
@@ -25,11 +24,6 @@ class Trainers:
 
     def __setstate__(self, state):
         state["marker"].touch()
-
-
-class Hostile(Trainers):
-    def __reduce__(self):
-        return os.system, (f"touch {self.marker}",)
 
 
 def read(folder, *documents):
@@ -62,12 +56,6 @@ def test_several_files_are_read_in_one_process_and_nothing_of_them_is_run(tmp_pa
     assert expert["expert.bias"].dtype == torch.bfloat16
     assert nothing == {}
     assert not marker.exists()
-
-
-def test_what_no_weights_need_is_refused_unrun(tmp_path):
-    with pytest.raises(WeightsRefused, match=r"mp_rank_01_model_states\.pt: .*nothing was run"):
-        read(tmp_path, {"a": torch.ones(1)}, {"args": Hostile(tmp_path / "it-ran")})
-    assert not (tmp_path / "it-ran").exists()
 
 
 def test_the_file_that_cannot_be_read_is_named(tmp_path):

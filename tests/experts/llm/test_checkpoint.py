@@ -90,17 +90,6 @@ class TestWhatIsRead:
 
 
 class TestTiedHeads:
-    def test_the_head_is_the_embedding(self, model_files):
-        values = model_files.config("qwen2", tie_word_embeddings=True)
-        checkpoint = opened(model_files.write(values))
-        assert "head" not in checkpoint.names
-
-    def test_a_stored_copy_is_ignored(self, model_files):
-        values = model_files.config("qwen2", tie_word_embeddings=True)
-        tensors = model_files.tensors(values)
-        copied = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
-        assert "head" not in opened(model_files.write(values, copied)).read_all()
-
     def test_one_that_differs_is_refused(self, model_files):
         values = model_files.config("qwen2", tie_word_embeddings=True)
         tensors = model_files.tensors(values)
@@ -134,22 +123,6 @@ class TestWhatIsRefused:
         more = model_files.tensors(values) | {"model.layers.3.mlp.up_proj.weight": torch.zeros(2)}
         assert "unexpected: model.layers.3.mlp.up_proj.weight" in refusal(model_files.write(values, more))
 
-    def test_a_shared_expert_that_the_family_has_not(self, model_files):
-        values = model_files.config("qwen3_moe")
-        more = model_files.tensors(values) | {"model.layers.1.mlp.shared_expert_gate.weight": torch.zeros(1, 32)}
-        assert "unexpected: model.layers.1.mlp.shared_expert_gate.weight" in refusal(model_files.write(values, more))
-
-    def test_a_coefficient_where_the_branches_are_added(self, model_files):
-        values = model_files.config("pr_moe", residual="add")
-        more = model_files.tensors(values) | {"model.layers.1.mlp.coefficient.bias": torch.zeros(2)}
-        assert "unexpected: model.layers.1.mlp.coefficient.bias" in refusal(model_files.write(values, more))
-
-    def test_a_coefficient_without_its_bias(self, model_files):
-        values = model_files.config("pr_moe")
-        tensors = model_files.tensors(values)
-        del tensors["model.layers.2.mlp.coefficient.bias"]
-        assert "missing: model.layers.2.mlp.coefficient.bias" in refusal(model_files.write(values, tensors))
-
     def test_another_number_format(self, model_files):
         values = model_files.config("llama")
         quantised = model_files.tensors(values) | {"model.norm.weight": torch.zeros(32, dtype=torch.int8)}
@@ -177,12 +150,6 @@ class TestWhatIsRefused:
         directory = model_files.write(model_files.config("llama"))
         (directory / "model.safetensors").write_bytes(content)
         assert "model" in refusal(directory, (WeightsCorrupt, WeightsMismatch))
-
-    def test_a_truncated_file(self, model_files):
-        directory = model_files.write(model_files.config("llama"))
-        whole = (directory / "model.safetensors").read_bytes()
-        (directory / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-        assert "is not a sound .safetensors file" in refusal(directory, WeightsCorrupt)
 
 
 class TestTheIndex:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.llm.config import MoeSpec
-from experts.llm.gate import mapping_table, route
+from experts.llm.gate import route
 
 
 @st.composite
@@ -18,15 +18,6 @@ def routings(draw):
     logits = torch.randn((tokens, moe_experts), generator=generator)
     logits[:, : draw(st.integers(0, moe_experts))] += draw(st.sampled_from([0.0, 5.0]))
     return logits, MoeSpec(moe_experts, per_token, 4, draw(st.booleans()))
-
-
-@settings(deadline=None)
-@given(routings())
-def test_the_table_is_a_permutation_of_all_pairs(routing):
-    logits, spec = routing
-    table = route(logits, spec)
-    assert sorted(table.order.tolist()) == list(range(len(logits) * spec.per_token))
-    assert table.source.tolist() == [pair // spec.per_token for pair in table.order.tolist()]
 
 
 @settings(deadline=None)
@@ -46,31 +37,6 @@ def test_an_expert_s_pairs_are_adjacent_and_in_the_order_of_the_tokens(routing):
 
 @settings(deadline=None)
 @given(routings())
-def test_a_token_goes_to_the_experts_it_likes_best(routing):
-    logits, spec = routing
-    table = route(logits, spec)
-    for token, row in enumerate(logits):
-        chosen = table.moe_expert[table.source == token]
-        assert len(set(chosen.tolist())) == spec.per_token
-        others = [one for one in range(spec.moe_experts) if one not in chosen.tolist()]
-        assert not others or row[chosen].min() >= row[others].max()
-
-
-@settings(deadline=None)
-@given(routings())
-def test_weights_are_probabilities_of_all_experts_or_sum_to_one(routing):
-    logits, spec = routing
-    table = route(logits, spec)
-    sums = table.weight.sum(dim=-1)
-    if spec.is_normalised or spec.per_token == spec.moe_experts:
-        torch.testing.assert_close(sums, torch.ones(len(logits)))
-    else:
-        expected = logits.softmax(dim=-1).topk(spec.per_token).values
-        torch.testing.assert_close(table.weight, expected)
-
-
-@settings(deadline=None)
-@given(routings())
 def test_a_token_s_experts_do_not_depend_on_its_neighbours(routing):
     logits, spec = routing
     together = route(logits, spec)
@@ -83,10 +49,3 @@ def test_a_token_s_experts_do_not_depend_on_its_neighbours(routing):
 def test_weights_are_in_fp32_whatever_the_model_is_in():
     logits = torch.randn((5, 4), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     assert route(logits, MoeSpec(4, 2, 4, True)).weight.dtype is torch.float32
-
-
-def test_every_token_at_one_expert():
-    chosen = torch.full((6, 1), 2)
-    table = mapping_table(chosen, torch.ones(6, 1), 4)
-    assert table.ends.tolist() == [0, 0, 6, 6]
-    assert table.source.tolist() == list(range(6))

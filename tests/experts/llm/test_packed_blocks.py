@@ -1,7 +1,5 @@
 """moe_experts in blocks: each can be read alone, is checked by itself, and together they are the layer's tensors."""
 
-import json
-
 import pytest
 import torch
 
@@ -13,7 +11,6 @@ from experts.llm.model import LanguageModel
 from experts.llm.quant import SCALE, Int8Tensors
 from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.token_batch import Chunk, TokenBatch
-from experts.packed.manifests import ManifestFolder
 from experts.packed.packing import pack_line
 from experts.packed.weights import ALIGNMENT_BYTES, AlignedBuffer, SegmentStore, tensor_views
 
@@ -175,17 +172,6 @@ def test_where_direct_reads_are_refused_the_page_cache_serves(store, expert):
     store.read_block(segment, 1, unaligned.view[1:], expert.id)
     expected = read(store, segment, 1)
     assert bytes(unaligned.view[1 : 1 + len(expected)]) == expected.numpy().tobytes()
-
-
-def test_manifests_of_before_there_were_blocks_are_read(store, expert, files):
-    fake = files.fake("cls/x")
-    packed = packed_in(store, [fake])
-    folder = ManifestFolder(store.directory / "manifests")
-    path = folder.path("cls/x", "fp32")
-    document = json.loads(path.read_text())
-    del document["packed"]["own"]["blocks"]
-    path.write_text(json.dumps(document))
-    assert [folder.read("cls/x", "fp32").packed] == packed
 
 
 def test_a_start_with_blocks_touches_nothing(store, expert):

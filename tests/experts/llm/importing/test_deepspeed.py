@@ -10,11 +10,11 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.nn.functional import gelu, layer_norm, linear
 
 from experts.checkpoints.reading_process import convert_state
-from experts.errors import TrainingUnsupported, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
+from experts.errors import TrainingUnsupported, WeightsMismatch, WeightsMissing, WeightsRefused
 from experts.llm.importing.deepspeed import import_deepspeed as import_apart
 from experts.llm.model import load_model
 from experts.llm.serving.extents import ModelKeyValues
@@ -415,14 +415,6 @@ def test_a_checkpoint_is_read_in_a_process_of_its_own(tmp_path):
     assert_same(tmp_path / "out", Reference(tensors))
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    folder = write(tmp_path / "ds", gpt_tensors(), arguments())
-    (folder / "mp_rank_00_model_states.pt").write_bytes(b"hello")
-    with pytest.raises(WeightsCorrupt, match="mp_rank_00"):
-        import_apart(folder, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_what_is_no_checkpoint_is_not_taken_for_one(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(WeightsMissing, match="as a checkpoint of DeepSpeed does"):
@@ -430,14 +422,6 @@ def test_what_is_no_checkpoint_is_not_taken_for_one(tmp_path):
     (tmp_path / "latest").write_text("../elsewhere")
     with pytest.raises(WeightsMissing, match="no folder beside it"):
         import_deepspeed(tmp_path, tmp_path / "out")
-
-
-def test_all_of_it_is_safetensors_then(tmp_path):
-    folder = write(tmp_path / "ds", gpt_tensors(), arguments())
-    import_deepspeed(folder, tmp_path / "out")
-    written = {name for file in (tmp_path / "out").glob("*.safetensors") for name in load_file(file)}
-    assert "model.layers.3.mlp.coefficient.bias" in written
-    assert not list((tmp_path / "out").glob("*.pt"))
 
 
 def test_a_hugging_face_directory_needs_no_import(tmp_path):

@@ -1,9 +1,7 @@
 """The contract of keys and values: budget, contents, attention over them, prefixes, and nothing left behind."""
 
-import random
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -151,33 +149,6 @@ def test_whatever_comes_and_goes_contents_are_kept_within_the_budget(steps, seed
         assert arena.statistics().requests == len(promised)
 
 
-def test_ten_thousand_cancels_leave_nothing_behind(arena):
-    chance = random.Random(3)
-    begun = set()
-    for request in range(10_000):
-        layout = chance.choice(LAYOUTS)
-        while True:
-            try:
-                arena.begin(request, layout, chance.randint(1, 200), prefix_of(chance.randint(0, 60)))
-                break
-            except MemoryExceeded:
-                arena.release(begun.pop())
-        begun.add(request)
-        if chance.random() < 0.3:
-            with suppress(ValueError):  # more than it was promised, or behind what it shares
-                arena.key_values(layout).reserve(TokenBatch.of([Chunk(request, 0, [0] * chance.randint(1, 60))]))
-        for one in chance.sample(sorted(begun), min(len(begun), chance.choice([0, 1, 2]))):
-            arena.release(one, prefix_of(40) if chance.random() < 0.5 else None, is_sound=chance.random() < 0.9)
-            begun.discard(one)
-    for one in begun:
-        arena.release(one)
-    arena.forget_prefixes()
-    told = arena.statistics()
-    assert (told.promised_bytes, told.cached_bytes, told.requests) == (0, 0, 0)
-    whole = arena.budget_bytes // SMALL.token_bytes
-    assert arena.begin(0, replace(SMALL, positions=10**6), whole - whole % 64) == 0
-
-
 class TestPrefixes:
     def test_what_was_read_is_not_read_again(self, arena):
         texts = Texts(arena)
@@ -210,13 +181,6 @@ class TestPrefixes:
         texts.end(1, prefix_of(128))
         assert texts.begin(2, SMALL, 200, prefix_of(128, "others")) == 0
         assert texts.begin(3, replace(SMALL, layers=3), 200, prefix_of(128)) == 0
-
-    def test_other_tokens_share_nothing(self, arena):
-        texts = Texts(arena)
-        texts.begin(1, SMALL, 200)
-        texts.read({1: 128})
-        texts.end(1, prefix_of(128))
-        assert texts.begin(2, SMALL, 200, Prefix("w", (7, *range(1, 128)))) == 0
 
     def test_it_goes_when_a_request_needs_its_room(self, arena):
         texts = Texts(arena)

@@ -125,13 +125,6 @@ class TestEndings:
         assert desk.finished == {1: Prediction("deadline", 1.0)}
         assert desk.model.batches == []
 
-    def test_nothing_is_left_behind(self, desk):
-        for request in range(10):
-            desk.ask(request, [request], request + 1)
-        desk.finish()
-        assert desk.arena.statistics().requests == 0
-        assert all(desk.engine.left(request) is None for request in range(10))
-
 
 class TestForgetting:
     def test_in_the_middle_of_a_quantum_it_takes_effect_at_the_next_iteration(self, desk):

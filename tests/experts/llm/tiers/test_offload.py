@@ -161,26 +161,6 @@ def test_the_gate_ahead_finds_what_the_next_layer_needs(tiny, offload):
     assert residency.hits + residency.late + residency.misses == len(offloaded.source.read)
 
 
-def test_nothing_is_predicted_while_others_want_the_link(tiny):
-    spec, tensors = tiny("mixtral")
-    made = Offloaded(spec, tensors, 100)
-    moe = OffloadedMoe(spec, made.source.form, made.cache, may_predict=lambda: False)
-    greedy(LanguageModel(spec, made.source.dense, moe.show(made.source.dense, made.bytes)), PROMPTS)
-    assert moe.statistics().cache.residency.ahead == 0
-    made.close()
-
-
-def test_bytes_that_are_moved_are_shown_again(tiny, offload):
-    spec, tensors = tiny("mixtral")
-    offloaded = offload(spec, tensors, 6)
-    expected, _ = greedy(offloaded.model, PROMPTS)
-    offloaded.cache.settle()
-    offloaded.bytes, before = offloaded.bytes.clone(), offloaded.bytes
-    before.fill_(255)
-    model = LanguageModel(spec, offloaded.source.dense, offloaded.moe.show(offloaded.source.dense, offloaded.bytes))
-    assert greedy(model, PROMPTS)[0] == expected
-
-
 class TestALoadThatFails:
     def test_is_told_to_who_needs_it_and_the_next_one_may_come(self, tiny, offload):
         spec, tensors = tiny("mixtral")
