@@ -237,9 +237,17 @@ def test_every_row_has_its_files_and_every_cell_says_yes_or_no():
     assert all(re.match(r"(yes|no)\b", cell) for row in rows.values() for cell in row.values())
 
 
+REPRESENTATIVES = ("torchvision's classifiers", "YOLO detectors by ultralytics (v3, v5u, v6, v8 to v12, 26)")
+
+
 @pytest.mark.parametrize(
     ("row", "column", "number"),
-    [(row, column, n) for row, columns in CASES.items() for column, all_ in columns.items() for n in range(len(all_))],
+    [
+        pytest.param(row, column, n, marks=[] if row in REPRESENTATIVES else pytest.mark.slow)
+        for row, columns in CASES.items()
+        for column, all_ in columns.items()
+        for n in range(len(all_))
+    ],
 )
 def test_what_a_cell_says_is_what_happens(line, tools, tmp_path, row, column, number):
     one, is_served = CASES[row][column][number], cells()[row][column].startswith("yes")

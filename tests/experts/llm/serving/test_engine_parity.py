@@ -10,7 +10,10 @@ from experts.llm.serving.iteration import IterationLimits
 from tests.experts.llm.oracle import NEW_TOKENS, Pair
 from tests.experts.llm.serving.conftest import Desk
 
-FAMILIES = ("llama", "qwen3 with yarn positions", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+FAMILIES = (
+    "qwen3 with yarn positions", "qwen2_moe",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "mixtral", "qwen3_moe", "olmoe")),
+)  # fmt: skip
 
 
 class Oracle(Pair):
