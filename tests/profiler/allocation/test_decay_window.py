@@ -90,38 +90,40 @@ def test_the_best_of_bounds_and_middle_is_chosen():
     assert upper.asked == [15, 28, 39, 34]
 
 
-def test_a_throughput_that_drops_at_once_leads_to_the_first_window():
-    search = decay_window_search(Measured(n15=20.0, n28=10.0, n39=5.0), most=60)
-    assert (search.end, search.window, search.chosen) == (SearchEnd.NO_RISE, DecayWindow(0, 15), 15)
-    assert len(search.steps) == 2
-
-
-def test_a_throughput_that_rises_with_every_window_leads_to_the_end_of_the_memory():
-    bounds = {bound: number for number, bound in enumerate(upper_bounds(60), start=1)}
-    search = decay_window_search(lambda n: 10.0 + bounds.get(n, 0), most=60)
-    assert (search.end, search.window, search.chosen) == (SearchEnd.MEMORY, DecayWindow(56, 60), 60)
-
-
-def test_a_memory_smaller_than_the_first_window_is_the_window():
-    search = decay_window_search(float, most=4)
-    assert (search.end, search.window, search.chosen, dict(search.tried)) == (
-        SearchEnd.MEMORY,
-        DecayWindow(0, 4),
-        4,
-        {4: 4.0, 2: 2.0},
-    )
+@pytest.mark.parametrize(
+    ("points", "most", "end", "window", "chosen"),
+    [
+        pytest.param(
+            {"n15": 20.0, "n28": 10.0, "n39": 5.0}, 60, SearchEnd.NO_RISE, DecayWindow(0, 15), 15, id="drops at once"
+        ),
+        pytest.param(  # each value is less than 5 % short of its line, yet the line through all five falls
+            {"n15": 10.0, "n28": 10.4, "n39": 10.3, "n48": 10.1, "n56": 9.8, "n62": 9.5},
+            90,
+            SearchEnd.NO_RISE,
+            DecayWindow(15, 28),
+            28,
+            id="declines within the margin",
+        ),
+        pytest.param(
+            {f"n{bound}": 10.0 + number for number, bound in enumerate(upper_bounds(60))},
+            60,
+            SearchEnd.MEMORY,
+            DecayWindow(56, 60),
+            60,
+            id="rises to the end of the memory",
+        ),
+        pytest.param({"n2": 2.0, "n4": 4.0}, 4, SearchEnd.MEMORY, DecayWindow(0, 4), 4, id="a memory below one window"),
+    ],
+)
+def test_the_search_ends_at_a_bend_or_without_a_rise_or_with_the_memory(points, most, end, window, chosen):
+    search = decay_window_search(Measured(**points), most=most)
+    assert (search.end, search.window, search.chosen) == (end, window, chosen)
 
 
 def test_room_for_one_expert_is_run_once():
     measured = Measured(n1=3.0)
     assert decay_window_search(measured, most=1).chosen == 1
     assert measured.asked == [1]
-
-
-def test_a_decline_within_the_margin_leads_to_the_window_of_the_highest():
-    """Each value is less than 5 % short of its line, yet the line through all five falls; the highest was at 28."""
-    search = decay_window_search(Measured(n15=10.0, n28=10.4, n39=10.3, n48=10.1, n56=9.8, n62=9.5), most=90)
-    assert (search.end, search.window, search.chosen) == (SearchEnd.NO_RISE, DecayWindow(15, 28), 28)
 
 
 def test_windows_below_the_least_are_passed_over():

@@ -2,52 +2,40 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from profiler.allocation.executor_sweep import ExecutorCounts, executor_sweep
 
 
-def by_sum(device, cpu):
-    """A throughput made of one part by device executors and one by CPU executors."""
-    return lambda counts: device[counts.device] + cpu[counts.cpu]
+@pytest.mark.parametrize(
+    ("device", "cpu", "run", "best"),
+    [
+        pytest.param(
+            [0, 10, 18, 25, 24, 23, 99],
+            [0, 2, 1, 0.5, 9],
+            [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (3, 0), (3, 2), (3, 3)],
+            (3, 1),
+            id="the paper's order: two declines end a row",
+        ),
+        pytest.param([0, 10, 9, 12, 11, 10], [0], [(n, 0) for n in range(1, 6)], (3, 0), id="one decline does not"),
+        pytest.param([0, 10, 9], [3, 2, 1], None, (1, 0), id="best without the CPU"),
+        pytest.param([5] * 5, [0] * 5, None, (1, 0), id="of equal throughputs the fewest executors"),
+        pytest.param([0], [0, 4, 6, 7, 6, 5, 9, 9, 9], [(0, n) for n in range(1, 6)], (0, 3), id="a CPU only"),
+        pytest.param([0, 1, 2, None], [0], [(1, 0), (2, 0), (3, 0)], (2, 0), id="a row ends where the memory does"),
+    ],
+)
+def test_a_sweep_by_hand(device, cpu, run, best):
+    """A throughput made of one part by device executors and one by CPU executors; None: no room."""
 
+    def throughput(counts):
+        parts = device[counts.device], cpu[counts.cpu]
+        return None if None in parts else sum(parts)
 
-def run_of(sweep):
-    return [(step.counts.device, step.counts.cpu) for step in sweep.steps]
-
-
-def test_the_papers_order_device_first_and_two_declines_end_a_row():
-    sweep = executor_sweep(by_sum([0, 10, 18, 25, 24, 23, 99], [0, 2, 1, 0.5, 9]), most_device=6, most_cpu=4)
-    assert run_of(sweep) == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (3, 0), (3, 2), (3, 3)]
-    assert sweep.best == ExecutorCounts(3, 1)
-
-
-def test_one_decline_between_two_rises_does_not_end_a_row():
-    sweep = executor_sweep(by_sum([0, 10, 9, 12, 11, 10], [0]), most_device=5, most_cpu=0)
-    assert run_of(sweep) == [(1, 0), (2, 0), (3, 0), (4, 0), (5, 0)]
-    assert sweep.best == ExecutorCounts(3, 0)
-
-
-def test_a_box_may_do_best_without_its_cpu():
-    assert executor_sweep(by_sum([0, 10, 9], [3, 2, 1]), 2, 4).best == ExecutorCounts(1, 0)
-
-
-def test_of_equal_throughputs_the_fewest_executors():
-    assert executor_sweep(lambda counts: 5.0, 4, 4).best == ExecutorCounts(1, 0)
-
-
-def test_a_box_with_a_cpu_only_sweeps_that():
-    sweep = executor_sweep(by_sum([0], [0, 4, 6, 7, 6, 5]), most_device=0, most_cpu=8)
-    assert run_of(sweep) == [(0, 1), (0, 2), (0, 3), (0, 4), (0, 5)]
-    assert sweep.best == ExecutorCounts(0, 3)
-
-
-def test_a_row_ends_where_the_memory_does():
-    sweep = executor_sweep(lambda counts: None if counts.device > 2 else float(counts.device), 6, 0)
-    assert run_of(sweep) == [(1, 0), (2, 0), (3, 0)]
-    assert sweep.steps[-1].images_per_s is None
-    assert sweep.best == ExecutorCounts(2, 0)
+    sweep = executor_sweep(throughput, most_device=len(device) - 1, most_cpu=len(cpu) - 1)
+    assert run is None or [(step.counts.device, step.counts.cpu) for step in sweep.steps] == run
+    assert sweep.best == ExecutorCounts(*best)
 
 
 @given(
