@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from experts.calibrations import FORMAT, Calibration, CalibrationFolder, CallRanges, Range, digest_of, read_calibration
+from experts.calibrations import FORMAT, Calibration, CalibrationFolder, CallRanges, Range, read_calibration
 
 FOUND = Calibration(
     "ab" * 32,
@@ -119,12 +119,6 @@ def test_one_of_another_format_counts_as_absent(folder):
         assert folder.read("cls/x") is None
     path.write_text(json.dumps({**before, "format": FORMAT}))
     assert folder.read("cls/x") == FOUND
-
-
-def test_a_folder_in_its_place_counts_as_absent(folder):
-    folder.path("cls/x").mkdir(parents=True)
-    assert folder.read("cls/x") is None
-    assert digest_of(folder.path("cls/x")) == ""
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

@@ -93,11 +93,6 @@ def test_black_images_of_compressing_formats_are_whole() -> None:
     assert judged(encoded("TIFF", black, compression="tiff_lzw")) is Completeness.WHOLE
 
 
-@pytest.mark.parametrize("content", [b"", b"\0" * 10_000])
-def test_nothing_is_cut(content: bytes) -> None:
-    assert judged(content) is Completeness.CUT
-
-
 def test_text_is_unknown_and_refused() -> None:
     assert judged(b"hello, world") is Completeness.UNKNOWN
     with pytest.raises(ImageUnreadable, match="not an image in any of PNG"):
@@ -188,13 +183,6 @@ def test_floating_point_and_32_bit_pixels_are_refused_with_a_remedy() -> None:
         read_image(encoded("TIFF", np.ones((4, 4), np.float32)), "float")
     with pytest.raises(ImageUnreadable, match="32-bit pixels"):
         read_image(encoded("TIFF", np.full((4, 4), 70_000, np.int32)), "int")
-
-
-def test_exif_orientation_is_not_applied() -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    wide = np.zeros((20, 40, 3), np.uint8)
-    assert read_image(encoded("JPEG", wide, exif=exif), "turned").shape == (20, 40, 3)
 
 
 def test_several_images_in_one_file_are_refused() -> None:

@@ -75,15 +75,6 @@ def test_whatever_tokens_come_something_is_shown_soon(kind, data):
         assert waited < PATIENCE
 
 
-@KINDS
-def test_a_character_of_four_bytes_is_shown_once_it_is_whole(kind):
-    model = MODELS[kind]
-    tokens = model.encode("𐍈")  # which no word of theirs spells: a token for each byte
-    assert len(tokens) >= 4
-    words = Words(model.decode)
-    assert [words.add(token) for token in tokens if model.decode([token])] == [*[""] * 3, "𐍈"]
-
-
 def test_half_a_character_at_the_end_is_told_as_such():
     model = MODELS["byte level"]
     pieces, _ = written(model, model.encode("fox𐍈")[:-1])
@@ -123,13 +114,6 @@ def test_a_stop_string_begins_in_one_token_and_ends_in_another(kind):
     assert "".join(piece.text for piece in pieces) == "the qui"
     assert writer.is_stopped
     assert writer.write(Sampled(0, 0.0)) is True
-
-
-def test_what_looked_like_a_stop_string_is_shown_when_it_is_none():
-    model = MODELS["byte level"]
-    pieces, writer = written(model, model.encode("the lazy do"), stops=["dog"])
-    assert "".join(piece.text for piece in pieces) == "the lazy do"
-    assert not writer.is_stopped
 
 
 def test_each_token_is_told_once_with_the_text_that_it_completes():
