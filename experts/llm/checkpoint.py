@@ -1,8 +1,8 @@
 """Tensors of a Hugging Face directory: model.safetensors, or shards with model.safetensors.index.json.
 
-Guarantees: ``open_checkpoint`` reads headers only, and has compared all names, shapes and number formats with what the
-model needs before a byte of a tensor is read: what is missing, extra or of another shape is named. Tensors are read
-when asked for, from a map of the file; those that need neither joining nor conversion are views of that map.
+Guarantees: ``open_checkpoint`` reads headers only. It compares all names, shapes and number formats with the model's
+before it reads a tensor, and names each missing, extra or misshapen tensor. Tensors are read on demand from a map of
+the file. A tensor that needs neither joining nor conversion is a view of that map.
 """
 
 from __future__ import annotations

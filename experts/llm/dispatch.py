@@ -1,11 +1,11 @@
-"""Tokens to their experts and back: layout transform, expert networks, combination.
+"""Dispatch of tokens to moe_experts and back: layout transform, expert networks, combination.
 
 Source: DeepSpeed-MoE (arXiv 2201.05596), section 5.4. ``scatter`` copies tokens into the order of the mapping table, so
-that each expert's are adjacent; ``combine`` brings what the experts made of them back and weighs it. Cost: tokens times
+that the tokens of each moe_expert are adjacent. ``combine`` copies the results back and weighs them. Cost: tokens times
 width times choices; the sparse einsum form of the paper also multiplies by experts.
 
-Guarantees: every pair of the table is computed, none dropped; nothing is summed in an order that may change from run to
-run: what returns is written to places of its own, then summed over a token's choices in fp32.
+Guarantees: every pair of the table is computed, none is dropped. No sum depends on the order of execution: results are
+written to places of their own, then summed over a token's choices in fp32.
 """
 
 from __future__ import annotations

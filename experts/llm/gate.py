@@ -1,8 +1,8 @@
-"""Gating: which experts of a layer a token goes to, as the dense token-to-expert mapping table of DeepSpeed-MoE.
+"""Gating: the moe_experts of each token, as the dense token-to-expert mapping table of DeepSpeed-MoE.
 
-Source: DeepSpeed-MoE (arXiv 2201.05596), section 5.4, which replaces one-hot masks and their sparse einsums by a table
-of what goes where. Dropless: no expert has a capacity, so a token's experts do not depend on its neighbours.
-Deterministic: a stable counting sort keeps an expert's tokens in their order.
+Source: DeepSpeed-MoE (arXiv 2201.05596), section 5.4, which replaces one-hot masks and their sparse einsums by a table.
+Dropless: a moe_expert has no capacity, so a token's moe_experts do not depend on its neighbours.
+Deterministic: a stable counting sort keeps each moe_expert's tokens in their order.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Checkpoints of DeepSpeed become directories that are served: `coserve experts import`, once and offline.
+"""Import of DeepSpeed checkpoints as directories that are served: `coserve experts import`, once and offline.
 
-A folder holds ``mp_rank_<r>_model_states.pt`` for each model-parallel rank, and the experts apart, each in
-``layer_<l>_expert_<e>_mp_rank_<r>_model_states.pt``, in older ones ``expert_<e>_mp_rank_<r>_model_states.pt``; which
-layer an expert belongs to is read from its tensors' names, not from the file's. All of them are pickles: they are read
-as data in a process of its own that is thrown away (``experts.checkpoints``), and written as safetensors, which alone
-this one reads. Nothing of the trainer whose classes they name is imported or run.
+A folder has ``mp_rank_<r>_model_states.pt`` for each model-parallel rank, and a file for each moe_expert:
+``layer_<l>_expert_<e>_mp_rank_<r>_model_states.pt``, in older layouts ``expert_<e>_mp_rank_<r>_model_states.pt``. The
+layer of a moe_expert is read from its tensors' names, not from the file's. All these files are pickles: a separate
+process reads them as data (``experts.checkpoints``) and writes safetensors, which this process reads. No class of the
+trainer is imported or run.
 
-Guarantees: what is written has been compared, names and shapes, with the config.json beside it; the destination appears
-whole or not at all.
+Guarantees: names and shapes are checked against the written config.json. The destination appears whole or not at all.
 """
 
 from __future__ import annotations

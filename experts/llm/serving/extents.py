@@ -1,14 +1,14 @@
-"""Keys and values in contiguous extents, for CPUs: address space for a whole context, memory for what was promised.
+"""Keys and values in contiguous extents, for CPUs: address space for a whole context, memory for the reserved tokens.
 
-A gathered read costs a CPU 1.8 to 2.6 times a contiguous one, and extents that are contiguous in memory leave fragments
-when requests of different lengths come and go. So an extent is contiguous in addresses alone. A slab maps address space
-for many sequences of the longest context; a page of it becomes memory when it is first written, and is given back to
-the machine when its bytes are wanted elsewhere (as vAttention does on GPUs, arXiv 2405.04437). Every extent of a layout
-has the same stride: any range of them is one strided view, and decode attention reads it in one call.
+A gathered read costs a CPU 1.8 to 2.6 times a contiguous one. Extents that are contiguous in memory would leave
+fragments when requests of different lengths come and go, so an extent is contiguous in addresses alone. A slab maps
+address space for many sequences of the longest context. A page becomes memory when it is first written, and returns to
+the machine when its bytes are needed elsewhere (as vAttention does on GPUs, arXiv 2405.04437). Every extent of a
+layout has the same stride: a range of extents is one strided view, and decode attention reads it in one call.
 
-Guarantees, beside the arena's: what is promised to a request is counted in pages of each of its heads, so the memory
-that it can come to hold is what was counted; what was never written reads as zero; room that is not sound is wiped.
-Assumes Linux, where MADV_DONTNEED frees at once and leaves zeros; elsewhere room is wiped but stays with the process.
+Guarantees, beside the arena's: reservations are counted in pages of each head, so a request never takes more memory
+than was counted. Memory that was never written reads as zero. Extents that may hold NaN or infinity are wiped. Assumes
+Linux, where MADV_DONTNEED frees at once and leaves zeros. Elsewhere pages are wiped but stay with the process.
 """
 
 from __future__ import annotations

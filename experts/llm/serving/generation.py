@@ -1,7 +1,7 @@
 """Requests for texts, and their outcomes: records for API and runtime that need no torch.
 
-Guarantees: what is invalid by itself is refused where it is made, naming the field. Limits of a model (context,
-vocabulary) are checked by ``check_against``, before a door accepts a request.
+Guarantees: a record that is invalid by itself is refused by its constructor, naming the field. Limits of a model
+(context, vocabulary) are checked by ``check_against``, before the API accepts a request.
 """
 
 from __future__ import annotations

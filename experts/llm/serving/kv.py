@@ -3,9 +3,9 @@
 ``KvArena`` is the seam: scheduling begins and releases requests by number, models read and write through
 ``key_values``. ``ExtentArena`` keeps it on CPUs. A GPU will need an arena of blocks and tables behind the same seam.
 
-Guarantees: promises never exceed the budget. Where the budget has room for a request, the request finds it: nothing is
-lost to fragments, and cached prefixes go first. Only the very same weights share a prefix; nothing else that a request
-leaves behind is ever read.
+Guarantees: reservations never exceed the budget. A request that fits the budget finds room: nothing is lost to
+fragments, and cached prefixes are evicted first. Only the very same weights share a prefix. No other bytes of a
+released request are ever read.
 """
 
 from __future__ import annotations

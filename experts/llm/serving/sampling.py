@@ -1,9 +1,9 @@
-"""Rows of logits to tokens, each row by its own Sampling, all rows at once where that matters.
+"""Sampling of tokens from logits: each row by its own Sampling, all rows at once where that saves time.
 
-Guarantees: what is drawn for a request depends on its logits, its own tokens and its seed, on no neighbour: each token
-takes one number from the request's own generator and inverts the distribution there, and every step works within rows.
-A row whose logits are not finite is told, and takes nothing. Penalties come first, then temperature, top-k, top-p over
-what top-k left, min-p; logprobs are those of the model's own distribution, before all of these.
+Guarantees: a request's draw depends on its logits, its own tokens and its seed, on no neighbour. Each token takes one
+number from the request's own generator and inverts the distribution there; every step works within rows. A row with NaN
+or infinity is reported and draws nothing. Penalties come first, then temperature, top-k, top-p over the rest of top-k,
+and min-p. Logprobs are those of the model's own distribution, before all of these.
 """
 
 from __future__ import annotations

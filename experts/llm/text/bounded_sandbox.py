@@ -1,10 +1,10 @@
-"""Jinja's immutable sandbox, which also ends: within a time, with so much text, in so much memory.
+"""Jinja's immutable sandbox with bounds on time, text and memory.
 
-Guarantees: a rendering ends soon after RENDER_S, for every loop's turn, every call, filter and operator looks at the
-clock; its text has at most MOST_CHARACTERS; all that its calls, filters and operators make on the way has at most
-MOST_MADE together, whether it is kept or not. What could make more than that in one step (a product, a power, a width,
-a format, a replacement, a join, a list that holds itself many times over) is refused before it is made.
-Why: the sandbox of the library keeps a template from the program, but lets it fill the memory or turn for hours.
+Guarantees: a rendering ends soon after RENDER_S, because every turn of a loop, call, filter and operator checks the
+clock. Its text has at most MOST_CHARACTERS. Its calls, filters and operators produce at most MOST_MADE together. A
+single step that could exceed that (a product, a power, a width, a format, a replacement, a join, a list that contains
+itself many times) is refused before it runs.
+Why: the library's sandbox keeps a template from the program, but lets it fill the memory or loop for hours.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A model's chat template: messages become the one text that the model was trained to answer.
+"""Chat template of a model: turns messages into the text that the model was trained to answer.
 
-Guarantees: a template comes with a model, from wherever that comes, so it runs in Jinja's immutable sandbox, which
-gives it values and no program, and within bounds of time and text (``experts.llm.text.bounded_sandbox``). What goes
-wrong is PromptInvalid where the template refuses the messages, and TokenizerUnusable where it is broken.
+Guarantees: a template comes with a model of any origin. So it runs in Jinja's immutable sandbox, which gives it values
+and no program, within bounds of time and text (``experts.llm.text.bounded_sandbox``). A template that refuses the
+messages raises PromptInvalid; a broken one raises TokenizerUnusable.
 """
 
 from __future__ import annotations

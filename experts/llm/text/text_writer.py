@@ -1,8 +1,8 @@
-"""TextWriter: tokens as they come become text as it may be shown.
+"""TextWriter: turns tokens into text that may be shown, as they come.
 
-Guarantees: the pieces joined are the text, however it was cut into tokens; a piece ends in no half of a character
-(unless PATIENCE tokens in a row complete none: then there is none); of a stop string, and of what follows it, nothing
-is shown, wherever in tokens it begins and ends. What may be the beginning of one is held back until it is not.
+Guarantees: the pieces joined are the text, however it was cut into tokens. A piece ends in no part of a character,
+unless PATIENCE tokens in a row complete none. Nothing of a stop string, or behind it, is shown, wherever in tokens it
+begins and ends. Characters that may begin a stop string are held back until they do not.
 """
 
 from __future__ import annotations

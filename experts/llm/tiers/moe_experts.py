@@ -1,15 +1,15 @@
 """Policy of a cache of moe_experts with a fixed number of places: pure, events in, decisions out.
 
-Guarantees, in any order of events: never more moe_experts than places; one that is needed is not evicted before
-it was used; what is loaded ahead takes a free place, or that of one that is not needed sooner; speculation never goes
-before a need; the same events give the same decisions. As long as each Load is answered and each that came is used,
-every need is met, with a single place, too: what does not fit at once is loaded as places are used up.
+Guarantees, in any order of events: the cache never has more moe_experts than places. A needed moe_expert is not
+evicted before its use. A load ahead takes a free place, or that of a moe_expert that is not needed sooner. Needs go
+before speculation. The same events give the same decisions. Every need is met, even with a single place, as long as
+each load is answered and each loaded moe_expert is used: loads that do not fit at once start as places are used up.
 
-Evicted first: the lowest by LRFU (Lee et al., IEEE Trans. Computers 50(12), 2001): every pass that needs a moe_expert
-counts 1, and halves in weight with each ``half_life_passes``; usage probabilities count as passes before the first one.
-That ranking of two moe_experts does not change while neither is needed, so it is kept as one number each, in a heap.
+Eviction order is LRFU (Lee et al., IEEE Trans. Computers 50(12), 2001): every pass that needs a moe_expert counts 1,
+and halves in weight with each ``half_life_passes``. Usage probabilities count as passes before the first one. The
+ranking of two moe_experts does not change while neither is needed, so each rank is one number in a heap.
 
-Several may need the same one at once: it stays until each has used it.
+Several passes may need a moe_expert at once: it stays until each has used it.
 """
 
 from __future__ import annotations
