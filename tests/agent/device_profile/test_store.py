@@ -645,12 +645,6 @@ def test_usage_is_replaced_and_nothing_else(path):
     assert names(path.parent) == ["profile.db"]
 
 
-def test_usage_of_what_is_not_there_is_not_replaced(path):
-    with pytest.raises(ConfigError, match="no device profile"):
-        replace_usage(path, USAGE)
-    assert not path.parent.exists()
-
-
 def test_usage_is_not_replaced_while_the_box_is_profiled(path):
     before = written(path)
     with ProfileDraft.open(path, "demo", BOX), pytest.raises(ConfigError, match="another `coserve profile`"):

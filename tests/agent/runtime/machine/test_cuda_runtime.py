@@ -39,10 +39,6 @@ def test_the_one_that_torch_was_built_for_comes_first(packages):
     assert load.asked == ["libcudart.so.13"]
 
 
-def test_cuda_11_names_its_minor_version_too(packages):
-    assert cuda_runtime(Loader("libcudart.so.11.0", "libcudart.so"), "11.8", packages) == "libcudart.so.11.0"
-
-
 def test_a_wheel_s_folder_is_looked_in(packages):
     wheel = str(packages / "nvidia" / "cu13" / "lib" / "libcudart.so.13")
     assert cuda_runtime(Loader(wheel, "libcudart.so"), "13.2", packages) == wheel
