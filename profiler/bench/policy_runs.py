@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from agent.core.performance import ExecutorSpec
     from agent.deployment.build import Agent
     from agent.line_file.machine import GivenPrecision
-    from profiler.bench.roofline import Compute, Work
+    from profiler.bench.roofline import Compute, TraceWork
     from profiler.replay.player import Played, Progress
     from profiler.workload.traces import TracedArrival
 
@@ -268,7 +268,7 @@ class _Side:
 class _Floors:
     """The compute alone in one round, by the executors that it was measured on."""
 
-    def __init__(self, is_wanted: bool, work: Work, progress: Progress) -> None:
+    def __init__(self, is_wanted: bool, work: TraceWork, progress: Progress) -> None:
         self._is_wanted = is_wanted
         self._work = work
         self._progress = progress

@@ -51,8 +51,8 @@ READ_BYTES = 1_500_000_000  # enough to tell the drive's speed
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Work of a trace: one entry for each step of each request, with its image."""
+class TraceWork:
+    """TraceWork of a trace: one entry for each step of each request, with its image."""
 
     experts: tuple[str, ...]
     images: tuple[NDArray[np.uint8], ...]
@@ -78,15 +78,15 @@ class Compute:
         return "; ".join(parts)
 
 
-def work_of(played: Played, images: Sequence[NDArray[np.uint8]]) -> Work:
+def work_of(played: Played, images: Sequence[NDArray[np.uint8]]) -> TraceWork:
     """The steps that a played trace took."""
     steps = [
         (step.expert, image) for outcome, image in zip(played.outcomes, images, strict=True) for step in outcome.steps
     ]
-    return Work(tuple(expert for expert, _ in steps), tuple(image for _, image in steps))
+    return TraceWork(tuple(expert for expert, _ in steps), tuple(image for _, image in steps))
 
 
-def measure_compute(agent: Agent, work: Work, progress: Progress = lambda *_: None) -> Compute:
+def measure_compute(agent: Agent, work: TraceWork, progress: Progress = lambda *_: None) -> Compute:
     """Run the work with every expert resident, on the executors that this agent of the line had; it may have ended.
 
     One request of each expert goes first, which brings it to where it runs.
@@ -118,7 +118,7 @@ def measure_compute(agent: Agent, work: Work, progress: Progress = lambda *_: No
     return Compute(played.seconds, loads, len(held), substituted)
 
 
-def io_bytes(agent: Agent, played: Played, work: Work) -> int:
+def io_bytes(agent: Agent, played: Played, work: TraceWork) -> int:
     """Bytes of the distinct experts that a trace needed and no memory held at its start, shared parts once."""
     copies = agent.packed
     there = {copies[name].expert for name in played.resident_at_start}
@@ -192,7 +192,7 @@ def _kinds(config: LineConfig, copies: Mapping[str, PackedExpert]) -> dict[str, 
     return {expert: (frozenset(found), config.catalog.experts[expert].pixels) for expert, found in layouts.items()}
 
 
-def _held(agent: Agent, work: Work, sizes: Mapping[str, int], kinds: Mapping[str, Kind]) -> list[str]:
+def _held(agent: Agent, work: TraceWork, sizes: Mapping[str, int], kinds: Mapping[str, Kind]) -> list[str]:
     """The experts that stay resident: the most used one of each kind, then the most used ones that still fit."""
     capacity_bytes = int(RAM_FRACTION * min(agent.box.size_of(pool).available_bytes for pool in agent.box.pools))
     by_use = [expert for expert, _ in Counter(work.experts).most_common()]
@@ -211,7 +211,7 @@ def _held(agent: Agent, work: Work, sizes: Mapping[str, int], kinds: Mapping[str
     return [expert for expert in by_use if expert in held]
 
 
-def _substitutes(work: Work, held: Sequence[str], kinds: Mapping[str, Kind]) -> dict[str, str]:
+def _substitutes(work: TraceWork, held: Sequence[str], kinds: Mapping[str, Kind]) -> dict[str, str]:
     """Expert that runs each expert's requests: itself, or in turn the held ones of its kind, the least used first."""
     turns = {
         kind: cycle([expert for expert in reversed(held) if kinds[expert] == kind])

@@ -29,7 +29,7 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class Turns(Generic[Result]):
+class TimedTurns(Generic[Result]):
     """Counted runs of one way, in order."""
 
     seconds: tuple[float, ...]
@@ -43,8 +43,8 @@ class Turns(Generic[Result]):
     def least_s(self) -> float:
         return min(self.seconds)
 
-    def scaled(self, factor: float) -> Turns[Result]:
-        return Turns(tuple(seconds * factor for seconds in self.seconds))
+    def scaled(self, factor: float) -> TimedTurns[Result]:
+        return TimedTurns(tuple(seconds * factor for seconds in self.seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Plan:
     told: Callable[[int, int], None] = lambda done, total: None  # rounds
 
 
-def by_turns(ways: Mapping[str, Callable[[], Result]], plan: Plan) -> dict[str, Turns[Result]]:
+def by_turns(ways: Mapping[str, Callable[[], Result]], plan: Plan) -> dict[str, TimedTurns[Result]]:
     """Run every way in every round. Raises what a way raises."""
     runs: dict[str, list[tuple[float, Result]]] = {name: [] for name in ways}
     ends_s = plan.clock.now_s() + plan.limit_s
@@ -71,7 +71,7 @@ def by_turns(ways: Mapping[str, Callable[[], Result]], plan: Plan) -> dict[str, 
                 runs[name].append(run)
         plan.told(plan.warming_up + number + 1, plan.warming_up + plan.rounds)
     return {
-        name: Turns(tuple(seconds for seconds, _ in each), tuple(result for _, result in each))
+        name: TimedTurns(tuple(seconds for seconds, _ in each), tuple(result for _, result in each))
         for name, each in runs.items()
     }
 

@@ -24,7 +24,7 @@ from experts.errors import ConfigError, CoServeError
 from experts.expert import Precision
 from experts.packed.weights import SegmentStore
 from profiler.bench.measured import Measured, software
-from profiler.bench.turns import Plan, Turns, by_turns, one_turn
+from profiler.bench.turns import Plan, TimedTurns, by_turns, one_turn
 from profiler.replay.host_load import QUIET_FRACTION, CoresInUse
 from profiler.workload.generated_line import removed_afterwards, write_experts
 from proof.compute.arithmetic import NAMES, Multiplications, operations_per_image
@@ -173,7 +173,7 @@ class _ComputeBench:
             floors = {_floor(each.dtype): each for each in reference.values()}
             ways = {each.form: each.run for each in running} | {name: each.run for name, each in floors.items()}
             plan = Plan(self._options.rounds, limit_s=self._options.limit_s)
-            times: dict[str, Turns[object]] = by_turns(ways, plan)
+            times: dict[str, TimedTurns[object]] = by_turns(ways, plan)
             watched = [each for each in running if each.is_ours and each.form != Precision.ONNXRUNTIME]
             fastest = min(watched, key=lambda each: times[each.form].median_s, default=None)
             if fastest is not None and self._options.tells_spending:
@@ -183,7 +183,7 @@ class _ComputeBench:
                 )
         self._note_left_out(architecture, batch, len(times[EAGER].seconds))
         for each in [each for each in tried_s if each not in running]:
-            times[each.form] = Turns((tried_s[each],))
+            times[each.form] = TimedTurns((tried_s[each],))
             self._notes.append(
                 f"{architecture} in {each.form} took more than {HOPELESS:g} times what {EAGER} takes: tried in batches "
                 f"of {batch}, and not in larger ones"
@@ -247,7 +247,7 @@ def _floor(numbers: torch.dtype) -> str:
 
 
 def _rows(
-    expert: Expert, batch: int, floors: Mapping[Contestant, str], times: Mapping[str, Turns[object]]
+    expert: Expert, batch: int, floors: Mapping[Contestant, str], times: Mapping[str, TimedTurns[object]]
 ) -> Iterator[ComputeRow]:
     """One row for each contestant and each floor, in that order. ``floors``: the reference of each contestant."""
     rows = [
@@ -261,7 +261,7 @@ def _rows(
 
 
 def _row(
-    expert: Expert, batch: int, way: tuple[str, str, str], times: Mapping[str, Turns[object]], *, is_ours: bool
+    expert: Expert, batch: int, way: tuple[str, str, str], times: Mapping[str, TimedTurns[object]], *, is_ours: bool
 ) -> ComputeRow:
     form, numbers, floor = way
     return ComputeRow(

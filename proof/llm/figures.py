@@ -23,7 +23,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LlmFindings:
     """Findings of one part. ``notes`` also name what was not measured, as silence would look like success."""
 
     figures: tuple[Figure, ...]

@@ -18,7 +18,7 @@ from experts.errors import CoServeError
 from experts.llm.model import load_model
 from profiler.bench.turns import Plan, by_turns
 from profiler.targets import Target, at_least
-from proof.llm.figures import Figure, Part, not_measured
+from proof.llm.figures import Figure, LlmFindings, not_measured
 from proof.llm.our_engine import OurEngine
 from proof.llm.peers import CONTINUOUS, SLOTS, STATIC, PeerProcess, has_transformers
 from proof.llm.random_models import mixed_lengths, write_random_model
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from profiler.bench.turns import Turns
+    from profiler.bench.turns import TimedTurns
     from proof.llm.random_models import QwenShape
 
 OURS, OURS_BESIDE_IMAGES, OURS_STATIC, THEIR_STATIC, THEIR_CONTINUOUS = (
@@ -42,7 +42,9 @@ TARGET_STATIC, TARGET_CONTINUOUS = 2.0, 1.0
 OVERHEAD_REQUESTS, TARGET_OVERHEAD_S = 16, 1e-3
 
 
-def measure_mixed(folder: Path, shape: QwenShape, rounds: int, told: Callable[[int, int], None], requests: int) -> Part:
+def measure_mixed(
+    folder: Path, shape: QwenShape, rounds: int, told: Callable[[int, int], None], requests: int
+) -> LlmFindings:
     """Run a random model of this shape on all systems, below ``folder``. Raises CoServeError where tokens differ."""
     directory = write_random_model(folder / f"mixed-{shape.name}", shape)
     jobs = mixed_lengths(requests, shape.vocabulary)
@@ -65,10 +67,10 @@ def measure_mixed(folder: Path, shape: QwenShape, rounds: int, told: Callable[[i
     note = f"{part}: {requests} requests, {SLOTS} rows at a time, every system the same tokens"
     absent = () if THEIR_STATIC in times else (not_measured("mixed lengths against transformers"),)
     seconds = {name: each.median_s for name, each in times.items()}
-    return Part(figures, tuple(_targets(shape.name, seconds)), (note, *absent))
+    return LlmFindings(figures, tuple(_targets(shape.name, seconds)), (note, *absent))
 
 
-def require_same_tokens(times: Mapping[str, Turns[list[list[int]]]]) -> None:
+def require_same_tokens(times: Mapping[str, TimedTurns[list[list[int]]]]) -> None:
     """Raises CoServeError naming a system that wrote something else than ours, and for which requests."""
     expected = times[OURS].results[0]
     for name, each in times.items():
@@ -101,7 +103,7 @@ def _targets(shape: str, seconds: Mapping[str, float]) -> list[Target]:
     ]
 
 
-def measure_overhead(folder: Path, shape: QwenShape, rounds: int) -> Part:
+def measure_overhead(folder: Path, shape: QwenShape, rounds: int) -> LlmFindings:
     """Time of an iteration outside of tensor work, which the model's size does not change."""
     model = load_model(write_random_model(folder / f"overhead-{shape.name}", shape), shape.name)
     measured = []
@@ -112,4 +114,4 @@ def measure_overhead(folder: Path, shape: QwenShape, rounds: int) -> Part:
     overhead_s = statistics.median(measured[1:])  # the first round warms up
     what, found = f"an iteration's overhead at {OVERHEAD_REQUESTS} requests", f"{overhead_s * 1e3:.2f} ms"
     target = Target(what, f"under {TARGET_OVERHEAD_S * 1e3:.0f} ms", found, overhead_s < TARGET_OVERHEAD_S)
-    return Part((Figure("iteration", "overhead", overhead_s * 1e3, "ms"),), (target,))
+    return LlmFindings((Figure("iteration", "overhead", overhead_s * 1e3, "ms"),), (target,))

@@ -32,7 +32,7 @@ from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
 from profiler.bench.turns import Plan, by_turns
 from profiler.targets import at_least
-from proof.llm.figures import Figure, Part
+from proof.llm.figures import Figure, LlmFindings
 from proof.llm.random_models import write_skewed_model
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ TOLERANCE = 1e-3
 
 def measure_offload(
     directory: Path, shape: QwenShape, rounds: int, *, zipf: float = ZIPF, form: Precision = Precision.FP32
-) -> Part:
+) -> LlmFindings:
     """Write a model into ``directory``, which the caller removes, pack it, and run it all ways.
 
     ValueError where they say different things. Needs three times the model's bytes of disk.
@@ -100,7 +100,7 @@ def measure_offload(
         f"{memory.places} of {memory.moe_experts} moe_experts held, Zipf exponent {zipf:g}, {rounds} rounds"
     )
     what = "MoE with half its experts in memory, of resident throughput"
-    return Part(tuple(figures), (at_least(what, per_s[HALF] / per_s[ALL], TARGET_RATIO),), (note,))
+    return LlmFindings(tuple(figures), (at_least(what, per_s[HALF] / per_s[ALL], TARGET_RATIO),), (note,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from profiler.bench.measured import Measured, this_machine
 from profiler.targets import Target
 from profiler.workload.generated_line import removed_afterwards, require_disk
 from proof.llm.difference import output_difference
-from proof.llm.figures import COLUMNS, Figure, Part
+from proof.llm.figures import COLUMNS, Figure, LlmFindings
 from proof.llm.mixed import measure_mixed, measure_overhead
 from proof.llm.offload import measure_offload
 from proof.llm.peers import OURS, has_transformers
@@ -41,7 +41,7 @@ TARGET_INT8 = 0.55  # of bf16: half, and what is not quantised
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class LlmExtent:
     """Extent of the measurement. ``mixed``: shapes; ``asking``: what is swapped, and its shape shared and quantised."""
 
     mixed: tuple[QwenShape, ...]
@@ -51,8 +51,8 @@ class Form:
     dispatch: LayerShape = field(default_factory=LayerShape)
 
 
-FULL = Form((SMALL, LARGE), Asking(LARGE, 5), SMALL, 24)
-QUICK = Form((TINY,), Asking(TINY, 1, MODELS[:2], 1, (OURS,)), TINY, 4, LayerShape(64, 8, 32))
+FULL = LlmExtent((SMALL, LARGE), Asking(LARGE, 5), SMALL, 24)
+QUICK = LlmExtent((TINY,), Asking(TINY, 1, MODELS[:2], 1, (OURS,)), TINY, 4, LayerShape(64, 8, 32))
 
 
 def measure_llm(directory: Path, progress: Progress, *, quick: bool = False, threads: int = THREADS) -> Measured:
@@ -82,12 +82,12 @@ def measure_llm(directory: Path, progress: Progress, *, quick: bool = False, thr
     )
 
 
-def _parts(folder: Path, form: Form, progress: Progress) -> Iterator[Part]:
+def _parts(folder: Path, form: LlmExtent, progress: Progress) -> Iterator[LlmFindings]:
     shape, rounds = form.asking.shape, form.asking.rounds
     for each in form.mixed:
         told = partial(progress, f"mixed lengths, {each.name}")
         yield measure_mixed(folder, each, rounds, told, form.requests)
-    stages: dict[str, Callable[[], Part]] = {
+    stages: dict[str, Callable[[], LlmFindings]] = {
         "iteration overhead": lambda: measure_overhead(folder, form.overhead, rounds),
         "dispatch": lambda: _dispatch(form.dispatch),
         "swapping": lambda: measure_swapping(folder, form.asking),
@@ -101,17 +101,17 @@ def _parts(folder: Path, form: Form, progress: Progress) -> Iterator[Part]:
         progress(stage, 1, 1)
 
 
-def _dispatch(shape: LayerShape) -> Part:
+def _dispatch(shape: LayerShape) -> LlmFindings:
     measured = measure_dispatch(shape)
     figures = (
         Figure("dispatch", f"{row.part}, {way}", seconds * 1e3, "ms")
         for row in measured.rows
         for way, seconds in (("einsum", row.einsum_s), ("table", row.table_s))
     )
-    return Part(tuple(figures), measured.targets)
+    return LlmFindings(tuple(figures), measured.targets)
 
 
-def measure_int8(folder: Path, shape: QwenShape) -> Part:
+def measure_int8(folder: Path, shape: QwenShape) -> LlmFindings:
     """Bytes of int8 and bf16 weights, and how far what they say differs.
 
     Random weights are hard on quantisation: nothing makes one token much likelier than all others.
@@ -127,4 +127,4 @@ def measure_int8(folder: Path, shape: QwenShape) -> Part:
     wanted = f"at most {TARGET_INT8:.0%}"
     target = Target("int8 weights, of their size in bf16", wanted, f"{share:.1%}", share <= TARGET_INT8)
     figure = Figure("int8", "of the bytes in bf16", 100 * share, "%")
-    return Part((figure,), (target,), (f"int8 against bf16, random weights: {difference}",))
+    return LlmFindings((figure,), (target,), (f"int8 against bf16, random weights: {difference}",))

@@ -25,7 +25,7 @@ from experts.errors import CoServeError
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
 from experts.sizes import MEBIBYTE
 from profiler.targets import Target, at_least
-from proof.llm.figures import Figure, Part, not_measured
+from proof.llm.figures import Figure, LlmFindings, not_measured
 from proof.llm.our_engine import Collected
 from proof.llm.peers import OURS, STATIC, PeerProcess, has_transformers
 from proof.llm.random_models import mixed_lengths, write_random_model
@@ -113,7 +113,7 @@ def text_agent(folder: Path, models: Mapping[str, Path], expert_bytes: int) -> I
         yield TextAgent(agent, requests)
 
 
-def measure_swapping(folder: Path, asking: Asking) -> Part:
+def measure_swapping(folder: Path, asking: Asking) -> LlmFindings:
     """Ask all systems the same. Raises CoServeError where answers differ."""
     directories = {
         name: write_random_model(folder / f"swap-{number}", asking.shape, seed=number)
@@ -136,10 +136,10 @@ def measure_swapping(folder: Path, asking: Asking) -> Part:
         Figure("swapping", f"processes with {way}", tokens / each, "tokens/s") for way, each in theirs_s.items()
     ]
     absent = tuple(not_measured(f"processes with {way}") for way in asking.ways if way not in theirs_s)
-    return Part(tuple(figures), _targets(len(asking.models), ours_s, theirs_s), absent)
+    return LlmFindings(tuple(figures), _targets(len(asking.models), ours_s, theirs_s), absent)
 
 
-def measure_backbone(folder: Path, asking: Asking) -> Part:
+def measure_backbone(folder: Path, asking: Asking) -> LlmFindings:
     """The ledger's bytes of models that differ in their attention alone, once all were asked."""
     own = tuple(f"model.layers.{number}.{OWN_PARTS}" for number in range(asking.shape.layers))
     directories = {
@@ -163,7 +163,7 @@ def measure_backbone(folder: Path, asking: Asking) -> Part:
         Figure("backbone", "all models hold", held_bytes / 1e6, "MB"),
         Figure("backbone", "one model holds", one_bytes / 1e6, "MB"),
     )
-    return Part(figures, (target,))
+    return LlmFindings(figures, (target,))
 
 
 def _bytes_of(directories: Mapping[str, Path]) -> int:

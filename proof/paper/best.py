@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proof.paper.devices import PaperDevice
-    from proof.paper.tasks import Task
+    from proof.paper.tasks import PaperTask
 
 MOST_GPU_EXECUTORS = 8  # a sweep ends before, once more of them are no better
 
@@ -57,7 +57,7 @@ class Best:
         return _ascending(self.executors, CPU, GPU, chosen.executors[GPU])
 
 
-def search_best(device: PaperDevice, sample: Task, board: str, start: System) -> Best:
+def search_best(device: PaperDevice, sample: PaperTask, board: str, start: System) -> Best:
     """The best executors and memory for a system on a sample. ``start``: everything else about it.
 
     The sweep ends where memory holds no more executors. Raises ConfigError where it does not even hold one.

@@ -21,13 +21,13 @@ Value = TypeVar("Value")
 Text = Annotated[str, Field(min_length=1, strict=True)]
 
 
-class Section(BaseModel):
+class DeviceSection(BaseModel):
     """Any mapping of a device file: frozen, unknown keys refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Constant(Section, Generic[Value]):
+class Constant(DeviceSection, Generic[Value]):
     """One figure, its source, its derivation, and the figure that it was fitted to, if any."""
 
     value: Value = Field(description="the figure, in the unit of its key")
@@ -42,7 +42,7 @@ Positive = Constant[Annotated[float, Field(gt=0)]]
 Count = Constant[Annotated[int, Field(ge=1, strict=True)]]
 
 
-class MemorySection(Section):
+class DeviceMemorySection(DeviceSection):
     """One memory, and what of it is never for experts."""
 
     size_bytes: Bytes
@@ -53,40 +53,40 @@ class MemorySection(Section):
         return self.size_bytes.value - self.system_bytes.value
 
 
-class MemoriesSection(Section):
+class MemoriesSection(DeviceSection):
     """Host memory, and the GPU's where the layout is split."""
 
-    host: MemorySection
-    device: MemorySection | None = None
+    host: DeviceMemorySection
+    device: DeviceMemorySection | None = None
 
 
-class LinkSection(Section):
+class LinkSection(DeviceSection):
     """Bandwidths. ``host_bytes_per_s``: from host memory to the device's, where these are two."""
 
     ssd_bytes_per_s: Positive
     host_bytes_per_s: Positive | None = None
 
 
-class ProcessorSection(Section):
+class ProcessorSection(DeviceSection):
     """Cost of a kind of executors, and speedups of n of them together over one."""
 
     executor_bytes: Reserved
     speedups: Constant[Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]]
 
 
-class ProcessorsSection(Section):
+class ProcessorsSection(DeviceSection):
     gpu: ProcessorSection
     cpu: ProcessorSection
 
 
-class LoadSection(Section):
+class LoadSection(DeviceSection):
     """Seconds that a framework takes to bring an expert to where it runs, from the SSD and from host memory."""
 
     ssd: Positive
     host: Positive | None = None
 
 
-class TimesSection(Section):
+class TimesSection(DeviceSection):
     """One architecture on one processor: a batch of n takes ``K_s * n + B_s`` (section 4.2)."""
 
     K_s: Positive
@@ -95,14 +95,14 @@ class TimesSection(Section):
     workspace_bytes: Bytes
 
 
-class ArchitectureSection(Section):
+class ArchitectureSection(DeviceSection):
     weight_bytes: Bytes
     framework_load_s: LoadSection
     gpu: TimesSection
     cpu: TimesSection
 
 
-class PaperDevice(Section):
+class PaperDevice(DeviceSection):
     device: Text
     name: Text
     layout: Literal["split", "unified"]

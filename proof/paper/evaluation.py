@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from proof.paper.devices import PaperDevice
-    from proof.paper.tasks import Task
+    from proof.paper.tasks import PaperTask
 
 SAMBA, SAMBA_ALL_MEMORY = "samba", "samba-all-memory"
 SAMBA_FIFO, SAMBA_PARALLEL = "samba-fifo", "samba-parallel"
@@ -120,7 +120,7 @@ def casual_system(device: PaperDevice) -> System:
     return System(CASUAL, PAPER, {GPU: CASUAL_GPU_EXECUTORS[device.is_split], CPU: 1})
 
 
-def systems(device: PaperDevice, task: Task, paper: System, ours: System) -> tuple[System, ...]:
+def systems(device: PaperDevice, task: PaperTask, paper: System, ours: System) -> tuple[System, ...]:
     """Every system of the evaluation, in the order of POLICIES. ``paper``, ``ours``: as found for this device."""
     samba = System(SAMBA, SAMBA, {GPU: 1})
     return (

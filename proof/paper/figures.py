@@ -71,7 +71,7 @@ PAPER_MEMORY = {
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class SystemsFigure:
     """A figure that compares systems by one quantity, ``of`` a row. ``drawn`` systems are in its charts.
 
     ``against``: words and figures of the paper's policy and ours against Samba-CoE's rows, where the figure has them.
@@ -99,24 +99,24 @@ def _fewer(row: SystemRow, than: SystemRow) -> str:
 
 SPEED, SWITCHES = attrgetter("images_per_s"), attrgetter("switches")
 COMPARISONS = (
-    Comparison(
+    SystemsFigure(
         13, "throughput, images/s", "Throughput", "images/s", SPEED, ".1f", BASELINES, BASELINES,
         "The paper: CoServe Casual is up to 8.5 (NUMA) and 10.6 (UMA) times Samba-CoE; on NUMA it is 5.71 % (24.5 to "
         "23.1 images/s) to 18.75 % (27.2 to 22.1) below Best.",
         (" over", _ratio),
     ),
-    Comparison(
+    SystemsFigure(
         14, "expert switches", "Expert switches", "switches", SWITCHES, "d", BASELINES, BASELINES,
         "A switch is a load, from the SSD or from host memory, that a request had to wait for. The paper: Best has "
         "1.28 to 18.18 % fewer than Casual on NUMA and 16.48 to 31.13 % fewer on UMA.",
         (", fewer than", _fewer),
     ),
-    Comparison(
+    SystemsFigure(
         15, "throughput of the ablations, images/s", "Ablations", "images/s", SPEED, ".1f", ABLATIONS,
         (*ABLATIONS, *OURS),
         "The paper: each optimisation adds to the throughput, None < EM < EM+RA < CoServe; its text has no figures.",
     ),
-    Comparison(
+    SystemsFigure(
         16, "expert switches of the ablations", "Ablations: expert switches", "switches", SWITCHES, "d", ABLATIONS,
         (*ABLATIONS, *OURS), "The paper: each optimisation reduces the number of switches; its text has no figures.",
     ),
@@ -143,7 +143,7 @@ def write_figures(evaluation: Evaluation, folder: Path, figure_19: str = NOT_SIM
     return "\n\n".join(sections) + "\n"
 
 
-def _compared(figure: Comparison, evaluation: Evaluation, folder: Path) -> str:
+def _compared(figure: SystemsFigure, evaluation: Evaluation, folder: Path) -> str:
     runs = evaluation.runs
     charts = []
     for device in dict.fromkeys(row.device for row in evaluation.rows):
@@ -165,7 +165,7 @@ def _compared(figure: Comparison, evaluation: Evaluation, folder: Path) -> str:
 
 
 def _against_samba(
-    figure: Comparison, runs: Mapping[tuple[str, str], Mapping[str, SystemRow]]
+    figure: SystemsFigure, runs: Mapping[tuple[str, str], Mapping[str, SystemRow]]
 ) -> list[tuple[str, ...]]:
     """The paper's policy and ours against both rows of Samba-CoE, with what the paper says of it."""
     assert figure.against is not None

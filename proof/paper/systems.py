@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from profiler.simulation.simulator import Simulation
     from proof.paper.devices import ArchitectureSection, PaperDevice, TimesSection
-    from proof.paper.tasks import Task
+    from proof.paper.tasks import PaperTask
 
 CASUAL_FRACTION = 0.75  # of the memory, for experts (section 5.2)
 PATIENCE_S = 180.0  # section 5.1: all images of a board within, for example, 3 minutes; our bound on overtaking here
@@ -98,7 +98,7 @@ class SystemRow:
     roofline_fraction: float | None = None
 
 
-def simulate(system: System, device: PaperDevice, task: Task, *, with_roofline: bool = False) -> SystemRow:
+def simulate(system: System, device: PaperDevice, task: PaperTask, *, with_roofline: bool = False) -> SystemRow:
     """Run a task on a system, from the end of its initial placement to the last request's outcome.
 
     ``with_roofline``: beside what no schedule can beat, which costs some passes over the requests. Raises ConfigError
@@ -147,7 +147,7 @@ def executor_specs(system: System, device: PaperDevice) -> tuple[ExecutorSpec, .
     return tuple(ExecutorSpec(number, name, device.pool_of(name)) for number, name in enumerate(processors))
 
 
-def device_profile(device: PaperDevice, task: Task, loading: Loading) -> PerformanceMatrix:
+def device_profile(device: PaperDevice, task: PaperTask, loading: Loading) -> PerformanceMatrix:
     """The performance matrix of a device for a task's experts."""
     columns = {
         processor: {
@@ -159,12 +159,14 @@ def device_profile(device: PaperDevice, task: Task, loading: Loading) -> Perform
     return PerformanceMatrix(columns, dict(task.usage))
 
 
-def pool_specs(system: System, device: PaperDevice, task: Task, specs: Sequence[ExecutorSpec]) -> tuple[PoolSpec, ...]:
+def pool_specs(
+    system: System, device: PaperDevice, task: PaperTask, specs: Sequence[ExecutorSpec]
+) -> tuple[PoolSpec, ...]:
     """Every memory, split between experts and batches. Raises ConfigError for one without room for both."""
     return tuple(_pool_spec(name, system, device, task, specs) for name in device.pools)
 
 
-def most_experts(system: System, device: PaperDevice, task: Task) -> int:
+def most_experts(system: System, device: PaperDevice, task: PaperTask) -> int:
     """The most experts that the GPU's memory has room for, beside one image of each executor."""
     pool = device.pool_of(GPU)
     users = _users(executor_specs(system, device), pool)
@@ -172,7 +174,7 @@ def most_experts(system: System, device: PaperDevice, task: Task) -> int:
     return sum(held <= room_bytes for held in held_by_usage(device, task))
 
 
-def held_by_usage(device: PaperDevice, task: Task) -> tuple[int, ...]:
+def held_by_usage(device: PaperDevice, task: PaperTask) -> tuple[int, ...]:
     """Bytes of the 1, 2, 3... most used experts together."""
     most_used_first = sorted(task.usage, key=lambda expert: (-task.usage[expert], expert))
     architectures = (device.architectures[task.architectures[expert]] for expert in most_used_first)
@@ -180,7 +182,7 @@ def held_by_usage(device: PaperDevice, task: Task) -> tuple[int, ...]:
 
 
 def _roofline_images_per_s(
-    task: Task,
+    task: PaperTask,
     setup: EngineSetup,
     simulation: Simulation,
     ssd_bytes_per_s: float,
@@ -224,7 +226,9 @@ def _load_s(device: PaperDevice, pool: str, architecture: ArchitectureSection, l
     return {SSD: over_ssd_s} if over_host_s is None or pool == HOST else {SSD: over_ssd_s, HOST: over_host_s}
 
 
-def _pool_spec(name: str, system: System, device: PaperDevice, task: Task, specs: Sequence[ExecutorSpec]) -> PoolSpec:
+def _pool_spec(
+    name: str, system: System, device: PaperDevice, task: PaperTask, specs: Sequence[ExecutorSpec]
+) -> PoolSpec:
     users = _users(specs, name)
     room_bytes = _room_bytes(device, name, users)
     held = held_by_usage(device, task)

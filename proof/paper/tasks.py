@@ -52,7 +52,7 @@ TASKS = tuple(f"{board}{number}" for board in BOARDS for number in REQUESTS)
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class PaperTask:
     """A line and the requests that come to it. ``architectures`` by expert; ``usage``: how often a request uses one.
 
     ``passes[number]``: whether the classifier passes that request.
@@ -71,18 +71,18 @@ class Task:
         return FAILS if is_classifier and not self.passes[request] else PASSES
 
 
-def paper_task(name: str) -> Task:
+def paper_task(name: str) -> PaperTask:
     """One of TASKS. Raises KeyError for another name."""
     board, requests = BOARDS[name[0]], REQUESTS[name[1:]]
     return task_of(board, requests, name)
 
 
-def sample_of(board: str, requests: int) -> Task:
+def sample_of(board: str, requests: int) -> PaperTask:
     """Other requests on a board than its tasks': what the offline phase may look at (section 4.4)."""
     return task_of(BOARDS[board], requests, f"{board} {SAMPLE}", SAMPLE)
 
 
-def task_of(board: PaperBoard, requests: int, name: str, stream: str = "task") -> Task:
+def task_of(board: PaperBoard, requests: int, name: str, stream: str = "task") -> PaperTask:
     """Requests on a board. ``stream``: another one draws other requests on the same line."""
     components = [f"{board.name.lower()}-{number:03}" for number in range(board.types)]
     drawn = random.Random(f"{board.seed} quantities")
@@ -96,7 +96,7 @@ def task_of(board: PaperBoard, requests: int, name: str, stream: str = "task") -
     graph, total = ExpertGraph(architectures, routes), sum(quantities)
     shares = {component: quantity / total for component, quantity in zip(components, quantities, strict=True)}
     usage = graph.usage(shares, dict.fromkeys(architectures, PASS_RATE))
-    return Task(name, graph, architectures, usage, tuple(trace), tuple(passes))
+    return PaperTask(name, graph, architectures, usage, tuple(trace), tuple(passes))
 
 
 def _routes(board: PaperBoard, components: list[str]) -> tuple[dict[str, tuple[RouteStep, ...]], dict[str, str]]:

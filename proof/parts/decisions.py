@@ -67,7 +67,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class DecisionTimes:
+class QueuedDecisionTimes:
     """Seconds of one ``handle`` call while ``fewest_queued`` to ``most_queued`` requests wait.
 
     ``batches`` and ``loads``: calls with the end of one; ``evictions``: copies that all calls evicted. ``cpu_p99_s``:
@@ -87,7 +87,7 @@ class DecisionTimes:
     cpu_p99_s: float
 
 
-def measure_decisions(queued: int, calls: int = CALLS, policy: str = "coserve") -> DecisionTimes:
+def measure_decisions(queued: int, calls: int = CALLS, policy: str = "coserve") -> QueuedDecisionTimes:
     """Time ``calls`` events at a steady queue of about ``queued`` requests."""
     line = _BusyLine(policy)
     line.fill(queued)
@@ -105,7 +105,7 @@ def measure_decisions(queued: int, calls: int = CALLS, policy: str = "coserve") 
     unexpected = line.engine.statistics().unexpected_events
     assert not unexpected, f"{unexpected} answers were given out of turn"
     p99 = int(calls * 0.99)
-    return DecisionTimes(
+    return QueuedDecisionTimes(
         queued=queued,
         calls=calls,
         batches=kinds[Finished],
@@ -132,7 +132,7 @@ def measure_growth(queued: Sequence[int] = QUEUED, calls: int = CALLS) -> Measur
     return Measured(machine, COLUMNS, rows, decision_targets(rows), notes)
 
 
-def decision_targets(rows: Sequence[DecisionTimes]) -> tuple[Target, ...]:
+def decision_targets(rows: Sequence[QueuedDecisionTimes]) -> tuple[Target, ...]:
     """A decision's time at TARGET_QUEUED, and its growth, which is at most a logarithm's."""
     wanted = f"at most {TARGET_P99_S * 1e6:.0f} us"
     at_target = [

@@ -22,7 +22,7 @@ from profiler.bench.rows import busy_s
 from profiler.replay.images import experts_of, images_of
 from profiler.replay.player import player
 from profiler.targets import Target, at_most
-from proof.scheduling.playback import Playback, Recorder, Recording
+from proof.scheduling.playback import Playback, PlayedRecording, Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -85,8 +85,8 @@ class SchedulingCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    recording: Recording
+class PlayedPair:
+    recording: PlayedRecording
     scheduled: Played
     played_back: Played
     differences: int
@@ -107,7 +107,7 @@ def measure_scheduling(
     """
     options = options or RunOptions()
     config = options.on(config)
-    pairs: list[Pair] = []
+    pairs: list[PlayedPair] = []
     with ExitStack() as ending:
         if not options.is_locked:
             ending.enter_context(StateLock(config.state))
@@ -121,8 +121,8 @@ def measure_scheduling(
 
 
 def run_and_play_back(
-    config: LineConfig, trace: Sequence[TracedArrival], options: LoopOptions, earlier: Recording | None = None
-) -> Pair:
+    config: LineConfig, trace: Sequence[TracedArrival], options: LoopOptions, earlier: PlayedRecording | None = None
+) -> PlayedPair:
     """One pair; the recording of an ``earlier`` run is played back before the run instead of its own after it.
 
     Raises what ``run_line`` raises.
@@ -151,10 +151,10 @@ def run_and_play_back(
         (scheduled, box_text), (played_back, _) = played(record), played(play_back)
     else:
         (played_back, box_text), (scheduled, _) = played(play_back), played(record)
-    return Pair(recorders[0].recording(), scheduled, played_back, playbacks[0].differences, box_text)
+    return PlayedPair(recorders[0].recording(), scheduled, played_back, playbacks[0].differences, box_text)
 
 
-def _cost(policy: str, requests: int, pairs: Sequence[Pair]) -> SchedulingCost:
+def _cost(policy: str, requests: int, pairs: Sequence[PlayedPair]) -> SchedulingCost:
     def mean_cpu_s(is_management: bool) -> list[float]:
         return [
             sum(each.cpu_s for each in pair.scheduled.decisions if each.is_expert_management is is_management)

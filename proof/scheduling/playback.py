@@ -47,7 +47,7 @@ class Due:
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class PlayedRecording:
     """A run's effects in order, the answers of its batches, and what its Engine counted in the end.
 
     ``outcomes``: by the batch that decided them, or by -n: when request n arrived. ``loads_at_once``: the most in
@@ -98,12 +98,12 @@ class Recorder(DeciderAround):
             self._record(effect)
         return effects
 
-    def recording(self) -> Recording:
+    def recording(self) -> PlayedRecording:
         """Decisions so far, once nothing is under way. Raises ConfigError when a load or a batch failed."""
         if self._failure is not None:
             raise ConfigError(f"only a run without failures can be played back: {self._failure} - correct that first")
         outcomes = {batch: tuple(ended) for batch, ended in self._outcomes.items()}
-        return Recording(
+        return PlayedRecording(
             tuple(self._dues), outcomes, dict(self._results), dict(self._loads_at_once), self._decider.statistics()
         )
 
@@ -148,7 +148,7 @@ class Recorder(DeciderAround):
 class Playback:
     """A Decider that releases a recording's effects in order; see the module. ``executors``: id -> its memory."""
 
-    def __init__(self, recording: Recording, executors: Mapping[int, str]) -> None:
+    def __init__(self, recording: PlayedRecording, executors: Mapping[int, str]) -> None:
         self._recording = recording
         self._executors = dict(executors)
         self._lanes: defaultdict[int | str, deque[Due]] = defaultdict(deque)  # batches by executor, moves by memory

@@ -108,7 +108,7 @@ def test_the_short_form_measures_every_part_and_leaves_nothing_behind(tmp_path):
     assert list(dict.fromkeys(row["part"] for row in told["rows"])) == [
         "mixed lengths, tiny", "iteration", "dispatch", "swapping", "backbone", "offloaded experts", "int8",
     ]  # fmt: skip
-    assert len(told["targets"]) == 11
+    assert len(told["targets"]) >= 8  # more where transformers is installed
     assert not any("NOT MEASURED" in note for note in told["notes"])
     assert "1 threads" in found.text()
     assert "these figures say that it runs" in found.text()

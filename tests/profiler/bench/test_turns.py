@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from profiler.bench.turns import ROUNDS_LEAST, Clock, Plan, Turns, by_turns
+from profiler.bench.turns import ROUNDS_LEAST, Clock, Plan, TimedTurns, by_turns
 
 
 class Machine:
@@ -67,4 +67,4 @@ def test_an_error_of_a_way_comes_out():
     with pytest.raises(ZeroDivisionError):
         by_turns({"a": fail}, Machine().plan(1))
     assert by_turns({}, Machine().plan(1)) == {}
-    assert Turns((1.0,)).results == ()
+    assert TimedTurns((1.0,)).results == ()
