@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 CAMERA_PREFIX = "camera/"  # of keys: a folder's begin with its digest
 CALLER_PREFIX = "api/"
+CALLERS = "api"  # the source of what callers order
 LONGEST_NAME = 200  # of a key, a serial or a ref: longer ones are no names
 PART_MARK = "#"  # between an image's key and the ref of a part of it
 KEY_OF_PART = re.compile(rf"(.*@[0-9a-f]+-[0-9a-f]+--?[0-9a-f]+){PART_MARK}", re.DOTALL)  # of a folder's image
@@ -29,9 +30,10 @@ KEY_OF_PART = re.compile(rf"(.*@[0-9a-f]+-[0-9a-f]+--?[0-9a-f]+){PART_MARK}", re
 class Subject:
     """An image, or one part of it, and the component's route or the single expert that judges it.
 
-    ``key`` identifies it across restarts. ``source``: the folder, camera or API; empty in a stored result. ``image``:
-    the image's name; its key where it has no other. ``board``: the serial. ``box``: the part's (left, top, right,
-    bottom) in pixels; None for all of the image. ``asked_sha256``: digest of all that a caller asked under its key.
+    ``key`` identifies it across restarts. ``source``: the folder, camera or API; of a stored result the beginning of
+    its key. ``image``: the image's name, or its key where it has no other. ``board``: the serial. ``box``: the part's
+    (left, top, right, bottom) in pixels; None for all of the image. ``asked_sha256``: digest of all that a caller
+    asked under its key.
     """
 
     key: str

@@ -6,9 +6,10 @@ from dataclasses import fields, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from agent.api.calls.desk import ImageOrder
 from agent.records.boards import Inspection
 from agent.records.results import Result
-from agent.subject import Subject
+from agent.subject import CALLERS, Subject
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -33,6 +34,11 @@ def changed(made: Result, **said: Any) -> Result:
     """The same result with other fields, of its own or of its subject."""
     about, told = _divided(said)
     return replace(made, subject=replace(made.subject, **about), **told)
+
+
+def order(image: Any, *, is_kept: bool = True, wants_maps: bool = False, key: str = "", **about: Any) -> ImageOrder:
+    """What a caller asks; ``about``: fields of the subject."""
+    return ImageOrder(Subject(key, CALLERS, key, NOON, **about), image, is_kept, wants_maps)
 
 
 def inspection(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from agent.api.calls.desk import Place
+from agent.api.calls.desk import ResultsCursor
 from agent.api.calls.messages import board_of, part_of, reload_of, status_of
 from agent.api.calls.refusals import PUSHBACK_MS, REASON
 from agent.api.calls.text_messages import text_request, told_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from types import TracebackType
 
-    from agent.api.calls.desk import BoardView, Event, Part, ReloadView, StatusView, TextOrder
+    from agent.api.calls.desk import BoardView, Event, ReloadView, StatusView, TextOrder, VerdictView
     from agent.api.calls.texts import Told
 
 MESSAGE_BYTES = 64 * 2**20
@@ -37,8 +37,8 @@ AT_ONCE = 16  # images that are sent before the first one is answered
 ANSWER_S = 60.0  # for an answer to a question
 INSPECT_S = 600.0  # for one image's verdict, waiting for its turn included
 TRIES = 100  # for an image that there was no room for
-EVERYTHING = Place(seq=0, board=0)  # to watch from the first result that is stored
-TO_COME = Place()
+EVERYTHING = ResultsCursor(seq=0, board=0)  # to watch from the first result that is stored
+TO_COME = ResultsCursor()
 
 Call = Any  # gRPC has no types
 
@@ -85,7 +85,7 @@ class AgentClient:
         ref: str | None = None,
         *,
         with_maps: bool = False,
-    ) -> Iterator[Part]:
+    ) -> Iterator[VerdictView]:
         """One part per image, in their order. Without a board nothing of it is stored.
 
         Raises OrderRefused for an image that is not taken; where there is only no room for it, it is sent again.
@@ -113,7 +113,9 @@ class AgentClient:
         request = pb.GetBoardRequest(serial=serial, board_type=board_type or "")
         return [board_of(board) for board in self._asked(self._agent.GetBoard, request).boards]
 
-    def watch(self, after: Place = TO_COME, *, with_maps: bool = False) -> Iterator[tuple[Event, Place]]:
+    def watch(
+        self, after: ResultsCursor = TO_COME, *, with_maps: bool = False
+    ) -> Iterator[tuple[Event, ResultsCursor]]:
         """Stored results and boards' verdicts behind a place, then those to come; each with the place behind it."""
         request = pb.WatchResultsRequest(
             file=after.file or "", after_seq=after.seq, after_board=after.board, wants_maps=with_maps
@@ -123,7 +125,7 @@ class AgentClient:
             with self._explained():
                 for event in events:
                     told = board_of(event.board) if event.HasField("board") else part_of(event.result)
-                    yield told, Place(event.file, event.after_seq, event.after_board)
+                    yield told, ResultsCursor(event.file, event.after_seq, event.after_board)
         finally:
             events.cancel()
 
@@ -164,7 +166,7 @@ class AgentClient:
     def _sent(self, request: pb.InspectRequest) -> Call:
         return self._agent.Inspect.future(request, timeout=INSPECT_S, metadata=self._metadata)
 
-    def _judged(self, request: pb.InspectRequest, sent: Call) -> Part:
+    def _judged(self, request: pb.InspectRequest, sent: Call) -> VerdictView:
         for _ in range(TRIES):
             try:
                 with self._explained():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from agent.api.calls.desk import Part, StatusView
+    from agent.api.calls.desk import StatusView, VerdictView
     from agent.api.calls.texts import Told
     from agent.config import LineConfig
 
@@ -89,7 +89,7 @@ def ask_to_inspect(
     return judged_rows(images, component, judged, pictures)
 
 
-def _judged_image(part: Part) -> JudgedImage:
+def _judged_image(part: VerdictView) -> JudgedImage:
     from experts.thresholds.map_pictures import map_of
 
     anomalies = tuple(

@@ -164,14 +164,22 @@ def _result_row(row: sqlite3.Row) -> ResultRow:
     arrived_at, finished_at = (datetime.fromisoformat(row[name]) for name in ("arrived_at", "finished_at"))
     columns: dict[str, Any] = dict(row)  # an earlier version's table may lack some
     about: dict[str, Any] = {name: columns.get(name) for name in OF_SUBJECT}
-    subject = Subject(**about, source="", arrived_at=arrived_at, component=row["component"] or None)
+    detail = json.loads(row["detail"])
+    source, slash, _ = row["key"].partition("/")
+    subject = Subject(
+        **about,
+        source=source if slash else "",
+        arrived_at=arrived_at,
+        component=row["component"] or None,
+        box=tuple(detail["box"]) if "box" in detail else None,
+    )
     told: dict[str, Any] = {name: columns.get(name) for name in OF_RESULT}
     result = Result(
         subject=subject,
         verdict=Verdict(row["verdict"]),
         finished_at=finished_at,
         experts=tuple(json.loads(row["experts"])),
-        detail=json.loads(row["detail"]),
+        detail=detail,
         **told,
     )
     return ResultRow(row["seq"], result)

@@ -20,31 +20,25 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from agent.subject import SourceStatus
+    from agent.subject import SourceStatus, Subject
     from experts.errors import OrderRefused
     from experts.expert import BoundingBox, LabelScore, Verdict
     from experts.llm.serving.generation import Ending
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Order:
-    """One image to be judged: by a component's route, by one expert, or, with neither, part by part as a frame of a
-    whole board, which its board type's layout cuts.
+class ImageOrder:
+    """One image to be judged. A subject with neither component nor expert is a frame of a whole board, which the layout
+    of its type cuts.
 
-    ``image``: an encoded file, or pixels (height, width, 3) uint8 RGB. ``key``: the caller's idempotency key; an order
-    that is kept and whose key has a verdict is told that one, and one whose key is under way waits for the same end,
-    provided that all of it is the same; else it is refused. ``is_kept``: it is
-    journaled, stored, and counts on its board; else it is answered, and nothing remains of it. ``wants_maps``: its
-    parts come with pictures of where they are anomalous; those of one that is kept, if such pictures are.
+    ``image``: an encoded file, or pixels (height, width, 3) uint8 RGB. The subject's key is the caller's idempotency
+    key, or empty. A kept order whose key has a verdict gets that verdict; one whose key is under way waits for the same
+    end; the same key for another content is refused. ``is_kept``: the image is journaled, stored, and counts on its
+    board; otherwise nothing remains. ``wants_maps``: answers come with pictures of the anomalies, as far as kept.
     """
 
+    subject: Subject
     image: bytes | NDArray[np.uint8]
-    component: str | None = None
-    expert: str | None = None
-    board: str | None = None
-    board_type: str | None = None
-    ref: str | None = None
-    key: str | None = None
     is_kept: bool = True
     wants_maps: bool = False
 
@@ -63,27 +57,21 @@ class AnomalyView:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one image, or one part of a frame, was judged. ``seq``: its row's number; None where it is not kept.
+class VerdictView:
+    """The verdict of one subject. ``seq``: its row's number; None where it is not kept.
 
-    ``queue_s``: before its first batch; ``compute_s``: in batches; ``seconds``: from its arrival to its verdict.
-    ``is_repeat``: it was not judged for this order, but for an earlier one of its key.
+    ``queue_s``: before the first batch; ``compute_s``: in batches; ``seconds``: from arrival to verdict.
+    ``is_repeat``: judged for an earlier order of the same key.
     """
 
-    key: str
-    component: str
+    subject: Subject
     verdict: Verdict
     seq: int | None = None
-    expert: str | None = None
-    board: str | None = None
-    board_type: str | None = None
-    ref: str | None = None
     label: str | None = None
     score: float | None = None
     reason: str | None = None
     experts: tuple[str, ...] = ()
     boxes: tuple[BoundingBox, ...] = ()
-    arrived_at: datetime | None = None
     finished_at: datetime | None = None
     seconds: float = 0.0
     queue_s: float = 0.0
@@ -99,7 +87,7 @@ class Listener(Protocol):
     def accepted(self) -> None:
         """The order is durable: it will be judged, whatever happens. Of orders that are kept only; at most once."""
 
-    def judged(self, parts: Sequence[Part]) -> None:
+    def judged(self, parts: Sequence[VerdictView]) -> None:
         """The end: one part, or each of a frame's. Stored by now, if the order is kept."""
 
     def refused(self, refusal: OrderRefused) -> None:
@@ -219,7 +207,7 @@ class TextModelView:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelView:
     """Something that can be asked: a component's route, or one expert. ``reason``: why it is not ready."""
 
     name: str
@@ -243,12 +231,12 @@ class BoardView:
     closed_at: datetime | None
     missing: Mapping[str, int]
     counts: Mapping[Verdict, int]
-    parts: tuple[Part, ...] = ()
+    parts: tuple[VerdictView, ...] = ()
     is_revision: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ResultsCursor:
     """How far somebody has come in a results file, by its numbers of results and of changes of boards' verdicts.
 
     ``file``: its identity; None where nothing of it was read. ``seq``, ``board``: None for those to come only.
@@ -266,12 +254,12 @@ class StoredView:
     ``boards``: changes with their numbers, each behind all results that it was reached by.
     """
 
-    end: Place
-    results: tuple[Part, ...] = ()
+    end: ResultsCursor
+    results: tuple[VerdictView, ...] = ()
     boards: tuple[tuple[int, BoardView], ...] = ()
 
 
-Event: TypeAlias = "Part | BoardView"  # a result that was just stored, or a board's verdict
+Event: TypeAlias = "VerdictView | BoardView"  # a result that was just stored, or a board's verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +357,7 @@ class ReloadView:
 class Desk(Protocol):
     """See the module. Whatever is refused raises OrderRefused, whose ``reason`` says of what kind that is."""
 
-    def order(self, order: Order, listener: Listener) -> Ticket:
+    def order(self, order: ImageOrder, listener: Listener) -> Ticket:
         """Have an image judged."""
 
     def generate(self, order: TextOrder, listener: TextListener) -> TextTicket:
@@ -378,7 +366,7 @@ class Desk(Protocol):
     def text_models(self) -> Sequence[TextModelView]:
         """All that texts can be had from: routes and experts, by their names."""
 
-    def models(self) -> Sequence[Model]:
+    def models(self) -> Sequence[ModelView]:
         """All that images can be asked of: routes by their component's name, experts as `expert:ID`."""
 
     def load(self, model: str) -> None:

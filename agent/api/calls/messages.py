@@ -6,7 +6,7 @@ encoding, is told with its odd bytes escaped instead of stopping the message.
 
 from __future__ import annotations
 
-from datetime import UTC
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,23 +14,22 @@ import numpy as np
 from agent.api.calls.desk import (
     AnomalyView,
     BoardView,
-    Order,
-    Part,
+    ImageOrder,
     PoolView,
     QueueView,
     ReloadView,
     ShadowsView,
     StatusView,
     TextsView,
+    VerdictView,
 )  # fmt: skip
 from agent.api.proto import inspection_pb2 as pb
-from agent.subject import SourceStatus
+from agent.subject import CALLER_PREFIX, CALLERS, SourceStatus, Subject
 from experts.errors import OrderRefused, Refusing
 from experts.expert import BoundingBox, LabelScore, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from datetime import datetime
 
     from google.protobuf.timestamp_pb2 import Timestamp
     from numpy.typing import NDArray
@@ -48,18 +47,23 @@ def text(words: str) -> str:
     return words.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def order_of(request: pb.InspectRequest) -> Order:
+def order_of(request: pb.InspectRequest) -> ImageOrder:
     """What is asked for. Raises OrderRefused where it contradicts itself."""
     if request.component and request.expert:
         raise OrderRefused(Refusing.INVALID, "component and expert are both set - name what judges the image once")
-    return Order(
+    return ImageOrder(
+        subject=Subject(
+            request.key,
+            CALLERS,
+            request.key,
+            datetime.now(UTC).astimezone(),
+            component=request.component or None,
+            expert=request.expert or None,
+            board=request.board or None,
+            board_type=request.board_type or None,
+            ref=request.ref or None,
+        ),
         image=_image_of(request),
-        component=request.component or None,
-        expert=request.expert or None,
-        board=request.board or None,
-        board_type=request.board_type or None,
-        ref=request.ref or None,
-        key=request.key or None,
         is_kept=not request.is_question,
         wants_maps=request.wants_maps,
     )
@@ -83,11 +87,11 @@ def pixels(height: int, width: int, rgb: bytes) -> NDArray[np.uint8]:
     return np.frombuffer(rgb, np.uint8).reshape(height, width, 3)
 
 
-def part_message(part: Part) -> pb.Part:
-    """One part of an answer."""
+def part_message(part: VerdictView) -> pb.Part:
+    subject = part.subject
     message = pb.Part(
-        key=text(part.key),
-        component=text(part.component),
+        key=text(subject.key.removeprefix(CALLER_PREFIX)),
+        component=text(subject.component or ""),
         verdict=VERDICTS[part.verdict],
         seq=part.seq,
         score=part.score,
@@ -100,31 +104,38 @@ def part_message(part: Part) -> pb.Part:
         compute_s=part.compute_s,
         is_repeat=part.is_repeat,
     )
-    for name in ("expert", "board", "board_type", "ref", "label", "reason"):
+    for name in ("expert", "board", "board_type", "ref"):
+        if (words := getattr(subject, name)) is not None:
+            setattr(message, name, text(words))
+    for name in ("label", "reason"):
         if (words := getattr(part, name)) is not None:
             setattr(message, name, text(words))
-    _set_time(message.arrived_at, part.arrived_at)
+    _set_time(message.arrived_at, subject.arrived_at)
     _set_time(message.finished_at, part.finished_at)
     return message
 
 
-def part_of(message: pb.Part) -> Part:
+def part_of(message: pb.Part) -> VerdictView:
     """The same at the caller's."""
-    return Part(
-        key=message.key,
-        component=message.component,
+    return VerdictView(
+        subject=Subject(
+            message.key,
+            "",
+            message.key,
+            _time(message.arrived_at),
+            component=message.component or None,
+            expert=message.expert if message.HasField("expert") else None,
+            board=message.board if message.HasField("board") else None,
+            board_type=message.board_type if message.HasField("board_type") else None,
+            ref=message.ref if message.HasField("ref") else None,
+        ),
         verdict=VERDICT_OF.get(message.verdict, Verdict.UNKNOWN),
         seq=message.seq if message.HasField("seq") else None,
-        expert=message.expert if message.HasField("expert") else None,
-        board=message.board if message.HasField("board") else None,
-        board_type=message.board_type if message.HasField("board_type") else None,
-        ref=message.ref if message.HasField("ref") else None,
         label=message.label if message.HasField("label") else None,
         score=message.score if message.HasField("score") else None,
         reason=message.reason if message.HasField("reason") else None,
         experts=tuple(message.experts),
         boxes=tuple(_box_of(box) for box in message.boxes),
-        arrived_at=_time(message.arrived_at) if message.HasField("arrived_at") else None,
         finished_at=_time(message.finished_at) if message.HasField("finished_at") else None,
         seconds=message.seconds,
         queue_s=message.queue_s,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from concurrent.futures import Future
 
-    from agent.api.calls.desk import Desk, Order, Part, Ticket
+    from agent.api.calls.desk import Desk, ImageOrder, Ticket, VerdictView
     from experts.errors import GenerationInvalid
 
 NAME_CHARACTERS = 512  # of a serial, a reference, a key: what is longer is none
@@ -39,18 +39,18 @@ class Orders:
 
     async def judged(
         self,
-        order: Order,
+        order: ImageOrder,
         *,
         tell_taken: Callable[[], None] = lambda: None,
         tell_accepted: Callable[[], None] | None = None,
-    ) -> Sequence[Part]:
+    ) -> Sequence[VerdictView]:
         """What became of an order. Raises OrderRefused; whoever is cancelled here withdraws it.
 
         ``tell_taken``: the desk counts it. ``tell_accepted``: it is durable; whoever is told so has it judged anyway.
         Both are called on the loop.
         """
         names = ("component", "expert", "board", "board_type", "ref", "key")
-        check_names(**{name: getattr(order, name) for name in names})
+        check_names(**{name: getattr(order.subject, name) for name in names})
         return await _Placed(self, order, tell_accepted).awaited(tell_taken)
 
     def submit(self, call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Future[Result]:
@@ -65,15 +65,15 @@ class Orders:
 class _Placed:
     """An order on its way to the desk, or under way there; the desk's listener."""
 
-    def __init__(self, orders: Orders, order: Order, tell_accepted: Callable[[], None] | None) -> None:
+    def __init__(self, orders: Orders, order: ImageOrder, tell_accepted: Callable[[], None] | None) -> None:
         self._orders = orders
         self._loop = asyncio.get_running_loop()
-        self._end: asyncio.Future[Sequence[Part] | OrderRefused] = self._loop.create_future()
+        self._end: asyncio.Future[Sequence[VerdictView] | OrderRefused] = self._loop.create_future()
         self._tell_accepted = tell_accepted
         self._is_kept_anyway = False  # its caller was told that it is accepted
         self._ticket = orders.submit(_ordered, orders.desk, order, self)
 
-    async def awaited(self, tell_taken: Callable[[], None]) -> Sequence[Part]:
+    async def awaited(self, tell_taken: Callable[[], None]) -> Sequence[VerdictView]:
         """Its end. Raises OrderRefused; whoever is cancelled here withdraws it."""
         self._orders.under_way += 1
         try:
@@ -93,7 +93,7 @@ class _Placed:
         if self._tell_accepted is not None:
             self._call(self._accept)
 
-    def judged(self, parts: Sequence[Part]) -> None:
+    def judged(self, parts: Sequence[VerdictView]) -> None:
         self._call(lambda: None if self._end.done() else self._end.set_result(parts))
 
     def refused(self, refusal: OrderRefused) -> None:
@@ -121,7 +121,7 @@ def _anew(refused: OrderRefused) -> OrderRefused:
     return OrderRefused(refused.reason, str(refused), refused.retry_s)
 
 
-def _ordered(desk: Desk, order: Order, listener: _Placed) -> Ticket | OrderRefused:
+def _ordered(desk: Desk, order: ImageOrder, listener: _Placed) -> Ticket | OrderRefused:
     """The refusal as a value. As the exception of a future it would hold the image, in its traceback's frames, which
     hold the future: a circle that is found by the garbage collector alone, long after memory has run out."""
     try:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from agent.api.calls.desk import Place
+from agent.api.calls.desk import ResultsCursor
 from agent.api.calls.orders import first_of, invalid
 from experts.errors import OrderRefused, Refusing
 
@@ -30,7 +30,7 @@ ALL = "watch from 0 to have all of this file"
 class Watch:
     """One watcher. ``place``: behind which it begins. ``with_maps``: where images are anomalous, too."""
 
-    def __init__(self, orders: Orders, place: Place, *, with_maps: bool = False) -> None:
+    def __init__(self, orders: Orders, place: ResultsCursor, *, with_maps: bool = False) -> None:
         self._orders = orders
         self._place = place
         self._read = partial(orders.desk.stored_after, with_maps=with_maps)
@@ -38,7 +38,7 @@ class Watch:
         self._news = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
-    async def events(self, stopping: asyncio.Event) -> AsyncGenerator[tuple[Event, Place], None]:
+    async def events(self, stopping: asyncio.Event) -> AsyncGenerator[tuple[Event, ResultsCursor], None]:
         """With the place behind each, until the agent stops, which raises OrderRefused, or whoever iterates ends it.
 
         Raises OrderRefused for a place of another results file, too.
@@ -63,14 +63,14 @@ class Watch:
     async def _begin(self) -> None:
         end = (await self._next(0)).end
         seq, board = self._place.seq, self._place.board
-        self._place = Place(end.file, end.seq if seq is None else seq, end.board if board is None else board)
+        self._place = ResultsCursor(end.file, end.seq if seq is None else seq, end.board if board is None else board)
 
     async def _next(self, limit: int) -> StoredView:
         page = await self._orders.ask(self._read, self._place.seq or 0, self._place.board or 0, limit)
         _check(self._place, page.end)
         return page
 
-    def _told(self, page: StoredView) -> Iterator[tuple[Event, Place]]:
+    def _told(self, page: StoredView) -> Iterator[tuple[Event, ResultsCursor]]:
         for part in page.results:
             self._place = replace(self._place, seq=part.seq)
             yield part, self._place
@@ -86,7 +86,7 @@ class Watch:
             return
 
 
-def _check(place: Place, end: Place) -> None:
+def _check(place: ResultsCursor, end: ResultsCursor) -> None:
     """Raises OrderRefused for numbers that are not of the file that was read."""
     if place.file is None and (place.seq or place.board):
         raise invalid("file", f"whose numbers are these? - send it with them, as the last event had it, or {ALL}")

@@ -9,25 +9,27 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import aclosing, contextmanager
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from agent.api.calls.desk import Order
+from agent.api.calls.desk import ImageOrder
 from agent.api.calls.messages import text
 from agent.api.calls.orders import NAME_CHARACTERS
 from agent.api.calls.streams import InferStream
 from agent.api.proto import inference_pb2 as pb
 from agent.api.services import tensors
 from agent.api.services.statistics import ModelCounts
+from agent.subject import CALLERS, Subject
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
-    from agent.api.calls.desk import Model, Part
+    from agent.api.calls.desk import ModelView, VerdictView
     from agent.api.calls.door import Door, Room
     from agent.api.calls.orders import Orders
-    from agent.api.services.tensors import Asked
+    from agent.api.services.tensors import InferInputs
     from agent.line_file.api import ApiLimitsSection
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
@@ -150,10 +152,10 @@ class InferenceService:
         return response
 
     @contextmanager
-    def _timed(self, model: str) -> Iterator[list[Part]]:
+    def _timed(self, model: str) -> Iterator[list[VerdictView]]:
         """Count a call by how it ends."""
         began_s = time.perf_counter()
-        parts: list[Part] = []
+        parts: list[VerdictView] = []
         try:
             yield parts
         except (OrderRefused, asyncio.CancelledError):
@@ -162,10 +164,10 @@ class InferenceService:
             raise
         self._counts.setdefault(model, ModelCounts()).judged(parts, time.perf_counter() - began_s)
 
-    async def _models(self) -> Sequence[Model]:
+    async def _models(self) -> Sequence[ModelView]:
         return await self._orders.ask(self._desk.models)
 
-    async def _model(self, name: str, version: str) -> Model:
+    async def _model(self, name: str, version: str) -> ModelView:
         _check_version(version)
         models = {model.name: model for model in await self._models()}
         if name not in models:
@@ -173,29 +175,28 @@ class InferenceService:
         return models[name]
 
 
-def _orders_of(request: pb.ModelInferRequest, asked: Asked) -> list[Order]:
+def _orders_of(request: pb.ModelInferRequest, asked: InferInputs) -> list[ImageOrder]:
     """One for each image. Raises OrderRefused."""
     board_type = tensors.parameter(request.parameters, "board_type")
     key = tensors.parameter(request.parameters, "key")
     images = zip(asked.images, asked.boards, asked.refs, strict=True)
     component, expert = _component_or_expert(request.model_name)
+    now, count = datetime.now(UTC).astimezone(), len(asked.images)
+    keys = [_key(key, number, count) or "" for number in range(count)]
     return [
-        Order(
+        ImageOrder(
+            subject=Subject(own, CALLERS, own, now, component, expert, board, board_type, ref),
             image=image,
-            component=component,
-            expert=expert,
-            board=board,
-            board_type=board_type,
-            ref=ref,
-            key=_key(key, number, len(asked.images)),
             is_kept=board is not None,
             wants_maps=tensors.ANOMALY_MAP in asked.outputs,
         )
-        for number, (image, board, ref) in enumerate(images)
+        for own, (image, board, ref) in zip(keys, images, strict=True)
     ]
 
 
-async def _all(orders: Orders, several: Sequence[Order], tell_taken: Callable[[], None]) -> Sequence[Sequence[Part]]:
+async def _all(
+    orders: Orders, several: Sequence[ImageOrder], tell_taken: Callable[[], None]
+) -> Sequence[Sequence[VerdictView]]:
     """What became of each; where one is refused, the others are withdrawn."""
     *first, last = several
     if not first:
@@ -234,11 +235,11 @@ def _check_version(version: str) -> None:
         raise OrderRefused(Refusing.NOT_FOUND, f"no version {version[:20]!r} - every model has version {VERSION} alone")
 
 
-def _outputs_of(model: Model) -> dict[str, str]:
+def _outputs_of(model: ModelView) -> dict[str, str]:
     return tensors.OUTPUTS | tensors.ANOMALY_OUTPUTS if model.measures_anomalies else tensors.OUTPUTS
 
 
-def _facts(model: Model) -> dict[str, str]:
+def _facts(model: ModelView) -> dict[str, str]:
     facts = {"experts": ", ".join(model.experts), "labels": ", ".join(model.labels), "max_batch": str(model.max_batch)}
     if model.input_px is not None:
         facts["input_px"] = "{} x {}".format(*model.input_px)

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from agent.api.calls.desk import BoardView, Place
+from agent.api.calls.desk import BoardView, ResultsCursor
 from agent.api.calls.messages import board_message, order_of, part_message, reload_message, status_message, text
 from agent.api.calls.orders import check_names
 from agent.api.calls.streams import OrderStream
@@ -61,7 +61,7 @@ class InspectionService:
         seq, board = (
             getattr(request, name) if request.HasField(name) else None for name in ("after_seq", "after_board")
         )
-        watch = Watch(self._orders, Place(request.file or None, seq, board), with_maps=request.wants_maps)
+        watch = Watch(self._orders, ResultsCursor(request.file or None, seq, board), with_maps=request.wants_maps)
         async with aclosing(watch.events(self._door.stopping)) as events:
             async for event, place in events:
                 yield _event_message(event, place)
@@ -85,7 +85,7 @@ class InspectionService:
             return reload_message(await self._orders.ask(self._desk.reload))
 
 
-def _event_message(event: Event, place: Place) -> pb.WatchEvent:
+def _event_message(event: Event, place: ResultsCursor) -> pb.WatchEvent:
     message = pb.WatchEvent(file=place.file or "", after_seq=place.seq or 0, after_board=place.board or 0)
     if isinstance(event, BoardView):
         message.board.CopyFrom(board_message(event))

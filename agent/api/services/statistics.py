@@ -11,7 +11,7 @@ from agent.api.proto import inference_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from agent.api.calls.desk import Part
+    from agent.api.calls.desk import VerdictView
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class ModelCounts:
     queue: Duration = field(default_factory=Duration)
     compute: Duration = field(default_factory=Duration)
 
-    def judged(self, parts: Sequence[Part], seconds: float) -> None:
+    def judged(self, parts: Sequence[VerdictView], seconds: float) -> None:
         """A call that was answered."""
         self.success.add(seconds)
         self.images += len(parts)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from agent.api.calls.messages import pixels, text
 from agent.api.proto import inference_pb2 as pb
+from agent.subject import CALLER_PREFIX
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from agent.api.calls.desk import Part
+    from agent.api.calls.desk import VerdictView
 
     Image = bytes | NDArray[np.uint8]
 
@@ -45,7 +46,7 @@ def _invalid(message: str) -> OrderRefused:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
+class InferInputs:
     """One call's images, each with its board and reference, where they are told."""
 
     images: tuple[Image, ...]
@@ -55,7 +56,7 @@ class Asked:
     is_raw: bool  # tensors came as bytes, and go so
 
 
-def asked(request: pb.ModelInferRequest, most_images: int) -> Asked:
+def asked(request: pb.ModelInferRequest, most_images: int) -> InferInputs:
     """What a call asks for. Raises OrderRefused."""
     tensors = dict(_tensors(request))
     if IMAGE not in tensors:
@@ -63,7 +64,7 @@ def asked(request: pb.ModelInferRequest, most_images: int) -> Asked:
     for tensor, _ in tensors.values():
         _check_count(tensor, most_images)
     images = _images(*tensors[IMAGE])
-    return Asked(
+    return InferInputs(
         images=images,
         boards=_names(BOARD, tensors, request.parameters, len(images)),
         refs=_names(REF, tensors, request.parameters, len(images)),
@@ -187,7 +188,7 @@ def _outputs(request: pb.ModelInferRequest) -> tuple[str, ...]:
     return tuple(dict.fromkeys(output.name for output in request.outputs)) or tuple(OUTPUTS)
 
 
-def answer(parts: Sequence[Part], outputs: Sequence[str], *, is_raw: bool) -> pb.ModelInferResponse:
+def answer(parts: Sequence[VerdictView], outputs: Sequence[str], *, is_raw: bool) -> pb.ModelInferResponse:
     """Verdicts as tensors, one element for each image."""
     response = pb.ModelInferResponse()
     for name in outputs:
@@ -208,32 +209,32 @@ def answer(parts: Sequence[Part], outputs: Sequence[str], *, is_raw: bool) -> pb
     return response
 
 
-def _score(name: str, part: Part) -> float:
+def _score(name: str, part: VerdictView) -> float:
     """Of the label; or what the last anomaly expert of the route measured. Not a number where there is none."""
     if name == ANOMALY_SCORE:
         return part.anomalies[-1].score if part.anomalies else math.nan
     return math.nan if part.score is None else part.score
 
 
-def _map(part: Part) -> bytes:
+def _map(part: VerdictView) -> bytes:
     return (part.anomalies[-1].map_png or b"") if part.anomalies else b""
 
 
-def _words(name: str, part: Part) -> str:
+def _words(name: str, part: VerdictView) -> str:
     if name == "VERDICT":
         return str(part.verdict)
     return text(part.label or "") if name == "LABEL" else json.dumps(detail(part))
 
 
-def detail(part: Part) -> dict[str, object]:
+def detail(part: VerdictView) -> dict[str, object]:
     """All there is to say of one image, as JSON has it."""
     return {
-        "key": part.key,
-        "component": part.component,
+        "key": part.subject.key.removeprefix(CALLER_PREFIX),
+        "component": part.subject.component or "",
         "seq": part.seq,
         "is_repeat": part.is_repeat,
-        "board": part.board,
-        "ref": part.ref,
+        "board": part.subject.board,
+        "ref": part.subject.ref,
         "experts": list(part.experts),
         "scores": {} if part.score is None or not part.experts else {part.experts[-1]: part.score},
         "boxes": [box.as_json() for box in part.boxes],

@@ -11,10 +11,19 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from agent.api.calls.desk import Model, Place, PoolView, QueueView, ShadowsView, StatusView, StoredView, TextsView
+from agent.api.calls.desk import (
+    ModelView,
+    PoolView,
+    QueueView,
+    ResultsCursor,
+    ShadowsView,
+    StatusView,
+    StoredView,
+    TextsView,
+)
 from agent.deployment.line_change import line_name, with_line_names
 from agent.service.desk.explaining import explained_component, explained_expert, explained_result
-from agent.service.desk.views import measures_anomalies, part_of, run_view, verdict_view
+from agent.service.desk.views import board_view, measures_anomalies, run_view, verdict_view
 from agent.subject import CALLER_PREFIX
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Task
@@ -24,8 +33,8 @@ if TYPE_CHECKING:
 
     from agent.api.calls.desk import (
         BoardView,
+        ImageOrder,
         Listener,
-        Order,
         ReloadView,
         TextListener,
         TextModelView,
@@ -74,7 +83,7 @@ class LineDesk:
     _controls: Controls
     _started_s: float = field(default_factory=time.monotonic, init=False)
 
-    def order(self, order: Order, listener: Listener) -> Ticket:
+    def order(self, order: ImageOrder, listener: Listener) -> Ticket:
         with self._tally.ordering():
             return self._orders.order(order, listener)
 
@@ -85,7 +94,7 @@ class LineDesk:
     def text_models(self) -> Sequence[TextModelView]:
         return self._texts.models()
 
-    def models(self) -> Sequence[Model]:
+    def models(self) -> Sequence[ModelView]:
         agent = self._inspector.agent
         standing = standing_of(agent, agent.loop.statistics().engine)
         catalog = agent.config.catalog
@@ -110,12 +119,12 @@ class LineDesk:
         views = {run.board_type: self._with_parts(run_view(run)) for run in runs}
         for row in self._results.boards_of(serial):
             if row.board.board_type not in views and board_type in (None, row.board.board_type):
-                views[row.board.board_type] = self._with_parts(verdict_view(row.board))
+                views[row.board.board_type] = self._with_parts(board_view(row.board))
         return list(views.values())
 
     def _with_parts(self, view: BoardView) -> BoardView:
         rows = self._results.of_board(view.serial, view.board_type, view.opened_at)
-        parts = tuple(part_of(row.result, row.seq) for row in rows)
+        parts = tuple(verdict_view(row.result, row.seq) for row in rows)
         return replace(view, parts=parts)
 
     def stored_after(self, seq: int, board: int, limit: int, *, with_maps: bool = False) -> StoredView:
@@ -123,9 +132,9 @@ class LineDesk:
         parts = []
         for row in page.results:
             has_maps = with_maps and measures_anomalies(row.result)
-            parts.append(part_of(row.result, row.seq, maps=self._results.maps(row.seq) if has_maps else ()))
-        boards = [(number, verdict_view(row.board)) for number, row in page.boards]
-        return StoredView(Place(page.file, page.last_seq, page.last_board), tuple(parts), tuple(boards))
+            parts.append(verdict_view(row.result, row.seq, maps=self._results.maps(row.seq) if has_maps else ()))
+        boards = [(number, board_view(row.board)) for number, row in page.boards]
+        return StoredView(ResultsCursor(page.file, page.last_seq, page.last_board), tuple(parts), tuple(boards))
 
     def subscribe(self, tell: Callable[[], None]) -> Callable[[], None]:
         return self._verdicts.subscribe(lambda *_: tell())
@@ -178,14 +187,14 @@ class LineDesk:
         raise OrderRefused(Refusing.NOT_FOUND, f"{subject!r} is no expert, no component, and no stored result's key")
 
 
-def _model(name: str, experts: tuple[str, ...], agent: Agent, standing: Mapping[str, str]) -> Model:
+def _model(name: str, experts: tuple[str, ...], agent: Agent, standing: Mapping[str, str]) -> ModelView:
     listed = agent.config.catalog.experts
     first = listed[experts[0]]
     columns = agent.setup.matrix.experts.values()
     rows = [row for column in columns if (row := column.get(agent.expert(first.id))) is not None]
     labels = dict.fromkeys(label for expert in experts for label in listed[expert].answers)
     reason = next((f"{expert}: {standing[expert]}" for expert in experts if expert in standing), None)
-    return Model(
+    return ModelView(
         name,
         experts,
         tuple(labels),

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 from PIL import Image, UnidentifiedImageError
 
-from agent.api.calls.desk import Part
+from agent.api.calls.desk import VerdictView
 from agent.core.request import CANCELLED
 from agent.runtime.image_sources import EncodedImage, Frame, FramePart
-from agent.service.desk.views import anomaly_views, part_of
+from agent.service.desk.views import anomaly_views, verdict_view
 from agent.service.inspections.inspector import Submission
 from agent.service.inspections.journaled import key_reused
 from agent.subject import CALLER_PREFIX, Subject, asked_sha256, checked_name, pieces
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from agent.api.calls.desk import Listener, Order, Ticket
+    from agent.api.calls.desk import ImageOrder, Listener, Ticket
     from agent.core.request import Outcome
     from agent.line_file.boards import LayoutSections
     from agent.runtime.image_sources import ImageSource
@@ -40,18 +40,16 @@ if TYPE_CHECKING:
     from agent.service.inspections.inspector import Course, Inspector
     from agent.service.inspections.journaled import JournaledImages, Sending, StoredVerdict
 
-SOURCE = "api"
-
 
 @dataclass(slots=True, eq=False)
 class _Gathering:
     """An order; told once, when its last piece ends. ``leave`` gives back the admission of so many pieces."""
 
     listener: Listener
-    order: Order
+    order: ImageOrder
     wanted: tuple[str, ...]
     leave: Callable[[int], None]
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, VerdictView] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_over: bool = False
     is_accepted: bool = False
@@ -68,7 +66,7 @@ class _Gathering:
     def judged(self, verdict: StoredVerdict) -> None:
         course = verdict.course
         maps = verdict.result.maps if self.order.wants_maps else ()
-        part = part_of(verdict.result, verdict.seq, queue_s=course.queue_s, compute_s=course.compute_s, maps=maps)
+        part = verdict_view(verdict.result, verdict.seq, queue_s=course.queue_s, compute_s=course.compute_s, maps=maps)
         self.add(verdict.result.subject.key, replace(part, is_repeat=verdict.is_repeat))
 
     def refused(self, key: str) -> None:
@@ -78,7 +76,7 @@ class _Gathering:
         if not was_over:
             self.listener.refused(key_reused(key.removeprefix(CALLER_PREFIX)))
 
-    def add(self, key: str, part: Part) -> None:
+    def add(self, key: str, part: VerdictView) -> None:
         with self.lock:
             self.parts[key] = part
             is_last = len(self.parts) == len(self.wanted) and not self.is_over
@@ -110,14 +108,14 @@ class OrderTaker:
         self._journaled = journaled
         self._admission = admission
 
-    def order(self, order: Order, listener: Listener) -> Ticket:
+    def order(self, order: ImageOrder, listener: Listener) -> Ticket:
         if not self._inspector.takes:
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one will take it", 5.0)
         board_type = self._board_type(order)
         subject, layout = self._subject(order, board_type)
         size = None if layout is None else layout.size
         content = _encoded(order.image) if order.is_kept else None
-        if content is not None and order.key:
+        if content is not None and order.subject.key:
             subject = replace(subject, asked_sha256=_asked_sha256(subject, content, layout))
         parts = pieces(subject, layout)
         held = order.image if content is None else content
@@ -144,7 +142,7 @@ class OrderTaker:
             gathering.leave(len(gathering.wanted))
 
     def _ask(
-        self, gathering: _Gathering, parts: Sequence[Subject], order: Order, size: tuple[int, int] | None
+        self, gathering: _Gathering, parts: Sequence[Subject], order: ImageOrder, size: tuple[int, int] | None
     ) -> Ticket:
         name = gathering.wanted[0]
         whole: ImageSource = (
@@ -176,18 +174,14 @@ class OrderTaker:
         if outcome.reason == CANCELLED:
             gathering.leave(1)
             return
-        part = Part(
-            key=subject.key.removeprefix(CALLER_PREFIX),
-            component=subject.component or "",
-            verdict=outcome.verdict,
-            expert=subject.expert,
-            ref=subject.ref,
+        part = VerdictView(
+            subject,
+            outcome.verdict,
             label=outcome.label,
             score=outcome.score,
             reason=outcome.reason,
             experts=tuple(step.expert for step in outcome.steps),
             boxes=tuple(box for step in outcome.steps for box in step.prediction.boxes),
-            arrived_at=subject.arrived_at,
             finished_at=datetime.now(UTC).astimezone(),
             seconds=time.monotonic() - since_s,
             queue_s=course.queue_s,
@@ -197,25 +191,26 @@ class OrderTaker:
         )
         gathering.add(subject.key, part)
 
-    def _subject(self, order: Order, board_type: str | None) -> tuple[Subject, LayoutSections | None]:
+    def _subject(self, order: ImageOrder, board_type: str | None) -> tuple[Subject, LayoutSections | None]:
         """What the order is about, with the layout that cuts an image of a whole board. Raises OrderRefused."""
-        key = CALLER_PREFIX + (checked_name(order.key, "key") or uuid.uuid4().hex)
-        now, ref = datetime.now(UTC).astimezone(), checked_name(order.ref, "ref")
-        subject = Subject(key, SOURCE, key, now, order.component, order.expert, order.board, board_type, ref)
+        asked = order.subject
+        ref = checked_name(asked.ref, "ref")
+        key = CALLER_PREFIX + (checked_name(asked.key, "key") or uuid.uuid4().hex)
+        subject = replace(asked, key=key, image=key, board_type=board_type)
         catalog = self._inspector.agent.config.catalog
-        if order.component is not None and order.expert is not None:
+        if asked.component is not None and asked.expert is not None:
             raise OrderRefused(Refusing.INVALID, "a component and an expert are asked for - name one of the two")
-        if order.component is not None:
-            if order.component not in catalog.components:
-                raise OrderRefused(Refusing.NOT_FOUND, f"no route for component {order.component!r}")
+        if asked.component is not None:
+            if asked.component not in catalog.components:
+                raise OrderRefused(Refusing.NOT_FOUND, f"no route for component {asked.component!r}")
             if board_type is not None and not ref:
                 raise OrderRefused(Refusing.INVALID, "an image of a board says which part it shows - give its ref")
             return subject, None
-        if order.expert is not None:
-            if order.expert not in catalog.experts:
-                raise OrderRefused(Refusing.NOT_FOUND, f"no expert {order.expert!r}")
-            if catalog.experts[order.expert].takes_texts:
-                raise OrderRefused(Refusing.INVALID, f"{order.expert} takes texts, not images")
+        if asked.expert is not None:
+            if asked.expert not in catalog.experts:
+                raise OrderRefused(Refusing.NOT_FOUND, f"no expert {asked.expert!r}")
+            if catalog.experts[asked.expert].takes_texts:
+                raise OrderRefused(Refusing.INVALID, f"{asked.expert} takes texts, not images")
             return replace(subject, board_type=None), None  # one expert's answer is no verdict for a board
         layout = self._inspector.agent.config.layouts.get(board_type or "")
         if layout is None:
@@ -226,17 +221,17 @@ class OrderTaker:
         _check_size(order.image, layout)
         return subject, layout
 
-    def _board_type(self, order: Order) -> str | None:
+    def _board_type(self, order: ImageOrder) -> str | None:
         """Type of an order's board; None if the line has no boards or the image belongs to none."""
-        checked_name(order.board, "board")
+        checked_name(order.subject.board, "board")
         types = self._inspector.agent.config.boards
-        if order.board_type is not None and order.board_type not in types:
-            raise OrderRefused(Refusing.NOT_FOUND, f"no board type {order.board_type!r}")
-        if order.board is None and (order.component is not None or order.expert is not None):
+        if order.subject.board_type is not None and order.subject.board_type not in types:
+            raise OrderRefused(Refusing.NOT_FOUND, f"no board type {order.subject.board_type!r}")
+        if order.subject.board is None and (order.subject.component is not None or order.subject.expert is not None):
             return None
-        if order.board_type is None and len(types) > 1:
+        if order.subject.board_type is None and len(types) > 1:
             raise OrderRefused(Refusing.INVALID, f"which of {', '.join(types)} is the board? - give its type")
-        return order.board_type or next(iter(types), None)
+        return order.subject.board_type or next(iter(types), None)
 
 
 def _asked_sha256(subject: Subject, content: bytes, layout: LayoutSections | None) -> str:

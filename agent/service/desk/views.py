@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agent.api.calls.desk import AnomalyView, BoardView, Part
-from agent.subject import CALLER_PREFIX
+from agent.api.calls.desk import AnomalyView, BoardView, VerdictView
 from experts.expert import BoundingBox, LabelScore
 from experts.thresholds.map_pictures import map_png
 
@@ -17,25 +16,19 @@ if TYPE_CHECKING:
     from agent.records.results import KeptMap, Result
 
 
-def part_of(
+def verdict_view(
     result: Result, seq: int | None, *, queue_s: float = 0.0, compute_s: float = 0.0, maps: Sequence[KeptMap] = ()
-) -> Part:
+) -> VerdictView:
     steps = result.detail.get("steps", ())
-    subject = result.subject
-    return Part(
-        key=subject.key.removeprefix(CALLER_PREFIX),
-        component=subject.component or "",
+    return VerdictView(
+        result.subject,
         verdict=result.verdict,
         seq=seq,
-        board=subject.board,
-        board_type=subject.board_type,
-        ref=subject.ref,
         label=result.label,
         score=result.score,
         reason=result.reason,
         experts=result.experts,
         boxes=tuple(BoundingBox(**box) for step in steps for box in step["boxes"]),
-        arrived_at=subject.arrived_at,
         finished_at=result.finished_at,
         seconds=result.seconds,
         queue_s=queue_s,
@@ -74,7 +67,7 @@ def _anomalies(result: Result, maps: Sequence[KeptMap]) -> tuple[AnomalyView, ..
     )
 
 
-def verdict_view(board: BoardVerdict) -> BoardView:
+def board_view(board: BoardVerdict) -> BoardView:
     return BoardView(
         board.serial, board.board_type, board.verdict, board.opened_at, board.closed_at, board.missing, board.counts,
         is_revision=board.is_revision,

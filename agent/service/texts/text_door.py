@@ -23,7 +23,7 @@ from agent.service.inspections.inspector import Submission
 from agent.service.texts.text_destinations import check_order, destination_of
 from agent.service.texts.text_models import TextModels
 from agent.service.texts.text_under_way import FAILED, TextUnderWay
-from agent.subject import Subject
+from agent.subject import CALLERS, Subject
 from experts.errors import ExpertError, GenerationInvalid, OrderRefused, Refusing, TokenizerUnusable
 from experts.llm.serving.generation import Ending
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from agent.service.inspections.inspector import Inspector
     from agent.web.readings import Distribution
 
-SOURCE = "api"
 STOP_LOOK_S = 0.01
 OVERDUE_S = 0.5  # what runs ends at its deadline by itself, a quantum later at most
 
@@ -82,7 +81,7 @@ class TextDoor:
         except ExpertError as error:
             raise OrderRefused(Refusing.NOT_NOW, str(error), field="model") from error
         now = datetime.now(UTC)
-        subject = Subject(text.key, SOURCE, text.key, now, destination.route, destination.expert)
+        subject = Subject(text.key, CALLERS, text.key, now, destination.route, destination.expert)
         submission = Submission(subject, TextSource(text.text_for), text.end, is_counted=False)
         text.withdraw = partial(self._inspector.cancel_subject, submission)  # also of one that has not entered yet
         text.entered = self._admission.enter(1, text.size_bytes)

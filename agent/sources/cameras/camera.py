@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from agent.sources.cameras import supervision, wire
 from agent.sources.cameras.delivery import Delivery
 from agent.sources.cameras.frames import CameraStatistics, Trigger
-from agent.sources.cameras.pictures.source import Connection
+from agent.sources.cameras.pictures.source import CameraConnection
 from agent.sources.cameras.process import ChildProcess, Exited, Received
 from agent.sources.cameras.supervision import CameraState, Supervisor
 from agent.sources.cameras.takes import NEVER, Interval, Takes
@@ -69,9 +69,9 @@ def stall_timeout_s(config: CameraSection) -> float:
     return max(config.stall_timeout_s, SLOW_FRAMES / config.frames_per_s if config.frames_per_s else 0.0)
 
 
-def connection_of(config: CameraSection, password: str | None) -> Connection:
+def connection_of(config: CameraSection, password: str | None) -> CameraConnection:
     """What its process is told of a camera."""
-    return Connection(
+    return CameraConnection(
         url=config.url,
         open_timeout_s=config.open_timeout_s,
         stall_timeout_s=stall_timeout_s(config),

@@ -13,7 +13,7 @@ import socket
 import sys
 
 from agent.sources.cameras import wire
-from agent.sources.cameras.pictures.source import Connection
+from agent.sources.cameras.pictures.source import CameraConnection
 from experts.errors import CameraFailed
 
 PR_SET_PDEATHSIG = 1
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> None:
     if received is None:
         return
     connection = received[0]
-    assert isinstance(connection, Connection), "the first message"
+    assert isinstance(connection, CameraConnection), "the first message"
     try:
         serve(agent, connection)
     except CameraFailed as error:
@@ -45,7 +45,7 @@ def end_with(agent_pid: int) -> None:
         os._exit(0)
 
 
-def serve(agent: socket.socket, connection: Connection) -> None:
+def serve(agent: socket.socket, connection: CameraConnection) -> None:
     """Until the end of either. Raises CameraFailed for what cannot be begun."""
     try:
         import cv2

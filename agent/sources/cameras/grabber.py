@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agent.sources.cameras.encoding import EncodedFrame
-    from agent.sources.cameras.pictures.source import Connection, Picture, Snapshot, Source
+    from agent.sources.cameras.pictures.source import CameraConnection, Picture, PictureSource, Snapshot
 
 OPENING_SHARE = 0.9  # of the agent's patience: then we say why, before it says that it waited for nothing
 READ_S = 0.25  # how long one read may take where a source keeps to its deadline
@@ -38,7 +38,7 @@ LAST_FRAMES_S = 5.0  # for what was asked for to be encoded, before the last wor
 class Grabber:
     """See the module."""
 
-    def __init__(self, agent: socket.socket, connection: Connection, source: Source) -> None:
+    def __init__(self, agent: socket.socket, connection: CameraConnection, source: PictureSource) -> None:
         self._agent = agent
         self._connection = connection
         self._source = source

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from agent.sources.cameras import wire
-from agent.sources.cameras.pictures.source import Connection
+from agent.sources.cameras.pictures.source import CameraConnection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +60,7 @@ class ChildProcess:
     Raises OSError if it cannot be started.
     """
 
-    def __init__(self, connection: Connection, post: Callable[[Heard], None]) -> None:
+    def __init__(self, connection: CameraConnection, post: Callable[[Heard], None]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket = ours
         self._post = post
@@ -132,7 +132,7 @@ class ChildProcess:
         message, descriptors = received
         if isinstance(message, wire.Taken):
             return Received(message, wire.unsealed(descriptors[0]))
-        assert not isinstance(message, Connection | wire.Take), "said to a camera, never by one"
+        assert not isinstance(message, CameraConnection | wire.Take), "said to a camera, never by one"
         return message
 
 

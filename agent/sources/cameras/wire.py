@@ -14,7 +14,7 @@ import socket
 from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
-from agent.sources.cameras.pictures.source import Connection
+from agent.sources.cameras.pictures.source import CameraConnection
 
 LARGEST_MESSAGE_BYTES = 65_536
 
@@ -69,9 +69,9 @@ class Failed:
     is_final: bool
 
 
-Message: TypeAlias = "Connection | Take | Ready | Opened | Seen | Taken | Failed"
+Message: TypeAlias = "CameraConnection | Take | Ready | Opened | Seen | Taken | Failed"
 KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (Connection, Take, Ready, Opened, Seen, Taken, Failed)
+    kind.__name__: kind for kind in (CameraConnection, Take, Ready, Opened, Seen, Taken, Failed)
 }
 
 

@@ -26,7 +26,7 @@ from agent.sources.folder.files.inbox import MARKER, Inbox
 from agent.sources.folder.files.readiness import CLOSED_SETTLE_S, UNSEEN_SETTLE_S, Evidence, Rule
 from agent.sources.folder.files.sidecar import SUFFIX
 from agent.sources.folder.taking import Callers, Taker
-from agent.sources.folder.waiting import Waiting
+from agent.sources.folder.waiting import WaitingFiles
 from agent.sources.folder.watch import FolderWatch
 from agent.subject import image_key
 
@@ -82,7 +82,7 @@ class FolderIntake:
         self._inbox = Inbox(config.path, owner, has_sidecars=config.has_sidecars)
         self._custody = Custody(config, self._inbox, wall)
         rule = _rule(config)
-        self._waiting = Waiting(rule)
+        self._waiting = WaitingFiles(rule)
         callers = Callers(submit, refuse, has_room, wall)
         self._taker = Taker(config, naming, self._inbox, self._waiting, rule, self._custody, callers)
         self._watch = FolderWatch(config.path, self._note)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from agent.sources.base import Arrival, Source
 from agent.sources.folder.files.naming import naming_of
 from agent.sources.folder.folder import FolderIntake
-from agent.sources.folder.reading import Answers, ArrivalReader
+from agent.sources.folder.reading import ArrivalReader, ReadAnswers
 from agent.subject import SourceStatus
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class FolderSource(Source):
         )
         self.reader = ArrivalReader(
             folder.path.name,
-            Answers(read=self._read, changed=self.intake.withdraw, unreadable=self._unreadable),
+            ReadAnswers(read=self._read, changed=self.intake.withdraw, unreadable=self._unreadable),
             self.intake.is_sound,
             budget_bytes=budget_bytes,
             max_pixels=folder.max_pixels,

@@ -49,7 +49,7 @@ READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class ReadAnswers:
     """Who is told what became of an arrival, on the reader's thread: exactly one of the three, once.
 
     ``changed``: it is not the file that was seen. ``unreadable``: why it can never be judged.
@@ -119,7 +119,7 @@ class ArrivalReader:
     def __init__(
         self,
         folder: str,
-        answers: Answers,
+        answers: ReadAnswers,
         is_sound: Callable[[ClaimedImage], bool],
         *,
         budget_bytes: int,

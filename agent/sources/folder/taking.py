@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from agent.sources.folder.custody import Custody
     from agent.sources.folder.files.inbox import Claimed, Inbox
     from agent.sources.folder.files.naming import Naming, Told
-    from agent.sources.folder.files.readiness import Candidate, Rule, Sighting
-    from agent.sources.folder.waiting import Waiting
+    from agent.sources.folder.files.readiness import Rule, Sighting, WaitingFile
+    from agent.sources.folder.waiting import WaitingFiles
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Taker:
         config: FolderSection,
         naming: Naming,
         inbox: Inbox,
-        waiting: Waiting,
+        waiting: WaitingFiles,
         rule: Rule,
         custody: Custody,
         callers: Callers,
@@ -182,7 +182,7 @@ class Taker:
         else:
             self._waiting.postpone(relpath, now + LOOK_AGAIN_S)
 
-    def _take(self, candidate: Candidate, now: float) -> None:
+    def _take(self, candidate: WaitingFile, now: float) -> None:
         """Offer a file that is complete, if what tells whose it is is complete too."""
         unclaimed = self._unclaimed(candidate)
         try:
@@ -197,7 +197,7 @@ class Taker:
         else:
             self._take_as(candidate, name, now)
 
-    def _take_as(self, candidate: Candidate, name: Told, now: float) -> None:
+    def _take_as(self, candidate: WaitingFile, name: Told, now: float) -> None:
         if self._config.after != "keep":
             claimed = self._claim(candidate)
         elif self._is_told_by_the_one_before(candidate):
@@ -211,7 +211,7 @@ class Taker:
             self.claim_alarm = None
             self._offer(claimed, name)
 
-    def _claim(self, candidate: Candidate) -> Claimed | None:
+    def _claim(self, candidate: WaitingFile) -> Claimed | None:
         """The file, and its sidecar, in our hands. None if either was not what was seen; then both are back."""
         relpath = candidate.relpath
         claimed = self._inbox.claim(relpath, candidate.sighting)
@@ -231,7 +231,7 @@ class Taker:
         self._inbox.drop_marker(relpath)
         return claimed
 
-    def _is_told_by_the_one_before(self, candidate: Candidate) -> bool:
+    def _is_told_by_the_one_before(self, candidate: WaitingFile) -> bool:
         """Whether a kept image was replaced, and its sidecar was not: then nobody knows whose it is."""
         if not self._inbox.has_sidecars:
             return False
@@ -242,7 +242,7 @@ class Taker:
         self._read_with[candidate.relpath] = pair
         return False
 
-    def _wait_for_sidecar(self, candidate: Candidate, now: float, reason: str) -> None:
+    def _wait_for_sidecar(self, candidate: WaitingFile, now: float, reason: str) -> None:
         """What lies beside it may become better; but not for ever."""
         if self._rule.is_sidecar_abandoned(candidate, now):
             self._refuse_unclaimed(candidate, reason)
@@ -267,10 +267,10 @@ class Taker:
             ref=name.get("ref"),
         )
 
-    def _unclaimed(self, candidate: Candidate) -> Claimed:
+    def _unclaimed(self, candidate: WaitingFile) -> Claimed:
         return self._inbox.unclaimed(candidate.relpath, candidate.sighting, candidate.sidecar)
 
-    def _refuse_unclaimed(self, candidate: Candidate, reason: str) -> None:
+    def _refuse_unclaimed(self, candidate: WaitingFile, reason: str) -> None:
         """Until it has moved it is passed over, and for good where files are kept."""
         self._waiting.pass_over(candidate.relpath, candidate.sighting)
         self._refuse(self._unclaimed(candidate), reason)
@@ -296,7 +296,7 @@ class Taker:
         except (ValueError, OSError, SidecarUnfinished):
             return {}
 
-    def _hold(self, candidate: Candidate, now: float, error: OSError) -> None:
+    def _hold(self, candidate: WaitingFile, now: float, error: OSError) -> None:
         """The filesystem refuses (full, read-only, an I/O error): the file waits where it is."""
         if error.errno == errno.ENAMETOOLONG:
             self._refuse_unclaimed(candidate, "the name is too long")

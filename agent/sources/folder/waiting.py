@@ -9,7 +9,7 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 from agent.sources.folder.files.ranking import Ranking
-from agent.sources.folder.files.readiness import Candidate, Evidence, Rule, Sighting
+from agent.sources.folder.files.readiness import Evidence, Rule, Sighting, WaitingFile
 from agent.sources.folder.files.sidecar import sidecar_of
 
 if TYPE_CHECKING:
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 ROOTS_KEPT = 4  # an empty mount point, the share, and who replaces a folder now and then
 
 
-class Waiting:
+class WaitingFiles:
     """Candidates by path. A file that was passed over is a candidate again once it changes."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
-        self._candidates: dict[str, Candidate] = {}
+        self._candidates: dict[str, WaitingFile] = {}
         self._passed: dict[str, Sighting] = {}
         self._passed_in: dict[int, dict[str, Sighting]] = {}  # what was passed over in the folder when it was another
         self._root: int | None = None
@@ -43,7 +43,7 @@ class Waiting:
     def __contains__(self, relpath: str) -> bool:
         return relpath in self._candidates
 
-    def __getitem__(self, relpath: str) -> Candidate:
+    def __getitem__(self, relpath: str) -> WaitingFile:
         return self._candidates[relpath]
 
     @property
@@ -62,7 +62,7 @@ class Waiting:
             return
         self._passed.pop(found.relpath, None)
         known = self._candidates.get(found.relpath)
-        candidate = known.seen(found.sighting, now) if known else Candidate(found.relpath, found.sighting, now)
+        candidate = known.seen(found.sighting, now) if known else WaitingFile(found.relpath, found.sighting, now)
         if candidate is not known:
             self._drop_stale(found.relpath)
         if self._rule.needs_sidecar:
@@ -124,7 +124,7 @@ class Waiting:
     def beside(self, sidecar: str) -> tuple[str, ...]:
         return tuple(sorted(self._by_sidecar.get(sidecar, ())))
 
-    def first_due(self, now: float) -> Candidate | None:
+    def first_due(self, now: float) -> WaitingFile | None:
         """Of the files that have settled, the one that was written first: it is due until it is dealt with."""
         while (relpath := self._settling.first(now)) is not None:
             self._settling.drop(relpath)
@@ -142,7 +142,7 @@ class Waiting:
         if relpath in self._candidates:
             self._put(self._candidates[relpath].postponed(until))
 
-    def end_turn(self, candidate: Candidate, until: float) -> None:
+    def end_turn(self, candidate: WaitingFile, until: float) -> None:
         """Postpone a file that was due and that nothing was decided of, so that it holds up no other."""
         if self._candidates.get(candidate.relpath) is candidate:
             self.postpone(candidate.relpath, until)
@@ -158,7 +158,7 @@ class Waiting:
             self._stale_seen = None
         return tuple(sorted(news))
 
-    def _put(self, candidate: Candidate) -> None:
+    def _put(self, candidate: WaitingFile) -> None:
         """Know a file by this; the rule is asked only of what is new."""
         relpath = candidate.relpath
         if self._candidates.get(relpath) is candidate:

@@ -14,14 +14,13 @@ from threading import Condition, RLock
 from agent.api.calls.desk import (
     AnomalyView,
     BoardView,
+    ImageOrder,
     Listener,
-    Model,
-    Order,
-    Part,
-    Place,
+    ModelView,
     PoolView,
     QueueView,
     ReloadView,
+    ResultsCursor,
     ShadowsView,
     StatusView,
     StoredView,
@@ -32,6 +31,7 @@ from agent.api.calls.desk import (
     TextPiece,
     TextsView,
     TokenView,
+    VerdictView,
 )  # fmt: skip
 from agent.subject import SourceStatus
 from experts.daemon_threads import DaemonThreads
@@ -81,7 +81,7 @@ class FakeText:
 @dataclass(eq=False)
 class FakeTicket:
     desk: FakeDesk
-    order: Order
+    order: ImageOrder
     listener: Listener
 
     def cancel(self) -> None:
@@ -95,11 +95,11 @@ class FakeDesk:
     most: int = 1_000_000
     largest_bytes: int = 1_000_000_000
     holds: bool = False
-    orders: list[Order] = field(default_factory=list)  # all that were taken
+    orders: list[ImageOrder] = field(default_factory=list)  # all that were taken
     under_way: list[FakeTicket] = field(default_factory=list)
-    withdrawn: list[Order] = field(default_factory=list)
+    withdrawn: list[ImageOrder] = field(default_factory=list)
     file: str = "f11e"  # the results file's identity
-    results: list[Part] = field(default_factory=list)
+    results: list[VerdictView] = field(default_factory=list)
     board_changes: list[BoardView] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
     unloaded: list[str] = field(default_factory=list)
@@ -116,7 +116,7 @@ class FakeDesk:
         self._subscribers: list = []
         self._threads = DaemonThreads(1, "fake_desk")
 
-    def order(self, order: Order, listener: Listener) -> FakeTicket:
+    def order(self, order: ImageOrder, listener: Listener) -> FakeTicket:
         with self._lock:
             self._check(order)
             ticket = FakeTicket(self, order, listener)
@@ -130,13 +130,15 @@ class FakeDesk:
                 self._threads.submit(self._judge, ticket)
         return ticket
 
-    def _check(self, order: Order) -> None:
+    def _check(self, order: ImageOrder) -> None:
         if self.is_stopping:
             raise OrderRefused(Refusing.STOPPING, "stopping")
-        if order.component not in {None, SOLDER, *ROUTES} or order.expert not in {None, *EXPERTS}:
-            raise OrderRefused(Refusing.NOT_FOUND, f"no route for {order.component!r}, no expert {order.expert!r}")
-        if order.board_type not in {None, *BOARD_TYPES}:
-            raise OrderRefused(Refusing.NOT_FOUND, f"no board type {order.board_type!r}")
+        if order.subject.component not in {None, SOLDER, *ROUTES} or order.subject.expert not in {None, *EXPERTS}:
+            raise OrderRefused(
+                Refusing.NOT_FOUND, f"no route for {order.subject.component!r}, no expert {order.subject.expert!r}"
+            )
+        if order.subject.board_type not in {None, *BOARD_TYPES}:
+            raise OrderRefused(Refusing.NOT_FOUND, f"no board type {order.subject.board_type!r}")
         if len(order.image) > self.largest_bytes:
             raise OrderRefused(Refusing.TOO_LARGE, "more pixels than an image may have")
         if len(self.under_way) >= self.most:
@@ -213,32 +215,42 @@ class FakeDesk:
             self.changed.notify_all()
         ticket.listener.judged(parts)
 
-    def _known(self, order: Order) -> list[Part]:
-        return [part for part in self.results if order.is_kept and order.key and part.key == order.key]
+    def _known(self, order: ImageOrder) -> list[VerdictView]:
+        return [
+            part
+            for part in self.results
+            if order.is_kept and order.subject.key and part.subject.key == order.subject.key
+        ]
 
-    def _parts(self, order: Order) -> list[Part]:
-        names = [order.component or order.expert] if order.component or order.expert else list(ROUTES)
+    def _parts(self, order: ImageOrder) -> list[VerdictView]:
+        names = (
+            [order.subject.component or order.subject.expert]
+            if order.subject.component or order.subject.expert
+            else list(ROUTES)
+        )
         return [self._stored(self._part(order, name), order.is_kept) for name in names]
 
-    def _part(self, order: Order, component: str) -> Part:
+    def _part(self, order: ImageOrder, component: str) -> VerdictView:
         image = order.image if isinstance(order.image, bytes) else bytes(order.image)
         verdict = next((each for each in (Verdict.NG, Verdict.UNKNOWN) if each.value.encode() in image), Verdict.OK)
         number = len(self.results) + 1
         shown = MAP if order.wants_maps else None
-        return Part(
-            key=order.key or f"api/{number}",
-            component=component,
+        return VerdictView(
+            subject=replace(
+                order.subject,
+                key=order.subject.key or f"{number}",
+                source="",
+                image=order.subject.key or f"{number}",
+                arrived_at=START,
+                component=component,
+                board_type="main" if order.subject.board else None,
+            ),
             verdict=verdict,
-            expert=order.expert,
-            board=order.board,
-            board_type="main" if order.board else None,
-            ref=order.ref,
             label=None if verdict is Verdict.UNKNOWN else "good" if verdict is Verdict.OK else "bad",
             score=None if verdict is Verdict.UNKNOWN else 0.75,
             reason="not an image" if verdict is Verdict.UNKNOWN else None,
             experts=ROUTES.get(component, (component,)),
             boxes=(BoundingBox("good", 0.5, 1.0, 2.0, 3.0, 4.0),),
-            arrived_at=START,
             finished_at=START + timedelta(seconds=number),
             seconds=0.5,
             queue_s=0.125,
@@ -247,18 +259,18 @@ class FakeDesk:
             outputs=(LabelScore("bent", 0.75, 0.5),) if STRANGE in image else (),
         )
 
-    def _stored(self, part: Part, is_kept: bool) -> Part:
+    def _stored(self, part: VerdictView, is_kept: bool) -> VerdictView:
         return self.commit(part) if is_kept else part
 
-    def commit(self, part: Part) -> Part:
+    def commit(self, part: VerdictView) -> VerdictView:
         """Store a result, and tell of it; a board is closed by its second one."""
         with self._lock:
-            part = Part(**{name: getattr(part, name) for name in Part.__slots__} | {"seq": len(self.results) + 1})
+            part = replace(part, seq=len(self.results) + 1)
             self.results.append(part)
             for tell in list(self._subscribers):
                 tell()
-            if part.board and len(self._of_board(part.board)) == 2:
-                self.board_changes.append(self._board(part.board))
+            if part.subject.board and len(self._of_board(part.subject.board)) == 2:
+                self.board_changes.append(self._board(part.subject.board))
                 for tell in list(self._subscribers):
                     tell()
             return part
@@ -283,18 +295,18 @@ class FakeDesk:
         with self._lock:
             found = [part for part in self.results if part.seq > seq][:limit]
             boards = [] if len(found) == limit else self.board_changes[board : board + limit]
-            end = Place(self.file, len(self.results), len(self.board_changes))
+            end = ResultsCursor(self.file, len(self.results), len(self.board_changes))
         shown = MAP if with_maps else None
         parts = [
             replace(part, anomalies=tuple(replace(each, map_png=shown) for each in part.anomalies)) for part in found
         ]
         return StoredView(end, tuple(parts), tuple(enumerate(boards, start=board + 1)))
 
-    def models(self) -> list[Model]:
-        routes = [Model(name, experts, ("good", "bad"), (8, 8), 4, True) for name, experts in ROUTES.items()]
-        experts = [Model(f"expert:{name}", (name,), ("good", "bad"), None, 4, True) for name in EXPERTS[:2]]
-        strange = Model(SOLDER, ("look/solder",), ("ok", "anomalous"), (8, 8), 4, True, measures_anomalies=True)
-        broken = Model(f"expert:{EXPERTS[2]}", EXPERTS[2:], ("good",), None, 1, False, "quarantined")
+    def models(self) -> list[ModelView]:
+        routes = [ModelView(name, experts, ("good", "bad"), (8, 8), 4, True) for name, experts in ROUTES.items()]
+        experts = [ModelView(f"expert:{name}", (name,), ("good", "bad"), None, 4, True) for name in EXPERTS[:2]]
+        strange = ModelView(SOLDER, ("look/solder",), ("ok", "anomalous"), (8, 8), 4, True, measures_anomalies=True)
+        broken = ModelView(f"expert:{EXPERTS[2]}", EXPERTS[2:], ("good",), None, 1, False, "quarantined")
         return [*routes, strange, *experts, broken]
 
     def load(self, model: str) -> None:
@@ -309,8 +321,8 @@ class FakeDesk:
         if model not in {each.name for each in self.models()}:
             raise OrderRefused(Refusing.NOT_FOUND, f"no model {model!r}")
 
-    def _of_board(self, serial: str) -> list[Part]:
-        return [part for part in self.results if part.board == serial]
+    def _of_board(self, serial: str) -> list[VerdictView]:
+        return [part for part in self.results if part.subject.board == serial]
 
     def _board(self, serial: str) -> BoardView:
         parts = self._of_board(serial)

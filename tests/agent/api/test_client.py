@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from agent.api.calls.desk import BoardView, Part
+from agent.api.calls.desk import BoardView, VerdictView
 from agent.api.client import EVERYTHING, Access, AgentClient
 from experts.errors import AgentUnreachable, OrderRefused, Refusing
 from experts.expert import Verdict
@@ -67,7 +67,7 @@ def test_who_watches_is_told_where_to_watch_on_from(client, desk):
     assert first == desk.results[0]
     list(client.inspect([b"x"], "capacitor", board="B1"))
     rest = [next(events)[0] for _ in range(2)]
-    assert [type(each) for each in rest] == [Part, BoardView]
+    assert [type(each) for each in rest] == [VerdictView, BoardView]
     events.close()
     again = client.watch(place)
     assert [next(again)[0] for _ in range(2)] == rest

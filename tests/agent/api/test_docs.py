@@ -10,10 +10,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from agent.api.calls.desk import Order
 from agent.api.calls.refusals import STATUS
 from tests.agent.api.fake_desk import MAP
 from tests.agent.api.test_credentials import Authority
+from tests.lines import order as order_of
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "api.md").read_text("utf-8")
@@ -46,8 +46,10 @@ def test_images_are_inspected_and_a_refusal_is_told(server, desk, capsys):
         "NG bad 0.75",
         "NOT_FOUND NOT_FOUND None no route for 'no-such-one', no expert None",
     ]
-    assert [(part.key[:10], part.board, part.ref) for part in desk.results] == [("B1042/R17/", "B1042", "R17")] * 2
-    assert len({part.key for part in desk.results}) == 2
+    assert [(part.subject.key[:10], part.subject.board, part.subject.ref) for part in desk.results] == [
+        ("B1042/R17/", "B1042", "R17")
+    ] * 2
+    assert len({part.subject.key for part in desk.results}) == 2
 
 
 def test_results_are_followed_until_the_agent_stops(server, desk, capsys):
@@ -62,7 +64,7 @@ def test_results_are_followed_until_the_agent_stops(server, desk, capsys):
 
 
 def test_where_results_are_anomalous_is_followed(server, desk):
-    desk.commit(desk._part(Order(b"strange", component="solder"), "solder"))
+    desk.commit(desk._part(order_of(b"strange", component="solder"), "solder"))
     told = []
 
     def tell(*words):

@@ -21,10 +21,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agent.api.calls.desk import Order
+from agent.api.calls.desk import ImageOrder
 from agent.api.proto import inference_pb2 as oip
 from agent.api.proto import inference_pb2_grpc, inspection_pb2_grpc
 from agent.api.proto import inspection_pb2 as pb
+from tests.lines import order as order_of
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 60.0
@@ -212,7 +213,7 @@ def no_collector():
 
 
 def orders_held():
-    return sum(type(each) is Order for each in gc.get_objects())
+    return sum(type(each) is ImageOrder for each in gc.get_objects())
 
 
 def test_an_image_is_let_go_when_its_call_has_ended(agent, channel, desk, no_collector):
@@ -397,7 +398,7 @@ def test_watchers_take_no_stream_s_place_and_streams_none_of_theirs(agent, desk,
 def test_who_reads_nothing_of_a_stream_loses_its_place(channel, agent, desk, server, monkeypatch):
     """A watcher that hangs holds its place, and what waits for it, for so long and no longer."""
     monkeypatch.setattr(server._door, "stall_s", 0.2)
-    many = desk._part(Order(b"x", component="resistor"), "resistor")
+    many = desk._part(order_of(b"x", component="resistor"), "resistor")
     many = replace(many, reason="x" * 100_000)
     for _ in range(200):
         desk.commit(many)  # more than is held for a call on its way

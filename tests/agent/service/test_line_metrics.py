@@ -22,13 +22,13 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent.api.calls.desk import Order
 from agent.records.boards import BoardVerdict
 from agent.records.results import Recorded
 from agent.runtime.loop import BatchWatch
 from agent.service.desk.tally import Tally
 from experts.errors import AgentCrashed, OrderRefused
 from experts.expert import Verdict
+from tests.lines import order as order_of
 from tests.lines import result
 
 PROMTOOL = shutil.which("promtool")
@@ -128,7 +128,7 @@ def busy(line, clip, caller, png, wait_until_so):
         line.document["outbox"] = {"events": ["result", "board"], "webhook": webhook}
         with line.served() as service:
             someone = caller()
-            order = Order(png(), component="c0", board="SERIAL-3", ref="REF-1", key="KEY-1")
+            order = order_of(png(), component="c0", board="SERIAL-3", ref="REF-1", key="KEY-1")
             service.desk.order(order, someone)
             someone.wait()
             with pytest.raises(OrderRefused):
@@ -242,7 +242,7 @@ def test_memories_and_loads_are_told_in_bytes_and_by_expert_also_of_one_that_was
             line.fake(0, weight_bytes=1_000_000 + number)
             service.desk.reload()
             someone = caller()
-            service.desk.order(Order(png(), component="c0", is_kept=False), someone)
+            service.desk.order(order_of(png(), component="c0", is_kept=False), someone)
             someone.wait()
         found, status = scraped(service), service.desk.status()
         (pool,) = status.pools
@@ -266,7 +266,7 @@ def test_it_is_ready_while_verdicts_can_be_stored_and_says_why_not(line, caller,
         assert asked(service, "/health/ready") == (200, "ready\n")
         someone = caller()
         with nothing_committed(line):
-            service.desk.order(Order(png(), component="c0"), someone)
+            service.desk.order(order_of(png(), component="c0"), someone)
             wait_until_so(lambda: asked(service, "/health/ready")[0] == 503)
             assert asked(service, "/health/ready")[1] == "results are not stored: database is locked\n"
             assert asked(service, "/health/live")[0] == 200
@@ -300,7 +300,7 @@ def test_while_it_stops_it_lives_and_is_not_ready(line, caller, png, wait_until_
                         answers.add(asked(service, page))
 
         looking = threading.Thread(target=look)
-        service.desk.order(Order(png(), component="c0"), caller())
+        service.desk.order(order_of(png(), component="c0"), caller())
         wait_until_so(lambda: scraped(service)("batch_requests", executor="0") == 1)
         looking.start()
     looking.join(PATIENCE_S)
@@ -321,7 +321,7 @@ def test_a_scheduler_that_hangs_is_told_and_so_is_that_it_goes_on(line, caller, 
     pages = ("/health/live", "/health/ready", "/metrics")
     with line.served() as service, ThreadPoolExecutor(len(pages)) as callers:
         service.agent.loop.watch_batches(BatchWatch(hang, lambda _: None))
-        service.desk.order(Order(png(), component="c0", is_kept=False), caller())
+        service.desk.order(order_of(png(), component="c0", is_kept=False), caller())
         assert begun.wait(PATIENCE_S)
         for answer in callers.map(lambda page: asked(service, page), pages):
             assert answer == (503, "no answer from the line within 5 s: it hangs\n")
@@ -337,7 +337,7 @@ def test_a_crash_is_told_as_death(line, caller, png, wait_until_so):
         ending.enter_context(pytest.raises(AgentCrashed))
         service = ending.enter_context(line.served())
         service.agent.loop.watch_batches(BatchWatch(broken, broken))
-        service.desk.order(Order(png(), component="c0", is_kept=False), caller())
+        service.desk.order(order_of(png(), component="c0", is_kept=False), caller())
         wait_until_so(lambda: asked(service, "/health/live")[0] == 503)
         for page in ("/health/live", "/health/ready"):
             status, text = asked(service, page)

@@ -12,11 +12,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from agent.api.calls.desk import Order
 from experts.checkpoints.importing import bring
 from experts.errors import OrderRefused
 from experts.expert import Verdict
 from tests.experts.conftest import ExpertFiles
+from tests.lines import order as order_of
 
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
 
@@ -49,25 +49,25 @@ def add_expert(line, number):
 def test_an_added_expert_and_its_route_are_served_at_once(desk_line, caller, png):
     with desk_line.served() as service:
         with pytest.raises(OrderRefused, match="no route"):
-            service.desk.order(Order(png(), component="c2"), caller())
+            service.desk.order(order_of(png(), component="c2"), caller())
         add_expert(desk_line, 2)
         rewrite(desk_line)
         done = service.desk.reload()
         assert (done.is_applied, done.added, done.replaced, done.removed) == (True, ("cls/f2",), (), ())
-        ((part,),) = asked(service, caller, Order(png(), component="c2"))
+        ((part,),) = asked(service, caller, order_of(png(), component="c2"))
         assert (part.verdict, part.experts) == (OK, ("cls/f2",))
 
 
 def test_a_replaced_expert_answers_with_its_new_weights_under_its_old_name(desk_line, caller, png):
     with desk_line.served() as service:
-        assert asked(service, caller, Order(png(), component="c0"))[0][0].verdict is OK
+        assert asked(service, caller, order_of(png(), component="c0"))[0][0].verdict is OK
         for number, label in enumerate(["bad", "ok", "bad"]):
             desk_line.fake(0, label=label, weight_bytes=1_000_000 + number)
             done = service.desk.reload()
             assert (done.added, done.replaced, done.removed) == ((), ("cls/f0",), ())
-            ((part,),) = asked(service, caller, Order(png(), component="c0"))
+            ((part,),) = asked(service, caller, order_of(png(), component="c0"))
             assert (part.label, part.experts) == (label, ("cls/f0",))
-            ((alone,),) = asked(service, caller, Order(png(), expert="cls/f0", is_kept=False))
+            ((alone,),) = asked(service, caller, order_of(png(), expert="cls/f0", is_kept=False))
             assert (alone.label, alone.experts) == (label, ("cls/f0",))
         resident = {name for pool in service.desk.status().pools for name in pool.experts}
         assert len(resident) <= 2  # those that were replaced have left
@@ -94,7 +94,7 @@ def test_an_agent_does_not_grow_however_often_its_line_is_changed(desk_line, cal
             del desk_line.document["experts"]["cls/f2"], desk_line.document["routes"]["c2"]
         rewrite(desk_line)
         assert service.desk.reload().is_applied
-        assert asked(service, caller, Order(png(), component="c0"))[0][0].verdict is OK
+        assert asked(service, caller, order_of(png(), component="c0"))[0][0].verdict is OK
         wait_until_so(lambda: service.agent.loop.wait_until_idle(0.0))
 
     add_expert(desk_line, 2)
@@ -111,7 +111,7 @@ def test_a_removed_expert_finishes_what_it_was_asked_and_is_asked_no_more(desk_l
     with desk_line.served() as service:
         callers = [caller() for _ in range(20)]
         for each in callers:
-            service.desk.order(Order(png(), component="c1"), each)
+            service.desk.order(order_of(png(), component="c1"), each)
         wait_until_so(lambda: service.statistics().requests_in_flight + service.judged >= 20)  # the agent has them
         del desk_line.document["experts"]["cls/f1"], desk_line.document["routes"]["c1"]
         del desk_line.document["boards"]
@@ -120,7 +120,7 @@ def test_a_removed_expert_finishes_what_it_was_asked_and_is_asked_no_more(desk_l
         assert (done.is_applied, done.problems, done.removed) == (True, (), ("cls/f1",))
         assert [each.wait()[0].verdict for each in callers] == [OK] * 20
         with pytest.raises(OrderRefused, match="no route"):
-            service.desk.order(Order(png(), component="c1"), caller())
+            service.desk.order(order_of(png(), component="c1"), caller())
         assert [model.name for model in service.desk.models()] == ["c0", "expert:cls/f0"]
 
 
@@ -129,7 +129,7 @@ def test_what_was_ordered_and_is_durable_only_after_its_route_went_is_unknown_an
     with desk_line.served() as service:
         late = caller()
         with full_disk(desk_line):
-            service.desk.order(Order(png(), component="c1", key="late"), late)
+            service.desk.order(order_of(png(), component="c1", key="late"), late)
             del desk_line.document["experts"]["cls/f1"], desk_line.document["routes"]["c1"]
             del desk_line.document["boards"]
             rewrite(desk_line)
@@ -146,13 +146,13 @@ def test_what_is_under_way_is_judged_by_the_route_that_it_came_under(desk_line, 
     with desk_line.served() as service:
         callers = [caller() for _ in range(10)]
         for each in callers:
-            service.desk.order(Order(png(), component="c0"), each)
+            service.desk.order(order_of(png(), component="c0"), each)
         wait_until_so(lambda: service.statistics().requests_in_flight + service.judged >= 10)  # the agent has them
         desk_line.document["routes"]["c0"] = [{"expert": "cls/f0", "pass": ["bad"]}]
         rewrite(desk_line)
         assert service.desk.reload().is_applied
         assert [each.wait()[0].verdict for each in callers] == [OK] * 10
-        assert asked(service, caller, Order(png(), component="c0"))[0][0].verdict is NG
+        assert asked(service, caller, order_of(png(), component="c0"))[0][0].verdict is NG
 
 
 def test_a_line_file_with_a_mistake_changes_nothing_and_says_where_it_is(desk_line, caller, png):
@@ -167,7 +167,7 @@ def test_a_line_file_with_a_mistake_changes_nothing_and_says_where_it_is(desk_li
         done = service.desk.reload()
         assert not done.is_applied
         assert any("cls/none" in problem for problem in done.problems)
-        assert asked(service, caller, Order(png(), component="c0"))[0][0].verdict is OK
+        assert asked(service, caller, order_of(png(), component="c0"))[0][0].verdict is OK
 
 
 def test_what_cannot_fit_is_refused_and_the_old_line_goes_on(desk_line, caller, png):
@@ -178,7 +178,7 @@ def test_what_cannot_fit_is_refused_and_the_old_line_goes_on(desk_line, caller, 
         done = service.desk.reload()
         assert not done.is_applied
         assert "cls/f2" in done.problems[0]
-        assert asked(service, caller, Order(png(), component="c0"))[0][0].verdict is OK
+        assert asked(service, caller, order_of(png(), component="c0"))[0][0].verdict is OK
 
 
 def test_keys_that_wait_for_a_restart_are_named(desk_line):
@@ -191,11 +191,11 @@ def test_keys_that_wait_for_a_restart_are_named(desk_line):
 
 def test_new_boards_are_judged_by_their_new_components(desk_line, caller, png):
     with desk_line.served() as service:
-        asked(service, caller, Order(png(), component="c0", board="B1", ref="R1"))
+        asked(service, caller, order_of(png(), component="c0", board="B1", ref="R1"))
         desk_line.document["boards"] = {"main": {"components": {"c0": 1}, "takt_s": 3600}}
         rewrite(desk_line)
         assert service.desk.reload().is_applied
-        asked(service, caller, Order(png(), component="c0", board="B2", ref="R1"))
+        asked(service, caller, order_of(png(), component="c0", board="B2", ref="R1"))
         (board,) = service.desk.boards("B2")
         assert board.verdict is OK
         (board,) = service.desk.boards("B1")
@@ -205,9 +205,9 @@ def test_new_boards_are_judged_by_their_new_components(desk_line, caller, png):
 def test_an_open_board_whose_type_goes_is_judged_by_what_it_began_with(desk_line, caller, png, wait_until_so):
     desk_line.fake(1, B_s=0.3)
     with desk_line.served() as service:
-        asked(service, caller, Order(png(), component="c0", board="B1", ref="R1"))
+        asked(service, caller, order_of(png(), component="c0", board="B1", ref="R1"))
         last = caller()
-        service.desk.order(Order(png(), component="c1", board="B1", ref="R2"), last)
+        service.desk.order(order_of(png(), component="c1", board="B1", ref="R2"), last)
         wait_until_so(lambda: any(queue.running for queue in service.desk.status().queues))
         boards = desk_line.document.pop("boards")
         rewrite(desk_line)
@@ -215,7 +215,7 @@ def test_an_open_board_whose_type_goes_is_judged_by_what_it_began_with(desk_line
         assert [dict(board.missing) for board in service.desk.boards("B1")] == [{"c1": 1}]
         assert last.wait()[0].verdict is OK
         wait_until_so(lambda: len(desk_line.results.boards()) == 1)
-        asked(service, caller, Order(png(), component="c0", board="B2", ref="R1"))
+        asked(service, caller, order_of(png(), component="c0", board="B2", ref="R1"))
         assert service.desk.boards("B2") == []  # none begins any more
     desk_line.document["boards"] = boards
     assert [(row.board.serial, row.board.verdict) for row in desk_line.results.boards()] == [("B1", OK)]
@@ -225,7 +225,7 @@ def test_an_expert_that_is_broken_after_a_reload_is_unknown_and_the_others_go_on
     with desk_line.served() as service:
         desk_line.fake(1, weight_bytes="many")
         assert service.desk.reload().is_applied
-        (broken,), (well,) = asked(service, caller, Order(png(), component="c1"), Order(png(), component="c0"))
+        (broken,), (well,) = asked(service, caller, order_of(png(), component="c1"), order_of(png(), component="c0"))
         assert (broken.verdict, well.verdict) == (UNKNOWN, OK)
         assert "+" not in broken.reason
 
@@ -261,7 +261,7 @@ def test_weights_with_labels_in_another_order_are_refused_and_those_of_before_go
     desk_line.document["routes"]["cx"] = [{"expert": "cls/x", "pass": ["ok"]}]
     desk_line.document["memory"]["host"] = "600MiB"
     with desk_line.served() as service:
-        before = asked(service, caller, Order(png(), component="cx"))[0][0]
+        before = asked(service, caller, order_of(png(), component="cx"))[0][0]
         assert before.reason is None
         bring_with(("bad", "ok", "bent"))
         done = service.desk.reload()
@@ -269,7 +269,7 @@ def test_weights_with_labels_in_another_order_are_refused_and_those_of_before_go
         (problem,) = done.problems
         assert f"{expert.weights} has the labels bad, ok, bent, and the line ok, bad, bent" in problem
         assert "line.yaml" in problem
-        after = asked(service, caller, Order(png(), component="cx"))[0][0]
+        after = asked(service, caller, order_of(png(), component="cx"))[0][0]
         assert (after.verdict, after.label) == (before.verdict, before.label)
         desk_line.document["experts"]["cls/x"]["labels"] = ["bad", "ok", "bent"]
         rewrite(desk_line)
@@ -284,7 +284,7 @@ def test_images_that_come_while_the_line_changes_over_and_over_are_all_judged(de
         def send():
             while not stop.is_set() and len(callers) < 400:
                 each = caller()
-                service.desk.order(Order(png(), component="c0"), each)
+                service.desk.order(order_of(png(), component="c0"), each)
                 callers.append(each)
 
         sender = threading.Thread(target=send)
@@ -303,14 +303,14 @@ def test_after_a_restart_the_new_line_is_served(desk_line, caller, png):
         desk_line.fake(0, label="bad", weight_bytes=1_000_001)
         service.desk.reload()
     with desk_line.served() as service:
-        assert asked(service, caller, Order(png(), component="c0"))[0][0].label == "bad"
+        assert asked(service, caller, order_of(png(), component="c0"))[0][0].label == "bad"
 
 
 def test_what_has_left_the_line_takes_no_room_and_no_file_any_more(desk_line, caller, png):
     """Of what memory holds, 10 MiB are for experts: one of 8 MB would not fit beside a pinned one of 4 MB."""
     desk_line.fake(0, weight_bytes=8_000_000)
     with desk_line.served() as service:
-        assert asked(service, caller, Order(png(), component="c0"))[0][0].verdict is OK
+        assert asked(service, caller, order_of(png(), component="c0"))[0][0].verdict is OK
         desk_line.fake(0, weight_bytes=1_000_000)
         assert service.desk.reload().replaced == ("cls/f0",)
         desk_line.fake(1, weight_bytes=4_000_000)
@@ -318,7 +318,7 @@ def test_what_has_left_the_line_takes_no_room_and_no_file_any_more(desk_line, ca
         rewrite(desk_line)
         done = service.desk.reload()
         assert (done.is_applied, done.problems) == (True, ())
-        assert asked(service, caller, Order(png(), component="c1"))[0][0].verdict is OK
+        assert asked(service, caller, order_of(png(), component="c1"))[0][0].verdict is OK
         assert service.desk.reload().is_applied
         packed_bytes = [file.stat().st_size for file in desk_line.config.packed_folder.rglob("*") if file.is_file()]
         assert max(packed_bytes) < 8_000_000
@@ -334,7 +334,7 @@ def test_a_drive_that_takes_nothing_refuses_the_new_line_and_ends_nothing(desk_l
         done = service.desk.reload()
         assert not done.is_applied
         assert "cannot be prepared" in done.problems[0]
-        assert asked(service, caller, Order(png(), component="c0"))[0][0].verdict is OK
+        assert asked(service, caller, order_of(png(), component="c0"))[0][0].verdict is OK
         manifests.unlink()
         manifests.with_name("elsewhere").rename(manifests)
         assert service.desk.reload().added == ("cls/f2",)

@@ -15,7 +15,6 @@ import pytest
 import tritonclient.grpc as triton
 from PIL import Image
 
-from agent.api.calls.desk import Order
 from agent.api.client import EVERYTHING, Access, AgentClient
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
@@ -24,6 +23,7 @@ from experts.errors import AgentUnreachable
 from experts.expert import Verdict
 from experts.thresholds.map_pictures import map_of
 from tests.experts.backends.onnx.anomaly_graphs import SIZE_PX, brightness
+from tests.lines import order as order_of
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_a_deadline_takes_an_inspection_out_of_the_queue(desk_line, address, cal
         agent.Status(pb.StatusRequest(), timeout=60)  # so that it is connected
         while True:  # a slow box may end the long batch before the deadline has come through
             running = caller()
-            service.desk.order(Order(png(), component="c0", is_kept=False), running)
+            service.desk.order(order_of(png(), component="c0", is_kept=False), running)
             wait_until_so(lambda: any(queue.running for queue in service.desk.status().queues))
             call = agent.Inspect.future(request, timeout=0.3)
             wait_until_so(lambda call=call: call.done() or service.desk.status().requests_in_flight == 2)

@@ -6,13 +6,13 @@ from contextlib import closing
 
 import yaml
 
-from agent.api.calls.desk import Order
 from agent.commands.experts import promote
 from agent.records.attempts import AttemptLog
 from agent.records.database import open_for_reading
 from agent.records.shadow_answers import read_comparison
 from experts.expert import Verdict
 from tests.agent.service.conftest import until
+from tests.lines import order as order_of
 
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
 
@@ -32,7 +32,7 @@ def compared(line):
 def judge(service, caller, image, component="c0", count=1):
     for _ in range(count):
         listener = caller()
-        service.desk.order(Order(image, component=component), listener)
+        service.desk.order(order_of(image, component=component), listener)
         yield from listener.wait()
 
 

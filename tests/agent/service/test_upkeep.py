@@ -11,9 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from agent.api.calls.desk import Order
 from experts.errors import ConfigError
 from experts.expert import Verdict
+from tests.lines import order as order_of
 
 
 class Hook:
@@ -62,7 +62,7 @@ def test_bad_images_are_kept_and_told_and_good_ones_are_not(desk_line, caller, p
         parts = []
         for number, ref in enumerate(("R1", "R2")):
             someone = caller()
-            order = Order(png(), component=f"c{number}", board="B1", ref=ref, key=ref)
+            order = order_of(png(), component=f"c{number}", board="B1", ref=ref, key=ref)
             service.desk.order(order, someone)
             parts += someone.wait()
         wait_until_so(lambda: len(hook.told) == 2)
@@ -81,7 +81,7 @@ def test_bad_images_are_kept_and_told_and_good_ones_are_not(desk_line, caller, p
 def test_a_result_names_the_weights_that_judged_it(desk_line, caller, png):
     with desk_line.served() as service:
         someone = caller()
-        service.desk.order(Order(png(), component="c0", key="k"), someone)
+        service.desk.order(order_of(png(), component="c0", key="k"), someone)
         someone.wait()
     (step,) = next(desk_line.results.query()).result.detail["steps"]
     assert step["model_sha256"] == weights_sha256(desk_line, 0)
@@ -98,7 +98,7 @@ def test_who_cannot_be_told_is_an_alarm_and_delays_nothing(desk_line, caller, pn
     desk_line.document["outbox"] = {"webhook": {"url": "http://127.0.0.1:1/", "timeout_s": 1.0}}
     with desk_line.served() as service:
         someone = caller()
-        service.desk.order(Order(png(), component="c0"), someone)
+        service.desk.order(order_of(png(), component="c0"), someone)
         assert someone.wait()[0].verdict is Verdict.NG
         wait_until_so(lambda: any("webhook is not told" in alarm for alarm in service.desk.status().alarms))
 
@@ -114,7 +114,7 @@ def test_who_reads_the_results_and_does_not_end_is_an_alarm_while_the_line_goes_
             reader.execute("BEGIN")
             reader.execute("SELECT count(*) FROM results").fetchall()
             someone = caller()
-            service.desk.order(Order(png(), component="c0"), someone)
+            service.desk.order(order_of(png(), component="c0"), someone)
             assert someone.wait()[0].verdict is Verdict.OK
             wait_until_so(lambda: any("keeps reading" in alarm for alarm in service.desk.status().alarms))
         wait_until_so(lambda: service.desk.status().alarms == ())

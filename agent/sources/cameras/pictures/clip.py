@@ -16,7 +16,7 @@ from agent.sources.cameras.pictures.source import Snapshot
 from experts.errors import CameraFailed
 
 if TYPE_CHECKING:
-    from agent.sources.cameras.pictures.source import Connection
+    from agent.sources.cameras.pictures.source import CameraConnection
 
 DEFAULT_FRAMES_PER_S = 25.0  # of a clip that does not say
 FASTEST_FRAMES_PER_S = 1000.0  # what a clip claims beyond is no rate
@@ -25,7 +25,7 @@ FASTEST_FRAMES_PER_S = 1000.0  # what a clip claims beyond is no rate
 class ClipSource:
     """See the module."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: CameraConnection) -> None:
         self._connection = connection
         self._path = Path(connection.place)
         self._capture: Capture | None = None

@@ -29,7 +29,7 @@ from agent.sources.cameras.pictures.source import Snapshot
 from experts.errors import CameraFailed
 
 if TYPE_CHECKING:
-    from agent.sources.cameras.pictures.source import Connection
+    from agent.sources.cameras.pictures.source import CameraConnection
 
 PERIOD_S = 0.02
 LAG_S = 3.0
@@ -40,7 +40,7 @@ NO_JPEG = b"\xff\xd8\xff\xc4 no picture at all \xff\xd9"
 class FaultSource:
     """See the module."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: CameraConnection) -> None:
         self._connection = connection
         self._path = Path(connection.place)
         self._number = 0

@@ -22,7 +22,7 @@ from experts.errors import CameraFailed
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from agent.sources.cameras.pictures.source import Connection, Picture
+    from agent.sources.cameras.pictures.source import CameraConnection, Picture
 
 EXTRA = "GenICam cameras need harvesters - install it with: pip install 'coserve[genicam]'"
 NO_PRODUCER = "no GenTL producer (.cti) is there - install the camera maker's, which sets GENICAM_GENTL64_PATH"
@@ -43,7 +43,7 @@ TO_BGR = {
 class GenicamSource:
     """See the module."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: CameraConnection) -> None:
         self._serial = connection.place
         self._harvester: Any = None
         self._acquirer: Any = None

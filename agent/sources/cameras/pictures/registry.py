@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from experts.errors import CameraFailed
 
 if TYPE_CHECKING:
-    from agent.sources.cameras.pictures.source import Connection, Source
+    from agent.sources.cameras.pictures.source import CameraConnection, PictureSource
 
 
-def source_of(connection: Connection) -> Source:
+def source_of(connection: CameraConnection) -> PictureSource:
     """The source for a connection's scheme, not opened yet. Raises CameraFailed where there is none."""
     match connection.scheme:
         case "file":

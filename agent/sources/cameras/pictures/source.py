@@ -28,7 +28,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class CameraConnection:
     """All that is needed to read from one camera. A file's rate is its own where ``frames_per_s`` is None.
 
     ``ca``: the file of the authorities that may vouch for the camera, the system's where it is None; with
@@ -56,7 +56,7 @@ class Connection:
         return self.url.partition(":")[2]
 
 
-class Source(Protocol):
+class PictureSource(Protocol):
     """See the module. Deadlines are of ``time.monotonic``."""
 
     def open(self, deadline: float) -> None:

@@ -23,7 +23,7 @@ from agent.sources.cameras.pictures.presentation import LONG_AGO
 from experts.errors import CameraFailed
 
 if TYPE_CHECKING:
-    from agent.sources.cameras.pictures.source import Connection, Snapshot
+    from agent.sources.cameras.pictures.source import CameraConnection, Snapshot
 
 READ_PATIENCE = 2.0  # times the stall timeout: whoever watches notices a stall first, and this ends a read all the same
 CATCHING_UP_SHARE = 0.8  # of the stall timeout: then we say why, before it is taken for a stall
@@ -52,7 +52,7 @@ ADVICE: dict[type[FFmpegError], str] = {
 class StreamSource:
     """See the module."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: CameraConnection) -> None:
         self._connection = connection
         self._capture: Capture | None = None
         self._behind_since: float | None = None
@@ -89,7 +89,7 @@ class StreamSource:
             self._capture.close()
 
 
-def _options(connection: Connection) -> dict[str, str]:
+def _options(connection: CameraConnection) -> dict[str, str]:
     scheme = connection.scheme
     if scheme == "v4l2":
         return {}
@@ -113,7 +113,7 @@ def _system_authorities() -> str:
     return found
 
 
-def _with_login(connection: Connection) -> str:
+def _with_login(connection: CameraConnection) -> str:
     if connection.user is None:
         return connection.url
     login = ":".join(quote(part, safe="") for part in (connection.user, connection.password) if part is not None)
@@ -121,7 +121,7 @@ def _with_login(connection: Connection) -> str:
     return parts._replace(netloc=f"{login}@{parts.netloc.rpartition('@')[2]}").geturl()
 
 
-def _why_not(connection: Connection, error: FFmpegError) -> str:
+def _why_not(connection: CameraConnection, error: FFmpegError) -> str:
     """In words, and without the url, which may hold a login."""
     said = error.strerror or str(error)
     said = f"{said[:1].lower()}{said[1:]}"

@@ -45,7 +45,7 @@ class Sighting:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class WaitingFile:
     """A file that waits to be taken. Times are monotonic, in seconds.
 
     ``sidecar``: what lies beside it and tells whose it is; None while nothing does, and where names tell it.
@@ -59,23 +59,23 @@ class Candidate:
     sidecar: Sighting | None = None
     sidecar_since: float = float("-inf")
 
-    def seen(self, sighting: Sighting, now: float) -> Candidate:
+    def seen(self, sighting: Sighting, now: float) -> WaitingFile:
         """After another look: a change starts the wait anew, and voids what was known before it."""
         if sighting == self.sighting:
             return self
-        return Candidate(self.relpath, sighting, unchanged_since=now)
+        return WaitingFile(self.relpath, sighting, unchanged_since=now)
 
-    def beside(self, sidecar: Sighting | None, now: float) -> Candidate:
+    def beside(self, sidecar: Sighting | None, now: float) -> WaitingFile:
         """With this sidecar: one that came, changed or went may be looked into at once."""
         if sidecar == self.sidecar:
             return self
         return replace(self, sidecar=sidecar, sidecar_since=now, not_before=float("-inf"))
 
-    def shown(self, evidence: Evidence) -> Candidate:
+    def shown(self, evidence: Evidence) -> WaitingFile:
         """With this sign of completeness, unless a stronger one is known."""
         return replace(self, evidence=evidence) if evidence > self.evidence else self
 
-    def postponed(self, until: float) -> Candidate:
+    def postponed(self, until: float) -> WaitingFile:
         return replace(self, not_before=until)
 
 
@@ -103,7 +103,7 @@ class Rule:
             return self.closed_settle_s
         return self.unseen_settle_s
 
-    def due_at(self, candidate: Candidate) -> float | None:
+    def due_at(self, candidate: WaitingFile) -> float | None:
         """When it will have settled, so that looking into it makes sense; None while a sign is missing."""
         if self.lacks_sidecar(candidate):
             missing_at = max(candidate.unchanged_since, candidate.sidecar_since) + self.stale_after_s
@@ -111,14 +111,14 @@ class Rule:
         settle_s = self.settle_s(candidate.evidence)
         return None if settle_s is None else max(candidate.unchanged_since + settle_s, candidate.not_before)
 
-    def is_due(self, candidate: Candidate, now: float) -> bool:
+    def is_due(self, candidate: WaitingFile, now: float) -> bool:
         due_at = self.due_at(candidate)
         return due_at is not None and now >= due_at
 
-    def lacks_sidecar(self, candidate: Candidate) -> bool:
+    def lacks_sidecar(self, candidate: WaitingFile) -> bool:
         return self.needs_sidecar and candidate.sidecar is None
 
-    def is_ready(self, candidate: Candidate, now: float, lease: Lease, completeness: Completeness) -> bool:
+    def is_ready(self, candidate: WaitingFile, now: float, lease: Lease, completeness: Completeness) -> bool:
         """Whether a settled file may be taken, given who holds it open and what its bytes say."""
         if not self.is_due(candidate, now) or lease is Lease.HELD or completeness is Completeness.CUT:
             return False
@@ -126,23 +126,23 @@ class Rule:
             return True
         return self._is_vouched_for(candidate) or now - candidate.unchanged_since >= ZERO_TAIL_SETTLE_S
 
-    def is_truncated(self, candidate: Candidate, now: float, lease: Lease, completeness: Completeness) -> bool:
+    def is_truncated(self, candidate: WaitingFile, now: float, lease: Lease, completeness: Completeness) -> bool:
         """Whether nobody will complete it any more: its end is missing, nobody writes, and its writer called it done,
         or let it lie for ``stale_after_s``."""
         if lease is Lease.HELD or completeness is not Completeness.CUT or not self.is_due(candidate, now):
             return False
         return self._is_vouched_for(candidate) or self.is_abandoned(candidate, now)
 
-    def is_abandoned(self, candidate: Candidate, now: float) -> bool:
+    def is_abandoned(self, candidate: WaitingFile, now: float) -> bool:
         return now - candidate.unchanged_since >= self.stale_after_s
 
-    def is_sidecar_abandoned(self, candidate: Candidate, now: float) -> bool:
+    def is_sidecar_abandoned(self, candidate: WaitingFile, now: float) -> bool:
         return now - candidate.sidecar_since >= self.stale_after_s
 
-    def _is_vouched_for(self, candidate: Candidate) -> bool:
+    def _is_vouched_for(self, candidate: WaitingFile) -> bool:
         return self.mode == "rename" or candidate.evidence in {Evidence.RENAMED, Evidence.MARKED}
 
-    def stale_at(self, candidate: Candidate) -> float | None:
+    def stale_at(self, candidate: WaitingFile) -> float | None:
         """When it will have been unchanged for long and still not be complete; None while nobody has looked into it."""
         was_looked_into = candidate.not_before > float("-inf") or self.due_at(candidate) is None
         return candidate.unchanged_since + self.stale_after_s if was_looked_into else None

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.api.calls.desk import BoardView, Part, PoolView, QueueView, ReloadView, StatusView, TextsView
+from agent.api.calls.desk import BoardView, PoolView, QueueView, ReloadView, StatusView, TextsView, VerdictView
 from agent.api.calls.messages import (
     board_message,
     board_of,
@@ -22,22 +22,27 @@ from agent.api.calls.messages import (
     status_of,
 )
 from agent.api.proto import inspection_pb2 as pb
-from agent.subject import SourceStatus
+from agent.subject import SourceStatus, Subject
 from experts.errors import OrderRefused, Refusing
 from experts.expert import BoundingBox, Verdict
+from tests.lines import subject
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
 maybe = st.none() | texts
+filled = texts.filter(bool)
 counts = st.integers(0, 2**40)
 numbers = st.floats(allow_nan=False)
 times = st.datetimes(datetime(1970, 1, 2), datetime(2200, 1, 1), timezones=st.just(UTC))
 names = st.lists(texts, max_size=3).map(tuple)
 boxes = st.lists(st.builds(BoundingBox, texts, numbers, numbers, numbers, numbers, numbers), max_size=2).map(tuple)
+subjects = st.builds(
+    lambda key, at, **about: Subject(key, "", key, at, **about), texts, times, component=st.none() | filled,
+    expert=maybe, board=maybe, board_type=maybe, ref=maybe,
+)  # fmt: skip
 parts = st.builds(
-    Part, key=texts, component=texts, verdict=st.sampled_from(Verdict), seq=st.none() | counts, expert=maybe,
-    board=maybe, board_type=maybe, ref=maybe, label=maybe, score=st.none() | numbers, reason=maybe, experts=names,
-    boxes=boxes, arrived_at=st.none() | times, finished_at=st.none() | times, seconds=numbers, queue_s=numbers,
-    compute_s=numbers,
+    VerdictView, subject=subjects, verdict=st.sampled_from(Verdict), seq=st.none() | counts, label=maybe,
+    score=st.none() | numbers, reason=maybe, experts=names, boxes=boxes, finished_at=st.none() | times,
+    seconds=numbers, queue_s=numbers, compute_s=numbers,
 )  # fmt: skip
 verdict_counts = st.fixed_dictionaries(dict.fromkeys(Verdict, counts))
 boards = st.builds(
@@ -83,7 +88,7 @@ def test_a_reload_comes_out_as_it_went_in(reload):
 
 
 def test_the_name_of_a_file_that_is_no_unicode_is_told_with_its_bytes_escaped():
-    part = Part("B\udcff1.png", "c", Verdict.NG, ref="\udc80", experts=("\udc81",))
+    part = VerdictView(subject("B\udcff1.png", ref="\udc80"), Verdict.NG, experts=("\udc81",))
     message = part_message(part)
     assert (message.key, message.ref, message.experts) == ("B\\udcff1.png", "\\udc80", ["\\udc81"])
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from agent.api.calls import watching
-from agent.api.calls.desk import Order, Part, Place
+from agent.api.calls.desk import ResultsCursor, VerdictView
 from agent.api.calls.orders import Orders
 from agent.api.calls.watching import Watch
+from tests.lines import order as order_of
 
 
 def test_one_that_falls_behind_misses_nothing(desk, monkeypatch):
@@ -17,10 +18,10 @@ def test_one_that_falls_behind_misses_nothing(desk, monkeypatch):
 
     async def watch():
         orders = Orders(desk)
-        events = Watch(orders, Place(None, 0, 0)).events(asyncio.Event())
+        events = Watch(orders, ResultsCursor(None, 0, 0)).events(asyncio.Event())
         for number in range(5):
             for component in ("resistor", "capacitor"):
-                desk.commit(desk._part(Order(b"x", component=component, board=f"B{number}"), component))
+                desk.commit(desk._part(order_of(b"x", component=component, board=f"B{number}"), component))
             if not number:
                 told.append((await anext(events))[0])  # from now on it watches, and does not read
         await asyncio.sleep(0)
@@ -30,7 +31,7 @@ def test_one_that_falls_behind_misses_nothing(desk, monkeypatch):
         orders.stop()
 
     asyncio.run(watch())
-    names = [event.seq if isinstance(event, Part) else event.serial for event in told]
+    names = [event.seq if isinstance(event, VerdictView) else event.serial for event in told]
     assert [name for name in names if isinstance(name, int)] == list(range(1, 11))
     assert [name for name in names if isinstance(name, str)] == [f"B{number}" for number in range(5)]
     assert all(names.index(f"B{number}") > names.index(2 * number + 2) for number in range(5))

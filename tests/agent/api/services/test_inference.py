@@ -22,6 +22,7 @@ from agent.api.services import tensors
 from agent.api.services.tensors import asked
 from experts.errors import OrderRefused, Refusing
 from tests.agent.api.fake_desk import MAP
+from tests.lines import order as order_of
 
 DEADLINE_S = 30.0
 
@@ -109,10 +110,10 @@ def test_with_a_board_it_is_an_inspection_with_a_key_of_its_own_and_its_id_is_on
         answer = client.infer("resistor", inspection, request_id="1", parameters={"key": "k1"})
         assert answer.get_response().id == "1"
     (part,) = desk.results
-    assert (part.key, part.board, part.ref) == ("k1", "B1", "R1")
+    assert (part.subject.key, part.subject.board, part.subject.ref) == ("k1", "B1", "R1")
     for _ in range(2):
         client.infer("resistor", inspection, request_id="1")
-    assert [order.key for order in desk.orders] == ["k1", "k1", None, None]
+    assert [order.subject.key for order in desk.orders] == ["k1", "k1", "", ""]
     assert len(desk.results) == 3
 
 
@@ -120,7 +121,12 @@ def test_board_and_reference_may_be_parameters(local, desk):
     parameters = {"board_serial": "B1", "ref": "R2", "board_type": "main"}
     local.infer("resistor", [texts("IMAGE", b"x")], parameters=parameters)
     (order,) = desk.orders
-    assert (order.board, order.ref, order.board_type, order.is_kept) == ("B1", "R2", "main", True)
+    assert (order.subject.board, order.subject.ref, order.subject.board_type, order.is_kept) == (
+        "B1",
+        "R2",
+        "main",
+        True,
+    )
 
 
 def test_pixels_and_an_expert_and_only_the_outputs_that_are_asked_for(local, desk):
@@ -129,7 +135,7 @@ def test_pixels_and_an_expert_and_only_the_outputs_that_are_asked_for(local, des
     outputs = [triton.InferRequestedOutput("SCORE"), triton.InferRequestedOutput("VERDICT")]
     result = local.infer("expert:cls/capacitor", [image], outputs=outputs)
     assert [output.name for output in result.get_response().outputs] == ["SCORE", "VERDICT"]
-    assert desk.orders[0].expert == "cls/capacitor"
+    assert desk.orders[0].subject.expert == "cls/capacitor"
     assert desk.orders[0].image.ravel().tolist() == list(range(18))
 
 
@@ -139,9 +145,7 @@ def test_several_images_are_several_orders(local, desk):
     assert result.as_numpy("VERDICT").tolist() == [b"OK", b"NG", b"UNKNOWN"]
     assert math.isnan(result.as_numpy("SCORE")[2])
     assert json.loads(result.as_numpy("DETAIL")[2])["reason"] == "not an image"
-    assert [(order.key, order.board) for order in sorted(desk.orders, key=lambda order: order.key)] == [
-        ("k/0", "B1"), ("k/1", None), ("k/2", "B2"),
-    ]  # fmt: skip
+    assert {order.subject.key: order.subject.board for order in desk.orders} == {"k/0": "B1", "k/1": None, "k/2": "B2"}
 
 
 def test_where_one_of_several_is_refused_all_are(local, desk):
@@ -383,6 +387,5 @@ def test_an_answer_is_read_by_the_public_client_s_messages(desk):
 
 
 def desk_orders():
-    from agent.api.calls.desk import Order
 
-    return [Order(b"x"), Order(b"NG")]
+    return [order_of(b"x"), order_of(b"NG")]

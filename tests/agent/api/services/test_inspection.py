@@ -9,12 +9,13 @@ import time
 import grpc
 import pytest
 
-from agent.api.calls.desk import Order, ReloadView
+from agent.api.calls.desk import ReloadView
 from agent.api.calls.watching import PAGE_WITH_MAPS
 from agent.api.proto import inspection_pb2 as pb
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 from tests.agent.api.fake_desk import MAP
+from tests.lines import order as order_of
 
 DEADLINE_S = 30.0
 
@@ -115,7 +116,7 @@ def test_a_deadline_withdraws_what_waits_and_leaves_nothing_behind(agent, desk, 
     desk.wait_for(lambda desk: not desk.under_way)
     desk.release()
     agent.Inspect(pb.InspectRequest(file=b"after", component="resistor", key="after"), timeout=DEADLINE_S)
-    assert [part.key for part in desk.results] == ["after"]
+    assert [part.subject.key for part in desk.results] == ["after"]
     assert len(desk.withdrawn) == len(desk.orders) - 1
     wait_until(lambda: server.orders_under_way == server.calls == 0)
 
@@ -342,7 +343,7 @@ class TestWatching:
         count = 2 * PAGE_WITH_MAPS + 1
         for number in range(count):
             image = b"strange" if number % 2 else b"plain"
-            desk.commit(desk._part(Order(image, component="solder"), "solder"))
+            desk.commit(desk._part(order_of(image, component="solder"), "solder"))
         request = pb.WatchResultsRequest(after_seq=0, wants_maps=wants_maps)
         events = agent.WatchResults(request, timeout=DEADLINE_S)
         parts = [next(events).result for _ in range(count)]
@@ -373,9 +374,8 @@ class TestWatching:
 
 
 def desk_order():
-    from agent.api.calls.desk import Order
 
-    return Order(b"x", component="resistor")
+    return order_of(b"x", component="resistor")
 
 
 def test_verdicts_have_the_numbers_that_others_count_on():

@@ -12,12 +12,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agent.api.calls.desk import Order
 from agent.records.journal import JournalReader
 from agent.records.result_writer import ResultStore
 from agent.subject import asked_sha256
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
+from tests.lines import order as order_of
 
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
 
@@ -42,13 +42,13 @@ def full_disk(line):
 def test_a_kept_order_is_accepted_judged_stored_and_counts_on_its_board(desk_line, caller, png):
     with desk_line.served() as service:
         someone = caller()
-        service.desk.order(Order(png(), component="c0", board="B1", ref="R1", key="mine"), someone)
+        service.desk.order(order_of(png(), component="c0", board="B1", ref="R1", key="mine"), someone)
         (part,) = someone.wait()
         assert someone.was_accepted.is_set()
-        assert (part.key, part.verdict, part.seq, part.experts) == ("mine", OK, 1, ("cls/f0",))
+        assert (part.subject.key, part.verdict, part.seq, part.experts) == ("api/mine", OK, 1, ("cls/f0",))
         (board,) = service.desk.boards("B1")
         assert (board.verdict, dict(board.missing)) == (None, {"c1": 1})
-        asked(service, caller, Order(png(), component="c1", board="B1", ref="R2"))
+        asked(service, caller, order_of(png(), component="c1", board="B1", ref="R2"))
         (board,) = service.desk.boards("B1")
         assert (board.verdict, dict(board.missing), len(board.parts)) == (OK, {}, 2)
     first = next(desk_line.results.query()).result
@@ -60,7 +60,7 @@ def test_nothing_is_accepted_before_it_is_on_the_disk(desk_line, caller, png):
     with desk_line.served() as service:
         someone = caller()
         with full_disk(desk_line):
-            service.desk.order(Order(png(), component="c0"), someone)
+            service.desk.order(order_of(png(), component="c0"), someone)
             assert not someone.was_accepted.wait(0.2)
             assert service.agent.loop.requests_in_flight == 0
         (part,) = someone.wait()
@@ -73,9 +73,9 @@ def test_a_question_is_answered_and_nothing_remains_of_it(desk_line, caller, png
         answers = asked(
             service,
             caller,
-            Order(png(), component="c0", is_kept=False),
-            Order(pixels, component="c1", is_kept=False),
-            Order(pixels, expert="cls/f1", is_kept=False),
+            order_of(png(), component="c0", is_kept=False),
+            order_of(pixels, component="c1", is_kept=False),
+            order_of(pixels, expert="cls/f1", is_kept=False),
         )
         said = [(part.verdict, part.seq, part.label) for (part,) in answers]
         assert said == [(OK, None, "ok"), (OK, None, "ok"), (UNKNOWN, None, "ok")]
@@ -87,7 +87,7 @@ def test_pixels_are_kept_as_they_are(desk_line, caller):
     with desk_line.served() as service:
         pixels = np.full((8, 8, 3), (10, 200, 30), np.uint8)
         (kept,), (asked_only,) = asked(
-            service, caller, Order(pixels, component="c0"), Order(pixels, component="c0", is_kept=False)
+            service, caller, order_of(pixels, component="c0"), order_of(pixels, component="c0", is_kept=False)
         )
         assert (kept.verdict, kept.label) == (asked_only.verdict, asked_only.label)
 
@@ -95,7 +95,7 @@ def test_pixels_are_kept_as_they_are(desk_line, caller):
 def test_one_key_is_judged_once_whoever_sends_it_how_often(desk_line, caller, png):
     desk_line.fake(0, B_s=0.2)
     with desk_line.served() as service:
-        order = Order(png(), component="c0", key="mine")
+        order = order_of(png(), component="c0", key="mine")
         together = asked(service, caller, order, order, order)
         (later,) = asked(service, caller, order)
         assert [part.seq for (part,) in (*together, later)] == [1, 1, 1, 1]
@@ -110,14 +110,14 @@ INSPECTION = {"component": "c0", "board": "B1", "ref": "R1"}
 def test_a_key_that_stands_for_one_inspection_stands_for_no_other(desk_line, caller, png, batches, state):
     """A verdict that another image was given is nobody's: neither OK for a defective part, nor NG for a good one."""
     others = [
-        Order(png((200, 0, 0)), **INSPECTION, key="B1/R1"),
-        Order(np.full((8, 8, 3), (10, 200, 30), np.uint8), **INSPECTION, key="B1/R1"),
-        *(Order(png(), **(INSPECTION | {name: other}), key="B1/R1")
+        order_of(png((200, 0, 0)), **INSPECTION, key="B1/R1"),
+        order_of(np.full((8, 8, 3), (10, 200, 30), np.uint8), **INSPECTION, key="B1/R1"),
+        *(order_of(png(), **(INSPECTION | {name: other}), key="B1/R1")
           for name, other in (("component", "c1"), ("board", "B2"), ("board", None), ("ref", "R2"))),
-        Order(png(), expert="cls/f0", board="B1", ref="R1", key="B1/R1"),
-        Order(png(size=(32, 16)), board="B1", key="B1/R1"),
+        order_of(png(), expert="cls/f0", board="B1", ref="R1", key="B1/R1"),
+        order_of(png(size=(32, 16)), board="B1", key="B1/R1"),
     ]  # fmt: skip
-    first = Order(png(), **INSPECTION, key="B1/R1")
+    first = order_of(png(), **INSPECTION, key="B1/R1")
     desk_line.document["api"] = {"limits": {"requests": 3}}  # what a refusal kept of them would be missed
     with ExitStack() as ending:
         service = ending.enter_context(desk_line.served())
@@ -155,11 +155,11 @@ def test_what_is_cancelled_before_it_ran_leaves_nothing_and_may_come_again(
     with desk_line.served() as service:
         batches.clear()
         running, queued = caller(), caller()
-        service.desk.order(Order(png(), component="c0", key="runs", is_kept=False), running)
+        service.desk.order(order_of(png(), component="c0", key="runs", is_kept=False), running)
         wait_until_so(lambda: any(queue.running for queue in service.desk.status().queues))
         for number in range(3):
             ticket = service.desk.order(
-                Order(png(), component="c0", key=f"queued {number}", board="B1", ref="R1"), queued
+                order_of(png(), component="c0", key=f"queued {number}", board="B1", ref="R1"), queued
             )
             ticket.cancel()
             ticket.cancel()
@@ -169,7 +169,7 @@ def test_what_is_cancelled_before_it_ran_leaves_nothing_and_may_come_again(
         running.wait()
         assert queued.answers == 0
         assert service.judged == 0
-        (part,) = asked(service, caller, Order(png(), component="c0", key="queued 1", board="B1", ref="R1"))[0]
+        (part,) = asked(service, caller, order_of(png(), component="c0", key="queued 1", board="B1", ref="R1"))[0]
         assert (part.verdict, part.seq) == (OK, 1)
 
 
@@ -180,7 +180,7 @@ def test_what_is_cancelled_before_it_is_durable_never_runs_though_nothing_else_d
     with desk_line.served() as service:
         with full_disk(desk_line):
             for number in range(20):
-                order = Order(png(), component="c0", key=str(number), board="B1", ref="R1")
+                order = order_of(png(), component="c0", key=str(number), board="B1", ref="R1")
                 service.desk.order(order, caller()).cancel()
         wait_until_so(lambda: not service.statistics().store.pending and not desk_line.unfinished)
         assert service.judged == 0
@@ -190,7 +190,7 @@ def test_what_runs_when_it_is_cancelled_is_stored_where_it_belongs_to_a_board(de
     desk_line.fake(0, B_s=0.3)
     with desk_line.served() as service:
         someone = caller()
-        ticket = service.desk.order(Order(png(), component="c0", board="B1", ref="R1"), someone)
+        ticket = service.desk.order(order_of(png(), component="c0", board="B1", ref="R1"), someone)
         wait_until_so(lambda: any(queue.running for queue in service.desk.status().queues))
         ticket.cancel()
         wait_until_so(lambda: service.judged == 1)
@@ -201,16 +201,16 @@ def test_what_runs_when_it_is_cancelled_is_stored_where_it_belongs_to_a_board(de
 def test_who_waits_for_a_key_while_it_is_withdrawn_may_cancel_it_too(desk_line, caller, png, wait_until_so, batches):
     """The second one is journaled behind the first one's cancelling, and taken up anew under its own name."""
     desk_line.document["executors"] = {"cpu": 1}
-    order = Order(png(), component="c0", key="shared")
+    order = order_of(png(), component="c0", key="shared")
     with desk_line.served() as service:
         batches.clear()
         running, first, second = caller(), caller(), caller()
-        service.desk.order(Order(png(), component="c0", is_kept=False), running)
+        service.desk.order(order_of(png(), component="c0", is_kept=False), running)
         wait_until_so(lambda: any(queue.running for queue in service.desk.status().queues))
         ticket = service.desk.order(order, first)
         wait_until_so(lambda: service.statistics().requests_in_flight == 2)
         with full_disk(desk_line):
-            before = service.desk.order(Order(png(), component="c0"), caller())  # the others wait behind it
+            before = service.desk.order(order_of(png(), component="c0"), caller())  # the others wait behind it
             other = service.desk.order(order, second)
             ticket.cancel()
             wait_until_so(lambda: service.statistics().store.pending == 3)
@@ -229,9 +229,9 @@ def test_a_key_that_two_wait_for_is_judged_until_both_have_cancelled(desk_line, 
     desk_line.fake(0, B_s=0.4)
     with desk_line.served() as service:
         first, one, other = caller(), caller(), caller()
-        service.desk.order(Order(png(), component="c0", is_kept=False), first)
+        service.desk.order(order_of(png(), component="c0", is_kept=False), first)
         wait_until_so(lambda: any(queue.running for queue in service.desk.status().queues))
-        order = Order(png(), component="c0", key="shared")
+        order = order_of(png(), component="c0", key="shared")
         ticket = service.desk.order(order, one)
         service.desk.order(order, other)
         ticket.cancel()
@@ -241,11 +241,11 @@ def test_a_key_that_two_wait_for_is_judged_until_both_have_cancelled(desk_line, 
 
 def test_a_frame_is_cut_by_its_boards_layout_and_told_when_all_its_parts_are_judged(desk_line, caller, png):
     with desk_line.served() as service:
-        order = Order(png(size=(32, 16)), board="B7", key="frame")
+        order = order_of(png(size=(32, 16)), board="B7", key="frame")
         (parts,) = asked(service, caller, order)
-        assert [(part.key, part.component, part.ref) for part in parts] == [
-            ("frame#R1", "c0", "R1"),
-            ("frame#R2", "c1", "R2"),
+        assert [(part.subject.key, part.subject.component, part.subject.ref) for part in parts] == [
+            ("api/frame#R1", "c0", "R1"),
+            ("api/frame#R2", "c1", "R2"),
         ]
         (board,) = service.desk.boards("B7", "main")
         assert board.verdict is OK
@@ -256,13 +256,13 @@ def test_a_frame_is_cut_by_its_boards_layout_and_told_when_all_its_parts_are_jud
 
 def test_a_frame_of_another_size_than_its_layouts_is_refused(desk_line, caller, png):
     with desk_line.served() as service, pytest.raises(OrderRefused, match=r"8 x 8 pixels.*32 x 16") as refused:
-        service.desk.order(Order(png(), board="B7"), caller())
+        service.desk.order(order_of(png(), board="B7"), caller())
     assert refused.value.reason is Refusing.INVALID
 
 
 def test_a_frame_that_is_no_image_makes_all_its_parts_unknown(desk_line, caller):
     with desk_line.served() as service:
-        (parts,) = asked(service, caller, Order(b"no image", board="B7"))
+        (parts,) = asked(service, caller, order_of(b"no image", board="B7"))
         assert [part.verdict for part in parts] == [UNKNOWN, UNKNOWN]
         assert all("not an image" in part.reason for part in parts)
 
@@ -282,7 +282,7 @@ def test_a_frame_that_is_no_image_makes_all_its_parts_unknown(desk_line, caller)
 def test_what_cannot_be_ordered_is_refused_and_leaves_nothing(desk_line, caller, png, order, reason, text):
     with desk_line.served() as service:
         with pytest.raises(OrderRefused, match=text) as refused:
-            service.desk.order(Order(png(), **order), caller())
+            service.desk.order(order_of(png(), **order), caller())
         assert refused.value.reason is reason
         assert service.desk.status().requests_in_flight == 0
 
@@ -296,7 +296,7 @@ def test_more_than_the_line_takes_at_once_is_refused_with_a_time_to_try_again(de
         for _ in range(20):
             someone = caller()
             try:
-                service.desk.order(Order(png(), component="c0", is_kept=False), someone)
+                service.desk.order(order_of(png(), component="c0", is_kept=False), someone)
                 admitted.append(someone)
             except OrderRefused as refused:
                 refusals.append(refused)
@@ -306,9 +306,9 @@ def test_more_than_the_line_takes_at_once_is_refused_with_a_time_to_try_again(de
         assert all(refused.retry_s > 0 for refused in refusals)
         assert [part.verdict for someone in admitted for part in someone.wait()] == [OK] * len(admitted)
         with pytest.raises(OrderRefused, match="more than the line takes at once") as refused:
-            service.desk.order(Order(bytes(2_000_000), component="c0"), caller())
+            service.desk.order(order_of(bytes(2_000_000), component="c0"), caller())
         assert refused.value.reason is Refusing.TOO_LARGE
-        asked(service, caller, Order(png(), component="c0"))  # everything was given back
+        asked(service, caller, order_of(png(), component="c0"))  # everything was given back
 
 
 def test_the_excess_is_refused_while_the_engine_and_the_disk_stand_still(desk_line, caller, png):
@@ -324,13 +324,13 @@ def test_the_excess_is_refused_while_the_engine_and_the_disk_stand_still(desk_li
 
     with desk_line.served() as service:
         stuck, waiting = Stuck(), [caller() for _ in range(3)]
-        question = Order(png(), component="c0", is_kept=False)
+        question = order_of(png(), component="c0", is_kept=False)
         service.desk.order(question, stuck)
         assert is_stuck.wait(60)
         with full_disk(desk_line):
-            for order, someone in zip([Order(png(), component="c0")] * 2 + [question], waiting, strict=True):
+            for order, someone in zip([order_of(png(), component="c0")] * 2 + [question], waiting, strict=True):
                 service.desk.order(order, someone)
-            for order in (question, Order(png(), component="c1")):
+            for order in (question, order_of(png(), component="c1")):
                 with pytest.raises(OrderRefused) as refused:
                     service.desk.order(order, caller())
                 assert refused.value.reason is Refusing.QUEUE_FULL
@@ -342,7 +342,7 @@ def test_the_excess_is_refused_while_the_engine_and_the_disk_stand_still(desk_li
 def test_who_gives_up_while_nothing_can_be_stored_makes_no_room_for_more(desk_line, caller, png, wait_until_so):
     """AC11, AC18: what waits for the disk is in memory, whether anybody waits for it or not."""
     desk_line.document["api"] = {"limits": {"requests": 5, "memory": "1MiB"}}
-    order = Order(png(), component="c0")
+    order = order_of(png(), component="c0")
     with desk_line.served() as service:
         with full_disk(desk_line):
             for _ in range(5):
@@ -358,14 +358,14 @@ def test_an_order_that_no_row_can_hold_is_refused_and_gives_back_what_it_was_adm
     desk_line.document["api"] = {"limits": {"requests": 1, "memory": "1MiB"}}
     with desk_line.served() as service:
         with pytest.raises(UnicodeEncodeError):
-            service.desk.order(Order(png(), component="c0", board="\udcff", ref="R1"), caller())
-        assert asked(service, caller, Order(png(), component="c0"))[0][0].verdict is OK
+            service.desk.order(order_of(png(), component="c0", board="\udcff", ref="R1"), caller())
+        assert asked(service, caller, order_of(png(), component="c0"))[0][0].verdict is OK
 
 
 KILLED = """
 import sys, os, signal, threading
 from pathlib import Path
-from agent.api.calls.desk import Order
+from tests.lines import order as order_of
 from agent.config import read_line
 from agent.service.line_service import LineService
 service = LineService(read_line(Path(sys.argv[1]), {}), lambda *_: None)
@@ -381,7 +381,7 @@ class Caller:
         pass
 image = Path(sys.argv[2]).read_bytes()
 for number in range(30):
-    order = Order(image, component=f"c{number % 2}", board=f"B{number // 2}", ref="R", key=str(number))
+    order = order_of(image, component=f"c{number % 2}", board=f"B{number // 2}", ref="R", key=str(number))
     service.desk.order(order, Caller())
 all_accepted.wait(60)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -404,7 +404,9 @@ def test_what_was_accepted_before_a_kill_is_judged_by_the_next_agent_and_once(
     with desk_line.served() as service:
         for is_same in (False, True):
             image = png() if is_same else png((200, 0, 0))
-            orders = [Order(image, component=f"c{n % 2}", board=f"B{n // 2}", ref="R", key=str(n)) for n in range(30)]
+            orders = [
+                order_of(image, component=f"c{n % 2}", board=f"B{n // 2}", ref="R", key=str(n)) for n in range(30)
+            ]
             again = [caller() for _ in orders]
             for order, each in zip(orders, again, strict=True):
                 service.desk.order(order, each)
@@ -447,29 +449,29 @@ def test_what_an_earlier_run_accepted_is_judged_though_the_disk_refuses_to_read_
 
     monkeypatch.setattr(JournalReader, "content", fail_twice)
     with desk_line.served() as service:
-        ((left,),) = asked(service, caller, Order(png(), component="c1", key="left"))
+        ((left,),) = asked(service, caller, order_of(png(), component="c1", key="left"))
         assert (left.verdict, len(failures)) == (OK, 2)
 
 
 def test_who_sends_a_key_that_an_earlier_run_accepted_waits_for_its_verdict(desk_line, caller, png):
     with desk_line.served() as service:
-        asked(service, caller, Order(png(), component="c0", key="done"))
+        asked(service, caller, order_of(png(), component="c0", key="done"))
     leave_unjudged(desk_line, png())
     with desk_line.served() as service:
         (left,), (done,) = asked(
-            service, caller, Order(png(), component="c1", key="left"), Order(png(), component="c0", key="done")
+            service, caller, order_of(png(), component="c1", key="left"), order_of(png(), component="c0", key="done")
         )
-        assert (left.seq, left.component, done.seq) == (2, "c1", 1)
+        assert (left.seq, left.subject.component, done.seq) == (2, "c1", 1)
 
 
 def test_who_subscribes_hears_when_results_and_boards_are_there_to_be_read(desk_line, caller, png):
     heard = []
     with desk_line.served() as service:
         end = service.desk.subscribe(lambda: heard.append(service.desk.stored_after(0, 0, 10)))
-        asked(service, caller, Order(png(size=(32, 16)), board="B1"))
-        asked(service, caller, Order(png(), component="c0", key="last"))
+        asked(service, caller, order_of(png(size=(32, 16)), board="B1"))
+        asked(service, caller, order_of(png(), component="c0", key="last"))
         end()
-        asked(service, caller, Order(png(), component="c0"))
+        asked(service, caller, order_of(png(), component="c0"))
     assert len(heard) == 4
     assert [part.seq for part in heard[-1].results] == [1, 2, 3]
     assert [(number, board.serial, board.verdict) for number, board in heard[-1].boards] == [(1, "B1", OK)]
@@ -477,14 +479,14 @@ def test_who_subscribes_hears_when_results_and_boards_are_there_to_be_read(desk_
 
 def test_results_are_read_on_from_a_number(desk_line, caller, png):
     with desk_line.served() as service:
-        asked(service, caller, *(Order(png(), component="c0", key=str(number)) for number in range(5)))
+        asked(service, caller, *(order_of(png(), component="c0", key=str(number)) for number in range(5)))
         assert [part.seq for part in service.desk.stored_after(2, 0, 2).results] == [3, 4]
         assert service.desk.stored_after(5, 0, 10).results == ()
 
 
 def test_the_status_says_what_the_agent_does(desk_line, caller, png):
     with desk_line.served() as service:
-        asked(service, caller, Order(png(), component="c0"))
+        asked(service, caller, order_of(png(), component="c0"))
         status = service.desk.status()
         assert (status.line, status.verdicts[OK], status.requests_in_flight) == ("test", 1, 0)
         assert [queue.processor for queue in status.queues] == ["cpu"] * len(status.queues)
@@ -530,13 +532,13 @@ def test_models_come_and_go_on_demand(desk_line, caller, png, wait_until_so):
         wait_until_so(lambda: len(resident()) == 2)
         with pytest.raises(OrderRefused, match="no model 'c7'"):
             service.desk.load("c7")
-        assert asked(service, caller, Order(png(), component="c0"))[0][0].verdict is OK
+        assert asked(service, caller, order_of(png(), component="c0"))[0][0].verdict is OK
 
 
 def test_explanations_name_what_decided(desk_line, caller, png):
     desk_line.fake(0, label="bad")
     with desk_line.served() as service:
-        asked(service, caller, Order(png(), component="c0", key="k"))
+        asked(service, caller, order_of(png(), component="c0", key="k"))
         text = " ".join(service.desk.explain("k"))
         assert "is NG" in text
         assert "cls/f0 said bad with 0.900: only ok passes" in text
@@ -548,7 +550,7 @@ def test_explanations_name_what_decided(desk_line, caller, png):
 
 def test_one_experts_answer_is_no_verdict_on_a_board(desk_line, caller, png):
     with desk_line.served() as service:
-        asked(service, caller, Order(png(), expert="cls/f0", board="B1", ref="R1"))
+        asked(service, caller, order_of(png(), expert="cls/f0", board="B1", ref="R1"))
         assert service.desk.boards("B1") == []
 
 
@@ -556,8 +558,8 @@ def test_two_board_types_want_to_be_told_which(desk_line, caller, png):
     desk_line.document["boards"]["other"] = {"components": {"c0": 1}}
     with desk_line.served() as service:
         with pytest.raises(OrderRefused, match="which of main, other"):
-            service.desk.order(Order(png(), component="c0", board="B1", ref="R1"), caller())
-        order = Order(png(), component="c0", board="B1", board_type="other", ref="R1")
+            service.desk.order(order_of(png(), component="c0", board="B1", ref="R1"), caller())
+        order = order_of(png(), component="c0", board="B1", board_type="other", ref="R1")
         asked(service, caller, order)
         assert [board.board_type for board in service.desk.boards("B1")] == ["other"]
 
@@ -572,9 +574,9 @@ def test_a_known_verdict_that_cannot_be_read_for_a_moment_is_told_after_it(desk_
         return find(store, key)
 
     with desk_line.served() as service:
-        asked(service, caller, Order(png(), component="c0", key="known"))
+        asked(service, caller, order_of(png(), component="c0", key="known"))
         monkeypatch.setattr(ResultStore, "find", fail_twice)
-        (part,) = asked(service, caller, Order(png(), component="c0", key="known"))[0]
+        (part,) = asked(service, caller, order_of(png(), component="c0", key="known"))[0]
         assert (part.seq, len(failures)) == (1, 2)
 
 
@@ -596,9 +598,9 @@ def test_a_known_verdict_that_goes_with_its_file_before_it_is_told_is_judged_aga
         return find(store, key)
 
     with desk_line.served() as service:
-        asked(service, caller, Order(png(), component="c0", key="known"))
+        asked(service, caller, order_of(png(), component="c0", key="known"))
         monkeypatch.setattr(ResultStore, "find", go_first)
-        assert asked(service, caller, Order(png(), component="c0", key="known"))[0][0].verdict is OK
+        assert asked(service, caller, order_of(png(), component="c0", key="known"))[0][0].verdict is OK
     assert [row.result.subject.key for row in desk_line.results.query()] == ["api/known"]
 
 
@@ -606,8 +608,8 @@ def test_a_results_file_that_is_moved_away_loses_nobody_who_waits(desk_line, cal
     desk_line.fake(0, B_s=0.3)
     with desk_line.served() as service:
         first, second = caller(), caller()
-        service.desk.order(Order(png(), component="c0", key="twice"), first)
+        service.desk.order(order_of(png(), component="c0", key="twice"), first)
         assert first.was_accepted.wait(60)
         move_away(desk_line)
-        service.desk.order(Order(png(), component="c0", key="twice"), second)
+        service.desk.order(order_of(png(), component="c0", key="twice"), second)
         assert [each.wait()[0].verdict for each in (first, second)] == [OK, OK]

@@ -10,7 +10,7 @@ from copy import deepcopy
 
 import pytest
 
-from agent.api.calls.desk import Order, TextOrder
+from agent.api.calls.desk import TextOrder
 from agent.service.texts import text_door
 from agent.service.texts.text_destinations import destination_of
 from experts.errors import OrderRefused, Refusing
@@ -20,6 +20,7 @@ from experts.llm.serving.generation import GREEDY, Ending, Sampling
 from experts.llm.text.tokenizer import TextModel
 from experts.llm.token_batch import Chunk, TokenBatch
 from tests.agent.service.language_models import CONTEXT, PATIENCE_S, TEXTS, Held, Reader
+from tests.lines import order as order_of
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ class TestWriting:
     def test_images_are_judged_beside_texts(self, service, caller, png):
         reader, someone = Reader(), caller()
         service.desk.generate(TextOrder("llm/code", "the quick", sampling=GREEDY), reader)
-        service.desk.order(Order(png(), component="c0", is_kept=False), someone)
+        service.desk.order(order_of(png(), component="c0", is_kept=False), someone)
         assert someone.wait()[0].verdict == "OK"
         assert reader.wait().ending is Ending.LENGTH
 

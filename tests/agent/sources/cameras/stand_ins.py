@@ -141,12 +141,12 @@ class TlsFront:
         self.heard = 0
         front = self
 
-        class Connection(socketserver.BaseRequestHandler):
+        class CameraConnection(socketserver.BaseRequestHandler):
             def handle(self) -> None:
                 with suppress(OSError), context.wrap_socket(self.request, server_side=True) as outer:
                     front.serve(outer)
 
-        self._server = socketserver.ThreadingTCPServer((host, 0), Connection)
+        self._server = socketserver.ThreadingTCPServer((host, 0), CameraConnection)
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
         address = f"{host}:{self._server.server_address[1]}"

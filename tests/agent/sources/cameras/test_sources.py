@@ -19,7 +19,7 @@ from agent.sources.cameras.encoding import encode
 from agent.sources.cameras.pictures.capture import whole_jpeg
 from agent.sources.cameras.pictures.genicam import pixels_of, producers_in
 from agent.sources.cameras.pictures.registry import source_of
-from agent.sources.cameras.pictures.source import Connection, Picture, Source
+from agent.sources.cameras.pictures.source import CameraConnection, Picture, PictureSource
 from experts.errors import CameraFailed
 from experts.images import read_image
 from tests.agent.sources.cameras.stand_ins import BURST, WAIT_S, MjpegCamera, TlsFront, picture
@@ -31,17 +31,19 @@ NOTHING = "127.0.0.1:1"  # nobody listens there
 has_genicam = importlib.util.find_spec("harvesters") is not None
 
 
-def connection(url: str, **given: Any) -> Connection:
-    return Connection(**{"url": url, "open_timeout_s": WAIT_S, "stall_timeout_s": 5.0, "max_pixels": 10**7, **given})
+def connection(url: str, **given: Any) -> CameraConnection:
+    return CameraConnection(
+        **{"url": url, "open_timeout_s": WAIT_S, "stall_timeout_s": 5.0, "max_pixels": 10**7, **given}
+    )
 
 
-def opened(url: str, **given: Any) -> Source:
+def opened(url: str, **given: Any) -> PictureSource:
     source = source_of(connection(url, **given))
     source.open(time.monotonic() + WAIT_S)
     return source
 
 
-def next_picture(source: Source) -> Picture:
+def next_picture(source: PictureSource) -> Picture:
     deadline = time.monotonic() + WAIT_S
     while (found := source.read(time.monotonic() + 1)) is None:
         assert time.monotonic() < deadline
@@ -81,26 +83,26 @@ def virtual_genicam(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def source(url: str) -> Iterator[Source]:
+def source(url: str) -> Iterator[PictureSource]:
     with closing(opened(url)) as one:
         yield one
 
 
 class TestTheContract:
-    def test_pictures_come_that_an_expert_can_see(self, source: Source) -> None:
+    def test_pictures_come_that_an_expert_can_see(self, source: PictureSource) -> None:
         for _ in range(3):
             seen = pixels(next_picture(source))
             assert seen.dtype == np.uint8
             assert seen.shape in {(48, 64, 3), (400, 400, 3)}
 
-    def test_a_picture_that_was_handed_out_does_not_change(self, source: Source) -> None:
+    def test_a_picture_that_was_handed_out_does_not_change(self, source: PictureSource) -> None:
         first = next_picture(source)
         before = encode(first, 10**7)
         for _ in range(5):
             next_picture(source)
         assert encode(first, 10**7) == before
 
-    def test_a_read_whose_time_is_over_returns(self, source: Source) -> None:
+    def test_a_read_whose_time_is_over_returns(self, source: PictureSource) -> None:
         next_picture(source)
         source.read(time.monotonic() - 1)  # whatever it says: that it returns is what is asked
 

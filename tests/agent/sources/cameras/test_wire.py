@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from agent.sources.cameras import wire
-from agent.sources.cameras.pictures.source import Connection
+from agent.sources.cameras.pictures.source import CameraConnection
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def ends() -> tuple[socket.socket, socket.socket]:
 @pytest.mark.parametrize(
     "message",
     [
-        Connection("rtsp://host/x", 1.0, 2.0, 3, user="ü", password='"', frames_per_s=4.0),
+        CameraConnection("rtsp://host/x", 1.0, 2.0, 3, user="ü", password='"', frames_per_s=4.0),
         wire.Take(7, since=1.5),
         wire.Ready(),
         wire.Opened(),

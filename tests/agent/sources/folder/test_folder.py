@@ -30,9 +30,9 @@ from agent.sources.folder.files.hints import Hint, Hints
 from agent.sources.folder.files.inbox import Claimed, Found, Inbox, is_ignored, lease_of
 from agent.sources.folder.files.naming import Naming
 from agent.sources.folder.files.ranking import Ranking
-from agent.sources.folder.files.readiness import Candidate, Evidence, Lease, Rule, Sighting
+from agent.sources.folder.files.readiness import Evidence, Lease, Rule, Sighting, WaitingFile
 from agent.sources.folder.folder import FolderIntake
-from agent.sources.folder.waiting import Waiting
+from agent.sources.folder.waiting import WaitingFiles
 from agent.subject import part_key
 from experts.expert import Verdict
 from experts.images import Completeness
@@ -58,7 +58,7 @@ def line(tmp_path: Path) -> Line:
 
 # --- the decision, as a pure function -------------------------------------------------------------------------------
 
-SEEN = Candidate("a.png", Sighting(1, 100, 5), unchanged_since=0.0)
+SEEN = WaitingFile("a.png", Sighting(1, 100, 5), unchanged_since=0.0)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_file_is_ready_only_when_every_sign_agrees(
 
 def test_a_change_starts_the_wait_anew_and_voids_what_was_known() -> None:
     changed = SEEN.shown(Evidence.CLOSED).seen(Sighting(1, 200, 6), now=7.0)
-    assert changed == Candidate("a.png", Sighting(1, 200, 6), unchanged_since=7.0)
+    assert changed == WaitingFile("a.png", Sighting(1, 200, 6), unchanged_since=7.0)
     assert SEEN.seen(SEEN.sighting, now=7.0) is SEEN
 
 
@@ -610,7 +610,7 @@ class CountingRule(Rule):
 
     asked = 0
 
-    def due_at(self, candidate: Candidate) -> float | None:
+    def due_at(self, candidate: WaitingFile) -> float | None:
         CountingRule.asked += 1
         return super().due_at(candidate)
 
@@ -629,7 +629,7 @@ def many(count: int = MANY) -> list[Found]:
 def test_a_step_of_a_full_agent_asks_nothing_of_the_files_that_wait(line: Line, rule: CountingRule) -> None:
     line.run(0)
     line.intake._next_scan = float("inf")  # these files are not there to be found
-    line.intake._waiting = line.intake._taker._waiting = Waiting(rule)
+    line.intake._waiting = line.intake._taker._waiting = WaitingFiles(rule)
     line.intake._waiting.see_all(many(), line.now)
     rooms: list[float] = []
     line.has_room = lambda: rooms.append(line.now) or False
@@ -646,7 +646,7 @@ def test_a_step_of_a_full_agent_asks_nothing_of_the_files_that_wait(line: Line, 
 
 
 def test_each_file_is_asked_about_a_few_times_however_many_wait(rule: CountingRule) -> None:
-    waiting = Waiting(rule)
+    waiting = WaitingFiles(rule)
     waiting.see_all(many(), 0.0)
     waiting.see_all(many(), 1.0)
     assert CountingRule.asked <= 2 * MANY
@@ -662,7 +662,7 @@ def test_each_file_is_asked_about_a_few_times_however_many_wait(rule: CountingRu
 
 
 def test_one_change_among_many_files_is_a_question_or_two(rule: CountingRule) -> None:
-    waiting = Waiting(rule)
+    waiting = WaitingFiles(rule)
     waiting.see_all(many(), 0.0)
     assert waiting.first_due(2.0) is not None
     CountingRule.asked = 0
@@ -675,7 +675,7 @@ def test_one_change_among_many_files_is_a_question_or_two(rule: CountingRule) ->
 
 
 def test_a_file_of_which_nothing_was_decided_holds_up_no_other() -> None:
-    waiting = Waiting(Rule())
+    waiting = WaitingFiles(Rule())
     waiting.see_all(many(2), 0.0)
     first = waiting.first_due(2.0)
     assert first is not None
@@ -729,18 +729,18 @@ def test_a_rank_that_changes_again_and_again_leaves_nothing_behind() -> None:
 
 
 class Exhaustive:
-    """What `Waiting` answers, found by asking the rule about every file at every step."""
+    """What `WaitingFiles` answers, found by asking the rule about every file at every step."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
-        self.candidates: dict[str, Candidate] = {}
+        self.candidates: dict[str, WaitingFile] = {}
         self.stale: set[str] = set()
 
-    def put(self, candidate: Candidate, is_new: bool) -> None:
+    def put(self, candidate: WaitingFile, is_new: bool) -> None:
         self.candidates[candidate.relpath] = candidate
         self.stale -= {candidate.relpath} if is_new else set()
 
-    def first_due(self, now: float) -> Candidate | None:
+    def first_due(self, now: float) -> WaitingFile | None:
         due = [one for one in self.candidates.values() if self.rule.is_due(one, now)]
         return min(due, key=lambda one: (one.sighting.mtime_ns, one.relpath), default=None)
 
@@ -761,14 +761,14 @@ STEPS = st.lists(
 @given(STEPS, st.sampled_from(["auto", "marker", "stable"]))
 def test_waiting_answers_as_if_it_had_asked_about_every_file(steps: list[tuple[str, int, int]], mode: str) -> None:
     rule = Rule(mode, stale_after_s=6.0)
-    waiting, exhaustive, now = Waiting(rule), Exhaustive(rule), 0.0
+    waiting, exhaustive, now = WaitingFiles(rule), Exhaustive(rule), 0.0
     for what, number, amount in steps:
         name = f"{number}.png"
         known = exhaustive.candidates.get(name)
         if what in {"see", "mark"}:
             found = Found(name, Sighting(number, amount, -amount), is_marked=what == "mark")
             waiting.see(found, now)
-            seen = known.seen(found.sighting, now) if known else Candidate(name, found.sighting, now)
+            seen = known.seen(found.sighting, now) if known else WaitingFile(name, found.sighting, now)
             exhaustive.put(seen.shown(Evidence.MARKED if found.is_marked else Evidence.NONE), seen is not known)
         elif what == "forget":
             waiting.forget(name)

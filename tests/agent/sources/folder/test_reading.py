@@ -16,7 +16,7 @@ import pytest
 from agent.sources.folder.arrivals import ClaimedImage
 from agent.sources.folder.files.inbox import Claimed
 from agent.sources.folder.files.readiness import Sighting
-from agent.sources.folder.reading import BACKOFF, PATIENCE_S, STUCK_S, Answers, ArrivalReader, read_as_seen
+from agent.sources.folder.reading import BACKOFF, PATIENCE_S, STUCK_S, ArrivalReader, ReadAnswers, read_as_seen
 from experts.errors import FileChanged, ImageTooLarge
 from experts.images import DEFAULT_MAX_PIXELS
 from tests.lines import subject
@@ -50,7 +50,7 @@ class Desk:
     unreadable: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        answers = Answers(
+        answers = ReadAnswers(
             lambda arrival, content: self.read.append((arrival.subject.key, content)),
             lambda arrival: self.changed.append(arrival.subject.key),
             lambda _arrival, reason: self.unreadable.append(reason),
@@ -263,7 +263,7 @@ def test_a_large_file_is_announced_while_it_is_read(file: Path, monkeypatch: pyt
     larger.write_bytes(CONTENT + b".")
     reader = ArrivalReader(
         "inbox",
-        Answers(lambda *_: None, lambda _: None, lambda *_: None),
+        ReadAnswers(lambda *_: None, lambda _: None, lambda *_: None),
         lambda _: True,
         budget_bytes=100,
         read_file=read,
@@ -312,7 +312,7 @@ def test_who_is_told_and_breaks_ends_no_reader(file: Path, caplog: pytest.LogCap
 
     second = file.with_name("second")
     second.write_bytes(CONTENT)
-    answers = Answers(tell, lambda _: None, lambda *_: None)
+    answers = ReadAnswers(tell, lambda _: None, lambda *_: None)
     reader = ArrivalReader("inbox", answers, lambda _: True, budget_bytes=100)
     reader.start()
     try:
@@ -336,7 +336,7 @@ def test_a_folder_that_hangs_is_told_once_and_keeps_nobody_but_itself(
         return b""
 
     def reader(name: str, read_file: Callable[[ClaimedImage, int], bytes]) -> ArrivalReader:
-        answers = Answers(lambda *_: read.put(name), lambda _: None, lambda *_: None)
+        answers = ReadAnswers(lambda *_: read.put(name), lambda _: None, lambda *_: None)
         made = ArrivalReader(name, answers, lambda _: True, budget_bytes=100, read_file=read_file, clock=lambda: now[0])
         made.start()
         made.take(arrival_of(file))
