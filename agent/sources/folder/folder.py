@@ -16,7 +16,6 @@ import logging
 import queue
 import threading
 import time
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from agent.sources.folder.arrivals import IntakeStatistics
@@ -25,7 +24,7 @@ from agent.sources.folder.files.filing import printable
 from agent.sources.folder.files.inbox import MARKER, Inbox
 from agent.sources.folder.files.readiness import CLOSED_SETTLE_S, UNSEEN_SETTLE_S, Evidence, Rule
 from agent.sources.folder.files.sidecar import SUFFIX
-from agent.sources.folder.taking import Callers, Taker
+from agent.sources.folder.taking import Taker
 from agent.sources.folder.waiting import WaitingFiles
 from agent.sources.folder.watch import FolderWatch
 from agent.subject import image_key
@@ -34,9 +33,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agent.line_file.intake import FolderSection
-    from agent.sources.folder.arrivals import ClaimedImage, Refusal
+    from agent.sources.folder.arrivals import ClaimedImage
     from agent.sources.folder.files.hints import Hint
     from agent.sources.folder.files.naming import Naming
+    from agent.sources.folder.taking import FolderCallbacks
     from agent.subject import Subject
     from experts.expert import Verdict
 
@@ -47,44 +47,27 @@ BREATH_S = 0.02  # between two steps, so that the events of one burst are handle
 SCAN_SHARE = 10  # a scan of a huge folder takes at most one tenth of the time
 
 
-def _room_always() -> bool:
-    return True
-
-
-def _local_time() -> datetime:
-    return datetime.now(UTC).astimezone()
-
-
 class FolderIntake:
-    """One watched folder. ``submit`` and ``refuse`` are called by the intake's thread; they neither block nor raise.
+    """One watched folder. A claimed or refused file stays until ``settle``, or ``withdraw`` if another file lies there.
 
-    Each of the two is answered with ``settle`` once its verdict is stored; until then the file stays. An arrival whose
-    file turns out to be another one by now is answered with ``withdraw`` instead: it is looked at anew.
-
-    ``has_room`` is asked before each claim: while it says no, files wait where they are. ``owner`` names the agent
-    (its line) in `.work/`: two agents on one folder need two names.
+    ``owner`` names the agent (its line) in `.work/`: two agents on one folder need two names.
     """
 
     def __init__(
         self,
         config: FolderSection,
         naming: Naming,
-        submit: Callable[[ClaimedImage], None],
-        refuse: Callable[[Refusal], None],
+        callbacks: FolderCallbacks,
         *,
         owner: str,
-        has_room: Callable[[], bool] = _room_always,
         clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], datetime] = _local_time,
     ) -> None:
         self._config = config
         self._clock = clock
         self._inbox = Inbox(config.path, owner, has_sidecars=config.has_sidecars)
-        self._custody = Custody(config, self._inbox, wall)
-        rule = _rule(config)
-        self._waiting = WaitingFiles(rule)
-        callers = Callers(submit, refuse, has_room, wall)
-        self._taker = Taker(config, naming, self._inbox, self._waiting, rule, self._custody, callers)
+        self._custody = Custody(config, self._inbox, callbacks.wall)
+        self._waiting = WaitingFiles(_rule(config))
+        self._taker = Taker(config, naming, self._inbox, self._waiting, self._custody, callbacks)
         self._watch = FolderWatch(config.path, self._note)
         self._notes: queue.SimpleQueue[Hint] = queue.SimpleQueue()
         self._was_online = False

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from agent.sources.base import Arrival, Source
 from agent.sources.folder.files.naming import naming_of
 from agent.sources.folder.folder import FolderIntake
-from agent.sources.folder.reading import ArrivalReader, ReadAnswers
+from agent.sources.folder.reading import ArrivalReader, ReaderCallbacks
+from agent.sources.folder.taking import FolderCallbacks
 from agent.subject import SourceStatus
 
 if TYPE_CHECKING:
@@ -47,18 +48,20 @@ class FolderSource(Source):
         self.intake = FolderIntake(
             folder,
             naming_of(folder, config),
-            self._claimed,
-            self._refused,
+            FolderCallbacks(self._claimed, self._refused, lambda: line.has_room(self)),
             owner=config.line,
-            has_room=lambda: line.has_room(self),
         )
         self.reader = ArrivalReader(
             folder.path.name,
-            ReadAnswers(read=self._read, changed=self.intake.withdraw, unreadable=self._unreadable),
-            self.intake.is_sound,
+            ReaderCallbacks(
+                read=self._read,
+                changed=self.intake.withdraw,
+                unreadable=self._unreadable,
+                is_sound=self.intake.is_sound,
+                during_large=lambda image: line.reading(image.subject),
+            ),
             budget_bytes=budget_bytes,
             max_pixels=folder.max_pixels,
-            during_large=lambda image: line.reading(image.subject),
         )
 
     def start(self) -> None:

@@ -49,15 +49,19 @@ READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
-class ReadAnswers:
-    """Who is told what became of an arrival, on the reader's thread: exactly one of the three, once.
+class ReaderCallbacks:
+    """Called on the reader's thread. Each image ends with one call of ``read``, ``changed`` or ``unreadable``.
 
-    ``changed``: it is not the file that was seen. ``unreadable``: why it can never be judged.
+    ``changed``: another file lies there than the one that was seen. ``unreadable``: why the file can never be judged.
+    ``is_sound``: True while the folder itself can be read. ``during_large`` is open while a file of more than
+    LARGE_BYTES is read: a process with little memory may be ended by it.
     """
 
     read: Callable[[ClaimedImage, bytes], None]
     changed: Callable[[ClaimedImage], None]
     unreadable: Callable[[ClaimedImage, str], None]
+    is_sound: Callable[[ClaimedImage], bool] = lambda _: True
+    during_large: Callable[[ClaimedImage], AbstractContextManager[object]] = nullcontext
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,31 +114,23 @@ def read_as_seen(image: ClaimedImage, max_pixels: int) -> bytes:
 
 
 class ArrivalReader:
-    """See the module. ``is_sound``: whether the folder itself can be read at this moment.
-
-    ``read_file`` reads one arrival, as ``read_as_seen`` does. ``during_large`` is open while a file of more than
-    LARGE_BYTES is read: whoever has little memory may be ended by it.
-    """
+    """Thread of one folder. ``read_file`` reads one image, as ``read_as_seen`` does."""
 
     def __init__(
         self,
         folder: str,
-        answers: ReadAnswers,
-        is_sound: Callable[[ClaimedImage], bool],
+        callbacks: ReaderCallbacks,
         *,
         budget_bytes: int,
         max_pixels: int = DEFAULT_MAX_PIXELS,
         read_file: Callable[[ClaimedImage, int], bytes] = read_as_seen,
-        during_large: Callable[[ClaimedImage], AbstractContextManager[object]] = nullcontext,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
-        self._answers = answers
-        self._is_sound = is_sound
+        self._callbacks = callbacks
         self._budget_bytes = budget_bytes
         self._max_pixels = max_pixels
         self._read_file = read_file
-        self._during_large = during_large
         self._clock = clock
         self._came: SimpleQueue[ClaimedImage] = SimpleQueue()
         self._tries: list[_Try] = []  # a heap
@@ -225,20 +221,20 @@ class ArrivalReader:
         self._reading_since = self._clock()
         try:
             is_large = image.file.sighting.size_bytes > LARGE_BYTES
-            with self._during_large(image) if is_large else nullcontext():
+            with self._callbacks.during_large(image) if is_large else nullcontext():
                 content = self._read_file(image, self._max_pixels)
         except FileChanged:
             self._answered(due)
-            self._answers.changed(image)
+            self._callbacks.changed(image)
         except ImageTooLarge as error:
             self._answered(due)
-            self._answers.unreadable(image, str(error))
+            self._callbacks.unreadable(image, str(error))
         except FileNotFoundError as error:
             if image.file.is_ours:
                 self._failed(due, now, error)
             else:  # it lay where its owner could remove it, and nothing was promised for it
                 self._answered(due)
-                self._answers.changed(image)
+                self._callbacks.changed(image)
         except OSError as error:
             self._failed(due, now, error)
         except Exception as error:  # the boundary of the reader's thread: this one waits, the others go on
@@ -252,7 +248,7 @@ class ArrivalReader:
                 log.warning("intake_read_again folder=%s", self._folder)
                 self._alarm = None
                 self._told.clear()
-            self._answers.read(image, content)
+            self._callbacks.read(image, content)
         finally:
             self._reading_since = None
 
@@ -263,12 +259,12 @@ class ArrivalReader:
     def _failed(self, due: _Try, now: float, error: OSError) -> None:
         """Later again; or for good, if it alone is at fault and has been for long."""
         reason, relpath = error.strerror or str(error), printable(due.image.file.relpath)
-        is_sound = self._is_sound(due.image)
+        is_sound = self._callbacks.is_sound(due.image)
         since = now if due.failing_since is None or not is_sound else due.failing_since
         if now - since >= PATIENCE_S and is_sound:
             self._answered(due)
             tried = f"cannot be read ({reason}), tried for {now - since:.0f} s"
-            self._answers.unreadable(due.image, f"{relpath}: {tried}")
+            self._callbacks.unreadable(due.image, f"{relpath}: {tried}")
             return
         if reason not in self._told:
             self._told.add(reason)

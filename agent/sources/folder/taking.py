@@ -11,6 +11,7 @@ import errno
 import logging
 from collections import deque
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from agent.sources.folder.arrivals import ClaimedImage, Refusal
@@ -23,13 +24,12 @@ from experts.errors import SidecarUnfinished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
-    from datetime import datetime
 
     from agent.line_file.intake import FolderSection
     from agent.sources.folder.custody import Custody
     from agent.sources.folder.files.inbox import Claimed, Inbox
     from agent.sources.folder.files.naming import Naming, Told
-    from agent.sources.folder.files.readiness import Rule, Sighting, WaitingFile
+    from agent.sources.folder.files.readiness import Sighting, WaitingFile
     from agent.sources.folder.waiting import WaitingFiles
 
 log = logging.getLogger(__name__)
@@ -40,14 +40,21 @@ TRUNCATED = "truncated: the end of the image is missing"
 LONGEST_CLAIM_PAUSE_S = 60.0  # of a file that the filesystem does not let us claim
 
 
-@dataclass(frozen=True, slots=True)
-class Callers:
-    """Whom a taker asks and tells, on the intake's thread; none of them blocks or raises."""
+def local_time() -> datetime:
+    return datetime.now(UTC).astimezone()
 
-    submit: Callable[[ClaimedImage], None]
-    refuse: Callable[[Refusal], None]
-    has_room: Callable[[], bool]
-    wall: Callable[[], datetime]
+
+@dataclass(frozen=True, slots=True)
+class FolderCallbacks:
+    """Called on the folder's thread; none of them blocks or raises. ``has_room`` is asked before each claim.
+
+    ``claimed`` and ``refused`` are answered by ``FolderIntake.settle`` once the verdict is on the disk.
+    """
+
+    claimed: Callable[[ClaimedImage], None]
+    refused: Callable[[Refusal], None]
+    has_room: Callable[[], bool] = lambda: True
+    wall: Callable[[], datetime] = local_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +82,8 @@ class Taker:
         naming: Naming,
         inbox: Inbox,
         waiting: WaitingFiles,
-        rule: Rule,
         custody: Custody,
-        callers: Callers,
+        callbacks: FolderCallbacks,
     ) -> None:
         self.naming = naming
         self.claim_alarm: str | None = None
@@ -86,9 +92,9 @@ class Taker:
         self._config = config
         self._inbox = inbox
         self._waiting = waiting
-        self._rule = rule
+        self._rule = waiting.rule
         self._custody = custody
-        self._callers = callers
+        self._callbacks = callbacks
         self._recovered: deque[Claimed] = deque()
         self._refusals: dict[str, _ClaimRefused] = {}
         self._read_with: dict[str, _Pair] = {}  # of files that are kept where they are
@@ -125,7 +131,7 @@ class Taker:
                 self._waiting.end_turn(candidate, now + LOOK_AGAIN_S)
 
     def _offer_recovered(self) -> None:
-        while self._recovered and self._callers.has_room():
+        while self._recovered and self._callbacks.has_room():
             claimed = self._recovered.popleft()
             try:
                 if self._inbox.has_sidecars:
@@ -143,7 +149,7 @@ class Taker:
 
     def _may_take(self) -> bool:
         """Whether the agent has room; that most of it holds files which cannot be put away is told once."""
-        has_room, unfiled = self._callers.has_room(), self._custody.unfiled
+        has_room, unfiled = self._callbacks.has_room(), self._custody.unfiled
         if not has_room and unfiled > self._custody.in_flight and not self._is_held_up:
             self._is_held_up = True
             reason = "no more are taken until these can be put away"
@@ -253,14 +259,14 @@ class Taker:
         key = self._inbox.key(claimed.relpath, claimed.sighting)
         self._custody.add(key, claimed)
         self.offered += 1
-        self._callers.submit(ClaimedImage(self._subject(key, claimed.relpath, name), claimed))
+        self._callbacks.claimed(ClaimedImage(self._subject(key, claimed.relpath, name), claimed))
 
     def _subject(self, key: str, image: str, name: Told) -> Subject:
         return Subject(
             key,
             str(self._config.path),
             image,
-            self._callers.wall(),
+            self._callbacks.wall(),
             component=name.get("component"),
             board=name.get("board"),
             board_type=name.get("board_type"),
@@ -280,7 +286,7 @@ class Taker:
         self._custody.add(key, file)
         self.refused += 1
         log.warning("intake_refused file=%s reason=%s", printable(file.relpath), reason)
-        self._callers.refuse(Refusal(self._subject(key, printable(file.relpath), self._known_name(file)), reason))
+        self._callbacks.refused(Refusal(self._subject(key, printable(file.relpath), self._known_name(file)), reason))
 
     def _name_of(self, file: Claimed) -> Told:
         """Whose image it is. Raises ValueError with the reason, and what ``read_sidecar`` raises."""

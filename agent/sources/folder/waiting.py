@@ -25,7 +25,7 @@ class WaitingFiles:
     """Candidates by path. A file that was passed over is a candidate again once it changes."""
 
     def __init__(self, rule: Rule) -> None:
-        self._rule = rule
+        self.rule = rule
         self._candidates: dict[str, WaitingFile] = {}
         self._passed: dict[str, Sighting] = {}
         self._passed_in: dict[int, dict[str, Sighting]] = {}  # what was passed over in the folder when it was another
@@ -65,9 +65,9 @@ class WaitingFiles:
         candidate = known.seen(found.sighting, now) if known else WaitingFile(found.relpath, found.sighting, now)
         if candidate is not known:
             self._drop_stale(found.relpath)
-        if self._rule.needs_sidecar:
+        if self.rule.needs_sidecar:
             candidate = candidate.beside(found.sidecar, now)
-        is_marked = found.is_marked or (self._rule.mode == "marker" and candidate.sidecar is not None)
+        is_marked = found.is_marked or (self.rule.mode == "marker" and candidate.sidecar is not None)
         self._put(candidate.shown(Evidence.MARKED if is_marked else evidence))
 
     def see_all(self, found: Iterable[Found], now: float) -> None:
@@ -106,7 +106,7 @@ class WaitingFiles:
     def forget(self, relpath: str) -> None:
         """This file is gone."""
         self._candidates.pop(relpath, None)
-        if self._rule.needs_sidecar:
+        if self.rule.needs_sidecar:
             self._drop_sidecar(relpath)
         for ranking in (self._settling, self._settled, self._aging):
             ranking.drop(relpath)
@@ -164,12 +164,12 @@ class WaitingFiles:
         if self._candidates.get(relpath) is candidate:
             return
         self._candidates[relpath] = candidate
-        if self._rule.needs_sidecar:
+        if self.rule.needs_sidecar:
             self._by_sidecar.setdefault(sidecar_of(relpath), set()).add(relpath)
         self._settled.drop(relpath)
-        _rank(self._settling, relpath, self._rule.due_at(candidate))
+        _rank(self._settling, relpath, self.rule.due_at(candidate))
         if not self._is_stale(relpath):
-            _rank(self._aging, relpath, self._rule.stale_at(candidate))
+            _rank(self._aging, relpath, self.rule.stale_at(candidate))
 
     def _drop_sidecar(self, relpath: str) -> None:
         sidecar = sidecar_of(relpath)

@@ -16,6 +16,7 @@ from PIL import Image
 from agent.line_file.intake import FolderSection
 from agent.sources.folder.files.naming import Naming
 from agent.sources.folder.folder import FolderIntake
+from agent.sources.folder.taking import FolderCallbacks
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -62,12 +63,9 @@ class Line:
         self.intake = FolderIntake(
             self.config,
             self.naming,
-            self.arrivals.append,
-            self.refuse,
+            FolderCallbacks(self.arrivals.append, self.refuse, lambda: self.has_room(), lambda: NOON),
             owner=owner,
-            has_room=lambda: self.has_room(),
             clock=lambda: self.now,
-            wall=lambda: NOON,
         )
 
     def refuse(self, refusal: Refusal) -> None:
@@ -103,7 +101,8 @@ class Service:
             {"path": str(root), **_pattern_of(config), **config}, context={"folder": root}
         )
         naming = SIDECARS if section.has_sidecars else NAMING
-        self.intake = FolderIntake(section, naming, self.arrivals.put, lambda _: None, owner="demo", wall=lambda: NOON)
+        callbacks = FolderCallbacks(self.arrivals.put, lambda _: None, wall=lambda: NOON)
+        self.intake = FolderIntake(section, naming, callbacks, owner="demo")
 
     def __enter__(self) -> Service:
         self.intake.start()

@@ -973,7 +973,7 @@ def test_a_file_that_may_not_be_read_is_refused_when_nothing_changes_for_long(tm
     for above in (tmp_path, *tmp_path.parents):
         if above.stat().st_uid == os.getuid() and above.name.startswith(("pytest-", "popen-", "test_")):
             above.chmod(0o755)
-    script = UNREADABLE.format(root=str(Path(__file__).parents[3]), folder=str(folder))
+    script = UNREADABLE.format(root=str(Path(__file__).parents[4]), folder=str(folder))
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == [
@@ -1396,7 +1396,7 @@ def test_a_mount_that_vanishes_mid_run_is_offline_and_resumes(tmp_path: Path) ->
     """AC8: a real one, in a mount namespace of the test's own; what was claimed on it is offered once more, under the
     key by which its stored verdict is found, and nothing is left on the bare mount point."""
     (tmp_path / "inbox").mkdir()
-    script = MOUNTED.format(root=str(Path(__file__).parents[3]), folder=str(tmp_path / "inbox"))
+    script = MOUNTED.format(root=str(Path(__file__).parents[4]), folder=str(tmp_path / "inbox"))
     apart = ["unshare", "--mount", "--propagation", "private"]
     if shutil.which("unshare") is None:
         pytest.skip("unshare is not installed")

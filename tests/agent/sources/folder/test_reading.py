@@ -16,7 +16,7 @@ import pytest
 from agent.sources.folder.arrivals import ClaimedImage
 from agent.sources.folder.files.inbox import Claimed
 from agent.sources.folder.files.readiness import Sighting
-from agent.sources.folder.reading import BACKOFF, PATIENCE_S, STUCK_S, ArrivalReader, ReadAnswers, read_as_seen
+from agent.sources.folder.reading import BACKOFF, PATIENCE_S, STUCK_S, ArrivalReader, ReaderCallbacks, read_as_seen
 from experts.errors import FileChanged, ImageTooLarge
 from experts.images import DEFAULT_MAX_PIXELS
 from tests.lines import subject
@@ -50,15 +50,15 @@ class Desk:
     unreadable: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        answers = ReadAnswers(
+        answers = ReaderCallbacks(
             lambda arrival, content: self.read.append((arrival.subject.key, content)),
             lambda arrival: self.changed.append(arrival.subject.key),
             lambda _arrival, reason: self.unreadable.append(reason),
+            lambda _: self.is_sound,
         )
         self.reader = ArrivalReader(
             "inbox",
             answers,
-            lambda _: self.is_sound,
             budget_bytes=self.budget_bytes,
             read_file=self._read,
             clock=lambda: self.now,
@@ -263,11 +263,9 @@ def test_a_large_file_is_announced_while_it_is_read(file: Path, monkeypatch: pyt
     larger.write_bytes(CONTENT + b".")
     reader = ArrivalReader(
         "inbox",
-        ReadAnswers(lambda *_: None, lambda _: None, lambda *_: None),
-        lambda _: True,
+        ReaderCallbacks(lambda *_: None, lambda _: None, lambda *_: None, during_large=during_large),
         budget_bytes=100,
         read_file=read,
-        during_large=during_large,
     )
     reader.take(arrival_of(file))
     reader.take(arrival_of(larger))
@@ -312,8 +310,8 @@ def test_who_is_told_and_breaks_ends_no_reader(file: Path, caplog: pytest.LogCap
 
     second = file.with_name("second")
     second.write_bytes(CONTENT)
-    answers = ReadAnswers(tell, lambda _: None, lambda *_: None)
-    reader = ArrivalReader("inbox", answers, lambda _: True, budget_bytes=100)
+    answers = ReaderCallbacks(tell, lambda _: None, lambda *_: None)
+    reader = ArrivalReader("inbox", answers, budget_bytes=100)
     reader.start()
     try:
         for path in (file, second):
@@ -336,8 +334,8 @@ def test_a_folder_that_hangs_is_told_once_and_keeps_nobody_but_itself(
         return b""
 
     def reader(name: str, read_file: Callable[[ClaimedImage, int], bytes]) -> ArrivalReader:
-        answers = ReadAnswers(lambda *_: read.put(name), lambda _: None, lambda *_: None)
-        made = ArrivalReader(name, answers, lambda _: True, budget_bytes=100, read_file=read_file, clock=lambda: now[0])
+        answers = ReaderCallbacks(lambda *_: read.put(name), lambda _: None, lambda *_: None)
+        made = ArrivalReader(name, answers, budget_bytes=100, read_file=read_file, clock=lambda: now[0])
         made.start()
         made.take(arrival_of(file))
         return made

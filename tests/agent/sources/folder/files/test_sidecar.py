@@ -261,7 +261,7 @@ def test_a_sidecar_that_may_not_be_read_is_waited_for_and_told(tmp_path: Path) -
     for above in (tmp_path, *tmp_path.parents):
         if above.stat().st_uid == os.getuid() and above.name.startswith(("pytest-", "popen-", "test_")):
             above.chmod(0o755)
-    script = UNREADABLE.format(root=str(Path(__file__).parents[3]), folder=str(folder), said=json.dumps(SAID))
+    script = UNREADABLE.format(root=str(Path(__file__).parents[5]), folder=str(folder), said=json.dumps(SAID))
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() == (
