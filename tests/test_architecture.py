@@ -94,7 +94,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "agent.records.retention": ("agent.config", "agent.line_file", "agent.records"),
     "agent.api.proto": (),
     "agent.api.calls": ("agent.line_file", "agent.subject", "agent.api.proto"),
-    "agent.api.services": ("agent.line_file", "agent.api.proto", "agent.api.calls"),
+    "agent.api.services": ("agent.line_file", "agent.subject", "agent.api.proto", "agent.api.calls"),
     "agent.api": (
         "agent.config", "agent.line_file", "agent.unix_sockets", "agent.api.proto", "agent.api.calls",
         "agent.api.services",

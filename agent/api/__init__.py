@@ -1,1 +1,1 @@
-"""What programs ask of the line: gRPC, under its own protocol and the Open Inference Protocol's."""
+"""gRPC for programs: our own protocol and the Open Inference Protocol."""

@@ -45,7 +45,7 @@ Call = Any  # gRPC has no types
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What is shown at HOST:PORT. PEM texts; ``authority`` None: unencrypted; empty: the system's authorities."""
+    """Credentials for HOST:PORT, as PEM texts; ``authority`` None: unencrypted; empty: the system's authorities."""
 
     token: str | None = None
     authority: bytes | None = None
@@ -86,7 +86,7 @@ class AgentClient:
         *,
         with_maps: bool = False,
     ) -> Iterator[VerdictView]:
-        """One part per image, in their order. Without a board nothing of it is stored.
+        """Verdict of each image, in order. Without a board nothing is stored.
 
         Raises OrderRefused for an image that is not taken; where there is only no room for it, it is sent again.
         """
@@ -130,7 +130,7 @@ class AgentClient:
             events.cancel()
 
     def generate(self, order: TextOrder) -> Iterator[Told]:
-        """The pieces of a text as they are written, then its end. Raises OrderRefused; who stops asking cancels it."""
+        """Pieces of a text as they are written, then its end. Raises OrderRefused; closing the iterator cancels."""
         replies = self._texts.Generate(text_request(order), metadata=self._metadata)
         try:
             with self._explained():

@@ -1,4 +1,4 @@
-"""What callers at HOST:PORT must know and trust: certificates and the token, read anew when the agent reloads.
+"""Credentials at HOST:PORT: certificates and the token, read anew when the agent reloads.
 
 Guarantees: files that do not belong together are refused with their names, and those read before stay in use; a token
 is compared in a time that does not depend on where it differs.
@@ -67,7 +67,7 @@ def _read(tls: TlsSection) -> Call:
 
 
 class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no types
-    """Lets in who shows the token; nothing of the others' messages is received."""
+    """Accepts calls with the token; messages of other calls are not received."""
 
     def __init__(self, token: SecretSection) -> None:
         """Raises SecretMissing."""

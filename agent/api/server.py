@@ -46,7 +46,7 @@ Server = Any  # gRPC has no types
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Served:
-    """One address that is served."""
+    """Served address."""
 
     address: str
     server: Server
@@ -203,7 +203,7 @@ def _reflected() -> DescriptorPool:
 
 
 def _why_not(address: str) -> str:
-    """What the system says to binding an address, which gRPC keeps to itself."""
+    """Error of binding an address, which gRPC hides."""
     host, _, port = address.rpartition(":")
     try:
         for family, kind, _, _, place in socket.getaddrinfo(

@@ -2,7 +2,7 @@
 
 Guarantees: a key that was begun, and not ended, when the process went away counts one more when the log is opened the
 next time; a key is forgotten once it is settled. What is written survives the process however it ends; not synced, it
-may be lost with the machine's power, and then nothing is counted, which blames nobody. A line that was cut by the end
+may be lost with the machine's power, and then nothing is counted. A line that was cut by the end
 is passed over. A disk that refuses or hangs costs the counts of this run, is told, and stops nothing.
 
 The file holds one JSON object a line: {"begun": [key, ...]}, {"ended": [key, ...]}, {"settled": key}, and, where a run
@@ -104,7 +104,7 @@ class AttemptLog:
             self._write({"ended": list(keys)})
 
     def forgive(self) -> None:
-        """Whatever is begun has nothing to do with what ends this run: an order to stop, or a device that is lost."""
+        """Count no key for this end of the process: a stop was ordered, or a device is lost."""
         with self._lock:
             begun, self._begun = self._begun, Counter()
             self._write({"ended": list(begun.elements())})

@@ -4,7 +4,7 @@ A board is OK only when every expected image came and is OK: for each component 
 configured. It closes when the last one comes (NG if any is NG, else UNKNOWN if any is UNKNOWN, else OK), or when its
 type's timeout has passed since the first one (NG if any is NG, else UNKNOWN), with what is missing.
 
-Whatever comes twice counts at its worst, so the order of arrival never matters. A result that comes after closing may
+A part that is judged twice counts at its worst, so the order of arrival never matters. A result after closing may
 make the verdict worse, which is told as a revision; it never makes it better. Once the timeout has passed again since
 closing, the serial may open a new run of the board (rework).
 
@@ -15,7 +15,7 @@ where stored verdicts are the truth, and takes the ages so far from the stored t
     less than nothing and never more than the longest timeout: more is a clock's step, or time in which nothing ran.
     Time since the latest result does not count: while the agent is off, a board's images wait as files.
     An open board keeps at least half of its timeout: a step that counted as a timeout must not end all boards at once.
-    A run without a stored verdict was still open, whatever its images' times say: had it timed out, that were stored.
+    A run without a stored verdict was still open: a timeout would have been stored.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class _Board:
 class BoardLedger:
     """Every board that waits for images, or that closed a short while ago. One thread at a time; ``now_s`` never falls.
 
-    It keeps no clock: who asks says what time it is.
+    Callers give the time.
     """
 
     def __init__(self, manifests: Mapping[str, BoardManifest]) -> None:
@@ -224,7 +224,7 @@ class BoardLedger:
     def add(self, inspection: Inspection, now_s: float) -> BoardVerdict | None:
         """Count one outcome. The board's verdict, if this closes it or makes a closed one worse.
 
-        A result past the deadline of a board that nobody expired yet counts as late: the board closes as timed out.
+        A result past the deadline of a board that is not expired yet counts as late: the board closes as timed out.
         Raises KeyError for one that has no board.
         """
         board = self._board_of(inspection, now_s)
@@ -267,7 +267,7 @@ class BoardLedger:
 
         ``newest_first``: the line's results, the latest stored first, of which it reads what open boards can need;
         ``recorded_since``: verdicts closed at that time or later, where a crash may have kept the latest from being
-        stored. A recorded run is closed and stays as it is, whatever the manifests say by now; only what a crash kept
+        stored. A recorded run is closed and stays as it is, also with other manifests; only what a crash kept
         from being stored is returned: verdicts of runs that are not recorded, and revisions. Of a run that may have
         begun before what is read nothing is said; nor of types without manifest.
         """

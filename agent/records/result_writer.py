@@ -1,6 +1,6 @@
 """Writes a line's results and board verdicts, and what of them is still to come: the journal.
 
-Guarantees: rows have gap-free sequence numbers in the order of commit; a key is stored once, whoever sends it again;
+Guarantees: rows have gap-free sequence numbers in the order of commit; a key is stored once, however often it is sent;
 what the journal holds under a result's key is gone with the same commit that stores it, so that after any end of the
 process a request is either unfinished or judged, never both and never neither; what followers write of a row is on the
 disk with it or not at all. For the rest see ``group_commit``.
@@ -135,7 +135,7 @@ class ResultStore(ResultReader):
     def accept(
         self, subjects: Sequence[Subject], content: bytes, on_committed: Callable[[Sequence[Acceptance]], None]
     ) -> None:
-        """Have these requests, all of one image, survive whatever ends the process, until each has its result.
+        """Journal these requests of one image: they survive the process until each has its result.
 
         ``on_committed`` is told of each, in order, whether it is new, is under way already, was judged before, or its
         key stands for something else.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HOUSEKEEPING_S = 0.5
-TOLD_AGAIN_STEPS = 120  # a minute: a duty that fails for good must be seen also by who reads the log's end
+TOLD_AGAIN_STEPS = 120  # a minute: a duty that keeps failing is seen at the log's end, too
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class LineStatistics:
 
 
 class LineService:
-    """One line, served. ``start`` once, ``stop`` once. ``on_crash``: called from any thread; then ``stop`` it.
+    """Served line. ``start`` and ``stop`` once. ``on_crash``: called from any thread; then ``stop``.
 
     ``clock``: monotonic seconds, by which boards age and warnings are spaced; ``wall``: dates of boards that expire.
     """
@@ -273,7 +273,7 @@ class LineService:
         return found.trigger(board, board_type, key)
 
     def _reload(self) -> ReloadView:
-        """One reload at a time. Requests are served as before meanwhile, and after a failure."""
+        """Read the line file anew, one reload at a time. Requests are served as before until it succeeds."""
         if not self._reloading.acquire(blocking=False):
             raise OrderRefused(Refusing.NOT_NOW, "the line file is being read anew already", 5.0)
         try:

@@ -1,4 +1,4 @@
-"""What systemd is told of the agent: that it starts, is ready, reloads, works, stops. Nothing where there is none.
+"""Messages to systemd: the agent starts, is ready, reloads, works, stops. None without systemd.
 
 Guarantees: a message is one datagram, sent without waiting; a failure is one line in the log. Only progress of the
 agent feeds the watchdog, no timer.

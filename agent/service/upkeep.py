@@ -1,4 +1,4 @@
-"""What becomes of verdicts once they are stored: told to receivers, exported, kept with images, removed.
+"""Upkeep of stored verdicts: told to receivers, exported, kept with images, removed.
 
 Guarantees: nothing here delays a verdict or the agent's end. What is refused is retried, and what hangs left, with
 alarms.

@@ -1,1 +1,1 @@
-"""Where the subjects of a line come from: folders, cameras, and what a start finds in the journal."""
+"""Sources of a line's subjects: the contract, the registry, and what a start finds in the journal."""

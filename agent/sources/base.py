@@ -45,7 +45,7 @@ class LeftOver:
 
 
 class Line(Protocol):
-    """What a source asks of the line that judges. For any thread; no call waits for an expert."""
+    """The line as its sources see it. For any thread; no call waits for an expert."""
 
     @property
     def config(self) -> LineConfig:
@@ -123,7 +123,7 @@ class Source(ABC):
         raise OrderRefused(Refusing.NOT_FOUND, f"no camera {self.name!r}")
 
     def status(self) -> SourceStatus | None:
-        """How the source is doing; None where that interests no technician."""
+        """State and counts of the source; None for a source that the status leaves out."""
         return None
 
     @property

@@ -1,4 +1,4 @@
-"""What a start finds in the journal: images that an earlier run accepted and did not judge, offered oldest first.
+"""Offers what a start finds in the journal: images that an earlier run accepted and did not judge, oldest first.
 
 At most REPLAY_BYTES of images are read and not judged yet.
 """

@@ -1,6 +1,6 @@
 """The one desk that every API stands before: what can be asked of a line, and the nouns of question and answer.
 
-Guarantees of whoever keeps it: no call blocks on an expert, and none on the disk for longer than a short read; every
+Guarantees: no call blocks on an expert, and none on the disk for longer than a short read; every
 order that is taken is told exactly one end, unless it was cancelled, and an order that is kept is durable before it is
 told to be accepted, and stored before it is told to be judged; what is refused is refused at once and leaves nothing
 behind. All calls are for any thread; listeners are called on threads of the desk's and return at once.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageOrder:
-    """One image to be judged. A subject with neither component nor expert is a frame of a whole board, which the layout
+    """Image to be judged. A subject with neither component nor expert is a frame of a whole board, which the layout
     of its type cuts.
 
     ``image``: an encoded file, or pixels (height, width, 3) uint8 RGB. The subject's key is the caller's idempotency
@@ -45,9 +45,9 @@ class ImageOrder:
 
 @dataclass(frozen=True, slots=True)
 class AnomalyView:
-    """What an anomaly expert measured. ``map_png``: a small picture of where, see ``experts.thresholds.map_pictures``.
+    """Measurement of an anomaly expert. ``map_png``: a small picture of where, see ``experts.thresholds.map_pictures``.
 
-    None where nobody asked for it, the image is not anomalous, its model gives none, or it was not kept.
+    None where it was not asked for, the image is not anomalous, its model gives none, or it was not kept.
     """
 
     expert: str
@@ -82,10 +82,10 @@ class VerdictView:
 
 
 class Listener(Protocol):
-    """Who ordered."""
+    """Caller of an order."""
 
     def accepted(self) -> None:
-        """The order is durable: it will be judged, whatever happens. Of orders that are kept only; at most once."""
+        """The order is durable: it will be judged. Called for kept orders, at most once."""
 
     def judged(self, parts: Sequence[VerdictView]) -> None:
         """The end: one part, or each of a frame's. Stored by now, if the order is kept."""
@@ -98,7 +98,7 @@ class Ticket(Protocol):
     """An order under way."""
 
     def cancel(self) -> None:
-        """Nobody waits for it any more: what has not begun is withdrawn, as if it had never come; what runs is
+        """The caller does not wait any more: what has not begun is withdrawn, as if it had never come; what runs is
         finished, and stored if it is kept. The listener hears nothing more. May be called at any time, and again."""
 
 
@@ -156,9 +156,9 @@ class TextPiece:
 
 @dataclass(frozen=True, slots=True)
 class TextEnd:
-    """How a text ended. ``ending``: None where it failed, and ``failure`` says why.
+    """End of a text. ``ending``: None where it failed, and ``failure`` says why.
 
-    ``expert``: who wrote it; None where it did not come so far. ``label``, ``score``: of an expert that answers with
+    ``expert``: the writer; None where none had begun. ``label``, ``score``: of an expert that answers with
     labels. ``queue_s``: before it was begun; ``first_token_s``: until something was shown; ``seconds``: in all.
     """
 
@@ -175,7 +175,7 @@ class TextEnd:
 
 
 class TextListener(Protocol):
-    """Who has a text written."""
+    """Caller of a text."""
 
     def wrote(self, piece: TextPiece) -> None:
         """A piece more. On the thread that computes: it returns at once."""
@@ -194,7 +194,7 @@ class TextTicket(Ticket, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextModelView:
-    """Somebody who writes texts: an expert, or a route. ``reason``: why it is not ready.
+    """Model that writes texts: an expert, or a route. ``reason``: why it is not ready.
 
     ``context_tokens``: what is read and written together, of the expert that has the smallest context.
     """
@@ -222,7 +222,7 @@ class ModelView:
 
 @dataclass(frozen=True, slots=True)
 class BoardView:
-    """One board as it is. ``verdict`` and ``closed_at``: None while it is open. ``missing``: component -> images."""
+    """Board now. ``verdict`` and ``closed_at``: None while it is open. ``missing``: component -> images."""
 
     serial: str
     board_type: str
@@ -237,7 +237,7 @@ class BoardView:
 
 @dataclass(frozen=True, slots=True)
 class ResultsCursor:
-    """How far somebody has come in a results file, by its numbers of results and of changes of boards' verdicts.
+    """Position in a results file, by its numbers of results and of changes of boards' verdicts.
 
     ``file``: its identity; None where nothing of it was read. ``seq``, ``board``: None for those to come only.
     """
@@ -249,7 +249,7 @@ class ResultsCursor:
 
 @dataclass(frozen=True, slots=True)
 class StoredView:
-    """What is stored behind a place. ``end``: behind all that is there.
+    """Results and boards behind a cursor. ``end``: behind all that is stored.
 
     ``boards``: changes with their numbers, each behind all results that it was reached by.
     """
@@ -264,7 +264,7 @@ Event: TypeAlias = "VerdictView | BoardView"  # a result that was just stored, o
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """One executor's queue. ``running``: the expert of its batch; None while it is idle.
+    """Queue of one executor. ``running``: the expert of its batch; None while it is idle.
 
     ``busy_s``: how long the executor was at work since the start; ``waited_s``: of that, until images were decoded.
     """
@@ -279,7 +279,7 @@ class QueueView:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """One memory: what it holds, of what it may. ``lease_bytes``: what texts under way hold, beside the experts."""
+    """Memory and its budget. ``lease_bytes``: reserved by texts under way, beside the experts."""
 
     name: str
     used_bytes: int
@@ -341,7 +341,7 @@ class StatusView:
 
 @dataclass(frozen=True, slots=True)
 class ReloadView:
-    """What a reload did. Not applied: ``problems`` says why, and everything is as it was.
+    """Result of a reload. Not applied: ``problems`` says why, and nothing has changed.
 
     ``needs_restart``: keys of the line file that changed and take effect at the next start only.
     """
@@ -355,7 +355,7 @@ class ReloadView:
 
 
 class Desk(Protocol):
-    """See the module. Whatever is refused raises OrderRefused, whose ``reason`` says of what kind that is."""
+    """Refusals raise OrderRefused with its ``reason``."""
 
     def order(self, order: ImageOrder, listener: Listener) -> Ticket:
         """Have an image judged."""
@@ -364,13 +364,13 @@ class Desk(Protocol):
         """Have a text written."""
 
     def text_models(self) -> Sequence[TextModelView]:
-        """All that texts can be had from: routes and experts, by their names."""
+        """Routes and experts that write texts."""
 
     def models(self) -> Sequence[ModelView]:
-        """All that images can be asked of: routes by their component's name, experts as `expert:ID`."""
+        """Routes by their component's name, and experts as `expert:ID`."""
 
     def load(self, model: str) -> None:
-        """Bring a model's experts into memory, now if there is room that nobody needs sooner; returns at once."""
+        """Bring a model's experts into memory, now if there is room that no request needs sooner; does not wait."""
 
     def unload(self, model: str) -> None:
         """Let a model's experts go from memory, unless they are in use; they come back when they are asked."""

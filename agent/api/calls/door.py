@@ -1,13 +1,13 @@
-"""What every call passes on its way in and out: admission, the receiving of its message, and the words of its failure.
+"""Interceptor of every call: admission, receiving of the message, and the words of a failure.
 
 Guarantees: a call that is refused is told so with a status, a reason and words of ours, never with an exception's text;
 a message that is none of its type is INVALID_ARGUMENT; messages that are being received, or wait for the desk to count
 them, take about as many bytes together as images that are under way may: of each call as many are set aside as its
 message may have before it is read (the others wait in the network's buffers), of a stream as long as it is open, since
-nobody can tell when its next message comes; calls beyond the limit are refused before anything of them is received.
+the time of its next message is unknown; calls beyond the limit are refused before anything of them is received.
 
 Unary calls are served as streams of one message, for on the wire they are the same: so a message is read when there is
-room for it, and not by gRPC before anybody was asked.
+room for it, and not by gRPC before.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RECEIVE_S = 20.0  # a caller that takes longer over one message keeps others fro
 QUESTIONS = 1000  # calls without images that may be open at a time
 CHECKS = 1000  # of health that may be open at a time, for they may be watched without end
 QUESTION_RECEIVE_S = 5.0  # of a message without an image, of which few are received at a time
-STALL_S = 30.0  # a caller that takes nothing of a stream for so long holds its place for nobody
+STALL_S = 30.0  # a caller that takes nothing of a stream for so long loses its place
 STREAMS = 64  # of images that may be open at a time, where there is room for a message of each
 WATCHERS = 64  # that may be open at a time: they take no stream's place
 FULL_RETRY_S = 0.1  # when to try again, where nothing better is known
@@ -66,12 +66,12 @@ class _Kind(StrEnum):
 
 
 def received_at_most_bytes(message_bytes: int) -> int:
-    """Of a message: gRPC refuses larger ones by itself, without a reason; above the limit we do, with one."""
+    """Limit for gRPC, which refuses without a reason; above the smaller limit we refuse with one."""
     return message_bytes + message_bytes // 16
 
 
 class _Budget:
-    """Bytes of messages that are being received, or are not counted by the desk yet; in the order of who asks."""
+    """Bytes of messages that are being received, or are not counted by the desk yet; in the order of requests."""
 
     def __init__(self, size_bytes: int) -> None:
         self._free_bytes = size_bytes
@@ -79,7 +79,7 @@ class _Budget:
         self._freed = asyncio.Event()
 
     async def take(self, size_bytes: int, spared_bytes: int) -> None:
-        """Once there are so many, and ``spared_bytes`` beside them. Who spares some waits for nobody who does not."""
+        """Wait for so many bytes, and ``spared_bytes`` beside them. Calls that spare none delay no others."""
         async with self._turns[spared_bytes > 0]:
             while self._free_bytes < size_bytes + spared_bytes:
                 self._freed.clear()
@@ -92,7 +92,7 @@ class _Budget:
 
 
 class Room:
-    """Where one call's message is received, and held until the desk has counted it."""
+    """Bytes set aside for one call's message until the desk has counted it."""
 
     def __init__(self, budget: _Budget, size_bytes: int, spared_bytes: int) -> None:
         self._budget = budget
@@ -101,7 +101,7 @@ class Room:
         self._held_bytes = 0
 
     async def enter(self) -> None:
-        """Once there is room for the largest message."""
+        """Wait for room for the largest message."""
         await self._budget.take(self._size_bytes, self._spared_bytes)
         self._held_bytes = self._size_bytes
 
@@ -119,7 +119,7 @@ class Room:
 
 
 class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no types
-    """One for all addresses. Of the loop's thread alone."""
+    """Shared by all addresses; for the loop's thread alone."""
 
     def __init__(self, limits: ApiLimitsSection, stall_s: float = STALL_S) -> None:
         self.stall_s = stall_s
@@ -183,7 +183,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
             self._idle.set()
 
     def room(self, method: str, is_stream: bool) -> Room:
-        """Where a call's messages are received. For those without an image there is always some that no image takes."""
+        """Room for a call's messages. Calls without an image have bytes that no image takes."""
         has_image = _kind_of(method, is_stream) in (_Kind.IMAGE, _Kind.STREAM)
         return Room(self._budget, self._message_bytes, self._message_bytes if has_image else 0)
 
@@ -251,7 +251,7 @@ class _Guarded:
         self._call = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
     async def unary(self, _: AsyncIterator[bytes], context: Call) -> Call:
-        """One answer; None where it is refused."""
+        """Answer; None where the call is refused."""
         answer = None
         async with _told(context, self._method), self._entered() as room:
             answer = await self._call(await self._given(context, room), room)
@@ -268,7 +268,7 @@ class _Guarded:
                 await self._written(answer, context)
 
     async def _written(self, answer: Call, context: Call) -> None:
-        """Once the caller's side has it. Raises OrderRefused where that does not take it."""
+        """Wait until the caller's side has the message. Raises OrderRefused where it does not take it."""
         stall_s = self._door.stall_s
         try:
             async with asyncio.timeout(stall_s):
@@ -287,7 +287,7 @@ class _Guarded:
                 room.leave()
 
     async def _given(self, context: Call, room: Room) -> Any:  # noqa: ANN401  # gRPC has no types
-        """What a method is called with: its message, or messages. It alone has it, and lets it go when it may.
+        """Argument of a method: its message, or messages. No other reference is kept.
 
         A method that gives images to the desk leaves the room as soon as they are counted there.
         """
@@ -331,7 +331,7 @@ class _Messages:
 
 @asynccontextmanager
 async def _told(context: Call, method: str) -> AsyncIterator[None]:
-    """Whatever goes wrong inside ends the call with words of ours.
+    """Any error inside ends the call with our own message.
 
     Not by ``context.abort``: its exception, which gRPC keeps with the call, holds the frames of the call and their
     images, and these the call; that circle is found by the garbage collector alone, long after memory has run out.

@@ -1,4 +1,4 @@
-"""How many fields a protobuf message has, before it is parsed.
+"""Counts the fields of a protobuf message before it is parsed.
 
 Guarantees: reads no field's content, and no further than it was asked to count. It is no check of the message: what is
 cut or otherwise wrong is for the parser to tell.
@@ -15,7 +15,7 @@ VARINT_BYTES = 10  # the longest
 
 
 def has_more_fields(message: bytes, most: int) -> bool:
-    """Whether a message has more than so many fields of its own; those of embedded ones are not counted."""
+    """True if a message has more fields of its own than the limit; embedded messages count as one."""
     position = 0
     for _ in range(most):
         if position >= len(message):

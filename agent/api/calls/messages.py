@@ -48,7 +48,7 @@ def text(words: str) -> str:
 
 
 def order_of(request: pb.InspectRequest) -> ImageOrder:
-    """What is asked for. Raises OrderRefused where it contradicts itself."""
+    """Order of a request. Raises OrderRefused for a contradiction."""
     if request.component and request.expert:
         raise OrderRefused(Refusing.INVALID, "component and expert are both set - name what judges the image once")
     return ImageOrder(
@@ -116,7 +116,6 @@ def part_message(part: VerdictView) -> pb.Part:
 
 
 def part_of(message: pb.Part) -> VerdictView:
-    """The same at the caller's."""
     return VerdictView(
         subject=Subject(
             message.key,
@@ -168,7 +167,6 @@ def _box_of(message: pb.BoundingBox) -> BoundingBox:
 
 
 def board_message(board: BoardView) -> pb.Board:
-    """One board as it is."""
     message = pb.Board(
         serial=text(board.serial),
         board_type=text(board.board_type),
@@ -187,7 +185,6 @@ def board_message(board: BoardView) -> pb.Board:
 
 
 def board_of(message: pb.Board) -> BoardView:
-    """The same at the caller's."""
     return BoardView(
         serial=message.serial,
         board_type=message.board_type,
@@ -202,7 +199,6 @@ def board_of(message: pb.Board) -> BoardView:
 
 
 def status_message(status: StatusView) -> pb.StatusReply:
-    """How the agent is."""
     return pb.StatusReply(
         line=status.line,
         version=status.version,
@@ -228,7 +224,6 @@ def status_message(status: StatusView) -> pb.StatusReply:
 
 
 def status_of(message: pb.StatusReply) -> StatusView:
-    """The same at the caller's."""
     return StatusView(
         line=message.line,
         version=message.version,
@@ -291,7 +286,6 @@ def _source_of(message: pb.Source) -> SourceStatus:
 
 
 def reload_message(reload: ReloadView) -> pb.ReloadReply:
-    """What a reload did."""
     return pb.ReloadReply(
         is_applied=reload.is_applied,
         problems=[text(each) for each in reload.problems],
@@ -303,7 +297,6 @@ def reload_message(reload: ReloadView) -> pb.ReloadReply:
 
 
 def reload_of(message: pb.ReloadReply) -> ReloadView:
-    """The same at the caller's."""
     return ReloadView(
         message.is_applied,
         tuple(message.problems),

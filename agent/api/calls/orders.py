@@ -1,6 +1,6 @@
 """Orders between the loop of the API's and the desk: what is awaited here is told there, on the desk's threads.
 
-Guarantees: whoever stops waiting withdraws the order; the loop is never kept waiting by the desk.
+Guarantees: a caller that stops waiting withdraws the order; the loop is never kept waiting by the desk.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Orders:
         tell_taken: Callable[[], None] = lambda: None,
         tell_accepted: Callable[[], None] | None = None,
     ) -> Sequence[VerdictView]:
-        """What became of an order. Raises OrderRefused; whoever is cancelled here withdraws it.
+        """Verdicts of an order. Raises OrderRefused; cancelling withdraws the order.
 
-        ``tell_taken``: the desk counts it. ``tell_accepted``: it is durable; whoever is told so has it judged anyway.
+        ``tell_taken``: the desk counts it. ``tell_accepted``: the order is durable, and judged also after a cancel.
         Both are called on the loop.
         """
         names = ("component", "expert", "board", "board_type", "ref", "key")
@@ -74,7 +74,7 @@ class _Placed:
         self._ticket = orders.submit(_ordered, orders.desk, order, self)
 
     async def awaited(self, tell_taken: Callable[[], None]) -> Sequence[VerdictView]:
-        """Its end. Raises OrderRefused; whoever is cancelled here withdraws it."""
+        """Verdicts. Raises OrderRefused; cancelling withdraws the order."""
         self._orders.under_way += 1
         try:
             taken = await asyncio.wrap_future(self._ticket)
@@ -105,7 +105,7 @@ class _Placed:
             self._tell_accepted()
 
     def _call(self, tell: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: no caller waits
             self._loop.call_soon_threadsafe(tell)
 
     def _leave(self) -> None:
@@ -131,7 +131,7 @@ def _ordered(desk: Desk, order: ImageOrder, listener: _Placed) -> Ticket | Order
 
 
 def _withdraw(ticket: Future[Ticket | OrderRefused]) -> None:
-    """Of an order that was taken, now or when it is."""
+    """Cancel an order that was taken, now or once it is."""
     if ticket.cancelled() or ticket.exception() is not None:
         return
     taken = ticket.result()

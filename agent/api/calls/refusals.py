@@ -1,4 +1,4 @@
-"""How a refusal is told over gRPC: one status code for each reason, and the reason itself in the trailing metadata.
+"""Refusals over gRPC: one status code for each reason, and the reason in the trailing metadata.
 
 The reason is there because codes are too few: RESOURCE_EXHAUSTED is what gRPC also says of a message that is too large,
 which is no better the next time.

@@ -37,8 +37,6 @@ Answer = TypeVar("Answer")
 
 
 class Conversation(ABC, Generic[Request, Answer]):
-    """One stream."""
-
     def __init__(self, door: Door) -> None:
         self._door = door
         self._told: asyncio.Queue[tuple[Answer, bool] | None] = asyncio.Queue()
@@ -47,9 +45,9 @@ class Conversation(ABC, Generic[Request, Answer]):
 
     @abstractmethod
     async def carry_out(self, request: Request, tell_taken: Callable[[], None]) -> Answer:
-        """One order to its end; its last answer. ``tell_taken``: the desk counts it. Raises OrderRefused.
+        """Judge one order; returns its last answer. ``tell_taken``: the desk counts it. Raises OrderRefused.
 
-        Nobody else has the request: while its image waits it is there once.
+        No other object holds the request: while its image waits there is one copy.
         """
 
     @abstractmethod
@@ -116,7 +114,7 @@ class Conversation(ABC, Generic[Request, Answer]):
 
 
 class OrderStream(Conversation[pb.StreamOrder, pb.StreamAnswer]):
-    """Of coserve.v1: each order is told to be accepted, and then judged."""
+    """Stream of coserve.v1: each order is accepted, then judged."""
 
     def __init__(self, orders: Orders, door: Door) -> None:
         super().__init__(door)
@@ -151,7 +149,7 @@ class OrderStream(Conversation[pb.StreamOrder, pb.StreamAnswer]):
 
 
 class InferStream(Conversation[oip.ModelInferRequest, oip.ModelStreamInferResponse]):
-    """Of the Open Inference Protocol."""
+    """Stream of the Open Inference Protocol."""
 
     def __init__(self, infer: Infer, door: Door) -> None:
         super().__init__(door)

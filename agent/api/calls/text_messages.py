@@ -23,7 +23,7 @@ ENDING_OF = {number: ending for ending, number in ENDINGS.items()}
 
 
 def text_order_of(request: pb.GenerateRequest) -> TextOrder:
-    """What is asked for. Raises OrderRefused."""
+    """Order of a request. Raises OrderRefused."""
     given = [name for name in ("prompt", "prompt_tokens", "messages") if _is_given(request, name)]
     if len(given) > 1:
         raise invalid(given[1], f"{' and '.join(given)} are given - say once what is to be continued")
@@ -41,7 +41,6 @@ def text_order_of(request: pb.GenerateRequest) -> TextOrder:
 
 
 def text_request(order: TextOrder) -> pb.GenerateRequest:
-    """The same at the caller's."""
     usual, sampling = Sampling(), pb.SamplingSettings()
     for name in Sampling.__slots__:
         value = getattr(order.sampling, name)
@@ -84,7 +83,6 @@ def told_message(told: Told) -> pb.GenerateReply:
 
 
 def told_of(message: pb.GenerateReply) -> Told:
-    """The same at the caller's."""
     if message.HasField("piece"):
         piece = message.piece
         return TextPiece(piece.expert, piece.text, tuple(_token_of(token) for token in piece.tokens))

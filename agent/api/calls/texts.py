@@ -1,7 +1,7 @@
 """Texts between a loop and the desk: what is awaited here is told there, on the desk's threads.
 
-Guarantees: whoever stops waiting has the text cancelled; one whose time is over ends here also where it never began;
-the loop is never kept waiting by the desk, and a caller that reads slowly keeps nobody waiting but itself.
+Guarantees: a caller that stops waiting cancels the text; one whose time is over ends here also where it never began;
+the loop is never kept waiting by the desk, and a caller that reads slowly delays itself alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from agent.api.calls.desk import Desk, TextListener, TextModelView, TextOrder, TextPiece, TextTicket
 
-LATE_S = 1.0  # for the end to be told by whoever writes
+LATE_S = 1.0  # for the writer to report the end
 
 Told: TypeAlias = "TextPiece | TextEnd"
 Given = ParamSpec("Given")
@@ -98,7 +98,7 @@ class _Listener:
             yield one
 
     async def _wait(self, due_s: float | None) -> bool:
-        """Whether there is something."""
+        """True once something was written."""
         self._news.clear()
         rest_s = None if due_s is None else max(due_s + LATE_S - time.monotonic(), 0.0)
         with suppress(TimeoutError):
@@ -106,7 +106,7 @@ class _Listener:
         return bool(self._waiting)
 
     def _call(self, told: Told) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: no caller waits
             self._loop.call_soon_threadsafe(self._hear, told)
 
     def _hear(self, told: Told) -> None:
@@ -123,7 +123,7 @@ def _ordered(desk: Desk, order: TextOrder, listener: TextListener) -> TextTicket
 
 
 def _withdraw(ticket: Future[TextTicket | OrderRefused]) -> None:
-    """Of a text that was taken, now or when it is."""
+    """Cancel a text that was taken, now or once it is."""
     if ticket.cancelled() or ticket.exception() is not None:
         return
     taken = ticket.result()

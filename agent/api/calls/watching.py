@@ -3,7 +3,7 @@
 Guarantees: every stored result above the first number is told once, in order, without a gap, and so is each board's
 verdict as it is when its turn comes, behind the results that it was reached by, however slow the watcher is: what the
 desk tells is only a sign to read on, and all is read from the store alone. Numbers of another results file, and those
-that this one never gave, are refused; so is whoever watches on when another file takes its place.
+that this one never gave, are refused; so is a watcher once another file takes its place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALL = "watch from 0 to have all of this file"
 
 
 class Watch:
-    """One watcher. ``place``: behind which it begins. ``with_maps``: where images are anomalous, too."""
+    """Watcher behind a cursor. ``with_maps``: pictures of anomalies, too."""
 
     def __init__(self, orders: Orders, place: ResultsCursor, *, with_maps: bool = False) -> None:
         self._orders = orders
@@ -39,7 +39,7 @@ class Watch:
         self._loop = asyncio.get_running_loop()
 
     async def events(self, stopping: asyncio.Event) -> AsyncGenerator[tuple[Event, ResultsCursor], None]:
-        """With the place behind each, until the agent stops, which raises OrderRefused, or whoever iterates ends it.
+        """Events with the cursor behind each, until the caller closes the iterator. A stop raises OrderRefused.
 
         Raises OrderRefused for a place of another results file, too.
         """
@@ -82,7 +82,7 @@ class Watch:
         """On a thread of the desk's."""
         try:
             self._loop.call_soon_threadsafe(self._news.set)
-        except RuntimeError:  # the loop is closed: nobody watches any more
+        except RuntimeError:  # the loop is closed: no watcher is left
             return
 
 

@@ -216,7 +216,7 @@ def models_answer(models: Sequence[TextModelView], created: int) -> HttpAnswer:
 
 
 def model_values(model: TextModelView, created: int) -> dict[str, Any]:
-    """One model. ``context_length`` and ``ready`` are extensions of ours."""
+    """Entry of a model. ``context_length`` and ``ready`` are our extensions."""
     ours = {"context_length": model.context_tokens, "ready": model.is_ready}
     return {"id": model.name, "object": "model", "created": created, "owned_by": OWNER, **ours}
 

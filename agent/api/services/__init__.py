@@ -1,1 +1,1 @@
-"""What is served: the inspection protocol, the Open Inference Protocol, health."""
+"""Services: the inspection protocol, the Open Inference Protocol, health."""

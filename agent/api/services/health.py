@@ -21,7 +21,7 @@ Message = Any  # its stubs have no types
 
 
 class Health:
-    """All services serve, until none does any more.
+    """State of all services: serving until the stop begins.
 
     Not the servicer of grpcio-health-checking: there the first watcher that leaves takes away the condition that the
     other watchers of its service wait for, and they never hear of the end.
@@ -32,17 +32,17 @@ class Health:
         self._ending = asyncio.Event()
 
     def enter_graceful_shutdown(self) -> None:
-        """NOT_SERVING from now on; who watches is told, and then its stream ends."""
+        """Report NOT_SERVING from now on; watchers are told, then their streams end."""
         self._ending.set()
 
     async def Check(self, request: Message, context: Message) -> Message:
-        """One service now. Raises OrderRefused for one that there is none of."""
+        """State of one service. Raises OrderRefused for an unknown one."""
         if request.service not in self._services:
             raise OrderRefused(Refusing.NOT_FOUND, "no such service - ask for one by its full name, or for none")
         return health_pb2.HealthCheckResponse(status=self._status(request.service))
 
     async def Watch(self, request: Message, context: Message) -> AsyncIterator[Message]:
-        """One service now, and when it changes."""
+        """State of one service, now and at each change."""
         if not self._ending.is_set():
             yield health_pb2.HealthCheckResponse(status=self._status(request.service))
             await self._ending.wait()

@@ -68,7 +68,7 @@ class InferenceService:
         return pb.ModelReadyResponse(ready=(await self._model(request.name, request.version)).is_ready)
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, room: Room) -> pb.ModelMetadataResponse:
-        """The same tensors for every model, more of those that measure anomalies; -1: as many as images are sent."""
+        """Equal tensors for every model, with more for anomaly experts; -1: as many as images are sent."""
         model = await self._model(request.name, request.version)
         response = pb.ModelMetadataResponse(name=text(model.name), versions=[VERSION], platform=PLATFORM)
         for name in INPUTS:
@@ -78,7 +78,7 @@ class InferenceService:
         return response
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, room: Room) -> pb.ModelConfigResponse:
-        """The same in Triton's words, with what is behind the model as parameters."""
+        """Configuration in Triton's words, with facts of the model as parameters."""
         model = await self._model(request.name, request.version)
         config = pb.ModelConfig(name=text(model.name), platform=PLATFORM, backend=SERVER, max_batch_size=0)
         for name in INPUTS:
@@ -90,7 +90,7 @@ class InferenceService:
         return pb.ModelConfigResponse(config=config)
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, room: Room) -> pb.ModelStatisticsResponse:
-        """One model's, or all models' that there are."""
+        """Statistics of one model, or of all."""
         if request.name:
             names = [(await self._model(request.name, request.version)).name]
         else:
@@ -99,7 +99,7 @@ class InferenceService:
         return pb.ModelStatisticsResponse(model_stats=[each.message(text(name), VERSION) for name, each in counts])
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, room: Room) -> pb.RepositoryIndexResponse:
-        """All models, or those that are ready."""
+        """List all models, or those that are ready."""
         response = pb.RepositoryIndexResponse()
         for model in await self._models():
             if model.is_ready or not request.ready:
@@ -112,7 +112,7 @@ class InferenceService:
     async def RepositoryModelLoad(
         self, request: pb.RepositoryModelLoadRequest, room: Room
     ) -> pb.RepositoryModelLoadResponse:
-        """Bring it into memory, if there is room that nobody needs sooner."""
+        """Bring it into memory, if there is room that no request needs sooner."""
         if request.parameters:
             raise OrderRefused(
                 Refusing.INVALID, "models come from the line file, not from a call - change it there, and reload"
@@ -176,7 +176,7 @@ class InferenceService:
 
 
 def _orders_of(request: pb.ModelInferRequest, asked: InferInputs) -> list[ImageOrder]:
-    """One for each image. Raises OrderRefused."""
+    """Orders of a call, one for each image. Raises OrderRefused."""
     board_type = tensors.parameter(request.parameters, "board_type")
     key = tensors.parameter(request.parameters, "key")
     images = zip(asked.images, asked.boards, asked.refs, strict=True)
@@ -197,7 +197,7 @@ def _orders_of(request: pb.ModelInferRequest, asked: InferInputs) -> list[ImageO
 async def _all(
     orders: Orders, several: Sequence[ImageOrder], tell_taken: Callable[[], None]
 ) -> Sequence[Sequence[VerdictView]]:
-    """What became of each; where one is refused, the others are withdrawn."""
+    """Verdicts of each order; if one is refused, the others are withdrawn."""
     *first, last = several
     if not first:
         return [await orders.judged(last, tell_taken=tell_taken)]

@@ -34,7 +34,7 @@ class InspectionService:
         self._reloading = asyncio.Lock()
 
     async def Inspect(self, request: pb.InspectRequest, room: Room) -> pb.InspectReply:
-        """One image; withdrawn if its caller gives up."""
+        """Judge one image; a caller that gives up withdraws it."""
         order = order_of(request)
         del request  # while it waits its image is there once
         parts = await self._orders.judged(order, tell_taken=room.leave)

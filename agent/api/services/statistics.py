@@ -1,4 +1,4 @@
-"""How often each model was asked over the Open Inference Protocol, and how long that took: counts that only grow."""
+"""Counts of the Open Inference Protocol: calls of each model and their seconds. Counts only grow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Duration:
-    """How often something took how long."""
+    """Count and sum of seconds."""
 
     count: int = 0
     seconds: float = 0.0
@@ -31,7 +31,7 @@ class Duration:
 
 @dataclass(slots=True)
 class ModelCounts:
-    """One model's. ``success`` and ``fail`` are of calls, the others of images."""
+    """Counts of one model. ``success`` and ``fail`` count calls, the others images."""
 
     images: int = 0
     last_at_s: float = 0.0  # Unix time
@@ -50,7 +50,6 @@ class ModelCounts:
             self.compute.add(part.compute_s)
 
     def message(self, name: str, version: str) -> pb.ModelStatistics:
-        """As the protocol has it."""
         nothing = Duration(self.images).message()
         return pb.ModelStatistics(
             name=name,

@@ -1,4 +1,4 @@
-"""What the tensors of the Open Inference Protocol say: images and whose they are, in; verdicts, out.
+"""Tensors of the Open Inference Protocol: images and their boards in, verdicts out.
 
 Guarantees: a tensor whose name, type, shape or bytes contradict one another is refused in words, before anything is
 made of it; so is one of more elements than a line takes images at once, however few bytes they have.
@@ -47,7 +47,7 @@ def _invalid(message: str) -> OrderRefused:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InferInputs:
-    """One call's images, each with its board and reference, where they are told."""
+    """Images of one call, each with its board and reference, where given."""
 
     images: tuple[Image, ...]
     boards: tuple[str | None, ...]
@@ -57,7 +57,7 @@ class InferInputs:
 
 
 def asked(request: pb.ModelInferRequest, most_images: int) -> InferInputs:
-    """What a call asks for. Raises OrderRefused."""
+    """Inputs and outputs of a call. Raises OrderRefused."""
     tensors = dict(_tensors(request))
     if IMAGE not in tensors:
         raise _invalid(f"no tensor {IMAGE} - send an encoded image file as BYTES [1], or pixels as UINT8 [H, W, 3]")
@@ -84,7 +84,7 @@ def parameter(parameters: Mapping[str, pb.InferParameter], *names: str) -> str |
 
 
 def _tensors(request: pb.ModelInferRequest) -> Iterator[tuple[str, tuple[Tensor, bytes | None]]]:
-    """By name: the tensor, and its bytes; None if its contents stand in it."""
+    """Tensors and their bytes by name; None for bytes where the contents stand in the tensor."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise _invalid(f"{len(raw)} raw_input_contents for {len(request.inputs)} inputs - send one each, or none")
@@ -161,7 +161,7 @@ def _names(
     parameters: Mapping[str, pb.InferParameter],
     count: int,
 ) -> tuple[str | None, ...]:
-    """One for each image, from its tensor or else from its parameter, which is every image's."""
+    """Names for each image: from its tensor, or from the parameter, which counts for all images."""
     if name not in tensors:
         return (parameter(parameters, *PARAMETERS[name]),) * count
     elements = _texts(*tensors[name])
@@ -210,7 +210,7 @@ def answer(parts: Sequence[VerdictView], outputs: Sequence[str], *, is_raw: bool
 
 
 def _score(name: str, part: VerdictView) -> float:
-    """Of the label; or what the last anomaly expert of the route measured. Not a number where there is none."""
+    """Score of the label, or measured by the route's last anomaly expert; NaN without either."""
     if name == ANOMALY_SCORE:
         return part.anomalies[-1].score if part.anomalies else math.nan
     return math.nan if part.score is None else part.score
@@ -227,7 +227,6 @@ def _words(name: str, part: VerdictView) -> str:
 
 
 def detail(part: VerdictView) -> dict[str, object]:
-    """All there is to say of one image, as JSON has it."""
     return {
         "key": part.subject.key.removeprefix(CALLER_PREFIX),
         "component": part.subject.component or "",

@@ -1,1 +1,1 @@
-"""What callers ask of a running line: images judged, its status, why a verdict is as it is."""
+"""Answers to callers of a running line: images judged, status, explanations."""

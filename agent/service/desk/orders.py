@@ -192,7 +192,7 @@ class OrderTaker:
         gathering.add(subject.key, part)
 
     def _subject(self, order: ImageOrder, board_type: str | None) -> tuple[Subject, LayoutSections | None]:
-        """What the order is about, with the layout that cuts an image of a whole board. Raises OrderRefused."""
+        """Subject of the order, and the layout that cuts an image of a whole board. Raises OrderRefused."""
         asked = order.subject
         ref = checked_name(asked.ref, "ref")
         key = CALLER_PREFIX + (checked_name(asked.key, "key") or uuid.uuid4().hex)

@@ -1,4 +1,4 @@
-"""What is counted of a line for its metrics alone, since the start: boards, orders, how long verdicts took.
+"""Counts of a line for its metrics, since the start: boards, orders, seconds to a verdict.
 
 Guarantees: counted verdicts are on the disk. Times run by the wall clock from arrival, also in an earlier run, until
 the verdict is stored; 0 where the clock was set back.

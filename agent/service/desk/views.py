@@ -1,4 +1,4 @@
-"""What is stored, as callers of the APIs see it."""
+"""Stored results and boards as callers of the APIs see them."""
 
 from __future__ import annotations
 

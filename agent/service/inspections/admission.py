@@ -1,4 +1,4 @@
-"""How much callers may have under way together: so many images and texts, of so many bytes; more is refused at once.
+"""Limits of callers: so many images and texts, of so many bytes, under way together; more is refused at once.
 
 Guarantees: what is admitted never exceeds the limits; a refusal says when to retry, by the recent rate.
 """

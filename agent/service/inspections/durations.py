@@ -1,4 +1,4 @@
-"""How often something took how long, counted for the line's metrics."""
+"""Histograms of seconds, for the line's metrics."""
 
 from __future__ import annotations
 

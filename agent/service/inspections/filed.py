@@ -43,7 +43,7 @@ NO_LAYOUT = "the line file has no layout any more of its board's type - put it b
 
 @dataclass(slots=True, eq=False)
 class _Image:
-    """One image of a source. ``parts``: without a verdict, by key; ``size``: (height, width) of a frame that is cut."""
+    """Image of a source. ``parts``: without a verdict, by key; ``size``: (height, width) of a frame that is cut."""
 
     subject: Subject
     source: Source
@@ -127,7 +127,7 @@ class FiledImages:
             self._commit_unknown(_Image(subject, source, {subject.key: replace(subject, board_type=None)}), reason)
 
     def _image(self, subject: Subject, source: Source) -> _Image:
-        """What is known of an image. Parts whose rows cannot be read are judged again; the rows stay."""
+        """State of an image by its stored rows. Parts with unreadable rows are judged again; the rows stay."""
         known = self._stored(subject.key)
         if known is not None:
             if known.verdict is Verdict.UNKNOWN:

@@ -119,7 +119,7 @@ class Inspector:
         return self._recent.per_s
 
     def attempts(self, key: str) -> int:
-        """How often the agent was ended while this key was being judged."""
+        """Number of ends of the agent while this key was being judged."""
         return self._attempts.attempts(key)
 
     def reason_to_spare(self, keys: Iterable[str], what: str = "it") -> str | None:
@@ -209,7 +209,7 @@ class Inspector:
         self._attempts.close()
 
     def _let_in(self, submission: Submission) -> bool:
-        """Whether the agent has it; a cancelled submission has ended instead."""
+        """True if the agent has the submission; False if it was cancelled, and has ended."""
         with self._guard:
             if not self.takes:
                 return True  # it came during the end: the next start offers it again

@@ -1,7 +1,7 @@
 """Images that come by wire, from cameras and callers: journaled, judged, stored, answered.
 
-Guarantees: a request is accepted once it is on the disk; then it ends in exactly one stored verdict, whatever ends the
-process. A request that every sender cancelled before it ran is withdrawn. A repeated key gets the same verdict, or is
+Guarantees: a request is accepted once it is on the disk; then it ends in exactly one stored verdict, also after
+a crash. A request that every sender cancelled before it ran is withdrawn. A repeated key gets the same verdict, or is
 refused where it asks for something else: the disk decides. All that is known of a key changes on the store's thread, in
 the order of commits.
 """
@@ -53,13 +53,13 @@ class StoredVerdict:
 
 
 class Sender(Protocol):
-    """Who sent an image; told on the store's thread, and returns at once."""
+    """Sender of an image. Called on the store's thread; does not wait."""
 
     def accepted(self) -> None:
         """Its requests are durable. Called once."""
 
     def judged(self, judgement: StoredVerdict) -> None:
-        """One of its requests has its verdict. Called once for each."""
+        """A request has its verdict. Called once for each."""
 
     def refused(self, key: str) -> None:
         """This key was given for something else: what was sent under it will have no verdict."""
@@ -67,7 +67,7 @@ class Sender(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Sending:
-    """One image with its requests. ``cancel`` it at any time."""
+    """Image with its requests. ``cancel`` may be called at any time."""
 
     sender: Sender
     subjects: tuple[Subject, ...]
@@ -80,7 +80,7 @@ class Sending:
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """One request without a verdict. ``image``: None until it is read back from the journal."""
+    """Request without a verdict. ``image``: None until it is read back from the journal."""
 
     subject: Subject
     image: ImageSource | None

@@ -120,7 +120,7 @@ class _Told:
 def shares_room(own: int, held: Sequence[int], limit: int) -> bool:
     """True if a folder that holds ``own`` files may take one more; ``held``: what each folder holds, this one too.
 
-    Half of the limit is kept for the folders, the same for each and at least one; the other half is anybody's. A
+    Half of the limit is kept for the folders, the same for each and at least one; the other half is shared. A
     folder alone may hold all but what is kept for the others. More than ``limit`` are held only by more folders.
     """
     kept = max(limit // (2 * len(held)), 1)

@@ -1,4 +1,4 @@
-"""What the shadows of a line's experts said, on its way into the store; and which of them ended the agent.
+"""Writes answers of shadows into the store, and quarantines shadows that ended the agent.
 
 Guarantees: no verdict is changed or delayed; a shadow that ran at ENDINGS_MAXIMUM endings is asked no more.
 """

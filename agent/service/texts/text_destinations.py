@@ -1,4 +1,4 @@
-"""Where a text goes: which expert of the line its order means, or which route's router has to be asked.
+"""Routes a text: to one expert of the line, or to a route whose router has to be asked.
 
 Guarantees: pure; what is refused here is refused by the name of the order's field.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """One expert, or a route whose router decides. ``reached``: experts it may come to, the certain one first."""
+    """Expert, or route whose router decides. ``reached``: experts that may write, the certain one first."""
 
     expert: str | None
     route: str | None
@@ -28,7 +28,7 @@ class Destination:
 
 
 def destination_of(order: TextOrder, catalog: Catalog) -> Destination:
-    """Who is to write it. Raises OrderRefused."""
+    """Expert or route that writes the text. Raises OrderRefused."""
     name = _model_name(order.model, catalog)
     if name in catalog.texts:
         expert = catalog.texts[name].expert_for(last_words(order))
@@ -52,7 +52,7 @@ def check_order(order: TextOrder) -> None:
 
 
 def last_words(order: TextOrder) -> str:
-    """What rules and routers decide by: the prompt, or what the user of a chat said last. Raises OrderRefused."""
+    """Words that rules and routers decide by: the prompt, or the last user message. Raises OrderRefused."""
     if isinstance(order.prompt, tuple):
         raise invalid("prompt", "tokens are one expert's own: name an expert, or give words")
     if order.prompt is not None:

@@ -133,7 +133,7 @@ class TextDoor:
             text.give_up()
 
     def _due_s(self, order: TextOrder, agent: Agent) -> float | None:
-        """By the order, else by the line. Raises OrderRefused."""
+        """Deadline by the order, else by the line. Raises OrderRefused."""
         wanted_s = agent.config.texts.deadline_s if order.deadline_s is None else order.deadline_s
         if wanted_s is None:
             return None

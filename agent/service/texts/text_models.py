@@ -1,4 +1,4 @@
-"""What turns words into tokens for each language model of a line: read from its packed program once, then kept.
+"""Tokenizers of a line's language models, read from packed programs once, then kept.
 
 Guarantees: experts of one program share it; the KEPT last used stay. For any thread.
 """
@@ -24,7 +24,7 @@ KEPT = 32  # programs; a tokenizer with a large vocabulary takes tens of megabyt
 
 @dataclass(frozen=True, slots=True)
 class Speech:
-    """How one model is spoken to. ``labels``: its answers, as tokens. ``most_tokens``: read and written together."""
+    """Tokenizer and limits of one model. ``labels``: its answers, as tokens. ``most_tokens``: read and written."""
 
     model: TextModel
     spec: ArchSpec
@@ -39,7 +39,7 @@ class TextModels:
         self._read: OrderedDict[str, tuple[TextModel, ArchSpec]] = OrderedDict()  # by the program's sha256
 
     def context_tokens(self, expert: str, agent: Agent) -> int:
-        """Of an expert of the line, without reading its tokenizer. Raises as ``of``, where that is plain to see."""
+        """Context of an expert, without reading its tokenizer. Raises as ``of``."""
         packed = _packed(expert, agent)
         sha256 = packed.program_sha256 or ""
         if sha256 not in self._contexts:
@@ -50,7 +50,7 @@ class TextModels:
         return _within(self._contexts[sha256], agent, expert)
 
     def of(self, expert: str, agent: Agent) -> Speech:
-        """Of an expert of the line. Raises TokenizerUnusable, and WeightsError where nothing of it is packed."""
+        """Speech of an expert. Raises TokenizerUnusable, and WeightsError where nothing is packed."""
         packed = _packed(expert, agent)
         with self._lock:
             found = self._read.get(packed.program_sha256 or "")

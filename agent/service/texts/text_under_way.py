@@ -1,4 +1,4 @@
-"""One text under way: what it wants of each expert that it may come to, what of it was shown, how it ended.
+"""One text under way: its requests for each reachable expert, the pieces that were shown, its end.
 
 Guarantees: its listener is told one end, after all pieces, and nothing after a cancel; prompts are tokenised once.
 """
@@ -75,7 +75,7 @@ class TextUnderWay:
         self.text_for(reached[0])
 
     def text_for(self, expert: str) -> TextRequest:
-        """What it wants of an expert. Raises GenerationInvalid, ExpertError."""
+        """Request for an expert. Raises GenerationInvalid, ExpertError."""
         if expert in self._failures:
             raise self._failures[expert]
         return self._requests[expert]

@@ -1,11 +1,10 @@
-"""One camera: its process watched over, its triggers kept, its frames handed over one by one.
+"""One camera: supervises its process, keeps its triggers, hands its frames over one by one.
 
-Guarantees: of a camera that runs freely the latest frame is taken whenever there is room, and every other one is
-counted as dropped. Of one that is triggered each trigger that was accepted, or that the interval fired, ends once: with
-a frame that came after it, or told as lost with the reason. Nothing here waits for the camera: whatever hangs, hangs in
-its process, which is killed. What waits for the disk is the thread that hands over; the camera is watched meanwhile.
-Structure: one thread decides (supervision, takes) and does what was decided; one hands over; one listens to each
-process.
+Guarantees: a camera in free run gives its latest frame whenever there is room; other frames are counted as dropped.
+In triggered mode each accepted trigger, and each of the interval, ends once: with a later frame, or as lost with the
+reason. No thread here waits for the camera: a call that hangs does so in the camera's process, which is killed. Only
+the thread that hands over waits for the disk.
+Structure: one thread decides (supervision, takes) and acts, one hands over, one listens to each process.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ RETRY_S = 1.0  # what a caller whose trigger is refused is told to wait
 
 @dataclass(frozen=True, slots=True)
 class _FromProcess:
-    """What the process of this number said."""
+    """Message of the process with this number."""
 
     number: int
     heard: Heard
@@ -65,12 +64,12 @@ def _moment(at: datetime) -> str:
 
 
 def stall_timeout_s(config: CameraSection) -> float:
-    """How long a camera may be silent: a clip that is played slowly is, by intention."""
+    """Seconds without a frame before a camera counts as stalled; longer for a clip that is played slowly."""
     return max(config.stall_timeout_s, SLOW_FRAMES / config.frames_per_s if config.frames_per_s else 0.0)
 
 
 def connection_of(config: CameraSection, password: str | None) -> CameraConnection:
-    """What its process is told of a camera."""
+    """Parameters with which the camera's process connects."""
     return CameraConnection(
         url=config.url,
         open_timeout_s=config.open_timeout_s,
@@ -87,7 +86,7 @@ def connection_of(config: CameraSection, password: str | None) -> CameraConnecti
 
 
 class Camera:
-    """See the module. ``start`` it once; ``stop`` may be called again and again."""
+    """Call ``start`` once; ``stop`` may be repeated."""
 
     def __init__(
         self,
@@ -126,14 +125,14 @@ class Camera:
         return self._config.name
 
     def start(self) -> None:
-        """Connect, and go on connecting whenever that is lost. Returns at once."""
+        """Connect, and reconnect after each loss. Does not wait."""
         for thread in self._threads:
             thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """End, within ``timeout_s``; whether everything has ended. 0.0 tells it to, and does not wait.
+        """Stop within ``timeout_s``; True once all threads have ended.
 
-        Triggers that have no frame by now are lost; frames that were taken are handed over while there is time.
+        Triggers without a frame are lost; frames that were taken are handed over while there is time.
         """
         deadline = time.monotonic() + timeout_s
         self._stopping.set()
@@ -209,7 +208,7 @@ class Camera:
         return Trigger(subject, self._number, asked_s)
 
     def _subject(self, at: datetime, number: int, board_type: str | None) -> Subject:
-        """What a frame of this moment is about. A frame of a component is the board's part named as the camera."""
+        """Subject of a frame of this moment. A frame of one component is the part named as the camera."""
         key, component = f"{CAMERA_PREFIX}{self.name}@{_moment(at)}#{number}", self._config.component
         ref = None if component is None else self.name
         board = f"{self.name}-{_moment(at)}"
@@ -230,7 +229,7 @@ class Camera:
                 log.exception("camera_step_failed camera=%s", self.name)
                 time.sleep(STEP_FAILED_S)
         self._lose(self._takes.clear(), "the agent ended")
-        with self._guard:  # whoever triggers has done so by now, or is refused
+        with self._guard:  # later triggers are refused
             while not self._inbox.empty():
                 if isinstance(item := self._inbox.get(), Trigger):
                     self._lose([item], "the agent ended")
@@ -329,12 +328,12 @@ class Camera:
         number = self._supervisor.connections
         try:
             self._child = ChildProcess(self._connection, lambda heard: self._inbox.put(_FromProcess(number, heard)))
-        except Exception as error:  # noqa: BLE001 - whatever it is: without its end, the camera is never tried again
+        except Exception as error:  # noqa: BLE001 - without an end the camera is never tried again
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             self._inbox.put(_FromProcess(number, Exited(f"no process can be started: {reason}")))
 
     def _fire(self, now: float) -> None:
-        """By the interval: a trigger that meets a full queue is lost, and told."""
+        """Fire the interval. A trigger that meets a full queue is reported as lost."""
         is_streaming = self._supervisor.state is CameraState.STREAMING and not self._stopping.is_set()
         if not (self._interval.is_due(now, is_streaming) and self._delivery.can_overflow()):
             return

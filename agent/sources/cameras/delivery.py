@@ -46,7 +46,7 @@ _Parcel: TypeAlias = "_Taken | _Lost | None"  # None: there will be no more
 
 
 class Delivery:
-    """See the module. ``want`` asks for a frame of a camera that runs freely; None where it is triggered."""
+    """``want`` asks for a frame of a camera in free run; None for a triggered camera."""
 
     def __init__(self, name: str, doors: CameraDoors, limit: int, want: Callable[[], None] | None) -> None:
         self._name = name
@@ -65,7 +65,7 @@ class Delivery:
         self.thread = threading.Thread(target=self._run, name=f"frames-{name}", daemon=True)
 
     def admit(self) -> bool:
-        """Whether there is room for one more trigger; if so it has it until it ends."""
+        """Take a place for one more trigger until it ends; False without room."""
         with self._guard:
             has_room = self.waiting < self._limit
             self.waiting += has_room
@@ -83,7 +83,7 @@ class Delivery:
             self._parcels.put(_Lost(subject, reason))
 
     def can_overflow(self) -> bool:
-        """Whether one more trigger that is not let in could be told. Where not, none should be made."""
+        """True if one more lost trigger could be reported; otherwise none should be made."""
         with self._guard:
             if self._untold >= UNTOLD_MAXIMUM:
                 self.alarm = f"interval_s pauses: {self._untold} lost triggers are not stored yet"
@@ -91,7 +91,7 @@ class Delivery:
         return True
 
     def overflow(self, subject: Subject, reason: str) -> None:
-        """A trigger is not let in, and nobody waits who could be told so at once."""
+        """Report a trigger of the interval that met a full queue."""
         with self._guard:
             self._untold += 1
         self._parcels.put(_Lost(subject, reason, is_overflow=True))

@@ -45,7 +45,7 @@ def encode(picture: Picture, max_pixels: int) -> EncodedFrame | None:
 
 
 def can_be_seen(picture: Picture, max_pixels: int) -> bool:
-    """Whether ``encode`` would make something of it; what need not be decoded is not. Raises as it does."""
+    """True if ``encode`` would accept the picture; decodes only where it must. Raises as ``encode``."""
     if isinstance(picture, bytes):
         return encode(picture, max_pixels) is not None
     check_size(*_size(picture), max_pixels)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """That one frame is wanted. ``number``: of this run; ``asked_s``: monotonic."""
+    """Wish for one frame. ``number``: of this run; ``asked_s``: monotonic."""
 
     subject: Subject
     number: int
@@ -23,7 +23,7 @@ class Trigger:
 
 @dataclass(frozen=True, slots=True)
 class CameraDoors:
-    """Where a camera's frames go. Called on one thread of the camera's own, one call after the other.
+    """Callbacks that take a camera's frames, called one after the other on one thread of the camera.
 
     ``take`` gets the frame's subject and bytes (a PNG, or the camera's JPEG), and returns once the frame is durable.
     ``has_room`` is asked before each frame of one that runs freely: while it says no, frames are dropped, and counted.

@@ -1,7 +1,7 @@
-"""What the process of one camera does: it reads the source without pause, and hands over frames that are asked for.
+"""Runs in a camera's process: reads pictures without pause, and hands over the frames that are asked for.
 
 Guarantees: what was asked for is answered in that order, each with a frame of its own that came no sooner than it may;
-frames that nobody asked for are counted, and neither encoded nor kept. Its last word is why it ends. What it says holds
+frames without a request are counted, and neither encoded nor kept. Its last word is why it ends. What it says holds
 no password.
 Structure: one thread reads the source, one encodes, and the first one listens.
 """
@@ -36,8 +36,6 @@ LAST_FRAMES_S = 5.0  # for what was asked for to be encoded, before the last wor
 
 
 class Grabber:
-    """See the module."""
-
     def __init__(self, agent: socket.socket, connection: CameraConnection, source: PictureSource) -> None:
         self._agent = agent
         self._connection = connection
@@ -72,7 +70,7 @@ class Grabber:
             self._answer()
 
     def _answer(self) -> None:
-        """The first who asked gets the latest picture, if it may be his."""
+        """Answer the first request with the latest picture, if the picture is young enough."""
         if self._latest is None or not self._asked:
             return
         since = self._asked[0].since
@@ -100,7 +98,7 @@ class Grabber:
         self._end(failure)
 
     def _is_sound(self, picture: Picture) -> bool:
-        """Once in a while in earnest: a camera that sends nothing but rubbish does not stream."""
+        """Decode now and then: a camera that sends only rubbish does not stream."""
         now = time.monotonic()
         if now < self._checked_at + CHECK_S:
             return True
@@ -164,7 +162,7 @@ class Grabber:
             self._unsent -= 1
 
     def _take_again(self, take: wire.Take) -> None:
-        """It was no picture: the next one, for the same who asked, before all who asked later."""
+        """The frame was no picture: the next frame answers the same request, before all later ones."""
         with self._guard:
             self._unsent -= 1
             self._broken += 1

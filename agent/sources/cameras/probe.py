@@ -1,4 +1,4 @@
-"""One frame of a camera, to see whether the line file is right about it."""
+"""Fetches one frame of a camera, to check the line file."""
 
 from __future__ import annotations
 

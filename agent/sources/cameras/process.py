@@ -1,6 +1,6 @@
 """The agent's end of a camera's process: started, told, listened to, killed.
 
-Guarantees: nothing here waits for the camera: whatever its process says is posted by a thread that does nothing else,
+Guarantees: nothing here waits for the camera: messages of its process are posted by a thread of their own,
 and its end is the last thing that is posted. A process that hangs is killed, which it cannot refuse. A password is
 told over the socket: it is in no argument and no environment. What FFmpeg and drivers print is not kept: it may be
 endless, and may hold what is secret.
@@ -54,7 +54,7 @@ Heard: TypeAlias = "wire.Ready | wire.Opened | wire.Seen | wire.Failed | Receive
 
 
 class ChildProcess:
-    """One camera's process. The thread that makes it must live as long as it: the process ends with either.
+    """Process of one camera. It ends with the thread that made it.
 
     ``post`` is called on a thread of its own with all that is heard; Exited comes last, and once.
     Raises OSError if it cannot be started.
@@ -82,7 +82,7 @@ class ChildProcess:
         self._listener = threading.Thread(target=self._listen, name=f"camera-process-{self.pid}", daemon=True)
         try:
             self._listener.start()
-        except RuntimeError as error:  # no thread is to be had: nobody would hear it, nor wait for its end
+        except RuntimeError as error:  # no thread: the process would not be heard, and its end not awaited
             ours.close()
             self.kill()
             self._process.wait()
@@ -105,7 +105,7 @@ class ChildProcess:
         self._process.kill()
 
     def join(self, timeout_s: float) -> bool:
-        """Whether it has ended, and that was posted, within this."""
+        """True if the process has ended within the timeout, and its end was posted."""
         self._listener.join(timeout_s)
         return not self._listener.is_alive()
 

@@ -3,7 +3,7 @@
 Guarantees: at most one process at a time, and a next one only when the last one is known to have ended. One that does
 not connect within ``open_timeout_s``, or shows no frame for ``stall_timeout_s``, is killed. Tries have pauses between
 them that double up to 30 s, with jitter, and begin anew once frames came for HEALTHY_S. A camera that stays
-away is told once, then at most every REPEAT_S, whatever the reasons are that it gives. Frames that are later than
+away is logged once, then at most every REPEAT_S, also with other reasons. Frames that are later than
 ``max_lag_s`` are an alarm; if they stay so for ``stall_timeout_s`` the process is killed: the next has no backlog.
 
 | state | what it says |
@@ -58,7 +58,7 @@ class Passed:
 
 @dataclass(frozen=True, slots=True)
 class ProcessReady:
-    """It runs, and begins to connect."""
+    """The process runs, and begins to connect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,14 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class FramesCame:
-    """One or more, since the last time, the last of which was late by so much."""
+    """Frames came since the last event; the latest was late by ``lag_s``."""
 
     lag_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionFailed:
-    """It says why. ``is_final``: it is not tried again."""
+    """The process reports why. ``is_final``: no retry."""
 
     reason: str
     is_final: bool = False
@@ -90,7 +90,7 @@ class Unanswered:
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnded:
-    """It is gone."""
+    """The process has ended."""
 
     how: str
 
@@ -145,7 +145,7 @@ class _Phase(Enum):
 
 @dataclass
 class _Telling:
-    """What was told, and when."""
+    """Last log line, and its time."""
 
     told: dict[str, float] = field(default_factory=dict)
     is_silent: bool = True  # of the trouble that there is, if any, nothing was told
@@ -167,7 +167,7 @@ class _Telling:
 
 
 class Supervisor:
-    """See the module. ``random``: evenly between 0 and 1."""
+    """``random``: uniform in 0 to 1."""
 
     def __init__(
         self, open_timeout_s: float, stall_timeout_s: float, max_lag_s: float, random: Callable[[], float]
@@ -197,7 +197,7 @@ class Supervisor:
         return self._phase is _Phase.OVER
 
     def decide(self, now: float, event: Event) -> list[Action]:
-        """What is to be done. Events that come too late for what they are about change nothing."""
+        """Actions that an event leads to. A late event of an earlier process changes nothing."""
         match event:
             case Started():
                 return self._connect(now)

@@ -1,4 +1,4 @@
-"""Which frames are wanted of a camera, and since when: a ledger under a clock that is given.
+"""Ledger of the frames that are wanted of a camera, under a clock that is given.
 
 Guarantees: each trigger that is added leaves it once: answered, or overdue. Triggers are asked for in their order, few
 at once, so that what a camera's process holds is bounded; when a connection is lost, they are asked for anew.
@@ -16,7 +16,7 @@ AT_ONCE = 4  # frames in one process that wait to be encoded
 
 
 class Takes:
-    """See the module. A trigger that is older than ``patience_s`` is overdue."""
+    """A trigger older than ``patience_s`` is overdue."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
@@ -27,7 +27,7 @@ class Takes:
         self._wanted[trigger.number] = trigger
 
     def ask(self, now: float) -> list[Trigger]:
-        """Those that the process is to be asked for now, and counts as asked for."""
+        """Triggers that the process is asked for now."""
         free = AT_ONCE - len(self._asked)
         found = [trigger for number, trigger in self._wanted.items() if number not in self._asked][:free]
         self._asked |= {trigger.number: now for trigger in found}
@@ -42,14 +42,14 @@ class Takes:
         self._asked.clear()
 
     def overdue(self, now: float) -> list[Trigger]:
-        """Those that have waited for too long. They leave, and a frame that comes for one is nobody's."""
+        """Remove and return triggers that have waited too long; a later frame for one is dropped."""
         found = [trigger for trigger in self._wanted.values() if now - trigger.asked_s >= self._patience_s]
         for trigger in found:
             del self._wanted[trigger.number]
         return found
 
     def clear(self) -> list[Trigger]:
-        """All leave."""
+        """Remove and return all triggers."""
         found = list(self._wanted.values())
         self._wanted.clear()
         self._asked.clear()
@@ -72,7 +72,7 @@ class Interval:
         self.deadline = NEVER
 
     def is_due(self, now: float, is_streaming: bool) -> bool:
-        """Whether one fires now. The first one does at once when frames come."""
+        """True if a trigger fires now; the first fires as soon as frames come."""
         if self._every_s is None or not is_streaming:
             self.deadline = NEVER
             return False

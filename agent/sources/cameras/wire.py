@@ -1,7 +1,7 @@
-"""What an agent and the process of a camera say to one another, over one socket. Frames travel beside it.
+"""Messages between an agent and a camera's process over one socket; frames travel beside them.
 
 Guarantees: a message comes whole or not at all, and so does a frame: it lies in memory of its own that is sealed before
-it is handed over, and that nobody can change, cut or reuse from then on. It is read, not mapped: whatever
+it is handed over, sealed: it cannot be changed, cut or reused. It is read, not mapped: whatever
 happened to the other process, reading it cannot end this one. Nothing of it has a name that could be left behind.
 """
 
@@ -76,7 +76,7 @@ KINDS: dict[str, type[Message]] = {
 
 
 def send(to: socket.socket, message: Message, descriptors: tuple[int, ...] = ()) -> None:
-    """Raises OSError when nobody listens any more."""
+    """Raises OSError once the other end is closed."""
     content = json.dumps({"is": type(message).__name__, **asdict(message)}).encode()
     socket.send_fds(to, [content], descriptors)
 
@@ -108,7 +108,7 @@ def sealed(content: bytes) -> int:
 
 
 def unsealed(descriptor: int) -> bytes:
-    """What it holds. Closes it."""
+    """Read and close the sealed memory."""
     with open(descriptor, "rb") as file:
         file.seek(0)
         return file.read()

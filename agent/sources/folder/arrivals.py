@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SourceState(StrEnum):
-    """Whether the folder can be read."""
+    """State of a watched folder."""
 
     STOPPED = "stopped"
     ONLINE = "online"

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Custody:
-    """Of one folder. ``settle`` and ``withdraw`` are for any thread, the rest is for the intake's.
+    """Claimed files of one folder. ``settle`` and ``withdraw`` are for any thread, the rest for the folder's.
 
     Where files are kept, only what an earlier run had claimed is put away.
     """
@@ -86,7 +86,7 @@ class Custody:
         self._unreturned = [file for file in self._unreturned if not self._put_back(file)]
 
     def close(self) -> None:
-        """Put away what is settled, whatever was to be waited for."""
+        """Put away settled files now, without backoff."""
         self._take_settled()
         self._shelves.work(float("inf"))
 
@@ -112,7 +112,7 @@ class Custody:
         return withdrawn
 
     def _put_back(self, file: Claimed) -> bool:
-        """Whether it lies where it came from again, or is gone; if not, that is tried again with each rescan."""
+        """True if the file is back in its place, or gone; otherwise each rescan retries."""
         try:
             self._inbox.unclaim(file)
         except FileNotFoundError:

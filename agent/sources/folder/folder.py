@@ -2,9 +2,9 @@
 
 Guarantees: an incomplete file is never offered. A file is claimed by one rename before it is offered, so that of
 several agents one gets it; its identity (path, inode, size, time of change) survives a crash, and what was claimed but
-not settled is offered again, under the same key, at the next start; what an error left claimed and in nobody's hands,
+not settled is offered again, under the same key, at the next start; what an error left claimed,
 with the next rescan. Nothing is lost when the disk is full or the share is gone: it is tried again. A step costs what
-it changes, whatever waits; a rescan looks at every file, and takes at most a tenth of the time.
+it changes; a rescan looks at every file, and takes at most a tenth of the time.
 Structure: `step` does everything, under a clock that is given; the thread around it only waits. Events are hints
 that wake it early; a rescan finds what they missed. What waits is decided on in ``taking``, what was taken is put away
 in ``custody``.
@@ -99,7 +99,7 @@ class FolderIntake:
             self._thread.join(timeout_s)
 
     def holds(self, key: str) -> bool:
-        """Whether the file of this key, an image's or a part's, lies in the folder as it was. Any thread.
+        """True if the file of this key, an image's or a part's, lies in the folder unchanged. Any thread.
 
         Where files are kept, one that is not found counts as there unless the folder is: it may be away with its share.
         Raises OSError.
@@ -116,7 +116,7 @@ class FolderIntake:
         return self._inbox.key(found.relpath, found.sighting) == key
 
     def _is_here(self) -> bool:
-        """Whether this is the folder that was listed, with something in it: a bare mount point is empty."""
+        """True if the listed folder lies here and is not empty: a bare mount point is."""
         try:
             is_listed = self._watch.is_online and self._inbox.inode() == self._waiting.root
             return is_listed and not self._inbox.is_empty()
@@ -138,12 +138,12 @@ class FolderIntake:
         self._wake.set()
 
     def is_sound(self, image: ClaimedImage) -> bool:
-        """Whether the folder can be read at this moment, as it was when the file was taken. Any thread; may block."""
+        """True if the folder can be read now, as when the file was claimed. Any thread; may block."""
         return self._inbox.is_sound(is_claimed=image.file.is_ours)
 
     @property
     def held(self) -> int:
-        """Files that were taken or refused and are not put away yet, whatever keeps them. Any thread."""
+        """Files that were claimed or refused and are not put away. Any thread."""
         return self._custody.held
 
     def statistics(self) -> IntakeStatistics:
@@ -236,7 +236,7 @@ class FolderIntake:
         self._next_scan = max(now + self._config.poll_s, self._rested_at)
 
     def _recover(self) -> None:
-        """Take up what is claimed and in nobody's hands: an earlier run's, or what an error left behind a rename."""
+        """Offer claimed files that no thread deals with: an earlier run's, or those that an error left behind."""
         self._custody.put_back_again()
         found = list(self._inbox.recover(self._custody.places() | self._taker.places()))
         self._taker.recover(found)

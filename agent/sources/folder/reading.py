@@ -1,12 +1,12 @@
-"""The bytes of one folder's arrivals, read on a thread of the folder's own, before a request is made of them.
+"""Thread of one folder that reads the bytes of claimed images.
 
 Guarantees: what is handed on are the bytes of the file that was seen complete. It is opened once, through no link and
-without waiting for anybody, and is the one that was seen before and after reading; one that is another by now is handed
+without blocking, and is the one that was seen before and after reading; one that is another by now is handed
 back, to be looked at anew. Only its size speaks against a file here; whatever else the filesystem says may pass, so
 it is tried again, with backoff. Only one that could not be read for PATIENCE_S in
 which its folder could, at every try, is told to be unreadable; while a folder cannot be read, its files wait.
 The bytes read and not yet released stay within the budget, except by what the last image takes; a folder whose
-filesystem hangs keeps nobody waiting but itself.
+filesystem hangs delays itself alone.
 Structure: `step` does everything, under a clock that is given; the thread around it only waits.
 """
 
@@ -192,7 +192,7 @@ class ArrivalReader:
             )  # fmt: skip
 
     def step(self, now: float) -> float:
-        """Read whatever is due and has room; how many seconds the next step may wait. For the thread, and for tests."""
+        """Read the images that are due and have room; returns the seconds until the next step."""
         while not self._came.empty():
             heapq.heappush(self._tries, _Try(now, next(self._numbers), self._came.get()))
         while self._tries and self._tries[0].at <= now and self._has_room() and not self._stopping.is_set():
@@ -205,9 +205,7 @@ class ArrivalReader:
         while not self._stopping.is_set():
             try:
                 delay_s = self.step(self._clock())
-            except (
-                Exception
-            ):  # the boundary of the reader's thread: who was told broke; the next file is read all the same
+            except Exception:  # the boundary of the reader's thread: a callback failed, the next file is read
                 log.exception("intake_reader_step_failed folder=%s", self._folder)
                 delay_s = BACKOFF.first_s
             self._wake.wait(delay_s)

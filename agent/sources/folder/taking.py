@@ -1,8 +1,8 @@
-"""Which of the files that wait are taken, which are refused, and which are left for later: what each look decides.
+"""Claims, refuses or postpones each file that waits.
 
-Guarantees: a file is claimed by one rename, with its sidecar where there is one, before it is offered; what is offered
-is what was seen complete, told by the sidecar that was read. What can never be judged is refused with its reason; what
-the filesystem refuses is left, and tried less and less often.
+Guarantees: a file is claimed by one rename, with its sidecar, before it is offered; the offered bytes are those that
+were seen complete. A file that can never be judged is refused with its reason. A file that the filesystem keeps from
+being claimed is retried with backoff.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class FolderCallbacks:
 
 @dataclass(frozen=True, slots=True)
 class _ClaimRefused:
-    """What the filesystem said when a file was to be claimed, and how long it is left alone the next time."""
+    """Reason for which a file could not be claimed, and how often in a row."""
 
     reason: str
     failures: int = 0
@@ -74,7 +74,7 @@ class _Pair:
 
 
 class Taker:
-    """Of one folder, for its intake's thread. ``naming`` may be another at any time."""
+    """For the folder's thread. ``naming`` may be replaced at any time."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Taker:
         self._read_with = {name: pair for name, pair in self._read_with.items() if name in here}
 
     def work(self, now: float) -> None:
-        """Take whatever is due, as far as there is room."""
+        """Claim the files that are due, as far as there is room."""
         self._offer_recovered()
         while (candidate := self._waiting.first_due(now)) is not None:
             if not self._may_take():
@@ -148,7 +148,7 @@ class Taker:
                 self._offer(claimed, name)
 
     def _may_take(self) -> bool:
-        """Whether the agent has room; that most of it holds files which cannot be put away is told once."""
+        """True if the agent has room. Files that cannot be put away and use it up are logged once."""
         has_room, unfiled = self._callbacks.has_room(), self._custody.unfiled
         if not has_room and unfiled > self._custody.in_flight and not self._is_held_up:
             self._is_held_up = True
@@ -171,7 +171,7 @@ class Taker:
             return
         try:
             probe = self._inbox.probe(relpath)
-        except PermissionError:  # who copies a file may set its permissions last
+        except PermissionError:  # a copying program may set permissions last
             if self._rule.is_abandoned(candidate, now):
                 self._refuse_unclaimed(candidate, "not permitted to read it")
             else:
@@ -206,7 +206,7 @@ class Taker:
     def _take_as(self, candidate: WaitingFile, name: Told, now: float) -> None:
         if self._config.after != "keep":
             claimed = self._claim(candidate)
-        elif self._is_told_by_the_one_before(candidate):
+        elif self._sidecar_is_stale(candidate):
             reason = f"its sidecar {_sidecar_name(candidate.relpath)} is the earlier image's: write it anew"
             self._wait_for_sidecar(candidate, now, reason)
             return
@@ -237,8 +237,8 @@ class Taker:
         self._inbox.drop_marker(relpath)
         return claimed
 
-    def _is_told_by_the_one_before(self, candidate: WaitingFile) -> bool:
-        """Whether a kept image was replaced, and its sidecar was not: then nobody knows whose it is."""
+    def _sidecar_is_stale(self, candidate: WaitingFile) -> bool:
+        """True if a kept image was replaced and its sidecar was not: the sidecar tells the earlier image."""
         if not self._inbox.has_sidecars:
             return False
         pair = _Pair(candidate.sighting, candidate.sidecar)
@@ -249,7 +249,7 @@ class Taker:
         return False
 
     def _wait_for_sidecar(self, candidate: WaitingFile, now: float, reason: str) -> None:
-        """What lies beside it may become better; but not for ever."""
+        """Postpone the file until its sidecar changes; refuse it after ``stale_after_s``."""
         if self._rule.is_sidecar_abandoned(candidate, now):
             self._refuse_unclaimed(candidate, reason)
         else:
@@ -289,13 +289,13 @@ class Taker:
         self._callbacks.refused(Refusal(self._subject(key, printable(file.relpath), self._known_name(file)), reason))
 
     def _name_of(self, file: Claimed) -> Told:
-        """Whose image it is. Raises ValueError with the reason, and what ``read_sidecar`` raises."""
+        """Meaning of the name or the sidecar. Raises ValueError with the reason, and as ``read_sidecar``."""
         if not self.naming.has_sidecars:
             return self.naming.read(file.relpath)
         return self.naming.read_beside(self._inbox.sidecar(file), f"its sidecar {_sidecar_name(file.relpath)}")
 
     def _known_name(self, file: Claimed) -> Told:
-        """Whose image a refused file is, if anything that a row can hold tells it."""
+        """Meaning of a refused file's name, as far as a row can hold it."""
         try:
             file.relpath.encode()
             return self._name_of(file)

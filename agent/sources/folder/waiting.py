@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from agent.sources.folder.files.inbox import Found
 
 
-ROOTS_KEPT = 4  # an empty mount point, the share, and who replaces a folder now and then
+ROOTS_KEPT = 4  # an empty mount point, the share, and folders that are replaced now and then
 
 
 class WaitingFiles:
@@ -57,7 +57,7 @@ class WaitingFiles:
         return self._stale_seen
 
     def see(self, found: Found, now: float, evidence: Evidence = Evidence.NONE) -> None:
-        """One file as it was just looked at, with what an event said of it."""
+        """Note one file as just looked at, with the evidence of an event."""
         if self._passed.get(found.relpath) == found.sighting:
             return
         self._passed.pop(found.relpath, None)
@@ -71,7 +71,7 @@ class WaitingFiles:
         self._put(candidate.shown(Evidence.MARKED if is_marked else evidence))
 
     def see_all(self, found: Iterable[Found], now: float) -> None:
-        """All files of the folder, as just listed: the others are gone."""
+        """Note all files of the folder as just listed; the others are gone."""
         listed = {one.relpath: one for one in found}
         for one in listed.values():
             self.see(one, now)
@@ -100,7 +100,7 @@ class WaitingFiles:
         self._passed[relpath] = sighting
 
     def reconsider(self, relpath: str) -> None:
-        """What was dealt with under this name was not what lies there: it is a candidate when it is seen again."""
+        """Make the file a candidate again when it is seen next."""
         self._passed.pop(relpath, None)
 
     def forget(self, relpath: str) -> None:
@@ -125,7 +125,7 @@ class WaitingFiles:
         return tuple(sorted(self._by_sidecar.get(sidecar, ())))
 
     def first_due(self, now: float) -> WaitingFile | None:
-        """Of the files that have settled, the one that was written first: it is due until it is dealt with."""
+        """Oldest of the settled files; due until it is dealt with."""
         while (relpath := self._settling.first(now)) is not None:
             self._settling.drop(relpath)
             self._settled.put(relpath, self._candidates[relpath].sighting.mtime_ns)

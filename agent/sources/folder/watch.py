@@ -1,4 +1,4 @@
-"""Whether a watched folder can be read, and what tells of its changes: the kernel's hints, or rescans alone.
+"""State of a watched folder, and its hints: the kernel's events, or rescans alone.
 
 Guarantees: hints are of the folder that lies there now; each change of state is told once.
 """
@@ -38,7 +38,7 @@ class FolderWatch:
     def go_online(self, *, has_thread: bool) -> bool:
         """Begin to watch a folder that can be read (again); False if it is watched already.
 
-        ``has_thread``: somebody waits for hints; without, it is only polled.
+        ``has_thread``: a thread waits for hints; otherwise the folder is polled.
         """
         if self.is_online:
             return False
@@ -64,7 +64,7 @@ class FolderWatch:
         self.turn_away()
 
     def turn_away(self) -> None:
-        """What is watched is not there any more: another folder may lie in its place."""
+        """Stop the hints: another folder may lie in this place."""
         self.state = SourceState.OFFLINE
         self._stop_hints()
 

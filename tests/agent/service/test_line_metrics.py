@@ -132,7 +132,7 @@ def busy(line, clip, caller, png, wait_until_so):
             service.desk.order(order, someone)
             someone.wait()
             with pytest.raises(OrderRefused):
-                service.desk.order(replace(order, component="SERIAL-4"), caller())
+                service.desk.order(order_of(png(), component="SERIAL-4"), caller())
             wait_until_so(lambda: scraped(service)("camera_frames_total", camera="top") >= 2)
             wait_until_so(lambda: scraped(service)("folder_files_total", folder="1") == 2)
             wait_until_so(lambda: scraped(service)("verdicts_total", verdict="UNKNOWN") == 1)

@@ -1,1 +1,1 @@
-"""What pictures can be read from: one contract, and a file for each kind of camera that keeps it."""
+"""Readers of pictures: one contract, and a file for each kind of camera."""

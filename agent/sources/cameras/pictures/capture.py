@@ -33,7 +33,7 @@ JPEG_START, JPEG_END, JPEG_TABLES = b"\xff\xd8", b"\xff\xd9", b"\xff\xc4"
 
 
 class Capture:
-    """One opened video. Raises FFmpegError where it cannot be opened, and as ``av.open`` does."""
+    """Opened video. Raises FFmpegError where it cannot be opened, and as ``av.open``."""
 
     def __init__(
         self, place: str, options: Mapping[str, str], timeouts_s: tuple[float, float] | None, kind: str | None = None
@@ -53,7 +53,7 @@ class Capture:
 
     @property
     def frames_per_s(self) -> float:
-        """As the video itself says; 0 where it does not."""
+        """Rate that the video gives; 0 without one."""
         return float(self._stream.average_rate or self._stream.guessed_rate or 0)
 
     def read(self, deadline: float) -> Snapshot | None:
@@ -81,7 +81,7 @@ class Capture:
         return float(of.pts * of.time_base)
 
     def _decoded(self, packet: Packet[Any]) -> list[Snapshot]:
-        """What the packet completes: of a broken one nothing, of the last one all that the decoder still held."""
+        """Frames that the packet completes: none of a broken packet, all that are left of the last."""
         if self._is_jpeg:
             jpeg = whole_jpeg(bytes(packet))
             return [] if jpeg is None else [self._snapshot(jpeg, packet)]
@@ -96,7 +96,7 @@ class Capture:
 
 
 def whole_jpeg(packet: bytes) -> Picture | None:
-    """One frame of motion JPEG: the file itself, or its pixels where it needs tables that it does not hold."""
+    """Frame of motion JPEG: the file itself, or its pixels where the file lacks its tables."""
     content = packet.rstrip(b"\0")
     if not (content.startswith(JPEG_START) and content.endswith(JPEG_END)):
         return None

@@ -34,7 +34,7 @@ class ClipSource:
         self._has_played = False  # since it was begun, at least one frame
 
     def open(self, deadline: float) -> None:
-        del deadline  # a disk that hangs hangs in here: whoever waits kills
+        del deadline  # a disk that hangs hangs in here: the supervisor kills
         self._begin()
         self._due = time.monotonic()
 

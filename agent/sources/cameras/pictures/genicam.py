@@ -51,7 +51,7 @@ class GenicamSource:
         self._clock = PresentationClock(shortest_wait_s=0.0)
 
     def open(self, deadline: float) -> None:
-        del deadline  # discovery has the producers' own limits; whoever waits kills
+        del deadline  # discovery has the producers' own limits; the supervisor kills
         try:
             from genicam.gentl import Helper
             from harvesters.core import Harvester
@@ -70,7 +70,7 @@ class GenicamSource:
             self._acquirer.start()
         except CameraFailed:
             raise
-        except Exception as error:  # a producer raises whatever it likes
+        except Exception as error:  # a producer may raise anything
             raise CameraFailed(f"GenICam camera {self._serial}: {error or type(error).__name__}") from error
 
     def read(self, deadline: float) -> Snapshot | None:
@@ -111,7 +111,7 @@ class GenicamSource:
 
 
 def producers_in(places: list[str]) -> list[Path]:
-    """The GenTL producers in these folders, or the files themselves; each once, whatever names it twice."""
+    """The GenTL producers in these folders, or the files themselves; each once."""
     found: dict[Path, None] = {}
     for place in places:
         path = Path(place)

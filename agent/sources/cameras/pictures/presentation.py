@@ -22,7 +22,7 @@ SETTLING_S = 0.5  # within this
 
 
 class PresentationClock:
-    """See the module. Call ``ask`` before each packet is read and ``came`` after it.
+    """Call ``ask`` before each packet is read and ``came`` after it.
 
     ``is_one_behind``: a packet is handed out only when the next one begins, as FFmpeg's parser of H.264 does.
     """
@@ -42,7 +42,7 @@ class PresentationClock:
         self._asked_at, self._asked_blocks = time.monotonic(), _blocks()
 
     def came(self, presented_s: float | None) -> None:
-        """That packet was read. ``presented_s``: its time by the camera's clock; None where it has none."""
+        """Note a packet. ``presented_s``: its time by the camera's clock; None where it has none."""
         now = time.monotonic()
         has_waited = now - self._asked_at >= self._shortest_wait_s and _blocks() > self._asked_blocks
         self.learn(presented_s, now, has_waited)
@@ -76,5 +76,5 @@ class PresentationClock:
 
 
 def _blocks() -> int:
-    """How often this thread gave its core away to wait. To be put off it by others does not count."""
+    """Voluntary context switches of this thread."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw

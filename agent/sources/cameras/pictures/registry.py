@@ -1,4 +1,4 @@
-"""Which source reads from which kind of camera. A source's libraries are imported when it is asked for."""
+"""Registry of picture readers by kind of camera. Libraries are imported on demand."""
 
 from __future__ import annotations
 

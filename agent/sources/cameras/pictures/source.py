@@ -1,7 +1,7 @@
-"""The contract of whatever pictures are read from, and what it is told. Imports nothing heavy.
+"""The contract of what pictures are read from. Imports nothing heavy.
 
 A source is opened once, read by one thread, and closed once. What its library does not bound in time may block for
-longer than its deadline, even for ever: it runs in a process that whoever cannot wait may kill.
+longer than its deadline, even for ever: its process can be killed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 # Pixels (height, width) or (height, width, 3) in the order BGR, uint8 or uint16; a frame as FFmpeg decoded it, which
-# becomes pixels when somebody wants it; or one whole JPEG file as it was sent.
+# becomes pixels when it is wanted; or one whole JPEG file as it was sent.
 Picture: TypeAlias = "NDArray[np.uint8] | NDArray[np.uint16] | VideoFrame | bytes"
 
 
@@ -29,7 +29,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class CameraConnection:
-    """All that is needed to read from one camera. A file's rate is its own where ``frames_per_s`` is None.
+    """Parameters to read from one camera. ``frames_per_s`` None: a file's own rate.
 
     ``ca``: the file of the authorities that may vouch for the camera, the system's where it is None; with
     ``insecure_ok`` nobody must.
@@ -57,7 +57,7 @@ class CameraConnection:
 
 
 class PictureSource(Protocol):
-    """See the module. Deadlines are of ``time.monotonic``."""
+    """Deadlines are of ``time.monotonic``."""
 
     def open(self, deadline: float) -> None:
         """Connect. Raises CameraFailed, whose reason says why in words."""

@@ -2,7 +2,7 @@
 
 Guarantees: each picture says when it came, however long it lay in a buffer; pictures of which that is not known, such
 as those that were sent while the camera was being opened, are passed over. No other protocol is spoken than the url's,
-and a camera that speaks TLS must show a certificate for its name. Whoever logs in is told to FFmpeg alone, inside this
+and a camera that speaks TLS must show a certificate for its name. The login is given to FFmpeg alone, inside this
 process.
 """
 
@@ -25,7 +25,7 @@ from experts.errors import CameraFailed
 if TYPE_CHECKING:
     from agent.sources.cameras.pictures.source import CameraConnection, Snapshot
 
-READ_PATIENCE = 2.0  # times the stall timeout: whoever watches notices a stall first, and this ends a read all the same
+READ_PATIENCE = 2.0  # times the stall timeout: the supervisor notices a stall first, and this ends the read
 CATCHING_UP_SHARE = 0.8  # of the stall timeout: then we say why, before it is taken for a stall
 UNTIMED = (
     "it is not known when its frames came: they come faster than they are read, or seldom, or their times jump - lower "

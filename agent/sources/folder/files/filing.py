@@ -27,7 +27,7 @@ SHELF_OF = {Verdict.OK: DONE, Verdict.NG: NG, Verdict.UNKNOWN: FAILED}
 
 @dataclass(slots=True)
 class Filing:
-    """One file to put away. ``placed`` is where it lies once moved; its explanation may still be missing then."""
+    """File to put away. ``placed``: where it lies once moved; its explanation may be missing then."""
 
     file: Claimed
     key: str  # printable

@@ -1,7 +1,7 @@
 """Hints from the kernel: which file was closed, renamed in or created just now.
 
 They make the intake quick, never correct: events are lost when the queue overflows, when a folder is brand new, and on
-every network share. Whoever uses them rescans anyway. What the agent itself does in its own folders is no news.
+every network share. A rescan finds what they miss. Changes in the agent's own folders give no hint.
 """
 
 from __future__ import annotations

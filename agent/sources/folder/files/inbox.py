@@ -9,7 +9,7 @@ Where sidecars tell whose images are, that of a claimed one is claimed with it, 
 in .work/OWNER/[SUB/], so that it is never taken for a later image's of its name; on a shelf it lies beside its own.
 Nothing is ever overwritten, and of two agents that claim one file only one succeeds. No link below the watched folder
 is followed when a file is moved or written, so that a writer of the folder cannot have a file elsewhere touched. A
-folder of claims goes with the last of them. Whatever name a file can have, it can be claimed, put away and explained: a
+folder of claims goes with the last of them. A file of any name can be claimed, put away and explained: a
 name that would become too long is cut, and told from others by a digest.
 """
 
@@ -49,7 +49,7 @@ IDENTITY = r"([0-9a-f]+)-([0-9a-f]+)-(-?[0-9a-f]+)~"  # files may be older than 
 VISIBLE = r"[^./][^/]*"  # what is hidden is never claimed
 CLAIMED = re.compile(rf"(?P<sub>(?:{VISIBLE}/)*)(?:{IDENTITY}|\.{IDENTITY}/)(?P<name>{VISIBLE})")
 NAME_BYTES = 255  # no filesystem that we know takes longer names; some take only shorter ones
-LONGEST_SUFFIX = 16  # arbitrary: whatever is longer tells no format
+LONGEST_SUFFIX = 16  # a longer one tells no format
 MAKE_ATTEMPTS = 10
 # gone meanwhile, or a subfolder that is not ours to read, or too deep to be named
 PASSED_OVER = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENAMETOOLONG})
@@ -58,7 +58,7 @@ NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.E
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One entry of the folder. ``objection`` says why it can never be an image."""
+    """Entry of the folder. ``objection``: why it can never be an image."""
 
     relpath: str
     sighting: Sighting
@@ -81,14 +81,14 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What opening a file tells."""
+    """Result of opening a file."""
 
     lease: Lease
     completeness: Completeness
 
 
 class Inbox:
-    """One watched folder. Every method may raise OSError: the filesystem decides.
+    """Watched folder. Every method may raise OSError.
 
     ``has_sidecars``: a file `STEM.json` beside each image tells whose it is, and is no image.
     """
@@ -104,13 +104,13 @@ class Inbox:
         return f"{self._source}/{relpath}@{_identity(sighting)}"
 
     def relpath_of(self, key: str) -> str | None:
-        """Where the file of an image's key lay; None for one that is of another folder."""
+        """Path of the file with this image's key; None for a key of another folder."""
         source, _, rest = key.partition("/")
         relpath, at, _ = rest.rpartition("@")
         return relpath if source == self._source and at else None
 
     def is_sound(self, *, is_claimed: bool) -> bool:
-        """Whether the folder can be listed; with the place of claimed files, which an empty mount point has not."""
+        """True if the folder can be listed; ``is_claimed``: with its claims, which an empty mount point lacks."""
         try:
             with os.scandir(self.work if is_claimed else self.root):
                 return True
@@ -132,7 +132,7 @@ class Inbox:
             return next(entries, None) is None
 
     def look(self, relpath: str) -> Found | None:
-        """One file as it is now; None if it is gone, is a folder, or is none of our business."""
+        """Entry of one file now; None if it is gone, a folder, or ignored."""
         if self._is_ignored(relpath):
             return None
         path = self.root / relpath
@@ -148,7 +148,7 @@ class Inbox:
         return Found(relpath, _sighting(status), is_marked, _objection(relpath, status), sidecar)
 
     def probe(self, relpath: str) -> Probe:
-        """Who writes to the file, and whether its bytes say that it ends. Raises PermissionError among others."""
+        """Lease and completeness of a file. Raises OSError."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with open(os.open(self.root / relpath, flags), "rb") as file:
             return Probe(lease_of(file.fileno()), completeness(file))
@@ -177,7 +177,7 @@ class Inbox:
         return replace(claimed, sidecar=seen)
 
     def sidecar(self, file: Claimed) -> Path:
-        """Where the sidecar of this file lies, or would lie: beside it, until both are claimed."""
+        """Place of the file's sidecar: beside the file, or with its claim."""
         if not file.is_ours:
             return self.root / sidecar_of(file.relpath)
         folder = self.work / file.relpath.rpartition("/")[0]
@@ -205,7 +205,7 @@ class Inbox:
                     raise
 
     def recover(self, held: Container[str] = ()) -> Iterator[Claimed]:
-        """What this owner has claimed, now or in an earlier run, and whose path is not among ``held``; oldest first."""
+        """Claims of this owner whose path is not among ``held``, oldest first."""
         found = []
         for folder, folders, names in os.walk(self.work):
             if not folders and not names:
@@ -295,7 +295,7 @@ class Inbox:
         return names[is_other]
 
     def _is_with_its_sidecar(self, file: Claimed) -> bool:
-        """Whether the sidecar that was seen with this file is still where it was, and no other file's by now."""
+        """True if the sidecar that was seen with this file still lies there."""
         if file.sidecar is None:
             return False
         seen = _seen(self.sidecar(file))
@@ -313,7 +313,7 @@ class Inbox:
 
     @property
     def _name_limit(self) -> int:
-        """How long a name may be here, in bytes."""
+        """Longest name here, in bytes."""
         try:
             return min(os.pathconf(self.root, "PC_NAME_MAX"), NAME_BYTES)
         except OSError:
@@ -357,12 +357,12 @@ def is_claim(relpath: str) -> bool:
 
 
 def is_own(relpath: str) -> bool:
-    """Whether a path below the folder is an agent's: a shelf, the claims, or below one of these."""
+    """True for the agent's own folders: a shelf, the claims, and what lies below them."""
     return relpath.partition("/")[0] in SHELVES or is_claim(relpath)
 
 
 def is_ignored(relpath: str) -> bool:
-    """Whether a path below the folder is hidden, unfinished by its name, a marker, or the agent's own."""
+    """True for hidden files, unfinished ones by their name, markers, and the agent's own folders."""
     if is_own(relpath):
         return True
     parts = relpath.split("/")
@@ -370,7 +370,7 @@ def is_ignored(relpath: str) -> bool:
 
 
 def lease_of(descriptor: int) -> Lease:
-    """Whether anybody has this file, open for reading here, open for writing. Disturbs no other reader.
+    """Lease of a file that is open for reading here. Disturbs no other reader.
 
     The kernel signals a holder whose lease is broken; the default signal would end the process, SIGURG is ignored.
     """
@@ -438,7 +438,7 @@ def _sighting(status: os.stat_result) -> Sighting:
 
 
 def _seen(path: Path) -> Sighting | None:
-    """What lies there; None for nothing, and for a name that is too long to be one."""
+    """Sighting of a path; None if nothing lies there, or the name is too long."""
     try:
         return _sighting(path.lstat())
     except OSError as error:

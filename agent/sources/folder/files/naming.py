@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How one folder tells whose its files are: by a pattern of their names, or where that is None by sidecars.
+    """Naming of one folder: by a pattern of file names, or by sidecars where the pattern is None.
 
     An image of a whole board has no component and no ref; on a line without boards the type is None.
 

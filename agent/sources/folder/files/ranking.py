@@ -46,7 +46,7 @@ class Ranking:
         self._entries.clear()
 
     def _clean(self) -> None:
-        """Whatever comes first counts."""
+        """Remove outdated entries at the head of the heap."""
         if len(self._entries) > 2 * len(self._ranks) + SLACK:
             self._entries = [(rank, name) for name, rank in self._ranks.items()]
             heapify(self._entries)

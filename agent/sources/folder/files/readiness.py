@@ -2,8 +2,8 @@
 
 No single sign can be trusted: an event may be lost, a first close may come before the bytes, an unchanged size may be a
 preallocation. So a file is taken only when all hold, in this order: a sign that its writer is done (it was renamed in,
-a marker lies beside it, its writer closed it; where none can be seen, a longer wait), nobody has it open for writing
-as far as the system tells, it has not changed for the settling time, and its own bytes say that it ends.
+a marker lies beside it, its writer closed it; where none can be seen, a longer wait), no process has it open for
+writing as far as the system tells, it has not changed for the settling time, and its own bytes say that it ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Evidence(IntEnum):
 
 
 class Lease(StrEnum):
-    """Whether some process has the file open for writing."""
+    """Lease of a file: held while a process has it open for writing."""
 
     FREE = "free"
     HELD = "held"
@@ -37,7 +37,7 @@ class Lease(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """What identifies a file's content without reading it; renaming keeps all three."""
+    """Identity of a file's content without reading it; renaming keeps all three."""
 
     inode: int
     size_bytes: int
@@ -81,7 +81,7 @@ class WaitingFile:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one folder's files show that they are complete; ``mode`` as configured.
+    """Signs by which one folder's files count as complete; ``mode`` as configured.
 
     ``needs_sidecar``: a file without one is only looked into to be told that it is missing. It tells whose the image
     is, and not that the image is complete, for it may come first; in the mode marker it does.
@@ -94,7 +94,7 @@ class Rule:
     needs_sidecar: bool = False
 
     def settle_s(self, evidence: Evidence) -> float | None:
-        """How long the file must have been unchanged; None while a sign is missing without which no wait is enough."""
+        """Seconds that the file must be unchanged; None while a required sign is missing."""
         if self.mode == "marker":
             return self.closed_settle_s if evidence is Evidence.MARKED else None
         if self.mode == "stable":
@@ -119,7 +119,7 @@ class Rule:
         return self.needs_sidecar and candidate.sidecar is None
 
     def is_ready(self, candidate: WaitingFile, now: float, lease: Lease, completeness: Completeness) -> bool:
-        """Whether a settled file may be taken, given who holds it open and what its bytes say."""
+        """True if a settled file may be claimed, by its lease and its bytes."""
         if not self.is_due(candidate, now) or lease is Lease.HELD or completeness is Completeness.CUT:
             return False
         if completeness is not Completeness.ZERO_TAILED:
@@ -127,7 +127,7 @@ class Rule:
         return self._is_vouched_for(candidate) or now - candidate.unchanged_since >= ZERO_TAIL_SETTLE_S
 
     def is_truncated(self, candidate: WaitingFile, now: float, lease: Lease, completeness: Completeness) -> bool:
-        """Whether nobody will complete it any more: its end is missing, nobody writes, and its writer called it done,
+        """True if the file stays incomplete: its end is missing, no process writes, and its writer called it done,
         or let it lie for ``stale_after_s``."""
         if lease is Lease.HELD or completeness is not Completeness.CUT or not self.is_due(candidate, now):
             return False
@@ -143,6 +143,6 @@ class Rule:
         return self.mode == "rename" or candidate.evidence in {Evidence.RENAMED, Evidence.MARKED}
 
     def stale_at(self, candidate: WaitingFile) -> float | None:
-        """When it will have been unchanged for long and still not be complete; None while nobody has looked into it."""
+        """When it will have been unchanged for long and still not be complete; None before the first look."""
         was_looked_into = candidate.not_before > float("-inf") or self.due_at(candidate) is None
         return candidate.unchanged_since + self.stale_after_s if was_looked_into else None

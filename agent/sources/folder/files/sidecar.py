@@ -1,8 +1,8 @@
-"""What a sidecar says: `STEM.json` beside `STEM.png` tells the image's board, component, ref and type.
+"""Reads sidecars: `STEM.json` beside `STEM.png` tells the image's board, component, ref and type.
 
 Guarantees: it is believed as a whole or not at all. One that is not complete yet is told apart from one that is wrong:
-a JSON object ends with its own brace, so whatever parses was written to its end. Nothing of it is guessed: a key that
-nobody reads, a key twice, a value that is no printable text, a link in its place are reasons to refuse the image.
+a JSON object ends with its own brace, so a sidecar that parses was written to its end. Nothing is guessed: an unknown
+key, a key twice, a value that is no printable text, a link in its place are reasons to refuse the image.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def read_sidecar(path: Path, name: str) -> Mapping[str, str]:
 
 
 def said_in(content: bytes, name: str = "it") -> Mapping[str, str]:
-    """What the bytes of a sidecar say, by key. Raises SidecarUnfinished, or ValueError with what is wrong."""
+    """Content of a sidecar by key. Raises SidecarUnfinished, or ValueError with the fault."""
     try:
         said = json.loads(content, object_pairs_hook=_each_once)
     except _KeyTwice as error:
@@ -72,7 +72,7 @@ def said_in(content: bytes, name: str = "it") -> Mapping[str, str]:
 
 
 class _KeyTwice(Exception):
-    """Which of the two values holds cannot be known."""
+    """A key stands twice: which value holds is unknown."""
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
