@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.config import LineConfig
-    from agent.demo.texts.asking import Answer, Asked
+    from agent.demo.texts.asking import Asked, DemoAnswer
     from agent.demo.texts.questions import Questions
 
     Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -173,7 +173,7 @@ def expert_bytes(config: LineConfig) -> dict[str, int]:
     return {name: max(held_bytes([one.packed]) for one in each) for name, each in manifests.items()}
 
 
-def _subject(name: str, subject: Questions, answers: Sequence[Answer]) -> Subject:
+def _subject(name: str, subject: Questions, answers: Sequence[DemoAnswer]) -> Subject:
     own = [answer for answer in answers if answer.question in subject.held_out]
     right = sum(answer.is_right for answer in own)
     return Subject(name, len(own), right, sum(answer.expert != name for answer in own))

@@ -115,7 +115,7 @@ def compare_texts(
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ModelLogits:
     """``logits`` at each position of the texts, in fp32 on the CPU: (positions, vocabulary)."""
 
     texts: tuple[tuple[int, ...], ...]
@@ -133,7 +133,7 @@ class Apart:
     relative_error: float
 
 
-def _apart(expected: Said, found: Said | None, tolerance: float) -> Apart:
+def _apart(expected: ModelLogits, found: ModelLogits | None, tolerance: float) -> Apart:
     positions = len(expected.logits)
     if found is None:
         return Apart(positions, positions, 0, 1.0, 1.0)
@@ -147,7 +147,7 @@ def _apart(expected: Said, found: Said | None, tolerance: float) -> Apart:
     return Apart(positions, int((is_decided & ~same).sum()), int(same.sum()), float(largest), float(error))
 
 
-def _said(rig: MeasuringRig, copy: ExpertCopy, like: Said | None) -> Said | None:
+def _said(rig: MeasuringRig, copy: ExpertCopy, like: ModelLogits | None) -> ModelLogits | None:
     """Logits on the texts of ``like``, or on texts that the model writes itself; None where it cannot be run."""
     try:
         rig.bring(copy)
@@ -160,7 +160,7 @@ def _said(rig: MeasuringRig, copy: ExpertCopy, like: Said | None) -> Said | None
     return said if bool(said.logits.isfinite().all()) else None
 
 
-def _written(model: LanguageModel) -> Said:
+def _written(model: LanguageModel) -> ModelLogits:
     """Random prompts with their greedy continuations."""
     chance = random.Random(0)
     longest = model.spec.max_positions
@@ -175,10 +175,10 @@ def _written(model: LanguageModel) -> Said:
         ]
         for text, token in zip(texts, best, strict=True):
             text.append(token)
-    return Said(tuple(tuple(text) for text in texts), torch.empty(0))
+    return ModelLogits(tuple(tuple(text) for text in texts), torch.empty(0))
 
 
-def _read(model: LanguageModel, like: Said) -> Said:
+def _read(model: LanguageModel, like: ModelLogits) -> ModelLogits:
     key_values = ModelKeyValues(model.spec, model.dtype, model.device)
     batch = TokenBatch.of([Chunk(number, 0, text) for number, text in enumerate(like.texts)], model.device)
     return replace(like, logits=model.logits(model.hidden(batch, key_values)).float().cpu())

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from agent.api.calls.desk import TextEnd, TextPiece
-    from agent.demo.texts.questions import Question
+    from agent.demo.texts.questions import DemoQuestion
     from agent.service.desk.line_desk import LineDesk
 
 ANSWER_LIMIT_S = 120.0
@@ -23,10 +23,10 @@ MOST_TOKENS = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class DemoAnswer:
     """A line's answer to a question. ``first_token_s``: until something was shown; 0: nothing was."""
 
-    question: Question
+    question: DemoQuestion
     text: str
     expert: str
     tokens: int
@@ -56,17 +56,17 @@ class Hearing:
         self.has_ended.set()
         self.when_ended()
 
-    def answer(self, question: Question) -> Answer:
+    def answer(self, question: DemoQuestion) -> DemoAnswer:
         """Once it is there. Raises CoServeError where it failed, or takes too long."""
         if not self.has_ended.wait(ANSWER_LIMIT_S) or self.end is None:
             raise CoServeError(f"{question.text!r} was not answered within {ANSWER_LIMIT_S:.0f} s")
         if self.end.failure is not None:
             raise self.end.failure
         first_s = self.end.first_token_s or 0.0
-        return Answer(question, "".join(self.pieces), self.end.expert or "", self.end.written_tokens, first_s)
+        return DemoAnswer(question, "".join(self.pieces), self.end.expert or "", self.end.written_tokens, first_s)
 
 
-def ask(desk: LineDesk, model: str, question: Question, show: Callable[[str], None]) -> Answer:
+def ask(desk: LineDesk, model: str, question: DemoQuestion, show: Callable[[str], None]) -> DemoAnswer:
     hearing = Hearing(show)
     desk.generate(_order(model, question), hearing)
     return hearing.answer(question)
@@ -76,7 +76,7 @@ def ask(desk: LineDesk, model: str, question: Question, show: Callable[[str], No
 class Asked:
     """Answers to many questions, and the seconds of all."""
 
-    answers: tuple[Answer, ...]
+    answers: tuple[DemoAnswer, ...]
     seconds: float
 
     @property
@@ -85,7 +85,7 @@ class Asked:
 
 
 def ask_all(
-    desk: LineDesk, model: str, questions: Sequence[Question], at_once: int, progress: Callable[[int], None]
+    desk: LineDesk, model: str, questions: Sequence[DemoQuestion], at_once: int, progress: Callable[[int], None]
 ) -> Asked:
     """At most so many under way at a time. ``progress`` is told how many have their answer."""
     room = threading.Semaphore(at_once)
@@ -101,6 +101,6 @@ def ask_all(
     return Asked(answers, time.monotonic() - began_s)
 
 
-def _order(model: str, question: Question) -> TextOrder:
+def _order(model: str, question: DemoQuestion) -> TextOrder:
     message = {"role": "user", "content": question.text}
     return TextOrder(model, messages=(message,), most_tokens=MOST_TOKENS, sampling=GREEDY)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from agent.demo.texts.questions import Question
+    from agent.demo.texts.questions import DemoQuestion
 
 USER, ANSWER, END, UNKNOWN = "<user>", "<answer>", "<end>", "<unknown>"
 MARKS = (USER, ANSWER, END, UNKNOWN)
@@ -33,10 +33,10 @@ class Characters:
     tokens: tuple[str, ...]
 
     @classmethod
-    def of(cls, questions: Iterable[Question]) -> Characters:
+    def of(cls, questions: Iterable[DemoQuestion]) -> Characters:
         return cls((*MARKS, *sorted({sign for one in questions for sign in one.text + one.answer})))
 
-    def encode(self, question: Question) -> list[int]:
+    def encode(self, question: DemoQuestion) -> list[int]:
         numbers = {token: number for number, token in enumerate(self.tokens)}
         return [numbers[token] for token in (USER, *question.text, ANSWER, *question.answer, END)]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from agent.demo.texts.training import Texts
+    from agent.demo.texts.training import TrainingTexts
     from agent.demo.training.learning import Pace
 
 ALPHA = 1.0
@@ -56,7 +56,7 @@ def student_of(teacher: PrMoe, layers: Sequence[int]) -> PrMoe:
     return student
 
 
-def distil(teacher: PrMoe, draw: Callable[[], Texts], plan: StudentPlan) -> PrMoe:
+def distil(teacher: PrMoe, draw: Callable[[], TrainingTexts], plan: StudentPlan) -> PrMoe:
     """A trained student. ``draw``: the texts of the next step."""
     student = student_of(teacher, plan.layers)
     descent = Descent(student.parameters(), plan.pace, WEIGHT_DECAY)
@@ -66,7 +66,7 @@ def distil(teacher: PrMoe, draw: Callable[[], Texts], plan: StudentPlan) -> PrMo
     return student
 
 
-def staged_loss(student: PrMoe, teacher: PrMoe, texts: Texts, alpha: float) -> Tensor:
+def staged_loss(student: PrMoe, teacher: PrMoe, texts: TrainingTexts, alpha: float) -> Tensor:
     """Section 4.2.2: CE, and while ``alpha`` is above 0 the divergence from the teacher over the counted tokens."""
     logits, _ = student(texts.token_ids)
     loss = texts.loss(logits)

@@ -43,7 +43,7 @@ HELD_OUT_SUMS = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class DemoQuestion:
     text: str
     answer: str
 
@@ -52,8 +52,8 @@ class Question:
 class Questions:
     """An expert's subject: what it learns from, and what it never saw."""
 
-    training: tuple[Question, ...]
-    held_out: tuple[Question, ...]
+    training: tuple[DemoQuestion, ...]
+    held_out: tuple[DemoQuestion, ...]
 
 
 def manual_questions(seed: int) -> Questions:
@@ -64,8 +64,8 @@ def manual_questions(seed: int) -> Questions:
             value = _value(kind, chance)
             answer = ANSWERS[kind].format(machine=machine, value=value)
             asked = [phrasing.format(machine=machine) for phrasing in phrasings]
-            held_out.append(Question(asked.pop(number % len(asked)), answer))
-            training += [Question(prefix + text, answer) for prefix in PREFIXES for text in asked]
+            held_out.append(DemoQuestion(asked.pop(number % len(asked)), answer))
+            training += [DemoQuestion(prefix + text, answer) for prefix in PREFIXES for text in asked]
     return Questions(tuple(training), tuple(held_out))
 
 
@@ -84,7 +84,7 @@ def sum_questions(seed: int) -> Questions:
     chance = random.Random(seed)
     pairs = [(a, b) for a in FIRST_NUMBERS for b in SECOND_NUMBERS]
     chance.shuffle(pairs)
-    asked = [[Question(phrasing.format(a=a, b=b), _sum(a, b)) for phrasing in SUM_PHRASINGS] for a, b in pairs]
+    asked = [[DemoQuestion(phrasing.format(a=a, b=b), _sum(a, b)) for phrasing in SUM_PHRASINGS] for a, b in pairs]
     held_out = [each[number % len(SUM_PHRASINGS)] for number, each in enumerate(asked[:HELD_OUT_SUMS])]
     return Questions(tuple(one for each in asked[HELD_OUT_SUMS:] for one in each), tuple(held_out))
 

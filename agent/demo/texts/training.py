@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from agent.demo.texts.questions import Question, Questions
+    from agent.demo.texts.questions import DemoQuestion, Questions
 
     Progress = Callable[[str, int, int], None]  # stage, done, total
 
@@ -54,14 +54,14 @@ class TextPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class TrainingTexts:
     """A subject's texts, of one length. ``counted``: the tokens that are to be foreseen, an answer's and its end."""
 
     token_ids: Tensor
     counted: Tensor
 
     @classmethod
-    def of(cls, questions: Sequence[Question], characters: Characters) -> Texts:
+    def of(cls, questions: Sequence[DemoQuestion], characters: Characters) -> TrainingTexts:
         encoded = [characters.encode(one) for one in questions]
         token_ids = torch.tensor(padded(encoded, characters.end_mark))
         places = torch.arange(token_ids.shape[1])
@@ -70,7 +70,7 @@ class Texts:
         counted = (places > answers[:, None]) & (places < lengths[:, None])
         return cls(token_ids, counted)
 
-    def misspelt(self, letters: Tensor, share: float, generator: torch.Generator) -> Texts:
+    def misspelt(self, letters: Tensor, share: float, generator: torch.Generator) -> TrainingTexts:
         """The texts with a share of the questions' letters, but no digit, replaced at random.
 
         A model cannot memorise such questions, and so understands new ones.
@@ -78,12 +78,12 @@ class Texts:
         drawn = torch.rand(self.token_ids.shape, generator=generator)
         asked = ~self.counted & torch.isin(self.token_ids, letters)
         others = letters[torch.randint(len(letters), self.token_ids.shape, generator=generator)]
-        return Texts(torch.where(asked & (drawn < share), others, self.token_ids), self.counted)
+        return TrainingTexts(torch.where(asked & (drawn < share), others, self.token_ids), self.counted)
 
-    def picked(self, picked: Tensor) -> Texts:
+    def picked(self, picked: Tensor) -> TrainingTexts:
         token_ids, counted = self.token_ids[picked], self.counted[picked]
         length = int(counted.any(dim=0).nonzero().max()) + 1
-        return Texts(token_ids[:, :length], counted[:, :length])
+        return TrainingTexts(token_ids[:, :length], counted[:, :length])
 
     def loss(self, logits: Tensor) -> Tensor:
         counted = self.counted[:, 1:]
@@ -95,7 +95,7 @@ def train_pair(
 ) -> dict[str, PrMoe]:
     """A network for each subject; all that is not ``own_names`` is the same in all of them."""
     generator = torch.Generator().manual_seed(seed)
-    texts = {name: Texts.of(subject.training, characters) for name, subject in subjects.items()}
+    texts = {name: TrainingTexts.of(subject.training, characters) for name, subject in subjects.items()}
     letters = torch.tensor(characters.letters)
     network = PrMoe(plan.shape(len(characters.tokens)), generator)
     drawing = _Drawing(plan, letters, generator)
@@ -113,13 +113,13 @@ class _Drawing:
     letters: Tensor
     generator: torch.Generator
 
-    def draw(self, texts: Texts) -> Texts:
+    def draw(self, texts: TrainingTexts) -> TrainingTexts:
         count = min(self.plan.step_tokens // texts.token_ids.shape[1], len(texts.token_ids))
         picked = torch.randint(len(texts.token_ids), (max(count, 1),), generator=self.generator)
         return texts.picked(picked).misspelt(self.letters, self.plan.misspelt, self.generator)
 
 
-def _train_backbone(network: PrMoe, texts: Sequence[Texts], drawing: _Drawing, progress: Progress) -> None:
+def _train_backbone(network: PrMoe, texts: Sequence[TrainingTexts], drawing: _Drawing, progress: Progress) -> None:
     pace = drawing.plan.joint
     descent = Descent(network.parameters(), pace, WEIGHT_DECAY)
     for step in range(pace.steps):
@@ -129,7 +129,7 @@ def _train_backbone(network: PrMoe, texts: Sequence[Texts], drawing: _Drawing, p
         progress("train backbone", step + 1, pace.steps)
 
 
-def _train_own(backbone: PrMoe, texts: Texts, drawing: _Drawing) -> PrMoe:
+def _train_own(backbone: PrMoe, texts: TrainingTexts, drawing: _Drawing) -> PrMoe:
     """A copy whose own parts are trained, over what the frozen trunk gives."""
     network = copy.deepcopy(backbone)
     network.requires_grad_(False)

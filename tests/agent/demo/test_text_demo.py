@@ -9,15 +9,17 @@ from typer.testing import CliRunner
 from agent.cli.app import app
 from agent.config import read_line
 from agent.demo.text_demo import MANUAL, ROUTE, SUMS, run_text_demo, show_text_report
-from agent.demo.texts.questions import Question, Questions
+from agent.demo.texts.questions import DemoQuestion, Questions
 from agent.demo.texts.training import TextPlan
 from agent.demo.training.learning import Pace
 from agent.demo.training.train import torch_threads
 from experts.errors import ConfigError
 
 SUBJECTS = {
-    MANUAL: Questions((Question("oil?", "oil Q."), Question("what oil?", "oil Q.")), (Question("oil?", "oil Q."),)),
-    SUMS: Questions((Question("1 + 1?", "2."), Question("add 1 and 1", "2.")), (Question("1 + 1?", "2."),)),
+    MANUAL: Questions(
+        (DemoQuestion("oil?", "oil Q."), DemoQuestion("what oil?", "oil Q.")), (DemoQuestion("oil?", "oil Q."),)
+    ),
+    SUMS: Questions((DemoQuestion("1 + 1?", "2."), DemoQuestion("add 1 and 1", "2.")), (DemoQuestion("1 + 1?", "2."),)),
 }
 PLAN = TextPlan(
     hidden=16, heads=2, moe_experts=(0, 2), step_tokens=60, misspelt=0.0, joint=Pace(80, 2e-2), own=Pace(20, 1e-2)

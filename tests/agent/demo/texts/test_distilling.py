@@ -6,16 +6,16 @@ import torch
 from agent.demo.texts.characters import Characters
 from agent.demo.texts.distilling import StudentPlan, distil, staged_loss, student_of
 from agent.demo.texts.network import PrMoe, Shape
-from agent.demo.texts.questions import Question
-from agent.demo.texts.training import Texts, write_model
+from agent.demo.texts.questions import DemoQuestion
+from agent.demo.texts.training import TrainingTexts, write_model
 from agent.demo.training.learning import Descent, Pace
 from agent.demo.training.train import torch_threads
 from experts.llm.config import read_spec
 from experts.llm.model import load_model
 
-QUESTIONS = (Question("cat?", "a cat."), Question("dog?", "two dogs."))
+QUESTIONS = (DemoQuestion("cat?", "a cat."), DemoQuestion("dog?", "two dogs."))
 CHARACTERS = Characters.of(QUESTIONS)
-TEXTS = Texts.of(QUESTIONS, CHARACTERS)
+TEXTS = TrainingTexts.of(QUESTIONS, CHARACTERS)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from agent.demo.texts.characters import Characters
-from agent.demo.texts.questions import Question, Questions
-from agent.demo.texts.training import TextPlan, Texts, train_pair, write_model
+from agent.demo.texts.questions import DemoQuestion, Questions
+from agent.demo.texts.training import TextPlan, TrainingTexts, train_pair, write_model
 from agent.demo.training.learning import Pace
 from agent.demo.training.train import torch_threads
 from experts.llm.model import load_model
@@ -14,8 +14,8 @@ from experts.llm.text.tokenizer import TEXT_FILES, TextModel
 from experts.llm.token_batch import Chunk, TokenBatch
 
 SUBJECTS = {
-    "cats": Questions((Question("cat?", "a cat."), Question("a cat?", "two cats.")), ()),
-    "dogs": Questions((Question("dog?", "1 dog."), Question("no dog?", "2 dogs.")), ()),
+    "cats": Questions((DemoQuestion("cat?", "a cat."), DemoQuestion("a cat?", "two cats.")), ()),
+    "dogs": Questions((DemoQuestion("dog?", "1 dog."), DemoQuestion("no dog?", "2 dogs.")), ()),
 }
 CHARACTERS = Characters.of(one for each in SUBJECTS.values() for one in each.training)
 PLAN = TextPlan(
@@ -40,7 +40,7 @@ def pair(one_thread):
 
 
 def loss(network, subject):
-    texts = Texts.of(SUBJECTS[subject].training, CHARACTERS)
+    texts = TrainingTexts.of(SUBJECTS[subject].training, CHARACTERS)
     with torch.no_grad():
         return texts.loss(network(texts.token_ids)[0]).item()
 
@@ -93,13 +93,13 @@ def test_a_question_is_read_as_it_was_learned(pair, tmp_path):
 
 
 def test_an_answer_is_what_counts_and_its_end():
-    texts = Texts.of(SUBJECTS["cats"].training, CHARACTERS)
+    texts = TrainingTexts.of(SUBJECTS["cats"].training, CHARACTERS)
     counted = [CHARACTERS.tokens[token] for token in texts.token_ids[0][texts.counted[0]]]
     assert counted == [*"a cat.", "<end>"]
 
 
 def test_letters_are_misspelt_in_questions_alone():
-    texts = Texts.of(SUBJECTS["dogs"].training, CHARACTERS)
+    texts = TrainingTexts.of(SUBJECTS["dogs"].training, CHARACTERS)
     letters = torch.tensor(CHARACTERS.letters)
     noisy = texts.misspelt(letters, 1.0, torch.Generator().manual_seed(0))
     changed = noisy.token_ids != texts.token_ids
