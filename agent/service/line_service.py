@@ -405,10 +405,10 @@ def _api_of(config: LineConfig, desk: LineDesk) -> ApiServer | None:
 def _openai_of(config: LineConfig, desk: LineDesk) -> OpenAiEndpoint | None:
     if not config.api.http:
         return None
-    from agent.api.calls.texts import Texts
+    from agent.api.calls.texts import TextCalls
     from agent.api.openai.endpoint import OpenAiEndpoint
 
-    return OpenAiEndpoint(config.api, Texts(desk))
+    return OpenAiEndpoint(config.api, TextCalls(desk))
 
 
 def _web_of(config: LineConfig, line: LineMetrics, openai: OpenAiEndpoint | None) -> WebServer | None:

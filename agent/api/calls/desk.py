@@ -94,7 +94,7 @@ class Listener(Protocol):
         """The end of an order whose key was given for another one: nothing of it is judged."""
 
 
-class Ticket(Protocol):
+class CallerTicket(Protocol):
     """An order under way."""
 
     def cancel(self) -> None:
@@ -184,7 +184,7 @@ class TextListener(Protocol):
         """The end, once, behind all pieces; unless it was cancelled."""
 
 
-class TextTicket(Ticket, Protocol):
+class TextTicket(CallerTicket, Protocol):
     """A text under way; cancelled it is written no further, and the memory that it holds is given back."""
 
     @property
@@ -357,7 +357,7 @@ class ReloadView:
 class Desk(Protocol):
     """Refusals raise OrderRefused with its ``reason``."""
 
-    def order(self, order: ImageOrder, listener: Listener) -> Ticket:
+    def order(self, order: ImageOrder, listener: Listener) -> CallerTicket:
         """Have an image judged."""
 
     def generate(self, order: TextOrder, listener: TextListener) -> TextTicket:

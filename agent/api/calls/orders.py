@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from concurrent.futures import Future
 
-    from agent.api.calls.desk import Desk, ImageOrder, Ticket, VerdictView
+    from agent.api.calls.desk import CallerTicket, Desk, ImageOrder, VerdictView
     from experts.errors import GenerationInvalid
 
 NAME_CHARACTERS = 512  # of a serial, a reference, a key: what is longer is none
@@ -121,7 +121,7 @@ def _anew(refused: OrderRefused) -> OrderRefused:
     return OrderRefused(refused.reason, str(refused), refused.retry_s)
 
 
-def _ordered(desk: Desk, order: ImageOrder, listener: _Placed) -> Ticket | OrderRefused:
+def _ordered(desk: Desk, order: ImageOrder, listener: _Placed) -> CallerTicket | OrderRefused:
     """The refusal as a value. As the exception of a future it would hold the image, in its traceback's frames, which
     hold the future: a circle that is found by the garbage collector alone, long after memory has run out."""
     try:
@@ -130,7 +130,7 @@ def _ordered(desk: Desk, order: ImageOrder, listener: _Placed) -> Ticket | Order
         return refused.with_traceback(None)
 
 
-def _withdraw(ticket: Future[Ticket | OrderRefused]) -> None:
+def _withdraw(ticket: Future[CallerTicket | OrderRefused]) -> None:
     """Cancel an order that was taken, now or once it is."""
     if ticket.cancelled() or ticket.exception() is not None:
         return

@@ -30,7 +30,7 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
-class Texts:
+class TextCalls:
     """The desk, as a loop stands before it. ``threads``: that give it orders, which takes as long as to tokenise."""
 
     def __init__(self, desk: Desk, threads: int = 2) -> None:

@@ -32,7 +32,7 @@ from agent.http.exchange import Terms
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
-    from agent.api.calls.texts import Texts
+    from agent.api.calls.texts import TextCalls
     from agent.api.openai.requests import TextAsked
     from agent.http.exchange import HttpAnswer, HttpRequest, Stream
     from agent.line_file.api import ApiSection
@@ -53,7 +53,7 @@ TERMS = Terms(
 class OpenAiEndpoint:
     """Implements ``agent.http.exchange.Application``."""
 
-    def __init__(self, config: ApiSection, texts: Texts, terms: Terms = TERMS) -> None:
+    def __init__(self, config: ApiSection, texts: TextCalls, terms: Terms = TERMS) -> None:
         """Raises SecretMissing."""
         self.terms = terms
         self._texts = texts

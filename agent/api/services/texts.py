@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from agent.api.calls.door import Room
-    from agent.api.calls.texts import Texts
+    from agent.api.calls.texts import TextCalls
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Texts"].full_name
 
@@ -21,7 +21,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Texts"].full_name
 class TextService:
     """The methods by the names that the protocol gives them; what they refuse is raised, and told by the door."""
 
-    def __init__(self, texts: Texts) -> None:
+    def __init__(self, texts: TextCalls) -> None:
         self._texts = texts
 
     async def Generate(self, request: pb.GenerateRequest, room: Room) -> AsyncIterator[pb.GenerateReply]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from agent.api.calls.desk import (
         BoardView,
+        CallerTicket,
         ImageOrder,
         Listener,
         ReloadView,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
         TextModelView,
         TextOrder,
         TextTicket,
-        Ticket,
     )
     from agent.core.pool import PoolStatistics
     from agent.core.statistics import EngineStatistics, QueueStatistics
@@ -83,7 +83,7 @@ class LineDesk:
     _controls: Controls
     _started_s: float = field(default_factory=time.monotonic, init=False)
 
-    def order(self, order: ImageOrder, listener: Listener) -> Ticket:
+    def order(self, order: ImageOrder, listener: Listener) -> CallerTicket:
         with self._tally.ordering():
             return self._orders.order(order, listener)
 

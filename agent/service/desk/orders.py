@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from agent.api.calls.desk import ImageOrder, Listener, Ticket
+    from agent.api.calls.desk import CallerTicket, ImageOrder, Listener
     from agent.core.request import Outcome
     from agent.line_file.boards import LayoutSections
     from agent.runtime.image_sources import ImageSource
@@ -108,7 +108,7 @@ class OrderTaker:
         self._journaled = journaled
         self._admission = admission
 
-    def order(self, order: ImageOrder, listener: Listener) -> Ticket:
+    def order(self, order: ImageOrder, listener: Listener) -> CallerTicket:
         if not self._inspector.takes:
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one will take it", 5.0)
         board_type = self._board_type(order)
@@ -143,7 +143,7 @@ class OrderTaker:
 
     def _ask(
         self, gathering: _Gathering, parts: Sequence[Subject], order: ImageOrder, size: tuple[int, int] | None
-    ) -> Ticket:
+    ) -> CallerTicket:
         name = gathering.wanted[0]
         whole: ImageSource = (
             EncodedImage(order.image, name, DEFAULT_MAX_PIXELS) if isinstance(order.image, bytes) else order.image

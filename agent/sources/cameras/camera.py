@@ -252,7 +252,7 @@ class Camera:
 
     def _handle(self, item: _Item) -> None:
         if not self._supervisor.connections:
-            self._act(supervision.Started())
+            self._act(supervision.CameraStarted())
         if self._stopping.is_set() and not self._supervisor.is_stopped:
             self._act(supervision.StopAsked())
         if isinstance(item, Trigger):

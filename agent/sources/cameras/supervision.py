@@ -47,7 +47,7 @@ class CameraState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class CameraStarted:
     """Begin."""
 
 
@@ -101,7 +101,7 @@ class StopAsked:
 
 
 Event: TypeAlias = (
-    "Started | Passed | ProcessReady | Connected | FramesCame | ConnectionFailed | Unanswered | ProcessEnded "
+    "CameraStarted | Passed | ProcessReady | Connected | FramesCame | ConnectionFailed | Unanswered | ProcessEnded "
     "| StopAsked"
 )
 
@@ -199,7 +199,7 @@ class Supervisor:
     def decide(self, now: float, event: Event) -> list[Action]:
         """Actions that an event leads to. A late event of an earlier process changes nothing."""
         match event:
-            case Started():
+            case CameraStarted():
                 return self._connect(now)
             case Passed() if now >= self.deadline:
                 return self._time_is_up(now)

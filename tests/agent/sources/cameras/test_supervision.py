@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from agent.sources.cameras import supervision
 from agent.sources.cameras.supervision import (
     Action,
+    CameraStarted,
     CameraState,
     CloseProcess,
     Connected,
@@ -18,7 +19,6 @@ from agent.sources.cameras.supervision import (
     Passed,
     ProcessEnded,
     ProcessReady,
-    Started,
     StartProcess,
     StopAsked,
     Supervisor,
@@ -39,7 +39,7 @@ class Desk:
         self.now = 0.0
         self.one = Supervisor(OPEN_S, STALL_S, MAX_LAG_S, lambda: evenly)
         self.done: list[Action] = []
-        self.say(Started())
+        self.say(CameraStarted())
 
     def say(self, *events: Event) -> list[Action]:
         """What they lead to."""

@@ -1415,15 +1415,6 @@ def test_a_mount_that_vanishes_mid_run_is_offline_and_resumes(tmp_path: Path) ->
     ]
 
 
-def test_stopping_leaves_what_is_in_flight_for_the_next_start(tmp_path: Path) -> None:
-    root = tmp_path / "inbox"
-    with Service(root, settle_ms=10, poll_s=0.1) as service:
-        (root / "b1_r_R1.png").write_bytes(PNG)
-        first = service.next()
-    with Service(root, settle_ms=10, poll_s=0.1) as service:
-        assert service.next().subject.key == first.subject.key
-
-
 def test_a_burst_of_leases_and_writers_never_signals_the_process(tmp_path: Path) -> None:
     file = tmp_path / "x.png"
     file.write_bytes(PNG)
