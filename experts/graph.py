@@ -98,6 +98,11 @@ class ExpertGraph:
         if len(self.in_shadow) < len(self.shadows):
             raise ValueError("an expert is the shadow of two")
 
+    @property
+    def placed(self) -> frozenset[str]:
+        """Experts worth having in memory before a request names them: all but shadows."""
+        return self.experts - self.in_shadow
+
     def first_expert(self, component: str) -> str | None:
         """None for a component without a route."""
         steps = self.routes.get(component)

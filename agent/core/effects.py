@@ -1,4 +1,4 @@
-"""What the Engine tells the shell: imperatives, in the order to carry them out, and its decisions for the record."""
+"""What the Engine tells the shell: imperatives, in the order to carry them out, and decisions for the record."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from agent.core.eviction import Candidate
+    from agent.core.eviction import EvictionCandidate
     from agent.core.request import Batch, Outcome
 
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class StartLoad:
     """Bring a copy into ``pool`` from ``source``, the SSD or the caching pool. Answer Loaded or LoadFailed.
 
-    ``size_bytes`` is what the ledger reserved: shared parts that are there already are not counted, nor moved.
+    ``size_bytes``: reserved in the ledger; shared tensors that are there already are neither counted nor moved.
     """
 
     load: int
@@ -28,16 +28,16 @@ class StartLoad:
 
 @dataclass(frozen=True, slots=True)
 class StartBatch:
-    """Run a batch, at once or behind the one that runs. Answer Finished, Progressed (a quantum), or BatchFailed."""
+    """Run a batch, at once or behind the running one. Answer Finished, Progressed (a quantum), or BatchFailed."""
 
     batch: Batch
 
 
 class Prepare(NamedTuple):
-    """Have a request's image prepared for an expert, by the earliest ``due_s`` first; nothing is answered.
+    """Prepare a request's image for an expert, earliest ``due_s`` first; nothing is answered.
 
-    Earlier forms of the image are reused; forms not named any more are released. ``later``: the experts that may
-    follow, for which up to ``later_bytes`` may be held. ``executor``: runs the batch. A tuple: one per image and step.
+    Earlier forms of the image are reused; forms not named any more are released. ``later``: experts that may follow,
+    for which up to ``later_bytes`` are kept. ``executor``: runs the batch. A tuple: one per image and step.
     """
 
     request: int
@@ -50,14 +50,14 @@ class Prepare(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Release what is prepared of a request's image, but for what a running batch has of it."""
+    """Release a request's prepared image, but for the form that a running batch uses."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class Preempt:
-    """Release the memory of a request that has begun. Its text stays: it is read again after the prompt."""
+    """Release the memory of a begun request. Its text stays, and is read again after the prompt."""
 
     request: int
     executor: int
@@ -65,17 +65,17 @@ class Preempt:
 
 @dataclass(frozen=True, slots=True)
 class EvictionDecision:
-    """Why a copy left: for which copy ("" where memory ran short), how many bytes short, and the ranked candidates."""
+    """Why a copy left. ``for_copy``: the newcomer, "" where memory ran short; ``candidates`` in ranked order."""
 
     for_copy: str
     needed_bytes: int
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[EvictionCandidate, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Evict:
     """A copy leaves a pool; its memory is free at once. ``stage``: 1 or 2 as in section 4.3, 3 = it has a queued use,
-    0 = not by rank (LRU, FIFO, quarantine, probation, a shadow)."""
+    0 = not by rank (LRU, FIFO, quarantine, probation, a spare copy)."""
 
     expert: str
     copy: str
@@ -86,7 +86,7 @@ class Evict:
 
 
 class AssignmentCandidate(NamedTuple):
-    """One executor as the assignment saw it. A tuple: one is made for each executor and request."""
+    """One executor as the assignment saw it. A tuple: one per executor and request."""
 
     executor: int
     queue_s: float
@@ -95,7 +95,7 @@ class AssignmentCandidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """A request has its executor, and why. Nothing to carry out."""
+    """The executor of a request, and why. Nothing to carry out."""
 
     request: int
     expert: str
@@ -108,7 +108,7 @@ class Standing(StrEnum):
     """Whether an expert is asked."""
 
     SERVING = "serving"
-    PROBATION = "probation"  # not for now: its requests end UNKNOWN, and it is tried again
+    PROBATION = "probation"  # not now: its requests end UNKNOWN, and it is tried again
     QUARANTINE = "quarantine"  # not any more
 
 
@@ -126,7 +126,7 @@ class StandingChanged:
 class FellBack:
     """An expert failed too often in a memory: its requests there wait on other executors.
 
-    ``retry_s``: seconds until it may be tried there again. Nothing to carry out.
+    ``retry_s``: seconds until a retry there. Nothing to carry out.
     """
 
     expert: str
@@ -139,7 +139,7 @@ class FellBack:
 
 @dataclass(frozen=True, slots=True)
 class BudgetChanged:
-    """A new budget for the weights in a memory: less, as the box has less than was planned, or some of that again."""
+    """A new budget for the weights in a memory: lower, as the box has less than was planned, or higher again."""
 
     pool: str
     before_bytes: int
@@ -167,7 +167,7 @@ class Complete:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """A request cannot be judged: its verdict is UNKNOWN; ``outcome`` holds the reason and the steps that did run."""
+    """A request's verdict is UNKNOWN; ``outcome`` has the reason and the steps that did run."""
 
     request: int
     outcome: Outcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.core.request import IMAGE
+from agent.core.request import IMAGE, Precedence
 
 if TYPE_CHECKING:
     from agent.core.performance import PerformanceMatrix
@@ -23,21 +23,14 @@ class Started:
 class Arrived:
     """A request, for a component's route or for one expert directly; exactly one of the two is set.
 
-    ``work`` is what it has for those of its experts that count in tokens.
+    ``work``: its tokens, for those of its experts that count in tokens.
     """
 
     request: int
     component: str | None = None
     expert: str | None = None
     work: Work = IMAGE
-
-
-@dataclass(frozen=True, slots=True)
-class Offered:
-    """Background work: a request for an expert in another's shadow. It ends in one Complete or Fail."""
-
-    request: int
-    expert: str
+    precedence: Precedence = Precedence.LINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +66,7 @@ class Finished:
 class Progressed:
     """A batch's quantum is over. ``unfinished``: requests that go on in a later quantum, with the work left.
 
-    The two name each request once. A request whose work tells of a larger lease gets that one, or is preempted.
+    The two name each request once. A request whose work needs a larger lease gets that lease, or is preempted.
     """
 
     batch: int
@@ -107,7 +100,7 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """The shell found out by itself that an expert cannot be served."""
+    """The shell found that an expert cannot be served."""
 
     expert: str
     reason: str
@@ -129,9 +122,9 @@ class Unwanted:
 
 @dataclass(frozen=True, slots=True)
 class LineChanged:
-    """Other experts and routes from now on, on the same executors and memories; the sender has found that all fit.
+    """Other experts and routes from now on, on the same executors and memories; the sender has proved that all fit.
 
-    ``graph`` names the ``retired`` experts, too, and ``matrix`` those of them that accepted requests may still need.
+    ``graph`` names the ``retired`` experts, too; ``matrix`` has a row for those that accepted requests may still need.
     """
 
     graph: ExpertGraph
@@ -142,15 +135,15 @@ class LineChanged:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed, nothing else."""
+    """Time has passed: check deadlines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Take nothing new; finish what was taken."""
+    """Take no new request; finish the accepted ones."""
 
 
 Event = (
-    Started | Arrived | Offered | Loaded | LoadFailed | Finished | Progressed | BatchFailed | Cancelled | Preempted
+    Started | Arrived | Loaded | LoadFailed | Finished | Progressed | BatchFailed | Cancelled | Preempted
     | Quarantined | Wanted | Unwanted | LineChanged | Tick | Drain
 )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Who leaves when room is needed: pure functions of what is known.
+"""Eviction: which copies leave when room is needed, as pure functions.
 
-Each strategy ranks the candidates, first to go first; ``victims`` then takes them in that order until the room is
-made. Two-stage is the paper's (section 4.3). Lookahead is ours: the queues are the known future, so an expert with
-a queued use goes only after every expert without one, furthest use first (Belady's rule); among those without one
-the paper's two stages decide. Lru and Fifo are what the baselines do.
+Each strategy ranks the candidates, first to go first; ``victims`` takes them in that order until the room is made.
+Two-stage is the paper's (section 4.3). Lookahead is ours: the queues are the known future, so an expert with a queued
+use goes only after every expert without one, furthest use first (Belady's rule); the paper's two stages decide among
+experts without a queued use. Lru and Fifo are the baselines'.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ STAGE_BY_USAGE = 2
 STAGE_BY_NEXT_USE = 3
 
 
-class Candidate(NamedTuple):
-    """An evictable copy and all that a strategy may know of it (a tuple: dozens are made for each decision)."""
+class EvictionCandidate(NamedTuple):
+    """An evictable copy and all that a strategy may know of it. A tuple: dozens are made for each decision."""
 
     copy: str
     expert: str
@@ -40,36 +40,36 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """``rank`` sorts candidates, first to go first; ``stage`` says by which rule one would go."""
+    """``rank`` sorts candidates, first to go first; ``stage``: the rule by which a candidate would go."""
 
-    rank: Callable[[Candidate], tuple[float, float, str]]
-    stage: Callable[[Candidate], int]
+    rank: Callable[[EvictionCandidate], tuple[float, float, str]]
+    stage: Callable[[EvictionCandidate], int]
 
-    def ranked(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+    def ranked(self, candidates: Iterable[EvictionCandidate]) -> list[EvictionCandidate]:
         return sorted(candidates, key=self.rank)
 
 
-def _two_stage_stage(each: Candidate) -> int:
+def _two_stage_stage(each: EvictionCandidate) -> int:
     return STAGE_WITHOUT_PRELIMINARY if each.lacks_preliminary else STAGE_BY_USAGE
 
 
-def _two_stage_rank(each: Candidate) -> tuple[float, float, str]:
+def _two_stage_rank(each: EvictionCandidate) -> tuple[float, float, str]:
     if each.lacks_preliminary:
         return STAGE_WITHOUT_PRELIMINARY, -each.footprint.total_bytes, each.copy
     return STAGE_BY_USAGE, each.usage, each.copy
 
 
-def _lookahead_stage(each: Candidate) -> int:
+def _lookahead_stage(each: EvictionCandidate) -> int:
     return STAGE_BY_NEXT_USE if each.next_use_s is not None else _two_stage_stage(each)
 
 
-def _lookahead_rank(each: Candidate) -> tuple[float, float, str]:
+def _lookahead_rank(each: EvictionCandidate) -> tuple[float, float, str]:
     if each.next_use_s is not None:
         return STAGE_BY_NEXT_USE, -each.next_use_s, each.copy
     return _two_stage_rank(each)
 
 
-def _by_rank(each: Candidate) -> int:
+def _by_rank(each: EvictionCandidate) -> int:
     return STAGE_BY_RANK
 
 
@@ -82,48 +82,48 @@ STRATEGIES = {
 
 
 def victims(
-    ranked: list[Candidate], needed_bytes: int, part_holders: Callable[[str], int], kept_parts: frozenset[str]
-) -> tuple[Candidate, ...] | None:
-    """The fewest of the ranked, from the first on, that free ``needed_bytes``; None if all of them do not.
+    ranked: list[EvictionCandidate], needed_bytes: int, holders: Callable[[str], int], kept: frozenset[str]
+) -> tuple[EvictionCandidate, ...] | None:
+    """The fewest of the ranked, from the first on, that free ``needed_bytes``; None if all together do not.
 
-    A shared part counts as freed when its last holder goes (``part_holders`` says how many there are), unless the
-    newcomer shares it (``kept_parts``). A victim that later ones made superfluous is spared, the last ranked first.
+    Shared tensors count as freed when the last of their ``holders`` goes, unless the newcomer shares them (``kept``).
+    A victim that later ones made superfluous is spared, the last ranked first.
     """
-    chosen: list[Candidate] = []
+    chosen: list[EvictionCandidate] = []
     freed = 0
     leaving: dict[str, int] = {}
     for candidate in ranked:
         if freed >= needed_bytes:
             break
         chosen.append(candidate)
-        freed += _freed_by_one_more(candidate, leaving, part_holders, kept_parts)
+        freed += _freed_by_one_more(candidate, leaving, holders, kept)
     if freed < needed_bytes:
         return None
-    spared, staying = set(), set(kept_parts)
+    spared, staying = set(), set(kept)
     for candidate in reversed(chosen[:-1]):
-        worth = _freed_by_last_one(candidate, leaving, part_holders, staying)
+        worth = _freed_by_last_one(candidate, leaving, holders, staying)
         if freed - worth >= needed_bytes:
             freed -= worth
             spared.add(candidate.copy)
-            staying.update(part.id for part in candidate.footprint.shared)
+            staying.update(shared.id for shared in candidate.footprint.shared)
     return tuple(each for each in chosen if each.copy not in spared)
 
 
 def _freed_by_one_more(
-    candidate: Candidate, leaving: dict[str, int], part_holders: Callable[[str], int], kept_parts: AbstractSet[str]
+    candidate: EvictionCandidate, leaving: dict[str, int], holders: Callable[[str], int], kept: AbstractSet[str]
 ) -> int:
-    """What one more frees, after those already counted in ``leaving`` (shared part -> holders that leave)."""
-    for part in candidate.footprint.shared:
-        leaving[part.id] = leaving.get(part.id, 0) + 1
-    return _freed_by_last_one(candidate, leaving, part_holders, kept_parts)
+    """Bytes that one more candidate frees. ``leaving``: shared tensors -> holders that leave already."""
+    for shared in candidate.footprint.shared:
+        leaving[shared.id] = leaving.get(shared.id, 0) + 1
+    return _freed_by_last_one(candidate, leaving, holders, kept)
 
 
 def _freed_by_last_one(
-    candidate: Candidate, leaving: dict[str, int], part_holders: Callable[[str], int], kept_parts: AbstractSet[str]
+    candidate: EvictionCandidate, leaving: dict[str, int], holders: Callable[[str], int], kept: AbstractSet[str]
 ) -> int:
-    """What one of those counted in ``leaving`` adds to what they free together."""
+    """Bytes that a candidate counted in ``leaving`` adds to those that all free together."""
     freed = candidate.footprint.own_bytes
-    for part in candidate.footprint.shared:
-        if leaving[part.id] == part_holders(part.id) and part.id not in kept_parts:
-            freed += part.size_bytes
+    for shared in candidate.footprint.shared:
+        if leaving[shared.id] == holders(shared.id) and shared.id not in kept:
+            freed += shared.size_bytes
     return freed

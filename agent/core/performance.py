@@ -1,6 +1,6 @@
-"""What the core knows of the box: the performance matrix, footprints, usage probabilities, memories. Frozen records.
+"""What the core knows of the box: performance matrix, footprints, usage probabilities, memories. Frozen records.
 
-A *copy* is an expert in one precision; its name is what pools hold. Two processors of one precision share copies.
+A *copy* is an expert in one precision, known by its name. Two processors of one precision share copies.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from agent.core.request import Work
 
@@ -17,8 +17,8 @@ SSD, HOST, DEVICE = "ssd", "host", "device"  # where weights lie: on the drive, 
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPart:
-    """Weights that several experts share: held once in a memory while any of them is there."""
+class SharedTensors:
+    """Weights that several experts share: they lie in a memory once, while any of the experts is there."""
 
     id: str
     size_bytes: int
@@ -27,21 +27,20 @@ class SharedPart:
 @dataclass(frozen=True, slots=True)
 class Footprint:
     own_bytes: int
-    shared: tuple[SharedPart, ...] = ()
+    shared: tuple[SharedTensors, ...] = ()
 
     @property
     def total_bytes(self) -> int:
-        return self.own_bytes + sum(part.size_bytes for part in self.shared)
+        return self.own_bytes + sum(shared.size_bytes for shared in self.shared)
 
 
 @dataclass(frozen=True, slots=True)
 class Performance:
     """One architecture on one processor. A batch of n takes ``K_s * n + B_s``. Source: CoServe, section 4.2.
 
-    What its requests have in tokens comes on top of that, per token; and what each of them may come to hold from its
-    first batch on is a lease of so many bytes per token, reserved at the start (Orca, section 4.2), for the worst case
-    or for what is expected.
-    An expert without leases runs its batches to their end; one with leases runs in quanta.
+    Tokens of its requests come on top, per token. From its first batch on each request leases so many bytes per token,
+    reserved at the start (Orca, section 4.2), for the worst case or for the expected one.
+    An expert without leases runs its batches to their end; an expert with leases runs in quanta.
     """
 
     K_s: float
@@ -71,17 +70,17 @@ class Performance:
         return self.lease_bytes * work.leased
 
     def most_for(self, work: Work) -> int:
-        """Bytes that it may come to hold until it ends: the worst case."""
+        """Bytes that a request may need until it ends: the worst case."""
         return self.lease_bytes * work.most
 
     def workspace_for(self, batch_size: int) -> int:
-        """Bytes one running batch needs beside the weights."""
+        """Bytes that a running batch needs beside the weights."""
         return self.workspace_base_bytes + self.workspace_bytes * batch_size
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedForm:
-    """What an image becomes for an expert. ``name`` says all that pixels depend on; experts with one name share it."""
+    """Pixels of an image as an expert takes them. ``name``: all that they depend on; experts with one share them."""
 
     name: str
     size_bytes: int
@@ -91,8 +90,8 @@ class PreparedForm:
 class ExpertProfile:
     """One expert on one kind of processor.
 
-    ``prepared``: what its images become first, alike on every processor; None: nothing that is known of, as of texts.
-    ``family``: those that run in quanta may run in one batch with others whose name for it is the same; None: alone.
+    ``prepared``: form of its images, alike on every processor; None: unknown, as of texts. ``family``: experts of one
+    family that run in quanta may run in one batch; None: alone.
     """
 
     copy: str
@@ -116,7 +115,7 @@ class PerformanceMatrix:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorSpec:
-    """One executor: a queue and whoever runs it. ``processor`` names its column of the matrix, ``pool`` its memory."""
+    """One executor. ``processor``: its column of the matrix; ``pool``: its memory."""
 
     id: int
     processor: str
@@ -125,10 +124,10 @@ class ExecutorSpec:
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """One memory. Weights, the workspace of running batches and what begun requests lease have their own shares of it.
+    """One memory. Weights, workspaces of running batches and leases of begun requests have their own shares of it.
 
-    ``cache`` names the memory in front of it, whose copies are nearer than the SSD's (split memory).
-    ``is_one_piece``: taken from the box as a whole at the start, so that what leaves it makes no room outside of it.
+    ``cache``: the memory in front of it, whose copies are nearer than the SSD's (split memory). ``is_one_piece``: taken
+    from the box as a whole at the start, so that an eviction makes no room outside of it.
     """
 
     name: str
@@ -141,25 +140,40 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the core must keep to. ``loads_in_flight`` counts per source (the SSD, the host's copies)."""
+    """Bounds of the core. ``loads_in_flight`` counts per source (the SSD, the host's copies)."""
 
     pools: tuple[PoolSpec, ...]
     max_overtake_s: float = 5.0
-    long_queue_s: float = 5.0  # a queue that takes longer is run in order, however late its requests may be
     loads_in_flight: int = 2
-    prefetch_groups: int = 16
-    load_attempts: int = 3  # that fail in a row: probation
-    load_backoff_s: float = 0.25  # after a failed load; doubles with each further one, up to longest_pause_s
-    away_s: float = 30.0  # a file that is not there or not readable is waited for; only then its failed loads count
-    longest_away_pause_s: float = 4.0  # between two looks for it
-    batch_attempts: int = 3
-    quantum_s: float = 0.05  # that requests with leases run before others may; whoever waits for them waits for as long
+    quantum_s: float = 0.05  # of begun texts, while any other request waits
     lone_quantum_s: float | None = None  # the same where no images may come; None: the same
-    expert_failures: int = 3  # batches of one that fail in a row: probation
-    probation_s: float = 1.0  # after failed batches; doubles with each failed trial, up to longest_pause_s
-    longest_pause_s: float = 60.0
-    budget_pause_s: float = 600.0  # without shortage, before a lowered budget gets some back; doubles each time
-    longest_budget_pause_s: float = 86_400.0
-    background_requests: int = 64  # that may wait; arbitrary: the oldest is dropped for one more
     prepared_bytes: int = 0  # of images prepared ahead of their batches; 0: each when its batch starts
     pinned: frozenset[str] = frozenset()
+
+
+def pinned_homes(
+    pinned: frozenset[str], executors: Sequence[ExecutorSpec], profiles: Mapping[str, Mapping[str, ExpertProfile]]
+) -> dict[str, ExecutorSpec]:
+    """The executor in whose memory each pinned expert stays for good: the first one that can run it."""
+    homes = {}
+    for expert in sorted(pinned):
+        home = next((spec for spec in executors if expert in profiles[spec.processor]), None)
+        if home is not None:
+            homes[expert] = home
+    return homes
+
+
+def footprints_in(
+    pool: str,
+    executors: Sequence[ExecutorSpec],
+    profiles: Mapping[str, Mapping[str, ExpertProfile]],
+    homes: Mapping[str, ExecutorSpec],
+) -> list[tuple[str, Footprint, bool]]:
+    """(expert, footprint, pinned) of every copy that may have to run in a memory."""
+    processors = sorted({spec.processor for spec in executors if spec.pool == pool})
+    copies = {
+        profile.copy: (expert, profile.footprint, expert in homes and homes[expert].pool == pool)
+        for processor in processors
+        for expert, profile in sorted(profiles[processor].items())
+    }
+    return list(copies.values())

@@ -1,28 +1,72 @@
-"""ModelPool: the byte ledger of one memory.
+"""ModelPool: the byte ledger of one memory; Leases: the requests that take, or wait for, their share of one.
 
 Guarantees: weights never exceed ``expert_bytes``, the workspaces of running batches never exceed ``workspace_bytes``,
-and what begun requests lease never exceeds ``lease_bytes``; a reservation that would is refused with MemoryExceeded and
-changes nothing; a part that several copies share is counted once, while any of them is there; a copy in use, pinned or
-on its way is not evictable.
-Every change of a copy's residency goes through the table in ``residency``.
+and the leases of begun requests never exceed ``lease_bytes``; a reservation beyond that raises MemoryExceeded and
+changes nothing. Tensors that several copies share count once, while any of the copies is there. A copy in use, pinned
+or being loaded is not evictable. Each change of a copy's residency goes through one table:
+
+    ABSENT --start_load--> LOADING --loaded--> RESIDENT --start_use--> IN_USE
+       ^                      |                  |  ^                    |
+       +----- load_failed ----+                  |  +----- end_use ------+   (the last of several uses)
+       +------------------- evict ---------------+
+
+A copy that runs, or is being copied on, is IN_USE, and leaves that state only when its last use ends: so no running
+expert is ever evicted. Using a copy again while it is IN_USE keeps it there; the pool counts the uses.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
 
-from agent.core.residency import Move, Residency, after
-from experts.errors import MemoryExceeded
+from experts.errors import IllegalMove, MemoryExceeded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, KeysView
+    from collections.abc import Iterable, Iterator, KeysView, Mapping
+    from collections.abc import Set as AbstractSet
 
     from agent.core.performance import Footprint, PoolSpec
 
 
+class Residency(StrEnum):
+    ABSENT = "absent"
+    LOADING = "loading"
+    RESIDENT = "resident"
+    IN_USE = "in use"
+
+
+class Move(StrEnum):
+    START_LOAD = "start_load"
+    LOADED = "loaded"
+    LOAD_FAILED = "load_failed"
+    START_USE = "start_use"
+    END_USE = "end_use"
+    EVICT = "evict"
+
+
+MOVES = {
+    (Residency.ABSENT, Move.START_LOAD): Residency.LOADING,
+    (Residency.LOADING, Move.LOADED): Residency.RESIDENT,
+    (Residency.LOADING, Move.LOAD_FAILED): Residency.ABSENT,
+    (Residency.RESIDENT, Move.START_USE): Residency.IN_USE,
+    (Residency.RESIDENT, Move.EVICT): Residency.ABSENT,
+    (Residency.IN_USE, Move.START_USE): Residency.IN_USE,
+    (Residency.IN_USE, Move.END_USE): Residency.RESIDENT,
+}
+
+
+def after(copy: str, state: Residency, move: Move) -> Residency:
+    """State after a move. Raises IllegalMove, which names copy, state and move."""
+    try:
+        return MOVES[state, move]
+    except KeyError:
+        raise IllegalMove(copy, state, move) from None
+
+
 @dataclass(slots=True)
-class Entry:
+class PoolEntry:
     copy: str
     expert: str
     footprint: Footprint
@@ -31,6 +75,7 @@ class Entry:
     used_order: int  # when it was last used
     state: Residency = Residency.ABSENT
     uses: int = 0
+    is_spare: bool = False  # loaded for a request of idle precedence, and run for no other since
 
     @property
     def is_evictable(self) -> bool:
@@ -46,7 +91,9 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Part:
+class SharedBytes:
+    """Tensors that ``holders`` copies share."""
+
     size_bytes: int
     holders: int
 
@@ -73,20 +120,21 @@ class ModelPool:
     peak_used_bytes: int = 0
     workspace_used_bytes: int = 0
     lease_used_bytes: int = 0
-    _entries: dict[str, Entry] = field(default_factory=dict)
-    _parts: dict[str, Part] = field(default_factory=dict)
+    _entries: dict[str, PoolEntry] = field(default_factory=dict)
+    _shared: dict[str, SharedBytes] = field(default_factory=dict)
     _workspaces: dict[int, int] = field(default_factory=dict)
     _leases: dict[int, int] = field(default_factory=dict)  # request -> bytes
     _order: int = 0
-    missing_bytes: int = 0  # of what the spec says: the box has less
+    missing_bytes: int = 0  # of the planned bytes: the box has less
     missing_lease_bytes: int = 0
+    has_spare: bool = False  # was any copy ever spare?
 
     @property
     def expert_bytes(self) -> int:
         return self.spec.expert_bytes - self.missing_bytes
 
     def set_budget(self, expert_bytes: int) -> None:
-        """Keep to so much from now on. Raises MemoryExceeded for more than was planned, or less than what lies here."""
+        """Set the budget for weights. Raises MemoryExceeded above the planned one, or below the bytes in use."""
         if expert_bytes > self.spec.expert_bytes:
             raise MemoryExceeded(self.name, expert_bytes, self.spec.expert_bytes)
         if expert_bytes < self.used_bytes:
@@ -98,7 +146,7 @@ class ModelPool:
         return self.spec.lease_bytes - self.missing_lease_bytes
 
     def set_lease_budget(self, lease_bytes: int) -> None:
-        """Lease so much from now on. Raises MemoryExceeded for more than was planned, or less than what is leased."""
+        """Set the budget for leases. Raises MemoryExceeded above the planned one, or below the leased bytes."""
         if lease_bytes > self.spec.lease_bytes:
             raise MemoryExceeded(f"{self.name} leases", lease_bytes, self.spec.lease_bytes)
         if lease_bytes < self.lease_used_bytes:
@@ -113,10 +161,10 @@ class ModelPool:
     def free_bytes(self) -> int:
         return self.expert_bytes - self.used_bytes
 
-    def entry(self, copy: str) -> Entry | None:
+    def entry(self, copy: str) -> PoolEntry | None:
         return self._entries.get(copy)
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[PoolEntry]:
         """Every copy loading or resident, in the order they came."""
         return iter(self._entries.values())
 
@@ -128,36 +176,42 @@ class ModelPool:
         entry = self._entries.get(copy)
         return entry is not None and entry.is_evictable
 
-    def holders(self, part: str) -> int:
-        held = self._parts.get(part)
+    def holders(self, tensors: str) -> int:
+        held = self._shared.get(tensors)
         return held.holders if held else 0
 
     def needed_bytes(self, footprint: Footprint) -> int:
-        """What a copy would add to the ledger now: its own bytes and the shared parts that are not held yet."""
-        return footprint.own_bytes + sum(part.size_bytes for part in footprint.shared if part.id not in self._parts)
+        """Bytes that a copy would add to the ledger now: its own and the shared tensors that are not there yet."""
+        return footprint.own_bytes + sum(
+            shared.size_bytes for shared in footprint.shared if shared.id not in self._shared
+        )
 
     def freed_bytes(self, copy: str) -> int:
         footprint = self._entries[copy].footprint
         return footprint.own_bytes + sum(
-            part.size_bytes for part in footprint.shared if self._parts[part.id].holders == 1
+            shared.size_bytes for shared in footprint.shared if self._shared[shared.id].holders == 1
         )
 
     def can_reserve(self, footprint: Footprint) -> bool:
         return self.needed_bytes(footprint) <= self.free_bytes
 
     def start_load(self, copy: str, expert: str, footprint: Footprint, *, pinned: bool) -> int:
-        """Reserve room and begin; the bytes that were reserved. Raises MemoryExceeded, IllegalMove."""
+        """Reserve room; returns the reserved bytes. Raises MemoryExceeded, IllegalMove."""
         held = self._entries.get(copy)
         state = after(copy, held.state if held else Residency.ABSENT, Move.START_LOAD)
         needed = self.needed_bytes(footprint)
         if needed > self.free_bytes:
             raise MemoryExceeded(self.name, needed, self.free_bytes)
         self._order += 1
-        self._entries[copy] = Entry(copy, expert, footprint, pinned, self._order, self._order, state)
+        self._entries[copy] = PoolEntry(copy, expert, footprint, pinned, self._order, self._order, state)
         self._hold(footprint)
         self.used_bytes += needed
         self.peak_used_bytes = max(self.peak_used_bytes, self.used_bytes)
         return needed
+
+    def mark_spare(self, copy: str) -> None:
+        self._entries[copy].is_spare = True
+        self.has_spare = True
 
     def loaded(self, copy: str) -> None:
         self._step(copy, Move.LOADED)
@@ -167,16 +221,20 @@ class ModelPool:
         self._forget(copy)
 
     def evict(self, copy: str) -> int:
-        """Let go of a copy; the bytes that it freed. Raises IllegalMove for one in use or on its way."""
+        """Release a copy; returns the freed bytes. Raises IllegalMove for a copy in use or being loaded."""
         freed = self.freed_bytes(copy)
         self._step(copy, Move.EVICT)
         self._forget(copy)
         return freed
 
-    def start_use(self, copy: str) -> None:
-        """A batch runs on it, or it is being copied on: it stays until the last use ends."""
+    def start_use(self, copy: str, *, is_spare: bool = True) -> None:
+        """Keep a copy until the last use ends: a batch runs on it, or it is being copied on.
+
+        ``is_spare``: for a request of idle precedence, after which the copy stays spare if it was.
+        """
         entry = self._step(copy, Move.START_USE)
         entry.uses += 1
+        entry.is_spare &= is_spare
         self._order += 1
         entry.used_order = self._order
 
@@ -187,7 +245,7 @@ class ModelPool:
         entry.uses -= 1
 
     def workspace_for(self, executor: int) -> int:
-        """Bytes an idle executor may take for a batch: what is free, less what the others are still owed."""
+        """Bytes that an idle executor may take for a batch: free ones, less what is guaranteed to the others."""
         owed = sum(
             max(size - self._workspaces.get(other, 0), 0)
             for other, size in self.guaranteed_workspace.items()
@@ -206,7 +264,7 @@ class ModelPool:
         self.workspace_used_bytes -= self._workspaces.pop(executor)
 
     def keep_workspace(self, executor: int, size_bytes: int) -> None:
-        """Leave an ended batch's workspace to the next one, but for what exceeds ``size_bytes``."""
+        """Leave an ended batch's workspace to the next batch, but for the bytes above ``size_bytes``."""
         self.workspace_used_bytes -= self._workspaces[executor] - size_bytes
         self._workspaces[executor] = size_bytes
 
@@ -219,7 +277,7 @@ class ModelPool:
         return self._leases.keys()
 
     def take_lease(self, request: int, size_bytes: int) -> None:
-        """A request begins, and may come to hold so much. Raises MemoryExceeded, and ValueError for one that has."""
+        """Reserve a begun request's bytes. Raises MemoryExceeded, and ValueError for a request with a lease."""
         if request in self._leases:
             raise ValueError(f"{self.name}: request {request} has a lease already")
         if size_bytes > self.free_lease_bytes:
@@ -231,7 +289,7 @@ class ModelPool:
         return self._leases[request]
 
     def grow_lease(self, request: int, size_bytes: int) -> None:
-        """A request that has begun may come to hold so much in all. Raises MemoryExceeded."""
+        """Raise a lease to ``size_bytes`` in all. Raises MemoryExceeded."""
         further_bytes = size_bytes - self._leases[request]
         if further_bytes > self.free_lease_bytes:
             raise MemoryExceeded(f"{self.name} leases", further_bytes, self.free_lease_bytes)
@@ -256,23 +314,24 @@ class ModelPool:
         )
 
     def check_invariants(self) -> None:
-        """Recount everything from the entries. Raises AssertionError saying what does not add up."""
-        parts = {part.id: part.size_bytes for entry in self._entries.values() for part in entry.footprint.shared}
-        own = sum(entry.footprint.own_bytes for entry in self._entries.values())
-        assert own + sum(parts.values()) == self.used_bytes, f"{self.name}: ledger is not the sum of what is held"
+        """Recount everything from the entries. Raises AssertionError that names what does not add up."""
+        footprints = [entry.footprint for entry in self._entries.values()]
+        shared_bytes = {each.id: each.size_bytes for footprint in footprints for each in footprint.shared}
+        own = sum(footprint.own_bytes for footprint in footprints)
+        assert own + sum(shared_bytes.values()) == self.used_bytes, f"{self.name}: ledger is not the sum of its copies"
         assert self.used_bytes <= self.expert_bytes, f"{self.name}: weights over budget"
         assert self.workspace_used_bytes <= self.spec.workspace_bytes, f"{self.name}: workspace over budget"
         assert sum(self._workspaces.values()) == self.workspace_used_bytes, f"{self.name}: workspace miscounted"
         assert self.lease_used_bytes <= self.lease_bytes, f"{self.name}: leases over budget"
         assert sum(self._leases.values()) == self.lease_used_bytes, f"{self.name}: leases miscounted"
-        assert parts.keys() == self._parts.keys(), f"{self.name}: shared parts miscounted"
+        assert shared_bytes.keys() == self._shared.keys(), f"{self.name}: shared tensors miscounted"
         for entry in self._entries.values():
             assert entry.uses >= 0, f"{self.name}: {entry.copy} has negative uses"
             in_use = entry.state is Residency.IN_USE
             assert in_use == (entry.uses > 0), f"{self.name}: {entry.copy} is {entry.state} with {entry.uses} uses"
             assert entry.state is not Residency.ABSENT, f"{self.name}: {entry.copy} is listed and absent"
 
-    def _step(self, copy: str, move: Move) -> Entry:
+    def _step(self, copy: str, move: Move) -> PoolEntry:
         entry = self._entries.get(copy)
         state = after(copy, entry.state if entry else Residency.ABSENT, move)
         assert entry is not None  # the table has no move from ABSENT but start_load
@@ -280,24 +339,24 @@ class ModelPool:
         return entry
 
     def _hold(self, footprint: Footprint) -> None:
-        for part in footprint.shared:
-            self._parts.setdefault(part.id, Part(part.size_bytes, 0)).holders += 1
+        for shared in footprint.shared:
+            self._shared.setdefault(shared.id, SharedBytes(shared.size_bytes, 0)).holders += 1
 
     def _forget(self, copy: str) -> None:
         footprint = self._entries.pop(copy).footprint
         self.used_bytes -= footprint.own_bytes
-        for part in footprint.shared:
-            held = self._parts[part.id]
+        for shared in footprint.shared:
+            held = self._shared[shared.id]
             held.holders -= 1
             if not held.holders:
-                del self._parts[part.id]
-                self.used_bytes -= part.size_bytes
+                del self._shared[shared.id]
+                self.used_bytes -= shared.size_bytes
 
 
 def misfits(footprints: Iterable[tuple[str, Footprint, bool]], expert_bytes: int) -> dict[str, int]:
-    """Experts that can never run in a memory of this size, with the bytes each would need there.
+    """Experts that can never run in a memory of this size, with the bytes that each would need there.
 
-    ``footprints``: (expert, footprint, pinned). One that is not pinned needs its room beside all the pinned ones.
+    ``footprints``: (expert, footprint, pinned). An expert that is not pinned needs room beside all pinned ones.
     """
     return {expert: needed for expert, needed in _needs(footprints).items() if needed > expert_bytes}
 
@@ -309,12 +368,114 @@ def least_bytes(footprints: Iterable[tuple[str, Footprint, bool]]) -> int:
 
 def _needs(footprints: Iterable[tuple[str, Footprint, bool]]) -> dict[str, int]:
     listed = tuple(footprints)
-    pinned_parts = {part.id: part.size_bytes for _, footprint, pinned in listed if pinned for part in footprint.shared}
+    pinned_shared = {each.id: each.size_bytes for _, footprint, pinned in listed if pinned for each in footprint.shared}
     pinned_own = sum(footprint.own_bytes for _, footprint, pinned in listed if pinned)
-    pinned_bytes = pinned_own + sum(pinned_parts.values())
+    pinned_bytes = pinned_own + sum(pinned_shared.values())
     needs: dict[str, int] = {}
     for expert, footprint, pinned in listed:
-        parts = sum(part.size_bytes for part in footprint.shared if part.id not in pinned_parts)
-        needed = pinned_bytes if pinned else pinned_bytes + footprint.own_bytes + parts
-        needs[expert] = max(needed, needs.get(expert, 0))  # an expert may be there in several forms
+        further = sum(each.size_bytes for each in footprint.shared if each.id not in pinned_shared)
+        needed = pinned_bytes if pinned else pinned_bytes + footprint.own_bytes + further
+        needs[expert] = max(needed, needs.get(expert, 0))  # an expert may have several copies there
     return needs
+
+
+class LeaseWish(NamedTuple):
+    """A request that has not begun; sorts by when it was queued."""
+
+    since_s: float
+    request: int
+    size_bytes: int
+
+
+class Leases:
+    """Requests that wait to begin, and requests that have begun and take bytes of a memory until their step ends.
+
+    A request of an expert that counts in tokens needs more memory with each token. Its lease is taken when its first
+    batch starts and given back when its step ends. A lease for the worst case never lacks room (Orca, section 4.2). A
+    smaller one grows where there is room, and is given back where there is not: no waiting request has a lease, so no
+    two wait for each other.
+
+    Guarantees: no memory's leases exceed its share. With a bounded policy no request takes bytes that are needed by all
+    requests together that wait for the same memory and were queued ``max_overtake_s`` or more before it: so each one
+    finds room in the end, and until then others may use what is left. ``max_overtake_s``: infinity without a bound.
+    """
+
+    def __init__(self, pools: Mapping[str, ModelPool], max_overtake_s: float) -> None:
+        self._pools = pools
+        self._max_overtake_s = max_overtake_s
+        self._queues: dict[str, list[LeaseWish]] = {name: [] for name in pools}  # the oldest first
+        self._waiting: dict[int, tuple[str, LeaseWish]] = {}  # request -> memory
+        self._begun: dict[int, str] = {}  # request -> memory
+
+    @property
+    def is_any(self) -> bool:
+        return bool(self._waiting or self._begun)
+
+    @property
+    def waiting(self) -> AbstractSet[int]:
+        return self._waiting.keys()
+
+    @property
+    def begun(self) -> Mapping[int, str]:
+        return self._begun
+
+    def wait(self, request: int, pool: str, size_bytes: int, since_s: float) -> None:
+        waiting = LeaseWish(since_s, request, size_bytes)
+        self._waiting[request] = pool, waiting
+        insort(self._queues[pool], waiting)
+
+    def can_begin(self, request: int) -> bool:
+        name, waiting = self._waiting[request]
+        return self._has_room(name, waiting.size_bytes, waiting.since_s)
+
+    def begin(self, request: int) -> None:
+        """Take the lease of a request whose first batch starts. Raises MemoryExceeded where there is no room."""
+        name, waiting = self._waiting[request]
+        self._pools[name].take_lease(request, waiting.size_bytes)
+        self._stop_waiting(request)
+        self._begun[request] = name
+
+    def grow(self, request: int, size_bytes: int, since_s: float) -> bool:
+        """Raise a begun request's lease to ``size_bytes``; False without room. ``since_s``: when it was queued."""
+        name = self._begun[request]
+        further_bytes = size_bytes - self._pools[name].leased_bytes(request)
+        if further_bytes <= 0:
+            return True
+        if not self._has_room(name, further_bytes, since_s):
+            return False
+        self._pools[name].grow_lease(request, size_bytes)
+        return True
+
+    def end(self, request: int) -> None:
+        if request in self._waiting:
+            self._stop_waiting(request)
+        elif request in self._begun:
+            self._pools[self._begun.pop(request)].return_lease(request)
+
+    def check_invariants(self) -> None:
+        for name, pool in self._pools.items():
+            lessees = {request for request, where in self._begun.items() if where == name}
+            assert pool.lessees == lessees, f"{name}: leases taken by {set(pool.lessees)}, begun are {lessees}"
+            expected = sorted(waiting for where, waiting in self._waiting.values() if where == name)
+            assert self._queues[name] == expected, f"{name}: requests that wait for a lease are miscounted"
+        both = self._waiting.keys() & self._begun.keys()
+        assert not both, f"requests {both} have a lease and wait for one"
+
+    def _has_room(self, name: str, size_bytes: int, since_s: float) -> bool:
+        room_bytes = self._pools[name].free_lease_bytes - size_bytes
+        if room_bytes < 0:
+            return False
+        if not size_bytes:
+            return True
+        for older in self._queues[name]:
+            if older.since_s + self._max_overtake_s > since_s:
+                break
+            room_bytes -= older.size_bytes
+            if room_bytes < 0:
+                return False
+        return True
+
+    def _stop_waiting(self, request: int) -> None:
+        name, waiting = self._waiting.pop(request)
+        queue = self._queues[name]
+        del queue[bisect_left(queue, waiting)]

@@ -1,14 +1,14 @@
 """ExecutorQueue: one executor's work, as groups of requests that need one expert.
 
-Groups stand in the order they were opened, except that work given back by a failed batch goes in front, and that what
-goes on after a quantum goes to the tail: the requests of one copy that have begun and are not done are its *ongoing*
-group, which nobody joins. All operations are O(1) in the number of requests; asking for the first group of an expert
-is O(1), too, but for the ongoing ones, of which each costs a look.
+Groups stand in the order they were opened, with two exceptions. Requests given back by a failed batch go in front.
+Requests that have begun and are not done go to the tail after each quantum: they are the *ongoing* group of their copy,
+which no request joins. All operations are O(1) in the number of requests; the first group of an expert costs one look
+per ongoing group.
 
-A group has two ages. Nothing in it or behind it was queued before ``opened_s``: who may still join what stands in
-front of it goes by that. ``oldest_s`` is its oldest remaining request's: what the group itself may claim goes by that,
-as one that requests keep joining while others leave grows old without anybody in it that has waited for long. In an
-ongoing group both count from the quantum that its requests had last: whoever has begun waits for the next one.
+A group has two ages. No request in it or behind it was queued before ``opened_s``, which decides who may still join the
+groups in front of it. ``oldest_s`` is its oldest remaining request's, which decides what the group may claim: a group
+that requests join and leave grows old while none of them has waited for long. In an ongoing group both count from the
+last quantum of its requests.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Group:
     """Requests on one expert that run one after another. ``next`` and ``previous`` are its neighbours.
 
-    ``requests`` holds when each was queued, the oldest first; a group in a queue is never empty. Who ``is_passed_over``
-    asks for nothing: it is ongoing and its expert is here, or nobody in it can begin (see ``turns``).
+    ``requests``: when each was queued, oldest first; a group in a queue is never empty. ``is_passed_over``: the group
+    asks for no load, as it is ongoing and its expert is here, or none of its requests can begin (see ``turns``).
     """
 
     expert: str
@@ -38,10 +38,10 @@ class Group:
     starts_s: float  # predicted when it was opened
     fixed_s: float  # B and the switch: paid once
     order: int = 0  # ascending from head to tail
-    alone: bool = False  # its requests run one by one, after a batch of them failed
+    alone: bool = False  # after a failed batch: requests run one by one
     is_ongoing: bool = False
     is_passed_over: bool = False
-    gave_way: bool = False  # ongoing: its last quantum kept places for requests that begin
+    gave_way: bool = False  # ongoing: its last quantum left places to requests that begin
     requests: OrderedDict[int, float] = field(default_factory=OrderedDict)
     next: Group | None = None
     previous: Group | None = None
@@ -61,15 +61,15 @@ class ExecutorQueue:
         self.head: Group | None = None
         self.tail: Group | None = None
         self.running_until_s: float | None = None
-        self.is_overtaken = False  # what runs, or ran last, was not the head: its expert was still on its way
+        self.is_overtaken = False  # the latest batch was not the head's, whose expert was still on its way
         self.request_count = 0
-        self.unfinished_s = 0.0  # predicted to be left of what runs, once its quantum is over
-        self.held_s = 0.0  # predicted for the batch that is held behind what runs
-        self.held_requests = 0
-        self.had_quantum = False  # what runs, or ran last, is one: images go first now
+        self.unfinished_s = 0.0  # predicted work of the running batch that its quantum leaves
+        self.ahead_s = 0.0  # predicted for the batch that is queued ahead, behind what runs
+        self.ahead_requests = 0
+        self.had_quantum = False  # the latest batch is one: images go first now
         self.owes_turn = False  # the last quantum passed the ongoing group whose turn was longest ago
         self.ongoing: dict[str, Group] = {}  # by copy
-        self.begins: dict[Group, None] = {}  # the groups whose requests take a lease to begin, in the order they came
+        self.begins: dict[Group, None] = {}  # groups whose requests take a lease to begin, in the order they came
         self._pending_s = 0.0
         self._tokens_s: dict[int, float] = {}  # of the requests that have any
         self._groups_of: dict[str, deque[Group]] = {}  # but the ongoing ones
@@ -77,14 +77,14 @@ class ExecutorQueue:
     def length_s(self, now: float) -> float:
         """Predicted time until everything queued here is done (section 4.2, 'total inference time')."""
         running = max(self.running_until_s - now, 0.0) if self.running_until_s is not None else 0.0
-        return running + self.unfinished_s + self.held_s + self._pending_s
+        return running + self.unfinished_s + self.ahead_s + self._pending_s
 
     def next_start_s(self, now: float) -> float:
-        return max(self.running_until_s or now, now) + self.held_s
+        return max(self.running_until_s or now, now) + self.ahead_s
 
     @property
     def front(self) -> Group | None:
-        """The first group that is not passed over: what this executor asks for."""
+        """The first group that is not passed over: the one that this executor asks for."""
         group = self.head
         while group is not None and group.is_passed_over:
             group = group.next
@@ -121,7 +121,7 @@ class ExecutorQueue:
         return self._groups_of.keys()
 
     def join(self, group: Group, request: int, queued_s: float, tokens_s: float = 0.0) -> None:
-        """Put a request behind the last one of its group. ``tokens_s``: what it takes beside the group's K."""
+        """Put a request behind the last one of its group. ``tokens_s``: predicted seconds beside the group's K."""
         group.requests[request] = queued_s
         self.request_count += 1
         self._pending_s += group.profile.performance.K_s
@@ -145,7 +145,7 @@ class ExecutorQueue:
         return group
 
     def go_on(self, expert: str, profile: ExpertProfile, tokens_s: Mapping[int, float], now: float) -> Group:
-        """Requests whose quantum is over go to the tail, with others of their copy. ``tokens_s``: left of each."""
+        """Put requests whose quantum is over at the tail, with others of their copy. ``tokens_s``: left of each."""
         group = self.ongoing.get(profile.copy)
         if group is None:
             group = Group(expert, profile, now, now, fixed_s=0.0, is_ongoing=True)
@@ -168,7 +168,7 @@ class ExecutorQueue:
         now: float,
         tokens_s: Mapping[int, float] | None = None,
     ) -> Group:
-        """A new group in front, for requests whose batch failed; they run alone. ``queued_s``: oldest first."""
+        """Open a group in front for requests whose batch failed; they run alone. ``queued_s``: oldest first."""
         group = Group(expert, profile, now, now, fixed_s=profile.performance.B_s, alone=True)
         group.next = self.head
         group.order = self.head.order - 1 if self.head is not None else 0

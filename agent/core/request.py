@@ -1,10 +1,9 @@
-"""The nouns that travel: work, batches, their results, outcomes. Frozen; what an image or a text is, is the shell's
-business.
-"""
+"""Nouns that travel: work, precedence, batches, their results, outcomes. Frozen; pixels and words are the shell's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -13,10 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The size of a request, in tokens: to be read, expected to be written, and the most that it may ever hold.
+    """Size of a request in tokens: to read, expected to write, and the most that it may ever need memory for.
 
-    ``lease``: may be held for now; None: the most. ``held``: to be read again where they are lost. ``steps``: the work
-    at each expert of its route, by name, where that differs. An image has none. Raises ValueError for negative numbers.
+    ``lease``: memory for so many is enough for now; None: the most. ``held``: read again where their memory is lost.
+    ``steps``: the work at each expert of its route, by name, where that differs. An image has none.
+    Raises ValueError for negative numbers.
     """
 
     prompt: int = 0
@@ -49,9 +49,20 @@ class Work:
 IMAGE = Work()
 
 
+class Precedence(IntEnum):
+    """Which requests give way to which.
+
+    An IDLE request is served only while no other is in flight, one at a time, in memory that nothing else needs. It
+    ends with the reason GAVE_WAY as soon as another arrives, unless its batch runs.
+    """
+
+    IDLE = 0
+    LINE = 1
+
+
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """One image of a batch that no expert could be asked about; the others of its batch are not affected."""
+    """One image of a batch that its expert cannot be asked about; the rest of its batch is not affected."""
 
     reason: str
 
@@ -62,7 +73,9 @@ class StepResult:
     prediction: Prediction
 
 
-CANCELLED = "cancelled"  # the reason of an outcome that nobody wants any more, and for which something had yet to run
+CANCELLED = "cancelled"  # reason of an outcome whose request was withdrawn before all of its route had run
+GAVE_WAY = "gave way to the line"  # reason of an IDLE request's outcome; it may be offered again
+NO_SPARE_ROOM = "no memory has room to spare for it"  # reason of an IDLE request's outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +89,9 @@ class Outcome:
     reason: str | None = None
 
 
-class Part(NamedTuple):
+class Portion(NamedTuple):
+    """Requests of a batch that one expert is asked."""
+
     expert: str
     copy: str
     requests: tuple[int, ...]
@@ -86,8 +101,8 @@ class Part(NamedTuple):
 class Batch:
     """Requests that one executor runs at once, on one expert or several of one family.
 
-    ``quantum_s``: how long they run at most; None for images, which run to their end. ``expert`` and ``copy``: whose
-    turn it is. ``parts``: all experts with their requests, in order; () for one expert.
+    ``quantum_s``: how long it runs at most; None for images, which run to their end. ``expert``, ``copy``: the expert
+    whose turn it is. ``portions``: all experts with their requests, in order; () for one expert.
     """
 
     id: int
@@ -97,12 +112,12 @@ class Batch:
     requests: tuple[int, ...]
     workspace_bytes: int
     quantum_s: float | None = None
-    parts: tuple[Part, ...] = ()
+    portions: tuple[Portion, ...] = ()
 
     @property
-    def all_parts(self) -> tuple[Part, ...]:
-        return self.parts or (Part(self.expert, self.copy, self.requests),)
+    def all_portions(self) -> tuple[Portion, ...]:
+        return self.portions or (Portion(self.expert, self.copy, self.requests),)
 
     @property
     def copies(self) -> tuple[str, ...]:
-        return tuple(part.copy for part in self.parts) or (self.copy,)
+        return tuple(portion.copy for portion in self.portions) or (self.copy,)

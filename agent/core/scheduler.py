@@ -1,12 +1,13 @@
-"""Predict, assign, arrange (section 4.2): which executor gets a request, and where in its queue it stands.
+"""Predict, assign, arrange, split (section 4.2): which executor gets a request, where it queues, how large batches are.
 
-Guarantees: O(executors) a request, whatever is queued; the same queues and the same request give the same answer.
-With a bounded policy nobody joins a group ahead of a request ``max_overtake_s`` or more after that was queued: a
-group stops growing once the next one has stood behind it for that long.
+Guarantees: O(executors) per request, whatever is queued; equal queues and requests give equal answers. With a bounded
+policy a request joins no group that stands ahead of a request queued ``max_overtake_s`` or more before: a group stops
+growing once the next one has stood behind it for that long.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from agent.core.effects import Assigned, AssignmentCandidate
@@ -17,14 +18,14 @@ from agent.core.request import IMAGE
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from agent.core.performance import ExecutorSpec, ExpertProfile, PerformanceMatrix
+    from agent.core.performance import ExecutorSpec, ExpertProfile, Performance, PerformanceMatrix
     from agent.core.policy import Policy
     from agent.core.queue import Group
     from agent.core.request import Work
 
 
 class _Option(NamedTuple):
-    """One queue that could take the request: the group it would join (None: it opens one), and what it would add."""
+    """One queue that could take the request. ``group``: the one to join; None: the request opens one."""
 
     queue: ExecutorQueue
     profile: ExpertProfile
@@ -37,7 +38,7 @@ class _Option(NamedTuple):
 class Scheduler:
     """The queues of all executors. ``switch_s(executor, profile)``: seconds until the copy could run there.
 
-    ``barred(expert, now)``: executors to avoid for now, where there are others.
+    ``barred(expert, now)``: executors to avoid while others can run the expert.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Scheduler:
     def place(
         self, request: int, expert: str, now: float, work: Work = IMAGE, unable: Collection[int] = ()
     ) -> tuple[Group, Assigned] | None:
-        """Queue a request: its group and the decision. None when no executor outside of ``unable`` runs the expert."""
+        """Queue a request: its group and the decision. None if no executor outside ``unable`` can run the expert."""
         options = [
             self._option(queue, expert, profile, now, 0.0 if work is IMAGE else profile.performance.tokens_s(work))
             for queue in self.queues
@@ -95,7 +96,7 @@ class Scheduler:
     def _option(
         self, queue: ExecutorQueue, expert: str, profile: ExpertProfile, now: float, tokens_s: float
     ) -> _Option:
-        """What the request would add to this queue: its work, and for one that opens a group also B and the switch."""
+        """Price of the request in this queue: its work; where it opens a group, also B and the switch."""
         performance = profile.performance
         group = self._group_to_join(queue, expert, now)
         work_s = performance.K_s + tokens_s
@@ -112,7 +113,7 @@ class Scheduler:
             return group
         if not self._policy.arranging:
             return None
-        # The next group was opened before any request behind this one was queued: the oldest wait is at most its age.
+        # The next group opened before any request behind it was queued, so no wait there is longer than its age.
         behind = group.next
         if self._policy.bounded and behind is not None and now - behind.opened_s >= self._max_overtake_s:
             return None
@@ -120,7 +121,7 @@ class Scheduler:
 
 
 def shortest_makespan(candidates: Sequence[AssignmentCandidate]) -> int:
-    """Which candidate keeps the longest queue shortest; ties: the smallest addition, then the lowest executor."""
+    """Index of the candidate that keeps the longest queue shortest; ties: smallest addition, then lowest executor."""
     longest = max(each.queue_s for each in candidates)  # no addition is negative: its own only grows when chosen
 
     def rank(index: int) -> tuple[float, float, int]:
@@ -128,3 +129,61 @@ def shortest_makespan(candidates: Sequence[AssignmentCandidate]) -> int:
         return max(longest, each.queue_s + each.addition_s), each.addition_s, each.executor
 
     return min(range(len(candidates)), key=rank)
+
+
+FIRST_PATIENCE = 16
+LONGEST_PATIENCE = 1024
+
+
+@dataclass(slots=True)
+class ProvenLimit:
+    """Batch size that memory has proved to allow one expert on one executor, and how many batches in a row it did."""
+
+    requests: int
+    patience: int
+    good_batches: int = 0
+
+
+class BatchSplitter:
+    """Size of the next batch (section 4.2, 'request splitting').
+
+    At most the profiled maximum, the requests that the free workspace has room for, and a proven limit. Running out of
+    memory lowers the limit of that expert on that executor at once, and good batches raise it slowly:
+
+        out of memory with n requests     the limit becomes n / 2, at least 1
+        ``patience`` good batches in a    the limit doubles, up to the profiled maximum; after as many batches at that
+        row, each as large as the limit   maximum it is forgotten
+
+    ``patience`` begins at FIRST_PATIENCE and doubles at each further out-of-memory, up to LONGEST_PATIENCE: where
+    memory really is too small, one batch in a thousand proves that again, not every other one.
+    """
+
+    def __init__(self) -> None:
+        self._limits: dict[tuple[str, int], ProvenLimit] = {}
+
+    def batch_size(self, expert: str, executor: int, performance: Performance, waiting: int, free_bytes: int) -> int:
+        """Requests of the next batch, at least 1: the workspace of one image is guaranteed to each executor."""
+        limit = min(performance.max_batch, waiting)
+        proven = self._limits.get((expert, executor))
+        if proven is not None:
+            limit = min(limit, proven.requests)
+        if performance.workspace_bytes:
+            limit = min(limit, (free_bytes - performance.workspace_base_bytes) // performance.workspace_bytes)
+        return max(limit, 1)
+
+    def ran_out_of_memory(self, expert: str, executor: int, batch_size: int) -> None:
+        before = self._limits.get((expert, executor))
+        patience = FIRST_PATIENCE if before is None else min(before.patience * 2, LONGEST_PATIENCE)
+        self._limits[expert, executor] = ProvenLimit(max(batch_size // 2, 1), patience)
+
+    def ran(self, expert: str, executor: int, batch_size: int, max_batch: int) -> None:
+        proven = self._limits.get((expert, executor))
+        if proven is None or batch_size < proven.requests:
+            return
+        proven.good_batches += 1
+        if proven.good_batches < proven.patience:
+            return
+        if proven.requests >= max_batch:
+            del self._limits[expert, executor]
+        else:
+            proven.requests, proven.good_batches = min(proven.requests * 2, max_batch), 0

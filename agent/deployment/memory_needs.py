@@ -10,8 +10,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.core.performance import PoolSpec
-from agent.core.placement import footprints_in, pinned_homes
+from agent.core.performance import PoolSpec, footprints_in, pinned_homes
 from agent.core.pool import misfits
 from agent.runtime.machine.box import torch_device
 

@@ -16,7 +16,7 @@ from agent.core.performance import (
     Footprint,
     Performance,
     PerformanceMatrix,
-    SharedPart,
+    SharedTensors,
 )
 from agent.deployment.packed_copies import copy_name
 from agent.deployment.profile_in_use import scaled_experts
@@ -99,7 +99,7 @@ def in_form(
         if kind is None or now is None or kind is now:
             return row
         ratio = kind.weight_bytes / max(now.weight_bytes, 1)
-        shared = [SharedPart(f"{part.id}@{form}", round(part.size_bytes * ratio)) for part in row.footprint.shared]
+        shared = [SharedTensors(f"{part.id}@{form}", round(part.size_bytes * ratio)) for part in row.footprint.shared]
         footprint = Footprint(round(row.footprint.own_bytes * ratio), tuple(shared))  # another form shares other parts
         factor = core_share(profile, kind, executors).factor
         load_s = {source: load_time_s(kind, source, footprint, profile.link_bytes_per_s) for source in row.load_s}

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.core.performance import Footprint, PreparedForm, SharedPart
+from agent.core.performance import Footprint, PreparedForm, SharedTensors
 from experts.backends import GRAPH_FAMILIES, family
 from experts.expert import Fit, Orientation
 from experts.packed.weights import slot_bytes
@@ -66,7 +66,7 @@ class ExpertCopy:
 
     @property
     def footprint(self) -> Footprint:
-        shared = tuple(SharedPart(segment.sha256, segment.slot_bytes) for segment in self.parts)
+        shared = tuple(SharedTensors(segment.sha256, segment.slot_bytes) for segment in self.parts)
         return Footprint(self.own_bytes, shared)
 
 
@@ -132,5 +132,5 @@ def by_kind(copies: Iterable[ExpertCopy]) -> dict[str, list[ExpertCopy]]:
 
 def footprint_of(packed: PackedExpert) -> Footprint:
     """What holding a packed expert with all that it needs costs, exactly as the slots hold it."""
-    shared = tuple(SharedPart(segment.sha256, segment.slot_bytes) for segment in packed.shared)
+    shared = tuple(SharedTensors(segment.sha256, segment.slot_bytes) for segment in packed.shared)
     return Footprint(packed.own.slot_bytes, shared)

@@ -26,7 +26,7 @@ from threading import Condition, Thread, current_thread
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from agent.core import effects, events
-from agent.core.request import IMAGE
+from agent.core.request import IMAGE, Precedence
 from agent.runtime.ages import AgeLimits, Forecast, OpenWork
 from agent.runtime.device_loss import Breakdown, watch_of
 from agent.runtime.executor import BatchExecutor
@@ -37,7 +37,6 @@ from agent.runtime.machine.memories import HostMemory, memory_for
 from agent.runtime.moe_loads import MoeLoads
 from agent.runtime.moe_usage import FOLDER as USAGE_FOLDER
 from agent.runtime.preparation import Preparation, nothing_told, threads_for
-from agent.runtime.shadows import Shadows
 from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.text_engines import TextEngines, text_engines
 from agent.runtime.text_sources import TextSource
@@ -53,12 +52,11 @@ if TYPE_CHECKING:
     from agent.core.effects import Effect
     from agent.core.events import Event
     from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix
-    from agent.core.request import Outcome
-    from agent.core.statistics import EngineStatistics
+    from agent.core.request import Batch, Outcome
+    from agent.core.state import EngineStatistics
     from agent.runtime.executor import ExecutorStatistics, RequestSource
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.box import Box
-    from agent.runtime.shadows import ShadowWatch
     from agent.runtime.slots import SlotStatistics
     from agent.runtime.texts import AskedText
     from agent.runtime.transfer import TransferStatistics
@@ -127,18 +125,21 @@ class BatchWatch:
     """Callbacks on the loop's thread: a batch's requests run now (``begun``), or have their answer (``ended``).
 
     ``given``: before the executor has the batch, which may run at any moment then. ``preparing``: a context entered, on
-    any thread, while a request's image is prepared ahead of its batch.
+    any thread, while a request's image is prepared ahead of its batch. ``ran``: a batch was answered, after so many
+    seconds. ``idle``: no request, load or batch is under way.
     """
 
     begun: Callable[[Sequence[int]], None]
     ended: Callable[[Sequence[int]], None]
     preparing: Callable[[int], AbstractContextManager[object]] = nothing_told
     given: Callable[[Sequence[int]], None] = lambda _: None
+    ran: Callable[[Batch, float], None] = lambda *_: None
+    idle: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """What carries out an Engine's effects. ``routes``: at the start; None without texts on routes and shadows."""
+    """What carries out an Engine's effects. ``routes``: at the start; None without texts on routes."""
 
     stores: tuple[SlotStore, ...]
     shelf: SkeletonShelf
@@ -192,8 +193,8 @@ class AgentLoop:
         self._on_outcome = on_outcome
         self._options = options
         self._sources: dict[int, RequestSource] = {}
-        self._about: dict[int, object] = {}
-        self._shadows = Shadows({} if workshop.routes is None else workshop.routes.shadows)
+        self._idle_request: int | None = None
+        self._since_s: dict[int, float] = {}  # batch -> when it began
         self._numbers = count(1)
         self._open = OpenWork(options.ages, forecast)
         self._held: dict[int, effects.StartBatch] = {}  # executor -> what it runs next
@@ -239,20 +240,21 @@ class AgentLoop:
         self._watch = watch
         self._workshop.preparation.watch = watch.preparing
 
-    def watch_shadows(self, watch: ShadowWatch) -> None:
-        """Show shadows what their experts have judged. As ``watch_batches``."""
-        self._shadows.watch = watch
-
     def watch_weights(self, mend: Callable[[str], None], distrust: Callable[[str], None]) -> None:
         """Before ``start``: what to call, on any thread, for an expert whose packed files are missing, or stale."""
         self._workshop.transfers.mend, self._workshop.transfers.distrust = mend, distrust
 
     def submit(
-        self, source: RequestSource, *, component: str | None = None, expert: str | None = None, about: object = None
+        self,
+        source: RequestSource,
+        *,
+        component: str | None = None,
+        expert: str | None = None,
+        precedence: Precedence = Precedence.LINE,
     ) -> int:
         """Take a request for a component's route, or for one expert: exactly one of the two; its number.
 
-        ``about``: names the request to a shadow's watch. Raises what a text's source raises for the first expert.
+        Raises what a text's source raises for the first expert.
         """
         if (component is None) == (expert is None):
             raise ValueError("a request is for a component or for an expert: give exactly one of the two")
@@ -261,12 +263,12 @@ class AgentLoop:
         asked = self._asked_text(source, component, expert) if isinstance(source, TextSource) else None
         request = next(self._numbers)
         self._sources[request] = source
-        if about is not None:
-            self._about[request] = about
+        if precedence is Precedence.IDLE:
+            self._idle_request = request
         if asked is not None:
             self._texts.take(request, asked)
         work = IMAGE if asked is None else asked.work
-        self._inbox.put(events.Arrived(request, component=component, expert=expert, work=work))
+        self._inbox.put(events.Arrived(request, component, expert, work, precedence))
         return request
 
     def _asked_text(self, source: TextSource, component: str | None, expert: str | None) -> AskedText:
@@ -333,7 +335,8 @@ class AgentLoop:
 
     @property
     def requests_in_flight(self) -> int:
-        return len(self._sources)
+        """All but the one of idle precedence."""
+        return len(self._sources) - (self._idle_request is not None)
 
     def statistics(self) -> LoopStatistics:
         """A frozen snapshot, taken between two events."""
@@ -365,7 +368,6 @@ class AgentLoop:
             ending.callback(self._raise_crash)
             ending.callback(self._heap_keeper.stop)
             ending.callback(self._sources.clear)
-            ending.callback(self._shadows.clear)
             self.leaves_threads = not self._end_threads()
             if self._crash is not None:
                 self._crash.leaves_threads |= self.leaves_threads
@@ -462,7 +464,6 @@ class AgentLoop:
         self._experts = {expert_name(copy): copy.expert for copy in self._copies.values()}
         self._workshop.preparation.scaled -= {copy.expert.id for copy in copies.values()}  # others by the same names
         self._routes = change.graph
-        self._shadows.change_line(change.graph.shadows)
         self._workshop.transfers.know(self._copies)
         specs = [each.spec for each in self._workshop.executors.values()]
         bind_where_they_run(self._workshop.stores, self._workshop.text_engines, specs, change.matrix)
@@ -475,7 +476,7 @@ class AgentLoop:
 
     def _start_batch(self, effect: effects.StartBatch) -> None:
         batch = effect.batch
-        if self._watch is not None and batch.requests[0] not in self._shadows:
+        if self._watch is not None:
             self._watch.given(batch.requests)
         if is_behind := self._open.runs_on(batch.executor):
             self._held[batch.executor] = effect
@@ -483,17 +484,18 @@ class AgentLoop:
             self._begin_batch(effect)
         executor = self._workshop.executors[batch.executor]
         if batch.quantum_s is not None:
-            executor.start_quantum(batch, [self._copies[part.copy] for part in batch.all_parts for _ in part.requests])
+            copies = [self._copies[portion.copy] for portion in batch.all_portions for _ in portion.requests]
+            executor.start_quantum(batch, copies)
             return
-        images = [self._source_of(request) for request in batch.requests]
+        images = [self._sources[request] for request in batch.requests]
         executor.start_batch(batch, self._copies[batch.copy].expert, images)
         if not is_behind:
             executor.hurry(batch)
 
     def _begin_batch(self, effect: effects.StartBatch) -> None:
         self._open.open_batch(effect, self._clock())
-        self._shadows.batch_begun(effect.batch, self._clock())
-        if self._watch is not None and effect.batch.requests[0] not in self._shadows:
+        self._since_s[effect.batch.id] = self._clock()
+        if self._watch is not None:
             self._watch.begun(effect.batch.requests)
 
     def _prepare(self, effect: effects.Prepare) -> None:
@@ -506,9 +508,6 @@ class AgentLoop:
             effect.request, source, name, expert, later, effect.later_bytes, effect.due_s, gives_way=gives_way
         )
 
-    def _source_of(self, request: int) -> RequestSource:
-        return self._shadows.image(request) if request in self._shadows else self._sources[request]
-
     def _preempt(self, effect: effects.Preempt) -> None:
         self._texts.preempt(effect.request, effect.executor)
         logger.debug("text_preempted request=%d executor=%d", effect.request, effect.executor)
@@ -520,9 +519,10 @@ class AgentLoop:
         held = self._held.pop(answered.executor, None)
         if held is not None:
             self._workshop.executors[answered.executor].hurry(held.batch)
-        self._shadows.batch_ended(answered, self._clock())
-        if self._watch is not None and answered.requests[0] not in self._shadows:
+        since_s = self._since_s.pop(batch)
+        if self._watch is not None:
             self._watch.ended(answered.requests)
+            self._watch.ran(answered, self._clock() - since_s)
         if held is not None:
             self._begin_batch(held)
 
@@ -574,15 +574,12 @@ class AgentLoop:
         )  # fmt: skip
 
     def _deliver(self, effect: effects.Complete | effects.Fail) -> None:
-        if effect.request in self._shadows:
-            self._shadows.end(effect.request, effect.outcome)
-            return
         self._texts.forget(effect.request)
         self._workshop.preparation.forget(effect.request)
         self._on_outcome(effect.request, effect.outcome)
-        source, about = self._sources.pop(effect.request), self._about.pop(effect.request, None)
-        for event in self._shadows.show(effect.request, source, effect.outcome, about, lambda: next(self._numbers)):
-            self._inbox.put(event)
+        del self._sources[effect.request]
+        if effect.request == self._idle_request:
+            self._idle_request = None
 
     def _is_idle(self) -> bool:
         return self._has_started and not (self._sources or self._open.loads or self._open.batches)
@@ -597,6 +594,8 @@ class AgentLoop:
             self._check_invariants()
         with self._changed:
             self._changed.notify_all()
+        if self._watch is not None and self._is_idle() and self._inbox.empty():
+            self._watch.idle()
 
     def _check_invariants(self) -> None:
         self._engine.check_invariants()
@@ -617,7 +616,7 @@ class AgentLoop:
             slots=tuple(store.statistics() for store in workshop.stores),
             executors=tuple(executor.statistics() for executor in workshop.executors.values()),
             skeletons_constructed=workshop.shelf.constructed,
-            requests_in_flight=len(self._sources),
+            requests_in_flight=self.requests_in_flight,
             oldest_batch_s=self._open.oldest_batch_s(now),
             oldest_load_s=self._open.oldest_load_s(now),
         )

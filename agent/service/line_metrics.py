@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.core.pool import PoolStatistics
-    from agent.core.statistics import EngineStatistics, QueueStatistics
+    from agent.core.state import EngineStatistics, QueueStatistics
     from agent.records.delivery.deliveries import DeliveryStatistics
     from agent.records.results import StoreStatistics
     from agent.records.retention.archive import KeeperStatistics
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from agent.runtime.transfer import TransferStatistics
     from agent.service.desk.tally import Tally
     from agent.service.inspections.admission import Admission
-    from agent.service.inspections.inspector import Inspector
+    from agent.service.inspections.inspector import Inspector, ShadowCounts
     from agent.service.inspections.journaled import JournaledImages
     from agent.service.inspections.line_boards import LineBoards
     from agent.service.inspections.verdicts import Verdicts
@@ -57,7 +57,6 @@ ENGINE: Table[EngineStatistics] = (
     (GAUGE, "prepared_used_bytes", "Images prepared ahead of their batches.", lambda one: one.prepared.used_bytes),
     (GAUGE, "prepared_later_bytes", "Of these, for later steps.", lambda one: one.prepared.later_bytes),
     (GAUGE, "prepared_budget_bytes", "What images may take ahead.", lambda one: one.prepared.budget_bytes),
-    (COUNTER, "prepared_displaced", "Prepared images that gave their room to others.", lambda one: _displaced(one)),
     (GAUGE, "experts_on_probation", "Experts that fail, and are tried again.", lambda one: len(one.on_probation)),
     (GAUGE, "experts_quarantined", "Experts that cannot be served.", lambda one: len(one.quarantined)),
 )
@@ -174,7 +173,7 @@ class LineMetrics:
             *_told(ENGINE, loop.engine),
             *_told(TRANSFERS, loop.transfers),
             *_loads(loop),
-            *_shadows(loop),
+            *_shadows(line.inspector.shadow_counts()),
             *_moe_experts(loop),
             Metric(GAUGE, "executor_info", "Where an executor runs.", places, ("executor", "processor")),
             *_each(QUEUE, "executor", {str(one.executor): one for one in loop.engine.queues}),
@@ -247,8 +246,7 @@ def _by_name(found: Mapping[Name, Known]) -> dict[Labels, Known]:
     return {(str(name),): known for name, known in found.items()}
 
 
-def _shadows(loop: LoopStatistics) -> Iterator[Metric]:
-    seen = loop.engine.background
+def _shadows(seen: ShadowCounts) -> Iterator[Metric]:
     ended: dict[Labels, float] = {("ran",): seen.ran, ("failed",): seen.failed, ("dropped",): seen.dropped}
     yield Metric(COUNTER, "shadow_images", "Images for shadows of experts, by what became of them.", ended, ("ending",))
     yield Metric(GAUGE, "shadow_images_waiting", "Images that wait for a shadow.", {(): seen.waiting})
@@ -284,10 +282,6 @@ def _moe_experts(loop: LoopStatistics) -> Iterator[Metric]:
 
 def _age_s(since: datetime | None) -> float:
     return 0.0 if since is None else max((datetime.now(UTC) - since).total_seconds(), 0.0)
-
-
-def _displaced(engine: EngineStatistics) -> int:
-    return engine.prepared.displaced + engine.prepared.displaced_later
 
 
 def _size_bytes(file: Path) -> float:

@@ -30,7 +30,7 @@ from agent.service.inspections.inspector import Inspector
 from agent.service.inspections.journaled import JournaledImages
 from agent.service.inspections.line import SourceLine
 from agent.service.inspections.line_boards import LineBoards, wall_clock
-from agent.service.inspections.shadowing import ShadowRecorder
+from agent.service.inspections.shadow_source import ShadowSource
 from agent.service.inspections.verdicts import Verdicts
 from agent.service.line_metrics import Instruments, LineMetrics
 from agent.service.texts.text_door import TextDoor
@@ -103,7 +103,7 @@ class LineService:
         self._store = self._upkeep.store
         self._boards = LineBoards(config.boards, self._store, clock=clock, wall=wall)
         self._verdicts = Verdicts(self._store, self._boards)
-        self._shadows = ShadowRecorder(self._inspector, self._store)
+        self._shadows = ShadowSource(self._inspector, self._store)
         self._journaled = JournaledImages(self._inspector, self._verdicts, self._store, self._upkeep.images)
         filed = FiledImages(self._inspector, self._verdicts, self._store)
         self.sources: list[Source] = []

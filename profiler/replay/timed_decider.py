@@ -12,7 +12,7 @@ from agent.core.effects import Evict, StartLoad
 if TYPE_CHECKING:
     from agent.core.effects import Effect
     from agent.core.events import Event
-    from agent.core.statistics import EngineStatistics
+    from agent.core.state import EngineStatistics
     from agent.runtime.loop import Decider
 
 

@@ -26,7 +26,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from agent.core.effects import Complete, Fail, Forget, Preempt, Prepare, StartBatch, StartLoad
-from agent.core.events import Arrived, Finished, Loaded, Offered, Progressed, Started, Tick
+from agent.core.events import Arrived, Finished, Loaded, Progressed, Started, Tick
 from agent.core.request import IMAGE
 from experts.expert import Prediction
 from profiler.simulation.decoders import Decoders
@@ -155,22 +155,14 @@ class Simulator:
         if self.images is not None:
             self._decoders = Decoders(self.images, self.executors, self.profile)
 
-    def run(
-        self, trace: Sequence[TracedArrival], *, warm_s: float | None = None, offers: Sequence[TracedArrival] = ()
-    ) -> Simulation:
-        """Play a trace to its end. ``warm_s``: time to place experts before it starts; None: until done.
-
-        ``offers``: requests to shadows, numbered on from the trace; one without time or room has no outcome.
-        """
+    def run(self, trace: Sequence[TracedArrival], *, warm_s: float | None = None) -> Simulation:
+        """Play a trace to its end. ``warm_s``: time to place experts before it starts; None: until done."""
         self._post(0.0, Started())
         self._start_s = self._play(until_s=warm_s)
         for number, arrival in enumerate(trace):
             if arrival.work is not IMAGE:
                 self._work[number] = arrival.work
             self._post(self._start_s + arrival.at_s, Arrived(number, arrival.component, arrival.expert, arrival.work))
-        for number, offer in enumerate(offers, start=len(trace)):
-            assert offer.expert is not None, "background work is for one expert"
-            self._post(self._start_s + offer.at_s, Offered(number, offer.expert))
         seconds = self._play(until_s=None) - self._start_s
         return Simulation(seconds, tuple(self._log), dict(self._outcomes), dict(self._finished_s), self._start_s)
 
@@ -280,7 +272,7 @@ class Simulator:
 
     def _run_quantum(self, batch: Batch, quantum_s: float, processor: str) -> tuple[float, Finished | Progressed]:
         left = {each: self._left.pop(each, self._work.get(each, IMAGE)) for each in batch.requests}
-        experts = {each: part.expert for part in batch.all_parts for each in part.requests}
+        experts = {each: portion.expert for portion in batch.all_portions for each in portion.requests}
         column = self.profile.experts[processor]
         performances = {each: column[expert].performance for each, expert in experts.items()}
         quantum = run_quantum(left, performances, quantum_s)

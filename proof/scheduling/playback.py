@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from agent.core.effects import Effect
     from agent.core.events import Event
     from agent.core.request import Batch, Rejected
-    from agent.core.statistics import EngineStatistics
+    from agent.core.state import EngineStatistics
     from agent.runtime.loop import Decider
     from experts.expert import Prediction
 

@@ -10,7 +10,7 @@ from experts.sizes import mib
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from agent.core.statistics import EngineStatistics
+    from agent.core.state import EngineStatistics
     from agent.deployment.build import Agent
     from agent.records.results import ResultRow
     from experts.catalog import Catalog

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         TextTicket,
     )
     from agent.core.pool import PoolStatistics
-    from agent.core.statistics import EngineStatistics, QueueStatistics
+    from agent.core.state import EngineStatistics, QueueStatistics
     from agent.deployment.build import Agent
     from agent.records.result_writer import ResultStore
     from agent.runtime.executor import ExecutorStatistics
@@ -152,7 +152,6 @@ class LineDesk:
         statistics = agent.loop.statistics()
         engine = statistics.engine
         executors = {each.executor: each for each in statistics.executors}
-        behind = engine.background
         return StatusView(
             line=agent.config.line,
             version=version("coserve"),
@@ -171,7 +170,7 @@ class LineDesk:
             standing=standing_of(agent, engine),
             alarms=tuple(self._controls.alarms()),
             texts=_texts_view(self._texts.statistics(), statistics.executors),
-            shadows=ShadowsView(behind.waiting, behind.running, behind.ran, behind.failed, behind.dropped),
+            shadows=ShadowsView(**asdict(self._inspector.shadow_counts())),
         )
 
     def explain(self, subject: str) -> Sequence[str]:

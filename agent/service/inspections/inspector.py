@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from agent.core.request import CANCELLED, Outcome
+from agent.core.request import CANCELLED, Outcome, Precedence
 from agent.deployment.build import Agent, build_agent
 from agent.deployment.line_change import line_name, with_line_names
 from agent.records.attempts import AttemptLog
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from agent.config import LineConfig
+    from agent.core.request import Batch
     from agent.deployment.line_change import LineChange
     from agent.runtime.executor import RequestSource
     from agent.service.inspections.drift import DriftStatistics
@@ -61,12 +62,33 @@ class Submission:
     image: RequestSource
     ended: Callable[[Outcome, Course], None]
     is_counted: bool = True
+    precedence: Precedence = Precedence.LINE
     number: int | None = None  # the agent's; None until it was let in
     is_cancelled: bool = False
     let_in_s: float = 0.0
     batch_since_s: float | None = None
     queue_s: float | None = None
     compute_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedWatch:
+    """Callbacks on the loop's thread: a batch ran for so many seconds; a submission was judged; the line is idle."""
+
+    ran: Callable[[Batch, float], None] = lambda *_: None
+    judged: Callable[[Submission, Outcome], None] = lambda *_: None
+    idle: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowCounts:
+    """Images for shadows: under way, and ended since the start. ``dropped``: there was no time, or no room."""
+
+    waiting: int = 0
+    running: int = 0
+    ran: int = 0
+    failed: int = 0
+    dropped: int = 0
 
 
 @dataclass(slots=True)
@@ -92,8 +114,17 @@ class Inspector:
         self._attempts = AttemptLog(config.state / "attempts.log")
         self._gate: Gate[Submission] = Gate(self._let_in)
         self._recent = _Recent()
+        self.watch = JudgedWatch()
+        self.shadow_counts: Callable[[], ShadowCounts] = ShadowCounts
         self.agent.loop.watch_batches(
-            BatchWatch(self._batch_begun, self._batch_ended, self._preparing, self._batch_given)
+            BatchWatch(
+                self._batch_begun,
+                self._batch_ended,
+                self._preparing,
+                self._batch_given,
+                ran=lambda batch, seconds: self.watch.ran(batch, seconds),
+                idle=lambda: self.watch.idle(),
+            )
         )
         self.agent.loop.when_crashed(lambda crash: self._crashed(crash, on_crash))
 
@@ -218,7 +249,7 @@ class Inspector:
                 subject = submission.subject
                 expert = None if subject.expert is None else self.agent.expert(subject.expert)
                 submission.number = self.agent.loop.submit(
-                    submission.image, component=subject.component, expert=expert, about=subject
+                    submission.image, component=subject.component, expert=expert, precedence=submission.precedence
                 )
                 self._submissions[submission.number] = submission
                 return True
@@ -238,15 +269,17 @@ class Inspector:
     # -- on the loop's thread --
 
     def _judged(self, number: int, outcome: Outcome) -> None:
+        with self._guard:
+            submission = self._submissions.pop(number)
+        self.watch.judged(submission, outcome)
         models = tuple(self._models.get(step.expert, "") for step in outcome.steps)
         steps = tuple(replace(step, expert=line_name(step.expert)) for step in outcome.steps)
         outcome = replace(outcome, steps=steps, reason=outcome.reason and with_line_names(outcome.reason))
-        with self._drift_guard:
-            self._drift.count(step.expert for step in outcome.steps)
-        with self._guard:
-            submission = self._submissions.pop(number)
+        if submission.precedence is Precedence.LINE:
+            with self._drift_guard:
+                self._drift.count(step.expert for step in outcome.steps)
+            self._count_ended()
         self._gate.leave()
-        self._count_ended()
         queue_s = time.monotonic() - submission.let_in_s if submission.queue_s is None else submission.queue_s
         submission.ended(outcome, Course(queue_s, submission.compute_s, models))
 

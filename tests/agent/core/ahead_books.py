@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from agent.core.ahead import FAR_SHARE
 from agent.core.effects import Assigned, Complete, Fail, Forget, Prepare, StartBatch
+from agent.core.prepared import FAR_SHARE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -22,10 +22,10 @@ from agent.core.performance import (
     PerformanceMatrix,
     PoolSpec,
     PreparedForm,
-    SharedPart,
+    SharedTensors,
 )
 from agent.core.policy import PRESETS
-from agent.core.request import IMAGE, Work
+from agent.core.request import IMAGE, Precedence, Work
 from experts.expert import Prediction
 from experts.graph import ExpertGraph, RouteStep
 
@@ -62,7 +62,7 @@ def line(generation: int) -> tuple[ExpertGraph, PerformanceMatrix, frozenset[str
 def _row(name: str, processor: str, place: int) -> ExpertProfile:
     is_text = name.startswith("llm")
     performance = Performance(0.01, 0.02, 4, 1, K_output_s=0.01 if is_text else 0.0, lease_bytes=2 if is_text else 0)
-    footprint = Footprint(5, (SharedPart("trunk", 4), SharedPart("stem", 2)) if place % 3 else ())
+    footprint = Footprint(5, (SharedTensors("trunk", 4), SharedTensors("stem", 2)) if place % 3 else ())
     form = None if is_text else FORMS[place % 2]
     return ExpertProfile(
         f"{name}@fp32", performance, footprint, {SSD: 0.2, "host": 0.05}, "family" if is_text else None, form
@@ -72,7 +72,7 @@ def _row(name: str, processor: str, place: int) -> ExpertProfile:
 def run(seed: int, steps: int = 1500) -> str:
     draw, now, requests, generation = random.Random(seed), 0.0, 0, 1
     graph, matrix, pinned, _ = line(generation)
-    limits = Limits(POOLS, max_overtake_s=1.0, prepared_bytes=40, pinned=pinned, budget_pause_s=2.0)
+    limits = Limits(POOLS, max_overtake_s=1.0, prepared_bytes=40, pinned=pinned)
     engine = Engine(graph, matrix, EXECUTORS, PRESETS["coserve"], limits)
     loads: list[StartLoad] = []
     batches: list[StartBatch] = []
@@ -94,7 +94,8 @@ def run(seed: int, steps: int = 1500) -> str:
             handle(events.Arrived(requests, component, work=Work(1, 3, 6) if "text" in component else IMAGE))
         elif kind < 0.45:
             requests += 1
-            handle(events.Offered(requests, draw.choice(sorted(graph.in_shadow))))
+            shadow = draw.choice(sorted(graph.in_shadow))
+            handle(events.Arrived(requests, expert=shadow, precedence=Precedence.IDLE))
         elif kind < 0.6 and loads:
             load = loads.pop(draw.randrange(len(loads))).load
             is_bad = draw.random() < 0.1

@@ -137,20 +137,6 @@ def test_far_requests_leave_a_quarter_of_the_room_to_near_ones():
     assert line.statistics.used_bytes == 6
 
 
-def test_one_in_front_takes_the_room_of_whoever_starts_last():
-    line = Line(prepared_bytes=8)
-    line.ask("c", "c")
-    line.load()
-    line.arrive(*"b" * 10)
-    assert line.statistics.used_bytes == 6  # of 3 to 8; the other two have the batch
-    line.fail()  # both are queued again, in front, and run one by one
-    assert line.running[0].requests == (1,)
-    assert [each.request for each in line.told(Forget)] == [1, 2, 8, 7, 6]
-    assert line.prepared == [(1, "c"), (2, "c")]
-    assert line.statistics.used_bytes == 8
-    assert line.statistics.displaced == 3
-
-
 def test_nobody_gives_way_to_one_that_runs_no_sooner():
     line = Line(prepared_bytes=8)
     line.arrive(*"b" * 10)
@@ -212,21 +198,6 @@ def test_what_ends_early_gives_everything_back():
     assert line.statistics.used_bytes == 0
 
 
-def test_the_oldest_that_is_held_for_later_gives_way_to_what_runs_next():
-    line = Line(prepared_bytes=48, max_batch=8)
-    line.arrive(*["twice"] * 6)
-    line.load()
-    assert line.statistics.used_bytes == 6 * 5
-    line.arrive(*["twice"] * 3)
-    assert line.statistics.used_bytes == 48
-    line.arrive("twice")
-    assert [each.request for each in line.told(Forget)] == [1]
-    assert [(each.request, each.later) for each in line.told()] == [(10, ())]
-    assert line.statistics.displaced_later == 1
-    line.finish()  # it is decoded again
-    assert (1, "c") in line.prepared
-
-
 def test_a_failed_batch_is_not_decoded_again():
     line = Line(prepared_bytes=100, max_batch=2)
     line.arrive("a", "a")
@@ -252,13 +223,3 @@ def test_a_form_that_is_larger_than_the_budget_is_prepared_with_its_batch_by_the
     line.load()
     assert not line.told()
     assert line.running[0].requests == (1,)
-
-
-def test_background_work_is_not_prepared_ahead():
-    line = Line(prepared_bytes=100)
-    shadow = ExpertGraph(line.graph.experts, {"a": ROUTES["a"]}, {"a": "b"})
-    line.handle(events.LineChanged(shadow, line.matrix, frozenset(), frozenset()))
-    line.handle(events.Offered(1, "b"))
-    line.load()
-    assert line.running[0].requests == (1,)
-    assert not line.told()

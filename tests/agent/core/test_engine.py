@@ -23,19 +23,18 @@ from agent.core.performance import (
     ExecutorSpec,
     ExpertProfile,
     Footprint,
-    Limits,
     Performance,
     PerformanceMatrix,
     PoolSpec,
 )
 from agent.core.policy import PRESETS
-from agent.core.pool import PoolStatistics
+from agent.core.pool import PoolStatistics, Residency
 from agent.core.request import Batch, Outcome, Rejected, StepResult
-from agent.core.residency import Residency
-from agent.core.statistics import EngineStatistics, QueueStatistics
+from agent.core.state import EngineStatistics, QueueStatistics
 from experts.errors import MemoryExceeded
 from experts.expert import Prediction, Verdict
 from experts.graph import ExpertGraph, RouteStep
+from tests.agent.core import worlds
 
 PASS = Prediction("ok", 0.75)
 DEFECT = Prediction("bad", 0.625)
@@ -53,7 +52,7 @@ def build(policy="coserve", routes=ROUTES, executors=1, expert_bytes=3, workspac
     profile = PerformanceMatrix({"cpu": {name: row(name) for name in "abcd"}}, usage or {})
     specs = [ExecutorSpec(number, "cpu", "host") for number in range(executors)]
     pool = PoolSpec("host", expert_bytes, workspace_bytes)
-    return Engine(ExpertGraph("abcd", steps), profile, specs, PRESETS[policy], Limits((pool,), **limits))
+    return Engine(ExpertGraph("abcd", steps), profile, specs, PRESETS[policy], worlds.limits((pool,), **limits))
 
 
 def of(kind, effects):
@@ -140,7 +139,7 @@ def test_what_the_line_does_not_know_is_unknown_by_name(arrived, reason):
 def test_what_no_executor_can_run_is_unknown_by_name():
     profile = PerformanceMatrix({"cpu": {"a": row("a")}})
     graph = ExpertGraph("ab", {"B": (RouteStep("b", frozenset({"ok"})),)})
-    limits = Limits((PoolSpec("host", 3, 8),))
+    limits = worlds.limits((PoolSpec("host", 3, 8),))
     engine = Engine(graph, profile, [ExecutorSpec(0, "cpu", "host")], PRESETS["coserve"], limits)
     assert engine.handle(events.Arrived(7, "B"), 0.0) == [unknown(7, "no executor of this box can run b")]
 
@@ -469,7 +468,7 @@ def test_each_executors_own_batch_is_counted_and_no_other():
 
 def test_an_expert_that_can_never_fit_is_refused_by_name_the_largest_one_first():
     profile = PerformanceMatrix({"cpu": {"a": row("a", own_bytes=7), "b": row("b", own_bytes=9), "c": row("c")}})
-    limits = Limits((PoolSpec("host", 6, 8),))
+    limits = worlds.limits((PoolSpec("host", 6, 8),))
     with pytest.raises(MemoryExceeded, match="memory host, for b: 9 bytes wanted, 6 free"):
         Engine(ExpertGraph("abc", {}), profile, [ExecutorSpec(0, "cpu", "host")], PRESETS["coserve"], limits)
 
@@ -486,7 +485,7 @@ def test_every_executor_is_owed_the_workspace_of_one_image_of_its_largest_expert
     graph = ExpertGraph("ab", {"A": (RouteStep("a", frozenset({"ok"})),)})
 
     def engine(workspace_bytes):
-        limits = Limits((PoolSpec("host", 3, workspace_bytes),))
+        limits = worlds.limits((PoolSpec("host", 3, workspace_bytes),))
         return Engine(graph, PerformanceMatrix({"cpu": experts}), specs, PRESETS["coserve"], limits)
 
     with pytest.raises(
@@ -508,30 +507,30 @@ def test_a_batch_leaves_the_other_executors_the_workspace_that_they_are_owed():
 
 
 def lose_a_request(engine):
-    del engine._tickets[0]
+    del engine._state.tickets[0]
 
 
 def queue_a_request_that_runs(engine):
-    queue = engine._scheduler.queues[0]
+    queue = engine._state.queues[0]
     queue.head.requests[0] = queue.head.requests[1]
     queue.request_count += 1
 
 
 def miscount_a_queue(engine):
-    engine._scheduler.queues[0].request_count += 1
+    engine._state.queues[0].request_count += 1
 
 
 def take_the_copy_from_under_a_batch(engine):
-    entry = engine._pools["host"].entry("a@fp32")
+    entry = engine._state.pools["host"].entry("a@fp32")
     entry.state, entry.uses = Residency.LOADING, 0
 
 
 def count_a_use_too_many(engine):
-    engine._pools["host"].entry("a@fp32").uses += 1
+    engine._state.pools["host"].entry("a@fp32").uses += 1
 
 
 def miscount_a_ledger(engine):
-    engine._pools["host"].used_bytes += 1
+    engine._state.pools["host"].used_bytes += 1
 
 
 @pytest.mark.parametrize(
@@ -542,7 +541,7 @@ def miscount_a_ledger(engine):
         (miscount_a_queue, "^executor 0: requests miscounted$"),
         (take_the_copy_from_under_a_batch, "^batch 1 runs on a@fp32, which is not resident$"),
         (count_a_use_too_many, r"^host: a@fp32 counts 2 uses of Counter\({'a@fp32': 1}\)$"),
-        (miscount_a_ledger, "^host: ledger is not the sum of what is held$"),
+        (miscount_a_ledger, "^host: ledger is not the sum of its copies$"),
     ],
 )
 def test_an_engine_that_does_not_add_up_says_what_does_not(damage, told):
@@ -590,7 +589,7 @@ def test_what_runs_or_is_pinned_stays_though_it_is_unwanted():
 
 def test_what_no_executor_can_run_is_wanted_in_vain():
     profile = PerformanceMatrix({"cpu": {"a": row("a")}})
-    limits = Limits((PoolSpec("host", 3, 8),))
+    limits = worlds.limits((PoolSpec("host", 3, 8),))
     engine = Engine(ExpertGraph("ab", {}), profile, [ExecutorSpec(0, "cpu", "host")], PRESETS["coserve"], limits)
     assert engine.handle(events.Wanted("b"), 0.0) == []
 

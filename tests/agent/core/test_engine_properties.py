@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from agent.core import events
-from agent.core.background import DROPPED
 from agent.core.effects import (
     Assigned,
     Complete,
@@ -24,6 +23,7 @@ from agent.core.effects import (
     StartLoad,
 )
 from agent.core.engine import Engine
+from agent.core.failures import LONGEST_PAUSE_S
 from agent.core.performance import (
     SSD,
     ExecutorSpec,
@@ -34,10 +34,10 @@ from agent.core.performance import (
     PerformanceMatrix,
     PoolSpec,
     PreparedForm,
-    SharedPart,
+    SharedTensors,
 )
 from agent.core.policy import PRESETS, Assigning
-from agent.core.request import CANCELLED, IMAGE, Rejected, Work
+from agent.core.request import GAVE_WAY, IMAGE, Precedence, Rejected, Work
 from experts.expert import Prediction, Verdict
 from experts.graph import ExpertGraph, RouteStep
 from tests.agent.core.ahead_books import AheadBooks
@@ -107,7 +107,7 @@ def setups(draw, policies=tuple(PRESETS), texts_only=False):
         if texts and draw(st.booleans()):
             steps.append(RouteStep(draw(st.sampled_from(texts)), OK))
         routes[f"c{number}"] = tuple(steps)
-    shared = SharedPart("trunk", 3)
+    shared = SharedTensors("trunk", 3)
     footprints = {
         name: Footprint(draw(st.integers(1, 10)), (shared,) if draw(st.booleans()) else ()) for name in experts
     }
@@ -253,7 +253,8 @@ class Shell:
     generation: int = 1
     before_change: set[int] = field(default_factory=set)  # batches that were started under an earlier line
     log: list = field(default_factory=list)
-    offered: dict[int, str] = field(default_factory=dict)  # background request -> shadow
+    offered: dict[int, str] = field(default_factory=dict)  # request of idle precedence -> expert
+    spare: set[tuple[str, str]] = field(default_factory=set)  # (memory, copy) loaded for such requests alone
     offered_ended: dict[int, str | None] = field(default_factory=dict)  # -> its reason
     held: int = 0  # batches that were started behind another one
     ahead: AheadBooks = field(init=False)
@@ -294,6 +295,8 @@ class Shell:
             assert effect.copy not in self.resident.get(effect.pool, set())
             self.check_is_asked(effect.expert)
             self.loads[effect.load] = effect
+            if any(self.queued[each][1] == effect.expert for each in self.offered.keys() & self.queued.keys()):
+                self.spare.add((effect.pool, effect.copy))
             if effect.source != SSD:
                 assert effect.copy in self.resident[effect.source]
         elif isinstance(effect, Evict):
@@ -303,13 +306,12 @@ class Shell:
             copied = {load.copy for load in self.loads.values() if load.source == effect.pool}
             assert effect.copy not in busy | copied
             self.check_pin(effect)
-            self.check_nothing_leaves_for_shadows(effect, busy | copied)
+            self.check_spare(effect, busy | copied)
+            self.spare.discard((effect.pool, effect.copy))
             self.resident[effect.pool].remove(effect.copy)
-        elif isinstance(effect, StartBatch) and effect.batch.requests[0] in self.offered:
-            self.check_background_batch(effect)
-            self.batches[effect.batch.id] = effect
         elif isinstance(effect, StartBatch):
             self.check_batch(effect)
+            self.check_precedence(effect.batch)
             self.batches[effect.batch.id] = effect
             self.begin(effect.batch)
         elif isinstance(effect, Assigned):
@@ -330,6 +332,7 @@ class Shell:
         elif isinstance(effect, Complete | Fail) and effect.request in self.offered:
             assert effect.request not in self.offered_ended
             assert effect.outcome.verdict is Verdict.UNKNOWN
+            self.queued.pop(effect.request, None)
             self.offered_ended[effect.request] = effect.outcome.reason
         elif isinstance(effect, Complete | Fail):
             assert effect.request in self.arrived
@@ -444,7 +447,7 @@ class Shell:
         assert before is not Standing.QUARANTINE
         assert effect.reason
         if effect.standing is Standing.PROBATION:
-            assert 0.0 < effect.retry_s <= self.setup.limits.longest_pause_s
+            assert 0.0 < effect.retry_s <= LONGEST_PAUSE_S
         else:
             assert effect.retry_s is None
             assert before is Standing.PROBATION or effect.standing is Standing.QUARANTINE
@@ -512,34 +515,32 @@ class Shell:
         here = [other.batch.id for other in self.batches.values() if other.batch.executor == batch.executor]
         return batch.id == min(here)
 
-    def check_background_batch(self, effect: StartBatch) -> None:
-        """Nothing of the line is in flight, nothing else is under way, and it is one image."""
-        batch = effect.batch
-        assert len(batch.requests) == 1
-        assert self.arrived == self.ended.keys()
-        assert not self.loads
-        assert not self.batches
-        assert batch.requests[0] not in self.offered_ended
-        assert batch.expert == self.offered[batch.requests[0]]
-        assert batch.copy in self.resident[self.pool_of(batch.executor)]
-        self.check_is_asked(batch.expert)
+    def check_precedence(self, batch) -> None:
+        """A request of idle precedence runs alone, while no other is in flight; its copy stays spare."""
+        idle = self.offered.keys() & set(batch.requests)
+        if idle:
+            assert idle == set(batch.requests)
+            assert len(idle) == 1
+            assert self.arrived == self.ended.keys()
+            assert list(self.batches) == []
+        else:
+            self.spare -= {(self.pool_of(batch.executor), copy) for copy in batch.copies}
 
-    def check_nothing_leaves_for_shadows(self, effect: Evict, busy: set[str]) -> None:
-        """Only shadows leave for a shadow; while one is there that could leave, and nothing waits for, nothing else
-        leaves; and nothing else leaves for want of room while one is loaded or runs there."""
-        in_shadow, queued = self.setup.graph.in_shadow, {expert for _, expert, _ in self.queued.values()}
+    def check_spare(self, effect: Evict, busy: set[str]) -> None:
+        """Only spare copies leave for a request of idle precedence. A spare copy that no request waits for leaves
+        before any other, and no other leaves for want of room while a spare one is in use or on its way there."""
         wanted = effect.decision.for_copy
-        if effect.expert in in_shadow - queued or wanted in ("", effect.copy):
+        if (effect.pool, effect.copy) in self.spare or wanted in ("", effect.copy):
             return
-        assert wanted.rpartition("@")[0] not in in_shadow - queued
-        copies = self.resident[effect.pool] - busy
-        assert not {copy.rpartition("@")[0] for copy in copies} & (in_shadow - queued)
-        running = [each.batch for each in self.batches.values() if each.batch.requests[0] in self.offered]
-        assert effect.pool not in {self.pool_of(batch.executor) for batch in running}
+        assert wanted.rpartition("@")[0] not in {row[1] for each, row in self.queued.items() if each in self.offered}
+        queued = {expert for _, expert, _ in self.queued.values()}
+        spare = {copy for pool, copy in self.spare if pool == effect.pool and copy.rpartition("@")[0] not in queued}
+        assert not spare & (self.resident[effect.pool] - busy)
+        assert not spare & busy
 
     def check_parts(self, batch) -> None:
         """Several experts run together only where they are one family, and all requests are somebody's."""
-        parts = batch.all_parts
+        parts = batch.all_portions
         assert parts[0][:2] == (batch.expert, batch.copy)
         assert tuple(request for part in parts for request in part.requests) == batch.requests
         assert len({part.expert for part in parts}) == len({part.copy for part in parts}) == len(parts)
@@ -661,7 +662,7 @@ class Shell:
         if not options:
             wakeup = self.engine.next_wakeup_s()
             assert wakeup is not None, "requests are open, nothing is under way, and nothing is due"
-            assert wakeup <= self.now + self.setup.limits.longest_pause_s, "only a budget that comes back may help"
+            assert wakeup <= self.now + LONGEST_PAUSE_S, "only a budget that comes back may help"
             self.now = max(self.now, wakeup)
             self.handle(events.Tick())
             return
@@ -688,9 +689,6 @@ class Shell:
             if held.batch.executor == batch.executor:
                 self.ahead.run(held.batch)
         fate = self.fate(self.pool_of(batch.executor))
-        if batch.requests[0] in self.offered:
-            self.answer_background(batch, fate)
-            return
         if fate <= 3:  # what a failed batch held is queued again, until it ends or runs again
             for request in batch.requests:
                 self.queued[request] = self.assigned[request]
@@ -704,16 +702,14 @@ class Shell:
         results = tuple(self.result(fate) for _ in batch.requests)
         self.handle(events.Finished(key, results[:-1] if fate == 3 else results))
 
-    def answer_background(self, batch, fate: int) -> None:
-        if fate <= 2:
-            self.handle(events.BatchFailed(batch.id, "broke", out_of_memory=fate == 0))
-        else:
-            self.handle(events.Finished(batch.id, (self.result(fate),) * (fate != 3)))
-
     def offer(self, shadow: str) -> None:
         number = 10**5 + len(self.offered)
         self.offered[number] = shadow
-        self.handle(events.Offered(number, shadow))
+        self.work[number] = self.left[number] = IMAGE
+        self.ahead.images.add(number)
+        is_refused = self.arrived != self.ended.keys() or self.offered_ended.keys() != self.offered.keys() - {number}
+        self.handle(events.Arrived(number, expert=shadow, precedence=Precedence.IDLE))
+        assert self.offered_ended.get(number) == GAVE_WAY or not is_refused
 
     def progress(self, batch, fate: int):
         """What became of each request of a quantum; whoever goes on has less to do than before."""
@@ -773,7 +769,7 @@ class Shell:
 
 def experts_of(batch) -> dict[int, str]:
     """Whom each request of a batch is for."""
-    return {request: part.expert for part in batch.all_parts for request in part.requests}
+    return {request: part.expert for part in batch.all_portions for request in part.requests}
 
 
 def play(setup: Setup, draw, *, may_fail: bool, requests: int = 40) -> Shell:
@@ -806,10 +802,6 @@ def check_background_ends(shell: Shell) -> None:
     while shell.loads or shell.batches:
         shell.answer_something()
     assert shell.offered_ended.keys() == shell.offered.keys()
-    background = shell.engine.statistics().background
-    assert (background.waiting, background.running) == (0, 0)
-    assert background.ran + background.failed + background.dropped == len(shell.offered)
-    assert background.dropped == sum(reason in (DROPPED, CANCELLED) for reason in shell.offered_ended.values())
 
 
 def interfere(shell: Shell, number: int) -> None:
@@ -850,7 +842,11 @@ def odd_events(shell: Shell, number: int) -> list:
         *(events.Finished(key, ()) for key, started in shell.batches.items() if not shell.runs(started.batch)),
         *(events.BatchFailed(key, "early") for key, started in shell.batches.items() if not shell.runs(started.batch)),
         events.Preempted(10**6),
-        *(events.Offered(each, "new/0") for each in [number] if number not in shell.ended),
+        *(
+            events.Arrived(each, expert="new/0", precedence=Precedence.IDLE)
+            for each in [number]
+            if number not in shell.ended
+        ),
         events.Quarantined(min(setup.graph.experts), "somebody said so"),
         events.Quarantined("no/such-expert", "somebody said so"),
         events.Wanted("no/such-expert"),
@@ -908,7 +904,7 @@ def test_once_nothing_fails_any_more_everybody_serves_who_is_not_in_quarantine(s
     if shell.engine.statistics().is_draining:
         return
     setup = shell.setup
-    shell.now += setup.limits.longest_pause_s
+    shell.now += LONGEST_PAUSE_S
     able = set().union(*(setup.profile.experts[each.processor] for each in setup.asked_executors))
     for number, component in enumerate(2 * sorted(setup.graph.routes), start=1000):
         shell.arrive(number, component)

@@ -8,18 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.core.eviction import STRATEGIES, Candidate, victims
-from agent.core.performance import Footprint, PoolSpec, SharedPart
+from agent.core.eviction import STRATEGIES, EvictionCandidate, victims
+from agent.core.performance import Footprint, PoolSpec, SharedTensors
 from agent.core.policy import Evicting
-from agent.core.pool import ModelPool, misfits
-from agent.core.residency import MOVES, Move, Residency, after
+from agent.core.pool import MOVES, ModelPool, Move, Residency, after, misfits
 from experts.errors import IllegalMove, MemoryExceeded
 
 NONE_KEPT: frozenset[str] = frozenset()
 
 
 def candidate(copy, size=1, usage=0.0, next_use_s=None, lacks=False, order=0, shared=()):
-    return Candidate(copy, copy, Footprint(size, shared), usage, next_use_s, lacks, order, -order)
+    return EvictionCandidate(copy, copy, Footprint(size, shared), usage, next_use_s, lacks, order, -order)
 
 
 def names(ranked):
@@ -67,7 +66,7 @@ def test_victims_are_taken_in_rank_until_the_room_is_made_and_superfluous_ones_a
 
 
 def test_a_shared_part_is_freed_with_its_last_holder_unless_the_newcomer_needs_it():
-    trunk = (SharedPart("trunk", 10),)
+    trunk = (SharedTensors("trunk", 10),)
     ranked = two_stage([candidate("a", 1, shared=trunk), candidate("b", 1, shared=trunk)])
     assert names(victims(ranked, 12, lambda part: 2, NONE_KEPT)) == ["a", "b"]
     assert victims(ranked, 12, lambda part: 3, NONE_KEPT) is None
@@ -75,13 +74,13 @@ def test_a_shared_part_is_freed_with_its_last_holder_unless_the_newcomer_needs_i
 
 
 def test_a_part_with_one_holder_is_freed_with_it():
-    (alone,) = two_stage([candidate("a", 1, shared=(SharedPart("trunk", 10),))])
+    (alone,) = two_stage([candidate("a", 1, shared=(SharedTensors("trunk", 10),))])
     assert names(victims([alone], 11, lambda part: {"trunk": 1}[part], NONE_KEPT)) == ["a"]
     assert victims([alone], 12, lambda part: 1, NONE_KEPT) is None
 
 
 def test_a_part_stays_with_whoever_is_spared_and_frees_nothing_more():
-    trunk = (SharedPart("trunk", 10),)
+    trunk = (SharedTensors("trunk", 10),)
     ranked = [candidate("x", 2, shared=trunk), candidate("y", 1, shared=trunk), candidate("z", 30)]
     assert names(victims(ranked, 31, lambda part: 2, NONE_KEPT)) == ["x", "z"]  # y and the trunk stay: 32 bytes go
     assert names(victims(ranked, 30, lambda part: 2, NONE_KEPT)) == ["z"]
@@ -132,7 +131,7 @@ def test_a_running_expert_has_no_way_out_but_the_end_of_its_use():
 
 def test_the_ledger_counts_a_shared_part_once_and_while_anybody_holds_it():
     pool = ModelPool(PoolSpec("host", expert_bytes=20, workspace_bytes=0))
-    footprint = Footprint(2, (SharedPart("trunk", 10),))
+    footprint = Footprint(2, (SharedTensors("trunk", 10),))
     reserved = [pool.start_load(name, name, footprint, pinned=False) for name in ("a", "b")]
     assert reserved == [12, 2]
     for name in ("a", "b"):

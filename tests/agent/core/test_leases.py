@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from agent.core.leases import Leases
 from agent.core.performance import PoolSpec
-from agent.core.pool import ModelPool
+from agent.core.pool import Leases, ModelPool
 from experts.errors import MemoryExceeded
 
 BOUND_S = 5.0
@@ -131,5 +130,5 @@ def test_a_request_that_is_lost_is_found(leases, pools):
     leases.wait(1, "host", 1, since_s=0.0)
     leases.begin(1)
     pools["host"].return_lease(1)
-    with pytest.raises(AssertionError, match="host: leases held by"):
+    with pytest.raises(AssertionError, match="host: leases taken by"):
         leases.check_invariants()

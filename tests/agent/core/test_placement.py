@@ -10,24 +10,24 @@ import pytest
 from agent.core import events
 from agent.core.effects import Assigned, Evict, EvictionDecision, StartBatch, StartLoad
 from agent.core.engine import Engine
-from agent.core.eviction import Candidate
+from agent.core.eviction import EvictionCandidate
 from agent.core.performance import (
     SSD,
     ExecutorSpec,
     ExpertProfile,
     Footprint,
-    Limits,
     Performance,
     PerformanceMatrix,
     PoolSpec,
-    SharedPart,
+    SharedTensors,
 )
 from agent.core.policy import PRESETS
 from experts.expert import Prediction
 from experts.graph import ExpertGraph, RouteStep
+from tests.agent.core import worlds
 
 LEFT, RIGHT = "abcdefgh", "uvwxyz"
-TRUNK = SharedPart("trunk", 5)
+TRUNK = SharedTensors("trunk", 5)
 
 
 class Line:
@@ -47,7 +47,9 @@ class Line:
         passes = frozenset({"ok"})
         routes = {name: (RouteStep(name, passes), RouteStep(then, passes)) for name, then in followed_by.items()}
         graph = ExpertGraph(names, routes)
-        self.engine = Engine(graph, PerformanceMatrix(columns, usage), specs, PRESETS[policy], Limits(pools, **limits))
+        self.engine = Engine(
+            graph, PerformanceMatrix(columns, usage), specs, PRESETS[policy], worlds.limits(pools, **limits)
+        )
         self.now = 0.0
         self.loads = {}
         self.batches = {}
@@ -359,9 +361,9 @@ def test_an_eviction_tells_for_whom_how_many_bytes_short_and_who_was_weighed():
     line.bring("a", "b", "a", "c")
     effects = line.engine.handle(events.Arrived(99, expert="d"), 0.0)
     weighed = (
-        Candidate("b@fp32", "b", Footprint(2), 0.0, None, False, 3, 4),
-        Candidate("a@fp32", "a", Footprint(1), 0.5, None, False, 1, 5),
-        Candidate("c@fp32", "c", Footprint(1), 0.0, None, False, 6, 7),
+        EvictionCandidate("b@fp32", "b", Footprint(2), 0.0, None, False, 3, 4),
+        EvictionCandidate("a@fp32", "a", Footprint(1), 0.5, None, False, 1, 5),
+        EvictionCandidate("c@fp32", "c", Footprint(1), 0.0, None, False, 6, 7),
     )
     assert [each for each in effects if isinstance(each, Evict)] == [
         Evict("b", "b@fp32", "host", 2, 0, EvictionDecision("d@fp32", 2, weighed))
@@ -825,7 +827,7 @@ def test_a_copy_that_no_head_runs_on_makes_room_though_its_expert_is_at_the_head
     }
     specs = [ExecutorSpec(0, "cpu", "host"), ExecutorSpec(1, "gpu", "host")]
     graph = ExpertGraph("ab", {})
-    limits = Limits((PoolSpec("host", 9, 0),))
+    limits = worlds.limits((PoolSpec("host", 9, 0),))
     engine = Engine(graph, PerformanceMatrix(columns, {"a": 1.0}), specs, PRESETS["coserve"], limits)
     placed = [each for each in engine.handle(events.Started(), 0.0) if isinstance(each, StartLoad)]
     assert [load.copy for load in placed] == ["a@fp32"]
@@ -833,14 +835,6 @@ def test_a_copy_that_no_head_runs_on_makes_room_though_its_expert_is_at_the_head
     engine.handle(events.Arrived(2, expert="a"), 0.0)  # shorter on the gpu
     moved = engine.handle(events.Loaded(placed[0].load), 1.0)
     assert [type(each) for each in moved] == [Evict, StartLoad]
-
-
-def test_a_head_that_waits_on_purpose_keeps_no_other_executor_from_loading():
-    line = unified(host=3, usage={"a": 0.1, "u": 0.8, "v": 0.9}, max_overtake_s=100.0, long_queue_s=100.0)
-    line.bring("u", "v")
-    line.run("a")  # executor 0 works; u and v lie there, used, and nobody asks for them
-    assert line.ask("b") == []  # waits for a, which would go first
-    assert line.ask("w") == ["evict u host stage 2", "load w ssd>host"]
 
 
 def test_an_overdue_head_whose_copy_is_there_keeps_no_place_on_the_link():
@@ -864,7 +858,7 @@ def test_only_the_copy_that_a_pinned_expert_runs_on_is_pinned():
     }
     specs = [ExecutorSpec(0, "cpu", "host"), ExecutorSpec(1, "gpu", "device")]
     pools = (PoolSpec("host", 5, 0), PoolSpec("device", 2, 0, cache="host"))
-    graph, limits = ExpertGraph("ab", {}), Limits(pools, pinned=frozenset("a"))
+    graph, limits = ExpertGraph("ab", {}), worlds.limits(pools, pinned=frozenset("a"))
     engine = Engine(graph, PerformanceMatrix(columns, {}), specs, PRESETS["coserve"], limits)
     pinned = {"a@fp32"}
     for number, expert in enumerate("abab" * 3):
@@ -876,6 +870,14 @@ def test_only_the_copy_that_a_pinned_expert_runs_on_is_pinned():
             elif isinstance(effect, StartBatch):
                 results = (Prediction("ok", 1.0),) * len(effect.batch.requests)
                 waiting += engine.handle(events.Finished(effect.batch.id, results), number + 0.6)
-    held = {entry.copy for pool in engine._pools.values() for entry in pool.entries() if entry.pinned}
+    held = {entry.copy for pool in engine._state.pools.values() for entry in pool.entries() if entry.pinned}
     assert held <= pinned
     assert engine.statistics().in_flight == 0
+
+
+def test_a_head_that_waits_on_purpose_keeps_no_other_executor_from_loading():
+    line = unified(host=3, usage={"a": 0.1, "u": 0.8, "v": 0.9}, max_overtake_s=100.0, long_queue_s=100.0)
+    line.bring("u", "v")
+    line.run("a")  # executor 0 works; u and v lie there, used, and nobody asks for them
+    assert line.ask("b") == []  # waits for a, which would go first
+    assert line.ask("w") == ["evict u host stage 2", "load w ssd>host"]

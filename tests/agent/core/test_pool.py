@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from agent.core.performance import Footprint, PoolSpec, SharedPart
-from agent.core.pool import Entry, ModelPool, PoolStatistics, misfits
-from agent.core.residency import Move, Residency
+from agent.core.performance import Footprint, PoolSpec, SharedTensors
+from agent.core.pool import ModelPool, Move, PoolEntry, PoolStatistics, Residency, misfits
 from experts.errors import IllegalMove, MemoryExceeded
 
-TRUNK, NECK = SharedPart("trunk", 10), SharedPart("neck", 4)
+TRUNK, NECK = SharedTensors("trunk", 10), SharedTensors("neck", 4)
 NOTHING_SHARED = Footprint(3)
 ON_TRUNK = Footprint(2, (TRUNK,))
 ON_BOTH = Footprint(1, (TRUNK, NECK))
@@ -39,11 +38,11 @@ def test_a_new_memory_is_empty(pool):
 
 def test_a_copy_is_reserved_when_its_load_starts_and_resident_when_it_is_loaded(pool):
     assert pool.start_load("a@fp32", "a", ON_TRUNK, pinned=False) == 12
-    assert pool.entry("a@fp32") == Entry("a@fp32", "a", ON_TRUNK, False, 1, 1, Residency.LOADING, 0)
+    assert pool.entry("a@fp32") == PoolEntry("a@fp32", "a", ON_TRUNK, False, 1, 1, Residency.LOADING, 0)
     assert (pool.is_resident("a@fp32"), pool.free_bytes) == (False, 18)
     assert pool.statistics() == PoolStatistics("host", 30, 12, 20, 0, 12, (), ("a@fp32",))
     pool.loaded("a@fp32")
-    assert pool.entry("a@fp32") == Entry("a@fp32", "a", ON_TRUNK, False, 1, 1, Residency.RESIDENT, 0)
+    assert pool.entry("a@fp32") == PoolEntry("a@fp32", "a", ON_TRUNK, False, 1, 1, Residency.RESIDENT, 0)
     assert (pool.is_resident("a@fp32"), pool.free_bytes) == (True, 18)
     assert pool.statistics() == PoolStatistics("host", 30, 12, 20, 0, 12, ("a@fp32",), ())
     pool.check_invariants()
@@ -200,7 +199,7 @@ def workspaces_over_budget(pool):
 
 
 def a_part_lost(pool):
-    pool.entry("a@fp32").footprint = Footprint(2, (SharedPart("other", 10),))
+    pool.entry("a@fp32").footprint = Footprint(2, (SharedTensors("other", 10),))
 
 
 def a_use_too_few(pool):
@@ -222,11 +221,11 @@ def a_copy_that_is_listed_and_absent(pool):
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (weights_miscounted, "^host: ledger is not the sum of what is held$"),
+        (weights_miscounted, "^host: ledger is not the sum of its copies$"),
         (weights_over_budget, "^host: weights over budget$"),
         (workspaces_miscounted, "^host: workspace miscounted$"),
         (workspaces_over_budget, "^host: workspace over budget$"),
-        (a_part_lost, "^host: shared parts miscounted$"),
+        (a_part_lost, "^host: shared tensors miscounted$"),
         (a_use_too_few, "^host: b@fp32 has negative uses$"),
         (a_use_without_its_state, "^host: b@fp32 is resident with 1 uses$"),
         (a_state_without_its_use, "^host: b@fp32 is in use with 0 uses$"),

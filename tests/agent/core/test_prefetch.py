@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from agent.core.demand import Wish, demands, initial_placement, overdue, upcoming
 from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, Performance, PoolSpec
 from agent.core.pool import ModelPool
-from agent.core.prefetch import Wish, demands, initial_placement, overdue, upcoming
 from agent.core.queue import ExecutorQueue
 
 ROWS = {

@@ -12,17 +12,16 @@ from agent.core.performance import (
     ExecutorSpec,
     ExpertProfile,
     Footprint,
-    Limits,
     Performance,
     PerformanceMatrix,
     PoolSpec,
 )
 from agent.core.policy import PRESETS
-from agent.core.scheduler import shortest_makespan
-from agent.core.splitter import FIRST_PATIENCE, BatchSplitter
+from agent.core.scheduler import FIRST_PATIENCE, BatchSplitter, shortest_makespan
 from experts.errors import MemoryExceeded
 from experts.expert import Prediction, Verdict
 from experts.graph import ExpertGraph, RouteStep
+from tests.agent.core import worlds
 
 OK = frozenset({"ok"})
 
@@ -47,7 +46,7 @@ def build_engine(
     profile = PerformanceMatrix({"cpu": column}, usage or dict.fromkeys(experts, 0.0))
     specs = [ExecutorSpec(number, "cpu", "host") for number in range(executors)]
     pool = PoolSpec("host", expert_bytes=capacity, workspace_bytes=executors * max_batch)
-    engine = Engine(ExpertGraph(experts, routes), profile, specs, PRESETS[policy], Limits((pool,), **limits))
+    engine = Engine(ExpertGraph(experts, routes), profile, specs, PRESETS[policy], worlds.limits((pool,), **limits))
     if placed:
         engine.handle(events.Started(), 0.0)
     return engine
@@ -172,7 +171,7 @@ def build_engine_of(columns, capacity=1, **limits):
     }
     executors = [ExecutorSpec(number, processor, "host") for number, processor in enumerate(columns)]
     graph = ExpertGraph(experts, {name.upper(): (RouteStep(name, OK),) for name in experts})
-    every_limit = Limits((PoolSpec("host", capacity, len(executors)),), **limits)
+    every_limit = worlds.limits((PoolSpec("host", capacity, len(executors)),), **limits)
     return Engine(graph, PerformanceMatrix(profiles), executors, PRESETS["coserve"], every_limit)
 
 
@@ -477,7 +476,7 @@ def build_split_engine(policy="coserve", host=6, device=1, on_device="abcdef", *
     executors = [ExecutorSpec(0, "gpu", "device"), ExecutorSpec(1, "cpu", "host")]
     pools = (PoolSpec("host", host, 8), PoolSpec("device", device, 8, cache="host"))
     graph = ExpertGraph(on_device + on_cpu, routes)
-    return Engine(graph, PerformanceMatrix(columns), executors, PRESETS[policy], Limits(pools, **limits))
+    return Engine(graph, PerformanceMatrix(columns), executors, PRESETS[policy], worlds.limits(pools, **limits))
 
 
 def test_what_is_queued_is_staged_in_the_host_while_the_device_is_full():
@@ -546,6 +545,29 @@ B_FIRST = {"a": 0.3, "b": 0.1, "d": 0.2, "c": 0.5}
 D_FIRST = {"a": 0.3, "b": 0.2, "d": 0.1, "c": 0.5}
 
 
+def test_a_pinned_expert_stays_where_it_can_run_also_when_two_processors_share_a_memory():
+    performance = Performance(0.01, 0.02, 4, workspace_bytes=1)
+    row = ExpertProfile("a", performance, Footprint(1), {SSD: 0.1})
+    profile = PerformanceMatrix({"gpu": {}, "cpu": {"a": row}})
+    executors = [ExecutorSpec(0, "gpu", "host"), ExecutorSpec(1, "cpu", "host")]
+    limits = worlds.limits((PoolSpec("host", 2, 8),), pinned=frozenset({"a"}))
+    engine = Engine(ExpertGraph("a", {"A": (RouteStep("a", OK),)}), profile, executors, PRESETS["samba"], limits)
+    assert of(StartLoad, engine.handle(events.Started(), 0.0)) == []  # Samba-CoE uses the first executor alone
+    engine = Engine(ExpertGraph("a", {"A": (RouteStep("a", OK),)}), profile, executors, PRESETS["coserve"], limits)
+    assert [load.expert for load in of(StartLoad, engine.handle(events.Started(), 0.0))] == ["a"]
+
+
+def test_a_switch_is_a_load_that_a_request_had_to_wait_for():
+    engine = build_engine(capacity=3, placed=False)
+    effects = []
+    for number, component in enumerate("AB"):
+        effects += engine.handle(events.Arrived(number, component), 0.0)
+    first, second = of(StartLoad, effects)
+    engine.handle(events.Loaded(first.load), 0.0)  # a's head waited for it
+    engine.handle(events.Loaded(second.load), 0.0)  # b's turn had not come: a runs
+    assert engine.statistics().switches == 1
+
+
 def test_a_short_queue_takes_free_room_only_while_it_has_other_work():
     engine, effects = build_unhurried_engine(D_FIRST, max_overtake_s=100.0, long_queue_s=100.0)
     (running,) = of(StartBatch, effects)
@@ -602,26 +624,3 @@ def test_a_head_that_has_waited_for_half_the_bound_has_no_time_left():
         (running,) = of(StartBatch, effects)
         effects = engine.handle(answer(running.batch), at_s)
         assert [load.expert for load in of(StartLoad, effects)] == loaded
-
-
-def test_a_pinned_expert_stays_where_it_can_run_also_when_two_processors_share_a_memory():
-    performance = Performance(0.01, 0.02, 4, workspace_bytes=1)
-    row = ExpertProfile("a", performance, Footprint(1), {SSD: 0.1})
-    profile = PerformanceMatrix({"gpu": {}, "cpu": {"a": row}})
-    executors = [ExecutorSpec(0, "gpu", "host"), ExecutorSpec(1, "cpu", "host")]
-    limits = Limits((PoolSpec("host", 2, 8),), pinned=frozenset({"a"}))
-    engine = Engine(ExpertGraph("a", {"A": (RouteStep("a", OK),)}), profile, executors, PRESETS["samba"], limits)
-    assert of(StartLoad, engine.handle(events.Started(), 0.0)) == []  # Samba-CoE uses the first executor alone
-    engine = Engine(ExpertGraph("a", {"A": (RouteStep("a", OK),)}), profile, executors, PRESETS["coserve"], limits)
-    assert [load.expert for load in of(StartLoad, engine.handle(events.Started(), 0.0))] == ["a"]
-
-
-def test_a_switch_is_a_load_that_a_request_had_to_wait_for():
-    engine = build_engine(capacity=3, placed=False)
-    effects = []
-    for number, component in enumerate("AB"):
-        effects += engine.handle(events.Arrived(number, component), 0.0)
-    first, second = of(StartLoad, effects)
-    engine.handle(events.Loaded(first.load), 0.0)  # a's head waited for it
-    engine.handle(events.Loaded(second.load), 0.0)  # b's turn had not come: a runs
-    assert engine.statistics().switches == 1

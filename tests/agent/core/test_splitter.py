@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agent.core.performance import Performance
-from agent.core.splitter import FIRST_PATIENCE, LONGEST_PATIENCE, BatchSplitter
+from agent.core.scheduler import FIRST_PATIENCE, LONGEST_PATIENCE, BatchSplitter
 
 ROW = Performance(1.0, 1.0, max_batch=8, workspace_bytes=10, workspace_base_bytes=6)
 

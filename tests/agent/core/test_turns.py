@@ -386,7 +386,7 @@ def test_what_can_never_be_leased_ends_with_a_reason(expert):
     line = Line()
     assert line.ask(0, expert, Work(1, 20, 21)) == [(Fail, 0)]
     assert line.reason() == (
-        f"{expert}: what 21 tokens hold fits in no memory that it could run from (the largest share for that has 20 "
+        f"{expert}: 21 tokens need more memory than any that it could run from has for texts (the largest share is 20 "
         "bytes) - ask for fewer tokens"
     )
     assert line.ask(1, expert, Work(1, 19, 20)) == [(expert, (1,))]
@@ -632,7 +632,7 @@ def test_no_expert_that_somebody_goes_on_with_leaves_when_it_is_unwanted():
 
 def parts(line, executor=0):
     """Whom the running batch is for, by expert."""
-    return {part.expert: part.requests for part in line.running[executor].all_parts}
+    return {part.expert: part.requests for part in line.running[executor].all_portions}
 
 
 def kin(**options):
@@ -659,7 +659,7 @@ def test_experts_of_a_family_begin_and_go_on_in_the_same_quanta():
     assert parts(line) == {"t": (0,), "u": (1,)}
     assert line.quantum_ends(finished=[1]) == [(Complete, 1), ("t", (0,))]
     assert parts(line) == {"t": (0,)}
-    assert line.running[0].parts == ()
+    assert line.running[0].portions == ()
 
 
 def test_without_a_family_each_has_a_quantum_of_its_own():

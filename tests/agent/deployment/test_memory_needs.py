@@ -16,7 +16,7 @@ from agent.core.performance import (
     Performance,
     PerformanceMatrix,
     PoolSpec,
-    SharedPart,
+    SharedTensors,
 )
 from agent.core.policy import PRESETS
 from agent.deployment.memory_needs import memory_needs
@@ -29,7 +29,7 @@ SPLIT = (ExecutorSpec(0, "cuda", "device"), ExecutorSpec(1, "cuda", "device"), E
 
 def row(copy, own_bytes, shared=(), workspace_bytes=10, max_batch=4, base_bytes=0):
     performance = Performance(0.01, 0.01, max_batch, workspace_bytes, base_bytes)
-    parts = tuple(SharedPart(*part) for part in shared)
+    parts = tuple(SharedTensors(*part) for part in shared)
     return ExpertProfile(copy, performance, Footprint(own_bytes, parts), {SSD: 0.1, "host": 0.1})
 
 

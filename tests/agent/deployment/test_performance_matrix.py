@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.core.performance import ExecutorSpec, Footprint, SharedPart
+from agent.core.performance import ExecutorSpec, Footprint, SharedTensors
 from agent.deployment.performance_matrix import core_share, load_time_s, matrix, unmeasured
 from agent.device_profile.records import (
     Allocation,
@@ -63,7 +63,7 @@ def test_an_expert_takes_its_kind_s_times_and_its_own_bytes():
     assert found.usage == {"cls/a": 0.5}
     on_cuda, on_cpu = found.experts["cuda"]["cls/a"], found.experts["cpu"]["cls/a"]
     assert (on_cuda.copy, on_cpu.copy) == ("cls/a@bf16", "cls/a@fp32")
-    assert on_cuda.footprint == Footprint(10 * UNIT, (SharedPart("trunk", 4 * UNIT),))
+    assert on_cuda.footprint == Footprint(10 * UNIT, (SharedTensors("trunk", 4 * UNIT),))
     assert (on_cuda.performance.K_s, on_cpu.performance.K_s) == (0.001, 0.01)
     assert on_cpu.performance.latency_s(6) == pytest.approx(0.062)
     assert (on_cpu.performance.max_batch, on_cpu.performance.workspace_for(2)) == (6, 17)

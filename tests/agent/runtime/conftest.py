@@ -17,6 +17,7 @@ from experts.backends import backend_for
 from experts.expert import Expert, InputSpec, Precision, Prediction
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
+from tests.agent.core.conftest import constants  # noqa: F401  a fixture
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

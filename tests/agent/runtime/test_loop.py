@@ -18,7 +18,7 @@ from PIL import Image
 
 import agent.runtime.loop
 from agent.core.engine import Engine
-from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Limits, Performance, PerformanceMatrix, PoolSpec
+from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Performance, PerformanceMatrix, PoolSpec
 from agent.core.policy import PRESETS
 from agent.runtime.expert_copy import footprint_of, prepared_form
 from agent.runtime.image_sources import EncodedImage, ImageFile
@@ -30,6 +30,7 @@ from experts.errors import AgentCrashed, BackendUnavailable, DeviceLost, MemoryE
 from experts.expert import Verdict
 from experts.graph import ExpertGraph, RouteStep
 from experts.packed.weights import SegmentStore
+from tests.agent.core import worlds
 from tests.agent.runtime.native_threads import CORES, cores_by_thread, on_linux, on_two_cores
 
 PATIENCE_S = 60.0
@@ -63,7 +64,7 @@ class Agent:
         pools = [PoolSpec("host", room * largest, WORKSPACE_BYTES)]
         if self.box.is_split:
             pools.append(PoolSpec("device", 2 * largest, WORKSPACE_BYTES, cache="host"))
-        limits = Limits(tuple(pools), load_backoff_s=0.001, away_s=0.0, prepared_bytes=prepared_bytes)
+        limits = worlds.limits(tuple(pools), load_backoff_s=0.001, away_s=0.0, prepared_bytes=prepared_bytes)
         self.engine = Engine(self.graph(), self.profile(specs), specs, PRESETS[policy], limits)
         self.loop = assemble(
             self.engine, self.box, specs, limits, line.copies, line.segments,

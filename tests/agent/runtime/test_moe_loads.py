@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from agent.core.effects import Evict, EvictionDecision, StartLoad
 from agent.core.engine import Engine
 from agent.core.events import Loaded
-from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Limits, Performance, PerformanceMatrix, PoolSpec
+from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Performance, PerformanceMatrix, PoolSpec
 from agent.core.policy import PRESETS
 from agent.runtime.expert_copy import ExpertCopy, footprint_of
 from agent.runtime.loop import LoopOptions, assemble
@@ -36,6 +36,7 @@ from experts.llm.serving.kv import KvLayout
 from experts.llm.token_batch import Chunk, TokenBatch
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
+from tests.agent.core import worlds
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -300,7 +301,7 @@ def test_the_agent_serves_a_model_that_does_not_fit(packed):
     room_bytes = max(copy.footprint.total_bytes for copy in listed)
     assert room_bytes < min(footprint_of(copy.packed).total_bytes for copy in listed)
     pool = PoolSpec("host", room_bytes, ROOMY, lease_bytes=400 * token_bytes)
-    limits = Limits((pool,), load_backoff_s=0.001, quantum_s=0.02)
+    limits = worlds.limits((pool,), load_backoff_s=0.001, quantum_s=0.02)
     graph = ExpertGraph(list(rows), {name: (RouteStep(name, frozenset()),) for name in rows})
     specs = [ExecutorSpec(0, "cpu", "host")]
     matrix, outcomes = PerformanceMatrix({"cpu": rows}), {}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agent.core.events import BatchFailed
 from agent.core.performance import ExecutorSpec
-from agent.core.request import Batch, Part
+from agent.core.request import Batch, Portion
 from agent.runtime.executor import BatchExecutor
 from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.machine.memories import EmulatedMemory
@@ -288,7 +288,7 @@ def test_a_quantum_over_two_on_one_trunk_and_a_load_that_moves_it_do_not_wait_fo
     texts = RunningTexts({}, OutputLengths())
     executor = BatchExecutor(ExecutorSpec(0, "cpu", "host"), store, preparation, answers.put, 1, texts=texts)
     executor.start()
-    batch = Batch(1, 0, "g", "g", (1, 2), 0, 0.05, (Part("g", "g", (1,)), Part("h", "h", (2,))))
+    batch = Batch(1, 0, "g", "g", (1, 2), 0, 0.05, (Portion("g", "g", (1,)), Portion("h", "h", (2,))))
     executor.start_quantum(batch, [fakes.copies["g"], fakes.copies["h"]])
     assert isinstance(answers.get(timeout=PATIENCE_S), BatchFailed)  # fakes write no texts: it came that far
     store.loading.join(PATIENCE_S)

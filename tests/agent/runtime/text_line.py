@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torchvision import models
 
 from agent.core.engine import Engine
-from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Limits, Performance, PerformanceMatrix, PoolSpec
+from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Performance, PerformanceMatrix, PoolSpec
 from agent.core.policy import PRESETS
 from agent.runtime.expert_copy import ExpertCopy, footprint_of
 from agent.runtime.loop import LoopOptions, assemble
@@ -29,6 +29,7 @@ from experts.llm.serving.kv import KvLayout
 from experts.llm.token_batch import Chunk, TokenBatch
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
+from tests.agent.core import worlds
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 768, "num_hidden_layers": 2,
@@ -136,7 +137,7 @@ class TextAgent:
         specs = [ExecutorSpec(*each, "host") for each in enumerate(processors or ("cpu",) * executors)]
         largest = max(footprint_of(copy.packed).total_bytes for copy in line.copies.values())
         pool = PoolSpec("host", room * largest, WORKSPACE_BYTES, lease_bytes=lease_tokens * self.texts.lease_bytes)
-        limits = Limits((pool,), load_backoff_s=0.001, quantum_s=quantum_s)
+        limits = worlds.limits((pool,), load_backoff_s=0.001, quantum_s=quantum_s)
         graph, matrix = line.graph(), PerformanceMatrix({spec.processor: dict(self._rows()) for spec in specs})
         self.engine = Engine(graph, matrix, specs, PRESETS["coserve"], limits)
         self.loop = assemble(

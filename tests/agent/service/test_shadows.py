@@ -55,7 +55,7 @@ def test_a_shadow_is_shown_what_its_expert_judged_and_decides_nothing(desk_line,
     keys = {row.key for row in comparison.differing}
     assert len(keys) == 5
     assert all(line.results.find(key).result.verdict is OK for key in keys)
-    assert (statistics.arrived, statistics.background.ran) == (6, 5)
+    assert statistics.arrived == 6
     assert (status.ran, status.failed, status.dropped) == (5, 0, 0)
     ran = {(row.executor, row.processor, row.shadow_executor, row.shadow_processor) for row in comparison.differing}
     numbers = {spec.id for spec in service.agent.setup.executors if spec.processor == "cpu"}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.core.performance import SSD, Performance, PoolSpec, SharedPart
+from agent.core.performance import SSD, Performance, PoolSpec, SharedTensors
 from agent.deployment.engine_setup import Given, planned, profiled_box
 from agent.device_profile.records import Allocation, LinkSpeed, PoolAllocation
 from experts.sizes import size_text
@@ -220,7 +220,7 @@ def test_an_ssd_that_no_factor_saves_is_said_so():
 
 def test_memory_for_all_experts_counts_shared_parts_once():
     """All twenty and one backbone fit exactly: nothing is left to gain."""
-    parts = (SharedPart("backbone", 300 * MIB),)
+    parts = (SharedTensors("backbone", 300 * MIB),)
     _, _, advice = advised(even_trace(), places=EXPERTS, ssd_bytes_per_s=1e8, parts=parts)
     assert advice.budget_bytes == {"host": EXPERTS * EXPERT_BYTES + 300 * MIB + WORKSPACE_BYTES}
     assert advice.limit is Limit.COMPUTE

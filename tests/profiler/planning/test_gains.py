@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from agent.core.performance import SSD, Footprint, SharedPart
+from agent.core.performance import SSD, Footprint, SharedTensors
 from agent.deployment.engine_setup import Given, planned, profiled_box
 from agent.deployment.performance_matrix import in_form
 from agent.device_profile.records import Agreement, ImageDecoding
@@ -61,10 +61,10 @@ def test_an_expert_in_another_form_has_its_times_and_bytes(line):
 
 def test_what_is_shared_is_not_shared_between_forms(line):
     setup = line.setup()
-    row = replace(setup.matrix.experts["cpu"]["cls/f0"], footprint=Footprint(600, (SharedPart("backbone", 400),)))
+    row = replace(setup.matrix.experts["cpu"]["cls/f0"], footprint=Footprint(600, (SharedTensors("backbone", 400),)))
     shared = replace(setup.matrix, experts={"cpu": {"cls/f0": row}})
     found = in_form(shared, line.profile, BF16, {"cls/f0": line.kind}, setup.executors)
-    assert found.experts["cpu"]["cls/f0"].footprint == Footprint(300, (SharedPart("backbone@bf16", 200),))
+    assert found.experts["cpu"]["cls/f0"].footprint == Footprint(300, (SharedTensors("backbone@bf16", 200),))
 
 
 def test_experts_whose_kind_was_not_measured_in_a_form_stay_as_they_are(line):

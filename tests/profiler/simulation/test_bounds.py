@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from agent.core.effects import Assigned, StartLoad
-from agent.core.performance import SSD, ExecutorSpec, Performance, PerformanceMatrix, PoolSpec, SharedPart
+from agent.core.performance import SSD, ExecutorSpec, Performance, PerformanceMatrix, PoolSpec, SharedTensors
 from agent.core.policy import PRESETS
 from agent.core.request import IMAGE, Work
 from experts.errors import MemoryExceeded
@@ -71,7 +71,7 @@ def test_what_cannot_be_there_at_the_start_costs_a_switch():
 
 def test_a_shared_part_counts_once():
     """Four experts of 1 byte over a part of 8: 12 bytes hold all, 11 hold three; without sharing they would be 36."""
-    part = SharedPart("backbone", 8)
+    part = SharedTensors("backbone", 8)
     sizes = dict.fromkeys("abcd", 1)
     parts = dict.fromkeys("abcd", (part,))
     assert [fewest_switches(sizes, one_memory(sizes, capacity, parts)) for capacity in (12, 11)] == [0, 1]
@@ -107,7 +107,7 @@ def test_more_memory_never_raises_the_bound(sizes, capacity, more):
     assert unread_bytes(sizes, large) <= unread_bytes(sizes, small)
 
 
-PARTS = (SharedPart("p", 2), SharedPart("q", 5))
+PARTS = (SharedTensors("p", 2), SharedTensors("q", 5))
 
 
 def held_bytes(experts, sizes, parts):
@@ -206,7 +206,7 @@ def test_bytes_beyond_what_all_memories_hold_are_read():
 
 
 def test_bytes_of_a_part_that_is_there_are_not_read_again():
-    sizes, part = {"a": 1, "b": 1, "c": 1}, SharedPart("backbone", 8)
+    sizes, part = {"a": 1, "b": 1, "c": 1}, SharedTensors("backbone", 8)
     plant = one_memory(sizes, 9, dict.fromkeys("ab", (part,)))
     assert unread_bytes(sizes, plant, resident=()) == 11
     assert unread_bytes(sizes, plant, resident={"a"}) == 2

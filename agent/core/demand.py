@@ -1,0 +1,630 @@
+"""Demand: which copies are wanted, how strongly, and what makes room for them.
+
+Wishes are claimed in this order whenever something may have come free:
+
+    overdue          heads of queues with a request that has waited beyond the overtaking bound, oldest first; a memory
+                     where one of them lacks room is *full*: nothing younger takes what comes free there
+    the heads        of all queues, before their executors are idle where the policy overlaps; a memory where one finds
+                     no room is *short*
+    the next groups  prefetch, while a link that could serve one of them is free; free room only in a short memory
+    spare room       of memories neither full nor short: experts that may follow what runs now (speculation), then the
+                     placement at the start (section 4.1)
+
+The head of a queue is its first group that is not passed over. ``Claim`` lists how strong each claim to room is.
+A copy that was loaded for a request of idle precedence, and that no queue waits for, is *spare*: it leaves first. While
+such a request runs or loads in a memory, nothing else leaves that memory.
+
+Guarantees: each move is reserved in the pool's ledger before its effect, evictions before the load that needs their
+room; at most ``loads_in_flight`` loads from one source at a time; a copy whose load failed is loaded again once its
+pause is over; a pinned expert is placed sooner or later; no expert in quarantine, or on probation before its pause is
+over, is loaded for spare room.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from agent.core.effects import Evict, EvictionDecision, StartLoad
+from agent.core.eviction import STAGE_BY_RANK, STRATEGIES, EvictionCandidate, victims
+from agent.core.performance import SSD
+from agent.core.policy import Evicting
+from agent.core.state import Load, ServedLine, State, Wish
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+    from agent.core.performance import ExecutorSpec, ExpertProfile
+    from agent.core.pool import ModelPool, PoolEntry
+    from agent.core.queue import ExecutorQueue, Group
+
+PREFETCH_GROUPS = 16  # of each queue, behind its head; arbitrary
+LONG_QUEUE_S = 5.0  # a longer queue is run in order, however late its requests may be
+PATIENCE = 0.5  # of the overtaking bound: a head that has waited for longer has no time left; arbitrary
+
+
+class Evicts(Enum):
+    """Which copies a claim may evict, of those that are not in use and not pinned."""
+
+    ANY = auto()  # but those at the head of another queue
+    USED_LATER = auto()  # not queued, or queued for later than the claim's own group
+    NOT_QUEUED = auto()
+    LESS_USED = auto()  # not queued, and of a lower usage probability; any, for a policy that ranks by time
+    NOTHING = auto()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Claim:
+    """One way of asking for room; the constants below stand from strong to weak."""
+
+    evicts: Evicts
+    by_cache: bool = False  # copies for a device go through the memory in front of it
+    stages: bool = False  # while the device lacks room, only into the memory in front of it
+    is_partial: bool = False  # evicts bit by bit, even before there is room enough
+    spares_heads: bool = True
+
+
+# Head of a queue beyond the overtaking bound: spares only the heads that are older still, keeps its place on the link
+# and reserves what it will take once that is not in use, so that executors that take turns cannot keep it for ever.
+OVERDUE = Claim(Evicts.ANY, by_cache=True, is_partial=True)
+DEMAND = Claim(Evicts.ANY, by_cache=True)  # head of a queue
+PATIENT = Claim(Evicts.ANY)  # head of a short queue whose executor works: waits for a copy in use that would go first
+PREFETCH = Claim(Evicts.USED_LATER, by_cache=True, stages=True)  # a later group
+BYPASS = Claim(Evicts.NOT_QUEUED, by_cache=True, stages=True)  # a later group, past one that waits for a busy link
+STAGE = Claim(Evicts.NOT_QUEUED, spares_heads=False)  # a later group's copy, for the host while the device is full
+CACHE = Claim(Evicts.LESS_USED, spares_heads=False)  # a copy for the host on its way to the device
+PINNED = Claim(Evicts.NOT_QUEUED)  # an expert that stays in memory and is not there
+EARLY = Claim(Evicts.NOTHING)  # any group of a short queue that has other work first: its victim is chosen later
+SPARE = Claim(Evicts.NOTHING)  # initial placement of others, speculation, experts on probation
+IDLE = Claim(Evicts.NOTHING)  # head of a queue, of idle precedence; takes no place on the link
+
+
+class Answer(Enum):
+    HERE = auto()  # resident, or being loaded
+    STARTED = auto()
+    NO_ROOM = auto()
+    BUSY = auto()  # as many loads as may be are under way from there
+    WAIT = auto()  # the copy is on its way to the host, or its failed load pauses
+
+
+# -- wishes of queues --
+
+
+def demands(queues: Iterable[ExecutorQueue]) -> list[Wish]:
+    """The head of every queue, oldest first."""
+    heads = [(head.opened_s, queue.spec, head) for queue in queues if (head := queue.front) is not None]
+    return [_wish(spec, group) for _, spec, group in sorted(heads, key=lambda each: (each[0], each[1].id))]
+
+
+def overdue(queues: Iterable[ExecutorQueue], until_s: float) -> list[Wish]:
+    """The heads with a request that has waited since ``until_s`` or before, oldest first."""
+    heads = [(head.oldest_s, queue.spec, head) for queue in queues if (head := queue.front) is not None]
+    late = sorted((each for each in heads if each[0] <= until_s), key=lambda each: (each[0], each[1].id))
+    return [_wish(spec, group) for _, spec, group in late]
+
+
+def upcoming(queues: Iterable[ExecutorQueue], depth: int, pools: Mapping[str, ModelPool]) -> Iterator[Wish]:
+    """Copies that are not there yet of ``depth`` groups behind each head: by place, then by executor."""
+    fronts = [(queue.spec, pools[queue.spec.pool], head) for queue in queues if (head := queue.front) is not None]
+    for _ in range(depth):
+        fronts = [(spec, pool, group.next) for spec, pool, group in fronts if group.next is not None]
+        for spec, pool, group in fronts:
+            if pool.entry(group.profile.copy) is None and not group.is_passed_over:
+                yield _wish(spec, group)
+
+
+def _wish(spec: ExecutorSpec, group: Group) -> Wish:
+    return Wish(spec, group.expert, group.profile, group.oldest_s, group.starts_s)
+
+
+# -- wishes for spare room --
+
+
+def initial_placement(
+    usage: dict[str, float], executors: Sequence[ExecutorSpec], runs_on: Mapping[str, Mapping[str, ExpertProfile]]
+) -> list[tuple[ExecutorSpec, str]]:
+    """Experts dealt round-robin to the pools, in descending usage probability (section 4.1).
+
+    ``runs_on[processor]``: experts that can run there. One executor stands for its pool; an expert that the pool
+    whose turn it is cannot run goes to the next pool that can.
+    """
+    pools = list({spec.pool: spec for spec in reversed(executors)}.values())[::-1]
+    dealt = []
+    turn = 0
+    for expert in sorted(usage, key=lambda name: (-usage[name], name)):
+        for offset in range(len(pools)):
+            spec = pools[(turn + offset) % len(pools)]
+            if expert in runs_on[spec.processor]:
+                dealt.append((spec, expert))
+                turn += offset + 1
+                break
+    return dealt
+
+
+def place_all(state: State) -> None:
+    state.placements.extend(_first_wishes(state))
+
+
+def place(state: State, expert: str, spec: ExecutorSpec) -> None:
+    profile = state.line.matrix.experts[spec.processor][expert]
+    state.placements.append(Wish(spec, expert, profile, state.now, state.now))
+
+
+def place_pinned(state: State, expert: str) -> bool:
+    """Place a pinned expert at its home; False for any other, which is loaded when it is asked."""
+    home = state.line.homes.get(expert)
+    if home is not None:
+        place(state, expert, home)
+    return home is not None
+
+
+def place_due(state: State, since_s: float) -> None:
+    """Load experts whose probation for failed loads paused until a moment after ``since_s``, if there is room."""
+    if state.is_draining:
+        return
+    for expert, probation in state.probations.items():
+        if probation.copy is None or not since_s < probation.retry_s <= state.now or expert in state.line.retired:
+            continue
+        if expert in state.line.graph.placed and not place_pinned(state, expert):
+            place(state, expert, next(spec for spec, row in state.rows_of(expert) if row.copy == probation.copy))
+
+
+def change_line(state: State, line: ServedLine) -> None:
+    """Wish for experts that are new or newly pinned, and no more for those that left the line."""
+    before, state.line = state.line, line
+    pin_copies(state)
+    for waiting in (state.placements, state.speculations):
+        staying = [wish for wish in waiting if wish.expert not in line.retired]
+        waiting.clear()
+        waiting.extend(staying)
+    if not state.is_draining:
+        known, at_home = before.graph.experts, line.homes.keys() - before.homes.keys()
+        wishes = _first_wishes(state)
+        state.placements.extend(wish for wish in wishes if wish.expert not in known or wish.expert in at_home)
+
+
+def pin_copies(state: State) -> None:
+    """Pin the copies of pinned experts at their homes, but none that a memory merely caches for another."""
+    line = state.line
+    rows = line.matrix.experts
+    copies = {row.copy for column in rows.values() for row in column.values()}
+    state.setbacks = {place: setback for place, setback in state.setbacks.items() if place[1] in copies}
+    state.presence = +state.presence
+    state.pinned = frozenset(
+        (home.pool, rows[queue.spec.processor][name].copy)
+        for name, home in line.homes.items()
+        for queue in state.queues
+        if queue.spec.pool == home.pool and name in rows[queue.spec.processor]
+    )
+    for pool in state.pools.values():
+        for entry in pool.entries():
+            entry.pinned = (pool.name, entry.copy) in state.pinned
+
+
+def speculate(state: State, spec: ExecutorSpec, expert: str) -> None:
+    """Wish for the experts that may follow one that runs."""
+    if not state.policy.overlapping:
+        return
+    for name in state.line.graph.subsequents(expert):
+        profile = state.line.matrix.experts[spec.processor].get(name)
+        if profile is not None:
+            state.speculations.append(Wish(spec, name, profile, state.now, state.now))
+
+
+def _first_wishes(state: State) -> Iterator[Wish]:
+    line, executors = state.line, [queue.spec for queue in state.queues]
+    pinned = [(spec, expert) for expert, spec in line.homes.items()]
+    usage = {expert: line.matrix.usage.get(expert, 0.0) for expert in line.graph.placed - line.retired}
+    placed = initial_placement(usage, executors, line.matrix.experts) if state.policy.placing else []
+    for spec, expert in pinned + placed:
+        yield Wish(spec, expert, line.matrix.experts[spec.processor][expert], state.now, state.now)
+
+
+# -- claims, whenever something may have come free --
+
+
+def claim_overdue(state: State) -> None:
+    """Claim for overdue heads, and find the memories that are full."""
+    state.kept_free.clear()
+    state.reserved.clear()
+    state.all_queued.clear()
+    state.full.clear()
+    state.short.clear()
+    if state.policy.bounded:
+        for wish in overdue(state.queues, state.now - state.limits.max_overtake_s):
+            _claim_overdue_one(state, wish)
+
+
+def claim(state: State, is_anything_runnable: Callable[[ExecutorQueue], bool]) -> None:
+    """Claim for all other wishes, once every batch that can has started."""
+    is_idle = state.queued_idle is not None
+    for wish in demands(state.queues):
+        if state.policy.overlapping or wish.spec.id not in state.running:
+            _claim_one(state, wish, IDLE if is_idle else _head_claim(state, wish, is_anything_runnable))
+    if state.policy.overlapping:
+        _prefetch(state)
+    _load_speculations(state)
+    _load_placements(state)
+
+
+def may_use(state: State, pool: ModelPool, copy: str) -> bool:
+    """Is the copy resident, and not reserved for an overdue claim?"""
+    return pool.is_resident(copy) and copy not in state.reserved.get(pool.name, ())
+
+
+def switch_s(state: State, spec: ExecutorSpec, profile: ExpertProfile) -> float:
+    """Predicted seconds until a copy could run on an executor; 0 when it is resident."""
+    pool = state.pools[spec.pool]
+    return 0.0 if pool.is_resident(profile.copy) else profile.load_s[_source_of(state, pool, profile.copy)]
+
+
+def executors_to_spare(state: State, expert: str) -> set[int]:
+    """Executors that an expert can run on without an eviction of anything but spare copies."""
+    able = set()
+    for spec, row in state.rows_of(expert):
+        pool = state.pools[spec.pool]
+        spare_bytes = sum(pool.freed_bytes(entry.copy) for entry in _spare_copies(state, pool))
+        if pool.entry(row.copy) is not None or pool.needed_bytes(row.footprint) <= pool.free_bytes + spare_bytes:
+            able.add(spec.id)
+    return able
+
+
+def _head_claim(state: State, wish: Wish, is_anything_runnable: Callable[[ExecutorQueue], bool]) -> Claim:
+    """Claim of a queue's head. Behind a batch that is queued ahead, a head asks as a later group."""
+    executor = wish.spec.id
+    if executor in state.queued_ahead:
+        return EARLY if _has_time(state, wish) else PREFETCH
+    if not state.policy.overlapping or executor not in state.running or not _has_time(state, wish):
+        return DEMAND
+    return EARLY if is_anything_runnable(state.queue_of[executor]) else PATIENT
+
+
+def _has_time(state: State, wish: Wish) -> bool:
+    """Is the wish young and its queue short? Its victim is chosen later then, when more of the queue is known.
+
+    Never on a device with a memory in front of it: its early loads come from there, not from the SSD.
+    """
+    if state.pools[wish.spec.pool].spec.cache is not None:
+        return False
+    bound_s, length_s = state.limits.max_overtake_s, state.queue_of[wish.spec.id].length_s(state.now)
+    return state.now - wish.since_s < PATIENCE * bound_s and length_s <= min(bound_s, LONG_QUEUE_S)
+
+
+def _claim_overdue_one(state: State, wish: Wish) -> None:
+    pool, copy = state.pools[wish.spec.pool], wish.profile.copy
+    if pool.entry(copy) is not None:
+        return
+    is_first = pool.name not in state.full
+    answer = _claim_one(state, wish, OVERDUE)
+    if answer in (Answer.NO_ROOM, Answer.BUSY):
+        state.full.add(pool.name)
+        state.kept_free[_source_of(state, pool, copy)] += 1
+    if answer is Answer.NO_ROOM and is_first:
+        heads = _spared_heads(state, pool, wish, OVERDUE)
+        copies = (entry.copy for entry in pool.entries() if not entry.pinned and entry.copy not in heads)
+        state.reserved[pool.name] = frozenset(copies)
+
+
+def _claim_one(state: State, wish: Wish, claim: Claim) -> Answer:
+    if wish.spec.pool in state.full:
+        return _stage(state, wish, claim)
+    answer = _bring(state, wish, claim)
+    if answer is Answer.NO_ROOM and claim not in (OVERDUE, EARLY, PATIENT):
+        state.short.add(wish.spec.pool)
+    return answer
+
+
+def _prefetch(state: State) -> None:
+    """Load for the groups behind the heads while a link is free; in a short memory evict nothing for them."""
+    passed: set[str] = set()  # memories where an earlier group waits for a busy link
+    for wish in upcoming(state.queues, PREFETCH_GROUPS, state.pools):
+        claim = EARLY if _has_time(state, wish) else BYPASS if wish.spec.pool in passed else PREFETCH
+        answer = _take_free(state, wish, claim) if wish.spec.pool in state.short else _claim_one(state, wish, claim)
+        if answer is Answer.BUSY:
+            if not _may_prefetch(state):
+                return
+            passed.add(wish.spec.pool)
+
+
+def _may_prefetch(state: State) -> bool:
+    """Could a load for a later group start: from the SSD, or from a memory into one that has room?"""
+    if not _is_busy(state, SSD):
+        return True
+    lacking = state.full | state.short
+    return any(
+        pool.spec.cache is not None and pool.name not in lacking and not _is_busy(state, pool.spec.cache)
+        for pool in state.pools.values()
+    )
+
+
+def _take_free(state: State, wish: Wish, claim: Claim) -> Answer:
+    """Load into free room of a short memory, through the memory in front as far as that has room."""
+    staged = _stage(state, wish, claim)
+    return staged if staged not in (Answer.HERE, Answer.NO_ROOM) else _bring(state, wish, SPARE)
+
+
+def _stage(state: State, wish: Wish, claim: Claim) -> Answer:
+    """Have a copy in the memory in front of the wish's pool, while that pool is full."""
+    pool, copy = state.pools[wish.spec.pool], wish.profile.copy
+    if not claim.stages or pool.spec.cache is None or pool.entry(copy) is not None:
+        return Answer.NO_ROOM
+    cache = state.pools[pool.spec.cache]
+    return Answer.HERE if cache.entry(copy) is not None else _start(state, cache, SSD, wish, STAGE)
+
+
+def _load_speculations(state: State) -> None:
+    while state.speculations:
+        wish = state.speculations.popleft()
+        if not _lacks_room(state, wish) and _may_load(state, wish.expert):
+            _bring(state, wish, SPARE)
+
+
+def _load_placements(state: State) -> None:
+    """Load as far as there is room and a link; a pinned expert may evict others, and waits for room."""
+    for _ in range(len(state.placements)):
+        wish = state.placements.popleft()
+        if not _may_load(state, wish.expert):
+            continue
+        is_pinned = wish.expert in state.line.homes
+        answer = Answer.NO_ROOM
+        if not _lacks_room(state, wish):
+            answer = _bring(state, wish, PINNED if is_pinned else SPARE)
+        if answer is Answer.BUSY:
+            state.placements.appendleft(wish)
+            return
+        if answer in (Answer.NO_ROOM, Answer.WAIT) and is_pinned:
+            state.placements.append(wish)
+
+
+def _lacks_room(state: State, wish: Wish) -> bool:
+    return wish.spec.pool in state.full or wish.spec.pool in state.short
+
+
+def _may_load(state: State, expert: str) -> bool:
+    probation = state.probations.get(expert)
+    return expert not in state.quarantined and (probation is None or state.now >= probation.retry_s)
+
+
+# -- loads --
+
+
+def _bring(state: State, wish: Wish, claim: Claim) -> Answer:
+    """Have a copy in the wish's pool, if that takes a load and the claim is strong enough for its room."""
+    pool, copy = state.pools[wish.spec.pool], wish.profile.copy
+    if pool.entry(copy) is not None:
+        return Answer.HERE
+    source = SSD
+    if pool.spec.cache is not None:
+        cache = state.pools[pool.spec.cache]
+        cached = cache.entry(copy)
+        if cached is not None:
+            if not cached.is_resident:
+                return Answer.WAIT
+            source = cache.name
+        elif claim.by_cache:
+            answer = _start(state, cache, SSD, wish, CACHE)
+            if answer is not Answer.NO_ROOM:
+                return answer
+    return _start(state, pool, source, wish, claim)
+
+
+def _start(state: State, pool: ModelPool, source: str, wish: Wish, claim: Claim) -> Answer:
+    copy = wish.profile.copy
+    setback = state.setbacks.get((pool.name, copy))
+    if _is_busy(state, source):
+        return Answer.BUSY
+    if setback is not None and state.now < setback.backoff.until_s:
+        return Answer.WAIT
+    if not _make_room(state, pool, wish, claim):
+        return Answer.NO_ROOM
+    if source != SSD:
+        state.pools[source].start_use(copy)
+    size_bytes = pool.start_load(copy, wish.expert, wish.profile.footprint, pinned=(pool.name, copy) in state.pinned)
+    state.presence[wish.expert] += 1
+    if claim is IDLE:
+        pool.mark_spare(copy)
+    else:
+        state.in_flight[source] += 1
+    state.last_load += 1
+    state.loads[state.last_load] = Load(copy, wish.expert, source, pool.name, claim is IDLE)
+    state.counts[f"{source}_{pool.name}"] += 1
+    if source == SSD:
+        state.counts["bytes_read"] += size_bytes
+    state.effects.append(StartLoad(state.last_load, wish.expert, copy, source, pool.name, size_bytes))
+    return Answer.STARTED
+
+
+def load_over(state: State, load: Load) -> None:
+    """Free the load's place on the link, and its source's copy."""
+    if not load.is_idle:
+        state.in_flight[load.source] -= 1
+    if load.source != SSD:
+        state.pools[load.source].end_use(load.copy)
+
+
+def _is_busy(state: State, source: str) -> bool:
+    return state.in_flight[source] + state.kept_free[source] >= state.limits.loads_in_flight
+
+
+def _source_of(state: State, pool: ModelPool, copy: str) -> str:
+    cache = pool.spec.cache
+    return cache if cache is not None and state.pools[cache].entry(copy) is not None else SSD
+
+
+# -- room --
+
+
+def _make_room(state: State, pool: ModelPool, wish: Wish, claim: Claim) -> bool:
+    footprint = wish.profile.footprint
+    short = pool.needed_bytes(footprint) - pool.free_bytes
+    if short > 0 and pool.has_spare:
+        short = _evict_spare(state, pool, wish)
+        if short > 0 and any(entry.is_spare and not entry.is_evictable for entry in pool.entries()):
+            return False
+    if short <= 0:
+        return True
+    if claim.evicts is Evicts.NOTHING or (claim is STAGE and pool.name in state.all_queued):
+        return False
+    strategy = STRATEGIES[state.policy.evicting]
+    ranked = strategy.ranked(_candidates(state, pool, wish, claim))
+    if claim is STAGE and not ranked:
+        state.all_queued.add(pool.name)  # until the next look loads only begin, which makes nothing less queued
+    kept = frozenset(shared.id for shared in footprint.shared)
+    chosen = victims(ranked, short, pool.holders, kept)
+    if claim is PATIENT and chosen is not None and not all(pool.is_evictable(each.copy) for each in chosen):
+        return False
+    leaving = chosen if chosen is not None else tuple(ranked) if claim.is_partial else ()
+    decision = EvictionDecision(wish.profile.copy, short, tuple(ranked))
+    for victim in leaving:
+        _evict(state, pool, victim, strategy.stage(victim), decision)
+    return pool.can_reserve(footprint)
+
+
+def _evict_spare(state: State, pool: ModelPool, wish: Wish) -> int:
+    """Evict spare copies, oldest first, until there is room; returns the bytes that lack still, 0 or less."""
+    footprint = wish.profile.footprint
+    for entry in _spare_copies(state, pool):
+        short = pool.needed_bytes(footprint) - pool.free_bytes
+        if short <= 0:
+            break
+        candidate = _candidate(state, entry, None)
+        _evict(state, pool, candidate, STAGE_BY_RANK, EvictionDecision(wish.profile.copy, short, (candidate,)))
+    return pool.needed_bytes(footprint) - pool.free_bytes
+
+
+def _spare_copies(state: State, pool: ModelPool) -> list[PoolEntry]:
+    if not pool.has_spare:
+        return []
+    entries = [entry for entry in pool.entries() if entry.is_spare and entry.is_evictable]
+    return [entry for entry in entries if _next_use_s(state, pool, entry) is None]
+
+
+def _candidates(state: State, pool: ModelPool, wish: Wish, claim: Claim) -> Iterator[EvictionCandidate]:
+    """Copies that a claim may evict.
+
+    While queues are long most claims find none, so the cheap questions come first.
+    """
+    heads = _spared_heads(state, pool, wish, claim)
+    spared_until_s, usage_below = _bounds(state, wish, claim)
+    spared = _awaited(state, pool) if spared_until_s == math.inf else frozenset()
+    usage, soon_free = state.line.matrix.usage, _soon_free(state, pool) if claim is PATIENT else frozenset()
+    for entry in pool.entries():
+        if (
+            (entry.is_evictable or entry.copy in soon_free)
+            and entry.copy not in heads
+            and entry.expert not in spared
+            and usage.get(entry.expert, 0.0) < usage_below
+        ):
+            next_use_s = _next_use_s(state, pool, entry, spared_until_s)
+            if next_use_s is None or next_use_s > spared_until_s:
+                yield _candidate(state, entry, next_use_s)
+
+
+def _soon_free(state: State, pool: ModelPool) -> frozenset[str]:
+    """Copies that become evictable once their present use is over, if no request comes for them.
+
+    None while a copy lies there unused since it was loaded: its usage probability was too high, so a copy that was just
+    used is no worse a victim.
+    """
+    awaited = _awaited(state, pool)
+    if any(entry.is_untouched and entry.expert not in awaited for entry in pool.entries()):
+        return frozenset()
+    in_use = (entry for entry in pool.entries() if entry.uses and not entry.pinned)
+    return frozenset(entry.copy for entry in in_use if entry.expert not in awaited)
+
+
+def _awaited(state: State, pool: ModelPool) -> Collection[str]:
+    awaited = [queue.awaited for queue in state.users[pool.name]]
+    return awaited[0] if len(awaited) == 1 else frozenset().union(*awaited)
+
+
+def _spared_heads(state: State, pool: ModelPool, wish: Wish, claim: Claim) -> frozenset[str]:
+    """Copies that the heads of this memory's other queues run on, and that the claim leaves there."""
+    if not claim.spares_heads:
+        return frozenset()
+    others = [queue for queue in state.users[pool.name] if queue.spec.id != wish.spec.id]
+    heads = [head for queue in others if (head := queue.front) is not None]
+    if state.policy.overlapping:  # else the other executor may wait for this very wish, or for one like it
+        heads += [group for queue in others for group in queue.ongoing.values()]
+    return frozenset(head.profile.copy for head in heads if claim is not OVERDUE or head.oldest_s <= wish.since_s)
+
+
+def _bounds(state: State, wish: Wish, claim: Claim) -> tuple[float, float]:
+    """A claim leaves copies used until the first, and experts used as often as the second or more."""
+    if claim.evicts is Evicts.USED_LATER:
+        return wish.starts_s, math.inf
+    if claim.evicts is Evicts.NOT_QUEUED:
+        return math.inf, math.inf
+    if claim.evicts is Evicts.LESS_USED and state.policy.evicting not in (Evicting.LRU, Evicting.FIFO):
+        return math.inf, state.line.matrix.usage.get(wish.expert, 0.0)
+    return -math.inf, math.inf
+
+
+def _candidate(state: State, entry: PoolEntry, next_use_s: float | None) -> EvictionCandidate:
+    usage, lacks = state.line.matrix.usage.get(entry.expert, 0.0), _lacks_preliminary(state, entry.expert)
+    order = entry.loaded_order, entry.used_order
+    return EvictionCandidate(entry.copy, entry.expert, entry.footprint, usage, next_use_s, lacks, *order)
+
+
+def _next_use_s(state: State, pool: ModelPool, entry: PoolEntry, soon_s: float = -math.inf) -> float | None:
+    """Predicted time of a copy's next queued use in this memory, or, for a cache, in the memory that it feeds.
+
+    Of several uses until ``soon_s`` any may be returned.
+    """
+    users = state.users[pool.name]
+    for fed in state.fed[pool.name]:
+        if fed.entry(entry.copy) is None:
+            users = users + state.users[fed.name]
+    earliest: float | None = None
+    for queue in users:
+        group = queue.first_group(entry.expert)
+        if group is not None and (earliest is None or group.starts_s < earliest):
+            earliest = group.starts_s
+            if earliest <= soon_s:
+                break
+    return earliest
+
+
+def _lacks_preliminary(state: State, expert: str) -> bool:
+    """Section 4.3, stage 1: a subsequent expert none of whose preliminary experts is resident or awaited."""
+    preliminaries = state.line.graph.preliminaries(expert)
+    return bool(preliminaries) and not any(state.presence[name] > 0 or state.is_awaited(name) for name in preliminaries)
+
+
+def _evict(state: State, pool: ModelPool, victim: EvictionCandidate, stage: int, decision: EvictionDecision) -> None:
+    freed = pool.evict(victim.copy)
+    state.presence[victim.expert] -= 1
+    state.counts[f"evictions_stage_{stage}"] += 1
+    state.effects.append(Evict(victim.expert, victim.copy, pool.name, freed, stage, decision))
+
+
+def shrink(state: State, pool: ModelPool, to_bytes: int) -> None:
+    """Evict in order of rank, until no more than ``to_bytes`` lie there or no further copy may go."""
+    strategy = STRATEGIES[state.policy.evicting]
+    evictable = [entry for entry in pool.entries() if entry.is_evictable]
+    candidates = [_candidate(state, entry, _next_use_s(state, pool, entry)) for entry in evictable]
+    spare = {entry.copy for entry in _spare_copies(state, pool)}
+    ranked = sorted(strategy.ranked(candidates), key=lambda each: each.copy not in spare)
+    for victim in ranked:
+        short = pool.used_bytes - to_bytes
+        if short <= 0:
+            return
+        _evict(state, pool, victim, strategy.stage(victim), EvictionDecision("", short, tuple(ranked)))
+
+
+def discard(state: State, expert: str) -> None:
+    """Evict an expert that is not to be asked from every memory where no batch and no load uses it."""
+    for pool in state.pools.values():
+        for entry in [entry for entry in pool.entries() if entry.expert == expert]:
+            if entry.uses == 0 and entry.is_resident:
+                candidate = _candidate(state, entry, _next_use_s(state, pool, entry))
+                _evict(state, pool, candidate, STAGE_BY_RANK, EvictionDecision(entry.copy, 0, ()))
+
+
+def discard_if_gone(state: State, expert: str) -> None:
+    """Discard an expert in quarantine, or of an earlier line that no request waits for."""
+    is_done = expert in state.line.retired and not state.is_awaited(expert)
+    if is_done or expert in state.quarantined:
+        discard(state, expert)

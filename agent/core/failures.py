@@ -1,0 +1,459 @@
+"""Failures: what a failed load or batch means for its expert, its memory and its requests.
+
+Of an expert:
+
+    serving   --- loads or lone batches that failed in a row ---> probation
+    probation --- a load, or a batch, that went well -----------> serving
+    either    --- bad weights, or the shell's report -----------> quarantine, for good
+
+A cause that may pass, such as an SSD that was reset or fragmented memory, means probation: the expert is not asked, but
+for one trial after each pause. Pauses double with each failure up to LONGEST_PAUSE_S and begin anew only after success.
+So an expert that always fails costs one trial a minute, and one that could serve again is out for a minute at most.
+
+Of a memory, where the box has less than was planned:
+
+    a load ran short              its budget is lowered to the bytes that lay there; the load is retried with backoff
+    a batch of one ran short      its budget is lowered by the bytes that the batch would have taken; bytes that no
+                                  expert can free come off the leases of begun requests, youngest first
+    no shortage for a while       half of the missing budget comes back, then half of the rest, then all
+    a copy fails too often        its requests there wait on other executors that can run the expert
+
+Guarantees: no budget is lower than each expert of the line needs to run there, and no budget for leases lower than any
+accepted request may need. A budget that is lowered is free first, but for bytes in use. Pauses without shortage begin
+at BUDGET_PAUSE_S and double until the whole budget was back for one: a memory that is really too small proves that once
+a day. A memory that is taken from the box in one piece keeps its budget. A failed request of idle precedence lowers no
+budget and ends no other request.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agent.core import demand, requests, running
+from agent.core.effects import BudgetChanged, FellBack, LeasesChanged, Standing, StandingChanged
+from agent.core.performance import footprints_in
+from agent.core.pool import least_bytes
+from agent.core.request import CANCELLED
+from agent.core.state import Backoff, Probation, Setback
+
+if TYPE_CHECKING:
+    from agent.core.events import BatchFailed, LoadFailed
+    from agent.core.performance import ExecutorSpec, ExpertProfile
+    from agent.core.pool import ModelPool
+    from agent.core.request import Batch, Portion
+    from agent.core.state import Load, State
+
+LOAD_ATTEMPTS = 3  # that fail in a row: probation
+LOAD_BACKOFF_S = 0.25  # after a failed load
+AWAY_S = 30.0  # a missing or unreadable file is waited for; only then its failed loads count
+LONGEST_AWAY_PAUSE_S = 4.0  # between two attempts to read it
+BATCH_ATTEMPTS = 3
+EXPERT_FAILURES = 3  # batches of one that fail in a row: probation
+PROBATION_S = 1.0  # after failed batches
+LONGEST_PAUSE_S = 60.0
+BUDGET_PAUSE_S = 600.0  # without shortage, before a lowered budget gets some back
+LONGEST_BUDGET_PAUSE_S = 86_400.0
+LITTLE = 8  # a missing part of the leases below this fraction comes back at once; arbitrary
+NO_SHORTAGE = "it did not run short again"
+LARGER_EXPERTS = "the line has larger experts now"
+NOWHERE: frozenset[int] = frozenset()
+
+
+# -- experts --
+
+
+def put_in_quarantine(state: State, expert: str, reason: str) -> None:
+    if expert not in state.quarantined:
+        _release(state, expert)
+        state.quarantined[expert] = reason
+        state.effects.append(StandingChanged(expert, Standing.QUARANTINE, reason))
+        _empty_queues(state, expert)
+    demand.discard(state, expert)
+
+
+def expert_ran(state: State, expert: str) -> None:
+    """A batch went well."""
+    state.failed_batches.pop(expert, None)
+    state.batch_pauses.pop(expert, None)
+    if _release(state, expert):
+        _serve_again(state, expert, "a batch went well")
+
+
+def expert_loaded(state: State, expert: str, copy: str) -> None:
+    """A load went well, which releases an expert whose loads of this copy failed."""
+    probation = state.probations.get(expert)
+    if probation is not None and probation.copy == copy:
+        _release(state, expert)
+        _serve_again(state, expert, "a load went well")
+
+
+def forget_all_but(state: State, experts: frozenset[str]) -> None:
+    for by_expert in (state.quarantined, state.failed_batches, state.batch_pauses, state.probations):
+        for expert in [expert for expert in by_expert if expert not in experts]:
+            del by_expert[expert]
+
+
+def _serve_again(state: State, expert: str, reason: str) -> None:
+    state.effects.append(StandingChanged(expert, Standing.SERVING, reason))
+    demand.place_pinned(state, expert)
+
+
+def _release(state: State, expert: str) -> bool:
+    probation = state.probations.pop(expert, None)
+    if probation is not None and probation.trial is not None:
+        del state.trials[probation.trial]
+    return probation is not None
+
+
+def _put_on_probation(state: State, expert: str, probation: Probation) -> Probation:
+    _release(state, expert)
+    state.probations[expert] = probation
+    return probation
+
+
+def _tell_probation(state: State, expert: str, probation: Probation) -> None:
+    retry_s = probation.retry_s - state.now
+    state.effects.append(StandingChanged(expert, Standing.PROBATION, probation.reason, retry_s))
+    _empty_queues(state, expert)
+
+
+def _empty_queues(state: State, expert: str) -> None:
+    for queue in state.queues:
+        while (group := queue.first_group(expert)) is not None:
+            for request in tuple(group.requests):
+                requests.leave_queue(state, request)
+                requests.fail(state, request, str(requests.standing_reason(state, expert)))
+
+
+def _fails_in_batches(state: State, expert: str) -> bool:
+    """Is it on probation for its batches, so that only a batch can release it?"""
+    probation = state.probations.get(expert)
+    return probation is not None and probation.copy is None
+
+
+# -- loads --
+
+
+def load_failed(state: State, load: Load, event: LoadFailed) -> None:
+    demand.load_over(state, load)
+    pool = state.pools[load.pool]
+    pool.load_failed(load.copy)
+    state.presence[load.expert] -= 1
+    setback = _set_back_load(state, load, is_away=event.is_away)
+    if load.is_idle:
+        requests.end_idle(state, f"{load.expert}: {event.reason}")
+    if event.permanent:
+        put_in_quarantine(state, load.expert, event.reason)
+        return
+    if event.out_of_memory and not load.is_idle:
+        _ran_short(state, pool, pool.used_bytes, event.reason)
+    if _fall_back(state, load.expert, load.pool, load.copy, event.reason):
+        demand.place_pinned(state, load.expert)
+    else:
+        _count_failed_load(state, load, event.reason, setback)
+    demand.discard_if_gone(state, load.expert)
+
+
+def _count_failed_load(state: State, load: Load, reason: str, setback: Setback) -> None:
+    expert, retry_s = load.expert, setback.backoff.until_s
+    if expert in state.quarantined or setback.attempts < LOAD_ATTEMPTS:
+        demand.place_pinned(state, expert)
+        return
+    told = f"{_in_a_row(setback.attempts, 'load')}, last: {reason}"
+    if _fails_in_batches(state, expert):  # a load that goes well would prove nothing
+        probation = Probation(told, max(state.probations[expert].retry_s, retry_s))
+    else:
+        probation = Probation(told, retry_s, copy=load.copy)
+    _tell_probation(state, expert, _put_on_probation(state, expert, probation))
+
+
+def _set_back_load(state: State, load: Load, *, is_away: bool) -> Setback:
+    """Count a failed load. ``is_away``: its file was missing, which counts only after AWAY_S of that."""
+    before = state.setbacks.get((load.pool, load.copy))
+    is_waited_for = is_away and state.now - _failing_since_s(state, load.pool, load.copy) < AWAY_S
+    attempts = (before.attempts if before else 0) + (not is_waited_for)
+    return _set_back(state, load.pool, load.copy, attempts, LONGEST_AWAY_PAUSE_S if is_away else LONGEST_PAUSE_S)
+
+
+def _set_back(state: State, pool: str, copy: str, attempts: int, longest_s: float = LONGEST_PAUSE_S) -> Setback:
+    before = state.setbacks.get((pool, copy))
+    backoff = Backoff.after(before.backoff if before else None, LOAD_BACKOFF_S, longest_s, state.now)
+    setback = Setback(attempts, backoff, _failing_since_s(state, pool, copy))
+    state.setbacks[pool, copy] = setback
+    return setback
+
+
+def _failing_since_s(state: State, pool: str, copy: str) -> float:
+    """When the present run of failures began; AWAY_S without a failure ends a run."""
+    before = state.setbacks.get((pool, copy))
+    return state.now if before is None or state.now - before.backoff.until_s > AWAY_S else before.since_s
+
+
+def next_retry_s(state: State) -> float | None:
+    """When a failed load may be tried again next; a load whose pause is over waits for a claim."""
+    moments = (setback.backoff.until_s for setback in state.setbacks.values())
+    return min((moment for moment in moments if moment > state.now), default=None)
+
+
+def is_retry_due(state: State, since_s: float) -> bool:
+    return any(since_s < setback.backoff.until_s <= state.now for setback in state.setbacks.values())
+
+
+# -- batches --
+
+
+def batch_failed(state: State, batch: Batch, event: BatchFailed) -> None:
+    """Retry the requests of a batch alone, end them, or move them; and count the failure."""
+    portions = list(zip(batch.all_portions, running.end(state, batch), strict=True))
+    is_idle, is_lone = state.idle_request in batch.requests, len(batch.requests) == 1
+    if batch.quantum_s is not None:
+        for request in batch.requests:
+            requests.lose(state, request, batch.executor)
+    if event.out_of_memory and not is_idle:
+        for portion, _ in portions:
+            state.splitter.ran_out_of_memory(portion.expert, batch.executor, len(batch.requests))
+    probation = _probation_for(state, batch, event)
+    for portion, profile in sorted(portions, key=lambda each: _age_of(state, each[0]), reverse=True):
+        retried = [request for request in portion.requests if _may_retry(state, request, portion, batch, event)]
+        _give_back(state, portion.expert, batch, profile, retried)  # each goes in front of the others
+    if event.out_of_memory and is_lone and not is_idle:  # no batch is smaller: the weights there have to be fewer
+        _lack_workspace(state, batch, event.reason)
+    if probation is not None:
+        _tell_probation(state, batch.expert, probation)
+    for portion, _ in portions:
+        if _fails_in_batches(state, portion.expert):
+            demand.discard(state, portion.expert)  # a trial reads its bytes anew
+        demand.discard_if_gone(state, portion.expert)
+
+
+def _age_of(state: State, portion: Portion) -> tuple[float, int]:
+    return min((state.tickets[request].queued_s, request) for request in portion.requests)
+
+
+def _probation_for(state: State, batch: Batch, event: BatchFailed) -> Probation | None:
+    """Count a lone batch that failed through no fault of its memory; the probation that this means, if any."""
+    request, expert = batch.requests[0], batch.expert
+    if event.out_of_memory or len(batch.requests) > 1 or state.tickets[request].is_cancelled:
+        return None
+    count = state.failed_batches[expert] = state.failed_batches.get(expert, 0) + 1
+    stays = expert in state.probations and request not in state.trials  # it ran when the probation began
+    if expert in state.quarantined or stays or count < EXPERT_FAILURES:
+        return None
+    pause = Backoff.after(state.batch_pauses.get(expert), PROBATION_S, LONGEST_PAUSE_S, state.now)
+    state.batch_pauses[expert] = pause
+    probation = Probation(f"{_in_a_row(count, 'batch')}, last: {event.reason}", pause.until_s)
+    return _put_on_probation(state, expert, probation)
+
+
+def _may_retry(state: State, request: int, portion: Portion, batch: Batch, event: BatchFailed) -> bool:
+    """True for a request that gets another try, alone; ends any other."""
+    ticket = state.tickets[request]
+    ticket.attempts += 1
+    if ticket.is_cancelled:
+        return requests.fail(state, request, CANCELLED)
+    ran_alone = len(batch.requests) == 1 and not event.out_of_memory
+    is_idle = request == state.idle_request
+    if ran_alone or is_idle or ticket.attempts >= BATCH_ATTEMPTS:
+        if (
+            event.out_of_memory
+            and not is_idle
+            and _moves_elsewhere(state, request, portion, batch.executor, event.reason)
+        ):
+            return False
+        return requests.fail(state, request, f"{portion.expert}: {event.reason}")
+    return True
+
+
+def _give_back(state: State, expert: str, batch: Batch, profile: ExpertProfile, retried: list[int]) -> None:
+    reason = requests.standing_reason(state, expert)
+    if reason is not None:
+        for request in retried:
+            if request not in state.trials:
+                requests.fail(state, request, reason)
+        retried = [request for request in retried if request in state.trials]
+    if not retried:
+        return
+    if batch.quantum_s is not None:  # begun requests were taken by turns
+        retried = sorted(retried, key=lambda request: (state.tickets[request].queued_s, request))
+    queue = state.queue_of[batch.executor]
+    queued_s = {request: state.tickets[request].queued_s for request in retried}
+    tokens_s = {request: profile.performance.tokens_s(state.tickets[request].left) for request in retried}
+    group = queue.give_back(expert, profile, queued_s, state.now, tokens_s)
+    for request in queued_s:
+        requests.stand(state, request, queue, group)
+
+
+# -- other executors --
+
+
+def barred(state: State, expert: str) -> frozenset[int]:
+    """Executors that an expert is not asked on for now, as its copy fails too often there."""
+    if not state.setbacks:
+        return NOWHERE
+    return frozenset(spec.id for spec, row in state.rows_of(expert) if _is_barred(state, spec.pool, row.copy))
+
+
+def _is_barred(state: State, pool: str, copy: str) -> bool:
+    """Has a copy failed too often, in a memory or on its way there, and is its pause not over?"""
+    cache = state.pools[pool].spec.cache
+    is_on_its_way = cache is not None and state.pools[pool].entry(copy) is None
+    places = (pool, cache) if cache is not None and is_on_its_way else (pool,)
+    setbacks = (state.setbacks.get((place, copy)) for place in places)
+    return any(
+        each is not None and each.attempts >= LOAD_ATTEMPTS and state.now < each.backoff.until_s for each in setbacks
+    )
+
+
+def _has_alternative(state: State, expert: str, pool: str, copy: str) -> bool:
+    """Can another executor run the expert without this copy in this memory?"""
+    return any(
+        not _is_barred(state, spec.pool, row.copy) and (row.copy != copy or not _needs(state, spec, copy, pool))
+        for spec, row in state.rows_of(expert)
+    )
+
+
+def _needs(state: State, spec: ExecutorSpec, copy: str, pool: str) -> bool:
+    """Has the copy to be in this memory for the executor to run it?"""
+    own = state.pools[spec.pool]
+    return pool == own.name or (pool == own.spec.cache and own.entry(copy) is None)
+
+
+def _moves_elsewhere(state: State, request: int, portion: Portion, executor: int, reason: str) -> bool:
+    """Move a request that even an empty memory has no workspace for; False without another executor."""
+    pool = state.queue_of[executor].spec.pool
+    if not _has_alternative(state, portion.expert, pool, portion.copy):
+        return False
+    _set_back(state, pool, portion.copy, LOAD_ATTEMPTS)
+    _fall_back(state, portion.expert, pool, portion.copy, reason)
+    requests.move(state, request, portion.expert, reason)
+    return True
+
+
+def _fall_back(state: State, expert: str, pool: str, copy: str, reason: str) -> bool:
+    """Move the requests of a copy that fails too often; False where it may go on, or no other executor runs it."""
+    if not _is_barred(state, pool, copy) or not _has_alternative(state, expert, pool, copy):
+        return False
+    executors = barred(state, expert)
+    moving = [
+        request
+        for queue in state.queues
+        if queue.spec.id in executors
+        for group in queue.groups()
+        if group.expert == expert
+        for request in group.requests
+    ]
+    retry_s = state.setbacks[pool, copy].backoff.until_s - state.now
+    state.effects.append(FellBack(expert, copy, pool, len(moving), reason, retry_s))
+    for request in moving:
+        requests.leave_executor(state, request)
+        requests.move(state, request, expert, reason)
+    return True
+
+
+# -- budgets --
+
+
+def next_relief_s(state: State) -> float | None:
+    return min((backoff.until_s for backoff in state.lowered.values()), default=None)
+
+
+def relieve(state: State) -> bool:
+    """Give back to budgets the bytes that are due; True if there were any."""
+    due = [name for name, backoff in state.lowered.items() if backoff.until_s <= state.now]
+    for name in due:
+        pool, backoff = state.pools[name], state.lowered.pop(name)
+        if pool.missing_bytes or pool.missing_lease_bytes:
+            is_little = pool.missing_bytes <= _least_bytes(state, pool)
+            _set_budget(
+                state, pool, pool.spec.expert_bytes - (0 if is_little else pool.missing_bytes // 2), NO_SHORTAGE
+            )
+            is_little = pool.missing_lease_bytes <= pool.spec.lease_bytes // LITTLE
+            kept_bytes = 0 if is_little else pool.missing_lease_bytes // 2
+            _set_leases(state, pool, pool.spec.lease_bytes - kept_bytes, NO_SHORTAGE)
+            state.lowered[name] = Backoff.after(backoff, BUDGET_PAUSE_S, LONGEST_BUDGET_PAUSE_S, state.now)
+    return bool(due)
+
+
+def raise_budgets(state: State) -> None:
+    """After a change of the line: raise lowered budgets to the bytes that its experts need."""
+    for pool in [state.pools[name] for name in state.lowered]:
+        needed_bytes = min(_least_bytes(state, pool), pool.spec.expert_bytes)
+        _set_budget(state, pool, max(pool.expert_bytes, needed_bytes), LARGER_EXPERTS)
+
+
+def _ran_short(state: State, pool: ModelPool, to_bytes: int, reason: str) -> None:
+    if pool.spec.is_one_piece:
+        return
+    target_bytes = max(to_bytes, _least_bytes(state, pool))
+    if target_bytes < pool.expert_bytes:
+        demand.shrink(state, pool, target_bytes)
+        _set_budget(state, pool, max(target_bytes, pool.used_bytes), reason)
+    if pool.missing_bytes:
+        _pause_budget(state, pool)
+
+
+def _lack_workspace(state: State, batch: Batch, reason: str) -> None:
+    pool = state.pool_of(batch.executor)
+    to_bytes = pool.used_bytes - batch.workspace_bytes
+    _ran_short(state, pool, to_bytes, reason)
+    if pool.used_bytes > to_bytes and not pool.spec.is_one_piece:
+        _lower_leases(state, pool, pool.used_bytes - to_bytes, reason)
+
+
+def _lower_leases(state: State, pool: ModelPool, by_bytes: int, reason: str) -> None:
+    to_bytes = max(pool.lease_bytes - by_bytes, _most_leased(state, pool))
+    if to_bytes >= pool.lease_bytes:
+        return
+    waiting = [
+        (state.tickets[request].queued_s, request, group.expert, queue.spec.id)
+        for queue in state.users[pool.name]
+        for group in queue.ongoing.values()
+        for request in group.requests
+    ]
+    for _, request, expert, executor in sorted(waiting, reverse=True):
+        if pool.lease_used_bytes <= to_bytes:
+            break
+        requests.leave_executor(state, request)
+        requests.begin_anew(state, request, expert, executor)
+        demand.discard_if_gone(state, expert)
+    _set_leases(state, pool, max(to_bytes, pool.lease_used_bytes), reason)
+    if pool.missing_lease_bytes:
+        _pause_budget(state, pool)
+
+
+def _most_leased(state: State, pool: ModelPool) -> int:
+    """Bytes that the largest accepted request may need here."""
+    columns = (state.line.matrix.experts[queue.spec.processor] for queue in state.users[pool.name])
+    token_bytes = max((row.performance.lease_bytes for column in columns for row in column.values()), default=0)
+    most = (max(ticket.left.most, ticket.work.most_of_any) for ticket in state.tickets.values())
+    return token_bytes * max(most, default=0)
+
+
+def _pause_budget(state: State, pool: ModelPool) -> None:
+    lowered = state.lowered.get(pool.name)
+    pause_s = lowered.pause_s if lowered is not None else BUDGET_PAUSE_S
+    state.lowered[pool.name] = Backoff(pause_s, state.now + pause_s)
+
+
+def _set_budget(state: State, pool: ModelPool, to_bytes: int, reason: str) -> None:
+    before_bytes = pool.expert_bytes
+    if to_bytes != before_bytes:
+        pool.set_budget(to_bytes)
+        state.effects.append(BudgetChanged(pool.name, before_bytes, to_bytes, reason))
+
+
+def _set_leases(state: State, pool: ModelPool, to_bytes: int, reason: str) -> None:
+    before_bytes = pool.lease_bytes
+    if to_bytes != before_bytes:
+        pool.set_lease_budget(to_bytes)
+        state.effects.append(LeasesChanged(pool.name, before_bytes, to_bytes, reason))
+
+
+def _least_bytes(state: State, pool: ModelPool) -> int:
+    users = [queue.spec for queue in state.users[pool.name]]
+    return least_bytes(footprints_in(pool.name, users, state.line.matrix.experts, state.line.homes))
+
+
+def _in_a_row(count: int, what: str) -> str:
+    plural = {"batch": "batches", "load": "loads"}[what]
+    return f"1 {what} failed" if count == 1 else f"{count} {plural} in a row failed"

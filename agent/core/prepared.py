@@ -1,0 +1,383 @@
+"""PreparedImages: whose images are decoded and normalised before their batches start, and in which order.
+
+Preparation begins when a request is queued, in the order in which batches will run: in each queue's order, across the
+queues by predicted start, as far as the budget for prepared images reaches. The budget counts the prepared images of
+queued requests, of a batch that is queued ahead, and all that is kept for later steps of a route. The images of a
+running batch are the batch's own.
+
+The first batch of every queue is *near*, everything behind it *far*. Far images leave a quarter of the budget to near
+ones.
+
+Guarantees: the budget is never exceeded. Each request in a batch of images had Prepare before that batch started, and
+no second one for the same step but to keep less, or after Forget. A request's bytes are free once it has its outcome;
+the forms that the rest of its route does not need are released when a step ends. An image that a later step needs is
+kept as far as there is room, so that it is decoded once. O(queues) per event and O(log n) per request.
+Assumes: at Forget, Complete and Fail the shell releases a request's images; texts are not reported here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count
+from typing import TYPE_CHECKING
+
+from agent.core.effects import Forget, Prepare
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from agent.core.effects import Effect
+    from agent.core.performance import PerformanceMatrix, PreparedForm
+    from agent.core.queue import ExecutorQueue, Group
+    from experts.graph import ExpertGraph
+
+FAR_SHARE = 0.75  # of the budget, at most, for requests behind the first batches; arbitrary
+LATER_SHARE = 0.125  # of the budget, at most, for the later steps of one request; arbitrary
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStatistics:
+    """Images prepared ahead: bytes now, and counts since the start. ``begun_late``: a batch started with them."""
+
+    budget_bytes: int = 0
+    used_bytes: int = 0
+    later_bytes: int = 0
+    begun_ahead: int = 0
+    begun_late: int = 0
+
+
+NOTHING_PREPARED = PreparedStatistics()
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """Experts that may still come on a route: one for each form that an image would be needed in, with its bytes."""
+
+    experts: tuple[str, ...] = ()
+    forms: Mapping[str, int] = field(default_factory=dict)
+    size_bytes: int = 0  # of all of these forms
+
+
+NOTHING_LATER = Later()
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A group's images: ``waiting`` in the order in which they run, and how many are ``begun``."""
+
+    group: Group
+    line: _QueueImages
+    due_s: float  # predicted start of its next batch
+    waiting: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    begun: int = 0
+    is_listed: bool = False  # in its line's heap
+
+    @property
+    def next_due_s(self) -> float:
+        return self.due_s + self.group.profile.performance.K_s * self.begun
+
+    @property
+    def is_near(self) -> bool:
+        return self.group is self.line.queue.front and self.begun < self.group.profile.performance.max_batch
+
+    @property
+    def form(self) -> PreparedForm:
+        form = self.group.profile.prepared
+        assert form is not None, "a place is made for a form"
+        return form
+
+
+@dataclass(slots=True, eq=False)
+class _QueueImages:
+    """One queue, and its places with waiting images as a heap."""
+
+    queue: ExecutorQueue
+    waiting: list[tuple[int, int, _Place]] = field(default_factory=list)
+
+    def first_waiting(self) -> _Place | None:
+        while self.waiting:
+            place = self.waiting[0][2]
+            if place.waiting:
+                return place
+            place.is_listed = False
+            heappop(self.waiting)
+        return None
+
+
+@dataclass(slots=True)
+class _Image:
+    """Prepared forms of a request's image.
+
+    ``own_bytes`` count while the request is queued, ``later`` as long as it is in flight. ``wanted``: forms to keep for
+    later steps, where there is room. ``form``: the one that was begun; None: none. ``place``: None in a batch.
+    """
+
+    expert: str
+    wanted: Later
+    place: _Place | None = None
+    is_ahead: bool = False  # in a batch that is queued ahead
+    form: str | None = None
+    own_bytes: int = 0
+    later: Later = NOTHING_LATER
+
+    @property
+    def size_bytes(self) -> int:
+        return self.own_bytes + self.later.size_bytes
+
+    def gives(self, form: PreparedForm) -> bool:
+        """Is it prepared in this form, or can it be without a second decoding?"""
+        return self.form == form.name or form.name in self.later.forms
+
+
+class PreparedImages:
+    """Images of one Engine. Methods with ``effects`` append what the shell is told."""
+
+    def __init__(self, queues: Sequence[ExecutorQueue], budget_bytes: int) -> None:
+        self._lines = {queue.spec.id: _QueueImages(queue) for queue in queues}
+        self._budget_bytes = budget_bytes
+        self._far_bytes = int(budget_bytes * FAR_SHARE)
+        self._used_bytes = self._later_bytes = 0
+        self._images: dict[int, _Image] = {}
+        self._places: dict[Group, _Place] = {}
+        self._number = count()
+        self._has_changed = False
+        self._begun_ahead = self._begun_late = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self._budget_bytes > 0
+
+    def later(self, graph: ExpertGraph, matrix: PerformanceMatrix, component: str | None, step: int) -> Later:
+        """Forms that an image may be needed in after a step of its route, as far as they may be kept."""
+        columns, forms = matrix.experts.values(), {}
+        experts: list[str] = []
+        for expert in () if component is None else graph.experts_after(component, step):
+            row = next((column[expert] for column in columns if expert in column), None)
+            if row is not None and row.prepared is not None and row.prepared.name not in forms:
+                forms[row.prepared.name] = row.prepared.size_bytes
+                experts.append(expert)
+        size_bytes = sum(forms.values())
+        if not experts or size_bytes > self._budget_bytes * LATER_SHARE:
+            return NOTHING_LATER
+        return Later(tuple(experts), forms, size_bytes)
+
+    # -- the way of a request --
+
+    def queued(self, request: int, group: Group, later: Later, place: tuple[int, float], effects: list[Effect]) -> None:
+        """``place``: the executor, and the time now."""
+        form, image = group.profile.prepared, self._images.get(request)
+        if form is None or form.size_bytes > self._budget_bytes:
+            self._forget(request, effects)
+            return
+        where = self._place_of(group, *place)
+        if image is not None and image.gives(form) and self._goes_on(image, where, later):
+            if (image.expert, image.wanted) != (group.expert, later):
+                image.expert, image.wanted = group.expert, later
+                effects.append(self._prepare(request, image, where, where.next_due_s))
+            where.begun += 1
+        else:
+            if image is not None:
+                self._forget(request, effects)
+            self._images[request] = _Image(group.expert, later, where)
+            self._wait(request, where)
+            least_bytes = form.size_bytes if later is NOTHING_LATER else later.size_bytes
+            if self._used_bytes + least_bytes <= self._far_bytes or where.is_near:
+                self._has_changed = True
+
+    def left(self, request: int) -> None:
+        """A request left its queue."""
+        image = self._images.get(request)
+        if image is not None and image.place is not None:
+            self._leave(request, image, image.place)
+
+    def started(self, requests: Iterable[int], now: float, effects: list[Effect]) -> None:
+        """Requests run from now on; their own forms are the batch's. Prepares images that are not begun."""
+        for request in requests:
+            image = self._images.get(request)
+            if image is None:
+                continue
+            place = self._place_left(request, image)
+            if image.form is None:
+                self._begun_late += 1
+                has_room = self._used_bytes + image.wanted.size_bytes <= self._budget_bytes
+                self._keep(image, place.form.name, 0, image.wanted if has_room else NOTHING_LATER)
+                effects.append(self._prepare(request, image, place, now))
+            else:
+                self._keep(image, image.form, 0, image.later)
+            place.due_s = place.line.queue.next_start_s(now)  # the others run after this batch
+        self._has_changed = True
+
+    def are_begun(self, requests: Iterable[int]) -> bool:
+        images = (self._images.get(request) for request in requests)
+        return all(image is not None and image.form is not None for image in images)
+
+    def queued_ahead(self, requests: Iterable[int], now: float) -> None:
+        """Requests stand in a batch behind the running one, and still count."""
+        for request in requests:
+            image = self._images[request]
+            place = self._place_left(request, image)
+            image.is_ahead = True
+            place.due_s = place.line.queue.next_start_s(now)
+        self._has_changed = True
+
+    def run(self, requests: Iterable[int]) -> None:
+        """A batch that was queued ahead runs."""
+        for request in requests:
+            image = self._images[request]
+            assert image.form is not None, "a batch is queued ahead once its images are begun"
+            image.is_ahead = False
+            self._keep(image, image.form, 0, image.later)
+        self._has_changed = True
+
+    def ended(self, request: int) -> None:
+        """A request has its outcome; the shell releases its image."""
+        image = self._images.pop(request, None)
+        if image is not None:
+            if image.place is not None:
+                self._leave(request, image, image.place)
+            self._release(image)
+
+    def advance(self, effects: list[Effect]) -> None:
+        """Begin images in the order of their predicted start, as far as there is room."""
+        if not self._has_changed:
+            return
+        self._has_changed = False
+        firsts = [
+            (place.next_due_s, number, place)
+            for number, line in self._lines.items()
+            if (place := line.first_waiting()) is not None
+        ]
+        heapify(firsts)
+        while firsts:
+            due_s, number, place = firsts[0]
+            following = self._lines[number].first_waiting() if self._begin(place, due_s, effects) else None
+            if following is None:
+                heappop(firsts)
+            else:
+                heapreplace(firsts, (following.next_due_s, number, following))
+
+    def statistics(self) -> PreparedStatistics:
+        return PreparedStatistics(
+            self._budget_bytes, self._used_bytes, self._later_bytes, self._begun_ahead, self._begun_late
+        )
+
+    def check_invariants(self, in_flight: Iterable[int]) -> None:
+        images = self._images
+        assert images.keys() <= set(in_flight), "an image is kept for a request that has its outcome"
+        assert self._used_bytes == sum(image.size_bytes for image in images.values()), "prepared bytes miscounted"
+        assert self._later_bytes == sum(image.later.size_bytes for image in images.values()), "later bytes miscounted"
+        assert 0 <= self._used_bytes <= self._budget_bytes, "more is prepared than there is room for"
+        for request, image in images.items():
+            place = image.place
+            if place is None:
+                assert image.is_ahead or image.own_bytes == 0, f"request {request} runs, and counts as prepared ahead"
+                continue
+            assert self._places[place.group] is place, "a place is lost"
+            assert request in place.group.requests, f"request {request} stands where it is not queued"
+            assert (request in place.waiting) == (image.form is None), f"request {request} waits and is begun"
+        for place in self._places.values():
+            begun = [each for each in images.values() if each.place is place and each.form is not None]
+            assert place.begun == len(begun), "begun images are miscounted"
+            assert place.is_listed or not place.waiting, "a place with waiting images is not listed"
+            assert place.waiting or place.begun, "an empty place is kept"
+
+    # -- room --
+
+    def _begin(self, place: _Place, due_s: float, effects: list[Effect]) -> bool:
+        """Begin a place's next image; False without room."""
+        request = next(iter(place.waiting))
+        image, form = self._images[request], place.form
+        most_bytes = self._budget_bytes if place.is_near else self._far_bytes
+        later = image.wanted
+        own_bytes = _own_bytes(form, later)
+        free_bytes = most_bytes - self._used_bytes if place.is_near else most_bytes
+        if own_bytes + later.size_bytes > free_bytes:  # a far image waits for both, unless they never fit
+            own_bytes, later = form.size_bytes, NOTHING_LATER
+        if self._used_bytes + own_bytes + later.size_bytes > most_bytes:
+            return False
+        del place.waiting[request]
+        place.begun += 1
+        self._keep(image, form.name, own_bytes, later)
+        self._begun_ahead += 1
+        effects.append(self._prepare(request, image, place, due_s))
+        return True
+
+    def _goes_on(self, image: _Image, place: _Place, later: Later) -> bool:
+        """Use the forms of a request's image where it is queued now, and release the others; False without room."""
+        form = place.form
+        kept = later if later.forms.keys() <= image.later.forms.keys() else NOTHING_LATER
+        own_bytes = _own_bytes(form, kept)
+        if self._used_bytes - image.size_bytes + own_bytes + kept.size_bytes > self._budget_bytes:
+            return False
+        image.place = place
+        self._keep(image, form.name, own_bytes, kept)
+        return True
+
+    def _keep(self, image: _Image, form: str | None, own_bytes: int, later: Later) -> None:
+        more_bytes = own_bytes + later.size_bytes - image.size_bytes
+        self._used_bytes += more_bytes
+        self._has_changed |= more_bytes < 0
+        self._later_bytes += later.size_bytes - image.later.size_bytes
+        image.form, image.own_bytes, image.later = form, own_bytes, later
+
+    def _release(self, image: _Image) -> None:
+        self._keep(image, None, 0, NOTHING_LATER)
+        self._has_changed = True
+
+    def _forget(self, request: int, effects: list[Effect]) -> None:
+        image = self._images.pop(request, None)
+        if image is not None and image.form is not None:
+            self._release(image)
+            effects.append(Forget(request))
+
+    # -- places --
+
+    def _place_of(self, group: Group, executor: int, now: float) -> _Place:
+        place = self._places.get(group)
+        if place is None:
+            line = self._lines[executor]
+            place = self._places[group] = _Place(group, line, self._predicted_s(group, line.queue, now))
+        return place
+
+    def _wait(self, request: int, place: _Place) -> None:
+        place.waiting[request] = None
+        if not place.is_listed:
+            place.is_listed = True
+            heappush(place.line.waiting, (place.group.order, next(self._number), place))
+
+    def _place_left(self, request: int, image: _Image) -> _Place:
+        place = image.place
+        assert place is not None, "a request of a new batch was queued"
+        self._leave(request, image, place)
+        return place
+
+    def _leave(self, request: int, image: _Image, place: _Place) -> None:
+        image.place = None
+        if request in place.waiting:
+            del place.waiting[request]
+        else:
+            place.begun -= 1
+        if not (place.waiting or place.begun):
+            del self._places[place.group]
+
+    def _prepare(self, request: int, image: _Image, place: _Place, due_s: float) -> Prepare:
+        executor = place.line.queue.spec.id
+        return Prepare(request, image.expert, image.later.experts, image.later.size_bytes, due_s, executor)
+
+    def _predicted_s(self, group: Group, queue: ExecutorQueue, now: float) -> float:
+        """Start of a group's first batch: behind the group before it, where that was predicted, too."""
+        before = group.previous
+        if before is None:
+            return queue.next_start_s(now)
+        earlier = self._places.get(before)
+        if earlier is None:
+            return max(group.starts_s, now)
+        performance = before.profile.performance
+        return earlier.due_s + performance.B_s + performance.K_s * len(before.requests)
+
+
+def _own_bytes(form: PreparedForm, later: Later) -> int:
+    """Bytes beside those for later steps: none where a later step needs the same form."""
+    return 0 if form.name in later.forms else form.size_bytes

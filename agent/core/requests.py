@@ -1,0 +1,241 @@
+"""Requests: queued for the experts of their routes, moved between executors, ended. Each has one Ticket till its end.
+
+Guarantees: a request stands in one queue or in one batch, and ends in exactly one Complete or Fail. At most one request
+is on trial with an expert on probation at a time; a trial that ends without a batch leaves the next one free to begin.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agent.core import demand
+from agent.core.effects import Complete, Fail, Preempt
+from agent.core.prepared import NOTHING_LATER
+from agent.core.request import CANCELLED, GAVE_WAY, IMAGE, NO_SPARE_ROOM, Outcome, Rejected, StepResult
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from agent.core.performance import ExpertProfile
+    from agent.core.prepared import Later
+    from agent.core.queue import ExecutorQueue, Group
+    from agent.core.request import Work
+    from agent.core.state import State, Ticket
+    from experts.expert import Prediction
+
+
+def enqueue(state: State, request: int, expert: str, home: int | None = None) -> bool:
+    """Queue what is left of a request's step, on ``home`` if able. True if a batch or load may start now."""
+    ticket = state.tickets[request]
+    refused = _refusal(state, request, expert)
+    if refused is not None:
+        return fail(state, request, refused)
+    work = ticket.left
+    unable = () if work is IMAGE else _without_memory(state, expert, work)
+    if request == state.idle_request:
+        unable = tuple(state.queue_of.keys() - demand.executors_to_spare(state, expert))
+    if home is not None and home not in unable:
+        unable = tuple(executor for executor in state.queue_of if executor != home)
+    placed = state.scheduler.place(request, expert, state.now, work, unable)
+    if placed is None:
+        return fail(state, request, _unplaced(state, request, expert, is_able=bool(unable)))
+    probation = state.probations.get(expert)
+    if probation is not None:
+        probation.trial = request
+        state.trials[request] = expert
+    group, assigned = placed
+    queue = state.queue_of[assigned.executor]
+    ticket.queued_s = state.now
+    state.effects.append(assigned)
+    stand(state, request, queue, group)
+    return not assigned.joined or queue.spec.id not in state.running
+
+
+def stand(state: State, request: int, queue: ExecutorQueue, group: Group) -> None:
+    """A request stands in a group: it waits for its lease, or its image is prepared."""
+    ticket = state.tickets[request]
+    ticket.queue, ticket.group = queue, group
+    performance = group.profile.performance
+    if performance.runs_in_quanta:
+        state.leases.wait(request, queue.spec.pool, performance.lease_for(ticket.left), ticket.queued_s)
+    if state.images.is_on and ticket.work is IMAGE:
+        state.images.queued(request, group, _later(state, ticket), (queue.spec.id, state.now), state.effects)
+
+
+def _later(state: State, ticket: Ticket) -> Later:
+    component, step, line = ticket.component, ticket.step, state.line
+    if component is None:
+        return NOTHING_LATER
+    if ticket.graph is not line.graph:  # of an earlier line: few, and soon none
+        return state.images.later(ticket.graph, line.matrix, component, step)
+    later = state.laters.get((component, step))
+    if later is None:
+        later = state.laters[component, step] = state.images.later(line.graph, line.matrix, component, step)
+    return later
+
+
+def standing_reason(state: State, expert: str) -> str | None:
+    """Why an expert is not asked; None while it serves."""
+    if expert in state.quarantined:
+        return f"{expert} is in quarantine: {state.quarantined[expert]}"
+    probation = state.probations.get(expert)
+    return None if probation is None else f"{expert} is on probation: {probation.reason}"
+
+
+def _refusal(state: State, request: int, expert: str) -> str | None:
+    """Why a request cannot be taken for an expert now; None also for its trial."""
+    probation = state.probations.get(expert)
+    may_begin = probation is not None and probation.trial is None and state.now >= probation.retry_s
+    return None if may_begin or state.trials.get(request) == expert else standing_reason(state, expert)
+
+
+def _without_memory(state: State, expert: str, work: Work) -> tuple[int, ...]:
+    """Executors that have the expert, and no memory for so many tokens, however empty it is."""
+    rows = state.rows_of(expert)
+    return tuple(spec.id for spec, row in rows if row.performance.most_for(work) > state.pools[spec.pool].lease_bytes)
+
+
+def _unplaced(state: State, request: int, expert: str, *, is_able: bool) -> str:
+    if request == state.idle_request and any(True for _ in state.rows_of(expert)):
+        return NO_SPARE_ROOM
+    if request == state.idle_request or not is_able:
+        return f"no executor of this box can run {expert}"
+    largest = max(pool.lease_bytes for pool in state.pools.values())
+    return (
+        f"{expert}: {state.tickets[request].left.most} tokens need more memory than any that it could run from has for "
+        f"texts (the largest share is {largest} bytes) - ask for fewer tokens"
+    )
+
+
+def step_done(state: State, request: int, expert: str, result: Prediction | Rejected) -> None:
+    """Follow a request's route to its next expert, or end it."""
+    ticket = state.tickets[request]
+    if isinstance(result, Rejected):
+        fail(state, request, result.reason)
+        return
+    ticket.steps.append(StepResult(expert, result))
+    steps = tuple(ticket.steps)
+    if ticket.component is None:
+        reason = "asked of one expert, not of a route"
+        _end(state, Complete(request, Outcome(Verdict.UNKNOWN, result.label, result.score, steps, reason)))
+        return
+    judgement = ticket.graph.judge(ticket.component, ticket.step, result)
+    if judgement.next_expert is not None and ticket.is_cancelled:
+        fail(state, request, CANCELLED)
+    elif judgement.next_expert is not None:
+        ticket.step += 1
+        ticket.attempts = ticket.moves = 0
+        ticket.left = ticket.work.at(judgement.next_expert)
+        enqueue(state, request, judgement.next_expert)
+    elif judgement.verdict is not None:
+        _end(state, Complete(request, Outcome(judgement.verdict, judgement.label, judgement.score, steps)))
+
+
+def fail(state: State, request: int, reason: str) -> bool:
+    """End a request UNKNOWN; False, as nothing may start for that."""
+    steps = tuple(state.tickets[request].steps)
+    _end(state, Fail(request, Outcome(Verdict.UNKNOWN, None, None, steps, reason)))
+    return False
+
+
+def _end(state: State, effect: Complete | Fail) -> None:
+    request = effect.request
+    del state.tickets[request]
+    state.images.ended(request)
+    expert = state.trials.pop(request, None)
+    if expert is not None:
+        state.probations[expert].trial = None
+    if request == state.idle_request:
+        state.idle_request = None
+    else:
+        state.counts["completed" if isinstance(effect, Complete) else "failed"] += 1
+    state.effects.append(effect)
+
+
+def refuse_idle(state: State, request: int) -> bool:
+    """End a request of idle precedence that found others in flight."""
+    state.effects.append(Fail(request, Outcome(Verdict.UNKNOWN, None, None, (), GAVE_WAY)))
+    return False
+
+
+def end_idle(state: State, reason: str) -> None:
+    """End the request of idle precedence, unless its batch runs."""
+    request = state.queued_idle
+    if request is not None:
+        leave_queue(state, request)
+        fail(state, request, reason)
+
+
+def leave_queue(state: State, request: int) -> None:
+    ticket = state.tickets[request]
+    assert ticket.queue is not None
+    assert ticket.group is not None
+    ticket.queue.remove(ticket.group, request)
+    state.images.left(request)
+    ticket.queue = ticket.group = None
+    state.leases.end(request)
+
+
+def leave_executor(state: State, request: int) -> None:
+    """Leave a queue for another executor's; a begun request loses its memory."""
+    ticket = state.tickets[request]
+    queue, group = ticket.queue, ticket.group
+    leave_queue(state, request)
+    if queue is not None and group is not None and group.is_ongoing:
+        lose(state, request, queue.spec.id)
+
+
+def lose(state: State, request: int, executor: int) -> None:
+    """Preempt a begun request: its lease ends, and its work begins anew."""
+    state.leases.end(request)
+    ticket = state.tickets[request]
+    ticket.left = ticket.left.anew()
+    state.effects.append(Preempt(request, executor))
+
+
+def begin_anew(state: State, request: int, expert: str, executor: int) -> None:
+    """Queue a request that lost its memory, on the executor that has its text."""
+    state.tickets[request].attempts = 0
+    enqueue(state, request, expert, home=executor)
+
+
+def move(state: State, request: int, expert: str, reason: str) -> None:
+    """Queue a request on another executor; it fails once every executor has been tried."""
+    ticket = state.tickets[request]
+    ticket.attempts = 0
+    ticket.moves += 1
+    if ticket.moves < len(state.queues):
+        enqueue(state, request, expert)
+    else:
+        fail(state, request, f"{expert}: {reason}")
+
+
+def go_on(state: State, expert: str, executor: int, profile: ExpertProfile, left: dict[int, Work]) -> None:
+    """Queue unfinished requests for their next quantum; end or preempt those that cannot have one.
+
+    ``left``: the work of each.
+    """
+    queue, reason = state.queue_of[executor], standing_reason(state, expert)
+    tokens_s: dict[int, float] = {}
+    for request, work in left.items():
+        ticket = state.tickets[request]
+        ending = CANCELLED if ticket.is_cancelled else reason
+        if ending is None:
+            ticket.left = work
+            tokens_s[request] = profile.performance.tokens_s(work)
+        else:
+            state.leases.end(request)
+            fail(state, request, ending)
+    without_room = [
+        request
+        for since_s, request in sorted((state.tickets[request].queued_s, request) for request in tokens_s)
+        if not state.leases.grow(request, profile.performance.lease_for(left[request]), since_s)
+    ]
+    for request in without_room:
+        del tokens_s[request]
+    if tokens_s:
+        group = queue.go_on(expert, profile, tokens_s, state.now)
+        for request in tokens_s:
+            state.tickets[request].queue, state.tickets[request].group = queue, group
+    for request in without_room:
+        lose(state, request, executor)
+        begin_anew(state, request, expert, executor)

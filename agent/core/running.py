@@ -1,0 +1,213 @@
+"""Batches: what an executor runs next, and the batch that is queued ahead of its answer.
+
+An idle executor is given the group whose turn it is (``turns``), as many of its requests as batch size and workspace
+allow. An executor that runs a batch of images may be given its next batch: the time between an answer and the next
+start is a tenth of small experts' time. A batch that is queued ahead cannot be taken back, so there is one at most, and
+only where waiting for the answer could make nothing better:
+
+    the batch is full: no later request could join it
+    it is of the first group, so it passes no request that it should not pass
+    its images are prepared, or the shell was told to begin them
+    its expert is resident and stays; another expert than the running one's only while no claim lacks room in that
+    memory, and none while a claim there has waited beyond the overtaking bound
+    it needs no more workspace than the running batch
+    nothing in the queue counts in tokens: quanta and images take turns, and whose turn it is shows when one is over
+    its requests did not fail before, and the running batch is not of idle precedence
+
+Policies that load nothing while an executor runs decide one batch at a time, as they were published.
+
+Guarantees: an executor has a batch queued ahead only while it runs one; until ``end`` the copies of both are in use and
+the workspace of the running one is taken; a batch of texts has a quantum and its leases, a batch of images neither.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from agent.core import turns
+from agent.core.demand import may_use, speculate
+from agent.core.effects import StartBatch
+from agent.core.request import IMAGE, Batch, Portion
+
+if TYPE_CHECKING:
+    from agent.core.performance import ExpertProfile, Performance
+    from agent.core.queue import ExecutorQueue, Group
+    from agent.core.state import State
+
+
+def start_batches(state: State) -> None:
+    """Give every idle executor its next batch."""
+    for queue in state.queues:
+        if queue.spec.id not in state.running and queue.head is not None:
+            group = turns.next_group(state, queue)
+            if group is not None and _has_workspace(state, queue, group):
+                _start_batch(state, queue, group)
+
+
+def queue_batches_ahead(state: State) -> None:
+    """Give running executors their next batch, where that costs nothing."""
+    for queue in state.queues:
+        running = state.running_batch(queue.spec.id)
+        if running is None or queue.spec.id in state.queued_ahead or state.idle_request in running.requests:
+            continue
+        size = _size_ahead(state, queue, running)
+        if size:
+            _queue_ahead(state, queue, size)
+
+
+def end(state: State, batch: Batch) -> tuple[ExpertProfile, ...]:
+    """A running batch is over; the rows that its portions ran by, as the line may have changed meanwhile."""
+    queue, pool = state.queue_of[batch.executor], state.pool_of(batch.executor)
+    for copy in batch.copies:
+        pool.end_use(copy)
+    queue.unfinished_s = 0.0
+    del state.batches[batch.id]
+    number = state.queued_ahead.pop(batch.executor, None)
+    if number is None:
+        pool.return_workspace(batch.executor)
+        queue.running_until_s = None
+        del state.running[batch.executor]
+    else:
+        following = state.batches[number]
+        pool.keep_workspace(batch.executor, following.workspace_bytes)
+        queue.running_until_s = state.now + queue.ahead_s
+        queue.ahead_s, queue.ahead_requests = 0.0, 0
+        queue.is_overtaken = False
+        state.running[batch.executor] = number
+        state.images.run(following.requests)
+    return state.profiles.pop(batch.id)
+
+
+def _has_workspace(state: State, queue: ExecutorQueue, group: Group) -> bool:
+    """False only after a reload raised the guaranteed workspace."""
+    needed_bytes = group.profile.performance.workspace_for(1)
+    return state.pools[queue.spec.pool].workspace_for(queue.spec.id) >= needed_bytes
+
+
+def _start_batch(state: State, queue: ExecutorQueue, group: Group) -> None:
+    performance, is_front = group.profile.performance, group is queue.front
+    if performance.runs_in_quanta:
+        batch, profiles, tokens_s = _batch_of_texts(state, queue, group)
+    else:
+        batch, profiles, tokens_s = _batch_of_images(state, queue, group)
+    pool = state.pools[queue.spec.pool]
+    pool.take_workspace(queue.spec.id, batch.workspace_bytes)
+    predicted_s = performance.latency_s(len(batch.requests)) + tokens_s
+    runs_s = predicted_s if batch.quantum_s is None else min(predicted_s, batch.quantum_s)
+    queue.running_until_s = state.now + runs_s
+    queue.unfinished_s = predicted_s - runs_s
+    queue.is_overtaken = not is_front
+    state.running[queue.spec.id] = batch.id
+    _enter(state, batch, profiles)
+    if batch.quantum_s is None and state.images.is_on:
+        state.images.started(batch.requests, state.now, state.effects)
+    state.effects.append(StartBatch(batch))
+    for portion in batch.all_portions:
+        speculate(state, queue.spec, portion.expert)
+
+
+def _enter(state: State, batch: Batch, profiles: tuple[ExpertProfile, ...]) -> None:
+    """Count a new batch, and use its copies until it ends."""
+    pool, is_idle = state.pool_of(batch.executor), state.idle_request in batch.requests
+    for copy in batch.copies:
+        pool.start_use(copy, is_spare=is_idle)
+    state.counts["idle_batches"] += is_idle
+    state.batches[batch.id] = batch
+    state.profiles[batch.id] = profiles
+
+
+def _size_ahead(state: State, queue: ExecutorQueue, running: Batch) -> int:
+    """How many requests of its first group an executor is given behind the running batch; 0: not now."""
+    group, executor = queue.head, queue.spec.id
+    if group is None or group.alone or queue.ongoing or queue.begins or running.quantum_s is not None:
+        return 0
+    performance, pool = group.profile.performance, state.pools[queue.spec.pool]
+    free_bytes = pool.workspace_for(executor) + running.workspace_bytes
+    size = state.splitter.batch_size(group.expert, executor, performance, performance.max_batch, free_bytes)
+    if len(group.requests) < size or performance.workspace_for(size) > running.workspace_bytes:
+        return 0
+    copy = group.profile.copy
+    if pool.name in state.full or not may_use(state, pool, copy):
+        return 0
+    may_stay = copy == running.copy or pool.name not in state.short
+    return size if may_stay and state.images.are_begun(islice(group.requests, size)) else 0
+
+
+def _queue_ahead(state: State, queue: ExecutorQueue, size: int) -> None:
+    group, spec = queue.head, queue.spec
+    assert group is not None, "its first requests are queued ahead"
+    performance, requests = group.profile.performance, queue.take(group, size)
+    workspace_bytes = performance.workspace_for(size)
+    batch = Batch(_next_number(state), spec.id, group.expert, group.profile.copy, requests, workspace_bytes)
+    queue.ahead_s = performance.latency_s(size) + _leave_queue(state, requests, performance)
+    queue.ahead_requests = size
+    state.queued_ahead[spec.id] = batch.id
+    _enter(state, batch, (group.profile,))
+    state.images.queued_ahead(requests, state.now)
+    state.effects.append(StartBatch(batch))
+    state.images.advance(state.effects)
+    speculate(state, spec, batch.expert)
+
+
+def _batch_of_images(
+    state: State, queue: ExecutorQueue, group: Group
+) -> tuple[Batch, tuple[ExpertProfile, ...], float]:
+    queue.had_quantum = False
+    waiting, performance = 1 if group.alone else len(group.requests), group.profile.performance
+    requests = queue.take(group, turns.batch_size(state, queue, group, waiting))
+    workspace_bytes = performance.workspace_for(len(requests))
+    batch = Batch(_next_number(state), queue.spec.id, group.expert, group.profile.copy, requests, workspace_bytes)
+    return batch, (group.profile,), _leave_queue(state, requests, performance)
+
+
+def _batch_of_texts(state: State, queue: ExecutorQueue, group: Group) -> tuple[Batch, tuple[ExpertProfile, ...], float]:
+    portions, profiles = _take_quantum(state, queue, group)
+    requests = tuple(request for portion in portions for request in portion.requests)
+    workspace_bytes = max(profile.performance.workspace_for(len(requests)) for profile in profiles)
+    number, executor, copy = _next_number(state), queue.spec.id, group.profile.copy
+    quantum_s, listed = _quantum_s(state, queue), portions if len(portions) > 1 else ()
+    batch = Batch(number, executor, group.expert, copy, requests, workspace_bytes, quantum_s, listed)
+    rows = zip(portions, profiles, strict=True)
+    return batch, profiles, sum(_leave_queue(state, portion.requests, row.performance) for portion, row in rows)
+
+
+def _take_quantum(
+    state: State, queue: ExecutorQueue, group: Group
+) -> tuple[tuple[Portion, ...], tuple[ExpertProfile, ...]]:
+    """Requests that run for a quantum, by expert, with their rows; the group whose turn it is comes first."""
+    portions = {group.profile.copy: Portion(group.expert, group.profile.copy, ())}
+    profiles = {group.profile.copy: group.profile}
+    for share in turns.quantum_starts(state, queue, group):
+        expert, profile = share.group.expert, share.group.profile
+        before = portions.get(profile.copy, Portion(expert, profile.copy, ()))
+        portions[profile.copy] = before._replace(requests=before.requests + queue.take(share.group, share.count))
+        profiles[profile.copy] = profile
+    turns.look_again(state)
+    return tuple(portions.values()), tuple(profiles.values())
+
+
+def _quantum_s(state: State, queue: ExecutorQueue) -> float:
+    """Shorter where images may come, now or after the next change of the line."""
+    lone_s = state.limits.lone_quantum_s
+    if lone_s is None:
+        return state.limits.quantum_s
+    rows = state.line.matrix.experts[queue.spec.processor]
+    served = (row for expert, row in rows.items() if expert not in state.line.retired)
+    return lone_s if all(row.performance.runs_in_quanta for row in served) else state.limits.quantum_s
+
+
+def _leave_queue(state: State, requests: tuple[int, ...], performance: Performance) -> float:
+    """Requests stand in a batch from now on; the predicted seconds of their tokens."""
+    tokens_s = 0.0
+    for request in requests:
+        ticket = state.tickets[request]
+        ticket.queue = ticket.group = None
+        if ticket.left is not IMAGE:
+            tokens_s += performance.tokens_s(ticket.left)
+    return tokens_s
+
+
+def _next_number(state: State) -> int:
+    state.last_batch += 1
+    return state.last_batch

@@ -1,0 +1,352 @@
+"""State of one Engine: the record that the core's modules of functions read and write, and nothing else.
+
+A decision appends its effects to ``State.effects``; the Engine hands them to the shell once the event is answered.
+``check_invariants`` recounts everything from scratch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from agent.core.performance import SSD
+from agent.core.pool import Leases
+from agent.core.prepared import NOTHING_PREPARED, PreparedImages
+from agent.core.request import IMAGE
+from agent.core.scheduler import BatchSplitter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from agent.core.effects import Effect
+    from agent.core.performance import ExecutorSpec, ExpertProfile, Limits, PerformanceMatrix
+    from agent.core.policy import Policy
+    from agent.core.pool import ModelPool, PoolStatistics
+    from agent.core.prepared import Later, PreparedStatistics
+    from agent.core.queue import ExecutorQueue, Group
+    from agent.core.request import Batch, StepResult, Work
+    from agent.core.scheduler import Scheduler
+    from experts.graph import ExpertGraph
+
+SPECULATIONS = 32  # arbitrary: enough for every executor's last few batches
+
+
+@dataclass(frozen=True, slots=True)
+class ServedLine:
+    """``homes``: where each pinned expert stays. ``retired``: of earlier lines, which a request may still need."""
+
+    graph: ExpertGraph
+    matrix: PerformanceMatrix
+    homes: Mapping[str, ExecutorSpec]
+    retired: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class Ticket:
+    """Where one request stands: in ``group`` of ``queue``, or in a batch. ``queued_s``: when its step was queued.
+
+    ``graph``: the routes that it arrived under, and is finished by.
+    """
+
+    component: str | None
+    graph: ExpertGraph
+    step: int = 0
+    steps: list[StepResult] = field(default_factory=list)
+    queue: ExecutorQueue | None = None
+    group: Group | None = None
+    queued_s: float = 0.0
+    attempts: int = 0  # of its step, on this executor
+    moves: int = 0  # of its step, to other executors
+    is_cancelled: bool = False
+    work: Work = IMAGE
+    left: Work = IMAGE  # of its work, in the present step
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """A pause that doubles with each failure in a row."""
+
+    pause_s: float
+    until_s: float
+
+    @classmethod
+    def after(cls, before: Backoff | None, first_s: float, longest_s: float, now: float) -> Backoff:
+        pause_s = min(before.pause_s * 2 if before else first_s, longest_s)
+        return cls(pause_s, now + pause_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Setback:
+    """Loads of one copy into one memory that failed in a row. ``since_s``: when the run of failures began."""
+
+    attempts: int
+    backoff: Backoff
+    since_s: float
+
+
+@dataclass(slots=True)
+class Probation:
+    """Why an expert is not asked, and from when on a trial may begin.
+
+    ``copy``: the one whose loads failed, which is loaded again without a request; None where batches failed.
+    """
+
+    reason: str
+    retry_s: float
+    copy: str | None = None
+    trial: int | None = None  # the request that was let through
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    copy: str
+    expert: str
+    source: str
+    pool: str
+    is_idle: bool = False  # for a request of idle precedence
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A copy that is wanted in an executor's memory. ``since_s``: when its group's oldest request was queued."""
+
+    spec: ExecutorSpec
+    expert: str
+    profile: ExpertProfile
+    since_s: float
+    starts_s: float
+
+
+@dataclass(slots=True, eq=False)
+class State:
+    policy: Policy
+    limits: Limits
+    line: ServedLine
+    scheduler: Scheduler
+    pools: dict[str, ModelPool]
+    now: float = 0.0
+    is_draining: bool = False
+    effects: list[Effect] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    # requests
+    overtake_s: float = field(init=False)  # bound on overtaking; infinity for a policy without one
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    idle_request: int | None = None  # of idle precedence: queued, or in a batch
+    leases: Leases = field(init=False)
+    images: PreparedImages = field(init=False)
+    laters: dict[tuple[str, int], Later] = field(default_factory=dict)  # (component, step) -> forms of later steps
+
+    # batches
+    queues: tuple[ExecutorQueue, ...] = field(init=False)
+    queue_of: dict[int, ExecutorQueue] = field(init=False)  # executor -> queue
+    splitter: BatchSplitter = field(default_factory=BatchSplitter)
+    batches: dict[int, Batch] = field(default_factory=dict)
+    profiles: dict[int, tuple[ExpertProfile, ...]] = field(default_factory=dict)  # batch -> rows it was started by
+    running: dict[int, int] = field(default_factory=dict)  # executor -> batch
+    queued_ahead: dict[int, int] = field(default_factory=dict)  # executor -> the batch behind the running one
+    last_batch: int = 0
+
+    # memory: what lies there, is on its way, and is wanted
+    users: dict[str, tuple[ExecutorQueue, ...]] = field(init=False)  # memory -> queues that run from it
+    fed: dict[str, tuple[ModelPool, ...]] = field(init=False)  # memory -> memories that it is in front of
+    pinned: frozenset[tuple[str, str]] = frozenset()  # (memory, copy)
+    presence: Counter[str] = field(default_factory=Counter)  # expert -> copies loading or resident, over all memories
+    loads: dict[int, Load] = field(default_factory=dict)
+    last_load: int = 0
+    in_flight: Counter[str] = field(default_factory=Counter)  # source -> loads
+    kept_free: Counter[str] = field(default_factory=Counter)  # source -> places that overdue claims wait for
+    reserved: dict[str, frozenset[str]] = field(default_factory=dict)  # memory -> copies an overdue claim waits for
+    all_queued: set[str] = field(default_factory=set)  # memories where a STAGE claim found nothing in this look
+    full: set[str] = field(default_factory=set)  # memories where an overdue claim waits for room
+    short: set[str] = field(default_factory=set)  # memories where another claim found no room
+    placements: deque[Wish] = field(default_factory=deque)  # wanted as soon as there is room
+    speculations: deque[Wish] = field(default_factory=lambda: deque(maxlen=SPECULATIONS))
+
+    # failures
+    setbacks: dict[tuple[str, str], Setback] = field(default_factory=dict)  # (memory, copy)
+    lowered: dict[str, Backoff] = field(default_factory=dict)  # memories whose budget was lowered
+    quarantined: dict[str, str] = field(default_factory=dict)  # expert -> reason
+    probations: dict[str, Probation] = field(default_factory=dict)  # by expert
+    trials: dict[int, str] = field(default_factory=dict)  # request -> expert on probation
+    failed_batches: dict[str, int] = field(default_factory=dict)  # expert -> batches of one that failed in a row
+    batch_pauses: dict[str, Backoff] = field(default_factory=dict)  # expert -> latest probation for failed batches
+
+    def __post_init__(self) -> None:
+        self.overtake_s = self.limits.max_overtake_s if self.policy.bounded else math.inf
+        self.queues = self.scheduler.queues
+        self.queue_of = {queue.spec.id: queue for queue in self.queues}
+        self.users = {name: tuple(q for q in self.queues if q.spec.pool == name) for name in self.pools}
+        self.fed = {name: tuple(p for p in self.pools.values() if p.spec.cache == name) for name in self.pools}
+        self.leases = Leases(self.pools, self.overtake_s)
+        self.images = PreparedImages(self.queues, self.limits.prepared_bytes)
+
+    def pool_of(self, executor: int) -> ModelPool:
+        return self.pools[self.queue_of[executor].spec.pool]
+
+    def running_batch(self, executor: int) -> Batch | None:
+        number = self.running.get(executor)
+        return None if number is None else self.batches[number]
+
+    def batch_under_way(self, number: int) -> Batch | None:
+        """The batch of this number if it runs; None for a batch that is queued ahead."""
+        batch = self.batches.get(number)
+        return batch if batch is not None and self.running[batch.executor] == number else None
+
+    @property
+    def queued_idle(self) -> int | None:
+        """The request of idle precedence, while it stands in a queue."""
+        request = self.idle_request
+        return request if request is not None and self.tickets[request].group is not None else None
+
+    def rows_of(self, expert: str) -> Iterator[tuple[ExecutorSpec, ExpertProfile]]:
+        """Executors that can run an expert, with its row there."""
+        for queue in self.queues:
+            row = self.line.matrix.experts[queue.spec.processor].get(expert)
+            if row is not None:
+                yield queue.spec, row
+
+    def is_awaited(self, expert: str) -> bool:
+        return any(queue.first_group(expert) is not None for queue in self.queues)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatistics:
+    executor: int
+    processor: str
+    requests: int
+    length_s: float
+    running: int
+    expert: str | None = None  # of the batch that runs
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """A frozen snapshot: queues, memories, counters since the start; experts that are not asked, with the reason.
+
+    Requests of idle precedence and their batches are not counted.
+    """
+
+    arrived: int
+    completed: int
+    failed: int
+    in_flight: int
+    switches: int
+    batches: int
+    loads: dict[str, int]
+    bytes_read: int
+    evictions: int
+    unexpected_events: int
+    is_draining: bool
+    quarantined: dict[str, str]
+    on_probation: dict[str, str]
+    queues: tuple[QueueStatistics, ...]
+    pools: tuple[PoolStatistics, ...]
+    prepared: PreparedStatistics = NOTHING_PREPARED
+    serves_earlier_lines: bool = False  # a request that was accepted under other routes is in flight
+
+
+def statistics(state: State) -> EngineStatistics:
+    counts = state.counts
+    return EngineStatistics(
+        arrived=counts["arrived"],
+        completed=counts["completed"],
+        failed=counts["failed"],
+        in_flight=len(state.tickets) - (state.idle_request is not None),
+        switches=counts["switches"],
+        batches=state.last_batch - counts["idle_batches"],
+        loads={path: counts[path] for path in _load_paths(state)},
+        bytes_read=counts["bytes_read"],
+        evictions=sum(count for name, count in counts.items() if name.startswith("evictions_")),
+        unexpected_events=counts["unexpected_events"],
+        is_draining=state.is_draining,
+        quarantined=dict(state.quarantined),
+        on_probation={expert: probation.reason for expert, probation in state.probations.items()},
+        queues=tuple(_queue_statistics(state, queue) for queue in state.queues),
+        pools=tuple(pool.statistics() for pool in state.pools.values()),
+        prepared=state.images.statistics(),
+        serves_earlier_lines=any(ticket.graph is not state.line.graph for ticket in state.tickets.values()),
+    )
+
+
+def _load_paths(state: State) -> list[str]:
+    sources = ((source, pool.name) for pool in state.pools.values() for source in (SSD, pool.spec.cache))
+    return sorted(f"{source}_{pool}" for source, pool in sources if source is not None)
+
+
+def _queue_statistics(state: State, queue: ExecutorQueue) -> QueueStatistics:
+    spec, batch = queue.spec, state.running_batch(queue.spec.id)
+    requests, length_s = queue.request_count + queue.ahead_requests, queue.length_s(state.now)
+    running, expert = (len(batch.requests), batch.expert) if batch else (0, None)
+    return QueueStatistics(spec.id, spec.processor, requests, length_s, running, expert)
+
+
+# -- what must be true between the parts of a State; each part checks itself besides --
+
+
+def check_invariants(state: State) -> None:
+    """Recount bytes, uses, requests and leases. Raises AssertionError that names what does not add up."""
+    _check_requests(state)
+    for pool in state.pools.values():
+        pool.check_invariants()
+    _check_batches(state)
+    _check_uses(state)
+    _check_leases(state)
+    state.images.check_invariants(state.tickets)
+    idle = [each.id for each in state.batches.values() if state.idle_request in each.requests]
+    assert len(idle) + sum(load.is_idle for load in state.loads.values()) <= 2, "idle work is more than one request's"
+
+
+def _check_requests(state: State) -> None:
+    """Each request stands in one queue or in one batch."""
+    queued = [request for queue in state.queues for group in queue.groups() for request in group.requests]
+    running = [request for batch in state.batches.values() for request in batch.requests]
+    everywhere = Counter(queued) + Counter(running)
+    assert set(everywhere) == set(state.tickets), "a request is lost, or stands where none should"
+    assert all(count == 1 for count in everywhere.values()), "a request stands in two places"
+    for queue in state.queues:
+        count = sum(len(group.requests) for group in queue.groups())
+        assert count == queue.request_count, f"executor {queue.spec.id}: requests miscounted"
+    assert state.idle_request is None or state.idle_request in state.tickets, "an idle request is lost"
+
+
+def _check_batches(state: State) -> None:
+    for batch in state.batches.values():
+        pool = state.pool_of(batch.executor)
+        for copy in batch.copies:
+            assert pool.is_resident(copy), f"batch {batch.id} runs on {copy}, which is not resident"
+        here = (state.running.get(batch.executor), state.queued_ahead.get(batch.executor))
+        assert batch.id in here, "a batch is lost"
+    assert state.queued_ahead.keys() <= state.running.keys(), "a batch is queued ahead behind nothing"
+
+
+def _check_uses(state: State) -> None:
+    """A copy is in use by exactly the batches and loads that use it."""
+    for name, pool in state.pools.items():
+        here = [batch for batch in state.batches.values() if state.pool_of(batch.executor) is pool]
+        uses = Counter(copy for batch in here for copy in batch.copies)
+        uses += Counter(load.copy for load in state.loads.values() if load.source == name)
+        for entry in pool.entries():
+            assert entry.uses == uses[entry.copy], f"{name}: {entry.copy} counts {entry.uses} uses of {uses}"
+
+
+def _check_leases(state: State) -> None:
+    """A begun request has its lease where it runs, and a request that has not begun waits for one."""
+    state.leases.check_invariants()
+    begun: dict[int, str] = {}
+    waiting: set[int] = set()
+    for queue in state.queues:
+        groups = list(queue.groups())
+        ongoing = [group for group in groups if group.is_ongoing]
+        to_begin = [group for group in groups if not group.is_ongoing and group.profile.performance.runs_in_quanta]
+        assert sorted(map(id, ongoing)) == sorted(map(id, queue.ongoing.values())), "ongoing groups miscounted"
+        assert set(to_begin) == set(queue.begins), "groups that have not begun are miscounted"
+        begun.update((request, queue.spec.pool) for group in ongoing for request in group.requests)
+        waiting.update(request for group in to_begin for request in group.requests)
+    for batch in state.batches.values():
+        if batch.quantum_s is not None:
+            begun.update(dict.fromkeys(batch.requests, state.pool_of(batch.executor).name))
+    assert begun == state.leases.begun, f"leases are taken by {state.leases.begun}, begun are {begun}"
+    assert waiting == state.leases.waiting, "requests that wait for a lease are not those that have not begun"

@@ -1,0 +1,226 @@
+"""ShadowSource: offers judged images to the shadows of their experts while the line is idle, and keeps the answers.
+
+A shadow is another version of an expert, on no route. It is asked with requests of idle precedence, one at a time.
+
+Guarantees: no verdict is changed or delayed. Each image that an expert with a shadow judged counts exactly once: as
+compared, with what both said and how long each took; as failed, with the reason; or as dropped. At most WAITING_MAXIMUM
+images wait, of parts of a frame the part alone, and at most MOST_BYTES of them: the oldest are dropped beyond that. A
+shadow that ran at ENDINGS_MAXIMUM endings of the agent is asked no more. All methods but the constructor,
+``refuse_enders``, ``counts`` and ``flush`` run on the loop's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from agent.core.request import CANCELLED, GAVE_WAY, NO_SPARE_ROOM, Precedence
+from agent.deployment.line_change import line_name, with_line_names
+from agent.records.shadow_answers import Pair, Side, SideBySide, count_dropped, write_answer
+from agent.runtime.image_sources import EncodedImage, FramePart, ImageFile, pixels_of
+from agent.runtime.text_sources import TextSource
+from agent.service.inspections.inspector import JudgedWatch, ShadowCounts, Submission
+from experts.expert import Verdict
+
+if TYPE_CHECKING:
+    from agent.core.request import Batch, Outcome
+    from agent.records.result_writer import ResultStore
+    from agent.runtime.image_sources import ImageSource
+    from agent.service.inspections.inspector import Course, Inspector
+    from agent.subject import Subject
+    from experts.expert import Prediction
+    from experts.graph import ExpertGraph
+
+log = logging.getLogger(__name__)
+
+ENDINGS_MAXIMUM = 2
+DROPS_TOGETHER = 100  # written in one row: a line without time to spare drops as many images as it judges
+WAITING_MAXIMUM = 64  # arbitrary
+MOST_BYTES = 64 * 1024 * 1024  # arbitrary: 64 crops take a tenth of it
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A judged image. ``expert``, ``shadow``: the Engine's names; ``side``: what the expert said."""
+
+    subject: Subject
+    image: ImageSource
+    size_bytes: int
+    expert: str
+    shadow: str
+    side: Side
+
+
+class ShadowSource:
+    """One for each line. Construct it before the agent starts."""
+
+    def __init__(self, inspector: Inspector, store: ResultStore) -> None:
+        self._inspector = inspector
+        self._store = store
+        self._waiting: deque[_Waiting] = deque()  # oldest first
+        self._waiting_bytes = 0
+        self._asked: _Waiting | None = None
+        self._lacks_room = False  # until the line has judged another image
+        self._ran_on: dict[int, dict[str, tuple[float, int]]] = {}  # request -> expert -> seconds and executor
+        self._unwritten: Counter[Pair] = Counter()  # dropped images
+        self._counts = ShadowCounts()
+        inspector.watch = JudgedWatch(self._ran, self._judged, self._offer)
+        inspector.shadow_counts = self.counts
+        self.refuse_enders()
+
+    def refuse_enders(self) -> None:
+        """Quarantine shadows of the line that ended the agent too often."""
+        for shadow in sorted(self._graph.in_shadow):
+            endings = self._inspector.attempts(self._key(shadow))
+            if endings >= ENDINGS_MAXIMUM:
+                reason = f"it ran when the agent was ended, {endings} times - give it other weights, or take it away"
+                self._inspector.agent.loop.quarantine(shadow, reason)
+
+    def counts(self) -> ShadowCounts:
+        return replace(self._counts, waiting=len(self._waiting), running=int(self._asked is not None))
+
+    def flush(self) -> None:
+        """Drop waiting images and write the counts, after the loop has ended."""
+        if self._asked is not None:
+            self._waiting.append(self._asked)
+            self._asked = None
+        while self._waiting:
+            self._drop(self._waiting.popleft())
+        for pair in tuple(self._unwritten):
+            self._write_dropped(pair)
+
+    @property
+    def _graph(self) -> ExpertGraph:
+        return self._inspector.agent.setup.graph
+
+    def _key(self, shadow: str) -> str:
+        return f"shadow {line_name(shadow)} {self._inspector.model_of(shadow)}"
+
+    # -- judged images --
+
+    def _ran(self, batch: Batch, seconds: float) -> None:
+        """Note the share of each image in its batch's seconds."""
+        if batch.quantum_s is None and (batch.expert in self._graph.shadows or self._asked is not None):
+            for request in batch.requests:
+                ran = (seconds / len(batch.requests), batch.executor)
+                self._ran_on.setdefault(request, {})[batch.expert] = ran
+
+    def _judged(self, submission: Submission, outcome: Outcome) -> None:
+        ran_on = {} if submission.number is None else self._ran_on.pop(submission.number, {})
+        if submission.precedence is Precedence.IDLE:
+            self._answered(outcome, ran_on)
+            return
+        self._lacks_room = False
+        if isinstance(submission.image, TextSource):
+            return
+        shadows = self._graph.shadows
+        for step in outcome.steps:
+            if step.expert in shadows and step.expert in ran_on:
+                side = self._side(step.expert, submission.subject.component, step.prediction, ran_on[step.expert])
+                self._keep(submission.subject, submission.image, step.expert, side)
+
+    def _keep(self, subject: Subject, source: ImageSource, expert: str, side: Side) -> None:
+        """Keep an image, of a part of a frame the part alone: its frame may be a hundred times as large."""
+        image = pixels_of(source, source.name) if isinstance(source, FramePart) else source
+        self._waiting.append(_Waiting(subject, image, _size_bytes(image), expert, self._graph.shadows[expert], side))
+        self._waiting_bytes += self._waiting[-1].size_bytes
+        while len(self._waiting) > WAITING_MAXIMUM or self._waiting_bytes > MOST_BYTES:
+            self._drop(self._take_first())
+
+    def _take_first(self) -> _Waiting:
+        first = self._waiting.popleft()
+        self._waiting_bytes -= first.size_bytes
+        return first
+
+    # -- requests --
+
+    def _offer(self) -> None:
+        """Ask a shadow about the oldest image; images of pairs that are no more are dropped."""
+        if self._asked is not None or self._lacks_room:
+            return
+        while self._waiting:
+            waiting = self._take_first()
+            if self._graph.shadows.get(waiting.expert) == waiting.shadow:
+                self._asked = waiting
+                shadow, subject = waiting.shadow, waiting.subject
+                asked = replace(subject, key=self._key(shadow), component=None, expert=line_name(shadow), box=None)
+                self._inspector.submit_subject(Submission(asked, waiting.image, _nothing, precedence=Precedence.IDLE))
+                return
+            self._drop(waiting)
+
+    def _answered(self, outcome: Outcome, ran_on: dict[str, tuple[float, int]]) -> None:
+        waiting, self._asked = self._asked, None
+        assert waiting is not None, "one image is asked at a time"
+        if outcome.reason in (GAVE_WAY, NO_SPARE_ROOM, CANCELLED):
+            self._lacks_room = outcome.reason == NO_SPARE_ROOM
+            self._waiting.appendleft(waiting)
+            self._waiting_bytes += waiting.size_bytes
+            return
+        said = None
+        if outcome.steps and waiting.shadow in ran_on:
+            component, prediction = waiting.subject.component, outcome.steps[0].prediction
+            said = self._side(waiting.expert, component, prediction, ran_on[waiting.shadow])
+        self._write(waiting, said, None if said is not None else outcome.reason and with_line_names(outcome.reason))
+
+    def _side(self, expert: str, component: str | None, prediction: Prediction, ran: tuple[float, int]) -> Side:
+        """Judge a prediction by the expert's step of the route. ``ran``: seconds and executor."""
+        steps = () if component is None else self._graph.routes.get(component, ())
+        number = next((index for index, step in enumerate(steps) if step.expert == expert), None)
+        processor = next(each.processor for each in self._inspector.agent.setup.executors if each.id == ran[1])
+        if component is None or number is None:
+            return Side(prediction.label, prediction.score, None, *ran, processor)
+        judgement = self._graph.judge(component, number, prediction)
+        return Side(judgement.label, judgement.score, judgement.verdict is not Verdict.NG, *ran, processor)
+
+    # -- rows --
+
+    def _pair(self, waiting: _Waiting) -> Pair:
+        expert, shadow, model_of = waiting.expert, waiting.shadow, self._inspector.model_of
+        return Pair(line_name(expert), line_name(shadow), model_of(expert), model_of(shadow))
+
+    def _write(self, waiting: _Waiting, said: Side | None, reason: str | None) -> None:
+        pair, subject, counts = self._pair(waiting), waiting.subject, self._counts
+        self._write_dropped(pair)
+        row = SideBySide(
+            subject.key, subject.name, subject.component, pair, waiting.side, said, datetime.now(UTC), reason
+        )
+        self._store.write(lambda database: write_answer(database, row))
+        if said is not None:
+            self._counts = replace(counts, ran=counts.ran + 1)
+        else:
+            self._counts = replace(counts, failed=counts.failed + 1)
+            log.debug("shadow_said_nothing shadow=%s image=%s reason=%s", pair.shadow, row.image, reason)
+
+    def _drop(self, waiting: _Waiting) -> None:
+        pair = self._pair(waiting)
+        self._counts = replace(self._counts, dropped=self._counts.dropped + 1)
+        self._unwritten[pair] += 1
+        if self._unwritten[pair] >= DROPS_TOGETHER:
+            self._write_dropped(pair)
+
+    def _write_dropped(self, pair: Pair) -> None:
+        count = self._unwritten.pop(pair, 0)
+        if count:
+            self._store.write(lambda database: count_dropped(database, pair, count))
+
+
+def _nothing(_: Outcome, __: Course) -> None:
+    """The outcome was taken before the names in it were replaced."""
+
+
+def _size_bytes(image: ImageSource) -> int:
+    """Bytes of memory that a kept image takes; a file's stay where they are."""
+    if isinstance(image, np.ndarray):
+        return image.nbytes
+    if isinstance(image, bytes):
+        return len(image)
+    if isinstance(image, EncodedImage):
+        return len(image.content)
+    assert isinstance(image, Path | ImageFile), "parts of frames were cut"
+    return 0
