@@ -64,8 +64,8 @@ class LineSections(CatalogSections):
         None,
         description="auto (the fastest that the device profile found to agree with fp32; without one fp32, language "
         "models as they are stored), fp32, bf16, fp16, onnxruntime (fp32 by ONNX Runtime), onednn-fp32, onednn-bf16 or "
-        "onednn-int8 (by oneDNN, fused; eight bits for experts that `coserve profile` calibrated), these four on CPU "
-        "executors, or int8, of language models alone; default auto",
+        "onednn-int8 (by oneDNN, fused; eight bits for experts that `coserve profile` calibrated), onnxruntime-int8 "
+        "(the same by ONNX Runtime), these five on CPU executors, or int8, of language models alone; default auto",
     )
     device: Device = Field("auto", description="auto, cpu, cuda, mps, emulated or integrated; default auto")
     executors: ExecutorCounts = Field(
@@ -359,7 +359,7 @@ def _precision_problems(sections: LineSections, document: Document) -> Iterator[
     if sections.precision is Precision.INT8 and images is not None:
         yield document.error(
             f"int8 is for language models alone, and {images} takes images - give it to each language model as its own "
-            "precision: int8; eight bits for experts of images are onednn-int8",
+            "precision: int8; eight bits for experts of images are onednn-int8 and onnxruntime-int8",
             "precision",
         )
 

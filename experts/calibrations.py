@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-FORMAT = 2  # of what a file holds and how it was found; one of another is not understood
+FORMAT = 3  # of what a file holds and how it was found; one of another is not understood
 HOW = "`coserve profile LINE.yaml --samples FOLDER` calibrates it"
 
 
@@ -60,7 +60,7 @@ class CallRanges:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Observed ranges. ``ranges``: by the name of the layer's weight; ``labels``: shown by the images.
+    """Observed ranges. ``ranges``: by form, then by layer or value; ``labels``: shown by the images.
 
     ``weights_sha256``, ``stamp``: the weights' file, and how it lay on its drive (experts.packed.sources).
     ``input``: what the sample images were made into (``InputSpec.text``).
@@ -72,7 +72,7 @@ class Calibration:
     samples_sha256: str
     images: int
     labels: tuple[str, ...]
-    ranges: Mapping[str, CallRanges]
+    ranges: Mapping[str, Mapping[str, CallRanges]]
 
 
 def path_of(directory: Path, expert: str, suffix: str) -> Path:
@@ -119,7 +119,10 @@ def read_calibration(path: Path) -> Calibration | None:
             return None
         texts = {key: str(document[key]) for key in ("weights_sha256", "stamp", "input", "samples_sha256")}
         labels = tuple(map(str, document["labels"]))
-        ranges = {name: _call_ranges(each) for name, each in document["ranges"].items()}
+        ranges = {
+            str(form): {name: _call_ranges(each) for name, each in found.items()}
+            for form, found in document["ranges"].items()
+        }
         return Calibration(**texts, images=int(document["images"]), labels=labels, ranges=ranges)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None

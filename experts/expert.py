@@ -31,12 +31,7 @@ class Verdict(StrEnum):
 
 
 class Precision(StrEnum):
-    """The form that an expert's weights are packed and executed in: number format and runtime.
-
-    ``ONNXRUNTIME``: fp32 by ONNX Runtime, on the CPU only. ``ONEDNN_FP32``, ``ONEDNN_BF16``: oneDNN's own operators,
-    fused, from weights in its own layout, on the CPU only; ``ONEDNN_INT8``: the same for calibrated experts, eight bits
-    by eight. ``INT8``: weights of language models alone, computed with in bf16.
-    """
+    """Name of a form that an expert's weights are packed and executed in (``experts.backends.forms``)."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -45,27 +40,8 @@ class Precision(StrEnum):
     ONEDNN_FP32 = "onednn-fp32"
     ONEDNN_BF16 = "onednn-bf16"
     ONEDNN_INT8 = "onednn-int8"
+    ONNXRUNTIME_INT8 = "onnxruntime-int8"
     INT8 = "int8"
-
-    @property
-    def is_cpu_only(self) -> bool:
-        return self.plain is not self
-
-    @property
-    def plain(self) -> Precision:
-        """Precision that torch runs instead, on any device: itself except for forms of the CPU.
-
-        The same numbers, but for eight bits, which torch's plain operators do not multiply: fp32 then.
-        """
-        return _PLAIN.get(self, self)
-
-
-_PLAIN = {
-    Precision.ONNXRUNTIME: Precision.FP32,
-    Precision.ONEDNN_FP32: Precision.FP32,
-    Precision.ONEDNN_BF16: Precision.BF16,
-    Precision.ONEDNN_INT8: Precision.FP32,
-}
 
 
 class Task(StrEnum):
@@ -134,6 +110,10 @@ class InputSpec:
     resize: int | tuple[int, int] | None = None
     interpolation: str = "bilinear"
     orientation: Orientation = Orientation.STORED
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.height, self.width
 
     @property
     def text(self) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from experts.backends.forms import why_absent
+from experts.backends.forms import form_of
 
 if TYPE_CHECKING:
     from experts.expert import Precision
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def needs(form: Precision) -> pytest.MarkDecorator:
     """A mark for tests, and parameters, that run in this form."""
-    reason = why_absent(form)
+    reason = form_of(form).why_absent()
     return pytest.mark.skipif(reason is not None, reason=f"{form} does not run on this CPU: {reason}")
 
 

@@ -383,7 +383,9 @@ def room_of(name: str) -> str | None:
 class TestTheRooms:
     @pytest.mark.parametrize("layer", ["experts", "agent", "profiler", "proof"])
     def test_each_folder_is_a_room_with_a_rule(self, layer):
-        of_backends = {"experts.backends.onnx", "experts.backends.onednn"}  # forms, of the backends' own room
+        of_backends = {
+            f"experts.backends.{name}" for name in ("forms", "onnx", "onednn", "ort")
+        }  # the backends' own rooms
         assert folders_of(layer) - set(ROOMS) <= {layer, f"{layer}.cli"} | of_backends
         assert {room for room in ROOMS if room.startswith(f"{layer}.")} <= folders_of(layer) | {
             module_name(path) for path in source_files()

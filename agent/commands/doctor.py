@@ -28,8 +28,9 @@ from agent.line_file.values import shown_url
 from agent.records.database import damage_of, is_state_held
 from agent.runtime.machine.accelerator import check_runtimes
 from agent.sources.cameras.probe import probe
+from experts.backends.forms import FORMS, forms_here
 from experts.errors import ConfigError, CoServeError
-from experts.expert import OTHER_THRESHOLD, Precision
+from experts.expert import OTHER_THRESHOLD
 from experts.filesystem import filesystem_type, is_shared, tells_changes
 from experts.packed.direct_reads import DirectReader
 from experts.packed.sources import is_there, sha256_of
@@ -115,16 +116,14 @@ def _device(config: LineConfig) -> Iterator[Check]:
 
 
 def _forms(config: LineConfig) -> Iterator[Check]:
-    from experts.backends.forms import forms_here, why_absent  # torch's operators, which no other check needs
-
     here = forms_here()
     yield Check("forms", f"{', '.join(here)} run on this CPU")
-    for form in Precision:
-        if form in here:
+    for name, form in FORMS.items():
+        if name in here:
             continue
-        is_given = config.precision is form
+        is_given = config.precision is name
         fix = f"write `precision: auto`, or fp32: until then it runs as {form.plain}" if is_given else None
-        yield Check(f"form {form}", f"does not run on this CPU: {why_absent(form)}", fix)
+        yield Check(f"form {name}", f"does not run on this CPU: {form.why_absent()}", fix)
 
 
 def _memory(config: LineConfig) -> Iterator[Check]:

@@ -30,6 +30,7 @@ from agent.runtime.requests import Requests
 from agent.runtime.templates import Templates, make_templates
 from agent.runtime.threads import end_team
 from experts.backends import backend_for
+from experts.backends.forms import form_of
 from experts.errors import BackendUnavailable, ConfigError, DeviceMissing, ExpertError
 from experts.expert import OTHER_THRESHOLD, Precision
 from experts.packed.calibrated import why_not_calibrated
@@ -258,28 +259,28 @@ def groundwork_of(config: LineConfig, packed: Path, options: AgentOptions) -> Gr
 
 def _executable(precisions: Precisions) -> Precisions:
     """Replace forms that do not run on this CPU by torch's, with a warning each."""
-    wanted = {form for column in precisions.values() for form in column.values() if form.is_cpu_only}
-    if not wanted:
-        return precisions
-    from experts.backends.forms import why_absent  # operators are tried, which few lines need
-
-    reasons = {form: reason for form in sorted(wanted) if (reason := why_absent(form)) is not None}
-    for form, reason in reasons.items():
+    wanted = {name for column in precisions.values() for name in column.values() if form_of(name).is_cpu_only}
+    reasons = {name: reason for name in sorted(wanted) if (reason := form_of(name).why_absent()) is not None}
+    for name, reason in reasons.items():
         advice = "write `precision: auto` or fp32"
-        log.warning("form_absent precision=%s runs_as=%s reason=%s advice=%s", form, form.plain, reason, advice)
-    return with_forms(precisions, lambda _, form: form.plain if form in reasons else form)
+        log.warning(
+            "form_absent precision=%s runs_as=%s reason=%s advice=%s", name, form_of(name).plain, reason, advice
+        )
+    return with_forms(precisions, lambda _, name: form_of(name).plain if name in reasons else name)
 
 
 def _calibrated(config: LineConfig, packed: Path, precisions: Precisions) -> Precisions:
-    """Replace eight bits by fp32 for experts without a calibration of their weights, with a warning each."""
-    eight, reasons = Precision.ONEDNN_INT8, dict[str, str]()
-    for name in sorted({name for column in precisions.values() for name, form in column.items() if form is eight}):
+    """Replace calibrated forms by plain ones for experts without a calibration of their weights, and warn of each."""
+    given = {pair for column in precisions.values() for pair in column.items()}
+    reasons: dict[tuple[str, Precision], str] = {}
+    for expert, name in sorted(pair for pair in given if form_of(pair[1]).needs_calibration):
         with suppress(ExpertError):  # packing reports missing weights
-            if (reason := why_not_calibrated(config.catalog.experts[name], packed)) is not None:
-                reasons[name] = reason
-    for name, reason in reasons.items():
-        log.warning("not_calibrated expert=%s precision=%s runs_as=%s reason=%s", name, eight, eight.plain, reason)
-    return with_forms(precisions, lambda name, form: form.plain if form is eight and name in reasons else form)
+            if (reason := why_not_calibrated(config.catalog.experts[expert], name, packed)) is not None:
+                reasons[expert, name] = reason
+    for (expert, name), reason in reasons.items():
+        plain = form_of(name).plain
+        log.warning("not_calibrated expert=%s precision=%s runs_as=%s reason=%s", expert, name, plain, reason)
+    return with_forms(precisions, lambda expert, name: form_of(name).plain if (expert, name) in reasons else name)
 
 
 def held_copies(ground: Groundwork, copies: Copies) -> Copies:

@@ -22,6 +22,7 @@ from agent.deployment.performance_matrix import in_form, matrix, unmeasured_kind
 from agent.deployment.profile_in_use import precisions_of, programs_of, usage_of
 from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.box import Box, MemorySize
+from experts.backends.forms import form_of
 from experts.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -179,11 +180,12 @@ def _as_packed(
     config: LineConfig, precisions: Precisions, packed: Mapping[str, Mapping[Precision, PackedExpert]]
 ) -> Precisions:
     """The precisions, with torch's form for experts that profiling did not pack in the line file's form."""
-    form = config.precision
-    if form is None or form.plain is form or config.document.values.get("precision") != form:
+    given = config.precision
+    if given is None or config.document.values.get("precision") != given:
         return precisions
-    plain = {name for name, forms in packed.items() if form.plain in forms and form not in forms}
-    return with_forms(precisions, lambda name, wanted: form.plain if wanted is form and name in plain else wanted)
+    plain = form_of(given).plain
+    lacking = {name for name, forms in packed.items() if plain in forms and given not in forms}
+    return with_forms(precisions, lambda name, wanted: plain if wanted is given and name in lacking else wanted)
 
 
 def _to_run(precisions: Precisions, profile: StoredProfile, kinds: Mapping[str, str]) -> Precisions:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from experts.expert import Expert
-    from experts.packed.manifests import Manifest, Source
+    from experts.packed.manifests import Manifest, PackedSource
     from experts.packed.weights import PackedExpert
 
 Precisions: TypeAlias = "Mapping[str, Mapping[str, Precision]]"  # processor -> expert -> precision
@@ -73,13 +73,13 @@ def lying_packed(config: LineConfig, directory: Path) -> list[PackedExpert]:
 
 def changed_sources(config: LineConfig, directory: Path) -> list[str]:
     """Packed experts whose weights file has changed since."""
-    found: dict[str, Source] = {
+    found: dict[str, PackedSource] = {
         manifest.packed.expert: manifest.source for manifest in ManifestFolder(directory / "manifests").read_all()
     }
     return [name for name, source in sorted(found.items()) if not _is_source(config.catalog.experts.get(name), source)]
 
 
-def _is_source(expert: Expert | None, source: Source) -> bool:
+def _is_source(expert: Expert | None, source: PackedSource) -> bool:
     """True for an expert that left the line: nothing to compare."""
     if expert is None or not is_there(expert):
         return True

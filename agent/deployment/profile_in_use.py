@@ -22,6 +22,7 @@ from agent.device_profile.records import SOURCE, UsageOrigin
 from agent.device_profile.store import partial_of, read_profile
 from agent.runtime.expert_copy import kind_name
 from experts.backends import GRAPH_FAMILIES, family, own_precision
+from experts.backends.forms import form_of
 from experts.errors import ConfigError
 from experts.expert import Precision
 
@@ -145,7 +146,7 @@ def precision_of(
     if config.precision is not None:
         is_elsewhere = processor in ACCELERATORS or described.takes_texts
         is_fixed = family(described.architecture) in GRAPH_FAMILIES
-        return Precision.FP32 if is_fixed else config.precision.plain if is_elsewhere else config.precision
+        return Precision.FP32 if is_fixed else form_of(config.precision).plain if is_elsewhere else config.precision
     kind = kind_name(described, program_sha256)
     own = None if profile is None else profile.forms.get((expert, processor))
     if own is not None and own.kind == kind and own.verdict_sha256 == verdict_sha256(config.catalog.graph, described):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agent.device_profile.records import SOURCE, BoxIdentity, StoredProfile
+from experts.backends.forms import FORMS
 from experts.sizes import mib
 
 if TYPE_CHECKING:
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
 
 
 def identity_of(box: Box) -> BoxIdentity:
-    """Identity that a profile of this box holds for. oneDNN's forms are tried; others depend on library versions."""
-    from experts.backends.forms import ONEDNN_FORMS, why_absent  # torch's operators, which a reader needs not
-
+    """Identity that a profile of this box holds for. Forms of the box are tried; others depend on library versions."""
     return BoxIdentity(
         device=box.name,
         model=box.model,
@@ -32,8 +31,12 @@ def identity_of(box: Box) -> BoxIdentity:
         host_bytes=box.host.total_bytes,
         device_bytes=None if box.device is None else box.device.total_bytes,
         versions=dict(box.versions),
-        forms=", ".join(sorted(form for form in ONEDNN_FORMS if why_absent(form) is None)),
+        forms=", ".join(sorted(_forms_of_the_box())),
     )
+
+
+def _forms_of_the_box() -> Iterator[str]:
+    return (name for name, form in FORMS.items() if form.is_of_the_box and form.why_absent() is None)
 
 
 def packed_sha256(packed: PackedExpert) -> str:

@@ -1,9 +1,9 @@
-"""A few threads that carry out what is due first first, whenever it was given to them.
+"""Thread pool ordered by deadline.
 
-Guarantees: each task ends: with its call's result or error, or cancelled before it began; a task that is hurried comes
-before all that are not; of those that are due at once, the one that was given first; a task that others hurry, too, or
-carry out themselves, is begun by whoever comes first. No more of them work at once than was last allowed, but for what
-they had begun before. As those of ``experts.daemon_threads``, these keep no process from ending.
+Guarantees: each task ends, with its call's result or error, or cancelled before it began. A hurried task comes before
+all others; tasks of one deadline run oldest first. A task runs once, on the first thread that claims it, also one
+outside the pool. No more threads begin tasks than were last allowed. The threads are daemons: none keeps a process
+from ending.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-LEAST_LISTED = 64  # tasks; no list that short is cleared of those that others have begun
+LEAST_LISTED = 64  # tasks; a shorter list is not cleared of claimed tasks
 
 
 class _Work(Generic[Result]):
-    """A task and its call, for the one who comes first. It holds nothing any more of what was begun or cancelled."""
+    """A task and its call until a thread claims them; empty afterwards."""
 
     def __init__(self, task: DueTask[Result], call: Call[Result]) -> None:
         self._held: tuple[DueTask[Result], Call[Result]] | None = (task, call)
@@ -41,16 +41,16 @@ class _Work(Generic[Result]):
         return self._held is not None
 
     def claim(self) -> tuple[DueTask[Result], Call[Result]] | None:
-        """None for all but the first."""
+        """None for all callers but the first."""
         with self._claiming:
             held, self._held = self._held, None
         return held
 
 
 class DueTask(Generic[Result]):
-    """A call that is due at some time, and its result. The call is given what to answer with, and may go on after.
+    """A call with a deadline, and its result. The call gets a function to answer with, and may go on after its answer.
 
-    ``is_short``: it takes less than to wait for another thread.
+    ``is_short``: the call takes less time than waiting for another thread.
     """
 
     def __init__(self, call: Call[Result] | None, due_s: float, *, is_short: bool = False) -> None:
@@ -70,7 +70,7 @@ class DueTask(Generic[Result]):
         return task
 
     def begin(self) -> None:
-        """Carry it out on the calling thread, unless somebody has begun it."""
+        """Run the task on the calling thread, unless a thread has claimed it."""
         held = None if self.work is None else self.work.claim()
         if held is not None:
             self.carry_out(held[1])
@@ -92,7 +92,7 @@ class DueTask(Generic[Result]):
 
 
 class DueThreads:
-    """At most ``count`` of them, started as they are needed; each calls ``begin`` first. At first all may work."""
+    """At most ``threads``, started as needed; each calls ``begin`` first. All may work until ``allow`` says less."""
 
     def __init__(self, threads: int, name: str, begin: Callable[[], None] = lambda: None) -> None:
         self._count = self._allowed = threads
@@ -107,7 +107,7 @@ class DueThreads:
         self._is_stopped = False
 
     def submit(self, call: Call[Result], due_s: float, *, is_short: bool = False) -> DueTask[Result]:
-        """Have it called when it is the first that is due. Raises RuntimeError once stopped."""
+        """Queue a call by its deadline. Raises RuntimeError once stopped."""
         task: DueTask[Result] = DueTask(call, due_s, is_short=is_short)
         assert task.work is not None, "it has a call"
         with self._changed:
@@ -117,14 +117,14 @@ class DueThreads:
         return task
 
     def hurry(self, task: DueTask[Result]) -> None:
-        """Somebody waits for it: it comes before all others, unless it has begun. It may be one of other threads."""
+        """Move a task that is waited for before all others, also a task of another pool."""
         with self._changed:
             if task.work is not None and task.is_open and task.due_s != -math.inf and not self._is_stopped:
                 task.due_s = -math.inf
-                self._push(task.work, task.due_s)  # it is listed twice: whoever comes to the second finds it begun
+                self._push(task.work, task.due_s)  # listed twice: the second entry is found claimed
 
     def allow(self, threads: int) -> None:
-        """No more than so many of them begin something from now on."""
+        """Let at most so many threads begin tasks from now on."""
         with self._changed:
             has_more = threads > self._allowed
             self._allowed = threads
@@ -132,7 +132,7 @@ class DueThreads:
                 self._changed.notify(min(threads, len(self._tasks)))
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """End the threads after what they work on; False if that took longer. What was not begun is cancelled."""
+        """End the threads after their present tasks, cancel the others; False after the timeout."""
         with self._changed:
             self._is_stopped = True
             waiting, self._tasks = self._tasks, []
@@ -160,7 +160,7 @@ class DueThreads:
             thread.start()
 
     def _clear(self) -> None:
-        """Of what others have begun: where none of these threads may work, nobody else comes across it."""
+        """Drop claimed tasks: a pool that may not work would keep them."""
         self._tasks = [each for each in self._tasks if each[2].is_open]
         heapify(self._tasks)
         self._clears_at = max(2 * len(self._tasks), LEAST_LISTED)
@@ -170,7 +170,7 @@ class DueThreads:
         while (work := self._next()) is not None:
             task, call = work
             task.carry_out(call)
-            del work, task, call  # what they hold is not kept until the next one comes
+            del work, task, call  # else a result lives until the next task
 
     def _next(self) -> tuple[DueTask[Any], Call[Any]] | None:
         with self._changed:

@@ -186,13 +186,13 @@ class BatchExecutor:
                     answer = self._answer(work)
                     self._post(answer)
                     if isinstance(answer, Breakdown):
-                        return  # whatever is behind it waits for the next agent: a lost device may hang
+                        return  # batches queued behind it wait for the next agent: a lost device may hang
         except Exception as error:  # no batch's: without this thread the others would wait for it
             logger.exception("executor_broke executor=%d", self.spec.id)
             self._post(Breakdown(self._watch.lost_by(error) or error))
 
     def _answer(self, work: _Images | _Quantum) -> Finished | Progressed | BatchFailed | Breakdown:
-        """The boundary of this thread: whatever a batch does, it has an answer."""
+        """Thread boundary: each batch gets an answer, whatever it raises."""
         batch = work.batch
         started = time.monotonic()
         try:
@@ -292,7 +292,7 @@ def checked(prediction: Prediction, expert: Expert) -> Prediction | Rejected:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Did the batch need more memory than there is, so that a smaller one may run?"""
+    """True where the batch needed more memory than there is: a smaller one may run."""
     if isinstance(error, (MemoryError, MemoryExceeded, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in OUT_OF_MEMORY_TEXTS)

@@ -1,4 +1,4 @@
-"""An expert in one form, as it is packed, loaded and run; and what holding it costs. No runtime is imported."""
+"""An expert in one form, as packed, loaded and run, and its bytes in memory. No runtime is imported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PREPARED_BYTES_PER_PIXEL = 3 * 4  # float32 in three channels: see experts.backe
 
 @dataclass(frozen=True, slots=True)
 class ExpertCopy:
-    """An expert in one precision, packed. ``name`` is what the Engine calls it.
+    """An expert packed in one form. ``name``: the Engine's name for it.
 
     ``moe_places``: moe_experts held at a time; None: all of them, or there are none.
     """
@@ -47,7 +47,7 @@ class ExpertCopy:
 
     @property
     def parts(self) -> tuple[Segment, ...]:
-        """What it holds beside its own segment, together with others where they have the same."""
+        """Segments beside its own; equal ones are held once for several copies."""
         return tuple(segment for segment in self.packed.shared if segment.blocks is None or not self.is_offloaded)
 
     @property
@@ -60,7 +60,7 @@ class ExpertCopy:
 
     @property
     def loaded_bytes(self) -> int:
-        """What loading it moves, as a rule: what it shares is there already, but for the layers of its moe_experts."""
+        """Bytes that a load moves when shared segments are resident: its own, and the layers of its moe_experts."""
         layers = () if self.is_offloaded else self.packed.moe_layers
         return self.packed.own.slot_bytes + sum(segment.slot_bytes for segment in layers)
 
@@ -71,7 +71,7 @@ class ExpertCopy:
 
 
 def prepared_form(expert: Expert, *, is_reduced: bool = False) -> PreparedForm | None:
-    """What an image becomes for an expert; None for an expert of texts.
+    """An image's prepared form for an expert; None for an expert of texts.
 
     The name says all that decides: orientation, fit, size, normalisation (detectors have none), reduced decoding.
     """
@@ -91,7 +91,7 @@ def prepared_form(expert: Expert, *, is_reduced: bool = False) -> PreparedForm |
 
 
 def moe_block_bytes(packed: PackedExpert) -> int:
-    """What one moe_expert of a packed model takes; 0 where it has none. All of a model's take the same."""
+    """Bytes of one moe_expert of a packed model, equal for all of them; 0 where it has none."""
     return max((segment.blocks.size_bytes for segment in packed.moe_layers if segment.blocks is not None), default=0)
 
 
@@ -131,6 +131,6 @@ def by_kind(copies: Iterable[ExpertCopy]) -> dict[str, list[ExpertCopy]]:
 
 
 def footprint_of(packed: PackedExpert) -> Footprint:
-    """What holding a packed expert with all that it needs costs, exactly as the slots hold it."""
+    """Bytes of a packed expert with all its segments, as slots hold them."""
     shared = tuple(SharedTensors(segment.sha256, segment.slot_bytes) for segment in packed.shared)
     return Footprint(packed.own.slot_bytes, shared)

@@ -1,7 +1,7 @@
-"""Where a request's pixels come from: an array, encoded bytes, a file, or a part of a frame that many requests share.
+"""Sources of a request's pixels: an array, encoded bytes, a file, or a part of a frame that requests share.
 
-Guarantees: a frame is decoded once, by the first of its parts that is prepared, and held no longer than its parts are;
-what is wrong with it is wrong with each of them.
+Guarantees: a frame is decoded once, when the first of its parts is prepared, and lives no longer than its parts. Each
+part gets the frame's error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BYTES_OF_PIXELS = 10  # a byte of a file is worth so many of pixels, about; arbi
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """An image's file, with a limit of its own: one that has more pixels is rejected."""
+    """An image file. An image of more pixels is rejected."""
 
     path: Path
     max_pixels: int
@@ -39,7 +39,7 @@ class ImageFile:
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
-    """An image file's bytes, with the name that a rejection calls it by and a limit of pixels of its own."""
+    """An image file's bytes. ``name``: for rejections. An image of more pixels is rejected."""
 
     content: bytes
     name: str
@@ -47,9 +47,9 @@ class EncodedImage:
 
 
 class Frame:
-    """One image of which several requests want a part each, in pixels as viewers show it. For any thread.
+    """One image whose parts belong to several requests, in pixels as viewers show it. Thread-safe.
 
-    ``size``: (height, width) that it must have, else none of its parts can be where they should; None for any.
+    ``size``: required (height, width), as its layout is for that size; None: any.
     """
 
     def __init__(self, image: EncodedImage, size: tuple[int, int] | None) -> None:
@@ -93,15 +93,14 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class FramePart:
-    """A part of a frame. ``box``: (left, top, right, bottom) in pixels, inside of it."""
+    """``box``: (left, top, right, bottom) in pixels of the frame."""
 
     frame: Frame
     box: tuple[int, int, int, int]
     name: str
 
 
-# pixels (height, width, 3) uint8 RGB, an encoded file's bytes, or a file: with the agent's limit of pixels or its own;
-# or a part of a frame
+# Pixels are (height, width, 3), uint8 RGB. Bytes and paths have the agent's limit of pixels.
 ImageSource = np.ndarray | bytes | Path | EncodedImage | ImageFile | FramePart
 
 
@@ -136,7 +135,7 @@ def decoded(
 
 
 def _cut(part: FramePart, room_for: RoomFor) -> NDArray[np.uint8]:
-    """Raises ImageUnreadable where the box leaves the frame: a rest of a part is not the part."""
+    """Raises ImageUnreadable for a box that leaves the frame."""
     left, top, right, bottom = part.box
     pixels = part.frame.pixels(room_for)
     height, width = pixels.shape[:2]
@@ -146,7 +145,7 @@ def _cut(part: FramePart, room_for: RoomFor) -> NDArray[np.uint8]:
 
 
 def stored_bytes(image: ImageSource) -> int | None:
-    """Bytes that a source is decoded from; None where only reading would tell. Pixels count for scaling alone."""
+    """Bytes that decoding reads; None where only the file tells. Pixels count for scaling alone."""
     if isinstance(image, np.ndarray):
         return image.nbytes // BYTES_OF_PIXELS
     if isinstance(image, bytes):

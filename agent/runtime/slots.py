@@ -76,7 +76,7 @@ class SlotState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Binding:
+class BoundSkeleton:
     """A skeleton bound to a region and to the regions of its shared parts."""
 
     packed: PackedExpert
@@ -84,7 +84,7 @@ class Binding:
     shared_regions: tuple[Region, ...]
 
     def shows(self, packed: PackedExpert, shared_regions: Sequence[Region]) -> bool:
-        """Would overwriting the bytes suffice to run this expert?"""
+        """True where overwriting the bytes suffices to run this expert."""
         are_its_own = [*map(id, self.shared_regions)] == [*map(id, shared_regions)]
         return self.packed.layout == packed.layout and are_its_own
 
@@ -94,12 +94,12 @@ class Housing:
     """A region with the skeletons bound to it, one for each torch device; a shared part's has none."""
 
     region: Region
-    bindings: dict[str, Binding] = field(default_factory=dict)
+    bindings: dict[str, BoundSkeleton] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
-class SharedPart:
-    """A segment that several slots share. Whoever fills it holds ``filling``; the others wait there, and look again."""
+class SharedSegment:
+    """A segment that several slots share. The loading thread takes ``filling``; other threads wait for it."""
 
     segment: Segment
     holders: int = 0
@@ -118,7 +118,7 @@ class Slot:
     """One copy's place in a memory: its own region and the parts it shares."""
 
     copy: ExpertCopy
-    parts: tuple[SharedPart, ...]
+    parts: tuple[SharedSegment, ...]
     state: SlotState = SlotState.LOADING
     uses: int = 0
     housing: Housing | None = None
@@ -151,7 +151,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Spare:
-    """A skeleton that nothing is bound to, and whom it fits."""
+    """An unbound skeleton, with the layout and device that it fits."""
 
     layout: str
     device: str
@@ -215,18 +215,18 @@ class SlotStore:
         self._moe_loads = moe_loads
         self._moe_of_gone = OffloadTotals()
         self._slots: dict[str, Slot] = {}
-        self._parts: dict[str, SharedPart] = {}
+        self._parts: dict[str, SharedSegment] = {}
         self._spares: list[Housing] = []  # the one that came free last stands last
         self._lock = Lock()  # guards all of the above, for moments
-        self._calm = Condition(self._lock)  # whoever uses, moves or loads a slot has come to an end with it
-        self._stilled: Region | None = None  # what is to be moved: nobody begins to use it
+        self._calm = Condition(self._lock)  # notified when a use, move or load of a slot has ended
+        self._stilled: Region | None = None  # region to be moved: no use of it begins
         self._is_moving = False
         self._changing = Lock()  # held while regions are allocated, closed or bound
         self._held_bytes = self._peak_held_bytes = 0
         self._regions_allocated = self._regions_reused = self._regions_moved = self._binds = 0
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Keep to so much from now on: spares go at once, or with the next allocation where one is under way."""
+        """Set the budget: spares go at once, or with the next allocation where one is under way."""
         self._budget_bytes = budget_bytes
         if not self._changing.acquire(blocking=False):
             return
@@ -237,7 +237,7 @@ class SlotStore:
             self._changing.release()
 
     def bind_only(self, runs_on: Mapping[str, Collection[tuple[str, str]]]) -> None:
-        """Bind copies for these places alone from now on: by copy, (memory, torch device)."""
+        """Bind copies for these places alone from now on. ``runs_on``: by copy, (memory, torch device)."""
         self._runs_on = runs_on
 
     def reserve(self, copy: ExpertCopy) -> Slot:
@@ -246,7 +246,7 @@ class SlotStore:
             present = self._slots.get(copy.name)
             if present is not None:
                 raise IllegalMove(copy.name, present.state, "reserve")
-            parts = tuple(self._parts.setdefault(segment.sha256, SharedPart(segment)) for segment in copy.parts)
+            parts = tuple(self._parts.setdefault(segment.sha256, SharedSegment(segment)) for segment in copy.parts)
             for part in parts:
                 part.holders += 1
             slot = self._slots[copy.name] = Slot(copy, parts)
@@ -523,7 +523,7 @@ class SlotStore:
         for device in tuple(housing.bindings):
             self._shelve(housing.bindings.pop(device), device)
 
-    def _shelve(self, binding: Binding, device: str) -> None:
+    def _shelve(self, binding: BoundSkeleton, device: str) -> None:
         if self.memory.views_hold_bytes:
             try:
                 binding.skeleton.bind(_weightless_tensors(binding.packed, device))
@@ -555,7 +555,7 @@ class SlotStore:
             skeleton.bind(tensors)
         else:
             slot.moe.bind(skeleton, device, tensors)
-        housing.bindings[device] = Binding(packed, skeleton, tuple(part.region for part in slot.parts))
+        housing.bindings[device] = BoundSkeleton(packed, skeleton, tuple(part.region for part in slot.parts))
         self._binds += 1
 
 

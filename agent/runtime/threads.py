@@ -1,15 +1,14 @@
-"""The threads that the operators of one thread use: a count of its own for each of ours, none that are left over, and a
-core for an executor's second.
+"""Threads of torch's operators: a count for each calling thread, no idle teams, and a core for an executor's second.
 
-Guarantees: after ``use_threads`` no other thread's count changes this one's. torch alone does not promise that: at a
-thread's first operator it takes over the count that any thread was given last, and what the thread itself had been
-given before is lost. An executor with two cores then runs on one, because a preparation thread asked for one.
+Guarantees: after ``use_threads`` no other thread's count changes the caller's. torch alone does not promise that: at a
+thread's first operator it takes the count that any thread set last. An executor with two cores then runs on one,
+because a preparation thread asked for one.
 
-A thread whose operators ran on several keeps those for its next: its OpenMP team. Once all teams of a process together
-are more than the box has cores, GNU's library lets none of them wait actively between two operators (libgomp,
-config/linux/wait.h: its throttled spin count), and an executor takes up to twice as long, forever, because packing at
-the start ran on another thread: a model of 105M parameters writes 44 tokens/s instead of 100 on two cores. So whoever
-is no executor calls ``end_team`` when its work is done; after it, no thread of its team is left.
+A thread whose operators ran on several threads keeps these for the next operator: its OpenMP team. Once all teams of a
+process together are more than the box has cores, GNU's library lets none of them wait actively between two operators
+(libgomp, config/linux/wait.h: its throttled spin count), and an executor takes up to twice as long, forever, because
+packing at the start ran on another thread: a model of 105M parameters writes 44 tokens/s instead of 100 on two cores.
+So all threads but executors call ``end_team`` when their work is done: no thread of their team is left then.
 
 A thread that waits for the next operator keeps its core for as long. After an executor of two threads had nothing to do
 for some 10 ms, Linux wakes the second where the first runs, with another core idle: there they wait for each other in
@@ -43,13 +42,13 @@ SOFT = 1  # omp_pause_soft: all that was set stays (OpenMP 5.0, section 3.2.44)
 
 
 def use_threads(count: int) -> None:
-    """Operators that the calling thread runs from now on use so many threads."""
+    """Set the number of threads of the calling thread's operators."""
     torch.get_num_threads()  # the thread's first question: the latest count of any thread is taken over here, not later
     torch.set_num_threads(count)
 
 
 def give_way() -> None:
-    """The calling thread runs where no other wants to run from now on, as far as the system has such a thing."""
+    """Run the calling thread at idle priority from now on, where the system has one."""
     if hasattr(os, "SCHED_IDLE"):
         with suppress(OSError):  # a sandbox that forbids it: then it shares, as it would elsewhere
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -90,7 +89,7 @@ class Team:
         self._is_ours = len(cores) == KEPT_APART
 
     def keep(self) -> None:
-        """Asked before a batch: whoever ended the team had the next operator start another."""
+        """Place the second thread again before a batch, where the team was ended."""
         if self._is_ours and not self._is_kept():
             self._second = None
             self._place()

@@ -9,12 +9,12 @@ from experts.errors import BackendUnavailable, WeightsMismatch
 from experts.expert import Precision
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
     from experts.backends.base import Backend
-    from experts.backends.onednn.calibrating import Ranges
+    from experts.calibrations import CallRanges
     from experts.expert import Expert
 
 DETECTOR_PREFIXES = ("yolo", "rtdetr")
@@ -48,22 +48,20 @@ def own_precision(expert: Expert, processor: str) -> Precision:
     own = STORED_IN.get(stored_dtype(expert.weights) or "", Precision.FP32)
     if own is Precision.FP32 or processor == "cuda":
         return own
-    from experts.backends.forms import multiplies
+    from experts.backends.forms.plain import is_multiplied
 
-    return own if multiplies(own) else Precision.FP32
+    return own if is_multiplied(own) else Precision.FP32
 
 
-def observed_ranges(expert: Expert, batches: Iterable[Tensor]) -> Ranges:
-    """``batches``: float32 (n, 3, height, width). Raises as packing, WeightsMismatch without a form of eight bits."""
-    if family(expert.architecture) == "detector":
-        from experts.backends import detector
+def observed_ranges(expert: Expert, form: Precision, batches: Iterable[Tensor]) -> Mapping[str, CallRanges]:
+    """``batches``: float32 (n, 3, height, width). Raises as packing, WeightsMismatch where the form takes none."""
+    from experts.backends.forms import form_of
+    from experts.backends.torch_backend import TorchBackend
 
-        return detector.observed_ranges(expert, batches)
-    if family(expert.architecture) != "classifier":
+    backend = backend_for(expert.architecture)
+    if not isinstance(backend, TorchBackend):
         raise WeightsMismatch(expert.id, f"{expert.architecture} has no form of eight bits")
-    from experts.backends import classifier
-
-    return classifier.observed_ranges(expert, batches)
+    return form_of(form).observed(backend, expert, batches)
 
 
 def _build(name: str) -> Backend:

@@ -28,6 +28,13 @@ class Packable:
     stacks: tuple[tuple[str, ...], ...] = ()  # of all moe_experts of a layer: laid so that one's can be read alone
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class RefusedModule:
+    """An architecture that does not run in a form."""
+
+    reason: str
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """One image as its expert wants it. Back to the image's pixels: x = (x' - pad_left) / scale_x, y alike."""

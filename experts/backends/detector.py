@@ -17,42 +17,35 @@ import warnings
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
 
-from experts.backends.base import Packable
 from experts.backends.boxes import candidates, prediction, suppressed
-from experts.backends.forms import ONEDNN_FORMS, executable_forms, form_recipe, require_executable
 from experts.backends.letterbox import letterboxed
 from experts.backends.made_once import MadeOnce
-from experts.backends.modules.activations import Workspace, workspace
-from experts.backends.modules.binding import Binding, weight_names
+from experts.backends.modules.binding import weight_names
 from experts.backends.modules.weightless import Weightless
-from experts.backends.onednn.backend_forms import OnednnForms, image_size
-from experts.backends.outputs import require_numbers
-from experts.backends.state_dict import DTYPES, executable, fit
-from experts.backends.streams import await_writes
+from experts.backends.outputs import await_writes, require_numbers
+from experts.backends.state_dict import executable, fit
+from experts.backends.torch_backend import TorchBackend
 from experts.backends.weight_files import read_state_dict
 from experts.errors import WeightsMismatch
-from experts.expert import Precision, Prediction
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     import numpy as np
     from torch import Tensor
     from torch.nn import Module
 
-    from experts.backends.base import Prepared, Skeleton
-    from experts.backends.onednn.calibrating import Ranges
-    from experts.backends.onnx.layout import LaidOutGraph
-    from experts.backends.onnx.runtime_form import Answered, Refused
-    from experts.expert import Expert
+    from experts.backends.base import Prepared
+    from experts.backends.forms.base import Form, Reader
+    from experts.expert import Expert, Prediction
 
 
 def _keep_ultralytics_to_itself() -> None:
@@ -99,13 +92,13 @@ class _Template:
 class _Answered:
     """Reads the head's raw outputs, boxes and scores."""
 
-    strides: tuple[float, ...]
+    template: _Template
 
     def __call__(self, expert: Expert, outputs: Sequence[Tensor], batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
         require_numbers(expert, *outputs)
         height, width = batch[0].tensor.shape[1:]
-        grids = tuple((int(height // stride), int(width // stride)) for stride in self.strides)
-        anchors, scale = _anchors(grids, self.strides, str(outputs[0].device))
+        grids = tuple((int(height // stride), int(width // stride)) for stride in self.template.strides)
+        anchors, scale = _anchors(grids, self.template.strides, str(outputs[0].device))
         if outputs[0].shape[1] == SIDES:  # distances: one in pixels may be infinite, of a box that is not told, too
             require_numbers(expert, outputs[0].float() * scale)
         scores = outputs[1].float().sigmoid().transpose(1, 2)
@@ -121,76 +114,34 @@ class _Answered:
         return suppressed(expert, boxes, scores[chosen])
 
 
-class DetectorSkeleton:
-    def __init__(self, template: _Template, precision: Precision, device: str) -> None:
-        self._module = deepcopy(template.folded)
-        self._binding = Binding(self._module)
-        self._answered = _Answered(template.strides)
-        self._dtype = DTYPES[precision]
-        self._device = torch.device(device)
-
-    def bind(self, tensors: Mapping[str, Tensor]) -> None:
-        self._binding.bind(tensors)
-
-    def infer(self, expert: Expert, batch: Sequence[Prepared]) -> tuple[Prediction, ...]:
-        if not batch:
-            raise ValueError("an empty batch")
-        with torch.inference_mode():
-            images = torch.stack([prepared.tensor for prepared in batch])
-            images = images.to(self._device, self._dtype, memory_format=torch.channels_last)
-            raw = self._module(images)
-            return self._answered(expert, (raw["boxes"], raw["scores"]), batch)
-
-
-class DetectorBackend:
+class DetectorBackend(TorchBackend):
     """See experts.backends.base.Backend."""
 
-    @property
-    def precisions(self) -> frozenset[Precision]:
-        return executable_forms()
-
-    def pack(self, expert: Expert, precision: Precision) -> Packable:
-        require_executable(expert, precision)
-        ready = _ready(expert, precision)
-        if precision is Precision.ONNXRUNTIME:
-            from experts.backends.onnx.runtime_form import packable
-
-            return packable(expert, _runtime_form(*_form(expert), image_size(expert)), ready)
-        if precision in ONEDNN_FORMS:
-            return _onednn_forms.pack(expert, precision, _form(expert), ready)
-        return Packable(ready)
-
-    def template(self, expert: Expert, precision: Precision, program: bytes, device: str) -> object:
-        template = _template_of(expert)
-        if precision is Precision.ONNXRUNTIME:
-            return template, self.skeleton(expert, precision, program, device)  # which asks for the template's strides
-        if precision in ONEDNN_FORMS:
-            return template, _onednn_forms.packed(expert, precision, _form(expert), program)
-        return template
-
-    def skeleton(self, expert: Expert, precision: Precision, program: bytes, device: str) -> Skeleton:
-        template = _template_of(expert)
-        if precision is Precision.ONNXRUNTIME:
-            from experts.backends.onnx.runtime_form import RuntimeSkeleton
-
-            return RuntimeSkeleton(expert, program, device, _Answered(template.strides))
-        if precision in ONEDNN_FORMS:
-            answered = _Answered(template.strides)
-            return _onednn_forms.skeleton(expert, precision, _form(expert), program, device, answered)
-        return DetectorSkeleton(template, precision, device)
+    outputs = OUTPUTS
 
     def prepare(self, expert: Expert, image: np.ndarray) -> Prepared:
         return letterboxed(image, expert.pixels)
 
-    def recipe(self, expert: Expert, precision: Precision) -> str:
-        return form_recipe(precision)
+    def structure(self, expert: Expert) -> tuple[str, int]:
+        return expert.architecture, len(expert.labels)
 
-    def token_bytes(self, expert: Expert, precision: Precision) -> int:
-        return 0
+    def prototype(self, expert: Expert) -> object:
+        return _template_of(expert)
 
-    def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
-        _template_of(expert)  # refuses what it cannot be built for
-        return _workspace(*_form(expert), image_size(expert), precision).batch_bytes(batch_size)
+    def module(self, structure: tuple[str, int]) -> Module:
+        return _template(*structure).folded
+
+    def sample(self, structure: tuple[str, int]) -> dict[str, Tensor]:
+        return _sample(structure)
+
+    def weights(self, expert: Expert, form: Form) -> dict[str, Tensor]:
+        template = _template_of(expert)
+        found = {f"model.{re.sub(r'^(model[.])+', '', name)}": t for name, t in read_state_dict(expert).items()}
+        fitted = fit(expert, found, template.original.state_dict())
+        return executable(expert, _folded(template, fitted), form)
+
+    def reader(self, expert: Expert) -> Reader:
+        return _Answered(_template_of(expert))
 
 
 def build_trainable(architecture: str, class_count: int) -> Module:
@@ -198,16 +149,6 @@ def build_trainable(architecture: str, class_count: int) -> Module:
     model = _build(architecture, class_count)
     model.args = get_cfg()
     return model.train()
-
-
-def observed_ranges(expert: Expert, batches: Iterable[Tensor]) -> Ranges:
-    """Ranges of its layers' values on images, float32 (n, 3, height, width). Raises as ``pack``."""
-    return _onednn_forms.ranges(expert, _form(expert), _ready(expert, Precision.ONEDNN_INT8), batches)
-
-
-def reader_of(expert: Expert) -> Answered:
-    """Reads the head's raw outputs, boxes and scores. Raises WeightsMismatch where the model cannot be built."""
-    return _Answered(_template_of(expert).strides)
 
 
 def write_onnx_export(path: Path, architecture: str, labels: Sequence[str], side_px: int, seed: int) -> None:
@@ -253,14 +194,6 @@ def weight_shapes(architecture: str, class_count: int) -> dict[str, tuple[int, .
         return {name: tuple(tensor.shape) for name, tensor in _build(architecture, class_count).state_dict().items()}
 
 
-def _ready(expert: Expert, precision: Precision) -> dict[str, Tensor]:
-    """Its weights as the folded module has them, in the precision's dtype."""
-    template = _template_of(expert)
-    found = {f"model.{re.sub(r'^(model[.])+', '', name)}": t for name, t in read_state_dict(expert).items()}
-    fitted = fit(expert, found, template.original.state_dict())
-    return executable(expert, _folded(template, fitted), precision)
-
-
 def _template_of(expert: Expert) -> _Template:
     try:
         template = _template(expert.architecture, len(expert.labels))
@@ -287,27 +220,10 @@ def _make_template(architecture: str, label_count: int) -> _Template:
 _template = MadeOnce(_make_template, TEMPLATES_KEPT)
 
 
-def _make_runtime_form(architecture: str, label_count: int, size: tuple[int, int]) -> LaidOutGraph | Refused:
-    from experts.backends.onnx.runtime_form import runtime_form
-
-    sample = _sample((architecture, label_count))
-    return runtime_form(_template(architecture, label_count).folded, size, OUTPUTS, sample)
-
-
-_runtime_form = MadeOnce(_make_runtime_form, TEMPLATES_KEPT)
-
-
 def _sample(form: tuple[str, int]) -> dict[str, Tensor]:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         return _folded(_template(*form), _build(*form).state_dict())
-
-
-_onednn_forms = OnednnForms[tuple[str, int]](lambda form: _template(*form).folded, _sample, OUTPUTS)
-
-
-def _form(expert: Expert) -> tuple[str, int]:
-    return expert.architecture, len(expert.labels)
 
 
 def _folded(template: _Template, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -317,11 +233,6 @@ def _folded(template: _Template, tensors: Mapping[str, Tensor]) -> dict[str, Ten
     model.fuse(verbose=False)
     names = weight_names(template.folded)
     return {name: tensor for name, tensor in model.state_dict().items() if name in names}
-
-
-@lru_cache(maxsize=256)
-def _workspace(architecture: str, label_count: int, size: tuple[int, int], precision: Precision) -> Workspace:
-    return workspace(_template(architecture, label_count).folded, size, DTYPES[precision])
 
 
 def _build(architecture: str, class_count: int) -> DetectionModel:

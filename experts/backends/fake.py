@@ -23,6 +23,7 @@ import torch
 import yaml
 
 from experts.backends.base import Packable
+from experts.backends.forms import FORMS
 from experts.backends.pixels import fitted
 from experts.errors import LoadError, WeightsCorrupt, WeightsMismatch, WeightsMissing
 from experts.expert import Precision, Prediction
@@ -89,7 +90,7 @@ class FakeSkeleton:
 class FakeBackend:
     """See experts.backends.base.Backend."""
 
-    precisions = frozenset(Precision) - {Precision.ONEDNN_INT8}  # it has no values that could be calibrated
+    precisions = frozenset(name for name, form in FORMS.items() if not form.needs_calibration)  # it has no values
 
     def pack(self, expert: Expert, precision: Precision) -> Packable:
         model = read_fake(expert)

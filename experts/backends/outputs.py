@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from experts.expert import Expert
 
 
+def await_writes(device: torch.device) -> None:
+    """Wait for work on torch's CUDA stream, before anything else reads its outcome."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def require_numbers(expert: Expert, *outputs: Tensor) -> None:
     """Raises OutputInvalid for NaN or infinity. Ask raw outputs: an infinite one becomes a score like any other."""
     if not all(_is_finite(output) for output in outputs):

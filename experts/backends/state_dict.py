@@ -8,24 +8,15 @@ import torch
 
 from experts.backends.weight_files import is_finite
 from experts.errors import WeightsCorrupt, WeightsMismatch
-from experts.expert import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
+    from experts.backends.forms.base import Form
     from experts.expert import Expert
 
-DTYPES = {
-    Precision.FP32: torch.float32,
-    Precision.BF16: torch.bfloat16,
-    Precision.FP16: torch.float16,
-    Precision.ONNXRUNTIME: torch.float32,
-    Precision.ONEDNN_FP32: torch.float32,
-    Precision.ONEDNN_BF16: torch.bfloat16,
-    Precision.ONEDNN_INT8: torch.float32,  # eight bits are made of that
-}
 NAMES_SHOWN = 4
 
 
@@ -49,12 +40,12 @@ def fit(expert: Expert, found: Mapping[str, Tensor], expected: Mapping[str, Tens
     return {name: given[name].to(like.dtype) for name, like in wanted.items()}
 
 
-def executable(expert: Expert, tensors: Mapping[str, Tensor], precision: Precision) -> dict[str, Tensor]:
-    """The same in execution dtype, convolutions' weights channels_last. WeightsMismatch where one leaves the range."""
-    ready = {name: _executable(tensor, DTYPES[precision]) for name, tensor in tensors.items()}
+def executable(expert: Expert, tensors: Mapping[str, Tensor], form: Form) -> dict[str, Tensor]:
+    """The same in the form's dtype, convolutions' weights channels_last. WeightsMismatch where one leaves the range."""
+    ready = {name: _executable(tensor, form.dtype) for name, tensor in tensors.items()}
     for name, tensor in ready.items():
         if not is_finite(tensor):
-            raise WeightsMismatch(expert.id, f"{name} is too large for {precision}: choose bf16 or fp32 as precision")
+            raise WeightsMismatch(expert.id, f"{name} is too large for {form.name}: choose bf16 or fp32 as precision")
     return ready
 
 

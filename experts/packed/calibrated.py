@@ -20,20 +20,24 @@ if TYPE_CHECKING:
 
 
 def calibration_of(
-    expert: Expert, samples_sha256: str, images: int, labels: tuple[str, ...], ranges: Mapping[str, CallRanges]
+    expert: Expert,
+    samples_sha256: str,
+    images: int,
+    labels: tuple[str, ...],
+    ranges: Mapping[str, Mapping[str, CallRanges]],
 ) -> Calibration:
     """Raises LoadError, WeightsMissing."""
     stamp = stamp_of(expert)  # before the bytes are read: what is written meanwhile shows the next time
     return Calibration(sha256_of(expert), stamp, expert.pixels.text, samples_sha256, images, labels, ranges)
 
 
-def why_not_calibrated(expert: Expert, packed: Path) -> str | None:
-    """Why an expert has no form of eight bits now; None where it has one. ``packed``: the folder of packed weights.
+def why_not_calibrated(expert: Expert, form: str, packed: Path) -> str | None:
+    """Why an expert has no calibrated form now; None where it has one. ``packed``: the folder of packed weights.
 
     Raises LoadError and WeightsMissing for weights that are not there.
     """
     found = read_calibration(CalibrationFolder.beside(packed).path(expert.id))
-    if found is None:
+    if found is None or form not in found.ranges:
         return f"it is not calibrated: {HOW}"
     if found.input != expert.pixels.text:
         return f"its calibration is of another input than it has now: {HOW} anew"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PackedSource:
     """What an expert was packed from, and how. How it lay on its drive spares hashing it at every start."""
 
     sha256: str
@@ -35,7 +35,7 @@ class Manifest:
     """
 
     packed: PackedExpert
-    source: Source
+    source: PackedSource
     tensor_sha256: Mapping[str, str]
 
 
@@ -75,7 +75,7 @@ def _read(path: Path) -> Manifest | None:
         packed = dict(document["packed"])
         packed["own"] = _segment(packed["own"])
         packed["shared"] = tuple(_segment(shared) for shared in packed["shared"])
-        return Manifest(PackedExpert(**packed), Source(**document["source"]), dict(document["tensor_sha256"]))
+        return Manifest(PackedExpert(**packed), PackedSource(**document["source"]), dict(document["tensor_sha256"]))
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):  # absent, or of another version
         return None
 

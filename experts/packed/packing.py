@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from experts.backends import backend_for
+from experts.backends.forms import form_of
 from experts.calibrations import CalibrationFolder, digest_of
 from experts.errors import ExpertError, LoadError, WeightsCorrupt, WeightsMismatch
-from experts.expert import Precision
 from experts.filesystem import take_name, whole_file
 from experts.packed.calibrated import why_not_calibrated
 from experts.packed.image_facts import KeptImageFacts
-from experts.packed.manifests import Manifest, ManifestFolder, Source
+from experts.packed.manifests import Manifest, ManifestFolder, PackedSource
 from experts.packed.segment_writer import SegmentWriter, Stacked
 from experts.packed.sharing import TensorKey, plan_sharing
 from experts.packed.sources import sha256_of, stamp_of
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.backends.base import Packable
-    from experts.expert import Expert
+    from experts.expert import Expert, Precision
     from experts.packed.sharing import Partition
     from experts.packed.weights import SegmentStore, TensorSpec
 
@@ -148,7 +148,7 @@ class _Packing:
         self._staging = store.directory / "staging"
         self._drafts: defaultdict[Precision, dict[str, _Draft]] = defaultdict(dict)
         self._packed: defaultdict[str, dict[Precision, PackedExpert]] = defaultdict(dict)
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, PackedSource] = {}
         self._failed: dict[str, ExpertError] = {}
         self._told: set[tuple[str, str]] = set()  # changes of runtime: hundreds of experts have the same
 
@@ -247,7 +247,9 @@ class _Packing:
 
     def _stage(self, job: _Job) -> _Draft:
         source = _source(job)
-        if job.precision is Precision.ONEDNN_INT8 and (why := why_not_calibrated(job.expert, self._store.directory)):
+        if form_of(job.precision).needs_calibration and (
+            why := why_not_calibrated(job.expert, job.precision, self._store.directory)
+        ):
             raise WeightsMismatch(job.expert.id, f"no form of eight bits: {why}")
         packable = backend_for(job.expert.architecture).pack(job.expert, job.precision)
         program_sha256 = self._write_program(packable)
@@ -369,7 +371,7 @@ def _recipe(job: _Job) -> str:
     expert = job.expert
     size = [] if expert.input is None else [expert.input.height, expert.input.width]
     parts = [PACKING_FORMAT, expert.architecture, expert.stem, expert.labels, size]  # labels: for their order
-    if job.precision is Precision.ONEDNN_INT8 and expert.calibration is not None:
+    if form_of(job.precision).needs_calibration and expert.calibration is not None:
         parts.append(digest_of(expert.calibration))
     from_backend = backend_for(expert.architecture).recipe(expert, job.precision)
     return json.dumps([*parts, from_backend] if from_backend else parts)
@@ -384,9 +386,9 @@ def _runtime_of(recipe: str) -> str:
     return last if isinstance(last, str) else ""
 
 
-def _source(job: _Job) -> Source:
+def _source(job: _Job) -> PackedSource:
     stamp = stamp_of(job.expert)  # before the bytes are read: what is written meanwhile shows the next time
-    return Source(sha256_of(job.expert), stamp, _recipe(job))
+    return PackedSource(sha256_of(job.expert), stamp, _recipe(job))
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from experts.backends import family
+from experts.backends import backend_for, family
+from experts.backends.torch_backend import TorchBackend
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from experts.backends.base import Prepared
-    from experts.backends.onnx.runtime_form import Answered
+    from experts.backends.forms.base import Reader
     from experts.expert import Expert, Prediction
 
 
@@ -26,7 +27,7 @@ class PlainExpert:
 
     expert: Expert
     module: Module
-    answered: Answered
+    answered: Reader
 
     def infer(self, batch: Sequence[Prepared], device: str = "cpu") -> Sequence[Prediction]:
         """One prediction per image. Raises OutputInvalid where an output is NaN or infinity."""
@@ -49,13 +50,11 @@ def build(expert: Expert) -> Module:
 
 def plain_expert(expert: Expert, weights: Mapping[str, Tensor], *, strict: bool = True) -> PlainExpert:
     """Build the expert and fill it with these weights."""
+    backend = backend_for(expert.architecture)
+    assert isinstance(backend, TorchBackend), "asked for torch's architectures"
     module = build(expert)
     module.load_state_dict(weights, strict=strict)
     module.eval()
     if family(expert.architecture) == "detector":
-        from experts.backends.detector import reader_of
-
         module.model[-1].training = True  # of the head alone: it answers with its raw outputs, as ours do
-    else:
-        from experts.backends.classifier import reader_of
-    return PlainExpert(expert, module, reader_of(expert))
+    return PlainExpert(expert, module, backend.reader(expert))

@@ -25,8 +25,8 @@ from agent.device_profile.records import Agreement
 from agent.runtime.image_sources import ImageFile
 from agent.runtime.machine.box import torch_device
 from experts.backends import backend_for
+from experts.backends.forms import FORMS
 from experts.errors import ExpertError
-from experts.expert import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from agent.device_profile.records import KindProfile
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.measuring.rig import MeasuringRig
-    from experts.expert import BoundingBox, Expert, Prediction
+    from experts.expert import BoundingBox, Expert, Precision, Prediction
     from experts.graph import ExpertGraph
     from profiler.microbench.kinds import Bench
     from profiler.workload.samples import LineSamples, Sample
@@ -60,13 +60,13 @@ class Difference:
 
 
 def candidate_precisions(architecture: str, processor: str) -> tuple[Precision, ...]:
-    """Precisions that the backend packs and the processor runs, fp32 first; without int8, which line files give.
+    """Forms that ``auto`` may choose: the backend packs them and the processor runs them; fp32 first.
 
     Raises BackendUnavailable.
     """
     known, runs_on_cpu = backend_for(architecture).precisions, torch_device(processor) == "cpu"
-    able = (each for each in Precision if each in known and (runs_on_cpu or not each.is_cpu_only))
-    return tuple(each for each in able if each is not Precision.INT8)
+    able = (form for form in FORMS.values() if form.name in known and (runs_on_cpu or not form.is_cpu_only))
+    return tuple(form.name for form in able if form.is_automatic and not form.steps_aside)
 
 
 def compare(

@@ -6,6 +6,7 @@ the others; the reason is told once. A calibration of the same weights on the sa
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from experts.expert import Expert
+    from experts.expert import Expert, Precision
     from profiler.workload.samples import LineSamples, Sample
 
 LABELS_LEAST = 2
@@ -39,40 +40,44 @@ class Calibrating:
         self._packed = packed
         self._progress = progress
         self._folder = CalibrationFolder.beside(packed)
-        self._reasons: dict[str, str | None] = {}
+        self._reasons: dict[tuple[str, Precision], str | None] = {}
 
-    def why_not(self, expert: Expert) -> str | None:
-        """Why these samples cannot judge an eight-bit form of the expert; calibrates it on the first call."""
-        if expert.id not in self._reasons:
+    def why_not(self, expert: Expert, form: Precision) -> str | None:
+        """Why these samples cannot judge a calibrated form of the expert; calibrates it on the first call."""
+        if (expert.id, form) not in self._reasons:
             try:
-                self._reasons[expert.id] = self._calibrated(expert)
+                self._reasons[expert.id, form] = self._calibrated(expert, form)
             except (ExpertError, ImageError) as error:
-                self._reasons[expert.id] = error.message
-        return self._reasons[expert.id]
+                self._reasons[expert.id, form] = error.message
+        return self._reasons[expert.id, form]
 
-    def has_form(self, expert: Expert) -> bool:
-        """Whether an agent runs the expert in eight bits: calibrated on these samples or on earlier ones."""
-        if self.why_not(expert) is None:
+    def has_form(self, expert: Expert, form: Precision) -> bool:
+        """Whether an agent runs the expert in the form: calibrated on these samples or on earlier ones."""
+        if self.why_not(expert, form) is None:
             return True
         try:
-            return why_not_calibrated(expert, self._packed) is None
+            return why_not_calibrated(expert, form, self._packed) is None
         except ExpertError:  # weights that are not there: packing tells
             return False
 
-    def _calibrated(self, expert: Expert) -> str | None:
+    def _calibrated(self, expert: Expert, form: Precision) -> str | None:
         images = self._samples.calibrating.get(expert.id, ())
         there = self._folder.read(expert.id)
         labels = _labels(images)
+        lacking = why_not_calibrated(expert, form, self._packed)
         if len(labels) < LABELS_LEAST:
             every = self._samples.of(expert.id)
-            return _too_few(_labels(every)) if every or why_not_calibrated(expert, self._packed) else None
+            return _too_few(_labels(every)) if every or lacking else None
         digest = stamps_sha256(images)
-        if there is not None and there.samples_sha256 == digest and why_not_calibrated(expert, self._packed) is None:
+        if there is not None and there.samples_sha256 == digest and lacking is None:
             return None
-        ranges = observed_ranges(expert, _batches(expert, images))
-        found = calibration_of(expert, digest, len(images), labels, ranges)
+        found = calibration_of(
+            expert, digest, len(images), labels, {form: observed_ranges(expert, form, _batches(expert, images))}
+        )
+        if there is not None and replace(there, ranges=found.ranges) == found:  # of other forms of the same expert
+            found = replace(found, ranges={**there.ranges, **found.ranges})
         self._folder.write(expert.id, found)
-        asked = self._samples.calibrating.keys() & {*self._reasons, expert.id}
+        asked = self._samples.calibrating.keys() & {*(name for name, _ in self._reasons), expert.id}
         self._progress("calibrate", len(asked), len(self._samples.calibrating))
         return None
 

@@ -43,7 +43,7 @@ WORKSPACE_QUANTUM_BYTES = 64 * 1024  # what workspaces are rounded up to
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class LatencyFit:
     """A batch of n takes ``K_s * n + B_s``. ``error``: the largest relative distance of a size's time from that."""
 
     K_s: float
@@ -73,7 +73,7 @@ class _Point:
     weight: float
 
 
-def fit_latency(batches: Sequence[BatchTimes]) -> Fit:
+def fit_latency(batches: Sequence[BatchTimes]) -> LatencyFit:
     """K and B of these batches, of at least one size; of a single size, B is LEAST_S. Source: section 4.2.
 
     Raises ValueError without a batch, or for times that are not above 0.
@@ -181,9 +181,9 @@ def _squares(points: Sequence[_Point], slope: float, intercept: float) -> float:
     return sum(point.weight * (point.value - slope * point.size - intercept) ** 2 for point in points)
 
 
-def _with_error(points: Sequence[_Point], slope_s: float, intercept_s: float) -> Fit:
+def _with_error(points: Sequence[_Point], slope_s: float, intercept_s: float) -> LatencyFit:
     distances = [abs(slope_s * point.size + intercept_s - point.value) / point.value for point in points]
-    return Fit(slope_s, intercept_s, max(distances))
+    return LatencyFit(slope_s, intercept_s, max(distances))
 
 
 def _unimodal(points: Sequence[_Point]) -> list[float]:

@@ -18,7 +18,7 @@ from agent.runtime.expert_copy import ExpertCopy, kind_name
 from agent.runtime.machine.box import torch_device
 from agent.runtime.measuring.probe import estimated_matrix
 from experts.backends import GRAPH_FAMILIES, family
-from experts.backends.forms import runs_as
+from experts.backends.forms import form_of, runs_as
 from experts.errors import BackendUnavailable, ConfigError
 from experts.expert import Precision
 from experts.packed.packing import forget_other_forms, pack_line
@@ -77,17 +77,17 @@ class LinePacking:
         is_fixed = family(described.architecture) in GRAPH_FAMILIES
         if given is None or is_fixed:
             return Precision.FP32
-        return given.plain if described.takes_texts else self.runs_in(expert, given)
+        return form_of(given).plain if described.takes_texts else self.runs_in(expert, given)
 
-    def why_not_calibrated(self, expert: str) -> str | None:
+    def why_not_calibrated(self, expert: str, form: Precision) -> str | None:
         """As ``Calibrating.why_not``, which calibrates the expert where it can."""
-        return self._calibrating.why_not(self._config.catalog.experts[expert])
+        return self._calibrating.why_not(self._config.catalog.experts[expert], form)
 
-    def runs_in(self, expert: str, form: Precision) -> Precision:
+    def runs_in(self, expert: str, name: Precision) -> Precision:
         """The form, or the plain form that an agent runs where the CPU lacks it or a calibration is missing."""
-        described, needs_calibration = self._config.catalog.experts[expert], form is Precision.ONEDNN_INT8
-        is_able = runs_as(form) is form and (not needs_calibration or self._calibrating.has_form(described))
-        return form if is_able else form.plain
+        described, form = self._config.catalog.experts[expert], form_of(name)
+        is_able = runs_as(name) is name and (not form.needs_calibration or self._calibrating.has_form(described, name))
+        return name if is_able else form.plain
 
     def references(self, copies: Copies) -> list[ExpertCopy]:
         return [copy for form in copies for copy in copies[form] if form == self.reference(copy.expert.id)]
@@ -145,8 +145,8 @@ class LinePacking:
             return {described.precision}
         if self._config.precision_beside(described) is not None:
             reference = self.reference(expert)
-            elsewhere = reference.is_cpu_only and any(torch_device(processor) != "cpu" for processor in processors)
-            return {reference, reference.plain} if elsewhere else {reference}
+            is_elsewhere = any(torch_device(processor) != "cpu" for processor in processors)
+            return {reference, form_of(reference).plain} if is_elsewhere else {reference}
         try:
             return {form for each in processors for form in candidate_precisions(described.architecture, each)}
         except BackendUnavailable as error:

@@ -18,7 +18,7 @@ from agent.deployment.profile_in_use import precision_of
 from agent.device_profile.identity import packed_sha256, verdict_sha256
 from agent.device_profile.records import ExpertForm
 from agent.runtime.expert_copy import by_kind
-from experts.backends.forms import runs_as, why_absent
+from experts.backends.forms import form_of, runs_as
 from experts.expert import Precision
 from experts.sizes import mib
 from profiler.microbench import agreement
@@ -97,35 +97,37 @@ class PrecisionChoice:
         """Form that the line file gives; None where the kind does not run in that form."""
         form = precision_of(self.config, references[0].expert.id, bench.processor, None, None)
         if runs_as(form) is not form:
-            told = f"{references[0].kind} on {bench.processor} runs in {form.plain}, not in {form}"
-            self.notes.append(f"{told}, which does not run on this CPU: {why_absent(form)}; write `precision: auto`")
-            form = form.plain
-        if form is Precision.ONEDNN_INT8:
-            form = self._given_eight_bits(bench, references)
+            absent = form_of(form)
+            told = f"{references[0].kind} on {bench.processor} runs in {absent.plain}, not in {form}"
+            reason = absent.why_absent()
+            self.notes.append(f"{told}, which does not run on this CPU: {reason}; write `precision: auto`")
+            form = absent.plain
+        if form_of(form).needs_calibration:
+            form = self._given_calibrated(bench, form, references)
         if any(profile.precision == form for profile in profiles):
-            if form is Precision.INT8:
-                self._tell_int8(bench, references)
+            if not form_of(form).is_automatic:
+                self._tell_uncompared(bench, references)
             return str(form)
         self._left_off(
             profiles[0], f"it does not run in {form}, which the line file gives - write `precision: auto`, or another"
         )
         return None
 
-    def _given_eight_bits(self, bench: Bench, references: Sequence[ExpertCopy]) -> Precision:
+    def _given_calibrated(self, bench: Bench, form: Precision, references: Sequence[ExpertCopy]) -> Precision:
         """Form of the kind; experts without calibration run in its plain form, as on the agent, and are noted."""
-        form = Precision.ONEDNN_INT8
+        plain = form_of(form).plain
         without = {
-            copy.expert.id: self.packing.why_not_calibrated(copy.expert.id)
+            copy.expert.id: self.packing.why_not_calibrated(copy.expert.id, form)
             for copy in references
             if self.packing.runs_in(copy.expert.id, form) is not form
         }
         if without:
             told = f"{len(without)} of the {len(references)} experts of {references[0].kind} on {bench.processor}"
-            self.notes.append(f"{told} run in {form.plain}, not in {form}: {_named(without)}")
-        return form.plain if len(without) == len(references) else form
+            self.notes.append(f"{told} run in {plain}, not in {form}: {_named(without)}")
+        return plain if len(without) == len(references) else form
 
-    def _tell_int8(self, bench: Bench, references: Sequence[ExpertCopy]) -> None:
-        """Note how far int8 is off fp32: the line file chose it, no comparison did."""
+    def _tell_uncompared(self, bench: Bench, references: Sequence[ExpertCopy]) -> None:
+        """Note how far the form is off fp32: the line file chose it, no comparison did."""
         exact = self._in_form(bench, Precision.FP32, references)
         largest_bytes = max((copy.footprint.total_bytes for copy in exact), default=0)
         pool = bench.box.pool_of(bench.processor)
@@ -196,7 +198,8 @@ class PrecisionChoice:
         self, bench: Bench, form: Precision, references: Sequence[ExpertCopy], proofs: dict[str, str]
     ) -> dict[str, str]:
         """Experts that a form is not proven for, and why; proofs of the others go into ``proofs``."""
-        if form is Precision.ONEDNN_INT8:
+        needs_calibration = form_of(form).needs_calibration
+        if needs_calibration:
             bench = replace(bench, samples=bench.samples.held_out())
         least = agreement.LEAST_IMAGES
         known = {(each.expert, each.processor, each.precision): each for each in self.draft.agreements()}
@@ -208,7 +211,7 @@ class PrecisionChoice:
             there = known.get((name, bench.processor, form))
             if not copy.expert.takes_texts and images < least:
                 refuted[name] = f"it has {images or 'no'} sample images for that, and a proof takes {least}{GIVE_MORE}"
-            elif form is Precision.ONEDNN_INT8 and (reason := self.packing.why_not_calibrated(name)) is not None:
+            elif needs_calibration and (reason := self.packing.why_not_calibrated(name, form)) is not None:
                 refuted[name] = reason
             elif (
                 there is not None
@@ -255,14 +258,15 @@ class PrecisionChoice:
         return terms_sha256(bench.samples, self.config.catalog.graph, copy.expert)
 
     def _tell_untried(self, bench: Bench, profiles: Sequence[KindProfile], references: Sequence[ExpertCopy]) -> None:
-        """Note a kind with samples that was not timed in eight bits, as no representative is calibrated."""
-        form, kind = Precision.ONEDNN_INT8, profiles[0]
+        """Note a kind with samples and the calibrated forms that no representative of it could be timed in."""
+        kind = profiles[0]
         name = next((copy.expert.id for copy in references if bench.samples.of(copy.expert.id)), None)
-        known = candidate_precisions(kind.architecture, bench.processor)
-        if name is None or form not in known or any(profile.precision == form for profile in profiles):
-            return
-        if (reason := self.packing.why_not_calibrated(name)) is not None:
-            self.notes.append(f"{kind.kind} on {bench.processor} is not run in {form}: {name}: {reason}")
+        for form in candidate_precisions(kind.architecture, bench.processor):
+            is_timed = any(profile.precision == form for profile in profiles)
+            if name is None or is_timed or not form_of(form).needs_calibration:
+                continue
+            if (reason := self.packing.why_not_calibrated(name, form)) is not None:
+                self.notes.append(f"{kind.kind} on {bench.processor} is not run in {form}: {name}: {reason}")
 
     def _left_off(self, profile: KindProfile, reason: str) -> None:
         self.notes.append(f"{profile.kind} is not run on {profile.processor}: {reason}")

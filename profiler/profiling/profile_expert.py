@@ -19,6 +19,7 @@ from agent.deployment.profile_in_use import usable_profile
 from agent.device_profile.identity import packed_sha256
 from agent.device_profile.records import SOURCE
 from agent.device_profile.store import ProfileDraft, read_profile, replace_proofs
+from experts.backends.forms import form_of
 from experts.calibrations import CalibrationFolder
 from experts.errors import ConfigError
 from experts.expert import Precision
@@ -76,7 +77,7 @@ def profile_expert(config: LineConfig, expert: str, options: ProfilingOptions, p
         packed_in = packing.pack({expert: {Precision(form) for form in run}})
         copies = [copy for form, listed in packed_in.items() if form in run for copy in listed]
         decoding = DecodingBench(benches[0], config.catalog.graph, options.tolerance).measure((copies or references)[0])
-        if any(copy.packed.precision == Precision.ONEDNN_INT8 for copy in copies):
+        if any(form_of(copy.packed.precision).needs_calibration for copy in copies):
             tried.copy(expert, calibrations)  # the agent packs by the proven calibration
     packed = {(expert, str(copy.packed.precision)): packed_sha256(copy.packed) for copy in (*references, *copies)}
     others = _without(profile, expert)

@@ -29,6 +29,7 @@ from agent.records.database import StateLock
 from agent.runtime.expert_copy import by_kind
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.measuring.loads import measure_links
+from experts.backends.forms import form_of
 from experts.errors import ConfigError, ExpertError, ImageError
 from experts.expert import Precision
 from experts.packed.weights import SegmentStore
@@ -249,7 +250,7 @@ class _Profiling:
             (kind, form, listed)
             for form in copies
             for kind, listed in by_kind(copies[form]).items()
-            if form in candidate_precisions(listed[0].expert.architecture, processor) or form is Precision.INT8
+            if form in candidate_precisions(listed[0].expert.architecture, processor) or not form_of(form).is_automatic
         ]
         for number, (kind, form, listed) in enumerate(jobs):
             self._progress(f"measure on {processor}", number, len(jobs))

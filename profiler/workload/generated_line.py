@@ -281,9 +281,9 @@ def _disk_bytes(tensors: Mapping[str, _Tensors], recipe: LineRecipe) -> int:
 
 
 def _number_bytes(precision: Precision) -> int:
-    from experts.backends.state_dict import DTYPES
+    from experts.backends.forms import form_of
 
-    return int(DTYPES.get(precision, DTYPES[Precision.FP32]).itemsize)
+    return int(form_of(precision).dtype.itemsize)
 
 
 def _write_weights(experts: Sequence[Expert], tensors: Mapping[str, _Tensors], seed: int) -> int:

@@ -24,13 +24,11 @@ from onnx import numpy_helper
 from safetensors.torch import load_file
 
 from experts.backends import backend_for, family, observed_ranges
-from experts.backends.onednn.backend_forms import ONEDNN_NUMBERS
-from experts.backends.onnx.export import IMAGES, exported
-from experts.backends.onnx.session import REFUSALS
-from experts.backends.state_dict import DTYPES
+from experts.backends.forms import form_of
+from experts.backends.ort.export import IMAGES, exported
+from experts.backends.ort.session import REFUSALS
 from experts.calibrations import CalibrationFolder
 from experts.errors import BackendUnavailable
-from experts.expert import Precision
 from experts.packed.calibrated import calibration_of
 from experts.packed.packing import pack_line
 from experts.packed.weights import AlignedBuffer, SegmentStore, tensor_views
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from experts.backends.base import Prepared
-    from experts.expert import Expert, Prediction
+    from experts.expert import Expert, Precision, Prediction
 
     Batch = Sequence[Prepared]
     Run = Callable[[], Sequence[Prediction]]
@@ -106,9 +104,9 @@ def plain_model(expert: Expert) -> PlainModel:
 @contextmanager
 def our_form(expert: Expert, precision: Precision, store: SegmentStore, batch: Batch) -> Iterator[Contestant]:
     """Our form in a slot of its own. Raises CoServeError where it cannot be packed or run here."""
-    if precision is Precision.ONEDNN_INT8:
+    if form_of(precision).needs_calibration:
         images = _stacked(prepared_images(expert, CALIBRATED_ON))
-        found = calibration_of(expert, "", CALIBRATED_ON, (), observed_ranges(expert, [images]))
+        found = calibration_of(expert, "", CALIBRATED_ON, (), {precision: observed_ranges(expert, precision, [images])})
         CalibrationFolder.beside(store.directory).write(expert.id, found)
     report = pack_line([expert], lambda _: {precision}, store)
     for error in report.failed.values():
@@ -116,7 +114,7 @@ def our_form(expert: Expert, precision: Precision, store: SegmentStore, batch: B
     packed = report.packed[expert.id][precision]
     skeleton = backend_for(expert.architecture).skeleton(expert, precision, store.program(packed), "cpu")
     slots = [AlignedBuffer(segment.slot_bytes) for segment in packed.segments]
-    numbers = torch.int8 if precision is Precision.INT8 else ONEDNN_NUMBERS.get(precision) or DTYPES[precision]
+    numbers: torch.dtype = getattr(torch, form_of(precision).numbers)
     try:
         tensors: dict[str, Tensor] = {}
         for segment, slot in zip(packed.segments, slots, strict=True):

@@ -104,7 +104,7 @@ def test_sizes(text: str, size: int | None) -> None:
         (
             "precision: fp8",
             "precision: Input should be 'fp32', 'bf16', 'fp16', 'onnxruntime', 'onednn-fp32', 'onednn-bf16', "
-            "'onednn-int8' or 'int8', not 'fp8'",
+            "'onednn-int8', 'onnxruntime-int8' or 'int8', not 'fp8'",
         ),
         ("device: gpu", "device: Input should be 'auto', 'cpu', 'cuda', 'mps', 'emulated' or 'integrated', not 'gpu'"),
         ("executors: {cude: 1}", "executors: no processor 'cude' - did you mean 'cuda'?"),

@@ -24,7 +24,7 @@ from torch.nn import functional
 from agent.demo.rendering.components import OK
 from agent.demo.training.classifiers import EVALUATION_BATCH, normalised, pictures
 from agent.demo.training.crops import divide
-from experts.backends.onnx.export import exported
+from experts.backends.ort.export import exported
 from experts.expert import ANOMALY_LABELS, Expert, InputSpec, Task
 from experts.packed.sources import sha256_of
 from experts.thresholds.binding import threshold_of

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from agent.demo.training.learning import Descent, Pace
 from experts.backends.classifier import build_trainable
-from experts.backends.forms import multiplies
+from experts.backends.forms.plain import is_multiplied
 from experts.expert import IMAGENET, Precision, Prediction
 
 if TYPE_CHECKING:
@@ -236,5 +236,5 @@ def normalised(batch: Tensor) -> Tensor:
 @contextmanager
 def fast_math() -> Iterator[None]:
     """bf16 where this processor multiplies it natively, else fp32."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=multiplies(Precision.BF16)):
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_multiplied(Precision.BF16)):
         yield

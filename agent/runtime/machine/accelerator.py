@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def check_runtimes(box: Box) -> dict[str, str | None]:
     """Fault of each runtime; None: it works."""
-    from experts.backends.onnx.session import try_runtime
+    from experts.backends.ort.session import try_runtime
 
     tried: dict[str, Callable[[], None]] = {"torchvision": _suppress_boxes, "onnxruntime": try_runtime}
     if "cuda" in box.processors:

@@ -21,7 +21,7 @@ class _Place:
     name: str
 
 
-class Binding:
+class ModuleBinding:
     """The places of a module that weights go to, looked up once: rebinding walks a list, not a tree of modules."""
 
     def __init__(self, module: Module) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.backends.onednn.fusion import FusedCall
-    from experts.backends.onednn.layouts import Extent, LinearShape, Shape
+    from experts.backends.onednn.layouts import AppliedTo, LinearShape, Shape
 
 _convolve = torch.ops.mkldnn._convolution_pointwise.default
 _convolve_adding = torch.ops.mkldnn._convolution_pointwise.binary
@@ -26,9 +26,9 @@ class Arrangements:
     def __init__(self, shape: Shape, *, is_blocked: bool) -> None:
         self._shape = shape
         self._is_blocked = is_blocked
-        self._known: dict[tuple[int, int], Extent | None] = {}
+        self._known: dict[tuple[int, int], AppliedTo | None] = {}
 
-    def of(self, images: int) -> Extent | None:
+    def of(self, images: int) -> AppliedTo | None:
         """None: in no way."""
         key = (images, torch.get_num_threads())
         if key not in self._known:

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experts.backends.onednn.calibrating import Observed
-    from experts.backends.onednn.form import FusedModule, OnednnForm
+    from experts.backends.onednn.form import FusedModule, OnednnModule
     from experts.calibrations import CallRanges
 
 DIGITS = 6  # of a shift, as it is kept: far below what a level is worth
 
 
 def corrected(
-    form: OnednnForm, plain: FusedModule, weights: Mapping[str, Tensor], seen: Observed, images: Tensor
+    form: OnednnModule, plain: FusedModule, weights: Mapping[str, Tensor], seen: Observed, images: Tensor
 ) -> dict[str, CallRanges]:
     """``seen``: of ``plain``, float32, on ``images`` (n, 3, height, width). Raises ValueError, KeyError."""
     calls = {part.weight: part for part in plain.inputs if isinstance(part, FusedCall)}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch.fx import GraphModule
 
-from experts.backends.base import Packable, Prepared
+from experts.backends.base import Packable, RefusedModule
 from experts.backends.onednn.calibrating import quantised_weights
 from experts.backends.onednn.calls import Arrangements, Call, bound
 from experts.backends.onednn.fusion import LEVELS, FusedCall, fused
@@ -34,23 +34,17 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+    from experts.backends.base import Prepared
+    from experts.backends.forms.base import Form, Reader
     from experts.backends.onednn.calibrating import Ranges
     from experts.backends.onednn.layouts import Shape
     from experts.backends.onednn.operators import BlockedLayout
-    from experts.expert import Expert, Precision, Prediction
+    from experts.expert import Expert, Prediction
 
     Watched: TypeAlias = Callable[[FusedCall, Callable[..., Tensor]], Callable[..., Tensor]]
-    Answered: TypeAlias = Callable[[Expert, Sequence[Tensor], Sequence[Prepared]], tuple[Prediction, ...]]
 
 DIGEST_LETTERS = 16
 AGAIN = "pack the line again here"
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class Refused:
-    """An architecture that does not run in this form."""
-
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -87,7 +81,7 @@ class FusedModule:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class BlockedWeight:
     """How one weight lies in a packed expert. ``sha256``: of the layout's description."""
 
     weight: str
@@ -95,7 +89,7 @@ class Placement:
     sha256: str
 
     @classmethod
-    def of(cls, weight: str, layout: BlockedLayout) -> Placement:
+    def of(cls, weight: str, layout: BlockedLayout) -> BlockedWeight:
         return cls(weight, layout, hashlib.sha256(layout.description).hexdigest())
 
     @property
@@ -104,11 +98,11 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class OnednnForm:
+class OnednnModule:
     """A fused module, and by their names in the module the weights that lie in a layout of oneDNN's."""
 
     module: FusedModule
-    placements: Mapping[str, Placement]
+    blocked: Mapping[str, BlockedWeight]
 
     @property
     def quantised(self) -> frozenset[str]:
@@ -118,7 +112,7 @@ class OnednnForm:
     @property
     def program(self) -> bytes:
         """What a skeleton needs beside the tensors; the same bytes for the same layouts."""
-        weights = {name: placement.sha256 for name, placement in self.placements.items()}
+        weights = {name: laid.sha256 for name, laid in self.blocked.items()}
         document = {"made for": identity(), "images": self.module.size, "weights": weights}
         if self.module.numbers == torch.int8:
             document["levels"] = self.module.levels_digest
@@ -131,21 +125,21 @@ class OnednnForm:
         return on_threads(1, lambda: dict(self._laid(name, weights[name].detach()) for name in self.module.weights))
 
     def _laid(self, name: str, weight: Tensor) -> tuple[str, Tensor]:
-        placement = self.placements.get(name)
-        if placement is None:
+        laid = self.blocked.get(name)
+        if laid is None:
             return name, weight
-        return placement.name, blocked_bytes(in_reference_layout(self.module.shapes[name], weight))
+        return laid.name, blocked_bytes(in_reference_layout(self.module.shapes[name], weight))
 
 
 class OnednnSkeleton:
     """One form's graph over one expert's bytes. ``answered`` reads the outputs; ``watched`` wraps each call."""
 
-    def __init__(self, form: OnednnForm, answered: Answered, watched: Watched = lambda call, made: made) -> None:
+    def __init__(self, form: OnednnModule, answered: Reader, watched: Watched = lambda call, made: made) -> None:
         self._watched = watched
         self._module = form.module
-        self._placements = form.placements
+        self._blocked = form.blocked
         self._answered = answered
-        self._names = {form.placements[name].name if name in form.placements else name for name in form.module.weights}
+        self._names = {form.blocked[name].name if name in form.blocked else name for name in form.module.weights}
         self._arrangements = {
             call: Arrangements(call.shape, is_blocked=self._is_blocked(call))
             for call in form.module.inputs
@@ -193,26 +187,26 @@ class OnednnSkeleton:
     def _weight(self, call: FusedCall, tensors: Mapping[str, Tensor]) -> Tensor:
         if not self._is_blocked(call):
             return tensors[call.weight]
-        placement = self._placements[call.weight]
-        return blocked_view(tensors[placement.name], placement.layout)
+        laid = self._blocked[call.weight]
+        return blocked_view(tensors[laid.name], laid.layout)
 
     def _is_blocked(self, call: FusedCall) -> bool:
-        return call.weight in self._placements
+        return call.weight in self._blocked
 
 
 def fused_module(
     module: Module, size: tuple[int, int], outputs: Sequence[str], numbers: torch.dtype
-) -> FusedModule | Refused:
+) -> FusedModule | RefusedModule:
     """``module``: on meta; ``outputs``: see ``recorded``; ``numbers``: of calls' weights, int8 where they can be."""
     dtype = computed_in(numbers)
     try:
         found = fused(recorded(deepcopy(module).to(dtype), size, outputs, dtype), dtype)
     except (Unrecordable, ValueError, RuntimeError, AssertionError) as error:  # torchvision refuses sizes so
-        return Refused(str(error).strip().partition("\n")[0])
+        return RefusedModule(str(error).strip().partition("\n")[0])
     if numbers == torch.int8:
         found = quantised(found)
         if not any(isinstance(each, FusedCall) and each.quantisation for each in found.inputs):
-            return Refused("it has no layer that oneDNN runs in eight bits")
+            return RefusedModule("it has no layer that oneDNN runs in eight bits")
     return FusedModule(GraphModule(torch.nn.Module(), found.graph), found.inputs, size, numbers)
 
 
@@ -220,30 +214,33 @@ def computed_in(numbers: torch.dtype) -> torch.dtype:
     return torch.float32 if numbers == torch.int8 else numbers
 
 
-def decided_layouts(fused: FusedModule) -> OnednnForm:
+def decided_layouts(fused: FusedModule) -> OnednnModule:
     """The form that a fused module's weights are packed in: how each lies is decided here, and not tried yet."""
     serving = {shape for shape in fused.shapes.values() if shape.dtype == torch.int8 or serves(shape)}
     return _form(fused, [name for name, shape in fused.shapes.items() if shape in serving])
 
 
 def packable(
-    expert: Expert, precision: Precision, form: OnednnForm | Refused, tensors: Mapping[str, Tensor],
-    ranges: Ranges | None = None,
-) -> Packable:  # fmt: skip
-    """``ranges``: for eight bits. Raises WeightsMismatch where the form is refused, and for NaN in eight bits."""
-    if isinstance(form, Refused):
+    expert: Expert,
+    form: Form,
+    decided: OnednnModule | RefusedModule,
+    tensors: Mapping[str, Tensor],
+    ranges: Ranges | None,
+) -> Packable:
+    """``ranges``: for eight bits. Raises WeightsMismatch where the module is refused, and for NaN in eight bits."""
+    if isinstance(decided, RefusedModule):
         raise WeightsMismatch(
-            expert.id, f"{expert.architecture} does not run in {precision}: {form.reason}; choose {precision.plain}"
+            expert.id, f"{expert.architecture} does not run in {form.name}: {decided.reason}; choose {form.plain}"
         )
     try:
-        return Packable(form.tensors(tensors, ranges), program=form.program)
+        return Packable(decided.tensors(tensors, ranges), program=decided.program)
     except ValueError as error:
-        raise WeightsMismatch(expert.id, f"{error}: choose {precision.plain}") from error
+        raise WeightsMismatch(expert.id, f"{error}: choose {form.plain}") from error
 
 
-def packed_form(subject: str, fused: FusedModule | Refused, program: bytes) -> OnednnForm:
+def packed_module(subject: str, fused: FusedModule | RefusedModule, program: bytes) -> OnednnModule:
     """``subject``: for errors. Raises BackendUnavailable where weights do not lie so on this CPU with this torch."""
-    if isinstance(fused, Refused):
+    if isinstance(fused, RefusedModule):
         raise BackendUnavailable(subject, fused.reason)
     told, levels = _told(subject, program)
     if fused.numbers == torch.int8 and levels != fused.levels_digest:
@@ -251,14 +248,14 @@ def packed_form(subject: str, fused: FusedModule | Refused, program: bytes) -> O
     if not told.keys() <= fused.shapes.keys():
         raise BackendUnavailable(subject, f"its program is of other weights: {AGAIN}")
     form = _form(fused, told)
-    for name, placement in form.placements.items():
-        if placement.sha256 != told[name]:
+    for name, laid in form.blocked.items():
+        if laid.sha256 != told[name]:
             raise BackendUnavailable(subject, f"{name} does not lie as oneDNN wants it on this box: {AGAIN}")
     return form
 
 
-def _form(fused: FusedModule, blocked: Iterable[str]) -> OnednnForm:
-    return OnednnForm(fused, {name: Placement.of(name, reference(fused.shapes[name])) for name in blocked})
+def _form(fused: FusedModule, blocked: Iterable[str]) -> OnednnModule:
+    return OnednnModule(fused, {name: BlockedWeight.of(name, reference(fused.shapes[name])) for name in blocked})
 
 
 def _told(subject: str, program: bytes) -> tuple[dict[str, str], str | None]:

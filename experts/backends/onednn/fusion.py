@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from experts.backends.onednn.layouts import Shape
     from experts.backends.onednn.levels import Quantisation, Values
-    from experts.backends.onednn.recording import Recording
+    from experts.backends.onednn.recording import RecordedGraph
 
 SCALES, OFFSETS = "scales", "offsets"  # of a quantised weight's channels, behind its name
 LEVELS = "levels"  # the table of scales and zeros of all values in eight bits
@@ -73,7 +73,7 @@ class Fused:
     inputs: tuple[str | FusedCall | Values, ...]
 
 
-def fused(recording: Recording, dtype: torch.dtype) -> Fused:
+def fused(recording: RecordedGraph, dtype: torch.dtype) -> Fused:
     """The recording with all that can be one call made one. Its graph is used up."""
     graph, weights = recording.graph, recording.weights
     calls: dict[Node, FusedCall] = {}

@@ -39,7 +39,7 @@ PARTS_MAXIMUM = 64  # that an image is seen as; more of them are slower again
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class AppliedTo:
     """What a weight is applied to: so many images of a height and width; of a linear layer, rows, of one pixel each."""
 
     images: int
@@ -64,10 +64,10 @@ class ConvolutionShape:
     def is_pointwise(self) -> bool:
         return (self.weight[2:], self.stride, self.padding, self.groups) == ((1, 1), (1, 1), (0, 0), 1)
 
-    def extent(self, images: int) -> Extent:
-        return Extent(images, self.height, self.width)
+    def extent(self, images: int) -> AppliedTo:
+        return AppliedTo(images, self.height, self.width)
 
-    def others(self, images: int) -> Iterator[Extent]:
+    def others(self, images: int) -> Iterator[AppliedTo]:
         """The same pixels as other images, fewest first."""
         pixels = images * self.height * self.width
         if not self.is_pointwise:
@@ -76,7 +76,7 @@ class ConvolutionShape:
             if pixels % parts == 0:
                 yield _nearly_square(parts, pixels // parts)
 
-    def reordered(self, weight: Tensor, extent: Extent) -> Tensor:
+    def reordered(self, weight: Tensor, extent: AppliedTo) -> Tensor:
         """A weight in the layout that oneDNN wants for it on this number of threads; opaque."""
         source = [extent.images, self.weight[1] * self.groups, extent.height, extent.width]
         if self.dtype == torch.int8:
@@ -95,14 +95,14 @@ class LinearShape:
     rows: int
     dtype: torch.dtype
 
-    def extent(self, images: int) -> Extent:
-        return Extent(images * self.rows, 1, 1)
+    def extent(self, images: int) -> AppliedTo:
+        return AppliedTo(images * self.rows, 1, 1)
 
-    def arranged(self, images: int) -> Extent:
+    def arranged(self, images: int) -> AppliedTo:
         """Rule that ``serves`` proves: asking oneDNN per batch would hold the weight twice, 800 MB of a VGG."""
-        return Extent(max(images * self.rows, ROWS_MINIMUM), 1, 1)
+        return AppliedTo(max(images * self.rows, ROWS_MINIMUM), 1, 1)
 
-    def reordered(self, weight: Tensor, extent: Extent) -> Tensor:
+    def reordered(self, weight: Tensor, extent: AppliedTo) -> Tensor:
         """A weight in the layout that oneDNN wants for it on this number of threads; opaque."""
         if self.dtype == torch.int8:
             levels: Tensor = torch.ops.onednn.qlinear_prepack(weight, [extent.images, self.weight[1]])
@@ -134,7 +134,7 @@ def thread_counts() -> tuple[int, ...]:
     return tuple(sorted({cores() // executors for executors in range(1, cores() + 1)}))
 
 
-def arrangement(shape: Shape, images: int) -> Extent | None:
+def arrangement(shape: Shape, images: int) -> AppliedTo | None:
     """How to ask for a batch so that oneDNN wants the reference's layout on this thread's threads; None: in no way."""
     if isinstance(shape, LinearShape):
         return shape.arranged(images)
@@ -151,14 +151,14 @@ def _serves_here(shape: Shape) -> bool:
 
 
 @lru_cache(maxsize=16384)
-def _wanted(shape: Shape, extent: Extent, threads: int) -> BlockedLayout:
+def _wanted(shape: Shape, extent: AppliedTo, threads: int) -> BlockedLayout:
     """``threads`` are those of the calling thread."""
     return layout_of(shape.reordered(_any_weight(shape), extent))
 
 
-def _nearly_square(images: int, pixels: int) -> Extent:
+def _nearly_square(images: int, pixels: int) -> AppliedTo:
     height = max(side for side in range(1, math.isqrt(pixels) + 1) if pixels % side == 0)
-    return Extent(images, height, pixels // height)
+    return AppliedTo(images, height, pixels // height)
 
 
 def _reordered_levels(shape: ConvolutionShape, weight: Tensor, source: list[int]) -> Tensor:

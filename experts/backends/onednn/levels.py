@@ -53,14 +53,14 @@ def levels(values: Range, zero: int | None) -> tuple[float, int]:
     return _scale(max(high / (HIGHEST - zero), -low / zero if zero else 0.0)), zero
 
 
-def quantised_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantised_weight(weight: Tensor, highest: int = WEIGHT_HIGHEST) -> tuple[Tensor, Tensor]:
     """Levels, int8, and scales, float32, one for each first index. Raises ValueError for NaN or infinity."""
     largest = weight.abs().flatten(1).amax(dim=1)
     if not largest.isfinite().all():
         raise ValueError("weights that are no numbers have no levels")
-    scales = torch.where(largest > 0, largest / WEIGHT_HIGHEST, torch.ones_like(largest)).clamp_(min=SCALE_LEAST)
+    scales = torch.where(largest > 0, largest / highest, torch.ones_like(largest)).clamp_(min=SCALE_LEAST)
     by_channel = scales.reshape(-1, *[1] * (weight.dim() - 1))
-    return (weight / by_channel).round_().clamp_(-WEIGHT_HIGHEST, WEIGHT_HIGHEST).to(torch.int8), scales
+    return (weight / by_channel).round_().clamp_(-highest, highest).to(torch.int8), scales
 
 
 def _scale(wanted: float) -> float:

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class RecordedGraph:
     """A graph from images and weights, its placeholders, to the outputs.
 
     ``meta`` of a node: "shape", with COUNTS[0] images; "storage", equal for equal bytes; "writes", storages it changes.
@@ -43,13 +43,13 @@ class Recording:
     weights: Mapping[str, str]  # names in the module, by the names of their placeholders
 
 
-def recorded(module: Module, size: tuple[int, int], outputs: Sequence[str], dtype: torch.dtype) -> Recording:
+def recorded(module: Module, size: tuple[int, int], outputs: Sequence[str], dtype: torch.dtype) -> RecordedGraph:
     """``outputs``: entries of a mapping, in order. Raises Unrecordable, and what the module raises."""
     one, other = (_run(module, size, outputs, dtype, count) for count in COUNTS)
     if len(other.graph.nodes) != len(one.graph.nodes):
         raise Unrecordable("it makes other calls for another number of images")
     _open_counts(one.graph, other.graph)
-    return Recording(one.graph, one.weights)
+    return RecordedGraph(one.graph, one.weights)
 
 
 def _run(module: Module, size: tuple[int, int], outputs: Sequence[str], dtype: torch.dtype, count: int) -> _Recorder:

@@ -16,8 +16,9 @@ import torch
 from torch.func import functional_call
 from torch.nn import functional
 
+from experts.backends.base import RefusedModule
 from experts.backends.onednn.calibrating import observed, quantised_weights
-from experts.backends.onednn.form import FusedModule, OnednnSkeleton, Refused, decided_layouts, fused_module
+from experts.backends.onednn.form import FusedModule, OnednnSkeleton, decided_layouts, fused_module
 from experts.backends.onednn.fusion import LEVELS, SCALES, FusedCall
 from experts.backends.onednn.layouts import ConvolutionShape
 from experts.backends.onednn.quantised_calls import Levels
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from experts.backends.onednn.calibrating import Ranges
-    from experts.backends.onednn.form import OnednnForm
+    from experts.backends.onednn.form import OnednnModule
     from experts.backends.onednn.fusion import Activation
     from experts.backends.onednn.levels import Values
 
@@ -55,28 +56,28 @@ SUMMING = 1e-6  # of the largest sum that is activated, some units in float32's 
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class FormTrial:
     """Deviations from torch, in parts of its largest value; NaN where torch's answer is not finite."""
 
     outputs: Mapping[str, float]  # by name
     calls: tuple[tuple[FusedCall, float], ...]  # as they ran
 
 
-def decided_form(
-    module: Module, fused: FusedModule | Refused, outputs: Sequence[str], sample: Mapping[str, Tensor]
-) -> OnednnForm | Refused:
+def decided_module(
+    module: Module, fused: FusedModule | RefusedModule, outputs: Sequence[str], sample: Mapping[str, Tensor]
+) -> OnednnModule | RefusedModule:
     """Layouts, decided and tried. ``module``: on meta, as it was fused; ``sample``: weights it may have, float32."""
-    if isinstance(fused, Refused):
+    if isinstance(fused, RefusedModule):
         return fused
     form = decided_layouts(fused)
     reason = _why_refused(tried(deepcopy(module), form, outputs, sample), fused.numbers)
     if reason is None:
         return form
     log.warning("form_refused module=%s numbers=%s reason=%s", type(module).__name__, _named(fused.numbers), reason)
-    return Refused(reason)
+    return RefusedModule(reason)
 
 
-def tried(module: Module, form: OnednnForm, outputs: Sequence[str], sample: Mapping[str, Tensor]) -> Trial:
+def tried(module: Module, form: OnednnModule, outputs: Sequence[str], sample: Mapping[str, Tensor]) -> FormTrial:
     """How far a form answers from the module that it is of, on made-up weights like the sample's."""
     generator = torch.Generator().manual_seed(0)
     dtype = form.module.dtype
@@ -86,7 +87,7 @@ def tried(module: Module, form: OnednnForm, outputs: Sequence[str], sample: Mapp
         ranges = _made_up_ranges(module, outputs, form.module, weights, images)
         packed = form.tensors(weights, ranges)
     except ValueError:  # values without levels, which are no numbers
-        return Trial(dict.fromkeys(outputs, float("nan")), ())
+        return FormTrial(dict.fromkeys(outputs, float("nan")), ())
     calls: list[_TriedCall] = []
     plain = weights if ranges is None else quantised_weights(form.module.inputs, weights, ranges)
 
@@ -100,7 +101,7 @@ def tried(module: Module, form: OnednnForm, outputs: Sequence[str], sample: Mapp
         found = skeleton.outputs(images.unbind())
         expected = functional_call(module, weights, (images.to(dtype),))
     named = {outputs[0]: expected} if isinstance(expected, torch.Tensor) else expected
-    return Trial(
+    return FormTrial(
         {name: _deviation(each, named[name]) for name, each in zip(outputs, found, strict=True)},
         tuple((each.call, each.deviation) for each in calls),
     )
@@ -121,7 +122,7 @@ def made_up(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> T
     return noisy.contiguous(memory_format=torch.channels_last) if noisy.dim() == 4 else noisy
 
 
-def _why_refused(trial: Trial, numbers: torch.dtype) -> str | None:
+def _why_refused(trial: FormTrial, numbers: torch.dtype) -> str | None:
     wrong = _beyond(((described(call), off) for call, off in trial.calls), CALL_DEVIATION_MAXIMUM[numbers])
     if wrong:
         others = f", and {len(wrong) - 1} more of its {len(trial.calls)} calls" if len(wrong) > 1 else ""

@@ -23,7 +23,7 @@ from torch.nn.functional import adaptive_max_pool2d
 from experts.backends.onnx.answers import probe_images
 from experts.backends.onnx.layouts import mismatch
 from experts.backends.onnx.pruning import keep_outputs
-from experts.backends.onnx.session import REFUSALS, session_once
+from experts.backends.ort.session import REFUSALS, session_once
 from experts.errors import OutputInvalid
 from experts.expert import OTHER_THRESHOLD, Anomaly, AnomalyMap, Prediction
 from experts.orientation import upright_map

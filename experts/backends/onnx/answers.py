@@ -40,7 +40,7 @@ EXCLUSIVE = frozenset({"LogSoftmax", "Softmax"})
 _LINEAR = frozenset({"Add", "Conv", "Gemm", "GlobalAveragePool", "MatMul", "ReduceMean"})
 
 
-class Answers(StrEnum):
+class OutputKind(StrEnum):
     LOGITS = "logits"
     PROBABILITIES = "probabilities"
 
@@ -56,7 +56,7 @@ def probe_images(height: int, width: int) -> np.ndarray:
     return np.stack(images).astype(np.float32)
 
 
-def answers_of(expert: Expert, model: onnx.ModelProto, rows: np.ndarray) -> Answers:
+def answers_of(expert: Expert, model: onnx.ModelProto, rows: np.ndarray) -> OutputKind:
     """What a graph answers with; ``rows`` are its answers to the made-up images. Raises WeightsMismatch, see above."""
     require_several_labels(expert)
     operator = last_operator(model)
@@ -72,11 +72,11 @@ def answers_of(expert: Expert, model: onnx.ModelProto, rows: np.ndarray) -> Answ
     if operator == "Softmax" and not _are_probabilities(known, ROUNDED_SUM_TOLERANCE).all():
         raise mismatch(expert, "ends in a Softmax that is not over the labels: export it with axis=1")
     if operator == "Softmax" or (len(known) and _are_probabilities(known).all()):
-        return Answers.PROBABILITIES
-    return Answers.LOGITS
+        return OutputKind.PROBABILITIES
+    return OutputKind.LOGITS
 
 
-def _independent(expert: Expert, operator: str | None, known: np.ndarray) -> Answers:
+def _independent(expert: Expert, operator: str | None, known: np.ndarray) -> OutputKind:
     if operator in EXCLUSIVE:
         raise mismatch(expert, f"ends in {operator}: its labels exclude one another - remove `task: multilabel`")
     if operator not in INDEPENDENT | _LINEAR and bool(_are_within(known).all()):
@@ -85,26 +85,26 @@ def _independent(expert: Expert, operator: str | None, known: np.ndarray) -> Ans
             f"ends in {operator} and answers from 0 to 1, which may be probabilities or not: export "
             "it so that it ends in one Sigmoid of all labels, or before that",
         )
-    return Answers.PROBABILITIES if operator in INDEPENDENT else Answers.LOGITS
+    return OutputKind.PROBABILITIES if operator in INDEPENDENT else OutputKind.LOGITS
 
 
-def note(model: onnx.ModelProto, answers: Answers) -> None:
-    if answers is not Answers.LOGITS:
+def note(model: onnx.ModelProto, answers: OutputKind) -> None:
+    if answers is not OutputKind.LOGITS:
         model.metadata_props.add(key=_NOTE, value=answers)
 
 
-def noted(session: InferenceSession) -> Answers:
-    return Answers(session.get_modelmeta().custom_metadata_map.get(_NOTE, Answers.LOGITS))
+def noted(session: InferenceSession) -> OutputKind:
+    return OutputKind(session.get_modelmeta().custom_metadata_map.get(_NOTE, OutputKind.LOGITS))
 
 
-def probabilities(expert: Expert, rows: np.ndarray, answers: Answers) -> np.ndarray:
+def probabilities(expert: Expert, rows: np.ndarray, answers: OutputKind) -> np.ndarray:
     """The answers as probabilities (n, labels). Raises OutputInvalid for what is no number, or is none of them."""
     if not np.isfinite(rows).all():
         raise OutputInvalid(expert.id, "its output is not a number: check its weights")
     rows = rows.astype(np.float32, copy=False)
     if expert.task is Task.MULTILABEL:
         return _each_probable(expert, rows, answers)
-    if answers is Answers.LOGITS:
+    if answers is OutputKind.LOGITS:
         powers = np.exp(rows - rows.max(axis=1, keepdims=True))
         softmax: np.ndarray = powers / powers.sum(axis=1, keepdims=True)
         return softmax
@@ -116,8 +116,8 @@ def probabilities(expert: Expert, rows: np.ndarray, answers: Answers) -> np.ndar
     return rows
 
 
-def _each_probable(expert: Expert, rows: np.ndarray, answers: Answers) -> np.ndarray:
-    if answers is Answers.LOGITS:
+def _each_probable(expert: Expert, rows: np.ndarray, answers: OutputKind) -> np.ndarray:
+    if answers is OutputKind.LOGITS:
         sigmoid: np.ndarray = torch.from_numpy(rows).sigmoid().numpy()
         return sigmoid
     if not _are_within(rows).all():

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.functional import avg_pool2d, interpolate
 from torchvision import models
 
-from experts.backends.onnx.export import exported
+from experts.backends.ort.export import exported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

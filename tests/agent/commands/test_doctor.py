@@ -57,7 +57,10 @@ def test_a_line_that_can_be_served_has_no_problem(line):
 def test_the_forms_that_this_cpu_runs_are_told_and_why_not_the_others(line, monkeypatch):
     monkeypatch.setattr(operators, "why_absent", lambda dtype: "sums are off" if dtype == torch.int8 else None)
     checks = found(line())
-    assert checks["forms"].found == "fp32, bf16, fp16, onnxruntime, onednn-fp32, onednn-bf16, int8 run on this CPU"
+    assert (
+        checks["forms"].found
+        == "fp32, bf16, fp16, onnxruntime, onednn-fp32, onednn-bf16, onnxruntime-int8, int8 run on this CPU"
+    )
     assert checks["form onednn-int8"].found == "does not run on this CPU: sums are off"
     assert checks["form onednn-int8"].fix is None
     given = found(line(precision="onednn-int8"))["form onednn-int8"]

@@ -62,7 +62,7 @@ class Line:
         config = self.config
         expert = config.catalog.experts[f"cls/{name}"]
         images = torch.randn((4, 3, SIDE, SIDE), generator=torch.Generator().manual_seed(0))
-        found = calibration_of(expert, "0" * 64, 4, ("bad", "ok"), observed_ranges(expert, [images]))
+        found = calibration_of(expert, "0" * 64, 4, ("bad", "ok"), {FORM: observed_ranges(expert, FORM, [images])})
         CalibrationFolder.beside(config.packed_folder).write(expert.id, found)
 
     def forms(self):

@@ -28,7 +28,7 @@ from agent.runtime.machine.detection import detect
 from agent.runtime.measuring.probe import Probed, estimated_matrix
 from agent.runtime.text_engines import text_engines
 from experts.backends.classifier import write_random_weights
-from experts.backends.forms import why_absent
+from experts.backends.forms import form_of
 from experts.expert import Precision, Verdict
 from experts.packed.weights import SegmentStore
 from tests.agent.runtime.native_threads import gives_way_here, scheduling_class
@@ -76,7 +76,8 @@ def served(config):
 
 
 @pytest.mark.skipif(
-    why_absent(Precision.ONEDNN_FP32) is not None, reason=f"it takes {why_absent(Precision.ONEDNN_FP32)}"
+    form_of(Precision.ONEDNN_FP32).why_absent() is not None,
+    reason=f"it takes {form_of(Precision.ONEDNN_FP32).why_absent()}",
 )
 def test_a_form_of_the_cpu_alone_is_bound_for_the_cpu_alone(config, monkeypatch):
     def equally_fast(box, copies, segments, usage, threads):

@@ -296,7 +296,7 @@ class TestReload:
     [("bfloat16", True, "bf16"), ("bfloat16", False, "fp32"), ("float16", True, "fp16"), ("float32", True, "fp32")],
 )
 def test_a_model_runs_as_it_is_stored_where_the_processor_multiplies_that(line, monkeypatch, stored, multiplied, own):
-    monkeypatch.setattr("experts.backends.forms.multiplies", lambda precision: multiplied)
+    monkeypatch.setattr("experts.backends.forms.plain.is_multiplied", lambda precision: multiplied)
     file = line.folder / "a" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": stored}))
     assert precision_of(line.config, "llm/a", "cpu", None, None) == own

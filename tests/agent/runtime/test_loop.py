@@ -25,7 +25,8 @@ from agent.runtime.image_sources import EncodedImage, ImageFile
 from agent.runtime.loop import AgentLoop, BatchWatch, LoopOptions, assemble, decision_times
 from agent.runtime.machine.detection import detect
 from agent.runtime.slots import SlotStore
-from experts.backends.classifier import ClassifierBackend, ClassifierSkeleton
+from experts.backends.classifier import ClassifierBackend
+from experts.backends.torch_backend import ModuleSkeleton
 from experts.errors import AgentCrashed, BackendUnavailable, DeviceLost, MemoryExceeded, WorkOverdue
 from experts.expert import Verdict
 from experts.graph import ExpertGraph, RouteStep
@@ -407,7 +408,7 @@ class Hang:
 
     def __init__(self, monkeypatch, what):
         self.entered, self.released = threading.Event(), threading.Event()
-        owner, name = {"batch": (ClassifierSkeleton, "infer"), "load": (SegmentStore, "read")}[what]
+        owner, name = {"batch": (ModuleSkeleton, "infer"), "load": (SegmentStore, "read")}[what]
         monkeypatch.setattr(owner, name, self._wait)
 
     def _wait(self, *_):

@@ -10,16 +10,16 @@ from functools import cache
 import pytest
 import torch
 
-from experts.backends.forms import executable_forms, forms_here, multiplies, runs_as, why_absent
+from experts.backends.forms import FORMS, executable_forms, forms_here, runs_as
+from experts.backends.forms.plain import is_multiplied
 from experts.backends.onednn import operators
 from experts.expert import Precision
 
 ASKED = """
 import json
-from experts.backends.forms import executable_forms, why_absent
+from experts.backends.forms import FORMS, executable_forms
 from experts.backends.onednn.operators import identity
-from experts.expert import Precision
-reasons = {form: why_absent(form) for form in Precision}
+reasons = {name: form.why_absent() for name, form in FORMS.items()}
 print(json.dumps({"reasons": reasons, "executable": sorted(executable_forms()), "identity": identity()}))
 """
 on_x86 = pytest.mark.skipif(
@@ -44,7 +44,7 @@ def test_without_avx512_there_are_no_bf16_and_no_eight_bits_and_all_else(told):
     assert lacking.keys() == {"onednn-bf16", "onednn-int8"}
     assert "avx512bw" in lacking["onednn-bf16"]
     assert lacking["onednn-int8"] == "oneDNN's sums are off by 49% of the largest, as on a CPU without VNNI"
-    assert found["executable"] == ["bf16", "fp16", "fp32", "onednn-fp32", "onnxruntime"]
+    assert found["executable"] == ["bf16", "fp16", "fp32", "onednn-fp32", "onnxruntime", "onnxruntime-int8"]
 
 
 @on_x86
@@ -78,14 +78,18 @@ def test_a_form_that_does_not_run_makes_way(monkeypatch):
     assert runs_as(Precision.ONEDNN_INT8) is Precision.FP32
 
 
+def test_each_name_has_a_form():
+    assert FORMS.keys() == set(Precision)
+
+
 def test_torchs_forms_run_everywhere():
     always = {Precision.FP32, Precision.BF16, Precision.FP16}
     assert always <= executable_forms()
     assert always | {Precision.INT8} <= set(forms_here())
-    assert all((why_absent(form) is None) == (form in forms_here()) for form in Precision)
+    assert all((form.why_absent() is None) == (name in forms_here()) for name, form in FORMS.items())
 
 
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])
 def test_a_cpu_that_emulates_16_bits_does_not_multiply_them(monkeypatch, precision):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(["avx512_bw", "avx512_dq"], True))
-    assert not multiplies(precision)
+    assert not is_multiplied(precision)

@@ -53,7 +53,10 @@ def test_every_form_answers_with_the_sigmoids_of_torch(files, image, precision, 
     if precision is Precision.ONEDNN_INT8:
         folder = CalibrationFolder(tmp_path)
         try:
-            folder.write(expert.id, calibration_of(expert, "0" * 64, 3, labels, observed_ranges(expert, [batch])))
+            folder.write(
+                expert.id,
+                calibration_of(expert, "0" * 64, 3, labels, {precision: observed_ranges(expert, precision, [batch])}),
+            )
         except WeightsMismatch as error:
             pytest.skip(str(error))
         expert = replace(expert, calibration=folder.path(expert.id))

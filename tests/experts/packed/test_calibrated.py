@@ -11,6 +11,8 @@ from experts.calibrations import CalibrationFolder, CallRanges, Range
 from experts.errors import WeightsMissing
 from experts.packed.calibrated import calibration_of, why_not_calibrated
 
+FORM = "onednn-int8"
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -18,7 +20,7 @@ def folder(tmp_path):
 
 
 def calibrate(expert, folder, **changes):
-    ranges = {"conv1.weight": CallRanges(Range(-2.1, 2.6), Range(0.0, 7.25))}
+    ranges = {FORM: {"conv1.weight": CallRanges(Range(-2.1, 2.6), Range(0.0, 7.25))}}
     found = replace(calibration_of(expert, "cd" * 32, 16, ("bad", "ok"), ranges), **changes)
     CalibrationFolder.beside(folder).write(expert.id, found)
 
@@ -26,17 +28,23 @@ def calibrate(expert, folder, **changes):
 def test_one_of_these_weights_holds(files, folder):
     expert = files.fake("cls/x")
     calibrate(expert, folder)
-    assert why_not_calibrated(expert, folder) is None
+    assert why_not_calibrated(expert, FORM, folder) is None
 
 
 def test_none_is_told_with_what_to_do(files, folder):
-    told = why_not_calibrated(files.fake("cls/x"), folder)
+    told = why_not_calibrated(files.fake("cls/x"), FORM, folder)
     assert told == "it is not calibrated: `coserve profile LINE.yaml --samples FOLDER` calibrates it"
+
+
+def test_one_for_another_form_is_none(files, folder):
+    expert = files.fake("cls/x")
+    calibrate(expert, folder)
+    assert "it is not calibrated" in why_not_calibrated(expert, "onnxruntime-int8", folder)
 
 
 def test_another_experts_is_none(files, folder):
     calibrate(files.fake("cls/x"), folder)
-    assert "it is not calibrated" in why_not_calibrated(files.fake("cls/y"), folder)
+    assert "it is not calibrated" in why_not_calibrated(files.fake("cls/y"), FORM, folder)
 
 
 def test_one_of_other_weights_is_told(files, folder):
@@ -44,7 +52,7 @@ def test_one_of_other_weights_is_told(files, folder):
     calibrate(expert, folder)
     files.fake("cls/x", weight_bytes=20_000)
     told = "its calibration is of other weights than it has now: `coserve profile LINE.yaml --samples FOLDER`"
-    assert why_not_calibrated(expert, folder).startswith(told)
+    assert why_not_calibrated(expert, FORM, folder).startswith(told)
 
 
 def test_one_of_another_input_is_told(files, folder):
@@ -53,21 +61,21 @@ def test_one_of_another_input_is_told(files, folder):
     calibrate(expert, folder)
     corrected = replace(expert, input=replace(expert.pixels, normalize="unit"))
     told = "its calibration is of another input than it has now: `coserve profile LINE.yaml --samples FOLDER`"
-    assert why_not_calibrated(corrected, folder).startswith(told)
+    assert why_not_calibrated(corrected, FORM, folder).startswith(told)
 
 
 def test_weights_that_were_only_touched_are_the_same(files, folder):
     expert = files.fake("cls/x")
     calibrate(expert, folder)
     os.utime(expert.weights, ns=(1, 1))
-    assert why_not_calibrated(expert, folder) is None
+    assert why_not_calibrated(expert, FORM, folder) is None
 
 
 def test_weights_that_lie_as_they_did_are_not_hashed(files, folder):
     """A start with hundreds of experts looks at how their files lie."""
     expert = files.fake("cls/x")
     calibrate(expert, folder, weights_sha256="0" * 64)
-    assert why_not_calibrated(expert, folder) is None
+    assert why_not_calibrated(expert, FORM, folder) is None
 
 
 def test_of_weights_that_are_not_there_is_told(files, folder):
@@ -75,4 +83,4 @@ def test_of_weights_that_are_not_there_is_told(files, folder):
     calibrate(expert, folder)
     expert.weights.unlink()
     with pytest.raises(WeightsMissing):
-        why_not_calibrated(expert, folder)
+        why_not_calibrated(expert, FORM, folder)

@@ -14,6 +14,7 @@ from agent.device_profile.records import BatchTimes, KindProfile
 from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.machine.detection import detect
 from experts.backends.classifier import write_random_weights
+from experts.backends.forms import form_of
 from experts.expert import NOTHING_FOUND, BoundingBox, Expert, InputSpec, LabelScore, Precision, Prediction
 from experts.graph import ExpertGraph, RouteStep
 from experts.packed.packing import pack_line
@@ -285,7 +286,7 @@ class TestCandidates:
         assert {Precision.BF16, Precision.FP16} < set(found)
 
     def test_a_device_gets_none_that_only_the_cpu_runs(self):
-        assert not any(precision.is_cpu_only for precision in candidate_precisions("resnet18", "cuda"))
+        assert not any(form_of(precision).is_cpu_only for precision in candidate_precisions("resnet18", "cuda"))
 
     def test_graphs_of_their_owners_have_one(self):
         assert candidate_precisions("onnx", "cpu") == (Precision.FP32,)

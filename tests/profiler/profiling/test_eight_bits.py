@@ -21,8 +21,9 @@ from agent.deployment.build import build_agent, detect_box
 from agent.deployment.engine_setup import planned, profiled_box
 from agent.device_profile.identity import identity_of
 from agent.device_profile.store import ProfileDraft
-from experts.backends import backend_for, forms
+from experts.backends import backend_for
 from experts.backends.classifier import build_trainable
+from experts.backends.forms import FORMS
 from experts.calibrations import CalibrationFolder
 from experts.expert import Expert, InputSpec, Precision
 from profiler.allocation.step import CASUAL
@@ -158,8 +159,8 @@ def _quickly():
         patch.setattr(batches, "TRIAL_RUNS", 1)
         patch.setattr(kinds, "BATCHES_TOGETHER", 2)
         patch.setattr(agreement, "LEAST_IMAGES", EACH)
-        patch.setattr(forms, "TORCH_FORMS", frozenset({Precision.FP32}))
-        patch.setattr(forms, "CPU_FORMS", frozenset({FORM}))
+        for form in set(FORMS) - {Precision.FP32, FORM}:
+            patch.delitem(FORMS, form)
         yield
 
 

@@ -33,7 +33,7 @@ from agent.records.result_writer import ResultStore
 from agent.runtime.machine.detection import detect
 from coserve import app
 from experts.backends.classifier import write_random_weights
-from experts.backends.forms import why_absent
+from experts.backends.forms import FORMS
 from experts.backends.onednn import operators
 from experts.errors import AlreadyRunning, ConfigError
 from experts.expert import Precision
@@ -320,8 +320,8 @@ class TestAWholeProfile:
         assert "leave --fresh" in run("profile", line.file, "--expert", "cls/f0", "--fresh", check=2).stderr
 
     def test_a_faster_form_is_for_new_weights_only_once_it_is_proven_for_them(self, line, monkeypatch):
-        monkeypatch.setattr("experts.backends.forms.TORCH_FORMS", frozenset({Precision.FP32, Precision.BF16}))
-        monkeypatch.setattr("experts.backends.forms.CPU_FORMS", frozenset())  # two forms are enough to choose between
+        for form in set(FORMS) - {Precision.FP32, Precision.BF16}:  # two are enough to choose between
+            monkeypatch.delitem(FORMS, form)
         line.classify(0)
         line.document["precision"] = "auto"
         options = {"samples": line.crops(), "tolerance": 1.0}
@@ -367,7 +367,7 @@ class TestAnExpertThatFailsWhenItIsRun:
         ]
         forms = [form for name in ("squeezenet1_1", "fake") for form in candidate_precisions(name, "cpu")]
         # nobody is calibrated for eight bits
-        forms = [form for form in forms if form is not Precision.ONEDNN_INT8 and why_absent(form) is None]
+        forms = [name for name in forms if not FORMS[name].needs_calibration and FORMS[name].why_absent() is None]
         assert len(done.profile.kinds) == (2 if precision == "fp32" else len(forms))
         assert len(done.profile.speedups["cpu"]) == min(line.identity.cores, 4)
         with serving(line.config) as (agent, stages):

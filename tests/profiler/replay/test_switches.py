@@ -75,7 +75,8 @@ def calibrate(config, images):
     for name, expert in config.catalog.experts.items():
         backend = backend_for(expert.architecture)
         batch = torch.stack([backend.prepare(expert, image).tensor for image in images])
-        folder.write(name, calibration_of(expert, "0" * 64, len(images), ("ok",), observed_ranges(expert, [batch])))
+        ranges = {Precision.ONEDNN_INT8: observed_ranges(expert, Precision.ONEDNN_INT8, [batch])}
+        folder.write(name, calibration_of(expert, "0" * 64, len(images), ("ok",), ranges))
 
 
 class HeapInfo(ctypes.Structure):

@@ -12,7 +12,7 @@ from agent.core.request import Rejected
 from agent.runtime.machine.detection import detect
 from agent.runtime.measuring.rig import LEAST_S, MeasuringRig, noise
 from agent.runtime.slots import SlotStore
-from experts.backends.classifier import ClassifierSkeleton
+from experts.backends.torch_backend import ModuleSkeleton
 from experts.errors import DeviceLost, LoadError
 from tests.agent.runtime.native_threads import CORES, cores_by_thread, on_linux, on_two_cores
 
@@ -83,7 +83,7 @@ def test_a_device_that_is_lost_is_told_and_blamed_on_no_expert(line, rig_of, mon
 
     with rig_of("own-0").opened() as rig:
         rig.bring(line.copy("own-0"))
-        monkeypatch.setattr(ClassifierSkeleton, "infer", lose)
+        monkeypatch.setattr(ModuleSkeleton, "infer", lose)
         with pytest.raises(DeviceLost, match="unspecified launch failure"):
             rig.run(line.copy("own-0"), [line.pixels(1)])
         rig.evict(line.copy("own-0"), HOST)

@@ -6,7 +6,7 @@ import torch
 
 from experts.backends.onednn.calibrating import observed
 from experts.backends.onednn.calls import Arrangements, bound
-from experts.backends.onednn.form import OnednnForm, OnednnSkeleton, Placement, fused_module
+from experts.backends.onednn.form import BlockedWeight, OnednnModule, OnednnSkeleton, fused_module
 from experts.backends.onednn.fusion import FusedCall
 from experts.backends.onednn.layouts import reference
 from experts.backends.onednn.quantised_calls import Levels
@@ -37,7 +37,9 @@ class EightBits:
         self._weights = {name: made_up(each, generator, torch.float32) for name, each in sample.items()}
         self._plain, self.fused = plain, fused_module(module, plain.size, outputs, torch.int8)
         shapes = self.fused.shapes
-        self._form = OnednnForm(self.fused, {name: Placement.of(name, reference(shapes[name])) for name in shapes})
+        self._form = OnednnModule(
+            self.fused, {name: BlockedWeight.of(name, reference(shapes[name])) for name in shapes}
+        )
         ranges = observed(self._plain.graph, self._plain.inputs, self._weights, [self._images]).ranges
         self.tensors = self._form.tensors(self._weights, ranges)
 

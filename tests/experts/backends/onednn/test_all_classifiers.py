@@ -11,7 +11,7 @@ from torch import nn
 from torchvision import models
 
 from experts.backends import classifier
-from experts.backends.onednn.form import FusedModule, OnednnForm, Placement, fused_module
+from experts.backends.onednn.form import BlockedWeight, FusedModule, OnednnModule, fused_module
 from experts.backends.onednn.fusion import FusedCall
 from experts.backends.onednn.layouts import reference
 from experts.backends.onednn.trial import tried
@@ -44,7 +44,7 @@ RUN = {
 
 
 def form_of(architecture):
-    return classifier._form_of(architecture, 4, None, (RUN[architecture], RUN[architecture]))
+    return classifier._structure_of(architecture, 4, None, (RUN[architecture], RUN[architecture]))
 
 
 def sample_of(module):
@@ -67,7 +67,7 @@ def fused_of(architecture, dtype):
 
 def packed_whole(fused):
     """Every weight in oneDNN's layout, as on a box where one serves all."""
-    return OnednnForm(fused, {name: Placement.of(name, reference(shape)) for name, shape in fused.shapes.items()})
+    return OnednnModule(fused, {name: BlockedWeight.of(name, reference(shape)) for name, shape in fused.shapes.items()})
 
 
 @pytest.mark.parametrize("architecture", RUN)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from experts.backends import detector
-from experts.backends.onednn.form import FusedModule, OnednnForm, Placement, fused_module
+from experts.backends.onednn.form import BlockedWeight, FusedModule, OnednnModule, fused_module
 from experts.backends.onednn.layouts import reference
 from experts.backends.onednn.trial import tried
 from experts.expert import Precision
@@ -48,7 +48,7 @@ def test_it_answers_as_eager_fp32_does(architecture):
     sample = sample_of(module)
     assert isinstance(fused, FusedModule)
     assert not any(node.target is torch.conv2d for node in fused.graph.graph.nodes)
-    form = OnednnForm(fused, {name: Placement.of(name, reference(shape)) for name, shape in fused.shapes.items()})
+    form = OnednnModule(fused, {name: BlockedWeight.of(name, reference(shape)) for name, shape in fused.shapes.items()})
     found = tried(module, form, detector.OUTPUTS, sample)
     assert found.outputs.keys() == {"boxes", "scores"}
     assert max(found.outputs.values()) < 1e-4

@@ -42,8 +42,8 @@ def images_for(expert, image):
 
 
 def observed(expert, image):
-    ranges = observed_ranges(expert, [images_for(expert, image)])
-    return calibration_of(expert, "0" * 64, 3, ("bad", "ok"), ranges)
+    ranges = observed_ranges(expert, FORM, [images_for(expert, image)])
+    return calibration_of(expert, "0" * 64, 3, ("bad", "ok"), {FORM: ranges})
 
 
 def packed_in(store, expert, *precisions):
@@ -79,8 +79,9 @@ def test_a_calibration_of_other_weights_is_refused(files, expert, store, folder,
 
 def test_a_calibration_that_lacks_a_layer_is_refused(expert, store, folder, image):
     found = observed(expert, image)
+    ranges = found.ranges[FORM]
     folder.write(
-        expert.id, replace(found, ranges={name: each for name, each in found.ranges.items() if "layer1" not in name})
+        expert.id, replace(found, ranges={FORM: {name: each for name, each in ranges.items() if "layer1" not in name}})
     )
     assert "its calibration is of another architecture or version: `coserve profile" in refusal(store, expert)
 
@@ -100,10 +101,10 @@ def test_another_calibration_packs_again_and_the_same_does_not(expert, store, fo
     os.utime(expert.weights, ns=(1, 1))
     assert packed_in(store, expert, FORM, Precision.FP32) == first
     assert store.segment_path(first[FORM].own.sha256).stat().st_mtime_ns == written
-    ranges = dict(found.ranges)
+    ranges = dict(found.ranges[FORM])
     (name, *_) = ranges
     ranges[name] = replace(ranges[name], source=Range(-9.0, 9.0))
-    folder.write(expert.id, replace(found, ranges=ranges))
+    folder.write(expert.id, replace(found, ranges={FORM: ranges}))
     second = packed_in(store, expert, FORM, Precision.FP32)
     assert second[Precision.FP32] == first[Precision.FP32]
     assert second[FORM].own.sha256 != first[FORM].own.sha256
@@ -172,7 +173,7 @@ def test_a_detector_is_calibrated_and_packed_alike(files, store, folder, make_sl
 
 def test_an_architecture_of_another_backend_has_no_such_form(files):
     with pytest.raises(WeightsMismatch, match="onnx has no form of eight bits"):
-        observed_ranges(files.onnx("cls/x"), [torch.zeros(1, 3, 32, 32)])
+        observed_ranges(files.onnx("cls/x"), FORM, [torch.zeros(1, 3, 32, 32)])
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])

@@ -11,7 +11,7 @@ from torch import nn
 
 from experts.backends.onednn.calibrating import mean_read, observed
 from experts.backends.onednn.correcting import corrected
-from experts.backends.onednn.form import OnednnForm, OnednnSkeleton, Placement, fused_module
+from experts.backends.onednn.form import BlockedWeight, OnednnModule, OnednnSkeleton, fused_module
 from experts.backends.onednn.fusion import FusedCall
 from experts.backends.onednn.layouts import reference
 from experts.expert import Precision
@@ -60,7 +60,7 @@ def fused_of(module, numbers):
 
 def form_of(module):
     fused = fused_of(module, torch.int8)
-    return OnednnForm(fused, {name: Placement.of(name, reference(shape)) for name, shape in fused.shapes.items()})
+    return OnednnModule(fused, {name: BlockedWeight.of(name, reference(shape)) for name, shape in fused.shapes.items()})
 
 
 def ranges_of(module, seen):

@@ -8,8 +8,10 @@ import psutil
 import pytest
 import torch
 
-from experts.backends import backend_for, classifier, forms, observed_ranges
-from experts.backends.forms import executable_forms, form_recipe
+from experts.backends import backend_for, observed_ranges
+from experts.backends.base import RefusedModule
+from experts.backends.forms import executable_forms, form_of
+from experts.backends.onednn import execution, operators
 from experts.backends.onednn import form as onednn_form
 from experts.backends.onednn.operators import identity
 from experts.calibrations import CalibrationFolder, read_calibration
@@ -139,7 +141,7 @@ def test_the_name_of_a_tensor_tells_its_layout(expert):
 def calibrated(expert, folder, *images):
     """The expert with ranges observed on these images."""
     prepared = [backend_for(expert.architecture).prepare(expert, image).tensor for image in images]
-    ranges = observed_ranges(expert, [torch.stack(prepared)])
+    ranges = {Precision.ONEDNN_INT8: observed_ranges(expert, Precision.ONEDNN_INT8, [torch.stack(prepared)])}
     calibrations = CalibrationFolder(folder)
     calibrations.write(expert.id, calibration_of(expert, "", len(images), ("good", "bad"), ranges))
     return replace(expert, calibration=calibrations.path(expert.id))
@@ -174,15 +176,16 @@ def test_an_expert_that_answers_with_no_number_is_not_calibrated(files, image, t
 def test_a_weight_that_is_no_number_is_refused_with_its_name(expert, tmp_path, image):
     """Folding makes one of numbers that were too large; a ReLU behind it may hide it from what is observed."""
     expert, backend = calibrated(expert, tmp_path, image), backend_for(expert.architecture)
-    weights = classifier._ready(expert, Precision.FP32)
-    ranges = read_calibration(expert.calibration).ranges
-    form = classifier._onednn_forms._decided(classifier._form(expert), (64, 64), torch.int8)
+    form = form_of(Precision.ONEDNN_INT8)
+    weights = backend.weights(expert, form)
+    ranges = read_calibration(expert.calibration).ranges[form.name]
+    decided = execution._decided(backend, backend.structure(expert), (64, 64), torch.int8)
     name = "features.3.expand3x3.weight"
     wrong = weights | {name: weights[name].clone().fill_(float("inf"))}
-    assert onednn_form.packable(expert, Precision.ONEDNN_INT8, form, weights, ranges).program
+    assert onednn_form.packable(expert, form, decided, weights, ranges).program
     assert backend.pack(expert, Precision.ONEDNN_INT8).program
     with pytest.raises(WeightsMismatch, match=rf"{name}: .* have no levels: choose fp32"):
-        onednn_form.packable(expert, Precision.ONEDNN_INT8, form, wrong, ranges)
+        onednn_form.packable(expert, form, decided, wrong, ranges)
 
 
 def spoil(program, **changed):
@@ -227,7 +230,7 @@ def test_another_cpu_or_torch_packs_again_and_says_so(expert, store, monkeypatch
     packed = packed_in(store, [expert], FORM, Precision.FP32)
     manifests = ManifestFolder(store.directory / "manifests")
     found = manifests.read(expert.id, FORM)
-    assert json.loads(found.source.recipe)[-1] == form_recipe(FORM) == identity()
+    assert json.loads(found.source.recipe)[-1] == form_of(FORM).recipe() == identity()
     older = found.source.recipe.replace(identity(), "torch 2.14.0, an older CPU, 4 cores")
     manifests.write(replace(found, source=replace(found.source, recipe=older)))
     with caplog.at_level(logging.WARNING):
@@ -246,13 +249,13 @@ def test_it_runs_on_the_cpu_only(expert):
 
 
 def test_without_its_operators_the_form_is_not_offered_and_says_why(expert, monkeypatch):
-    monkeypatch.setattr(forms.onednn, "why_absent", lambda dtype: "torch's C shim for opaque tensors")
+    monkeypatch.setattr(operators, "why_absent", lambda dtype: "torch's C shim for opaque tensors")
     assert executable_forms().isdisjoint(FORMS)
     with pytest.raises(
         WeightsMismatch, match=r"onednn-fp32 does not run on this CPU: torch's C shim .*; choose auto or fp32"
     ):
         backend_for(expert.architecture).pack(expert, FORM)
-    assert form_recipe(FORM) == ""
+    assert form_of(FORM).recipe() == ""
 
 
 def test_an_answer_that_is_not_a_number_is_no_prediction(files, image):
@@ -264,7 +267,7 @@ def test_an_answer_that_is_not_a_number_is_no_prediction(files, image):
 
 
 def test_a_size_that_an_architecture_does_not_take_is_refused_with_its_own_words(files):
-    small = files.expert("cls/x", "alexnet", files.folder / "x.safetensors", size=16)
-    form = classifier._onednn_forms._fused(classifier._form(small), (16, 16), torch.float32)
-    assert isinstance(form, onednn_form.Refused)
+    small, backend = files.expert("cls/x", "alexnet", files.folder / "x.safetensors", size=16), backend_for("alexnet")
+    form = execution._fused(backend, backend.structure(small), (16, 16), torch.float32)
+    assert isinstance(form, RefusedModule)
     assert "too small" in form.reason

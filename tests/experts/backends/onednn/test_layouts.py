@@ -11,8 +11,8 @@ from experts.backends.onednn import layouts
 from experts.backends.onednn.calls import Arrangements, bound
 from experts.backends.onednn.fusion import Activation, FusedCall
 from experts.backends.onednn.layouts import (
+    AppliedTo,
     ConvolutionShape,
-    Extent,
     LinearShape,
     arrangement,
     in_reference_layout,
@@ -164,7 +164,7 @@ def test_on_one_thread_nothing_has_to_be_arranged(shape):
     assert on_threads(1, lambda: arrangement(own, 8)) == own.extent(8)
 
 
-@pytest.mark.parametrize("extent", [Extent(2, 3, 4), Extent(1, 1, 24), Extent(24, 1, 1), None])
+@pytest.mark.parametrize("extent", [AppliedTo(2, 3, 4), AppliedTo(1, 1, 24), AppliedTo(24, 1, 1), None])
 def test_however_a_convolution_is_put_it_answers_the_same(extent):
     weight, other = weight_of(POINTWISE), torch.randn(1, 64, 6, 4).contiguous(memory_format=torch.channels_last)
     call = FusedCall(POINTWISE, "weight", None, Activation("relu"), adds=True, overwrites=True)
@@ -188,7 +188,7 @@ def test_a_batch_that_cannot_be_put_whole_is_put_in_parts(images):
 
 def test_a_single_row_of_a_linear_layer_gets_a_second_one():
     shape = LinearShape((40, 64), 1, torch.float32)
-    assert arrangement(shape, 1) == Extent(2, 1, 1)
+    assert arrangement(shape, 1) == AppliedTo(2, 1, 1)
     assert arrangement(shape, 3) == shape.extent(3)
     assert serves(shape)
 

@@ -15,16 +15,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from experts.backends.base import RefusedModule
 from experts.backends.onednn import quantised_calls
 from experts.backends.onednn.calibrating import observed
 from experts.backends.onednn.form import (
+    BlockedWeight,
     FusedModule,
-    OnednnForm,
+    OnednnModule,
     OnednnSkeleton,
-    Placement,
-    Refused,
     fused_module,
-    packed_form,
+    packed_module,
 )
 from experts.backends.onednn.fusion import FusedCall
 from experts.backends.onednn.layouts import reference
@@ -462,7 +462,7 @@ class Tried:
 
     module: Module
     images: torch.Tensor
-    form: OnednnForm
+    form: OnednnModule
     tensors: dict[str, torch.Tensor]
     seen: dict[str, Seen]
 
@@ -544,7 +544,7 @@ def ranges_of(module, weights, images):
 def form_of(module):
     fused = fused_of(module, torch.int8)
     assert isinstance(fused, FusedModule)
-    return OnednnForm(fused, {name: Placement.of(name, reference(shape)) for name, shape in fused.shapes.items()})
+    return OnednnModule(fused, {name: BlockedWeight.of(name, reference(shape)) for name, shape in fused.shapes.items()})
 
 
 def tried(kind, seed=0):
@@ -740,19 +740,19 @@ class Unable(Module):
 
 @pytest.mark.parametrize("kind", [LastAlone, SinglePixels, Unable])
 def test_a_module_without_a_layer_for_eight_bits_is_refused(kind):
-    assert fused_of(kind(), torch.int8) == Refused("it has no layer that oneDNN runs in eight bits")
+    assert fused_of(kind(), torch.int8) == RefusedModule("it has no layer that oneDNN runs in eight bits")
 
 
 def test_a_program_tells_which_levels_the_bytes_are_of():
     form, other = form_of(Joined()), form_of(JoinedWithFloat())
-    assert packed_form("cls", form.module, form.program) == form
+    assert packed_module("cls", form.module, form.program) == form
     assert form.placements == other.placements  # so that nothing else would tell
     with pytest.raises(BackendUnavailable, match=r"its levels are of other calls .*: pack the line again here"):
-        packed_form("cls", form.module, other.program)
+        packed_module("cls", form.module, other.program)
     plain = json.loads(form.program)
     del plain["levels"]
     with pytest.raises(BackendUnavailable, match="its levels are of other calls"):
-        packed_form("cls", form.module, json.dumps(plain).encode())
+        packed_module("cls", form.module, json.dumps(plain).encode())
 
 
 def test_values_go_from_call_to_call_as_levels():

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from experts.backends import backend_for, classifier, detector
 from experts.backends.onednn.form import FusedModule, decided_layouts, fused_module
-from experts.backends.onednn.trial import CALL_DEVIATION_MAXIMUM, DEVIATION_MAXIMUM, decided_form, tried
+from experts.backends.onednn.trial import CALL_DEVIATION_MAXIMUM, DEVIATION_MAXIMUM, decided_module, tried
 from experts.errors import WeightsMismatch
 from experts.expert import Precision
 from experts.packed.packing import pack_line
@@ -61,7 +61,7 @@ def computing():
 
 def made(numbers, architecture=ARCHITECTURE, px=PX):
     """A folded module, weights such as it may have, and what it is fused to."""
-    form = classifier._form_of(architecture, 4, None, (px, px))
+    form = classifier._structure_of(architecture, 4, None, (px, px))
     module = classifier._template(form).folded
     return module, classifier._sample(form), fused_module(module, (px, px), classifier.OUTPUTS, numbers)
 
@@ -98,7 +98,7 @@ def test_the_last_answers_alone_would_not_tell(computing):
         max(tried(module, decided_layouts(fused), classifier.OUTPUTS, sample).outputs.values())
         < DEVIATION_MAXIMUM[torch.bfloat16]
     )
-    found = decided_form(module, fused, classifier.OUTPUTS, sample)
+    found = decided_module(module, fused, classifier.OUTPUTS, sample)
     assert found.reason.startswith(
         "on this box oneDNN is off in layer1.0.conv2 (convolution 3x3 of 64 to 64 channels + sum + relu "
     )
@@ -108,7 +108,7 @@ def test_the_last_answers_alone_would_not_tell(computing):
 def test_the_reason_names_the_call_its_kind_and_how_far_off(computing):
     computing("_linear_pointwise", multiplying)
     module, sample, fused = made(torch.float32, "mobilenet_v3_small")
-    found = decided_form(module, fused, classifier.OUTPUTS, sample)
+    found = decided_module(module, fused, classifier.OUTPUTS, sample)
     assert found.reason == (
         "on this box oneDNN is off in classifier.0 (linear + hardswish in float32) by 0.1 of the largest value"
     )
@@ -119,7 +119,7 @@ def test_an_answer_that_is_no_number_is_wrong(computing):
     module, sample, fused = made(torch.float32, "mobilenet_v3_small")
     assert (
         "classifier.0 (linear + hardswish in float32) by nan"
-        in decided_form(module, fused, classifier.OUTPUTS, sample).reason
+        in decided_module(module, fused, classifier.OUTPUTS, sample).reason
     )
 
 
@@ -129,7 +129,7 @@ def test_a_graph_of_another_module_is_refused_though_its_calls_are_right():
     other = deepcopy(module)
     other.avgpool = nn.AdaptiveMaxPool2d(1)
     fused = fused_module(other, size, classifier.OUTPUTS, torch.float32)
-    reason = decided_form(module, fused, classifier.OUTPUTS, sample).reason
+    reason = decided_module(module, fused, classifier.OUTPUTS, sample).reason
     assert reason.startswith("its graph does not answer as torch does: logits by ")
 
 

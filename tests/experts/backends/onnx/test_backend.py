@@ -16,8 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 from experts.backends.base import Prepared
 from experts.backends.onnx import backend as onnx_backend
 from experts.backends.onnx.backend import OnnxBackend, OnnxSkeleton, packed
-from experts.backends.onnx.session import SESSIONS_KEPT
-from experts.backends.streams import await_writes
+from experts.backends.ort.session import SESSIONS_KEPT
+from experts.backends.outputs import await_writes
 from experts.errors import BackendUnavailable, OutputInvalid, WeightsCorrupt, WeightsMismatch, WeightsRefused
 from experts.expert import Precision
 from experts.packed.manifests import ManifestFolder

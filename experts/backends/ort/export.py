@@ -14,7 +14,7 @@ from onnx import helper, numpy_helper
 from torch.func import functional_call
 
 from experts.backends.modules.binding import weight_names
-from experts.backends.onnx.session import strip_notes
+from experts.backends.ort.session import strip_notes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

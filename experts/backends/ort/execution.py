@@ -7,45 +7,39 @@ architecture is refused. Export happens at packing, once per architecture and pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from onnxruntime import OrtValue
 from torch.func import functional_call
 
-from experts.backends.base import Packable, Prepared
-from experts.backends.onnx.export import EXAMPLES, IMAGES, exported
-from experts.backends.onnx.layout import LaidOutGraph, identity_of, laid_out, runtime_identity
-from experts.backends.onnx.session import REFUSALS, session_once, shared_session
+from experts.backends.base import Packable, RefusedModule
+from experts.backends.made_once import MadeOnce
+from experts.backends.ort.export import EXAMPLES, IMAGES, exported
+from experts.backends.ort.layout import LaidOutGraph, identity_of, laid_out, runtime_identity
+from experts.backends.ort.session import REFUSALS, session_once, shared_session
 from experts.errors import BackendUnavailable, WeightsMismatch
-from experts.expert import Expert, Precision, Prediction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     from torch import Tensor
     from torch.nn import Module
 
-    Answered: TypeAlias = Callable[[Expert, Sequence[Tensor], Sequence[Prepared]], tuple[Prediction, ...]]
+    from experts.backends.base import Prepared
+    from experts.backends.forms.base import Form, Modules, Reader
+    from experts.expert import Expert, Prediction
 
+KEPT = 64  # graphs, beside those that are held: packing goes through the line's forms in turn
 DEVIATION_MAXIMUM = 1e-3  # of the made-up answers, relative to the largest value of each output
 NOISE = 0.1  # on made-up weights, so that none is all 0 or all 1 as fresh ones may be; relative to a layer's output
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class Refused:
-    """An architecture that does not run in this form."""
-
-    reason: str
 
 
 class RuntimeSkeleton:
     """The session of one program, and the addresses of one expert's weights. ``answered`` reads the outputs."""
 
-    def __init__(self, expert: Expert, program: bytes, device: str, answered: Answered) -> None:
+    def __init__(self, subject: str, program: bytes, device: str, answered: Reader) -> None:
         """Raises BackendUnavailable where this is not the CPU and the ONNX Runtime that the program is laid out for."""
-        subject = f"{expert.architecture} in {Precision.ONNXRUNTIME}"
         if device != "cpu":
             raise BackendUnavailable(subject, f"it runs on the CPU, not on {device}")
         found, here = identity_of(program), runtime_identity()
@@ -72,29 +66,45 @@ class RuntimeSkeleton:
 
 def runtime_form(
     module: Module, size: tuple[int, int], outputs: Sequence[str], sample: Mapping[str, Tensor]
-) -> LaidOutGraph | Refused:
+) -> LaidOutGraph | RefusedModule:
     """``module``: on the meta device; ``sample``: weights as it may have; ``outputs``: see ``export.exported``."""
     try:
         graph = laid_out(exported(module, size, outputs), IMAGES)
-        deviations = _deviations(module, graph, size, outputs, sample)
+        weights, images = made_up(sample, size)
+        found = deviations(module, graph.program, outputs, (weights, graph.tensors(weights)), images)
     except (ValueError, *REFUSALS) as error:
-        return Refused(str(error))
-    wrong = [
-        f"{name} by {deviation:.2g}" for name, deviation in deviations.items() if not deviation <= DEVIATION_MAXIMUM
-    ]
-    if wrong:
-        return Refused(f"its graph does not answer as torch does: {', '.join(wrong)} of the largest value")
-    return graph
+        return RefusedModule(str(error))
+    return refused(found, DEVIATION_MAXIMUM) or graph
 
 
-def packable(expert: Expert, form: LaidOutGraph | Refused, tensors: Mapping[str, Tensor]) -> Packable:
-    """One expert's weights, float32, by their names in the module. Raises WeightsMismatch where the form is refused."""
-    if isinstance(form, Refused):
+def refused(deviations: Mapping[str, float], most: float) -> RefusedModule | None:
+    wrong = [f"{name} by {each:.2g}" for name, each in deviations.items() if not each <= most]
+    if not wrong:
+        return None
+    return RefusedModule(f"its graph does not answer as torch does: {', '.join(wrong)} of the largest value")
+
+
+def packed(form: Form, modules: Modules, expert: Expert) -> Packable:
+    """One expert's weights, float32, by their names in the module. Raises WeightsMismatch where it is refused."""
+    found = _made(modules, modules.structure(expert), expert.pixels.size)
+    return packable(expert, form, found, modules.weights(expert, form))
+
+
+def packable(
+    expert: Expert, form: Form, found: LaidOutGraph | RefusedModule, tensors: Mapping[str, Tensor]
+) -> Packable:
+    if isinstance(found, RefusedModule):
         raise WeightsMismatch(
-            expert.id,
-            f"{expert.architecture} does not run in {Precision.ONNXRUNTIME}: {form.reason}; choose fp32 or bf16",
+            expert.id, f"{expert.architecture} does not run in {form.name}: {found.reason}; choose fp32 or bf16"
         )
-    return Packable(form.tensors(tensors), program=form.program)
+    return Packable(found.tensors(tensors), program=found.program)
+
+
+def _make(modules: Modules, structure: Hashable, size: tuple[int, int]) -> LaidOutGraph | RefusedModule:
+    return runtime_form(modules.module(structure), size, modules.outputs, modules.sample(structure))
+
+
+_made = MadeOnce(_make, KEPT)
 
 
 def _as_ort_value(tensor: Tensor) -> OrtValue:
@@ -103,18 +113,24 @@ def _as_ort_value(tensor: Tensor) -> OrtValue:
     return OrtValue.ortvalue_from_numpy(tensor.numpy())  # without a copy
 
 
-def _deviations(
-    module: Module, graph: LaidOutGraph, size: tuple[int, int], outputs: Sequence[str], sample: Mapping[str, Tensor]
-) -> dict[str, float]:
-    """How far the program's outputs are from the module's, by output; not a number where the module's are not."""
+def made_up(sample: Mapping[str, Tensor], size: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor]:
+    """Noisy weights, and another number of images than a graph is exported with."""
     generator = torch.Generator().manual_seed(0)
     weights = {name: _noisy(tensor, generator) for name, tensor in sample.items()}
-    images = torch.randn((EXAMPLES + 1, 3, *size), generator=generator)  # another number than it was exported with
+    return weights, torch.randn((EXAMPLES + 1, 3, *size), generator=generator)
+
+
+def deviations(
+    module: Module, program: bytes, outputs: Sequence[str],
+    weights: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], images: Tensor,
+) -> dict[str, float]:  # fmt: skip
+    """Distance of the program's outputs from the module's; NaN where the module's are. ``weights``: of each."""
+    own, packed = weights
     with torch.inference_mode():
-        expected = functional_call(module, weights, (images,))
+        expected = functional_call(module, own, (images,))
     named = {outputs[0]: expected} if isinstance(expected, torch.Tensor) else expected
-    feeds = {name: _as_ort_value(tensor) for name, tensor in {IMAGES: images, **graph.tensors(weights)}.items()}
-    session = session_once(graph.program, is_final=True)
+    feeds = {name: _as_ort_value(tensor) for name, tensor in {IMAGES: images, **packed}.items()}
+    session = session_once(program, is_final=True)
     found = dict(zip(outputs, session.run(list(outputs), feeds), strict=True))
     return {name: _deviation(torch.from_numpy(found[name]), named[name]) for name in outputs}
 

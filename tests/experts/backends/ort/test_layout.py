@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from experts.backends.onnx.layout import Order, Placement, identity_of, laid_out, runtime_identity
-from experts.backends.onnx.session import session_once
+from experts.backends.ort.layout import WeightInput, WeightOrder, identity_of, laid_out, runtime_identity
+from experts.backends.ort.session import session_once
 
 SIZE = 6
 
@@ -75,16 +75,16 @@ def check_same_answers(model, shapes):
 @pytest.mark.parametrize("channels", [1, 3, 8, 16, 24, 32, 40])
 def test_whatever_the_channels_the_answers_stay(channels):
     graph, program = check_same_answers(*residual_graph(channels))
-    assert {placement.source for placement in graph.placements.values()} == set(residual_graph(channels)[1])
+    assert {placement.source for placement in graph.inputs.values()} == set(residual_graph(channels)[1])
     assert not [tensor for tensor in program.graph.initializer if tensor.data_type == TensorProto.FLOAT]
 
 
 def test_convolutions_get_the_order_that_this_processor_wants():
     graph, program = check_same_answers(*residual_graph(32))
     is_blocked = any(node.domain == "com.microsoft.nchwc" for node in program.graph.node)
-    assert (graph.placements["inner"].order is Order.BLOCKED) == is_blocked
-    assert (graph.placements["stem"].order is Order.OUT_BLOCKED) == is_blocked
-    assert graph.placements["scale"].order is Order.AS_IS
+    assert (graph.inputs["inner"].order is WeightOrder.BLOCKED) == is_blocked
+    assert (graph.inputs["stem"].order is WeightOrder.OUT_BLOCKED) == is_blocked
+    assert graph.inputs["scale"].order is WeightOrder.AS_IS
 
 
 def test_a_weight_of_two_convolutions_serves_both():
@@ -113,7 +113,7 @@ def test_constants_of_the_graph_stay_in_it():
     table = np.arange(16, dtype=np.float32).reshape(16, 1, 1)
     model.graph.initializer.append(numpy_helper.from_array(table, "table"))
     graph, _ = check_same_answers(model, {"weight": (16, 3, 1, 1)})
-    assert set(graph.placements) == {"weight"}
+    assert set(graph.inputs) == {"weight"}
 
 
 def test_a_weight_that_is_not_found_again_is_told_by_name():
@@ -135,18 +135,18 @@ def test_a_program_names_what_it_is_laid_out_for():
 
 def test_filters_in_blocks_of_outputs_by_hand():
     weight = torch.arange(6.0).view(3, 2, 1, 1) + 1  # outputs (1 2) (3 4) (5 6), filled up to four
-    placement = Placement("w", Order.OUT_BLOCKED, 2, (4, 2, 1, 1))
+    placement = WeightInput("w", WeightOrder.OUT_BLOCKED, 2, (4, 2, 1, 1))
     assert placement.laid(weight).flatten().tolist() == [1, 3, 2, 4, 5, 0, 6, 0]
 
 
 def test_filters_in_blocks_of_both_by_hand():
     weight = torch.arange(8.0).view(2, 4, 1, 1)  # outputs (0 1 2 3) (4 5 6 7)
-    placement = Placement("w", Order.BLOCKED, 2, (2, 4, 1, 1))
+    placement = WeightInput("w", WeightOrder.BLOCKED, 2, (2, 4, 1, 1))
     assert placement.laid(weight).flatten().tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def test_a_bias_is_filled_up_with_zeros():
-    assert Placement("b", Order.PADDED, 1, (4,)).laid(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1, 2, 3, 0]
+    assert WeightInput("b", WeightOrder.PADDED, 1, (4,)).laid(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1, 2, 3, 0]
 
 
 @given(
@@ -159,7 +159,7 @@ def test_every_value_of_a_blocked_filter_is_where_the_kernel_reads_it(out_blocks
     block, (height, width) = 4, kernel
     outs, ins = out_blocks * block - missing[0], in_blocks * block - missing[1]
     weight = torch.arange(1.0, outs * ins * height * width + 1).view(outs, ins, height, width)
-    placement = Placement("w", Order.BLOCKED, block, (out_blocks * block, in_blocks * block, height, width))
+    placement = WeightInput("w", WeightOrder.BLOCKED, block, (out_blocks * block, in_blocks * block, height, width))
     flat = placement.laid(weight).flatten()
     for o, i, y, x in np.ndindex(outs, ins, height, width):
         outer = ((o // block * in_blocks + i // block) * height + y) * width + x

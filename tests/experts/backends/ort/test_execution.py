@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from experts.backends import backend_for
-from experts.backends.forms import TORCH_FORMS, executable_forms, form_recipe, why_absent
-from experts.backends.onnx import session as onnx_session
-from experts.backends.onnx.layout import IDENTITY_KEY, runtime_identity
-from experts.backends.onnx.runtime_form import Refused, packable, runtime_form
+from experts.backends.base import RefusedModule
+from experts.backends.forms import FORMS, executable_forms, form_of
+from experts.backends.ort import session as onnx_session
+from experts.backends.ort.execution import packable, runtime_form
+from experts.backends.ort.layout import IDENTITY_KEY, runtime_identity
 from experts.errors import BackendUnavailable, OutputInvalid, WeightsMismatch
 from experts.expert import Precision
 from experts.packed.manifests import ManifestFolder
@@ -124,9 +125,9 @@ def test_manifests_of_other_forms_know_nothing_of_this_one(files, store):
     manifests = ManifestFolder(store.directory / "manifests")
     recipe = [1, "squeezenet1_1", None, list(expert.labels), [64, 64]]
     assert json.loads(manifests.read(expert.id, "fp32").source.recipe) == recipe
-    assert json.loads(manifests.read(expert.id, "onnxruntime").source.recipe) == [*recipe, form_recipe(FORM)]
-    assert form_recipe(Precision.FP32) == ""
-    assert runtime_identity() in form_recipe(FORM)
+    assert json.loads(manifests.read(expert.id, "onnxruntime").source.recipe) == [*recipe, form_of(FORM).recipe()]
+    assert form_of(Precision.FP32).recipe() == ""
+    assert runtime_identity() in form_of(FORM).recipe()
 
 
 def test_what_was_packed_for_another_runtime_is_packed_again(files, store):
@@ -153,14 +154,15 @@ def test_it_runs_on_the_cpu_only(files):
     backend = backend_for(expert.architecture)
     with pytest.raises(BackendUnavailable, match="on the CPU, not on cuda:0"):
         backend.skeleton(expert, FORM, backend.pack(expert, FORM).program, "cuda:0")
-    cpu_only = [precision for precision in Precision if precision.is_cpu_only]
-    assert cpu_only == [FORM, Precision.ONEDNN_FP32, Precision.ONEDNN_BF16, Precision.ONEDNN_INT8]
+    cpu_only = [name for name, form in FORMS.items() if form.is_cpu_only]
+    onednn = [Precision.ONEDNN_FP32, Precision.ONEDNN_BF16, Precision.ONEDNN_INT8]
+    assert cpu_only == [FORM, *onednn, Precision.ONNXRUNTIME_INT8]
 
 
 def test_torchs_architectures_offer_it_and_onnx_graphs_do_not():
-    others = {form for form in Precision if why_absent(form) is not None}
+    others = {name for name, form in FORMS.items() if form.why_absent() is not None}
     of_torch = frozenset(Precision) - others - {Precision.INT8}  # which is of language models
-    assert {FORM, *TORCH_FORMS} <= of_torch == executable_forms()
+    assert {FORM, Precision.FP32, Precision.BF16, Precision.FP16} <= of_torch == executable_forms()
     assert backend_for("resnet18").precisions == backend_for("yolov5n").precisions == of_torch
     assert backend_for("onnx").precisions == {Precision.FP32}
 
@@ -208,25 +210,25 @@ class Rolling(Weighted):
         return super().forward(images) + torch.rand((1, 4), device=images.device)
 
 
-def form_of(module, size=(8, 8)):
+def graph_of(module, size=(8, 8)):
     sample = {name: torch.ones(tensor.shape) for name, tensor in module.state_dict().items()}
     return runtime_form(module.eval().requires_grad_(False), size, ("answer",), sample)
 
 
 def test_any_module_that_can_be_exported_is_checked_and_taken():
-    form = form_of(Weighted())
-    assert list(form.placements) == ["conv.weight", "conv.bias"]
+    form = graph_of(Weighted())
+    assert list(form.inputs) == ["conv.weight", "conv.bias"]
 
 
 @pytest.mark.parametrize(
     ("module", "reason"), [(Asking, "torch cannot export it"), (Rolling, "does not answer as torch does: answer by")]
 )
 def test_what_does_not_hold_is_refused_with_the_reason(files, module, reason):
-    form = form_of(module())
-    assert isinstance(form, Refused)
+    form = graph_of(module())
+    assert isinstance(form, RefusedModule)
     assert reason in form.reason
     with pytest.raises(WeightsMismatch, match=f"resnet18 does not run in onnxruntime: .*{reason}.*choose fp32 or bf16"):
-        packable(files.expert("cls/x", "resnet18", files.folder / "x.safetensors"), form, {})
+        packable(files.expert("cls/x", "resnet18", files.folder / "x.safetensors"), FORMS[FORM], form, {})
 
 
 def test_serving_what_is_packed_exports_nothing(files, store, forks):

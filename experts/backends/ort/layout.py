@@ -24,19 +24,23 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime import GraphOptimizationLevel
 
-from experts.backends.onnx.session import optimised
+from experts.backends.ort.session import optimised
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from torch import Tensor
 
 IDENTITY_KEY = "coserve.runtime"
 SIZE_MAXIMUM_BYTES = 2**31 - 2**24  # of a serialised graph with the weights of its convolutions; a limit of ONNX
-DISABLED_OPTIMIZERS = ("ConvAddFusion", "ConvMulFusion", "ConvBNFusion")  # they change the values of weights
+DISABLED_OPTIMIZERS = (
+    "ConvAddFusion", "ConvMulFusion", "ConvBNFusion",  # they change the values of weights
+    "ConstantSharing",  # and this one their names, where values are equal
+)  # fmt: skip
+NOTHING: Mapping[str, np.ndarray] = {}
 
 
-class Order(StrEnum):
+class WeightOrder(StrEnum):
     """How a weight lies: as in the state dict, or padded with zeros and in blocks of channels."""
 
     AS_IS = "as is"
@@ -46,25 +50,25 @@ class Order(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class WeightInput:
     """Which weight of the module an input of the program is, and how it lies there. ``shape``: with its padding."""
 
     source: str
-    order: Order
+    order: WeightOrder
     block: int
     shape: tuple[int, ...]
 
     def laid(self, weight: Tensor) -> Tensor:
         """The weight as the program wants it; contiguous, of ``shape``."""
-        if self.order is Order.AS_IS:
+        if self.order is WeightOrder.AS_IS:
             return weight.detach().contiguous()
         padded = weight.new_zeros(self.shape)
-        padded[tuple(slice(extent) for extent in weight.shape)] = weight.detach()
-        if self.order is Order.PADDED:
+        padded[tuple(slice(side) for side in weight.shape)] = weight.detach()
+        if self.order is WeightOrder.PADDED:
             return padded
         outs, ins, height, width = padded.shape
         block = self.block
-        if self.order is Order.OUT_BLOCKED:
+        if self.order is WeightOrder.OUT_BLOCKED:
             blocks = padded.view(outs // block, block, ins, height, width).permute(0, 2, 3, 4, 1)
         else:
             blocks = padded.view(outs // block, block, ins // block, block, height, width).permute(0, 2, 4, 5, 3, 1)
@@ -76,24 +80,28 @@ class LaidOutGraph:
     """A program without weights, and where each of its inputs but the images comes from, in the program's order."""
 
     program: bytes
-    placements: Mapping[str, Placement]
+    inputs: Mapping[str, WeightInput]
 
     def tensors(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: placement.laid(weights[placement.source]) for name, placement in self.placements.items()}
+        return {name: placement.laid(weights[placement.source]) for name, placement in self.inputs.items()}
 
 
-def laid_out(model: onnx.ModelProto, images: str) -> LaidOutGraph:
-    """``model`` is used up. Raises ValueError where it is too large or a weight is lost, and ``session.REFUSALS``."""
+def laid_out(model: onnx.ModelProto, images: str, named: Mapping[str, np.ndarray] = NOTHING) -> LaidOutGraph:
+    """``model`` is used up. ``named``: made-up constants that keep names and values, such as levels of weights.
+
+    Raises ValueError where the graph is too large or a weight is lost, and ``session.REFUSALS``.
+    """
     order = [value.name for value in model.graph.input]
     probes = _probes(model)
-    if sum(tensor.nbytes for tensor in probes.values()) > SIZE_MAXIMUM_BYTES:
+    if sum(tensor.nbytes for tensor in (*probes.values(), *named.values())) > SIZE_MAXIMUM_BYTES:
         raise ValueError("the weights of its convolutions exceed the 2 GiB that an ONNX graph may hold")
-    _settle(model, probes)
+    _settle(model, {**probes, **named})
     result = optimised(model, GraphOptimizationLevel.ORT_ENABLE_ALL, DISABLED_OPTIMIZERS)
     untouched = {value.name: _shape(value) for value in result.graph.input if value.name != images}
-    placements = {name: Placement(name, Order.AS_IS, 1, shape) for name, shape in untouched.items()}
-    placements |= _lift(result, probes)
-    lost = sorted(probes.keys() - {placement.source for placement in placements.values()})
+    placements = {name: WeightInput(name, WeightOrder.AS_IS, 1, shape) for name, shape in untouched.items()}
+    placements |= _lift(result, probes, named.keys())
+    weights = probes.keys() | {name for name, values in named.items() if values.dtype == np.int8}
+    lost = sorted(weights - {placement.source for placement in placements.values()})
     if lost:
         raise ValueError(f"ONNX Runtime makes something else of its weights {', '.join(lost[:4])}")
     names = sorted(placements, key=lambda name: (order.index(placements[name].source), name))
@@ -153,14 +161,18 @@ def _settle(model: onnx.ModelProto, weights: Mapping[str, np.ndarray]) -> None:
     model.graph.initializer.extend(numpy_helper.from_array(values, name) for name, values in weights.items())
 
 
-def _lift(model: onnx.ModelProto, probes: Mapping[str, np.ndarray]) -> dict[str, Placement]:
-    """Turn what was made of the probes into inputs again; returns where each comes from. In place."""
+def _lift(model: onnx.ModelProto, probes: Mapping[str, np.ndarray], named: Collection[str]) -> dict[str, WeightInput]:
+    """Turn what was made of the probes, and what has a name, into inputs again; returns each one's source. In place."""
     by_first = {float(values.flat[0]): name for name, values in probes.items()}
-    placements: dict[str, Placement] = {}
+    placements: dict[str, WeightInput] = {}
     renamed: dict[str, str] = {}
+    types: dict[str, int] = {}
     kept = []
     for tensor in model.graph.initializer:
-        placement = _placement(tensor, by_first, probes)
+        if tensor.name in named:
+            placement: WeightInput | None = WeightInput(tensor.name, WeightOrder.AS_IS, 1, tuple(tensor.dims))
+        else:
+            placement = _weight_input(tensor, by_first, probes)
         if placement is None:
             kept.append(tensor)
             continue
@@ -168,9 +180,9 @@ def _lift(model: onnx.ModelProto, probes: Mapping[str, np.ndarray]) -> dict[str,
         name = f"{placement.source} {placement.order}" if is_second else placement.source
         renamed[tensor.name] = name
         placements[name] = placement
+        types[name] = tensor.data_type
     inputs = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, placement.shape)
-        for name, placement in placements.items()
+        helper.make_tensor_value_info(name, types[name], placement.shape) for name, placement in placements.items()
     ]
     model.graph.ClearField("initializer")
     model.graph.initializer.extend(kept)
@@ -200,9 +212,9 @@ def _name_by_place(model: onnx.ModelProto) -> None:
         tensor.name = names[tensor.name]
 
 
-def _placement(
+def _weight_input(
     tensor: TensorProto, by_first: Mapping[float, str], probes: Mapping[str, np.ndarray]
-) -> Placement | None:
+) -> WeightInput | None:
     """How a constant was made of a probe; None where it was not, as with constants of the graph itself."""
     if tensor.data_type != TensorProto.FLOAT or not tensor.dims or not prod(tensor.dims):
         return None
@@ -217,13 +229,13 @@ def _placement(
     return None
 
 
-def _possible(source: str, shape: tuple[int, ...], probe: Tensor) -> Iterable[Placement]:
+def _possible(source: str, shape: tuple[int, ...], probe: Tensor) -> Iterable[WeightInput]:
     if shape == tuple(probe.shape):
-        yield Placement(source, Order.AS_IS, 1, shape)
+        yield WeightInput(source, WeightOrder.AS_IS, 1, shape)
     if len(shape) == probe.dim() and all(new >= old for new, old in zip(shape, probe.shape, strict=True)):
-        yield Placement(source, Order.PADDED, 1, shape)
+        yield WeightInput(source, WeightOrder.PADDED, 1, shape)
         for block in (16, 8, 4) if len(shape) == 4 else ():
             if shape[0] % block == 0:
-                yield Placement(source, Order.OUT_BLOCKED, block, shape)
+                yield WeightInput(source, WeightOrder.OUT_BLOCKED, block, shape)
             if shape[0] % block == 0 and shape[1] % block == 0:
-                yield Placement(source, Order.BLOCKED, block, shape)
+                yield WeightInput(source, WeightOrder.BLOCKED, block, shape)

@@ -1,0 +1,53 @@
+"""onnxruntime: fp32 by ONNX Runtime, from weights in its layout; on the CPU only."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from experts.backends.forms.base import Form
+
+if TYPE_CHECKING:
+    from experts.backends.base import Packable, Skeleton
+    from experts.backends.forms.base import Modules
+    from experts.expert import Expert
+
+RUNTIME_PACKAGES = ("onnx", "onnxruntime", "onnxscript")
+
+
+class OnnxRuntimeForm(Form):
+    def why_absent(self) -> str | None:
+        return runtime_fault()
+
+    def recipe(self) -> str:
+        if self.why_absent() is not None:
+            return ""
+        from experts.backends.ort.layout import runtime_identity
+
+        return f"{runtime_identity()}, torch {version('torch')}, onnxscript {version('onnxscript')}"
+
+    def pack(self, modules: Modules, expert: Expert) -> Packable:
+        from experts.backends.ort.execution import packed
+
+        return packed(self, modules, expert)
+
+    def skeleton(self, modules: Modules, expert: Expert, program: bytes, device: str) -> Skeleton:
+        from experts.backends.ort.execution import RuntimeSkeleton
+
+        return RuntimeSkeleton(f"{expert.architecture} in {self.name}", program, device, modules.reader(expert))
+
+
+@cache
+def runtime_fault() -> str | None:
+    absent = [name for name in RUNTIME_PACKAGES if find_spec(name) is None]
+    if absent:
+        return f"{', '.join(absent)} is not installed"
+    from experts.backends.ort.session import REFUSALS, try_runtime
+
+    try:
+        try_runtime()
+    except (ImportError, ArithmeticError, *REFUSALS) as error:
+        return f"ONNX Runtime does not work: {error}"
+    return None

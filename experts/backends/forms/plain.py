@@ -1,0 +1,64 @@
+"""fp32, bf16, fp16: a module of torch as torch runs it, on any device."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from experts.backends.base import Packable
+from experts.backends.forms.base import Form
+from experts.expert import Precision
+
+if TYPE_CHECKING:
+    import torch
+
+    from experts.backends.base import Skeleton
+    from experts.backends.forms.base import Modules
+    from experts.expert import Expert
+
+_INSTRUCTIONS = {  # as torch names them: of Intel and AMD, then of ARM
+    Precision.BF16: ("avx512_bf16", "amx_bf16", "bf16"),
+    Precision.FP16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
+}
+
+
+class PlainForm(Form):
+    def why_absent(self) -> str | None:
+        return _torch_fault(self.dtype)
+
+    def pack(self, modules: Modules, expert: Expert) -> Packable:
+        return Packable(modules.weights(expert, self), modules.unseen_structure(expert))
+
+    def template(self, modules: Modules, expert: Expert, program: bytes, device: str) -> object:
+        return modules.prototype(expert)
+
+    def skeleton(self, modules: Modules, expert: Expert, program: bytes, device: str) -> Skeleton:
+        return modules.plain_skeleton(expert, self.dtype, device)
+
+
+def is_multiplied(name: Precision) -> bool:
+    """Whether the CPU has products of these 16 bits and oneDNN may use them. oneDNN alone says yes for AVX-512."""
+    import torch
+
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    if not any(capabilities.get(each) for each in _INSTRUCTIONS[name]):
+        return False
+    operators = torch.ops.mkldnn
+    is_bf16 = name is Precision.BF16
+    return bool(operators._is_mkldnn_bf16_supported() if is_bf16 else operators._is_mkldnn_fp16_supported())
+
+
+@cache
+def _torch_fault(dtype: torch.dtype) -> str | None:
+    import torch
+    from torch.nn.functional import linear
+
+    from experts.backends.onednn.operators import on_threads
+
+    images = torch.ones((1, 16, 4, 4), dtype=dtype)
+    try:
+        convolved = on_threads(1, lambda: torch.conv2d(images, torch.ones((8, 16, 3, 3), dtype=dtype)))
+        found = on_threads(1, lambda: linear(convolved.flatten(1), torch.ones((4, 32), dtype=dtype)))
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return None if found.eq(144 * 32).all() else f"torch answers {found[0, 0]:g} for {144 * 32}"

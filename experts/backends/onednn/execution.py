@@ -1,0 +1,111 @@
+"""Modules of torch's backends in oneDNN's forms: each is fused, decided and proven once in a process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from experts.backends.base import RefusedModule
+from experts.backends.made_once import MadeOnce
+from experts.backends.onednn.calibrating import observed
+from experts.backends.onednn.correcting import corrected
+from experts.backends.onednn.form import (
+    FusedModule,
+    OnednnModule,
+    OnednnSkeleton,
+    fused_module,
+    packable,
+    packed_module,
+)
+from experts.backends.onednn.trial import decided_module
+from experts.calibrations import HOW, read_calibration
+from experts.errors import BackendUnavailable, WeightsMismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable
+
+    from torch import Tensor
+
+    from experts.backends.base import Packable
+    from experts.backends.forms.base import Form, Modules
+    from experts.backends.onednn.calibrating import Ranges
+    from experts.expert import Expert
+
+KEPT = 64  # beside those that are held: packing goes through the line's forms in turn
+
+Made = TypeVar("Made", FusedModule, OnednnModule)
+
+
+def packed(form: Form, modules: Modules, expert: Expert) -> Packable:
+    """One expert's weights. Raises WeightsMismatch where the module is refused, or the expert is not calibrated."""
+    weights, decided = modules.weights(expert, form), _decided(*_key(form, modules, expert))
+    ranges = _calibrated(form, expert, decided) if form.needs_calibration else None
+    return packable(expert, form, decided, weights, ranges)
+
+
+def _calibrated(form: Form, expert: Expert, decided: OnednnModule | RefusedModule) -> Ranges:
+    """Raises WeightsMismatch where no range was observed, or not those of all calls."""
+    found = None if expert.calibration is None else read_calibration(expert.calibration)
+    ranges = None if found is None else found.ranges.get(form.name)
+    if ranges is None:
+        raise WeightsMismatch(expert.id, f"it has no form of eight bits before it is calibrated: {HOW}")
+    if isinstance(decided, OnednnModule) and not decided.quantised <= ranges.keys():
+        raise WeightsMismatch(expert.id, f"its calibration is of another architecture or version: {HOW} anew")
+    return ranges
+
+
+def observed_ranges(form: Form, modules: Modules, expert: Expert, batches: Iterable[Tensor]) -> Ranges:
+    """Raises WeightsMismatch without a form of eight bits, and for NaN."""
+    key = _key(form, modules, expert)
+    plain = _taken(expert, _fused(*key[:-1], torch.float32))
+    decided = _taken(expert, _decided(*key))
+    weights, images = modules.weights(expert, form), list(batches)
+    try:
+        seen = observed(plain.graph, plain.inputs, weights, images)
+        return corrected(decided, plain, weights, seen, torch.cat(images))
+    except ValueError as error:
+        raise WeightsMismatch(expert.id, f"it cannot be calibrated: {error}") from error
+
+
+def proven(form: Form, modules: Modules, expert: Expert, program: bytes) -> OnednnModule:
+    """What the skeletons of a program run. Raises BackendUnavailable where it was not packed for this box."""
+    return _proven(f"{expert.architecture} in {form.name}", *_key(form, modules, expert), program)
+
+
+def skeleton(form: Form, modules: Modules, expert: Expert, program: bytes, device: str) -> OnednnSkeleton:
+    if device != "cpu":
+        raise BackendUnavailable(f"{expert.architecture} in {form.name}", f"it runs on the CPU, not on {device}")
+    return OnednnSkeleton(proven(form, modules, expert, program), modules.reader(expert))
+
+
+def _key(form: Form, modules: Modules, expert: Expert) -> tuple[Modules, Hashable, tuple[int, int], torch.dtype]:
+    return modules, modules.structure(expert), expert.pixels.size, getattr(torch, form.numbers)
+
+
+def _fuse(
+    modules: Modules, structure: Hashable, size: tuple[int, int], numbers: torch.dtype
+) -> FusedModule | RefusedModule:
+    return fused_module(modules.module(structure), size, modules.outputs, numbers)
+
+
+def _decide(
+    modules: Modules, structure: Hashable, size: tuple[int, int], numbers: torch.dtype
+) -> OnednnModule | RefusedModule:
+    found = _fused(modules, structure, size, numbers)
+    return decided_module(modules.module(structure), found, modules.outputs, modules.sample(structure))
+
+
+def _prove(
+    subject: str, modules: Modules, structure: Hashable, size: tuple[int, int], numbers: torch.dtype, program: bytes
+) -> OnednnModule:
+    return packed_module(subject, _fused(modules, structure, size, numbers), program)
+
+
+_fused, _decided, _proven = MadeOnce(_fuse, KEPT), MadeOnce(_decide, KEPT), MadeOnce(_prove, KEPT)
+
+
+def _taken(expert: Expert, made: Made | RefusedModule) -> Made:
+    if isinstance(made, RefusedModule):
+        raise WeightsMismatch(expert.id, f"{expert.architecture} cannot be calibrated: {made.reason}")
+    return made

@@ -1,0 +1,140 @@
+"""ONNX Runtime's eight bits: fused as its own tools would have them, by calibration, in eight bits or in seven."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+from experts.backends import backend_for, observed_ranges
+from experts.backends.forms import form_of
+from experts.backends.ort import eight_bits, eight_bits_execution
+from experts.backends.ort.eight_bits import NARROW, WIDE, quantised_graph, sums_exactly
+from experts.backends.ort.export import exported
+from experts.calibrations import CalibrationFolder
+from experts.errors import BackendUnavailable, WeightsMismatch
+from experts.expert import Precision
+from experts.packed.calibrated import calibration_of
+from experts.packed.packing import pack_line
+from profiler.microbench.agreement import candidate_precisions
+from tests.experts.conftest import trained_looking
+from tests.forms import needs
+
+FORM = Precision.ONNXRUNTIME_INT8
+LABELS = ("ok", "bad")
+SIZE = 64
+SHOWN = {"ok": 230, "bad": 25}
+
+pytestmark = needs(FORM)
+
+
+def picture(label, number=0):
+    return np.full((40, 40, 3), SHOWN[label] + number, dtype=np.uint8)
+
+
+@pytest.fixture
+def expert(files):
+    """A classifier whose last layer is sure of what is bright and what is dark."""
+    module = trained_looking(files.build("squeezenet1_1", len(LABELS)), seed=1)
+    described = files.expert("cls/x", "squeezenet1_1", files.folder, LABELS, SIZE)
+    with torch.no_grad():
+        ok, bad = module.features(prepared(described)).mean(dim=(2, 3))
+        across = 20 / (ok - bad).square().sum() * (ok - bad)
+        last, middle = module.classifier[1], across @ (ok + bad) / 2
+        last.weight.copy_(torch.stack([across, -across])[:, :, None, None])
+        last.bias.copy_(torch.stack([-middle, middle]))
+    return files.torch_module("cls/x", module, "squeezenet1_1", LABELS, SIZE)
+
+
+def prepared(expert):
+    return torch.stack([backend_for(expert.architecture).prepare(expert, picture(label)).tensor for label in LABELS])
+
+
+@pytest.fixture
+def calibrated(expert, tmp_path):
+    return calibrated_in(CalibrationFolder(tmp_path / "calibrations"), expert)
+
+
+def calibrated_in(folder, expert, without=None):
+    ranges = observed_ranges(expert, FORM, [prepared(expert)])
+    kept = {name: each for name, each in ranges.items() if name != without}
+    folder.write(expert.id, calibration_of(expert, "", len(LABELS), LABELS, {FORM: kept}))
+    return replace(expert, calibration=folder.path(expert.id))
+
+
+def answers(expert, precision):
+    backend = backend_for(expert.architecture)
+    packed = backend.pack(expert, precision)
+    skeleton = backend.skeleton(expert, precision, packed.program, "cpu")
+    skeleton.bind(packed.tensors)
+    return skeleton.infer(expert, [backend.prepare(expert, picture(label, 3)) for label in LABELS])
+
+
+@pytest.mark.parametrize("highest", [WIDE, NARROW])
+def test_a_classifier_decides_as_in_fp32(calibrated, monkeypatch, highest):
+    monkeypatch.setattr(eight_bits, "weight_highest", lambda: highest)
+    expected, found = answers(calibrated, Precision.FP32), answers(calibrated, FORM)
+    assert [each.label for each in found] == [each.label for each in expected] == list(LABELS)
+    assert [each.score for each in found] == pytest.approx([each.score for each in expected], abs=0.02)
+
+
+def test_all_convolutions_but_the_last_run_in_eight_bits(calibrated):
+    packed = backend_for(calibrated.architecture).pack(calibrated, FORM)
+    operators = Counter(node.op_type for node in onnx.load_from_string(packed.program).graph.node)
+    assert operators["QLinearConv"] == 25
+    assert operators["Conv"] == operators["DequantizeLinear"] == 1
+    levels = sum(tensor.numel() for tensor in packed.tensors.values() if tensor.dtype == torch.int8)
+    assert levels > 0.9 * sum(tensor.numel() for tensor in packed.tensors.values())
+
+
+def test_the_same_weights_are_packed_as_the_same_bytes(calibrated, tmp_path):
+    backend = backend_for(calibrated.architecture)
+    first = backend.pack(calibrated, FORM)
+    anew = eight_bits_execution._make(backend, backend.structure(calibrated), (SIZE, SIZE))
+    assert anew.graph.program == first.program
+    again = backend.pack(calibrated_in(CalibrationFolder(tmp_path / "again"), calibrated), FORM)
+    assert first.tensors.keys() == again.tensors.keys()
+    assert all(torch.equal(tensor, again.tensors[name]) for name, tensor in first.tensors.items())
+
+
+def test_an_expert_without_calibration_is_refused_by_name(expert, store):
+    failed = pack_line([expert], lambda _: {FORM}, store).failed
+    assert "it is not calibrated: `coserve profile" in failed[expert.id].message
+
+
+def test_a_calibration_that_lacks_a_value_is_refused(expert, tmp_path):
+    lacking = calibrated_in(CalibrationFolder(tmp_path), expert, without="images")
+    with pytest.raises(WeightsMismatch, match="of another architecture or version: `coserve profile"):
+        backend_for(expert.architecture).pack(lacking, FORM)
+
+
+def test_a_module_without_convolutions_is_refused():
+    module = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 4)).to("meta")
+    with pytest.raises(ValueError, match="no convolution that ONNX Runtime runs in eight bits"):
+        quantised_graph(exported(module, (8, 8), ("answer",)))
+
+
+def test_it_runs_on_the_cpu_only(calibrated):
+    backend = backend_for(calibrated.architecture)
+    with pytest.raises(BackendUnavailable, match=r"onnxruntime-int8: .*on the CPU, not on cuda:0"):
+        backend.skeleton(calibrated, FORM, backend.pack(calibrated, FORM).program, "cuda:0")
+
+
+def test_weights_are_as_wide_as_the_cpu_sums_them_exactly(monkeypatch):
+    assert sums_exactly(NARROW)
+    monkeypatch.setattr(eight_bits, "sums_exactly", lambda highest: highest == NARROW)
+    assert eight_bits.weight_highest.__wrapped__() == NARROW
+    monkeypatch.setattr(eight_bits, "sums_exactly", lambda highest: False)
+    monkeypatch.setattr(eight_bits, "weight_highest", eight_bits.weight_highest.__wrapped__)
+    assert form_of(FORM).why_absent() == "ONNX Runtime's sums of eight bits are wrong"
+
+
+@pytest.mark.parametrize("fault", [None, "as on a CPU without VNNI"])
+def test_it_is_tried_only_where_onednns_eight_bits_are_absent(monkeypatch, fault):
+    monkeypatch.setattr("experts.backends.onednn.operators.why_absent", lambda dtype: fault)
+    assert (FORM in candidate_precisions("resnet18", "cpu")) == (fault is not None)
