@@ -564,8 +564,9 @@ def _bounds(state: State, wish: Wish, claim: Claim) -> tuple[float, float]:
 
 def _candidate(state: State, entry: PoolEntry, next_use_s: float | None) -> EvictionCandidate:
     usage, lacks = state.line.matrix.usage.get(entry.expert, 0.0), _lacks_preliminary(state, entry.expert)
-    order = entry.loaded_order, entry.used_order
-    return EvictionCandidate(entry.copy, entry.expert, entry.footprint, usage, next_use_s, lacks, *order)
+    return EvictionCandidate(
+        entry.copy, entry.expert, entry.footprint, usage, next_use_s, lacks, entry.loaded_order, entry.used_order
+    )
 
 
 def _next_use_s(state: State, pool: ModelPool, entry: PoolEntry, soon_s: float = -math.inf) -> float | None:
@@ -573,10 +574,10 @@ def _next_use_s(state: State, pool: ModelPool, entry: PoolEntry, soon_s: float =
 
     Of several uses until ``soon_s`` any may be returned.
     """
-    users = state.users[pool.name]
-    for fed in state.fed[pool.name]:
+    users = state.users[pool.spec.name]
+    for fed in state.fed[pool.spec.name]:
         if fed.entry(entry.copy) is None:
-            users = users + state.users[fed.name]
+            users = users + state.users[fed.spec.name]
     earliest: float | None = None
     for queue in users:
         group = queue.first_group(entry.expert)
