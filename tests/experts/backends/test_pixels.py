@@ -10,7 +10,7 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
 from experts.backends.pixels import fitted, normalized
-from experts.expert import IMAGENET, Fit, InputSpec, Normalization, named
+from experts.expert import IMAGENET, Fit, InputSpec, Normalization, named_normalization
 
 OWN = Normalization((0.5, 0.4, 0.3), (0.25, 0.5, 0.125))
 TOLERANCE = 1e-5  # of values about 1: the order in which two implementations round
@@ -65,6 +65,6 @@ def test_a_model_of_blue_first_is_handed_blue_first():
 
 
 def test_numbers_with_a_name_go_by_it():
-    assert named(Normalization(IMAGENET.mean, IMAGENET.std)) == "imagenet"
-    assert named(OWN) is OWN
+    assert named_normalization(Normalization(IMAGENET.mean, IMAGENET.std)) == "imagenet"
+    assert named_normalization(OWN) is OWN
     assert torch.equal(normalized(picture(8, 8), IMAGENET), normalized(picture(8, 8), "imagenet"))

@@ -746,7 +746,7 @@ def test_a_module_without_a_layer_for_eight_bits_is_refused(kind):
 def test_a_program_tells_which_levels_the_bytes_are_of():
     form, other = form_of(Joined()), form_of(JoinedWithFloat())
     assert packed_module("cls", form.module, form.program) == form
-    assert form.placements == other.placements  # so that nothing else would tell
+    assert form.blocked == other.blocked  # so that nothing else would tell
     with pytest.raises(BackendUnavailable, match=r"its levels are of other calls .*: pack the line again here"):
         packed_module("cls", form.module, other.program)
     plain = json.loads(form.program)
