@@ -20,7 +20,8 @@ TOOLS := mosquitto:mosquitto openssl:openssl promtool:prometheus gcc:gcc
 SBIN := /usr/sbin:/usr/local/sbin
 
 # What `make test-forms` runs: all that packs, tries, chooses or names a form, and what a CPU does without some of them.
-FORM_TESTS := tests/experts/backends/onednn tests/experts/backends/onnx tests/experts/backends/test_contract.py \
+FORM_TESTS := tests/experts/backends/onednn tests/experts/backends/onnx tests/experts/backends/ort \
+  tests/experts/backends/test_contract.py tests/experts/backends/test_forms.py \
   tests/agent/commands/test_doctor.py tests/agent/deployment/test_eight_bits.py \
   tests/profiler/microbench/test_precision_choice.py tests/profiler/profiling/test_eight_bits.py
 AS_WITH_AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
