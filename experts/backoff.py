@@ -19,3 +19,7 @@ class Backoff:
         if failures < 1:
             return 0.0
         return min(self.first_s * 2.0 ** min(failures - 1, MOST_DOUBLINGS), self.longest_s)
+
+    def next_pause_s(self, pause_s: float) -> float:
+        """Pause after one of ``pause_s`` seconds; 0 asks for the first."""
+        return min(2.0 * pause_s or self.first_s, self.longest_s)

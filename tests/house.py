@@ -167,7 +167,7 @@ def main() -> int:
         medians = [statistics.median(times) for times in zip(*pairs, strict=True)]
         print(f"{'coserve --help, s, median of pairs by turns':45}", *(f"{each:8.2f}" for each in medians))
     found = breaches(checkouts[-1])
-    print(*found, sep="\n")
+    print("\n".join(found))
     return 1 if told.check and found else 0
 
 

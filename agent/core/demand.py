@@ -415,7 +415,7 @@ def _start(state: State, pool: ModelPool, source: str, wish: Wish, claim: Claim)
     setback = state.setbacks.get((pool.name, copy))
     if _is_busy(state, source):
         return Answer.BUSY
-    if setback is not None and state.now < setback.backoff.until_s:
+    if setback is not None and state.now < setback.pause.until_s:
         return Answer.WAIT
     if not _make_room(state, pool, wish, claim):
         return Answer.NO_ROOM

@@ -34,7 +34,8 @@ from agent.core.effects import BudgetChanged, FellBack, LeasesChanged, Standing,
 from agent.core.performance import footprints_in
 from agent.core.pool import least_bytes
 from agent.core.request import CANCELLED
-from agent.core.state import Backoff, Probation, Setback
+from agent.core.state import Pause, Probation, Setback
+from experts.backoff import Backoff
 
 if TYPE_CHECKING:
     from agent.core.events import BatchFailed, LoadFailed
@@ -155,7 +156,7 @@ def load_failed(state: State, load: Load, event: LoadFailed) -> None:
 
 
 def _count_failed_load(state: State, load: Load, reason: str, setback: Setback) -> None:
-    expert, retry_s = load.expert, setback.backoff.until_s
+    expert, retry_s = load.expert, setback.pause.until_s
     if expert in state.quarantined or setback.attempts < LOAD_ATTEMPTS:
         demand.place_pinned(state, expert)
         return
@@ -177,8 +178,8 @@ def _set_back_load(state: State, load: Load, *, is_away: bool) -> Setback:
 
 def _set_back(state: State, pool: str, copy: str, attempts: int, longest_s: float = LONGEST_PAUSE_S) -> Setback:
     before = state.setbacks.get((pool, copy))
-    backoff = Backoff.after(before.backoff if before else None, LOAD_BACKOFF_S, longest_s, state.now)
-    setback = Setback(attempts, backoff, _failing_since_s(state, pool, copy))
+    pause = Pause.after(before.pause if before else None, Backoff(LOAD_BACKOFF_S, longest_s), state.now)
+    setback = Setback(attempts, pause, _failing_since_s(state, pool, copy))
     state.setbacks[pool, copy] = setback
     return setback
 
@@ -186,17 +187,17 @@ def _set_back(state: State, pool: str, copy: str, attempts: int, longest_s: floa
 def _failing_since_s(state: State, pool: str, copy: str) -> float:
     """When the present run of failures began; AWAY_S without a failure ends a run."""
     before = state.setbacks.get((pool, copy))
-    return state.now if before is None or state.now - before.backoff.until_s > AWAY_S else before.since_s
+    return state.now if before is None or state.now - before.pause.until_s > AWAY_S else before.since_s
 
 
 def next_retry_s(state: State) -> float | None:
     """When a failed load may be tried again next; a load whose pause is over waits for a claim."""
-    moments = (setback.backoff.until_s for setback in state.setbacks.values())
+    moments = (setback.pause.until_s for setback in state.setbacks.values())
     return min((moment for moment in moments if moment > state.now), default=None)
 
 
 def is_retry_due(state: State, since_s: float) -> bool:
-    return any(since_s < setback.backoff.until_s <= state.now for setback in state.setbacks.values())
+    return any(since_s < setback.pause.until_s <= state.now for setback in state.setbacks.values())
 
 
 # -- batches --
@@ -239,7 +240,7 @@ def _probation_for(state: State, batch: Batch, event: BatchFailed) -> Probation 
     stays = expert in state.probations and request not in state.trials  # it ran when the probation began
     if expert in state.quarantined or stays or count < EXPERT_FAILURES:
         return None
-    pause = Backoff.after(state.batch_pauses.get(expert), PROBATION_S, LONGEST_PAUSE_S, state.now)
+    pause = Pause.after(state.batch_pauses.get(expert), Backoff(PROBATION_S, LONGEST_PAUSE_S), state.now)
     state.batch_pauses[expert] = pause
     probation = Probation(f"{_in_a_row(count, 'batch')}, last: {event.reason}", pause.until_s)
     return _put_on_probation(state, expert, probation)
@@ -300,7 +301,7 @@ def _is_barred(state: State, pool: str, copy: str) -> bool:
     places = (pool, cache) if cache is not None and is_on_its_way else (pool,)
     setbacks = (state.setbacks.get((place, copy)) for place in places)
     return any(
-        each is not None and each.attempts >= LOAD_ATTEMPTS and state.now < each.backoff.until_s for each in setbacks
+        each is not None and each.attempts >= LOAD_ATTEMPTS and state.now < each.pause.until_s for each in setbacks
     )
 
 
@@ -342,7 +343,7 @@ def _fall_back(state: State, expert: str, pool: str, copy: str, reason: str) -> 
         if group.expert == expert
         for request in group.requests
     ]
-    retry_s = state.setbacks[pool, copy].backoff.until_s - state.now
+    retry_s = state.setbacks[pool, copy].pause.until_s - state.now
     state.effects.append(FellBack(expert, copy, pool, len(moving), reason, retry_s))
     for request in moving:
         requests.leave_executor(state, request)
@@ -354,14 +355,14 @@ def _fall_back(state: State, expert: str, pool: str, copy: str, reason: str) -> 
 
 
 def next_relief_s(state: State) -> float | None:
-    return min((backoff.until_s for backoff in state.lowered.values()), default=None)
+    return min((pause.until_s for pause in state.lowered.values()), default=None)
 
 
 def relieve(state: State) -> bool:
     """Give back to budgets the bytes that are due; True if there were any."""
-    due = [name for name, backoff in state.lowered.items() if backoff.until_s <= state.now]
+    due = [name for name, pause in state.lowered.items() if pause.until_s <= state.now]
     for name in due:
-        pool, backoff = state.pools[name], state.lowered.pop(name)
+        pool, pause = state.pools[name], state.lowered.pop(name)
         if pool.missing_bytes or pool.missing_lease_bytes:
             is_little = pool.missing_bytes <= _least_bytes(state, pool)
             _set_budget(
@@ -370,7 +371,7 @@ def relieve(state: State) -> bool:
             is_little = pool.missing_lease_bytes <= pool.spec.lease_bytes // LITTLE
             kept_bytes = 0 if is_little else pool.missing_lease_bytes // 2
             _set_leases(state, pool, pool.spec.lease_bytes - kept_bytes, NO_SHORTAGE)
-            state.lowered[name] = Backoff.after(backoff, BUDGET_PAUSE_S, LONGEST_BUDGET_PAUSE_S, state.now)
+            state.lowered[name] = Pause.after(pause, Backoff(BUDGET_PAUSE_S, LONGEST_BUDGET_PAUSE_S), state.now)
     return bool(due)
 
 
@@ -432,7 +433,7 @@ def _most_leased(state: State, pool: ModelPool) -> int:
 def _pause_budget(state: State, pool: ModelPool) -> None:
     lowered = state.lowered.get(pool.name)
     pause_s = lowered.pause_s if lowered is not None else BUDGET_PAUSE_S
-    state.lowered[pool.name] = Backoff(pause_s, state.now + pause_s)
+    state.lowered[pool.name] = Pause(pause_s, state.now + pause_s)
 
 
 def _set_budget(state: State, pool: ModelPool, to_bytes: int, reason: str) -> None:

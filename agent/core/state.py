@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from agent.core.queue import ExecutorQueue, Group
     from agent.core.request import Batch, StepResult, Work
     from agent.core.scheduler import Scheduler
+    from experts.backoff import Backoff
     from experts.graph import ExpertGraph
 
 SPECULATIONS = 32  # arbitrary: enough for every executor's last few batches
@@ -65,15 +66,15 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
-class Backoff:
-    """A pause that doubles with each failure in a row."""
+class Pause:
+    """The present pause of a backoff."""
 
     pause_s: float
     until_s: float
 
     @classmethod
-    def after(cls, before: Backoff | None, first_s: float, longest_s: float, now: float) -> Backoff:
-        pause_s = min(before.pause_s * 2 if before else first_s, longest_s)
+    def after(cls, before: Pause | None, backoff: Backoff, now: float) -> Pause:
+        pause_s = backoff.next_pause_s(before.pause_s if before else 0.0)
         return cls(pause_s, now + pause_s)
 
 
@@ -82,7 +83,7 @@ class Setback:
     """Loads of one copy into one memory that failed in a row. ``since_s``: when the run of failures began."""
 
     attempts: int
-    backoff: Backoff
+    pause: Pause
     since_s: float
 
 
@@ -167,12 +168,12 @@ class State:
 
     # failures
     setbacks: dict[tuple[str, str], Setback] = field(default_factory=dict)  # (memory, copy)
-    lowered: dict[str, Backoff] = field(default_factory=dict)  # memories whose budget was lowered
+    lowered: dict[str, Pause] = field(default_factory=dict)  # memories whose budget was lowered
     quarantined: dict[str, str] = field(default_factory=dict)  # expert -> reason
     probations: dict[str, Probation] = field(default_factory=dict)  # by expert
     trials: dict[int, str] = field(default_factory=dict)  # request -> expert on probation
     failed_batches: dict[str, int] = field(default_factory=dict)  # expert -> batches of one that failed in a row
-    batch_pauses: dict[str, Backoff] = field(default_factory=dict)  # expert -> latest probation for failed batches
+    batch_pauses: dict[str, Pause] = field(default_factory=dict)  # expert -> latest probation for failed batches
 
     def __post_init__(self) -> None:
         self.overtake_s = self.limits.max_overtake_s if self.policy.bounded else math.inf
