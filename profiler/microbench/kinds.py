@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -24,48 +23,25 @@ from agent.device_profile.records import KindProfile
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.machine.detection import host_memory
 from agent.runtime.measuring.loads import alike, measure_loads
-from agent.runtime.measuring.meter import meter_for
 from agent.runtime.measuring.rig import MeasuringRig
 from experts.errors import ExpertError
-from profiler.microbench.batches import BatchOptions, BatchRuns, ImageCycle
+from profiler.microbench.batches import BatchRuns, ImageCycle
 from profiler.microbench.fits import fit_latency, fit_workspace, plateau
 from profiler.microbench.texts import measure_texts
 from profiler.workload.samples import described
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from agent.core.request import Rejected
     from agent.runtime.expert_copy import ExpertCopy
-    from agent.runtime.machine.box import Box
-    from agent.runtime.measuring.meter import WorkspaceMeter
     from experts.backends.base import Prepared
-    from experts.packed.weights import SegmentStore
-    from profiler.workload.samples import LineSamples
+    from profiler.microbench.bench import Bench
 
 logger = logging.getLogger(__name__)
 
 BATCHES_TOGETHER = 12  # at least, by all executors that are timed at once
 ESTIMATED = "workspace estimated from shapes"
-
-
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """Box, processor and samples that experts are measured with. ``threads``: of each executor of the processor.
-
-    ``meter``: measures the bytes of a processor's batches; None where they can only be estimated.
-    """
-
-    box: Box
-    processor: str
-    segments: SegmentStore
-    samples: LineSamples
-    threads: int
-    options: BatchOptions = field(default_factory=BatchOptions)
-    meter: Callable[[str], WorkspaceMeter | None] = meter_for
-
-    def rig(self, copies: Sequence[ExpertCopy]) -> MeasuringRig:
-        return MeasuringRig(self.box, self.processor, copies, self.segments, self.threads)
 
 
 def measure_kind(bench: Bench, copies: Sequence[ExpertCopy]) -> KindProfile:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.measuring.rig import MeasuringRig
-    from profiler.microbench.kinds import Bench
+    from profiler.microbench.bench import Bench
     from profiler.workload.samples import Sample
 
 logger = logging.getLogger(__name__)

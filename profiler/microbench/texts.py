@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from agent.runtime.measuring.rig import MeasuringRig
     from agent.runtime.measuring.text_times import TextTimes
     from experts.llm.model import LanguageModel
-    from profiler.microbench.kinds import Bench
+    from profiler.microbench.bench import Bench
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 TEXTS, PROMPT_TOKENS, WRITTEN_TOKENS = 6, 12, 24

@@ -38,9 +38,10 @@ from profiler.allocation.search_runs import RUNS
 from profiler.allocation.step import ENGINE, AllocationStep
 from profiler.microbench.agreement import TOLERANCE, candidate_precisions
 from profiler.microbench.batches import BatchOptions, why_no_larger
+from profiler.microbench.bench import Bench
 from profiler.microbench.decoding import DecodingBench
 from profiler.microbench.fits import TOLERANCE as PLATEAU_TOLERANCE
-from profiler.microbench.kinds import Bench, measure_kind, measure_speedups
+from profiler.microbench.kinds import measure_kind, measure_speedups
 from profiler.microbench.packed_forms import LinePacking, refuse_what_never_fits
 from profiler.microbench.precision_choice import PrecisionChoice
 from profiler.microbench.smoke_test import failing_experts

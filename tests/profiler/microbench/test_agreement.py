@@ -29,7 +29,7 @@ from profiler.microbench.agreement import (
     image_s,
     is_clearly_faster,
 )
-from profiler.microbench.kinds import Bench
+from profiler.microbench.bench import Bench
 from profiler.workload.samples import LineSamples, Sample
 
 LABELS = ("ok", "bad")

@@ -11,7 +11,7 @@ from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.machine.detection import detect
 from experts.expert import Expert, InputSpec, Precision
 from experts.packed.packing import pack_line
-from profiler.microbench.kinds import Bench
+from profiler.microbench.bench import Bench
 from profiler.microbench.smoke_test import failing_experts
 from profiler.workload.samples import LineSamples, Sample
 

@@ -14,7 +14,8 @@ from experts.llm.config import read_spec
 from experts.packed.packing import pack_line
 from profiler.microbench.agreement import candidate_precisions, image_s
 from profiler.microbench.batches import BatchOptions
-from profiler.microbench.kinds import Bench, measure_kind
+from profiler.microbench.bench import Bench
+from profiler.microbench.kinds import measure_kind
 from profiler.microbench.smoke_test import failing_experts
 from profiler.microbench.texts import MADE_UP, TEXTS_SHA256, compare_texts
 from profiler.workload.samples import LineSamples
