@@ -70,7 +70,13 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "agent.sqlite_files": (),
     "agent.core": (),
     "agent.runtime.machine": ("agent.core",),
-    "agent.runtime": ("agent.core", "agent.runtime.machine"),
+    "agent.runtime.expert_copy": ("agent.core",),
+    "agent.runtime.images": ("agent.core", "agent.runtime.expert_copy", "agent.runtime.machine"),
+    "agent.runtime.weights": ("agent.core", "agent.runtime.expert_copy", "agent.runtime.machine"),
+    "agent.runtime": (
+        "agent.core", "agent.runtime.expert_copy", "agent.runtime.images", "agent.runtime.machine",
+        "agent.runtime.weights",
+    ),
     "agent.runtime.measuring": ("agent.core", "agent.runtime"),
     "agent.device_profile": ("agent.core", "agent.sqlite_files", *NOUNS),
     "agent.deployment": ("agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile"),
@@ -528,9 +534,13 @@ class TestTheEnvironmentRule:
 
 
 def test_torch_s_threads_are_counted_in_one_place():
-    """torch.set_num_threads alone does not keep: see agent.runtime.threads. The demo sets its whole process's.
+    """torch.set_num_threads alone does not keep: see agent.runtime.machine.threads. The demo sets its whole process's.
 
     oneDNN is asked for layouts on threads that were made for it, and end with the question.
     """
     setters = {module_name(path) for path in source_files() if "set_num_threads" in path.read_text()}
-    assert setters == {"agent.runtime.threads", "agent.demo.training.train", "experts.backends.onednn.operators"}
+    assert setters == {
+        "agent.runtime.machine.threads",
+        "agent.demo.training.train",
+        "experts.backends.onednn.operators",
+    }

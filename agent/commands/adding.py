@@ -22,8 +22,8 @@ import numpy as np
 
 from agent.config import line_of
 from agent.line_file.editing import add_expert, append, begun, content_of, edit_file, rendered
-from agent.runtime.image_sources import decoded
-from agent.runtime.preparation import prepare
+from agent.runtime.images.preparation import prepare
+from agent.runtime.images.sources import decoded
 from experts.backends import backend_for
 from experts.document import parse_document, read_document
 from experts.errors import ConfigError, LoadError, WeightsUnclear

@@ -25,10 +25,10 @@ from agent.device_profile.identity import box_mismatches, identity_of
 from agent.runtime.loop import AgentLoop, LoopOptions, assemble
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.machine.detection import detect
+from agent.runtime.machine.threads import end_team
 from agent.runtime.measuring.probe import Probed, estimated_matrix, probe
 from agent.runtime.requests import Requests
-from agent.runtime.templates import Templates, make_templates
-from agent.runtime.threads import end_team
+from agent.runtime.weights.templates import Templates, make_templates
 from experts.backends import backend_for
 from experts.backends.forms import form_of
 from experts.errors import BackendUnavailable, ConfigError, DeviceMissing, ExpertError

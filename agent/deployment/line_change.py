@@ -21,8 +21,8 @@ from agent.deployment.families import with_families
 from agent.deployment.memory_split import pinned_experts
 from agent.deployment.packed_copies import copies_of, copy_name
 from agent.runtime.machine.box import threads_per_executor
-from agent.runtime.templates import make_templates
 from agent.runtime.texts import expert_name
+from agent.runtime.weights.templates import make_templates
 from experts.errors import ConfigError, CoServeError, MemoryExceeded, WeightsMismatch
 from experts.expert import Precision
 from experts.graph import ExpertGraph
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from agent.deployment.build import Agent, Progress
     from agent.deployment.engine_setup import EngineSetup
     from agent.runtime.expert_copy import ExpertCopy
-    from agent.runtime.templates import Templates
+    from agent.runtime.weights.templates import Templates
     from experts.errors import ExpertError
     from experts.packed.weights import PackedExpert
 

@@ -26,14 +26,14 @@ import torch
 
 from agent.core.events import BatchFailed, Finished, Progressed
 from agent.core.request import Rejected
-from agent.runtime.device_loss import Breakdown, DeviceWatch
-from agent.runtime.due_threads import DueTask
-from agent.runtime.image_sources import image_name
+from agent.runtime.images.due_threads import DueTask
+from agent.runtime.images.sources import image_name
 from agent.runtime.machine.box import torch_device
+from agent.runtime.machine.device_loss import Breakdown, DeviceWatch, is_out_of_memory
+from agent.runtime.machine.threads import Team, use_threads
 from agent.runtime.text_sources import TextSource
-from agent.runtime.threads import Team, use_threads
 from experts.backends.base import Prepared
-from experts.errors import BackendUnavailable, CoServeError, MemoryExceeded, OutputInvalid
+from experts.errors import BackendUnavailable, CoServeError, OutputInvalid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from agent.core.performance import ExecutorSpec
     from agent.core.request import Batch
     from agent.runtime.expert_copy import ExpertCopy
-    from agent.runtime.image_sources import ImageSource
-    from agent.runtime.preparation import Preparation
-    from agent.runtime.slots import SlotStore
+    from agent.runtime.images.preparation import Preparation
+    from agent.runtime.images.sources import ImageSource
     from agent.runtime.texts import RunningTexts
+    from agent.runtime.weights.slots import SlotStore
     from experts.backends.base import Skeleton
     from experts.expert import Expert, Prediction
     from experts.llm.model import LanguageModel
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     Shown = RequestSource | Prepared | Rejected  # in a batch: to be prepared, or prepared already
 
 logger = logging.getLogger(__name__)
-
-OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "failed to allocate", "out of memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,10 +287,3 @@ def checked(prediction: Prediction, expert: Expert) -> Prediction | Rejected:
     if all(math.isfinite(score) for score in scores):
         return prediction
     return Rejected(f"expert {expert.id}: its score is not a number: check its weights, then pack them again")
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """True where the batch needed more memory than there is: a smaller one may run."""
-    if isinstance(error, (MemoryError, MemoryExceeded, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in OUT_OF_MEMORY_TEXTS)

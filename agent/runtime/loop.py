@@ -28,21 +28,21 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 from agent.core import effects, events
 from agent.core.request import IMAGE, Precedence
 from agent.runtime.ages import AgeLimits, Forecast, OpenWork
-from agent.runtime.device_loss import Breakdown, watch_of
 from agent.runtime.executor import BatchExecutor
-from agent.runtime.image_sources import image_name
+from agent.runtime.images.preparation import Preparation, nothing_told, threads_for
+from agent.runtime.images.sources import image_name
 from agent.runtime.machine.box import threads_per_executor, torch_device
+from agent.runtime.machine.device_loss import Breakdown, watch_of
 from agent.runtime.machine.heap import HeapKeeper
 from agent.runtime.machine.memories import HostMemory, memory_for
-from agent.runtime.moe_loads import MoeLoads
-from agent.runtime.moe_usage import FOLDER as USAGE_FOLDER
-from agent.runtime.preparation import Preparation, nothing_told, threads_for
-from agent.runtime.slots import SkeletonShelf, SlotStore
+from agent.runtime.machine.threads import end_team, team_cores
 from agent.runtime.text_engines import TextEngines, text_engines
 from agent.runtime.text_sources import TextSource
 from agent.runtime.texts import RunningTexts, expert_name
-from agent.runtime.threads import end_team, team_cores
-from agent.runtime.transfer import PacedLink, Transfers
+from agent.runtime.weights.moe_loads import MoeLoads
+from agent.runtime.weights.moe_usage import FOLDER as USAGE_FOLDER
+from agent.runtime.weights.slots import SkeletonShelf, SlotStore
+from agent.runtime.weights.transfer import PacedLink, Transfers
 from experts.errors import AgentCrashed
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ if TYPE_CHECKING:
     from agent.runtime.executor import ExecutorStatistics, RequestSource
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.box import Box
-    from agent.runtime.slots import SlotStatistics
     from agent.runtime.texts import AskedText
-    from agent.runtime.transfer import TransferStatistics
+    from agent.runtime.weights.slots import SlotStatistics
+    from agent.runtime.weights.transfer import TransferStatistics
     from experts.graph import ExpertGraph
     from experts.packed.weights import SegmentStore
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from agent.records.retention.archive import KeeperStatistics
     from agent.runtime.executor import ExecutorStatistics
     from agent.runtime.loop import LoopStatistics
-    from agent.runtime.transfer import TransferStatistics
+    from agent.runtime.weights.transfer import TransferStatistics
     from agent.service.desk.tally import Tally
     from agent.service.inspections.admission import Admission
     from agent.service.inspections.inspector import Inspector, ShadowCounts

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from agent.runtime.threads import use_threads
-from agent.runtime.transfer import PacedLink
+from agent.runtime.machine.threads import use_threads
+from agent.runtime.weights.transfer import PacedLink
 from experts.backends import backend_for, family
 from experts.errors import OutputInvalid
 from profiler.bench.plain_models import PlainExpert, build, plain_expert

@@ -22,7 +22,7 @@ from agent.core.events import BatchFailed
 from agent.core.request import Rejected
 from agent.device_profile.identity import verdict_sha256
 from agent.device_profile.records import Agreement
-from agent.runtime.image_sources import ImageFile
+from agent.runtime.images.sources import ImageFile
 from agent.runtime.machine.box import torch_device
 from experts.backends import backend_for
 from experts.backends.forms import FORMS

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from agent.core.events import BatchFailed
 from agent.core.request import Rejected
 from agent.device_profile.records import BatchTimes
-from agent.runtime.image_sources import ImageFile
+from agent.runtime.images.sources import ImageFile
 from agent.runtime.measuring.rig import noise
 from experts.backends import backend_for
 from experts.errors import LoadError
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from agent.runtime.expert_copy import ExpertCopy
-    from agent.runtime.image_sources import ImageSource
+    from agent.runtime.images.sources import ImageSource
     from agent.runtime.measuring.meter import WorkspaceMeter
     from agent.runtime.measuring.rig import MeasuringRig, TimedBatch
     from experts.backends.base import Prepared

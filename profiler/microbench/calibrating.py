@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from agent.runtime.preparation import prepare
+from agent.runtime.images.preparation import prepare
 from experts.backends import observed_ranges
 from experts.calibrations import CalibrationFolder
 from experts.errors import ExpertError, ImageError

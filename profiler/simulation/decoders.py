@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agent.core.performance import ExecutorSpec, PerformanceMatrix
     from agent.core.request import Batch
 
-LEAST_THREADS = 2  # of ``agent.runtime.preparation``
+LEAST_THREADS = 2  # of ``agent.runtime.images.preparation``
 AT_ONCE = -math.inf
 ROUNDING = 1e-9  # cores: fewer count as none
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from agent.config import component_shares, usage_probabilities
 from agent.deployment.build import AgentOptions, agent_with_requests
 from agent.device_profile.records import UsageOrigin, UsageProfile
-from agent.runtime.image_sources import ImageFile
+from agent.runtime.images.sources import ImageFile
 from experts.errors import ConfigError
 from experts.expert import Verdict
 from profiler.usage.history import served_requests

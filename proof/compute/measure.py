@@ -18,7 +18,7 @@ import torch
 from agent.deployment.executors import CORES_PER_CPU_EXECUTOR, executors_on
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.machine.detection import detect
-from agent.runtime.threads import end_team, lone_team, use_threads
+from agent.runtime.machine.threads import end_team, lone_team, use_threads
 from experts.backends import backend_for
 from experts.errors import ConfigError, CoServeError
 from experts.expert import Precision

@@ -21,9 +21,9 @@ from agent.core.performance import HOST, SSD
 from agent.runtime.executor import RunsTexts
 from agent.runtime.expert_copy import ExpertCopy, moe_experts_of
 from agent.runtime.machine.memories import HostMemory
-from agent.runtime.moe_loads import MoeLoads
-from agent.runtime.slots import SkeletonShelf, SlotStore
-from agent.runtime.transfer import PacedLink, Transfers
+from agent.runtime.weights.moe_loads import MoeLoads
+from agent.runtime.weights.slots import SkeletonShelf, SlotStore
+from agent.runtime.weights.transfer import PacedLink, Transfers
 from experts.expert import Expert, Precision
 from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.tiers.moe_experts import MoeExpert

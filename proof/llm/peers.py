@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.runtime.threads import end_team, use_threads
+from agent.runtime.machine.threads import end_team, use_threads
 from experts.errors import CoServeError
 from proof.llm.random_models import TextJob
 

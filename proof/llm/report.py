@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from agent.runtime.threads import use_threads
+from agent.runtime.machine.threads import use_threads
 from experts.llm.checkpoint import open_checkpoint
 from experts.llm.config import read_spec
 from experts.llm.model import LanguageModel

@@ -16,7 +16,7 @@ from ultralytics.data.augment import LetterBox
 from ultralytics.data.dataset import ClassificationDataset, YOLODataset
 from ultralytics.data.loaders import LoadImagesAndVideos
 
-from agent.runtime.preparation import prepare
+from agent.runtime.images.preparation import prepare
 from experts.expert import Orientation
 from experts.images import decode_image
 from experts.orientation import TAG

@@ -21,16 +21,16 @@ from agent.core.effects import StartLoad
 from agent.core.events import BatchFailed, Finished, Loaded, LoadFailed, Progressed
 from agent.core.performance import HOST, SSD, ExecutorSpec
 from agent.core.request import Batch, Rejected
-from agent.runtime.device_loss import Breakdown, watch_of
 from agent.runtime.executor import BatchExecutor
-from agent.runtime.image_sources import image_name
+from agent.runtime.images.preparation import Preparation, threads_for
+from agent.runtime.images.sources import image_name
 from agent.runtime.machine.box import torch_device
+from agent.runtime.machine.device_loss import Breakdown, watch_of
 from agent.runtime.machine.memories import HostMemory, memory_for
-from agent.runtime.moe_loads import MoeLoads
-from agent.runtime.preparation import Preparation, threads_for
-from agent.runtime.slots import SkeletonShelf, SlotStore
-from agent.runtime.threads import end_team, team_cores
-from agent.runtime.transfer import PacedLink, Transfers
+from agent.runtime.machine.threads import end_team, team_cores
+from agent.runtime.weights.moe_loads import MoeLoads
+from agent.runtime.weights.slots import SkeletonShelf, SlotStore
+from agent.runtime.weights.transfer import PacedLink, Transfers
 from experts import errors
 from experts.backends.base import Prepared
 from experts.backends.llm import LlmSkeleton
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from agent.runtime.expert_copy import ExpertCopy
-    from agent.runtime.image_sources import ImageSource
+    from agent.runtime.images.sources import ImageSource
     from agent.runtime.machine.box import Box
     from experts.expert import Expert, Prediction
     from experts.llm.model import LanguageModel

@@ -19,7 +19,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING, TypeVar
 
 from agent.runtime.executor import own_stream
-from agent.runtime.threads import Team, end_team, lone_team, use_threads
+from agent.runtime.machine.threads import Team, end_team, lone_team, use_threads
 from experts.errors import BackendUnavailable, LoadError
 from experts.llm.serving.engine import LlmEngine, Turn
 from experts.llm.serving.extents import arena_for

@@ -19,7 +19,7 @@ from PIL import Image, UnidentifiedImageError
 
 from agent.api.calls.desk import VerdictView
 from agent.core.request import CANCELLED
-from agent.runtime.image_sources import EncodedImage, Frame, FramePart
+from agent.runtime.images.sources import EncodedImage, Frame, FramePart
 from agent.service.desk.views import anomaly_views, verdict_view
 from agent.service.inspections.inspector import Submission
 from agent.service.inspections.journaled import key_reused
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from agent.api.calls.desk import CallerTicket, ImageOrder, Listener
     from agent.core.request import Outcome
     from agent.line_file.boards import LayoutSections
-    from agent.runtime.image_sources import ImageSource
+    from agent.runtime.images.sources import ImageSource
     from agent.service.inspections.admission import Admission
     from agent.service.inspections.inspector import Course, Inspector
     from agent.service.inspections.journaled import JournaledImages, Sending, StoredVerdict

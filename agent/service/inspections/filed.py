@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from agent.records.boards import SEVERITY
-from agent.runtime.image_sources import EncodedImage, Frame, FramePart
+from agent.runtime.images.sources import EncodedImage, Frame, FramePart
 from agent.service.inspections.inspector import Course, Submission
 from agent.service.inspections.rows import duplicate_result, judged_result, unknown
 from agent.subject import part_key, pieces

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from agent.core.request import CANCELLED
 from agent.records.journal import Acceptance, JournalReader
-from agent.runtime.image_sources import EncodedImage, Frame, FramePart
+from agent.runtime.images.sources import EncodedImage, Frame, FramePart
 from agent.service.inspections.inspector import Course, Submission
 from agent.service.inspections.rows import judged_result, unknown
 from agent.sources.base import LeftOver
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from agent.records.result_writer import ResultStore
     from agent.records.results import Recorded, Result
     from agent.records.retention.archive import ImageKeeper
-    from agent.runtime.image_sources import ImageSource
+    from agent.runtime.images.sources import ImageSource
     from agent.service.inspections.inspector import Inspector
     from agent.service.inspections.verdicts import Verdicts
     from agent.subject import Subject

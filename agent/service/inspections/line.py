@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from agent.runtime.image_sources import EncodedImage
+from agent.runtime.images.sources import EncodedImage
 from agent.subject import pieces
 from experts.expert import Verdict
 

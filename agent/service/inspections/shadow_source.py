@@ -23,7 +23,7 @@ import numpy as np
 from agent.core.request import CANCELLED, GAVE_WAY, NO_SPARE_ROOM, Precedence
 from agent.deployment.line_change import line_name, with_line_names
 from agent.records.shadow_answers import Pair, Side, SideBySide, count_dropped, write_answer
-from agent.runtime.image_sources import EncodedImage, FramePart, ImageFile, pixels_of
+from agent.runtime.images.sources import EncodedImage, FramePart, ImageFile, pixels_of
 from agent.runtime.text_sources import TextSource
 from agent.service.inspections.inspector import JudgedWatch, ShadowCounts, Submission
 from experts.expert import Verdict
@@ -31,7 +31,7 @@ from experts.expert import Verdict
 if TYPE_CHECKING:
     from agent.core.request import Batch, Outcome
     from agent.records.result_writer import ResultStore
-    from agent.runtime.image_sources import ImageSource
+    from agent.runtime.images.sources import ImageSource
     from agent.service.inspections.inspector import Course, Inspector
     from agent.subject import Subject
     from experts.expert import Prediction

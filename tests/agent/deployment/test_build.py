@@ -26,7 +26,7 @@ from agent.device_profile.records import Allocation, ImageDecoding, KindProfile,
 from agent.device_profile.store import ProfileDraft, partial_of
 from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.detection import detect
-from agent.runtime.threads import use_threads
+from agent.runtime.machine.threads import use_threads
 from experts.backends.onednn import operators as onednn_operators
 from experts.errors import ConfigError, MemoryExceeded
 from experts.expert import Precision, Verdict
@@ -343,7 +343,7 @@ def test_what_experts_are_copies_of_is_made_before_it_starts_and_told(line):
 
 @on_linux
 def test_whoever_builds_and_starts_an_agent_leaves_its_executors_the_cores(line):
-    """A team that waits on the builder's thread makes them take up to twice as long: see ``agent.runtime.threads``."""
+    """A team on the builder's thread makes them take up to twice as long: see ``agent.runtime.machine.threads``."""
 
     def with_a_team(*_):
         torch.ones(512, 512).mm(torch.ones(512, 512))  # as packing what is larger than fakes does

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from agent.runtime.threads import give_way
+from agent.runtime.machine.threads import give_way
 
 SETTLING_S = 0.1
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

@@ -53,41 +53,6 @@ def test_limits_grow_with_what_was_predicted():
     assert work.next_due_s() == 60.0
 
 
-def test_loads_that_are_held_to_a_rate_wait_for_one_another():
-    work = open_work(ssd_bytes_per_s=10.0)
-    work.open_load(load_of("cls/unknown", 1), 0.0)  # 100 s
-    work.open_load(load_of("cls/unknown", 2), 0.0)  # 200 s, behind the first
-    assert work.next_due_s() == 200.0
-    work.close_load(1)
-    assert work.next_due_s() == 400.0
-
-
-def test_a_load_from_a_memory_in_front_is_held_to_no_rate():
-    work = open_work(ssd_bytes_per_s=10.0)
-    work.open_load(load_of("cls/unknown", source="host"), 0.0)
-    assert work.next_due_s() == 10.0
-
-
-def test_the_oldest_of_each_counts_and_what_was_answered_does_not():
-    work = open_work()
-    assert (work.oldest_batch_s(5.0), work.oldest_load_s(5.0), work.next_due_s()) == (None, None, None)
-    for number in range(3):
-        work.open_batch(batch_of("cls/unknown", 1, number), float(number))
-        work.open_load(load_of("cls/unknown", number), 2.0 + number)
-    work.close_batch(0)
-    work.close_batch(7)
-    assert (work.oldest_batch_s(5.0), work.oldest_load_s(5.0)) == (4.0, 3.0)
-    assert (work.batches, work.loads) == (2, 3)
-
-
-def test_what_is_told_names_the_link_its_age_and_what_comes_next(caplog):
-    work = open_work()
-    work.open_load(load_of("cls/unknown"), 0.0)
-    work.look(12.0)
-    assert "age_s=12" in caplog.text
-    assert "the load of cls/unknown from ssd to host has not answered; the agent ends in 40 s" in caplog.text
-
-
 def test_nothing_ends_the_agent_that_was_not_told_long_before():
     work = open_work()
     work.open_load(load_of("cls/unknown"), 0.0)
@@ -95,21 +60,3 @@ def test_nothing_ends_the_agent_that_was_not_told_long_before():
     work.look(10_039.9)
     with pytest.raises(WorkOverdue, match="10040 s"):
         work.look(10_040.0)
-
-
-def test_a_quantum_is_expected_to_last_as_long_as_it_may_or_as_one_batch_takes():
-    for quantum_s, due_s in ((60.0, 120.0), (1.0, 68.0)):
-        work = open_work()
-        work.open_batch(StartBatch(Batch(1, 0, "cls/slow", "cls/slow", tuple(range(8)), 0, quantum_s)), 0.0)
-        assert work.next_due_s() == due_s
-
-
-def test_who_runs_a_batch_is_known_until_its_answer():
-    work = open_work()
-    work.open_load(load_of("cls/slow"), 0.0)
-    assert not work.runs_on(0)
-    work.open_batch(batch_of("cls/slow", 1), 0.0)
-    assert work.runs_on(0)
-    assert not work.runs_on(1)
-    work.close_batch(1)
-    assert not work.runs_on(0)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import threading
-from contextlib import contextmanager
-from dataclasses import replace
 from queue import SimpleQueue
 
 import numpy as np
@@ -16,19 +14,16 @@ from PIL import Image
 from agent.core.events import BatchFailed, Finished
 from agent.core.performance import ExecutorSpec
 from agent.core.request import Batch, Rejected
-from agent.runtime.device_loss import Breakdown, DeviceWatch
 from agent.runtime.executor import (
     BatchExecutor,
     checked,
-    is_out_of_memory,
     judge,
 )
-from agent.runtime.machine.box import threads_per_executor
-from agent.runtime.machine.detection import detect
+from agent.runtime.images.preparation import Preparation
+from agent.runtime.machine.device_loss import is_out_of_memory
 from agent.runtime.machine.memories import HostMemory
-from agent.runtime.preparation import ByteGate, Preparation
-from agent.runtime.slots import SkeletonShelf, SlotStore
-from experts.errors import DeviceLost, MemoryExceeded, OutputInvalid
+from agent.runtime.weights.slots import SkeletonShelf, SlotStore
+from experts.errors import MemoryExceeded, OutputInvalid
 from experts.expert import BoundingBox, Prediction
 
 ROOMY = 64 * 1024 * 1024
@@ -91,40 +86,6 @@ def test_results_come_in_the_order_of_the_requests(desk, line):
     assert finished == Finished(1, tuple(line.predict("own-0", image) for image in images))
 
 
-def test_who_prepares_ahead_knows_what_an_executor_computes_on(desk, line, monkeypatch):
-    told, computing = [], desk.preparation.computing
-
-    @contextmanager
-    def noting(threads):
-        told.append((threads, desk.answers.qsize()))
-        with computing(threads):
-            yield
-        told.append((-threads, desk.answers.qsize()))
-
-    monkeypatch.setattr(desk.preparation, "computing", noting)
-    desk.load("own-0")
-    desk.run("own-0", line.pixels(0))
-    assert told == [(1, 0), (-1, 0)]  # over before the answer is told of: the next batch may be there at once
-
-
-def test_an_executor_begins_the_crops_that_nobody_has(desk, line):
-    desk.load("own-0")
-    image = line.pixels(0)
-    with desk.preparation.computing(2):  # on all cores: nothing is prepared ahead
-        desk.preparation.prepare(0, image, "a.png", line.copy("own-0").expert, due_s=1.0)
-        assert desk.run("own-0", image) == Finished(1, (line.predict("own-0", image),))
-
-
-def test_pixels_bytes_and_paths_are_the_same_image(desk, line, tmp_path):
-    desk.load("own-0")
-    image = line.pixels(1)
-    file = tmp_path / "crop.png"
-    file.write_bytes(encoded(image))
-    answer = desk.run("own-0", image, encoded(image), file)
-    assert set(answer.results) == {answer.results[0]}
-    assert answer.results[0] == line.predict("own-0", image)
-
-
 def test_a_broken_image_rejects_its_own_request_only(desk, line, tmp_path):
     desk.load("own-0")
     good = line.pixels(2)
@@ -140,40 +101,11 @@ def test_a_broken_image_rejects_its_own_request_only(desk, line, tmp_path):
     assert (statistics.batches, statistics.images, statistics.rejected) == (1, 5, 4)
 
 
-def test_a_batch_of_broken_images_only_is_finished_without_the_model(desk):
-    answer = desk.run("own-0", b"no image")
-    assert isinstance(answer, Finished)
-    assert isinstance(answer.results[0], Rejected)
-
-
 def test_pixels_of_a_wrong_form_reject_their_request_and_the_thread_lives(desk, line):
     desk.load("own-0")
     answer = desk.run("own-0", np.zeros((4, 4), dtype=np.uint8), line.pixels(0))
     assert [type(result) for result in answer.results] == [Rejected, Prediction]
     assert isinstance(desk.run("own-0", line.pixels(0)).results[0], Prediction)
-
-
-def test_weights_that_are_no_numbers_never_become_a_label(desk, line):
-    slot = desk.load("own-0")
-    slot.region.tensor("cpu").view(torch.float32).fill_(float("nan"))
-    answer = desk.run("own-0", line.pixels(0), line.pixels(1))
-    assert [type(result) for result in answer.results] == [Rejected, Rejected]
-    assert "cls/own-0" in answer.results[0].reason
-
-
-def test_a_batch_on_an_absent_expert_fails_and_the_next_one_runs(desk, line):
-    failed = desk.run("own-0", line.pixels(0))
-    assert isinstance(failed, BatchFailed)
-    assert not failed.out_of_memory
-    desk.load("own-0")
-    assert isinstance(desk.run("own-0", line.pixels(0)), Finished)
-    assert desk.executor.statistics().failed == 1
-
-
-def test_no_expert_can_be_evicted_under_a_batch_and_any_can_after_it(desk, line):
-    desk.load("own-0")
-    desk.run("own-0", line.pixels(0))
-    desk.store.evict("cls/own-0@fp32")
 
 
 def test_what_the_box_has_no_memory_for_is_asked_again_in_a_smaller_batch_and_not_said_of_the_image(
@@ -185,37 +117,11 @@ def test_what_the_box_has_no_memory_for_is_asked_again_in_a_smaller_batch_and_no
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr("agent.runtime.image_sources.decode_image", too_little)
+        patched.setattr("agent.runtime.images.sources.decode_image", too_little)
         failed = desk.run("own-0", encoded(line.pixels(0)))
     assert isinstance(failed, BatchFailed)
     assert failed.out_of_memory
     assert isinstance(desk.run("own-0", encoded(line.pixels(0))).results[0], Prediction)
-
-
-def test_images_in_decoding_take_so_many_bytes_together_and_a_larger_one_goes_alone():
-    gate, inside, most = ByteGate(100), [0], [0]
-    together, leave = threading.Semaphore(0), threading.Semaphore(0)
-
-    def decode(size):
-        with gate.room_for(size):
-            inside[0] += size
-            most[0] = max(most[0], inside[0])
-            together.release()
-            assert leave.acquire(timeout=PATIENCE_S)
-            inside[0] -= size
-
-    threads = [threading.Thread(target=decode, args=(size,)) for size in (60, 40, 50, 1000, 30)]
-    for thread in threads:
-        thread.start()
-        if thread in threads[:2]:
-            assert together.acquire(timeout=PATIENCE_S)
-    assert inside[0] == 100
-    for _ in threads:
-        leave.release()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
-    assert (most[0], inside[0]) == (1000, 0)
 
 
 class PickySkeleton:
@@ -244,57 +150,6 @@ def test_scores_of_boxes_must_be_numbers_too(line):
     assert isinstance(checked(broken, expert), Rejected)
 
 
-class BrokenSkeleton:
-    """Raises whatever it is asked."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def bind(self, tensors):
-        """It has no weights."""
-
-    def infer(self, expert, batch):
-        raise self.error
-
-
-def break_skeleton(slot, error):
-    binding = slot.housing.bindings["cpu"]
-    slot.housing.bindings["cpu"] = replace(binding, skeleton=BrokenSkeleton(error))
-
-
-def test_a_batch_that_finds_its_device_lost_is_not_failed(desk, line):
-    break_skeleton(desk.load("own-0"), torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
-    answer = desk.run("own-0", line.pixels(0))
-    assert isinstance(answer, Breakdown)
-    assert isinstance(answer.error, DeviceLost)
-    assert desk.executor.statistics().failed == 0
-
-
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_after_an_unclear_error_of_a_batch_the_device_is_asked(line, is_lost):
-    asked = []
-
-    def ask():
-        asked.append("ask")
-        if is_lost:
-            raise torch.AcceleratorError("CUDA error: unknown error")
-
-    desk = Desk(line, DeviceWatch("cuda", ask))
-    break_skeleton(desk.load("own-0"), RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"))
-    assert isinstance(desk.run("own-0", line.pixels(0)), Breakdown if is_lost else BatchFailed)
-    assert asked == ["ask"]
-    desk.close()
-
-
-def test_a_batch_without_memory_is_failed_and_a_smaller_one_may_run(line):
-    desk = Desk(line, DeviceWatch("cuda", lambda: None))
-    break_skeleton(desk.load("own-0"), torch.OutOfMemoryError("CUDA out of memory"))
-    answer = desk.run("own-0", line.pixels(0))
-    assert isinstance(answer, BatchFailed)
-    assert answer.out_of_memory
-    desk.close()
-
-
 def test_an_allocation_that_torch_refuses_is_out_of_memory():
     with pytest.raises(RuntimeError) as refused:
         torch.empty(1 << 60, dtype=torch.uint8)
@@ -303,15 +158,6 @@ def test_an_allocation_that_torch_refuses_is_out_of_memory():
     assert is_out_of_memory(MemoryExceeded("host", 2, 1))
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-
-
-def test_cores_are_shared_among_the_executors_that_compute_on_them():
-    box = detect("emulated")
-    one = [ExecutorSpec(0, "emulated", "device")]
-    two = [*one, ExecutorSpec(1, "cpu", "host")]
-    assert threads_per_executor(box, one) == box.cores
-    assert threads_per_executor(box, two) == max(box.cores // 2, 1)
-    assert threads_per_executor(box, [ExecutorSpec(0, "cuda", "device")]) == box.cores
 
 
 def test_what_is_behind_the_batch_that_runs_is_run_next_but_not_once_the_executor_stops(desk, line):
@@ -334,25 +180,3 @@ def test_what_is_behind_the_batch_that_runs_is_run_next_but_not_once_the_executo
     assert executor.stop(PATIENCE_S)
     assert answers.empty()
     assert slot.copy is copy
-
-
-def test_what_is_behind_a_batch_that_met_a_lost_device_is_not_run(line):
-    may_begin, asked, others = threading.Event(), [], set(threading.enumerate())
-
-    def is_gone():
-        assert may_begin.wait(PATIENCE_S)
-        asked.append("ask")
-        raise torch.AcceleratorError("CUDA error: unknown error")
-
-    desk = Desk(line, DeviceWatch("cuda", is_gone))
-    copy = line.copy("own-0")
-    for number in (1, 2):  # its expert is not there, so each fails
-        batch = Batch(number, 0, copy.expert.id, copy.name, (number,), 0)
-        desk.executor.start_batch(batch, copy.expert, [line.pixels(number)])
-    executor = next(thread for thread in threading.enumerate() if thread.name == "executor-0" and thread not in others)
-    may_begin.set()
-    assert isinstance(desk.answers.get(timeout=PATIENCE_S), Breakdown)
-    executor.join(PATIENCE_S)  # it ends without having been stopped
-    assert not executor.is_alive()
-    assert asked == ["ask"]
-    desk.close()

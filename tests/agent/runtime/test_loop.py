@@ -21,18 +21,17 @@ from agent.core.engine import Engine
 from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Performance, PerformanceMatrix, PoolSpec
 from agent.core.policy import PRESETS
 from agent.runtime.expert_copy import footprint_of, prepared_form
-from agent.runtime.image_sources import EncodedImage, ImageFile
-from agent.runtime.loop import AgentLoop, BatchWatch, LoopOptions, assemble, decision_times
+from agent.runtime.images.sources import EncodedImage, ImageFile
+from agent.runtime.loop import BatchWatch, LoopOptions, assemble
 from agent.runtime.machine.detection import detect
-from agent.runtime.slots import SlotStore
+from agent.runtime.weights.slots import SlotStore
 from experts.backends.classifier import ClassifierBackend
 from experts.backends.torch_backend import ModuleSkeleton
-from experts.errors import AgentCrashed, BackendUnavailable, DeviceLost, MemoryExceeded, WorkOverdue
+from experts.errors import AgentCrashed, DeviceLost, MemoryExceeded, WorkOverdue
 from experts.expert import Verdict
 from experts.graph import ExpertGraph, RouteStep
 from experts.packed.weights import SegmentStore
 from tests.agent.core import worlds
-from tests.agent.runtime.native_threads import CORES, cores_by_thread, on_linux, on_two_cores
 
 PATIENCE_S = 60.0
 WORKSPACE_BYTES = 64 * 1024 * 1024
@@ -133,16 +132,6 @@ def assert_verdicts(agent, asked):
         assert (outcome.verdict, outcome.label) == expected_of(agent.line, component, image)
 
 
-@on_linux
-@on_two_cores
-def test_the_second_thread_of_an_executor_has_a_core(line):
-    before = cores_by_thread()
-    with Agent(line, cores=2) as agent:
-        agent.loop.submit(line.pixels(1), component="own-0")
-        agent.settle()
-        assert {CORES[1]} in [cores for thread, cores in cores_by_thread().items() if thread not in before]
-
-
 @pytest.mark.parametrize("policy", sorted(PRESETS))
 def test_every_policy_gives_every_request_the_verdict_of_its_models(line, policy):
     with Agent(line, policy=policy) as agent:
@@ -159,24 +148,6 @@ def test_several_executors_share_copies_and_memory(line):
     with Agent(line, executors=executors) as agent:
         assert_verdicts(agent, run_mixed_requests(agent))
         assert all(executor.batches > 0 for executor in agent.loop.statistics().executors)
-
-
-def test_three_tiers_give_the_same_verdicts(line):
-    executors = [ExecutorSpec(0, "emulated", "device"), ExecutorSpec(1, "cpu", "host")]
-    with Agent(line, box="emulated", executors=executors) as agent:
-        assert_verdicts(agent, run_mixed_requests(agent, 80))
-        statistics = agent.loop.statistics()
-    pools = {pool.pool: pool for pool in statistics.slots}
-    assert pools["device"].peak_held_bytes <= pools["device"].budget_bytes
-    assert statistics.transfers.loads.get("host_device", 0) + statistics.transfers.loads.get("ssd_device", 0) > 0
-
-
-def test_an_expert_asked_for_directly_answers_without_a_verdict(line):
-    with Agent(line) as agent:
-        request = agent.loop.submit(line.pixels(1), expert="cls/own-1")
-        agent.settle()
-    outcome = agent.outcomes[request]
-    assert (outcome.verdict, outcome.label) == (Verdict.UNKNOWN, line.predict("own-1", line.pixels(1)).label)
 
 
 def test_bad_weights_end_unknown_with_their_reason_and_everything_else_goes_on(breakable_line):
@@ -231,15 +202,6 @@ def test_an_expert_that_a_disk_error_put_on_probation_serves_again_and_the_log_t
     assert told[-1] == ("INFO", "expert_serves_again expert=cls/own-1 reason=a load went well")
 
 
-def test_quarantine_is_told_in_the_log(line, caplog):
-    with Agent(line) as agent:
-        agent.loop.quarantine("cls/own-0", "the operator said so")
-        agent.settle()
-        agent.loop.statistics()  # behind it in the loop's inbox
-    told = [(each.levelname, each.message) for each in caplog.records if each.message.startswith("expert_")]
-    assert told == [("ERROR", "expert_quarantined expert=cls/own-0 reason=the operator said so")]
-
-
 def test_a_broken_image_is_unknown_and_its_batch_is_judged(line):
     with Agent(line) as agent:
         broken = agent.loop.submit(b"not an image", component="own-0")
@@ -248,22 +210,6 @@ def test_a_broken_image_is_unknown_and_its_batch_is_judged(line):
     assert agent.outcomes[broken].verdict is Verdict.UNKNOWN
     assert "not an image" in agent.outcomes[broken].reason
     assert agent.outcomes[whole].verdict is Verdict.OK
-
-
-def test_requests_from_many_threads_have_numbers_and_outcomes_of_their_own(line):
-    with Agent(line) as agent:
-        numbers = []
-
-        def submit():
-            numbers.extend(agent.loop.submit(line.pixels(n), component="own-0") for n in range(10))
-
-        threads = [threading.Thread(target=submit) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        agent.settle()
-    assert sorted(numbers) == sorted(agent.outcomes) == list(range(1, 41))
 
 
 def test_cancelled_requests_have_an_outcome_too(line):
@@ -379,20 +325,6 @@ def test_statistics_and_evictions_that_find_the_device_lost_end_the_agent_too(li
                 agent.loop.stop()
 
 
-def test_a_memory_that_a_lost_device_does_not_give_back_hides_no_crash(line, monkeypatch):
-    def refuse(_store):
-        raise BackendUnavailable("cuda", "cudaHostUnregister failed with status 700")
-
-    monkeypatch.setattr(ClassifierBackend, "skeleton", lambda *_: LostSkeleton())
-    monkeypatch.setattr(SlotStore, "close", refuse)
-    agent = Agent(line)
-    agent.loop.start()
-    agent.loop.submit(line.pixels(0), component="own-0")
-    assert not agent.loop.wait_until_drained(PATIENCE_S)
-    with pytest.raises(AgentCrashed, match="illegal memory access"):
-        agent.loop.stop()
-
-
 class Clock:
     """Monotonic seconds that pass when a test says so."""
 
@@ -477,17 +409,6 @@ def test_a_process_that_was_held_for_hours_is_not_ended_for_it(hanging, caplog):
     hung.loop.stop()
 
 
-def test_what_was_answered_has_no_age(line):
-    clock = Clock()
-    with Agent(line, clock=clock) as agent:
-        agent.loop.submit(line.pixels(0), component="own-0")
-        agent.settle()
-        clock.now += 10 * LIMITS.ended_s
-        statistics = agent.loop.statistics()
-        assert (statistics.oldest_batch_s, statistics.oldest_load_s) == (None, None)
-        assert agent.loop.statistics().requests_in_flight == 0
-
-
 def test_draining_waits_for_requests_and_not_for_loads(line):
     with Agent(line, ssd_rate=1.0) as agent:
         agent.loop.drain()
@@ -539,44 +460,6 @@ def test_whoever_watches_is_told_of_each_batch_before_it_runs_and_after_its_answ
     assert all(told.index(("begun", each)) < told.index(("ended", each)) for each in asked)
 
 
-def test_an_executor_has_its_next_batch_before_it_answers_and_begins_that_afterwards(line):
-    told = []
-    agent = Agent(line)
-    agent.loop.watch_batches(
-        BatchWatch(
-            lambda requests: told.append(("begun", requests[0])),
-            lambda requests: told.append(("ended", requests[0])),
-            given=lambda requests: told.append(("given", requests[0])),
-        )
-    )
-    asked = {}
-    for number in range(12):  # all of them before their expert is there
-        image = line.pixels(number)
-        asked[agent.loop.submit(image, component="own-0")] = ("own-0", image)
-    with agent:
-        agent.settle()
-    first, second, third = (tuple((what, first) for what in ("given", "begun", "ended")) for first in (1, 5, 9))
-    assert told == [*first[:2], second[0], first[2], second[1], third[0], second[2], third[1], third[2]]
-    assert_verdicts(agent, asked)
-
-
-def test_a_stopped_agent_takes_nothing_and_can_still_be_read(line):
-    agent = Agent(line)
-    with agent:
-        agent.loop.submit(line.pixels(0), component="own-0")
-        agent.settle()
-    assert isinstance(agent.loop, AgentLoop)
-    assert agent.loop.statistics().engine.completed == 1
-    with pytest.raises(RuntimeError, match="stopped"):
-        agent.loop.submit(line.pixels(0), component="own-0")
-
-
 def test_an_expert_larger_than_its_memory_is_refused_at_the_start(line):
     with pytest.raises(MemoryExceeded):
         Agent(line, room=0)
-
-
-def test_decision_times_are_percentiles():
-    times = decision_times(500, [number / 1000 for number in range(100, 0, -1)])
-    assert (times.count, times.p50_s, times.p99_s, times.longest_s) == (500, 0.051, 0.1, 0.1)
-    assert decision_times(0, []).p99_s == 0.0

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from agent.runtime.loop import BatchWatch
 from agent.runtime.text_engines import TextEngines, layout_of
 from agent.runtime.text_sources import TextSource
 from experts.errors import AgentCrashed, DeviceLost, PromptInvalid
@@ -28,7 +27,6 @@ from tests.agent.runtime.text_line import (
     Reader,
     TextAgent,
     TextLine,
-    source,
     write_line,
 )
 
@@ -73,18 +71,6 @@ def test_a_text_is_what_its_model_writes_and_ends_without_a_verdict(line):
     assert statistics.read_tokens >= 5
 
 
-def test_a_router_sends_a_text_to_the_expert_that_ends_its_route(line):
-    with TextAgent(line) as agent:
-        number, reader = agent.ask_route((3, 1, 4), 6)
-        agent.settle()
-    outcome = agent.outcomes[number]
-    chosen = outcome.steps[0].prediction.label
-    assert [step.expert for step in outcome.steps] == ["llm/router", f"llm/{chosen}"]
-    assert chosen in CHOICES
-    assert (outcome.verdict, outcome.label, outcome.reason) == (Verdict.OK, "length", None)
-    assert reader.tokens == line.greedy(f"llm/{chosen}", (3, 1, 4), 6)
-
-
 @pytest.mark.parametrize("family", [None, "f"])
 def test_texts_of_all_experts_and_images_share_one_executor(line, family):
     with TextAgent(line, family=family) as agent:
@@ -102,54 +88,6 @@ def test_texts_of_all_experts_and_images_share_one_executor(line, family):
     assert statistics.engine.pools[0].lease_used_bytes == 0
 
 
-def test_texts_of_experts_on_one_backbone_run_together_and_each_is_its_own_expert_s(line):
-    assert line.copy("llm/code").packed.shared == line.copy("llm/manuals").packed.shared != ()
-    batches, second = [], []
-    are_here = threading.Event()
-
-    def begun(requests):
-        batches.append(set(requests))
-        if are_here.is_set() and not second:  # before the answer of this batch, in which there is time for one token
-            second.append(agent.ask("llm/manuals", (5, 4, 3), 24))
-
-    agent = TextAgent(line, family="f", room=5, quantum_s=1e-6)
-    agent.loop.watch_batches(BatchWatch(begun, lambda _: None))
-    with agent:
-        for expert in ("llm/code", "llm/manuals"):
-            agent.ask(expert, count=1)
-        agent.settle()  # both are in memory
-        batches.clear()
-        are_here.set()
-        asked = [agent.ask("llm/code", (5, 4, 3), 24)]
-        agent.settle()
-    asked += second
-    texts = [reader.tokens for _, reader in asked]
-    assert texts == [line.greedy(expert, (5, 4, 3), 24) for expert in ("llm/code", "llm/manuals")]
-    assert texts[0] != texts[1]
-    assert batches[1] == {number for number, _ in asked}
-
-
-def test_texts_of_which_few_fit_at_a_time_are_all_written(line):
-    with TextAgent(line, lease_tokens=130, batch=8) as agent:
-        asked = [agent.ask("llm/code", (n + 1, 2, 3), 16) for n in range(8)]
-        agent.settle()
-    for n, (number, reader) in enumerate(asked):
-        assert agent.outcomes[number].label == "length"
-        assert reader.tokens == line.greedy("llm/code", (n + 1, 2, 3), 16)
-
-
-def test_whoever_does_not_read_any_more_ends_alone(line):
-    with TextAgent(line) as agent:
-        broken = Reader(breaks=True)
-        ends = agent.loop.submit(source((1, 2), 5, broken), expert="llm/code")
-        number, reader = agent.ask("llm/code", (1, 2), 5)
-        agent.settle()
-    assert agent.outcomes[ends].verdict is Verdict.UNKNOWN
-    assert "OSError: gone" in agent.outcomes[ends].reason
-    assert reader.tokens == line.greedy("llm/code", (1, 2), 5)
-    assert agent.outcomes[number].label == "length"
-
-
 def test_a_prompt_over_the_context_is_told_and_nobody_else_suffers(line):
     with TextAgent(line, lease_tokens=4000) as agent:
         number, reader = agent.ask("llm/code", (1,) * 200, 5)
@@ -158,13 +96,6 @@ def test_a_prompt_over_the_context_is_told_and_nobody_else_suffers(line):
     assert "context of 128" in agent.outcomes[number].reason
     assert reader.tokens == []
     assert agent.outcomes[other].label == "length"
-
-
-def test_more_than_any_memory_holds_is_told_at_once(line):
-    with TextAgent(line, lease_tokens=64) as agent:
-        number, _ = agent.ask("llm/code", (1, 2), 120)
-        agent.settle()
-    assert "ask for fewer tokens" in agent.outcomes[number].reason
 
 
 def test_a_prefix_that_one_program_read_is_no_other_program_s_though_their_weights_are_the_same(tmp_path):
@@ -209,74 +140,6 @@ def test_memory_that_no_copy_of_an_expert_runs_from_is_no_room_for_its_texts(lin
 # -- with an engine that writes without a model --
 
 
-def test_each_token_is_given_once_however_many_quanta_it_takes(line, fake):
-    with served(line, fake) as agent:
-        asked = [(*agent.ask(expert, count=9), expert) for expert in ("llm/code", "llm/maths", "llm/code")]
-        agent.settle()
-    for number, reader, expert in asked:
-        assert reader.tokens == written(expert, count=9)
-        assert agent.outcomes[number].label == "length"
-    assert fake.texts == {}
-
-
-def test_texts_of_experts_of_a_family_are_written_in_the_same_quanta(line, fake):
-    with served(line, fake, family="f") as agent:
-        for expert in ("llm/code", "llm/maths"):
-            agent.ask(expert, count=1)
-        agent.settle()  # both are in memory
-        fake.log.clear()
-        fake.gate, fake.entered = threading.Semaphore(0), threading.Semaphore(0)
-        first, _ = agent.ask("llm/code", count=9)
-        assert fake.entered.acquire(timeout=PATIENCE_S)
-        second, reader = agent.ask("llm/maths", count=9)
-        agent.loop.statistics()  # behind it in the loop's inbox
-        fake.gate.release(1000)
-        agent.settle()
-    runs = [requests for what, requests in fake.log if what == "run"]
-    assert [set(requests) for requests in runs[:3]] == [{first}, {first, second}, {first, second}]
-    assert reader.tokens == written("llm/maths", count=9)
-
-
-def test_a_text_may_end_before_its_time(line, fake):
-    with served(line, fake) as agent:
-        number, reader = agent.ask("llm/code", count=50, stops_after=3)
-        agent.settle()
-    assert (agent.outcomes[number].label, len(reader.tokens)) == ("stop", 3)
-
-
-def test_who_comes_with_a_text_joins_after_an_iteration_and_who_brings_an_image_waits_for_the_quantum(line, fake):
-    with served(line, fake) as agent:
-        for count in (1, 2):
-            agent.ask("llm/code", count=3)
-            agent.settle()
-            assert fake.hurried == count
-        agent.loop.submit(IMAGE, component="eye")
-        agent.settle()
-        assert fake.hurried == 2
-
-
-def test_an_image_waits_for_one_quantum(line, fake):
-    fake.gate = threading.Semaphore(0)
-    begun = []
-    agent = served(line, fake)
-    agent.loop.watch_batches(BatchWatch(lambda requests: begun.append(requests), lambda _: None))
-    with agent:
-        agent.loop.submit(IMAGE, component="eye")
-        agent.settle()
-        texts = [agent.ask("llm/code", count=40)[0], agent.ask("llm/maths", count=40)[0]]
-        for _ in range(3):
-            assert fake.entered.acquire(timeout=PATIENCE_S)
-            fake.gate.release()
-        assert fake.entered.acquire(timeout=PATIENCE_S)
-        image = agent.loop.submit(IMAGE, component="eye")
-        agent.loop.statistics()  # behind it in the loop's inbox
-        before = len(begun)
-        fake.gate.release(1000)
-        agent.settle()
-    assert begun[before] == (image,)
-    assert all(agent.outcomes[number].label == "length" for number in texts)
-
-
 def both_in_a_quantum(agent, fake):
     """Two texts that have begun, in a quantum that waits to be let through."""
     asked = [agent.ask("llm/code", count=9)]
@@ -306,17 +169,6 @@ def test_texts_whose_batch_failed_are_written_on_alone_and_nothing_twice(line, f
     assert (statistics.executors[0].failed, statistics.engine.pools[0].lease_used_bytes) == (1, 0)
 
 
-def test_a_text_whose_own_batch_fails_ends_with_the_reason_and_others_are_written(line, fake):
-    fake.gate = threading.Semaphore(0)
-    with served(line, fake) as agent:
-        (first, _), (second, reader) = both_in_a_quantum(agent, fake)
-        fake.errors = [RuntimeError("a kernel failed"), RuntimeError("a kernel failed again")]
-        fake.gate.release(1000)
-        agent.settle()
-    assert agent.outcomes[first].reason == "llm/code: a kernel failed again"
-    assert (agent.outcomes[second].label, reader.tokens) == ("length", written("llm/code", count=9))
-
-
 def test_texts_for_which_memory_was_short_are_written_in_smaller_batches(line, fake):
     fake.gate = threading.Semaphore(0)
     with served(line, fake) as agent:
@@ -340,25 +192,6 @@ def test_whoever_is_cancelled_while_it_is_written_ends_and_is_forgotten(line, fa
     assert agent.outcomes[number].reason == "cancelled"
     assert fake.log[-1] == ("forget", number)
     assert (fake.texts, fake.held) == ({}, {})
-
-
-def test_after_a_thousand_random_cancels_nothing_is_held_by_anybody(line, fake):
-    random = np.random.default_rng(3)
-    with served(line, fake, lease_tokens=80, batch=8) as agent:
-        numbers = []
-        for _ in range(1000):
-            count = int(random.integers(1, 30))
-            ask = random.integers(3)
-            asked = agent.ask_route(count=count) if ask == 2 else agent.ask(("llm/code", "llm/maths")[ask], count=count)
-            numbers.append(asked[0])
-            agent.loop.cancel(int(random.choice(numbers[-8:])))
-        agent.settle()
-        statistics = agent.loop.statistics()
-    assert sorted(agent.outcomes) == numbers
-    reasons = {outcome.reason for outcome in agent.outcomes.values()}
-    assert reasons == {"cancelled", None, "asked of one expert, not of a route"}
-    assert (fake.texts, fake.held, statistics.engine.pools[0].lease_used_bytes) == ({}, {}, 0)
-    assert statistics.requests_in_flight == 0
 
 
 def test_a_lost_device_ends_the_agent_and_no_text_is_blamed(line, fake):

@@ -598,7 +598,7 @@ def test_what_cannot_be_decoded_goes_to_failed_with_its_reason_and_harms_no_othe
 DEADLY = """
 import os, signal, sys
 from pathlib import Path
-import agent.runtime.image_sources as image_sources
+import agent.runtime.images.sources as image_sources
 from agent.config import read_line
 from agent.service.serve import serve_line
 decode = image_sources.decode_image

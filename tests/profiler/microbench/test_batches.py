@@ -13,7 +13,7 @@ import torch
 from agent.core.events import BatchFailed
 from agent.device_profile.records import BatchTimes
 from agent.runtime.expert_copy import ExpertCopy
-from agent.runtime.image_sources import ImageFile
+from agent.runtime.images.sources import ImageFile
 from agent.runtime.measuring.rig import TimedBatch
 from experts.backends.base import Prepared
 from experts.errors import LoadError

@@ -99,15 +99,6 @@ def test_sliding_all_down_makes_one_gap_of_all_that_is_free(steps):
     assert board.arena.largest_gap_bytes == board.arena.free_bytes
 
 
-def test_the_smallest_gap_that_holds_it_is_taken():
-    arena = Arena(10 * ALIGNMENT_BYTES)
-    spans = [arena.take(size * ALIGNMENT_BYTES) for size in (3, 1, 2, 1, 3)]
-    for place in (0, 2, 4):
-        arena.give_back(spans[place])
-    assert arena.take(2 * ALIGNMENT_BYTES) == spans[2]
-    assert arena.take(1) == Span(0, ALIGNMENT_BYTES)
-
-
 def test_what_is_free_but_scattered_is_refused_until_it_is_slid_together():
     arena = Arena(4 * ALIGNMENT_BYTES)
     spans = [arena.take(ALIGNMENT_BYTES) for _ in range(4)]

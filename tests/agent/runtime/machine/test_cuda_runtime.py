@@ -33,30 +33,6 @@ def packages(tmp_path):
     return tmp_path
 
 
-def test_the_one_that_torch_was_built_for_comes_first(packages):
-    load = Loader("libcudart.so.13", "libcudart.so")
-    assert cuda_runtime(load, "13.2", packages) == "libcudart.so.13"
-    assert load.asked == ["libcudart.so.13"]
-
-
-def test_a_wheel_s_folder_is_looked_in(packages):
-    wheel = str(packages / "nvidia" / "cu13" / "lib" / "libcudart.so.13")
-    assert cuda_runtime(Loader(wheel, "libcudart.so"), "13.2", packages) == wheel
-
-
-def test_one_inside_torch_is_found_by_its_own_name(tmp_path):
-    library = tmp_path / "torch" / "lib" / "libcudart-d0da41ae.so.11.0"
-    library.parent.mkdir(parents=True)
-    library.touch()
-    assert cuda_runtime(Loader(str(library)), "11.8", tmp_path) == str(library)
-
-
-def test_a_toolkit_s_is_the_last_resort(packages):
-    load = Loader("libcudart.so")
-    assert cuda_runtime(load, "13.2", packages) == "libcudart.so"
-    assert len(load.asked) == 4
-
-
 def test_where_there_is_none_it_says_what_was_tried_and_what_to_do(packages):
     with pytest.raises(BackendUnavailable, match="install nvidia-cuda-runtime") as refused:
         cuda_runtime(Loader(), "13.2", packages)

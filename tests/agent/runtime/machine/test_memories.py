@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agent.runtime.machine.box import torch_device
 from agent.runtime.machine.detection import detect, host_memory
 from agent.runtime.machine.memories import (
     CudaMemory,
@@ -13,7 +12,6 @@ from agent.runtime.machine.memories import (
     HostMemory,
     MpsMemory,
     allocator_fraction,
-    memory_for,
 )
 from experts.errors import BackendUnavailable, MemoryExceeded
 
@@ -40,15 +38,6 @@ def test_a_region_holds_what_was_copied_into_it(make, device):
     assert torch.equal(held[4096 : 4096 + source.numel()].cpu(), source)
     region.close()
     region.close()
-
-
-def test_host_regions_are_read_into_and_emulated_ones_are_not():
-    host, emulated = HostMemory().allocate(MIB), EmulatedMemory(MIB).allocate(MIB)
-    assert host.buffer is not None
-    assert host.buffer.tensor.data_ptr() == host.tensor("cpu").data_ptr()
-    assert emulated.buffer is None
-    host.close()
-    emulated.close()
 
 
 def test_the_emulated_arena_is_bounded_and_takes_closed_regions_back():
@@ -81,16 +70,6 @@ def test_a_region_that_was_slid_keeps_its_bytes_though_the_places_overlap():
     assert memory.held_bytes == 2 * MIB
 
 
-def test_free_bytes_that_are_scattered_are_told_from_none():
-    memory = EmulatedMemory(3 * MIB)
-    regions = [memory.allocate(MIB) for _ in range(3)]
-    for place in (0, 2):
-        regions[place].close()
-    with pytest.raises(MemoryExceeded) as refused:
-        memory.allocate(2 * MIB)
-    assert refused.value.free_bytes == 2 * MIB
-
-
 def test_torch_s_allocator_is_bounded_by_arena_and_workspaces():
     gib = 1024 * MIB
     assert allocator_fraction(4 * gib, 1 * gib, 8 * gib) == pytest.approx((4 + 1.25 + 1 / 16) / 8)
@@ -107,15 +86,6 @@ def test_a_memory_for_measuring_leaves_the_bound_of_the_one_it_is_beside():
     assert torch.cuda.get_per_process_memory_fraction() == bound < 1.0
     serving.close()
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
-
-
-def test_an_emulated_box_is_split_and_runs_on_the_cpu():
-    box = detect("emulated")
-    assert (box.processors, box.pools) == (("emulated", "cpu"), ("host", "device"))
-    assert (box.pool_of("emulated"), box.pool_of("cpu")) == ("device", "host")
-    assert torch_device("emulated") == "cpu"
-    assert isinstance(memory_for(box, "device", MIB), EmulatedMemory)
-    assert isinstance(memory_for(box, "host", MIB), HostMemory)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")

@@ -8,13 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agent.core.engine import Engine
-from agent.core.performance import SSD, ExecutorSpec, Limits, PoolSpec
-from agent.core.policy import PRESETS
+from agent.core.performance import SSD
 from agent.runtime.expert_copy import footprint_of
 from agent.runtime.machine.detection import detect
-from agent.runtime.measuring.probe import BATCH_SIZES, LEAST_S, fit, larger_batch, plateau, probe
-from experts.graph import ExpertGraph
+from agent.runtime.measuring.probe import BATCH_SIZES, LEAST_S, fit, plateau, probe
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
@@ -38,14 +35,6 @@ def test_every_expert_has_a_row_on_every_processor(line, device):
             assert row.load_s.keys() == sources
             assert all(seconds > 0 for seconds in row.load_s.values())
     assert rows["cls/own-0"].performance == rows["cls/own-3"].performance, "one kind is measured once"
-
-
-def test_an_engine_starts_from_it(line):
-    box = detect("cpu")
-    found = probe(box, {"cpu": list(line.copies.values())}, line.segments, {}, threads=1)
-    limits = Limits((PoolSpec("host", 64 * 1024 * 1024, 256 * 1024 * 1024),))
-    graph = ExpertGraph([copy.expert.id for copy in line.copies.values()], {})
-    Engine(graph, found.matrix, [ExecutorSpec(0, "cpu", "host")], PRESETS["coserve"], limits).check_invariants()
 
 
 def test_a_broken_expert_is_passed_over_and_its_kind_measured_on_the_next(breakable_line):
@@ -74,15 +63,6 @@ def spoil(line, name):
     line.copies[copy.name] = replace(copy, packed=replace(copy.packed, own=own))
 
 
-def test_a_kind_of_which_nothing_loads_has_no_row_but_a_reason(breakable_line):
-    breakable_line.file_of("wide").unlink()
-    box = detect("cpu")
-    found = probe(box, {"cpu": list(breakable_line.copies.values())}, breakable_line.segments, {}, threads=1)
-    assert found.failed.keys() == {"cls/wide"}
-    assert "pack the line again" in found.failed["cls/wide"]
-    assert "cls/wide" not in found.matrix.experts["cpu"]
-
-
 def test_a_line_without_experts_has_an_empty_matrix(line):
     found = probe(detect("cpu"), {"cpu": []}, line.segments, {}, threads=1)
     assert found.matrix.experts == {"cpu": {}}
@@ -101,9 +81,3 @@ def test_noise_never_makes_work_free():
 def test_batches_grow_until_an_image_gets_no_cheaper():
     assert plateau(per_image_s=0.001, fixed_s=0.010) == 8
     assert plateau(per_image_s=0.100, fixed_s=0.001) == 4
-
-
-def test_the_larger_batch_fits_into_the_time():
-    assert larger_batch(alone_s=0.001, limit_s=0.6) == 8
-    assert larger_batch(alone_s=0.040, limit_s=0.6) == 2
-    assert larger_batch(alone_s=10.0, limit_s=0.6) == 1

@@ -11,7 +11,7 @@ from agent.core.performance import DEVICE, HOST, SSD
 from agent.core.request import Rejected
 from agent.runtime.machine.detection import detect
 from agent.runtime.measuring.rig import LEAST_S, MeasuringRig, noise
-from agent.runtime.slots import SlotStore
+from agent.runtime.weights.slots import SlotStore
 from experts.backends.torch_backend import ModuleSkeleton
 from experts.errors import DeviceLost, LoadError
 from tests.agent.runtime.native_threads import CORES, cores_by_thread, on_linux, on_two_cores
@@ -25,15 +25,6 @@ def rig_of(line):
         return MeasuringRig(box, processor or box.processors[0], copies, line.segments, threads=threads, **settings)
 
     return build
-
-
-def test_a_batch_of_given_images_is_judged_in_their_order(line, rig_of):
-    images = [line.pixels(seed) for seed in range(5)]
-    with rig_of("own-0").opened() as rig:
-        rig.bring(line.copy("own-0"))
-        batch = rig.run(line.copy("own-0"), images)
-    assert list(batch.results) == [line.predict("own-0", image) for image in images]
-    assert batch.seconds > 0
 
 
 def test_images_are_there_before_their_batch_starts(line, rig_of, tmp_path):
@@ -57,14 +48,6 @@ def test_an_executor_s_second_thread_has_a_core_as_in_an_agent(line, rig_of):
         rig.bring(line.copy("own-0"))
         rig.run(line.copy("own-0"), [line.pixels(1)])
         assert {CORES[1]} in [cores for thread, cores in cores_by_thread().items() if thread not in before]
-
-
-@pytest.mark.parametrize("processor", ["emulated", "cpu"])
-def test_a_split_box_runs_each_processor_from_its_own_memory(line, rig_of, processor):
-    copy = line.copy("twin-1")
-    with rig_of("twin-1", device="emulated", processor=processor).opened() as rig:
-        rig.bring(copy)
-        assert rig.run(copy, [line.pixels(1)]).results == (line.predict("twin-1", line.pixels(1)),)
 
 
 def test_a_device_is_loaded_from_the_host_or_straight_from_the_ssd(line, rig_of):
@@ -128,19 +111,3 @@ def test_an_expert_that_is_not_loaded_has_no_time(line, rig_of):
             rig.run(copy, [noise(copy)])
         with pytest.raises(LoadError, match="absent"):
             rig.all_s([copy], [[noise(copy)]])
-
-
-def test_a_file_that_is_gone_has_no_load_time(breakable_line):
-    breakable_line.file_of("own-0").unlink()
-    copy = breakable_line.copy("own-0")
-    with (
-        MeasuringRig(detect("cpu"), "cpu", [copy], breakable_line.segments, threads=1).opened() as rig,
-        pytest.raises(LoadError, match="pack the line again"),
-    ):
-        rig.load(copy, HOST)
-
-
-def test_noise_is_the_experts_own_size_and_the_same_each_time(line):
-    image = noise(line.copy("own-0"))
-    assert image.shape == (64, 64, 3)
-    assert (image == noise(line.copy("own-1"))).all()

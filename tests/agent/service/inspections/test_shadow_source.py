@@ -13,7 +13,7 @@ from PIL import Image
 
 from agent.core.performance import ExecutorSpec
 from agent.core.request import GAVE_WAY, NO_SPARE_ROOM, Batch, Outcome, Precedence, StepResult
-from agent.runtime.image_sources import EncodedImage, Frame, FramePart, ImageFile
+from agent.runtime.images.sources import EncodedImage, Frame, FramePart, ImageFile
 from agent.runtime.text_sources import TextSource
 from agent.service.inspections import shadow_source
 from agent.service.inspections.inspector import ShadowCounts, Submission

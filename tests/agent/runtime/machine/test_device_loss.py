@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agent.runtime.device_loss import DeviceWatch, watch_of
-from agent.runtime.machine.detection import detect
+from agent.runtime.machine.device_loss import DeviceWatch
 from experts.errors import BackendUnavailable, LoadError, MemoryExceeded
 
 LOST = [
@@ -59,9 +58,3 @@ def test_a_device_without_room_to_answer_is_not_lost():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     assert DeviceWatch("cuda", device_is_full).lost_by(RuntimeError("no")) is None
-
-
-@pytest.mark.parametrize("error", UNCLEAR, ids=str)
-def test_a_box_without_an_accelerator_loses_none(error):
-    assert watch_of(detect("cpu")).lost_by(error) is None
-    assert watch_of(detect("emulated")).lost_by(error) is None

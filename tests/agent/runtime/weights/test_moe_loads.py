@@ -2,7 +2,6 @@
 
 import json
 import math
-import threading
 from dataclasses import replace
 from queue import SimpleQueue
 
@@ -11,32 +10,23 @@ import torch
 from safetensors.torch import save_file
 
 from agent.core.effects import Evict, EvictionDecision, StartLoad
-from agent.core.engine import Engine
 from agent.core.events import Loaded
-from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Performance, PerformanceMatrix, PoolSpec
-from agent.core.policy import PRESETS
+from agent.core.performance import SSD
 from agent.runtime.expert_copy import ExpertCopy, footprint_of
-from agent.runtime.loop import LoopOptions, assemble
-from agent.runtime.machine.detection import detect
 from agent.runtime.machine.memories import EmulatedMemory, HostMemory
-from agent.runtime.moe_loads import MoeLoads
-from agent.runtime.moe_usage import read_usage
-from agent.runtime.slots import SkeletonShelf, SlotStore
-from agent.runtime.text_sources import TextSource
-from agent.runtime.transfer import PacedLink, Transfers
+from agent.runtime.weights.moe_loads import MoeLoads
+from agent.runtime.weights.moe_usage import read_usage
+from agent.runtime.weights.slots import SkeletonShelf, SlotStore
+from agent.runtime.weights.transfer import PacedLink, Transfers
 from experts.errors import LoadError, WeightsCorrupt
 from experts.expert import Expert, Precision
-from experts.graph import ExpertGraph, RouteStep
 from experts.llm.config import parse_spec
 from experts.llm.model import LanguageModel, load_model
 from experts.llm.names import assemblies
 from experts.llm.serving.extents import ModelKeyValues
-from experts.llm.serving.generation import GREEDY, Generation, TextRequest
-from experts.llm.serving.kv import KvLayout
 from experts.llm.token_batch import Chunk, TokenBatch
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
-from tests.agent.core import worlds
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -193,43 +183,7 @@ def test_another_model_over_the_same_bytes_finds_nothing_of_the_first(yard):
     assert one.store.statistics().used_bytes == 0
 
 
-def test_a_copy_that_comes_back_knows_what_it_learned(yard):
-    one, expert = yard(4), "llm/mixtral-0"
-    one.load(expert)
-    one.greedy(expert)
-    one.evict(expert)
-    one.load(expert)
-    with one.store.using(f"{expert}@fp32") as slot:
-        known = slot.moe._cache.usage()
-    assert max(known.values()) > 0
-    assert one.greedy(expert) == expected(one, expert)
-
-
-def test_both_at_once_beside_each_other(yard):
-    one = yard(2)
-    for expert in ("llm/mixtral-0", "llm/qwen3_moe-0"):
-        one.load(expert)
-    found = {}
-    threads = [
-        threading.Thread(target=lambda expert=expert: found.update({expert: one.greedy(expert)}))
-        for expert in ("llm/mixtral-0", "llm/qwen3_moe-0")
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {expert: expected(one, expert) for expert in found}
-    assert len(found) == 2
-
-
 class TestOnADevice:
-    @pytest.mark.parametrize("places", [1, 3, 100])
-    def test_it_says_the_same(self, yard, places):
-        one = yard(places, device=EmulatedMemory(ROOMY))
-        for expert in ("llm/mixtral-0", "llm/pr_moe-0"):
-            one.load(expert)
-            assert one.greedy(expert) == expected(one, expert)
-
     def test_a_region_that_is_moved_keeps_what_lies_in_its_places(self, yard):
         """The first leaves a hole below the second; a third one needs it and the end behind the second together."""
         places = {"llm/mixtral-1": 6, "llm/mixtral-0": 6, "llm/pr_moe-0": 200}
@@ -248,16 +202,6 @@ class TestOnADevice:
 
 
 class TestTheLink:
-    def test_each_block_takes_its_time_on_a_paced_link(self, yard):
-        one, expert = yard(2, rate=1e12), "llm/mixtral-0"
-        one.load(expert)
-        reserved = []
-        reserve = one.link.reserve
-        one.link.reserve = lambda size_bytes: (reserved.append(size_bytes), reserve(size_bytes))[1]
-        one.greedy(expert)
-        assert set(reserved) == {one.copies[expert].block_bytes}
-        assert len(reserved) >= one.statistics(expert).cache.loads > 0
-
     def test_nothing_is_loaded_ahead_while_the_engine_waits(self, yard):
         one, expert = yard(4), "llm/mixtral-0"
         one.load(expert)
@@ -288,41 +232,6 @@ def test_a_block_that_is_not_what_was_packed_fails_the_pass_and_nothing_else(pac
     finally:
         path.write_bytes(sound)
     assert one.greedy(expert) == expected(one, expert)
-
-
-def test_the_agent_serves_a_model_that_does_not_fit(packed):
-    """Engine, ledger, leases, quanta and all: texts of a model whose memory holds a part of it, beside another one."""
-    segments, copies = packed
-    listed = [replace(copy, moe_places=2) for copy in copies if copy.expert.id in ("llm/mixtral-0", "llm/pr_moe-0")]
-    spec = parse_spec({"model_type": "mixtral", **SIZES, **CONFIGS["mixtral"]}, "tiny")
-    token_bytes = KvLayout.of(spec, torch.float32).token_bytes
-    times = Performance(0.001, 0.002, 4, 1024 * 1024, K_prompt_s=1e-5, K_output_s=1e-3, lease_bytes=token_bytes)
-    rows = {copy.expert.id: ExpertProfile(copy.name, times, copy.footprint, {SSD: 0.01}) for copy in listed}
-    room_bytes = max(copy.footprint.total_bytes for copy in listed)
-    assert room_bytes < min(footprint_of(copy.packed).total_bytes for copy in listed)
-    pool = PoolSpec("host", room_bytes, ROOMY, lease_bytes=400 * token_bytes)
-    limits = worlds.limits((pool,), load_backoff_s=0.001, quantum_s=0.02)
-    graph = ExpertGraph(list(rows), {name: (RouteStep(name, frozenset()),) for name in rows})
-    specs = [ExecutorSpec(0, "cpu", "host")]
-    matrix, outcomes = PerformanceMatrix({"cpu": rows}), {}
-    loop = assemble(
-        Engine(graph, matrix, specs, PRESETS["coserve"], limits), replace(detect("cpu"), cores=1), specs, limits,
-        {copy.name: copy for copy in listed}, segments, outcomes.__setitem__, LoopOptions(checks_invariants=True),
-        matrix, routes=graph,
-    )  # fmt: skip
-    loop.start()
-    try:
-        asked = [(name, prompt, Reader()) for prompt in PROMPTS for name in rows]
-        for name, prompt, reader in asked:
-            request = TextRequest(Generation(tuple(prompt), 5, GREEDY), reader)
-            loop.submit(TextSource(lambda _, request=request: request), expert=name)
-        assert loop.wait_until_idle(PATIENCE_S)
-        wanted = {copy.expert.id: greedy(load_model(copy.expert.weights, copy.expert.id)) for copy in listed}
-        for name, prompt, reader in asked:
-            assert reader.tokens == wanted[name][PROMPTS.index(prompt)]
-        assert len(outcomes) == len(asked)
-    finally:
-        loop.stop()
 
 
 class Reader:

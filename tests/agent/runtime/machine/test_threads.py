@@ -6,14 +6,11 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 
 from agent.core.performance import HOST, ExecutorSpec
-from agent.runtime.preparation import Preparation
-from agent.runtime.threads import Team, end_team, team_cores, use_threads
-from experts.expert import Expert, InputSpec
+from agent.runtime.machine.threads import Team, end_team, team_cores, use_threads
 from tests.agent.runtime.native_threads import CORES, cores_by_thread, native_threads, on_linux, on_two_cores
 
 
@@ -39,17 +36,9 @@ def test_a_count_given_to_another_thread_later_is_that_thread_s_alone(executor, 
         assert other.submit(count_after_an_operator).result() == others
 
 
-def test_preparing_images_on_one_core_each_leaves_an_executor_its_cores(executor, tmp_path):
-    expert = Expert("cls/a", "resnet18", tmp_path / "a.safetensors", ("ok",), InputSpec(64, 64))
-    preparation = Preparation(2)
-    preparation.start(expert, np.zeros((80, 80, 3), dtype=np.uint8), "a.png").result()
-    preparation.stop()
-    assert executor.submit(count_after_an_operator).result() == 3
-
-
 @on_linux
 class TestTeams:
-    """A team that waits somewhere keeps the executors' from waiting actively: see ``agent.runtime.threads``."""
+    """A team that waits somewhere keeps the executors' from waiting actively: see ``agent.runtime.machine.threads``."""
 
     def test_a_thread_s_team_ends_and_begins_again(self):
         with ThreadPoolExecutor(1, initializer=use_threads, initargs=(3,)) as thread:
@@ -62,13 +51,6 @@ class TestTeams:
             assert thread.submit(count_after_an_operator).result() == 3
             assert thread.submit(native_threads).result() == before + 2
             thread.submit(end_team).result()
-
-    def test_another_thread_s_team_stays(self, executor):
-        executor.submit(count_after_an_operator).result()
-        before = native_threads()
-        with ThreadPoolExecutor(1) as other:
-            other.submit(end_team).result()
-        assert native_threads() == before
 
 
 @on_linux
@@ -103,36 +85,9 @@ class TestCores:
         thread.submit(end_team).result()
         assert self.started_by(thread, team.keep, count_after_an_operator) == [{CORES[1]}]
 
-    def test_one_that_somebody_else_has_moved_stays_there(self, thread):
-        team, before = Team(CORES[:2]), cores_by_thread()
-        thread.submit(team.keep).result()
-        (second,) = cores_by_thread().keys() - before.keys()
-        os.sched_setaffinity(second, CORES)
-        for _ in range(2):
-            thread.submit(team.keep).result()
-            assert os.sched_getaffinity(second) == set(CORES)
-
     def test_where_the_thread_may_not_use_these_cores_nobody_is_moved(self, thread):
         team = Team((CORES[0], CORES[-1] + 1))
         assert self.started_by(thread, team.keep, count_after_an_operator) == [set(CORES)]
-
-    @pytest.mark.parametrize("cores", [(), CORES[:1], range(3)])
-    def test_nothing_is_begun_but_for_two(self, thread, cores):
-        assert self.started_by(thread, Team(cores).keep) == []
-
-    def test_where_it_is_forbidden_it_is_tried_once(self, thread, monkeypatch):
-        asked = []
-
-        def forbidden(*cores):
-            asked.append(cores)
-            raise PermissionError("not here")
-
-        monkeypatch.setattr(os, "sched_setaffinity", forbidden)
-        team = Team(CORES[:2])
-        for _ in range(2):
-            thread.submit(team.keep).result()
-            assert thread.submit(count_after_an_operator).result() == 2
-        assert asked == [(0, {CORES[1]})]
 
 
 @on_linux
@@ -142,14 +97,3 @@ class TestTeamCores:
         executors = [ExecutorSpec(0, "cuda", "device"), ExecutorSpec(1, "cpu", HOST), ExecutorSpec(2, "cpu", HOST)]
         assert team_cores(executors, 2) == {1: (3, 4), 2: (5, 8)}
         assert team_cores(executors[:1], 2) == {}
-
-    def test_nobody_has_any_where_there_are_fewer_than_threads(self, monkeypatch):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
-        executors = [ExecutorSpec(number, "cpu", HOST) for number in range(2)]
-        assert team_cores(executors, 2) == {}
-        assert team_cores(executors[:1], 2) == {0: (0, 1)}
-
-    @pytest.mark.parametrize("threads", [1, 3])
-    def test_nor_in_teams_of_other_sizes(self, monkeypatch, threads):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
-        assert team_cores([ExecutorSpec(0, "cpu", HOST)], threads) == {}

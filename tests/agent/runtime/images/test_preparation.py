@@ -4,39 +4,33 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
 
-import agent.runtime.preparation
-from agent.core.request import Rejected
+import agent.runtime.images.preparation
 from agent.runtime.expert_copy import prepared_form
-from agent.runtime.image_sources import (
-    BYTES_OF_PIXELS,
+from agent.runtime.images.preparation import ByteGate, Preparation, least_pixels, prepare
+from agent.runtime.images.sources import (
     EncodedImage,
     Frame,
     FramePart,
-    ImageFile,
     decoded,
     pixels_of,
-    stored_bytes,
 )
-from agent.runtime.machine.detection import detect
-from agent.runtime.preparation import LARGE_BYTES, Preparation, least_pixels, prepare, threads_for
 from experts.backends import backend_for
 from experts.backends.base import Prepared
 from experts.backends.boxes import prediction
 from experts.expert import Expert, Fit, InputSpec, Normalization, Orientation
 from experts.images import decode_image
 from experts.orientation import TAG
-from tests.agent.runtime.native_threads import gives_way_here, scheduling_class
+from tests.agent.runtime.native_threads import scheduling_class
 
 PATIENCE_S = 30.0
 LAST = ("last awaited", "last ahead")
@@ -76,7 +70,7 @@ class Workplace:
         self.is_four_begun = threading.Event()
         self.is_last = threading.Event()
         self.preparation = Preparation(1)
-        monkeypatch.setattr(agent.runtime.preparation, "decoded", self._decode)
+        monkeypatch.setattr(agent.runtime.images.preparation, "decoded", self._decode)
 
     def _decode(self, source, name, *limits):
         if name in LAST:
@@ -147,17 +141,6 @@ def test_an_image_that_two_steps_need_is_decoded_once(workplace, size, second):
     assert workplace.preparation.requests == 0
 
 
-@pytest.mark.parametrize("size", [(20, 20), (900, 700)])
-def test_of_three_steps_each_has_its_own_from_one_decoding(workplace, size):
-    image, steps = encoded(*size), (SMALL, DETECTOR, OTHER)
-    for number, step in enumerate(steps):
-        workplace.prepare(1, image, step, *steps[number + 1 :])
-        assert_prepared(workplace.result(1, image, step), image, step)
-        workplace.settle()
-        assert workplace.preparation.held_bytes <= bytes_of(*steps[number + 1 :])
-    assert workplace.decoded.count("1") == 1
-
-
 @pytest.mark.parametrize("later", [(ALIKE,), (ALIKE, OTHER), (OTHER, ALIKE, DETECTOR)])
 @pytest.mark.parametrize("side", [20, 90, 130])  # pixels that would fit beside nothing, beside one form, and not
 def test_no_more_is_held_than_the_engine_counts_where_a_later_step_has_the_same_form(workplace, later, side):
@@ -172,15 +155,6 @@ def test_no_more_is_held_than_the_engine_counts_where_a_later_step_has_the_same_
         workplace.settle()
         assert workplace.preparation.held_bytes <= (bytes_of(*later[number + 1 :]) if later[number + 1 :] else 0)
     assert workplace.decoded == ["1"]
-
-
-@gives_way_here
-def test_a_photograph_gives_way_to_the_cpu_s_executors_unless_a_device_waits_for_it(workplace):
-    image = encoded(400, 400)
-    for request, gives_way in ((1, True), (2, False)):
-        workplace.preparation.prepare(request, image, str(request), SMALL, due_s=5.0, gives_way=gives_way)
-        workplace.settle()
-    assert workplace.classes == {"1": os.SCHED_IDLE, "2": os.SCHED_OTHER}
 
 
 def test_a_device_does_not_wait_for_whoever_gives_way_at_the_same_photograph(workplace):
@@ -203,31 +177,6 @@ def test_a_device_does_not_wait_for_whoever_gives_way_at_the_same_photograph(wor
     may_go_on.set()
     workplace.settle()
     assert workplace.preparation.held_bytes == 0
-
-
-def test_what_is_forgotten_is_decoded_again_and_nothing_is_held(workplace):
-    image = encoded(900, 700)
-    workplace.prepare(1, image, SMALL, OTHER)
-    taken = workplace.preparation.take(1, image, "1", SMALL)
-    workplace.preparation.forget(1)
-    assert_prepared(taken.future.result(PATIENCE_S), image, SMALL)
-    workplace.settle()
-    assert workplace.preparation.held_bytes == 0
-    workplace.prepare(1, image, OTHER)
-    assert_prepared(workplace.result(1, image, OTHER), image, OTHER)
-    assert workplace.decoded.count("1") == 2
-
-
-def test_what_is_held_for_later_steps_can_be_given_up_alone(workplace):
-    image = encoded(900, 700)
-    workplace.prepare(1, image, SMALL, OTHER)
-    workplace.result(1, image, SMALL)
-    workplace.settle()
-    assert workplace.preparation.held_bytes == bytes_of(OTHER)
-    workplace.prepare(1, image, SMALL)
-    assert workplace.preparation.held_bytes == 0
-    assert_prepared(workplace.result(1, image, SMALL), image, SMALL)
-    assert workplace.decoded.count("1") == 1
 
 
 def test_what_nobody_wants_any_more_is_not_decoded_and_who_waits_is_first(workplace):
@@ -266,41 +215,8 @@ def test_while_an_executor_computes_crops_wait_and_photographs_do_not(workplace)
     assert workplace.decoded == ["2", "1", "3"]
 
 
-def test_a_photograph_is_told_by_what_it_is_made_from():
-    photograph = encoded(400, 400)
-    size = len(photograph.content)
-    part = FramePart(Frame(photograph, None), (0, 0, 20, 20), "R1")
-    assert [stored_bytes(each) for each in (photograph, photograph.content, part)] == [size] * 3
-    assert stored_bytes(LARGE) == LARGE.nbytes // BYTES_OF_PIXELS
-    pixels_of(part, "R1")
-    assert stored_bytes(part) == 0  # what is left of it is a cut
-    assert [stored_bytes(each) for each in (Path("a.png"), ImageFile(Path("a.png"), 1000))] == [None] * 2  # unread
-    assert len(encoded(60, 60).content) < LARGE_BYTES < size
-
-
-def test_a_batch_has_what_was_not_told_of_before(workplace):
-    image = encoded(20, 20)
-    assert_prepared(workplace.result(9, image, SMALL), image, SMALL)
-    assert workplace.preparation.requests == 0
-
-
-def test_a_batch_has_what_its_expert_is_shown_whatever_was_told_of_before(workplace):
-    image = encoded(20, 20)
-    workplace.prepare(9, image, OTHER)
-    assert_prepared(workplace.result(9, image, SMALL), image, SMALL)
-    assert_prepared(workplace.result(9, image, OTHER), image, OTHER)
-
-
-def test_a_broken_image_is_rejected_at_every_step(workplace):
-    image = EncodedImage(b"no image", "broken.png", 1000)
-    workplace.prepare(1, image, SMALL, OTHER)
-    assert isinstance(workplace.result(1, image, SMALL), Rejected)
-    workplace.settle()
-    assert workplace.preparation.held_bytes == 0
-
-
 def test_memory_that_was_short_once_is_asked_for_again(workplace, monkeypatch):
-    image, real = encoded(20, 20), agent.runtime.preparation.decoded
+    image, real = encoded(20, 20), agent.runtime.images.preparation.decoded
     is_short = iter([True, False])
 
     def decode(*given):
@@ -308,22 +224,11 @@ def test_memory_that_was_short_once_is_asked_for_again(workplace, monkeypatch):
             raise MemoryError
         return real(*given)
 
-    monkeypatch.setattr(agent.runtime.preparation, "decoded", decode)
+    monkeypatch.setattr(agent.runtime.images.preparation, "decoded", decode)
     workplace.prepare(1, image, SMALL)
     with pytest.raises(MemoryError):
         workplace.result(1, image, SMALL)
     assert_prepared(workplace.result(1, image, SMALL), image, SMALL)
-
-
-def test_experts_that_are_shown_the_same_share_a_form():
-    assert prepared_form(SMALL) == prepared_form(ALIKE)
-    graph = expert("onnx/a", 32, "onnx", fit=Fit.LETTERBOXED)
-    assert len({prepared_form(each).name for each in (SMALL, OTHER, DETECTOR, graph)}) == 4
-    assert prepared_form(DETECTOR).size_bytes == 64 * 64 * 3 * 4
-    pixels = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
-    for each in (SMALL, OTHER, DETECTOR, expert("cls/unit", 32, normalize="unit")):
-        tensor = backend_for(each.architecture).prepare(each, pixels).tensor
-        assert tensor.nbytes == prepared_form(each).size_bytes
 
 
 def test_each_difference_in_what_is_shown_is_another_form():
@@ -363,38 +268,11 @@ def test_a_box_lies_where_viewers_show_it_whatever_its_expert_was_shown(wanted, 
     assert np.abs(np.subtract((box.left, box.top, box.right, box.bottom), expected)).max() <= 480 / 96
 
 
-def test_the_parts_of_a_turned_frame_are_cut_where_viewers_show_them():
-    content = turned_jpeg(40, 80, 6)
-    part = FramePart(Frame(EncodedImage(content, "it", 10_000), (80, 40)), (20, 0, 40, 20), "part")
-    assert pixels_of(part, "it").min() > 200
-
-
 def test_a_jpeg_keeps_pixels_enough_for_what_is_cut_from_it():
     assert least_pixels(expert("cls/a", 32, fit=Fit.CROPPED, resize=40)) == (80, 80)
     assert least_pixels(expert("cls/a", 32, fit=Fit.CROPPED, resize=(40, 50))) == (80, 100)
     tall = replace(SMALL, input=InputSpec(32, 64, orientation=Orientation.EXIF))
     assert least_pixels(tall) == (128, 128)
-
-
-def test_there_are_as_many_threads_as_cores():
-    assert threads_for(detect("cpu")) >= 2
-
-
-def test_whoever_watches_knows_which_requests_images_are_being_prepared(workplace):
-    told = []
-
-    @contextmanager
-    def preparing(request):
-        told.append(("begun", request, len(workplace.decoded)))
-        yield
-        told.append(("ended", request, len(workplace.decoded)))
-
-    workplace.preparation.watch = preparing
-    workplace.prepare(7, encoded(20, 20), SMALL, due_s=1.0)
-    workplace.settle()
-    workplace.result(7, encoded(20, 20), SMALL)
-    workplace.settle()
-    assert [each for each in told if each[1] == 7] == [("begun", 7, 0), ("ended", 7, 1)]
 
 
 def test_whoever_watches_knows_of_a_batch_s_requests_already(workplace):
@@ -426,26 +304,6 @@ def photograph(height=900, width=1200, quality=92):
 class TestSmaller:
     """JPEGs that are made smaller while they are decoded, for experts that were found to say the same of them."""
 
-    def test_only_for_those_experts_and_near_to_what_all_pixels_give(self, workplace):
-        image, scaled = photograph(), expert("cls/scaled", 100)
-        workplace.preparation.scaled = frozenset({"cls/scaled"})
-        whole = workplace.result(1, image, expert("cls/whole", 100))
-        smaller = workplace.result(2, image, scaled)
-        assert_prepared(whole, image, scaled)
-        assert not torch.equal(smaller.tensor, whole.tensor)
-        assert (smaller.tensor - whole.tensor).abs().mean() < 0.05
-        assert (smaller.image_height, smaller.image_width) == (900, 1200)
-
-    def test_scales_lead_back_to_the_file_s_pixels(self, workplace):
-        image = photograph()
-        whole = workplace.result(1, image, DETECTOR)
-        workplace.preparation.scaled = frozenset({DETECTOR.id})
-        smaller = workplace.result(2, image, DETECTOR)
-        assert smaller.scale_x == pytest.approx(whole.scale_x)
-        assert smaller.scale_y == pytest.approx(whole.scale_y)
-        assert (smaller.pad_left, smaller.pad_top) == (whole.pad_left, whole.pad_top)
-        assert (smaller.image_height, smaller.image_width) == (whole.image_height, whole.image_width)
-
     @pytest.mark.parametrize("second", [ALIKE, OTHER, expert("cls/large", 200), DETECTOR])
     def test_what_a_later_step_sees_is_the_same_whether_it_was_held_or_decoded_again(self, workplace, second):
         image = photograph()
@@ -471,19 +329,23 @@ class TestSmaller:
         workplace.prepare(1, image, ALIKE)
         assert torch.equal(workplace.result(1, image, ALIKE).tensor, alone[ALIKE.id])
 
-    def test_what_it_becomes_has_its_reduction_in_its_name(self):
-        whole, reduced = prepared_form(SMALL), prepared_form(SMALL, is_reduced=True)
-        assert whole.name != reduced.name
-        assert whole.size_bytes == reduced.size_bytes
-
-    def test_no_other_form_of_image_is(self, workplace):
-        workplace.preparation.scaled = frozenset({SMALL.id})
-        for number, image in enumerate([encoded(900, 700), np.full((900, 700, 3), 7, np.uint8)]):
-            assert_prepared(workplace.result(number, image, SMALL), image, SMALL)
-
     def test_nor_a_part_of_a_frame(self, workplace):
         workplace.preparation.scaled = frozenset({SMALL.id})
         part = FramePart(Frame(photograph(), None), (0, 0, 1000, 800), "R1")
         prepared = workplace.result(1, part, SMALL)
         alone = backend_for("resnet18").prepare(SMALL, pixels_of(photograph(), "it")[:800, :1000].copy())
         assert torch.equal(prepared.tensor, alone.tensor)
+
+
+def test_images_in_decoding_take_so_many_bytes_together_and_a_larger_one_goes_alone():
+    gate = ByteGate(100)
+
+    def decode():
+        with gate.room_for(1000):
+            return "alone"
+
+    with ThreadPoolExecutor(1) as other:
+        with gate.room_for(60), gate.room_for(40):
+            larger = other.submit(decode)
+            assert not wait([larger], timeout=0.05).done
+        assert larger.result(PATIENCE_S) == "alone"

@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING
 
 from agent.core.events import Loaded, LoadFailed
 from agent.core.performance import SSD
-from agent.runtime.device_loss import Breakdown, DeviceWatch
-from agent.runtime.executor import is_out_of_memory
-from agent.runtime.threads import end_team, give_way, use_threads
+from agent.runtime.machine.device_loss import Breakdown, DeviceWatch, is_out_of_memory
+from agent.runtime.machine.threads import end_team, give_way, use_threads
 from experts import errors
 from experts.daemon_threads import DaemonThreads
 from experts.packed.source_check import drop_if_stale
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from agent.core.effects import Evict, StartLoad
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.memories import Memory, Region
-    from agent.runtime.slots import Slot, SlotStore
+    from agent.runtime.weights.slots import Slot, SlotStore
     from experts.packed.direct_reads import FilePart
     from experts.packed.weights import AlignedBuffer, Segment, SegmentStore
 

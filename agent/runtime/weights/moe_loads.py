@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from agent.runtime.moe_usage import read_usage, write_usage
+from agent.runtime.weights.moe_usage import read_usage, write_usage
 from experts.errors import BackendUnavailable, LoadError
 from experts.llm.names import EXPERTS, layer_of
 from experts.llm.tiers.cache import MoeCache
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.memories import HostMemory, HostRegion, Memory
-    from agent.runtime.slots import Slot
-    from agent.runtime.transfer import PacedLink
+    from agent.runtime.weights.slots import Slot
+    from agent.runtime.weights.transfer import PacedLink
     from experts.backends.base import Skeleton
     from experts.llm.config import ArchSpec
     from experts.llm.dispatch import MoeExperts

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.memories import Memory, Region
-    from agent.runtime.moe_loads import MoeLoads, OffloadedCopy
+    from agent.runtime.weights.moe_loads import MoeLoads, OffloadedCopy
     from experts.backends.base import Skeleton
     from experts.packed.weights import PackedExpert, Segment, SegmentStore
 

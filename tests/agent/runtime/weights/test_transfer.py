@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from contextlib import closing
 from queue import SimpleQueue
 
@@ -14,10 +13,10 @@ import torch
 
 from agent.core.effects import Evict, EvictionDecision, StartLoad
 from agent.core.events import Loaded, LoadFailed
-from agent.runtime.device_loss import Breakdown, DeviceWatch
+from agent.runtime.machine.device_loss import Breakdown
 from agent.runtime.machine.memories import EmulatedMemory, HostMemory
-from agent.runtime.slots import SkeletonShelf, SlotStore
-from agent.runtime.transfer import PacedLink, Transfers
+from agent.runtime.weights.slots import SkeletonShelf, SlotStore
+from agent.runtime.weights.transfer import PacedLink, Transfers
 from experts import errors
 from experts.backends import backend_for
 from experts.expert import Precision
@@ -125,46 +124,6 @@ def large_segment(segments):
     return Segment(sha256, len(content), ()), content
 
 
-def test_a_shared_part_is_read_once_for_loads_in_flight_together(yard, line):
-    for name in ("twin-0", "twin-1", "twin-2"):
-        yard.start(name)
-    assert {yard.answer() for _ in range(3)} == {Loaded(1), Loaded(2), Loaded(3)}
-    packed = [line.copy(f"twin-{number}").packed for number in range(3)]
-    trunk_bytes = sum(segment.size_bytes for segment in packed[0].shared)
-    assert yard.transfers.statistics().bytes_read == trunk_bytes + sum(each.own.size_bytes for each in packed)
-
-
-class StutteringStore(SegmentStore):
-    """Fails the first read of a segment, then reads."""
-
-    def __init__(self, directory, sha256):
-        super().__init__(directory)
-        self._awkward = {sha256}
-
-    def read(self, segment, buffer, expert):
-        if segment.sha256 in self._awkward:
-            self._awkward.discard(segment.sha256)
-            raise errors.LoadError(expert, "the drive hiccuped")
-        super().read(segment, buffer, expert)
-
-
-def test_when_the_reader_of_a_shared_part_fails_the_next_one_reads_it(line):
-    trunk = line.copy("twin-0").packed.shared[0]
-    segments = StutteringStore(line.segments.directory, trunk.sha256)
-    yard = Yard(line, segments)
-    yard.start("twin-0")
-    yard.start("twin-1")
-    answers = [yard.answer(), yard.answer()]
-    failed = [answer for answer in answers if isinstance(answer, LoadFailed)]
-    assert [answer.permanent for answer in failed] == [False]
-    assert "hiccuped" in failed[0].reason
-    good = next(answer.load for answer in answers if isinstance(answer, Loaded)) - 1
-    image = line.pixels(3)
-    assert yard.predictions(f"twin-{good}", yard.host, image) == line.predict(f"twin-{good}", image)
-    yard.close()
-    segments.close()
-
-
 def damage_by_cutting(file):
     os.truncate(file, file.stat().st_size // 2)
 
@@ -177,21 +136,6 @@ def damage_by_flipping(file):
 
 def damage_by_removing(file):
     file.unlink()
-
-
-@pytest.mark.parametrize("damage", [damage_by_cutting, damage_by_flipping])
-@pytest.mark.parametrize("pool", ["host", "device"])
-def test_damaged_weights_fail_for_good_and_leave_their_room(breakable_line, damage, pool):
-    yard = Yard(breakable_line)
-    damage(breakable_line.file_of("own-1"))
-    yard.start("own-1", "ssd", pool)
-    answer = yard.answer()
-    assert isinstance(answer, LoadFailed)
-    assert answer.permanent
-    assert "segments" in answer.reason
-    assert yard.host.statistics().used_bytes == yard.device.statistics().used_bytes == 0
-    yard.load("own-0", "ssd", pool)
-    yard.close()
 
 
 def unreadable(file):
@@ -255,25 +199,6 @@ def test_a_packed_file_found_corrupt_is_dropped_and_the_next_packing_makes_it_an
     assert not pack_again(line).failed
     assert is_packed_whole(line, "own-1")
     yard.load("own-1", "ssd", pool)
-    yard.close()
-
-
-def test_a_shared_file_found_corrupt_is_made_anew_for_all_that_share_it(breakable_line):
-    line = breakable_line
-    yard = Yard(line)
-    trunk = line.segments.segment_path(line.copy("twin-0").packed.shared[0].sha256)
-    damage_by_flipping(trunk)
-    for number in range(3):
-        yard.start(f"twin-{number}")
-    reasons = [yard.answer().reason for _ in range(3)]
-    assert all(str(trunk) in reason for reason in reasons)
-    assert not trunk.exists()
-    own = [line.file_of(f"twin-{number}") for number in range(3)]
-    assert all(file.exists() for file in own)
-    assert not pack_again(line).failed
-    for number in range(3):
-        assert is_packed_whole(line, f"twin-{number}")
-        yard.load(f"twin-{number}")
     yard.close()
 
 
@@ -376,19 +301,6 @@ def test_a_load_that_finds_its_device_lost_is_not_failed(line, source):
     yard.close()
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_after_an_unclear_error_of_a_load_the_device_is_asked(line, is_lost):
-    def ask():
-        if is_lost:
-            raise torch.AcceleratorError("CUDA error: unknown error")
-
-    refused = errors.BackendUnavailable("cuda", "cudaHostRegister failed with status 2")
-    yard = Yard(line, device=FailingMemory(refused), watch=DeviceWatch("cuda", ask))
-    yard.start("own-0", "ssd", "device")
-    assert isinstance(yard.answer(), Breakdown if is_lost else LoadFailed)
-    yard.close()
-
-
 def test_stopping_answers_the_loads_that_still_wait(line):
     yard = Yard(line, ssd_bytes_per_s=1.0)
     yard.start("own-0")
@@ -399,32 +311,6 @@ def test_stopping_answers_the_loads_that_still_wait(line):
     assert yard.host.statistics().used_bytes == 0
     yard.start("own-2")
     assert isinstance(yard.answer(), LoadFailed)
-    yard.close()
-
-
-def test_a_paced_link_lets_bytes_through_one_after_another_and_saves_nothing_up():
-    now = 100.0
-    link = PacedLink(1000.0, lambda: now)
-    assert link.reserve(500) == 100.5
-    assert link.reserve(500) == 101.0
-    now = 200.0
-    assert link.reserve(2000) == 202.0
-
-
-def test_an_unpaced_link_is_free_at_once():
-    assert PacedLink(None, lambda: 5.0).reserve(10**12) == 5.0
-
-
-def test_no_load_is_faster_than_the_rate_it_is_held_to(line):
-    size_bytes = line.copy("own-0").packed.own.size_bytes
-    yard = Yard(line, ssd_bytes_per_s=size_bytes / 0.2)
-    started = time.monotonic()
-    yard.start("own-0")
-    yard.start("own-1")
-    yard.answer()
-    yard.answer()
-    assert time.monotonic() - started >= 0.4
-    assert yard.transfers.statistics().ssd_bytes_per_s == size_bytes / 0.2
     yard.close()
 
 

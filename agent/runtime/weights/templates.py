@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.runtime.machine.box import torch_device
-from agent.runtime.threads import use_threads
+from agent.runtime.machine.threads import use_threads
 from experts.backends import backend_for
 from experts.errors import BackendUnavailable, ExpertError, WeightsMismatch
 from experts.expert import Precision

@@ -9,15 +9,14 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-import torch
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.torch import save_file
 from torchvision import models
 
 from agent.runtime.expert_copy import ExpertCopy
-from agent.runtime.slots import SkeletonShelf
-from agent.runtime.templates import make_templates
-from agent.runtime.threads import use_threads
+from agent.runtime.machine.threads import use_threads
+from agent.runtime.weights.slots import SkeletonShelf
+from agent.runtime.weights.templates import make_templates
 from experts.backends import classifier, detector
 from experts.expert import Expert, InputSpec, Precision
 from experts.packed.packing import pack_line
@@ -100,17 +99,6 @@ def test_no_skeleton_is_constructed_once_they_are_made(experts, segments, monkey
         for copy in copies * 2:
             assert transfer.submit(shelf.take, copy, "cpu").result() is not None
     assert len(templates.held) == len(copies)
-
-
-def test_they_are_for_as_many_threads_as_the_executors_use(experts, segments, monkeypatch):
-    before = torch.get_num_threads()
-    copies = copies_of([experts["onnx"]], segments)
-    templates = make_templates({"cpu": copies}, segments, 2, lambda *_: None)
-    assert torch.get_num_threads() == before
-    monkeypatch.setattr(onnxruntime, "InferenceSession", refuse)
-    with ThreadPoolExecutor(1, "transfer", use_threads, (2,)) as transfer:
-        transfer.submit(SkeletonShelf(segments).take, copies[0], "cpu").result()
-    assert len(templates.held) == 1
 
 
 def test_an_expert_that_runs_on_some_processor_has_not_failed(experts, segments, caplog):

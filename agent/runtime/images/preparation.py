@@ -29,10 +29,10 @@ from threading import Condition, Lock
 from typing import TYPE_CHECKING
 
 from agent.core.request import Rejected
-from agent.runtime.due_threads import DueTask, DueThreads
 from agent.runtime.expert_copy import prepared_form
-from agent.runtime.image_sources import decoded, stored_bytes
-from agent.runtime.threads import give_way, use_threads
+from agent.runtime.images.due_threads import DueTask, DueThreads
+from agent.runtime.images.sources import decoded, stored_bytes
+from agent.runtime.machine.threads import give_way, use_threads
 from experts.backends import backend_for
 from experts.backends.base import Prepared
 from experts.errors import ImageError
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from contextlib import AbstractContextManager
 
-    from agent.runtime.image_sources import ImageSource
+    from agent.runtime.images.sources import ImageSource
     from agent.runtime.machine.box import Box
     from experts.expert import Expert
     from experts.images import Decoded

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from agent.runtime.machine.memories import EmulatedMemory, HostMemory
-from agent.runtime.slots import SkeletonShelf, SlotStore
+from agent.runtime.machine.memories import HostMemory
+from agent.runtime.weights.slots import SkeletonShelf, SlotStore
 from experts.backends import backend_for
-from experts.errors import BackendUnavailable, IllegalMove, LoadError, MemoryExceeded
+from experts.errors import BackendUnavailable, IllegalMove, LoadError
 
 ROOMY = 64 * 1024 * 1024
 
@@ -74,44 +74,6 @@ def test_loading_over_an_expert_of_the_same_layout_makes_and_binds_nothing(line)
     store.close()
 
 
-def test_spares_of_another_size_make_way_before_the_budget_is_exceeded(line):
-    budget_bytes = own_bytes(line, "own-0")
-    memory = EmulatedMemory(budget_bytes)
-    store = store_of(line, budget_bytes, memory=memory)
-    for name in ("own-0", "wide", "own-1", "wide"):
-        slot = store.reserve(line.copy(name))
-        store.materialise(slot)
-        store.commit(slot)
-        assert memory.held_bytes <= budget_bytes
-        store.evict(slot.copy.name)
-    assert store.statistics().peak_held_bytes <= budget_bytes
-    store.close()
-    assert memory.held_bytes == 0
-
-
-def test_a_skeleton_whose_region_went_to_another_layout_is_taken_up_again(line):
-    shelf = SkeletonShelf(line.segments)
-    store = SlotStore(HostMemory(), own_bytes(line, "own-0"), ("cpu",), shelf)
-    for name in ("own-0", "wide", "own-1", "wide", "own-2"):
-        store.evict(load(store, line, name).name)
-    assert shelf.constructed == 2
-    store.close()
-
-
-@pytest.mark.parametrize(("limit", "made_again"), [(0, 2), (1, 2), (2, 1), (3, 0)])
-def test_the_shelf_keeps_those_that_came_last_up_to_its_limit(line, limit, made_again):
-    shelf = SkeletonShelf(line.segments, limit)
-    trunk_bytes = sum(segment.slot_bytes for segment in line.copy("twin-0").packed.shared)
-    store = SlotStore(HostMemory(), own_bytes(line, "twin-0") + trunk_bytes, ("cpu",), shelf)
-    for name in ("own-0", "wide", "twin-0"):  # each takes the room of the one before, whose skeleton is shelved first
-        store.evict(load(store, line, name).name)
-    assert shelf.constructed == 3
-    for name in ("wide", "own-1"):
-        store.evict(load(store, line, name).name)
-    assert shelf.constructed == 3 + made_again
-    store.close()
-
-
 def test_a_skeleton_is_bound_again_when_another_shared_region_lies_under_it(line):
     shelf = SkeletonShelf(line.segments)
     store = SlotStore(HostMemory(), ROOMY, ("cpu",), shelf)
@@ -125,17 +87,6 @@ def test_a_skeleton_is_bound_again_when_another_shared_region_lies_under_it(line
     with store.using("cls/kin-1@fp32") as slot:
         prepared = backend_for(expert.architecture).prepare(expert, image)
         assert slot.skeleton("cpu").infer(expert, [prepared]) == (line.predict("kin-1", image),)
-    store.close()
-
-
-def test_two_experts_of_one_trunk_run_from_one_region(line):
-    store = store_of(line)
-    load(store, line, "twin-0")
-    load(store, line, "twin-1")
-    with store.using("cls/twin-0@fp32") as first, store.using("cls/twin-1@fp32") as second:
-        trunk = first.copy.packed.shared[0]
-        assert first.region_of(trunk) is second.region_of(trunk)
-        assert first.region is not second.region
     store.close()
 
 
@@ -160,19 +111,6 @@ def test_what_is_on_its_way_is_neither_run_nor_evicted_nor_loaded_twice(line):
     with pytest.raises(IllegalMove, match="loading"):
         store.reserve(line.copy("own-0"))
     store.abandon(slot)
-    store.close()
-
-
-def test_a_memory_without_room_refuses_and_the_slot_can_be_abandoned(line):
-    memory = EmulatedMemory(own_bytes(line, "own-0"))
-    store = store_of(line, ROOMY, memory=memory)
-    first, second = store.reserve(line.copy("own-0")), store.reserve(line.copy("own-1"))
-    store.materialise(first)
-    with pytest.raises(MemoryExceeded):
-        store.materialise(second)
-    store.abandon(second)
-    store.abandon(first)
-    assert store.statistics().used_bytes == 0
     store.close()
 
 

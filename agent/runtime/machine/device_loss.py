@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from experts.errors import DeviceLost
+from experts.errors import DeviceLost, MemoryExceeded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +40,7 @@ LOSSES = (  # in the words of cudaGetErrorString
     "no cuda-capable device",
     "driver shutting down",
 )
+OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "failed to allocate", "out of memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,13 @@ def names_a_loss(error: Exception) -> bool:
     text = str(error).lower()
     speaks = isinstance(error, torch.AcceleratorError) or any(speaker in text for speaker in SPEAKERS)
     return speaks and any(loss in text for loss in LOSSES)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """True where the batch needed more memory than there is: a smaller one may run."""
+    if isinstance(error, (MemoryError, MemoryExceeded, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in OUT_OF_MEMORY_TEXTS)
 
 
 def _said(error: Exception) -> str:

@@ -17,10 +17,10 @@ from agent.core.performance import ExecutorSpec
 from agent.core.request import Batch, Portion
 from agent.runtime.executor import BatchExecutor
 from agent.runtime.expert_copy import ExpertCopy
+from agent.runtime.images.preparation import Preparation
 from agent.runtime.machine.memories import EmulatedMemory
-from agent.runtime.preparation import Preparation
-from agent.runtime.slots import SkeletonShelf, SlotStore
 from agent.runtime.texts import RunningTexts
+from agent.runtime.weights.slots import SkeletonShelf, SlotStore
 from experts.backends import backend_for
 from experts.expert import Expert, InputSpec, Precision
 from experts.llm.serving.output_lengths import OutputLengths
@@ -114,30 +114,6 @@ def test_a_load_finds_room_wherever_the_ledger_says_that_there_is_some(fakes, na
     bench.store.close()
 
 
-def test_what_stands_between_free_pieces_is_moved_and_runs_as_before(fakes):
-    bench = Bench(fakes)
-    for name in ("d", "a", "b"):
-        bench.load(name)
-    bench.store.evict("d")
-    bench.load("f")  # 4 quanta are free behind b, 5 before a
-    assert bench.store.statistics().regions_moved == 2
-    bench.check()
-    bench.load("c")
-    bench.check()
-    bench.store.close()
-
-
-def test_a_shared_part_is_moved_for_all_that_stand_on_it(fakes):
-    bench = Bench(fakes)
-    for name in ("c", "g", "h"):  # 3, the trunk's 4 and 1, 2
-        bench.load(name)
-    bench.store.evict("c")
-    bench.load("d")  # 3 and 2 quanta are free
-    assert bench.store.statistics().regions_moved == 3
-    bench.check()
-    bench.store.close()
-
-
 def in_the_background(work):
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -191,32 +167,6 @@ def test_a_batch_that_runs_is_waited_for_and_the_next_one_waits(crowded):
     crowded.check()
 
 
-def test_spares_make_way_before_anything_is_moved(crowded):
-    crowded.load("c")
-    crowded.store.evict("b")
-    crowded.store.evict("a")
-    crowded.load("f")
-    assert crowded.store.statistics().regions_moved == 0
-    crowded.check()
-
-
-def test_a_region_that_is_being_filled_is_moved_after_that(fakes):
-    bench = Bench(fakes)
-    bench.load("d")
-    slot = bench.begin("c")
-    bench.store.evict("d")
-    before = slot.region
-    loading = in_the_background(lambda: bench.load("f"))
-    wait_until(lambda: is_stilled(bench))
-    assert slot.region is before
-    bench.finish(slot)
-    loading.join(PATIENCE_S)
-    assert slot.region is not before
-    assert sorted(bench.store.ready()) == ["c", "f"]
-    bench.check()
-    bench.store.close()
-
-
 def test_what_is_evicted_meanwhile_is_moved_as_a_spare_and_taken_up_again(crowded):
     crowded.load("c")
     with crowded.store.using("a"):
@@ -228,34 +178,6 @@ def test_what_is_evicted_meanwhile_is_moved_as_a_spare_and_taken_up_again(crowde
     crowded.load("c")
     crowded.check()
     assert sorted(crowded.store.ready()) == ["a", "b", "c", "f"]
-
-
-def test_no_batch_runs_on_a_copy_whose_bytes_were_moved_before_its_skeleton_shows_them(fakes, monkeypatch):
-    bench = Bench(fakes)
-    for name in ("b", "d"):
-        bench.load(name)
-    bench.store.evict("b")  # a gap below d: f's room is there, but in two pieces
-    expert = fakes.copies["d"].expert
-    image = backend_for("fake").prepare(expert, np.zeros((8, 8, 3), np.uint8))
-    began, ended, fit, answers = threading.Event(), threading.Event(), SlotStore._fit, []
-
-    def judge():
-        began.set()
-        with bench.store.using("d") as slot:
-            answers.append(slot.skeleton("cpu").infer(expert, [image])[0].label)
-        ended.set()
-
-    def fit_while_a_batch_wants_it(store, slot, *rest):
-        if slot.copy.name == "d" and not began.is_set():
-            threading.Thread(target=judge).start()
-            assert began.wait(PATIENCE_S)
-            assert not ended.wait(0.2)  # it waits; were it let in, it would find another copy's bytes
-        return fit(store, slot, *rest)
-
-    monkeypatch.setattr(SlotStore, "_fit", fit_while_a_batch_wants_it)
-    bench.load("f")
-    assert ended.wait(PATIENCE_S)
-    assert answers == ["ok"]
 
 
 class LoadBetween:

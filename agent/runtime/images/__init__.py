@@ -1,0 +1,1 @@
+"""Images of requests: sources, decoding, preparation ahead of their batches."""
