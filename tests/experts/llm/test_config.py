@@ -7,11 +7,6 @@ import pytest
 
 from experts.errors import ModelUnsupported, WeightsCorrupt, WeightsMissing
 from experts.llm.config import (
-    LayerSpec,
-    Mlp,
-    MoeSpec,
-    QkNorm,
-    Residual,
     RopeKind,
     RopeSpec,
     parse_spec,
@@ -29,70 +24,14 @@ def refusal(values):
 
 
 class TestWhatFamiliesSay:
-    def test_a_dense_family_has_an_mlp_in_each_layer(self, model_files):
-        assert parse_spec(model_files.config("llama"), "x").layers == (LayerSpec(48),) * 3
-
-    @pytest.mark.parametrize(
-        ("family", "biases"),
-        [
-            ("llama", (False, False)),
-            ("qwen2", (True, False)),
-            ("qwen2_moe", (True, False)),
-            ("mixtral", (False, False)),
-        ],
-    )
-    def test_biases_are_the_family_s(self, model_files, family, biases):
-        spec = parse_spec(model_files.config(family), "x")
-        assert (spec.has_qkv_bias, spec.has_output_bias) == biases
-
     @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "olmoe", "pr_moe"])
     def test_biases_that_a_config_asks_for(self, model_files, family):
         spec = parse_spec(model_files.config(family, attention_bias=True), "x")
         assert (spec.has_qkv_bias, spec.has_output_bias) == (True, True)
 
-    @pytest.mark.parametrize(
-        ("family", "qk_norm"),
-        [("qwen3", QkNorm.HEAD), ("qwen3_moe", QkNorm.HEAD), ("olmoe", QkNorm.WHOLE), ("llama", None)],
-    )
-    def test_queries_and_keys_are_normalised_as_the_family_does(self, model_files, family, qk_norm):
-        assert parse_spec(model_files.config(family), "x").qk_norm is qk_norm
-
-    def test_mixtral_always_normalises_its_weights(self, model_files):
-        spec = parse_spec(model_files.config("mixtral", norm_topk_prob=False), "x")
-        assert {layer.moe.is_normalised for layer in spec.layers} == {True}
-
-    @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "olmoe"])
-    @pytest.mark.parametrize("is_normalised", [True, False])
-    def test_other_families_normalise_as_they_say(self, model_files, family, is_normalised):
-        spec = parse_spec(model_files.config(family, norm_topk_prob=is_normalised), "x")
-        assert {layer.moe.is_normalised for layer in spec.layers if layer.moe} == {is_normalised}
-
-    def test_dense_layers_between_sparse_ones(self, model_files):
-        named = parse_spec(model_files.config("qwen2_moe", mlp_only_layers=[0]), "x")
-        stepped = parse_spec(model_files.config("qwen3_moe", decoder_sparse_step=2), "x")
-        assert [layer.moe is None for layer in named.layers] == [True, False, False]
-        assert [layer.moe is None for layer in stepped.layers] == [True, False, True]
-        assert [layer.has_shared_expert for layer in named.layers] == [False, True, True]
-
-    def test_a_pyramid(self, model_files):
-        spec = parse_spec(model_files.config("pr_moe", residual="add", moe_intermediate_size=16), "x")
-        assert spec.layers == (
-            LayerSpec(48),
-            LayerSpec(48, MoeSpec(4, 1, 16, False), Residual.ADD),
-            LayerSpec(48, MoeSpec(6, 1, 16, False), Residual.ADD),
-        )
-        assert (spec.mlp, spec.has_mlp_bias) == (Mlp.GELU, True)
-
-    def test_a_pyramid_without_residual_has_nothing_beside_its_experts(self, model_files):
-        spec = parse_spec(model_files.config("pr_moe", residual=None), "x")
-        assert spec.layers[1] == LayerSpec(0, MoeSpec(4, 1, 48, False))
-
     def test_one_number_of_experts_is_that_of_all_layers(self, model_files):
         spec = parse_spec(model_files.config("pr_moe", num_experts=5), "x")
         assert [layer.moe.moe_experts for layer in spec.layers] == [5, 5, 5]
-
-    def test_what_a_token_takes(self, model_files):
-        assert parse_spec(model_files.config("llama"), "x").kv_bytes(2) == 2 * 3 * 2 * 8 * 2
 
     @pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
     def test_both_names_of_the_number_of_experts(self, model_files, name):
@@ -131,15 +70,6 @@ class TestRotaryPositions:
         rope = parse_spec(model_files.config("qwen3", rope_scaling=scaling), "x").rope
         assert rope == RopeSpec(1e4, RopeKind.YARN, 4.0, 128, 1.0, 32.0, True, pytest.approx(magnitude))
 
-    @pytest.mark.parametrize("kind", ["dynamic", "longrope", "unheard of"])
-    def test_other_scalings_are_refused(self, model_files, kind):
-        values = model_files.config("llama", rope_scaling={"rope_type": kind, "factor": 2.0})
-        assert refusal(values).field == "rope_scaling.rope_type"
-
-    def test_a_scaling_without_its_factor(self, model_files):
-        values = model_files.config("llama", rope_scaling={"rope_type": "linear"})
-        assert str(refusal(values)).endswith("config.json: rope_scaling.factor: is missing")
-
 
 class TestWhatIsRefused:
     @pytest.mark.parametrize("family", FAMILIES)
@@ -151,24 +81,25 @@ class TestWhatIsRefused:
         for value in ("many", 0, -1, True, [3], math.nan):
             assert refusal(model_files.config(family, **{field: value})).field == field
 
-    @pytest.mark.parametrize("model_type", ["gpt2", "", None, 3])
-    def test_an_architecture_that_is_not_served(self, model_files, model_type):
-        assert refusal({**model_files.config("llama"), "model_type": model_type}).field == "model_type"
-
-    def test_those_that_are_served_are_listed(self, model_files):
-        text = str(refusal({**model_files.config("llama"), "model_type": "gpt2"}))
-        assert "'gpt2' is not served" in text
-        assert all(family in text for family in FAMILIES)
+    @pytest.mark.parametrize("model_type", ["gpt2", ""])
+    def test_an_architecture_that_is_not_served_is_told_with_those_that_are(self, model_files, model_type):
+        refused = refusal({**model_files.config("llama"), "model_type": model_type})
+        assert refused.field == "model_type"
+        assert all(family in str(refused) for family in FAMILIES)
 
     @pytest.mark.parametrize(
         ("family", "field", "value"),
         [
+            ("llama", "model_type", None),
+            ("llama", "model_type", 3),
             ("llama", "hidden_act", "gelu"),
             ("llama", "quantization_config", {"bits": 4}),
             ("llama", "partial_rotary_factor", 0.5),
             ("llama", "head_dim", 7),
             ("llama", "num_key_value_heads", 3),
             ("llama", "rope_scaling", "linear"),
+            ("llama", "rope_scaling.rope_type", "dynamic"),
+            ("llama", "rope_scaling.factor", None),
             ("qwen2", "use_sliding_window", True),
             ("qwen3", "layer_types", ["full_attention", "sliding_attention", "full_attention"]),
             ("mixtral", "sliding_window", 64),
@@ -187,7 +118,9 @@ class TestWhatIsRefused:
         ],
     )
     def test_what_would_be_run_as_something_else(self, model_files, family, field, value):
-        assert refusal(model_files.config(family, **{field: value})).field == field
+        name, _, below = field.partition(".")
+        changed = {"rope_type": "linear", "factor": 2.0, below: value} if below else value
+        assert refusal(model_files.config(family, **{name: changed})).field == field
 
     def test_whether_a_pyramid_is_residual_is_never_guessed(self, model_files):
         values = model_files.config("pr_moe")
@@ -200,10 +133,6 @@ class TestWhatIsRefused:
 
 
 class TestTheFile:
-    def test_it_is_read(self, model_files):
-        values = model_files.config("qwen3")
-        assert read_spec(model_files.write(values), "x") == parse_spec(values, "x")
-
     def test_it_is_not_there(self, tmp_path):
         with pytest.raises(WeightsMissing, match=r"config\.json is not there"):
             read_spec(tmp_path, "x")

@@ -12,7 +12,7 @@ from experts.llm.quant import SCALE, Int8Tensors
 from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.token_batch import Chunk, TokenBatch
 from experts.packed.packing import pack_line
-from experts.packed.weights import ALIGNMENT_BYTES, AlignedBuffer, SegmentStore, tensor_views
+from experts.packed.weights import ALIGNMENT_BYTES, AlignedBuffer
 
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "pr_moe"]
 
@@ -83,17 +83,6 @@ def test_int8_is_bound_to_what_was_packed(model_files, store, make_slot, family)
     assert torch.equal(found, expected)
 
 
-def test_int8_takes_half_of_bf16_on_the_drive(model_files, store):
-    sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
-    expert = Expert("llm/a", "llm", model_files.write(model_files.config("mixtral", **sizes)), (), None)
-    (whole,), (half,) = (packed_in(store, [expert], precision) for precision in (Precision.BF16, Precision.INT8))
-    assert size_of(half) < 0.52 * size_of(whole)
-
-
-def size_of(packed):
-    return sum(segment.size_bytes for segment in packed.segments)
-
-
 def test_equal_layers_of_several_experts_are_one_file(model_files, store):
     values = model_files.config("mixtral")
     backbone, others = (model_files.tensors(values, seed=seed) for seed in (0, 1))
@@ -136,24 +125,10 @@ class TestABlockThatIsNot:
             file.write(b"\x55")
         with pytest.raises(WeightsCorrupt, match="block 0 of"):
             read(store, segment, 0)
-
-    def test_a_file_of_another_length(self, store, expert):
-        (packed,) = packed_in(store, [expert])
-        segment = layers_of(packed)[0]
         with store.segment_path(segment.sha256).open("r+b") as file:
             file.truncate(segment.size_bytes - ALIGNMENT_BYTES)
         with pytest.raises(WeightsCorrupt, match="expected"):
             read(store, segment, 0)
-
-
-def test_a_whole_layer_is_read_as_any_segment(store, expert):
-    (packed,) = packed_in(store, [expert])
-    _, tensors = tensors_of(expert)
-    segment = layers_of(packed)[0]
-    buffer = AlignedBuffer(segment.slot_bytes)
-    store.read(segment, buffer, expert.id)
-    views = tensor_views(buffer.tensor, segment)
-    assert all(torch.equal(view, tensors[name]) for name, view in views.items())
 
 
 def test_large_blocks_are_read_by_several_threads(model_files, store):
@@ -172,14 +147,3 @@ def test_where_direct_reads_are_refused_the_page_cache_serves(store, expert):
     store.read_block(segment, 1, unaligned.view[1:], expert.id)
     expected = read(store, segment, 1)
     assert bytes(unaligned.view[1 : 1 + len(expected)]) == expected.numpy().tobytes()
-
-
-def test_a_start_with_blocks_touches_nothing(store, expert):
-    first = packed_in(store, [expert])
-    before = {path: path.stat().st_mtime_ns for path in store.directory.rglob("*.*")}
-    again = SegmentStore(store.directory)
-    try:
-        assert packed_in(again, [expert]) == first
-    finally:
-        again.close()
-    assert {path: path.stat().st_mtime_ns for path in store.directory.rglob("*.*")} == before

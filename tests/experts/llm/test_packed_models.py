@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -90,13 +91,6 @@ class TestBoundToPackedBytes:
         ]
         packed = packed_in(store, experts)
         assert len({each.layout for each in packed.values()}) == 2
-
-    def test_before_it_is_bound_it_has_no_model(self, model_files, store):
-        expert = llm("llm/a", model_files.write(model_files.config("llama")))
-        program = store.program(packed_in(store, [expert])[expert.id])
-        skeleton = backend_for("llm").skeleton(expert, Precision.FP32, program, "cpu")
-        with pytest.raises(ValueError, match="bound to no memory"):
-            _ = skeleton.model
 
     def test_images_are_refused(self, model_files, image, store, make_slot):
         expert = llm("llm/a", model_files.write(model_files.config("llama")))
@@ -202,108 +196,87 @@ class TestADirectoryThatChanges:
         assert after.program_sha256 != before.program_sha256
         assert after.own.sha256 == before.own.sha256
 
-    def test_what_is_none_of_it_changes_nothing(self, store, expert):
-        before = packed_in(store, [expert])
-        (expert.weights / "README.md").write_text("about it")
-        assert packed_in(store, [expert]) == before
+
+def spoiled(directory, name, content):
+    (directory / name).write_text(content)
+
+
+def mamba(directory):
+    config = json.loads((directory / "config.json").read_text()) | {"model_type": "mamba"}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def with_nan(directory):
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.2.mlp.down_proj.weight"][1, 1] = float("nan")
+    save_file(tensors, directory / "model.safetensors")
+
+
+def a_file(directory):
+    shutil.rmtree(directory)
+    directory.write_bytes(b"")
 
 
 class TestWhatIsWrong:
-    def failure(self, store, expert):
-        sound = pack(store, [expert]).failed[expert.id]
-        assert sound.expert == expert.id
-        return sound
+    @pytest.mark.parametrize(
+        ("damage", "error", "told"),
+        [
+            (mamba, ModelUnsupported, "model_type: 'mamba' is not served"),
+            (with_nan, WeightsCorrupt, "layers.2.mlp.down holds values that are not numbers"),
+            (a_file, LoadError, "is a file: name the Hugging Face directory"),
+            (shutil.rmtree, WeightsMissing, "is not there: copy it there, or correct `weights`"),
+            (lambda directory: (directory / "config.json").unlink(), WeightsMissing, "config.json is not there"),
+            (lambda directory: spoiled(directory, "tokenizer.json", '{"model": 1}'), TokenizerUnusable,
+             "tokenizer.json: describes no tokenizer that is known here"),
+        ],
+    )  # fmt: skip
+    def test_it_is_told_of_the_directory(self, model_files, store, damage, error, told):
+        directory = model_files.write(model_files.config("llama"))
+        damage(directory)
+        failed = pack(store, [llm("llm/a", directory)]).failed["llm/a"]
+        assert isinstance(failed, error)
+        assert failed.expert == "llm/a"
+        assert told in str(failed)
 
     def test_one_broken_model_does_not_stop_the_others(self, model_files, store):
         values = model_files.config("mixtral")
         tensors = model_files.tensors(values)
         del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
         broken = llm("llm/broken", model_files.write(values, tensors))
-        sound = llm("llm/sound", model_files.write(values))
-        report = pack(store, [broken, sound])
+        report = pack(store, [broken, llm("llm/sound", model_files.write(values))])
         assert list(report.packed) == ["llm/sound"]
-        assert isinstance(report.failed["llm/broken"], WeightsMismatch)
         assert "missing: model.layers.1.block_sparse_moe.experts.2.w3.weight" in str(report.failed["llm/broken"])
 
-    def test_an_architecture_that_is_not_served(self, model_files, store):
-        directory = model_files.write(model_files.config("llama"))
-        config = json.loads((directory / "config.json").read_text()) | {"model_type": "mamba"}
-        (directory / "config.json").write_text(json.dumps(config))
-        error = self.failure(store, llm("llm/a", directory))
-        assert isinstance(error, ModelUnsupported)
-        assert "model_type: 'mamba' is not served" in str(error)
-
-    def test_values_that_are_not_numbers(self, model_files, store):
-        values = model_files.config("llama")
-        tensors = model_files.tensors(values)
-        tensors["model.layers.2.mlp.down_proj.weight"][1, 1] = float("nan")
-        error = self.failure(store, llm("llm/a", model_files.write(values, tensors)))
-        assert isinstance(error, WeightsCorrupt)
-        assert "layers.2.mlp.down holds values that are not numbers" in str(error)
-
-    def test_values_that_the_precision_has_no_room_for(self, model_files, store):
+    def test_a_precision_that_has_no_room_for_its_values_or_that_it_does_not_run_in(self, model_files, store):
         values = model_files.config("llama")
         tensors = model_files.tensors(values)
         tensors["model.norm.weight"][1] = 1e6
         expert = llm("llm/a", model_files.write(values, tensors))
         assert "norm is too large for fp16: choose bf16" in str(pack(store, [expert], Precision.FP16).failed[expert.id])
-
-    def test_a_file_in_the_place_of_a_directory(self, tmp_path, store):
-        (tmp_path / "model").write_bytes(b"")
-        error = self.failure(store, llm("llm/a", tmp_path / "model"))
-        assert isinstance(error, LoadError)
-        assert "is a file: name the Hugging Face directory" in str(error)
-
-    def test_no_directory(self, tmp_path, store):
-        error = self.failure(store, llm("llm/a", tmp_path / "nowhere"))
-        assert isinstance(error, WeightsMissing)
-        assert "is not there: copy it there, or correct `weights`" in str(error)
-
-    def test_no_config(self, model_files, store):
-        directory = model_files.write(model_files.config("llama"))
-        (directory / "config.json").unlink()
-        assert "config.json is not there" in str(self.failure(store, llm("llm/a", directory)))
-
-    def test_a_tokenizer_that_is_none(self, model_files, store):
-        directory = model_files.write(model_files.config("llama"))
-        (directory / "tokenizer.json").write_text('{"model": 1}')
-        error = self.failure(store, llm("llm/a", directory))
-        assert isinstance(error, TokenizerUnusable)
-        assert "tokenizer.json: describes no tokenizer that is known here" in str(error)
+        assert isinstance(pack(store, [expert], Precision.ONNXRUNTIME).failed[expert.id], WeightsMismatch)
 
     def test_a_label_that_the_tokenizer_cannot_spell(self, model_files, store):
         directory = model_files.write(model_files.config("llama"))
         (directory / "tokenizer.json").write_text(WORDS)
         sound = Expert("llm/a", "llm", directory, ("word", "other"), None)
         assert pack(store, [sound]).failed == {}
-        error = self.failure(store, replace(sound, labels=("word", "unknown")))
+        error = pack(store, [replace(sound, labels=("word", "unknown"))]).failed["llm/a"]
         assert isinstance(error, WeightsMismatch)
         assert "tokenizer.json has no token for the label 'unknown': rename the label" in str(error)
 
-    def test_a_precision_that_it_does_not_run_in(self, model_files, store):
-        expert = llm("llm/a", model_files.write(model_files.config("llama")))
-        error = pack(store, [expert], Precision.ONNXRUNTIME).failed[expert.id]
-        assert isinstance(error, WeightsMismatch)
+
+def test_a_program_s_files_come_out_as_they_went_in(model_files):
+    directory = model_files.write(model_files.config("llama"))
+    (directory / "tokenizer.json").write_bytes("{\n\u00e9\n".encode())
+    (directory / "chat_template.jinja").write_bytes(b"")
+    (directory / "other.json").write_bytes(b"{}")
+    files = read_program(directory, "llm/a")
+    assert sorted(files) == ["chat_template.jinja", "config.json", "tokenizer.json"]
+    assert files_of(pack_program(files)) == files
 
 
-class TestPrograms:
-    def test_files_come_out_as_they_went_in(self, model_files):
-        directory = model_files.write(model_files.config("llama"))
-        (directory / "tokenizer.json").write_bytes("{\n\u00e9\n".encode())
-        (directory / "chat_template.jinja").write_bytes(b"")
-        (directory / "other.json").write_bytes(b"{}")
-        files = read_program(directory, "llm/a")
-        assert sorted(files) == ["chat_template.jinja", "config.json", "tokenizer.json"]
-        assert files_of(pack_program(files)) == files
-
-    def test_the_order_makes_no_difference(self):
-        files = {"config.json": b"{}", "tokenizer.json": b"[]"}
-        assert pack_program(files) == pack_program(dict(reversed(files.items())))
-
-
-class TestWorkspace:
-    def test_it_grows_with_the_rows_and_shrinks_with_the_precision(self, model_files):
-        expert = llm("llm/a", model_files.write(model_files.config("qwen3_moe")))
-        one, two = (backend_for("llm").workspace_bytes(expert, Precision.FP32, rows) for rows in (1, 2))
-        assert 96 * 4 <= two - one <= 96 * 16  # a row's logits, and what sampling makes of them
-        assert backend_for("llm").workspace_bytes(expert, Precision.BF16, 1) < one
+def test_workspace_grows_with_the_rows_and_shrinks_with_the_precision(model_files):
+    expert = llm("llm/a", model_files.write(model_files.config("qwen3_moe")))
+    one, two = (backend_for("llm").workspace_bytes(expert, Precision.FP32, rows) for rows in (1, 2))
+    assert 96 * 4 <= two - one <= 96 * 16  # logits of a row, and the workspace of sampling
+    assert backend_for("llm").workspace_bytes(expert, Precision.BF16, 1) < one

@@ -119,15 +119,15 @@ GPT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("residual", ["add", "softmax", None])
-def test_a_backbone_may_be_that_of_gpt(model_files, residual):
-    values = model_files.config("pr_moe", residual=residual, **GPT)
-    assert_same(model_files.write(values), values)
-
-
-@pytest.mark.parametrize("is_normalised", [True, False])
-def test_two_experts_of_a_token(model_files, is_normalised):
-    values = model_files.config("pr_moe", num_experts_per_tok=2, norm_topk_prob=is_normalised, moe_intermediate_size=24)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"residual": residual, **GPT} for residual in ("add", "softmax", None)),
+        *({"num_experts_per_tok": 2, "norm_topk_prob": one, "moe_intermediate_size": 24} for one in (True, False)),
+    ],
+)
+def test_a_backbone_may_be_that_of_gpt_and_a_token_may_have_two_experts(model_files, changes):
+    values = model_files.config("pr_moe", **changes)
     assert_same(model_files.write(values), values)
 
 

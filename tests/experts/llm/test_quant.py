@@ -6,9 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.llm.checkpoint import open_checkpoint
-from experts.llm.config import Mlp, MoeSpec, read_spec
-from experts.llm.dispatch import MlpWeights, run_each, run_mlp, run_moe_experts, way_of_running
-from experts.llm.gate import route
+from experts.llm.config import read_spec
 from experts.llm.model import LanguageModel
 from experts.llm.quant import (
     FEW_FP32_ROWS,
@@ -41,14 +39,6 @@ def test_every_number_is_within_half_a_step_of_its_channel(outputs, inputs, seed
     room = quantised.scale.float() / 2 + matrix.abs().amax(dim=-1) * (2**-8 if dtype is torch.bfloat16 else 1e-6)
     assert ((dequantise(quantised) - matrix).abs() <= room.unsqueeze(-1)).all()
     assert (quantised.values.dtype, quantised.scale.dtype) == (torch.int8, dtype)
-
-
-@settings(deadline=None)
-@given(st.integers(0, 50))
-def test_what_is_quantised_already_stays_as_it_is(seed):
-    once = quantise(draw(6, 32, seed=seed), torch.float32)
-    again = quantise(dequantise(once), torch.float32)
-    torch.testing.assert_close(dequantise(again), dequantise(once))
 
 
 def test_a_channel_of_zeros_is_zeros():
@@ -102,20 +92,6 @@ def test_without_the_kernel_the_copy_multiplies(monkeypatch):
         has_int8_kernel.cache_clear()
 
 
-def test_experts_in_int8_run_one_by_one_and_give_what_they_stand_for():
-    up, down = (
-        quantise(draw(*shape, seed=seed) / 4, torch.float32) for seed, shape in ((1, (5, 32, 16)), (2, (5, 16, 16)))
-    )
-    weights = MlpWeights(Mlp.SWIGLU, up, down)
-    exact = MlpWeights(Mlp.SWIGLU, dequantise(up), dequantise(down))
-    tokens, spec = draw(40, 16, seed=3), MoeSpec(5, 2, 16, is_normalised=True)
-    table = route(draw(40, 5, seed=4), spec)
-    assert way_of_running(tokens[table.source], table, weights) is run_each
-    expected = run_moe_experts(tokens, table, exact)
-    torch.testing.assert_close(run_moe_experts(tokens, table, weights), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(run_mlp(tokens, weights.of(2)), run_mlp(tokens, exact.of(2)), rtol=1e-4, atol=1e-4)
-
-
 class TestAModel:
     def tensors(self, model_files, family, **changes):
         directory = model_files.write(model_files.config(family, **changes))
@@ -128,17 +104,12 @@ class TestAModel:
         quantised = dict(Int8Tensors(tensors))
         assert {name for name in quantised if not name.endswith(SCALE)} == tensors.keys()
         for name, tensor in tensors.items():
-            if is_quantised(name):
-                assert quantised[name].dtype is torch.int8
-                close = {"rtol": 1e-2, "atol": 2e-2}
-                torch.testing.assert_close(dequantise(matrix_of(quantised, name)), tensor, **close)
+            is_matrix = name.rpartition(".")[2] in {"qkv", "output", "up", "down", "head"}
+            assert (quantised[name].dtype is torch.int8) == is_quantised(name) == is_matrix
+            if is_matrix:
+                torch.testing.assert_close(dequantise(matrix_of(quantised, name)), tensor, rtol=1e-2, atol=2e-2)
             else:
                 torch.testing.assert_close(quantised[name], tensor.to(torch.bfloat16))
-        kept = {name.rpartition(".")[2] for name in tensors if not is_quantised(name)}
-        assert {"embedding", "norm", "attention_norm", "mlp_norm"} <= kept
-        assert not {"gate", "shared_gate", "coefficient"} & {
-            name.rpartition(".")[2] for name in tensors if is_quantised(name)
-        }
 
     @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "pr_moe"])
     def test_its_output_is_close_and_the_difference_is_told(self, model_files, family):
@@ -152,21 +123,12 @@ class TestAModel:
         assert found.loss == pytest.approx(found.reference_loss, abs=0.05)
         assert "divergence" in str(found)
 
-    def test_its_memory_halves(self, model_files):
-        sizes = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "moe_intermediate_size": 256}
-        _, tensors = self.tensors(model_files, "qwen3_moe", **sizes)
-        matrices = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
-        assert weight_bytes(Int8Tensors(tensors).values()) < 0.52 * weight_bytes(matrices.values())
-
-
-def test_a_head_that_is_the_embedding_is_in_int8_as_well(model_files):
-    directory = model_files.write(model_files.config("qwen2", tie_word_embeddings=True))
-    spec = read_spec(directory, "tiny")
-    tensors = open_checkpoint(directory, "tiny", spec).read_all()
-    packed = dict(Int8Tensors(tensors))
-    assert packed["embedding"].dtype is torch.int8
-    assert weight_bytes(packed.values()) < 0.6 * weight_bytes(one.bfloat16() for one in tensors.values())
-    model = LanguageModel(spec, packed)
-    assert model.dtype is torch.bfloat16  # of tokens, keys and values
-    found = output_difference(LanguageModel(spec, tensors), model, [list(range(1, 40)), [7]])
-    assert 0 < found.relative_error < 0.15
+    def test_a_head_that_is_the_embedding_is_in_int8_as_well(self, model_files):
+        spec, tensors = self.tensors(model_files, "qwen2", tie_word_embeddings=True)
+        packed = dict(Int8Tensors(tensors))
+        assert packed["embedding"].dtype is torch.int8
+        assert weight_bytes(packed.values()) < 0.6 * weight_bytes(one.bfloat16() for one in tensors.values())
+        model = LanguageModel(spec, packed)
+        assert model.dtype is torch.bfloat16  # of tokens, keys and values
+        found = output_difference(LanguageModel(spec, tensors), model, [list(range(1, 40)), [7]])
+        assert 0 < found.relative_error < 0.15

@@ -232,17 +232,24 @@ def assert_same(directory, reference):
 
 
 @pytest.mark.parametrize(
-    ("residual", "moe", "attention"),
+    ("made", "args", "written", "expected"),
     [
-        ("coefficient", "mlp.deepspeed_moe", "self_attention"),
-        (None, "mlp.deepspeed_moe", "attention"),
+        ({}, {}, {}, {}),
+        ({"residual": None, "attention": "attention"}, {}, {}, {}),
+        ({}, {"topk": 2, "bias_gelu_fusion": False}, {}, {"topk": 2, "is_tanh": False}),
+        ({}, {}, {"is_old": True}, {}),  # all layers of an expert in one file
+        *(
+            ({}, {}, {"version": version, "ranks": ranks}, {"version": 3 if version == 2 else version})
+            for version in (0, 1.0, 2.0, 3.0)
+            for ranks in (1, 2)
+        ),
     ],
 )
-def test_a_gpt_says_what_it_said(tmp_path, residual, moe, attention):
-    tensors = gpt_tensors(residual, attention, moe)
-    imported = import_deepspeed(write(tmp_path / "ds", tensors, arguments()), tmp_path / "out")
+def test_a_gpt_says_what_it_said(tmp_path, made, args, written, expected):
+    tensors = gpt_tensors(**made)
+    imported = import_deepspeed(write(tmp_path / "ds", tensors, arguments(**args), **written), tmp_path / "out")
     assert imported.moe_experts == EXPERTS
-    assert_same(tmp_path / "out", Reference(tensors))
+    assert_same(tmp_path / "out", Reference(tensors, **expected))
 
 
 def test_the_residual_policy_s_names_are_the_same_model(tmp_path):
@@ -250,14 +257,6 @@ def test_the_residual_policy_s_names_are_the_same_model(tmp_path):
     for name, tensors in (("usual", usual), ("behind", behind)):
         import_deepspeed(write(tmp_path / name, tensors, arguments()), tmp_path / f"{name}-out")
     assert torch.equal(logits(tmp_path / "usual-out"), logits(tmp_path / "behind-out"))
-
-
-@pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_are_joined_in_the_order_of_the_version(tmp_path, version, ranks):
-    tensors = gpt_tensors()
-    import_deepspeed(write(tmp_path / "ds", tensors, arguments(), version, ranks), tmp_path / "out")
-    assert_same(tmp_path / "out", Reference(tensors, 3 if version == 2 else version))
 
 
 def test_experts_may_be_shared_among_ranks(tmp_path):
@@ -283,26 +282,11 @@ def halved(name, tensor, rank):
     return tensor.chunk(2, dim=1 if "4h_to_h" in name else 0)[rank].clone()
 
 
-def test_the_older_layout_has_all_layers_of_an_expert_in_one_file(tmp_path):
-    tensors = gpt_tensors()
-    folder = write(tmp_path / "ds", tensors, arguments(), is_old=True)
-    assert (folder / "expert_2_mp_rank_00_model_states.pt").is_file()
-    import_deepspeed(folder, tmp_path / "out")
-    assert_same(tmp_path / "out", Reference(tensors))
-
-
-def test_two_experts_of_a_token_and_the_exact_gelu(tmp_path):
-    tensors = gpt_tensors()
-    folder = write(tmp_path / "ds", tensors, arguments(topk=2, bias_gelu_fusion=False))
-    import_deepspeed(folder, tmp_path / "out")
-    assert_same(tmp_path / "out", Reference(tensors, topk=2, is_tanh=False))
-
-
-def test_a_flat_state_dict_and_a_tag_are_known(tmp_path):
+def test_a_flat_state_dict_and_a_tag_are_known_in_a_process_of_its_own(tmp_path):
     tensors = gpt_tensors()
     write(tmp_path / "ds" / "global_step7", tensors, arguments(), module=dict)
     (tmp_path / "ds" / "latest").write_text("global_step7")
-    import_deepspeed(tmp_path / "ds", tmp_path / "out")
+    import_apart(tmp_path / "ds", tmp_path / "out")
     assert_same(tmp_path / "out", Reference(tensors))
 
 
@@ -342,10 +326,6 @@ def test_a_tokenizer_comes_along(tmp_path):
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
 
-def without(folder, name):
-    (folder / name).unlink()
-
-
 def rewritten(folder, change):
     """The first rank's module with one entry more, or None for one less."""
     file = folder / "mp_rank_00_model_states.pt"
@@ -361,9 +341,9 @@ def rewritten(folder, change):
 @pytest.mark.parametrize(
     ("damage", "error", "said"),
     [
-        (lambda folder: without(folder, "layer_1_expert_2_mp_rank_00_model_states.pt"), WeightsMismatch,
+        (lambda folder: (folder / "layer_1_expert_2_mp_rank_00_model_states.pt").unlink(), WeightsMismatch,
          "layer 3, whose gate knows 3 experts, lacks expert 2"),
-        (lambda folder: without(folder, "mp_rank_00_model_states.pt"), WeightsMissing, "mp_rank_<n>_model_states"),
+        (lambda folder: (folder / "mp_rank_00_model_states.pt").unlink(), WeightsMissing, "mp_rank_<n>_model_states"),
         (lambda folder: rewritten(folder, {"layers.1.mlp.coefficient.bias": None}), WeightsMismatch,
          r"missing.*layers\.1\.mlp\.coefficient\.bias"),
         (lambda folder: rewritten(folder, {"layers.0.rotary.inv_freq": torch.ones(2)}), WeightsMismatch,
@@ -385,11 +365,9 @@ def test_what_is_wrong_is_named_and_nothing_is_left(tmp_path, damage, error, sai
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("swiglu", True), ("apply_layernorm_1p", True), ("num_key_value_heads", 2)]
-)
-def test_an_argument_that_would_change_the_numbers_is_refused(tmp_path, name, value):
-    folder = write(tmp_path / "ds", gpt_tensors(), arguments(**{name: value}))
+@pytest.mark.parametrize("name", ["swiglu", "apply_layernorm_1p", "num_key_value_heads"])
+def test_an_argument_that_would_change_the_numbers_is_refused(tmp_path, name):
+    folder = write(tmp_path / "ds", gpt_tensors(), arguments(**{name: 2 if name.startswith("num") else True}))
     with pytest.raises(TrainingUnsupported, match=name):
         import_deepspeed(folder, tmp_path / "out")
 
@@ -409,22 +387,13 @@ def test_nothing_of_a_pickle_runs(tmp_path, function):
     assert not marker.exists()
 
 
-def test_a_checkpoint_is_read_in_a_process_of_its_own(tmp_path):
-    tensors = gpt_tensors()
-    import_apart(write(tmp_path / "ds", tensors, arguments()), tmp_path / "out")
-    assert_same(tmp_path / "out", Reference(tensors))
-
-
 def test_what_is_no_checkpoint_is_not_taken_for_one(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(WeightsMissing, match="as a checkpoint of DeepSpeed does"):
         import_deepspeed(tmp_path, tmp_path / "out")
-    (tmp_path / "latest").write_text("../elsewhere")
-    with pytest.raises(WeightsMissing, match="no folder beside it"):
-        import_deepspeed(tmp_path, tmp_path / "out")
-
-
-def test_a_hugging_face_directory_needs_no_import(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(WeightsRefused, match="nothing is to be imported, name it as `weights:` of an llm"):
         import_deepspeed(tmp_path, tmp_path / "to")
+    (tmp_path / "latest").write_text("../elsewhere")
+    with pytest.raises(WeightsMissing, match="no folder beside it"):
+        import_deepspeed(tmp_path, tmp_path / "out")

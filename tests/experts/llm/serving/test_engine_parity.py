@@ -49,10 +49,7 @@ def test_alone(oracle):
 @pytest.mark.parametrize("chunk", [1, 7, 32, 512])
 def test_batched_and_in_chunks(oracle, chunk):
     assert oracle.desk(tokens=chunk).finish() == oracle.expected
-
-
-def test_in_quanta_of_one_iteration_with_more_texts_than_rows(oracle):
-    assert oracle.desk(rows=4, tokens=16).finish(quantum_s=0) == oracle.expected
+    assert oracle.desk(rows=4, tokens=chunk).finish(quantum_s=0) == oracle.expected
 
 
 @pytest.mark.parametrize("weights", [None, "w"])

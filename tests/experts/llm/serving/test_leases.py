@@ -14,6 +14,7 @@ from experts.llm.serving.extents import ExtentArena, ModelKeyValues
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
 from experts.llm.serving.kv import KvLayout
 from experts.llm.token_batch import Chunk, TokenBatch
+from tests.experts.llm.serving.conftest import Notes
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
@@ -38,34 +39,12 @@ def model():
     )
 
 
-class Writer:
-    def __init__(self):
-        self.tokens = []
-
-    def write(self, sampled):
-        self.tokens.append(sampled.token)
-        return False
-
-
 def greedy(model, count):
     tokens = list(PROMPT)
     for _ in range(count):
         batch = TokenBatch.of([Chunk(0, 0, tokens)])
         tokens.append(int(model.forward(batch, ModelKeyValues(SPEC, torch.float32))[-1].argmax()))
     return tokens[len(PROMPT) :]
-
-
-def test_what_is_promised_grows_within_the_budget(arena):
-    arena.begin(1, LAYOUT, 64)
-    arena.begin(2, LAYOUT, 256)
-    arena.grow(1, 256)
-    arena.grow(1, 64)  # it was promised that already
-    assert arena.statistics().promised_bytes == BUDGET_BYTES
-    with pytest.raises(MemoryExceeded):
-        arena.begin(3, LAYOUT, 1)
-    arena.release(1)
-    arena.release(2)
-    assert arena.statistics().promised_bytes == 0
 
 
 def test_nothing_grows_over_what_others_were_promised(arena):
@@ -76,12 +55,6 @@ def test_nothing_grows_over_what_others_were_promised(arena):
         arena.grow(1, 192)
     arena.grow(1, 128)
     assert arena.statistics().promised_bytes == BUDGET_BYTES
-
-
-def test_nothing_grows_over_its_context(arena):
-    arena.begin(1, LAYOUT, 64)
-    with pytest.raises(ValueError, match="context is 256"):
-        arena.grow(1, 257)
 
 
 def test_a_lower_budget_is_kept_by_whoever_comes_and_takes_nothing_that_was_promised(arena):
@@ -100,7 +73,7 @@ def test_a_lower_budget_is_kept_by_whoever_comes_and_takes_nothing_that_was_prom
 
 @pytest.mark.parametrize("leases", [(8, 20, 21, 30, 60), (64,), (1, 60), (25, 26, 60)])
 def test_a_text_goes_as_far_as_its_lease_and_writes_the_same(arena, model, leases):
-    engine, writer = LlmEngine(arena), Writer()
+    engine, writer = LlmEngine(arena), Notes()
     text = TextRequest(Generation(PROMPT, 30, GREEDY), writer)
     for lease in leases[:-1]:
         ((_, left),) = engine.run([Turn(1, "a", model, text, lease=lease)], 60.0).unfinished
@@ -113,7 +86,7 @@ def test_a_text_goes_as_far_as_its_lease_and_writes_the_same(arena, model, lease
 
 
 def test_whoever_lost_what_it_held_begins_with_its_larger_lease_and_writes_the_same(arena, model):
-    engine, writer = LlmEngine(arena), Writer()
+    engine, writer = LlmEngine(arena), Notes()
     text = TextRequest(Generation(PROMPT, 30, GREEDY), writer)
     engine.run([Turn(1, "a", model, text, lease=30)], 60.0)
     engine.preempt(1)
@@ -123,7 +96,7 @@ def test_whoever_lost_what_it_held_begins_with_its_larger_lease_and_writes_the_s
 
 
 def test_a_full_lease_holds_nobody_else_up(arena, model):
-    engine, full, other = LlmEngine(arena), Writer(), Writer()
+    engine, full, other = LlmEngine(arena), Notes(), Notes()
     texts = [TextRequest(Generation(PROMPT, 30, GREEDY), writer) for writer in (full, other)]
     quantum = engine.run([Turn(1, "a", model, texts[0], lease=22), Turn(2, "a", model, texts[1])], 60.0)
     assert [request for request, _ in quantum.finished] == [2]

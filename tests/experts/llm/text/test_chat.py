@@ -38,14 +38,11 @@ def rendered(source, *messages, render_s=RENDER_S, **special):
         ("{{ 'x'.center(3) }}{{ '%5.1f' % 2 }}{{ '{:>4}'.format('y') }}", " x   2.0   y"),
         ("{{ messages[::-1][0].role }}{{ 7 // 2 }}{{ 7 % 4 }}", "user33"),
         ("{% for n in [3] recursive %}{{ n }}{{ loop([n - 1]) if n }}{% endfor %}", "3210"),
+        ("{% if true %}\nA\n  {% endif %}\nB", "A\nB"),
     ],
 )  # fmt: skip
 def test_what_templates_use_is_there(source, text):
     assert rendered(source, bos_token="<s>") == text
-
-
-def test_blocks_are_trimmed_as_templates_are_written_for():
-    assert rendered("{% if true %}\nA\n  {% endif %}\nB") == "A\nB"
 
 
 def test_messages_that_a_template_refuses_are_the_callers():
@@ -153,8 +150,3 @@ def test_a_long_chat_is_no_mistake():
     messages = [{"role": "user", "content": text}]
     template = "{% for m in messages %}{{ '<u>' ~ m.content + '</u>' }}{% endfor %}"
     assert rendered(template, *messages) == f"<u>{text}</u>"
-
-
-def test_one_thread_after_another_has_the_whole_time(monkeypatch):
-    slow = ChatTemplate("llm/a", "f", "{% for a in messages %}x{% endfor %}", {})
-    assert slow.render([USER]) == slow.render([USER]) == "x"

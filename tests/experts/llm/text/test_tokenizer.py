@@ -39,14 +39,6 @@ def test_stop_tokens_are_those_of_all_files(byte_level_tokenizer):
     assert model(byte_level_tokenizer, settings={"eos_token": None}).stop_tokens == frozenset()
 
 
-def test_a_prompt_is_not_cut_where_the_file_would_have_it_cut(tokenizers):
-    tokenizer = byte_level()
-    tokenizer.enable_truncation(3)
-    tokenizer.enable_padding(length=40)
-    text = "the quick brown fox"
-    assert model(tokenizer).encode(text) == tuple(tokenizers["byte level"].encode(text).ids)
-
-
 def test_what_the_model_wants_around_a_text_is_added_to_prompts_and_not_to_chats():
     tokenizer = byte_level()
     begin = tokenizer.token_to_id("<|user|>")
@@ -58,11 +50,6 @@ def test_what_the_model_wants_around_a_text_is_added_to_prompts_and_not_to_chats
     assert made.decode(chat) == "fox<|assistant|>"
 
 
-def test_a_chats_special_tokens_are_the_files(byte_level_tokenizer):
-    made = model(byte_level_tokenizer, settings={"chat_template": "{{ eos_token }}|{{ bos_token }}|{{ missing }}"})
-    assert made.chat.render([]) == "<|end|>||"
-
-
 def test_the_templates_file_stands_before_the_settings_and_default_before_others(byte_level_tokenizer):
     several = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
     assert model(byte_level_tokenizer, settings={"chat_template": several}).chat.render([]) == "D"
@@ -70,12 +57,10 @@ def test_the_templates_file_stands_before_the_settings_and_default_before_others
     assert model(byte_level_tokenizer, settings={"chat_template": several}, **own).chat.render([]) == "F"
 
 
-@pytest.mark.parametrize(("tokens", "is_taken"), [(1, True), (63, True), (64, False), (1000, False)])
-def test_a_prompt_leaves_room_for_one_token_at_least(byte_level_tokenizer, tokens, is_taken):
+@pytest.mark.parametrize("tokens", [64, 1000])
+def test_a_prompt_leaves_room_for_one_token_at_least(byte_level_tokenizer, tokens):
     made = model(byte_level_tokenizer)
-    if is_taken:
-        assert len(made.checked((0,) * tokens, "prompt")) == tokens
-        return
+    assert len(made.checked((0,) * 63, "prompt")) == 63
     with pytest.raises(PromptInvalid, match=rf"prompt: has {tokens} tokens.*llm/a is 64") as refused:
         made.checked((0,) * tokens, "prompt")
     assert refused.value.field == "prompt"
@@ -83,11 +68,9 @@ def test_a_prompt_leaves_room_for_one_token_at_least(byte_level_tokenizer, token
 
 def test_an_empty_prompt_and_strange_tokens_are_refused(byte_level_tokenizer):
     made = model(byte_level_tokenizer)
-    for prompt, why in [((), "is empty"), ((made.tokens,), "does not know"), ((-1,), "does not know")]:
+    for prompt, why in [((), "prompt: is empty"), ((made.tokens,), "does not know"), ((-1,), "does not know")]:
         with pytest.raises(PromptInvalid, match=why):
             made.checked(prompt, "prompt")
-    with pytest.raises(PromptInvalid, match="prompt: is empty"):
-        made.prompt_of("")
 
 
 def test_a_chat_without_a_template_says_what_to_do(byte_level_tokenizer):

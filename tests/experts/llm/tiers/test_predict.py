@@ -28,9 +28,3 @@ def test_a_gate_ahead_names_those_that_the_gate_behind_its_own_norm_chooses(toke
 def under(normalised, norm):
     scale, bias = norm
     return normalised * scale if bias is None else normalised * scale + bias
-
-
-def test_a_channel_that_the_norm_here_drops_is_left_out():
-    gate, scale = torch.ones((2, 2)), torch.tensor([0.0, 1.0])
-    ahead = GateAhead.between(MoeSpec(2, 1, 4, is_normalised=False), gate, (scale, None), (torch.ones(2), None))
-    assert ahead.gate.tolist() == [[0.0, 1.0], [0.0, 1.0]]
