@@ -17,20 +17,19 @@ from agent.commands.experts import expert_rows
 from agent.commands.inspection import inspect_images
 from agent.config import read_line
 from agent.core.performance import ExecutorSpec, PoolSpec
-from agent.deployment.build import AS_SERVED, AgentOptions, build_agent, detect_box, doubts, groundwork_of
+from agent.deployment.build import AgentOptions, build_agent, detect_box, doubts
 from agent.deployment.engine_setup import Given, planned
 from agent.deployment.packed_copies import copies_of, lying_packed
-from agent.deployment.profile_in_use import precision_of, usage_of
+from agent.deployment.profile_in_use import usage_of
 from agent.device_profile.identity import identity_of, packed_sha256
 from agent.device_profile.records import Allocation, ImageDecoding, KindProfile, LinkSpeed, PoolAllocation, UsageProfile
 from agent.device_profile.store import ProfileDraft, partial_of
 from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.detection import detect
 from agent.runtime.machine.threads import use_threads
-from experts.backends.onednn import operators as onednn_operators
 from experts.errors import ConfigError, MemoryExceeded
 from experts.expert import Precision, Verdict
-from experts.packed.packing import forget_other_forms, pack_line
+from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
 from tests.agent.runtime.native_threads import native_threads, on_linux
 
@@ -106,12 +105,6 @@ class Line:
         }
         return kind_name(config.catalog.experts[expert], program)
 
-    def forget(self, expert, form):
-        """An expert lies packed in its other form only."""
-        kept = {name: set(FORMS.values()) - ({form} if name == expert else set()) for name in self.document["experts"]}
-        with closing(SegmentStore(self.config.packed_folder)) as segments:
-            forget_other_forms(kept, segments)
-
     @contextmanager
     def built(self, **options):
         """An agent, its outcomes by request and the stages it went through; stopped in the end."""
@@ -182,17 +175,6 @@ def test_with_a_profile_nothing_is_probed_and_everything_that_is_auto_is_the_pro
         assert agent.setup.broken == {}
 
 
-def test_an_agent_with_a_profile_judges_as_one_without(line):
-    without = line.served()[1]
-    line.profiled()
-    agent, outcomes = line.served()
-    assert agent.stored is not None
-    assert {name: outcome.verdict for name, outcome in outcomes.items()} == dict.fromkeys(outcomes, Verdict.OK)
-    assert {name: outcome.label for name, outcome in outcomes.items()} == {
-        name: outcome.label for name, outcome in without.items()
-    }
-
-
 def test_what_is_planned_is_what_an_agent_decides_with(line):
     stored = line.profiled()
     config = line.config
@@ -226,26 +208,6 @@ def test_what_the_caller_gives_comes_before_both(line):
         build_agent(
             line.config, lambda *_: None, lambda *_: None, AgentOptions(profile=stored, given=Given(executors, tiny))
         )
-
-
-def test_whoever_decides_may_be_somebody_else(line):
-    line.profiled()
-    decided = []
-
-    class Watched:
-        def __init__(self, engine):
-            self.next_wakeup_s = engine.next_wakeup_s
-            self.statistics = engine.statistics
-            self.check_invariants = engine.check_invariants
-            self._handle = engine.handle
-
-        def handle(self, event, now):
-            decided.append(type(event).__name__)
-            return self._handle(event, now)
-
-    line.served(decider=Watched)
-    assert decided[0] == "Started"
-    assert decided.count("Arrived") == 3
 
 
 # -- what is refused --
@@ -331,16 +293,6 @@ def test_a_broken_expert_is_quarantined_and_the_profile_holds_for_the_others(lin
     assert [outcomes[name].verdict for name in ("c0", "c1")] == [Verdict.OK, Verdict.UNKNOWN]
 
 
-def test_what_experts_are_copies_of_is_made_before_it_starts_and_told(line):
-    line.profiled()
-    told = []
-    agent = build_agent(line.config, lambda *_: None, lambda *step: told.append(step))
-    agent.segments.close()
-    assert [step for step in told if step[0] == "templates"] == [("templates", number, 6) for number in range(1, 7)]
-    assert len(agent.templates.held) == 6  # three programs, on either processor in its precision
-    assert agent.templates.failed == {}
-
-
 @on_linux
 def test_whoever_builds_and_starts_an_agent_leaves_its_executors_the_cores(line):
     """A team on the builder's thread makes them take up to twice as long: see ``agent.runtime.machine.threads``."""
@@ -364,23 +316,6 @@ def test_whoever_builds_and_starts_an_agent_leaves_its_executors_the_cores(line)
         assert thread.submit(build_and_start).result() == 0
 
 
-def test_a_program_that_cannot_be_read_is_found_by_the_load(line, caplog):
-    """It alone knows whether that passes; the expert is UNKNOWN meanwhile, and no other waits for it."""
-    line.profiled()
-    config = line.config
-    with closing(SegmentStore(config.packed_folder)) as segments:
-        packed = next(each for each in lying_packed(config, segments.directory) if each.expert == "cls/f1")
-        program = segments.program_path(packed.program_sha256)
-    program.write_bytes(program.read_bytes()[::-1])
-    agent, outcomes = line.served()
-    assert agent.setup.broken == {}
-    assert len(agent.templates.held) == 4
-    assert "template_left_to_load copy=cls/f1" in caplog.text
-    assert {name: outcome.verdict for name, outcome in outcomes.items()} == {
-        "c0": Verdict.OK, "c1": Verdict.UNKNOWN, "c2": Verdict.OK,
-    }  # fmt: skip
-
-
 def test_a_kind_that_could_not_be_run_is_quarantined(line):
     stored = line.profiled()
     kinds = {kind.kind: kind for kind in stored.kinds}
@@ -390,19 +325,6 @@ def test_a_kind_that_could_not_be_run_is_quarantined(line):
     with line.built() as (agent, _, _):
         assert len(agent.setup.broken) == len(kinds) - len(rest)
         assert all("could be run when the box was profiled" in reason for reason in agent.setup.broken.values())
-
-
-def test_a_processor_without_times_is_probed(line):
-    stored = line.profiled()
-    on_cpu = [kind for kind in stored.kinds if kind.processor == "cpu"]
-    chosen = {key: form for key, form in stored.precisions.items() if key[1] == "cpu"}
-    line.profiled(kinds=on_cpu, precisions=chosen)
-    with line.built() as (agent, _, stages):
-        assert "probe" in stages
-        assert agent.setup.matrix.experts["emulated"].keys() == agent.setup.matrix.experts["cpu"].keys()
-    line.document["executors"] = {"cpu": 1}
-    with line.built() as (agent, _, _):
-        assert agent.setup.broken == {}
 
 
 def test_a_profile_that_is_not_finished_is_left_aside_and_told_once(line, caplog):
@@ -419,30 +341,6 @@ def test_a_profile_that_is_not_finished_is_left_aside_and_told_once(line, caplog
 # -- what is scaled and what falls back --
 
 
-def test_other_cpu_executors_than_were_profiled_are_scaled_and_told(line, caplog):
-    line.document |= {"device": "cpu", "executors": {"cpu": 2}}
-    box = detect_box(line.config)
-    stored = line.profiled()
-    kinds = [kind for kind in stored.kinds if kind.processor == "cpu"]
-    chosen = {key: form for key, form in stored.precisions.items() if key[1] == "cpu"}
-    allocation = Allocation("casual", {}, (), {"cpu": 1})
-    line.profiled(kinds=kinds, precisions=chosen, allocation=allocation, box=identity_of(box))
-    with caplog.at_level(logging.INFO), line.built() as (agent, _, _):
-        performance = agent.setup.matrix.experts["cpu"]["cls/f0"].performance
-    assert (performance.K_s, performance.B_s) == (pytest.approx(0.25 * 2 / 1.5), pytest.approx(0.125 * 2 / 1.5))
-    assert caplog.text.count("cpu_times_scaled processor=cpu factor=1.33 executors=2") == 1
-
-
-def test_a_searched_split_without_room_for_the_largest_expert_gives_way_to_the_casual_rule(line, caplog):
-    shares = (PoolAllocation("device", 0, 20 * MIB, 0),)
-    kinds = [replace(kind, max_batch=24) for kind in line.profiled().kinds]
-    line.profiled(allocation=replace(ALLOCATION, pools=shares), kinds=kinds)
-    with line.built() as (agent, _, _):
-        assert agent.setup.pools[1].expert_bytes + agent.setup.pools[1].workspace_bytes == 20 * MIB
-        assert agent.setup.pools[1].expert_bytes > 14 * MIB
-    assert "searched_workspace_left_out pool=device" in caplog.text
-
-
 # -- usage and precision --
 
 
@@ -457,77 +355,7 @@ def test_computed_usage_is_computed_again_and_other_usage_is_taken(line):
     assert {row["expert"]: row["usage"] for row in expert_rows(line.config)}["cls/f2"] == 0.375
 
 
-def test_a_precision_is_the_line_s_or_the_profile_s_or_fp32(line):
-    stored = replace(line.profiled(), precisions={("resnet18 64x64 imagenet", "cpu"): "onnxruntime"})
-    line.document["experts"]["cls/r"] = {
-        "architecture": "resnet18",
-        "weights": "w.safetensors",
-        "labels": ["ok", "bad"],
-        "input": {"size": [64, 64]},
-    }
-    auto = line.config
-    line.document["precision"] = "onnxruntime"
-    given = line.config
-
-    def chosen(config, processor, profile, expert="cls/r"):
-        return precision_of(config, expert, processor, profile, None)
-
-    assert chosen(auto, "cpu", stored) is Precision.ONNXRUNTIME
-    assert chosen(auto, "cuda", stored) is Precision.FP32
-    assert chosen(auto, "cpu", None) is Precision.FP32
-    assert chosen(given, "cpu", None) is Precision.ONNXRUNTIME
-    assert chosen(given, "cuda", None) is Precision.FP32
-    assert chosen(given, "cpu", stored, "cls/f0") is Precision.FP32
-
-
-def test_a_form_that_this_box_lacks_makes_way_for_the_same_numbers_and_that_is_told(line, monkeypatch, caplog):
-    line.document["experts"]["cls/r"] = {
-        "architecture": "resnet18",
-        "weights": "w.safetensors",
-        "labels": ["ok", "bad"],
-        "input": {"size": [64, 64]},
-    }
-    line.document["precision"] = "onednn-bf16"
-
-    def forms():
-        return groundwork_of(line.config, line.config.packed_folder, AS_SERVED).precisions["cpu"]
-
-    monkeypatch.setattr(onednn_operators, "why_absent", lambda dtype: None)
-    assert forms()["cls/r"] is Precision.ONEDNN_BF16
-    assert caplog.messages == []
-    monkeypatch.setattr(onednn_operators, "why_absent", lambda dtype: "bf16 path needs avx512bw")
-    assert forms() == {"cls/r": Precision.BF16} | {f"cls/f{number}": Precision.FP32 for number in range(3)}
-    told = (
-        "form_absent precision=onednn-bf16 runs_as=bf16 reason=bf16 path needs avx512bw "
-        "advice=write `precision: auto` or fp32"
-    )
-    assert caplog.messages == [told]
-    assert precision_of(line.config, "cls/r", "cuda", None, None) is Precision.BF16
-
-
 # -- plans --
-
-
-def test_a_plan_takes_other_settings_and_reads_no_weights(line):
-    stored = line.profiled()
-    config, box = line.config, detect_box(line.config)
-    for file in (config.packed_folder / "segments").iterdir():
-        file.unlink()
-    found = planned(config.having(policy="samba", memory={"host": 12 * MIB, "workspace": 2 * MIB}), box, stored)
-    assert [spec.processor for spec in found.executors] == ["emulated"]
-    assert [(pool.expert_bytes, pool.workspace_bytes) for pool in found.pools] == [
-        (10 * MIB, 2 * MIB),
-        (18 * MIB, 2 * MIB),
-    ]
-    assert [spec.processor for spec in planned(config.having(executors={"cpu": 2}), box, stored).executors] == [
-        "cpu"
-    ] * 2
-    specs = (ExecutorSpec(0, "cpu", "host"),)
-    shares = (PoolSpec("host", 9 * MIB, MIB), PoolSpec("device", 9 * MIB, MIB, cache="host"))
-    given = planned(config, box, stored, Given(specs, shares))
-    assert (given.executors, given.pools, given.limits.pools) == (specs, shares, shares)
-    with pytest.raises(ConfigError, match="no memory is called disk"):
-        config.having(memory={"disk": 1})
 
 
 def test_a_plan_names_experts_that_are_not_packed_or_not_profiled(line):
@@ -543,27 +371,3 @@ def test_a_plan_names_experts_that_are_not_packed_or_not_profiled(line):
     strange = replace(stored, kinds=stored.kinds[:2], packed={})
     with pytest.raises(ConfigError, match=r"experts\.cls/f\d: the device profile has no times of its kind"):
         planned(config, detect_box(config), strange, without={"cls/f9": "broken"})
-
-
-def test_a_form_is_asked_for_only_where_the_profile_has_a_choice_for_the_kind(line):
-    """The kind of cls/f0 fails on the device, and bf16 was chosen for it on the CPU: nothing runs it in fp32."""
-    kinds, failing = line.profiled().kinds, line.kind_name("cls/f0")
-    able = [kind for kind in kinds if kind.kind != failing]
-    stored = line.profiled(
-        kinds=[*able, kind_profile(failing, "cpu", Precision.BF16)],
-        precisions={(kind.kind, kind.processor): kind.precision for kind in able} | {(failing, "cpu"): "bf16"},
-    )
-    line.forget("cls/f0", Precision.FP32)
-    found = planned(line.config, detect_box(line.config), stored)
-    assert found.matrix.experts["emulated"].keys() == {"cls/f1", "cls/f2"}
-    assert {name: row.copy for name, row in found.matrix.experts["cpu"].items()} == {
-        "cls/f0": "cls/f0@bf16",
-        "cls/f1": "cls/f1@fp32",
-        "cls/f2": "cls/f2@fp32",
-    }
-    assert found.broken == {}
-    (reason,) = planned(line.config.having(executors={"emulated": 1}), detect_box(line.config), stored).broken.items()
-    assert reason == ("cls/f0", f"no expert of its kind ({failing}) could be run when the box was profiled")
-    agent, outcomes = line.served()
-    assert agent.setup.matrix == found.matrix
-    assert {outcome.verdict for outcome in outcomes.values()} == {Verdict.OK}

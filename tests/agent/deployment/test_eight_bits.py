@@ -113,19 +113,6 @@ def told(caplog, word="not_calibrated"):
 
 
 @takes_eight_bits
-def test_who_is_calibrated_runs_in_eight_bits_and_who_is_not_in_fp32_which_is_told(tmp_path, caplog):
-    line = Line(tmp_path, "a")
-    with serving(line) as served:
-        assert served.forms() == served.agent.setup.precisions["cpu"] == {"cls/a": FORM, "cls/b": Precision.FP32}
-        assert served.agent.setup.broken == {}
-        assert all(outcome.verdict is Verdict.OK for outcome in served.judged())
-    assert told(caplog) == [
-        f"not_calibrated expert=cls/b precision={FORM} runs_as=fp32 reason=it is not calibrated: "
-        "`coserve profile LINE.yaml --samples FOLDER` calibrates it"
-    ]
-
-
-@takes_eight_bits
 def test_an_expert_with_other_weights_after_a_reload_runs_in_fp32_which_is_told(tmp_path, caplog):
     """Until it is calibrated anew: then the next reload has it in eight bits again."""
     line = Line(tmp_path, "a", "b")
@@ -157,15 +144,6 @@ def test_a_calibration_that_cannot_be_read_is_none(tmp_path, caplog):
     CalibrationFolder.beside(line.config.packed_folder).path("cls/a").write_text("{")
     assert line.forms() == {"cls/a": Precision.FP32, "cls/b": FORM}
     assert len(told(caplog)) == 1
-
-
-@takes_eight_bits
-def test_weights_that_are_not_there_are_told_by_packing_and_stop_no_other(tmp_path):
-    line = Line(tmp_path, "a", "b")
-    (tmp_path / "b.safetensors").unlink()
-    with serving(line) as served:
-        assert "b.safetensors is not there" in served.agent.setup.broken["cls/b"]
-        assert [outcome.verdict for outcome in served.judged()] == [Verdict.OK, Verdict.UNKNOWN]
 
 
 def test_on_a_box_that_lacks_the_operators_all_run_plain_and_that_is_told_once(tmp_path, monkeypatch, caplog):

@@ -41,9 +41,3 @@ def test_a_segment_of_one_alone_makes_none():
 @pytest.mark.parametrize("other", [{"program": "q"}, {"precision": "fp32"}, {"takes_texts": False}])
 def test_all_but_the_weights_has_to_be_the_same(other):
     assert families([copy_of("a", TRUNK), copy_of("b", TRUNK, **other)]) == {}
-
-
-def test_of_several_the_largest_decides():
-    """b shares more with a than with c."""
-    copies = [copy_of("a", TRUNK), copy_of("b", TRUNK, TAIL), copy_of("c", TAIL), copy_of("d", TAIL)]
-    assert grouped(*copies) == {frozenset("ab"), frozenset("cd")}

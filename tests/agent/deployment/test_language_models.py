@@ -9,13 +9,11 @@ from copy import deepcopy
 
 import pytest
 import yaml
-from safetensors.torch import load_file, save_file
 
 from agent.config import read_line
 from agent.deployment.build import build_agent
 from agent.deployment.line_change import keys_for_restart, plan_change
 from agent.deployment.memory_needs import LEAST_LEASED_TOKENS
-from agent.deployment.memory_split import limits_of
 from agent.deployment.profile_in_use import precision_of
 from experts.errors import ConfigError
 from experts.expert import Precision
@@ -133,11 +131,6 @@ class TestWhatAnAgentDecidesWith:
         assert column["llm/router"].family is None
         assert column["cls/f"].family is None
 
-    def test_by_itself_they_are_longer_where_nobody_takes_images(self, line):
-        del line.document["texts"]["quantum_s"]
-        limits = limits_of(line.config, ())
-        assert (limits.quantum_s, limits.lone_quantum_s) == (0.05, 0.2)
-
     def test_routes_of_texts_branch(self, setup):
         (step,) = setup[1].graph.routes["assistant"]
         assert step.then == {"a": "llm/a", "b": "llm/b"}
@@ -148,24 +141,6 @@ class TestMemoryOfTexts:
         del line.document["texts"]["kv"]
         with line.built() as agent:
             assert agent.setup.pools[0].lease_bytes == 16 * MIB
-
-    def test_automatic_it_leaves_room_for_the_largest_model(self, line):
-        del line.document["experts"]["llm/router"], line.document["texts"]
-        with line.built() as agent:
-            largest = max(row.footprint.total_bytes for row in agent.setup.matrix.experts["cpu"].values())
-            one = max(row.performance.workspace_for(1) for row in agent.setup.matrix.experts["cpu"].values())
-        line.document["memory"]["host"] = f"{largest + one + MIB}B"
-        with line.built() as agent:
-            (pool,) = agent.setup.pools
-            assert pool.lease_bytes == MIB
-            assert pool.expert_bytes >= largest
-
-    def test_a_line_of_images_alone_has_none(self, line):
-        for name in ("llm/a", "llm/b", "llm/router"):
-            del line.document["experts"][name]
-        del line.document["texts"]
-        with line.built() as agent:
-            assert agent.setup.pools[0].lease_bytes == 0
 
     def test_a_model_that_never_fits_is_refused_with_its_size_and_what_takes_the_room(self, line):
         line.document["memory"]["host"] = "6MiB"
@@ -190,17 +165,6 @@ class TestWhatIsWrongWithOne:
             assert "config.json: hidden_act: 'gelu' is not served" in agent.setup.broken["llm/b"]
             assert agent.setup.matrix.experts["cpu"].keys() == {"llm/a", "llm/router", "cls/f"}
 
-    def test_one_that_answers_no_numbers(self, line):
-        """Weights may be numbers each, and too large together."""
-        path = line.folder / "router" / "model.safetensors"
-        tensors = load_file(path)
-        for name in ("model.norm.weight", "lm_head.weight"):
-            tensors[name] *= 1e30
-        save_file(tensors, path)
-        with line.built() as agent:
-            assert agent.setup.broken.keys() == {"llm/router"}
-            assert "what it answers is not a number" in agent.setup.broken["llm/router"]
-
 
 class TestPrecisions:
     @pytest.mark.parametrize(
@@ -221,45 +185,8 @@ class TestPrecisions:
             line.document["experts"]["llm/a"]["precision"] = own
         assert precision_of(line.config, "llm/a", "cpu", None, None) == Precision(expected)
 
-    def test_in_bf16_tokens_take_half_the_bytes(self, line):
-        line.document["experts"]["llm/a"]["precision"] = "bf16"
-        with line.built() as agent:
-            rows = agent.setup.matrix.experts["cpu"]
-            assert rows["llm/a"].performance.lease_bytes * 2 == rows["llm/b"].performance.lease_bytes
-            assert rows["llm/a"].copy == "llm/a@bf16"
-
 
 class TestReload:
-    def test_a_model_that_comes_and_one_that_changed(self, line):
-        del line.document["texts"]["routes"]
-        router = line.document["experts"].pop("llm/router")
-        with line.built() as agent:
-            line.document["experts"]["llm/router"] = router
-            path = line.folder / "b" / "model.safetensors"
-            save_file({name: tensor * 1.5 for name, tensor in load_file(path).items()}, path)
-            change = plan_change(agent, line.config, lambda stage, done, total: None)
-        assert (change.added, change.replaced, change.removed) == (("llm/router",), ("llm/a", "llm/b"), ())
-        column = change.event.matrix.experts["cpu"]
-        assert column["llm/router"].performance.runs_in_quanta
-        assert column["llm/a+2"].family is column["llm/b+2"].family is None  # they have nothing in common any more
-        assert change.quarantined == {}
-
-    def test_one_that_comes_to_a_family_is_of_it(self, line):
-        line.document["experts"].pop("llm/router")
-        del line.document["texts"]["routes"]
-        shutil.copytree(line.folder / "a", line.folder / "c")
-        path = line.folder / "c" / "model.safetensors"
-        tensors = load_file(path)
-        save_file({name: one + 1 if "layers.5.mlp" in name else one for name, one in tensors.items()}, path)
-        with line.built() as agent:
-            line.document["experts"]["llm/c"] = {"architecture": "llm", "weights": "c"}
-            change = plan_change(agent, line.config, lambda stage, done, total: None)
-        column = change.event.matrix.experts["cpu"]
-        names = [
-            name for name in column if name.startswith("llm/c") or change.agent.expert(name.partition("+")[0]) == name
-        ]
-        assert len({column[name].family for name in names if name.startswith("llm/")}) == 1
-
     def test_texts_cannot_come_to_an_agent_without_memory_for_them(self, line):
         texts = {name: line.document["experts"].pop(name) for name in ("llm/a", "llm/b", "llm/router")}
         section = line.document.pop("texts")

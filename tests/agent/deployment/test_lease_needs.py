@@ -41,13 +41,6 @@ def needs_of(budget_bytes, column, kv_bytes=None):
     return memory_needs({"host": budget_bytes}, CPU, PerformanceMatrix({"cpu": column}), frozenset(), kv_bytes)["host"]
 
 
-def test_what_is_given_is_kept_beside_experts_and_batches():
-    needs = needs_of(10_000, rows(t=(100, TEXTS)), kv_bytes=600)
-    assert (needs.lease_bytes, needs.budget_bytes, needs.whole_bytes) == (600, 9400, 10_000)
-    spec = needs.leaving(40)
-    assert (spec.expert_bytes, spec.workspace_bytes, spec.lease_bytes) == (9360, 40, 600)
-
-
 @pytest.mark.parametrize("kv_bytes", [None, 600])
 def test_two_devices_of_one_memory_have_a_share_each_and_no_more_together(kv_bytes):
     unified = (ExecutorSpec(0, "cuda", "host"), ExecutorSpec(1, "cuda", "host"), ExecutorSpec(2, "cpu", "host"))
@@ -59,17 +52,6 @@ def test_two_devices_of_one_memory_have_a_share_each_and_no_more_together(kv_byt
     columns["cpu"] = rows(i=(100, IMAGES))
     one = memory_needs({"host": 10_000}, unified, PerformanceMatrix(columns), frozenset(), kv_bytes)["host"]
     assert (one.arenas, one.lease_bytes) == (1, 2500 if kv_bytes is None else 600)
-
-
-def test_the_largest_expert_goes_before_a_quarter():
-    """9000 bytes of an image's expert, and ten for an image, leave 990 of 10 000."""
-    assert needs_of(10_000, rows(t=(100, TEXTS), i=(9000, IMAGES))).lease_bytes == 990
-
-
-def test_a_short_text_goes_before_the_largest_expert():
-    needs = needs_of(10_000, rows(t=(100, TEXTS), i=(9900, IMAGES)))
-    assert needs.lease_bytes == LEAST
-    assert not needs.is_enough
 
 
 @pytest.mark.parametrize(

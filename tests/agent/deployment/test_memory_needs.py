@@ -56,34 +56,6 @@ def test_how_many_fit_leaves_one_image_to_each_executor():
     assert needs.keeping(3) == needs.keeping(4) == PoolSpec("host", 300, 100)
 
 
-def test_the_largest_expert_always_fits_however_few_are_kept():
-    column = {"often": row("often", 10), "rare": row("rare", 70)}
-    needs = one_memory(100, column, {"often": 0.9, "rare": 0.1})
-    assert (needs.largest, needs.largest_bytes, needs.least) == ("rare", 70, 1)
-    assert needs.keeping(1) == PoolSpec("host", 70, 30)
-    assert needs.leaving(1000) == PoolSpec("host", 70, 30)
-    assert needs.leaving(0) == PoolSpec("host", 90, 10)
-
-
-def test_pinned_experts_leave_less_to_the_largest():
-    column = {"pin": row("pin", 50, [("trunk", 5)]), "other": row("other", 30, [("trunk", 5)])}
-    needs = one_memory(96, column, pinned={"pin"})
-    assert (needs.largest, needs.largest_bytes) == ("other", 85)
-    assert needs.is_enough
-    assert not one_memory(94, column, pinned={"pin"}).is_enough
-
-
-def test_two_processors_in_one_memory_share_copies_of_one_precision():
-    columns = {
-        "cuda": {"a": row("a@fp16", 10), "b": row("b@fp32", 20)},
-        "cpu": {"a": row("a@fp32", 20), "b": row("b@fp32", 20)},
-    }
-    executors = (ExecutorSpec(0, "cuda", "host"), ExecutorSpec(1, "cpu", "host"))
-    profile = PerformanceMatrix(columns, {"a": 0.6, "b": 0.4})
-    needs = memory_needs({"host": 1000}, executors, profile, frozenset())["host"]
-    assert needs.held_bytes == (10, 30, 50)
-
-
 def test_the_memory_in_front_of_the_device_is_filled_with_what_the_device_runs():
     column = {"a": row("a", 10), "b": row("b", 20)}
     profile = PerformanceMatrix({"cuda": column}, {"a": 0.6, "b": 0.4})

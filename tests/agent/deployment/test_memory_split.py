@@ -117,15 +117,6 @@ def test_a_searched_workspace_stays_and_experts_get_the_rest_of_today_s_budget(l
     assert pool_budgets(config, RTX) == {"host": 200 * MIB, "device": 360 * MIB}
 
 
-@pytest.mark.parametrize(("policy", "useful_mib"), [("coserve", 32), ("samba", 8)])
-def test_experts_get_what_today_s_executors_cannot_use_of_a_searched_workspace(line, policy, useful_mib):
-    """Four executors were searched for; each can use 4 images of 2 MiB, and samba has one."""
-    config = line(policy=policy)
-    executors = executor_specs(config, RTX, searched())
-    found = pool_specs(config, RTX, executors, profile(RTX), searched(host=0, device=100))
-    assert shares(found)["device"] == (360 - useful_mib, useful_mib)
-
-
 def test_in_a_smaller_budget_the_searched_experts_keep_their_room_down_to_the_casual_share(line):
     """Searched in 100 MiB: 70 for experts and 30 for batches, more than a quarter."""
     allocation = replace(searched(), pools=(PoolAllocation("device", 70 * MIB, 30 * MIB, 2),))

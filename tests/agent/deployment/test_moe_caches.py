@@ -101,11 +101,6 @@ def line(tmp_path):
     return Line(tmp_path)
 
 
-def test_a_model_that_fits_holds_all(line):
-    with line.built() as agent:
-        assert not line.held(agent).is_offloaded
-
-
 def test_the_line_file_says_how_many(line):
     line.section["moe_cache"] = "4MiB"
     with line.built() as agent:
@@ -150,20 +145,6 @@ def test_a_model_larger_than_its_memory_holds_what_there_is_room_for_and_says_th
 def test_a_model_whose_dense_part_does_not_fit_is_refused(line):
     line.document["memory"]["host"] = "19MiB"
     assert f"experts.{MOE}: needs" in line.refusal()
-
-
-def test_a_device_is_filled_through_host_memory(line):
-    expected = line.without_an_agent()
-    line.document["device"] = "emulated"
-    line.document["executors"] = {"cpu": 0, "emulated": 2}
-    line.document["memory"] = {"host": "40MiB", "device": "28MiB", "workspace": "16MiB"}
-    with line.built() as agent:
-        copy, pools = line.held(agent), {pool.name: pool for pool in agent.setup.pools}
-        assert copy.moe_places < moe_experts_of(copy.packed)
-        assert copy.footprint.total_bytes <= pools["device"].expert_bytes
-        host = pools["host"]
-        assert host.expert_bytes + host.workspace_bytes + host.lease_bytes == 40 * MIB
-        assert line.greedy(agent) == expected
 
 
 def test_families_form_after_a_reload_as_at_a_start(line, tmp_path):

@@ -14,7 +14,6 @@ from agent.deployment.performance_matrix import core_share, load_time_s, matrix,
 from agent.device_profile.records import (
     Allocation,
     BoxIdentity,
-    ImageDecoding,
     KindProfile,
     LinkSpeed,
     StoredProfile,
@@ -71,14 +70,6 @@ def test_an_expert_takes_its_kind_s_times_and_its_own_bytes():
     assert on_cpu.load_s.keys() == {"ssd"}
 
 
-def test_an_expert_that_is_proven_on_smaller_jpegs_is_shown_others_than_one_that_is_not():
-    proven = ImageDecoding("cls/a", 8, 96.0, 1.6, 0.45, 8, 0, 0.0, 0.02, "5b")
-    stored = replace(profile(kind()), decodings=(proven, replace(proven, expert="cls/b", labels_differ=1)))
-    column = matrix(stored, BOX, {"cpu": [copy("cls/a"), copy("cls/b"), copy("cls/c")]}, {}).experts["cpu"]
-    assert column["cls/a"].prepared != column["cls/b"].prepared == column["cls/c"].prepared
-    assert column["cls/a"].prepared.size_bytes == column["cls/b"].prepared.size_bytes
-
-
 def test_what_was_not_measured_has_no_row_and_a_reason():
     copies = {"cpu": [copy(), copy("cls/wide", input=InputSpec(96, 96)), copy("cls/half", "bf16")], "cuda": [copy()]}
     found = matrix(profile(kind()), BOX, copies, {})
@@ -98,15 +89,6 @@ def test_a_load_is_what_was_measured_with_the_bytes_of_this_expert():
     assert load_time_s(kind(), "ssd", Footprint(20 * UNIT), {}) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="neither"):
         load_time_s(kind(load_s={}), "host", Footprint(UNIT), links)
-
-
-def test_what_a_load_takes_beside_the_link_is_that_of_experts_that_share_weights_too():
-    """10 units, of which 8 are shared, in 0.108 s over a link of 100 units/s: 8 ms are not the link's."""
-    measured = kind(load_s={"ssd": 0.108, "host": 0.018})
-    own = copy(units=2, shared=(("trunk", 8),))
-    found = matrix(profile(measured, replace(measured, processor="cuda")), BOX, {"cpu": [own], "cuda": [own]}, {})
-    assert found.experts["cpu"]["cls/a"].load_s == pytest.approx({"ssd": 0.008 + 0.02})
-    assert found.experts["cuda"]["cls/a"].load_s == pytest.approx({"ssd": 0.008 + 0.02, "host": 0.008 + 0.002})
 
 
 def test_cpu_executors_that_share_the_cores_take_longer():
