@@ -49,7 +49,8 @@ def test_frames_of_a_camera_are_cut_by_the_layout_and_judged_as_boards(desk_line
     assert {row.verdict for row in rows} == {OK}
     assert {(row.subject.component, row.subject.ref) for row in rows} == {("c0", "R1"), ("c1", "R2")}
     assert {row.board.verdict for row in desk_line.results.boards()} == {OK}
-    assert desk_line.unfinished == []
+    judged = {row.subject.key for row in rows}
+    assert judged.isdisjoint(desk_line.unfinished)  # a frame that was under way at the stop is left to the next start
 
 
 def test_each_trigger_ends_with_its_board(desk_line, clip, wait_until_so):

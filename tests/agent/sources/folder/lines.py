@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
 import queue
 import re
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
+from textwrap import dedent
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +26,6 @@ from experts.expert import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from agent.sources.folder.arrivals import ClaimedImage, Refusal
     from agent.subject import Subject
@@ -32,6 +36,7 @@ SIDECARS = replace(NAMING, pattern=None)
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 PIXELS = np.random.default_rng(3).integers(1, 255, (80, 80, 3), dtype=np.uint8)
 WAIT_S = 30.0
+ROOT = Path(__file__).parents[4]
 
 
 def encoded(image_format: str, **options: Any) -> bytes:
@@ -79,6 +84,19 @@ class Line:
         for _ in range(round(seconds * 10) + 1):
             self.intake.step(self.now)
             self.now = round(self.now + 0.1, 3)
+
+    def arrive(self, *names: str) -> ClaimedImage:
+        """Write files whole, and turn the clock until they are offered; the last of these."""
+        for name in names:
+            (self.root / name).write_bytes(PNG)
+        self.run(5)
+        return self.arrivals[-1]
+
+    def settle(self, verdict: Verdict = Verdict.OK, seconds: float = 5) -> None:
+        """Store this verdict of all that was offered, and turn the clock."""
+        for arrival in self.arrivals:
+            self.intake.settle(arrival.subject, verdict)
+        self.run(seconds)
 
     @property
     def offered(self) -> list[str]:
@@ -129,6 +147,30 @@ def wait_until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+ANOTHER_USER = """
+import os, sys
+from pathlib import Path
+from tests.agent.sources.folder.lines import PNG, Line
+if os.geteuid() == 0:
+    os.chown(sys.argv[1], 65534, 65534)
+    os.seteuid(65534)
+"""
+
+
+def printed_by_another_user(tmp_path: Path, steps: str, **config: str) -> list[str]:
+    """Lines printed by these steps on a ``line``, under a user whom permissions bind."""
+    folder = tmp_path / "inbox"
+    folder.mkdir()
+    for above in (tmp_path, *tmp_path.parents):
+        if above.stat().st_uid == os.getuid() and above.name.startswith(("pytest-", "popen-", "test_")):
+            above.chmod(0o755)
+    script = f"{ANOTHER_USER}\nline = Line(Path(sys.argv[1]), **{config})\n{dedent(steps)}"
+    command = [sys.executable, "-c", script, str(folder)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
 
 
 def _pattern_of(config: dict[str, Any]) -> dict[str, str]:
