@@ -49,15 +49,6 @@ def test_what_has_not_begun_can_be_cancelled():
     assert waiting.cancelled()
 
 
-def test_each_thread_begins_once_and_no_more_are_started_than_wanted():
-    begun = []
-    threads = DaemonThreads(3, "test", lambda: begun.append(threading.current_thread().name))
-    for number in range(50):
-        threads.submit(str, number)
-    assert threads.stop(PATIENCE_S)
-    assert sorted(begun) == ["test_0", "test_1", "test_2"]
-
-
 def test_a_process_ends_though_a_thread_hangs():
     script = (
         "import sys, threading\n"

@@ -51,19 +51,11 @@ def test_a_scalar_is_what_an_operator_means_by_it(text: str, value: object) -> N
     assert parsed(f"key: {text}").values == {"key": value}
 
 
-def test_keys_are_text_as_written() -> None:
-    assert parsed("0402: 1\nNO: 2\n1.50: 3").values == {"0402": 1, "NO": 2, "1.50": 3}
-
-
 def test_every_key_and_item_knows_its_line_and_column() -> None:
     document = parsed("a: 1\nb:\n  c: [x, y]\n  d:\n    - e: 5\n")
     assert (document.place("b", "c").line, document.place("b", "c").column) == (3, 3)
     assert (document.place("b", "c", 1).line, document.place("b", "c", 1).column) == (3, 10)
     assert str(document.place("b", "d", 0, "e")) == "line.yaml:5:7: b.d[0].e"
-
-
-def test_a_missing_key_is_placed_at_the_one_above_it() -> None:
-    assert str(parsed("a: 1\nb:\n  c: 2").place("b", "x", "y")) == "line.yaml:2:1: b.x.y"
 
 
 def test_anchors_and_merges_share_values_and_keep_the_place_of_use() -> None:
@@ -142,11 +134,6 @@ def test_an_override_wins_and_its_errors_name_the_variable() -> None:
         document.override(("parts", "a", "width"), "-1", "X__WIDTH").validate(Whole)
     with pytest.raises(ConfigError, match=r"environment variable X__WIDTH: .*quote"):
         document.override(("name",), "[1", "X__WIDTH")
-
-
-def test_the_hash_is_that_of_the_bytes() -> None:
-    assert parsed("a: 1").sha256 != parsed("a: 1 ").sha256
-    assert len(parsed("a: 1").sha256) == 64
 
 
 @given(st.binary(max_size=200))

@@ -68,10 +68,3 @@ def test_a_link_among_the_folders_is_refused_below_the_one_that_is_named(tmp_pat
     with pytest.raises(NotADirectoryError, match=r"'link' is a link .* remove it"):
         open_folder(tmp_path / "named" / "link", tmp_path / "named").__enter__()
     assert (tmp_path / "elsewhere" / "a").read_bytes() == b"ours"
-
-
-def test_the_longest_name_can_be_written(tmp_path: Path) -> None:
-    name = "n" * os.pathconf(tmp_path, "PC_NAME_MAX")
-    with whole_file(tmp_path / name) as file:
-        file.write(b"whole")
-    assert os.listdir(tmp_path) == [name]

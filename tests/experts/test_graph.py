@@ -45,11 +45,6 @@ def test_a_label_that_passes_and_picks_nobody_ends_the_route_well():
     assert graph.judge("auto", 0, Prediction("ok", 0.9)).verdict is Verdict.OK
 
 
-def test_a_route_has_no_step_behind_a_last_one_that_does_not_branch(graph):
-    with pytest.raises(IndexError):
-        graph.judge("plain", 1, Prediction("ok", 1.0))
-
-
 def test_a_branch_depends_on_its_router(graph):
     assert graph.subsequents("router") == ("coder", "solver")
     assert graph.preliminaries("solver") == graph.preliminaries("coder") == {"router"}
@@ -74,18 +69,6 @@ def test_branches_are_as_likely_as_the_labels_that_pick_them(graph):
 def test_a_route_branches_in_its_last_step_only():
     with pytest.raises(ValueError, match="auto branches before its last step"):
         ExpertGraph(["router", "coder", "solver", "eye"], {"auto": (ROUTER, RouteStep("eye", OK))})
-
-
-def test_a_branch_back_to_what_comes_before_it_is_a_circle():
-    with pytest.raises(ValueError, match="in a circle"):
-        ExpertGraph(
-            ["router", "coder"], {"auto": (RouteStep("coder", OK), RouteStep("router", OK, then={"a": "coder"}))}
-        )
-
-
-def test_a_step_under_other_names_asks_and_picks_the_same_experts():
-    names = {"router": "r2", "coder": "c2", "solver": "s2"}
-    assert ROUTER.renamed(names) == RouteStep("r2", frozenset(), 0.5, {"code": "c2", "maths": "s2", "sums": "s2"})
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from experts.backends import backend_for, classifier, observed_ranges
 from experts.backends.forms import FORMS as REGISTRY
 from experts.backends.onednn import execution
 from experts.calibrations import CalibrationFolder
-from experts.errors import WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
+from experts.errors import BackendUnavailable, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
 from experts.expert import NOTHING_FOUND, Precision
 from experts.packed.calibrated import calibration_of
 from experts.packed.packing import pack_line
@@ -165,6 +165,14 @@ def test_several_threads_may_share_a_bound_skeleton(packed, slot, image):
 def test_tensors_of_another_form_do_not_bind(slot):
     with pytest.raises(ValueError, match="do not fit"):
         slot.skeleton.bind({"elsewhere": torch.zeros(3)})
+
+
+def test_a_form_of_the_cpu_alone_runs_nowhere_else(packed, precision):
+    if not REGISTRY[precision].is_cpu_only or packed.experts[0].architecture == "fake":
+        pytest.skip("it runs on every device")
+    expert, program = packed.experts[0], packed.store.program(packed.forms[0])
+    with pytest.raises(BackendUnavailable, match="on the CPU, not on cuda:0"):
+        backend_for(expert.architecture).skeleton(expert, precision, program, "cuda:0")
 
 
 def test_workspace_grows_linearly_with_the_batch(packed, precision):

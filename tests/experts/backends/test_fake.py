@@ -1,7 +1,5 @@
 """The fake: real bytes, real time, and proof of whose bytes it ran from."""
 
-import time
-
 import pytest
 
 from experts.backends.fake import FakeBackend
@@ -15,11 +13,6 @@ BACKEND = FakeBackend()
 def packed_in(store, experts):
     report = pack_line(experts, lambda expert: {Precision.FP32}, store)
     return {name: forms[Precision.FP32] for name, forms in report.packed.items()}
-
-
-def test_it_has_as_many_bytes_as_it_declares(files):
-    tensors = BACKEND.pack(files.fake("cls/x", weight_bytes=1_000_003, shared={"b": 5}), Precision.BF16).tensors
-    assert {name: tensor.numel() for name, tensor in tensors.items()} == {"own": 1_000_003, "shared.b": 5}
 
 
 def test_running_it_over_another_experts_bytes_is_found_out(files, store, make_slot, image):
@@ -56,18 +49,6 @@ def test_a_fixed_label_is_always_answered(files, store, make_slot, image):
     assert [each.label for each in slot.infer(expert, image, 255 - image)] == ["missing", "missing"]
     with pytest.raises(WeightsMismatch, match="none of the line's"):
         BACKEND.pack(files.fake("cls/y", label="elsewhere"), Precision.FP32)
-
-
-def test_a_batch_takes_the_time_it_declares(files, store, make_slot, image):
-    expert = files.fake("cls/x", K_s=0.02, B_s=0.01)
-    slot = make_slot(expert, packed_in(store, [expert])["cls/x"], store)
-    start = time.monotonic()
-    slot.infer(expert, image, image)
-    assert time.monotonic() - start >= 0.05
-
-
-def test_workspace_is_what_it_declares(files):
-    assert BACKEND.workspace_bytes(files.fake("cls/x", workspace_bytes=100), Precision.FP32, 3) == 300
 
 
 @pytest.mark.parametrize(

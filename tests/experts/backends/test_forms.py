@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import torch
 
-from experts.backends.forms import FORMS, executable_forms, forms_here, runs_as
+from experts.backends.forms import FORMS, runs_as
 from experts.backends.forms.plain import is_multiplied
 from experts.backends.onednn import operators
 from experts.expert import Precision
@@ -80,13 +80,6 @@ def test_a_form_that_does_not_run_makes_way(monkeypatch):
 
 def test_each_name_has_a_form():
     assert FORMS.keys() == set(Precision)
-
-
-def test_torchs_forms_run_everywhere():
-    always = {Precision.FP32, Precision.BF16, Precision.FP16}
-    assert always <= executable_forms()
-    assert always | {Precision.INT8} <= set(forms_here())
-    assert all((form.why_absent() is None) == (name in forms_here()) for name, form in FORMS.items())
 
 
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])

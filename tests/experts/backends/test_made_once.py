@@ -2,7 +2,7 @@
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier, Event
+from threading import Event
 
 import pytest
 
@@ -31,18 +31,6 @@ def test_two_threads_that_ask_at_once_get_one_thing():
         may_end.set()
         assert first.result(WAIT_S) is second.result(WAIT_S)
     assert things.count == 1
-
-
-def test_nothing_is_made_at_the_same_time():
-    meeting = Barrier(2)
-
-    def make(name):
-        meeting.wait(0.05)
-
-    things = MadeOnce(make, kept=1)
-    with ThreadPoolExecutor(2) as threads:
-        answers = [threads.submit(things, name) for name in "ab"]
-    assert all(answer.exception() is not None for answer in answers)  # neither found the other there
 
 
 def test_what_is_held_is_never_made_again_however_much_is_asked_for_between():

@@ -44,13 +44,6 @@ def test_a_crop_beyond_the_scaled_image_is_black_as_torchvisions():
     assert torch.allclose(fitted(image, spec).tensor, expected, atol=TOLERANCE, rtol=0)
 
 
-def test_both_sides_of_a_resize_are_taken_as_they_are():
-    spec = InputSpec(32, 32, OWN, Fit.CROPPED, (40, 36), "bicubic")
-    resize = transforms.Resize((40, 36), InterpolationMode.BICUBIC)
-    expected = by_torchvision(picture(50, 60), resize, transforms.CenterCrop(32), numbers=OWN)
-    assert torch.allclose(fitted(picture(50, 60), spec).tensor, expected, atol=TOLERANCE, rtol=0)
-
-
 def test_numbers_of_pixels_up_to_255_are_the_same_as_those_up_to_1():
     image = picture(20, 30)
     large = Normalization(*(tuple(each * 255 for each in numbers) for numbers in (OWN.mean, OWN.std)), scale=255)

@@ -36,17 +36,6 @@ def test_none_is_told_with_what_to_do(files, folder):
     assert told == "it is not calibrated: `coserve profile LINE.yaml --samples FOLDER` calibrates it"
 
 
-def test_one_for_another_form_is_none(files, folder):
-    expert = files.fake("cls/x")
-    calibrate(expert, folder)
-    assert "it is not calibrated" in why_not_calibrated(expert, "onnxruntime-int8", folder)
-
-
-def test_another_experts_is_none(files, folder):
-    calibrate(files.fake("cls/x"), folder)
-    assert "it is not calibrated" in why_not_calibrated(files.fake("cls/y"), FORM, folder)
-
-
 def test_one_of_other_weights_is_told(files, folder):
     expert = files.fake("cls/x")
     calibrate(expert, folder)

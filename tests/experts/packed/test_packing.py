@@ -9,7 +9,7 @@ from dataclasses import replace
 import onnx
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from experts.checkpoints.importing import bring
 from experts.errors import LoadError, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
@@ -17,6 +17,7 @@ from experts.expert import Precision
 from experts.packed.manifests import ManifestFolder
 from experts.packed.packing import forget_other_forms, pack_line
 from experts.packed.sources import stamp_of
+from tests.forms import each_of
 
 MIB = 1024 * 1024
 
@@ -223,11 +224,6 @@ def test_what_several_experts_hold_in_common_is_stored_once(files, store):
     check_sound(store, packed)
 
 
-def test_little_in_common_is_not_worth_a_file(files, store):
-    experts = [files.fake(f"cls/{number}", shared={"backbone": MIB - 1}) for number in range(2)]
-    assert all(form.shared == () for form in packed_in(store, experts).values())
-
-
 def test_each_set_of_holders_has_a_segment_of_its_own(files, store):
     packed = packed_in(
         store,
@@ -273,29 +269,19 @@ def test_a_packed_file_that_packing_finds_corrupt_is_made_anew_the_next_time(fil
     check_sound(store, packed_in(store, experts))
 
 
-def test_a_third_holder_reuses_the_shared_file(files, store):
-    experts = [files.fake(f"cls/{number}", shared={"backbone": 2 * MIB}) for number in range(3)]
-    two = packed_in(store, experts[:2])
-    written = files_of(store)
-    three = packed_in(store, experts)
-    assert three["cls/2"].shared == two["cls/0"].shared
-    path = store.segment_path(two["cls/0"].shared[0].sha256)
-    assert files_of(store)[path] == written[path]
-
-
-def test_a_frozen_backbone_of_classifiers_is_shared_after_folding(files, store, make_slot, image):
+@pytest.mark.parametrize("form", each_of(Precision.FP32, Precision.ONNXRUNTIME, Precision.ONEDNN_FP32))
+def test_a_frozen_backbone_of_classifiers_is_shared_in_every_form(files, store, make_slot, image, form):
     module = files.build("mobilenet_v3_small", 3)
     first = files.torch_module("cls/first", module.eval(), "mobilenet_v3_small")
     with torch.no_grad():
         for parameter in module.classifier[-1].parameters():
             parameter.normal_()
     second = files.torch_module("cls/second", module, "mobilenet_v3_small")
-    packed = packed_in(store, [first, second])
-    assert packed["cls/first"].own.size_bytes == 4096 * -(-(3 * 1024 + 3) * 4 // 4096)  # the head alone
-    assert packed["cls/first"].shared == packed["cls/second"].shared
-    assert packed["cls/first"].layout == packed["cls/second"].layout
-    answers = [make_slot(expert, packed[expert.id], store).infer(expert, image) for expert in (first, second)]
-    assert answers[0] != answers[1]
+    packed = pack(store, [first, second], form).packed
+    one, other = (packed[expert.id][form] for expert in (first, second))
+    assert one.own.size_bytes == 4096 * -(-(3 * 1024 + 3) * 4 // 4096)  # the head alone
+    assert (one.shared, one.layout) == (other.shared, other.layout)
+    assert make_slot(first, one, store).infer(first, image) != make_slot(second, other, store).infer(second, image)
 
 
 def test_experts_with_equal_weights_have_nothing_of_their_own(files, store, make_slot, image):
@@ -306,12 +292,6 @@ def test_experts_with_equal_weights_have_nothing_of_their_own(files, store, make
     assert packed["cls/first"].own.size_bytes == 4096
     slots = [make_slot(expert, packed[expert.id], store) for expert in (first, second)]
     assert slots[0].infer(first, image) == slots[1].infer(second, image)
-
-
-def test_tensors_start_at_cache_lines_and_files_end_at_blocks(files, store):
-    form = packed_in(store, [files.classifier("cls/x", "squeezenet1_1")])["cls/x"]
-    assert all(spec.offset_bytes % 64 == 0 for spec in form.own.tensors)
-    assert form.own.size_bytes % 4096 == 0
 
 
 def test_a_full_disk_leaves_what_was_there(files, store):
@@ -343,18 +323,3 @@ def test_unfinished_files_of_an_earlier_run_are_removed(files, store):
     (store.directory / "segments" / f"{'0' * 64}.bin").write_bytes(b"nobody's")
     assert packed_in(store, [expert]) == packed
     check_sound(store, packed)
-
-
-def test_an_id_cannot_lead_out_of_the_store(store):
-    for name in ("../x", "cls/../../x", "cls//x", "/x"):
-        with pytest.raises(ValueError, match="cannot be an expert's id"):
-            ManifestFolder(store.directory).path(name, "fp32")
-
-
-def test_names_and_order_of_the_source_do_not_reach_the_layout(files, store):
-    first = files.classifier("cls/first", "squeezenet1_1", seed=1)
-    second = files.classifier("cls/second", "squeezenet1_1", seed=2)
-    tensors = load_file(second.weights)
-    save_file(dict(sorted(tensors.items(), reverse=True)), second.weights)
-    packed = packed_in(store, [first, second])
-    assert packed["cls/first"].layout == packed["cls/second"].layout

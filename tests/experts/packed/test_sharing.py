@@ -44,8 +44,3 @@ def test_the_order_of_the_experts_does_not_matter(line, random):
     shuffled = list(line.items())
     random.shuffle(shuffled)
     assert plan_sharing(dict(shuffled)) == plan_sharing(line)
-
-
-def test_the_same_bytes_under_another_name_are_not_shared():
-    plan = plan_sharing({"a": [key("stem", "x")], "b": [key("body", "x")]})
-    assert plan["a"].shared == plan["b"].shared == ()

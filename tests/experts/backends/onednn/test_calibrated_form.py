@@ -14,7 +14,6 @@ from experts.calibrations import CalibrationFolder, Range
 from experts.errors import WeightsMismatch
 from experts.expert import Precision
 from experts.packed.calibrated import calibration_of
-from experts.packed.manifests import ManifestFolder
 from experts.packed.packing import pack_line
 from tests.forms import needs
 
@@ -68,15 +67,6 @@ def test_one_that_is_not_calibrated_is_refused_with_what_to_do(expert, store):
         backend_for(expert.architecture).pack(expert, FORM)
 
 
-def test_a_calibration_of_other_weights_is_refused(files, expert, store, folder, image):
-    folder.write(expert.id, observed(expert, image))
-    packed_in(store, expert, FORM)
-    files.classifier("cls/x", ARCHITECTURE, seed=4, size=SIZE)
-    assert "its calibration is of other weights than it has now: `coserve profile" in refusal(store, expert)
-    folder.write(expert.id, observed(expert, image))
-    packed_in(store, expert, FORM)
-
-
 def test_a_calibration_that_lacks_a_layer_is_refused(expert, store, folder, image):
     found = observed(expert, image)
     ranges = found.ranges[FORM]
@@ -84,12 +74,6 @@ def test_a_calibration_that_lacks_a_layer_is_refused(expert, store, folder, imag
         expert.id, replace(found, ranges={FORM: {name: each for name, each in ranges.items() if "layer1" not in name}})
     )
     assert "its calibration is of another architecture or version: `coserve profile" in refusal(store, expert)
-
-
-def test_one_that_cannot_be_understood_is_none(expert, store, folder, image):
-    folder.write(expert.id, observed(expert, image))
-    os.truncate(folder.path(expert.id), 100)
-    assert "it is not calibrated" in refusal(store, expert)
 
 
 def test_another_calibration_packs_again_and_the_same_does_not(expert, store, folder, image):
@@ -110,54 +94,6 @@ def test_another_calibration_packs_again_and_the_same_does_not(expert, store, fo
     assert second[FORM].own.sha256 != first[FORM].own.sha256
     assert second[FORM].layout == first[FORM].layout
     assert not store.segment_path(first[FORM].own.sha256).exists()
-
-
-def test_a_calibration_that_went_is_told_at_the_next_packing(expert, store, folder, image):
-    folder.write(expert.id, observed(expert, image))
-    packed_in(store, expert, FORM)
-    folder.path(expert.id).unlink()
-    assert "it is not calibrated" in refusal(store, expert)
-    assert ManifestFolder(store.directory / "manifests").read(expert.id, Precision.FP32) is not None
-
-
-def test_it_takes_a_quarter_of_the_bytes(expert, store, folder, image):
-    folder.write(expert.id, observed(expert, image))
-    found = packed_in(store, expert, FORM, Precision.FP32)
-    sizes = {form: sum(segment.size_bytes for segment in packed.segments) for form, packed in found.items()}
-    assert 0.24 < sizes[FORM] / sizes[Precision.FP32] < 0.28
-
-
-def test_experts_of_one_architecture_are_switched_by_their_bytes(files, store, folder, make_slot, image):
-    """In one slot, of one layout and skeleton, each answers as in a slot of its own."""
-    experts = [files.classifier(f"cls/{seed}", ARCHITECTURE, seed, size=SIZE) for seed in (1, 2)]
-    for expert in experts:
-        folder.write(expert.id, observed(expert, image))
-    report = pack_line(experts, lambda _: {FORM, Precision.FP32}, store)
-    assert report.failed == {}
-    packed = [report.packed[expert.id][FORM] for expert in experts]
-    assert packed[0].layout == packed[1].layout
-    assert packed[0].program_sha256 == packed[1].program_sha256
-    alone = [
-        make_slot(expert, form, store).infer(expert, image, 255 - image)
-        for expert, form in zip(experts, packed, strict=True)
-    ]
-    assert alone[0] != alone[1]
-    slot = make_slot(experts[0], packed[0], store)
-    bound = slot.skeleton._inputs
-    for number in (0, 1, 0, 1, 1, 0):
-        slot.load(experts[number], packed[number])
-        assert slot.infer(experts[number], image, 255 - image) == alone[number]
-    assert slot.skeleton._inputs is bound
-
-
-def test_it_answers_nearly_as_in_fp32(expert, store, folder, make_slot, image):
-    folder.write(expert.id, observed(expert, image))
-    packed = packed_in(store, expert, FORM, Precision.FP32)
-    found, expected = (
-        make_slot(expert, packed[form], store).infer(expert, image, 255 - image) for form in (FORM, Precision.FP32)
-    )
-    assert [each.label for each in found] == [each.label for each in expected]
-    assert [each.score for each in found] == pytest.approx([each.score for each in expected], abs=0.1)
 
 
 def test_a_detector_is_calibrated_and_packed_alike(files, store, folder, make_slot, image):

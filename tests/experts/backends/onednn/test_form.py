@@ -15,29 +15,16 @@ from experts.backends.onednn import execution, operators
 from experts.backends.onednn import form as onednn_form
 from experts.backends.onednn.operators import identity
 from experts.calibrations import CalibrationFolder, read_calibration
-from experts.errors import BackendUnavailable, OutputInvalid, WeightsMismatch
+from experts.errors import BackendUnavailable, WeightsMismatch
 from experts.expert import Precision
 from experts.packed.calibrated import calibration_of
 from experts.packed.manifests import ManifestFolder
 from experts.packed.packing import pack_line
-from tests.forms import each_of, needs
+from tests.forms import needs
 
 FORM = Precision.ONEDNN_FP32
 FORMS = [Precision.ONEDNN_FP32, Precision.ONEDNN_BF16]
 MIB = 1024 * 1024
-
-
-def skeleton_of(expert, precision=FORM):
-    backend = backend_for(expert.architecture)
-    packed = backend.pack(expert, precision)
-    skeleton = backend.skeleton(expert, precision, packed.program, "cpu")
-    skeleton.bind(packed.tensors)
-    return skeleton
-
-
-def answers_of(expert, precision, *images):
-    prepared = [backend_for(expert.architecture).prepare(expert, image) for image in images]
-    return skeleton_of(expert, precision).infer(expert, prepared)
 
 
 def packed_in(store, experts, *precisions):
@@ -49,64 +36,6 @@ def packed_in(store, experts, *precisions):
 @pytest.fixture
 def expert(files):
     return files.classifier("cls/x", "squeezenet1_1", seed=3)
-
-
-@pytest.mark.parametrize("precision", each_of(*FORMS))
-@pytest.mark.parametrize("architecture", ["squeezenet1_1", "mobilenet_v3_small", "resnet18"])
-def test_a_classifier_answers_as_in_fp32(files, image, architecture, precision):
-    expert = files.classifier("cls/x", architecture, seed=3)
-    images = (image, image[::-1].copy(), 255 - image)
-    expected, found = answers_of(expert, Precision.FP32, *images), answers_of(expert, precision, *images)
-    tolerance = 1e-5 if precision is Precision.ONEDNN_FP32 else 0.05
-    assert [each.score for each in found] == pytest.approx([each.score for each in expected], abs=tolerance)
-    if precision is Precision.ONEDNN_FP32:
-        assert [each.label for each in found] == [each.label for each in expected]
-
-
-def test_a_detector_finds_the_boxes_of_fp32(files, image):
-    expert = files.detector("det/x", "yolov5n")
-    expected, found = (answers_of(expert, precision, image)[0] for precision in (Precision.FP32, FORM))
-    assert len(found.boxes) == len(expected.boxes) > 0
-    corners = [
-        torch.tensor([[box.left, box.top, box.right, box.bottom, box.score] for box in each.boxes])
-        for each in (found, expected)
-    ]
-    distances = (corners[0][:, None] - corners[1][None]).abs().amax(dim=2)  # nearly equal scores may swap places
-    assert max(distances.amin(dim=0).max(), distances.amin(dim=1).max()) < 0.01
-
-
-def test_experts_of_one_architecture_share_program_and_graph(files):
-    backend = backend_for("squeezenet1_1")
-    experts = [files.classifier(f"cls/{seed}", "squeezenet1_1", seed) for seed in (1, 2)]
-    packed = [backend.pack(expert, FORM) for expert in experts]
-    assert packed[0].program == packed[1].program
-    assert list(packed[0].tensors) == list(packed[1].tensors)
-    skeletons = [backend.skeleton(expert, FORM, packed[0].program, "cpu") for expert in experts]
-    assert skeletons[0]._module is skeletons[1]._module
-
-
-def test_two_sizes_of_images_are_two_layouts(files):
-    backend = backend_for("squeezenet1_1")
-    packed = [backend.pack(files.classifier("cls/x", "squeezenet1_1", size=size), FORM) for size in (64, 96)]
-    assert packed[0].program != packed[1].program
-
-
-def test_a_frozen_backbone_is_shared_in_this_form_too(files, store, make_slot, image):
-    module = files.build("mobilenet_v3_small", 3)
-    first = files.torch_module("cls/first", module.eval(), "mobilenet_v3_small")
-    with torch.no_grad():
-        for parameter in module.classifier[-1].parameters():
-            parameter.normal_()
-    second = files.torch_module("cls/second", module, "mobilenet_v3_small")
-    packed = packed_in(store, [first, second], FORM)
-    forms = [packed[expert.id][FORM] for expert in (first, second)]
-    assert forms[0].own.size_bytes == 4096 * -(-(3 * 1024 + 3) * 4 // 4096)  # the head alone
-    assert forms[0].shared == forms[1].shared != ()
-    assert forms[0].layout == forms[1].layout
-    answers = [
-        make_slot(expert, form, store).infer(expert, image) for expert, form in zip((first, second), forms, strict=True)
-    ]
-    assert answers[0] != answers[1]
 
 
 def test_a_thousand_switches_construct_nothing_and_take_no_memory(files, store, make_slot, image):
@@ -128,16 +57,6 @@ def test_a_thousand_switches_construct_nothing_and_take_no_memory(files, store, 
     assert expected[0] != expected[1]
 
 
-def test_the_name_of_a_tensor_tells_its_layout(expert):
-    packed = backend_for(expert.architecture).pack(expert, FORM)
-    told = json.loads(packed.program)
-    assert told["made for"] == identity()
-    assert told["images"] == [64, 64]
-    for name, digest in told["weights"].items():
-        assert packed.tensors[f"{name} {digest[:16]}"].dim() == 1
-    assert "features.0.bias" in packed.tensors
-
-
 def calibrated(expert, folder, *images):
     """The expert with ranges observed on these images."""
     prepared = [backend_for(expert.architecture).prepare(expert, image).tensor for image in images]
@@ -145,21 +64,6 @@ def calibrated(expert, folder, *images):
     calibrations = CalibrationFolder(folder)
     calibrations.write(expert.id, calibration_of(expert, "", len(images), ("good", "bad"), ranges))
     return replace(expert, calibration=calibrations.path(expert.id))
-
-
-@needs(Precision.ONEDNN_INT8)
-@pytest.mark.parametrize("architecture", ["squeezenet1_1", "mobilenet_v3_small", "resnet18"])
-def test_a_classifier_answers_in_eight_bits_as_in_fp32(files, image, tmp_path, architecture):
-    images = (image, image[::-1].copy(), 255 - image)
-    expert = calibrated(files.classifier("cls/x", architecture, seed=3), tmp_path, *images)
-    expected, found = (answers_of(expert, each, *images) for each in (Precision.FP32, Precision.ONEDNN_INT8))
-    assert [each.score for each in found] == pytest.approx([each.score for each in expected], abs=0.05)
-
-
-@needs(Precision.ONEDNN_INT8)
-def test_an_expert_that_was_not_calibrated_has_no_eight_bits(expert):
-    with pytest.raises(WeightsMismatch, match="no form of eight bits before it is calibrated"):
-        backend_for(expert.architecture).pack(expert, Precision.ONEDNN_INT8)
 
 
 @needs(Precision.ONEDNN_INT8)
@@ -214,18 +118,6 @@ def test_a_program_that_is_cut_or_foreign_is_not_run(expert, spoiled, reason, mo
         backend.skeleton(expert, FORM, spoiled(program), "cpu")
 
 
-def test_tensors_of_another_layout_do_not_bind(expert):
-    backend = backend_for(expert.architecture)
-    packed = backend.pack(expert, FORM)
-    skeleton = backend.skeleton(expert, FORM, packed.program, "cpu")
-    foreign = {name.replace("features.0.weight ", "features.0.weight f"): each for name, each in packed.tensors.items()}
-    with pytest.raises(ValueError, match="do not fit the skeleton"):
-        skeleton.bind(foreign)
-    cut = {name: each[:-16] if each.dim() == 1 and " " in name else each for name, each in packed.tensors.items()}
-    with pytest.raises(ValueError, match="are needed, not"):
-        skeleton.bind(cut)
-
-
 def test_another_cpu_or_torch_packs_again_and_says_so(expert, store, monkeypatch, caplog):
     packed = packed_in(store, [expert], FORM, Precision.FP32)
     manifests = ManifestFolder(store.directory / "manifests")
@@ -242,12 +134,6 @@ def test_another_cpu_or_torch_packs_again_and_says_so(expert, store, monkeypatch
     assert manifests.read(expert.id, FORM) == found
 
 
-def test_it_runs_on_the_cpu_only(expert):
-    backend = backend_for(expert.architecture)
-    with pytest.raises(BackendUnavailable, match="on the CPU, not on cuda:0"):
-        backend.skeleton(expert, FORM, backend.pack(expert, FORM).program, "cuda:0")
-
-
 def test_without_its_operators_the_form_is_not_offered_and_says_why(expert, monkeypatch):
     monkeypatch.setattr(operators, "why_absent", lambda dtype: "torch's C shim for opaque tensors")
     assert executable_forms().isdisjoint(FORMS)
@@ -256,14 +142,6 @@ def test_without_its_operators_the_form_is_not_offered_and_says_why(expert, monk
     ):
         backend_for(expert.architecture).pack(expert, FORM)
     assert form_of(FORM).recipe() == ""
-
-
-def test_an_answer_that_is_not_a_number_is_no_prediction(files, image):
-    module = files.build("squeezenet1_1", 3)
-    for parameter in module.parameters():
-        parameter.data.fill_(1e30)
-    with pytest.raises(OutputInvalid):
-        answers_of(files.torch_module("cls/x", module, "squeezenet1_1"), FORM, image)
 
 
 def test_a_size_that_an_architecture_does_not_take_is_refused_with_its_own_words(files):

@@ -94,113 +94,78 @@ def test_an_activation_goes_with_its_convolution(name):
     assert (second.activation.name, second.adds, second.bias) == (name, False, None)
 
 
-def test_what_is_added_goes_with_the_convolution_and_is_overwritten_where_nobody_reads_it_again():
-    first, second = check(Apart(nn.ReLU(), lambda one, other: one + other))
-    assert (second.adds, second.overwrites, second.activation.name) == (True, True, "relu")
-    assert not first.adds
+class Viewed(Around):
+    """A sum in place, seen through a view that is older."""
+
+    def forward(self, images):
+        first = self.first(images)
+        part = first[:, :4]
+        first += self.second(first.sigmoid())
+        return torch.cat([part, first[:, 4:] * 2], 1)
 
 
-def test_in_place_sums_are_the_same():
-    _, second = check(Apart(nn.ReLU(inplace=True), lambda one, other: one.add_(other)))
-    assert (second.adds, second.overwrites, second.activation.name) == (True, True, "relu")
+class Onto(Around):
+    def forward(self, images):
+        first = self.first(images)
+        first += self.second(first.sigmoid())
+        return first.relu_()
 
 
-def test_what_is_read_again_is_not_overwritten():
-    _, second = check(Around(None, lambda one, other: torch.cat([one + other, other], 1)))
-    assert (second.adds, second.overwrites) == (True, False)
+class Permuted(Around):
+    """What is added is read again through a view of what lies channels last."""
+
+    def forward(self, images):
+        first = self.first(images)
+        rows = first.permute(0, 2, 3, 1).contiguous()
+        return torch.cat([(self.second(first.sigmoid()) + first).flatten(1), rows.flatten(1)], 1)
 
 
-def test_a_view_is_not_overwritten_where_what_it_is_of_is_read_again():
-    module = Around(None, lambda one, other: torch.cat([one[:, :4] + 1, other], 1))
-    check(module)
-    parts = Around(None, lambda one, other: torch.cat([(one + other.view_as(one)).relu(), other * 2], 1))
-    _, second = check(parts)
-    assert not second.overwrites
+class Writing(Around):
+    """What is added is written between the convolution and the sum."""
+
+    def forward(self, images):
+        first = self.first(images)
+        found = self.second(first)
+        first.mul_(2)
+        return found + first
 
 
-def test_a_sum_of_another_shape_stays_a_sum():
-    _, second = check(Around(nn.ReLU(), lambda one, other: one + other.mean(dim=(2, 3), keepdim=True)))
-    assert not second.adds
+class Depthwise(Around):
+    """The convolution reads what is added row by row, each of which the next row needs."""
+
+    def __init__(self):
+        super().__init__(None, lambda one, other: one + other)
+        self.second = nn.Conv2d(8, 8, 3, padding=1, groups=8).requires_grad_(False)
 
 
-def test_a_scaled_sum_stays_a_sum():
-    _, second = check(Around(nn.ReLU(), lambda one, other: torch.add(one, other, alpha=2)))
-    assert not second.adds
+SUMS = {  # (module, whether its second convolution adds, overwrites what it adds, and its activation)
+    "a sum": (Apart(nn.ReLU(), lambda one, other: one + other), True, True, "relu"),
+    "in place": (Apart(nn.ReLU(inplace=True), lambda one, other: one.add_(other)), True, True, "relu"),
+    "onto the summand": (Onto(), True, False, "relu"),
+    "not channels last": (Apart(None, lambda one, other: one + other.contiguous()), True, True, "none"),
+    "read again": (Around(None, lambda one, other: torch.cat([one + other, other], 1)), True, False, "none"),
+    "a view read again": (
+        Around(None, lambda one, other: torch.cat([(one + other.view_as(one)).relu(), other * 2], 1)), False, False,
+        "none",
+    ),
+    "a permuted view read again": (Permuted(), True, False, "none"),
+    "the convolution's own source": (Depthwise(), True, False, "none"),
+    "a view of its source": (Around(None, lambda one, other: one + other.view(-1, 8, 32, 32)), True, False, "none"),
+    "an activation that follows no sum": (Around(nn.SiLU(), lambda one, other: one + other), True, False, "none"),
+    "another shape": (
+        Around(nn.ReLU(), lambda one, other: one + other.mean(dim=(2, 3), keepdim=True)), False, False, "none",
+    ),
+    "scaled": (Around(nn.ReLU(), lambda one, other: torch.add(one, other, alpha=2)), False, False, "none"),
+    "an older view": (Viewed(), False, False, "none"),
+    "written before": (Writing(), False, False, "none"),
+    "read by others": (Around(None, lambda one, other: one.relu() * one), False, False, "none"),
+}  # fmt: skip
 
 
-def test_what_the_convolution_itself_reads_is_not_overwritten_by_it():
-    module = Around(None, lambda one, other: one + other)
-    module.second = nn.Conv2d(8, 8, 3, padding=1, groups=8)  # row by row, each of which the next one needs
-    module.requires_grad_(False)
+@pytest.mark.parametrize(("module", "adds", "overwrites", "activation"), SUMS.values(), ids=SUMS)
+def test_a_sum_goes_with_its_convolution_where_nothing_else_shows_it(module, adds, overwrites, activation):
     _, second = check(module, (32, 32))
-    assert (second.adds, second.overwrites) == (True, False)
-
-
-def test_a_view_of_what_the_convolution_reads_is_not_overwritten_by_it():
-    _, second = check(Around(None, lambda one, other: one + other.view(-1, 8, 32, 32)), (32, 32))
-    assert (second.adds, second.overwrites) == (True, False)
-
-
-def test_a_sum_in_place_that_is_seen_through_an_older_view_stays_a_sum():
-    class Viewed(Around):
-        def forward(self, images):
-            first = self.first(images)
-            part = first[:, :4]
-            found = self.second(first.sigmoid())
-            first += found
-            return torch.cat([part, first[:, 4:] * 2], 1)
-
-    _, second = check(Viewed())
-    assert not second.adds
-
-
-def test_a_sum_in_place_in_what_is_added_is_one_call_where_nobody_sees_it():
-    class Onto(Around):
-        def forward(self, images):
-            first = self.first(images)
-            first += self.second(first.sigmoid())
-            return first.relu_()
-
-    _, second = check(Onto())
-    assert (second.adds, second.activation.name) == (True, "relu")
-
-
-def test_what_does_not_lie_channels_last_is_added_too():
-    _, second = check(Apart(None, lambda one, other: one + other.contiguous()))
-    assert (second.adds, second.overwrites) == (True, True)
-
-
-def test_what_is_seen_through_a_view_of_what_lies_channels_last_is_not_overwritten():
-    class Permuted(Around):
-        def forward(self, images):
-            first = self.first(images)
-            rows = first.permute(0, 2, 3, 1).contiguous()
-            return torch.cat([(self.second(first.sigmoid()) + first).flatten(1), rows.flatten(1)], 1)
-
-    _, second = check(Permuted())
-    assert (second.adds, second.overwrites) == (True, False)
-
-
-def test_an_activation_that_does_not_follow_sums_stays_behind_it():
-    _, second = check(Around(nn.SiLU(), lambda one, other: one + other))
-    assert (second.adds, second.activation) == (True, Activation())
-
-
-def test_an_answer_that_others_read_too_keeps_its_own_value():
-    _, second = check(Around(None, lambda one, other: one.relu() * one))
-    assert second.activation == Activation()
-
-
-def test_what_is_written_between_convolution_and_sum_is_read_before():
-    class Writing(Around):
-        def forward(self, images):
-            first = self.first(images)
-            found = self.second(first)
-            first.mul_(2)
-            return found + first
-
-    _, second = check(Writing())
-    assert not second.adds
+    assert (second.adds, second.overwrites, second.activation.name) == (adds, overwrites, activation)
 
 
 def test_a_weight_of_two_convolutions_stays_plain_in_both():

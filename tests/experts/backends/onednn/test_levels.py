@@ -81,23 +81,12 @@ def test_a_range_of_next_to_nothing_has_a_scale_that_can_be_divided_by(seen, zer
     assert math.isfinite(1 / made.scale)
 
 
-@pytest.mark.parametrize("ends", [(math.nan, 1.0), (0.0, math.nan), (-math.inf, 0.0), (0.0, math.inf)])
-def test_what_is_no_number_has_no_range(ends):
-    with pytest.raises(ValueError, match="no levels"):
-        Range(*ends)
-
-
 @given(st.lists(RANGES, min_size=1))
 def test_the_range_around_some_is_the_least_that_holds_them(ranges):
     around = Range.around(ranges)
     assert all(around.low <= each.low and each.high <= around.high for each in ranges)
     assert around.low in {each.low for each in ranges}
     assert around.high in {each.high for each in ranges}
-
-
-def test_there_is_no_range_around_none():
-    with pytest.raises(ValueError, match="empty"):
-        Range.around([])
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (5, 3, 3, 3), (5, 1, 3, 3)])
@@ -111,11 +100,6 @@ def test_weights_are_rounded_by_channel(shape):
     assert ((back - weight).abs() <= halves * (1 + 1e-5)).all()
     largest = found.abs().flatten(1).amax(dim=1).tolist()
     assert largest == [WEIGHT_HIGHEST, WEIGHT_HIGHEST, 0, WEIGHT_HIGHEST, WEIGHT_HIGHEST]
-
-
-def test_the_lay_of_a_weight_stays():
-    weight = torch.randn(5, 4, 3, 3).contiguous(memory_format=torch.channels_last)
-    assert quantised_weight(weight)[0].is_contiguous(memory_format=torch.channels_last)
 
 
 @given(st.lists(FINITE, min_size=4, max_size=4))

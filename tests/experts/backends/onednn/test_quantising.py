@@ -1,12 +1,10 @@
-"""Graphs in eight bits against eager fp32, and against the same rounding done in float64.
+"""Graphs in eight bits answer as the same rounding done in float64, to the level.
 
-Each module says itself, with ``at``, where its values are to become levels; so what is expected knows nothing of graphs
-or of oneDNN. How far eight bits may be from fp32 follows from the scales: half of one at each rounding, carried through
-what comes behind by the absolute values of the weights (``Uncertain``).
+Each module says itself, with ``at``, where its values become levels: the expectation knows nothing of graphs or oneDNN.
 """
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -19,16 +17,14 @@ from experts.backends.base import RefusedModule
 from experts.backends.onednn import quantised_calls
 from experts.backends.onednn.calibrating import observed
 from experts.backends.onednn.form import (
-    BlockedWeight,
     FusedModule,
     OnednnModule,
     OnednnSkeleton,
+    decided_layouts,
     fused_module,
     packed_module,
 )
 from experts.backends.onednn.fusion import FusedCall
-from experts.backends.onednn.layouts import reference
-from experts.backends.onednn.levels import Values
 from experts.backends.onednn.operators import on_threads
 from experts.errors import BackendUnavailable
 from experts.expert import Precision
@@ -39,80 +35,6 @@ OUTPUTS = ("answer", "inside")
 MIDDLE = 128  # zero of what is added, where it may be negative
 SLIPS_MAXIMUM = 0.02  # the part of all values that may be the next level, as float32 rounds a tie otherwise
 STEPS = (quantised_calls.to_levels, quantised_calls.to_values)
-STEEPEST = {"relu": 1.0, "silu": 1.1, "hardswish": 1.5, "relu6": 1.0, "gelu": 1.13}
-
-
-class Uncertain:
-    """Values of eager fp32, and how far from them eight bits may be; whatever is done with them is done with both."""
-
-    def __init__(self, values, error):
-        self.values, self.error = values, error
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return CARRIED[func.__name__](*args, **(kwargs or {}))
-
-    def __add__(self, other):
-        return Uncertain(self.values + other.values, self.error + other.error)
-
-    def relu_(self):
-        self.values = self.values.relu()
-        return self
-
-    def contiguous(self):
-        return self
-
-    def chunk(self, parts, dim):
-        return [
-            Uncertain(*pair) for pair in zip(self.values.chunk(parts, dim), self.error.chunk(parts, dim), strict=True)
-        ]
-
-    def flatten(self, start):
-        return Uncertain(self.values.flatten(start), self.error.flatten(start))
-
-    def transpose(self, *dims):
-        return Uncertain(self.values.transpose(*dims), self.error.transpose(*dims))
-
-
-def layer(function):
-    """A layer's error: that of what it reads, and that of its own weight, times the other."""
-
-    def carried(given, weight, bias=None, *geometry):
-        rounded = getattr(weight, "rounded", weight)
-        error = function(given.error, rounded.abs(), None, *geometry)
-        error = error + function(given.values.abs(), (weight - rounded).abs(), None, *geometry)
-        return Uncertain(function(given.values, weight, bias, *geometry), error)
-
-    return carried
-
-
-def activation(name):
-    def carried(given, **named):
-        return Uncertain(getattr(functional, name)(given.values), given.error * STEEPEST[name])
-
-    return carried
-
-
-def moving(function):
-    def carried(given, *arguments, **named):
-        return Uncertain(function(given.values, *arguments, **named), function(given.error, *arguments, **named))
-
-    return carried
-
-
-def joined(parts, dim):
-    return Uncertain(torch.cat([each.values for each in parts], dim), torch.cat([each.error for each in parts], dim))
-
-
-CARRIED = {
-    "conv2d": layer(functional.conv2d),
-    "linear": layer(functional.linear),
-    "cat": joined,
-    "interpolate": moving(functional.interpolate),
-    "dropout": moving(lambda values, **named: values),
-    "max_pool2d": moving(functional.max_pool2d),
-    **{name: activation(name) for name in STEEPEST},
-}
 
 
 @dataclass
@@ -161,12 +83,6 @@ class Module(nn.Module):
     def forward(self, images):
         inside = self.path(self.at("images", images) if "first" in self.eight else images)
         return {"answer": self.last(inside), "inside": inside}
-
-
-class Plain(Module):
-    def path(self, images):
-        first = self.at("first", functional.relu(self.first(images)), 0)
-        return functional.silu(self.third(self.at("second", self.second(first))))
 
 
 class NegativePadding(Module):
@@ -231,21 +147,6 @@ class Downsampled(Module):
         return self.at("sum", functional.relu(self.third(second) + self.at("down", self.down(first), MIDDLE)), 0)
 
 
-class SumAfterActivation(Module):
-    """As in a YOLO: added in float32, and the sum brought to levels for the next one."""
-
-    eight = ("first", "second", "third", "fourth")
-
-    def build(self):
-        self.fourth = nn.Conv2d(8, 8, 3, padding=1)
-
-    def path(self, images):
-        first = self.at("first", functional.silu(self.first(images)))
-        second = self.at("second", functional.silu(self.second(first)))
-        summed = self.at("sum", first + functional.silu(self.third(second)))
-        return self.fourth(summed)
-
-
 class FloatSummand(Module):
     """What is added was computed in float32, and is read by others too."""
 
@@ -289,19 +190,6 @@ class JoinedWithFloat(Module):
         first = self.at("first", functional.silu(self.first(images)))
         second = self.at("joined", functional.silu(first + first))
         return self.third(torch.cat([self.at("joined", self.second(first)), second], 1))
-
-
-class Divided(Module):
-    """As in a YOLOv8: halves of an answer, one of which goes on by itself."""
-
-    def build(self):
-        self.second = nn.Conv2d(4, 4, 3, padding=1)
-        self.third = nn.Conv2d(12, 8, 1)
-
-    def path(self, images):
-        one, other = self.at("joined", functional.silu(self.first(images))).chunk(2, 1)
-        second = self.at("joined", functional.silu(self.second(other)))
-        return functional.silu(self.third(torch.cat([one, other, second], 1)))
 
 
 class DividedAndJoinedWithFloat(Module):
@@ -470,13 +358,6 @@ class Tried:
         """What the form's graph answers with."""
         return outputs_of(bound_to(self.form, self.tensors), self.images[:count], threads)
 
-    def eager(self, count):
-        """What the module answers with in fp32, and how far from it eight bits may be."""
-        images = Uncertain(self.images[:count], torch.zeros_like(self.images[:count]))
-        with rounding(self.module, self._uncertain):
-            found = self.module(images)
-        return [found[name] for name in OUTPUTS]
-
     def emulated(self, count):
         """What the module answers with where its values and weights are rounded so, in float64."""
         module = deepcopy(self.module).double()
@@ -496,21 +377,13 @@ class Tried:
         scale, zero = self.seen[name].levels
         return ((values / scale).round() + zero).clamp(0, 255).sub(zero) * scale
 
-    def _uncertain(self, name, given, zero=None):
-        return Uncertain(given.values, given.error + self.seen[name].levels[0] / 2)
 
-
-class rounding:
-    """Within it, a module does this wherever its values are to become levels."""
-
-    def __init__(self, module, at):
-        self._module, self._at = module, at
-
-    def __enter__(self):
-        self._before, self._module.at = self._module.at, self._at
-
-    def __exit__(self, *_):
-        self._module.at = self._before
+@contextmanager
+def rounding(module, at):
+    """Within it, the module does this wherever its values become levels."""
+    before, module.at = module.at, at
+    yield
+    module.at = before
 
 
 def rounded_weight(weight):
@@ -544,7 +417,7 @@ def ranges_of(module, weights, images):
 def form_of(module):
     fused = fused_of(module, torch.int8)
     assert isinstance(fused, FusedModule)
-    return OnednnModule(fused, {name: BlockedWeight.of(name, reference(shape)) for name, shape in fused.shapes.items()})
+    return decided_layouts(fused)
 
 
 def tried(kind, seed=0):
@@ -559,9 +432,6 @@ def tried(kind, seed=0):
 
     with rounding(module, note):
         module(images)
-    for name in module.eight:
-        weight = getattr(module, name).weight
-        weight.rounded = rounded_weight(weight)
     weights = dict(module.state_dict())
     form = form_of(module)
     return Tried(module, images, form, form.tensors(weights, ranges_of(module, weights, images)), seen)
@@ -584,11 +454,6 @@ def calls_of(form):
     return [part for part in form.module.inputs if isinstance(part, FusedCall)]
 
 
-def is_as_near_as_its_scales_make_it(each, count, threads):
-    pairs = zip(each.answers(count, threads), each.eager(count), strict=True)
-    return all(bool(((found - expected.values).abs() <= expected.error + 1e-4).all()) for found, expected in pairs)
-
-
 def levels_apart(found, expected, scale):
     """How many levels are between them; what float32 rounds otherwise is told as the part that it is of all."""
     apart = ((found - expected) / scale).abs()
@@ -608,49 +473,16 @@ def test_what_is_in_eight_bits(each):
 
 
 @needs(Precision.ONEDNN_INT8)
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("count", [1, 3, 8])
-def test_it_is_as_near_to_fp32_as_its_scales_make_it(each, count, threads):
-    assert is_as_near_as_its_scales_make_it(each, count, threads)
-
-
-@needs(Precision.ONEDNN_INT8)
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize(("count", "threads"), [(1, 1), (1, 2), (8, 1), (3, 2)])
 def test_it_rounds_as_is_done_in_float64(each, count, threads):
     assert is_rounded_alike(each, count, threads)
 
 
 @needs(Precision.ONEDNN_INT8)
-@pytest.mark.parametrize("kind", [Residual, Grouped, Rows])
-def test_no_answer_depends_on_how_many_images_there_are(kind):
-    made = tried(kind)
-    skeleton, images = bound_to(made.form, made.tensors), torch.cat([made.images, -made.images])
-    for threads in (1, 2):
-        whole = outputs_of(skeleton, images, threads)
-        for count in range(1, 16):
-            for found, expected in zip(outputs_of(skeleton, images[:count], threads), whole, strict=True):
-                most, slips = levels_apart(found, expected[:count], made.scale)
-                assert most < 1.01
-                assert slips <= SLIPS_MAXIMUM
-
-
-@needs(Precision.ONEDNN_INT8)
-def test_another_zero_in_the_padding_is_farther_from_fp32_than_that(monkeypatch):
-    """So these checks would tell. Of what is padded nothing is zero but its own zero."""
+def test_another_zero_in_the_padding_would_be_told(monkeypatch):
     made = tried(NegativePadding)
     pad = functional.pad
-    assert is_as_near_as_its_scales_make_it(made, 3, 1)
     monkeypatch.setattr(quantised_calls.functional, "pad", lambda images, sides, value: pad(images, sides, value=0))
-    assert not is_as_near_as_its_scales_make_it(made, 3, 1)
-    assert not is_rounded_alike(made, 3, 1)
-
-
-@needs(Precision.ONEDNN_INT8)
-@pytest.mark.parametrize("off", [-2, 2])
-def test_a_zero_that_is_off_by_two_is_told(off):
-    made = tried(NegativePadding)
-    made.tensors["levels"][1, 1] += off
     assert not is_rounded_alike(made, 3, 1)
 
 
@@ -667,51 +499,11 @@ def test_a_summand_that_others_read_is_not_overwritten(monkeypatch):
 
 
 @needs(Precision.ONEDNN_INT8)
-@pytest.mark.parametrize("kind", [Residual, SumAfterActivation, Joined, Rows])
-def test_overwriting_the_bytes_is_a_whole_switch_of_expert(kind):
-    """Weights, and ranges hundreds of times as large."""
-    one, other = tried(kind, seed=1), tried(kind, seed=2)
-    large = one.images * 300
-    weights = {name: tensor * 2 for name, tensor in other.module.state_dict().items()}
-    tensors = one.form.tensors(weights, ranges_of(other.module, weights, large))
-    assert {name: (each.shape, each.dtype) for name, each in tensors.items()} == {
-        name: (each.shape, each.dtype) for name, each in one.tensors.items()
-    }
-    skeleton = bound_to(one.form, one.tensors)
-    first = outputs_of(skeleton, large, 1)
-    before = {name: tensor.clone() for name, tensor in one.tensors.items()}
-    for expected, there in ((tensors, "other"), (before, "one")):
-        for name, tensor in one.tensors.items():
-            tensor.copy_(expected[name])
-        fresh = bound_to(one.form, {name: tensor.clone() for name, tensor in expected.items()})
-        for found, again in zip(outputs_of(skeleton, large, 1), outputs_of(fresh, large, 1), strict=True):
-            assert found.equal(again), there
-    assert all(found.equal(each) for found, each in zip(outputs_of(skeleton, large, 1), first, strict=True))
-    assert not first[0].equal(outputs_of(bound_to(one.form, tensors), large, 1)[0])
-
-
-@needs(Precision.ONEDNN_INT8)
 def test_what_no_image_showed_becomes_the_end_of_the_range():
     made = tried(Residual)
     _, found = outputs_of(bound_to(made.form, made.tensors), made.images * 1e6, 2)
     assert float(found.min()) == 0
     assert float(found.max()) == pytest.approx(made.scale * 255, rel=1e-5)
-
-
-@needs(Precision.ONEDNN_INT8)
-def test_several_threads_run_one_skeleton():
-    made = tried(ResidualInPlace)
-    skeleton = bound_to(made.form, made.tensors)
-    expected = [outputs_of(skeleton, made.images[place : place + 2], 1) for place in range(0, 8, 2)]
-    with ThreadPoolExecutor(4) as threads:
-        for _ in range(5):
-            waiting = [
-                threads.submit(outputs_of, skeleton, made.images[place : place + 2], 1) for place in range(0, 8, 2)
-            ]
-            found = [each.result() for each in waiting]
-            assert all(
-                one.equal(other) for pair in zip(found, expected, strict=True) for one, other in zip(*pair, strict=True)
-            )
 
 
 class LastAlone(Module):
@@ -761,12 +553,3 @@ def test_values_go_from_call_to_call_as_levels():
     assert steps == [quantised_calls.to_levels]
     steps = [node.target for node in form_of(ResidualInPlace()).module.graph.graph.nodes if node.target in STEPS]
     assert steps == [quantised_calls.to_levels, quantised_calls.to_values]
-
-
-def test_a_table_has_a_row_for_all_values(each):
-    rows = {part.row for part in each.form.module.inputs if isinstance(part, Values)}
-    for call in calls_of(each.form):
-        if call.quantisation is not None:
-            told = call.quantisation
-            rows |= {values.row for values in (told.source, told.answer, told.summand) if values is not None}
-    assert rows == set(range(len(each.tensors["levels"])))

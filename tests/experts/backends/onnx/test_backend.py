@@ -1,8 +1,6 @@
 """ONNX graphs: weights lifted out, one session per program, the same answers as the graph as it came."""
 
 import gc
-import hashlib
-import json
 import weakref
 from dataclasses import replace
 
@@ -17,11 +15,8 @@ from experts.backends.base import Prepared
 from experts.backends.onnx import backend as onnx_backend
 from experts.backends.onnx.backend import OnnxBackend, OnnxSkeleton, packed
 from experts.backends.ort.session import SESSIONS_KEPT
-from experts.backends.outputs import await_writes
 from experts.errors import BackendUnavailable, OutputInvalid, WeightsCorrupt, WeightsMismatch, WeightsRefused
 from experts.expert import Precision
-from experts.packed.manifests import ManifestFolder
-from experts.packed.packing import pack_line
 
 BACKEND = OnnxBackend()
 
@@ -50,14 +45,6 @@ def edited(expert, edit):
     return expert
 
 
-def test_answers_are_those_of_the_graph_as_it_came(files, image):
-    expert = files.onnx("cls/x")
-    probabilities = reference(expert, image)
-    found = answers(expert, image)[0]
-    assert found.label == expert.labels[int(probabilities.argmax())]
-    assert found.score == pytest.approx(float(probabilities.max()), abs=1e-5)
-
-
 def test_equal_graphs_become_equal_programs_without_weights(files):
     first, second = (BACKEND.pack(files.onnx(f"cls/{seed}", seed), Precision.FP32) for seed in (1, 2))
     assert first.program == second.program
@@ -65,12 +52,6 @@ def test_equal_graphs_become_equal_programs_without_weights(files):
     assert onnx.load_from_string(first.program).graph.initializer == []
     sizes = sorted(tensor.numel() for tensor in first.tensors.values())
     assert sizes == [3, 16, 16 * 3, 16 * 3 * 9]  # BatchNorm went into the convolution, which got a bias
-
-
-def test_skeletons_of_one_program_share_a_session(files):
-    packables = [BACKEND.pack(files.onnx(f"cls/{seed}", seed), Precision.FP32) for seed in (1, 2)]
-    expert = files.onnx("cls/1", 1)
-    assert bound(expert, packables[0])._session is bound(expert, packables[1])._session
 
 
 def test_a_session_lives_as_long_as_somebody_needs_it(files):
@@ -117,14 +98,6 @@ def test_a_fixed_batch_is_filled_up(files, image, batch):
     found = answers(fixed, *images)
     assert [each.label for each in found] == [each.label for each in expected]
     assert [each.score for each in found] == pytest.approx([each.score for each in expected], abs=1e-5)
-
-
-def test_probabilities_are_taken_as_they_are(files, image):
-    expert = files.onnx("cls/x")
-    expected = answers(expert, image)
-
-    edited(expert, lambda graph: softmax_ending(graph, axis=1))
-    assert answers(expert, image)[0].score == pytest.approx(expected[0].score, abs=1e-5)
 
 
 def softmax_ending(graph, op_type="Softmax", **attributes):
@@ -192,17 +165,6 @@ def test_what_the_values_mean_is_noted_in_the_program_unless_they_are_logits(fil
     assert (found.label, found.score) == (expected.label, pytest.approx(expected.score, abs=1e-5))
 
 
-def test_a_softmax_before_a_change_of_shape_counts(files):
-    def through_shapes(graph):
-        softmax_ending(graph, axis=1)
-        graph.node[-1].output[0] = "probabilities"
-        graph.node.append(helper.make_node("Reshape", ["probabilities", "shape"], ["logits"]))
-        graph.initializer.append(numpy_helper.from_array(np.array([-1, 3], dtype=np.int64), "shape"))
-
-    program = BACKEND.pack(edited(files.onnx("cls/x"), through_shapes), Precision.FP32).program
-    assert onnx.load_from_string(program).metadata_props[0].value == "probabilities"
-
-
 def test_labels_that_do_not_exclude_one_another_are_refused(files):
     expert = edited(files.onnx("cls/x"), lambda graph: softmax_ending(graph, "Sigmoid"))
     with pytest.raises(
@@ -236,28 +198,6 @@ def test_probabilities_that_are_none_any_more_are_no_prediction(files, image):
         skeleton.infer(expert, prepared)
 
 
-def test_what_was_packed_before_values_were_noted_is_packed_anew(files, store):
-    expert = edited(files.onnx("cls/x"), lambda graph: softmax_ending(graph, axis=1))
-    packed = pack_line([expert], {expert.id: {Precision.FP32}}, store).packed[expert.id][Precision.FP32]
-    manifests = ManifestFolder(store.directory / "manifests")
-    found = manifests.read(expert.id, "fp32")
-    unnoted = onnx.load_from_string(store.program(packed))
-    unnoted.ClearField("metadata_props")
-    content = unnoted.SerializeToString(deterministic=True)
-    older = replace(packed, program_sha256=hashlib.sha256(content).hexdigest())
-    store.program_path(older.program_sha256).write_bytes(content)
-    recipe = json.dumps([1, "onnx", None, 3, [32, 32]])
-    manifests.write(replace(found, packed=older, source=replace(found.source, recipe=recipe)))
-    assert pack_line([expert], {expert.id: {Precision.FP32}}, store).packed[expert.id][Precision.FP32] == packed
-    assert not store.program_path(older.program_sha256).exists()
-
-
-def test_other_precisions_are_refused_not_ignored(files):
-    with pytest.raises(WeightsMismatch, match="fp32 only, not in bf16"):
-        BACKEND.pack(files.onnx("cls/x"), Precision.BF16)
-    assert BACKEND.precisions == {Precision.FP32}
-
-
 def test_another_input_size_is_a_mismatch_that_shows_both(files):
     expert = files.onnx("cls/x", size=32)
     with pytest.raises(WeightsMismatch, match=r"FLOAT \[None, 3, 32, 32\].*FLOAT \[None, 3, 48, 48\]"):
@@ -289,14 +229,6 @@ def test_values_that_are_not_numbers_are_corrupt(files):
 
     with pytest.raises(WeightsCorrupt, match=r"fc\.weight holds values that are not numbers"):
         BACKEND.pack(edited(files.onnx("cls/x"), spoil), Precision.FP32)
-
-
-def test_an_answer_that_is_not_a_number_is_no_prediction(files, image):
-    expert = files.onnx("cls/x")
-    skeleton = bound(expert, BACKEND.pack(expert, Precision.FP32))
-    skeleton._tensors["fc.bias"].fill_(float("nan"))
-    with pytest.raises(OutputInvalid):
-        skeleton.infer(expert, [BACKEND.prepare(expert, image)])
 
 
 def test_weights_in_other_files_are_refused(files):
@@ -362,23 +294,6 @@ def test_a_session_runs_only_after_torch_has_written_its_input(files, image, mon
     monkeypatch.setattr(onnx_backend, "await_writes", lambda device: events.append(f"wait for {device}"))
     skeleton.infer(expert, [BACKEND.prepare(expert, image)] * 2)
     assert events == ["wait for cpu", "run"] * 2
-
-
-def test_on_cuda_the_threads_own_stream_is_waited_for(monkeypatch):
-    events = []
-
-    class Stream:
-        def __init__(self, device):
-            self._device = device
-
-        def synchronize(self):
-            events.append(f"the stream of {self._device}")
-
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    await_writes(torch.device("cpu"))
-    assert events == []
-    await_writes(torch.device("cuda", 0))
-    assert events == ["the stream of cuda:0"]
 
 
 def test_the_estimated_workspace_follows_the_largest_layers(files):

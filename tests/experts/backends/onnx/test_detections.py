@@ -15,7 +15,7 @@ from experts.backends.detector import build_trainable
 from experts.backends.onnx.backend import OnnxBackend
 from experts.backends.onnx.layouts import Layout, image_facts, read_detections, require_served
 from experts.errors import OutputInvalid, WeightsMismatch
-from experts.expert import NOTHING_FOUND, Expert, Fit, InputSpec, Precision
+from experts.expert import Expert, Fit, InputSpec, Precision
 from tests.trainers.torchvision_models import export_ssd, ssd_of
 from tests.trainers.ultralytics_models import export_rtdetr
 
@@ -234,15 +234,6 @@ def cut(boxes):
     return boxes_of(rows, boxes.orig_shape)
 
 
-def test_boxes_of_former_exports_of_rtdetr_are_the_same_ones(rtdetr, image):
-    """One label per query, the best one: of several labels of one box the others are left out."""
-    former, now = (expert_of(rtdetr(is_former=is_former), size=160) for is_former in (True, False))
-    assert (layout_of(former), former.pixels.fit) == (Layout.QUERIES, Fit.FILLED)
-    found, expected = answered(former, image)[0], answered(now, image)[0]
-    assert {box.score for box in found.boxes} <= {box.score for box in expected.boxes}
-    assert found.boxes[0].left == pytest.approx(expected.boxes[0].left, abs=1e-3)
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"nms": True, "iou": 0.45}, {"dynamic": True}], ids=["as-is", "nms", "dynamic"]
 )
@@ -264,26 +255,6 @@ def test_a_graph_of_several_images_answers_for_each_of_them(exported, image):
         for found, expected in zip(answered(expert, *images), alone, strict=True):
             assert [box.label for box in found.boxes] == [box.label for box in expected.boxes]
             assert [box.score for box in found.boxes] == pytest.approx([box.score for box in expected.boxes], abs=1e-5)
-
-
-def test_weights_are_lifted_so_that_detectors_share_a_program(exported, image):
-    """A switch overwrites bytes: nothing of one detector is left in what the next one runs."""
-    first = expert_of(exported("yolov8n"))
-    other = expert_of(edited(first.weights, with_other_weights))
-    packed, again = (BACKEND.pack(expert, Precision.FP32) for expert in (first, other))
-    assert packed.program == again.program
-    skeleton = BACKEND.skeleton(first, Precision.FP32, packed.program, "cpu")
-    prepared = [BACKEND.prepare(first, image)]
-    for tensors, expert in ((packed.tensors, first), (again.tensors, other), (packed.tensors, first)):
-        skeleton.bind(tensors)
-        require_same(skeleton.infer(expert, prepared)[0], ultralytics_boxes(expert.weights, image))
-
-
-def with_other_weights(graph):
-    for tensor in graph.initializer:
-        if len(tensor.dims) == 4:
-            values = onnx.numpy_helper.to_array(tensor)
-            tensor.CopyFrom(onnx.numpy_helper.from_array(np.flip(values, axis=(2, 3)).copy(), tensor.name))
 
 
 @pytest.fixture(scope="session")
@@ -405,9 +376,3 @@ def test_more_boxes_than_a_graph_keeps_are_no_prediction(exported, image):
     expert = expert_of(exported("yolov8n", nms=True, iou=0.45, max_det=5))
     with pytest.raises(OutputInvalid, match="it found 5 boxes in one image, all that its graph has room for"):
         answered(expert, image)
-
-
-def test_no_box_is_nothing_found(exported):
-    expert = expert_of(exported("yolov8n", nms=True, iou=0.45, conf=0.999))
-    found = answered(expert, np.zeros((50, 70, 3), dtype=np.uint8))[0]
-    assert (found.label, found.score, found.boxes) == (NOTHING_FOUND, 0.0, ())

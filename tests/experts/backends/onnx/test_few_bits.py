@@ -107,15 +107,6 @@ def test_their_weights_are_counted_and_answers_are_those_of_the_graph_as_it_came
     assert [each.score for each in answers] == pytest.approx([float(row.max()) for row in expected], abs=1e-4)
 
 
-def test_a_switch_of_weights_is_a_switch_of_answers(expert):
-    one, other = expert("cls/a", 1), expert("cls/b", 2)
-    skeleton, packable = bound(one), BACKEND.pack(other, Precision.FP32)
-    before = skeleton.infer(one, [pixels(1)])[0].score
-    lent = {name: tensor.clone() for name, tensor in packable.tensors.items()}
-    skeleton.bind(lent)
-    assert skeleton.infer(one, [pixels(1)])[0].score != before
-
-
 @pytest.mark.parametrize("batch", ["n", 2])
 def test_what_is_no_number_before_levels_is_no_answer(expert, batch):
     """Levels of it are some number: the graph as it came answers like any other, with a score of 0.5 and more."""

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from experts.backends.onnx import sandbox
 from experts.backends.onnx.backend import OnnxBackend
-from experts.errors import ExpertError, WeightsMismatch, WeightsRefused
+from experts.errors import ExpertError, WeightsRefused
 from experts.expert import Precision
 
 BACKEND = OnnxBackend()
@@ -71,13 +71,6 @@ def test_a_tensor_larger_than_memory_is_that_expert_s_failure(files):
         BACKEND.pack(filling_the_memory(files.onnx("cls/bomb")), Precision.FP32)
     assert raised.value.expert == "cls/bomb"
     assert BACKEND.pack(files.onnx("cls/good"), Precision.FP32).tensors
-
-
-def test_what_packing_refuses_comes_as_it_was_said(files):
-    expert = files.onnx("cls/x", outputs=4)
-    with pytest.raises(WeightsMismatch, match="tells 4 labels apart, the line names 3") as raised:
-        BACKEND.pack(expert, Precision.FP32)
-    assert raised.value.expert == "cls/x"
 
 
 def test_a_process_that_was_ended_is_begun_again(files):

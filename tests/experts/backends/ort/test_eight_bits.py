@@ -13,11 +13,11 @@ from torch import nn
 
 from experts.backends import backend_for, observed_ranges
 from experts.backends.forms import form_of
-from experts.backends.ort import eight_bits, eight_bits_execution
+from experts.backends.ort import eight_bits
 from experts.backends.ort.eight_bits import NARROW, WIDE, quantised_graph, sums_exactly
 from experts.backends.ort.export import exported
 from experts.calibrations import CalibrationFolder
-from experts.errors import BackendUnavailable, WeightsMismatch
+from experts.errors import WeightsMismatch
 from experts.expert import Precision
 from experts.packed.calibrated import calibration_of
 from experts.packed.packing import pack_line
@@ -92,16 +92,6 @@ def test_all_convolutions_but_the_last_run_in_eight_bits(calibrated):
     assert levels > 0.9 * sum(tensor.numel() for tensor in packed.tensors.values())
 
 
-def test_the_same_weights_are_packed_as_the_same_bytes(calibrated, tmp_path):
-    backend = backend_for(calibrated.architecture)
-    first = backend.pack(calibrated, FORM)
-    anew = eight_bits_execution._make(backend, backend.structure(calibrated), (SIZE, SIZE))
-    assert anew.graph.program == first.program
-    again = backend.pack(calibrated_in(CalibrationFolder(tmp_path / "again"), calibrated), FORM)
-    assert first.tensors.keys() == again.tensors.keys()
-    assert all(torch.equal(tensor, again.tensors[name]) for name, tensor in first.tensors.items())
-
-
 def test_an_expert_without_calibration_is_refused_by_name(expert, store):
     failed = pack_line([expert], lambda _: {FORM}, store).failed
     assert "it is not calibrated: `coserve profile" in failed[expert.id].message
@@ -117,12 +107,6 @@ def test_a_module_without_convolutions_is_refused():
     module = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 4)).to("meta")
     with pytest.raises(ValueError, match="no convolution that ONNX Runtime runs in eight bits"):
         quantised_graph(exported(module, (8, 8), ("answer",)))
-
-
-def test_it_runs_on_the_cpu_only(calibrated):
-    backend = backend_for(calibrated.architecture)
-    with pytest.raises(BackendUnavailable, match=r"onnxruntime-int8: .*on the CPU, not on cuda:0"):
-        backend.skeleton(calibrated, FORM, backend.pack(calibrated, FORM).program, "cuda:0")
 
 
 def test_weights_are_as_wide_as_the_cpu_sums_them_exactly(monkeypatch):

@@ -104,18 +104,6 @@ def test_a_weight_that_is_convolved_with_and_added_serves_both():
     check_same_answers(graph_of(nodes, {"weight": (16, 3, 1, 1)}, 16), {"weight": (16, 3, 1, 1)})
 
 
-def test_constants_of_the_graph_stay_in_it():
-    nodes = [
-        helper.make_node("Conv", ["images", "weight"], ["c"]),
-        helper.make_node("Mul", ["c", "table"], ["answer"]),
-    ]
-    model = graph_of(nodes, {"weight": (16, 3, 1, 1)}, 16)
-    table = np.arange(16, dtype=np.float32).reshape(16, 1, 1)
-    model.graph.initializer.append(numpy_helper.from_array(table, "table"))
-    graph, _ = check_same_answers(model, {"weight": (16, 3, 1, 1)})
-    assert set(graph.inputs) == {"weight"}
-
-
 def test_a_weight_that_is_not_found_again_is_told_by_name():
     nodes = [
         helper.make_node("Conv", ["table", "early"], ["c"]),  # of constants alone: computed when the graph is optimised
@@ -137,12 +125,6 @@ def test_filters_in_blocks_of_outputs_by_hand():
     weight = torch.arange(6.0).view(3, 2, 1, 1) + 1  # outputs (1 2) (3 4) (5 6), filled up to four
     placement = WeightInput("w", WeightOrder.OUT_BLOCKED, 2, (4, 2, 1, 1))
     assert placement.laid(weight).flatten().tolist() == [1, 3, 2, 4, 5, 0, 6, 0]
-
-
-def test_filters_in_blocks_of_both_by_hand():
-    weight = torch.arange(8.0).view(2, 4, 1, 1)  # outputs (0 1 2 3) (4 5 6 7)
-    placement = WeightInput("w", WeightOrder.BLOCKED, 2, (2, 4, 1, 1))
-    assert placement.laid(weight).flatten().tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def test_a_bias_is_filled_up_with_zeros():

@@ -1,0 +1,104 @@
+"""Every classifier of torchvision and family of YOLO in oneDNN's form against eager fp32.
+
+One architecture of each kind of blocks runs, on made-up weights and tiny images: all others are larger ones of these.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torchvision import models
+
+from experts.backends import classifier, detector
+from experts.backends.onednn.form import FusedModule, decided_layouts, fused_module
+from experts.backends.onednn.fusion import FusedCall
+from experts.backends.onednn.trial import CALL_DEVIATION_MAXIMUM, tried
+from experts.expert import Precision
+from tests.forms import needs
+
+CLASSIFIERS = {
+    "alexnet": 64,
+    "convnext_tiny": 32,
+    "densenet121": 32,
+    "efficientnet_b0": 32,
+    "efficientnet_v2_s": 32,
+    "googlenet": 32,
+    "inception_v3": 80,
+    "maxvit_t": 224,
+    "mnasnet0_5": 32,
+    "mobilenet_v2": 32,
+    "mobilenet_v3_small": 32,
+    "regnet_x_400mf": 32,
+    "regnet_y_400mf": 32,
+    "resnet18": 32,
+    "resnet50": 32,
+    "shufflenet_v2_x0_5": 32,
+    "squeezenet1_1": 32,
+    "swin_t": 32,
+    "swin_v2_t": 32,
+    "vgg11_bn": 32,
+    "vit_b_32": 32,
+}  # the side of their images
+DETECTORS = ["yolov3-tiny", "yolov5n", "yolov6n", "yolov8n", "yolov9t", "yolov10n", "yolo11n", "yolo12n", "yolo26n"]
+QUICK = {"resnet18", "mobilenet_v3_small", "yolov8n"}
+RUN = [
+    pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow, id=name) for name in [*CLASSIFIERS, *DETECTORS]
+]
+
+
+@functools.cache
+def folded(architecture):
+    """The folded module, the size of its images, its outputs, and weights that a trial makes noisy."""
+    if architecture in CLASSIFIERS:
+        side = CLASSIFIERS[architecture]
+        module = classifier._template(classifier._structure_of(architecture, 4, None, (side, side))).folded
+        shape = (side, side), classifier.OUTPUTS
+    else:
+        module, shape = detector._template(architecture, 3).folded, ((64, 64), detector.OUTPUTS)
+    sample = {
+        name: torch.ones(tensor.shape)
+        if name.endswith("running_var")
+        else torch.zeros(tensor.shape, dtype=tensor.dtype)
+        for name, tensor in module.state_dict().items()
+        if not name.endswith("num_batches_tracked")
+    }
+    return module, *shape, sample
+
+
+def trial_of(architecture, numbers):
+    module, size, outputs, sample = folded(architecture)
+    fused = fused_module(module, size, outputs, numbers)
+    assert isinstance(fused, FusedModule)
+    return fused, tried(module, decided_layouts(fused), outputs, sample)
+
+
+@pytest.mark.parametrize("architecture", RUN)
+def test_it_answers_as_eager_fp32_does_and_leaves_no_convolution_to_torch(architecture):
+    fused, found = trial_of(architecture, torch.float32)
+    assert max(found.outputs.values()) < 1e-4
+    assert not any(node.target is torch.conv2d for node in fused.graph.graph.nodes)
+    if architecture in CLASSIFIERS:
+        convolutions = sum(type(part) is nn.Conv2d for part in folded(architecture)[0].modules())
+        calls = [part for part in fused.inputs if isinstance(part, FusedCall)]
+        assert sum(len(call.shape.weight) == 4 for call in calls) == convolutions
+
+
+@needs(Precision.ONEDNN_BF16)
+@pytest.mark.parametrize("architecture", ["mobilenet_v3_small", pytest.param("vit_b_32", marks=pytest.mark.slow)])
+def test_in_bf16_it_answers_as_eager_bf16_does(architecture):
+    assert trial_of(architecture, torch.bfloat16)[1].outputs["logits"] < 0.1
+
+
+@needs(Precision.ONEDNN_INT8)
+@pytest.mark.parametrize("architecture", RUN)
+def test_in_eight_bits_every_call_answers_as_torch_does_on_the_same_levels(architecture):
+    found = trial_of(architecture, torch.int8)[1]
+    assert max(off for _, off in found.calls) < CALL_DEVIATION_MAXIMUM[torch.int8]
+
+
+def test_every_other_architecture_is_a_larger_one_of_these():
+    """Of the same file of torchvision; where one has two kinds of blocks, one of each is above."""
+    files = {models.get_model_builder(architecture).__module__ for architecture in CLASSIFIERS}
+    others = {models.get_model_builder(other).__module__ for other in models.list_models(module=models)}
+    assert others == files
