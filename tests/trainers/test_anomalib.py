@@ -28,11 +28,6 @@ def test_its_export_is_served_with_its_own_scores_and_verdicts(line, made_by, mo
         assert row["verdict"] == ("NG" if answer["is_anomalous"] else "OK")
 
 
-def test_its_own_checkpoint_is_named_and_told_to_be_exported(line, made_by):
-    told = line.refused(made_by("anomalib") / "patchcore" / "weights" / "torch" / "model.pt")
-    assert "export it to ONNX" in told
-
-
 class Before(torch.nn.Module):
     """What Anomalib exported before its version 2, which cannot be installed beside it: a map, on a scale of its own.
 

@@ -43,15 +43,3 @@ def test_its_own_numbers_and_cut_are_taken_from_where_it_writes_them(line, made_
     assert added["sure"]["normalize"] == f"{place}mean, std"
     assert added["sure"]["fit"] == f"{place}crop_pct, crop_mode, interpolation"
     require_same(line.inspect(images), *own_answers(folder, "own"), tolerance=1e-4)
-
-
-def test_one_with_the_weights_of_another_that_computes_otherwise_is_named(line, made_by):
-    told = line.refused(made_by("timm") / "resnetblur18" / "last.pth.tar", *NAMED)
-    assert "says that it is a resnetblur18 (args.model)" in told
-    assert "export it to ONNX" in told
-
-
-def test_weights_in_a_layout_of_its_own_are_named(line, made_by):
-    told = line.refused(made_by("timm") / "mobilenetv3_small_050" / "last.pth.tar", *NAMED)
-    assert "is an EfficientNet or MobileNet of timm" in told
-    assert "export it to ONNX" in told

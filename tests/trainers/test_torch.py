@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.trainers.torchvision_models import LABELS, SIZE, export, prepared, trained
+from tests.trainers.torchvision_models import LABELS, SIZE, prepared, trained
 
 SCORE = 0.01  # how far what is served may be from what torch says
 GRAPH = ("--normalize", "imagenet", "--task", "multiclass")
@@ -51,12 +51,4 @@ def test_what_a_script_saved_is_served_with_its_own_answers(line, networks, imag
     names_labels = isinstance(document, dict) and {"classes", "class_names"} & document.keys()
     added = line.add(tmp_path / "checkpoint.pt", *OPTIONS, *([] if names_labels else ["--labels", ",".join(LABELS)]))
     assert (added["entry"]["architecture"], added["entry"]["labels"]) == (architecture, list(LABELS))
-    require_same(line.inspect(images), *own_answers(network, images))
-
-
-def test_its_onnx_export_is_served_with_its_own_answers(line, networks, images, made_once):
-    network = networks["resnet18"]
-    folder = made_once("resnet18-exported", lambda folder: export(network, folder / "graph.onnx"))
-    added = line.add(folder / "graph.onnx", "--labels", ",".join(LABELS), *GRAPH)
-    assert added["entry"]["architecture"] == "onnx"
     require_same(line.inspect(images), *own_answers(network, images))

@@ -6,8 +6,7 @@ from functools import partial
 
 import pytest
 
-from experts.model_files.formats import describe_file
-from tests.trainers.ultralytics_models import LABELS, SIZE, export, own_boxes, save, train
+from tests.trainers.ultralytics_models import LABELS, SIZE, export, own_boxes, train
 
 ARCHITECTURES = ("yolov5n", "yolov8n", "yolo11n")
 EXPORTS = {"exported": False, "exported-nms": True}
@@ -63,13 +62,3 @@ def test_what_it_trained_is_served_with_its_own_boxes(line, model, images, archi
     for row, boxes in zip(rows, own, strict=True):
         require_same(row["boxes"], boxes)
         assert row["verdict"] == ("OK" if set(boxes.cls.tolist()) == {0.0} else "NG")
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["yolov3-tiny", "yolov5n", "yolov6n", "yolov8n", "yolov9t", "yolov10n", "yolo11n", "yolo12n", "yolo26n"],
-)
-def test_every_version_that_is_served_is_told_by_its_file(tmp_path, name):
-    """Those that the table of docs/models.md names."""
-    found = describe_file(save(name, tmp_path / "best.pt"))
-    assert (found.kind, found.architecture, found.label_count) == ("detector", name, 80)

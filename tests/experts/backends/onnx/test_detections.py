@@ -234,6 +234,15 @@ def cut(boxes):
     return boxes_of(rows, boxes.orig_shape)
 
 
+def test_boxes_of_former_exports_of_rtdetr_are_the_same_ones(rtdetr, image):
+    """One label per query, the best one: of several labels of one box the others are left out."""
+    former, now = (expert_of(rtdetr(is_former=is_former), size=160) for is_former in (True, False))
+    assert (layout_of(former), former.pixels.fit) == (Layout.QUERIES, Fit.FILLED)
+    found, expected = answered(former, image)[0], answered(now, image)[0]
+    assert {box.score for box in found.boxes} <= {box.score for box in expected.boxes}
+    assert found.boxes[0].left == pytest.approx(expected.boxes[0].left, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"nms": True, "iou": 0.45}, {"dynamic": True}], ids=["as-is", "nms", "dynamic"]
 )
