@@ -55,26 +55,15 @@ def problems_of(folder: Path, text: str, **environment: str) -> list[str]:
     return [str(problem).removeprefix(f"{folder}/") for problem in caught.value.problems]
 
 
-def test_a_minimal_line_has_every_default(tmp_path: Path) -> None:
-    config = line_of(tmp_path, MINIMAL)
-    assert (config.line, config.state) == ("demo", tmp_path / "state")
-    assert set(config.catalog.experts) == {"cls/r", "cls/c", "det/a"}
-    assert (config.memory.host, config.memory.device, config.memory.workspace) == (None, None, None)
-    assert (config.precision, config.device, config.executors, config.policy) == (None, "auto", None, "coserve")
-    assert config.scheduling.max_overtake_s == 5.0
-    assert config.boards == {}
-    (folder,) = config.intake.folders
-    assert folder.path == tmp_path / "inbox"
-    assert (folder.ready, folder.settle_ms, folder.poll_s, folder.after) == ("auto", None, 2.0, "move")
-
-
-def test_values_become_typed(tmp_path: Path) -> None:
+def test_values_become_typed_and_paths_are_the_file_s(tmp_path: Path) -> None:
     config = line_of(
         tmp_path,
         MINIMAL + "memory: {host: 4GiB, device: 1.5GB}\nprecision: bf16\nexecutors: {cuda: 3, cpu: 1}\npolicy: em-ra\n"
         "boards: {main: {components: {r: 2}, takt_s: 30}}\napi: {grpc: 'unix:s.sock', http: '[::1]:80'}\n",
     )
-    assert (config.memory.host, config.memory.device) == (4 * 2**30, 1_500_000_000)
+    assert (config.line, config.state) == ("demo", tmp_path / "state")
+    assert config.intake.folders[0].path == tmp_path / "inbox"
+    assert (config.memory.host, config.memory.device, config.memory.workspace) == (4 * 2**30, 1_500_000_000, None)
     assert config.precision is Precision.BF16
     assert config.executors == {"cuda": 3, "cpu": 1}
     assert config.boards["main"].patience_s == 60
@@ -170,14 +159,15 @@ def test_a_folder_is_told_by_a_pattern_or_by_sidecars(tmp_path: Path) -> None:
     assert line_of(tmp_path, without + "      identity: sidecar\n" + boards).boards.keys() == {"one", "two"}
 
 
-def test_several_board_types_need_the_group_type(tmp_path: Path) -> None:
+def test_several_board_types_need_the_group_type_where_a_folder_does_not_show_one_of_them(tmp_path: Path) -> None:
     boards = "boards: {one: {components: {r: 1}}, two: {components: {c: 1}}}\n"
     (problem,) = problems_of(tmp_path, MINIMAL + boards)
     assert "intake.folders[0].pattern: which of one, two is a file's board?" in problem
-    assert line_of(tmp_path, MINIMAL.replace("(?P<board>", "(?P<type>[^-]+)-(?P<board>") + boards).boards.keys() == {
-        "one",
-        "two",
-    }
+    assert line_of(tmp_path, MINIMAL.replace("(?P<board>", "(?P<type>[^-]+)-(?P<board>") + boards).boards
+    (tmp_path / "layout.yaml").write_text(LAYOUT)
+    boards = "boards: {main: {components: {r: 1}, layout: layout.yaml}, other: {components: {r: 1}}}\n"
+    text = MINIMAL.replace(f"'{PATTERN}'", "'(?P<board>.+)'\n      board_type: main") + boards
+    assert line_of(tmp_path, text).intake.folders[0].shows_boards
 
 
 def test_folders_do_not_overlap(tmp_path: Path) -> None:
@@ -206,13 +196,6 @@ def test_a_folder_of_boards_that_cannot_be_is_told_with_its_remedy(tmp_path: Pat
     text = MINIMAL.replace("(?P<board>", "(?P<type>[^-]+)-(?P<board>") + f"    - {{path: boards, {folder}}}\n" + boards
     (problem,) = problems_of(tmp_path, text)
     assert expected in problem
-
-
-def test_a_folder_of_boards_needs_no_type_where_there_are_several(tmp_path: Path) -> None:
-    (tmp_path / "layout.yaml").write_text(LAYOUT)
-    boards = "boards: {main: {components: {r: 1}, layout: layout.yaml}, other: {components: {r: 1}}}\n"
-    text = MINIMAL.replace(f"'{PATTERN}'", "'(?P<board>.+)'\n      board_type: main") + boards
-    assert line_of(tmp_path, text).intake.folders[0].shows_boards
 
 
 CAMERA = "name: top, url: 'http://127.0.0.1/cam'"
@@ -275,25 +258,22 @@ def test_an_address_is_shown_without_what_may_be_secret_in_it(tmp_path: Path) ->
     assert "s3cret" not in "".join(shown.values())
 
 
-def test_a_layout_fits_its_board_part_by_part(tmp_path: Path) -> None:
-    board = "boards: {b: {components: {r: 2}, layout: layout.yaml}}\n"
-    layout = tmp_path / "layout.yaml"
-    layout.write_text("size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 5]}\n")
-    assert problems_of(tmp_path, MINIMAL + board) == ["layout.yaml:2:1: parts: 1 parts of 'r', where its board has 2"]
-    layout.write_text(
-        "size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 11]}\n  R2: {component: q, box: [5, 5, 5, 9]}\n"
-    )
-    assert "the box has no inside" in problems_of(tmp_path, MINIMAL + board)[0]
-    layout.write_text(
-        "size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 11]}\n  R2: {component: r, box: [5, 5, 9, 9]}\n"
-    )
-    assert problems_of(tmp_path, MINIMAL + board) == [
-        "layout.yaml:3:22: parts.R1.box: the box leaves the frame of 20 x 10"
-    ]
-    layout.write_text(
-        "size: [10, 20]\nparts:\n  R1: {component: r, box: [0, 0, 5, 9]}\n  R2: {component: r, box: [5, 5, 9, 9]}\n"
-    )
-    assert line_of(tmp_path, MINIMAL + board).layouts["b"].parts["R2"].box == (5, 5, 9, 9)
+@pytest.mark.parametrize(
+    ("parts", "problem"),
+    [
+        ("{R1: {component: r, box: [0, 0, 5, 5]}}", "2:1: parts: 1 parts of 'r', where its board has 2"),
+        ("{R1: {component: r, box: [0, 0, 5, 9]}, R2: {component: q, box: [5, 5, 5, 9]}}", "the box has no inside"),
+        ("{R1: {component: r, box: [0, 0, 5, 11]}, R2: {component: r, box: [5, 5, 9, 9]}}",
+         "2:28: parts.R1.box: the box leaves the frame of 20 x 10"),
+    ],
+)  # fmt: skip
+def test_a_layout_fits_its_board_part_by_part(tmp_path: Path, parts: str, problem: str) -> None:
+    text = MINIMAL + "boards: {b: {components: {r: 2}, layout: layout.yaml}}\n"
+    (tmp_path / "layout.yaml").write_text(f"size: [10, 20]\nparts: {parts}\n")
+    assert problem in problems_of(tmp_path, text)[0]
+    fits = "{R1: {component: r, box: [0, 0, 5, 9]}, R2: {component: r, box: [5, 5, 9, 9]}}"
+    (tmp_path / "layout.yaml").write_text(f"size: [10, 20]\nparts: {fits}\n")
+    assert line_of(tmp_path, text).layouts["b"].parts["R2"].box == (5, 5, 9, 9)
 
 
 @pytest.mark.parametrize(
@@ -314,10 +294,9 @@ def test_an_unguarded_door_is_refused(tmp_path: Path, api: str, expected: str) -
     assert expected in problems_of(tmp_path, MINIMAL + f"api: {api}\n")[0]
 
 
-def test_a_guarded_door_is_one(tmp_path: Path) -> None:
-    tls = "{grpc: ['0.0.0.0:8461'], tls: {certificate: a.pem, key: a.key}}"
-    assert line_of(tmp_path, MINIMAL + f"api: {tls}\n").api.tls is not None
-    assert line_of(tmp_path, MINIMAL + "api: {grpc: ['0.0.0.0:8461'], insecure_ok: true}\n").api.insecure_ok
+@pytest.mark.parametrize("guard", ["tls: {certificate: a.pem, key: a.key}", "insecure_ok: true"])
+def test_a_guarded_door_is_one(tmp_path: Path, guard: str) -> None:
+    assert line_of(tmp_path, MINIMAL + f"api: {{grpc: ['0.0.0.0:8461'], {guard}}}\n").api.grpc == ("0.0.0.0:8461",)
 
 
 @pytest.mark.parametrize(
@@ -373,22 +352,13 @@ def test_a_bad_variable_is_named(tmp_path: Path, variable: str, value: str, expe
     assert expected in problem
 
 
-def test_the_process_environment_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "line.yaml").write_text(MINIMAL)
-    monkeypatch.setenv("COSERVE__POLICY", "paper")
-    assert read_line(tmp_path / "line.yaml").policy == "paper"
-
-
-def test_usage_follows_the_boards_quantities(tmp_path: Path) -> None:
+def test_usage_follows_the_boards_quantities_and_without_boards_all_routes_share_alike(tmp_path: Path) -> None:
+    assert usage_probabilities(line_of(tmp_path, MINIMAL)) == {"cls/r": 0.5, "det/a": 0.5, "cls/c": 0.5}
     boards = "boards: {one: {components: {r: 3}}}\n"
     assert usage_probabilities(line_of(tmp_path, MINIMAL + boards)) == {"cls/r": 1.0, "det/a": 1.0, "cls/c": 0.0}
     config = line_of(tmp_path, MINIMAL + "boards: {one: {components: {r: 3, c: 1}}}\n")
     assert usage_probabilities(config) == {"cls/r": 0.75, "cls/c": 0.25, "det/a": 0.75}
     assert usage_probabilities(config, {"cls/r": 0.5})["det/a"] == 0.375
-
-
-def test_without_boards_all_routes_share_alike(tmp_path: Path) -> None:
-    assert usage_probabilities(line_of(tmp_path, MINIMAL)) == {"cls/r": 0.5, "det/a": 0.5, "cls/c": 0.5}
 
 
 def keys_of(schema: dict[str, Any]) -> set[str]:

@@ -21,11 +21,7 @@ def test_the_text_goes_to_stdout_and_how_it_went_to_stderr(line, desk):
     assert done.stdout == f"{TEXT}\n"
     assert done.stderr == "llm/code: 7 tokens read, 4 written in 0.50 s (8.0/s); it had no more to say\n"
     assert desk.text_orders == [TextOrder("llm/code", messages=({"role": "user", "content": "hello"},))]
-
-
-def test_for_scripts_it_is_one_object(line):
-    row = json.loads(coserve("generate", line, "llm/code", "hello", "--json").stdout)
-    assert row == {
+    assert json.loads(coserve("generate", line, "llm/code", "hello", "--json").stdout) == {
         "text": TEXT, "expert": "llm/code", "ending": "stop", "read_tokens": 7, "written_tokens": 4, "seconds": 0.5,
         "queue_s": 0.125, "first_token_s": 0.25, "label": None, "score": None,
     }  # fmt: skip
@@ -42,12 +38,6 @@ def test_all_that_can_be_asked_for_is(line, desk):
     drawn = Sampling(0.0, 0.5, 3, 0.25, seed=7)
     assert first == TextOrder("helpdesk", "once upon", (), 9, drawn, ("a", "b"), 60.0, given)
     assert second.messages == ({"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"})
-
-
-def test_at_another_address_with_a_token(line, desk, tmp_path):
-    words = ("generate", line, "llm/code", "hello", "--target", desk.tcp)
-    assert "wants a token" in coserve(*words, check=1).stderr
-    assert coserve(*words, "--token-file", tmp_path / "token").stdout == f"{TEXT}\n"
 
 
 @pytest.mark.parametrize(

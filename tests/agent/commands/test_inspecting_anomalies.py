@@ -27,19 +27,15 @@ def quiet(stage, done, total):
 def line_of(folder, threshold):
     onnx.save_model(brightness(("pred_score", "score"), ("anomaly_map", "map")), folder / "solder.onnx")
     expert = {
-        "architecture": "onnx",
-        "weights": "solder.onnx",
-        "task": "anomaly",
+        "architecture": "onnx", "weights": "solder.onnx", "task": "anomaly",
         "input": {"size": [SIZE_PX, SIZE_PX], "normalize": "unit"},
-    }
+    }  # fmt: skip
     document = {
-        "line": "test",
-        "state": "./state",
-        "device": "cpu",
+        "line": "test", "state": "./state", "device": "cpu",
         "experts": {"anomaly/solder": expert if threshold is None else {**expert, "threshold": threshold}},
         "routes": {"solder": [{"expert": "anomaly/solder", "pass": ["ok"]}]},
         "memory": {"host": "40MiB", "workspace": "20MiB"},
-    }
+    }  # fmt: skip
     (folder / "line.yaml").write_text(yaml.safe_dump(document))
     return read_line(folder / "line.yaml", {})
 
@@ -86,22 +82,15 @@ def test_what_is_strange_is_drawn_where_it_is(tmp_path, images):
     changed = np.argwhere(spotted > 100)
     assert len(changed) > 50
     assert ((changed >= (27, 7)) & (changed < (43, 23))).all()  # the spot, and what scaling makes of its edges
-
-
-def test_pictures_of_one_name_do_not_replace_one_another(tmp_path, images):
-    other = tmp_path / "other"
-    other.mkdir()
-    images[0].rename(other / "spotted.png")
-    both = [images[1], other / "spotted.png"]
-    rows = inspect_images(line_of(tmp_path, 0.6), both, "solder", quiet, tmp_path / "pictures")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "spotted.png").write_bytes(b"of the same name, and no image")
+    rows = inspect_images(line_of(tmp_path, 0.6), [images[1], tmp_path / "other" / "spotted.png"], "solder", quiet,
+                          tmp_path / "pictures")  # fmt: skip
+    assert (rows[1]["picture"], rows[1]["verdict"]) == (None, "UNKNOWN")
+    images[0].rename(tmp_path / "other" / "spotted.png")
+    rows = inspect_images(line_of(tmp_path, 0.6), [images[1], tmp_path / "other" / "spotted.png"], "solder", quiet,
+                          tmp_path / "pictures")  # fmt: skip
     assert len({row["picture"] for row in rows}) == 2
-
-
-def test_an_image_that_cannot_be_read_has_no_picture(tmp_path, images):
-    images[0].write_bytes(b"none")
-    rows = inspect_images(line_of(tmp_path, 0.6), images, "solder", quiet, tmp_path / "pictures")
-    assert rows[0]["picture"] is None
-    assert rows[0]["verdict"] == "UNKNOWN"
 
 
 def test_a_folder_that_is_a_file_is_told(tmp_path, images):

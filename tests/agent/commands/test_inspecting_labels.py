@@ -14,7 +14,7 @@ from agent.cli.app import app
 from agent.config import read_line
 from experts.backends import backend_for
 from experts.backends.classifier import write_random_weights
-from experts.expert import LabelScore, Precision
+from experts.expert import Precision
 
 
 @pytest.fixture
@@ -72,12 +72,3 @@ def test_where_nothing_says_what_it_is_otherwise_nothing_passes(line):
     score = probability(line())
     row = inspected(line(thresholds={"bent": score + 1e-4}))
     assert (row["verdict"], row["label"]) == ("NG", "nothing-found")
-
-
-def test_its_picture_names_what_else_holds(tmp_path):
-    from agent.commands.judged_images import JudgedImage
-    from agent.commands.judged_pictures import _words
-    from experts.expert import Verdict
-
-    outputs = (LabelScore("bent", 0.9, 0.5), LabelScore("gone", 0.6, 0.5), LabelScore("ok", 0.1, 0.5))
-    assert _words(JudgedImage(Verdict.NG, "bent", 0.9, outputs=outputs)) == "NG  bent 0.900  (gone 0.600)"

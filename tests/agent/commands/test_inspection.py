@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-from contextlib import closing, contextmanager
+from contextlib import closing
 
 import pytest
 import yaml
@@ -31,32 +30,21 @@ def line(tmp_path):
     """Two fake experts with a route each."""
     for number in range(2):
         declare(tmp_path, number, 1_000_000)
+    fake = {"architecture": "fake", "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
     document = {
-        "line": "test",
-        "state": "./state",
-        "experts": {
-            f"cls/f{number}": {
-                "architecture": "fake",
-                "weights": f"f{number}.yaml",
-                "labels": ["ok", "bad"],
-                "input": {"size": [8, 8]},
-            }
-            for number in range(2)
-        },
+        "line": "test", "state": "./state",
+        "experts": {f"cls/f{number}": {**fake, "weights": f"f{number}.yaml"} for number in range(2)},
         "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(2)},
         "memory": {"host": "20MiB", "workspace": "10MiB"},
-    }
+    }  # fmt: skip
     (tmp_path / "line.yaml").write_text(yaml.safe_dump(document))
     return read_line(tmp_path / "line.yaml", {})
 
 
 @pytest.fixture
 def image(tmp_path):
-    file = tmp_path / "image.png"
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8), (10, 200, 30)).save(buffer, "PNG")
-    file.write_bytes(buffer.getvalue())
-    return file
+    Image.new("RGB", (8, 8), (10, 200, 30)).save(tmp_path / "image.png")
+    return tmp_path / "image.png"
 
 
 def declare(folder, number, weight_bytes, label="ok"):
@@ -67,13 +55,6 @@ def packed_files(config):
     """Every packed file and what it holds."""
     packed = config.state / "packed"
     return {str(file.relative_to(packed)): file.read_bytes() for file in packed.rglob("*") if file.is_file()}
-
-
-@contextmanager
-def running_agent(config):
-    """What an inspection sees of one: its lock."""
-    with StateLock(config.state):
-        yield
 
 
 def test_verify_packs_nothing_and_says_what_is_not_packed_yet(line):
@@ -113,7 +94,7 @@ def test_inspecting_beside_a_running_agent_leaves_its_weights_alone_and_judges_w
     assert [row["label"] for row in inspect_images(line, [image], "c0", quiet)] == ["ok"]
     served = packed_files(line)
     declare(image.parent, 0, 2_000_000, label="bad")
-    with running_agent(line):
+    with StateLock(line.state):  # all that an inspection sees of an agent
         assert [row["label"] for row in inspect_images(line, [image], "c0", quiet)] == ["bad"]
     assert packed_files(line) == served
     assert list((line.state / "snapshots").iterdir()) == []
@@ -122,6 +103,8 @@ def test_inspecting_beside_a_running_agent_leaves_its_weights_alone_and_judges_w
 def test_a_snapshot_outlives_what_it_was_made_of(line, image):
     inspect_images(line, [image], "c0", quiet)
     with closing(SegmentStore(line.state / "packed")) as store:
+        abandoned = line.state / "snapshots" / "of a killed process"
+        abandoned.mkdir(parents=True, exist_ok=True)
         before = {name: content for name, content in packed_files(line).items() if "/" in name}
         with snapshot(store) as links:
             for file in (line.state / "packed" / "segments").iterdir():
@@ -129,17 +112,9 @@ def test_a_snapshot_outlives_what_it_was_made_of(line, image):
             assert {str(file.relative_to(links)): file.read_bytes() for file in links.rglob("*.*")} == before
             with snapshot(store) as other:
                 assert other != links
+                assert not abandoned.exists()
             assert links.is_dir()
         assert not links.exists()
-
-
-def test_a_snapshot_of_a_killed_process_goes_with_the_next_one(line, image):
-    inspect_images(line, [image], "c0", quiet)
-    abandoned = line.state / "snapshots" / "abandoned"
-    abandoned.mkdir()
-    (abandoned / "segment").write_bytes(b"0")
-    with closing(SegmentStore(line.state / "packed")) as store, snapshot(store) as links:
-        assert list((line.state / "snapshots").iterdir()) == [links]
 
 
 def test_an_inspection_whose_agent_crashes_ends(line, image, monkeypatch):

@@ -65,23 +65,12 @@ def test_a_line_of_texts_alone_is_one(tmp_path: Path) -> None:
     assert config.catalog.components == {}
 
 
-@pytest.mark.parametrize(
-    ("text", "expert"),
-    [
-        ("which TORQUE?", "llm/manuals"),
-        ("def f(): ...", "llm/code"),
-        ("def torque(): ...", "llm/manuals"),
-        (" def f(): ...", None),
-        ("", None),
-    ],
-)
-def test_the_first_rule_that_matches_decides_else_the_router(tmp_path: Path, text: str, expert: str | None) -> None:
-    assert line_of(tmp_path, TEXTS).catalog.texts["assistant"].expert_for(text) == expert
-
-
-def test_without_a_router_what_no_rule_matches_goes_to_one_expert(tmp_path: Path) -> None:
-    route = line_of(tmp_path, TEXTS).catalog.texts["by-rule"]
-    assert [route.expert_for(text) for text in ("7", "seven")] == ["llm/maths", "llm/manuals"]
+def test_the_first_rule_that_matches_decides_else_the_router_or_one_expert(tmp_path: Path) -> None:
+    routes = line_of(tmp_path, TEXTS).catalog.texts
+    texts = ("which TORQUE?", "def f(): ...", "def torque(): ...", " def f(): ...")
+    found = [routes["assistant"].expert_for(text) for text in texts]
+    assert found == ["llm/manuals", "llm/code", "llm/manuals", None]
+    assert [routes["by-rule"].expert_for(text) for text in ("7", "seven")] == ["llm/maths", "llm/manuals"]
 
 
 def test_a_route_with_a_router_branches_in_the_graph_and_others_are_not_there(tmp_path: Path) -> None:
@@ -100,9 +89,6 @@ def test_a_route_of_texts_counts_as_one_component(tmp_path: Path) -> None:
     assert usage["llm/router"] == pytest.approx(0.1 / 3)  # two rules, and what they leave
     assert usage["llm/maths"] == pytest.approx(0.1 / 3 / 3 + 0.1 / 2)
     assert sum(usage.values()) == pytest.approx(1 + usage["llm/router"])  # whom a router asks comes on top of it
-
-
-def test_nothing_is_known_of_models_that_no_route_names(tmp_path: Path) -> None:
     assert set(usage_probabilities(line_of(tmp_path, TEXTS.partition("texts:")[0])).values()) == {0.0}
 
 
@@ -141,9 +127,6 @@ def test_a_wrong_key_is_told_with_its_place_and_remedy(tmp_path: Path, good: str
 def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     text = MIXED.replace("expert: llm/maths}]", "expert: llm/x}]").replace("router: llm/router", "router: llm/y")
     assert len(problems_of(tmp_path, text)) == 2
-
-
-def test_texts_without_a_language_model_are_a_mistake(tmp_path: Path) -> None:
-    text = "line: top\nstate: state\nexperts:\n" + IMAGES + "texts: {kv: 1GiB}\n"
+    text = "line: top\nstate: state\nexperts:\n" + IMAGES + "texts: {kv: 1GiB}\n"  # and no language model
     (problem,) = problems_of(tmp_path, text)
     assert "texts: no expert takes texts - add one of architecture: llm" in problem
