@@ -22,7 +22,8 @@ from agent.deployment.packed_copies import changed_sources, copies_of, lying_pac
 from agent.deployment.performance_matrix import core_share, matrix, unmeasured
 from agent.deployment.profile_in_use import changed_experts, changes_told, scaled_experts, unproven, usable_profile
 from agent.device_profile.identity import box_mismatches, identity_of
-from agent.runtime.loop import AgentLoop, LoopOptions, assemble
+from agent.runtime.assembly import assemble
+from agent.runtime.loop import AgentLoop, AgentPlan, LoopOptions
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.machine.detection import detect
 from agent.runtime.machine.threads import end_team
@@ -134,12 +135,12 @@ def build_agent(
             lambda done, total: progress("templates", done, total),
         )  # fmt: skip
         loop = assemble(
-            options.decider(setup.engine()), ground.box, setup.executors, setup.limits, by_name, segments, on_outcome,
-            replace(
-                options.loop, keeps_prefixes=config.texts.prefix_cache, scaled=scaled_experts(ground.profile)
-            ),
-            setup.matrix, routes=config.catalog.graph,
-        )  # fmt: skip
+            options.decider(setup.engine()),
+            AgentPlan(ground.box, setup.executors, setup.limits, by_name, setup.matrix, config.catalog.graph),
+            segments,
+            on_outcome,
+            replace(options.loop, keeps_prefixes=config.texts.prefix_cache, scaled=scaled_experts(ground.profile)),
+        )
         on_failure.pop_all()
     unpacked = {name: error.message for name, error in report.failed.items()}
     setup = replace(setup, broken=dict(templates.failed) | unpacked | dict(setup.broken))

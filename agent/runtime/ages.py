@@ -11,7 +11,6 @@ that was held for hours and goes on is not ended for it.
 from __future__ import annotations
 
 import logging
-from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,9 +19,9 @@ from agent.core.performance import SSD
 from experts.errors import WorkOverdue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from agent.core.performance import ExecutorSpec, ExpertProfile, PerformanceMatrix
+    from agent.core.performance import ExecutorSpec, PerformanceMatrix
     from agent.core.request import Batch
 
 logger = logging.getLogger(__name__)
@@ -47,36 +46,6 @@ class AgeLimits:
         return max(self.ended_s, self.ended_multiple * predicted_s)
 
 
-class Forecast:
-    """The seconds that batches and loads are predicted to take; 0 where nothing is known of them."""
-
-    def __init__(
-        self, profile: PerformanceMatrix | None, executors: Sequence[ExecutorSpec], ssd_bytes_per_s: float | None = None
-    ) -> None:
-        self._columns: Mapping[str, Mapping[str, ExpertProfile]] = {} if profile is None else profile.experts
-        self._processors = {spec.id: spec.processor for spec in executors}
-        self._ssd_bytes_per_s = ssd_bytes_per_s
-
-    def of(self, matrix: PerformanceMatrix) -> Forecast:
-        other = copy(self)
-        other._columns = matrix.experts
-        return other
-
-    def batch_s(self, effect: StartBatch) -> float:
-        """Section 4.2's prediction of one batch; its quantum where it has one, as it has an iteration at least."""
-        batch = effect.batch
-        row = self._columns.get(self._processors.get(batch.executor, ""), {}).get(batch.expert)
-        batch_s = 0.0 if row is None else row.performance.latency_s(len(batch.requests))
-        return batch_s if batch.quantum_s is None else max(batch_s, batch.quantum_s)
-
-    def load_s(self, effect: StartLoad, waiting_bytes: int) -> float:
-        """Of one load behind others of the same link; ``waiting_bytes`` of all of them, where the link is held back."""
-        rows = (column.get(effect.expert) for column in self._columns.values())
-        measured_s = max((row.load_s.get(effect.source, 0.0) for row in rows if row is not None), default=0.0)
-        is_paced = effect.source == SSD and self._ssd_bytes_per_s is not None
-        return max(measured_s, waiting_bytes / self._ssd_bytes_per_s) if is_paced else measured_s  # type: ignore[operator]
-
-
 @dataclass(slots=True)
 class _Opened:
     """One batch or load under way. ``told_at_s``: when its age was told, once it was."""
@@ -95,17 +64,28 @@ class _Opened:
 
 
 class OpenWork:
-    """The batches and loads under way, by number. One thread, which says what time it is: monotonic seconds."""
+    """The batches and loads under way, by number. For one thread, which gives the time in monotonic seconds.
 
-    def __init__(self, limits: AgeLimits, forecast: Forecast) -> None:
+    ``ssd_bytes_per_s``: rate that loads from the SSD are held to.
+    """
+
+    def __init__(
+        self,
+        limits: AgeLimits,
+        executors: Sequence[ExecutorSpec],
+        matrix: PerformanceMatrix,
+        ssd_bytes_per_s: float | None = None,
+    ) -> None:
         self._limits = limits
-        self._forecast = forecast
+        self._processors = {spec.id: spec.processor for spec in executors}
+        self._columns = matrix.experts
+        self._ssd_bytes_per_s = ssd_bytes_per_s
         self._batches: dict[int, _Opened] = {}
         self._loads: dict[int, _Opened] = {}
 
-    def predict_by(self, forecast: Forecast) -> None:
+    def predict_by(self, matrix: PerformanceMatrix) -> None:
         """From now on by these times; what is open keeps its own."""
-        self._forecast = forecast
+        self._columns = matrix.experts
 
     @property
     def batches(self) -> int:
@@ -116,7 +96,7 @@ class OpenWork:
         return len(self._loads)
 
     def open_batch(self, effect: StartBatch, now: float) -> None:
-        self._batches[effect.batch.id] = _Opened(effect, now, self._forecast.batch_s(effect))
+        self._batches[effect.batch.id] = _Opened(effect, now, self._batch_s(effect.batch))
 
     def runs_on(self, executor: int) -> bool:
         return any(
@@ -127,7 +107,7 @@ class OpenWork:
     def open_load(self, effect: StartLoad, now: float) -> None:
         waiting = [opened.effect for opened in self._loads.values()]
         waiting_bytes = sum(each.size_bytes for each in waiting if isinstance(each, StartLoad))
-        predicted_s = self._forecast.load_s(effect, waiting_bytes + effect.size_bytes)
+        predicted_s = self._load_s(effect, waiting_bytes + effect.size_bytes)
         self._loads[effect.load] = _Opened(effect, now, predicted_s)
 
     def close_batch(self, batch: int) -> Batch | None:
@@ -160,6 +140,20 @@ class OpenWork:
                 "overdue age_s=%.0f predicted_s=%.1f: %s has not answered; the agent ends in %.0f s if it does not",
                 age_s, opened.predicted_s, _described(opened.effect), opened.due_s(self._limits) - now,
             )  # fmt: skip
+
+    def _batch_s(self, batch: Batch) -> float:
+        """Section 4.2's prediction, or the batch's quantum, which has one iteration at least; 0 where unknown."""
+        row = self._columns[self._processors[batch.executor]].get(batch.expert)
+        batch_s = 0.0 if row is None else row.performance.latency_s(len(batch.requests))
+        return batch_s if batch.quantum_s is None else max(batch_s, batch.quantum_s)
+
+    def _load_s(self, effect: StartLoad, waiting_bytes: int) -> float:
+        """``waiting_bytes``: of this load and those before it on the same link."""
+        rows = (column.get(effect.expert) for column in self._columns.values())
+        measured_s = max((row.load_s.get(effect.source, 0.0) for row in rows if row is not None), default=0.0)
+        if effect.source != SSD or self._ssd_bytes_per_s is None:
+            return measured_s
+        return max(measured_s, waiting_bytes / self._ssd_bytes_per_s)
 
     def _all(self) -> tuple[_Opened, ...]:
         return (*self._batches.values(), *self._loads.values())

@@ -29,11 +29,11 @@ from agent.core.request import Rejected
 from agent.runtime.images.due_threads import DueTask
 from agent.runtime.images.sources import image_name
 from agent.runtime.machine.box import torch_device
-from agent.runtime.machine.device_loss import Breakdown, DeviceWatch, is_out_of_memory
-from agent.runtime.machine.threads import Team, use_threads
+from agent.runtime.machine.device_loss import NO_ACCELERATOR, Breakdown, DeviceWatch, is_out_of_memory
+from agent.runtime.machine.threads import use_threads
 from agent.runtime.text_sources import TextSource
 from experts.backends.base import Prepared
-from experts.errors import BackendUnavailable, CoServeError, OutputInvalid
+from experts.errors import CoServeError, OutputInvalid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.images.preparation import Preparation
     from agent.runtime.images.sources import ImageSource
+    from agent.runtime.machine.threads import Team
     from agent.runtime.texts import RunningTexts
     from agent.runtime.weights.slots import SlotStore
     from experts.backends.base import Skeleton
@@ -96,33 +97,29 @@ class RunsTexts(Protocol):
     def model(self) -> LanguageModel: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all executors of an agent use. ``post`` takes their answers, from any thread; ``texts`` runs quanta."""
+
+    preparation: Preparation
+    post: Callable[[Finished | Progressed | BatchFailed | Breakdown], None]
+    texts: RunningTexts
+    watch: DeviceWatch = NO_ACCELERATOR
+
+
 class BatchExecutor:
-    """One executor: a batch that runs, at most one behind it, and the thread that runs them.
+    """One executor: a batch that runs, at most one behind it, and the thread that runs them."""
 
-    ``texts``: runs its quanta; None where its memory has no expert of texts. ``cores``: of its threads; (): any.
-    """
-
-    def __init__(
-        self,
-        spec: ExecutorSpec,
-        store: SlotStore,
-        preparation: Preparation,
-        post: Callable[[Finished | Progressed | BatchFailed | Breakdown], None],
-        threads: int,
-        watch: DeviceWatch | None = None,
-        texts: RunningTexts | None = None,
-        cores: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, spec: ExecutorSpec, store: SlotStore, team: Team, shared: Shared) -> None:
         self.spec = spec
         self._store = store
-        self._preparation = preparation
-        self._post = post
-        self._torch_threads = threads
-        self._team = Team(cores)
-        self._computing_threads = threads if torch_device(spec.processor) == "cpu" else 1  # else it feeds a device
-        self._watch = watch or DeviceWatch()
-        self._texts = texts
+        self._preparation = shared.preparation
+        self._post = shared.post
+        self._texts = shared.texts
+        self._watch = shared.watch
+        self._team = team
         self._device = torch_device(spec.processor)
+        self._computing_threads = team.threads if self.is_on_cpu else 1  # else it feeds a device
         self._is_stopping = False
         self._inbox: SimpleQueue[_Images | _Quantum | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name=f"executor-{spec.id}", daemon=True)
@@ -155,7 +152,7 @@ class BatchExecutor:
         self._inbox.put(_Quantum(batch, tuple(copies)))
 
     def statistics(self) -> ExecutorStatistics:
-        engine = None if self._texts is None else self._texts.statistics(self.spec.id)
+        engine = self._texts.statistics(self.spec.id)
         if engine is None:
             return self._statistics
         return replace(self._statistics, read_tokens=engine.read_tokens, written_tokens=engine.written_tokens)
@@ -177,7 +174,7 @@ class BatchExecutor:
 
     def _run(self) -> None:
         try:
-            use_threads(self._torch_threads)
+            use_threads(self._team.threads)
             with own_stream(self._device):
                 while (work := self._inbox.get()) is not None and not self._is_stopping:
                     self._team.keep()
@@ -218,8 +215,6 @@ class BatchExecutor:
         return Finished(batch.id, results)
 
     def _run_quantum(self, work: _Quantum, started: float) -> Progressed:
-        if self._texts is None:
-            raise BackendUnavailable("texts", f"executor {self.spec.id} has no memory for keys and values")
         with self._store.using_together({copy.name: None for copy in work.copies}) as slots:
             models = {name: model_of(slot.skeleton(self._device)) for name, slot in slots.items()}
             began = time.monotonic()

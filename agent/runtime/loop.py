@@ -27,22 +27,15 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from agent.core import effects, events
 from agent.core.request import IMAGE, Precedence
-from agent.runtime.ages import AgeLimits, Forecast, OpenWork
-from agent.runtime.executor import BatchExecutor
-from agent.runtime.images.preparation import Preparation, nothing_told, threads_for
+from agent.runtime.ages import AgeLimits, OpenWork
+from agent.runtime.images.preparation import Order, nothing_told
 from agent.runtime.images.sources import image_name
-from agent.runtime.machine.box import threads_per_executor, torch_device
-from agent.runtime.machine.device_loss import Breakdown, watch_of
+from agent.runtime.machine.box import torch_device
+from agent.runtime.machine.device_loss import Breakdown
 from agent.runtime.machine.heap import HeapKeeper
-from agent.runtime.machine.memories import HostMemory, memory_for
-from agent.runtime.machine.threads import end_team, team_cores
-from agent.runtime.text_engines import TextEngines, text_engines
+from agent.runtime.machine.threads import end_team
 from agent.runtime.text_sources import TextSource
-from agent.runtime.texts import RunningTexts, expert_name
-from agent.runtime.weights.moe_loads import MoeLoads
-from agent.runtime.weights.moe_usage import FOLDER as USAGE_FOLDER
-from agent.runtime.weights.slots import SkeletonShelf, SlotStore
-from agent.runtime.weights.transfer import PacedLink, Transfers
+from agent.runtime.texts import expert_name
 from experts.errors import AgentCrashed
 
 if TYPE_CHECKING:
@@ -54,14 +47,15 @@ if TYPE_CHECKING:
     from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix
     from agent.core.request import Batch, Outcome
     from agent.core.state import EngineStatistics
-    from agent.runtime.executor import ExecutorStatistics, RequestSource
+    from agent.runtime.executor import BatchExecutor, ExecutorStatistics, RequestSource
     from agent.runtime.expert_copy import ExpertCopy
+    from agent.runtime.images.preparation import Preparation
     from agent.runtime.machine.box import Box
-    from agent.runtime.texts import AskedText
-    from agent.runtime.weights.slots import SlotStatistics
-    from agent.runtime.weights.transfer import TransferStatistics
+    from agent.runtime.text_engines import TextEngines
+    from agent.runtime.texts import AskedText, RunningTexts
+    from agent.runtime.weights.slots import SkeletonShelf, SlotStatistics, SlotStore
+    from agent.runtime.weights.transfer import Transfers, TransferStatistics
     from experts.graph import ExpertGraph
-    from experts.packed.weights import SegmentStore
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +89,7 @@ class LoopOptions:
     scaled: frozenset[str] = frozenset()  # experts, by the line's names, for which JPEGs are decoded smaller
     keeps_prefixes: bool = True  # what a text has read is kept for the next that begins alike, while there is room
     ages: AgeLimits = field(default_factory=AgeLimits)
+    clock: Callable[[], float] = time.monotonic
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,18 +133,40 @@ class BatchWatch:
 
 
 @dataclass(frozen=True, slots=True)
+class AgentPlan:
+    """What an agent runs, and where. ``copies``: by name, all that the matrix mentions; ``routes``: at the start."""
+
+    box: Box
+    executors: Sequence[ExecutorSpec]
+    limits: Limits
+    copies: Mapping[str, ExpertCopy]
+    matrix: PerformanceMatrix
+    routes: ExpertGraph
+
+
+@dataclass(frozen=True, slots=True)
 class Workshop:
-    """What carries out an Engine's effects. ``routes``: at the start; None without texts on routes."""
+    """What carries out an Engine's effects. Its answers arrive in ``inbox``."""
 
     stores: tuple[SlotStore, ...]
     shelf: SkeletonShelf
     transfers: Transfers
     preparation: Preparation
-    copies: Mapping[str, ExpertCopy]
     executors: Mapping[int, BatchExecutor]
     texts: RunningTexts
     text_engines: TextEngines
-    routes: ExpertGraph | None = None
+    inbox: SimpleQueue[Message]
+
+    def bind_where_they_run(self, matrix: PerformanceMatrix) -> None:
+        """Bind copies only for devices of executors that have a row for them."""
+        runs_on: dict[str, set[tuple[str, str]]] = {}
+        for executor in self.executors.values():
+            spec = executor.spec
+            for row in matrix.experts[spec.processor].values():
+                runs_on.setdefault(row.copy, set()).add((spec.pool, torch_device(spec.processor)))
+        self.text_engines.runs_on = runs_on
+        for store in self.stores:
+            store.bind_only(runs_on)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,34 +186,31 @@ Message: TypeAlias = "Event | Question[Any] | Breakdown | Stop"
 
 
 class AgentLoop:
-    """See the module. ``inbox`` is where the workshop's answers arrive; ``clock``: monotonic seconds."""
+    """See the module."""
 
     def __init__(
         self,
         engine: Decider,
+        plan: AgentPlan,
         workshop: Workshop,
-        inbox: SimpleQueue[Message],
         on_outcome: Callable[[int, Outcome], None],
         options: LoopOptions,
-        forecast: Forecast,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
-        self._clock = clock
+        self._clock = options.clock
         self._workshop = workshop
-        self._copies = workshop.copies
-        self._experts = {expert_name(copy): copy.expert for copy in workshop.copies.values()}
+        self._copies = plan.copies
+        self._experts = {expert_name(copy): copy.expert for copy in plan.copies.values()}
         self._texts = workshop.texts
-        self._routes = workshop.routes
-        self._forecast = forecast
-        self._inbox = inbox
+        self._routes = plan.routes
+        self._inbox = workshop.inbox
         self._on_outcome = on_outcome
         self._options = options
         self._sources: dict[int, RequestSource] = {}
         self._idle_request: int | None = None
         self._since_s: dict[int, float] = {}  # batch -> when it began
         self._numbers = count(1)
-        self._open = OpenWork(options.ages, forecast)
+        self._open = OpenWork(options.ages, plan.executors, plan.matrix, options.ssd_bytes_per_s)
         self._held: dict[int, effects.StartBatch] = {}  # executor -> what it runs next
         self._has_started = False
         self._is_stopped = False
@@ -273,7 +287,7 @@ class AgentLoop:
 
     def _asked_text(self, source: TextSource, component: str | None, expert: str | None) -> AskedText:
         reached: tuple[str, ...] = () if expert is None else (expert,)
-        if component is not None and self._routes is not None:
+        if component is not None:
             reached = self._routes.experts_of(component)
         copies = [copy for name in reached for copy in self._copies_of(name)]
         return self._texts.begin(source, self._workshop.text_engines.reached(copies))
@@ -465,9 +479,8 @@ class AgentLoop:
         self._workshop.preparation.scaled -= {copy.expert.id for copy in copies.values()}  # others by the same names
         self._routes = change.graph
         self._workshop.transfers.know(self._copies)
-        specs = [each.spec for each in self._workshop.executors.values()]
-        bind_where_they_run(self._workshop.stores, self._workshop.text_engines, specs, change.matrix)
-        self._open.predict_by(self._forecast.of(change.matrix))
+        self._workshop.bind_where_they_run(change.matrix)
+        self._open.predict_by(change.matrix)
         self._handle(change)
 
     def _start_load(self, effect: effects.StartLoad) -> None:
@@ -502,11 +515,10 @@ class AgentLoop:
         source = self._sources[effect.request]
         if isinstance(source, TextSource):
             return  # its batch rejects it
-        expert, later = self._experts[effect.expert], [self._experts[expert] for expert in effect.later]
-        name, gives_way = image_name(source, effect.request), self._workshop.executors[effect.executor].is_on_cpu
-        self._workshop.preparation.prepare(
-            effect.request, source, name, expert, later, effect.later_bytes, effect.due_s, gives_way=gives_way
-        )
+        later = [self._experts[expert] for expert in effect.later]
+        gives_way = self._workshop.executors[effect.executor].is_on_cpu
+        order = Order(self._experts[effect.expert], later, effect.later_bytes, effect.due_s, gives_way)
+        self._workshop.preparation.prepare(effect.request, source, image_name(source, effect.request), order)
 
     def _preempt(self, effect: effects.Preempt) -> None:
         self._texts.preempt(effect.request, effect.executor)
@@ -628,75 +640,3 @@ def decision_times(decided: int, seconds: Iterable[float]) -> DecisionTimes:
     return DecisionTimes(
         count=decided, p50_s=ordered[len(ordered) // 2], p99_s=ordered[len(ordered) * 99 // 100], longest_s=ordered[-1]
     )
-
-
-def assemble(
-    engine: Decider,
-    box: Box,
-    executors: Sequence[ExecutorSpec],
-    limits: Limits,
-    copies: Mapping[str, ExpertCopy],
-    segments: SegmentStore,
-    on_outcome: Callable[[int, Outcome], None],
-    options: LoopOptions,
-    matrix: PerformanceMatrix | None = None,
-    clock: Callable[[], float] = time.monotonic,
-    routes: ExpertGraph | None = None,
-    engines: TextEngines | None = None,
-) -> AgentLoop:
-    """An agent's loop with its memories, transfers and executors; ``start`` it, and ``stop`` it once.
-
-    ``copies`` by name, all that the Engine's matrix mentions. ``matrix``: predicts the ages of batches and loads; None:
-    unknown. ``routes``: the Engine's, for texts. ``engines``: replace those that run texts. Raises BackendUnavailable.
-    """
-    inbox: SimpleQueue[Message] = SimpleQueue()
-    shelf = SkeletonShelf(segments)
-    link = PacedLink(options.ssd_bytes_per_s)
-    staging = HostMemory(pinned=box.name == "cuda")
-    moe_loads = MoeLoads(segments, link, staging, kept=segments.directory / USAGE_FOLDER)
-    stores = _stores(box, executors, limits, shelf, moe_loads)
-    workers = limits.loads_in_flight * (len(stores) if box.is_split else 1) + 1  # one load in the background
-    threads = threads_per_executor(box, executors)
-    cores = team_cores(executors, threads)
-    watch = watch_of(box)
-    transfers = Transfers(
-        stores, segments, copies, staging, inbox.put, workers=workers, operator_threads=threads, link=link, watch=watch
-    )
-    preparation = Preparation(threads_for(box), options.max_pixels, options.scaled, box.cores)
-    engines = engines or text_engines(executors, limits, segments, matrix, keeps_prefixes=options.keeps_prefixes)
-    if matrix is not None:
-        bind_where_they_run(stores.values(), engines, executors, matrix)
-    texts = RunningTexts(engines.by_executor, engines.lengths)
-    running = {
-        spec.id: BatchExecutor(
-            spec, stores[spec.pool], preparation, inbox.put, threads, watch, texts, cores.get(spec.id, ())
-        )
-        for spec in executors
-    }
-    workshop = Workshop(tuple(stores.values()), shelf, transfers, preparation, copies, running, texts, engines, routes)
-    forecast = Forecast(matrix, executors, options.ssd_bytes_per_s)
-    return AgentLoop(engine, workshop, inbox, on_outcome, options, forecast, clock)
-
-
-def bind_where_they_run(
-    stores: Iterable[SlotStore], engines: TextEngines, executors: Iterable[ExecutorSpec], matrix: PerformanceMatrix
-) -> None:
-    """Have copies bound for the devices of executors that have a row for them alone."""
-    runs_on: dict[str, set[tuple[str, str]]] = {}
-    for spec in executors:
-        for row in matrix.experts[spec.processor].values():
-            runs_on.setdefault(row.copy, set()).add((spec.pool, torch_device(spec.processor)))
-    engines.runs_on = runs_on
-    for store in stores:
-        store.bind_only(runs_on)
-
-
-def _stores(
-    box: Box, executors: Sequence[ExecutorSpec], limits: Limits, shelf: SkeletonShelf, moe_loads: MoeLoads
-) -> dict[str, SlotStore]:
-    stores = {}
-    for spec in limits.pools:
-        memory = memory_for(box, spec.name, spec.expert_bytes, spec.workspace_bytes)
-        devices = sorted({torch_device(each.processor) for each in executors if each.pool == spec.name})
-        stores[spec.name] = SlotStore(memory, spec.expert_bytes, devices, shelf, moe_loads)
-    return stores

@@ -90,21 +90,16 @@ def text_engines(
     executors: Sequence[ExecutorSpec],
     limits: Limits,
     segments: SegmentStore,
-    matrix: PerformanceMatrix | None = None,
+    matrix: PerformanceMatrix,
     *,
     keeps_prefixes: bool = True,
 ) -> TextEngines:
-    """One engine for each CPU executor whose memory has a share for leases.
-
-    ``matrix``: only a device with a row for texts takes that share; None: each does.
-    """
+    """One engine for each CPU executor that runs texts and whose memory has a share for leases."""
     shares = {pool.name: pool.lease_bytes for pool in limits.pools if pool.lease_bytes}
     places = {
         spec.id: (spec.pool, torch_device(spec.processor))
         for spec in executors
-        if spec.pool in shares
-        and torch_device(spec.processor).startswith("cpu")
-        and (matrix is None or matrix.runs_texts(spec))
+        if spec.pool in shares and torch_device(spec.processor).startswith("cpu") and matrix.runs_texts(spec)
     }
     arenas = {
         (pool, device): arena_for(device, shares[pool], keeps_prefixes=keeps_prefixes)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from agent.core.events import Progressed
 from agent.core.request import IMAGE, Rejected, Work
-from experts.errors import CoServeError
+from experts.errors import BackendUnavailable, CoServeError
 from experts.llm.serving.engine import Turn
 from experts.llm.serving.generation import RefusedText
 
@@ -185,7 +185,10 @@ class RunningTexts:
                 turns.append(Turn(request, copy.expert.id, models[copy.name], text, weights_name(copy), lease))
         if not turns:
             return Progressed(batch.id, tuple(refused), ())
-        quantum = self._engines[batch.executor].run(turns, batch.quantum_s)
+        engine = self._engines.get(batch.executor)
+        if engine is None:
+            raise BackendUnavailable("texts", f"executor {batch.executor} has no memory for keys and values")
+        quantum = engine.run(turns, batch.quantum_s)
         if quantum.lacking:  # who has a lease finds room: else ledger and arena have come apart, and they wait
             logger.error("texts_lack_room executor=%d requests=%s", batch.executor, quantum.lacking)
         finished = [(request, self._ended(request, result)) for request, result in quantum.finished]

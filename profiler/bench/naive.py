@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from agent.runtime.machine.threads import use_threads
-from agent.runtime.weights.transfer import PacedLink
+from agent.runtime.weights.drive import PacedLink
 from experts.backends import backend_for, family
 from experts.errors import OutputInvalid
 from profiler.bench.plain_models import PlainExpert, build, plain_expert

@@ -124,7 +124,7 @@ def _together_s(
     box, processor = bench.box, bench.processor
     specs = [ExecutorSpec(number, processor, box.pool_of(processor)) for number in range(count)]
     threads = threads_per_executor(box, specs)
-    rig = MeasuringRig(box, processor, copies, bench.segments, threads, executors=count, held=len(copies))
+    rig = MeasuringRig(box, processor, copies, bench.segments, threads, executors=count)
     with rig.opened():
         for copy in copies:
             rig.bring(copy)

@@ -21,9 +21,10 @@ from agent.core.performance import HOST, SSD
 from agent.runtime.executor import RunsTexts
 from agent.runtime.expert_copy import ExpertCopy, moe_experts_of
 from agent.runtime.machine.memories import HostMemory
+from agent.runtime.weights.drive import Drive, PacedLink
 from agent.runtime.weights.moe_loads import MoeLoads
 from agent.runtime.weights.slots import SkeletonShelf, SlotStore
-from agent.runtime.weights.transfer import PacedLink, Transfers
+from agent.runtime.weights.transfer import Transfers, load_threads
 from experts.expert import Expert, Precision
 from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.tiers.moe_experts import MoeExpert
@@ -145,11 +146,10 @@ def _memory(
     copies = {RESIDENT: ExpertCopy(RESIDENT, expert, packed), OFFLOADED: ExpertCopy(OFFLOADED, expert, packed, places)}
     link, answers, memory = PacedLink(None), SimpleQueue[Any](), HostMemory()
     budget_bytes = sum(copy.footprint.total_bytes for copy in copies.values())
-    moe_loads = MoeLoads(segments, link, memory, {OFFLOADED: usage})
+    drive = Drive(segments, memory, link)
+    moe_loads = MoeLoads(drive, {OFFLOADED: usage})
     store = SlotStore(memory, budget_bytes, ("cpu",), SkeletonShelf(segments), moe_loads)
-    transfers = Transfers(
-        {HOST: store}, segments, copies, memory, answers.put, link=link, operator_threads=torch.get_num_threads()
-    )
+    transfers = Transfers(drive, {HOST: store}, copies, answers.put, load_threads(1, torch.get_num_threads()))
     try:
         for copy in copies:
             transfers.start_load(StartLoad(0, EXPERT, copy, SSD, HOST, 0))

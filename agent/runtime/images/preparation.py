@@ -100,6 +100,20 @@ class _Form:
 
 
 @dataclass(frozen=True, slots=True)
+class Order:
+    """Preparation for an expert, and for those of ``later`` steps; see ``agent.core.effects.Prepare``.
+
+    ``gives_way``: to executors that compute on the CPU, where such an executor waits for the image.
+    """
+
+    expert: Expert
+    later: Sequence[Expert] = ()
+    later_bytes: int = 0
+    due_s: float = AT_ONCE
+    gives_way: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class _Wanted:
     """What an image is to be held as: for its step's expert, and by name for later ones."""
 
@@ -204,34 +218,20 @@ class Preparation:
     def start(self, expert: Expert, image: ImageSource, name: str) -> Future[Prepared | Rejected]:
         """Prepare an image for an expert at once. ``name`` is what a rejection calls it."""
         form = self._form(expert)
-        return self._begin(_Image(image, name, _Wanted(form)), form, AT_ONCE).future
+        return self._begin(_Image(image, name, _Wanted(form)), form).future
 
-    def prepare(
-        self,
-        request: int,
-        image: ImageSource,
-        name: str,
-        expert: Expert,
-        later: Sequence[Expert] = (),
-        later_bytes: int = 0,
-        due_s: float = AT_ONCE,
-        *,
-        gives_way: bool = True,
-    ) -> None:
-        """Have a request's image prepared for an expert; see ``agent.core.effects.Prepare``.
-
-        ``gives_way``: to executors that compute on the CPU, as the one that waits for it does itself.
-        """
+    def prepare(self, request: int, image: ImageSource, name: str, order: Order) -> None:
+        """Have a request's image prepared."""
         known = self._images.get(request)
-        form, forms = self._form(expert), [self._form(each) for each in later]
-        wanted = _Wanted(form, {each.name: each for each in forms}, later_bytes)
+        form, forms = self._form(order.expert), [self._form(each) for each in order.later]
+        wanted = _Wanted(form, {each.name: each for each in forms}, order.later_bytes)
         if known is None:
             known = self._images[request] = _Image(image, name, wanted, request)
         is_the_same = known.task is not None and known.form == form.name
         known.wanted = wanted
         if not is_the_same:
             ready = known.held.get(form.name)
-            known.task = self._begin(known, form, due_s, gives_way=gives_way) if ready is None else DueTask.done(ready)
+            known.task = self._begin(known, form, order) if ready is None else DueTask.done(ready)
             known.is_taken = False
         known.let_go()
 
@@ -239,10 +239,10 @@ class Preparation:
         """The task that a batch will wait for; see ``hurry``."""
         known, form = self._images.get(request), self._form(expert)
         if known is None or known.task is None or known.form != form.name:
-            return self._begin(_Image(image, name, _Wanted(form)), form, AT_ONCE)
+            return self._begin(_Image(image, name, _Wanted(form)), form)
         future = known.task.future
         if future.done() and (future.cancelled() or future.exception() is not None):
-            known.task = self._begin(known, form, AT_ONCE)  # there may be memory for it now
+            known.task = self._begin(known, form)  # there may be memory for it now
         known.is_taken = True
         return known.task
 
@@ -296,9 +296,9 @@ class Preparation:
         form = prepared_form(expert, is_reduced=is_reduced)
         return _Form(expert.id if form is None else form.name, expert, least_pixels(expert) if is_reduced else None)
 
-    def _begin(
-        self, image: _Image, form: _Form, due_s: float, *, gives_way: bool = True
-    ) -> DueTask[Prepared | Rejected]:
+    def _begin(self, image: _Image, form: _Form, order: Order | None = None) -> DueTask[Prepared | Rejected]:
+        """Without an order at once: a batch waits."""
+        due_s, gives_way = (AT_ONCE, True) if order is None else (order.due_s, order.gives_way)
         size_bytes = stored_bytes(image.source)
         is_crop = size_bytes is not None and size_bytes < LARGE_BYTES
         is_awaited = due_s == AT_ONCE or not (is_crop or gives_way)

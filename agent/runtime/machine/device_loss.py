@@ -75,12 +75,15 @@ class DeviceWatch:
         return None
 
 
+NO_ACCELERATOR = DeviceWatch()
+
+
 def watch_of(box: Box) -> DeviceWatch:
     if "cuda" in box.processors:
         return DeviceWatch("cuda", torch.cuda.synchronize)
     if "mps" in box.processors:
         return DeviceWatch("mps", torch.mps.synchronize)
-    return DeviceWatch()
+    return NO_ACCELERATOR
 
 
 def names_a_loss(error: Exception) -> bool:

@@ -64,27 +64,30 @@ def end_team() -> None:
         pause(SOFT)
 
 
-def team_cores(executors: Sequence[ExecutorSpec], threads: int) -> dict[int, tuple[int, ...]]:
-    """By executor, the cores of its team, none in two of them; of those on the CPU that have two threads.
+def teams(executors: Sequence[ExecutorSpec], threads: int) -> dict[int, Team]:
+    """The team of each executor, of so many threads each. Executors of two threads on the CPU have cores of their own.
 
-    ``threads``: of each. Nobody has any where the calling thread may use fewer cores than these are together.
+    No executor has cores of its own where the calling thread may use fewer cores than all of them have threads.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     on_cpu = [spec.id for spec in executors if torch_device(spec.processor) == "cpu"]
-    if threads != KEPT_APART or len(on_cpu) * threads > len(cores):
-        return {}
-    return {executor: tuple(cores[place * threads : (place + 1) * threads]) for place, executor in enumerate(on_cpu)}
+    found = {spec.id: Team(threads) for spec in executors}
+    if threads == KEPT_APART and len(on_cpu) * threads <= len(cores):
+        for place, executor in enumerate(on_cpu):
+            found[executor] = Team(threads, cores[place * threads : (place + 1) * threads])
+    return found
 
 
 class Team:
-    """The two threads that the calling thread's operators run on: the second stays on the second of ``cores``.
+    """The threads of the calling thread's operators. Of two, the second stays on the second of ``cores``.
 
-    Nothing is done without cores, where the library is not GNU's, or where somebody else says who runs where: by
-    OpenMP's own variables, or by the process's or the thread's affinity, whenever that is set.
+    No thread is placed without cores, with a library that is not GNU's, or where OpenMP's variables or an affinity of
+    the process or the thread say otherwise.
     """
 
-    def __init__(self, cores: Sequence[int] = ()) -> None:
-        self._cores = tuple(cores)
+    def __init__(self, threads: int, cores: Sequence[int] = ()) -> None:
+        self.threads = threads
+        self.cores = tuple(cores)
         self._second: int | None = None  # the system's number of the thread
         self._is_ours = len(cores) == KEPT_APART
 
@@ -99,27 +102,28 @@ class Team:
         if self._second is None:
             return False
         try:
-            self._is_ours = os.sched_getaffinity(self._second) == {self._cores[1]}
+            self._is_ours = os.sched_getaffinity(self._second) == {self.cores[1]}
         except OSError:  # it has ended
             return False
         return True
 
     def _place(self) -> None:
         library = _gnu()
-        if library is None or library.omp_get_proc_bind() or not set(self._cores) <= os.sched_getaffinity(0):
+        if library is None or library.omp_get_proc_bind() or not set(self.cores) <= os.sched_getaffinity(0):
             return
-        library.GOMP_parallel(_Function(lambda _: self._take_core(library)), None, len(self._cores), 0)
+        library.GOMP_parallel(_Function(lambda _: self._take_core(library)), None, len(self.cores), 0)
 
     def _take_core(self, library: ctypes.CDLL) -> None:
         """Runs on each thread of the team."""
         with suppress(OSError):  # a sandbox that forbids it
             if library.omp_get_thread_num() == 1:
-                os.sched_setaffinity(0, {self._cores[1]})
+                os.sched_setaffinity(0, {self.cores[1]})
                 self._second = get_native_id()
 
 
 def lone_team(threads: int) -> Team:
-    return Team(team_cores([ExecutorSpec(0, "cpu", HOST)], threads).get(0, ()))
+    """As of a single executor on the CPU."""
+    return teams([ExecutorSpec(0, "cpu", HOST)], threads)[0]
 
 
 _Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

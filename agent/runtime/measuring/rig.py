@@ -21,20 +21,23 @@ from agent.core.effects import StartLoad
 from agent.core.events import BatchFailed, Finished, Loaded, LoadFailed, Progressed
 from agent.core.performance import HOST, SSD, ExecutorSpec
 from agent.core.request import Batch, Rejected
-from agent.runtime.executor import BatchExecutor
+from agent.runtime.executor import BatchExecutor, Shared
 from agent.runtime.images.preparation import Preparation, threads_for
 from agent.runtime.images.sources import image_name
 from agent.runtime.machine.box import torch_device
 from agent.runtime.machine.device_loss import Breakdown, watch_of
 from agent.runtime.machine.memories import HostMemory, memory_for
-from agent.runtime.machine.threads import end_team, team_cores
+from agent.runtime.machine.threads import end_team, teams
+from agent.runtime.texts import RunningTexts
+from agent.runtime.weights.drive import Drive, PacedLink
 from agent.runtime.weights.moe_loads import MoeLoads
 from agent.runtime.weights.slots import SkeletonShelf, SlotStore
-from agent.runtime.weights.transfer import PacedLink, Transfers
+from agent.runtime.weights.transfer import Transfers, load_threads
 from experts import errors
 from experts.backends.base import Prepared
 from experts.backends.llm import LlmSkeleton
 from experts.expert import Task
+from experts.llm.serving.output_lengths import OutputLengths
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -64,7 +67,7 @@ class TimedBatch:
 
 
 class MeasuringRig:
-    """Memories for ``held`` experts at a time, and what loads and runs them there, as the agent does.
+    """Memories for one expert per executor, and what loads and runs them there, as the agent does.
 
     ``executors`` of one processor run at once, each with ``threads``. The copies are those that may be loaded.
     """
@@ -77,15 +80,15 @@ class MeasuringRig:
         segments: SegmentStore,
         threads: int,
         executors: int = 1,
-        held: int = 1,
     ) -> None:
-        budget_bytes = held * max((copy.footprint.total_bytes for copy in copies), default=0)
+        largest_bytes = max((copy.footprint.total_bytes for copy in copies), default=0)
+        budget_bytes = min(executors, len(copies)) * largest_bytes
         shelf = SkeletonShelf(segments)
         self.target = box.pool_of(processor)
         self.device = torch_device(processor)
         self.threads = threads
-        staging = HostMemory(pinned=box.name == "cuda")
-        moe_loads = MoeLoads(segments, PacedLink(None), staging)
+        drive = Drive(segments, HostMemory(pinned=box.name == "cuda"), PacedLink(None))
+        moe_loads = MoeLoads(drive)
         devices = {self.target: [self.device]}
         self._stores: Mapping[str, SlotStore] = {
             pool: SlotStore(memory_for(box, pool, budget_bytes), budget_bytes, devices.get(pool, []), shelf, moe_loads)
@@ -93,19 +96,13 @@ class MeasuringRig:
         }
         self._answers: SimpleQueue[Answered | Breakdown] = SimpleQueue()
         named, watch = {copy.name: copy for copy in copies}, watch_of(box)
-        self._transfers = Transfers(
-            self._stores, segments, named, staging, self._answers.put, workers=1, operator_threads=threads, watch=watch
-        )
+        loads = load_threads(1, threads)
+        self._transfers = Transfers(drive, self._stores, named, self._answers.put, loads, watch)
         self._preparation = Preparation(threads_for(box), cores=box.cores)
-        store = self._stores[self.target]
+        shared = Shared(self._preparation, self._answers.put, RunningTexts({}, OutputLengths()), watch)
         specs = [ExecutorSpec(number, processor, self.target) for number in range(executors)]
-        cores = team_cores(specs, threads)
-        self._executors = [
-            BatchExecutor(
-                spec, store, self._preparation, self._answers.put, threads, watch, cores=cores.get(spec.id, ())
-            )
-            for spec in specs
-        ]
+        team = teams(specs, threads)
+        self._executors = [BatchExecutor(spec, self._stores[self.target], team[spec.id], shared) for spec in specs]
 
     @contextmanager
     def opened(self) -> Iterator[MeasuringRig]:

@@ -96,8 +96,7 @@ class TextTimes:
 
 def on_executor_thread(work: Callable[[], Found], device: str, threads: int) -> Found:
     """What ``work`` returns on a thread like an executor's, which ends with it; raises what it raises."""
-
-    team = lone_team(threads) if device == "cpu" else Team()
+    team = lone_team(threads) if device == "cpu" else Team(threads)
 
     def streamed() -> Found:
         team.keep()

@@ -28,21 +28,20 @@ from experts.llm.tiers.offload import BlockForm, BlockTensor, OffloadedMoe
 from experts.packed.weights import slot_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from torch import Tensor
 
     from agent.runtime.expert_copy import ExpertCopy
-    from agent.runtime.machine.memories import HostMemory, HostRegion, Memory
-    from agent.runtime.weights.slots import Slot
-    from agent.runtime.weights.transfer import PacedLink
+    from agent.runtime.machine.memories import HostRegion, Memory, Region
+    from agent.runtime.weights.drive import Drive
     from experts.backends.base import Skeleton
     from experts.llm.config import ArchSpec
     from experts.llm.dispatch import MoeExperts
     from experts.llm.tiers.moe_experts import MoeExpert
     from experts.llm.tiers.offload import OffloadStatistics
-    from experts.packed.weights import Segment, SegmentStore
+    from experts.packed.weights import Segment
 
 LOADS_AT_ONCE = 2  # while the one's block is checked, or its sleep for the link ends, the drive reads the other's
 
@@ -60,26 +59,23 @@ class Offloads(Protocol):
 
 @dataclass(slots=True, eq=False)
 class MoeLoads:
-    """The loads of one agent. ``host``: memory for staging buffers.
+    """The loads of one agent. ``usage``: prior by copy, where nothing was learned.
 
-    ``usage``: prior by copy, where nothing was learned. ``kept``: folder of learned usage; None: it is lost.
+    ``kept``: folder of learned usage; None: it is lost.
     """
 
-    _segments: SegmentStore
-    _link: PacedLink
-    _host: HostMemory
+    drive: Drive
     usage: Mapping[str, Mapping[MoeExpert, float]] = field(default_factory=dict)
     kept: Path | None = None
     _ending: Flag = field(default_factory=Flag)
 
-    def offload(self, slot: Slot, memory: Memory) -> OffloadedCopy:
-        """Cache of a copy's moe_experts in its slot, with all places empty."""
-        copy = slot.copy
+    def offload(self, copy: ExpertCopy, region: Callable[[], Region], memory: Memory) -> OffloadedCopy:
+        """Cache of a copy's moe_experts in its slot's ``region``, with all places empty."""
         learned = {} if self.kept is None else read_usage(self.kept, copy)
-        return OffloadedCopy(slot, memory, self, learned or self.usage.get(copy.name, {}))
+        return OffloadedCopy(copy, region, memory, self, learned or self.usage.get(copy.name, {}))
 
     def staging_buffers(self, size_bytes: int) -> list[HostRegion]:
-        return [self._host.allocate(slot_bytes(size_bytes)) for _ in range(LOADS_AT_ONCE)]
+        return [self.drive.staging.allocate(slot_bytes(size_bytes)) for _ in range(LOADS_AT_ONCE)]
 
     def remember(self, copy: ExpertCopy, usage: Mapping[MoeExpert, float]) -> None:
         if usage and self.kept is not None:
@@ -88,13 +84,13 @@ class MoeLoads:
     def read(self, copy: ExpertCopy, moe_expert: MoeExpert, target: memoryview) -> None:
         """One block from the drive. Raises what reading raises, LoadError when the agent ends meanwhile."""
         segment = layers_of(copy)[moe_expert.layer]
-        delivered_at_s = self._link.reserve(copy.block_bytes)
-        self._segments.read_block(segment, moe_expert.number, target, copy.expert.id)
+        delivered_at_s = self.drive.link.reserve(copy.block_bytes)
+        self.drive.segments.read_block(segment, moe_expert.number, target, copy.expert.id)
         if self._ending.wait(max(delivered_at_s - time.monotonic(), 0.0)):
             raise LoadError(copy.expert.id, "the agent is stopping")
 
     def may_load_ahead(self) -> bool:
-        return not self._link.is_demanded
+        return not self.drive.link.is_demanded
 
     def close(self) -> None:
         """End loads that wait. Nothing may run any more. Idempotent."""
@@ -104,16 +100,23 @@ class MoeLoads:
 class OffloadedCopy:
     """moe_experts of a copy in its slot: places behind the copy's own bytes, and the threads that fill them."""
 
-    def __init__(self, slot: Slot, memory: Memory, loads: MoeLoads, usage: Mapping[MoeExpert, float]) -> None:
-        copy = slot.copy
+    def __init__(
+        self,
+        copy: ExpertCopy,
+        region: Callable[[], Region],
+        memory: Memory,
+        loads: MoeLoads,
+        usage: Mapping[MoeExpert, float],
+    ) -> None:
         assert copy.moe_places is not None, "it holds all of them"
-        self._slot = slot
+        self._copy = copy
+        self._region = region
         self._memory = memory
         self._loads = loads
         self._form = form_of(copy)
         self._staging: SimpleQueue[HostRegion] = SimpleQueue()
-        for region in loads.staging_buffers(self._form.size_bytes) if slot.region.buffer is None else ():
-            self._staging.put(region)
+        for buffer in loads.staging_buffers(self._form.size_bytes) if region().buffer is None else ():
+            self._staging.put(buffer)
         self._shown: dict[str, OffloadedMoe] = {}
         residency = MoeResidency(copy.moe_places, max(layers_of(copy)) + 1, usage, loads_at_once=LOADS_AT_ONCE)
         self._cache = MoeCache(residency, self._fill, name=f"moe-{copy.name}", loads_at_once=LOADS_AT_ONCE)
@@ -121,7 +124,7 @@ class OffloadedCopy:
     def bind(self, skeleton: Skeleton, device: str, tensors: Mapping[str, Tensor]) -> None:
         """Have a skeleton run from the slot's bytes as they lie now. Raises BackendUnavailable for one that cannot."""
         if not isinstance(skeleton, Offloads):
-            raise BackendUnavailable(self._slot.copy.expert.architecture, "its moe_experts cannot come and go")
+            raise BackendUnavailable(self._copy.expert.architecture, "its moe_experts cannot come and go")
         if device not in self._shown:
             self._shown[device] = self._moe_of(skeleton.spec, device)
         skeleton.bind_offloaded(tensors, self._shown[device].show(tensors, self._places(device)))
@@ -132,7 +135,7 @@ class OffloadedCopy:
     def statistics(self) -> OffloadStatistics:
         """A frozen snapshot; of the device that was bound first. Raises ValueError before any was."""
         if not self._shown:
-            raise ValueError(f"{self._slot.copy.name} is bound to no device")
+            raise ValueError(f"{self._copy.name} is bound to no device")
         return next(iter(self._shown.values())).statistics()
 
     def close(self) -> None:
@@ -141,23 +144,23 @@ class OffloadedCopy:
         with suppress(Empty):
             while True:
                 self._staging.get_nowait().close()
-        self._loads.remember(self._slot.copy, self._cache.usage())
+        self._loads.remember(self._copy, self._cache.usage())
 
     def _moe_of(self, spec: ArchSpec, device: str) -> OffloadedMoe:
         return OffloadedMoe(spec, self._form, self._cache, may_predict=self._loads.may_load_ahead)
 
     def _places(self, device: str) -> Tensor:
-        return self._slot.region.tensor(device)[self._slot.copy.packed.own.slot_bytes :]
+        return self._region().tensor(device)[self._copy.packed.own.slot_bytes :]
 
     def _fill(self, moe_expert: MoeExpert, place: int) -> None:
-        region, size_bytes = self._slot.region, self._form.size_bytes
-        start = self._slot.copy.packed.own.slot_bytes + place * size_bytes
+        region, size_bytes = self._region(), self._form.size_bytes
+        start = self._copy.packed.own.slot_bytes + place * size_bytes
         if region.buffer is not None:
-            self._loads.read(self._slot.copy, moe_expert, region.buffer.view[start : start + size_bytes])
+            self._loads.read(self._copy, moe_expert, region.buffer.view[start : start + size_bytes])
             return
         staging = self._staging.get()
         try:
-            self._loads.read(self._slot.copy, moe_expert, staging.buffer.view[:size_bytes])
+            self._loads.read(self._copy, moe_expert, staging.buffer.view[:size_bytes])
             self._memory.fill(region, start, staging.buffer.tensor[:size_bytes])
         finally:
             self._staging.put(staging)

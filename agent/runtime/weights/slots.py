@@ -268,7 +268,7 @@ class SlotStore:
                 devices = tuple(each for each in devices if (self.pool, each) in places)
             if slot.copy.is_offloaded and devices:
                 assert self._moe_loads is not None, "nobody would bring its moe_experts"
-                slot.moe = self._moe_loads.offload(slot, self.memory)
+                slot.moe = self._moe_loads.offload(slot.copy, lambda: slot.region, self.memory)
             for device in devices:
                 self._bind(slot, slot.housing, device)
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from agent.core.events import Loaded, LoadFailed
 from agent.core.performance import SSD
-from agent.runtime.machine.device_loss import Breakdown, DeviceWatch, is_out_of_memory
+from agent.runtime.machine.device_loss import NO_ACCELERATOR, Breakdown, DeviceWatch, is_out_of_memory
 from agent.runtime.machine.threads import end_team, give_way, use_threads
 from experts import errors
 from experts.daemon_threads import DaemonThreads
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from agent.core.effects import Evict, StartLoad
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.machine.memories import Memory, Region
+    from agent.runtime.weights.drive import Drive
     from agent.runtime.weights.slots import Slot, SlotStore
     from experts.packed.direct_reads import FilePart
-    from experts.packed.weights import AlignedBuffer, Segment, SegmentStore
+    from experts.packed.weights import AlignedBuffer, Segment
 
 logger = logging.getLogger(__name__)
 
-WORKERS = 4  # two loads from the SSD and two from the host's copies: Limits.loads_in_flight counts per source
 CHECK_WAITS_S = 1.0  # for loads, before each piece of a source that is hashed: arbitrary
 STAGING_BYTES = 32 * 1024 * 1024  # four reads of a direct reader; held once for each load that is being staged
 
@@ -64,74 +64,30 @@ class TransferStatistics:
     ssd_bytes_per_s: float | None
 
 
-class PacedLink:
-    """Holds a link to a rate: bytes are let through one reservation after another. None: no limit.
-
-    Unused time is lost: no burst after a pause. Background loads ask first whether the link ``is_demanded``.
-    """
-
-    def __init__(self, bytes_per_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.bytes_per_s = bytes_per_s
-        self._clock = clock
-        self._free_at_s = 0.0
-        self._demands = 0
-        self._lock = Lock()
-
-    @property
-    def is_demanded(self) -> bool:
-        return self._demands > 0
-
-    @contextmanager
-    def demanded(self) -> Iterator[None]:
-        with self._lock:
-            self._demands += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._demands -= 1
-
-    def reserve(self, size_bytes: int) -> float:
-        """When a link of this rate would have delivered so many bytes, behind everything reserved before."""
-        now = self._clock()
-        if self.bytes_per_s is None:
-            return now
-        with self._lock:
-            self._free_at_s = max(self._free_at_s, now) + size_bytes / self.bytes_per_s
-            return self._free_at_s
-
-
 class Transfers:
-    """The loads of one agent. ``post`` takes the answers, from any thread.
-
-    ``operator_threads``: of the executors, for runtimes that fix the number when a model is built, at its first load.
-    """
+    """The loads of one agent, on ``threads``. ``post`` takes the answers, from any thread."""
 
     def __init__(
         self,
+        drive: Drive,
         stores: Mapping[str, SlotStore],
-        segments: SegmentStore,
         copies: Mapping[str, ExpertCopy],
-        staging: Memory,
         post: Callable[[Loaded | LoadFailed | Breakdown], None],
-        *,
-        workers: int = WORKERS,
-        operator_threads: int = 1,
-        link: PacedLink | None = None,
-        watch: DeviceWatch | None = None,
+        threads: DaemonThreads,
+        watch: DeviceWatch = NO_ACCELERATOR,
     ) -> None:
         self._stores = dict(stores)
         self.mend: Callable[[str], None] | None = None  # has an expert packed anew beside what runs, and returns soon
         self.distrust: Callable[[str], None] | None = None  # told of experts whose source is not what was packed
         self._checks = DaemonThreads(1, "check-sources", give_way)
         self._checked: set[str] = set()
-        self._segments = segments
+        self._segments = drive.segments
         self._copies = dict(copies)  # changed by ``know``
-        self._staging = _StagingBuffers(staging)
+        self._staging = _StagingBuffers(drive.staging)
         self._post = post
-        self._watch = watch or DeviceWatch()
-        self._link = link or PacedLink(None)
-        self._threads = DaemonThreads(workers, "transfer", lambda: use_threads(operator_threads))
+        self._watch = watch
+        self._link = drive.link
+        self._threads = threads
         self._stopping = Flag()
         self._lock = Lock()
         self._counts: Counter[str] = Counter()
@@ -346,6 +302,11 @@ class Transfers:
     def _answer(self, answer: Loaded | LoadFailed | Breakdown) -> None:
         self._count("in_flight", -1)
         self._post(answer)
+
+
+def load_threads(count: int, operator_threads: int) -> DaemonThreads:
+    """Threads of loads. ``operator_threads``: of an executor; some runtimes fix the number when a model is built."""
+    return DaemonThreads(count, "transfer", lambda: use_threads(operator_threads))
 
 
 class _StagingBuffers:

@@ -135,10 +135,11 @@ def test_each_device_of_a_memory_has_an_arena_of_its_own(tmp_path):
     pool = PoolSpec("host", 1000, 1000, lease_bytes=8 * 2**20)
     processors = ("integrated", "integrated", "cpu", "cpu")
     specs = [ExecutorSpec(number, processor, "host") for number, processor in enumerate(processors)]
-    engines = text_engines(specs, Limits((pool,)), segments)
+    row = ExpertProfile("t", Performance(1.0, 1.0, 1, 0, lease_bytes=1), Footprint(1), {SSD: 1.0})
+    both = PerformanceMatrix({"integrated": {"t": row}, "cpu": {"t": row}})
+    engines = text_engines(specs, Limits((pool,)), segments, both)
     assert engines.arenas.keys() == {("host", "cpu:0"), ("host", "cpu")}
     assert engines.by_executor.keys() == {0, 1, 2, 3}
-    row = ExpertProfile("t", Performance(1.0, 1.0, 1, 0, lease_bytes=1), Footprint(1), {SSD: 1.0})
     matrix = PerformanceMatrix({"integrated": {"t": row}, "cpu": {}})
     alone = text_engines(specs, Limits((pool,)), segments, matrix)  # nothing is taken for one that runs none
     assert (alone.by_executor.keys(), alone.arenas.keys()) == ({0, 1}, {("host", "cpu:0")})

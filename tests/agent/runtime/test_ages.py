@@ -7,7 +7,7 @@ import pytest
 from agent.core.effects import StartBatch, StartLoad
 from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, Performance, PerformanceMatrix
 from agent.core.request import Batch
-from agent.runtime.ages import AgeLimits, Forecast, OpenWork
+from agent.runtime.ages import AgeLimits, OpenWork
 from experts.errors import WorkOverdue
 
 LIMITS = AgeLimits(told_s=10.0, told_multiple=2.0, ended_s=50.0, ended_multiple=5.0)
@@ -24,13 +24,12 @@ def load_of(expert, number=1, size_bytes=1000, source="ssd"):
     return StartLoad(number, expert, expert, source, "host", size_bytes)
 
 
-def open_work(profile=PROFILE, ssd_bytes_per_s=None):
-    return OpenWork(LIMITS, Forecast(profile, EXECUTORS, ssd_bytes_per_s))
+def open_work(ssd_bytes_per_s=None):
+    return OpenWork(LIMITS, EXECUTORS, PROFILE, ssd_bytes_per_s)
 
 
-@pytest.mark.parametrize("profile", [None, PROFILE])
-def test_work_of_which_nothing_is_known_has_the_least_limits(profile, caplog):
-    work = open_work(profile)
+def test_work_of_which_nothing_is_known_has_the_least_limits(caplog):
+    work = open_work()
     work.open_batch(batch_of("cls/unknown", 1), 100.0)
     assert work.next_due_s() == 110.0
     work.look(109.9)

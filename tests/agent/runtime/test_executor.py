@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from dataclasses import replace
 from queue import SimpleQueue
 
 import numpy as np
@@ -16,15 +17,19 @@ from agent.core.performance import ExecutorSpec
 from agent.core.request import Batch, Rejected
 from agent.runtime.executor import (
     BatchExecutor,
+    Shared,
     checked,
     judge,
 )
 from agent.runtime.images.preparation import Preparation
 from agent.runtime.machine.device_loss import is_out_of_memory
 from agent.runtime.machine.memories import HostMemory
+from agent.runtime.machine.threads import Team
+from agent.runtime.texts import RunningTexts
 from agent.runtime.weights.slots import SkeletonShelf, SlotStore
 from experts.errors import MemoryExceeded, OutputInvalid
 from experts.expert import BoundingBox, Prediction
+from experts.llm.serving.output_lengths import OutputLengths
 
 ROOMY = 64 * 1024 * 1024
 PATIENCE_S = 30.0
@@ -39,7 +44,8 @@ class Desk:
         self.answers = SimpleQueue()
         self.preparation = Preparation(2, max_pixels=1_000_000)
         spec = ExecutorSpec(0, "cpu", "host")
-        self.executor = BatchExecutor(spec, self.store, self.preparation, self.answers.put, threads=1, watch=watch)
+        self.shared = Shared(self.preparation, self.answers.put, RunningTexts({}, OutputLengths()))
+        self.executor = BatchExecutor(spec, self.store, Team(1), self.shared)
         self.executor.start()
         self.batches = 0
 
@@ -168,7 +174,7 @@ def test_what_is_behind_the_batch_that_runs_is_run_next_but_not_once_the_executo
         answers.put(answer.batch)
         assert may_go_on.wait(PATIENCE_S)
 
-    executor = BatchExecutor(ExecutorSpec(0, "cpu", "host"), desk.store, desk.preparation, post, threads=1)
+    executor = BatchExecutor(desk.executor.spec, desk.store, Team(1), replace(desk.shared, post=post))
     executor.start()
     for number in (1, 2, 3):
         batch = Batch(number, 0, copy.expert.id, copy.name, (number,), 0)

@@ -9,8 +9,9 @@ from agent.core.engine import Engine
 from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Limits, PerformanceMatrix, PoolSpec
 from agent.core.policy import PRESETS
 from agent.core.request import Precedence
+from agent.runtime.assembly import assemble
 from agent.runtime.expert_copy import footprint_of
-from agent.runtime.loop import BatchWatch, LoopOptions, assemble
+from agent.runtime.loop import AgentPlan, BatchWatch, LoopOptions
 from agent.runtime.machine.detection import detect
 from experts.graph import ExpertGraph, RouteStep
 from tests.agent.runtime.test_loop import ANY, PATIENCE_S, PERFORMANCE
@@ -32,10 +33,9 @@ def test_a_shadow_predicts_as_it_does_alone_and_leaves_first_for_the_line(line):
     all_bytes = sum(row.footprint.own_bytes for row in rows.values()) + sum(shared.values())
     limits = Limits((PoolSpec("host", all_bytes - 1, 64 * 1024 * 1024),))  # of three, two fit
     engine = Engine(graph, matrix, specs, PRESETS["samba"], limits)
-    loop = assemble(
-        engine, replace(detect("cpu"), cores=1), specs, limits, copies, line.segments,
-        lambda _, outcome: outcomes.put(outcome), LoopOptions(checks_invariants=True), matrix, routes=graph,
-    )  # fmt: skip
+    plan = AgentPlan(replace(detect("cpu"), cores=1), specs, limits, copies, matrix, graph)
+    options = LoopOptions(checks_invariants=True)
+    loop = assemble(engine, plan, line.segments, lambda _, outcome: outcomes.put(outcome), options)
     nothing = lambda _: None  # noqa: E731
     loop.watch_batches(BatchWatch(nothing, nothing, ran=lambda batch, seconds: ran.append((batch.expert, seconds))))
     loop.start()

@@ -20,9 +20,10 @@ import agent.runtime.loop
 from agent.core.engine import Engine
 from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Performance, PerformanceMatrix, PoolSpec
 from agent.core.policy import PRESETS
+from agent.runtime.assembly import assemble
 from agent.runtime.expert_copy import footprint_of, prepared_form
 from agent.runtime.images.sources import EncodedImage, ImageFile
-from agent.runtime.loop import BatchWatch, LoopOptions, assemble
+from agent.runtime.loop import AgentPlan, BatchWatch, LoopOptions
 from agent.runtime.machine.detection import detect
 from agent.runtime.weights.slots import SlotStore
 from experts.backends.classifier import ClassifierBackend
@@ -66,11 +67,9 @@ class Agent:
             pools.append(PoolSpec("device", 2 * largest, WORKSPACE_BYTES, cache="host"))
         limits = worlds.limits(tuple(pools), load_backoff_s=0.001, away_s=0.0, prepared_bytes=prepared_bytes)
         self.engine = Engine(self.graph(), self.profile(specs), specs, PRESETS[policy], limits)
-        self.loop = assemble(
-            self.engine, self.box, specs, limits, line.copies, line.segments,
-            on_outcome or self.outcomes.__setitem__,
-            LoopOptions(checks_invariants=True, ssd_bytes_per_s=ssd_rate), self.profile(specs), clock,
-        )  # fmt: skip
+        plan = AgentPlan(self.box, specs, limits, line.copies, self.profile(specs), self.graph())
+        options = LoopOptions(checks_invariants=True, ssd_bytes_per_s=ssd_rate, clock=clock)
+        self.loop = assemble(self.engine, plan, line.segments, on_outcome or self.outcomes.__setitem__, options)
 
     def graph(self):
         names = sorted(copy.expert.id for copy in self.line.copies.values())

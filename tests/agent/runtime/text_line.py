@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
@@ -14,8 +16,9 @@ from torchvision import models
 from agent.core.engine import Engine
 from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Performance, PerformanceMatrix, PoolSpec
 from agent.core.policy import PRESETS
+from agent.runtime.assembly import assemble
 from agent.runtime.expert_copy import ExpertCopy, footprint_of
-from agent.runtime.loop import LoopOptions, assemble
+from agent.runtime.loop import AgentPlan, LoopOptions
 from agent.runtime.machine.detection import detect
 from agent.runtime.text_sources import TextSource
 from experts.expert import Expert, InputSpec, Precision
@@ -140,11 +143,10 @@ class TextAgent:
         limits = worlds.limits((pool,), load_backoff_s=0.001, quantum_s=quantum_s)
         graph, matrix = line.graph(), PerformanceMatrix({spec.processor: dict(self._rows()) for spec in specs})
         self.engine = Engine(graph, matrix, specs, PRESETS["coserve"], limits)
-        self.loop = assemble(
-            self.engine, replace(detect("cpu"), cores=1), specs, limits, line.copies, line.segments,
-            on_outcome or self.outcomes.__setitem__, LoopOptions(checks_invariants=True), matrix, routes=graph,
-            engines=engines,
-        )  # fmt: skip
+        plan = AgentPlan(replace(detect("cpu"), cores=1), specs, limits, line.copies, matrix, graph)
+        told = on_outcome or self.outcomes.__setitem__
+        with patch("agent.runtime.assembly.text_engines", lambda *_, **__: engines) if engines else nullcontext():
+            self.loop = assemble(self.engine, plan, line.segments, told, LoopOptions(checks_invariants=True))
 
     def _rows(self):
         for copy in self.line.copies.values():

@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 
 import agent.runtime.images.preparation
 from agent.runtime.expert_copy import prepared_form
-from agent.runtime.images.preparation import ByteGate, Preparation, least_pixels, prepare
+from agent.runtime.images.preparation import ByteGate, Order, Preparation, least_pixels, prepare
 from agent.runtime.images.sources import (
     EncodedImage,
     Frame,
@@ -85,7 +85,8 @@ class Workplace:
         return decoded(source, name, *limits)
 
     def prepare(self, request, source, expert, *later, due_s=0.0):
-        self.preparation.prepare(request, source, str(request), expert, later, bytes_of(*later) if later else 0, due_s)
+        order = Order(expert, later, bytes_of(*later) if later else 0, due_s)
+        self.preparation.prepare(request, source, str(request), order)
 
     def result(self, request, source, expert):
         """As a batch has it."""
@@ -105,7 +106,7 @@ class Workplace:
 
     def _settle_ahead(self, image, name):
         self.is_last.clear()
-        self.preparation.prepare(-1, image, name, SMALL, due_s=math.inf)
+        self.preparation.prepare(-1, image, name, Order(SMALL, due_s=math.inf))
         assert self.is_last.wait(PATIENCE_S)
         self.preparation.forget(-1)
 
@@ -172,7 +173,7 @@ def test_a_device_does_not_wait_for_whoever_gives_way_at_the_same_photograph(wor
     workplace.prepare(1, image, SMALL, OTHER, due_s=1.0)
     assert is_late.wait(PATIENCE_S)
     workplace.result(1, image, SMALL)
-    workplace.preparation.prepare(1, image, "1", OTHER, due_s=2.0, gives_way=False)
+    workplace.preparation.prepare(1, image, "1", Order(OTHER, due_s=2.0, gives_way=False))
     assert_prepared(workplace.result(1, image, OTHER), image, OTHER)
     may_go_on.set()
     workplace.settle()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from agent.core.performance import HOST, ExecutorSpec
-from agent.runtime.machine.threads import Team, end_team, team_cores, use_threads
+from agent.runtime.machine.threads import Team, end_team, teams, use_threads
 from tests.agent.runtime.native_threads import CORES, cores_by_thread, native_threads, on_linux, on_two_cores
 
 
@@ -74,19 +74,19 @@ class TestCores:
         return [cores for task, cores in cores_by_thread().items() if task not in before]
 
     def test_the_second_has_one_and_the_executor_s_own_has_all(self, thread):
-        team = Team(CORES[:2])
+        team = Team(2, CORES[:2])
         assert self.started_by(thread, team.keep, count_after_an_operator, team.keep) == [{CORES[1]}]
         assert os.sched_getaffinity(thread.submit(threading.get_native_id).result()) == set(CORES)
 
     def test_one_that_comes_after_has_it_again(self, thread):
-        team = Team(CORES[:2])
+        team = Team(2, CORES[:2])
         thread.submit(team.keep).result()
         assert self.started_by(thread, end_team, count_after_an_operator) == [set(CORES)]  # nobody asked for it again
         thread.submit(end_team).result()
         assert self.started_by(thread, team.keep, count_after_an_operator) == [{CORES[1]}]
 
     def test_where_the_thread_may_not_use_these_cores_nobody_is_moved(self, thread):
-        team = Team((CORES[0], CORES[-1] + 1))
+        team = Team(2, (CORES[0], CORES[-1] + 1))
         assert self.started_by(thread, team.keep, count_after_an_operator) == [set(CORES)]
 
 
@@ -95,5 +95,5 @@ class TestTeamCores:
     def test_each_executor_of_the_cpu_has_two_and_no_core_is_in_two(self, monkeypatch):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {8, 3, 5, 4})
         executors = [ExecutorSpec(0, "cuda", "device"), ExecutorSpec(1, "cpu", HOST), ExecutorSpec(2, "cpu", HOST)]
-        assert team_cores(executors, 2) == {1: (3, 4), 2: (5, 8)}
-        assert team_cores(executors[:1], 2) == {}
+        assert {each: team.cores for each, team in teams(executors, 2).items()} == {0: (), 1: (3, 4), 2: (5, 8)}
+        assert teams(executors[1:], 3)[1].cores == ()

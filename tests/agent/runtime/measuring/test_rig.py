@@ -77,7 +77,7 @@ def test_a_device_that_is_lost_is_told_and_blamed_on_no_expert(line, rig_of, mon
 
 def test_executors_share_out_all_batches_each_with_an_expert_of_its_own(line, rig_of):
     copies = [line.copy("own-0"), line.copy("own-1")]
-    with rig_of("own-0", "own-1", executors=2, held=2).opened() as rig:
+    with rig_of("own-0", "own-1", executors=2).opened() as rig:
         for copy in copies:
             rig.bring(copy)
         works = [[line.pixels(number)] for number in range(7)]

@@ -14,10 +14,11 @@ from agent.core.events import Loaded
 from agent.core.performance import SSD
 from agent.runtime.expert_copy import ExpertCopy, footprint_of
 from agent.runtime.machine.memories import EmulatedMemory, HostMemory
+from agent.runtime.weights.drive import Drive, PacedLink
 from agent.runtime.weights.moe_loads import MoeLoads
 from agent.runtime.weights.moe_usage import read_usage
 from agent.runtime.weights.slots import SkeletonShelf, SlotStore
-from agent.runtime.weights.transfer import PacedLink, Transfers
+from agent.runtime.weights.transfer import Transfers, load_threads
 from experts.errors import LoadError, WeightsCorrupt
 from experts.expert import Expert, Precision
 from experts.llm.config import parse_spec
@@ -93,14 +94,13 @@ class Yard:
             if copy.expert.id in wanted
         }
         self.link = PacedLink(rate)
-        self.loads = MoeLoads(self.segments, self.link, HostMemory(), kept=kept)
+        drive = Drive(self.segments, HostMemory(), self.link)
+        self.loads = MoeLoads(drive, kept=kept)
         memory = HostMemory() if device is None else device
         self.store = SlotStore(memory, budget_bytes, ("cpu",), SkeletonShelf(self.segments), self.loads)
         self.answers = SimpleQueue()
         by_name = {copy.name: copy for copy in self.copies.values()}
-        self.transfers = Transfers(
-            {"pool": self.store}, self.segments, by_name, HostMemory(), self.answers.put, link=self.link
-        )
+        self.transfers = Transfers(drive, {"pool": self.store}, by_name, self.answers.put, load_threads(4, 1))
         self.count = 0
 
     def load(self, expert):

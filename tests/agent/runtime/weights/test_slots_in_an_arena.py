@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from agent.core.events import BatchFailed
 from agent.core.performance import ExecutorSpec
 from agent.core.request import Batch, Portion
-from agent.runtime.executor import BatchExecutor
+from agent.runtime.executor import BatchExecutor, Shared
 from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.images.preparation import Preparation
 from agent.runtime.machine.memories import EmulatedMemory
+from agent.runtime.machine.threads import Team
 from agent.runtime.texts import RunningTexts
 from agent.runtime.weights.slots import SkeletonShelf, SlotStore
 from experts.backends import backend_for
@@ -207,8 +208,8 @@ def test_a_quantum_over_two_on_one_trunk_and_a_load_that_moves_it_do_not_wait_fo
         bench.load(name)
     bench.store.evict("c")
     store, answers, preparation = LoadBetween(bench, "d"), SimpleQueue(), Preparation(1)
-    texts = RunningTexts({}, OutputLengths())
-    executor = BatchExecutor(ExecutorSpec(0, "cpu", "host"), store, preparation, answers.put, 1, texts=texts)
+    shared = Shared(preparation, answers.put, RunningTexts({}, OutputLengths()))
+    executor = BatchExecutor(ExecutorSpec(0, "cpu", "host"), store, Team(1), shared)
     executor.start()
     batch = Batch(1, 0, "g", "g", (1, 2), 0, 0.05, (Portion("g", "g", (1,)), Portion("h", "h", (2,))))
     executor.start_quantum(batch, [fakes.copies["g"], fakes.copies["h"]])

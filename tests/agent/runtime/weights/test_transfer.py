@@ -15,8 +15,9 @@ from agent.core.effects import Evict, EvictionDecision, StartLoad
 from agent.core.events import Loaded, LoadFailed
 from agent.runtime.machine.device_loss import Breakdown
 from agent.runtime.machine.memories import EmulatedMemory, HostMemory
+from agent.runtime.weights.drive import Drive, PacedLink
 from agent.runtime.weights.slots import SkeletonShelf, SlotStore
-from agent.runtime.weights.transfer import PacedLink, Transfers
+from agent.runtime.weights.transfer import Transfers, load_threads
 from experts import errors
 from experts.backends import backend_for
 from experts.expert import Precision
@@ -30,21 +31,15 @@ PATIENCE_S = 30.0
 class Yard:
     """Host and device memory with the transfers between them, driven by hand."""
 
-    def __init__(self, line, segments=None, device_bytes=ROOMY, ssd_bytes_per_s=None, device=None, watch=None):
+    def __init__(self, line, segments=None, device_bytes=ROOMY, ssd_bytes_per_s=None, device=None):
         self.line = line
         self.shelf = SkeletonShelf(line.segments)
         self.host = SlotStore(HostMemory(), ROOMY, ("cpu",), self.shelf)
         self.device = SlotStore(device or EmulatedMemory(device_bytes), device_bytes, ("cpu",), self.shelf)
         self.answers = SimpleQueue()
-        self.transfers = Transfers(
-            {"host": self.host, "device": self.device},
-            segments or line.segments,
-            line.copies,
-            HostMemory(),
-            self.answers.put,
-            link=PacedLink(ssd_bytes_per_s),
-            watch=watch,
-        )
+        drive = Drive(segments or line.segments, HostMemory(), PacedLink(ssd_bytes_per_s))
+        stores = {"host": self.host, "device": self.device}
+        self.transfers = Transfers(drive, stores, line.copies, self.answers.put, load_threads(4, 1))
         self.loads = 0
 
     def start(self, name, source="ssd", pool="host"):

@@ -1,0 +1,62 @@
+"""Assembly of an agent's loop: its memories, transfers, executors, and what they share."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from agent.runtime.executor import BatchExecutor, Shared
+from agent.runtime.images.preparation import Preparation, threads_for
+from agent.runtime.loop import AgentLoop, Workshop
+from agent.runtime.machine.box import threads_per_executor, torch_device
+from agent.runtime.machine.device_loss import watch_of
+from agent.runtime.machine.memories import HostMemory, memory_for
+from agent.runtime.machine.threads import teams
+from agent.runtime.text_engines import text_engines
+from agent.runtime.texts import RunningTexts
+from agent.runtime.weights.drive import Drive, PacedLink
+from agent.runtime.weights.moe_loads import MoeLoads
+from agent.runtime.weights.moe_usage import FOLDER as USAGE_FOLDER
+from agent.runtime.weights.slots import SkeletonShelf, SlotStore
+from agent.runtime.weights.transfer import Transfers, load_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from agent.core.request import Outcome
+    from agent.runtime.loop import AgentPlan, Decider, LoopOptions
+    from experts.packed.weights import SegmentStore
+
+
+def assemble(
+    engine: Decider,
+    plan: AgentPlan,
+    segments: SegmentStore,
+    on_outcome: Callable[[int, Outcome], None],
+    options: LoopOptions,
+) -> AgentLoop:
+    """A loop to ``start``, and to ``stop`` once. Raises BackendUnavailable."""
+    box, inbox = plan.box, SimpleQueue[Any]()
+    drive = Drive(segments, HostMemory(pinned=box.name == "cuda"), PacedLink(options.ssd_bytes_per_s))
+    shelf = SkeletonShelf(segments)
+    stores = _stores(plan, shelf, MoeLoads(drive, kept=segments.directory / USAGE_FOLDER))
+    operator_threads, watch = threads_per_executor(box, plan.executors), watch_of(box)
+    loads = plan.limits.loads_in_flight * (len(stores) if box.is_split else 1) + 1  # one in the background
+    transfers = Transfers(drive, stores, plan.copies, inbox.put, load_threads(loads, operator_threads), watch)
+    preparation = Preparation(threads_for(box), options.max_pixels, options.scaled, box.cores)
+    engines = text_engines(plan.executors, plan.limits, segments, plan.matrix, keeps_prefixes=options.keeps_prefixes)
+    texts = RunningTexts(engines.by_executor, engines.lengths)
+    shared, team = Shared(preparation, inbox.put, texts, watch), teams(plan.executors, operator_threads)
+    executors = {spec.id: BatchExecutor(spec, stores[spec.pool], team[spec.id], shared) for spec in plan.executors}
+    workshop = Workshop(tuple(stores.values()), shelf, transfers, preparation, executors, texts, engines, inbox)
+    workshop.bind_where_they_run(plan.matrix)
+    return AgentLoop(engine, plan, workshop, on_outcome, options)
+
+
+def _stores(plan: AgentPlan, shelf: SkeletonShelf, moe_loads: MoeLoads) -> dict[str, SlotStore]:
+    stores = {}
+    for spec in plan.limits.pools:
+        memory = memory_for(plan.box, spec.name, spec.expert_bytes, spec.workspace_bytes)
+        devices = sorted({torch_device(each.processor) for each in plan.executors if each.pool == spec.name})
+        stores[spec.name] = SlotStore(memory, spec.expert_bytes, devices, shelf, moe_loads)
+    return stores

@@ -1,0 +1,61 @@
+"""Drive: packed weights, and the link that they are read over."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from agent.runtime.machine.memories import HostMemory
+    from experts.packed.weights import SegmentStore
+
+
+class PacedLink:
+    """Holds a link to a rate: bytes are let through one reservation after another. None: no limit.
+
+    Unused time is lost: no burst after a pause. Background loads ask first whether the link ``is_demanded``.
+    """
+
+    def __init__(self, bytes_per_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._free_at_s = 0.0
+        self._demands = 0
+        self._lock = Lock()
+
+    @property
+    def is_demanded(self) -> bool:
+        return self._demands > 0
+
+    @contextmanager
+    def demanded(self) -> Iterator[None]:
+        with self._lock:
+            self._demands += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._demands -= 1
+
+    def reserve(self, size_bytes: int) -> float:
+        """When a link of this rate would have delivered so many bytes, behind everything reserved before."""
+        now = self._clock()
+        if self.bytes_per_s is None:
+            return now
+        with self._lock:
+            self._free_at_s = max(self._free_at_s, now) + size_bytes / self.bytes_per_s
+            return self._free_at_s
+
+
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """``staging``: memory of the buffers that a device's bytes pass through."""
+
+    segments: SegmentStore
+    staging: HostMemory
+    link: PacedLink
