@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import sqlite3
 import subprocess
 import sys
-import time
-from contextlib import closing
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
-from agent.config import read_line
-from agent.service.line_service import LineService
+from experts.expert import Verdict
+from tests.agent.service.fake_line import until
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 90.0
-EXPERTS = 3
-IMAGES = [f"B{board}_c{number}_R1.png" for board in range(4) for number in range(EXPERTS)]
-PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
+IMAGES = [f"B{board}_c{number}_R1.png" for board in range(6) for number in range(2)]
 
 PREAMBLE = """
 import sys, threading
@@ -95,58 +88,29 @@ main()
 
 
 @pytest.fixture
-def line(tmp_path):
-    """A line of fakes, with images waiting for each."""
-    (tmp_path / "inbox").mkdir()
-    (tmp_path / "weights.yaml").write_text(json.dumps({"weight_bytes": 1_000_000, "label": "ok"}))
-    expert = {"architecture": "fake", "weights": "weights.yaml", "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
-    document = {
-        "line": "test",
-        "state": "./state",
-        "experts": {f"cls/f{number}": expert for number in range(EXPERTS)},
-        "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(EXPERTS)},
-        "memory": {"host": "20MiB", "workspace": "10MiB"},
-        "intake": {"folders": [{"path": "./inbox", "pattern": PATTERN, "settle_ms": 0, "poll_s": 0.1}]},
-    }
-    file = tmp_path / "line.yaml"
-    file.write_text(json.dumps(document))  # JSON is YAML
+def line(line):
+    """With images waiting for each expert."""
+    line.watch()
     for name in IMAGES:
-        Image.new("RGB", (8, 8), (10, 200, 30)).save(tmp_path / name)
-        (tmp_path / name).rename(tmp_path / "inbox" / name)
-    return file
+        line.drop(name)
+    return line
 
 
 def serve_broken(forks, line, breaking, serving=SERVING):
     """Run ``coserve serve``, or what embeds its service, with something broken in it, to its end."""
-    script = "\n".join((PREAMBLE, breaking, serving)).format(line=str(line))
+    script = "\n".join((PREAMBLE, breaking, serving)).format(line=str(line.write()))
     if serving == SERVING:
         return forks.run(script, timeout_s=DEADLINE_S)
     command = [sys.executable, "-c", script]  # only the interpreter's own end tells that it comes to it
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
-def stored(line):
-    """What is in the results file: (image, verdict)."""
-    with closing(sqlite3.connect(line.parent / "state" / "results.db")) as connection:
-        return sorted(connection.execute("SELECT image, verdict FROM results").fetchall())
-
-
-def claimed(line):
-    """The images in ``.work``, by the names they came with."""
-    return sorted(file.name.rpartition("~")[2] for file in (line.parent / "inbox" / ".work").rglob("*.png"))
-
-
 def judge_what_waits(line):
-    """Start again, unbroken, until everything has a verdict."""
-    service = LineService(read_line(line, {}), lambda *_: None)
-    service.start()
-    try:
-        deadline = time.monotonic() + DEADLINE_S
-        while service.judged < len(IMAGES):
-            assert time.monotonic() < deadline, stored(line)
-            time.sleep(0.02)
-    finally:
-        service.stop()
+    """Start again, unbroken, until everything has a verdict, and is put away."""
+    claimed = line.inbox / ".work"
+    with line.served():
+        until(lambda: len(line.rows) == len(IMAGES) and not any(claimed.rglob("*.png")))
+    assert line.verdicts == sorted((name, Verdict.OK) for name in IMAGES)
 
 
 def test_a_lost_device_ends_the_agent_with_1_and_the_next_one_judges_everything(forks, line):
@@ -154,11 +118,10 @@ def test_a_lost_device_ends_the_agent_with_1_and_the_next_one_judges_everything(
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[-1].startswith("the agent crashed: DeviceLost: the device cpu is lost: ")
     assert "expert_quarantined" not in done.stderr
-    assert stored(line) == []
-    assert claimed(line)
-    assert not (line.parent / "inbox" / "failed").exists()
+    assert line.rows == []
+    assert line.shelf(".work")
+    assert line.shelf("failed") == []
     judge_what_waits(line)
-    assert stored(line) == sorted((name, "OK") for name in IMAGES)
 
 
 def test_a_thread_that_dies_by_a_fault_of_the_program_ends_the_agent_with_1_and_the_next_one_goes_on(forks, line):
@@ -167,14 +130,7 @@ def test_a_thread_that_dies_by_a_fault_of_the_program_ends_the_agent_with_1_and_
     assert done.returncode == 1, done.stderr
     assert "thread_died thread=results" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("the agent crashed: RuntimeError: a fault of the program")
-    service = LineService(read_line(line, {}), lambda *_: None)
-    service.start()
-    deadline = time.monotonic() + DEADLINE_S
-    while len(stored(line)) < len(IMAGES) or claimed(line):
-        assert time.monotonic() < deadline, (stored(line), claimed(line))
-        time.sleep(0.02)
-    service.stop()
-    assert stored(line) == sorted((name, "OK") for name in IMAGES)
+    judge_what_waits(line)
 
 
 @pytest.mark.parametrize(
@@ -187,6 +143,5 @@ def test_what_hangs_ends_the_agent_and_the_process_really_ends(forks, line, hang
     assert done.returncode == 1, done.stderr
     assert "overdue age_s=" in done.stderr
     assert "the agent crashed: WorkOverdue: the " in done.stderr.splitlines()[-1]
-    assert stored(line) == []
+    assert line.rows == []
     judge_what_waits(line)
-    assert stored(line) == sorted((name, "OK") for name in IMAGES)

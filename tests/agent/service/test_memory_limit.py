@@ -10,9 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-import yaml
 
-from agent.records.result_reader import ResultReader
+from tests.agent.service.fake_line import until
 
 ROOT = Path(__file__).parents[3]
 MEBIBYTE = 2**20
@@ -70,35 +69,23 @@ def served_within(folder, line):
         assert agent.returncode == 0, said[-2000:]
 
 
-def test_a_line_far_larger_than_its_group_s_memory_is_served_and_nothing_is_killed(
-    desk_line, png, group, wait_until_so
-):
+def test_a_line_far_larger_than_its_group_s_memory_is_served_and_nothing_is_killed(line, group):
     """What is packed and read fills the page cache, which gives way; what is held stays within the budget."""
     folder, killed = group
-    document = desk_line.document
     for number in range(EXPERTS):
-        document["experts"][f"cls/f{number}"] = desk_line._expert(number)
-        desk_line.fake(number, weight_bytes=WEIGHT_BYTES)
-        document["routes"][f"c{number}"] = [{"expert": f"cls/f{number}", "pass": ["ok"]}]
-    document["memory"] = {"host": "160MiB", "workspace": "10MiB"}
-    document["intake"] = {
-        "folders": [{"path": "./inbox", "pattern": r"(?P<board>b\d+)_(?P<component>c\d+)_(?P<ref>[^.]+)\.png"}]
-    }
-    inbox = desk_line.folder / "inbox"
-    inbox.mkdir()
-    for turn in range(2):
-        for number in range(EXPERTS):
-            (inbox / f"b{turn}_c{number}_R{number}.png").write_bytes(png())
-    line = desk_line.folder / "line.yaml"
-    line.write_text(yaml.safe_dump(document))
-    results = ResultReader(desk_line.folder / "state" / "results.db")
+        line.add_expert(number)
+        line.fake(number, weight_bytes=WEIGHT_BYTES)
+    line.document["memory"] = {"host": "160MiB", "workspace": "10MiB"}
+    line.watch()
+    for number in range(2 * EXPERTS):
+        line.drop(f"b{number // EXPERTS}_c{number % EXPERTS}_R{number}.png")
 
     def judged():
         with suppress(FileNotFoundError, sqlite3.OperationalError):  # the agent has not made its tables yet
-            return [row.result.verdict for row in results.query()]
+            return [row.verdict for row in line.rows]
         return []
 
-    with served_within(folder, line) as agent:
-        wait_until_so(lambda: len(judged()) == 2 * EXPERTS or agent.poll() is not None)
+    with served_within(folder, line.write()) as agent:
+        until(lambda: len(judged()) == 2 * EXPERTS or agent.poll() is not None)
     assert {str(verdict) for verdict in judged()} == {"OK"}
     assert killed() == 0

@@ -24,6 +24,7 @@ from agent.api.client import AgentClient
 from agent.records.result_reader import ResultReader
 from experts.backends.detector import build_trainable
 from experts.llm.serving.generation import GREEDY
+from tests.agent.service.fake_line import PATTERN, until
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 90.0
@@ -87,7 +88,8 @@ def namespace():
         each.close()
 
 
-def test_serving_and_judging_sends_not_one_packet(namespace, tmp_path, wait_until_so):
+@pytest.mark.slow
+def test_serving_and_judging_sends_not_one_packet(namespace, tmp_path):
     save_file(build_trainable("yolov5n", 2).state_dict(), tmp_path / "shift.safetensors")
     expert = {"architecture": "yolov5n", "weights": "shift.safetensors", "labels": ["ok", "bad"]}
     document = {
@@ -96,11 +98,7 @@ def test_serving_and_judging_sends_not_one_packet(namespace, tmp_path, wait_unti
         "experts": {"det/shift": expert | {"input": {"size": [64, 64]}}},
         "routes": {"c0": [{"expert": "det/shift", "pass": ["ok"]}]},
         "memory": {"host": "100MiB"},
-        "intake": {
-            "folders": [
-                {"path": "./inbox", "pattern": r"(?P<board>B\d)_(?P<component>c0)_(?P<ref>R1)\.png", "settle_ms": 0}
-            ]
-        },
+        "intake": {"folders": [{"path": "./inbox", "pattern": PATTERN, "settle_ms": 0}]},
     }
     (tmp_path / "line.yaml").write_text(json.dumps(document))
     (tmp_path / "inbox").mkdir()
@@ -112,7 +110,7 @@ def test_serving_and_judging_sends_not_one_packet(namespace, tmp_path, wait_unti
         assert agent.process.poll() is None, agent.process.stderr.read()
         return any(file for place in ("done", "ng", "failed") for file in (tmp_path / "inbox" / place).rglob("*.png"))
 
-    wait_until_so(is_judged)
+    until(is_judged)
     agent.hold()
     agent.process.send_signal(signal.SIGTERM)
     _, err = agent.process.communicate(timeout=PATIENCE_S)
@@ -122,7 +120,7 @@ def test_serving_and_judging_sends_not_one_packet(namespace, tmp_path, wait_unti
     assert agent.packets() == {"lo": 0, "out": 0, "wire": 0}
 
 
-def test_writing_texts_sends_not_one_packet(namespace, tmp_path, tmp_path_factory, models, wait_until_so):
+def test_writing_texts_sends_not_one_packet(namespace, tmp_path, tmp_path_factory, models):
     address = f"unix:{tmp_path_factory.mktemp('s')}/c.sock"
     document = {
         "line": "test",
@@ -138,7 +136,7 @@ def test_writing_texts_sends_not_one_packet(namespace, tmp_path, tmp_path_factor
         assert agent.process.poll() is None, agent.process.stderr.read()
         return Path(address.removeprefix("unix:")).exists()
 
-    wait_until_so(is_served)
+    until(is_served)
     with AgentClient(address) as client:  # a unix socket is no network
         *_, end = client.generate(TextOrder("llm/code", "the quick", most_tokens=5, sampling=GREEDY))
     agent.hold()
@@ -148,14 +146,9 @@ def test_writing_texts_sends_not_one_packet(namespace, tmp_path, tmp_path_factor
     assert agent.packets() == {"lo": 0, "out": 0, "wire": 0}
 
 
-@pytest.mark.parametrize(
-    "sends",
-    [
-        "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('198.51.100.1', 9))",
-        "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 9))",
-    ],
-)
-def test_a_packet_would_be_counted(namespace, sends):
+@pytest.mark.parametrize("to", ["198.51.100.1", "127.0.0.1"])
+def test_a_packet_would_be_counted(namespace, to):
+    sends = f"import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('{to}', 9))"
     sender = namespace(sys.executable, "-c", f"{sends}; print('sent', flush=True); input()", stdin=subprocess.PIPE)
     assert sender.process.stdout.readline() == "sent\n", sender.process.stderr.read()
     sender.hold()

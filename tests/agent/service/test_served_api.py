@@ -20,48 +20,42 @@ from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
 from agent.sources.cameras.camera_source import CameraSource
 from experts.errors import AgentUnreachable
-from experts.expert import Verdict
 from experts.thresholds.map_pictures import map_of
+from tests.agent.service.fake_line import ordered, picture, until
 from tests.experts.backends.onnx.anomaly_graphs import SIZE_PX, brightness
 from tests.lines import order as order_of
 
 
 @pytest.fixture
-def address(desk_line, tmp_path_factory):
+def address(line, tmp_path_factory):
     """A unix socket of the line's; a short path, as they have to be."""
     path = tmp_path_factory.mktemp("s") / "c.sock"
-    desk_line.document["api"] = {"grpc": [f"unix:{path}", "127.0.0.1:0"]}
+    line.document["api"] = {"grpc": [f"unix:{path}", "127.0.0.1:0"]}
     return f"unix:{path}"
 
 
-def image_input(content):
-    one = triton.InferInput("IMAGE", [1], "BYTES")
+def bytes_input(name, content):
+    one = triton.InferInput(name, [1], "BYTES")
     one.set_data_from_numpy(np.array([content], dtype=np.object_))
     return one
 
 
-def text_input(name, text):
-    one = triton.InferInput(name, [1], "BYTES")
-    one.set_data_from_numpy(np.array([text.encode()], dtype=np.object_))
-    return one
-
-
-def test_an_unmodified_tritonclient_inspects_on_a_served_line(desk_line, address, png):
+def test_an_unmodified_tritonclient_inspects_on_a_served_line(line, address):
     """AC15, on the real agent."""
-    with desk_line.served() as service:
+    image = bytes_input("IMAGE", picture())
+    with line.served() as service:
         for url in (address, service.api.addresses[1]):
             with closing(triton.InferenceServerClient(url)) as client:
                 assert client.is_server_ready()
                 assert client.is_model_ready("c0")
                 assert client.get_model_metadata("expert:cls/f1").inputs[0].name == "IMAGE"
-                answer = client.infer("c0", [image_input(png())])
-                assert answer.as_numpy("VERDICT")[0] == b"OK"
+                assert client.infer("c0", [image]).as_numpy("VERDICT")[0] == b"OK"
         with closing(triton.InferenceServerClient(address)) as client:
-            board = [image_input(png()), text_input("BOARD", "B1"), text_input("REF", "R1")]
+            board = [bytes_input("BOARD", b"B1"), bytes_input("REF", b"R1")]
             for is_repeat in (False, True):
-                answer = client.infer("c0", board, request_id="1", parameters={"key": "one"})
+                answer = client.infer("c0", [image, *board], request_id="1", parameters={"key": "one"})
                 assert json.loads(answer.as_numpy("DETAIL")[0])["is_repeat"] is is_repeat
-            other = [image_input(png((200, 0, 0))), *board[1:]]
+            other = [bytes_input("IMAGE", picture((200, 0, 0))), *board]
             with pytest.raises(triton.InferenceServerException) as error:
                 client.infer("c0", other, request_id="1", parameters={"key": "one"})
             assert error.value.status() == "StatusCode.ALREADY_EXISTS"
@@ -69,22 +63,22 @@ def test_an_unmodified_tritonclient_inspects_on_a_served_line(desk_line, address
             client.load_model("c0")
             counted = client.get_inference_statistics("c0", as_json=True)["model_stats"][0]
             assert int(counted["inference_stats"]["success"]["count"]) == 4
-    assert [(row.result.subject.key, row.result.subject.board) for row in desk_line.results.query()] == [
-        ("api/one", "B1")
-    ]
+        with AgentClient(address) as client:
+            assert [dict(board.missing) for board in client.boards("B1")] == [{"c1": 1}]
+    assert [(row.subject.key, row.subject.board) for row in line.rows] == [("api/one", "B1")]
 
 
 @pytest.fixture
-def solder(desk_line):
+def solder(line):
     """The line with an anomaly expert, and an image in which it finds a bright spot."""
     graph = brightness(("pred_score", "score"), ("anomaly_map", "map"))
-    onnx.save_model(graph, desk_line.folder / "solder.onnx")
-    desk_line.document["experts"]["look/solder"] = {
+    onnx.save_model(graph, line.folder / "solder.onnx")
+    line.document["experts"]["look/solder"] = {
         "architecture": "onnx", "weights": "solder.onnx", "task": "anomaly", "threshold": 0.6,
         "input": {"size": [SIZE_PX, SIZE_PX], "normalize": "unit"},
     }  # fmt: skip
-    desk_line.document["routes"]["solder"] = [{"expert": "look/solder", "pass": ["ok"]}]
-    desk_line.document["memory"] = {"host": "60MiB", "workspace": "30MiB"}
+    line.document["routes"]["solder"] = [{"expert": "look/solder", "pass": ["ok"]}]
+    line.document["memory"] = {"host": "60MiB", "workspace": "30MiB"}
     pixels = np.full((SIZE_PX, SIZE_PX, 3), 51, np.uint8)
     pixels[4:8, 20:24] = 255
     buffer = io.BytesIO()
@@ -101,9 +95,9 @@ def brightest(png):
 SPOT = {(row, column) for row in range(4, 8) for column in range(20, 24)}
 
 
-def test_where_an_image_is_anomalous_is_sent_to_who_asks_for_it(desk_line, address, solder, png):
+def test_where_an_image_is_anomalous_is_sent_to_who_asks_for_it(line, address, solder):
     """An inspection, the same one again, a question, stored results, and a tritonclient."""
-    with desk_line.served(), grpc.insecure_channel(address) as channel, AgentClient(address) as client:
+    with line.served(), grpc.insecure_channel(address) as channel, AgentClient(address) as client:
         agent = inspection_pb2_grpc.InspectionStub(channel)
         request = pb.InspectRequest(file=solder, component="solder", key="one", wants_maps=True)
         question = pb.InspectRequest(file=solder, component="solder", is_question=True, wants_maps=True)
@@ -114,7 +108,7 @@ def test_where_an_image_is_anomalous_is_sent_to_who_asks_for_it(desk_line, addre
         request.ClearField("wants_maps")
         assert not agent.Inspect(request, timeout=60).parts[0].anomalies[0].HasField("map")
         (good,) = agent.Inspect(
-            pb.InspectRequest(file=png((9, 9, 9)), component="solder", wants_maps=True), timeout=60
+            pb.InspectRequest(file=picture((9, 9, 9)), component="solder", wants_maps=True), timeout=60
         ).parts
         assert (good.verdict, good.anomalies[0].HasField("map")) == (pb.VERDICT_OK, False)
         stored, _ = next(client.watch(EVERYTHING, with_maps=True))
@@ -122,14 +116,14 @@ def test_where_an_image_is_anomalous_is_sent_to_who_asks_for_it(desk_line, addre
         assert next(client.watch(EVERYTHING))[0].anomalies[0].map_png is None
         with closing(triton.InferenceServerClient(address)) as caller:
             outputs = [triton.InferRequestedOutput(name) for name in ("ANOMALY_SCORE", "ANOMALY_MAP")]
-            answer = caller.infer("expert:look/solder", [image_input(solder)], outputs=outputs)
+            answer = caller.infer("expert:look/solder", [bytes_input("IMAGE", solder)], outputs=outputs)
         assert answer.as_numpy("ANOMALY_SCORE")[0] == pytest.approx(1.0)
         assert brightest(answer.as_numpy("ANOMALY_MAP")[0]) == SPOT
 
 
-def test_where_no_images_are_kept_only_questions_are_answered_with_pictures(desk_line, address, solder):
-    desk_line.document["records"] = {"images": "none"}
-    with desk_line.served(), grpc.insecure_channel(address) as channel:
+def test_where_no_images_are_kept_only_questions_are_answered_with_pictures(line, address, solder):
+    line.document["records"] = {"images": "none"}
+    with line.served(), grpc.insecure_channel(address) as channel:
         agent = inspection_pb2_grpc.InspectionStub(channel)
         asked = pb.InspectRequest(file=solder, component="solder", wants_maps=True)
         (kept,) = agent.Inspect(asked, timeout=60).parts[0].anomalies
@@ -138,52 +132,38 @@ def test_where_no_images_are_kept_only_questions_are_answered_with_pictures(desk
     assert (kept.HasField("map"), answered.HasField("map")) == (False, True)
 
 
-def test_the_lines_own_client_sees_the_board_and_the_status(desk_line, address, png):
-    with desk_line.served(), AgentClient(address) as client:
-        assert client.status().line == "test"
-        (part,) = client.inspect([png()], "c0", "B1", "R1")
-        assert part.verdict is Verdict.OK
-        (board,) = client.boards("B1")
-        assert dict(board.missing) == {"c1": 1}
-
-
-def test_a_deadline_takes_an_inspection_out_of_the_queue(desk_line, address, caller, png, wait_until_so):
-    """AC17, on the real agent: what waits behind a long batch is neither run nor stored, and nothing is counted."""
-    desk_line.fake(0, B_s=0.8)
-    request = pb.InspectRequest(file=png(), component="c0", board="B1", ref="R1")
-    with desk_line.served() as service, grpc.insecure_channel(address) as channel:
+def test_a_deadline_takes_an_inspection_out_of_the_queue(line, address, batches):
+    """AC17, on the real agent: what waits behind a batch is neither run nor stored, and nothing is counted."""
+    line.document["executors"] = {"cpu": 1}
+    request = pb.InspectRequest(file=picture(), component="c0", board="B1", ref="R1")
+    with line.served() as service, grpc.insecure_channel(address) as channel:
         agent = inspection_pb2_grpc.InspectionStub(channel)
         agent.Status(pb.StatusRequest(), timeout=60)  # so that it is connected
-        while True:  # a slow box may end the long batch before the deadline has come through
-            running = caller()
-            service.desk.order(order_of(png(), component="c0", is_kept=False), running)
-            wait_until_so(lambda: any(queue.running for queue in service.desk.status().queues))
-            call = agent.Inspect.future(request, timeout=0.3)
-            wait_until_so(lambda call=call: call.done() or service.desk.status().requests_in_flight == 2)
-            was_queued = not call.done()
-            assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            wait_until_so(lambda running=running: running.answers or service.desk.status().requests_in_flight == 1)
-            if was_queued and not running.answers:
-                break
-            wait_until_so(lambda: service.desk.status().requests_in_flight == 0)
-        before = service.judged
+        batches.clear()
+        (running,) = ordered(service, order_of(picture(), component="c0", is_kept=False))
+        until(lambda: any(queue.running for queue in service.desk.status().queues))
+        call = agent.Inspect.future(request, timeout=1.0)
+        until(lambda: call.done() or service.desk.status().requests_in_flight == 2)
+        assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        until(lambda: service.desk.status().requests_in_flight == 1)
+        batches.set()
         running.wait()
-        wait_until_so(lambda: service.desk.status().requests_in_flight == 0 and not desk_line.unfinished)
-        wait_until_so(lambda: service.api.orders_under_way == service.api.calls == 0)
-        assert service.judged == before
+        until(lambda: service.desk.status().requests_in_flight == 0 and not line.unfinished)
+        until(lambda: service.api.orders_under_way == service.api.calls == 0)
+        assert service.judged == 0
         agent.Inspect(request, timeout=60)
-        assert service.judged == before + 1
+        assert service.judged == 1
 
 
-def test_many_callers_at_once_are_answered_or_told_to_come_again(desk_line, address, png):
+def test_many_callers_at_once_are_answered_or_told_to_come_again(line, address):
     """AC18 on the real agent: a bounded line, a thousand calls, each with an end."""
-    desk_line.document["api"]["limits"] = {"requests": 50}
-    content = png()
-    with desk_line.served(), closing(triton.InferenceServerClient(address)) as client:
+    line.document["api"]["limits"] = {"requests": 50}
+    image = bytes_input("IMAGE", picture())
+    with line.served(), closing(triton.InferenceServerClient(address)) as client:
 
         def ask(_):
             try:
-                return client.infer("c0", [image_input(content)]).as_numpy("VERDICT")[0].decode()
+                return client.infer("c0", [image]).as_numpy("VERDICT")[0].decode()
             except triton.InferenceServerException as refused:
                 return str(refused.status())
 
@@ -193,49 +173,46 @@ def test_many_callers_at_once_are_answered_or_told_to_come_again(desk_line, addr
     assert ends.count("OK") >= 50
 
 
-def test_a_reload_that_is_not_applied_keeps_the_token_too(desk_line, tmp_path):
+def test_a_reload_that_is_not_applied_keeps_the_token_too(line, tmp_path):
     token = tmp_path / "token"
     token.write_text("old")
-    desk_line.document["api"] = {"grpc": "127.0.0.1:0", "token": {"file": str(token)}}
-    with desk_line.served() as service:
+    line.document["api"] = {"grpc": "127.0.0.1:0", "token": {"file": str(token)}}
+    with line.served() as service:
         token.write_text("new")
-        desk_line.fake(1, weight_bytes=30_000_000)  # more than there is memory
-        assert not service.desk.reload().is_applied
-        with AgentClient(service.api.addresses[0], Access(token="old")) as client:
-            assert client.status().line == "test"
-        desk_line.fake(1)
-        assert service.desk.reload().is_applied
-        with AgentClient(service.api.addresses[0], Access(token="new")) as client:
-            assert client.status().line == "test"
+        for weight_bytes, valid in ((30_000_000, "old"), (1_000_000, "new")):  # of 20 MiB of memory
+            line.fake(1, weight_bytes=weight_bytes)
+            assert service.desk.reload().is_applied is (valid == "new")
+            with AgentClient(service.api.addresses[0], Access(token=valid)) as client:
+                assert client.status().line == "test"
 
 
-def test_callers_are_told_that_it_stops_before_any_camera_is_waited_for(desk_line, address, tmp_path, monkeypatch):
+def test_callers_are_told_that_it_stops_before_any_camera_is_waited_for(line, address, tmp_path, monkeypatch):
     """AC19: also beside a camera that hangs, nobody is let in who would have to be sent away."""
     camera = {"name": "top", "url": f"file:{tmp_path / 'none.avi'}", "component": "c0"}
-    desk_line.document["intake"] = {"cameras": [camera]}
+    line.document["intake"] = {"cameras": [camera]}
     stop, answered = CameraSource.stop, []
 
-    def stopped(door, timeout_s):
+    def stopped(source, timeout_s):
         if timeout_s:
             with AgentClient(address) as client, pytest.raises(AgentUnreachable):
                 client.status()
             answered.append(False)
-        return stop(door, timeout_s)
+        return stop(source, timeout_s)
 
     monkeypatch.setattr(CameraSource, "stop", stopped)
-    with desk_line.served(), AgentClient(address) as client:
+    with line.served(), AgentClient(address) as client:
         assert client.status().sources[0].name == "top"
     assert answered == [False]
 
 
-def test_an_address_that_is_taken_or_not_there_yet_is_waited_for_with_an_alarm(desk_line, wait_until_so):
+def test_an_address_that_is_taken_or_not_there_yet_is_waited_for_with_an_alarm(line):
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        desk_line.document["api"] = {"grpc": [address]}
-        with desk_line.served() as service:
+        line.document["api"] = {"grpc": [address]}
+        with line.served() as service:
             (alarm,) = service.desk.status().alarms
             assert address in alarm
             other.close()
-            wait_until_so(lambda: not service.desk.status().alarms)
+            until(lambda: not service.desk.status().alarms)
             with AgentClient(address) as client:
                 assert client.status().line == "test"

@@ -11,6 +11,7 @@ import yaml
 from agent.api.calls.desk import TextOrder
 from agent.api.client import AgentClient
 from experts.llm.serving.generation import GREEDY
+from tests.agent.service.fake_line import until
 from tests.agent.service.language_models import CONTEXT, TEXTS, Reader
 
 USER = [{"role": "user", "content": "the quick fox"}]
@@ -69,7 +70,7 @@ def test_many_callers_at_once_have_what_each_has_alone(line):
         assert list(threads.map(asked, prompts)) == alone
 
 
-def test_who_goes_away_in_the_middle_leaves_nothing_behind(line, wait_until_so):
+def test_who_goes_away_in_the_middle_leaves_nothing_behind(line):
     with line.served() as service, client_of(service) as client:
         for _ in range(5):
             with client.completions.create(model="helpdesk", prompt="fox", stream=True, max_tokens=CONTEXT) as events:
@@ -78,8 +79,8 @@ def test_who_goes_away_in_the_middle_leaves_nothing_behind(line, wait_until_so):
             told = other.generate(TextOrder("llm/maths", "fox"))
             next(told)
             told.close()
-        wait_until_so(lambda: service.agent.loop.requests_in_flight == 0)
-        wait_until_so(lambda: service.desk.status().texts.under_way == 0)
+        until(lambda: service.agent.loop.requests_in_flight == 0)
+        until(lambda: service.desk.status().texts.under_way == 0)
         assert sum(pool.lease_bytes for pool in service.desk.status().pools) == 0
         assert written(client) == 2
 

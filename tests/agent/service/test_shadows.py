@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from contextlib import closing
 
-import yaml
-
 from agent.commands.experts import promote
 from agent.records.attempts import AttemptLog
 from agent.records.database import open_for_reading
 from agent.records.shadow_answers import read_comparison
 from experts.expert import Verdict
-from tests.agent.service.conftest import until
+from tests.agent.service.fake_line import asked, picture, until
 from tests.lines import order as order_of
 
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
@@ -19,29 +17,27 @@ OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
 
 def with_shadow(line, **model):
     """f2 in the shadow of f0, on no route."""
-    line.document["experts"]["cls/f2"] = line._expert(2)
+    line.add_expert(2, has_route=False)
     line.document["experts"]["cls/f0"]["shadow"] = "cls/f2"
     line.fake(2, **model)
-    return line
 
 
 def compared(line):
     return read_comparison(line.folder / "state" / "results.db", "cls/f0", "cls/f2")
 
 
-def judge(service, caller, image, component="c0", count=1):
+def judge(service, component="c0", count=1):
     for _ in range(count):
-        listener = caller()
-        service.desk.order(order_of(image, component=component), listener)
-        yield from listener.wait()
+        ((part,),) = asked(service, order_of(picture(), component=component))
+        yield part
 
 
-def test_a_shadow_is_shown_what_its_expert_judged_and_decides_nothing(desk_line, caller, png):
-    line = with_shadow(desk_line, label="bad", weight_bytes=900_000)
+def test_a_shadow_is_shown_what_its_expert_judged_and_decides_nothing(line):
+    with_shadow(line, label="bad", weight_bytes=900_000)
     with line.served() as service:
-        parts = list(judge(service, caller, png(), count=5))
+        parts = list(judge(service, count=5))
         assert [(part.verdict, part.experts) for part in parts] == [(OK, ("cls/f0",))] * 5
-        assert [part.verdict for part in judge(service, caller, png(), component="c1")] == [OK]
+        assert [part.verdict for part in judge(service, component="c1")] == [OK]
         until(lambda: (found := compared(line)) is not None and found.images == 5)
         statistics = service.agent.loop.statistics().engine
         status = service.desk.status().shadows
@@ -52,52 +48,35 @@ def test_a_shadow_is_shown_what_its_expert_judged_and_decides_nothing(desk_line,
     assert {(row.label, row.passes, row.shadow_label, row.shadow_passes) for row in comparison.differing} == {
         ("ok", True, "bad", False)
     }
-    keys = {row.key for row in comparison.differing}
-    assert len(keys) == 5
-    assert all(line.results.find(key).result.verdict is OK for key in keys)
+    assert len({row.key for row in comparison.differing}) == 5
+    assert {row.verdict for row in line.rows} == {OK}
     assert statistics.arrived == 6
     assert (status.ran, status.failed, status.dropped) == (5, 0, 0)
-    ran = {(row.executor, row.processor, row.shadow_executor, row.shadow_processor) for row in comparison.differing}
-    numbers = {spec.id for spec in service.agent.setup.executors if spec.processor == "cpu"}
-    assert {(processor, other) for _, processor, _, other in ran} == {("cpu", "cpu")}
-    assert {number for one in ran for number in (one[0], one[2])} <= numbers
+    assert {(row.processor, row.shadow_processor) for row in comparison.differing} == {("cpu", "cpu")}
     assert sum(each.images for each in comparison.shadow_ran_on) == 5
 
 
-def test_a_line_file_that_is_read_anew_gives_an_expert_a_shadow_and_takes_it_away(desk_line, caller, png):
-    with desk_line.served() as service:
-        list(judge(service, caller, png()))
-        with_shadow(desk_line, label="ok", weight_bytes=900_000)
-        rewrite(desk_line)
+def test_a_line_file_that_is_read_anew_gives_an_expert_a_shadow_and_takes_it_away(line):
+    with line.served() as service:
+        list(judge(service))
+        with_shadow(line, label="ok", weight_bytes=900_000)
+        line.write()
         assert service.desk.reload().replaced == ()
-        list(judge(service, caller, png(), count=3))
-        until(lambda: (found := compared(desk_line)) is not None and found.images == 3)
-        del desk_line.document["experts"]["cls/f0"]["shadow"]
-        del desk_line.document["experts"]["cls/f2"]
-        rewrite(desk_line)
+        list(judge(service, count=3))
+        until(lambda: (found := compared(line)) is not None and found.images == 3)
+        del line.document["experts"]["cls/f0"]["shadow"]
+        del line.document["experts"]["cls/f2"]
+        line.write()
         assert service.desk.reload().removed == ("cls/f2",)
-        list(judge(service, caller, png(), count=3))
-    assert compared(desk_line).images == 3
-    assert compared(desk_line).agreement == 1.0
+        list(judge(service, count=3))
+    assert compared(line).images == 3
+    assert compared(line).agreement == 1.0
 
 
-def test_other_weights_begin_another_comparison(desk_line, caller, png):
-    line = with_shadow(desk_line, label="bad", weight_bytes=900_000)
+def test_a_shadow_that_ran_when_the_agent_was_ended_twice_is_asked_no_more(line):
+    with_shadow(line, label="ok", weight_bytes=900_000)
     with line.served() as service:
-        list(judge(service, caller, png(), count=2))
-        until(lambda: (found := compared(line)) is not None and found.images == 2)
-        line.fake(2, label="ok", weight_bytes=800_000)
-        rewrite(line)
-        assert service.desk.reload().replaced == ("cls/f2",)
-        list(judge(service, caller, png()))
-        until(lambda: compared(line).images == 1)
-    assert compared(line).agreeing == 1
-
-
-def test_a_shadow_that_ran_when_the_agent_was_ended_twice_is_asked_no_more(desk_line, caller, png):
-    line = with_shadow(desk_line, label="ok", weight_bytes=900_000)
-    with line.served() as service:
-        list(judge(service, caller, png()))
+        list(judge(service))
         until(lambda: compared(line) is not None)
         sha256 = compared(line).pair.shadow_sha256
     for _ in range(2):  # each ends while the shadow runs
@@ -105,37 +84,33 @@ def test_a_shadow_that_ran_when_the_agent_was_ended_twice_is_asked_no_more(desk_
         attempts.begun([f"shadow cls/f2 {sha256}"])
         attempts.close()
     with line.served() as service:
-        assert [part.verdict for part in judge(service, caller, png())] == [OK]
+        assert [part.verdict for part in judge(service)] == [OK]
         until(lambda: compared(line).failed == 1)
         assert "when the agent was ended, 2 times" in service.agent.loop.statistics().engine.quarantined["cls/f2"]
     assert "when the agent was ended" in compared(line).last_reason
 
 
-def rewrite(line):
-    (line.folder / "line.yaml").write_text(yaml.safe_dump(line.document))
-
-
-def test_a_promoted_version_serves_after_a_reload_and_the_earlier_one_is_in_its_shadow(desk_line, caller, png):
-    line = with_shadow(desk_line, label="bad", weight_bytes=900_000)
+def test_a_promoted_version_serves_after_a_reload_and_the_earlier_one_is_in_its_shadow(line):
+    with_shadow(line, label="bad", weight_bytes=900_000)
     with line.served() as service:
-        assert [part.verdict for part in judge(service, caller, png())] == [OK]
+        assert [part.verdict for part in judge(service)] == [OK]
         until(lambda: compared(line) is not None)
         before = compared(line).pair
         assert promote(line.folder / "line.yaml", "cls/f0").keys == ("weights",)
         assert service.desk.reload().replaced == ("cls/f0", "cls/f2")
-        assert [part.verdict for part in judge(service, caller, png(), count=2)] == [NG, NG]
+        assert [part.verdict for part in judge(service, count=2)] == [NG, NG]
         until(lambda: compared(line).pair != before and compared(line).images == 2)
     after = compared(line)
     assert (after.pair.expert_sha256, after.pair.shadow_sha256) == (before.shadow_sha256, before.expert_sha256)
     assert (after.flips_to_ng, after.flips_to_ok) == (0, 2)
 
 
-def test_what_there_was_no_room_for_is_counted(desk_line, caller, png):
-    line = with_shadow(desk_line, label="ok", weight_bytes=1_500_000)
+def test_what_there_was_no_room_for_is_counted(line):
+    with_shadow(line, label="ok", weight_bytes=1_500_000)
     line.document["memory"]["host"] = "12100KiB"  # 10 MiB of it for workspaces: beside an expert the shadow has no room
     with line.served() as service:
-        list(judge(service, caller, png(), component="c1"))
-        list(judge(service, caller, png(), count=70))
+        list(judge(service, component="c1"))
+        list(judge(service, count=70))
     assert (compared(line), dropped(line)) == (None, 70)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from experts.errors import ConfigError
 from experts.expert import Verdict
+from tests.agent.service.fake_line import asked, picture, until
 from tests.lines import order as order_of
 
 
@@ -50,71 +51,49 @@ class Hook:
             thread.join()
 
 
-def weights_sha256(desk_line, number):
-    return hashlib.sha256((desk_line.folder / f"f{number}.yaml").read_bytes()).hexdigest()
-
-
-def test_bad_images_are_kept_and_told_and_good_ones_are_not(desk_line, caller, png, wait_until_so):
-    desk_line.fake(1, label="bad")
+def test_bad_images_are_kept_and_told_with_the_weights_that_judged_and_good_ones_are_not(line):
+    line.fake(1, label="bad")
     hook = Hook()
-    desk_line.document["outbox"] = {"webhook": {"url": hook.url}, "events": ["board", "ng"]}
-    with hook.serving(), desk_line.served() as service:
-        parts = []
-        for number, ref in enumerate(("R1", "R2")):
-            someone = caller()
-            order = order_of(png(), component=f"c{number}", board="B1", ref=ref, key=ref)
-            service.desk.order(order, someone)
-            parts += someone.wait()
-        wait_until_so(lambda: len(hook.told) == 2)
-    assert [part.verdict for part in parts] == [Verdict.OK, Verdict.NG]
-    images = [file for file in (desk_line.folder / "state" / "images").rglob("*") if file.is_file()]
-    assert [file.read_bytes() for file in images] == [png()]
-    rows = {row.result.subject.key: row.result for row in desk_line.results.query()}
-    assert rows["api/R1"].kept_as is None
-    assert (desk_line.folder / "state" / "images" / rows["api/R2"].kept_as).is_file()
+    line.document["outbox"] = {"webhook": {"url": hook.url}, "events": ["board", "ng"]}
+    orders = [order_of(picture(), component=f"c{n}", board="B1", ref=f"R{n}", key=f"R{n}") for n in range(2)]
+    with hook.serving(), line.served() as service:
+        assert [part.verdict for (part,) in asked(service, *orders)] == [Verdict.OK, Verdict.NG]
+        until(lambda: len(hook.told) == 2)
+    images = [file for file in (line.folder / "state" / "images").rglob("*") if file.is_file()]
+    assert [file.read_bytes() for file in images] == [picture()]
+    rows = {row.subject.key: row for row in line.rows}
+    assert rows["api/R0"].kept_as is None
+    assert (line.folder / "state" / "images" / rows["api/R1"].kept_as).is_file()
     assert {message["verdict"] for message in hook.told} == {"NG"}
     told = {message["event"]: message["models"] for message in hook.told}
-    used = [{"expert": f"cls/f{number}", "sha256": weights_sha256(desk_line, number)} for number in (0, 1)]
+    sha256 = [hashlib.sha256((line.folder / f"f{n}.yaml").read_bytes()).hexdigest() for n in range(2)]
+    used = [{"expert": f"cls/f{n}", "sha256": sha256[n]} for n in range(2)]
     assert told == {"ng": used[1:], "board": used}, "an MES learns which weights judged"
+    assert rows["api/R0"].detail["steps"][0]["model_sha256"] == sha256[0]
 
 
-def test_a_result_names_the_weights_that_judged_it(desk_line, caller, png):
-    with desk_line.served() as service:
-        someone = caller()
-        service.desk.order(order_of(png(), component="c0", key="k"), someone)
-        someone.wait()
-    (step,) = next(desk_line.results.query()).result.detail["steps"]
-    assert step["model_sha256"] == weights_sha256(desk_line, 0)
-
-
-def test_a_receiver_whose_secret_is_missing_keeps_the_line_from_starting(desk_line):
-    desk_line.document["outbox"] = {"webhook": {"url": "http://127.0.0.1:1/", "token": {"file": "none"}}}
-    with pytest.raises(ConfigError, match="put the secret there"), desk_line.served():
+def test_a_receiver_whose_secret_is_missing_keeps_the_line_from_starting(line):
+    line.document["outbox"] = {"webhook": {"url": "http://127.0.0.1:1/", "token": {"file": "none"}}}
+    with pytest.raises(ConfigError, match="put the secret there"), line.served():
         pass
 
 
-def test_who_cannot_be_told_is_an_alarm_and_delays_nothing(desk_line, caller, png, wait_until_so):
-    desk_line.fake(0, label="bad")
-    desk_line.document["outbox"] = {"webhook": {"url": "http://127.0.0.1:1/", "timeout_s": 1.0}}
-    with desk_line.served() as service:
-        someone = caller()
-        service.desk.order(order_of(png(), component="c0"), someone)
-        assert someone.wait()[0].verdict is Verdict.NG
-        wait_until_so(lambda: any("webhook is not told" in alarm for alarm in service.desk.status().alarms))
+def test_who_cannot_be_told_is_an_alarm_and_delays_nothing(line):
+    line.fake(0, label="bad")
+    line.document["outbox"] = {"webhook": {"url": "http://127.0.0.1:1/", "timeout_s": 1.0}}
+    with line.served() as service:
+        assert asked(service, order_of(picture(), component="c0"))[0][0].verdict is Verdict.NG
+        until(lambda: any("webhook is not told" in alarm for alarm in service.desk.status().alarms))
 
 
-def test_who_reads_the_results_and_does_not_end_is_an_alarm_while_the_line_goes_on(
-    desk_line, caller, png, wait_until_so, monkeypatch
-):
+def test_who_reads_the_results_and_does_not_end_is_an_alarm_while_the_line_goes_on(line, monkeypatch):
     """AC23: somebody is told, wherever alarms are shown."""
     monkeypatch.setattr("agent.records.write_ahead_log.LOG_ALARM_BYTES", 0)
     monkeypatch.setattr("agent.records.group_commit.IDLE_CHECKPOINT_S", 0.02)
-    with desk_line.served() as service:
-        with closing(sqlite3.connect(desk_line.folder / "state" / "results.db")) as reader:
+    with line.served() as service:
+        with closing(sqlite3.connect(line.folder / "state" / "results.db")) as reader:
             reader.execute("BEGIN")
             reader.execute("SELECT count(*) FROM results").fetchall()
-            someone = caller()
-            service.desk.order(order_of(png(), component="c0"), someone)
-            assert someone.wait()[0].verdict is Verdict.OK
-            wait_until_so(lambda: any("keeps reading" in alarm for alarm in service.desk.status().alarms))
-        wait_until_so(lambda: service.desk.status().alarms == ())
+            assert asked(service, order_of(picture(), component="c0"))[0][0].verdict is Verdict.OK
+            until(lambda: any("keeps reading" in alarm for alarm in service.desk.status().alarms))
+        until(lambda: service.desk.status().alarms == ())

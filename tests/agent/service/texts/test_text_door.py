@@ -19,42 +19,51 @@ from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.serving.generation import GREEDY, Ending, Sampling
 from experts.llm.text.tokenizer import TextModel
 from experts.llm.token_batch import Chunk, TokenBatch
-from tests.agent.service.language_models import CONTEXT, PATIENCE_S, TEXTS, Held, Reader
+from tests.agent.service.fake_line import PATIENCE_S, FakeLine, asked, picture, until
+from tests.agent.service.language_models import CONTEXT, TEXTS, Held, Reader, with_models
 from tests.lines import order as order_of
 
 
-@pytest.fixture
-def service(text_line):
-    with text_line.served() as service:
+@pytest.fixture(scope="module")
+def service(tmp_path_factory, models):
+    """The usual line, served for all tests."""
+    with with_models(FakeLine(tmp_path_factory.mktemp("line")), models).served() as service:
         yield service
+
+
+def generated(service, *orders):
+    """These texts, given together, to their ends."""
+    readers = [Reader() for _ in orders]
+    for order, reader in zip(orders, readers, strict=True):
+        service.desk.generate(order, reader)
+    for reader in readers:
+        reader.wait()
+    return readers
 
 
 def written(service, model="llm/code", prompt="the quick", sampling=GREEDY, **given):
     """A text to its end."""
-    reader = Reader()
-    service.desk.generate(TextOrder(model, prompt, sampling=sampling, **given), reader)
-    reader.wait()
+    (reader,) = generated(service, TextOrder(model, prompt, sampling=sampling, **given))
     return reader
+
+
+def speech_of(models, name):
+    files = {path.name: path.read_bytes() for path in (models / name).iterdir() if path.suffix == ".json"}
+    return TextModel.of(files, name)
 
 
 def greedy(models, name, prompt, count):
     """The same without the line: the whole text anew for each token."""
-    files = {path.name: path.read_bytes() for path in (models / name).iterdir() if path.suffix == ".json"}
-    speech, model = TextModel.of(files, name), load_model(models / name, name)
-    tokens = list(speech.encode(prompt))
+    speech, model = speech_of(models, name), load_model(models / name, name)
+    read = list(speech.encode(prompt))
+    tokens = list(read)
     for _ in range(count):
         batch = TokenBatch.of([Chunk(0, 0, tokens)])
         token = int(model.forward(batch, ModelKeyValues(model.spec, model.dtype))[-1].argmax())
         if token in speech.stop_tokens:
             break
         tokens.append(token)
-    return speech.decode(tokens[len(speech.encode(prompt)) :])
-
-
-def tokens_of(models, text):
-    """How many tokens a text has."""
-    files = {path.name: path.read_bytes() for path in (models / "code").iterdir() if path.suffix == ".json"}
-    return len(TextModel.of(files, "code").encode(text))
+    return speech.decode(tokens[len(read) :])
 
 
 def refusal(service, order):
@@ -78,22 +87,21 @@ def files_as_they_were(folder):
 
 
 class TestWriting:
-    def test_a_text_is_the_models_own_piece_by_piece(self, service, models):
+    def test_a_text_is_the_models_own_piece_by_piece_and_counted(self, service, models):
+        before = service.desk.status().texts
         reader = written(service, most_tokens=12)
         assert reader.text == greedy(models, "code", "the quick", 12)
         assert len(reader.pieces) > 1
-        end = reader.end
-        assert (end.expert, end.ending, end.read_tokens, end.written_tokens) == (
-            "llm/code", Ending.LENGTH, tokens_of(models, "the quick"), 12,
-        )  # fmt: skip
+        end, read = reader.end, len(speech_of(models, "code").encode("the quick"))
+        assert (end.expert, end.ending, end.read_tokens, end.written_tokens) == ("llm/code", Ending.LENGTH, read, 12)
         assert 0 < end.first_token_s <= end.seconds
         assert reader.calls_after_end == 0
+        texts = service.desk.status().texts
+        assert (texts.ended, texts.shown, texts.under_way) == (before.ended + 1, before.shown + 1, 0)
+        assert (texts.written_tokens, texts.read_tokens) >= (before.written_tokens + 12, before.read_tokens + read)
 
     def test_a_chat_is_put_as_the_models_template_has_it(self, service, models):
-        reader = Reader()
-        messages = ({"role": "user", "content": "fox"},)
-        service.desk.generate(TextOrder("llm/code", None, messages, 8, GREEDY), reader)
-        reader.wait()
+        reader = written(service, prompt=None, messages=({"role": "user", "content": "fox"},), most_tokens=8)
         assert reader.text == greedy(models, "code", "<|user|>fox<|end|><|assistant|>", 8)
 
     def test_it_ends_at_the_end_of_the_context(self, service):
@@ -121,20 +129,15 @@ class TestWriting:
         drawn = [written(service, most_tokens=10, sampling=Sampling(seed=seed)).text for seed in (1, 1, 2)]
         assert drawn[0] == drawn[1] != drawn[2]
 
-    def test_many_at_once_are_what_each_is_alone(self, service):
+    def test_many_at_once_are_what_each_is_alone_and_images_are_judged_beside_them(self, service):
         prompts = [f"the {word} " for word in ("quick", "brown", "lazy", "fox", "dog", "over")]
         alone = [written(service, prompt=prompt, most_tokens=10).text for prompt in prompts]
-        readers = [Reader() for _ in prompts]
-        for prompt, reader in zip(prompts, readers, strict=True):
-            service.desk.generate(TextOrder("llm/code", prompt, most_tokens=10, sampling=GREEDY), reader)
-        assert [reader.wait() and reader.text for reader in readers] == alone
-
-    def test_images_are_judged_beside_texts(self, service, caller, png):
-        reader, someone = Reader(), caller()
-        service.desk.generate(TextOrder("llm/code", "the quick", sampling=GREEDY), reader)
-        service.desk.order(order_of(png(), component="c0", is_kept=False), someone)
-        assert someone.wait()[0].verdict == "OK"
-        assert reader.wait().ending is Ending.LENGTH
+        beside = Reader()
+        service.desk.generate(TextOrder("llm/code", "the quick", sampling=GREEDY), beside)
+        orders = [TextOrder("llm/code", prompt, most_tokens=10, sampling=GREEDY) for prompt in prompts]
+        assert [reader.text for reader in generated(service, *orders)] == alone
+        assert asked(service, order_of(picture(), component="c0", is_kept=False))[0][0].verdict == "OK"
+        assert beside.wait().ending is Ending.LENGTH
 
 
 class TestRoutes:
@@ -142,10 +145,15 @@ class TestRoutes:
         assert written(service, "helpdesk", "write Python", most_tokens=3).end.expert == "llm/code"
         assert written(service, "plain", "1 + 1", most_tokens=3).end.expert == "llm/maths"
         assert written(service, "plain", "fox", most_tokens=3).end.expert == "llm/code"
+        said = (("user", "1"), ("assistant", "2"), ("user", "fox"))  # the last words of the user's count
+        messages = tuple({"role": role, "content": content} for role, content in said)
+        assert written(service, "plain", None, messages=messages, most_tokens=2).end.expert == "llm/code"
 
     def test_a_router_sends_it_where_its_label_says(self, service):
-        label = written(service, "llm/router", "the fox").end.label
-        assert label in {"code", "maths"}
+        reader = written(service, "llm/router", "the fox")
+        label = reader.end.label
+        assert (reader.text, reader.end.ending, label in {"code", "maths"}) == (label, Ending.STOP, True)
+        assert 0.5 <= reader.end.score <= 1
         reader = written(service, "helpdesk", "the fox", most_tokens=6)
         assert reader.end.expert == f"llm/{label}"
         assert reader.text == written(service, f"llm/{label}", "the fox", most_tokens=6).text
@@ -157,30 +165,7 @@ class TestRoutes:
             failure = written(service, "helpdesk", "the fox").end.failure
             assert failure.reason is Refusing.NOT_NOW
             assert "llm/mute: tokenizer.json: is not there" in str(failure)
-            assert written(service, "helpdesk", "Python", most_tokens=2).end.ending is Ending.LENGTH
-
-    def test_rules_look_at_what_the_user_said_last(self, service):
-        messages = (
-            {"role": "user", "content": "1"},
-            {"role": "assistant", "content": "2"},
-            {"role": "user", "content": "fox"},
-        )
-        assert written(service, "plain", None, messages=messages, most_tokens=2).end.expert == "llm/code"
-
-    def test_a_router_asked_itself_answers_with_its_label(self, service):
-        reader = written(service, "llm/router", "the fox")
-        assert (reader.text, reader.end.ending) == (reader.end.label, Ending.STOP)
-        assert 0.5 <= reader.end.score <= 1
-
-    def test_auto_is_whoever_is_the_only_one(self, text_line):
-        text_line.document["texts"]["routes"] = {"helpdesk": TEXTS["helpdesk"]}
-        with text_line.served() as service:
-            assert written(service, "auto", "Python", most_tokens=2).end.expert == "llm/code"
-
-    def test_auto_of_several_is_nobody(self, service):
-        refused = refusal(service, TextOrder("auto", "x"))
-        assert (refused.reason, refused.field) == (Refusing.NOT_FOUND, "model")
-        assert "could be several" in str(refused)
+            assert written(service, "auto", "Python", most_tokens=2).end.expert == "llm/code"  # auto: the only route
 
     def test_all_are_told_with_their_contexts(self, service):
         views = {view.name: view for view in service.desk.text_models()}
@@ -189,6 +174,16 @@ class TestRoutes:
         assert views["llm/code"].is_ready
         assert not views["llm/mute"].is_ready
         assert "tokenizer.json: is not there" in views["llm/mute"].reason
+
+    def test_a_label_may_be_called_as_an_ending_is(self, text_line):
+        text_line.document = deepcopy(text_line.document)
+        text_line.document["experts"]["llm/router"]["labels"] = ["stop", "length"]
+        text_line.document["texts"]["routes"]["helpdesk"]["experts"] = {"stop": "llm/code", "length": "llm/maths"}
+        with text_line.served() as service:
+            reader = written(service, "llm/router", "hello")
+            assert (reader.text, reader.end.ending, reader.end.label) == (reader.end.label, Ending.STOP, reader.text)
+            assert reader.text in {"stop", "length"}
+            assert written(service, "helpdesk", "hello", most_tokens=3).end.expert in {"llm/code", "llm/maths"}
 
 
 IMPOSSIBLE = (
@@ -209,121 +204,100 @@ IMPOSSIBLE = (
     (TextOrder("cls/f0", "x"), Refusing.INVALID, "model"),
     (TextOrder("llm/nobody", "x"), Refusing.NOT_FOUND, "model"),
     (TextOrder("c0", "x"), Refusing.NOT_FOUND, "model"),
+    (TextOrder("auto", "x"), Refusing.NOT_FOUND, "model"),  # could be several
 )
 
 
-class TestRefusals:
-    def test_what_is_impossible_is_refused_with_its_field_and_nothing_runs(self, service):
-        for order, reason, field in IMPOSSIBLE:
-            refused = refusal(service, order)
-            assert (refused.reason, refused.field) == (reason, field), order
-        assert service.agent.loop.statistics().engine.arrived == 0
-        assert service.desk.status().texts.under_way == 0
-
-    def test_more_than_are_let_in(self, text_line):
-        text_line.document["api"] = {"limits": {"requests": 1}}
-        with text_line.served() as service:
-            reader = Held()
-            service.desk.generate(TextOrder("llm/code", "x", most_tokens=3, sampling=GREEDY), reader)
-            refused = refusal(service, TextOrder("llm/code", "x"))
-            assert (refused.reason, refused.retry_s > 0) == (Refusing.QUEUE_FULL, True)
-            reader.may_go_on.set()
-            reader.wait()
-            assert written(service, most_tokens=2).end.ending is Ending.LENGTH
-
-    def test_where_a_model_cannot_be_read_its_text_says_why(self, text_line, models, tmp_path):
-        broken = tmp_path / "broken"
-        broken.mkdir()
-        for path in (models / "code").iterdir():
-            size = 1000 if path.suffix == ".safetensors" else None
-            (broken / path.name).write_bytes(path.read_bytes()[:size])
-        text_line.document["experts"]["llm/broken"] = {"architecture": "llm", "weights": str(broken)}
-        with text_line.served() as service:
-            refused = refusal(service, TextOrder("llm/broken", "x"))
-            assert refused.field == "model"
-            assert "llm/broken" in str(refused)
-            assert written(service, most_tokens=2).end.ending is Ending.LENGTH
+def test_what_is_impossible_is_refused_with_its_field_and_nothing_runs(service):
+    before = service.agent.loop.statistics().engine.arrived
+    for order, reason, field in IMPOSSIBLE:
+        refused = refusal(service, order)
+        assert (refused.reason, refused.field) == (reason, field), order
+    assert service.agent.loop.statistics().engine.arrived == before
+    assert service.desk.status().texts.under_way == 0
 
 
-class TestEnds:
-    def test_who_cancels_hears_nothing_more_and_all_is_given_back(self, service, wait_until_so):
+def test_more_than_are_let_in_are_refused_and_one_whose_model_cannot_be_read_says_why(text_line, models, tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in (models / "code").iterdir():
+        size = 1000 if path.suffix == ".safetensors" else None
+        (broken / path.name).write_bytes(path.read_bytes()[:size])
+    text_line.document["experts"]["llm/broken"] = {"architecture": "llm", "weights": str(broken)}
+    text_line.document["api"] = {"limits": {"requests": 1}}
+    with text_line.served() as service:
+        refused = refusal(service, TextOrder("llm/broken", "x"))
+        assert (refused.field, "llm/broken" in str(refused)) == ("model", True)
         reader = Held()
-        ticket = service.desk.generate(TextOrder("llm/code", "the quick", sampling=Sampling(seed=1)), reader)
-        assert reader.has_read.wait(PATIENCE_S)
-        assert sum(pool.lease_bytes for pool in service.desk.status().pools) > 0
-        ticket.cancel()
-        ticket.cancel()
+        service.desk.generate(TextOrder("llm/code", "x", most_tokens=3, sampling=GREEDY), reader)
+        refused = refusal(service, TextOrder("llm/code", "x"))
+        assert (refused.reason, refused.retry_s > 0) == (Refusing.QUEUE_FULL, True)
         reader.may_go_on.set()
-        wait_until_so(lambda: service.desk.status().texts.under_way == 0)
-        assert sum(pool.lease_bytes for pool in service.desk.status().pools) == 0
-        assert (reader.end, len(reader.pieces)) == (None, 1)
-        assert written(service, most_tokens=3).end.ending is Ending.LENGTH
+        reader.wait()
+        assert written(service, most_tokens=2).end.ending is Ending.LENGTH
 
-    def test_whenever_texts_are_cancelled_nothing_of_them_stays(self, service, wait_until_so):
-        chance = random.Random(5)
-        for _ in range(60):
-            ticket = service.desk.generate(
-                TextOrder(chance.choice(["llm/code", "helpdesk", "llm/router"]), "the quick"), reader := Reader()
-            )
-            if chance.random() < 0.5:
-                reader.has_read.wait(chance.random() * 0.01)
-            ticket.cancel()
-        wait_until_so(lambda: service.desk.status().texts.under_way == 0)
-        assert [pool.lease_bytes for pool in service.desk.status().pools] == [0]
-        assert service.desk.status().texts.ended == 60
 
-    def test_a_deadline_ends_it_and_what_is_written_stands(self, service):
-        reader = written(service, deadline_s=0.001)
-        assert reader.end.ending is Ending.DEADLINE
-        assert reader.end.written_tokens < CONTEXT
+def test_who_cancels_hears_nothing_more_and_all_is_given_back(service):
+    reader = Held()
+    ticket = service.desk.generate(TextOrder("llm/code", "the quick", sampling=Sampling(seed=1)), reader)
+    assert reader.has_read.wait(PATIENCE_S)
+    assert sum(pool.lease_bytes for pool in service.desk.status().pools) > 0
+    ticket.cancel()
+    ticket.cancel()
+    reader.may_go_on.set()
+    until(lambda: service.desk.status().texts.under_way == 0)
+    assert sum(pool.lease_bytes for pool in service.desk.status().pools) == 0
+    assert (reader.end, len(reader.pieces)) == (None, 1)
 
-    def test_the_lines_deadline_is_whoevers_names_none(self, text_line):
-        text_line.document["texts"]["deadline_s"] = 0.001
-        with text_line.served() as service:
-            assert written(service).end.ending is Ending.DEADLINE
-            assert written(service, deadline_s=60.0, most_tokens=2).end.ending is Ending.LENGTH
 
-    def test_an_agent_that_stops_tells_who_waits(self, text_line, monkeypatch):
-        monkeypatch.setattr("agent.service.line_service.API_STOP_S", 0.0)
-        reader = Held()
-        with text_line.served() as service:
-            service.desk.generate(TextOrder("llm/code", "the quick", sampling=GREEDY), reader)
-            assert reader.has_read.wait(PATIENCE_S)
-        assert reader.wait().failure.reason is Refusing.STOPPING
-        assert refusal(service, TextOrder("llm/code", "x")).reason is Refusing.STOPPING
+def test_whenever_texts_are_cancelled_nothing_of_them_stays(service):
+    chance, before = random.Random(5), service.desk.status().texts.ended
+    for _ in range(60):
+        model, reader = chance.choice(["llm/code", "helpdesk", "llm/router"]), Reader()
+        ticket = service.desk.generate(TextOrder(model, "the quick"), reader)
+        if chance.random() < 0.5:
+            reader.has_read.wait(chance.random() * 0.01)
+        ticket.cancel()
+    until(lambda: service.desk.status().texts.under_way == 0)
+    assert [pool.lease_bytes for pool in service.desk.status().pools] == [0]
+    assert service.desk.status().texts.ended == before + 60
 
-    def test_a_text_that_comes_while_the_agent_stops_is_refused_and_not_forgotten(self, text_line, monkeypatch):
-        with text_line.served() as service:
 
-            def found_while_it_stops(order, catalog):
-                service._texts.stop(0.0)
-                return destination_of(order, catalog)
+def test_the_lines_deadline_is_whoevers_names_none(text_line):
+    text_line.document["texts"]["deadline_s"] = 0.001
+    with text_line.served() as service:
+        end = written(service).end
+        assert (end.ending, end.written_tokens < CONTEXT) == (Ending.DEADLINE, True)
+        assert written(service, deadline_s=60.0, most_tokens=2).end.ending is Ending.LENGTH
 
-            monkeypatch.setattr(text_door, "destination_of", found_while_it_stops)
-            assert refusal(service, TextOrder("llm/code", "the quick")).reason is Refusing.STOPPING
-            assert service.desk.status().texts.under_way == 0
 
-    def test_an_agent_that_stops_lets_those_end_that_soon_do(self, text_line):
-        reader = Reader()
-        with text_line.served() as service:
-            service.desk.generate(TextOrder("llm/code", "the quick", most_tokens=3, sampling=GREEDY), reader)
-        assert reader.wait().ending is Ending.LENGTH
+def test_an_agent_that_stops_tells_who_waits(text_line, monkeypatch):
+    """And keeps nothing of a text; but a text that ends soon has its end."""
+    soon, reader = Reader(), Held()
+    with text_line.served() as service:
+        service.desk.generate(TextOrder("llm/code", "a secret", most_tokens=3, sampling=GREEDY), soon)
+    assert soon.wait().ending is Ending.LENGTH
+    assert (text_line.rows, text_line.unfinished) == ([], [])
+    kept = [path.read_bytes() for path in (text_line.folder / "state").rglob("*") if path.is_file()]
+    assert not any(b"secret" in content for content in kept)
+    monkeypatch.setattr("agent.service.line_service.API_STOP_S", 0.0)
+    with text_line.served() as service:
+        service.desk.generate(TextOrder("llm/code", "the quick", sampling=GREEDY), reader)
+        assert reader.has_read.wait(PATIENCE_S)
+    assert reader.wait().failure.reason is Refusing.STOPPING
+    assert refusal(service, TextOrder("llm/code", "x")).reason is Refusing.STOPPING
 
-    def test_nothing_of_a_text_is_kept(self, text_line):
-        with text_line.served() as service:
-            written(service, prompt="the quick secret", most_tokens=5)
-        assert list(text_line.results.query()) == []
-        assert text_line.unfinished == []
-        assert not any(
-            b"secret" in path.read_bytes() for path in (text_line.folder / "state").rglob("*") if path.is_file()
-        )
 
-    def test_they_are_counted(self, service, models):
-        written(service, most_tokens=5)
-        texts = service.desk.status().texts
-        assert (texts.ended, texts.written_tokens, texts.shown, texts.under_way) == (1, 5, 1, 0)
-        assert texts.read_tokens >= tokens_of(models, "the quick")
-        assert texts.first_token_s > 0
+def test_a_text_that_comes_while_the_agent_stops_is_refused_and_not_forgotten(text_line, monkeypatch):
+    with text_line.served() as service:
+
+        def found_while_it_stops(order, catalog):
+            service._texts.stop(0.0)
+            return destination_of(order, catalog)
+
+        monkeypatch.setattr(text_door, "destination_of", found_while_it_stops)
+        assert refusal(service, TextOrder("llm/code", "the quick")).reason is Refusing.STOPPING
+        assert service.desk.status().texts.under_way == 0
 
 
 class TestRoom:
@@ -352,17 +326,6 @@ class TestRoom:
         assert f"ask for at most {code.context_tokens - 2}" in str(most)
         long = refusal(service, TextOrder("llm/code", (1,) * code.context_tokens, sampling=GREEDY))
         assert (long.reason, long.field) == (Refusing.INVALID, "prompt")
-
-
-def test_a_label_may_be_called_as_an_ending_is(text_line):
-    text_line.document = deepcopy(text_line.document)
-    text_line.document["experts"]["llm/router"]["labels"] = ["stop", "length"]
-    text_line.document["texts"]["routes"]["helpdesk"]["experts"] = {"stop": "llm/code", "length": "llm/maths"}
-    with text_line.served() as service:
-        reader = written(service, "llm/router", "hello")
-        assert (reader.text, reader.end.ending, reader.end.label) == (reader.end.label, Ending.STOP, reader.text)
-        assert reader.text in {"stop", "length"}
-        assert written(service, "helpdesk", "hello", most_tokens=3).end.expert in {"llm/code", "llm/maths"}
 
 
 def test_a_model_s_own_way_of_drawing_is_taken_where_nothing_else_is_said(text_line, models):
