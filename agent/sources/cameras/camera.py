@@ -1,10 +1,10 @@
 """One camera: supervises its process, keeps its triggers, hands its frames over one by one.
 
-Guarantees: a camera in free run gives its latest frame whenever there is room; other frames are counted as dropped.
-In triggered mode each accepted trigger, and each of the interval, ends once: with a later frame, or as lost with the
-reason. No thread here waits for the camera: a call that hangs does so in the camera's process, which is killed. Only
-the thread that hands over waits for the disk.
-Structure: one thread decides (supervision, takes) and acts, one hands over, one listens to each process.
+Guarantees: in free run the latest frame is handed over whenever there is room; other frames are counted as dropped. In
+triggered mode each accepted trigger, and each of the interval, ends once: with a later frame, or as lost with the
+reason. A call to the camera can hang only in the camera's process, which is killed then.
+Structure: one thread decides (supervision, takes) and acts, one hands over and waits for the disk, one listens to the
+process.
 """
 
 from __future__ import annotations
@@ -20,28 +20,25 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from agent.sources.cameras import supervision, wire
 from agent.sources.cameras.delivery import Delivery
-from agent.sources.cameras.frames import CameraStatistics, Trigger
 from agent.sources.cameras.pictures.source import CameraConnection
 from agent.sources.cameras.process import ChildProcess, Exited, Received
 from agent.sources.cameras.supervision import CameraState, Supervisor
-from agent.sources.cameras.takes import NEVER, Interval, Takes
-from agent.subject import CAMERA_PREFIX, Subject
+from agent.sources.cameras.takes import NEVER, Interval, Takes, Trigger
+from agent.subject import CAMERA_PREFIX, SourceStatus, Subject
 from experts.errors import OrderRefused, Refusing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from agent.line_file.intake import CameraSection
-    from agent.sources.cameras.frames import CameraDoors
+    from agent.sources.cameras.delivery import CameraDoors
     from agent.sources.cameras.process import Heard
 
 log = logging.getLogger(__name__)
 
 STEP_FAILED_S = 1.0  # after a fault of the program
 LONGEST_WAIT_S = 3600.0
-SLOW_FRAMES = 2.0  # periods of a clip that is played slowly, before it is called silent
-ENCODE_S = 10.0  # a frame that was asked for is handed over within this, or within the stall timeout if that is longer
-RETRY_S = 1.0  # what a caller whose trigger is refused is told to wait
+SLOW_FRAMES = 2.0  # periods of a slowly played clip, before it counts as stalled
+ENCODE_S = 10.0  # for a requested frame to be handed over; the stall timeout if that is longer
+RETRY_S = 1.0  # told to a caller whose trigger is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,7 @@ def _moment(at: datetime) -> str:
 
 
 def stall_timeout_s(config: CameraSection) -> float:
-    """Seconds without a frame before a camera counts as stalled; longer for a clip that is played slowly."""
+    """Seconds without a frame before a camera counts as stalled; longer for a slowly played clip."""
     return max(config.stall_timeout_s, SLOW_FRAMES / config.frames_per_s if config.frames_per_s else 0.0)
 
 
@@ -88,19 +85,10 @@ def connection_of(config: CameraSection, password: str | None) -> CameraConnecti
 class Camera:
     """Call ``start`` once; ``stop`` may be repeated."""
 
-    def __init__(
-        self,
-        config: CameraSection,
-        password: str | None,
-        doors: CameraDoors,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], datetime] = _local_time,
-    ) -> None:
+    def __init__(self, config: CameraSection, password: str | None, doors: CameraDoors) -> None:
+        self.name = config.name
         self._config = config
         self._connection = connection_of(config, password)
-        self._clock = clock
-        self._wall = wall
         self._is_triggered = config.mode == "triggered"
         self._stall_timeout_s = stall_timeout_s(config)
         self._supervisor = Supervisor(config.open_timeout_s, self._stall_timeout_s, config.max_lag_s, random.random)
@@ -108,7 +96,7 @@ class Camera:
         self._interval = Interval(config.interval_s)
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._child: ChildProcess | None = None
-        self._guard = threading.Lock()  # over the number, and over whether triggers are let in: any thread triggers
+        self._guard = threading.Lock()  # over the number, and over whether triggers are admitted
         self._number = 0
         self._stopping = threading.Event()
         self._seen_before = wire.Seen(0, 0)  # by earlier connections
@@ -119,10 +107,6 @@ class Camera:
             threading.Thread(target=self._watch, name=f"camera-{config.name}", daemon=True),
             self._delivery.thread,
         )
-
-    @property
-    def name(self) -> str:
-        return self._config.name
 
     def start(self) -> None:
         """Connect, and reconnect after each loss. Does not wait."""
@@ -156,7 +140,8 @@ class Camera:
         """
         if not self._is_triggered:
             raise OrderRefused(
-                Refusing.NOT_NOW, f"camera {self.name} runs freely - `mode: triggered` in the line file has it wait"
+                Refusing.NOT_NOW,
+                f"camera {self.name} runs freely - `mode: triggered` in the line file has it wait",
             )
         state, alarm = self._supervisor.state, self._supervisor.alarm
         with self._guard:
@@ -168,16 +153,17 @@ class Camera:
                 raise OrderRefused(Refusing.NOT_NOW, message, RETRY_S)
             if not self._delivery.admit():
                 raise OrderRefused(Refusing.QUEUE_FULL, self._full(), RETRY_S)
-            trigger = self._new_trigger(self._clock(), board, board_type, key=key, asked_sha256=asked_sha256)
+            trigger = self._new_trigger(time.monotonic(), board, board_type, key=key, asked_sha256=asked_sha256)
             self._inbox.put(trigger)
         return trigger.subject.key
 
-    def statistics(self) -> CameraStatistics:
+    def status(self) -> SourceStatus:
         """A snapshot, from any thread."""
-        seen, came_at, child, delivery = self._seen, self._came_at, self._child, self._delivery
-        return CameraStatistics(
+        seen, came_at, delivery = self._seen, self._came_at, self._delivery
+        return SourceStatus(
             name=self.name,
-            state=self._supervisor.state,
+            kind="camera",
+            state=str(self._supervisor.state),
             received=delivery.received,
             dropped=0 if self._is_triggered else max(seen.frames - delivery.handed, 0),
             lost=delivery.lost,
@@ -185,8 +171,7 @@ class Camera:
             broken=seen.broken,
             reconnects=max(self._supervisor.connections - 1, 0),
             alarm=self._supervisor.alarm or delivery.alarm,
-            frame_age_s=None if came_at is None else self._clock() - came_at,
-            process=None if child is None else child.pid,
+            frame_age_s=None if came_at is None else time.monotonic() - came_at,
         )
 
     def _full(self) -> str:
@@ -202,17 +187,16 @@ class Camera:
     ) -> Trigger:
         """Under the guard."""
         self._number += 1
-        subject = self._subject(self._wall(), self._number, board_type or self._config.board_type)
+        subject = self._subject(_local_time(), self._number, board_type or self._config.board_type)
         key, board = key or subject.key, board or subject.board
         subject = replace(subject, key=key, image=key, board=board, asked_sha256=asked_sha256)
         return Trigger(subject, self._number, asked_s)
 
     def _subject(self, at: datetime, number: int, board_type: str | None) -> Subject:
         """Subject of a frame of this moment. A frame of one component is the part named as the camera."""
-        key, component = f"{CAMERA_PREFIX}{self.name}@{_moment(at)}#{number}", self._config.component
-        ref = None if component is None else self.name
-        board = f"{self.name}-{_moment(at)}"
-        return Subject(key, self.name, key, at, component, None, board, board_type, ref)
+        name, component = self.name, self._config.component
+        key, board = f"{CAMERA_PREFIX}{name}@{_moment(at)}#{number}", f"{name}-{_moment(at)}"
+        return Subject(key, name, key, at, component, None, board, board_type, None if component is None else name)
 
     def _want(self) -> None:
         with self._guard:
@@ -225,7 +209,7 @@ class Camera:
         while not self._supervisor.is_over:
             try:
                 self._handle(self._next())
-            except Exception:  # the boundary of the thread: the camera is watched all the same
+            except Exception:  # the boundary of the thread
                 log.exception("camera_step_failed camera=%s", self.name)
                 time.sleep(STEP_FAILED_S)
         self._lose(self._takes.clear(), "the agent ended")
@@ -245,7 +229,7 @@ class Camera:
         deadline = min(
             self._supervisor.deadline, self._takes.deadline, self._interval.deadline, self._answer_deadline()
         )
-        return min(max(deadline - self._clock(), 0.0), LONGEST_WAIT_S)
+        return min(max(deadline - time.monotonic(), 0.0), LONGEST_WAIT_S)
 
     def _answer_deadline(self) -> float:
         return self._takes.asked_since + max(self._stall_timeout_s, ENCODE_S)
@@ -259,8 +243,8 @@ class Camera:
             self._takes.add(item)
         elif item is not None and item.number == self._supervisor.connections:
             self._hear(item.heard)
-        now = self._clock()
-        self._act(supervision.Passed())
+        now = time.monotonic()
+        self._act(supervision.TimePassed())
         if self._supervisor.state is not CameraState.STREAMING:
             self._takes.disconnect()
         elif now >= self._answer_deadline():
@@ -292,16 +276,16 @@ class Camera:
         is_more = total.frames > self._seen.frames
         self._seen = total
         if is_more:
-            self._came_at = self._clock() - seen.lag_s
+            self._came_at = time.monotonic() - seen.lag_s
             self._act(supervision.FramesCame(seen.lag_s))
 
     def _receive(self, taken: wire.Taken, content: bytes) -> None:
         trigger = self._takes.answer(taken.number)
         if trigger is None:
             return
-        at = self._wall() - timedelta(seconds=taken.age_s)
+        at = _local_time() - timedelta(seconds=taken.age_s)
         subject = replace(trigger.subject, arrived_at=at)
-        if not self._is_triggered:  # the wish was made before the frame
+        if not self._is_triggered:  # the request came before the frame
             subject = self._subject(at, trigger.number, subject.board_type)
         self._delivery.put(subject, content)
 
@@ -312,7 +296,7 @@ class Camera:
         self._act(supervision.ProcessEnded(how))
 
     def _act(self, event: supervision.Event) -> None:
-        for action in self._supervisor.decide(self._clock(), event):
+        for action in self._supervisor.decide(time.monotonic(), event):
             match action:
                 case supervision.StartProcess():
                     self._begin()
@@ -328,7 +312,7 @@ class Camera:
         number = self._supervisor.connections
         try:
             self._child = ChildProcess(self._connection, lambda heard: self._inbox.put(_FromProcess(number, heard)))
-        except Exception as error:  # noqa: BLE001 - without an end the camera is never tried again
+        except Exception as error:  # noqa: BLE001 - an end must come, or the camera is never tried again
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             self._inbox.put(_FromProcess(number, Exited(f"no process can be started: {reason}")))
 

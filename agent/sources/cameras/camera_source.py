@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from agent.config import read_secret
 from agent.sources.base import Arrival, Source
 from agent.sources.cameras.camera import Camera
-from agent.sources.cameras.frames import CameraDoors
-from agent.subject import CAMERA_PREFIX, SourceStatus, Subject, asked_sha256, checked_name
+from agent.sources.cameras.delivery import CameraDoors
+from agent.subject import CAMERA_PREFIX, Subject, asked_sha256, checked_name
 from experts.errors import ConfigError, OrderRefused, Refusing
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.line_file.intake import CameraSection
     from agent.sources.base import Line
+    from agent.subject import SourceStatus
     from experts.expert import Verdict
 
 CALLERS_PREFIX = f"{CAMERA_PREFIX}key/"  # of keys that callers give to triggers: no camera's name has a slash
@@ -34,9 +35,8 @@ def camera_sources(config: LineConfig, line: Line) -> Sequence[Source]:
 
 
 class CameraSource(Source):
-    """Raises SecretMissing."""
-
     def __init__(self, section: CameraSection, line: Line) -> None:
+        """Raises SecretMissing."""
         super().__init__(section.name)
         self._section = section
         self._line = line
@@ -52,8 +52,6 @@ class CameraSource(Source):
 
     def stop(self, timeout_s: float) -> bool:
         self._stopping.set()
-        with self._has_changed:
-            self._has_changed.notify_all()
         return self.camera.stop(timeout_s)
 
     def trigger(self, board: str | None, board_type: str | None, key: str | None) -> str:
@@ -77,7 +75,7 @@ class CameraSource(Source):
         return named
 
     def check(self, config: LineConfig) -> None:
-        """Raises ConfigError for a line without the layout that cuts the frames: the camera runs on meanwhile."""
+        """Raises ConfigError for a line without the layout that cuts the frames."""
         board_type = self._section.board_type or next(iter(self._line.config.layouts), None)
         if self._section.component is None and board_type not in config.layouts:
             raise ConfigError(
@@ -86,20 +84,7 @@ class CameraSource(Source):
             )
 
     def status(self) -> SourceStatus:
-        seen = self.camera.statistics()
-        return SourceStatus(
-            self.name,
-            "camera",
-            str(seen.state),
-            seen.received,
-            seen.waiting,
-            seen.dropped,
-            seen.alarm,
-            lost=seen.lost,
-            broken=seen.broken,
-            reconnects=seen.reconnects,
-            frame_age_s=seen.frame_age_s,
-        )
+        return self.camera.status()
 
     def image_accepted(self, subject: Subject) -> None:
         with self._has_changed:
@@ -108,9 +93,8 @@ class CameraSource(Source):
 
     def verdict_committed(self, subject: Subject, verdict: Verdict, reason: str | None) -> None:
         with self._has_changed:
-            self._unaccepted.discard(subject.key)
             self._unjudged.discard(subject.key)
-            self._has_changed.notify_all()
+        self.image_accepted(subject)
 
     # -- on the camera's thread that hands over --
 
@@ -141,7 +125,7 @@ class CameraSource(Source):
                 self._has_changed.wait(LOOK_S)
 
     def _completed(self, subject: Subject) -> Subject:
-        """With the type of the board that a frame shows."""
+        """The subject with the type of the board that its frame shows."""
         if subject.component is not None:
             return subject
         return replace(subject, board_type=subject.board_type or next(iter(self._line.config.boards), ""))

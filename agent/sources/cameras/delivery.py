@@ -1,7 +1,7 @@
-"""A camera's frames and lost triggers, handed over one after the other, on a thread that may wait for the disk.
+"""Hands over a camera's frames and lost triggers one by one, on a thread that may wait for the disk.
 
-Guarantees: what is let in is handed over in its order, and counted until it is. A door that breaks costs the frame that
-it was opened for, and nothing else: of a trigger that is told as lost, of a camera that runs freely it is dropped.
+Guarantees: frames and lost triggers are handed over in their order, and counted until then. An error of a callback
+costs one frame: a trigger's is reported as lost, another is dropped.
 """
 
 from __future__ import annotations
@@ -15,14 +15,27 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from agent.sources.cameras.frames import CameraDoors
     from agent.subject import Subject
 
 log = logging.getLogger(__name__)
 
 NO_ROOM_S = 0.05  # between two questions whether the agent has room again
-NO_DOOR_S = 1.0  # after a door that broke
-UNTOLD_MAXIMUM = 1000  # lost triggers that were never let in, and wait to be told
+NO_DOOR_S = 1.0  # after an error of a callback
+UNTOLD_MAXIMUM = 1000  # lost triggers that were never admitted, and wait to be reported
+
+
+@dataclass(frozen=True, slots=True)
+class CameraDoors:
+    """Callbacks that take a camera's frames, called one after the other on one thread of the camera.
+
+    ``take`` gets a frame's subject and bytes (PNG, or the camera's JPEG), and returns once the frame is durable.
+    ``has_room`` is asked before each frame in free run; while it is False, frames are dropped and counted.
+    ``lost`` gets a trigger without a frame and the reason, and returns once that is durable.
+    """
+
+    take: Callable[[Subject, bytes], None]
+    has_room: Callable[[], bool]
+    lost: Callable[[Subject, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +48,14 @@ class _Taken:
 
 @dataclass(frozen=True, slots=True)
 class _Lost:
-    """A trigger without a frame. ``is_overflow``: it was never let in."""
+    """A trigger without a frame. ``is_overflow``: it was never admitted."""
 
     subject: Subject
     reason: str
     is_overflow: bool = False
 
 
-_Parcel: TypeAlias = "_Taken | _Lost | None"  # None: there will be no more
+_Parcel: TypeAlias = "_Taken | _Lost | None"  # None: the end
 
 
 class Delivery:
@@ -55,9 +68,9 @@ class Delivery:
         self._want = want
         self._parcels: queue.SimpleQueue[_Parcel] = queue.SimpleQueue()
         self._stopping = threading.Event()
-        self._guard = threading.Lock()  # over what counts: several threads do
+        self._guard = threading.Lock()  # over the counts
         self._untold = 0
-        self.waiting = 0  # triggers that were let in and have not ended; frames of one that runs freely
+        self.waiting = 0  # triggers that were admitted and have not ended; in free run, frames
         self.handed = 0  # frames that were taken, or are on their way
         self.received = 0
         self.lost = 0
@@ -78,7 +91,7 @@ class Delivery:
         self._parcels.put(_Taken(subject, content))
 
     def lose(self, subject: Subject, reason: str) -> None:
-        """A trigger that was let in gets no frame. That a camera which runs freely has none is nothing to tell."""
+        """An admitted trigger gets no frame. In free run there is nothing to report."""
         if self._want is None:
             self._parcels.put(_Lost(subject, reason))
 
@@ -100,7 +113,7 @@ class Delivery:
         self._stopping.set()
 
     def end(self) -> None:
-        """Nothing more will come: the thread ends behind what is there."""
+        """End the thread after what is queued."""
         self._parcels.put(None)
 
     def _run(self) -> None:
@@ -121,7 +134,7 @@ class Delivery:
     def _has_room(self) -> bool:
         try:
             return self._doors.has_room()
-        except Exception as error:  # noqa: BLE001 - the boundary of the thread: it is told, and asked again
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: asked again
             self._broke(error)
             return False
 
@@ -134,7 +147,7 @@ class Delivery:
                 self.lost += 1
                 self._doors.lost(parcel.subject, parcel.reason)
             self.alarm = None
-        except Exception as error:  # noqa: BLE001 - the boundary of the thread: this one has ended, the others go on
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: other frames go on
             self._broke(error)
             if isinstance(parcel, _Taken):
                 self._not_taken(parcel, error)
@@ -153,7 +166,7 @@ class Delivery:
             self._hand(_Lost(parcel.subject, f"camera {self._name}: its frame was not taken: {error}"))
 
     def _broke(self, error: Exception) -> None:
-        """Told once, until a frame is taken again."""
+        """Logged once, until a frame is taken again."""
         alarm = f"frames are not taken: {type(error).__name__}: {error}"
         if alarm != self.alarm:
             log.error("camera_frame_not_taken camera=%s", self._name, exc_info=error)

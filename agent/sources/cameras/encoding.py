@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cv2
 import numpy as np
@@ -17,47 +16,32 @@ if TYPE_CHECKING:
     from agent.sources.cameras.pictures.source import Picture
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedFrame:
-    """An image file, and its size in pixels."""
-
-    content: bytes
-    height: int
-    width: int
-
-
-def encode(picture: Picture, max_pixels: int) -> EncodedFrame | None:
-    """None where it is a JPEG that cannot be decoded. Raises CameraFailed where it has more than ``max_pixels``."""
+def encode(picture: Picture, max_pixels: int) -> bytes | None:
+    """The image file; None for a JPEG that cannot be decoded. Raises CameraFailed for more than ``max_pixels``."""
     if isinstance(picture, bytes):
         decoded = cv2.imdecode(np.frombuffer(picture, np.uint8), cv2.IMREAD_UNCHANGED)
         if decoded is None:
             return None
-        height, width = decoded.shape[:2]
-        check_size(height, width, max_pixels)
-        return EncodedFrame(picture, height, width)
-    height, width = _size(picture)
-    check_size(height, width, max_pixels)
+        _check_size(decoded, max_pixels)
+        return picture
+    _check_size(picture, max_pixels)
     pixels = picture if isinstance(picture, np.ndarray) else picture.to_ndarray(format="bgr24")
     is_encoded, content = cv2.imencode(".png", pixels)
     if not is_encoded:
-        raise CameraFailed(f"a picture of {height} x {width} {pixels.dtype} pixels cannot be written as PNG")
-    return EncodedFrame(content.tobytes(), height, width)
+        raise CameraFailed(f"a picture of {pixels.shape} {pixels.dtype} pixels cannot be written as PNG")
+    return content.tobytes()
 
 
-def can_be_seen(picture: Picture, max_pixels: int) -> bool:
+def is_decodable(picture: Picture, max_pixels: int) -> bool:
     """True if ``encode`` would accept the picture; decodes only where it must. Raises as ``encode``."""
     if isinstance(picture, bytes):
         return encode(picture, max_pixels) is not None
-    check_size(*_size(picture), max_pixels)
+    _check_size(picture, max_pixels)
     return True
 
 
-def _size(picture: NDArray[np.uint8] | NDArray[np.uint16] | VideoFrame) -> tuple[int, int]:
-    return picture.shape[:2] if isinstance(picture, np.ndarray) else (picture.height, picture.width)
-
-
-def check_size(height: int, width: int, max_pixels: int) -> None:
-    """Raises CameraFailed."""
+def _check_size(picture: NDArray[Any] | VideoFrame, max_pixels: int) -> None:
+    height, width = picture.shape[:2] if isinstance(picture, np.ndarray) else (picture.height, picture.width)
     if height * width > max_pixels:
         raise CameraFailed(
             f"its frames of {width} x {height} pixels are more than max_pixels {max_pixels} - raise max_pixels:, or "

@@ -1,9 +1,9 @@
-"""Runs in a camera's process: reads pictures without pause, and hands over the frames that are asked for.
+"""Loop of a camera's process: reads pictures without pause, and hands over the frames that the agent asks for.
 
-Guarantees: what was asked for is answered in that order, each with a frame of its own that came no sooner than it may;
-frames without a request are counted, and neither encoded nor kept. Its last word is why it ends. What it says holds
-no password.
-Structure: one thread reads the source, one encodes, and the first one listens.
+Guarantees: requests are answered in their order, each with a frame of its own that is recent enough. Frames without a
+request are counted, and neither encoded nor kept. The last message says why the process ends. No message holds the
+password.
+Structure: one thread reads the source, one encodes, the main thread listens.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from agent.sources.cameras import wire
-from agent.sources.cameras.encoding import can_be_seen, encode
+from agent.sources.cameras.encoding import encode, is_decodable
 from experts.errors import CameraFailed
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-    from agent.sources.cameras.encoding import EncodedFrame
     from agent.sources.cameras.pictures.source import CameraConnection, Picture, PictureSource, Snapshot
 
-OPENING_SHARE = 0.9  # of the agent's patience: then we say why, before it says that it waited for nothing
-READ_S = 0.25  # how long one read may take where a source keeps to its deadline
+OPENING_SHARE = 0.9  # of the agent's timeout: this process says why before the agent gives up
+READ_S = 0.25  # deadline of one read
 SAY_SEEN_S = 0.1  # between two counts
-CHECK_S = 1.0  # between two looks whether what comes as JPEG can be decoded, while it can
-CLOSE_S = 0.4  # for the source to be closed in an orderly way
-LAST_FRAMES_S = 5.0  # for what was asked for to be encoded, before the last word
+CHECK_S = 1.0  # between two test decodings of JPEG, while they succeed
+CLOSE_S = 0.4  # for the source to close
+LAST_FRAMES_S = 5.0  # for requested frames to be encoded, before the last message
 
 
 class Grabber:
@@ -53,7 +52,7 @@ class Grabber:
         self._stopping = threading.Event()
 
     def run(self) -> None:
-        """Until the agent has gone, or the source has failed. Does not return then: the process ends."""
+        """Run until the agent has gone or the source has failed; ends the process."""
         reading = threading.Thread(target=self._read, name="reader", daemon=True)
         threading.Thread(target=self._encode, name="encoder", daemon=True).start()
         reading.start()
@@ -102,7 +101,7 @@ class Grabber:
         now = time.monotonic()
         if now < self._checked_at + CHECK_S:
             return True
-        is_sound = can_be_seen(picture, self._connection.max_pixels)
+        is_sound = is_decodable(picture, self._connection.max_pixels)
         self._checked_at = now if is_sound else float("-inf")
         with self._guard:
             self._broken += not is_sound
@@ -141,28 +140,27 @@ class Grabber:
         while True:
             take, snapshot = self._shots.get()
             try:
-                encoded = encode(snapshot.picture, self._connection.max_pixels)
-                if encoded is None:
+                content = encode(snapshot.picture, self._connection.max_pixels)
+                if content is None:
                     self._take_again(take)
                 else:
-                    self._hand_over(take, encoded, snapshot.came_at)
+                    self._hand_over(take, content, snapshot.came_at)
             except CameraFailed as error:
                 self._last_word(error)
             except Exception as error:  # noqa: BLE001 - the boundary of the thread: memory, mostly
                 self._last_word(CameraFailed(f"{type(error).__name__}: {error}"))
 
-    def _hand_over(self, take: wire.Take, encoded: EncodedFrame, came_at: float) -> None:
-        descriptor = wire.sealed(encoded.content)
+    def _hand_over(self, take: wire.Take, content: bytes, came_at: float) -> None:
+        descriptor = wire.sealed(content)
         try:
-            age_s = time.monotonic() - came_at
-            self._say(wire.Taken(take.number, encoded.height, encoded.width, age_s), (descriptor,))
+            self._say(wire.Taken(take.number, time.monotonic() - came_at), (descriptor,))
         finally:
             os.close(descriptor)
         with self._guard:
             self._unsent -= 1
 
     def _take_again(self, take: wire.Take) -> None:
-        """The frame was no picture: the next frame answers the same request, before all later ones."""
+        """The frame could not be decoded: the next frame answers the same request, before all later ones."""
         with self._guard:
             self._unsent -= 1
             self._broken += 1
@@ -173,7 +171,7 @@ class Grabber:
     def _say(self, message: wire.Message, descriptors: tuple[int, ...] = ()) -> None:
         try:
             wire.send(self._agent, message, descriptors)
-        except OSError:  # the agent has gone: the first thread hears it too
+        except OSError:  # the agent has gone
             os._exit(0)
 
     def _without_password(self, text: str) -> str:

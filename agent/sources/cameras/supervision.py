@@ -1,17 +1,10 @@
 """When a camera's process is started, killed and started again: a state machine under a clock that is given.
 
-Guarantees: at most one process at a time, and a next one only when the last one is known to have ended. One that does
-not connect within ``open_timeout_s``, or shows no frame for ``stall_timeout_s``, is killed. Tries have pauses between
-them that double up to 30 s, with jitter, and begin anew once frames came for HEALTHY_S. A camera that stays
-away is logged once, then at most every REPEAT_S, also with other reasons. Frames that are later than
-``max_lag_s`` are an alarm; if they stay so for ``stall_timeout_s`` the process is killed: the next has no backlog.
-
-| state | what it says |
-| --- | --- |
-| CONNECTING | a process runs, and no frame has come yet |
-| STREAMING | frames come |
-| STALLED | frames came, and came no more, though nothing ended; it is being connected anew |
-| OFFLINE | there is no connection; it is tried again, unless it has ended for good or was stopped |
+Guarantees: at most one process at a time; the next starts only after the last has ended. A process that does not
+connect within ``open_timeout_s``, or sends no frame for ``stall_timeout_s``, is killed. Retries back off up to 30 s,
+with jitter; the backoff is reset once frames came for HEALTHY_S. A camera that stays away is logged at most
+TELLINGS_MAXIMUM times in REPEAT_S. Frames later than ``max_lag_s`` are an alarm; a process whose frames stay late for
+``stall_timeout_s`` is killed, so that the next begins without a backlog.
 """
 
 from __future__ import annotations
@@ -26,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NEVER = float("inf")
-START_S = 30.0  # for a process to begin, on a box that is busy
-CLOSE_S = 0.7  # for one to let its camera go, before it is killed
-END_S = 5.0  # for one that was killed to be gone; then it hangs within the kernel
+START_S = 30.0  # for a process to begin, on a busy box
+CLOSE_S = 0.7  # for a process to let its camera go, before it is killed
+END_S = 5.0  # for a killed process to be gone; later it hangs in the kernel
 BACKOFF = Backoff(0.5, 30.0)
 JITTER = 0.25  # of a pause, up or down: cameras behind one switch do not come back at once
 HEALTHY_S = 10.0
@@ -38,12 +31,10 @@ TELLINGS_MAXIMUM = 4  # of different reasons, within REPEAT_S
 
 
 class CameraState(StrEnum):
-    """See the module."""
-
-    CONNECTING = "CONNECTING"
-    STREAMING = "STREAMING"
-    STALLED = "STALLED"
-    OFFLINE = "OFFLINE"
+    CONNECTING = "CONNECTING"  # a process runs, and no frame has come yet
+    STREAMING = "STREAMING"  # frames come
+    STALLED = "STALLED"  # frames came no more, though nothing ended; being connected again
+    OFFLINE = "OFFLINE"  # no connection; tried again, unless it has ended for good or was stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +43,8 @@ class CameraStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
-    """Time has."""
+class TimePassed:
+    """Check the deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,29 +92,29 @@ class StopAsked:
 
 
 Event: TypeAlias = (
-    "CameraStarted | Passed | ProcessReady | Connected | FramesCame | ConnectionFailed | Unanswered | ProcessEnded "
+    "CameraStarted | TimePassed | ProcessReady | Connected | FramesCame | ConnectionFailed | Unanswered | ProcessEnded "
     "| StopAsked"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class StartProcess:
-    """Exactly one ProcessEnded will answer it."""
+    """Answered by exactly one ProcessEnded."""
 
 
 @dataclass(frozen=True, slots=True)
 class CloseProcess:
-    """Ask it to end."""
+    """Ask the process to end."""
 
 
 @dataclass(frozen=True, slots=True)
 class KillProcess:
-    """Do not ask."""
+    """End the process by a signal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Say in the log."""
+    """Write a log line."""
 
     state: CameraState
     reason: str
@@ -145,10 +136,10 @@ class _Phase(Enum):
 
 @dataclass
 class _Telling:
-    """Last log line, and its time."""
+    """What the log says of a camera. ``told``: reasons, and when."""
 
     told: dict[str, float] = field(default_factory=dict)
-    is_silent: bool = True  # of the trouble that there is, if any, nothing was told
+    is_silent: bool = True  # the present trouble was not logged
     has_streamed: bool = False
 
     def trouble(self, state: CameraState, reason: str, now: float) -> list[Action]:
@@ -160,7 +151,7 @@ class _Telling:
         return [Tell(state, reason)]
 
     def recovery(self) -> list[Action]:
-        """Told if the trouble was, and of the first time."""
+        """Logged if the trouble was, and the first time."""
         is_told = not self.has_streamed or not self.is_silent
         self.has_streamed, self.is_silent = True, True
         return [Tell(CameraState.STREAMING, "frames come")] if is_told else []
@@ -179,18 +170,14 @@ class Supervisor:
         self._random = random
         self._phase = _Phase.RESTING
         self._telling = _Telling()
-        self._tries = 0  # in vain, since it was healthy
+        self._tries = 0  # failed, since the camera was healthy
         self._streaming_since = NEVER
         self._is_final = False
-        self._is_stopped = False
+        self.is_stopped = False
         self.state = CameraState.OFFLINE
         self.alarm: str | None = "it has not been started"
-        self.deadline = NEVER  # when to say that time has passed
+        self.deadline = NEVER  # when TimePassed is due
         self.connections = 0  # begun so far
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._is_stopped
 
     @property
     def is_over(self) -> bool:
@@ -201,7 +188,7 @@ class Supervisor:
         match event:
             case CameraStarted():
                 return self._connect(now)
-            case Passed() if now >= self.deadline:
+            case TimePassed() if now >= self.deadline:
                 return self._time_is_up(now)
             case ProcessReady() if self._phase is _Phase.STARTING:
                 return self._enter(_Phase.OPENING, now + self._open_timeout_s)
@@ -281,7 +268,7 @@ class Supervisor:
 
     def _ended(self, how: str, now: float) -> list[Action]:
         told = self._trouble(CameraState.OFFLINE, how, now) if self._has_process else []
-        if self._is_stopped:
+        if self.is_stopped:
             return self._enter(_Phase.OVER, NEVER)
         if self._is_final:
             return self._enter(_Phase.RESTING, NEVER, *told)
@@ -293,7 +280,7 @@ class Supervisor:
 
     def _stop(self, now: float) -> list[Action]:
         has_process = self._has_process
-        self._is_stopped = True
+        self.is_stopped = True
         self.state, self.alarm = CameraState.OFFLINE, None
         if has_process:
             return self._enter(_Phase.CLOSING, now + CLOSE_S, CloseProcess())

@@ -1,18 +1,28 @@
-"""Ledger of the frames that are wanted of a camera, under a clock that is given.
+"""Ledger of a camera's triggers, under a clock that is given.
 
-Guarantees: each trigger that is added leaves it once: answered, or overdue. Triggers are asked for in their order, few
-at once, so that what a camera's process holds is bounded; when a connection is lost, they are asked for anew.
+Guarantees: each trigger leaves the ledger once, answered or overdue. Triggers are asked for in their order, at most
+AT_ONCE at a time, so that a camera's process holds few frames; after a lost connection they are asked for again.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from agent.sources.cameras.frames import Trigger
+    from agent.subject import Subject
 
 NEVER = float("inf")
 AT_ONCE = 4  # frames in one process that wait to be encoded
+
+
+@dataclass(frozen=True, slots=True)
+class Trigger:
+    """Request for one frame. ``number``: of this run; ``asked_s``: monotonic."""
+
+    subject: Subject
+    number: int
+    asked_s: float
 
 
 class Takes:
@@ -34,7 +44,7 @@ class Takes:
         return found
 
     def answer(self, number: int) -> Trigger | None:
-        """The trigger that a frame came for; None where it was overdue."""
+        """The trigger that a frame answers; None if it was overdue."""
         self._asked.pop(number, None)
         return self._wanted.pop(number, None)
 
@@ -65,7 +75,7 @@ class Takes:
 
 
 class Interval:
-    """Triggers by time, while a camera streams. None are made up for: a trigger stands for the moment that it is at."""
+    """Triggers by time, while a camera streams. Missed triggers are not made up for."""
 
     def __init__(self, every_s: float | None) -> None:
         self._every_s = every_s

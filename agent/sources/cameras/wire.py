@@ -1,8 +1,8 @@
 """Messages between an agent and a camera's process over one socket; frames travel beside them.
 
-Guarantees: a message comes whole or not at all, and so does a frame: it lies in memory of its own that is sealed before
-it is handed over, sealed: it cannot be changed, cut or reused. It is read, not mapped: whatever
-happened to the other process, reading it cannot end this one. Nothing of it has a name that could be left behind.
+Guarantees: a message or a frame comes whole or not at all. A frame lies in anonymous memory that is sealed before it is
+sent, so that the sender can neither change nor cut it. The agent reads the memory and maps nothing: no fault of the
+other process can end the agent.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ LARGEST_MESSAGE_BYTES = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """To the camera: one frame, please. ``since``: not one that came before, by ``time.monotonic``, which all processes
-    of a box share; None: the latest that is there.
+    """To the camera: send one frame that came at ``since`` or later; None: the latest.
+
+    ``since`` is a time of ``time.monotonic``, which all processes of a box share.
     """
 
     number: int
@@ -31,19 +32,19 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """From the camera: its process runs, and begins to connect."""
+    """From the camera: the process runs, and begins to connect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """From the camera: it is connected."""
+    """From the camera: connected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """From the camera: so many frames came by now, over this connection; ``broken``: what came and was none.
+    """From the camera: counts of this connection. ``broken``: pictures that could not be decoded.
 
-    ``lag_s``: how old the last one was when it was there to be handed over.
+    ``lag_s``: age of the last frame when it could be handed over.
     """
 
     frames: int
@@ -53,17 +54,15 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """From the camera: the frame for one Take, which is ``age_s`` old, lag included; a descriptor of it comes too."""
+    """From the camera: the frame for one Take, ``age_s`` old, lag included. Its descriptor comes too."""
 
     number: int
-    height: int
-    width: int
     age_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """From the camera: no frame comes from this connection any more. Its last word."""
+    """From the camera, as the last message: no frame comes from this connection any more."""
 
     reason: str
     is_final: bool
@@ -82,7 +81,7 @@ def send(to: socket.socket, message: Message, descriptors: tuple[int, ...] = ())
 
 
 def receive(of: socket.socket) -> tuple[Message, tuple[int, ...]] | None:
-    """The next message, and the descriptors that came with it, which are the caller's to close. None: it has ended."""
+    """The next message and its descriptors, which the caller closes; None once the other end is closed."""
     try:
         content, descriptors, _, _ = socket.recv_fds(of, LARGEST_MESSAGE_BYTES, 1)
     except ConnectionResetError:
@@ -94,7 +93,7 @@ def receive(of: socket.socket) -> tuple[Message, tuple[int, ...]] | None:
 
 
 def sealed(content: bytes) -> int:
-    """A descriptor of memory that holds this and can never be changed. The caller's to close."""
+    """Descriptor of sealed memory with this content; the caller closes it."""
     descriptor = os.memfd_create("frame", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(descriptor, "wb", closefd=False) as file:

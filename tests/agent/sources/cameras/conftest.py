@@ -78,4 +78,4 @@ def watched() -> Iterator[Callable[..., Taker]]:
         taker.camera.stop(0.0)
     for taker in takers:
         assert taker.camera.stop(WAIT_S)
-        assert taker.now.process is None
+        assert taker.process is None

@@ -20,12 +20,12 @@ import numpy as np
 
 from agent.line_file.intake import CameraSection
 from agent.sources.cameras.camera import Camera
-from agent.sources.cameras.frames import CameraDoors, CameraStatistics
+from agent.sources.cameras.delivery import CameraDoors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from agent.subject import Subject
+    from agent.subject import SourceStatus, Subject
 
 WAIT_S = 60.0  # a generous deadline: whatever is waited for comes within two seconds
 SIZE = (48, 64)
@@ -217,8 +217,18 @@ class Taker:
         self.lost.append((subject, reason))
 
     @property
-    def now(self) -> CameraStatistics:
-        return self.camera.statistics()
+    def now(self) -> SourceStatus:
+        return self.camera.status()
 
-    def until_state(self, state: str) -> CameraStatistics:
+    @property
+    def process(self) -> int | None:
+        child = self.camera._child
+        return None if child is None else child.pid
+
+    def until_state(self, state: str) -> SourceStatus:
         return until(lambda: (found := self.now).state == state and found, f"{state}, but {self.now}")
+
+    def streaming(self) -> int:
+        """Number of the camera's process, once its frames come."""
+        self.until_state("STREAMING")
+        return until(lambda: self.process)

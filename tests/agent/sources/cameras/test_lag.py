@@ -169,8 +169,7 @@ def came_at(frame: Frame) -> float:
 def test_a_triggered_frame_shows_what_was_there_after_the_trigger(watched: Watch, rtsp: str, busy: None) -> None:
     """1080p on a box that is kept busy; the reader is held up on purpose while the camera goes on."""
     taker = watched(f"{rtsp}/drawn", mode="triggered", stall_timeout_s=WAIT_S, max_lag_s=WAIT_S)
-    process = taker.until_state("STREAMING").process
-    assert process is not None
+    process = taker.streaming()
     taker.camera.trigger()
     first = until(lambda: taker.frames)[0]
     delay_s = came_at(first) - drawn_at(first)  # of this camera, when nothing holds it up

@@ -52,9 +52,9 @@ def next_picture(source: PictureSource) -> Picture:
 
 def pixels(found: Picture) -> np.ndarray[Any, Any]:
     """As an expert will see them."""
-    encoded = encode(found, 10**7)
-    assert encoded is not None
-    return read_image(encoded.content, "a picture")
+    content = encode(found, 10**7)
+    assert content is not None
+    return read_image(content, "a picture")
 
 
 @pytest.fixture(params=["file", "http", "rtsp", "genicam", "fault"])
@@ -176,36 +176,31 @@ class TestAClip:
                 next_picture(one)
         assert time.monotonic() - began >= 3 * period_s - 0.005
 
-    def test_what_holds_no_video_of_a_known_codec_says_so(self, tmp_path: Path) -> None:
+    def test_what_holds_no_picture_says_so(self, tmp_path: Path) -> None:
         path = tmp_path / "clip.avi"
         with closing(av.open(str(path), "w")) as clip:
             stream = clip.add_stream("mpeg4", rate=5)
             stream.width = stream.height = 64
             clip.mux(stream.encode(av.VideoFrame(64, 64, "yuv420p")))
             clip.mux(stream.encode(None))
-        path.write_bytes(path.read_bytes().replace(b"FMP4", b"ZZZZ"))
-        with pytest.raises(CameraFailed, match="a codec that is known"):
-            opened(f"file:{path}")
-
-    def test_what_holds_no_picture_says_so(self, tmp_path: Path) -> None:
-        path = tmp_path / "clip.avi"
-        path.write_bytes(b"no video")
-        with pytest.raises(CameraFailed, match="not a video"):
-            opened(f"file:{path}")
+        for content, words in (
+            (path.read_bytes().replace(b"FMP4", b"ZZZZ"), "a codec that is known"),
+            (b"no video", "not a video"),
+        ):
+            path.write_bytes(content)
+            with pytest.raises(CameraFailed, match=words):
+                opened(f"file:{path}")
 
 
 class TestMotionJpeg:
-    def test_comes_by_rtsp_too(self, rtsp: str) -> None:
-        with closing(opened(f"{rtsp}/jpeg")) as one:
-            seen = next_picture(one)
-        assert isinstance(seen, bytes)
-        assert pixels(seen).shape == (48, 64, 3)
-
     def test_is_handed_through_as_it_was_sent(self, mjpeg: MjpegCamera) -> None:
         with closing(opened(mjpeg.url)) as one:
             seen = next_picture(one)
-        assert isinstance(seen, bytes)
         assert any(seen == cv2.imencode(".jpg", picture(number))[1].tobytes() for number in range(1, 250))
+
+    def test_comes_by_rtsp_too(self, rtsp: str) -> None:
+        with closing(opened(f"{rtsp}/jpeg")) as one:
+            assert isinstance(next_picture(one), bytes)
 
     def test_what_was_sent_while_it_was_opened_is_passed_over(self, mjpeg: MjpegCamera) -> None:
         """Told by the time that a read takes, so that a busy machine may err; one that never does it is found."""
@@ -243,16 +238,17 @@ class TestMotionJpeg:
         assert "p@ss" not in repr(given)
 
     @pytest.mark.parametrize(
-        ("word", "words"), [("refuse", "404.*correct the path"), ("lock", "401.*user: and password")]
+        ("word", "scheme", "words"),
+        [
+            ("refuse", "http:", "404.*correct the path"),
+            ("lock", "http:", "401.*user: and password"),
+            ("stream", "rtsp:", "no video of this kind - correct the scheme"),
+        ],
     )
-    def test_what_the_camera_answers_is_told(self, mjpeg: MjpegCamera, word: str, words: str) -> None:
+    def test_what_the_camera_answers_is_told(self, mjpeg: MjpegCamera, word: str, scheme: str, words: str) -> None:
         mjpeg.word = word
         with pytest.raises(CameraFailed, match=words):
-            opened(mjpeg.url)
-
-    def test_one_that_answers_with_something_else_is_told(self, mjpeg: MjpegCamera) -> None:
-        with pytest.raises(CameraFailed, match="no video of this kind - correct the scheme"):
-            opened(mjpeg.url.replace("http:", "rtsp:"))
+            opened(mjpeg.url.replace("http:", scheme))
 
     def test_nothing_is_asked_of_an_address_that_the_camera_names(self, mjpeg: MjpegCamera) -> None:
         with closing(MjpegCamera()) as other:
@@ -327,17 +323,14 @@ class TestEncoding:
     @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
     def test_loses_nothing(self, shape: tuple[int, ...], dtype: Any) -> None:
         original = np.random.default_rng(1).integers(0, np.iinfo(dtype).max, shape).astype(dtype)
-        encoded = encode(original, 100)
-        assert encoded is not None
-        assert (encoded.height, encoded.width) == (5, 7)
-        decoded = cv2.imdecode(np.frombuffer(encoded.content, np.uint8), cv2.IMREAD_UNCHANGED)
+        content = encode(original, 100)
+        assert content is not None
+        decoded = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED)
         assert np.array_equal(decoded, original)
 
     def test_leaves_a_jpeg_as_it_is(self) -> None:
         content = cv2.imencode(".jpg", picture(3))[1].tobytes()
-        encoded = encode(content, 10_000)
-        assert encoded is not None
-        assert (encoded.content, encoded.height, encoded.width) == (content, 48, 64)
+        assert encode(content, 10_000) == content
         assert encode(content[: len(content) // 2], 10_000) is None
 
     @pytest.mark.parametrize("of", [picture(3), cv2.imencode(".jpg", picture(3))[1].tobytes()])

@@ -98,18 +98,6 @@ def test_a_sidecar_stays_with_its_image(tmp_path: Path, after: str, verdict: Ver
     assert (len(line.arrivals), line.refusals) == (1, [])
 
 
-def test_a_sidecar_that_is_written_slowly_is_waited_for(line: Line) -> None:
-    (line.root / "x.png").write_bytes(PNG)
-    content = json.dumps({**SAID, "ref": "R7é"}, ensure_ascii=False).encode()
-    for end in range(len(content)):  # of the é too, half of whose bytes are no text
-        (line.root / "x.json").write_bytes(content[:end])
-        line.run(5)
-        assert (line.arrivals, line.refusals) == ([], []), end
-    (line.root / "x.json").write_bytes(content)
-    line.run(5)
-    assert [one.subject.ref for one in line.arrivals] == ["R7é"]
-
-
 def test_a_sidecar_that_was_there_first_does_not_make_a_cut_image_complete(line: Line) -> None:
     """AC1: the sidecar tells whose the image is, not that its last byte has come."""
     say(line)
@@ -131,17 +119,6 @@ def test_an_image_without_sidecar_is_refused_after_a_while_and_says_what_is_miss
     assert line.refused == {"x.png": "its sidecar x.json is missing"}
     assert line.files() == {"failed/x.png", "failed/x.png.error.json"}
     assert line.refusals[0].subject.board is None
-
-
-def test_an_image_that_is_still_written_is_not_refused_for_want_of_a_sidecar(line: Line) -> None:
-    with (line.root / "x.png").open("wb") as file:
-        file.write(PNG)
-        file.flush()
-        line.run(100)
-        assert line.refusals == []
-    say(line)
-    line.run(5)
-    assert told_by(line) == [B1]
 
 
 def test_json_files_are_no_images_there_and_wait_for_theirs(line: Line) -> None:
@@ -359,12 +336,6 @@ def test_what_was_claimed_is_told_by_its_own_sidecar_after_a_crash(line: Line, l
     assert again.files() == {
         f"{shelf}/{stem}.png", f"{shelf}/{stem}.json", f"{shelf}/y.png", f"{shelf}/y.json", f"{stem}.json",
     }  # fmt: skip
-
-
-def test_an_image_whose_name_leaves_no_place_for_a_sidecar_is_told_so(line: Line) -> None:
-    (line.root / f"{251 * 'x'}.png").write_bytes(PNG)
-    line.run(70)
-    assert list(line.refused.values()) == [f"its sidecar {251 * 'x'}.json is missing"]
 
 
 def test_a_crash_between_the_two_claims_is_repaired(line: Line) -> None:
