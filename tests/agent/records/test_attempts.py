@@ -33,12 +33,6 @@ def test_what_was_begun_and_not_ended_counts_at_the_next_opening(path: Path) -> 
     assert [second.attempts(key) for key in "abc"] == [0, 0, 1]
 
 
-def test_its_folders_are_made(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b" / "attempts.log"
-    AttemptLog(path).begun(["a"])
-    assert AttemptLog(path).attempts("a") == 1
-
-
 def test_each_run_that_ends_counts_one_more_however_many_batches_it_began(path: Path) -> None:
     for run in range(1, 4):
         log = AttemptLog(path)
@@ -71,36 +65,6 @@ def test_what_ends_a_run_by_its_own_fault_is_not_counted_against_the_images(path
     log.begun(["c"])
     again = AttemptLog(path)
     assert [again.attempts(key) for key in "abc"] == [1, 0, 1]
-
-
-def test_only_what_is_begun_still_is_forgiven(path: Path) -> None:
-    log = AttemptLog(path)
-    log.begun(["a", "b", "b"])
-    log.ended(["a", "b"])
-    log.forgive()
-    log.forgive()
-    log.begun(["c"])
-    assert entries_in(path)[-3:] == [{"ended": ["b"]}, {"ended": []}, {"begun": ["c"]}]
-
-
-def entries_in(path: Path) -> list[object]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_a_key_that_counts_nothing_is_settled_without_a_line(path: Path) -> None:
-    log = AttemptLog(path)
-    log.settled("a")
-    log.begun(["b"])
-    assert entries_in(path) == [{"counts": {}}, {"begun": []}, {"begun": ["b"]}]
-
-
-def test_its_writer_is_a_thread_of_its_own_that_keeps_no_process_alive(path: Path) -> None:
-    before = set(threading.enumerate())
-    log = AttemptLog(path)
-    (writer,) = set(threading.enumerate()) - before
-    assert (writer.name, writer.daemon) == ("attempts", True)
-    log.close()
-    writer.join()
 
 
 def test_a_line_that_was_cut_and_one_that_was_edited_are_passed_over(path: Path) -> None:
@@ -147,18 +111,6 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-def test_a_line_that_the_disk_refuses_is_told_with_the_reason(
-    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    log = AttemptLog(path)
-    monkeypatch.setattr(os, "write", refuse)
-    log.begun(["a"])
-    assert told(caplog) == [f"attempts_not_written file={path} reason=No space left on device: {NOT_WRITTEN}"]
-
-
 def test_a_disk_that_hangs_is_waited_for_once_and_keeps_nobody(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,19 +155,27 @@ def test_a_file_that_cannot_be_written_anew_is_kept_as_it_is_and_told(
     assert (again.attempts("long" * 25), again.attempts("b")) == (1, 0)
 
 
+def full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+WRITE = os.write
+
+
+@pytest.mark.parametrize(
+    ("write", "reason"),
+    [(full, "No space left on device"), (lambda fd, line: WRITE(fd, line[:5]), "the disk took a part of a line only")],
+)
 def test_a_full_disk_ends_the_counting_of_this_run_and_keeps_what_was_written(
-    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, write: object, reason: str
 ) -> None:
     log = AttemptLog(path)
     log.begun(["a"])
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:5]))
+    monkeypatch.setattr(os, "write", write)
     log.begun(["b"])
     monkeypatch.undo()
     log.ended(["a"])
     log.close()
-    assert told(caplog) == [
-        f"attempts_not_written file={path} reason=the disk took a part of a line only: {NOT_WRITTEN}"
-    ]
+    assert told(caplog) == [f"attempts_not_written file={path} reason={reason}: {NOT_WRITTEN}"]
     again = AttemptLog(path)
     assert (again.attempts("a"), again.attempts("b")) == (1, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import time
 from contextlib import closing
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from agent.records.outbox import Outbox, OutboxReader
 from agent.records.result_writer import ResultStore
 from experts.expert import Verdict
 from tests.lines import changed, result, subject
+from tests.waiting import settled
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,12 +28,6 @@ LONG = {"steps": [{"model_sha256": "x" * 500}]}
 
 def opened(path: Path) -> ResultStore:
     return ResultStore(path, followers=[Outbox("demo", ["mes"], ["result"], 10_000)])
-
-
-def settled(store: ResultStore) -> ResultStore:
-    while store.statistics().pending:
-        time.sleep(0.001)
-    return store
 
 
 def tables(path: Path) -> dict[str, int]:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import sqlite3
-import time
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from agent.records.result_writer import ResultStore
 from agent.records.rows import RESULT_COLUMNS
 from experts.expert import Verdict
 from tests.lines import changed, result
+from tests.waiting import settled, until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,17 +50,13 @@ class Line:
     def record(self, *keys: str, finished_at: datetime = NOON) -> None:
         for key in keys:
             self.store.record(changed(BARE, key=key, finished_at=finished_at))
-        self.settle()
-
-    def settle(self) -> None:
-        while self.store.statistics().pending:
-            time.sleep(0.001)
+        settled(self.store)
 
     def steps(self, passed_s: float, count: int = 12) -> None:
         self.now_s += passed_s
         for _ in range(count):
             self.export.step()
-            self.settle()
+            settled(self.store)
 
     def exported(self) -> list[list[str]]:
         """The keys of each file, in the order of names."""
@@ -124,7 +120,7 @@ def test_each_result_is_in_exactly_one_file_whatever_the_clock_shows(acts, tmp_p
 def test_csv_begins_with_what_it_is_and_holds_what_was_stored(tmp_path: Path) -> None:
     line = Line(tmp_path, "csv")
     line.store.record(changed(BARE, experts=("cls/a", "det/b"), detail={"steps": [1]}, kept_as="2026-05-01/x.png"))
-    line.settle()
+    settled(line.store)
     line.steps(FIRST_S)
     (file,) = (tmp_path / "out").iterdir()
     head, _, rest = file.read_bytes().decode("utf-8").partition("\n")
@@ -164,7 +160,7 @@ def test_what_the_disk_refuses_is_raised_and_tried_again(line: Line) -> None:
             line.export.step()
         except OSError:
             refusals += 1
-        line.settle()
+        settled(line.store)
     assert refusals > 1
     (line.folder / "out").unlink()
     line.steps(0.0)
@@ -220,11 +216,9 @@ def test_killed_at_any_moment_it_leaves_no_half_file_and_goes_on_with_the_next_r
     with closing(ResultStore(tmp_path / "r.db")) as store:
         for number in range(9000):
             store.record(changed(BARE, key=str(number), image="i" * 300))
-        while store.statistics().pending:
-            time.sleep(0.001)
+        settled(store)
     process = forks.start(EXPORTS, tmp_path, output)
-    while process.told.count("step") < steps and process.poll() is None:
-        time.sleep(0.001)
+    until(lambda: process.told.count("step") >= steps or process.poll() is not None)
     process.kill()
     there = list((tmp_path / "out").glob("results-*")) if (tmp_path / "out").is_dir() else []
     assert forks.run(EXPORTS, tmp_path, output).returncode == 0

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import queue
 import signal
 import sqlite3
-import subprocess
-import sys
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -20,13 +17,15 @@ from agent.records.journal import Acceptance, JournalReader
 from agent.records.result_writer import ResultStore
 from agent.subject import Subject
 from tests.lines import result
+from tests.waiting import settled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from tests.forks import Forks
+
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
-WAIT_S = 20.0
 
 
 def entry(key: str, **changes: object) -> Subject:
@@ -35,15 +34,15 @@ def entry(key: str, **changes: object) -> Subject:
 
 
 def accepted(store: ResultStore, entries: Sequence[Subject], content: bytes = b"image") -> Sequence[Acceptance]:
-    told: queue.Queue[Sequence[Acceptance]] = queue.Queue()
-    store.accept(entries, content, told.put)
-    return told.get(timeout=WAIT_S)
+    told: list[Sequence[Acceptance]] = []
+    store.accept(entries, content, told.append)
+    settled(store)
+    return told[0]
 
 
 def judged(store: ResultStore, key: str) -> None:
-    told: queue.Queue[object] = queue.Queue()
-    store.record(result(key, component="c0"), told.put)
-    told.get(timeout=WAIT_S)
+    store.record(result(key, component="c0"))
+    settled(store)
 
 
 def images_in(file: Path) -> int:
@@ -62,16 +61,6 @@ def test_what_was_accepted_comes_back_as_it_was_and_in_its_order(tmp_path: Path)
     found = reader.unfinished()
     assert [each.subject for each in found] == [first, second]
     assert [reader.content(each.image) for each in found] == [b"one", b"two"]
-
-
-def test_a_verdict_ends_its_request_with_the_same_commit(tmp_path: Path) -> None:
-    file = tmp_path / "r.db"
-    seen: queue.Queue[list[str]] = queue.Queue()
-    with closing(ResultStore(file)) as store:
-        accepted(store, [entry("a")])
-        store.record(result("a"), lambda _: seen.put([each.subject.key for each in JournalReader(file).unfinished()]))
-        assert seen.get(timeout=WAIT_S) == []
-    assert images_in(file) == 0
 
 
 def test_an_image_of_many_parts_is_kept_once_and_until_its_last_part_is_judged(tmp_path: Path) -> None:
@@ -118,52 +107,28 @@ def test_a_key_that_was_given_for_something_else_is_told_and_nothing_of_it_is_wr
     assert (reader.asked("a"), reader.asked("ab"), reader.asked("b")) == ({"one"}, {"two"}, set())
 
 
-def test_an_image_of_which_all_is_known_is_not_kept_again(tmp_path: Path) -> None:
-    file = tmp_path / "r.db"
-    with closing(ResultStore(file)) as store:
-        accepted(store, [entry("a")])
-        accepted(store, [entry("a")])
-        assert images_in(file) == 1
-
-
-def test_what_is_withdrawn_leaves_nothing_and_may_come_again(tmp_path: Path) -> None:
-    file = tmp_path / "r.db"
-    with closing(ResultStore(file)) as store:
-        accepted(store, [entry("a"), entry("b")])
-        store.withdraw(["a", "b", "never there"])
-        assert accepted(store, [entry("a")]) == [Acceptance.NEW]
-        assert [each.subject.key for each in JournalReader(file).unfinished()] == ["a"]
-        assert images_in(file) == 1
-
-
 KILLED = """
-import sys, os, signal
+import os, signal, sys
 from pathlib import Path
-from datetime import datetime, UTC
-from agent.subject import Subject
 from agent.records.result_writer import ResultStore
+from tests.lines import subject
 store = ResultStore(Path(sys.argv[1]))
-told = 0
 def tell(number):
-    global told
     print(number, flush=True)
-    told += 1
-    if told == 20:
+    if number == 20:
         os.kill(os.getpid(), signal.SIGKILL)
 for number in range(10_000):
-    entry = Subject(str(number), "api", "i", datetime.now(UTC), component="c")
-    store.accept([entry], b"x" * 1000, lambda _, number=number: tell(number))
+    store.accept([subject(str(number))], b"x" * 1000, lambda _, number=number: tell(number))
 store.close(60)
 """
 
 
-def test_a_killed_agent_has_lost_nothing_that_it_acknowledged(tmp_path: Path) -> None:
-    file = tmp_path / "r.db"
-    done = subprocess.run([sys.executable, "-c", KILLED, str(file)], capture_output=True, text=True, timeout=120)
+def test_a_killed_agent_has_lost_nothing_that_it_acknowledged(tmp_path: Path, forks: Forks) -> None:
+    done = forks.run(KILLED, tmp_path / "r.db")
     assert done.returncode == -signal.SIGKILL, done.stderr
     acknowledged = set(done.stdout.split())
-    assert len(acknowledged) == 20
-    assert acknowledged <= {each.subject.key for each in JournalReader(file).unfinished()}
+    assert len(acknowledged) == 21
+    assert acknowledged <= {each.subject.key for each in JournalReader(tmp_path / "r.db").unfinished()}
 
 
 STEPS = st.lists(

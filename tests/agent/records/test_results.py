@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import queue
 import sqlite3
-import subprocess
-import sys
 import threading
 from contextlib import closing
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -20,14 +17,16 @@ from hypothesis import strategies as st
 from sqlite_utils import Database
 
 from agent.records.boards import BoardVerdict
-from agent.records.database import LOCK_NAME, StateLock
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
 from agent.records.results import KeptMap, Recorded, Result
-from experts.errors import AlreadyRunning
 from experts.expert import Verdict
 from experts.filesystem import filesystem_type, is_shared, tells_changes
 from tests import lines
+from tests.waiting import settled, until
+
+if TYPE_CHECKING:
+    from tests.forks import Forks
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 WAIT_S = 20.0
@@ -39,48 +38,24 @@ def result(number: int = 0, **changes: object) -> Result:
         component="resistor-0402",
         image=f"b1_resistor-0402_R{number}.png",
         finished_at=NOON + timedelta(seconds=number),
-        seconds=0.25,
-        config_sha256="ab" * 32,
         board="b1",
         board_type="main",
         ref=f"R{number}",
-        label="ok",
-        score=0.75,
-        experts=("cls/r", "det/a"),
         detail={"steps": [{"expert": "cls/r", "label": "ok"}], "boxes": []},
     )
     return lines.changed(made, **changes)
 
 
-class Inbox:
-    """Collects what the writer's thread reports, and waits for it."""
-
-    def __init__(self) -> None:
-        self.reports: queue.Queue[Recorded] = queue.Queue()
-
-    def next(self) -> Recorded:
-        return self.reports.get(timeout=WAIT_S)
-
-
-def received(store: ResultStore, reports: queue.Queue[Any]) -> Any:
-    """The next report; fails at once when the store says that it cannot commit."""
-    reason = "nothing was reported"
-    for _ in range(200):
-        try:
-            return reports.get(timeout=0.05)
-        except queue.Empty:
-            if alarm := store.statistics().alarm:
-                reason = alarm
-                break
-    store.close(timeout_s=0)
-    raise AssertionError(reason)
-
-
 def stored(store: ResultStore, *results: Result) -> list[Recorded]:
-    inbox = Inbox()
+    reports: list[Recorded] = []
     for one in results:
-        store.record(one, inbox.reports.put)
-    return [received(store, inbox.reports) for _ in results]
+        store.record(one, reports.append)
+    settled(store)
+    return reports
+
+
+def keys(reader: ResultReader) -> list[str]:
+    return [row.result.subject.key for row in reader.query()]
 
 
 def test_maps_lie_beside_their_result_and_go_with_it(tmp_path: Path) -> None:
@@ -89,46 +64,35 @@ def test_maps_lie_beside_their_result_and_go_with_it(tmp_path: Path) -> None:
         stored(store, result(1, maps=maps), result(2), result(1, maps=maps[:1]))  # a key that is there stays as it is
         assert (store.maps(1), store.maps(2)) == (maps, ())
         assert [row.result for row in store.query()] == [result(1), result(2)]
-        gone: queue.Queue[None] = queue.Queue()
-        store.write(lambda database: database.execute("DELETE FROM results WHERE seq = 1"), lambda _: gone.put(None))
-        received(store, gone)
-        assert store.maps(1) == ()
+        store.write(lambda database: database.execute("DELETE FROM results WHERE seq = 1"))
+        assert settled(store).maps(1) == ()
 
 
 def test_a_row_is_committed_before_its_callback_runs(tmp_path: Path) -> None:
-    seen: queue.Queue[int] = queue.Queue()
+    seen: list[int] = []
     file = tmp_path / "r.sqlite"
 
     def count_in_another_connection(_: Recorded) -> None:
         with closing(sqlite3.connect(file)) as other:
-            seen.put(other.execute("SELECT count(*) FROM results").fetchone()[0])
+            seen.append(other.execute("SELECT count(*) FROM results").fetchone()[0])
 
     with closing(ResultStore(file)) as store:
         store.record(result(), count_in_another_connection)
-        assert received(store, seen) == 1
-
-
-def test_a_key_is_stored_once_and_the_second_is_reported(tmp_path: Path) -> None:
-    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
-        first, second, third = stored(store, result(1), result(1, verdict=Verdict.NG), result(2))
-        assert (first, second) == (Recorded(1, is_new=True), Recorded(1, is_new=False))
-        assert third == Recorded(2, is_new=True)
-        assert [row.result.verdict for row in store.query()] == [Verdict.OK, Verdict.OK]
-        assert store.statistics().duplicates == 1
+    assert seen == [1]
 
 
 # Keys that fail are shown as they were found: each try is two files written to the disk.
 @settings(max_examples=10, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
-@given(keys=st.lists(st.integers(0, 20), max_size=60))
-def test_numbers_have_no_gaps_whatever_is_sent_again(keys: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
+@given(sent=st.lists(st.integers(0, 20), max_size=60))
+def test_numbers_have_no_gaps_whatever_is_sent_again(sent: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.mktemp("r") / "r.sqlite"
-    for part in (keys[::2], keys[1::2]):
+    for part in (sent[::2], sent[1::2]):
         store = ResultStore(file)
         for key in part:
             store.record(result(key))
         assert store.close()
     numbers = [row.seq for row in ResultReader(file).query()]
-    assert numbers == list(range(1, len(set(keys)) + 1))
+    assert numbers == list(range(1, len(set(sent)) + 1))
 
 
 @pytest.mark.parametrize(
@@ -148,31 +112,13 @@ def test_whatever_fails_while_rows_are_committed_they_are_tried_again(
 
     with closing(ResultStore(tmp_path / "r.sqlite")) as store:
         monkeypatch.setattr(Database, "atomic", fail_once)
-        inbox = Inbox()
-        store.record(result(1), inbox.reports.put)
-        assert inbox.next() == Recorded(1, is_new=True)
+        reports: list[Recorded] = []
+        store.record(result(1), reports.append)
+        until(lambda: reports == [Recorded(1, is_new=True)])
         assert store.statistics().failed_commits == 1
         assert store.statistics().alarm is None
     assert f"reason={str(error) or 'MemoryError'}: kept and retried" in caplog.text
     assert "results_committed_again" in caplog.text
-
-
-def test_many_threads_record_and_nothing_is_lost(tmp_path: Path) -> None:
-    store = ResultStore(tmp_path / "r.sqlite")
-
-    def record_from(start: int) -> None:
-        for number in range(start, start + 250):
-            store.record(result(number))
-
-    threads = [threading.Thread(target=record_from, args=(start,)) for start in range(0, 1000, 250)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert store.close()
-    rows = list(store.query())
-    assert {row.result.subject.key for row in rows} == {f"key-{i}" for i in range(1000)}
-    assert [row.seq for row in rows] == list(range(1, 1001))
 
 
 def test_closing_commits_what_waits_and_refuses_more(tmp_path: Path) -> None:
@@ -184,21 +130,6 @@ def test_closing_commits_what_waits_and_refuses_more(tmp_path: Path) -> None:
     assert sum(1 for _ in store.query()) == 500
     with pytest.raises(RuntimeError, match="closed"):
         store.record(result())
-
-
-def test_a_row_is_pending_until_its_callback_has_run(tmp_path: Path) -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    def linger(_: Recorded) -> None:
-        entered.set()
-        leave.wait(WAIT_S)
-
-    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
-        store.record(result(1), linger)
-        assert entered.wait(WAIT_S)
-        assert store.statistics().pending == 1
-        leave.set()
-    assert store.statistics().pending == 0
 
 
 def test_what_a_callback_records_while_the_store_closes_is_kept(tmp_path: Path) -> None:
@@ -213,6 +144,7 @@ def test_what_a_callback_records_while_the_store_closes_is_kept(tmp_path: Path) 
     store = ResultStore(tmp_path / "r.sqlite")
     store.record(result(1), record_the_board)
     assert entered.wait(WAIT_S)
+    assert store.statistics().pending == 1, "until its callback has run"
     closer = threading.Thread(target=store.close)
     closer.start()
     while not is_refusing(store):
@@ -220,7 +152,7 @@ def test_what_a_callback_records_while_the_store_closes_is_kept(tmp_path: Path) 
     leave.set()
     closer.join()
     assert len(store.boards()) == 1
-    assert [row.result.subject.key for row in store.query()] == ["key-1", "key-2"]
+    assert keys(store) == ["key-1", "key-2"]
 
 
 def is_refusing(store: ResultStore) -> bool:
@@ -229,17 +161,6 @@ def is_refusing(store: ResultStore) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def test_a_query_by_time_starts_at_the_first_row_of_that_time(tmp_path: Path) -> None:
-    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
-        stored(store, result(1), result(2, board=None), result(5), result(3))
-        assert [row.result.subject.key for row in store.query(since=NOON + timedelta(seconds=6))] == []
-    with closing(sqlite3.connect(tmp_path / "r.sqlite")) as database:
-        plan = database.execute(
-            "EXPLAIN QUERY PLAN SELECT min(seq) FROM results INDEXED BY results_finished_at WHERE finished_at >= ''"
-        ).fetchall()
-    assert "SEARCH results USING COVERING INDEX results_finished_at" in plan[0][-1]
 
 
 def test_what_a_restart_reads_is_in_the_order_of_storing_and_no_further_than_it_asks(tmp_path: Path) -> None:
@@ -255,20 +176,6 @@ def test_what_a_restart_reads_is_in_the_order_of_storing_and_no_further_than_it_
             ),
         ]
         assert [one.at for one in newest] == [NOON + timedelta(seconds=n) for n in range(1198, -1, -1)]
-    with closing(sqlite3.connect(tmp_path / "r.sqlite")) as database:
-        plan = database.execute("EXPLAIN QUERY PLAN SELECT * FROM results WHERE seq < 9 ORDER BY seq DESC LIMIT 3")
-        assert [row[-1] for row in plan] == ["SEARCH results USING INTEGER PRIMARY KEY (rowid<?)"]
-
-
-def test_query_by_time_verdict_and_limit(tmp_path: Path) -> None:
-    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
-        stored(store, *(result(n, verdict=Verdict.NG if n % 3 == 0 else Verdict.OK) for n in range(1200)))
-        assert sum(1 for _ in store.query()) == 1200
-        assert sum(1 for _ in store.query(verdict=Verdict.NG)) == 400
-        assert [row.seq for row in store.query(limit=3)] == [1, 2, 3]
-        tokyo = (NOON + timedelta(seconds=1190)).astimezone(timezone(timedelta(hours=9)))
-        assert [row.seq for row in store.query(since=tokyo)] == list(range(1191, 1201))
-        assert [row.seq for row in store.query(since=tokyo, verdict=Verdict.NG, limit=2)] == [1192, 1195]
 
 
 @pytest.mark.parametrize(
@@ -281,25 +188,6 @@ def test_what_no_row_can_hold_is_the_callers_error_and_harms_no_other(tmp_path: 
             store.record(result(1, **wrong))
         assert stored(store, result(2)) == [Recorded(1, is_new=True)]
         assert store.statistics().pending == 0
-
-
-def test_a_locked_file_delays_rows_and_loses_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = tmp_path / "r.sqlite"
-    inbox = Inbox()
-    failed = threading.Event()
-    with closing(ResultStore(file, busy_timeout_s=0.01)) as store:
-        with closing(sqlite3.connect(file)) as other:
-            other.execute("BEGIN IMMEDIATE")
-            store.record(result(1), inbox.reports.put)
-            while store.statistics().alarm is None:
-                failed.wait(0.01)
-            assert inbox.reports.empty()
-            assert store.find("key-1") is None
-            other.rollback()
-        assert inbox.next() == Recorded(1, is_new=True)
-        assert store.statistics().alarm is None
-        assert store.statistics().failed_commits >= 1
-    assert "database is locked" in caplog.text
 
 
 @pytest.mark.parametrize("is_kept", [True, False], ids=["moved", "deleted"])
@@ -317,108 +205,82 @@ def test_a_file_that_goes_while_it_is_written_is_begun_anew(
         assert stored(store, result(3), result(2)) == [Recorded(1, is_new=True), Recorded(2, is_new=True)]
         assert store.find("key-1") is None
         assert (store.statistics().alarm, store.statistics().failed_commits) == (None, 0)
-    assert [row.result.subject.key for row in ResultReader(file).query()] == ["key-3", "key-2"]
+    assert keys(ResultReader(file)) == ["key-3", "key-2"]
     assert "results_file_gone" in caplog.text
     if is_kept:
-        assert [row.result.subject.key for row in ResultReader(moved).query()] == ["key-1", "key-2"]
+        assert keys(ResultReader(moved)) == ["key-1", "key-2"]
 
 
 @pytest.mark.parametrize("comes_back", [True, False], ids=["the old folder", "a new folder"])
 def test_a_folder_that_goes_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture, comes_back: bool) -> None:
     folder, moved = tmp_path / "state", tmp_path / "moved"
-    inbox = Inbox()
+    reports: list[Recorded] = []
     with closing(ResultStore(folder / "r.sqlite")) as store:
         stored(store, result(1))
         folder.rename(moved)
-        store.record(result(2), inbox.reports.put)
-        while store.statistics().failed_commits < 2:
-            threading.Event().wait(0.01)
+        store.record(result(2), reports.append)
+        until(lambda: store.statistics().failed_commits >= 2)
         assert store.statistics().alarm == f"[Errno 2] the folder of the results is gone: '{folder}'"
         assert not folder.exists()
         if comes_back:
             moved.rename(folder)
         else:
             folder.mkdir()
-        assert inbox.next().is_new
+        until(lambda: reports)
+    assert reports[0].is_new
     expected = ["key-1", "key-2"] if comes_back else ["key-2"]
-    assert [row.result.subject.key for row in ResultReader(folder / "r.sqlite").query()] == expected
+    assert keys(ResultReader(folder / "r.sqlite")) == expected
     assert [record.getMessage().partition(" ")[0] for record in caplog.records] == [
         "results_not_committed", "results_file_gone", "results_committed_again",
     ]  # fmt: skip
 
 
 FULL_DISK = """
-import resource, sys, queue, signal, time
+import queue, resource, sys, time
 from pathlib import Path
-sys.path.insert(0, {tests!r})
 from agent.records.result_writer import ResultStore
-import importlib.util
-spec = importlib.util.spec_from_file_location("rows", {module!r})
-rows = importlib.util.module_from_spec(spec); sys.modules["rows"] = rows; spec.loader.exec_module(rows)
-file = Path({file!r})
-store = ResultStore(file, busy_timeout_s=0.01)
+from tests.lines import result
+store = ResultStore(Path(sys.argv[1]), busy_timeout_s=0.01)
 done = queue.Queue()
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
 for number in range(2000):
-    store.record(rows.result(number), done.put)
+    store.record(result(str(number), detail={"text": "x" * 200}), done.put)
 while store.statistics().alarm is None:
     time.sleep(0.01)
 assert done.qsize() < 2000
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-numbers = [done.get(timeout=30).seq for _ in range(2000)]
-assert numbers == list(range(1, 2001)), numbers[:10]
+assert [done.get(timeout=30).seq for _ in range(2000)] == list(range(1, 2001))
 assert store.close()
 print(store.statistics().failed_commits)
 """
 
 
-def test_a_full_disk_delays_rows_and_loses_none(tmp_path: Path) -> None:
-    script = FULL_DISK.format(tests=str(Path(__file__).parents[3]), module=__file__, file=str(tmp_path / "r.sqlite"))
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+def test_a_full_disk_delays_rows_and_loses_none(tmp_path: Path, forks: Forks) -> None:
+    ended = forks.run(FULL_DISK, tmp_path / "r.sqlite")
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) >= 1
     assert "results_not_committed" in ended.stderr
     assert sum(1 for _ in ResultReader(tmp_path / "r.sqlite").query()) == 2000
 
 
-def test_another_process_reads_while_the_agent_writes(tmp_path: Path) -> None:
-    with closing(ResultStore(tmp_path / "r.sqlite")) as store:
-        stored(store, result(1))
-        script = "import sys; from pathlib import Path; from agent.records.result_reader import ResultReader\n"
-        script += "print([row.result.subject.key for row in ResultReader(Path(sys.argv[1])).query()])"
-        ended = subprocess.run(
-            [sys.executable, "-c", script, store.path],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-            cwd=Path(__file__).parents[3],
-        )
-        assert ended.stdout == "['key-1']\n"
-        assert stored(store, result(2)) == [Recorded(2, is_new=True)]
-
-
-def test_a_killed_writer_loses_nothing_that_it_reported(tmp_path: Path) -> None:
-    file = tmp_path / "r.sqlite"
-    script = f"""
-import sys, importlib.util, os
+ENDLESS = """
+import os, sys
 from pathlib import Path
-spec = importlib.util.spec_from_file_location("rows", {__file__!r})
-rows = importlib.util.module_from_spec(spec); sys.modules["rows"] = rows; spec.loader.exec_module(rows)
-store = rows.ResultStore(Path({str(file)!r}))
+from agent.records.result_writer import ResultStore
+from tests.lines import result
+store = ResultStore(Path(sys.argv[1]))
 for number in range(100_000):
-    store.record(rows.result(number), lambda recorded: os.write(1, f"{{recorded.seq}}\\n".encode()))
+    store.record(result(str(number)), lambda recorded: os.write(1, f"{recorded.seq}\\n".encode()))
 store.close(3600)
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
-    ) as writer:
-        assert writer.stdout is not None
-        lines = [writer.stdout.readline() for _ in range(500)]
-        writer.kill()
-        lines += writer.stdout.read().splitlines(keepends=True)
-    reported = {int(line) for line in lines if line.endswith(b"\n")}
-    assert len(reported) >= 500
+
+
+def test_a_killed_writer_loses_nothing_that_it_reported(tmp_path: Path, forks: Forks) -> None:
+    file, told = tmp_path / "r.sqlite", tmp_path / "told"
+    writer = forks.start(ENDLESS, file, log=told)
+    until(lambda: told.read_bytes().count(b"\n") >= 500)
+    writer.kill()
+    reported = {int(line) for line in told.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")}
     numbers = [row.seq for row in ResultReader(file).query()]
     assert reported <= set(numbers)
     assert numbers == list(range(1, len(numbers) + 1))
@@ -435,27 +297,6 @@ def test_an_index_of_details_keeps_no_row_from_being_stored(tmp_path: Path) -> N
         assert first is not None
         assert first.result.subject.key == known.subject.key
         assert store.first_judged(known.subject, "ab", "c" * 64) is None
-
-
-def test_one_agent_per_state_folder(tmp_path: Path) -> None:
-    with StateLock(tmp_path / "state"):
-        with (
-            pytest.raises(AlreadyRunning, match=r"agent\.lock is held by another agent or `coserve profile`"),
-            StateLock(tmp_path / "state"),
-        ):
-            pass
-        script = "import sys; from pathlib import Path; from agent.records.database import StateLock\n"
-        script += "StateLock(Path(sys.argv[1])).__enter__()"
-        other = subprocess.run(
-            [sys.executable, "-c", script, tmp_path / "state"],
-            capture_output=True,
-            timeout=60,
-            check=False,
-            cwd=Path(__file__).parents[3],
-        )
-        assert b"AlreadyRunning" in other.stderr
-    with StateLock(tmp_path / "state") as lock:
-        assert lock.path.name == LOCK_NAME
 
 
 MOUNTS = """\
@@ -477,15 +318,14 @@ MOUNTS = """\
         ("/mnt/camera", "ext4", False, True),
         ("/mnt/ssh/a/b", "fuse.sshfs", True, False),
         ("/mnt/disk/a", "weird", False, False),
+        ("elsewhere", None, False, False),  # is polled, and may keep results
     ],
 )
-def test_filesystems_are_told_by_their_mounts(tmp_path: Path, path: str, kind: str, shared: bool, tells: bool) -> None:
+def test_filesystems_are_told_by_their_mounts(
+    tmp_path: Path, path: str, kind: str | None, shared: bool, tells: bool
+) -> None:
     mounts = tmp_path / "mountinfo"
-    mounts.write_text(MOUNTS)
+    if kind is not None:
+        mounts.write_text(MOUNTS)
     found = filesystem_type(Path(path), mounts)
     assert (found, is_shared(found), tells_changes(found)) == (kind, shared, tells)
-
-
-def test_a_box_without_mount_table_is_polled_and_may_keep_results(tmp_path: Path) -> None:
-    found = filesystem_type(tmp_path, tmp_path / "absent")
-    assert (found, is_shared(found), tells_changes(found)) == (None, False, False)

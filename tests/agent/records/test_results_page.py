@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +21,7 @@ from agent.records.outbox import Outbox, OutboxReader
 from agent.records.result_writer import ResultStore
 from experts.expert import Verdict
 from tests.lines import changed, result
+from tests.waiting import settled
 
 PAGE = (Path(__file__).parents[3] / "docs" / "results.md").read_text("utf-8")
 AT = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
@@ -55,8 +55,7 @@ def test_its_program_reads_a_file_of_results(tmp_path: Path) -> None:
     with closing(ResultStore(tmp_path / "r.db")) as store:
         store.record(RESULT)
         store.record(changed(RESULT, key="other", board=None))
-        while store.statistics().pending:
-            time.sleep(0.001)
+        settled(store)
         section = ExportSection.model_construct(folder=tmp_path, format="csv")
         now_s = 0.0
         export = ResultExport(section, "demo", store, lambda: AT, lambda: now_s)

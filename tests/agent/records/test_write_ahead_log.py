@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import sqlite3
-import threading
 import time
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
@@ -17,13 +16,13 @@ from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
 from agent.records.write_ahead_log import LOG_ALARM_BYTES, fold_in
 from tests.lines import result, subject
+from tests.waiting import PATIENCE_S, until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
-PATIENCE_S = 60.0
 MIB = 1024 * 1024
 
 
@@ -65,13 +64,6 @@ def looked_at(file: Path) -> Iterator[None]:
         reader.execute("BEGIN")
         reader.execute("SELECT count(*) FROM results").fetchall()
         yield
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline_s, "it did not come about"
-        threading.Event().wait(0.005)
 
 
 @pytest.mark.slow
@@ -139,15 +131,11 @@ def test_a_file_that_is_moved_while_somebody_reads_it_loses_nothing(
     """Its last rows are in its log, which does not move with it: they are folded in before a new file is begun."""
     file, moved = tmp_path / "r.db", tmp_path / "moved.db"
     with closing(ResultStore(file)) as store, looked_at(file):
-        record(store, "first")
+        store.record(result("first"))
         until(lambda: store.statistics().committed == 1)
         file.rename(moved)
-        record(store, "second")
+        store.record(result("second"))
         until(lambda: store.statistics().alarm is not None)
         assert "moved while a program reads it" in str(store.statistics().alarm)
     assert [row.result.subject.key for row in ResultReader(moved).query()] == ["first"]
     assert [row.result.subject.key for row in ResultReader(file).query()] == ["second"]
-
-
-def record(store: ResultStore, key: str) -> None:
-    store.record(result(key))

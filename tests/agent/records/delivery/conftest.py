@@ -12,7 +12,6 @@ import shutil
 import socket
 import subprocess
 import threading
-import time
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -24,6 +23,7 @@ from paho.mqtt import client as paho
 from agent.records.boards import BoardVerdict
 from experts.expert import Verdict
 from tests.lines import changed, result
+from tests.waiting import PATIENCE_S, until
 
 if TYPE_CHECKING:
     import ssl
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from agent.records.results import Result
 
-PATIENCE_S = 60.0
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 MOSQUITTO = shutil.which("mosquitto", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 
@@ -52,19 +51,12 @@ def board(serial: str, verdict: Verdict = Verdict.OK, **changes: object) -> Boar
     return BoardVerdict(**{**values, **changes})
 
 
-def until(is_so, what="it did not come about"):
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.005)
-
-
 @pytest.fixture
 def make():
     """Results and boards to be told of, and waiting for what comes about on other threads."""
 
     class Make:
-        patience_s = PATIENCE_S
+        pass
 
     Make.image, Make.board, Make.until, Make.port = (staticmethod(each) for each in (image, board, until, free_port))
     return Make

@@ -28,13 +28,8 @@ def configured(tmp_path):
     return make_config
 
 
-def test_nobody_is_told_unless_the_line_file_names_one(configured):
-    config = configured()
-    assert line_receivers(config) == ()
-    assert line_outbox(config, ()).receivers == ()
-
-
 def test_receivers_are_those_that_the_line_file_names(configured):
+    assert line_receivers(configured()) == ()
     config = configured(
         mqtt=MqttSection(url="mqtt://broker"), webhook=WebhookSection(url="http://mes/"), events=("ng",), limit=100
     )
@@ -71,15 +66,3 @@ def test_a_receiver_that_hangs_delays_no_other(tmp_path, web_server, make):
         make.until(lambda: deliveries.statistics()[1].waiting == 0)
         assert deliveries.statistics()[0].waiting == 20
         assert deliveries.stop(60.0)
-
-
-def test_before_the_first_result_there_is_nothing_to_tell_and_no_alarm(tmp_path, web_server):
-    server = web_server()
-    receivers = [WebhookReceiver(WebhookSection(url=server.url))]
-    outbox = line_outbox(SimpleNamespace(line="demo", outbox=OutboxSection()), receivers)
-    with closing(ResultStore(tmp_path / "r.db", followers=[outbox])) as store:
-        deliveries = Deliveries(receivers, outbox, store, 1000.0)
-        deliveries.start()
-        assert deliveries.stop(60.0)
-        (one,) = deliveries.statistics()
-        assert (one.waiting, one.delivered, one.alarm) == (0, 0, None)

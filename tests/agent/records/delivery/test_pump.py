@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import time
 from contextlib import asynccontextmanager
-from itertools import count, pairwise
+from itertools import pairwise
 
 import pytest
 
 from agent.records.delivery.pump import Pump
 from agent.records.outbox import Outbox, OutboxReader, forget
 from agent.records.result_writer import ResultStore
-from experts.errors import ConfigError, MessageRefused, ReceiverUnavailable
+from experts.errors import ConfigError, ReceiverUnavailable
 from experts.expert import Verdict
+from tests.waiting import settled
 
 DAY_S = 24 * 3600.0
 
@@ -30,8 +29,6 @@ class FakeReceiver:
         self.tries_s = []
         self.down_until_s = 0.0
         self.asks_for_s = None
-        self.refused = set()
-        self.fails_once = set()
         self.error = None
         self.drop = asyncio.Event()
 
@@ -51,11 +48,6 @@ class FakeReceiver:
 
     async def deliver(self, message):
         seq = json.loads(message.payload)["seq"]
-        if seq in self.refused:
-            raise MessageRefused(self.name, message.id, "no thanks")
-        if seq in self.fails_once:
-            self.fails_once.remove(seq)
-            raise ReceiverUnavailable(self.name, "not now")
         self.heard.append((asyncio.get_running_loop().time(), seq, message))
 
     async def lost(self):
@@ -84,8 +76,7 @@ class Stage:
 
     def committed(self):
         """Everything that was recorded is on the disk."""
-        while self.store.statistics().pending:
-            time.sleep(0.001)
+        settled(self.store)
 
     def run(self, is_over, step_s=0.05, longest_s=600.0):
         """Pump until this is so, or so much of the loop's time has passed."""
@@ -115,17 +106,6 @@ def stage(tmp_path, virtual_loop):
     for each in made:
         each.runner.close()
         each.store.close()
-
-
-def test_what_waits_is_told_once_in_its_order_and_leaves_the_outbox(stage, make):
-    one = stage()
-    for number in range(1, 251):
-        one.store.record(make.image(number), None)
-    one.committed()
-    one.run(lambda: len(one.receiver.heard) >= 250)
-    assert one.receiver.seqs == list(range(1, 251))
-    assert one.reader.standing("mqtt").waiting == 0
-    assert one.pump.delivered == 250
 
 
 def test_a_day_without_a_broker(stage, make, caplog):
@@ -182,47 +162,6 @@ def test_that_messages_give_way_is_told_once_while_it_goes_on_and_counted(stage,
     given_way = one.reader.standing("mqtt").given_way
     assert given_way > 0
     assert told[1] == f"outbox_told receiver=mqtt given_way={given_way}"
-
-
-def test_a_message_that_is_refused_is_dropped_and_blocks_no_other(stage, make, caplog):
-    one = stage()
-    one.receiver.refused = {2}
-    for number in range(1, 4):
-        one.store.record(make.image(number))
-    one.committed()
-    one.run(lambda: len(one.receiver.heard) == 2)
-    assert one.receiver.seqs == [1, 3]
-    assert one.reader.standing("mqtt").waiting == 0
-    assert (one.pump.delivered, one.pump.refused) == (2, 1)
-    (record,) = caplog.records
-    assert (record.levelno, record.getMessage().split(" id=")[0]) == (logging.ERROR, "message_refused receiver=mqtt")
-    assert "reason=no thanks" in record.getMessage()
-
-
-def test_a_message_that_fails_comes_again_before_all_later_ones(stage, make):
-    one = stage()
-    one.receiver.fails_once = {2}
-    for number in range(1, 5):
-        one.store.record(make.image(number))
-    one.committed()
-    one.run(lambda: len(one.receiver.heard) == 4)
-    assert one.receiver.seqs == [1, 2, 3, 4]
-    assert len(one.receiver.tries_s) == 2
-
-
-def test_what_comes_later_wakes_it(stage, make):
-    one = stage()
-    steps = count()
-
-    def next_step():
-        step = next(steps)
-        if step in (20, 40, 60):
-            one.store.record(make.image(step))
-            one.committed()
-        return len(one.receiver.heard) == 3
-
-    one.run(next_step)
-    assert one.receiver.seqs == [1, 2, 3]
 
 
 def test_who_asks_to_be_left_alone_is(stage, make):

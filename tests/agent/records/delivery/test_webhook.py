@@ -66,24 +66,15 @@ def test_a_board_is_posted_as_json_with_its_id_and_the_token(web_server, line, m
     assert statistics(deliveries).delivered == 1
 
 
-def test_one_connection_is_used_again_and_made_anew_where_the_server_closed_it(web_server, line, make, caplog):
-    server = web_server((200, {}), (200, {}), (200, {"Connection": "close"}))
+@pytest.mark.parametrize("closing", [{"Connection": "close"}, {"X-Hang-Up": "1"}], ids=["told", "not told"])
+def test_one_connection_is_used_again_and_made_anew_where_the_server_closed_it(web_server, line, make, caplog, closing):
+    server = web_server((200, {}), (200, {}), (200, closing))
     with line(section(server.url)) as (store, deliveries):
         for number in range(6):
             store.record_board(make.board(f"B{number}"))
         assert serials(server, 6) == [f"B{number}" for number in range(6)]
         make.until(lambda: statistics(deliveries).waiting == 0)
     assert server.connections == 2
-    assert caplog.records == []
-
-
-def test_a_connection_that_was_closed_while_nothing_was_told_is_no_failure(web_server, line, make, caplog):
-    server = web_server((200, {"X-Hang-Up": "1"}), (200, {"X-Hang-Up": "1"}))
-    with line(section(server.url)) as (store, deliveries):
-        for number in range(3):
-            store.record_board(make.board(f"B{number}"))
-            assert serials(server, 1) == [f"B{number}"]
-            make.until(lambda: statistics(deliveries).waiting == 0)
     assert caplog.records == []
 
 
@@ -138,13 +129,6 @@ def server_tls(authority):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(authority / "server.pem", authority / "server.key")
     return context
-
-
-def test_a_server_is_known_by_an_authority_of_ones_own(web_server, line, make, authority):
-    server = web_server(tls=server_tls(authority))
-    with line(section(server.url, ca=str(authority / "ca.pem"))) as (store, _):
-        store.record_board(make.board("B1"))
-        assert serials(server, 1) == ["B1"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
