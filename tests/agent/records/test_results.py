@@ -276,11 +276,11 @@ store.close(3600)
 
 
 def test_a_killed_writer_loses_nothing_that_it_reported(tmp_path: Path, forks: Forks) -> None:
-    file, told = tmp_path / "r.sqlite", tmp_path / "told"
-    writer = forks.start(ENDLESS, file, log=told)
-    until(lambda: told.read_bytes().count(b"\n") >= 500)
+    file = tmp_path / "r.sqlite"
+    writer = forks.start(ENDLESS, file)
+    until(lambda: writer.told.count("\n") > 500)
     writer.kill()
-    reported = {int(line) for line in told.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")}
+    reported = {int(line) for line in writer.wait(60.0).stdout.splitlines(keepends=True) if line.endswith("\n")}
     numbers = [row.seq for row in ResultReader(file).query()]
     assert reported <= set(numbers)
     assert numbers == list(range(1, len(numbers) + 1))
