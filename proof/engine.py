@@ -24,14 +24,12 @@ from profiler.tables import markdown_table
 from profiler.targets import Target, at_least, at_most
 from profiler.workload.generated_line import LineRecipe, generate_line, removed_afterwards
 from profiler.workload.traces import read_trace
-from proof.scheduling.cost import measure_scheduling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from agent.config import LineConfig
-    from profiler.bench.measured import Measured
     from profiler.bench.rows import Measurement
     from profiler.replay.player import Progress
     from profiler.workload.traces import TracedArrival
@@ -43,7 +41,6 @@ LEAST_OVER_NAIVE, LEAST_OVER_NAIVE_BF16 = 6.0, 10.0
 SHORT = LineRecipe(classifiers=8, requests=32, memory_for=3)
 SHORT_KIND_LIMIT_S = 8.0
 FULL = LineRecipe()
-PAIRS = 2  # of a run and its playback, for each round of the rest: what they differ by is small
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +60,12 @@ class PlannedRun:
 
 @dataclass(frozen=True, slots=True)
 class EngineProof:
-    """Measurements: fp32 and bf16 at the SSD's own speed, fp32 held to the paper's SSD, the cost of scheduling."""
+    """Measurements: fp32 and bf16 at the SSD's own speed, fp32 held to the paper's SSD."""
 
     recipe: LineRecipe
     fp32: PlannedRun
     held: PlannedRun
     bf16: PlannedRun
-    scheduling: Measured
 
     @property
     def machine(self) -> str:
@@ -93,7 +89,6 @@ class EngineProof:
             at_least("over a naive server, fp32", ours / naive, LEAST_OVER_NAIVE),
             at_least("over a naive server, bf16", self.bf16.images_per_s(OURS) / naive, LEAST_OVER_NAIVE_BF16),
             at_most("planned against measured, the worst of all rows", worst, TARGET_PREDICTION_ERROR),
-            *self.scheduling.targets,
         )
 
 
@@ -118,10 +113,9 @@ def measure_engine(
         profile_line(config, profiling, progress)
         fp32 = _planned_run("fp32, the SSD at full speed", config, trace, at_full_speed, progress)
         at_530 = _planned_run("fp32, loads held to 530 MB/s", config, trace, held, progress)
-        scheduling = measure_scheduling(config, trace, RunOptions(repeats=PAIRS * repeats), progress)
         profile_line(half, profiling, progress)  # right before what was planned with it is measured
         bf16 = _planned_run("bf16, the SSD at full speed", half, trace, RunOptions((OURS,), repeats), progress)
-        return EngineProof(recipe, fp32=fp32, held=at_530, bf16=bf16, scheduling=scheduling)
+        return EngineProof(recipe, fp32=fp32, held=at_530, bf16=bf16)
 
 
 def _planned_run(

@@ -15,15 +15,14 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from experts.errors import ConfigError
-from profiler.charts import Labels, bar_chart
 from profiler.profiling.profile_line import KIND_LIMIT_S
 from profiler.targets import targets_table
 from profiler.workload.graph_kinds import GraphKind
 from proof.compute.measure import ComputeOptions, measure_compute_forms
 from proof.engine import FULL, SHORT, SHORT_KIND_LIMIT_S, EngineProof, engine_section, measure_engine
+from proof.paper.devices import paper_devices
 from proof.paper.evaluation import FULL_FORM, SHORT_FORM, evaluate
-from proof.paper.figures import FIGURE_19, FIGURE_19_SAID, write_figures
-from proof.paper.task_devices import DEVICE_FILES, task_devices
+from proof.paper.figures import write_figures
 from proof.parts.decisions import measure_growth
 from proof.parts.loading import measure_graph_loading, measure_loading
 from proof.parts.starting import measure_start
@@ -93,7 +92,7 @@ def measure_report(scratch: Path, progress: Progress, *, full: bool = False, rep
         parts[f"SSD to runnable, ONNX {kind}"] = measure_graph_loading(scratch, kind, FULL_FILES)
     progress("load", 1, 1)
     parts["A decision"] = measure_growth()
-    evaluation = evaluate(task_devices(tuple(DEVICE_FILES)), progress, *(FULL_FORM if full else SHORT_FORM))
+    evaluation = evaluate(paper_devices(), progress, *(FULL_FORM if full else SHORT_FORM))
     engine = measure_engine(scratch, FULL if full else SHORT, rounds, progress, limit_s)
     parts["What a batch costs"] = measure_compute_forms(scratch, FULL_COMPUTE if full else SHORT_COMPUTE, progress)
     return Findings(engine, parts, evaluation, full, rounds, time.monotonic() - started)
@@ -111,23 +110,8 @@ def write_report(folder: Path, found: Findings) -> Path:
         *(f"# {title}\n\n```\n{measured.text()}\n```" for title, measured in found.parts.items()),
         "# The paper's tasks, simulated\n\nOn the paper's two boxes, whose constants are derived from its text "
         "(`configs/devices`), each with its source.",
-        write_figures(found.evaluation, folder, figure_19(folder, found.engine.scheduling)),
+        write_figures(found.evaluation, folder),
     )
     path = folder / REPORT
     path.write_text("\n\n".join(section.strip() for section in sections) + "\n", encoding="utf-8")
     return path
-
-
-def figure_19(folder: Path, cost: Measured) -> str:
-    """Cost of scheduling and expert management, on the real engine."""
-    (row,) = cost.rows
-    groups = {
-        "scheduling": row.scheduling_s,
-        "inference": row.inference_s,
-        "pre-scheduled inference": row.prescheduled_s,
-    }
-    chart = folder / "figure-19.png"
-    labels = Labels("Average latency of one request", "ms", note=cost.machine)
-    bar_chart(chart, labels, list(groups), {row.policy: [seconds * 1e3 for seconds in groups.values()]})
-    here = f"{FIGURE_19_SAID} Here: {cost.machine}; {cost.notes[0]}."
-    return f"## {FIGURE_19}\n\n![{FIGURE_19}]({chart.name})\n\n{cost.markdown()}\n\n{here}"

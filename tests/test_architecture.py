@@ -155,9 +155,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "proof.paper": (),
     "proof.parts": ("proof.paper.tasks",),
-    "proof.llm": ("proof.parts",),
+    "proof.llm": (),
     "proof.compute": (),
-    "proof.scheduling": (),
 }  # fmt: skip
 IMPURE = (
     *RUNTIMES, "numpy", "threading", "multiprocessing", "concurrent", "asyncio", "time", "datetime", "logging",

@@ -31,27 +31,11 @@ class Decision:
         return self.moves_experts or self.event in (events.Loaded, events.LoadFailed, events.Quarantined)
 
 
-class DeciderAround:
-    """Delegates everything but ``handle`` to another Decider."""
-
-    def __init__(self, decider: Decider) -> None:
-        self._decider = decider
-
-    def next_wakeup_s(self) -> float | None:
-        return self._decider.next_wakeup_s()
-
-    def statistics(self) -> EngineStatistics:
-        return self._decider.statistics()
-
-    def check_invariants(self) -> None:
-        self._decider.check_invariants()
-
-
-class TimedDecider(DeciderAround):
+class TimedDecider:
     """A Decider that times another one. ``decisions`` grows on the loop's thread."""
 
     def __init__(self, decider: Decider) -> None:
-        super().__init__(decider)
+        self._decider = decider
         self.decisions: list[Decision] = []
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -61,3 +45,12 @@ class TimedDecider(DeciderAround):
         moves = any(isinstance(effect, StartLoad | Evict) for effect in effects)
         self.decisions.append(Decision(type(event), moves, seconds, cpu_s))
         return effects
+
+    def next_wakeup_s(self) -> float | None:
+        return self._decider.next_wakeup_s()
+
+    def statistics(self) -> EngineStatistics:
+        return self._decider.statistics()
+
+    def check_invariants(self) -> None:
+        self._decider.check_invariants()

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agent.cli.arguments import AsJson, LineFile
+from agent.cli.arguments import AsJson
 from agent.cli.endings import explained, log_to_stderr
 from profiler.cli.arguments import GivenPrecision, NewPrecision, disk_explained, refuse_unused, scratch_folder
 from profiler.workload.graph_kinds import GraphKind
@@ -33,7 +32,7 @@ Directory = Annotated[
 
 def mount(bench_app: typer.Typer) -> None:
     """Add every command of this floor to ``coserve bench``."""
-    for command in (compute, decisions, dispatch, generate, llm, load, overhead, photographs, report, start, tasks):
+    for command in (compute, decisions, generate, llm, load, report, start, tasks):
         bench_app.command()(command)
 
 
@@ -97,24 +96,6 @@ def compute(
     _show(measured, as_json=as_json)
 
 
-def dispatch(
-    tokens: Annotated[int, typer.Option(min=1)] = 1024,
-    moe_experts: Annotated[int, typer.Option(min=1, help="experts of the layer")] = 128,
-    hidden: Annotated[int, typer.Option(min=1, help="the model's width, and its experts'")] = 256,
-    per_token: Annotated[int, typer.Option(min=1, help="experts that a token goes to")] = 1,
-    repeat: Annotated[int, typer.Option(min=1, help="rounds; medians are told")] = 15,
-    as_json: AsJson = False,
-) -> None:
-    """Measure the mapping table of a mixture-of-experts layer against sparse einsums."""
-    if per_token > moe_experts:
-        raise typer.BadParameter(f"a layer has {moe_experts} experts - give at most that", param_hint="--per-token")
-    with _measuring():
-        from proof.parts.dispatch import LayerShape, measure_dispatch
-
-        measured = measure_dispatch(LayerShape(tokens, moe_experts, hidden, per_token), repeat)
-    _show(measured, as_json=as_json)
-
-
 def generate(
     folder: Annotated[Path, typer.Argument(help="a new folder: line.yaml, weights, images, trace.jsonl")],
     experts: Annotated[int, typer.Option(min=1, help="classifiers, one component each")] = 40,
@@ -153,7 +134,7 @@ def llm(
     quick: Annotated[bool, typer.Option("--quick", help="tiny models, one round: only whether it runs")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Language models: scheduling, swapping, sharing, offloading and quantising, with transformers as the peer."""
+    """Language models: scheduling, swapping, sharing and offloading, with transformers as the peer."""
     with _measuring() as (progress, _):
         from proof.llm.report import measure_llm
 
@@ -192,24 +173,6 @@ def report(
         print(f"{path} in {found.seconds:.0f} s")
 
 
-def overhead(
-    line: LineFile,
-    trace: Annotated[Path, typer.Option(help="JSON lines, one arrival each")],
-    repeat: Annotated[int, typer.Option(min=1, help="pairs of a run and its playback")] = 3,
-    as_json: AsJson = False,
-) -> None:
-    """Measure scheduling: a trace on the real engine, and played back with everything decided beforehand."""
-    with _measuring(line) as (progress, config):
-        from profiler.bench.policy_runs import RunOptions
-        from profiler.workload.traces import read_trace
-        from proof.scheduling.cost import measure_scheduling
-
-        assert config is not None
-        arrivals = read_trace(trace, config.catalog)
-        measured = measure_scheduling(config, arrivals, RunOptions(repeats=repeat), progress)
-    _show(measured, as_json=as_json)
-
-
 def start(
     directory: Directory = None, starts: Annotated[int, typer.Option(min=1)] = 3, as_json: AsJson = False
 ) -> None:
@@ -218,26 +181,6 @@ def start(
         from proof.parts.starting import measure_start
 
         measured = measure_start(scratch_folder(directory), starts)
-    _show(measured, as_json=as_json)
-
-
-def photographs(
-    directory: Directory = None,
-    architecture: Annotated[str, typer.Option(help="of the experts: a torchvision classifier")] = "resnet50",
-    precision: NewPrecision = "fp32",
-    megapixels: Annotated[float, typer.Option(min=0.1, max=64, help="of each photograph")] = 12.0,
-    images: Annotated[int, typer.Option(min=1, help="that are asked about")] = 48,
-    repeat: Annotated[int, typer.Option(min=1, help="rounds of all ways; medians are told")] = 3,
-    as_json: AsJson = False,
-) -> None:
-    """Measure waiting for large JPEGs: prepared with their batch, ahead of it, and made smaller meanwhile."""
-    with _measuring():
-        from profiler.cli.settings import precision_without_profile
-        from proof.parts.photographs import PhotographsRecipe, measure_photographs
-
-        form = precision_without_profile(precision)
-        recipe = PhotographsRecipe(architecture, form, megapixels, images, repeats=repeat)
-        measured = measure_photographs(scratch_folder(directory), recipe)
     _show(measured, as_json=as_json)
 
 
@@ -287,58 +230,22 @@ def load(
 
 
 def tasks(
-    ctx: typer.Context,
-    device: Annotated[
-        list[str] | None, typer.Option(help="numa, uma (the paper's boxes; default: both) or PROFILE.db")
-    ] = None,
     short: Annotated[
         bool, typer.Option("--short", help="A1 and B1 only, searched on half the sample: other figures")
     ] = False,
     folder: Annotated[Path | None, typer.Option("--out", help="also write figures 13 to 18 there")] = None,
-    experts: Annotated[int | None, typer.Option(min=2, help="on the real engine instead: so many experts")] = None,
-    requests: Annotated[int, typer.Option(min=1, help="with --experts: so many requests")] = 240,
-    directory: Annotated[
-        Path | None, typer.Option("--dir", help="with --experts: a folder on the SSD; default: the current folder")
-    ] = None,
-    precision: NewPrecision = "fp32",
     as_json: AsJson = False,
 ) -> None:
-    """The paper's tasks A1 A2 B1 B2, simulated on its boxes; or scaled down on the real engine of this one."""
-    from agent.deployment.openmp import set_spinning
+    """The paper's tasks A1 A2 B1 B2, simulated on its two boxes."""
+    with _measuring() as (progress, _):
+        from proof.paper.devices import paper_devices
+        from proof.paper.evaluation import FULL_FORM, SHORT_FORM, evaluate, evaluation_json, evaluation_table
+        from proof.paper.figures import write_figures
+        from proof.report import prepare_folder
 
-    set_spinning()
-    from agent.commands.progress import progress_on_stderr
-    from profiler.cli.settings import new_precision
-    from proof.paper.evaluation import FULL_FORM, SHORT_FORM, evaluate, evaluation_json, evaluation_table
-    from proof.paper.figures import write_figures
-    from proof.paper.measured_device import device_notes
-    from proof.paper.scaled import measure_scaled, scaled_json, scaled_recipe, scaled_table
-    from proof.paper.task_devices import DEVICE_FILES, task_devices
-    from proof.report import prepare_folder
-
-    log_to_stderr(logging.WARNING)
-    if experts is not None and (device or short or folder is not None):
-        raise typer.BadParameter(
-            "the real engine has no --device, --short or --out - leave them", param_hint="--experts"
-        )
-    if experts is None:
-        unused = ("requests", "directory", "precision")
-        refuse_unused(ctx, unused, "a simulation has none of these - leave it, or give --experts")
-    with explained(), disk_explained():
-        if experts is not None:
-            recipe = replace(scaled_recipe(experts, requests), precision=new_precision(precision))
-            with progress_on_stderr() as progress:
-                measured = measure_scaled(scratch_folder(directory), recipe, progress)
-            print(json.dumps(scaled_json(measured)) if as_json else scaled_table(measured))
-            return
-        devices = task_devices(device or tuple(DEVICE_FILES))
         if folder is not None:
             prepare_folder(folder)
-        with progress_on_stderr() as progress:
-            evaluation = evaluate(devices, progress, *(SHORT_FORM if short else FULL_FORM))
-        others = dict.fromkeys(row.device for row in evaluation.rows if row.device not in DEVICE_FILES)
-        for note in device_notes(others):
-            sys.stderr.write(f"note: {note}\n")
+        evaluation = evaluate(paper_devices(), progress, *(SHORT_FORM if short else FULL_FORM))
         print(json.dumps(evaluation_json(evaluation)) if as_json else evaluation_table(evaluation))
         if folder is not None:
             (folder / "tasks.md").write_text(write_figures(evaluation, folder), encoding="utf-8")

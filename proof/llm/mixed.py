@@ -6,7 +6,6 @@ round. Peers have a process each.
 
 from __future__ import annotations
 
-import statistics
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
@@ -39,7 +38,6 @@ OURS, OURS_BESIDE_IMAGES, OURS_STATIC, THEIR_STATIC, THEIR_CONTINUOUS = (
 )
 THEIRS = {THEIR_STATIC: STATIC, THEIR_CONTINUOUS: CONTINUOUS}
 TARGET_STATIC, TARGET_CONTINUOUS = 2.0, 1.0
-OVERHEAD_REQUESTS, TARGET_OVERHEAD_S = 16, 1e-3
 
 
 def measure_mixed(
@@ -101,17 +99,3 @@ def _targets(shape: str, seconds: Mapping[str, float]) -> list[Target]:
         scheduling,
         told("our static over transformers' static", OURS_STATIC, THEIR_STATIC),
     ]
-
-
-def measure_overhead(folder: Path, shape: QwenShape, rounds: int) -> LlmFindings:
-    """Time of an iteration outside of tensor work, which the model's size does not change."""
-    model = load_model(write_random_model(folder / f"overhead-{shape.name}", shape), shape.name)
-    measured = []
-    for number in range(rounds + 1):
-        engine = OurEngine(model, OVERHEAD_REQUESTS)
-        engine.continuous(mixed_lengths(OVERHEAD_REQUESTS, shape.vocabulary, seed=number))
-        measured.append(engine.statistics.overhead_s)
-    overhead_s = statistics.median(measured[1:])  # the first round warms up
-    what, found = f"an iteration's overhead at {OVERHEAD_REQUESTS} requests", f"{overhead_s * 1e3:.2f} ms"
-    target = Target(what, f"under {TARGET_OVERHEAD_S * 1e3:.0f} ms", found, overhead_s < TARGET_OVERHEAD_S)
-    return LlmFindings((Figure("iteration", "overhead", overhead_s * 1e3, "ms"),), (target,))

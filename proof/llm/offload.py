@@ -56,22 +56,23 @@ ZIPF = 1.0
 TOLERANCE = 1e-3
 
 
-def measure_offload(
-    directory: Path, shape: QwenShape, rounds: int, *, zipf: float = ZIPF, form: Precision = Precision.FP32
-) -> LlmFindings:
+def measure_offload(directory: Path, shape: QwenShape, rounds: int) -> LlmFindings:
     """Write a model into ``directory``, which the caller removes, pack it, and run it all ways.
 
     ValueError where they say different things. Needs three times the model's bytes of disk.
     """
-    weights, shares = write_skewed_model(directory / "model", shape, zipf)
+    weights, shares = write_skewed_model(directory / "model", shape, ZIPF)
     expert = Expert(EXPERT, "llm", weights, (), None)
     usage = {MoeExpert(*place): min(shape.per_token * share, 1.0) for place, share in shares.items()}
     segments = SegmentStore(directory / "packed")
     try:
-        report = pack_line([expert], lambda _: {form}, segments)
+        report = pack_line([expert], lambda _: {Precision.FP32}, segments)
         for error in report.failed.values():
             raise error
-        with torch.inference_mode(), _memory(segments, expert, report.packed[expert.id][form], usage) as memory:
+        with (
+            torch.inference_mode(),
+            _memory(segments, expert, report.packed[expert.id][Precision.FP32], usage) as memory,
+        ):
             texts = torch.randint(shape.vocabulary, (ROWS, PROMPT + OUTPUT), generator=torch.Generator().manual_seed(1))
             ways = {
                 ALL: partial(memory.run, RESIDENT, texts),
@@ -84,7 +85,7 @@ def measure_offload(
         segments.close()
     said = [result for each in times.values() for result in each.results]
     difference = max(float((logits - said[0]).abs().max()) for logits in said)
-    if form is Precision.FP32 and difference > TOLERANCE:
+    if difference > TOLERANCE:
         raise ValueError(f"with half of its experts the model's logits differ by {difference:.2g}")
     per_s = {way: ROWS * (PROMPT + OUTPUT) / each.median_s for way, each in times.items()}
     residency = counted.cache.residency
@@ -97,8 +98,8 @@ def measure_offload(
         Figure("offloaded experts", "read a run", counted.bytes_loaded / 1e6 / (2 * rounds + 2), "MB"),
     ]  # fmt: skip
     note = (
-        f"offloaded experts: {ROWS} texts at a time, {PROMPT} tokens read and {OUTPUT} written, {form}, "
-        f"{memory.places} of {memory.moe_experts} moe_experts held, Zipf exponent {zipf:g}, {rounds} rounds"
+        f"offloaded experts: {ROWS} texts at a time, {PROMPT} tokens read and {OUTPUT} written, "
+        f"{memory.places} of {memory.moe_experts} moe_experts held, Zipf exponent {ZIPF:g}, {rounds} rounds"
     )
     what = "MoE with half its experts in memory, of resident throughput"
     return LlmFindings(tuple(figures), (at_least(what, per_s[HALF] / per_s[ALL], TARGET_RATIO),), (note,))

@@ -6,16 +6,16 @@ unknown key, or a value that no box can have is refused with file, line and key.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Generic, Literal, TypeVar
+from pathlib import Path
+from typing import Annotated, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agent.core.performance import DEVICE, HOST
 from experts.document import read_document
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+FOLDER = Path(__file__).parents[2] / "configs" / "devices"
+PAPER_DEVICES = ("numa-rtx3080ti.yaml", "uma-apple-m2.yaml")
 GPU, CPU = "gpu", "cpu"  # processors
 Value = TypeVar("Value")
 Text = Annotated[str, Field(min_length=1, strict=True)]
@@ -149,3 +149,7 @@ class PaperDevice(DeviceSection):
 def read_device(file: Path) -> PaperDevice:
     """Read one device file. Raises ConfigError with every problem, each with its line and key."""
     return read_document(file.absolute()).validate(PaperDevice)
+
+
+def paper_devices() -> tuple[PaperDevice, ...]:
+    return tuple(read_device(FOLDER / name) for name in PAPER_DEVICES)

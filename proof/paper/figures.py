@@ -1,4 +1,4 @@
-"""Figures 13 to 19 of the paper beside ours: tables in Markdown, charts as PNG.
+"""Figures 13 to 18 of the paper beside ours: tables in Markdown, charts as PNG.
 
 Guarantees: rows named "the paper" hold what its text says (CoServe, sections 5.2 and 5.3); the heights of its bars are
 in no text and are not guessed. Every simulated row is shown, missed targets included.
@@ -56,11 +56,6 @@ NAMES = {
 BASELINES = (*SAMBAS, CASUAL, PAPER, COSERVE, COSERVE_PACKED)
 OURS = (COSERVE, COSERVE_5S, COSERVE_PACKED)
 SIMULATED = "simulated; constants of the paper's devices are derived from its text"
-FIGURE_19 = "Figure 19: what scheduling costs"
-FIGURE_19_SAID = (
-    "The paper: less than 3 % between scheduled and pre-scheduled inference, expert management at most 0.2 %."
-)
-NOT_SIMULATED = f"## {FIGURE_19}\n\n{FIGURE_19_SAID} Not part of the simulation: it is measured on the real engine."
 PAPER_RATIOS = {"numa": "4.5 to 10.5", "uma": "4.6 to 12"}
 PAPER_SWITCHES = {("B2", "numa"): "93.87 % (1,060 to 65)", ("B1", "uma"): "78.5 % (293 to 63)"}
 PAPER_EXECUTORS = {"A": "3 GPU + 1 CPU", "B": "4 GPU + 1 CPU"}
@@ -123,11 +118,8 @@ COMPARISONS = (
 )  # fmt: skip
 
 
-def write_figures(evaluation: Evaluation, folder: Path, figure_19: str = NOT_SIMULATED) -> str:
-    """All figures as one Markdown text; the charts it shows are written into ``folder``.
-
-    ``figure_19``: the cost of scheduling, which is measured on the real engine and not simulated.
-    """
+def write_figures(evaluation: Evaluation, folder: Path) -> str:
+    """All figures as one Markdown text; the charts it shows are written into ``folder``."""
     shortened = short_form(evaluation)
     missed = shortfalls(evaluation)
     listed = "\n".join(f"- {text}" for text in missed) if missed else "Nothing: every target is reached."
@@ -137,7 +129,6 @@ def write_figures(evaluation: Evaluation, folder: Path, figure_19: str = NOT_SIM
         *(_compared(each, evaluation, folder) for each in COMPARISONS),
         _figure_17(searches, folder),
         _figure_18([best for best in searches if best.memory], folder),
-        figure_19,
         f"## Short of its target\n\n{listed}",
     )
     return "\n\n".join(sections) + "\n"

@@ -106,9 +106,9 @@ def test_the_short_form_measures_every_part_and_leaves_nothing_behind(tmp_path):
     assert not list(tmp_path.iterdir())
     told = json.loads(json.dumps(found.as_json()))
     assert list(dict.fromkeys(row["part"] for row in told["rows"])) == [
-        "mixed lengths, tiny", "iteration", "dispatch", "swapping", "backbone", "offloaded experts", "int8",
+        "mixed lengths, tiny", "swapping", "backbone", "offloaded experts",
     ]  # fmt: skip
-    assert len(told["targets"]) >= 8  # more where transformers is installed
+    assert len(told["targets"]) >= 4  # more where transformers is installed
     assert not any("NOT MEASURED" in note for note in told["notes"])
     assert "1 threads" in found.text()
     assert "these figures say that it runs" in found.text()

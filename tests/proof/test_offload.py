@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from experts.expert import Precision
 from proof.llm import offload
 from proof.llm.offload import measure_offload
 from proof.llm.random_models import TINY
@@ -19,9 +18,8 @@ def short(monkeypatch):
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("form", [Precision.FP32, Precision.INT8])
-def test_a_tiny_model_is_measured_whole(tmp_path, form):
-    part = measure_offload(tmp_path, TINY, 2, form=form)
+def test_a_tiny_model_is_measured_whole(tmp_path):
+    part = measure_offload(tmp_path, TINY, 2)
     found = {figure.what: figure.value for figure in part.figures}
     assert min(found[way] for way in (offload.ALL, offload.HALF, offload.UNPREDICTED)) > 0
     assert 0 < found["found in their places"] < 100
@@ -30,9 +28,10 @@ def test_a_tiny_model_is_measured_whole(tmp_path, form):
     assert part.targets[0].wanted == "at least 0.5"
 
 
-def test_a_stronger_skew_finds_more_in_its_places(tmp_path):
+def test_a_stronger_skew_finds_more_in_its_places(tmp_path, monkeypatch):
     found = []
     for zipf in (0.0, 3.0):
-        part = measure_offload(tmp_path / str(zipf), TINY, 1, zipf=zipf)
+        monkeypatch.setattr(offload, "ZIPF", zipf)
+        part = measure_offload(tmp_path / str(zipf), TINY, 1)
         found.append(next(figure.value for figure in part.figures if figure.what == "found in their places"))
     assert found[0] < found[1]

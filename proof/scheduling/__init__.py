@@ -1,1 +1,0 @@
-"""Cost of scheduling: a run against the same batches and loads decided beforehand."""
