@@ -46,6 +46,7 @@ class MemoryNeeds:
     maximum_batch_bytes: int
     lease_bytes: int = 0
     arenas: int = 1
+    is_one_piece: bool = False
 
     @property
     def whole_bytes(self) -> int:
@@ -93,8 +94,7 @@ class MemoryNeeds:
         return self.spec(self.budget_bytes - workspace, workspace)
 
     def spec(self, expert_bytes: int, workspace_bytes: int) -> PoolSpec:
-        is_one_piece = self.cache is not None
-        return PoolSpec(self.pool, expert_bytes, workspace_bytes, self.cache, is_one_piece, self.lease_bytes)
+        return PoolSpec(self.pool, expert_bytes, workspace_bytes, self.cache, self.is_one_piece, self.lease_bytes)
 
 
 def memory_needs(
@@ -136,6 +136,7 @@ def memory_needs(
             maximum_batch_bytes=sum(_largest_workspace(column, at_maximum=True) for column in columns),
             lease_bytes=lease_bytes,
             arenas=arenas,
+            is_one_piece=place > 0 or any(spec.pool == pool and spec.processor == "mps" for spec in executors),
         )
     return found
 

@@ -1,11 +1,8 @@
-"""How long what was started has been open: batches and loads that have no answer yet.
+"""Ages of batches and loads without an answer.
 
-Work that fails answers; work that hangs, in the kernel or in a driver, never does, and no thread can be ended from
-outside. So its age is told once, past one limit, and past another it ends the agent, which is all that helps: another
-process asks the drive and the device anew, and what was under way waits in `.work`.
-
-Guarantees: nothing ends the agent that was not told ``ended_s - told_s`` before, by the loop's own looks: a process
-that was held for hours and goes on is not ended for it.
+Work that hangs in the kernel or a driver never answers. Past one limit its age is logged, past another it ends the
+agent: another process asks the drive and the device anew. An age ends the agent only ``ended_s - told_s`` after it was
+logged: a process that was suspended goes on.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ logger = logging.getLogger(__name__)
 class AgeLimits:
     """Ages of an open batch or load: the larger of seconds and a multiple of the predicted time.
 
-    Generous, as a wrong end costs a restart: a cold disk and a packing beside batches cost many times the prediction.
+    Generous: a cold disk and a packing beside batches cost many times the prediction.
     """
 
     told_s: float = 120.0
@@ -48,7 +45,7 @@ class AgeLimits:
 
 @dataclass(slots=True)
 class _Opened:
-    """One batch or load under way. ``told_at_s``: when its age was told, once it was."""
+    """``told_at_s``: when its age was logged; None: not yet."""
 
     effect: StartBatch | StartLoad
     opened_at_s: float
@@ -56,7 +53,6 @@ class _Opened:
     told_at_s: float | None = None
 
     def due_s(self, limits: AgeLimits) -> float:
-        """When it is to be told, and after that when it ends the agent."""
         told_after_s = limits.told_after_s(self.predicted_s)
         if self.told_at_s is None:
             return self.opened_at_s + told_after_s
@@ -84,7 +80,6 @@ class OpenWork:
         self._loads: dict[int, _Opened] = {}
 
     def predict_by(self, matrix: PerformanceMatrix) -> None:
-        """From now on by these times; what is open keeps its own."""
         self._columns = matrix.experts
 
     @property
@@ -127,7 +122,7 @@ class OpenWork:
         return min((opened.due_s(self._limits) for opened in self._all()), default=None)
 
     def look(self, now: float) -> None:
-        """Tell of what has grown too old. Raises WorkOverdue for what will not be waited for any longer."""
+        """Log ages past the first limit. Raises WorkOverdue past the second."""
         for opened in self._all():
             if now < opened.due_s(self._limits):
                 continue

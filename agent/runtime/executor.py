@@ -1,14 +1,9 @@
 """Executors: one thread each, which runs batches on images that are prepared beside it.
 
-Guarantees: every batch that was started is answered exactly once: with Finished (one Prediction or Rejected per
-request, in order), with Progressed where it has a quantum, or with BatchFailed; a broken image or text, or one that an
-expert answers with something that is not a number, rejects its own request only and never becomes a label; so does an
-image for an expert of texts, and a text for one of images; no failure ends an executor's thread. A device that is
-lost is no failure of the batch: it is answered with a Breakdown, none of its requests is judged by that, and what is
-behind it is not run.
+Guarantees: every batch is answered once: with Finished (one Prediction or Rejected per request, in order), Progressed
+where it has a quantum, or BatchFailed. A broken image or text, or an output that is NaN or infinity, rejects its own
+request only. A lost device is answered with a Breakdown, and the batch behind it is not run.
 Assumes: the Engine starts a batch on a resident copy, and no third one on this executor before an answer.
-
-Each executor's thread has its own share of the cores for torch's operators (the setting is the calling thread's own).
 """
 
 from __future__ import annotations
@@ -59,10 +54,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ExecutorStatistics:
-    """One executor, since the start. ``busy_s``: from taking a batch to its answer; ``infer_s``: the model alone;
-    ``waited_s``: of what it was busy, until the images of its batches were prepared.
-
-    ``texts``: those that have ended, not counted among the images; ``read_tokens``, ``written_tokens``: of all texts.
+    """One executor, since the start. ``busy_s``: from taking a batch to its answer; of that ``infer_s`` in the model,
+    ``waited_s`` for images. ``texts``: that have ended; they are no images.
     """
 
     executor: int
@@ -133,22 +126,19 @@ class BatchExecutor:
         self._thread.start()
 
     def start_batch(self, batch: Batch, expert: Expert, images: Sequence[Shown]) -> None:
-        """Run a batch on its images, in order, at once or after the one that runs; ``hurry`` says that it is awaited.
-
-        What is Prepared or Rejected already is taken as it is. The answer comes through ``post``.
-        """
+        """Run a batch on its images, in order, at once or after the one that runs."""
         prepared = tuple(
             self._prepare(expert, image, request) for request, image in zip(batch.requests, images, strict=True)
         )
         self._inbox.put(_Images(batch, prepared))
 
     def hurry(self, batch: Batch) -> None:
-        """Prepare what the batch still lacks of its images before all others: the batch is next, or runs."""
+        """Prepare the batch's images before all others: the batch is next, or runs."""
         for request in batch.requests:
             self._preparation.hurry(request)
 
     def start_quantum(self, batch: Batch, copies: Sequence[ExpertCopy]) -> None:
-        """Run a batch of texts for its quantum; ``copies``: what each is for. The answer comes through ``post``."""
+        """Run a batch of texts for its quantum; ``copies``: of each."""
         self._inbox.put(_Quantum(batch, tuple(copies)))
 
     def statistics(self) -> ExecutorStatistics:
@@ -158,7 +148,7 @@ class BatchExecutor:
         return replace(self._statistics, read_tokens=engine.read_tokens, written_tokens=engine.written_tokens)
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """Finish the batch that runs, then end the thread; False if that took longer. What is behind it is not run."""
+        """Finish the batch that runs, and no other, then end the thread; False if that took longer."""
         self._is_stopping = True
         self._inbox.put(None)
         if self._thread.is_alive():
@@ -182,12 +172,11 @@ class BatchExecutor:
                     self._post(answer)
                     if isinstance(answer, Breakdown):
                         return  # batches queued behind it wait for the next agent: a lost device may hang
-        except Exception as error:  # no batch's: without this thread the others would wait for it
+        except Exception as error:  # without this thread the agent would wait
             logger.exception("executor_broke executor=%d", self.spec.id)
             self._post(Breakdown(self._watch.lost_by(error) or error))
 
     def _answer(self, work: _Images | _Quantum) -> Finished | Progressed | BatchFailed | Breakdown:
-        """Thread boundary: each batch gets an answer, whatever it raises."""
         batch = work.batch
         started = time.monotonic()
         try:
@@ -228,7 +217,6 @@ class BatchExecutor:
     def _execute(
         self, batch: Batch, prepared: Sequence[Prepared | Rejected]
     ) -> tuple[tuple[Prediction | Rejected, ...], float]:
-        """The results in order of the batch's requests, and how long the model took."""
         good = [each for each in prepared if isinstance(each, Prepared)]
         if not good:
             return tuple(each for each in prepared if isinstance(each, Rejected)), 0.0
@@ -257,14 +245,14 @@ def model_of(skeleton: Skeleton) -> LanguageModel:
 
 
 def own_stream(device: str) -> AbstractContextManager[object]:
-    """On a CUDA device, a stream of the executor's own, so that executors of one device overlap; else nothing."""
+    """A stream of the executor's own, so that executors of a CUDA device overlap."""
     if device == "cuda":
         return torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-any-return]
     return nullcontext()
 
 
 def judge(skeleton: Skeleton, expert: Expert, images: Sequence[Prepared]) -> list[Prediction | Rejected]:
-    """One answer per image, in order. If the expert's output is not a number, each image is asked about alone."""
+    """One answer per image, in order. After an invalid output each image is judged alone."""
     try:
         predictions = skeleton.infer(expert, images)
     except OutputInvalid as error:
@@ -277,7 +265,7 @@ def judge(skeleton: Skeleton, expert: Expert, images: Sequence[Prepared]) -> lis
 
 
 def checked(prediction: Prediction, expert: Expert) -> Prediction | Rejected:
-    """The prediction, unless one of its numbers is not finite: broken weights must not become a verdict."""
+    """The prediction, unless a score is NaN or infinity."""
     scores = (prediction.score, *(box.score for box in prediction.boxes))
     if all(math.isfinite(score) for score in scores):
         return prediction

@@ -131,6 +131,6 @@ def by_kind(copies: Iterable[ExpertCopy]) -> dict[str, list[ExpertCopy]]:
 
 
 def footprint_of(packed: PackedExpert) -> Footprint:
-    """Bytes of a packed expert with all its segments, as slots hold them."""
+    """Of all its segments."""
     shared = tuple(SharedTensors(segment.sha256, segment.slot_bytes) for segment in packed.shared)
     return Footprint(packed.own.slot_bytes, shared)

@@ -1,15 +1,10 @@
 """AgentLoop: the one thread that owns the Engine. Events come in through an inbox, effects are carried out in order.
 
-What it asks for decisions is a Decider: an Engine, or something that times one or plays back what one decided.
-
-Guarantees: only this thread calls the Engine; every request that was submitted has its outcome delivered exactly once
-while the loop runs; an image or a text, and what a text holds in memory, is kept from ``submit`` to its request's
-outcome and no longer; what other threads read are frozen snapshots.
-Assumes: ``on_outcome`` returns soon and does not raise: it runs on this thread. If it does raise, or the Engine does,
-the loop has crashed: it takes nothing more, says so in the log and to whoever asked with ``when_crashed``, and
-``wait_until_idle`` and ``stop`` raise AgentCrashed. So it does when a device is lost: nothing that is under way then
-has an outcome, no expert is blamed, and all of it is asked again by the next agent. And so it does when a batch or a
-load hangs, past its age's limits (agent.runtime.ages): ``stop`` then leaves that thread, and what it works on, behind.
+Guarantees: every submitted request has its outcome delivered once while the loop runs; its image or text is kept until
+then; other threads read frozen snapshots.
+Assumes: ``on_outcome`` returns soon and does not raise: it runs on this thread. An error of it or of the Engine, a lost
+device, or work past its age's limits crashes the loop: requests under way have no outcome, the next agent asks anew,
+and ``wait_until_idle`` and ``stop`` raise AgentCrashed.
 """
 
 from __future__ import annotations
@@ -59,22 +54,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DECISION_TIMES = 10_000  # the latest ones, of which the percentiles are taken
-LATE_TICK_S = 0.05  # between two ticks while the Engine asks for a moment that has passed already
-STOP_S = 5.0  # what has not ended by then when the agent ends is left behind: its images wait in `.work`
-ASK_AGAIN_S = 0.2  # whoever waits for a snapshot looks this often whether the loop still runs
+DECISION_TIMES = 10_000  # the latest, for percentiles
+LATE_TICK_S = 0.05  # between two ticks for a moment that has passed
+STOP_S = 5.0  # then threads are left behind; their images wait in `.work`
+ASK_AGAIN_S = 0.2  # between two looks of a waiting thread whether the loop still runs
 
 Answer = TypeVar("Answer")
 
 
 class Decider(Protocol):
-    """What a loop needs of an Engine, and asks of it on its own thread only: an Engine, or what stands before one."""
+    """An Engine, or a wrapper that times or plays back decisions. Called on the loop's thread only."""
 
-    def handle(self, event: Event, now: float) -> list[Effect]:
-        """What to do about an event. ``now``: monotonic seconds."""
+    def handle(self, event: Event, now: float) -> list[Effect]: ...
 
-    def next_wakeup_s(self) -> float | None:
-        """When a Tick is due if nothing else happens before; None for never."""
+    def next_wakeup_s(self) -> float | None: ...
 
     def statistics(self) -> EngineStatistics: ...
 
@@ -84,17 +77,17 @@ class Decider(Protocol):
 @dataclass(frozen=True, slots=True)
 class LoopOptions:
     ssd_bytes_per_s: float | None = None  # holds loads from the SSD to a rate
-    checks_invariants: bool = False  # recount everything whenever the agent falls idle
+    checks_invariants: bool = False  # whenever the agent falls idle
     max_pixels: int = 64_000_000
-    scaled: frozenset[str] = frozenset()  # experts, by the line's names, for which JPEGs are decoded smaller
-    keeps_prefixes: bool = True  # what a text has read is kept for the next that begins alike, while there is room
+    scaled: frozenset[str] = frozenset()  # experts, by the line's names, with JPEGs decoded smaller
+    keeps_prefixes: bool = True  # keys and values of a text for the next text that begins alike
     ages: AgeLimits = field(default_factory=AgeLimits)
     clock: Callable[[], float] = time.monotonic
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionTimes:
-    """How long the Engine took for its latest decisions, in seconds."""
+    """Seconds of the Engine's latest decisions."""
 
     count: int
     p50_s: float
@@ -111,7 +104,7 @@ class LoopStatistics:
     executors: tuple[ExecutorStatistics, ...]
     skeletons_constructed: int
     requests_in_flight: int
-    oldest_batch_s: float | None  # the age of the batch, and of the load, that was started first; None: none is open
+    oldest_batch_s: float | None  # age of the oldest open batch, and load
     oldest_load_s: float | None
 
 
@@ -119,9 +112,8 @@ class LoopStatistics:
 class BatchWatch:
     """Callbacks on the loop's thread: a batch's requests run now (``begun``), or have their answer (``ended``).
 
-    ``given``: before the executor has the batch, which may run at any moment then. ``preparing``: a context entered, on
-    any thread, while a request's image is prepared ahead of its batch. ``ran``: a batch was answered, after so many
-    seconds. ``idle``: no request, load or batch is under way.
+    ``given``: before the executor has the batch. ``preparing``: a context, on any thread, while a request's image is
+    prepared ahead of its batch. ``ran``: a batch was answered, after so many seconds. ``idle``: nothing is under way.
     """
 
     begun: Callable[[Sequence[int]], None]
@@ -171,8 +163,6 @@ class Workshop:
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[Answer]):
-    """Something to be read by the thread that owns it."""
-
     ask: Callable[[], Answer]
     answer: Future[Answer]
 
@@ -214,7 +204,7 @@ class AgentLoop:
         self._held: dict[int, effects.StartBatch] = {}  # executor -> what it runs next
         self._has_started = False
         self._is_stopped = False
-        self.leaves_threads = False  # once it was stopped: one is still at work, and must not be taken down under it
+        self.leaves_threads = False  # after ``stop``: a thread still works in the memories
         self._ticked_s = float("-inf")
         self._decision_s: deque[float] = deque(maxlen=DECISION_TIMES)
         self._decided = 0
@@ -231,7 +221,7 @@ class AgentLoop:
             effects.Forget: lambda effect: self._workshop.preparation.forget(effect.request),
             effects.Preempt: self._preempt,
             effects.Evict: self._evict,
-            effects.Assigned: lambda _: None,  # tells why, and asks for nothing
+            effects.Assigned: lambda _: None,
             effects.StandingChanged: self._log_standing,
             effects.FellBack: self._log_fall_back,
             effects.BudgetChanged: self._change_budget,
@@ -243,7 +233,7 @@ class AgentLoop:
     # -- for any thread --
 
     def start(self) -> None:
-        end_team()  # of whoever prepared this; see there what it would cost the executors
+        end_team()  # of the thread that prepared this
         for executor in self._workshop.executors.values():
             executor.start()
         self._thread.start()
@@ -255,7 +245,7 @@ class AgentLoop:
         self._workshop.preparation.watch = watch.preparing
 
     def watch_weights(self, mend: Callable[[str], None], distrust: Callable[[str], None]) -> None:
-        """Before ``start``: what to call, on any thread, for an expert whose packed files are missing, or stale."""
+        """Before ``start``: callbacks, on any thread, for experts with missing, and with stale packed files."""
         self._workshop.transfers.mend, self._workshop.transfers.distrust = mend, distrust
 
     def submit(
@@ -266,10 +256,7 @@ class AgentLoop:
         expert: str | None = None,
         precedence: Precedence = Precedence.LINE,
     ) -> int:
-        """Take a request for a component's route, or for one expert: exactly one of the two; its number.
-
-        Raises what a text's source raises for the first expert.
-        """
+        """Take a request for a component's route or for one expert; its number. Raises as a text's source does."""
         if (component is None) == (expert is None):
             raise ValueError("a request is for a component or for an expert: give exactly one of the two")
         if self._is_stopped or self._crash is not None:
@@ -293,7 +280,7 @@ class AgentLoop:
         return self._texts.begin(source, self._workshop.text_engines.reached(copies))
 
     def most_tokens(self, expert: str) -> int | None:
-        """Tokens that one text of an expert may hold, alone in its memory; None where that is unknown."""
+        """Tokens that one text of an expert may hold, alone in its memory; None: unknown."""
         return self._workshop.text_engines.most_tokens(self._copies_of(expert))
 
     def _copies_of(self, expert: str) -> list[ExpertCopy]:
@@ -304,15 +291,15 @@ class AgentLoop:
         return self._workshop.text_engines.by_executor.keys()
 
     def scale_images(self, experts: Iterable[str]) -> None:
-        """Before ``start``: decode JPEGs smaller for these experts, by the line's names."""
+        """Before ``start``: decode JPEGs smaller for these experts."""
         self._workshop.preparation.scaled |= frozenset(experts)
 
     def cancel(self, request: int) -> None:
-        """Drop the wish for an answer; the outcome is delivered all the same, UNKNOWN if the request did not run."""
+        """The outcome is delivered all the same, UNKNOWN if the request did not run."""
         self._inbox.put(events.Cancelled(request))
 
     def quarantine(self, expert: str, reason: str) -> None:
-        """Stop asking an expert; its requests end UNKNOWN with this reason."""
+        """Ask an expert no more; its requests end UNKNOWN with this reason."""
         self._inbox.put(events.Quarantined(expert, reason))
 
     def want(self, expert: str) -> None:
@@ -324,18 +311,15 @@ class AgentLoop:
         self._inbox.put(events.Unwanted(expert))
 
     def change_line(self, change: events.LineChanged, copies: Mapping[str, ExpertCopy]) -> None:
-        """Serve other experts and routes; ``copies``: the new ones, by name. Returns once that is so.
-
-        Earlier requests are finished under their own routes.
-        """
+        """Serve other experts and routes from now on; ``copies``: new ones. Earlier requests keep their routes."""
         self._ask(lambda: self._change_line(change, copies))
 
     def drain(self) -> None:
-        """Take nothing new, and finish what was taken: then ``wait_until_drained``."""
+        """Refuse new requests, and finish the others: then ``wait_until_drained``."""
         self._inbox.put(events.Drain())
 
     def when_crashed(self, tell: Callable[[AgentCrashed], None]) -> None:
-        """Have this called once if the loop crashes, on its thread; at once and here if it has crashed already."""
+        """Call back once if the loop crashes, on its thread; at once if it has crashed already."""
         with self._changed:
             crash = self._crash
             if crash is None:
@@ -357,28 +341,28 @@ class AgentLoop:
         return self._ask(self._snapshot)
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """Wait until no request, load or batch is under way; False if it took longer. Raises AgentCrashed."""
+        """Until no request, load or batch is under way; False if that took longer. Raises AgentCrashed."""
         with self._changed:
             idle = self._changed.wait_for(lambda: self._crash is not None or self._is_idle(), timeout_s)
         self._raise_crash()
         return idle
 
     def wait_until_drained(self, timeout_s: float) -> bool:
-        """Wait until no request or batch is under way, loads aside; False if it took longer, or it crashed."""
+        """Until no request or batch is under way, loads aside; False if that took longer, or it crashed."""
         with self._changed:
             self._changed.wait_for(lambda: self._crash is not None or self._is_drained(), timeout_s)
         return self._crash is None and self._is_drained()
 
     def stop(self) -> None:
-        """End: batches that run are finished, loads are broken off, requests under way stay without an outcome.
+        """Finish running batches, break loads off; other requests have no outcome. Raises AgentCrashed after a crash.
 
-        What has not ended after ``STOP_S`` is left behind with its memory. Raises AgentCrashed, last, after a crash.
+        Threads that have not ended after ``STOP_S`` are left behind with their memory.
         """
         self._is_stopped = True
         self._inbox.put(Stop())
         if self._thread.is_alive():
             self._thread.join()
-        with ExitStack() as ending:  # in the order from below; what a lost device refuses does not hide that it is lost
+        with ExitStack() as ending:  # last first; an error of a lost device does not hide the crash
             ending.callback(self._raise_crash)
             ending.callback(self._heap_keeper.stop)
             ending.callback(self._sources.clear)
@@ -390,7 +374,6 @@ class AgentLoop:
                     ending.callback(store.close)
 
     def _end_threads(self) -> bool:
-        """False while a thread may still use the memories."""
         workshop = self._workshop
         deadline_s = time.monotonic() + STOP_S  # by the real clock: threads that work need real time
         executors = [executor.stop for executor in workshop.executors.values()]
@@ -405,7 +388,7 @@ class AgentLoop:
             raise self._crash
 
     def _ask(self, ask: Callable[[], Answer]) -> Answer:
-        """Have something read by the thread that owns it; read it here once that thread has ended."""
+        """Ask on the loop's thread; here once that has ended."""
         if current_thread() is self._thread:
             return ask()
         question = Question(ask, Future())
@@ -445,7 +428,7 @@ class AgentLoop:
             tell(crash)
 
     def _next(self) -> Message:
-        """The next message; a Tick when the Engine's moment, or an age's limit, comes before one."""
+        """A Tick where the Engine's moment, or an age's limit, comes before a message."""
         wakeup_s, limit_s = self._engine.next_wakeup_s(), self._open.next_due_s()
         ticks = [] if wakeup_s is None else [max(wakeup_s, self._ticked_s + LATE_TICK_S)]
         moments = ticks if limit_s is None else [*ticks, limit_s]

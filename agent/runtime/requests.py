@@ -1,4 +1,4 @@
-"""Requests whose outcomes somebody waits for: one-off commands, replays, measurements. A service journals instead."""
+"""Requests of one-off commands, replays and measurements, which wait for outcomes. A service journals instead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What became of a request; when it was submitted, and when its outcome came, monotonic."""
+    """An outcome, and the monotonic times of submission and outcome."""
 
     outcome: Outcome
     submitted_s: float
@@ -27,10 +27,9 @@ class Ended:
 
 
 class Requests:
-    """Submits requests to one loop and collects their outcomes, or its crash.
+    """Submits requests to one loop and collects their outcomes, or its crash, on one thread.
 
-    A loop is made with its ``on_outcome``, which is ``tell``, and then given to ``watch``; after that one thread
-    submits and collects.
+    The loop is made with ``tell`` as its ``on_outcome``, and then given to ``watch``.
     """
 
     _loop: AgentLoop
@@ -54,7 +53,7 @@ class Requests:
         self._submitted_s[number] = time.monotonic()
 
     def collect(self, progress: Callable[[int, int], None] = lambda *_: None) -> list[Ended]:
-        """What became of all that was submitted since the last time, in that order. Raises AgentCrashed."""
+        """Outcomes of all requests since the last call, in their order. Raises AgentCrashed."""
         submitted_s, self._submitted_s = self._submitted_s, {}
         ended: dict[int, Ended] = {}
         while len(ended) < len(submitted_s):

@@ -1,7 +1,6 @@
 """Engines of texts: one for each executor, over one arena of keys and values for each memory and device.
 
-Guarantees: an arena is as large as its memory's share for leases, which is set apart once for each device that runs
-texts from there (``agent.deployment.memory_needs``); leases are counted as the arena rounds, so a lease has its room.
+Guarantees: an arena is as large as its memory's share for leases, and leases are counted as the arena rounds.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class TextEngines:
     _layouts: dict[str, KvLayout] = field(default_factory=dict)
 
     def reached(self, copies: Iterable[ExpertCopy]) -> list[Reached]:
-        """The language models among these copies, in order; each rounds tokens as its most wasteful arena."""
+        """The language models among these copies, in order."""
         by_expert: dict[str, list[ExpertCopy]] = {}
         for copy in copies:
             if family(copy.expert.architecture) == LLM:
@@ -55,7 +54,6 @@ class TextEngines:
         return [Reached(expert, partial(self._rounded, own), expert_name(own[0])) for expert, own in by_expert.items()]
 
     def most_tokens(self, copies: Iterable[ExpertCopy]) -> int | None:
-        """Tokens that one text of an expert may hold, alone in the largest memory; None where that is unknown."""
         copies = list(copies)
         rooms = [arena.budget_bytes // layout.token_bytes for arena, layout in self._places(copies)]
         if not rooms:
@@ -71,7 +69,6 @@ class TextEngines:
         return max((arena.tokens_for(layout, tokens) for arena, layout in self._places(copies)), default=tokens)
 
     def _places(self, copies: Iterable[ExpertCopy]) -> Iterator[tuple[KvArena, KvLayout]]:
-        """Each arena that one of these copies runs over, and the layout of its tokens there."""
         for copy in copies:
             layout = self._layout(copy)
             for place, arena in self.arenas.items():
@@ -79,7 +76,7 @@ class TextEngines:
                     yield arena, layout
 
     def _layout(self, copy: ExpertCopy) -> KvLayout | None:
-        """None for a program that cannot be read: its load tells."""
+        """None for a program that cannot be read."""
         if copy.name not in self._layouts and self.layout_of is not None:
             with suppress(CoServeError):
                 self._layouts[copy.name] = self.layout_of(copy)
@@ -111,7 +108,7 @@ def text_engines(
 
 
 def layout_of(copy: ExpertCopy, segments: SegmentStore) -> KvLayout:
-    """What a token of a packed language model takes. Raises what reading its program raises."""
+    """Raises as reading the program does."""
     spec = spec_of(segments.program(copy.packed), copy.expert.id)
     tables = (tensor for segment in copy.packed.segments for tensor in segment.tensors)
     dtype = next(tensor.dtype for tensor in tables if tensor.name == FINAL_NORM)

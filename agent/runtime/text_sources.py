@@ -1,7 +1,4 @@
-"""Source of a request's texts: the caller's request to each expert that its route may reach.
-
-An expert reads tokens of its own tokeniser, so a request that a router sends on is another text to each of them.
-"""
+"""Source of a request's texts: each expert of a route has a tokeniser of its own, and so a text of its own."""
 
 from __future__ import annotations
 
@@ -16,11 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TextSource:
-    """One request's text. ``text_for(expert)``: what it wants of this one, by its name in the line file.
+    """``text_for``: the text for an expert, by its name in the line file.
 
-    It is called by ``AgentLoop.submit``, on the caller's thread, for every expert that the request may reach, and once
-    more on an executor's thread when an expert begins with it; so it keeps what takes long, such as tokens. What it
-    raises for one that is reached is the reason that the request ends with.
+    ``AgentLoop.submit`` calls it on the caller's thread for every expert that the request may reach; an executor calls
+    it again when an expert begins: so it keeps its tokens. An error ends the request with its reason.
     """
 
     text_for: Callable[[str], TextRequest]

@@ -1,15 +1,11 @@
 """Texts of requests: their tokens across executors, and their remaining work.
 
-An executor runs its texts through an engine of its own (``experts.llm.serving``), over keys and values in an arena that
-all executors of a memory share. This module keeps what no engine knows: the step of its route that a request is at,
-and its written tokens, so that the request can continue on another executor.
+Each executor has an engine (``experts.llm.serving``). This module keeps the step of its route that a request is at, and
+its written tokens, so that the request can continue on another executor. A text begins with a lease for its prompt and
+its expert's median output; a text that fills its lease asks for a larger one at the end of the quantum.
 
-A text begins with a lease for its prompt and what its expert is expected to write: the median of what it wrote lately.
-One that writes more than that asks for so much as is expected then, at the end of the quantum in which it was full.
-
-Guarantees: a request asks each of its experts for one text, however many quanta, failures and executors that takes, and
-its writer is given each token once; nothing of it is kept after ``forget``. ``begin``, ``take`` and ``forget`` may be
-called from any thread; a request runs on one executor at a time, and is preempted while it does not run.
+Guarantees: a writer is given each token once, over all quanta, failures and executors; nothing is kept after
+``forget``. ``begin``, ``take`` and ``forget`` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -40,19 +36,18 @@ logger = logging.getLogger(__name__)
 
 
 class TextEngine(Protocol):
-    """What the runtime needs of an engine: an LlmEngine, or what stands in its place."""
+    """An LlmEngine, or a fake. ``run`` is for one thread at a time, all else for any."""
 
-    def run(self, turns: Sequence[Turn], quantum_s: float) -> QuantumOutcome:
-        """Run these until the quantum is over; one thread's at a time."""
+    def run(self, turns: Sequence[Turn], quantum_s: float) -> QuantumOutcome: ...
 
     def forget(self, request: int) -> None:
-        """Give back what it holds, and all that is known of it. Idempotent, from any thread."""
+        """Idempotent."""
 
     def preempt(self, request: int) -> None:
-        """Give back what it holds; what it has written stays, and is read again. From any thread."""
+        """Give back keys and values; written tokens stay, and are read again."""
 
     def hurry(self) -> None:
-        """End the quantum that runs after its present iteration: a request waits to join. From any thread."""
+        """End the running quantum after its present iteration: a request waits to join."""
 
     def statistics(self) -> TextEngineStatistics: ...
 
@@ -69,7 +64,7 @@ class RecordingWriter:
 
 @dataclass(slots=True)
 class AskedText:
-    """One request: the text that it asks of each expert, and of the one that it is at how far that is."""
+    """One request: its text for each expert, and its progress at the present one."""
 
     source: TextSource
     texts: dict[str, TextRequest]  # by the expert's name in the line file; those that were asked for
@@ -83,7 +78,7 @@ class AskedText:
     rounding: Mapping[str, Callable[[int], int]] = field(default_factory=dict)  # as in Reached
 
     def text_for(self, expert: str) -> TextRequest:
-        """What it wants of this one. Raises whatever its source raises."""
+        """Raises as its source does."""
         if expert not in self.texts:
             self.texts[expert] = self.source.text_for(expert)
         return self.texts[expert]
@@ -93,7 +88,6 @@ class AskedText:
         self.give(text, executor)
 
     def needs(self, tokens: int, expert: str) -> None:
-        """Its lease is full: so many are expected in all."""
         self.lease = max(self.rounded(tokens, expert), self.lease + 1)
 
     def rounded(self, tokens: int, expert: str) -> int:
@@ -110,7 +104,7 @@ class AskedText:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """An expert that a request may come to, by its name in the line file; ``name``: the Engine's, where that differs.
+    """An expert that a request may come to. ``name``: the Engine's, where it differs from the line file's.
 
     ``tokens_for``: how an arena rounds tokens.
     """
@@ -121,7 +115,7 @@ class Reached:
 
 
 class RunningTexts:
-    """Of all executors of one agent. ``engines`` by executor; ``lengths``: what the engines learn from."""
+    """``engines`` by executor; ``lengths``: what they learn from."""
 
     def __init__(self, engines: Mapping[int, TextEngine], lengths: OutputLengths) -> None:
         self._engines = dict(engines)
@@ -131,9 +125,9 @@ class RunningTexts:
     # -- of any thread --
 
     def begin(self, source: TextSource, reached: Sequence[Reached]) -> AskedText:
-        """A request that may come to these experts, surely to the first, with its work at each.
+        """A request that may come to these experts, with its work at each.
 
-        Raises what its source raises for the first; an error for another is told when the request gets there.
+        Raises what its source raises for the first; an error for another ends the request when it gets there.
         """
         texts: dict[str, TextRequest] = {}
         works: list[tuple[str, Work]] = []
@@ -154,7 +148,7 @@ class RunningTexts:
         self._asked[request] = asked
 
     def forget(self, request: int) -> None:
-        """It has its outcome. Idempotent."""
+        """Idempotent."""
         asked = self._asked.pop(request, None)
         if asked is not None and asked.executor is not None:
             self._engines[asked.executor].forget(request)
@@ -165,14 +159,13 @@ class RunningTexts:
         self._engines[executor].preempt(request)
 
     def hurry(self) -> None:
-        """A text has come: wherever others run, it may join after their present iteration."""
         for engine in self._engines.values():
             engine.hurry()
 
     # -- of an executor's thread --
 
     def run(self, batch: Batch, copies: Sequence[ExpertCopy], models: Mapping[str, LanguageModel]) -> Progressed:
-        """One quantum. ``copies``: of each request; ``models`` by the copy's name. Raises what a model raises."""
+        """One quantum. ``copies``: of each request; ``models`` by the copy's name. Raises as a model does."""
         assert batch.quantum_s is not None, "texts have a quantum"
         refused: list[tuple[int, Prediction | Rejected]] = []
         turns: list[Turn] = []
@@ -189,7 +182,7 @@ class RunningTexts:
         if engine is None:
             raise BackendUnavailable("texts", f"executor {batch.executor} has no memory for keys and values")
         quantum = engine.run(turns, batch.quantum_s)
-        if quantum.lacking:  # who has a lease finds room: else ledger and arena have come apart, and they wait
+        if quantum.lacking:  # ledger and arena disagree
             logger.error("texts_lack_room executor=%d requests=%s", batch.executor, quantum.lacking)
         finished = [(request, self._ended(request, result)) for request, result in quantum.finished]
         experts = {request: copy.expert.id for request, copy in zip(batch.requests, copies, strict=True)}
@@ -201,14 +194,14 @@ class RunningTexts:
         return None if engine is None else engine.statistics()
 
     def _text(self, request: int, copy: ExpertCopy, batch: Batch) -> TextRequest | Rejected:
-        """What the engine is asked: the same object each time, unless the request has come from elsewhere."""
+        """The same object each time, unless the request has come from another executor."""
         asked = self._asked.get(request)
         if asked is None:
             return Rejected(f"{copy.expert.id} takes texts, and request {request} is an image")
         if asked.expert != expert_name(copy):
             try:
                 text = asked.text_for(copy.expert.id)
-            except Exception as error:  # noqa: BLE001 - the boundary to whoever asks: it is told in the outcome
+            except Exception as error:  # noqa: BLE001 - the boundary to the caller's source
                 return Rejected(_reason(request, copy, error))
             asked.come_to(expert_name(copy), text, batch.executor)
         elif asked.executor != batch.executor:
@@ -217,7 +210,7 @@ class RunningTexts:
         return asked.running
 
     def _come_along(self, request: int, asked: AskedText, executor: int) -> None:
-        """It goes on on another executor, which reads what was written after the prompt."""
+        """Continue on another executor, which reads the written tokens as a part of the prompt."""
         assert asked.running is not None
         assert asked.executor is not None
         assert asked.writer is not None
@@ -261,7 +254,7 @@ def _reason(request: int, copy: ExpertCopy, error: Exception) -> str:
 
 
 def expert_name(copy: ExpertCopy) -> str:
-    """What the Engine calls a copy's expert; the line file calls it by its id."""
+    """The Engine's name of a copy's expert; its id is the line file's."""
     return copy.name.rpartition("@")[0]
 
 

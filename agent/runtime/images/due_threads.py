@@ -1,9 +1,7 @@
-"""Thread pool ordered by deadline.
+"""Thread pool ordered by deadline, oldest first; a hurried task comes before all others.
 
-Guarantees: each task ends, with its call's result or error, or cancelled before it began. A hurried task comes before
-all others; tasks of one deadline run oldest first. A task runs once, on the first thread that claims it, also one
-outside the pool. No more threads begin tasks than were last allowed. The threads are daemons: none keeps a process
-from ending.
+Guarantees: a task runs once, on the first thread that claims it, also one outside the pool, or is cancelled. No more
+threads begin tasks than were last allowed. The threads are daemons.
 """
 
 from __future__ import annotations

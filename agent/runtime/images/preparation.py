@@ -1,21 +1,14 @@
-"""Preparation: images are decoded and prepared for their experts, ahead of their batches and on threads of their own.
+"""Preparation: images are decoded and prepared for their experts, ahead of their batches, on threads of their own.
 
-Ahead of its batch a crop is begun on a core that no executor computes on, a photograph on any: at the lowest priority
-for executors on the CPU, at the usual one for executors that drive a device, which would stand still for as long as
-the CPU computes (see ``LARGE_BYTES``). An executor begins what its batch still lacks.
+A crop is begun on a core that no executor computes on, a photograph on any core: at idle priority for executors on the
+CPU, which else wait (see ``LARGE_BYTES``). An executor begins the crops that its batch still lacks.
 
-Guarantees: the earliest due image is begun first, and images of a started batch before all; an image is decoded once
-for all the steps that it was told of, unless it was forgotten meanwhile; nothing is held of a forgotten image but what
-a batch has; images in decoding take DECODING_BYTES together at most. A MemoryError, which is not the image's fault, is
-the future's; every other fault is a Rejected.
+Guarantees: the earliest due image is begun first, images of a started batch before all. An image is decoded once for
+all its steps, and forgotten images hold nothing. Images in decoding take DECODING_BYTES at most. A MemoryError is the
+future's; every other fault is a Rejected.
 
-A JPEG is decoded smaller for the experts that were found to say the same of it then, to MARGIN times the pixels that
-they see to either side; the form's name tells of the reduction. How much smaller follows from image and expert alone,
-so that answers do, too: steps that need two sizes decode twice.
-
-For later steps an image's pixels are held where they take no more than what it becomes for all of these, else that:
-a crop stays what it is, of a photograph of 12 megapixels two small tensors are left. The present step's tensor counts
-among these where a later step has its form, as the Engine counts it.
+A JPEG is decoded smaller for experts proven to answer the same, to MARGIN times the pixels that they see. For later
+steps the pixels are held, or the tensors of these steps where they are smaller.
 """
 
 from __future__ import annotations
@@ -52,14 +45,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DECODING_BYTES = 512 * 1024 * 1024  # what images in decoding take together; one that takes more is decoded alone
+DECODING_BYTES = 512 * 1024 * 1024  # a larger image is decoded alone
 LEAST_THREADS = 2
-# An image of this size, or of unknown size, is large: worth decoding on any core, at a priority that gives way, as its
-# decoder seldom holds the interpreter's lock. A smaller one takes a millisecond, mostly with the lock: a thread that
-# gave way with it would hold up executors, whose operators' threads spin meanwhile. Arbitrary, within a factor.
+# From this size on, or of unknown size, an image is decoded on any core at idle priority: the decoder seldom holds the
+# GIL. A smaller image takes a millisecond with the GIL, for which executors would wait. Arbitrary, within a factor.
 LARGE_BYTES = 256 * 1024
-MARGIN = 2  # times as many pixels to a side as the expert sees: less, and the decoder would do the smoothing
-AT_ONCE = -math.inf  # due before everything that is only due some time
+MARGIN = 2  # with less, the decoder would do the smoothing
+AT_ONCE = -math.inf
 
 
 def nothing_told(request: int) -> AbstractContextManager[object]:
@@ -67,7 +59,7 @@ def nothing_told(request: int) -> AbstractContextManager[object]:
 
 
 class ByteGate:
-    """Lets in what fits together into so many bytes, in the order of its asking; what is larger goes in alone."""
+    """Admits callers in their order, as long as their bytes fit together; a larger one goes in alone."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -77,7 +69,6 @@ class ByteGate:
 
     @contextmanager
     def room_for(self, size_bytes: int) -> Iterator[None]:
-        """Wait for room, and keep it while the context is open."""
         taken_bytes = min(size_bytes, self._limit_bytes)
         with self._asking, self._changed:
             self._changed.wait_for(lambda: self._inside_bytes + taken_bytes <= self._limit_bytes)
@@ -92,7 +83,7 @@ class ByteGate:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What an image becomes for an expert. ``name`` as of PreparedForm; ``least``: enough pixels; None: all of them."""
+    """``name``: of the PreparedForm; ``least``: pixels that are enough; None: all of them."""
 
     name: str
     expert: Expert
@@ -115,7 +106,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What an image is to be held as: for its step's expert, and by name for later ones."""
+    """Forms that an image is held in: for its step's expert, and by name for later ones."""
 
     form: _Form
     later: Mapping[str, _Form] = field(default_factory=dict)
@@ -126,7 +117,7 @@ class _Wanted:
 class _Image:
     """One request's image. ``wanted`` is set on the loop's thread; None once it is forgotten.
 
-    ``held``, ``pixels``: for later steps. ``at_work``: held while a thread works on it; ``changing``: guards these two.
+    ``held``, ``pixels``: for later steps, guarded by ``changing``. ``at_work``: held while a thread works on it.
     """
 
     source: ImageSource
@@ -143,7 +134,6 @@ class _Image:
 
     @property
     def form(self) -> str:
-        """The form for the present step; "" once it is forgotten."""
         return "" if self.wanted is None else self.wanted.form.name
 
     def let_go(self) -> None:
@@ -158,7 +148,7 @@ class _Image:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes held for later steps, with its answer where one has that form; not the source's own pixels."""
+        """For later steps, the present answer included where one has its form; without the source's own pixels."""
         with self.changing:
             pixels = 0 if self.pixels is None or self.pixels.pixels is self.source else self.pixels.pixels.nbytes
             tensors: dict[int, int] = {id(each): each.tensor.nbytes for each in self.held.values()}
@@ -177,9 +167,8 @@ class _Image:
 def threads_for(box: Box) -> int:
     """One per core, at least two, so that reading one image overlaps with decoding another.
 
-    Large images ahead of their batch give way to executors: two cores, a ResNet50, photographs of 12 megapixels gave
-    1.16 of the images/s of decoding at the batch's start; sharing the cores gave 0.84, as operators wait for one
-    another.
+    Two cores, a ResNet50, photographs of 12 megapixels: decoding ahead at idle priority gave 1.16 times the images/s of
+    decoding at the batch's start; at the usual priority 0.84.
     """
     return max(box.cores, LEAST_THREADS)
 
@@ -190,10 +179,9 @@ def _begin_giving_way() -> None:
 
 
 class Preparation:
-    """Of one agent: ``threads`` of each kind, on ``cores``, by default as many.
+    """``threads`` of each kind, on ``cores``, by default as many. ``scaled``: experts with JPEGs decoded smaller.
 
-    ``scaled``: experts for which JPEGs are made smaller while they are decoded.
-    Requests' images are told of, taken and forgotten on one thread, the loop's.
+    One thread, the loop's, calls ``prepare``, ``take`` and ``forget``.
     """
 
     def __init__(
@@ -216,7 +204,7 @@ class Preparation:
         self.watch: Callable[[int], AbstractContextManager[object]] = nothing_told  # entered ahead of batches
 
     def start(self, expert: Expert, image: ImageSource, name: str) -> Future[Prepared | Rejected]:
-        """Prepare an image for an expert at once. ``name`` is what a rejection calls it."""
+        """Prepare an image for an expert at once. ``name``: for rejections."""
         form = self._form(expert)
         return self._begin(_Image(image, name, _Wanted(form)), form).future
 
@@ -236,7 +224,6 @@ class Preparation:
         known.let_go()
 
     def take(self, request: int, image: ImageSource, name: str, expert: Expert) -> DueTask[Prepared | Rejected]:
-        """The task that a batch will wait for; see ``hurry``."""
         known, form = self._images.get(request), self._form(expert)
         if known is None or known.task is None or known.form != form.name:
             return self._begin(_Image(image, name, _Wanted(form)), form)
@@ -253,7 +240,7 @@ class Preparation:
 
     @contextmanager
     def computing(self, threads: int) -> Iterator[None]:
-        """An executor computes on so many threads: fewer crops are prepared ahead meanwhile."""
+        """While an executor computes on so many threads, fewer crops are prepared ahead."""
         self._compute(threads)
         try:
             yield
@@ -336,7 +323,6 @@ class Preparation:
         image.let_go()
 
     def _watching(self, image: _Image) -> AbstractContextManager[object]:
-        """A batch's requests are known to the watch already."""
         return nullcontext() if image.request is None or image.is_taken else self.watch(image.request)
 
     def _prepared(self, image: _Image, form: _Form) -> tuple[Prepared, Decoded | None]:
@@ -349,7 +335,7 @@ class Preparation:
         return prepare(form.expert, pixels), pixels
 
     def _hold(self, image: _Image, name: str, ready: Prepared, pixels: Decoded | None) -> None:
-        """Hold what later steps need: the pixels, or what they become. An error here is left to the later step."""
+        """Hold pixels or tensors for later steps."""
         wanted = image.wanted
         if wanted is None or not wanted.later:
             return
@@ -371,7 +357,7 @@ class Preparation:
 
 
 def least_pixels(expert: Expert) -> tuple[int, int]:
-    """Height and width that are enough for an expert before cropping, where it may have JPEGs smaller."""
+    """Height and width of a smaller JPEG that are enough for an expert."""
     pixels = expert.pixels
     resize = pixels.resize or (pixels.height, pixels.width)
     height, width = (resize, resize) if isinstance(resize, int) else resize
@@ -381,7 +367,7 @@ def least_pixels(expert: Expert) -> tuple[int, int]:
 
 
 def prepare(expert: Expert, image: Decoded) -> Prepared:
-    """An image as its expert wants it; scales lead back to the file's pixels, however it was decoded."""
+    """An image for its expert; scales lead back to the file's pixels."""
     pixels = image.turned(expert.pixels.orientation)
     left_to_turn = UPRIGHT if expert.pixels.orientation is Orientation.EXIF else image.orientation
     prepared = replace(backend_for(expert.architecture).prepare(expert, pixels), orientation=left_to_turn)

@@ -1,7 +1,6 @@
 """Sources of a request's pixels: an array, encoded bytes, a file, or a part of a frame that requests share.
 
-Guarantees: a frame is decoded once, when the first of its parts is prepared, and lives no longer than its parts. Each
-part gets the frame's error.
+Guarantees: a frame is decoded once, when the first of its parts is prepared. Each part gets the frame's error.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Arena: a fixed range of bytes, divided into spans. Offsets and sizes only; the caller owns the bytes.
 
-Guarantees: spans never overlap, and start at multiples of ``ALIGNMENT_BYTES``. A returned span merges with free
-neighbours at once. After all spans were slid down, all free bytes are one gap. So the ledger may count bytes alone: if
-free bytes are scattered, ``take`` refuses, the caller slides spans down, and the promised bytes are there.
-Why this structure: size classes need no sliding, but each class would keep the room of its own peak when the mix of
-experts changes. Scanning a hundred spans costs less than queueing one load.
+Guarantees: spans never overlap, and start at multiples of ``ALIGNMENT_BYTES``. After all spans were slid down, all free
+bytes are one gap. So a ledger may count bytes alone.
+Size classes would need no sliding, but each class would keep the room of its peak when the mix of experts changes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """CUDA runtime library of torch, for calls that torch's own binding lacks.
 
-It is loaded by the versioned name that torch was built with: the loader returns the library that this process has
-already, from a wheel, JetPack or a toolkit. Folders of wheels and the unversioned name, of a toolkit, come after that.
+By the versioned name the loader returns the library that this process has loaded; folders of wheels come after it.
 """
 
 from __future__ import annotations

@@ -79,13 +79,12 @@ def _own_groups(groups: Path, membership: Path) -> list[Path]:
 
 
 def _read_bytes(file: Path) -> int | None:
-    """Bytes in a file; None if it is absent or says "max"."""
     text = _text(file)
     return int(text) if text.isdigit() else None
 
 
 def _reclaimable_bytes(statistics: Path) -> int:
-    """Page cache that the kernel drops before it refuses memory."""
+    """Page cache that the kernel drops first."""
     lines = _text(statistics).splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
 

@@ -1,11 +1,8 @@
-"""Tells an accelerator that is lost from a batch or a load that failed.
+"""Tells a lost accelerator, and a lack of memory, from a batch or a load that failed.
 
-After some errors (an illegal access, an uncorrectable ECC error, a GPU that fell off the bus) whatever this process
-asks of the device fails, for every expert alike, and only another process gets a context that works. Such an error says
-nothing of the expert or the images that it struck first: it ends the agent, and what was under way waits for the next.
-
-Guarantees: an error that names such a cause is a loss; after every other one, running out of memory among them, the
-device is asked, and as long as it answers it is not lost. Without an accelerator there is nobody to ask.
+After some errors (an illegal access, an uncorrectable ECC error) the device fails for every expert, and only another
+process gets a context that works: such an error blames no expert, and ends the agent. An error that names such a cause
+is a loss; after any other the device is asked.
 """
 
 from __future__ import annotations
@@ -45,23 +42,19 @@ OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "failed to 
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """What a thread posts in the place of an answer when the agent cannot go on."""
+    """Posted in the place of an answer: the agent cannot go on."""
 
     error: Exception
 
 
 class DeviceWatch:
-    """Asked about every batch and load that failed, from the thread it failed on.
-
-    ``ask`` waits for the device and raises when it does not work; None where there is no accelerator.
-    """
+    """``ask`` waits for the device and raises when it does not work; None without an accelerator."""
 
     def __init__(self, device: str = "cpu", ask: Callable[[], None] | None = None) -> None:
         self._device = device
         self._ask = ask
 
     def lost_by(self, error: Exception) -> DeviceLost | None:
-        """The loss behind an error; None where the device still works, or none had a part in it."""
         if names_a_loss(error):
             return DeviceLost(self._device, _said(error))
         if self._ask is None:
@@ -93,12 +86,11 @@ def names_a_loss(error: Exception) -> bool:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """True where the batch needed more memory than there is: a smaller one may run."""
     if isinstance(error, (MemoryError, MemoryExceeded, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in OUT_OF_MEMORY_TEXTS)
 
 
 def _said(error: Exception) -> str:
-    """The first line of its text: torch appends advice for programmers."""
+    """The first line: torch appends advice for programmers."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -1,7 +1,6 @@
-"""Bound on free memory that glibc's malloc keeps; without effect under another C library.
+"""Bound on free memory that glibc's malloc keeps, which grew to a quarter of the experts' budget.
 
-glibc has a heap per thread, up to eight per core, and keeps freed memory in each. With batches of many shapes and
-architectures that grows to a quarter of the experts' budget, outside any ledger.
+glibc has a heap per thread, up to eight per core. Without effect under another C library.
 """
 
 from __future__ import annotations

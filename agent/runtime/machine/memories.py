@@ -1,12 +1,8 @@
-"""Memories that experts are loaded into.
+"""Memories that experts are loaded into. A Memory allocates Regions, contiguous ranges of bytes.
 
-A box is split (RTX: host memory is a cache in front of the device) or unified (CPU-only, Jetson, Apple: one pool named
-"host"). "emulated" is a split box without an accelerator: a bounded device arena in host memory behind a real copy,
-with executors on the CPU. "integrated" is a unified box with such executors.
-
-A Memory allocates Regions, contiguous ranges of bytes. A region with a ``buffer`` is read into directly from the SSD.
-Other regions are filled by a copy from host memory, complete when ``fill`` returns. Regions of a device are parts of
-one arena, allocated at the start: so the device never exceeds the ledger's budget.
+A region with a ``buffer`` is read into directly from the SSD. Other regions are parts of one arena, allocated at the
+start, and filled by copies from host memory: so a device never exceeds the ledger's budget. "emulated" is a split box
+without an accelerator: its device is an arena in host memory. Metal's arena was not run.
 """
 
 from __future__ import annotations
@@ -60,10 +56,6 @@ class Memory(Protocol):
     @property
     def pool(self) -> str: ...
 
-    @property
-    def views_hold_bytes(self) -> bool:
-        """Whether tensors over a closed region keep its memory allocated."""
-
     def allocate(self, size_bytes: int) -> Region:
         """New region. Raises MemoryExceeded."""
 
@@ -105,18 +97,13 @@ class HostMemory:
     """
 
     pool = HOST
-    views_hold_bytes = False
 
     def __init__(self, *, pinned: bool = False, is_shared_with_cuda: bool = False) -> None:
         self._pinned = pinned or is_shared_with_cuda
         self._is_shared_with_cuda = is_shared_with_cuda
 
     def allocate(self, size_bytes: int) -> HostRegion:
-        """New buffer, pinned with CUDA. Raises MemoryExceeded."""
-        try:
-            region = HostRegion(AlignedBuffer(size_bytes))
-        except OSError as error:
-            raise MemoryExceeded(HOST, size_bytes, psutil.virtual_memory().available) from error
+        region = HostRegion(_host_buffer(HOST, size_bytes))
         if self._pinned:
             address = region.buffer.tensor.data_ptr()
             flags = _CUDA_HOST_REGISTER_MAPPED if self._is_shared_with_cuda else 0
@@ -153,13 +140,11 @@ class ArenaRegion:
 class ArenaMemory:
     """Memory of a device for experts: one allocation, divided by an Arena.
 
-    So the ledger counts all bytes: a shared heap for workspaces and slots would keep blocks of sizes that never return.
     If free bytes are scattered, ``allocate`` refuses although enough are free. SlotStore, which knows the bindings,
     then slides regions together.
     """
 
     pool = DEVICE
-    views_hold_bytes = False
 
     def __init__(self, capacity_bytes: int, device: str) -> None:
         self.capacity_bytes = capacity_bytes
@@ -179,7 +164,7 @@ class ArenaMemory:
         with self._lock:
             span = self._arena.take(size_bytes)
             if span is None:
-                raise MemoryExceeded(DEVICE, size_bytes, self._arena.free_bytes)
+                raise MemoryExceeded(self.pool, size_bytes, self._arena.free_bytes)
             region = self._regions[span] = ArenaRegion(self, span, size_bytes)
             return region
 
@@ -213,7 +198,7 @@ class ArenaMemory:
 
     def shown(self, region: ArenaRegion, device: str) -> Tensor:
         if device != self._device:
-            raise BackendUnavailable(device, f"these bytes are on the {DEVICE}, which runs on {self._device}")
+            raise BackendUnavailable(device, f"these bytes are for {self._device}")
         if not region.is_open:
             raise ValueError("the region is closed, or was moved")
         return self._cut(region.span, 0, region.size_bytes)
@@ -248,38 +233,15 @@ class EmulatedMemory(ArenaMemory):
         super().__init__(capacity_bytes, "cpu")
 
     def _taken(self, size_bytes: int) -> Tensor:
-        try:
-            return AlignedBuffer(size_bytes).tensor
-        except OSError as error:
-            raise MemoryExceeded(DEVICE, size_bytes, psutil.virtual_memory().available) from error
-
-
-@dataclass(slots=True)
-class DeviceRegion:
-    """Memory of an accelerator's own allocator."""
-
-    bytes_: Tensor | None
-    size_bytes: int
-    device: str
-    buffer: None = None
-
-    def tensor(self, device: str) -> Tensor:
-        if device != self.device or self.bytes_ is None:
-            raise BackendUnavailable(device, f"these bytes are on {self.device}")
-        return self.bytes_
-
-    def close(self) -> None:
-        self.bytes_ = None
+        return _host_buffer(DEVICE, size_bytes).tensor
 
 
 class CudaMemory(ArenaMemory):
     """Memory of an NVIDIA GPU, filled over a copy stream of its own: copies run beside the executors.
 
-    ``workspace_bytes`` bounds torch's allocator for batches beside the arena; None: no bound. The bound is a fraction
-    of the device (torch.cuda.set_per_process_memory_fraction), and counts cached blocks too. At the bound the allocator
-    frees cached blocks first; a batch that still does not fit is out of memory, and the next batches are smaller.
-    torch.cuda.MemPool would separate the executors' blocks, but has no bound. The bound belongs to the process, and
-    ends with the ``close`` of the memory that set it. CUDA contexts and code of kernels are outside it.
+    ``workspace_bytes`` bounds torch's allocator for batches beside the arena; None: no bound. A batch that does not fit
+    is out of memory. torch.cuda.MemPool has no bound. The bound belongs to the process, and ends with ``close``. CUDA
+    contexts and code of kernels are outside it.
     """
 
     def __init__(self, capacity_bytes: int, workspace_bytes: int | None = None) -> None:
@@ -291,7 +253,6 @@ class CudaMemory(ArenaMemory):
         super().__init__(capacity_bytes, "cuda")
 
     def close(self) -> None:
-        """See ArenaMemory. Also ends the bound of torch's allocator, if this memory set it."""
         super().close()
         torch.cuda.empty_cache()
         if self._sets_bound:
@@ -305,7 +266,6 @@ class CudaMemory(ArenaMemory):
             raise MemoryExceeded(DEVICE, size_bytes, torch.cuda.mem_get_info()[0]) from error
 
     def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copy over the copy stream, and wait for these copies only."""
         done = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
             for target, source in pairs:
@@ -320,21 +280,22 @@ def allocator_fraction(capacity_bytes: int, workspace_bytes: int, total_bytes: i
     return min((capacity_bytes + workspaces_bytes) / total_bytes, 1.0)
 
 
-class MpsMemory:
+class MpsMemory(ArenaMemory):
     """Apple silicon's memory for Metal. Unified, but filled by copies: torch has no tensor over foreign pages."""
 
     pool = HOST
-    views_hold_bytes = True
 
-    def allocate(self, size_bytes: int) -> DeviceRegion:
-        """New region. Raises MemoryExceeded."""
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes, "mps")
+
+    def _taken(self, size_bytes: int) -> Tensor:
         try:
-            return DeviceRegion(torch.empty(size_bytes, dtype=torch.uint8, device="mps"), size_bytes, "mps")
+            return torch.empty(size_bytes, dtype=torch.uint8, device="mps")
         except RuntimeError as error:
             raise MemoryExceeded(HOST, size_bytes, psutil.virtual_memory().available) from error
 
-    def fill(self, region: Region, offset_bytes: int, source: Tensor) -> None:
-        region.tensor("mps")[offset_bytes : offset_bytes + source.numel()].copy_(source)
+    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        super()._copy(pairs)
         torch.mps.synchronize()
 
 
@@ -345,21 +306,25 @@ def memory_for(box: Box, pool: str, budget_bytes: int, workspace_bytes: int | No
     """
     if pool == HOST:
         if box.name == "mps":
-            return MpsMemory()
+            return MpsMemory(budget_bytes)
         return HostMemory(pinned=box.name == "cuda", is_shared_with_cuda=box.name == "jetson")
     return CudaMemory(budget_bytes, workspace_bytes) if box.name == "cuda" else EmulatedMemory(budget_bytes)
 
 
+def _host_buffer(pool: str, size_bytes: int) -> AlignedBuffer:
+    try:
+        return AlignedBuffer(size_bytes)
+    except OSError as error:
+        raise MemoryExceeded(pool, size_bytes, psutil.virtual_memory().available) from error
+
+
 def _check_cuda(status: object, call: str) -> None:
-    """Raise BackendUnavailable for a status other than 0."""
     if int(status) != 0:  # type: ignore[call-overload]
         raise BackendUnavailable("cuda", f"{call} failed with status {status}: raise the limit of locked memory")
 
 
 @dataclass(frozen=True, slots=True)
 class _MappedBytes:
-    """Wraps foreign device memory for torch."""
-
     __cuda_array_interface__: dict[str, object]
 
 

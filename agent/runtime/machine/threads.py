@@ -1,21 +1,15 @@
 """Threads of torch's operators: a count for each calling thread, no idle teams, and a core for an executor's second.
 
-Guarantees: after ``use_threads`` no other thread's count changes the caller's. torch alone does not promise that: at a
-thread's first operator it takes the count that any thread set last. An executor with two cores then runs on one,
-because a preparation thread asked for one.
+Guarantees: after ``use_threads`` no other thread's count changes the caller's. At a thread's first operator, torch
+itself takes the count that any thread set last.
 
-A thread whose operators ran on several threads keeps these for the next operator: its OpenMP team. Once all teams of a
-process together are more than the box has cores, GNU's library lets none of them wait actively between two operators
-(libgomp, config/linux/wait.h: its throttled spin count), and an executor takes up to twice as long, forever, because
-packing at the start ran on another thread: a model of 105M parameters writes 44 tokens/s instead of 100 on two cores.
-So all threads but executors call ``end_team`` when their work is done: no thread of their team is left then.
+A thread keeps the OpenMP team of its operators. Once all teams have more threads than the box has cores, GNU's library
+lets none spin between operators (libgomp's throttled spin count): on two cores a model of 105M parameters writes 44
+tokens/s instead of 100. So all threads but executors call ``end_team`` after their work.
 
-A thread that waits for the next operator keeps its core for as long. After an executor of two threads had nothing to do
-for some 10 ms, Linux wakes the second where the first runs, with another core idle: there they wait for each other in
-turns, a wait an operator, and are not parted before the next tick or two (6.18; 2 cores: a ResNet18 takes 17 ms that
-takes 4 once they are). So the second has a core (``Team``). The executor's own thread has all of them: whoever it
-starts inherits what it has. Nothing is done for larger teams: of these an operator on fewer threads ends the others,
-again and again within a batch, and what that is worth there was not measured.
+After a pause of 10 ms, Linux wakes the second of two threads on the core of the first, with another core idle, and
+they take turns (6.18, 2 cores: a ResNet18 takes 17 ms instead of 4). So the second has a core (``Team``). Larger teams
+were not measured.
 """
 
 from __future__ import annotations
@@ -43,21 +37,21 @@ SOFT = 1  # omp_pause_soft: all that was set stays (OpenMP 5.0, section 3.2.44)
 
 def use_threads(count: int) -> None:
     """Set the number of threads of the calling thread's operators."""
-    torch.get_num_threads()  # the thread's first question: the latest count of any thread is taken over here, not later
+    torch.get_num_threads()  # the first call of a thread takes over the latest count of any thread
     torch.set_num_threads(count)
 
 
 def give_way() -> None:
     """Run the calling thread at idle priority from now on, where the system has one."""
     if hasattr(os, "SCHED_IDLE"):
-        with suppress(OSError):  # a sandbox that forbids it: then it shares, as it would elsewhere
+        with suppress(OSError):  # a sandbox that forbids it
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def end_team() -> None:
     """End the threads that the calling thread's operators ran on; its next operator starts them again (under 1 ms).
 
-    Nothing happens where torch runs with a library that does not offer it (OpenMP before 5.0, or none).
+    Without effect before OpenMP 5.0.
     """
     pause = _pause()
     if pause is not None:

@@ -1,6 +1,4 @@
-"""How long experts' bytes take to load, and how fast that makes each link: past the page cache, of files known to be
-sound, as after an agent's first load.
-"""
+"""Times of loads and speeds of links: past the page cache, of files that were hashed before."""
 
 from __future__ import annotations
 
@@ -23,15 +21,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOADS = 8
-LOADED_FILES = 4  # in turn, so that a drive's own cache does not answer for all
+LOADED_FILES = 4  # in turn, against a drive's own cache
 
 
 def measure_loads(rig: MeasuringRig, copies: Sequence[ExpertCopy], loads: int = LOADS) -> dict[str, float]:
-    """Median seconds of loading all bytes of a copy into the memory that its processor runs from, by where from.
+    """Median seconds of loading all bytes of a copy, by source: "ssd", and where memory is split "host".
 
-    "ssd", and where memory is split also "host". The first load of a file is hashed and does not count; files take
-    turns, LOADED_FILES of them; one that cannot be loaded is left out. Leaves the rig empty. Raises ExpertError when
-    none can be loaded.
+    Up to LOADED_FILES take turns; copies that cannot be loaded are left out. Leaves the rig empty. Raises ExpertError
+    when none can be loaded.
     """
     turns = list(itertools.islice(itertools.cycle(_loadable(rig, copies, loads)), loads))
     times = {SSD: median([_load_once_s(rig, copy, rig.target) for copy in turns])}
@@ -43,10 +40,7 @@ def measure_loads(rig: MeasuringRig, copies: Sequence[ExpertCopy], loads: int = 
 def measure_links(
     box: Box, copies: Sequence[ExpertCopy], segments: SegmentStore, loads: int = LOADS
 ) -> dict[str, float]:
-    """Bytes per second from "ssd", and where memory is split from "host": medians over the largest experts.
-
-    ``copies`` of all processors. Empty when none of them can be loaded.
-    """
+    """Bytes per second of "ssd", and where memory is split of "host". Empty when no copy can be loaded."""
     largest_first = sorted({copy.name: copy for copy in copies}.values(), key=lambda copy: -_file_bytes(copy))
     for copy in largest_first:
         in_turn = alike(copy, largest_first)
@@ -61,12 +55,11 @@ def measure_links(
 
 
 def alike(copy: ExpertCopy, copies: Iterable[ExpertCopy]) -> list[ExpertCopy]:
-    """A copy, and after it those that load into its place, for as many bytes."""
+    """A copy, and then others of its layout."""
     return [copy, *(each for each in copies if each is not copy and each.packed.layout == copy.packed.layout)]
 
 
 def _loadable(rig: MeasuringRig, copies: Sequence[ExpertCopy], loads: int) -> list[ExpertCopy]:
-    """The first LOADED_FILES that can be loaded, each hashed by its first load. Raises ExpertError without one."""
     found: list[ExpertCopy] = []
     reasons: list[ExpertError] = []
     for copy in copies:

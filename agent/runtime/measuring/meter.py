@@ -1,12 +1,8 @@
-"""How much memory running batches takes, as the system counts it and not as shapes tell.
+"""Memory that running batches take, as the system counts it.
 
-On Linux's CPUs: the high-water mark of this process's resident memory, reset before each run, without the pages of
-files (libraries, read piece by piece as they are first used). On CUDA: the allocator's own peak. Both are taken above
-what was held when the meter was made, unused memory given back to the system; so what a runtime keeps for its next
-batch (an arena) counts from the first run on. Elsewhere nothing can be measured, and ``meter_for`` says so.
-
-Linux counts resident pages on each core by itself and adds them up in bundles, so a mark may be too low by what the
-cores had not handed in: a quarter of a MiB on 2 cores, MiBs on many. A meter is believed within ``UNCOUNTED_BYTES``.
+On Linux's CPUs: the high-water mark of this process's resident memory, without pages of files. On CUDA: the allocator's
+peak. Both count above what was held when the meter was made; what a runtime keeps for its next batch counts. Linux adds
+up resident pages of each core in bundles, so a mark may be too low by up to ``UNCOUNTED_BYTES``.
 """
 
 from __future__ import annotations
@@ -29,20 +25,20 @@ if TYPE_CHECKING:
 
 PROCESS = Path("/proc/self")
 RESET_PEAK = "5"  # written to clear_refs: VmHWM starts again from VmRSS
-TRIAL_BYTES = 128 * 1024 * 1024  # larger than what glibc's malloc keeps on its heap, 32 MiB at most
+TRIAL_BYTES = 128 * 1024 * 1024  # glibc's malloc keeps 32 MiB on its heap at most
 UNCOUNTED_BYTES = 32 * 1024 * 1024  # the most that a believable mark of a trial may lack
-TRIALS = 3  # other threads may give memory back during one; an allocator that hides what it took fails them all
+TRIALS = 3  # other threads may give memory back during one
 
 
 class WorkspaceMeter(Protocol):
-    """Tells what runs needed at most, above what was held when the meter was made. One thread at a time."""
+    """One thread at a time."""
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        """The most bytes held at one moment of this run."""
+        """The most bytes held during this run, above what was held when the meter was made."""
 
 
 class ResidentMeter:
-    """The resident memory of this process. Other work in the process, if any, counts as the run's."""
+    """The resident memory of this process, with all of its threads."""
 
     def __init__(self) -> None:
         gc.collect()  # what is nobody's goes now, and not during a run
@@ -58,8 +54,6 @@ class ResidentMeter:
 
 
 class CudaMeter:
-    """What torch's allocator had handed out on the CUDA device."""
-
     def __init__(self) -> None:
         torch.cuda.synchronize()
         self._held_bytes: int = torch.cuda.memory_allocated()
@@ -81,15 +75,11 @@ def meter_for(processor: str) -> WorkspaceMeter | None:
 
 @cache
 def sees_allocations() -> bool:
-    """Does the high-water mark tell of memory that was taken and given back, for the second time as for the first?
-
-    Not without Linux's clear_refs, nor under an allocator that keeps what was given back.
-    """
+    """Whether the mark shows memory that was taken and given back twice: some allocators keep it."""
     return any(min(trial_peaks()) >= TRIAL_BYTES - UNCOUNTED_BYTES for _ in range(TRIALS))
 
 
 def trial_peaks() -> tuple[int, int]:
-    """What a new meter says of TRIAL_BYTES taken and given back, twice; zeros where there is nothing to read."""
     if sys.platform != "linux":
         return 0, 0
     with suppress(OSError, KeyError, AttributeError):

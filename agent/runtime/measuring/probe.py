@@ -1,9 +1,7 @@
 """Probe: a rough performance matrix in seconds, at start, until a full device profile exists.
 
-One expert of each kind is loaded over the real path and run by a real executor on each processor, alone and in one
-larger batch; two points give K and B (CoServe, section 4.2), of images that are prepared already, with the handing
-over of batches in them. Of a language model, iterations that read tokens and that write them are timed. Footprints are
-exact, workspaces estimated from shapes, and load times follow from the bytes and the measured speed of each link.
+One expert of each kind is loaded and run on each processor, alone and in one larger batch: two points give K and B
+(CoServe, section 4.2). Footprints are exact, workspaces estimated from shapes, load times computed from link speeds.
 """
 
 from __future__ import annotations
@@ -35,13 +33,13 @@ BATCH_SIZES = (1, 2, 4, 8)
 REPEATS = 2  # each after a run to warm up
 KIND_LIMIT_S = 0.6  # spent on running one kind on one processor
 PLATEAU = 1.02  # a larger batch has to make an image at least this much cheaper
-LEAST_MAX_BATCH = 4  # even so: where images are not prepared ahead, those of one batch are decoded at the same time
-UNMEASURED = {SSD: 500e6, HOST: 500e6}  # bytes/s, arbitrary: a SATA drive, for a line of which nothing can be loaded
+LEAST_MAX_BATCH = 4  # images of one batch are decoded at the same time
+UNMEASURED = {SSD: 500e6, HOST: 500e6}  # bytes/s, arbitrary: a SATA drive
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What a probe found. ``failed``: experts without a profile, as no expert of their kind could be run, and why."""
+    """``failed``: experts of kinds that could not be run, and why."""
 
     matrix: PerformanceMatrix
     failed: Mapping[str, str]
@@ -54,9 +52,9 @@ def probe(
     usage: Mapping[str, float],
     threads: int,
 ) -> Probed:
-    """Measure a line. ``copies`` by processor; ``threads`` as each of its executors will have.
+    """Measure a line. ``copies`` by processor; ``threads``: of each of its executors. Raises BackendUnavailable.
 
-    Takes about KIND_LIMIT_S for each kind and processor, plus loading one expert of it. Raises BackendUnavailable.
+    Takes about KIND_LIMIT_S for each kind and processor, plus loading one expert of it.
     """
     everything = [copy for listed in copies.values() for copy in listed]
     links = measure_links(box, everything, segments, loads=1) or UNMEASURED
@@ -84,10 +82,7 @@ def probe(
 def estimated_matrix(
     box: Box, copies: Mapping[str, Sequence[ExpertCopy]], usage: Mapping[str, float]
 ) -> PerformanceMatrix:
-    """What is known of a line before anything of it is loaded: footprints are exact, workspaces are from shapes.
-
-    Times are one second each and no batch is larger than one image: good for asking what fits, and for nothing else.
-    """
+    """A matrix before any load, for asking what fits: times are one second, batches of one image."""
     experts = {
         processor: {
             copy.expert.id: matrix_row(copy, performance_of(copy, 1.0, 1.0, 1), UNMEASURED, box.pool_of(processor))
@@ -99,7 +94,7 @@ def estimated_matrix(
 
 
 def matrix_row(copy: ExpertCopy, performance: Performance, links: Mapping[str, float], pool: str) -> ExpertProfile:
-    """An expert's row. Loads are counted by its own bytes: what it shares is there already, as a rule."""
+    """An expert's row. Loads are counted by its own bytes: shared ones are usually there."""
     sources = (SSD, HOST) if pool == DEVICE else (SSD,)
     load_s = {source: copy.loaded_bytes / links[source] for source in sources}
     return ExpertProfile(copy.name, performance, copy.footprint, load_s, prepared=prepared_form(copy.expert))
@@ -114,14 +109,14 @@ def fit(alone_s: float, larger_s: float, larger: int) -> tuple[float, float]:
 
 
 def plateau(per_image_s: float, fixed_s: float) -> int:
-    """The smallest batch beyond which an image gets no cheaper worth mentioning."""
+    """The smallest batch beyond which an image gets hardly cheaper."""
     best_s = per_image_s + fixed_s / BATCH_SIZES[-1]
     enough = next(size for size in BATCH_SIZES if per_image_s + fixed_s / size <= PLATEAU * best_s)
     return max(enough, LEAST_MAX_BATCH)
 
 
 def larger_batch(alone_s: float, limit_s: float) -> int:
-    """The largest batch whose runs fit into the time, were it no faster than its images alone."""
+    """The largest batch whose runs surely fit into the time."""
     runs = 2 * REPEATS
     return max((size for size in BATCH_SIZES if runs * (size + 1) * alone_s <= limit_s), default=1)
 
@@ -129,10 +124,7 @@ def larger_batch(alone_s: float, limit_s: float) -> int:
 def _measure_first(
     box: Box, processor: str, copies: Sequence[ExpertCopy], segments: SegmentStore, threads: int, broken: dict[str, str]
 ) -> Performance | None:
-    """The performance of a kind, measured on its first expert that can be run; ``broken`` gets those before it.
-
-    None when no expert of the kind can be run.
-    """
+    """Measured on the first expert that can be run, else None; ``broken`` gets those before it."""
     with MeasuringRig(box, processor, copies, segments, threads).opened() as rig:
         for copy in copies:
             try:
@@ -160,7 +152,7 @@ def _measure(rig: MeasuringRig, copy: ExpertCopy) -> Performance:
 
 
 def performance_of(copy: ExpertCopy, per_image_s: float, fixed_s: float, max_batch: int) -> Performance:
-    """A kind's row: these times, and bytes as its backend tells them from shapes."""
+    """These times, and bytes as the backend computes them from shapes."""
     backend, precision = backend_for(copy.expert.architecture), Precision(copy.packed.precision)
     workspace_of_one = backend.workspace_bytes(copy.expert, precision, 1)
     per_image_bytes = backend.workspace_bytes(copy.expert, precision, 2) - workspace_of_one

@@ -1,10 +1,7 @@
 """MeasuringRig: real memories, transfers and executors, just large enough to measure experts over the agent's path.
 
-Guarantees: what is timed is what the agent would do, from the same classes: a load with its staging and binding, a
-batch with its handing over. Its images are decoded and prepared before it starts, as an agent does ahead of it, and
-that is not in its time. A measurement that cannot be had raises LoadFailed with
-the expert's id, a device that is lost DeviceLost; it never returns a time of something else. One thread uses a rig;
-leaving ``opened`` gives back all memory and ends all threads.
+Guarantees: a load is timed with its staging and binding, a batch with its handing over and without decoding its images.
+A failed measurement raises LoadError with the expert's id, a lost device DeviceLost. One thread uses a rig.
 """
 
 from __future__ import annotations
@@ -52,15 +49,12 @@ if TYPE_CHECKING:
     Answered = Loaded | LoadFailed | Finished | Progressed | BatchFailed
     Shown = ImageSource | Prepared | Rejected  # an image of a batch: prepared by the rig, before it, or already
 
-LEAST_S = 1e-4  # handing work over costs about as much: no load, and neither K nor B, takes less
+LEAST_S = 1e-4  # handing work over: neither a load, nor K, nor B takes less
 
 
 @dataclass(frozen=True, slots=True)
 class TimedBatch:
-    """One batch as it was run: an answer per image, in order, and the seconds from its start to its answer.
-
-    Its images were prepared before.
-    """
+    """One batch: an answer per image, in order, and the seconds from its start to its answer."""
 
     results: tuple[Prediction | Rejected, ...]
     seconds: float
@@ -120,16 +114,13 @@ class MeasuringRig:
                 store.close()
 
     def bring(self, copy: ExpertCopy) -> None:
-        """Have a copy where the processor runs from. Raises LoadFailed."""
+        """Load a copy to where the processor runs from. Raises LoadError."""
         self.load(copy, HOST)
         if self.target != HOST:
             self.load(copy, self.target)
 
     def load(self, copy: ExpertCopy, pool: str, source: str | None = None) -> float:
-        """Load into a memory, from ``source`` or the one in front of it; how long it took, in seconds.
-
-        Raises LoadFailed.
-        """
+        """Seconds of a load into a memory, from ``source`` or the memory in front of it. Raises LoadError."""
         started = time.monotonic()
         origin = source or (SSD if pool == HOST else HOST)
         self._transfers.start_load(StartLoad(0, copy.expert.id, copy.name, origin, pool, 0))
@@ -139,7 +130,6 @@ class MeasuringRig:
         return max(time.monotonic() - started, LEAST_S)
 
     def evict(self, copy: ExpertCopy, pool: str) -> None:
-        """Let go of a copy in one memory; its region stays, for the next load."""
         self._stores[pool].evict(copy.name)
 
     def scale_images(self, copy: ExpertCopy) -> None:
@@ -152,17 +142,13 @@ class MeasuringRig:
 
     @contextmanager
     def model_of(self, copy: ExpertCopy) -> Iterator[LanguageModel]:
-        """A language model over the memory that it was brought to, which stays as it is meanwhile."""
         with self._stores[self.target].using(copy.name) as slot:
             skeleton = slot.skeleton(self.device)
             assert isinstance(skeleton, LlmSkeleton), f"{copy.expert.id} takes images"
             yield skeleton.model
 
     def prepared(self, copy: ExpertCopy, images: Sequence[Shown]) -> list[Prepared | Rejected]:
-        """Images as a copy's expert sees them, on the threads that an agent has for that, each in memory of its own.
-
-        Those that are prepared already stay as they are. Raises MemoryError where there is none for one.
-        """
+        """Images as a copy's expert sees them, each in memory of its own. Raises MemoryError."""
         futures = [
             image
             if isinstance(image, Prepared | Rejected)
@@ -172,25 +158,25 @@ class MeasuringRig:
         return [each if isinstance(each, Prepared | Rejected) else each.result() for each in futures]
 
     def fastest_s(self, copy: ExpertCopy, size: int, repeats: int) -> float:
-        """The fastest of a few batches of noise, after one to warm up. Raises LoadFailed where it cannot be run."""
+        """The fastest of a few batches of noise, after one to warm up. Raises LoadError."""
         images = self.prepared(copy, [noise(copy)] * size)
         return min([self.timed_s(copy, images) for _ in range(1 + repeats)][1:])
 
     def timed_s(self, copy: ExpertCopy, images: Sequence[Shown]) -> float:
-        """The seconds of one batch. Raises LoadFailed unless every image of it was judged."""
+        """Seconds of one batch. Raises LoadError unless every image of it was judged."""
         batch = self.run(copy, images)
         _require_judged(copy, batch.results)
         return batch.seconds
 
     def run(self, copy: ExpertCopy, images: Sequence[Shown]) -> TimedBatch:
-        """One batch on the first executor. Raises LoadFailed when it fails as a whole."""
+        """One batch on the first executor. Raises LoadError when it fails as a whole."""
         answer = self.attempt(copy, images)
         if isinstance(answer, BatchFailed):
             raise errors.LoadError(copy.expert.id, answer.reason)
         return answer
 
     def attempt(self, copy: ExpertCopy, images: Sequence[Shown]) -> TimedBatch | BatchFailed:
-        """One batch on the first executor, or how it failed: a batch that is too large says so."""
+        """One batch on the first executor, or how it failed."""
         try:
             ready = self.prepared(copy, images)
         except MemoryError as error:
@@ -202,10 +188,9 @@ class MeasuringRig:
         return TimedBatch(answer.results, seconds) if isinstance(answer, Finished) else answer
 
     def all_s(self, copies: Sequence[ExpertCopy], works: Sequence[Sequence[Shown]]) -> float:
-        """The seconds until all these batches are done, each executor taking the next one as it comes free.
+        """Seconds until all these batches are done, each executor taking the next one as it comes free.
 
-        Executor number n runs ``copies[n]``, over again from the first where there are fewer. Raises LoadFailed
-        unless every image was judged.
+        Executor n runs ``copies[n % len(copies)]``. Raises LoadError unless every image was judged.
         """
         ready = [self.prepared(copies[0], images) for images in works]  # of one kind, so that all are shown the same
         started = time.monotonic()
@@ -243,18 +228,17 @@ class MeasuringRig:
 
 
 def noise(copy: ExpertCopy) -> np.ndarray:
-    """An image of the expert's own size that shows nothing: the same one every time."""
+    """An image of the expert's own size, always the same."""
     shape = (copy.expert.pixels.height, copy.expert.pixels.width, 3)
     return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
 
 
 def _answering(expert: Expert) -> Expert:
-    """An expert as it is measured: an anomaly expert that has no threshold yet takes as long as with any."""
+    """An anomaly expert is measured with any threshold."""
     return replace(expert, threshold=0.0) if expert.task is Task.ANOMALY and expert.threshold is None else expert
 
 
 def _require_judged(copy: ExpertCopy, results: Sequence[Prediction | Rejected]) -> None:
-    """The time of a batch of which an image was not judged is the time of something else."""
     for result in results:
         if isinstance(result, Rejected):
             raise errors.LoadError(copy.expert.id, result.reason)

@@ -1,10 +1,7 @@
-"""How long a language model's iterations take: those that read a prompt, and those that write a token of several texts.
+"""Times of a language model's iterations: those that read a prompt, and those that write a token of several texts.
 
-Guarantees: what is timed is the model over the very memory that a rig has loaded it into, with keys and values as an
-agent keeps them, on a thread with an executor's number of threads and its stream; what an engine of texts does beside
-the model in each iteration is in the times, too. An answer that is no number raises LoadFailed with the expert's id, it
-is never timed. Prompts are made up: what a token costs does not depend on which one it is, but for experts inside the
-model, which random tokens use evenly.
+Guarantees: the model runs over the memory that a rig has loaded it into, with keys and values as an agent keeps them,
+on a thread like an executor's. NaN or infinity raises LoadError with the expert's id. Prompts are random.
 """
 
 from __future__ import annotations
@@ -35,23 +32,21 @@ if TYPE_CHECKING:
     from experts.llm.serving.kv import KvArena
 
 Found = TypeVar("Found")
-LEAST_TOKEN_S = 1e-7  # no token takes less: not even one of a model of a single layer
+LEAST_TOKEN_S = 1e-7
 LONG_TOKENS, SHORT_TOKENS = 128, 16  # prompts, as far as the model's context goes
 FULL_TOKENS = 512  # of prompts, as many as an iteration reads at most
-OVERHEAD_TOKENS = 12  # iterations of which what an engine does beside the model is told
-ROUNDED_TOKENS = 4096  # that extents may add to what a request needs: a page for each head of a small one
+OVERHEAD_TOKENS = 12
+ROUNDED_TOKENS = 4096  # that extents may add to a request: a page for each head
 HELD_TOKENS = 64  # of each text that writes
-AT_ONCE = 4  # texts that run together, as predictions count: one alone takes longer for a token, many take less
+AT_ONCE = 4  # texts that run together, as predictions count
 FEW_ROWS = (1, 2, 4, 8, 16)
 PLATEAU = 1.02  # more texts have to make a token at least this much cheaper
 
 
 @dataclass(frozen=True, slots=True)
 class TextTimes:
-    """Seconds of iterations, each of its repeats. ``read_s``: by tokens of a prompt; ``write_s``: by texts that write.
-
-    A time is the middle one of its repeats, of two the shorter. ``overhead_s``: of each, outside of the model.
-    ``most_rows``: texts at once that were to be tried, had there been the time.
+    """Seconds of iterations, one per repeat; the low median counts. ``read_s``: by tokens of a prompt; ``write_s``: by
+    texts that write. ``overhead_s``: of an engine, beside the model. ``most_rows``: texts at once, given enough time.
     """
 
     read_s: Mapping[int, tuple[float, ...]]
@@ -61,7 +56,6 @@ class TextTimes:
 
     @property
     def per_prompt_token_s(self) -> float:
-        """By two lengths: what an iteration costs beside them is no token's."""
         short, long = min(self.read_s), max(self.read_s)
         if short == long:
             return max(median_low(self.read_s[long]) / long, LEAST_TOKEN_S)
@@ -70,22 +64,18 @@ class TextTimes:
 
     @property
     def per_output_token_s(self) -> float:
-        """A token's part of an iteration of AT_ONCE texts, or of as many as were measured."""
+        """A token's part of an iteration of AT_ONCE texts, or fewer."""
         rows = max(rows for rows in self.write_s if rows <= AT_ONCE)
         return max(self._writing_s(rows) / rows, LEAST_TOKEN_S)
 
     @property
     def fixed_s(self) -> float:
-        """What an iteration costs whatever is in it: one that writes a single token, less what that is counted for."""
+        """An iteration that writes a single token, less that token."""
         return max(self._writing_s(1) - self.per_output_token_s, LEAST_TOKEN_S)
 
     @property
     def max_batch(self) -> int:
-        """So many texts at once that more of them make a token no cheaper worth mentioning; AT_ONCE at least.
-
-        Where a token was still getting cheaper when the time was over, it is assumed to go on so: what an iteration of
-        more texts takes, an engine learns from the first of them, and its quanta keep to that.
-        """
+        """Texts at once beyond which a token gets hardly cheaper; at least AT_ONCE, ``most_rows`` if time ran out."""
         token_s = {rows: self._writing_s(rows) / rows for rows in sorted(self.write_s)}
         enough = next(rows for rows in token_s if token_s[rows] <= PLATEAU * min(token_s.values()))
         return max(enough if enough < max(token_s) else max(self.most_rows, enough), AT_ONCE)
@@ -95,7 +85,7 @@ class TextTimes:
 
 
 def on_executor_thread(work: Callable[[], Found], device: str, threads: int) -> Found:
-    """What ``work`` returns on a thread like an executor's, which ends with it; raises what it raises."""
+    """Run ``work`` on a thread like an executor's."""
     team = lone_team(threads) if device == "cpu" else Team(threads)
 
     def streamed() -> Found:
@@ -109,7 +99,7 @@ def on_executor_thread(work: Callable[[], Found], device: str, threads: int) -> 
 
 
 class TextTimer:
-    """Times one model's iterations on the calling thread, in about ``limit_s``. ``expert``: whose it is, for errors."""
+    """Times one model's iterations on the calling thread, in about ``limit_s``. ``expert``: for errors."""
 
     def __init__(self, expert: str, model: LanguageModel, limit_s: float, rows: Sequence[int] = FEW_ROWS) -> None:
         self._expert = expert
@@ -120,9 +110,9 @@ class TextTimer:
         self._chance = random.Random(0)
 
     def times(self, repeats: int) -> TextTimes:
-        """So many runs of each size, after one to warm up; fewer where they take long, down to the one.
+        """``repeats`` of each size after one to warm up, or that one where it takes long. Raises LoadError.
 
-        Of texts at once, AT_ONCE are always tried, and more while the time suffices. Raises LoadFailed.
+        AT_ONCE texts are always tried, more while there is time.
         """
         lengths = {min(length, self._longest) for length in (SHORT_TOKENS, LONG_TOKENS)}
         read_s = {length: self._repeated(self.read_s, length, repeats) for length in sorted(lengths)}
@@ -138,12 +128,12 @@ class TextTimer:
             return self._run([Chunk(0, 0, self._tokens(tokens))], arena)
 
     def write_s(self, rows: int) -> float:
-        """The seconds of an iteration that writes a token of each of so many texts, each HELD_TOKENS long or less."""
+        """Seconds of an iteration that writes a token of each of so many texts."""
         with self._holding(dict.fromkeys(range(rows), self._held + 1)) as arena:
             return self._run(self._writing(rows, arena), arena)
 
     def overhead_s(self) -> float:
-        """What an engine does in an iteration outside of the model. Raises LoadFailed."""
+        """Seconds of an engine in an iteration, beside the model. Raises LoadError."""
         new = min(OVERHEAD_TOKENS, self._longest - 1)
         with self._holding({}) as arena:
             engine = LlmEngine(arena)
@@ -157,7 +147,7 @@ class TextTimer:
         return engine.statistics().overhead_s
 
     def full_iteration(self, rows: int) -> int:
-        """Run the largest iteration there may be with so many texts that write; the bytes of its keys and values."""
+        """Run the largest iteration with so many texts that write; the bytes of its keys and values."""
         prompt = min(FULL_TOKENS, self._longest)
         with self._holding({rows: prompt, **dict.fromkeys(range(rows), self._held + 1)}) as arena:
             writing = self._writing(rows, arena)
@@ -173,7 +163,6 @@ class TextTimer:
         return min(HELD_TOKENS, self._longest - 1)
 
     def _repeated(self, run: Callable[[int], float], size: int, repeats: int) -> tuple[float, ...]:
-        """One run alone, where it takes its part of the time."""
         first_s = run(size)
         if first_s > self._limit_s / (len(self._rows) + 2):
             return (first_s,)
@@ -203,7 +192,7 @@ class TextTimer:
 
     @contextmanager
     def _holding(self, tokens: Mapping[int, int]) -> Iterator[KvArena]:
-        """An arena with room for so many tokens of each request, and for one more text."""
+        """An arena with room for these tokens of each request, and for one more text."""
         most = sum(tokens.values()) + min(FULL_TOKENS, self._longest) + (len(tokens) + 1) * ROUNDED_TOKENS
         try:
             arena = arena_for(self._model.device, most * self._layout.token_bytes, keeps_prefixes=False)

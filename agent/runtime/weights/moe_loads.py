@@ -1,11 +1,7 @@
 """Loads of moe_experts into copies that do not hold all of them: from packed files, while the copy runs.
 
-Guarantees: blocks go over the same link as every load, one at a time. Loads ahead wait while the Engine has a load
-under way. Each block is checked as packed files are. Between two batches no thread fills a place, so a region may be
-moved or reused without synchronisation here.
-
-Where a copy runs from host memory, a block is read straight into its place. A device's memory is filled by a copy from
-a staging buffer in host memory.
+Guarantees: blocks share the link with all loads, and those ahead wait for the Engine's. Each block is checked as packed
+files are. Between two batches no thread fills a place, so a region may be moved.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ if TYPE_CHECKING:
     from experts.llm.tiers.offload import OffloadStatistics
     from experts.packed.weights import Segment
 
-LOADS_AT_ONCE = 2  # while the one's block is checked, or its sleep for the link ends, the drive reads the other's
+LOADS_AT_ONCE = 2  # the drive reads one block while another is checked
 
 
 @runtime_checkable
@@ -54,7 +50,7 @@ class Offloads(Protocol):
     def spec(self) -> ArchSpec: ...
 
     def bind_offloaded(self, tensors: Mapping[str, Tensor], moe_experts: Mapping[int, MoeExperts]) -> None:
-        """Bind the dense part; ``moe_experts`` run the experts of their layers."""
+        """Bind the dense part; ``moe_experts``: by layer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,15 +70,12 @@ class MoeLoads:
         learned = {} if self.kept is None else read_usage(self.kept, copy)
         return OffloadedCopy(copy, region, memory, self, learned or self.usage.get(copy.name, {}))
 
-    def staging_buffers(self, size_bytes: int) -> list[HostRegion]:
-        return [self.drive.staging.allocate(slot_bytes(size_bytes)) for _ in range(LOADS_AT_ONCE)]
-
     def remember(self, copy: ExpertCopy, usage: Mapping[MoeExpert, float]) -> None:
         if usage and self.kept is not None:
             write_usage(self.kept, copy, usage)
 
     def read(self, copy: ExpertCopy, moe_expert: MoeExpert, target: memoryview) -> None:
-        """One block from the drive. Raises what reading raises, LoadError when the agent ends meanwhile."""
+        """Read one block. Raises as reading does, LoadError when the agent ends meanwhile."""
         segment = layers_of(copy)[moe_expert.layer]
         delivered_at_s = self.drive.link.reserve(copy.block_bytes)
         self.drive.segments.read_block(segment, moe_expert.number, target, copy.expert.id)
@@ -93,7 +86,7 @@ class MoeLoads:
         return not self.drive.link.is_demanded
 
     def close(self) -> None:
-        """End loads that wait. Nothing may run any more. Idempotent."""
+        """End loads that wait. Idempotent."""
         self._ending.set()
 
 
@@ -115,25 +108,28 @@ class OffloadedCopy:
         self._loads = loads
         self._form = form_of(copy)
         self._staging: SimpleQueue[HostRegion] = SimpleQueue()
-        for buffer in loads.staging_buffers(self._form.size_bytes) if region().buffer is None else ():
-            self._staging.put(buffer)
+        if region().buffer is None:
+            for _ in range(LOADS_AT_ONCE):
+                self._staging.put(loads.drive.staging.allocate(slot_bytes(self._form.size_bytes)))
         self._shown: dict[str, OffloadedMoe] = {}
         residency = MoeResidency(copy.moe_places, max(layers_of(copy)) + 1, usage, loads_at_once=LOADS_AT_ONCE)
         self._cache = MoeCache(residency, self._fill, name=f"moe-{copy.name}", loads_at_once=LOADS_AT_ONCE)
 
     def bind(self, skeleton: Skeleton, device: str, tensors: Mapping[str, Tensor]) -> None:
-        """Have a skeleton run from the slot's bytes as they lie now. Raises BackendUnavailable for one that cannot."""
+        """Bind a skeleton to the slot's bytes. Raises BackendUnavailable for one without a cache."""
         if not isinstance(skeleton, Offloads):
             raise BackendUnavailable(self._copy.expert.architecture, "its moe_experts cannot come and go")
         if device not in self._shown:
-            self._shown[device] = self._moe_of(skeleton.spec, device)
-        skeleton.bind_offloaded(tensors, self._shown[device].show(tensors, self._places(device)))
+            may_predict = self._loads.may_load_ahead
+            self._shown[device] = OffloadedMoe(skeleton.spec, self._form, self._cache, may_predict=may_predict)
+        places = self._region().tensor(device)[self._copy.packed.own.slot_bytes :]
+        skeleton.bind_offloaded(tensors, self._shown[device].show(tensors, places))
 
     def settle(self) -> None:
         self._cache.settle()
 
     def statistics(self) -> OffloadStatistics:
-        """A frozen snapshot; of the device that was bound first. Raises ValueError before any was."""
+        """Of the device that was bound first. Raises ValueError before."""
         if not self._shown:
             raise ValueError(f"{self._copy.name} is bound to no device")
         return next(iter(self._shown.values())).statistics()
@@ -145,12 +141,6 @@ class OffloadedCopy:
             while True:
                 self._staging.get_nowait().close()
         self._loads.remember(self._copy, self._cache.usage())
-
-    def _moe_of(self, spec: ArchSpec, device: str) -> OffloadedMoe:
-        return OffloadedMoe(spec, self._form, self._cache, may_predict=self._loads.may_load_ahead)
-
-    def _places(self, device: str) -> Tensor:
-        return self._region().tensor(device)[self._copy.packed.own.slot_bytes :]
 
     def _fill(self, moe_expert: MoeExpert, place: int) -> None:
         region, size_bytes = self._region(), self._form.size_bytes

@@ -1,7 +1,6 @@
-"""Usage probabilities of moe_experts, counted while serving, kept from one start of an agent to the next.
+"""Usage probabilities of moe_experts, counted while serving, kept in a file of each copy between starts.
 
-Guarantees: what is read was written whole, for these very weights; a file that cannot be read or written costs the
-knowledge and nothing else, and the log says so. Each copy has a file of its own, which its next weights take over.
+Guarantees: what is read was written whole, for these very weights. A file that cannot be read or written is logged.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ FOLDER = "moe-usage"
 
 
 def read_usage(folder: Path, copy: ExpertCopy) -> dict[MoeExpert, float]:
-    """What was counted of a copy; nothing where that was of other weights."""
+    """Nothing for other weights."""
     try:
         found = json.loads(_file(folder, copy).read_bytes())
         rows = found["usage"] if found["weights"] == _weights(copy) else ()

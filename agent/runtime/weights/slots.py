@@ -1,17 +1,9 @@
 """SlotStore: the bytes of one memory, cut into slots that experts are loaded into, and the skeletons bound to them.
 
-Guarantees: the bytes of all reserved slots and shared parts are what the Engine's ledger counts for this pool; with the
-spare regions kept for reuse they never exceed the budget; a shared part is held once, while any slot that uses it is
-loading or ready; a skeleton is constructed only when no spare one of its layout exists, and bound again only when its
-layout or the shared regions under it changed: loading an expert over another of its layout moves bytes, nothing else.
-
-A region that comes free stays as a spare, with its skeleton still bound, and goes to the next expert of its size.
-Spares of other sizes are closed before a new region is allocated. Where an arena's bytes are free but scattered, its
-regions are slid together, one after another, each while nobody uses it: a batch on it, or an eviction, waits for
-milliseconds. So a load finds room wherever the ledger says that there is some.
-
-A copy whose moe_experts come and go has their places behind its own bytes, in the same region; while nobody uses the
-copy, none of them is being filled.
+Guarantees: slots and shared parts hold the bytes that the Engine's ledger counts, and with spare regions never exceed
+the budget. A shared part is held once. A load finds room wherever the ledger counts some: spares are closed first, then
+an arena's regions slide together, each while no batch uses it. Loading an expert over another of its layout moves bytes
+only: its skeleton stays bound.
 
 Assumes: ``reserve`` and ``evict`` come in the order of the Engine's effects, from one thread; ``materialise``,
 ``commit`` and ``abandon`` from the thread that loads that slot; ``using`` from any.
@@ -24,8 +16,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from threading import Condition, Lock
 from typing import TYPE_CHECKING
-
-import torch
 
 from agent.runtime.machine.memories import ArenaMemory, ArenaRegion
 from experts.backends import backend_for
@@ -53,7 +43,7 @@ SPARE_SKELETONS = 32  # 0.05 to 1.3 MiB of Python each (ResNet-18, DenseNet-121)
 
 @dataclass(frozen=True, slots=True)
 class SlotStatistics:
-    """One memory, at one moment. Counters run since the start. ``moe_experts``: those that come and go."""
+    """One memory. Counters run since the start. ``moe_experts``: of copies that do not hold all of theirs."""
 
     pool: str
     budget_bytes: int
@@ -149,46 +139,30 @@ class Slot:
         return binding.skeleton
 
 
-@dataclass(frozen=True, slots=True)
-class _Spare:
-    """An unbound skeleton, with the layout and device that it fits."""
-
-    layout: str
-    device: str
-    skeleton: Skeleton
-
-
 class SkeletonShelf:
-    """Skeletons without memory, by layout and device; the only place where one is constructed.
-
-    At most ``limit`` of them, oldest dropped first: else each layout would keep as many as were ever resident at once.
-    """
+    """At most ``limit`` unbound skeletons, oldest dropped first; the only place where one is constructed."""
 
     def __init__(self, segments: SegmentStore, limit: int = SPARE_SKELETONS) -> None:
         self._segments = segments
         self._limit = limit
-        self._spares: list[_Spare] = []  # the one that came last stands last
+        self._spares: list[tuple[tuple[str, str], Skeleton]] = []  # by layout and device, oldest first
         self._lock = Lock()
-        self._constructed = 0
-
-    @property
-    def constructed(self) -> int:
-        return self._constructed
+        self.constructed = 0
 
     def take(self, copy: ExpertCopy, device: str) -> Skeleton:
         """A spare of the copy's layout, or a new one. Raises BackendUnavailable, WeightsError."""
         packed = copy.packed
         with self._lock:
             for place, spare in enumerate(self._spares):
-                if (spare.layout, spare.device) == (packed.layout, device):
-                    return self._spares.pop(place).skeleton
-            self._constructed += 1
+                if spare[0] == (packed.layout, device):
+                    return self._spares.pop(place)[1]
+            self.constructed += 1
         backend = backend_for(packed.architecture)
         return backend.skeleton(copy.expert, Precision(packed.precision), self._segments.program(packed), device)
 
     def put(self, packed: PackedExpert, device: str, skeleton: Skeleton) -> None:
         with self._lock:
-            self._spares.append(_Spare(packed.layout, device, skeleton))
+            self._spares.append(((packed.layout, device), skeleton))
             del self._spares[: -self._limit or None]
 
     def clear(self) -> None:
@@ -197,9 +171,9 @@ class SkeletonShelf:
 
 
 class SlotStore:
-    """The slots of one memory. ``devices``: the torch devices that run from it; none for a mere cache.
+    """The slots of one memory. ``devices``: torch devices that run from it; none for a cache.
 
-    ``moe_loads``: brings the moe_experts of copies that do not hold all of theirs; None where there is no such copy.
+    ``moe_loads``: for copies that do not hold all of their moe_experts; None without such copies.
     """
 
     def __init__(
@@ -216,8 +190,8 @@ class SlotStore:
         self._moe_of_gone = OffloadTotals()
         self._slots: dict[str, Slot] = {}
         self._parts: dict[str, SharedSegment] = {}
-        self._spares: list[Housing] = []  # the one that came free last stands last
-        self._lock = Lock()  # guards all of the above, for moments
+        self._spares: list[Housing] = []  # oldest first
+        self._lock = Lock()  # guards all of the above
         self._calm = Condition(self._lock)  # notified when a use, move or load of a slot has ended
         self._stilled: Region | None = None  # region to be moved: no use of it begins
         self._is_moving = False
@@ -226,7 +200,6 @@ class SlotStore:
         self._regions_allocated = self._regions_reused = self._regions_moved = self._binds = 0
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Set the budget: spares go at once, or with the next allocation where one is under way."""
         self._budget_bytes = budget_bytes
         if not self._changing.acquire(blocking=False):
             return
@@ -300,7 +273,7 @@ class SlotStore:
 
     @contextmanager
     def using(self, copy: str) -> Iterator[Slot]:
-        """A copy to run or to copy from, not to be evicted meanwhile. Raises IllegalMove for one that is not ready."""
+        """A copy that is not evicted meanwhile. Raises IllegalMove unless it is ready."""
         with self.using_together((copy,)) as slots:
             yield slots[copy]
 
@@ -390,7 +363,7 @@ class SlotStore:
                     self._spares.append(part.housing)
 
     def _own_housing(self, slot: Slot) -> Housing:
-        """A region for the copy's own bytes; best one whose skeleton already shows its layout."""
+        """A region for the copy's own bytes, preferably one whose skeleton shows its layout."""
         packed, shared = slot.copy.packed, [part.region for part in slot.parts]
 
         def closeness(housing: Housing) -> int:
@@ -406,7 +379,6 @@ class SlotStore:
         return self._allocate(slot, slot.copy.own_bytes)
 
     def _shared_housing(self, slot: Slot, segment: Segment) -> Housing:
-        """A region for a shared part; best one that no skeleton is bound to."""
         with self._lock:
             fitting = [each for each in self._spares if each.region.size_bytes == segment.slot_bytes]
             reused = self._reuse(min(fitting, key=lambda each: len(each.bindings))) if fitting else None
@@ -421,7 +393,7 @@ class SlotStore:
         return housing
 
     def _allocate(self, slot: Slot, size_bytes: int) -> Housing:
-        """A new region for a slot; spares make way for it first, those that have been spare longest before others."""
+        """A new region for a slot; spares make way first, the oldest before others."""
         while self._held_bytes + size_bytes > self._budget_bytes and (housing := self._oldest_spare()) is not None:
             self._drop(housing)
         while (region := self._region_in_one_piece(size_bytes)) is None and (spare := self._oldest_spare()) is not None:
@@ -455,7 +427,7 @@ class SlotStore:
 
     @contextmanager
     def _still(self, region: Region, loading: Slot) -> Iterator[None]:
-        """While no batch and no load but this slot's own touches a region: waits for those that do."""
+        """Wait until no batch and no other load touches a region, and let none begin."""
         with self._calm:
             self._stilled = region
             self._calm.wait_for(lambda: not self._is_touched(region, loading))
@@ -476,10 +448,7 @@ class SlotStore:
         return slot is not None and self._stilled is not None and slot.stands_on(self._stilled)
 
     def _rehouse(self, region: ArenaRegion, moved: ArenaRegion, loading: Slot) -> None:
-        """Everything that stood on a region stands on its new place; a spare's skeletons go back to the shelf.
-
-        Spares bound to a shared part keep the old region: no slot stands on it, so they never count as bound.
-        """
+        """Slots and spares stand on the region's new place; skeletons of slots are bound anew, of spares shelved."""
         with self._lock:
             own = [slot.housing for slot in self._slots.values()] + [part.housing for part in self._parts.values()]
             spare = [housing for housing in self._spares if housing.region is region]
@@ -501,35 +470,16 @@ class SlotStore:
 
     def _drop(self, housing: Housing) -> None:
         self._strip(housing)
-        if self.memory.views_hold_bytes:
-            self._strip_those_on(housing.region)
         size_bytes = housing.region.size_bytes
         housing.region.close()
         with self._lock:
             self._held_bytes -= size_bytes
 
-    def _strip_those_on(self, region: Region) -> None:
-        """Take the skeletons off whatever spare is still bound to this shared region."""
-        with self._lock:
-            bound = [
-                housing
-                for housing in self._spares
-                if any(region is each for binding in housing.bindings.values() for each in binding.shared_regions)
-            ]
-        for housing in bound:
-            self._strip(housing)
-
     def _strip(self, housing: Housing) -> None:
-        for device in tuple(housing.bindings):
-            self._shelve(housing.bindings.pop(device), device)
-
-    def _shelve(self, binding: BoundSkeleton, device: str) -> None:
-        if self.memory.views_hold_bytes:
-            try:
-                binding.skeleton.bind(_weightless_tensors(binding.packed, device))
-            except ValueError:  # it wants dense tensors, as ONNX Runtime does: let it go, its session is kept elsewhere
-                return
-        self._shelf.put(binding.packed, device, binding.skeleton)
+        """Shelve the skeletons; those still over a closed region are bound anew before they run."""
+        for device, binding in housing.bindings.items():
+            self._shelf.put(binding.packed, device, binding.skeleton)
+        housing.bindings.clear()
 
     def _bind(self, slot: Slot, housing: Housing, device: str) -> None:
         packed = slot.copy.packed
@@ -542,7 +492,7 @@ class SlotStore:
             skeleton = binding.skeleton
         else:
             if binding is not None:
-                self._shelve(binding, device)
+                self._shelf.put(binding.packed, device, binding.skeleton)
             skeleton = self._shelf.take(slot.copy, device)
         self._fit(slot, housing, device, skeleton)
 
@@ -562,12 +512,3 @@ class SlotStore:
 def _end_loads(slot: Slot) -> None:
     if slot.moe is not None:
         slot.moe.close()
-
-
-def _weightless_tensors(packed: PackedExpert, device: str) -> dict[str, Tensor]:
-    """Tensors of the right names, shapes and types that hold one element each: what a shelved skeleton is bound to."""
-    return {
-        spec.name: torch.zeros(1, dtype=getattr(torch, spec.dtype), device=device).expand(spec.shape)
-        for segment in packed.segments
-        for spec in segment.tensors
-    }

@@ -1,7 +1,6 @@
-"""What the skeletons of a line are copies of, made before any batch runs.
+"""Templates that skeletons are copied from, made before any batch runs.
 
-Constructing a module or a session takes from a tenth of a second to a second of Python, and runtimes have patched the
-whole process meanwhile: beside running batches nothing is to be constructed. Whoever holds the answer holds all of it.
+Constructing a module or a session takes up to a second of Python, and some runtimes patch the whole process meanwhile.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OWN_PROGRAM_BYTES = 1024 * 1024  # of a program that one copy alone runs; graphs without weights are a tenth of it
+OWN_PROGRAM_BYTES = 1024 * 1024  # ten times a graph without weights
 
 
 @dataclass(frozen=True, slots=True)
 class Templates:
-    """``held``: for as long as skeletons may be asked for. ``failed``: expert -> why none of its copies can run."""
+    """``held`` while skeletons may be asked for. ``failed``: expert -> why none of its copies can run."""
 
     held: Mapping[Hashable, object]
     failed: Mapping[str, str]
@@ -52,8 +51,8 @@ def make_templates(
 ) -> Templates:
     """Templates of all copies, by processor; ``threads``: for operators. ``progress``: number done, number of all.
 
-    A failing expert is told, and stops no other. Left to the load: packed files that cannot be read, and large programs
-    that no other copy shares, as quantised graphs with their weights: hundreds would be held beside all budgets.
+    A failing expert stops no other. Left to the load: packed files that cannot be read, and large programs of a single
+    copy, as quantised graphs with their weights: hundreds would be held beside all budgets.
     """
     formed = [(copy, _Form.of(copy, processor)) for processor, listed in copies.items() for copy in listed]
     count = Counter(form for _, form in formed)
@@ -77,8 +76,6 @@ def make_templates(
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What copies have in common that share a template."""
-
     layout: str
     input: InputSpec | None
     device: str
@@ -92,7 +89,7 @@ def _is_large(copy: ExpertCopy, segments: SegmentStore) -> bool:
     sha256 = copy.packed.program_sha256
     try:
         return sha256 is not None and segments.program_path(sha256).stat().st_size > OWN_PROGRAM_BYTES
-    except OSError:  # whatever it is, the load will say
+    except OSError:  # the load tells
         return False
 
 

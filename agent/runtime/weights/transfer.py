@@ -1,15 +1,10 @@
 """Transfers: carries out StartLoad, SSD -> host -> device, several in flight.
 
-Guarantees: every load that was started is answered exactly once, with Loaded when its bytes are in place and its
-skeleton is bound, or with LoadFailed when its room is free again; a part that several loads in flight share is moved
-by one of them while the others wait, and by the next one when that one fails. A device that is lost is no failure of
-the load: it is answered with a Breakdown. A corrupt packed file is dropped and packed anew; a missing or unreadable one
-is a failure that passes. ``mend`` is told of experts that lack a file. With ``distrust``, an expert's source is hashed
-once, after its first load, on a thread that gives way.
+Guarantees: every load is answered once: with Loaded when its bytes are in place and its skeleton is bound, with
+LoadFailed when its room is free again, or with a Breakdown when the device is lost. One of several loads moves a part
+that they share. A corrupt packed file is dropped and packed anew. With ``distrust``, an expert's source is hashed once,
+after its first load, on a thread that gives way.
 Assumes: the Engine bounds the loads in flight, and evicts only what is resident and unused.
-
-From the SSD, bytes go straight into a region that is host memory; into any other region they go piece by piece
-through a small staging buffer. From the host's copy they go in one copy.
 """
 
 from __future__ import annotations
@@ -77,8 +72,8 @@ class Transfers:
         watch: DeviceWatch = NO_ACCELERATOR,
     ) -> None:
         self._stores = dict(stores)
-        self.mend: Callable[[str], None] | None = None  # has an expert packed anew beside what runs, and returns soon
-        self.distrust: Callable[[str], None] | None = None  # told of experts whose source is not what was packed
+        self.mend: Callable[[str], None] | None = None  # packs an expert anew, later
+        self.distrust: Callable[[str], None] | None = None  # told of experts whose source has changed
         self._checks = DaemonThreads(1, "check-sources", give_way)
         self._checked: set[str] = set()
         self._segments = drive.segments
@@ -100,7 +95,7 @@ class Transfers:
         self._checked &= {name.rpartition("@")[0] for name in copies}
 
     def start_load(self, effect: StartLoad) -> None:
-        """Begin a load; never raises, the answer comes through ``post``."""
+        """Begin a load; the answer comes through ``post``."""
         with self._lock:
             self._counts["in_flight"] += 1
         try:
@@ -117,7 +112,6 @@ class Transfers:
                 self._answer(self._failed(effect, str(error), permanent=False))
 
     def evict(self, effect: Evict) -> None:
-        """Let go of a copy. Raises IllegalMove if the Engine evicts what is absent, loading or in use."""
         self._stores[effect.pool].evict(effect.copy)
 
     def statistics(self) -> TransferStatistics:
@@ -148,7 +142,7 @@ class Transfers:
         started = time.monotonic()
         try:
             self._load(effect, store, slot)
-        except Exception as error:  # noqa: BLE001 - nothing passes: the load is answered by what it says
+        except Exception as error:  # noqa: BLE001 - the boundary of these threads
             store.abandon(slot)
             self._answer(self._unloaded(effect, error))
         else:
@@ -176,7 +170,7 @@ class Transfers:
             self.distrust(expert)
 
     def _let_loads_pass(self) -> None:
-        """Wait up to CHECK_WAITS_S for loads in flight: they go first. Raises CoServeError when stopping."""
+        """Wait up to CHECK_WAITS_S for loads in flight. Raises CoServeError when stopping."""
         deadline_s = time.monotonic() + CHECK_WAITS_S
         while self._counts["in_flight"] and time.monotonic() < deadline_s and not self._stopping.is_set():
             self._stopping.wait(CHECK_WAITS_S / 20)
@@ -184,7 +178,6 @@ class Transfers:
             raise errors.CoServeError("the agent is stopping")
 
     def _unloaded(self, effect: StartLoad, error: Exception) -> LoadFailed | Breakdown:
-        """What an error makes of a load: the boundary of these threads."""
         lost = self._watch.lost_by(error)
         if lost is not None:
             return Breakdown(lost)
@@ -281,7 +274,7 @@ class Transfers:
         self, effect: StartLoad, reason: str, *, permanent: bool, out_of_memory: bool = False, is_away: bool = False
     ) -> LoadFailed:
         self._count("failed", 1)
-        level = logging.INFO if self._stopping.is_set() else logging.WARNING  # then nobody waits for it any more
+        level = logging.INFO if self._stopping.is_set() else logging.WARNING
         logger.log(
             level, "load_failed expert=%s pool=%s source=%s permanent=%s reason=%s",
             effect.expert, effect.pool, effect.source, permanent, reason,
@@ -310,7 +303,7 @@ def load_threads(count: int, operator_threads: int) -> DaemonThreads:
 
 
 class _StagingBuffers:
-    """Small host buffers, pinned where there is CUDA: one for each load that is being staged, kept for the next."""
+    """Small host buffers, one for each load that is being staged; kept for the next."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory

@@ -23,7 +23,7 @@ MEMORIES = [
     pytest.param(lambda: EmulatedMemory(8 * MIB), "cpu", id="emulated"),
     pytest.param(lambda: HostMemory(pinned=True), "cpu", id="pinned", marks=[pytest.mark.gpu, NEEDS_CUDA]),
     pytest.param(lambda: CudaMemory(8 * MIB), "cuda", id="cuda", marks=[pytest.mark.gpu, NEEDS_CUDA]),
-    pytest.param(MpsMemory, "mps", id="mps", marks=[pytest.mark.mps, NEEDS_MPS]),
+    pytest.param(lambda: MpsMemory(8 * MIB), "mps", id="mps", marks=[pytest.mark.mps, NEEDS_MPS]),
 ]
 
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-from dataclasses import dataclass
-
-import numpy as np
 import pytest
-import torch
 
 from agent.runtime.machine.memories import HostMemory
 from agent.runtime.weights.slots import SkeletonShelf, SlotStore
 from experts.backends import backend_for
-from experts.errors import BackendUnavailable, IllegalMove, LoadError
+from experts.errors import IllegalMove, LoadError
 
 ROOMY = 64 * 1024 * 1024
 
@@ -121,57 +115,4 @@ def test_a_mere_cache_binds_no_skeleton(line):
     assert shelf.constructed == 0
     with store.using(copy.name) as slot, pytest.raises(LoadError, match="not bound for cpu"):
         slot.skeleton("cpu")
-    store.close()
-
-
-@dataclass(slots=True, eq=False)
-class TorchRegion:
-    """Memory that only torch's own allocator knows, as a GPU's is."""
-
-    bytes_: torch.Tensor | None
-    size_bytes: int
-    buffer: None = None
-
-    def tensor(self, device):
-        if device != "cpu":
-            raise BackendUnavailable(device, "these bytes are on the CPU")
-        return self.bytes_
-
-    def close(self):
-        self.bytes_ = None
-
-
-class TorchMemory:
-    """A memory that is free only when no tensor shows it any more, as a GPU's is."""
-
-    pool = "device"
-    views_hold_bytes = True
-
-    def __init__(self):
-        self.arrays = []
-
-    def allocate(self, size_bytes):
-        array = np.zeros(size_bytes, dtype=np.uint8)
-        self.arrays.append(weakref.ref(array))
-        return TorchRegion(torch.from_numpy(array), size_bytes)
-
-    def fill(self, region, offset_bytes, source):
-        region.tensor("cpu")[offset_bytes : offset_bytes + source.numel()].copy_(source)
-
-
-def test_shelved_skeletons_hold_no_memory(line):
-    memory, shelf = TorchMemory(), SkeletonShelf(line.segments)
-    budget_bytes = own_bytes(line, "twin-0") + sum(s.slot_bytes for s in line.copy("twin-0").packed.shared)
-    store = SlotStore(memory, max(budget_bytes, own_bytes(line, "own-0")), ("cpu",), shelf)
-    for name in ("own-0", "twin-0", "wide", "own-0", "twin-1", "wide"):
-        slot = store.reserve(line.copy(name))
-        store.materialise(slot)
-        store.commit(slot)
-        store.evict(slot.copy.name)
-        del slot
-    gc.collect()
-    living_bytes = sum(array.nbytes for each in memory.arrays if (array := each()) is not None)
-    held_bytes = store.statistics().used_bytes + store.statistics().spare_bytes
-    assert living_bytes == held_bytes
-    assert shelf.constructed == 3
     store.close()
