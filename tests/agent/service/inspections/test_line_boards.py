@@ -13,11 +13,12 @@ from agent.records.result_writer import ResultStore
 from agent.service.inspections.line_boards import LineBoards
 from experts.expert import Verdict
 from tests import lines
+from tests.agent.service.fake_line import PATIENCE_S
 
 START = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
 BOARDS = {"main": BoardSection(components={"c0": 1, "c1": 1}, takt_s=3600, timeout_s=60)}
-PATIENCE_S = 60.0
+STEPS = pytest.mark.parametrize("step", [timedelta(hours=1), timedelta(hours=-1)], ids=["forward", "back"])
 
 
 class Clocks:
@@ -32,6 +33,11 @@ class Clocks:
 
     def wall(self):
         return START + timedelta(seconds=self.running_s - 1000.0) + self.off_by
+
+    def result(self, component, verdict=OK, serial="B1"):
+        at = self.wall()
+        place = {"component": component, "board": serial, "board_type": "main", "ref": "R1"}
+        return lines.result(f"{serial}{component}{at}", verdict, arrived_at=at, **place)
 
 
 class StoreInMemory:
@@ -81,17 +87,11 @@ def boards(store, clocks):
     return LineBoards(BOARDS, store, clock=clocks.clock, wall=clocks.wall)
 
 
-def result(component, clocks, verdict=OK, serial="B1", board_type="main"):
-    at = clocks.wall()
-    place = {"component": component, "board": serial, "board_type": board_type, "ref": "R1"}
-    return lines.result(f"{serial}{component}{at}", verdict, arrived_at=at, **place)
-
-
 def test_a_late_ng_is_never_overwritten_by_the_verdict_that_it_made_worse(boards, store, clocks):
     """The housekeeper is held between deciding UNKNOWN and storing it, until the late NG has come as far as it can."""
     has_gone_on = threading.Event()
     boards._guard = WatchedLock(has_gone_on)
-    late = threading.Thread(target=lambda: boards.count(result("c1", clocks, NG)))
+    late = threading.Thread(target=lambda: boards.count(clocks.result("c1", NG)))
 
     def hold(verdict):
         if verdict.verdict is UNKNOWN:
@@ -101,7 +101,7 @@ def test_a_late_ng_is_never_overwritten_by_the_verdict_that_it_made_worse(boards
             has_gone_on.set()
 
     store.before = hold
-    boards.count(result("c0", clocks))
+    boards.count(clocks.result("c0"))
     clocks.running_s += 61
     boards.expire()
     late.join(PATIENCE_S)
@@ -110,11 +110,10 @@ def test_a_late_ng_is_never_overwritten_by_the_verdict_that_it_made_worse(boards
 
 def test_a_board_whose_type_is_taken_out_of_the_line_file_is_judged_by_what_it_began_with(boards, store, clocks):
     """Else it would close as UNKNOWN, as if its last images had never come; and no other board of its type opens."""
-    boards.count(result("c0", clocks))
+    boards.count(clocks.result("c0"))
     boards.change({})
-    assert [run.serial for run in boards.runs("B1")] == ["B1"]
-    boards.count(result("c1", clocks))
-    boards.count(result("c0", clocks, serial="B2"))
+    boards.count(clocks.result("c1"))
+    boards.count(clocks.result("c0", serial="B2"))
     clocks.running_s += 61
     boards.expire()
     assert store.verdicts == [("B1", OK)]
@@ -125,22 +124,22 @@ def test_what_the_store_refused_is_handed_over_again_before_what_came_later(boar
         raise OSError("no space left on device")
 
     for serial in ("B1", "B2"):
-        boards.count(result("c0", clocks, serial=serial))
+        boards.count(clocks.result("c0", serial=serial))
     clocks.running_s += 61
     store.before = refuse
     with pytest.raises(OSError, match="no space"):
         boards.expire()
     with pytest.raises(OSError, match="no space"):
-        boards.count(result("c1", clocks, NG))
+        boards.count(clocks.result("c1", NG))
     assert store.verdicts == []
     store.before = lambda verdict: None
     boards.expire()
     assert store.verdicts == [("B1", UNKNOWN), ("B2", UNKNOWN), ("B1", NG)]
 
 
-@pytest.mark.parametrize("step", [timedelta(hours=1), timedelta(hours=-1)], ids=["forward", "back"])
+@STEPS
 def test_boards_age_by_the_monotonic_clock_whatever_is_set_on_the_wall(boards, store, clocks, step):
-    boards.count(result("c0", clocks))
+    boards.count(clocks.result("c0"))
     clocks.off_by = step
     clocks.running_s += 59
     boards.expire()
@@ -151,13 +150,7 @@ def test_boards_age_by_the_monotonic_clock_whatever_is_set_on_the_wall(boards, s
     assert (expired.verdict, expired.opened_at, expired.closed_at) == (UNKNOWN, START, max(clocks.wall(), START))
 
 
-def test_results_of_no_board_and_of_types_that_are_not_configured_are_passed_over(boards, clocks):
-    boards.count(result("c0", clocks, board_type="other"))
-    boards.count(result("c0", clocks, board_type=None))
-    assert boards.statistics().open == 0
-
-
-@pytest.mark.parametrize("step", [timedelta(hours=1), timedelta(hours=-1)], ids=["forward", "back"])
+@STEPS
 @pytest.mark.parametrize("is_set_while_off", [True, False], ids=["while off", "while on"])
 def test_a_restart_takes_up_open_boards_from_the_file_whatever_is_set_on_the_wall(
     tmp_path, clocks, step, is_set_while_off
@@ -168,8 +161,8 @@ def test_a_restart_takes_up_open_boards_from_the_file_whatever_is_set_on_the_wal
             boards.take_up()
             work(store, boards)
 
-    def see(store, boards, component, verdict=OK, serial="B1"):
-        one = result(component, clocks, verdict, serial)
+    def see(store, boards, *about):
+        one = clocks.result(*about)
         store.record(one)
         boards.count(one)
 
@@ -177,9 +170,9 @@ def test_a_restart_takes_up_open_boards_from_the_file_whatever_is_set_on_the_wal
         see(store, boards, "c0")
         clocks.running_s += 5
         clocks.off_by = timedelta() if is_set_while_off else step
-        see(store, boards, "c0", serial="B2")
-        see(store, boards, "c0", serial="B3")
-        see(store, boards, "c1", NG, serial="B3")
+        see(store, boards, "c0", OK, "B2")
+        see(store, boards, "c0", OK, "B3")
+        see(store, boards, "c1", NG, "B3")
 
     def after(store, boards):
         boards.expire()
@@ -194,8 +187,5 @@ def test_a_restart_takes_up_open_boards_from_the_file_whatever_is_set_on_the_wal
     clocks.running_s += 300
     run(after)
     with closing(ResultStore(tmp_path / "results.db")) as store:
-        assert [(row.board.serial, row.board.verdict, row.board.missing, row.revisions) for row in store.boards()] == [
-            ("B3", NG, {}, 0),
-            ("B1", OK, {}, 0),
-            ("B2", UNKNOWN, {"c1": 1}, 0),
-        ]
+        told = [(row.board.serial, row.board.verdict, row.board.missing, row.revisions) for row in store.boards()]
+    assert told == [("B3", NG, {}, 0), ("B1", OK, {}, 0), ("B2", UNKNOWN, {"c1": 1}, 0)]

