@@ -122,26 +122,6 @@ def test_a_trigger_without_a_frame_is_unknown_and_says_why(line):
     assert all(row.verdict is OK or row.reason.startswith("camera top: ") for row in line.rows)
 
 
-def test_triggered_frames_that_a_slow_line_has_no_room_for_fill_the_queue_and_then_are_told(line):
-    """AC14: what waits is bounded by `queue`, not by the memory."""
-    for number in range(2):
-        line.fake(number, B_s=0.5)
-    change(line, interval_s=0.1, queue=3)
-    frames_at_once = []
-
-    def is_told():
-        frames_at_once.append(len({key.rpartition("#")[0] for key in line.unfinished}))
-        return any(row.reason and "3 triggers wait" in row.reason for row in line.rows)
-
-    with line.served():
-        until(is_told)
-    assert max(frames_at_once) <= FRAMES_UNDER_WAY + 1  # one is accepted while the first one's end is being told
-    keys = {row.subject.key for row in line.rows} | set(line.unfinished)  # left to the next agent
-    numbers = {int(key.partition("#")[2].partition("#")[0]) for key in keys}
-    assert numbers == set(range(1, len(numbers) + 1))
-    assert len(keys) == 2 * len(numbers)
-
-
 def test_a_trigger_whose_layout_goes_with_a_reload_meanwhile_is_told_as_lost(line, batches):
     """AC14: its frame comes when nobody knows any more how to cut it."""
     change(line, board_type="main")

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import sqlite3
 import struct
 import sys
 import threading
@@ -23,8 +22,6 @@ import agent.service.serve
 import agent.sources.folder.folder_source
 from agent.deployment.build import AgentOptions, build_agent
 from agent.deployment.packed_copies import lying_packed
-from agent.records.result_reader import ResultReader
-from agent.records.result_writer import ResultStore
 from agent.runtime.loop import LoopOptions
 from agent.service.line_service import LineService
 from agent.sources.folder.reading import ArrivalReader, read_as_seen
@@ -260,14 +257,6 @@ def judged_anew(line):
     return sorted(row.subject.image for row in line.rows if row.experts)
 
 
-def test_the_same_bytes_under_another_name_are_judged_again_unless_they_are_to_be_skipped(skipping):
-    """AC7: reinspect, the default."""
-    del watched(skipping)["duplicate"]
-    with skipping.served() as service:
-        judge(service, skipping, "B1_c0_R1.png", "B1_c0_R1-2.png")
-    assert judged_anew(skipping) == ["B1_c0_R1-2.png", "B1_c0_R1.png"]
-
-
 def test_a_duplicate_has_the_verdict_of_the_first_and_asks_nobody(skipping):
     """AC7: also after a restart; another part, or other bytes, are no duplicate."""
     line, larger = skipping, picture(size=(9, 9))
@@ -308,16 +297,6 @@ def test_a_duplicate_of_what_could_not_be_judged_is_judged(skipping):
             skipping.drop(f"B1_c0_R1-{number}.png", broken)
         until(lambda: service.judged == 3)
     assert [(row.verdict, "not judged again" in row.reason) for row in skipping.rows] == [(UNKNOWN, False)] * 3
-
-
-def test_a_duplicate_of_what_another_line_file_judged_is_judged(skipping):
-    with skipping.served() as service:
-        judge(service, skipping, "B1_c0_R1.png")
-    skipping.add_expert(2, has_route=False)
-    skipping.document["routes"]["c0"].append({"expert": "cls/f2", "pass": ["ok"]})
-    with skipping.served() as service:
-        judge(service, skipping, "B1_c0_R1-2.png")
-    assert len(judged_anew(skipping)) == 2
 
 
 def test_a_duplicate_begins_no_board_anew(skipping):
@@ -500,41 +479,6 @@ def test_a_crash_is_told_ends_everything_and_loses_nothing(line):
     assert line.verdicts == [("B1_c0_R1.png", OK), ("B1_c1_R1.png", OK)]
 
 
-def test_a_results_file_that_cannot_be_read_when_a_file_comes_holds_nothing_up(line, monkeypatch):
-    watched(line)["after"] = "keep"
-    with line.served() as service:
-        judge(service, line, "B1_c0_R1.png")
-    first = line.rows
-    find, failures = ResultStore.find, []
-
-    def fail_once(store, key):
-        if not failures:
-            failures.append(key)
-            raise sqlite3.OperationalError("disk I/O error")
-        return find(store, key)
-
-    monkeypatch.setattr(ResultStore, "find", fail_once)
-    with line.served() as service:
-        until(lambda: service.statistics().store.duplicates == 1 and service.statistics().store.pending == 0)
-        until(lambda: service.sources[0].intake.statistics().in_flight == 0)
-        assert service.judged == 0
-    assert failures
-    assert line.rows == first
-
-
-def test_a_results_file_that_is_moved_while_the_line_is_served_loses_no_image(line):
-    moved = line.folder / "moved.db"
-    with line.served() as service:
-        judge(service, line, "B1_c0_R1.png")
-        (line.folder / "state" / "results.db").rename(moved)
-        judge(service, line, "B2_c0_R1.png", "misnamed.png")
-        until(lambda: service.sources[0].intake.statistics().in_flight == 0)
-    assert line.verdicts == [("B2_c0_R1.png", OK), ("misnamed.png", UNKNOWN)]
-    assert line.shelf("done") == ["B1_c0_R1.png", "B2_c0_R1.png"]
-    assert not (line.inbox / ".work").exists()
-    assert [row.result.subject.image for row in ResultReader(moved).query()] == ["B1_c0_R1.png"]
-
-
 def test_one_folders_backlog_keeps_no_file_of_another_waiting(line):
     line.watch("beside")
     for number in range(20):
@@ -551,27 +495,6 @@ def test_one_folders_backlog_keeps_no_file_of_another_waiting(line):
         look_again(service)
         assert in_flight() == [6, 2]
         assert service.sources[0].intake.statistics().waiting == 14
-
-
-def test_files_that_cannot_be_put_away_use_up_the_room(line):
-    (line.inbox / "done").write_text("a file where the shelf should be")
-    with line.served(in_flight_limit=3) as service:
-        for number in range(8):
-            line.drop(f"B{number}_c0_R1.png")
-        until(lambda: service.sources[0].intake.statistics().unfiled == 3)
-        look_again(service)
-        assert service.judged == 3
-        assert len(list(line.inbox.glob("*.png"))) == 5
-        (line.inbox / "done").unlink()
-        until(lambda: service.judged == 8)
-
-
-def test_a_board_that_was_open_at_the_end_is_completed_after_the_restart(line):
-    for name in ("B1_c0_R1.png", "B1_c1_R1.png"):
-        with line.served() as service:
-            assert line.boards == []
-            judge(service, line, name)
-    assert line.boards == [("B1", OK)]
 
 
 def test_drift_from_the_expected_usage_is_told_with_what_learns_it(line, monkeypatch, caplog):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import grpc
@@ -121,17 +120,6 @@ def test_where_an_image_is_anomalous_is_sent_to_who_asks_for_it(line, address, s
         assert brightest(answer.as_numpy("ANOMALY_MAP")[0]) == SPOT
 
 
-def test_where_no_images_are_kept_only_questions_are_answered_with_pictures(line, address, solder):
-    line.document["records"] = {"images": "none"}
-    with line.served(), grpc.insecure_channel(address) as channel:
-        agent = inspection_pb2_grpc.InspectionStub(channel)
-        asked = pb.InspectRequest(file=solder, component="solder", wants_maps=True)
-        (kept,) = agent.Inspect(asked, timeout=60).parts[0].anomalies
-        asked.is_question = True
-        (answered,) = agent.Inspect(asked, timeout=60).parts[0].anomalies
-    assert (kept.HasField("map"), answered.HasField("map")) == (False, True)
-
-
 def test_a_deadline_takes_an_inspection_out_of_the_queue(line, address, batches):
     """AC17, on the real agent: what waits behind a batch is neither run nor stored, and nothing is counted."""
     line.document["executors"] = {"cpu": 1}
@@ -153,24 +141,6 @@ def test_a_deadline_takes_an_inspection_out_of_the_queue(line, address, batches)
         assert service.judged == 0
         agent.Inspect(request, timeout=60)
         assert service.judged == 1
-
-
-def test_many_callers_at_once_are_answered_or_told_to_come_again(line, address):
-    """AC18 on the real agent: a bounded line, a thousand calls, each with an end."""
-    line.document["api"]["limits"] = {"requests": 50}
-    image = bytes_input("IMAGE", picture())
-    with line.served(), closing(triton.InferenceServerClient(address)) as client:
-
-        def ask(_):
-            try:
-                return client.infer("c0", [image]).as_numpy("VERDICT")[0].decode()
-            except triton.InferenceServerException as refused:
-                return str(refused.status())
-
-        with ThreadPoolExecutor(100) as callers:
-            ends = list(callers.map(ask, range(1000)))
-    assert set(ends) <= {"OK", "StatusCode.RESOURCE_EXHAUSTED"}
-    assert ends.count("OK") >= 50
 
 
 def test_a_reload_that_is_not_applied_keeps_the_token_too(line, tmp_path):

@@ -60,15 +60,6 @@ def test_a_kept_order_is_accepted_judged_stored_and_counts_on_its_board(line):
     assert line.unfinished == []
 
 
-def test_nothing_is_accepted_before_it_is_on_the_disk(line):
-    with line.served() as service:
-        with line.full_disk():
-            (someone,) = ordered(service, part())
-            assert not someone.was_accepted.wait(0.2)
-            assert service.agent.loop.requests_in_flight == 0
-        assert someone.wait()[0].verdict is OK
-
-
 def test_a_question_is_answered_and_nothing_remains_of_it(line):
     with line.served() as service:
         pixels = np.full((8, 8, 3), 99, np.uint8)
@@ -81,15 +72,6 @@ def test_a_question_is_answered_and_nothing_remains_of_it(line):
         said = [(told.verdict, told.seq, told.label) for (told,) in answers]
         assert said == [(OK, None, "ok"), (OK, None, "ok"), (UNKNOWN, None, "ok")]
     assert line.rows == []
-
-
-def test_pixels_are_kept_as_they_are(line):
-    line.fake(0, label=None)
-    with line.served() as service:
-        pixels = np.full((8, 8, 3), (10, 200, 30), np.uint8)
-        orders = [order_of(pixels, component="c0", is_kept=is_kept) for is_kept in (True, False)]
-        (kept,), (asked_only,) = asked(service, *orders)
-        assert (kept.verdict, kept.label) == (asked_only.verdict, asked_only.label)
 
 
 def test_one_key_is_judged_once_whoever_sends_it_how_often(line):
@@ -159,16 +141,6 @@ def test_what_is_cancelled_before_it_ran_leaves_nothing_and_may_come_again(line,
         assert (told.verdict, told.seq) == (OK, 1)
 
 
-def test_what_is_cancelled_before_it_is_durable_never_runs_though_nothing_else_does(line):
-    """AC17."""
-    with line.served() as service:
-        with line.full_disk():
-            for number in range(20):
-                service.desk.order(part(**PART, key=str(number)), Caller()).cancel()
-        wait_for_the_disk(service, line)
-        assert service.judged == 0
-
-
 def test_what_runs_when_it_is_cancelled_is_stored_where_it_belongs_to_a_board(line):
     line.fake(0, B_s=0.3)
     with line.served() as service:
@@ -205,18 +177,6 @@ def test_who_waits_for_a_key_while_it_is_withdrawn_may_cancel_it_too(line, batch
         running.wait()
         until(lambda: not line.unfinished)
         assert (first.answers, second.answers, service.judged) == (0, 0, 0)
-
-
-def test_a_key_that_two_wait_for_is_judged_until_both_have_cancelled(line):
-    line.fake(0, B_s=0.4)
-    with line.served() as service:
-        ordered(service, question())
-        wait_for_a_batch(service)
-        one, other = Caller(), Caller()
-        ticket = service.desk.order(part(key="shared"), one)
-        service.desk.order(part(key="shared"), other)
-        ticket.cancel()
-        assert (other.wait()[0].verdict, one.answers) == (OK, 0)
 
 
 def test_a_frame_is_cut_by_its_boards_layout_and_told_when_all_its_parts_are_judged(line):
@@ -282,6 +242,7 @@ def test_the_excess_is_refused_while_the_engine_and_the_disk_stand_still(line):
                     service.desk.order(order, Caller())
                 assert (refused.value.reason, refused.value.retry_s > 0) == (Refusing.QUEUE_FULL, True)
             assert not any(someone.answers for someone in (stuck, *waiting))
+            assert not any(someone.was_accepted.is_set() for someone in waiting)  # it is not on the disk
             may_go.set()
         assert [someone.wait()[0].verdict for someone in (stuck, *waiting)] == [OK] * 4
 
@@ -388,22 +349,6 @@ def move_away(line):
     """The results file, as somebody does who wants a fresh one."""
     for file in (line.folder / "state").glob("results.db*"):
         file.rename(file.with_name(f"away{file.name}"))
-
-
-def test_a_known_verdict_that_goes_with_its_file_before_it_is_told_is_judged_again(line, monkeypatch):
-    find, gone = ResultStore.find, []
-
-    def go_first(store, key):
-        if not gone:
-            gone.append(key)
-            move_away(line)
-        return find(store, key)
-
-    with line.served() as service:
-        asked(service, part(key="known"))
-        monkeypatch.setattr(ResultStore, "find", go_first)
-        assert asked(service, part(key="known"))[0][0].verdict is OK
-    assert [row.subject.key for row in line.rows] == ["api/known"]
 
 
 def test_a_results_file_that_is_moved_away_loses_nobody_who_waits(line):

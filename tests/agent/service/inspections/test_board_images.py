@@ -67,16 +67,6 @@ def test_what_cannot_be_decoded_makes_its_board_unknown(line, content):
     assert line.boards == [("B1", UNKNOWN)]
 
 
-def test_an_image_without_a_serial_is_refused_and_touches_no_board(line):
-    with line.served():
-        line.drop("_nobody.png", BOARD)
-        until(lambda: line.shelf("failed") == ["_nobody.png", "_nobody.png.error.json"])
-    (row,) = line.rows
-    assert (row.verdict, row.subject.board, row.subject.component) == (UNKNOWN, None, None)
-    assert "does not match the pattern" in row.reason
-    assert line.boards == []
-
-
 def test_a_sidecar_tells_the_serial_and_nothing_of_parts(line):
     watched = line.document["intake"]["folders"][0]
     del watched["pattern"]
