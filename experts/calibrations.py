@@ -10,14 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping  # noqa: TC003  pydantic reads it
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pydantic import TypeAdapter
+
+from experts.errors import WeightsMismatch
 from experts.filesystem import whole_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Set
     from pathlib import Path
+
+    from experts.expert import Expert
 
 FORMAT = 3  # of what a file holds and how it was found; one of another is not understood
 HOW = "`coserve profile LINE.yaml --samples FOLDER` calibrates it"
@@ -75,6 +81,9 @@ class Calibration:
     ranges: Mapping[str, Mapping[str, CallRanges]]
 
 
+_CALIBRATION = TypeAdapter(Calibration)
+
+
 def path_of(directory: Path, expert: str, suffix: str) -> Path:
     """An expert's own file in a folder. Raises ValueError for what is no expert's id."""
     *above, name = expert.split("/")
@@ -114,18 +123,20 @@ class CalibrationFolder:
 def read_calibration(path: Path) -> Calibration | None:
     """None where the file is absent or cannot be understood."""
     try:
-        document = json.loads(path.read_bytes())
-        if document["format"] != FORMAT:
-            return None
-        texts = {key: str(document[key]) for key in ("weights_sha256", "stamp", "input", "samples_sha256")}
-        labels = tuple(map(str, document["labels"]))
-        ranges = {
-            str(form): {name: _call_ranges(each) for name, each in found.items()}
-            for form, found in document["ranges"].items()
-        }
-        return Calibration(**texts, images=int(document["images"]), labels=labels, ranges=ranges)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        content = path.read_bytes()
+        return _CALIBRATION.validate_json(content) if json.loads(content)["format"] == FORMAT else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
+
+
+def required_ranges(expert: Expert, form: str, calls: Set[str]) -> Mapping[str, CallRanges]:
+    """A form's ranges. Raises WeightsMismatch where none was observed, or those of some ``calls`` are absent."""
+    found = None if expert.calibration is None else read_calibration(expert.calibration)
+    if found is None or form not in found.ranges:
+        raise WeightsMismatch(expert.id, f"it has no form of eight bits before it is calibrated: {HOW}")
+    if not calls <= found.ranges[form].keys():
+        raise WeightsMismatch(expert.id, f"its calibration is of another architecture or version: {HOW} anew")
+    return found.ranges[form]
 
 
 def digest_of(path: Path) -> str:
@@ -134,13 +145,3 @@ def digest_of(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
         return ""
-
-
-def _call_ranges(document: Mapping[str, Any]) -> CallRanges:
-    summand = None if document["summand"] is None else _range(document["summand"])
-    shifts = tuple(map(float, document["shifts"]))
-    return CallRanges(_range(document["source"]), _range(document["answer"]), summand, shifts)
-
-
-def _range(document: Mapping[str, float]) -> Range:
-    return Range(float(document["low"]), float(document["high"]))

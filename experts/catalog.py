@@ -28,7 +28,7 @@ from pydantic_core import PydanticKnownError
 
 from experts.architectures import known_architecture
 from experts.backends import LLM, family
-from experts.document import Document, read_document, suggestion
+from experts.document import Document, suggestion
 from experts.errors import ConfigError, ExpertError
 from experts.expert import (
     ANOMALY_LABELS,
@@ -432,15 +432,6 @@ class Catalog:
     @property
     def components(self) -> Mapping[str, tuple[RouteStep, ...]]:
         return {name: steps for name, steps in self.graph.routes.items() if name not in self.texts}
-
-
-def read_catalog(file: Path) -> Catalog:
-    """The catalog of a file that holds only `experts:` and `routes:`. Raises ConfigError."""
-    document = read_document(file)
-    sections = document.validate(CatalogSections)
-    if problems := list(catalog_problems(sections, document)):
-        raise ConfigError.of(problems)
-    return build_catalog(sections, document)
 
 
 def build_catalog(

@@ -2,46 +2,46 @@
 
 CoServeError
 +- ConfigError              a line file, a key or a value: exit code 78, before anything starts
-|  +- DeviceMissing         a configured device is not there, or not yet: exit code 1, and tried again
+|  +- DeviceMissing         a configured device is not there yet, as while a box boots: exit code 1, a service retries
 |  +- SecretMissing         a password or a token is not where the line file says
-|  +- ProfileDamaged        a device profile's file holds something else
-|  `- SampleUnfit           requests that are to be measured are not judged; it says which experts and images leave
+|  +- ProfileDamaged        a file holds no device profile, or a damaged or edited one
+|  `- SampleUnfit           some requests of a sample are not judged: it names experts and images to leave out
 +- ExpertError              one expert; the agent lives on
-|  +- WeightsError          its weights: retrying is pointless, the expert is quarantined
+|  +- WeightsError          its weights: a retry is pointless, the expert is quarantined
 |  |  +- WeightsMissing     the file is not there
 |  |  +- WeightsCorrupt     truncated, or its sha256 is not the recorded one
 |  |  +- WeightsMismatch    of another architecture, or with another number of labels
-|  |  +- ModelUnsupported   a language model's config.json asks for what the runtime lacks, or cannot be used
-|  |  +- TrainingUnsupported  a trainer's argument that an import needs is not known, or is one it cannot follow
+|  |  +- ModelUnsupported   a language model's config.json asks for what the runtime lacks
+|  |  +- TrainingUnsupported  a trainer's argument is unknown to the import, or cannot be followed
 |  |  +- WeightsRefused     a pickle at serve time, or a pickle that holds more than tensors
-|  |  `- WeightsUnclear     a model's file does not tell all that a line file has to: which options do
-|  +- TokenizerUnusable     a language model's tokenizer or chat template is missing or broken: no words go in or out
+|  |  `- WeightsUnclear     a model's file lacks facts that a line file needs: it names the options that give them
+|  +- TokenizerUnusable     a language model's tokenizer or chat template is missing or broken
 |  +- LoadError             reading or copying failed this time; may be retried
-|  `- OutputInvalid         it ran, and answered with something that is no number, or with too much: UNKNOWN
+|  `- OutputInvalid         NaN, infinity, or more boxes than can be judged in some image of a batch: UNKNOWN
 +- MemoryExceeded           a pool has no room for the bytes asked for
 +- ImageError               one image; its verdict is UNKNOWN, everything else goes on
 |  +- ImageUnreadable       broken, truncated, not an image, not permitted
 |  `- ImageTooLarge         more pixels than the limit
-+- GenerationInvalid        what a text is asked to be cannot be: nothing was begun
-|  +- SamplingInvalid       a number that says how tokens are drawn is none, or out of its range
++- GenerationInvalid        a request for a text contradicts itself or the model: nothing was begun
+|  +- SamplingInvalid       a sampling parameter is not a number, or out of its range
 |  `- PromptInvalid         a prompt that is empty, over the model's context, or of unknown tokens
-+- FileChanged              a file is not the one any more that was seen complete: it is looked at anew
-+- SidecarUnfinished        what tells whose an image is does not parse: its writer is not done, or it is no JSON
-+- CameraFailed             a camera cannot be connected, or a connection ended: it is tried again
++- FileChanged              another file, or other bytes, lie where a complete file was seen
++- SidecarUnfinished        a sidecar does not parse: its writer is not done, or it is not JSON
++- CameraFailed             a camera cannot be connected, or its connection ended
 +- BackendUnavailable       a configured runtime or device is not there
-+- Unrecordable             a module's calls are not the same for any number of images: oneDNN's forms do not take it
++- Unrecordable             a module's calls depend on the number of images, or on values that meta tensors lack
 +- IllegalMove              a residency step that the table does not hold; nothing was changed
-+- OrderRefused             an API's caller asks for what is not there, or for more than there is room for
-+- AddressUnusable          an API cannot be served where the line file says
-+- AgentUnreachable         no agent answers at an address, or it does not let this caller in
++- OrderRefused             an API order that was not taken, and left nothing behind
++- AddressUnusable          an address of an API is in use, or is not this machine's
++- AgentUnreachable         no agent answers at an address, or it refuses this caller
 +- ReceiverUnavailable      a receiver of verdicts cannot be reached, or takes none now: they wait
-+- MessageRefused           a receiver of verdicts will never take this one: it is dropped, and that is told
++- MessageRefused           a receiver of verdicts will never take this message: it is dropped, and that is told
 +- AlreadyRunning           another agent, or a profile run, holds this line's state directory
 +- StateUnusable            the disk refuses the line's state directory
 +- StateOfAnother           root would write into the state directory of another user
-+- DeviceLost               the accelerator's context is gone: nothing runs on it in this process any more
-+- WorkOverdue              a batch or a load that never answers: its thread hangs, and cannot be ended
-`- AgentCrashed             the agent's loop ended, by one of the two above or an error of the program
++- DeviceLost               the accelerator's context is gone until another process opens it
++- WorkOverdue              a batch or a load does not answer: its thread hangs, and cannot be ended
+`- AgentCrashed             the agent's loop ended, by DeviceLost, WorkOverdue or a fault of the program
 """
 
 from __future__ import annotations
@@ -72,10 +72,7 @@ class FilePlace:
 
 
 class ConfigError(CoServeError):
-    """A configuration that must not start. ``place`` names file, line and key where one is known.
-
-    One that reports several ``problems`` has the place of the first.
-    """
+    """``place``: file, line and key where known; of several ``problems`` that of the first."""
 
     def __init__(self, message: str, place: FilePlace | None = None) -> None:
         super().__init__(f"{place}: {message}" if place else message)
@@ -99,15 +96,11 @@ class ConfigError(CoServeError):
         return together
 
 
-class DeviceMissing(ConfigError):
-    """A configured device that is not there, or not yet: a driver may come after the agent when a box boots.
-
-    So it ends a command as what fails at run time does, and a service is tried again.
-    """
+class DeviceMissing(ConfigError): ...
 
 
 class SecretMissing(ConfigError):
-    """A password or a token that cannot be read. ``where`` it was looked for."""
+    """``where``: it was looked for."""
 
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(f"{where}: {reason} - put the secret there, or correct where it lies")
@@ -115,7 +108,7 @@ class SecretMissing(ConfigError):
 
 
 class ProfileDamaged(ConfigError):
-    """A file that holds no device profile, or one that was damaged or edited. ``reason``: in words, after ``path``."""
+    """``reason``: in words, after ``path``."""
 
     def __init__(self, path: Path, reason: str, advice: str) -> None:
         super().__init__(f"{path} {reason} - {advice}")
@@ -124,10 +117,7 @@ class ProfileDamaged(ConfigError):
 
 
 class SampleUnfit(ConfigError):
-    """A sample of requests that measures nothing, as some are not judged; without these others may be.
-
-    ``experts``: those that do not judge what they are given, and why; ``images``: files that cannot be read, and why.
-    """
+    """``experts``: by id, why they do not judge; ``images``: why they cannot be read."""
 
     def __init__(self, message: str, experts: Mapping[str, str], images: Mapping[Path, str]) -> None:
         super().__init__(message)
@@ -155,7 +145,7 @@ class WeightsMismatch(WeightsError): ...
 
 
 class ModelUnsupported(WeightsError):
-    """A config.json that describes no model this runtime can run. ``field``: the key in it that says so."""
+    """``field``: the key in config.json."""
 
     def __init__(self, expert: str, field: str, message: str) -> None:
         super().__init__(expert, f"config.json: {field}: {message}")
@@ -163,18 +153,15 @@ class ModelUnsupported(WeightsError):
 
 
 class TrainingUnsupported(WeightsError):
-    """A checkpoint that cannot be imported as it was trained. ``argument``: of its trainer, unknown or not followed."""
-
     def __init__(self, source: str, argument: str, message: str) -> None:
         super().__init__(source, f"the trainer's argument {argument} {message}")
-        self.argument = argument
 
 
 class WeightsRefused(WeightsError): ...
 
 
 class WeightsUnclear(WeightsError):
-    """A model's file does not tell something. ``missing``: by key the reason, and the option that tells it."""
+    """``missing``: by key the reason, and the option that gives it."""
 
     def __init__(self, source: str, missing: Mapping[str, str]) -> None:
         lines = "".join(f"\n  {key}: {why}" for key, why in missing.items())
@@ -183,7 +170,7 @@ class WeightsUnclear(WeightsError):
 
 
 class TokenizerUnusable(ExpertError):
-    """A file of a language model's tokenizer is missing or broken. ``file``: its name."""
+    """``file``: its name."""
 
     def __init__(self, expert: str, file: str, message: str) -> None:
         super().__init__(expert, f"{file}: {message}")
@@ -193,11 +180,7 @@ class TokenizerUnusable(ExpertError):
 class LoadError(ExpertError): ...
 
 
-class OutputInvalid(ExpertError):
-    """The expert ran, and answered with something that is not a number, or with more than can be judged.
-
-    At least one image of the batch has no prediction: which one is told by asking about each alone.
-    """
+class OutputInvalid(ExpertError): ...
 
 
 class MemoryExceeded(CoServeError):
@@ -222,7 +205,7 @@ class ImageTooLarge(ImageError): ...
 
 
 class GenerationInvalid(CoServeError):
-    """A request for a text contradicts itself or the model. ``field``: the field at fault."""
+    """``field``: the field at fault."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -231,7 +214,7 @@ class GenerationInvalid(CoServeError):
 
 
 class SamplingInvalid(GenerationInvalid):
-    """A field of how tokens are drawn. ``allowed``: what it may be, in words."""
+    """``allowed``: in words."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         super().__init__(field, f"is {value!r}: give {allowed}")
@@ -241,7 +224,7 @@ class PromptInvalid(GenerationInvalid): ...
 
 
 class FileChanged(CoServeError):
-    """Another file, or the same with other bytes, lies where a complete one was seen. ``path``: below its folder."""
+    """``path``: below its folder."""
 
     def __init__(self, path: str) -> None:
         super().__init__(f"{path}: not the file that was seen complete")
@@ -249,15 +232,13 @@ class FileChanged(CoServeError):
 
 
 class SidecarUnfinished(CoServeError):
-    """A sidecar does not parse. Its writer is not done, or it is no JSON: only time can tell. ``name``: as told."""
-
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name} is not JSON ({reason})")
         self.name = name
 
 
 class CameraFailed(CoServeError):
-    """No picture comes from this connection, and why in words. ``is_final``: trying again would not help."""
+    """``is_final``: a retry would not help."""
 
     def __init__(self, reason: str, *, is_final: bool = False) -> None:
         super().__init__(reason)
@@ -271,8 +252,7 @@ class BackendUnavailable(CoServeError):
         self.what = what
 
 
-class Unrecordable(CoServeError):
-    """A module whose calls change with the number of images, or that reads values which meta tensors lack."""
+class Unrecordable(CoServeError): ...
 
 
 class IllegalMove(CoServeError):
@@ -299,10 +279,7 @@ class Refusing(StrEnum):
 
 
 class OrderRefused(CoServeError):
-    """An order that was not taken, and left nothing behind. ``retry_s``: when to try again; None: never as it is.
-
-    ``field``: which one of the order is to blame, where one is.
-    """
+    """``retry_s``: when to try again; None: never as it is. ``field``: of the order, where one is to blame."""
 
     def __init__(
         self, reason: Refusing, message: str, retry_s: float | None = None, *, field: str | None = None
@@ -314,8 +291,6 @@ class OrderRefused(CoServeError):
 
 
 class AddressUnusable(CoServeError):
-    """An address that another process serves, or that is not this machine's."""
-
     def __init__(
         self, address: str, reason: str, advice: str = "correct it in the line file, then start again"
     ) -> None:
@@ -324,7 +299,7 @@ class AddressUnusable(CoServeError):
 
 
 class AgentUnreachable(CoServeError):
-    """No answer from the agent at an address. ``reason``: in words, with what to do."""
+    """``reason``: in words, with what to do."""
 
     def __init__(self, address: str, reason: str) -> None:
         super().__init__(f"{address}: {reason}")
@@ -332,7 +307,7 @@ class AgentUnreachable(CoServeError):
 
 
 class ReceiverUnavailable(CoServeError):
-    """A receiver takes nothing at the moment. ``retry_s``: how long it asks to be left alone; None: it does not say."""
+    """``retry_s``: how long it asks to be left alone; None: it does not say."""
 
     def __init__(self, receiver: str, reason: str, retry_s: float | None = None) -> None:
         super().__init__(f"{receiver}: {reason}")
@@ -342,7 +317,7 @@ class ReceiverUnavailable(CoServeError):
 
 
 class MessageRefused(CoServeError):
-    """A receiver has looked at the message of this id and wants it neither now nor later."""
+    """``message``: its id."""
 
     def __init__(self, receiver: str, message: str, reason: str) -> None:
         super().__init__(f"{receiver}: {reason}")
@@ -366,8 +341,6 @@ class StateUnusable(CoServeError):
 
 
 class StateOfAnother(CoServeError):
-    """A state directory of another user, whose agent could not write files of root's in it."""
-
     def __init__(self, path: Path, user: str) -> None:
         super().__init__(
             f"{path} belongs to the user {user}, who could not change what root writes there - run this as that user, "
@@ -376,8 +349,6 @@ class StateOfAnother(CoServeError):
 
 
 class DeviceLost(CoServeError):
-    """Nothing runs on this accelerator any more until another process asks it; no fault of an expert or an image."""
-
     def __init__(self, device: str, reason: str) -> None:
         super().__init__(
             f"the device {device} is lost: {reason} - if that happens again, look for Xid and ECC errors in dmesg"
@@ -386,7 +357,7 @@ class DeviceLost(CoServeError):
 
 
 class WorkOverdue(CoServeError):
-    """A batch or a load, as ``work`` describes it, that has not answered for so long that it never will."""
+    """``work``: in words."""
 
     def __init__(self, work: str, age_s: float, advice: str, *, is_batch: bool) -> None:
         super().__init__(f"{work} has not answered for {age_s:.0f} s and hangs - {advice}")
@@ -395,10 +366,7 @@ class WorkOverdue(CoServeError):
 
 
 class AgentCrashed(CoServeError):
-    """The thread that decides has ended by ``error``; what it had taken has no outcome.
-
-    ``leaves_threads``: a thread of the agent is still at work, or hangs, so that this process may not end by itself.
-    """
+    """``leaves_threads``: a thread still works or hangs, so this process may not end by itself."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(

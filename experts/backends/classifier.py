@@ -83,19 +83,24 @@ class ClassifierBackend(TorchBackend):
         return fitted(image, expert.pixels)
 
     def structure(self, expert: Expert) -> _Structure:
-        return _structure(expert)
+        try:
+            return _structure_of(expert.architecture, len(expert.labels), expert.stem, expert.pixels.size)
+        except ValueError as error:
+            raise WeightsMismatch(expert.id, str(error)) from error
 
     def prototype(self, expert: Expert) -> object:
-        return _template(_structure(expert))
+        return _template(self.structure(expert))
 
     def module(self, structure: _Structure) -> Module:
         return _template(structure).folded
 
     def sample(self, structure: _Structure) -> dict[str, Tensor]:
-        return _sample(structure)
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            return fold_weights(_build(structure, init_weights=False).state_dict(), _template(structure).pairs)
 
     def weights(self, expert: Expert, form: Form) -> dict[str, Tensor]:
-        template = _template(_structure(expert))
+        template = _template(self.structure(expert))
         found = read_state_dict(expert)
         heads = AUXILIARY_HEADS.get(expert.architecture, ())
         found = {name: tensor for name, tensor in found.items() if not name.startswith(heads)} if heads else found
@@ -149,13 +154,6 @@ def _known_architectures() -> frozenset[str]:
     return frozenset(models.list_models(module=models))
 
 
-def _structure(expert: Expert) -> _Structure:
-    try:
-        return _structure_of(expert.architecture, len(expert.labels), expert.stem, expert.pixels.size)
-    except ValueError as error:
-        raise WeightsMismatch(expert.id, str(error)) from error
-
-
 def _structure_of(architecture: str, label_count: int, stem: str | None, size: tuple[int, int]) -> _Structure:
     if architecture not in _known_architectures():
         near = get_close_matches(architecture, _known_architectures())
@@ -192,12 +190,6 @@ def _make_template(structure: _Structure) -> _Template:
 
 
 _template = MadeOnce(_make_template, TEMPLATES_KEPT)
-
-
-def _sample(structure: _Structure) -> dict[str, Tensor]:
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
-        return fold_weights(_build(structure, init_weights=False).state_dict(), _template(structure).pairs)
 
 
 def _answered(expert: Expert, outputs: Sequence[Tensor], batch: Sequence[Prepared]) -> tuple[Prediction, ...]:

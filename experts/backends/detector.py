@@ -132,7 +132,9 @@ class DetectorBackend(TorchBackend):
         return _template(*structure).folded
 
     def sample(self, structure: tuple[str, int]) -> dict[str, Tensor]:
-        return _sample(structure)
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            return _folded(_template(*structure), _build(*structure).state_dict())
 
     def weights(self, expert: Expert, form: Form) -> dict[str, Tensor]:
         template = _template_of(expert)
@@ -218,12 +220,6 @@ def _make_template(architecture: str, label_count: int) -> _Template:
 
 
 _template = MadeOnce(_make_template, TEMPLATES_KEPT)
-
-
-def _sample(form: tuple[str, int]) -> dict[str, Tensor]:
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
-        return _folded(_template(*form), _build(*form).state_dict())
 
 
 def _folded(template: _Template, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

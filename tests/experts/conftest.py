@@ -44,6 +44,20 @@ class Slot:
         return self.skeleton.infer(expert, [backend.prepare(expert, image) for image in images])
 
 
+def bound(expert, precision=Precision.FP32):
+    """A skeleton over an expert's weights, packed in this form."""
+    backend = backend_for(expert.architecture)
+    packed = backend.pack(expert, precision)
+    skeleton = backend.skeleton(expert, precision, packed.program, "cpu")
+    skeleton.bind(packed.tensors)
+    return skeleton
+
+
+def answers(expert, *images, precision=Precision.FP32):
+    prepared = [backend_for(expert.architecture).prepare(expert, image) for image in images]
+    return bound(expert, precision).infer(expert, prepared)
+
+
 class ExpertFiles:
     """Writes weights into one folder and describes the experts that own them."""
 

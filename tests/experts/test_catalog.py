@@ -10,7 +10,8 @@ import torchvision
 from onnx import TensorProto, helper, save_model
 
 from experts.architectures import CLASSIFIERS, DETECTORS
-from experts.catalog import Catalog, read_catalog
+from experts.catalog import Catalog, CatalogSections, build_catalog, catalog_problems
+from experts.document import read_document
 from experts.errors import ConfigError
 from experts.expert import Expert, Fit, InputSpec, Normalization, Orientation, Precision, Task
 
@@ -36,7 +37,11 @@ routes:
 def catalog_of(folder: Path, text: str) -> Catalog:
     file = folder / "line.yaml"
     file.write_text(text)
-    return read_catalog(file)
+    document = read_document(file)
+    sections = document.validate(CatalogSections)
+    if problems := list(catalog_problems(sections, document)):
+        raise ConfigError.of(problems)
+    return build_catalog(sections, document)
 
 
 def problems_of(folder: Path, text: str) -> list[str]:
@@ -67,11 +72,7 @@ def test_a_good_file_becomes_experts_and_a_graph(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("good", "bad", "expected"),
     [
-        (
-            "resnet18",
-            "resnet81",
-            "line.yaml:3:5: experts.cls/r.architecture: no architecture 'resnet81' - did you mean",
-        ),
+        ("resnet18", "resnet81", "line.yaml:3:5: experts.cls/r.architecture: no architecture 'resnet81' - did you mea"),
         ("resnet18", "moe-llm", "line.yaml:3:5: experts.cls/r.architecture: no architecture 'moe-llm' - write llm"),
         ("[ok, missing]", "[]", "line.yaml:5:5: experts.cls/r.labels: List should have at least 1 item"),
         ("[ok, missing]", "[ok, ok]", "line.yaml:5:5: experts.cls/r.labels: 'ok' is there twice"),
@@ -83,19 +84,11 @@ def test_a_good_file_becomes_experts_and_a_graph(tmp_path: Path) -> None:
         ("pin: true", "pin: NO", "line.yaml:8:"),
         ("  cls/c:", "  c:", "line.yaml:8:3: experts.c: 'c' is not an expert id - write kind/name"),
         ("  cls/c:", "  ../c:", "line.yaml:8:3: experts.../c: '../c' is not an expert id"),
-        (
-            "c.safetensors",
-            "c.pt",
-            "line.yaml:8:3: experts.cls/c: weights .pt are a pickle - convert them once with `co",
-        ),
+        ("c.safetensors", "c.pt", "line.yaml:8:3: experts.cls/c: weights .pt are a pickle - convert them once with `c"),
         ("c.safetensors", "c.onnx", "line.yaml:8:3: experts.cls/c: weights of resnet50 must be a .safetensors file"),
         ("c.safetensors", "''", "line.yaml:8:35: experts.cls/c.weights: an empty path"),
         ("[640, 640]", "[640, 650]", "line.yaml:9:3: experts.det/a: a detector's input size must be multiples of 32"),
-        (
-            "det/a, pass",
-            "det/b, pass",
-            "line.yaml:13:8: routes.resistor-0402[1].expert: no expert 'det/b' - did you mean",
-        ),
+        ("det/a, pass", "det/b, pass", "line.yaml:13:8: routes.resistor-0402[1].expert: no expert 'det/b' - did you m"),
         ("pass: [aligned]", "pass: [alinged]", "routes.resistor-0402[1].pass: det/a has no label 'alinged' - did you"),
         ("pass: [aligned]", "pass: []", "routes.resistor-0402[1].pass: List should have at least 1 item"),
         ("pass: [aligned]", "min_score: 0.5", "line.yaml:13:7: routes.resistor-0402[1].pass: is missing - labels that"),
@@ -134,11 +127,7 @@ def test_an_anomaly_expert_has_two_labels_and_a_threshold(tmp_path: Path) -> Non
         ("threshold: 2", "threshold: .inf", "experts.anomaly/s.threshold: Input should be a valid number, not '.inf'"),
         ("threshold: 2", "threshold: high", "experts.anomaly/s.threshold: Input should be a valid number"),
         ("task: anomaly, ", "labels: [ok, odd], ", "experts.anomaly/s: threshold is for task anomaly - write `task:"),
-        (
-            "task: anomaly",
-            "task: anomalies",
-            "experts.anomaly/s.task: Input should be 'anomaly' or 'multilabel', not 'anomalies'",
-        ),
+        ("task: anomaly", "task: anomalies", "experts.anomaly/s.task: Input should be 'anomaly' or 'multilabel', not"),
         ("    stem: 3x3", "    task: anomaly", "experts.cls/r: task anomaly is for onnx, not for resnet18 - remove it"),
     ],
 )
@@ -189,17 +178,9 @@ def mixed(text: str) -> str:
         ("models/code-1.5", "code.safetensors", "experts.llm/code: weights of llm are a Hugging Face directory, not a"),
         ("models/code-1.5", "code.gguf", "experts.llm/code: weights of llm are a Hugging Face directory, not a .gguf"),
         ("models/code-1.5", "code.bin", "experts.llm/code: weights of llm are a Hugging Face directory, not a .bin"),
-        (
-            "precision: bf16",
-            "input: {size: [8, 8]}",
-            "experts.llm/code: input is for images, and llm takes texts - remove",
-        ),
+        ("precision: bf16", "input: {size: [8, 8]}", "experts.llm/code: input is for images, and llm takes texts - re"),
         ("pin: true", "stem: 3x3", "experts.llm/code: stem is for images, and llm takes texts - remove it"),
-        (
-            "precision: bf16",
-            "precision: fp8",
-            "experts.llm/code.precision: Input should be 'auto', 'fp32', 'bf16', 'fp16' or",
-        ),
+        ("precision: bf16", "precision: fp8", "experts.llm/code.precision: Input should be 'auto', 'fp32', 'bf16', 'f"),
         ("moe_cache: 2GiB", "moe_cache: 2", "experts.llm/code.moe_cache: '2' is not a size"),
         ("[code, maths]", "[code, code]", "experts.llm/router.labels: 'code' is there twice"),
         ("[code, maths]", "[]", "experts.llm/router.labels: List should have at least 1 item"),
@@ -263,11 +244,7 @@ def test_a_multilabel_expert_has_a_threshold_for_each_label_and_a_word_for_none_
 @pytest.mark.parametrize(
     ("good", "bad", "expected"),
     [
-        (
-            "    labels: [ok, missing]",
-            "    labels: [ok]",
-            "experts.cls/r: one label leaves a softmax nothing to choose from",
-        ),
+        ("    labels: [ok, missing]", "    labels: [ok]", "experts.cls/r: one label leaves a softmax nothing to choos"),
         ("    stem: 3x3", "    otherwise: ok", "experts.cls/r: otherwise is for task multilabel - write `task: multil"),
         ("    stem: 3x3", "    thresholds: {ok: 0.5}", "experts.cls/r: thresholds is for task multilabel"),
         ("    stem: 3x3", "    iou: 0.5", "experts.cls/r: iou is for detectors - remove it"),
@@ -397,11 +374,7 @@ def test_the_middle_of_an_image_may_be_all_that_an_expert_sees(tmp_path: Path) -
         ("normalize: {mean: [0.5, 0.5, 0.5], std: [0.5, 0, 0.5]}", "normalize.std[1]", "greater than 0"),
         ("normalize: {mean: [0.5, .nan, 0.5], std: [1, 1, 1]}", "normalize.mean[1]", "valid number"),
         ("normalize: {mean: [0.5, 0.5], std: [1, 1, 1]}", "normalize.mean[2]", "is missing"),
-        (
-            "normalize: {mean: [124, 116, 104], std: [58, 57, 57]}",
-            "normalize",
-            "not of pixels from 0 to 1 - write `sca",
-        ),
+        ("normalize: {mean: [124, 116, 104], std: [58, 57, 57]}", "normalize", "not of pixels from 0 to 1 - write `sc"),
         ("normalize: {mean: [0, 0, 0], std: [1, 1, 1], scael: 255}", "normalize.scael", "did you mean 'scale'?"),
         ("fit: {crop: 64}", "fit.resize", "is missing"),
         ("fit: {resize: 72, crop: 64}", "input", "fit.crop 64 is not the size [64, 48] - make them the same"),

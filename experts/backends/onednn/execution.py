@@ -19,7 +19,7 @@ from experts.backends.onednn.form import (
     packed_module,
 )
 from experts.backends.onednn.trial import decided_module
-from experts.calibrations import HOW, read_calibration
+from experts.calibrations import required_ranges
 from experts.errors import BackendUnavailable, WeightsMismatch
 
 if TYPE_CHECKING:
@@ -40,19 +40,9 @@ Made = TypeVar("Made", FusedModule, OnednnModule)
 def packed(form: Form, modules: Modules, expert: Expert) -> Packable:
     """One expert's weights. Raises WeightsMismatch where the module is refused, or the expert is not calibrated."""
     weights, decided = modules.weights(expert, form), _decided(*_key(form, modules, expert))
-    ranges = _calibrated(form, expert, decided) if form.needs_calibration else None
+    calls = decided.quantised if isinstance(decided, OnednnModule) else frozenset()
+    ranges = required_ranges(expert, form.name, calls) if form.needs_calibration else None
     return packable(expert, form, decided, weights, ranges)
-
-
-def _calibrated(form: Form, expert: Expert, decided: OnednnModule | RefusedModule) -> Ranges:
-    """Raises WeightsMismatch where no range was observed, or not those of all calls."""
-    found = None if expert.calibration is None else read_calibration(expert.calibration)
-    ranges = None if found is None else found.ranges.get(form.name)
-    if ranges is None:
-        raise WeightsMismatch(expert.id, f"it has no form of eight bits before it is calibrated: {HOW}")
-    if isinstance(decided, OnednnModule) and not decided.quantised <= ranges.keys():
-        raise WeightsMismatch(expert.id, f"its calibration is of another architecture or version: {HOW} anew")
-    return ranges
 
 
 def observed_ranges(form: Form, modules: Modules, expert: Expert, batches: Iterable[Tensor]) -> Ranges:

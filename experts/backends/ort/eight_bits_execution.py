@@ -12,7 +12,7 @@ from experts.backends.ort.execution import KEPT, deviations, made_up, refused
 from experts.backends.ort.export import IMAGES, exported
 from experts.backends.ort.layout import LaidOutGraph, laid_out
 from experts.backends.ort.session import REFUSALS
-from experts.calibrations import HOW, read_calibration
+from experts.calibrations import required_ranges
 from experts.errors import WeightsMismatch
 
 if TYPE_CHECKING:
@@ -46,12 +46,7 @@ class EightBits:
 def packed(form: Form, modules: Modules, expert: Expert) -> Packable:
     """Raises WeightsMismatch where the module is refused, or the expert is not calibrated for it."""
     weights, made = modules.weights(expert, form), _taken(form, modules, expert)
-    found = None if expert.calibration is None else read_calibration(expert.calibration)
-    ranges = None if found is None else found.ranges.get(form.name)
-    if ranges is None:
-        raise WeightsMismatch(expert.id, f"it has no form of eight bits before it is calibrated: {HOW}")
-    if not made.quantised.values.keys() <= ranges.keys():
-        raise WeightsMismatch(expert.id, f"its calibration is of another architecture or version: {HOW} anew")
+    ranges = required_ranges(expert, form.name, made.quantised.values.keys())
     try:
         return Packable(made.tensors(weights, ranges), program=made.graph.program)
     except ValueError as error:

@@ -4,43 +4,28 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from experts.backends.classifier import ClassifierBackend, build_trainable
 from experts.errors import OutputInvalid, WeightsCorrupt, WeightsMismatch
 from experts.expert import Precision
 from experts.packed.packing import pack_line
+from tests.experts.conftest import answers
 
 BACKEND = ClassifierBackend()
 FAMILIES = ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1", "regnet_x_400mf"]
 
 
-def scores_of(expert, packable, precision, prepared):
-    skeleton = BACKEND.skeleton(expert, precision, b"", "cpu")
-    skeleton.bind(packable.tensors)
-    return skeleton.infer(expert, prepared)
-
-
-def reference(module, expert, prepared):
-    with torch.inference_mode():
-        probabilities = module.eval()(torch.stack([each.tensor for each in prepared])).softmax(dim=1)
-    scores, winners = probabilities.max(dim=1)
-    return [expert.labels[winner] for winner in winners.tolist()], scores.tolist()
-
-
-def loaded(expert, **arguments):
-    from safetensors.torch import load_file
-
-    module = build_trainable(expert.architecture, len(expert.labels), expert.stem, **arguments)
-    module.load_state_dict(load_file(expert.weights))
-    return module
-
-
 def check_against_torchvision(expert, image, precision=Precision.FP32, tolerance=1e-4):
-    prepared = [BACKEND.prepare(expert, each) for each in (image, image[::-1].copy(), 255 - image)]
-    labels, scores = reference(loaded(expert), expert, prepared)
-    answers = scores_of(expert, BACKEND.pack(expert, precision), precision, prepared)
-    assert [answer.label for answer in answers] == labels
-    assert [answer.score for answer in answers] == pytest.approx(scores, abs=tolerance)
+    images = (image, image[::-1].copy(), 255 - image)
+    module = build_trainable(expert.architecture, len(expert.labels), expert.stem).eval()
+    module.load_state_dict(load_file(expert.weights))
+    with torch.inference_mode():
+        expected = module(torch.stack([BACKEND.prepare(expert, each).tensor for each in images])).softmax(dim=1)
+    scores, winners = expected.max(dim=1)
+    found = answers(expert, *images, precision=precision)
+    assert [each.label for each in found] == [expert.labels[winner] for winner in winners.tolist()]
+    assert [each.score for each in found] == pytest.approx(scores.tolist(), abs=tolerance)
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -132,11 +117,8 @@ def test_an_infinite_logit_is_no_prediction(files, image, precision):
         module.fc.weight[2].fill_(-3e38)
         module.fc.bias[2] = -3e38
     expert = files.torch_module("cls/x", module, "resnet18", size=32, stem="3x3")
-    packed = BACKEND.pack(expert, precision)
-    skeleton = BACKEND.skeleton(expert, precision, packed.program, "cpu")
-    skeleton.bind(packed.tensors)
     with pytest.raises(OutputInvalid):
-        skeleton.infer(expert, [BACKEND.prepare(expert, image)])
+        answers(expert, image, precision=precision)
 
 
 def test_the_estimated_workspace_is_near_what_the_largest_layers_need(files):

@@ -17,20 +17,14 @@ from experts.backends.detector import DetectorBackend, build_trainable
 from experts.errors import OutputInvalid, WeightsMismatch
 from experts.expert import NOTHING_FOUND, Precision
 from experts.graph import deciding_label
+from tests.experts.conftest import answers, bound
 from tests.forms import needs
 
 BACKEND = DetectorBackend()
 
 
-def skeleton_of(expert, precision=Precision.FP32):
-    packed = BACKEND.pack(expert, precision)
-    skeleton = BACKEND.skeleton(expert, precision, packed.program, "cpu")
-    skeleton.bind(packed.tensors)
-    return skeleton
-
-
 def answered(expert, image, precision=Precision.FP32):
-    return skeleton_of(expert, precision).infer(expert, [BACKEND.prepare(expert, image)])[0]
+    return answers(expert, image, precision=precision)[0]
 
 
 def ultralytics_boxes(expert, image):
@@ -181,7 +175,7 @@ def test_no_box_is_nothing_found(files, image):
 def test_one_skeleton_takes_images_of_several_sizes(files, image):
     expert = files.detector("det/x", size=64)
     larger = replace(expert, input=replace(expert.input, width=96))
-    skeleton = skeleton_of(expert)
+    skeleton = bound(expert)
     alone = skeleton.infer(expert, [BACKEND.prepare(expert, image)])
     skeleton.infer(larger, [BACKEND.prepare(larger, image)] * 2)
     assert skeleton.infer(expert, [BACKEND.prepare(expert, image)]) == alone

@@ -19,6 +19,7 @@ from experts.calibrations import CalibrationFolder
 from experts.errors import BackendUnavailable, OutputInvalid, WeightsMismatch
 from experts.expert import NOTHING_FOUND, Precision, Task
 from experts.packed.calibrated import calibration_of
+from tests.experts.conftest import answers, bound
 
 TOLERANCES = {
     Precision.FP32: 1e-4, Precision.BF16: 0.05, Precision.FP16: 0.01, Precision.ONNXRUNTIME: 1e-4,
@@ -28,14 +29,6 @@ TOLERANCES = {
 
 def independent(expert, **keys):
     return replace(expert, task=Task.MULTILABEL, **keys)
-
-
-def answers(expert, precision, *images):
-    backend = backend_for(expert.architecture)
-    packed = backend.pack(expert, precision)
-    skeleton = backend.skeleton(expert, precision, packed.program, "cpu")
-    skeleton.bind(packed.tensors)
-    return skeleton.infer(expert, [backend.prepare(expert, image) for image in images])
 
 
 @pytest.mark.parametrize(
@@ -63,7 +56,7 @@ def test_every_form_answers_with_the_sigmoids_of_torch(files, image, precision, 
     with torch.inference_mode():
         expected = module.eval()(batch).sigmoid()
     try:
-        found = answers(expert, precision, *images)
+        found = answers(expert, *images, precision=precision)
     except (WeightsMismatch, BackendUnavailable) as error:
         pytest.skip(f"this form is not for here: {error}")
     for prediction, row in zip(found, expected.tolist(), strict=True):
@@ -120,7 +113,7 @@ def test_a_graph_is_given_a_sigmoid_once(files, image, nodes):
     expected = sigmoids(files.onnx("cls/logits"), image)
     expert = independent(files.onnx("cls/x"))
     expert = ending(expert, *nodes) if nodes else expert
-    (found,) = answers(expert, Precision.FP32, image)
+    (found,) = answers(expert, image)
     assert [output.score for output in found.outputs] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
@@ -136,7 +129,7 @@ def test_a_graph_of_one_logit_may_answer_with_a_number_for_each_image(files, ima
     model = onnx.load_model(expert.weights)
     del model.graph.output[0].type.tensor_type.shape.dim[1]
     onnx.save_model(model, expert.weights)
-    first, second = answers(expert, Precision.FP32, image, image)
+    first, second = answers(expert, image, image)
     assert first.outputs[0].score == second.outputs[0].score == pytest.approx(float(expected[0]), abs=1e-5)
 
 
@@ -162,15 +155,13 @@ def test_a_graph_that_ends_otherwise_is_refused(files, nodes, reason):
 
 def test_each_label_has_its_threshold_and_what_is_no_number_is_no_prediction(files, image):
     expert = independent(files.classifier("cls/x", labels=("scratch", "dent"), size=32))
-    (plain,) = answers(expert, Precision.FP32, image)
+    (plain,) = answers(expert, image)
     low, high = (min(max(each.score, 1e-6), 1 - 1e-6) for each in plain.outputs)
     strict = replace(expert, thresholds=(("dent", min(high + 1e-4, 1 - 1e-9)), ("scratch", low / 2)))
-    (found,) = answers(strict, Precision.FP32, image)
+    (found,) = answers(strict, image)
     assert [output.holds for output in found.outputs] == [True, False]
     assert (found.label, found.otherwise) == ("scratch", NOTHING_FOUND)
-    backend = backend_for("resnet18")
-    packed = backend.pack(expert, Precision.FP32)
-    skeleton = backend.skeleton(expert, Precision.FP32, packed.program, "cpu")
-    skeleton.bind(packed.tensors | {"fc.bias": torch.full((2,), float("nan"))})
+    backend, skeleton = backend_for("resnet18"), bound(expert)
+    skeleton.bind(backend.pack(expert, Precision.FP32).tensors | {"fc.bias": torch.full((2,), float("nan"))})
     with pytest.raises(OutputInvalid, match="not a number"):
         skeleton.infer(expert, [backend.prepare(expert, image)])

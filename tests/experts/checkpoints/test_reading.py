@@ -12,7 +12,6 @@ import torch
 from torchvision import models
 
 from experts.checkpoints.reading import read_checkpoint
-from experts.checkpoints.recognition import recognise
 from experts.errors import WeightsRefused
 
 LABELS = ("good", "bad", "odd")
@@ -90,10 +89,6 @@ class TestWhereWeightsAre:
         assert same(found, network.state_dict())
         assert "what ema lacks was taken from model" in found.said
 
-    def test_torch_s_own_average(self, tmp_path, network):
-        averaged = torch.optim.swa_utils.AveragedModel(network)
-        assert same(read_checkpoint(saved(tmp_path, averaged.state_dict())), network.state_dict())
-
     def test_layers_by_number_keep_the_name_before_them(self, tmp_path):
         document = {"model.0.weight": torch.ones(2), "model.1.weight": torch.ones(3)}
         assert same(read_checkpoint(saved(tmp_path, document)), document)
@@ -142,11 +137,6 @@ class TestWhatIsTold:
         assert facts.evidence["labels"] == "model.names"
         assert facts.evidence["architecture"] == "model.yaml"
 
-    def test_it_agrees_with_what_the_weights_are(self, trained):
-        found = read_checkpoint(trained / "best.pt")
-        recognised = recognise(found.weights, found.facts.architecture)
-        assert (recognised.architecture, recognised.labels) == (found.facts.architecture, len(found.facts.labels))
-
     def test_by_ultralytics_while_it_trains(self, trained):
         found = read_checkpoint(trained / "unfinished.pt")
         assert (found.where, found.facts.architecture) == ("ema", "yolov8n")
@@ -178,13 +168,6 @@ class TestWhatIsTold:
         facts = read_checkpoint(saved(tmp_path, module)).facts
         assert (facts.architecture, facts.size, facts.normalize) == ("mobilenet_v3_small", (96, 64), "imagenet")
         assert facts.evidence["size"] == "the file itself.pretrained_cfg.input_size"
-
-    def test_by_a_table_beside_the_weights(self, tmp_path, network):
-        configured = {"input_size": (3, 96, 64), "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
-        document = {"state_dict": network.state_dict(), "pretrained_cfg": configured}
-        facts = read_checkpoint(saved(tmp_path, document)).facts
-        assert (facts.size, facts.normalize) == ((96, 64), {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]})
-        assert facts.evidence["normalize"] == "pretrained_cfg.mean, std"
 
     def test_by_a_script_s_arguments(self, tmp_path, network):
         arguments = argparse.Namespace(model="mobilenet_v3_small", val_crop_size=96, rate=0.1)
@@ -228,11 +211,6 @@ class TestWhatIsTold:
         assert same(found, network.state_dict())
         assert found.facts.problem == "multilabel"
         assert "criterion.pos_weight is of a loss: left out" in found.said
-
-    def test_a_loss_within_a_whole_module_tells_it_too(self, tmp_path, network):
-        module = copy.deepcopy(network)
-        module.criterion = torch.nn.BCEWithLogitsLoss()
-        assert read_checkpoint(saved(tmp_path, module)).facts.problem == "multilabel"
 
     @pytest.mark.parametrize("size", [0, -1, True, "64", [1 << 40, 3], [[1], 2], 1.5, []])
     def test_what_is_no_size_is_not_told_as_one(self, tmp_path, network, size):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from experts.architectures import CLASSIFIERS, known_architecture
+from experts.architectures import CLASSIFIERS
 from experts.backends import classifier, detector
 from experts.backends.modules.weightless import Weightless
-from experts.checkpoints.recognition import FAMILIES, _detectors, may_be_twin, recognise
+from experts.checkpoints.recognition import FAMILIES, may_be_twin, recognise
 
 ONE_OF_EACH = (  # families, and what differs within one
     "alexnet", "vgg11_bn", "convnext_small", "densenet161", "efficientnet_b1", "googlenet",
@@ -44,12 +44,6 @@ def test_every_classifier_has_a_family():
 def test_detectors_are_recognised(architecture):
     found = recognise(weights_of(architecture, labels=7))
     assert (found.architecture, found.labels, found.unserved) == (architecture, 7, None)
-
-
-def test_every_detector_that_is_tried_may_stand_in_a_line_file():
-    names = list(_detectors())
-    assert [known_architecture(name) for name in names] == names
-    assert all(detector.outline(name) for name in names)
 
 
 def test_a_hint_is_believed_only_if_it_fits():

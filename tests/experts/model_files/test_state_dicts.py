@@ -92,13 +92,6 @@ class TestCheckpoints:
         assert served_suffix(found) == ".safetensors"
 
 
-def test_what_is_served_as_it_is_is_copied_as_it_is(resnet, tmp_path):
-    found = describe_file(resnet)
-    write_weights(found, tmp_path / "copy.safetensors")
-    assert (tmp_path / "copy.safetensors").read_bytes() == resnet.read_bytes()
-    assert served_suffix(found) == ".safetensors"
-
-
 def test_tensors_that_share_memory_are_written_apart(tmp_path):
     from experts.model_files.state_dicts import describe_state_dict
 

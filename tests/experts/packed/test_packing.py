@@ -85,16 +85,6 @@ def test_a_source_of_the_same_size_and_time_with_other_bytes_is_packed_again(fil
     assert after.source_sha256 != before.source_sha256
 
 
-def test_a_source_that_changed_is_packed_again_and_its_old_bytes_go(files, store):
-    experts = [files.fake("cls/x", weight_bytes=10_000), files.fake("cls/y")]
-    before = packed_in(store, experts)
-    files.fake("cls/x", weight_bytes=20_000)
-    after = packed_in(store, experts)
-    assert after["cls/x"].own.size_bytes > before["cls/x"].own.size_bytes
-    assert after["cls/y"] == before["cls/y"]
-    check_sound(store, after)
-
-
 def test_another_number_of_labels_is_looked_at_anew(files, store):
     expert = files.onnx("cls/x")
     packed_in(store, [expert])
@@ -224,20 +214,6 @@ def test_what_several_experts_hold_in_common_is_stored_once(files, store):
     check_sound(store, packed)
 
 
-def test_each_set_of_holders_has_a_segment_of_its_own(files, store):
-    packed = packed_in(
-        store,
-        [
-            files.fake("cls/a", shared={"all": MIB, "two": MIB}),
-            files.fake("cls/b", shared={"all": MIB, "two": MIB}),
-            files.fake("cls/c", shared={"all": MIB}),
-        ],
-    )
-    assert len(packed["cls/a"].shared) == len(packed["cls/b"].shared) == 2
-    assert packed["cls/c"].shared[0] in packed["cls/a"].shared
-    check_sound(store, packed)
-
-
 def test_an_expert_added_later_shares_with_those_packed_before(files, store, make_slot, image):
     old, other = files.fake("cls/old", shared={"backbone": 2 * MIB}), files.fake("cls/other")
     before = packed_in(store, [old, other])
@@ -282,16 +258,6 @@ def test_a_frozen_backbone_of_classifiers_is_shared_in_every_form(files, store, 
     assert one.own.size_bytes == 4096 * -(-(3 * 1024 + 3) * 4 // 4096)  # the head alone
     assert (one.shared, one.layout) == (other.shared, other.layout)
     assert make_slot(first, one, store).infer(first, image) != make_slot(second, other, store).infer(second, image)
-
-
-def test_experts_with_equal_weights_have_nothing_of_their_own(files, store, make_slot, image):
-    first = files.classifier("cls/first", "squeezenet1_1")
-    second = replace(first, id="cls/second")
-    packed = packed_in(store, [first, second])
-    assert packed["cls/first"].own == packed["cls/second"].own
-    assert packed["cls/first"].own.size_bytes == 4096
-    slots = [make_slot(expert, packed[expert.id], store) for expert in (first, second)]
-    assert slots[0].infer(first, image) == slots[1].infer(second, image)
 
 
 def test_a_full_disk_leaves_what_was_there(files, store):

@@ -93,12 +93,6 @@ def test_memory_that_is_not_aligned_is_read_through_the_cache(store, buffer):
     assert buffer.view[3 : 3 + len(content)] == content
 
 
-def test_a_buffer_too_small_is_the_callers_error(store, buffer):
-    segment = written(store, random_bytes(8192))
-    with pytest.raises(ValueError, match="4096 bytes cannot take a segment of 8192"):
-        store.read(segment, buffer.view[:4096], "cls/x")
-
-
 def test_a_flipped_bit_is_found_by_the_first_read_of_a_process(store, buffer):
     segment = written(store, random_bytes(PARTS_BYTES))
     spoil(store.segment_path(segment.sha256))
@@ -201,13 +195,6 @@ def test_views_show_every_dtype_and_memory_format_in_place(buffer):
     assert not views["a"].flatten()[:5].any()
 
 
-def test_views_of_a_part_of_a_larger_buffer_stay_in_it(buffer):
-    spec = TensorSpec("a", "float32", (4,), (1,), 64)
-    part = buffer.tensor[8192:]
-    tensor_views(part, Segment("", 4096, (spec,)))["a"].fill_(1)
-    assert buffer.tensor.nonzero().min() >= 8192 + 64
-
-
 def test_views_need_a_flat_buffer_of_bytes_that_is_long_enough(buffer):
     segment = Segment("", 8192, ())
     for wrong in (buffer.tensor[:4096], buffer.tensor.view(torch.float32), buffer.tensor[:8192].view(2, -1)):
@@ -227,11 +214,6 @@ def test_a_closed_buffer_has_given_its_memory_back():
         _ = buffer.view
     with pytest.raises(ValueError, match="0 bytes"):
         AlignedBuffer(0)
-
-
-def test_slots_come_in_quanta_so_that_similar_heads_share_them():
-    assert Segment("", 4096, ()).slot_bytes == Segment("", 262144, ()).slot_bytes == 262144
-    assert Segment("", 262145, ()).slot_bytes == 524288
 
 
 def resident_bytes():

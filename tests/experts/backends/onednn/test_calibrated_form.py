@@ -15,6 +15,7 @@ from experts.errors import WeightsMismatch
 from experts.expert import Precision
 from experts.packed.calibrated import calibration_of
 from experts.packed.packing import pack_line
+from tests.experts.conftest import bound
 from tests.forms import needs
 
 FORM = Precision.ONEDNN_INT8
@@ -121,8 +122,5 @@ def test_what_is_no_number_on_the_way_in_is_no_answer_in_eight_bits_either(exper
     good = backend.prepare(expert, image)
     bad = replace(good, tensor=good.tensor.clone().index_fill_(1, torch.tensor([0]), wrong))
     for form in (Precision.FP32, FORM):
-        packable = backend.pack(expert, form)
-        skeleton = backend.skeleton(expert, form, packable.program, "cpu")
-        skeleton.bind(packable.tensors)
-        answers = judge(skeleton, expert, [good, bad])
+        answers = judge(bound(expert, form), expert, [good, bad])
         assert [type(each).__name__ for each in answers] == ["Prediction", "Rejected"], form

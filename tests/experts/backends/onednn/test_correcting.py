@@ -1,4 +1,4 @@
-"""What rounding shifts the mean of an output channel by is found on images, and taken off: there and on others."""
+"""Calibration: what is no number is told, and what rounding shifts the mean of an output channel by is taken off."""
 
 from __future__ import annotations
 
@@ -76,6 +76,20 @@ def moved(module, ranges, seen):
     with torch.inference_mode():
         (found,) = skeleton.outputs(seen.unbind())
     return float((found - module(seen)).mean(dim=(0, 2, 3)).abs().max())
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_what_is_no_number_is_told_with_the_call(module, number):
+    module.last.weight[0, 0, 0, 0] = number
+    with pytest.raises(ValueError, match=r"answer of last.weight: .* no levels"):
+        ranges_of(module, images(1))
+
+
+def test_a_weight_that_is_no_number_is_told_where_an_activation_hides_it(module):
+    ranges, _ = ranges_of(module, images(1))
+    module.second.weight[0, 0, 0, 0] = float("nan")  # oneDNN's ReLU makes 0 of it
+    with pytest.raises(ValueError, match=r"second.weight: .* no levels"):
+        form_of(module).tensors(dict(module.state_dict()), ranges)
 
 
 @pytest.mark.parametrize("seed", [1, 2])  # those that were measured, and others

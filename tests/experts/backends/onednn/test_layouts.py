@@ -189,16 +189,3 @@ def test_a_weight_is_left_as_it_is_where_one_number_of_threads_cannot_be_served(
     assert not serves(POINTWISE)
     monkeypatch.setattr(layouts, "thread_counts", lambda: (1,))
     assert serves(POINTWISE)
-
-
-@pytest.mark.parametrize(("cores", "counts"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 3, 6)), (16, (1, 2, 3, 4, 5, 8, 16))])
-def test_executors_share_the_cores_equally(monkeypatch, cores, counts):
-    monkeypatch.setattr(layouts, "cores", lambda: cores)
-    assert layouts.thread_counts() == counts
-
-
-def test_a_call_on_so_many_threads_changes_nobody_elses():
-    before = torch.get_num_threads()
-    assert on_threads(before + 1, torch.get_num_threads) == before + 1
-    assert torch.get_num_threads() == before
-    assert on_threads(1, lambda: on_threads(3, torch.get_num_threads)) == 3

@@ -15,7 +15,7 @@ from experts.backends.onednn.levels import (
     levels,
     quantised_weight,
 )
-from experts.backends.onednn.quantised_calls import Levels, pooled_levels
+from experts.backends.onednn.quantised_calls import Levels
 from experts.calibrations import Range
 
 ZEROS = [None, 0, MIDDLE]
@@ -119,19 +119,3 @@ def test_a_weight_that_is_no_number_has_no_levels(number):
     weight[1, 2] = number
     with pytest.raises(ValueError, match="no levels"):
         quantised_weight(weight)
-
-
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_memory_formats_stay(memory_format):
-    values = torch.randn(2, 3, 4, 5).contiguous(memory_format=memory_format)
-    made = levels_of(Range(-3, 3), None)
-    found = made.of(values)
-    assert found.is_contiguous(memory_format=memory_format)
-    assert made.back(found).is_contiguous(memory_format=memory_format)
-    assert made.back(found).dtype == torch.float32
-
-
-def test_the_greatest_of_a_window_is_had_of_every_level():
-    every = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
-    assert pooled_levels(every, 1).equal(every)
-    assert pooled_levels(every, kernel_size=3, stride=1, padding=1)[0, 0, :-1, :-1].equal(every[0, 0, 1:, 1:])

@@ -96,13 +96,6 @@ class NegativePadding(Module):
         return self.third(second)
 
 
-class Residual(Module):
-    def path(self, images):
-        first = self.at("first", functional.relu(self.first(images)), 0)
-        second = self.at("second", functional.relu(self.second(first)), 0)
-        return self.at("sum", functional.relu(self.third(second) + first), 0)
-
-
 class ResidualInPlace(Module):
     def path(self, images):
         first = self.at("first", self.first(images).relu_(), 0)
@@ -130,21 +123,6 @@ class TwoResiduals(Module):
         first = self.at("first", self.first(images), MIDDLE)
         second = self.at("second", functional.relu(self.second(first) + first), 0)
         return self.at("sum", self.third(second) + first)
-
-
-class Downsampled(Module):
-    """As in a ResNet: the summand is a convolution's own answer, and negative here and there."""
-
-    eight = ("first", "second", "third", "down")
-
-    def build(self):
-        self.second = nn.Conv2d(8, 8, 3, stride=2, padding=1, bias=False)
-        self.down = nn.Conv2d(8, 8, 1, stride=2)
-
-    def path(self, images):
-        first = self.at("first", functional.relu(self.first(images)), 0)
-        second = self.at("second", functional.relu(self.second(first)), 0)
-        return self.at("sum", functional.relu(self.third(second) + self.at("down", self.down(first), MIDDLE)), 0)
 
 
 class FloatSummand(Module):
@@ -205,18 +183,6 @@ class DividedAndJoinedWithFloat(Module):
         return functional.silu(self.third(torch.cat([one, other, summed], 1)))
 
 
-class DividedAndReadInFloat(Module):
-    """One half goes to a layer, the other is read in float32 alone."""
-
-    def build(self):
-        self.second = nn.Conv2d(4, 8, 3, padding=1)
-
-    def path(self, images):
-        one, other = self.at("first", functional.silu(self.first(images))).chunk(2, 1)
-        second = functional.silu(self.second(other))
-        return self.third(self.at("second", second + torch.cat([functional.silu(one), functional.relu(one)], 1)))
-
-
 class DividedAndAdded(Module):
     """A summand that is a part of another value, with gaps between its bytes."""
 
@@ -230,18 +196,6 @@ class DividedAndAdded(Module):
         return self.third(second)
 
 
-class Enlarged(Module):
-    def build(self):
-        self.second = nn.Conv2d(8, 8, 3, stride=2, padding=1)
-        self.third = nn.Conv2d(16, 8, 1)
-
-    def path(self, images):
-        first = self.at("joined", functional.silu(self.first(images)))
-        second = self.at("joined", functional.silu(self.second(first)))
-        found = torch.cat([functional.interpolate(second, scale_factor=2.0, mode="nearest"), first], 1)
-        return functional.silu(self.third(found))
-
-
 class Pooled(Module):
     """As at the start of a ResNet."""
 
@@ -250,19 +204,6 @@ class Pooled(Module):
         first = functional.max_pool2d(first, 3, 2, 1)
         second = self.at("second", functional.relu(self.second(first)), 0)
         return self.third(functional.dropout(second, 0.5, training=False))
-
-
-class PooledAgain(Module):
-    """As at the end of a YOLO: a pyramid of maxima, of what is negative in places."""
-
-    def build(self):
-        self.third = nn.Conv2d(24, 8, 1)
-
-    def path(self, images):
-        first = self.at("joined", self.second(self.at("first", functional.silu(self.first(images)))))
-        second = functional.max_pool2d(first, 5, 1, 2)
-        third = functional.max_pool2d(second, 5, 1, 2)
-        return functional.silu(self.third(torch.cat([first, second, third], 1)))
 
 
 class Grouped(Module):
@@ -500,7 +441,7 @@ def test_a_summand_that_others_read_is_not_overwritten(monkeypatch):
 
 @needs(Precision.ONEDNN_INT8)
 def test_what_no_image_showed_becomes_the_end_of_the_range():
-    made = tried(Residual)
+    made = tried(ResidualInPlace)
     _, found = outputs_of(bound_to(made.form, made.tensors), made.images * 1e6, 2)
     assert float(found.min()) == 0
     assert float(found.max()) == pytest.approx(made.scale * 255, rel=1e-5)

@@ -62,8 +62,8 @@ def computing():
 def made(numbers, architecture=ARCHITECTURE, px=PX):
     """A folded module, weights such as it may have, and what it is fused to."""
     form = classifier._structure_of(architecture, 4, None, (px, px))
-    module = classifier._template(form).folded
-    return module, classifier._sample(form), fused_module(module, (px, px), classifier.OUTPUTS, numbers)
+    module, sample = classifier._template(form).folded, classifier.ClassifierBackend().sample(form)
+    return module, sample, fused_module(module, (px, px), classifier.OUTPUTS, numbers)
 
 
 def trial_of(numbers, *of):
@@ -154,7 +154,7 @@ def test_in_eight_bits_a_wrong_kind_of_call_is_told_of_and_no_other(computing):
 def test_a_level_beside_the_one_that_is_expected_is_none_to_refuse_a_form_for():
     """Joined with what is a hundred times as large, all of its values lie in three levels, one of them in another."""
     architecture, size = "yolo12n", (320, 320)
-    module, sample = detector._template(architecture, 3).folded, detector._sample((architecture, 3))
+    module, sample = detector._template(architecture, 3).folded, detector.DetectorBackend().sample((architecture, 3))
     fused = fused_module(module, size, detector.OUTPUTS, torch.int8)
     found = tried(module, decided_layouts(fused), detector.OUTPUTS, sample)
     assert max(off for _, off in found.calls) < CALL_DEVIATION_MAXIMUM[torch.int8]

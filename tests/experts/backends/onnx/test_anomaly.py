@@ -14,6 +14,7 @@ from experts.backends.onnx.layouts import require_served
 from experts.errors import OutputInvalid, WeightsMismatch
 from experts.expert import Expert, InputSpec, Precision, Task
 from tests.experts.backends.onnx.anomaly_graphs import SIZE_PX, brightness
+from tests.experts.conftest import answers
 
 BACKEND = OnnxBackend()
 LABELS = ("ok", "anomalous")
@@ -39,17 +40,6 @@ def graphs(tmp_path):
 
 
 ANOMALIB_V2 = (("pred_score", "doubled"), ("pred_label", "bool"), ("anomaly_map", "map"), ("pred_mask", "mask"))
-
-
-def bound(expert):
-    packable = BACKEND.pack(expert, Precision.FP32)
-    skeleton = BACKEND.skeleton(expert, Precision.FP32, packable.program, "cpu")
-    skeleton.bind(packable.tensors)
-    return skeleton
-
-
-def answers(expert, *images):
-    return bound(expert).infer(expert, [BACKEND.prepare(expert, image) for image in images])
 
 
 def grey(level, side=SIZE_PX, spot=None):

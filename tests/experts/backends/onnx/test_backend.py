@@ -17,19 +17,9 @@ from experts.backends.onnx.backend import OnnxBackend, OnnxSkeleton, packed
 from experts.backends.ort.session import SESSIONS_KEPT
 from experts.errors import BackendUnavailable, OutputInvalid, WeightsCorrupt, WeightsMismatch, WeightsRefused
 from experts.expert import Precision
+from tests.experts.conftest import answers, bound
 
 BACKEND = OnnxBackend()
-
-
-def bound(expert, packable):
-    skeleton = BACKEND.skeleton(expert, Precision.FP32, packable.program, "cpu")
-    skeleton.bind(packable.tensors)
-    return skeleton
-
-
-def answers(expert, *images):
-    prepared = [BACKEND.prepare(expert, image) for image in images]
-    return bound(expert, BACKEND.pack(expert, Precision.FP32)).infer(expert, prepared)
 
 
 def reference(expert, image):
@@ -138,7 +128,7 @@ def coloured(*means):
 def test_a_score_does_not_depend_on_the_images_beside_it(files):
     """Logits of one image that happen to look like probabilities are logits all the same."""
     expert = edited(files.onnx("cls/x"), answering_means)
-    skeleton = bound(expert, BACKEND.pack(expert, Precision.FP32))
+    skeleton = bound(expert)
     by_chance, other = coloured(0.2, 0.3, 0.5), coloured(-1.0, 2.0, 0.0)
     alone = skeleton.infer(expert, [by_chance])[0]
     assert skeleton.infer(expert, [by_chance, other])[0] == alone
@@ -189,8 +179,7 @@ def test_probabilities_that_are_none_any_more_are_no_prediction(files, image):
         graph.initializer.append(numpy_helper.from_array(np.eye(3, dtype=np.float32), "mixture"))
 
     expert = edited(files.onnx("cls/x"), mixed)
-    packed = BACKEND.pack(expert, Precision.FP32)
-    skeleton = bound(expert, packed)
+    packed, skeleton = BACKEND.pack(expert, Precision.FP32), bound(expert)
     prepared = [BACKEND.prepare(expert, image)]
     assert skeleton.infer(expert, prepared)[0].score <= 1
     skeleton.bind(packed.tensors | {"mixture": 2 * torch.eye(3)})
@@ -288,8 +277,7 @@ def test_a_session_runs_only_after_torch_has_written_its_input(files, image, mon
     events = []
     expert = files.onnx("cls/x", batch=1)
     packed = BACKEND.pack(expert, Precision.FP32)
-    session = BACKEND.skeleton(expert, Precision.FP32, packed.program, "cpu")._session
-    skeleton = OnnxSkeleton(Recorded(session, events), "cpu")
+    skeleton = OnnxSkeleton(Recorded(bound(expert)._session, events), "cpu")
     skeleton.bind(packed.tensors)
     monkeypatch.setattr(onnx_backend, "await_writes", lambda device: events.append(f"wait for {device}"))
     skeleton.infer(expert, [BACKEND.prepare(expert, image)] * 2)

@@ -16,6 +16,7 @@ from experts.backends.onnx.backend import OnnxBackend
 from experts.backends.onnx.layouts import Layout, image_facts, read_detections, require_served
 from experts.errors import OutputInvalid, WeightsMismatch
 from experts.expert import Expert, Fit, InputSpec, Precision
+from tests.experts.conftest import answers
 from tests.trainers.torchvision_models import export_ssd, ssd_of
 from tests.trainers.ultralytics_models import export_rtdetr
 
@@ -69,13 +70,6 @@ def expert_of(path, labels=LABELS, size=SIZE):
     return replace(expert, input=image_facts(expert).applied(expert.pixels))
 
 
-def answered(expert, *images):
-    packed = BACKEND.pack(expert, Precision.FP32)
-    skeleton = BACKEND.skeleton(expert, Precision.FP32, packed.program, "cpu")
-    skeleton.bind(packed.tensors)
-    return skeleton.infer(expert, [BACKEND.prepare(expert, image) for image in images])
-
-
 def layout_of(expert):
     program = onnx.load_from_string(BACKEND.pack(expert, Precision.FP32).program)
     return {entry.key: entry.value for entry in program.metadata_props}[NOTE]
@@ -120,7 +114,7 @@ def test_boxes_are_those_that_ultralytics_predicts_with_the_file(exported, image
     expert = expert_of(path)
     assert layout_of(expert) == Layout.ANCHORS_LAST
     for each in (image, image.transpose(1, 0, 2).copy()):
-        require_same(answered(expert, each)[0], ultralytics_boxes(path, each))
+        require_same(answers(expert, each)[0], ultralytics_boxes(path, each))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +127,7 @@ def test_boxes_that_the_graph_suppresses_itself_are_those_that_ultralytics_predi
     path = exported(architecture, nms=True, iou=0.45, **options)
     expert = expert_of(path)
     assert layout_of(expert) == Layout.CHOSEN
-    require_same(answered(expert, image)[0], ultralytics_boxes(path, image))
+    require_same(answers(expert, image)[0], ultralytics_boxes(path, image))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +137,7 @@ def test_boxes_from_end_to_end_are_those_that_ultralytics_predicts(exported, ima
     path = exported(architecture, nms=False, **options)
     expert = expert_of(path)
     assert layout_of(expert) == Layout.CHOSEN
-    require_same(answered(expert, image)[0], ultralytics_boxes(path, image))
+    require_same(answers(expert, image)[0], ultralytics_boxes(path, image))
 
 
 def edited(path, edit, notes=None):
@@ -201,7 +195,7 @@ def expected_of_yolov5(expert, image):
 def test_boxes_of_yolov5s_own_exports_count_by_both_of_their_scores(exported, image, notes):
     expert = expert_of(edited(exported("yolov5n"), as_yolov5, notes))
     assert layout_of(expert) == Layout.OBJECTNESS
-    require_same(answered(expert, image)[0], expected_of_yolov5(expert, image))
+    require_same(answers(expert, image)[0], expected_of_yolov5(expert, image))
 
 
 @pytest.fixture(scope="session")
@@ -223,7 +217,7 @@ def test_boxes_of_rtdetr_are_those_that_ultralytics_predicts(rtdetr, image):
     expert = expert_of(path, size=160)
     assert (layout_of(expert), expert.pixels.fit) == (Layout.CHOSEN_QUERIES, Fit.FILLED)
     boxes = RTDETR(path).predict(image[..., ::-1], imgsz=160, conf=0.25, max_det=1000, verbose=False)[0].boxes
-    require_same(answered(expert, image)[0], cut(boxes))
+    require_same(answers(expert, image)[0], cut(boxes))
 
 
 def cut(boxes):
@@ -238,7 +232,7 @@ def test_boxes_of_former_exports_of_rtdetr_are_the_same_ones(rtdetr, image):
     """One label per query, the best one: of several labels of one box the others are left out."""
     former, now = (expert_of(rtdetr(is_former=is_former), size=160) for is_former in (True, False))
     assert (layout_of(former), former.pixels.fit) == (Layout.QUERIES, Fit.FILLED)
-    found, expected = answered(former, image)[0], answered(now, image)[0]
+    found, expected = answers(former, image)[0], answers(now, image)[0]
     assert {box.score for box in found.boxes} <= {box.score for box in expected.boxes}
     assert found.boxes[0].left == pytest.approx(expected.boxes[0].left, abs=1e-3)
 
@@ -249,7 +243,7 @@ def test_boxes_of_former_exports_of_rtdetr_are_the_same_ones(rtdetr, image):
 def test_a_segmentation_model_is_a_detector_of_its_boxes(exported, image, options):
     path = exported("yolov8n-seg", **options)
     expert = expert_of(path)
-    require_same(answered(expert, image)[0], ultralytics_boxes(path, image))
+    require_same(answers(expert, image)[0], ultralytics_boxes(path, image))
     packed = BACKEND.pack(expert, Precision.FP32)
     assert len(onnx.load_from_string(packed.program).graph.output) == 1
     assert not any("proto" in name for name in packed.tensors)  # what only the masks need is not even packed
@@ -260,8 +254,8 @@ def test_a_graph_of_several_images_answers_for_each_of_them(exported, image):
     images = [image, 255 - image, image[::-1].copy()]
     for options in ({"dynamic": True}, {"batch": 2}, {"dynamic": True, "batch": 2, "nms": True, "iou": 0.45}):
         expert = expert_of(exported("yolov8n", **options))
-        alone = [answered(expert, each)[0] for each in images]
-        for found, expected in zip(answered(expert, *images), alone, strict=True):
+        alone = [answers(expert, each)[0] for each in images]
+        for found, expected in zip(answers(expert, *images), alone, strict=True):
             assert [box.label for box in found.boxes] == [box.label for box in expected.boxes]
             assert [box.score for box in found.boxes] == pytest.approx([box.score for box in expected.boxes], abs=1e-5)
 
@@ -288,7 +282,7 @@ def test_boxes_of_torchvision_are_its_own(ssd, tmp_path, is_list):
     assert layout_of(expert) == Layout.TORCHVISION
     sure = expected["scores"] > 0.25
     rows = [expected["boxes"][sure], expected["scores"][sure, None], expected["labels"][sure, None] - 1.0]
-    for prediction in answered(expert, image, image):
+    for prediction in answers(expert, image, image):
         require_same(prediction, boxes_of(torch.cat(rows, dim=1), (96, 128)))
 
 
@@ -377,11 +371,11 @@ def with_two_bad_values(graph):
 def test_answers_that_are_no_numbers_are_no_prediction(exported, image):
     expert = expert_of(edited(exported("yolov8n"), with_two_bad_values))
     with pytest.raises(OutputInvalid, match="not a number"):
-        answered(expert, image)
+        answers(expert, image)
 
 
 def test_more_boxes_than_a_graph_keeps_are_no_prediction(exported, image):
     """Those that it left out might be the ones that do not pass."""
     expert = expert_of(exported("yolov8n", nms=True, iou=0.45, max_det=5))
     with pytest.raises(OutputInvalid, match="it found 5 boxes in one image, all that its graph has room for"):
-        answered(expert, image)
+        answers(expert, image)

@@ -16,6 +16,7 @@ from experts.backends.onnx.backend import OnnxBackend
 from experts.errors import OutputInvalid
 from experts.expert import Precision
 from experts.packed.packing import pack_line
+from tests.experts.conftest import bound
 
 BACKEND = OnnxBackend()
 CHANNELS, SIZE = 256, 32
@@ -76,13 +77,6 @@ def expert(files):
         return found
 
     return made
-
-
-def bound(expert):
-    packable = BACKEND.pack(expert, Precision.FP32)
-    skeleton = BACKEND.skeleton(expert, Precision.FP32, packable.program, "cpu")
-    skeleton.bind(packable.tensors)
-    return skeleton
 
 
 def pixels(seed):

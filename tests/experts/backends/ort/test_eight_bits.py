@@ -22,7 +22,7 @@ from experts.expert import Precision
 from experts.packed.calibrated import calibration_of
 from experts.packed.packing import pack_line
 from profiler.microbench.agreement import candidate_precisions
-from tests.experts.conftest import trained_looking
+from tests.experts.conftest import answers, trained_looking
 from tests.forms import needs
 
 FORM = Precision.ONNXRUNTIME_INT8
@@ -67,18 +67,14 @@ def calibrated_in(folder, expert, without=None):
     return replace(expert, calibration=folder.path(expert.id))
 
 
-def answers(expert, precision):
-    backend = backend_for(expert.architecture)
-    packed = backend.pack(expert, precision)
-    skeleton = backend.skeleton(expert, precision, packed.program, "cpu")
-    skeleton.bind(packed.tensors)
-    return skeleton.infer(expert, [backend.prepare(expert, picture(label, 3)) for label in LABELS])
+def decided(expert, precision):
+    return answers(expert, *(picture(label, 3) for label in LABELS), precision=precision)
 
 
 @pytest.mark.parametrize("highest", [WIDE, NARROW])
 def test_a_classifier_decides_as_in_fp32(calibrated, monkeypatch, highest):
     monkeypatch.setattr(eight_bits, "weight_highest", lambda: highest)
-    expected, found = answers(calibrated, Precision.FP32), answers(calibrated, FORM)
+    expected, found = decided(calibrated, Precision.FP32), decided(calibrated, FORM)
     assert [each.label for each in found] == [each.label for each in expected] == list(LABELS)
     assert [each.score for each in found] == pytest.approx([each.score for each in expected], abs=0.02)
 

@@ -121,16 +121,6 @@ def test_a_program_names_what_it_is_laid_out_for():
     assert identity_of(residual_graph(16)[0].SerializeToString()) is None
 
 
-def test_filters_in_blocks_of_outputs_by_hand():
-    weight = torch.arange(6.0).view(3, 2, 1, 1) + 1  # outputs (1 2) (3 4) (5 6), filled up to four
-    placement = WeightInput("w", WeightOrder.OUT_BLOCKED, 2, (4, 2, 1, 1))
-    assert placement.laid(weight).flatten().tolist() == [1, 3, 2, 4, 5, 0, 6, 0]
-
-
-def test_a_bias_is_filled_up_with_zeros():
-    assert WeightInput("b", WeightOrder.PADDED, 1, (4,)).laid(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1, 2, 3, 0]
-
-
 @given(
     out_blocks=st.integers(1, 3),
     in_blocks=st.integers(1, 3),
