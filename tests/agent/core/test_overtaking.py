@@ -1,71 +1,137 @@
-"""Who may run past a group whose expert is in memory, but held for a head that has waited beyond the bound."""
+"""Who overtakes whom: groups that stop growing, and heads that waited beyond the bound."""
 
 from __future__ import annotations
 
 import pytest
 
 from agent.core import events
-from agent.core.effects import Assigned, StartBatch, StartLoad
-from agent.core.engine import Engine
-from agent.core.performance import (
-    SSD,
-    ExecutorSpec,
-    ExpertProfile,
-    Footprint,
-    Limits,
-    Performance,
-    PerformanceMatrix,
-    PoolSpec,
-)
-from agent.core.policy import PRESETS
-from experts.expert import Prediction
-from experts.graph import ExpertGraph
+from agent.core.performance import PoolSpec
+from tests.agent.core.worlds import Line, alone
 
-PASS = Prediction("ok", 1.0)
-LARGE = "h"  # of two bytes: of three that there are, the pinned one takes one, and the one in use another
-PINNED, IN_USE, ELSEWHERE = "c", "a", "x"
-RUNS_ON = {"p0": [LARGE], "p1": [IN_USE, PINNED, ELSEWHERE], "p2": [IN_USE]}
+
+def one_memory(*experts, room=1, **more):
+    """An executor for each of these, all in one memory."""
+    processors = {f"p{number}": (each, "host") for number, each in enumerate(experts)}
+    return Line((PoolSpec("host", room, 4 * len(experts)),), processors, **more)
+
+
+def arrive(line, expert, at_s):
+    """A request comes, and the load that it causes is done at once; the batch that starts."""
+    line.ask(expert, at=at_s)
+    if expert in line.loads:
+        line.loaded(expert)
+    return line.batches.get(expert)
+
+
+def test_requests_of_one_expert_run_together_and_split_at_the_maximum_batch():
+    """Figure 9: a b a b a a, with a maximum of 3."""
+    line, ran = alone(policy="paper", host=1, max_batch=3), []
+    for component in "ABABAA":
+        line.arrive(component)
+    while line.loads or line.batches:
+        if line.loads:
+            line.loaded(next(iter(line.loads)))
+        else:
+            ran.append(next(iter(line.batches.values())).requests)
+            line.finished(next(iter(line.batches)))
+    assert ran == [(1, 3, 5), (6,), (2, 4)]
+
+
+@pytest.mark.parametrize(("policy", "joined"), [("coserve", [True, False]), ("paper", [True, True])])
+def test_a_group_stops_growing_once_a_request_behind_it_has_waited_for_the_bound(policy, joined):
+    line = alone(policy=policy, max_overtake_s=5.0)
+    line.arrive("A", at=0.0)
+    line.arrive("B", at=1.0)
+    told = []
+    for at_s in (5.9, 6.0):
+        line.arrive("A", at=at_s)
+        told.append(line.assigned.joined)
+    assert told == joined
+
+
+@pytest.mark.parametrize("policy", ["coserve", "paper"])
+def test_a_load_that_a_request_had_to_wait_for_is_a_switch(policy):
+    line = alone(policy=policy)
+    for component in "AB":
+        line.arrive(component)
+    line.loaded("a")
+    if policy == "coserve":
+        line.loaded("b")  # its turn has not come: a runs
+    assert line.engine.statistics().switches == 1
+
+
+def test_a_group_that_never_empties_is_no_older_than_its_oldest_request():
+    """x's executor always has work, and the memory holds one expert: y's turn comes when x's older requests ran."""
+    line = one_memory("x", "y", max_batch=1, max_overtake_s=5.0)
+    arrive(line, "x", 0.0)
+    arrive(line, "x", 0.0)
+    arrive(line, "y", 0.5)
+    arrive(line, "x", 2.0)
+    assert line.finished("x", at=3.0) == ["run x"]  # y is not overdue yet
+    assert line.finished("x", at=6.0) == ["evict x host stage 3", "load y ssd>host"]
+
+
+def test_an_overdue_head_leaves_what_an_older_head_waits_to_run_on():
+    line = one_memory("x", "y", max_batch=1, max_overtake_s=5.0)
+    for expert, at_s in (("x", 0.0), ("x", 0.4), ("y", 0.5)):
+        arrive(line, expert, at_s)
+    assert line.finished("x", at=6.0) == ["run x"]
+
+
+@pytest.mark.parametrize(("since_s", "told"), [(1.0, []), (0.4, ["run x"])])
+def test_executors_that_take_turns_on_one_copy_do_not_keep_it_from_an_overdue_head_unless_they_waited_longer(
+    since_s, told
+):
+    line = one_memory("x", "x", "y", max_batch=1, max_overtake_s=5.0)
+    first = arrive(line, "x", 0.0)
+    second = arrive(line, "x", 0.0)
+    assert (first.executor, second.executor) == (0, 1)
+    waiting = [("x", since_s), ("y", 0.5)] if since_s < 0.5 else [("y", 0.5), ("x", 1.0), ("x", 1.0)]
+    for expert, at_s in waiting:
+        arrive(line, expert, at_s)
+    line.batches["x"] = first
+    assert line.finished("x", at=6.0) == told  # held for y, as the second still runs on x
+    if not told:
+        line.batches["x"] = second
+        assert line.finished("x", at=7.0) == ["evict x host stage 3", "load y ssd>host"]
+
+
+def test_requests_that_were_given_back_are_as_old_as_they_were():
+    line = one_memory("x", "y", max_batch=1, max_overtake_s=5.0)
+    arrive(line, "x", 0.0)
+    arrive(line, "y", 0.5)
+    assert line.failed("x", out_of_memory=True, at=6.0) == ["run x"]
+
+
+# -- past a group whose expert is in memory, but held for an overdue head --
 
 
 @pytest.fixture
-def engine():
-    """Executor 1 runs what is pinned, executor 2 what is in use; executor 0 waits for the large one, since 0 s."""
-    experts = [LARGE, IN_USE, PINNED, ELSEWHERE]
-    rows = {
-        name: ExpertProfile(name, Performance(1.0, 1.0, 4, 1), Footprint(2 if name == LARGE else 1), {SSD: 1.0})
-        for name in experts
-    }
-    matrix = PerformanceMatrix({each: {name: rows[name] for name in named} for each, named in RUNS_ON.items()})
-    executors = [ExecutorSpec(number, processor, "host") for number, processor in enumerate(RUNS_ON)]
-    limits = Limits((PoolSpec("host", 3, 12),), max_overtake_s=1.0, pinned=frozenset(PINNED))
-    engine = Engine(ExpertGraph(experts, {}), matrix, executors, PRESETS["coserve"], limits)
-    for number, expert in enumerate([PINNED, IN_USE]):
-        ask(engine, number, expert, 0.0, executor=number + 1)
-        assert started(engine.handle(events.Loaded(number + 1), 0.0)) == [expert]
-    assert ask(engine, 2, LARGE, 0.0, executor=0) == []
-    return engine
-
-
-def ask(engine, request, expert, at_s, executor):
-    effects = engine.handle(events.Arrived(request, expert=expert), at_s)
-    (assigned,) = (effect for effect in effects if isinstance(effect, Assigned))
-    assert assigned.executor == executor
-    return [effect for effect in effects if not isinstance(effect, Assigned | StartLoad)]
-
-
-def started(effects):
-    return [effect.batch.expert for effect in effects if isinstance(effect, StartBatch)]
+def line():
+    """Executor 1 runs what is pinned (c), executor 2 what is in use (a); executor 0 waits since 0 s for h, of two of
+    three bytes."""
+    line = one_memory("h", "acx", "a", room=3, sizes={"h": 2}, max_overtake_s=1.0, pinned=frozenset("c"))
+    assert arrive(line, "c", 0.0).executor == 1
+    assert arrive(line, "a", 0.0).executor == 2
+    assert line.ask("h", at=0.0) == []
+    return line
 
 
 @pytest.mark.parametrize(("at_s", "may_pass"), [(4.5, True), (4.99, True), (5.0, False), (5.5, False)])
-def test_nobody_runs_past_one_that_is_here_who_came_later_than_it_by_the_bound(engine, at_s, may_pass):
-    ask(engine, 3, IN_USE, 4.0, executor=1)
-    ask(engine, 4, PINNED, at_s, executor=1)
-    assert started(engine.handle(events.Finished(1, (PASS,)), 6.0)) == ([PINNED] if may_pass else [])
+def test_nobody_runs_past_one_that_is_here_who_came_later_than_it_by_the_bound(line, at_s, may_pass):
+    for expert, since_s in (("a", 4.0), ("c", at_s)):
+        line.ask(expert, at=since_s)
+        assert line.assigned.executor == 1
+    assert line.finished("c", at=6.0) == (["run c"] if may_pass else [])
 
 
-def test_one_that_nobody_here_stands_before_runs_however_late_its_last_request_came(engine):
-    ask(engine, 3, ELSEWHERE, 3.9, executor=1)
-    ask(engine, 4, PINNED, 4.0, executor=1)
-    ask(engine, 5, PINNED, 5.5, executor=1)
-    assert started(engine.handle(events.Finished(1, (PASS,)), 6.0)) == [PINNED]
+def test_one_that_nobody_here_stands_before_runs_however_late_its_last_request_came(line):
+    for expert, since_s in (("x", 3.9), ("c", 4.0), ("c", 5.5)):
+        line.ask(expert, at=since_s)
+    assert line.finished("c", at=6.0) == ["run c"]
+
+
+def test_a_pinned_expert_stays_where_it_can_run_also_when_two_processors_share_a_memory():
+    for policy, placed in (("samba", []), ("coserve", ["load a ssd>host"])):  # Samba-CoE uses the first executor alone
+        line = one_memory("", "a", room=2, policy=policy, pinned=frozenset("a"))
+        assert line.handle(events.Started()) == placed

@@ -8,125 +8,16 @@ from __future__ import annotations
 import pytest
 
 from agent.core import events
-from agent.core.effects import Assigned, Evict, EvictionDecision, StartBatch, StartLoad
-from agent.core.engine import Engine
+from agent.core.effects import Evict, EvictionDecision
 from agent.core.eviction import EvictionCandidate
 from agent.core.performance import (
-    SSD,
-    ExecutorSpec,
-    ExpertProfile,
     Footprint,
-    Performance,
-    PerformanceMatrix,
     PoolSpec,
     SharedTensors,
 )
-from agent.core.policy import PRESETS
-from experts.expert import Prediction
-from experts.graph import ExpertGraph, RouteStep
-from tests.agent.core import worlds
+from tests.agent.core.worlds import Line, of, split, unified
 
-LEFT, RIGHT = "abcdefgh", "uvwxyz"
 TRUNK = SharedTensors("trunk", 5)
-
-
-class Line:
-    """An Engine, its loads and batches in flight by their experts, and the time."""
-
-    def __init__(self, pools, processors, policy, sizes, shared, usage, followed_by, limits):
-        def row(expert):
-            footprint = Footprint(sizes.get(expert, 1), (TRUNK,) if expert in shared else ())
-            load_s = {SSD: 10.0, "host": 2.0}
-            return ExpertProfile(f"{expert}@fp32", Performance(1.0, 2.0, 4, workspace_bytes=1), footprint, load_s)
-
-        columns = {processor: {name: row(name) for name in names} for processor, (names, _) in processors.items()}
-        specs = [
-            ExecutorSpec(number, processor, pool) for number, (processor, (_, pool)) in enumerate(processors.items())
-        ]
-        names = "".join(names for names, _ in processors.values())
-        passes = frozenset({"ok"})
-        routes = {name: (RouteStep(name, passes), RouteStep(then, passes)) for name, then in followed_by.items()}
-        graph = ExpertGraph(names, routes)
-        self.engine = Engine(
-            graph, PerformanceMatrix(columns, usage), specs, PRESETS[policy], worlds.limits(pools, **limits)
-        )
-        self.now = 0.0
-        self.loads = {}
-        self.batches = {}
-        self.last_request = 0
-
-    def handle(self, event, at=None):
-        """What the event led to, but for assignments; each load and each batch is remembered by its expert."""
-        self.now = self.now if at is None else at
-        effects = self.engine.handle(event, self.now)
-        self.engine.check_invariants()
-        for effect in effects:
-            if isinstance(effect, StartLoad):
-                self.loads[effect.expert] = effect
-            elif isinstance(effect, StartBatch):
-                self.batches[effect.batch.expert] = effect.batch
-        return [told(effect) for effect in effects if not isinstance(effect, Assigned) and told(effect)]
-
-    def ask(self, expert, at=None):
-        """A request for one expert arrives."""
-        self.last_request += 1
-        return self.handle(events.Arrived(self.last_request, expert=expert), at)
-
-    def loaded(self, expert, at=None):
-        return self.handle(events.Loaded(self.loads.pop(expert).load), at)
-
-    def load_failed(self, expert, at=None, *, is_away=False):
-        failed = events.LoadFailed(self.loads.pop(expert).load, "I/O error", permanent=False, is_away=is_away)
-        return self.handle(failed, at)
-
-    def finished(self, expert, at=None):
-        batch = self.batches.pop(expert)
-        results = (Prediction("ok", 1.0),) * len(batch.requests)
-        return self.handle(events.Finished(batch.id, results), at)
-
-    def bring(self, *experts):
-        """Have experts resident, each asked for once and idle again."""
-        for expert in experts:
-            self.run(expert)
-            self.finished(expert)
-
-    def run(self, expert):
-        """Have an expert resident and in use."""
-        self.ask(expert)
-        for _ in range(2):  # in split memory a load to the host, and one on to the device
-            if expert in self.loads:
-                self.loaded(expert)
-        assert expert in self.batches
-
-    def resident(self, pool="host"):
-        return next("".join(copy[0] for copy in each.resident) for each in self.pools() if each.name == pool)
-
-    def pools(self):
-        return self.engine.statistics().pools
-
-
-def told(effect):
-    if isinstance(effect, StartLoad):
-        return f"load {effect.expert} {effect.source}>{effect.pool}"
-    if isinstance(effect, Evict):
-        return f"evict {effect.expert} {effect.pool} stage {effect.stage}"
-    if isinstance(effect, StartBatch):
-        return f"run {effect.batch.expert}"
-    return None
-
-
-def unified(host=3, policy="coserve", sizes=None, shared="", usage=None, followed_by=None, **limits):
-    """Both executors share one memory."""
-    processors = {"left": (LEFT, "host"), "right": (RIGHT, "host")}
-    pools = (PoolSpec("host", host, 16),)
-    return Line(pools, processors, policy, sizes or {}, shared, usage or {}, followed_by or {}, limits)
-
-
-def split(host=6, device=2, policy="coserve", sizes=None, usage=None, followed_by=None, **limits):
-    """Executor 0 has a device of its own, with the host in front of it; executor 1 runs in the host."""
-    processors = {"left": (LEFT, "device"), "right": (RIGHT, "host")}
-    pools = (PoolSpec("host", host, 16), PoolSpec("device", device, 16, cache="host"))
-    return Line(pools, processors, policy, sizes or {}, "", usage or {}, followed_by or {}, limits)
 
 
 # -- demand: the head of a queue --
@@ -261,7 +152,7 @@ def test_an_overdue_head_keeps_its_place_on_the_link_until_it_has_room():
     pools = tuple(PoolSpec(name, 1, 16) for name in ("one", "two", "three"))
 
     def line(loads_in_flight):
-        made = Line(pools, processors, "coserve", {}, "", {}, {}, {"loads_in_flight": loads_in_flight})
+        made = Line(pools, processors, loads_in_flight=loads_in_flight)
         for expert in "auy":
             made.run(expert)
         made.ask("b", at=0.0)
@@ -353,21 +244,16 @@ def test_only_so_many_loads_are_under_way_from_one_source():
 
 def test_an_eviction_tells_for_whom_how_many_bytes_short_and_who_was_weighed():
     line = unified(host=4, policy="samba", sizes={"b": 2, "d": 2}, usage={"a": 0.5})
-    line.bring("a", "b", "a")
-    line.bring("c")
+    line.bring("a", "b", "a", "c")
     line.ask("d")
     assert line.loads["d"].size_bytes == 2
-    line = unified(host=4, policy="samba", sizes={"b": 2, "d": 2}, usage={"a": 0.5})
-    line.bring("a", "b", "a", "c")
-    effects = line.engine.handle(events.Arrived(99, expert="d"), 0.0)
     weighed = (
         EvictionCandidate("b@fp32", "b", Footprint(2), 0.0, None, False, 3, 4),
         EvictionCandidate("a@fp32", "a", Footprint(1), 0.5, None, False, 1, 5),
         EvictionCandidate("c@fp32", "c", Footprint(1), 0.0, None, False, 6, 7),
     )
-    assert [each for each in effects if isinstance(each, Evict)] == [
-        Evict("b", "b@fp32", "host", 2, 0, EvictionDecision("d@fp32", 2, weighed))
-    ]
+    decision = EvictionDecision("d@fp32", 2, weighed)
+    assert of(Evict, line.effects) == [Evict("b", "b@fp32", "host", 2, 0, decision)]
 
 
 def test_the_oldest_copy_leaves_first_or_the_one_used_longest_ago():
@@ -385,7 +271,7 @@ def test_an_expert_of_unknown_usage_counts_as_never_used():
 
 def preliminary_line(policy="paper", **changes):
     """d comes before e on a route; e is the most used of all that may leave."""
-    return unified(policy=policy, usage={"e": 0.9, "a": 0.1}, followed_by={"d": "e"}, **changes)
+    return unified(policy=policy, usage={"e": 0.9, "a": 0.1}, routes={"d": "de"}, **changes)
 
 
 def test_a_subsequent_expert_whose_preliminary_one_is_nowhere_leaves_first():
@@ -435,7 +321,7 @@ def test_a_preliminary_expert_that_came_at_the_second_try_is_there():
 
 
 def test_a_preliminary_expert_that_left_one_of_two_memories_is_still_somewhere():
-    line = split(host=1, device=2, policy="paper", usage={"e": 0.9, "d": 0.5, "a": 0.1}, followed_by={"d": "e"})
+    line = split(host=1, device=2, policy="paper", usage={"e": 0.9, "d": 0.5, "a": 0.1}, routes={"d": "de"})
     line.bring("d")  # a copy in each memory
     assert (line.resident("host"), line.resident("device")) == ("d", "d")
     line.bring("x")
@@ -445,10 +331,17 @@ def test_a_preliminary_expert_that_left_one_of_two_memories_is_still_somewhere()
 
 
 def test_shared_parts_count_once_and_stay_for_the_newcomer_that_needs_them():
-    line = unified(host=9, shared="abd", sizes={"a": 1, "b": 1, "c": 2, "d": 2}, usage={"a": 0.1, "b": 0.2, "c": 0.3})
+    line = unified(
+        host=9,
+        shared=dict.fromkeys("abd", (TRUNK,)),
+        sizes={"a": 1, "b": 1, "c": 2, "d": 2},
+        usage={"a": 0.1, "b": 0.2, "c": 0.3},
+    )
     line.bring("a", "b", "c")  # 5 + 1 + 1 + 2 bytes
     assert line.ask("d") == ["evict a host stage 2", "evict b host stage 2", "load d ssd>host"]
-    line = unified(host=9, shared="ab", sizes={"c": 2, "d": 3}, usage={"a": 0.1, "b": 0.2, "c": 0.3})
+    line = unified(
+        host=9, shared=dict.fromkeys("ab", (TRUNK,)), sizes={"c": 2, "d": 3}, usage={"a": 0.1, "b": 0.2, "c": 0.3}
+    )
     line.bring("a", "b", "c")
     assert line.ask("d") == ["evict a host stage 2", "evict b host stage 2", "load d ssd>host"]
     assert line.pools()[0].used_bytes == 5
@@ -636,38 +529,38 @@ def test_the_initial_placement_leaves_the_room_that_a_head_waits_for():
 
 
 def test_what_may_follow_a_running_expert_is_loaded_into_free_room_and_takes_nobodys():
-    line = unified(host=3, followed_by={"a": "d"})
+    line = unified(host=3, routes={"a": "ad"})
     line.bring("b")
     line.ask("a")
     assert line.loaded("a") == ["run a", "load d ssd>host"]
-    line = unified(host=2, followed_by={"a": "d"})
+    line = unified(host=2, routes={"a": "ad"})
     line.bring("b")
     line.ask("a")
     assert line.loaded("a") == ["run a"]
 
 
 def test_without_overlapping_nothing_is_loaded_in_advance():
-    line = unified(policy="paper", followed_by={"a": "d"})
+    line = unified(policy="paper", routes={"a": "ad"})
     line.ask("a")
     assert line.loaded("a") == ["run a"]
 
 
 def test_what_is_in_quarantine_is_not_loaded_in_advance():
-    line = unified(followed_by={"a": "d"})
+    line = unified(routes={"a": "ad"})
     line.handle(events.Quarantined("d", "bad"))
     line.ask("a")
     assert line.loaded("a") == ["run a"]
 
 
 def test_nothing_is_loaded_in_advance_into_the_room_that_a_head_waits_for():
-    line = unified(host=4, sizes={"a": 2, "x": 3}, followed_by={"a": "d"})
+    line = unified(host=4, sizes={"a": 2, "x": 3}, routes={"a": "ad"})
     line.ask("a")
     line.ask("x")
     assert line.loaded("a") == ["run a"]
 
 
 def test_what_did_not_come_in_advance_pauses_too():
-    line = unified(followed_by={"a": "d"}, load_backoff_s=5.0)
+    line = unified(routes={"a": "ad"}, load_backoff_s=5.0)
     line.run("a")
     assert line.load_failed("d", at=1.0) == []
     line.finished("a")
@@ -702,14 +595,9 @@ def test_a_copy_goes_through_the_host_to_the_device():
 def test_a_load_from_the_host_is_predicted_when_a_copy_is_there():
     line = split(device=1)
     line.bring("a", "b")  # b replaces a on the device, both are in the host
-    (assigned,) = (
-        each for each in line.engine.handle(events.Arrived(99, expert="a"), 0.0) if isinstance(each, Assigned)
-    )
-    assert assigned.candidates[0].addition_s == 3.0 + 2.0
-    (assigned,) = (
-        each for each in line.engine.handle(events.Arrived(98, expert="c"), 0.0) if isinstance(each, Assigned)
-    )
-    assert assigned.candidates[0].addition_s == 3.0 + 10.0
+    for expert, load_s in (("a", 2.0), ("c", 10.0)):
+        line.ask(expert)
+        assert line.assigned.candidates[0].addition_s == 3.0 + load_s
 
 
 @pytest.mark.parametrize(
@@ -817,30 +705,19 @@ def test_an_overdue_head_that_waits_for_the_link_keeps_the_room_that_is_free():
 
 def test_a_copy_that_no_head_runs_on_makes_room_though_its_expert_is_at_the_head_of_a_queue():
     """Two processors of different precisions in one memory: a head spares its copy, not its expert's other one."""
-    sizes = {"@fp32": 8, "@fp16": 4}
-    columns = {
-        processor: {
-            name: ExpertProfile(name + form, Performance(1.0, 2.0, 4, 0), Footprint(size), {SSD: 10.0})
-            for name in names
-        }
-        for processor, names, (form, size) in zip(("cpu", "gpu"), ("ab", "a"), sizes.items(), strict=True)
-    }
-    specs = [ExecutorSpec(0, "cpu", "host"), ExecutorSpec(1, "gpu", "host")]
-    graph = ExpertGraph("ab", {})
-    limits = worlds.limits((PoolSpec("host", 9, 0),))
-    engine = Engine(graph, PerformanceMatrix(columns, {"a": 1.0}), specs, PRESETS["coserve"], limits)
-    placed = [each for each in engine.handle(events.Started(), 0.0) if isinstance(each, StartLoad)]
-    assert [load.copy for load in placed] == ["a@fp32"]
-    engine.handle(events.Arrived(1, expert="b"), 0.0)  # only the cpu runs it
-    engine.handle(events.Arrived(2, expert="a"), 0.0)  # shorter on the gpu
-    moved = engine.handle(events.Loaded(placed[0].load), 1.0)
-    assert [type(each) for each in moved] == [Evict, StartLoad]
+    processors, sizes = {"cpu": ("ab", "host"), "gpu": ("a", "host")}, {"a": 8, "b": 8, "a@fp16": 4}
+    line = Line((PoolSpec("host", 9, 8),), processors, forms={"gpu": "fp16"}, sizes=sizes, usage={"a": 1.0})
+    line.handle(events.Started())
+    line.ask("b")  # only the cpu runs it
+    line.ask("a")  # shorter on the gpu
+    line.loads["a"] = next(iter(line.engine._state.loads))
+    assert [each.split()[0] for each in line.handle(events.Loaded(line.loads["a"]))] == ["evict", "load"]
 
 
 def test_an_overdue_head_whose_copy_is_there_keeps_no_place_on_the_link():
     pools = (PoolSpec("host", 2, 16), PoolSpec("other", 2, 16))
     processors = {"left": ("abc", "host"), "middle": ("uv", "host"), "right": ("z", "other")}
-    line = Line(pools, processors, "coserve", {}, "", {}, {}, {"loads_in_flight": 2, "max_overtake_s": 5.0})
+    line = Line(pools, processors, loads_in_flight=2, max_overtake_s=5.0)
     line.run("a")
     line.run("u")
     line.ask("b", at=1.0)
@@ -849,30 +726,72 @@ def test_an_overdue_head_whose_copy_is_there_keeps_no_place_on_the_link():
 
 
 def test_only_the_copy_that_a_pinned_expert_runs_on_is_pinned():
-    columns = {
-        "gpu": {
-            name: ExpertProfile(f"{name}@fp16", Performance(1, 2, 4, 0), Footprint(2), {SSD: 9, "host": 1})
-            for name in "ab"
-        },
-        "cpu": {"a": ExpertProfile("a@fp32", Performance(1, 2, 4, 0), Footprint(2), {SSD: 9})},
-    }
-    specs = [ExecutorSpec(0, "cpu", "host"), ExecutorSpec(1, "gpu", "device")]
-    pools = (PoolSpec("host", 5, 0), PoolSpec("device", 2, 0, cache="host"))
-    graph, limits = ExpertGraph("ab", {}), worlds.limits(pools, pinned=frozenset("a"))
-    engine = Engine(graph, PerformanceMatrix(columns, {}), specs, PRESETS["coserve"], limits)
-    pinned = {"a@fp32"}
-    for number, expert in enumerate("abab" * 3):
-        waiting = engine.handle(events.Arrived(number, expert=expert), float(number))
-        while waiting:
-            effect = waiting.pop(0)
-            if isinstance(effect, StartLoad):
-                waiting += engine.handle(events.Loaded(effect.load), number + 0.5)
-            elif isinstance(effect, StartBatch):
-                results = (Prediction("ok", 1.0),) * len(effect.batch.requests)
-                waiting += engine.handle(events.Finished(effect.batch.id, results), number + 0.6)
-    held = {entry.copy for pool in engine._state.pools.values() for entry in pool.entries() if entry.pinned}
-    assert held <= pinned
-    assert engine.statistics().in_flight == 0
+    pools, processors = (
+        (PoolSpec("host", 5, 8), PoolSpec("device", 2, 8, cache="host")),
+        {"cpu": ("a", "host"), "gpu": ("ab", "device")},
+    )
+    line = Line(pools, processors, forms={"gpu": "fp16"}, sizes={"a": 2, "b": 2}, pinned=frozenset("a"))
+    for _ in range(6):
+        for expert in "ab":
+            line.ask(expert)
+            while line.loads or line.batches:
+                line.loaded(*list(line.loads)[:1]) if line.loads else line.finished(*list(line.batches)[:1])
+    held = {entry.copy for pool in line.engine._state.pools.values() for entry in pool.entries() if entry.pinned}
+    assert held <= {"a@fp32"}
+
+
+def test_who_passes_one_that_waits_for_a_busy_link_takes_no_room_from_what_is_queued_later():
+    line = split(host=7, device=3, loads_in_flight=1)
+    line.bring(*"abcd")  # a leaves the device for d, and stays in the host
+    for expert in "befg":
+        line.ask(expert)
+    assert line.loaded("e") == ["evict c device stage 2", "load e host>device", "load f ssd>host"]
+    assert [line.ask(expert) for expert in "ad"] == [[], []]
+    # g waits for the SSD, the host's link is idle now, and only d, which is queued behind a, could leave for a
+    assert line.loaded("e") == []
+
+
+# -- a short queue, whose victims are chosen late --
+
+B_FIRST = {"a": 0.3, "b": 0.1, "d": 0.2, "c": 0.5}
+D_FIRST = {"a": 0.3, "b": 0.2, "d": 0.1, "c": 0.5}
+
+
+def unhurried(usage, max_overtake_s=100.0):
+    """a, b and d lie in a memory for three; a runs, b is queued, and c, which is not there, behind it."""
+    line = unified(host=3, usage=usage, max_overtake_s=max_overtake_s, long_queue_s=100.0)
+    line.bring(*"abd")
+    told = [line.ask(expert, at=1.0) for expert in "abc"]
+    assert told[:2] == [["run a"], []]
+    return line, told[2]
+
+
+def test_a_short_queue_takes_free_room_only_while_it_has_other_work_and_a_longer_one_loads_ahead():
+    line, told = unhurried(D_FIRST)
+    assert told == []
+    assert line.finished("a", at=2.0) == ["run b", "evict d host stage 2", "load c ssd>host"]  # nothing else could run
+    assert unhurried(D_FIRST, max_overtake_s=15.0)[1] == ["evict d host stage 2", "load c ssd>host"]
+
+
+def test_a_short_queue_waits_for_what_runs_where_that_would_go_first():
+    line, told = unhurried(B_FIRST)
+    assert told == []
+    assert line.finished("a", at=2.0) == ["run b"]
+    assert line.finished("b", at=3.0) == ["evict b host stage 2", "load c ssd>host"]
+
+
+def test_what_runs_is_not_waited_for_where_it_is_queued_again():
+    line, _ = unhurried(B_FIRST)
+    line.finished("a", at=2.0)
+    assert line.ask("b", at=2.5) == []  # b has work behind c, so that c takes free room only ...
+    assert line.finished("b", at=3.0)[0] == "run b"  # ... until b runs again
+    assert "c" in line.loads or "load c ssd>host" in line.finished("b", at=4.0)
+
+
+@pytest.mark.parametrize(("at_s", "loaded"), [(50.9, False), (51.0, True)])
+def test_a_head_that_has_waited_for_half_the_bound_has_no_time_left(at_s, loaded):
+    line, _ = unhurried(B_FIRST)
+    assert ("load c ssd>host" in line.finished("a", at=at_s)) is loaded
 
 
 def test_a_head_that_waits_on_purpose_keeps_no_other_executor_from_loading():
