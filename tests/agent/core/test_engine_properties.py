@@ -245,7 +245,7 @@ class Shell:
     work: dict[int, Work] = field(default_factory=dict)
     begun: dict[int, tuple[str, int]] = field(default_factory=dict)  # request -> memory and bytes of its lease
     left: dict[int, Work] = field(default_factory=dict)  # of the step that each is at
-    passed: dict[tuple[int, str], list[bool]] = field(default_factory=dict)  # who goes on -> is each past it a quantum?
+    passed: dict[tuple[int, str], list[bool | None]] = field(default_factory=dict)  # -> quanta past who goes on
     kinds: dict[int, bool] = field(default_factory=dict)  # executor -> was its last batch a quantum?
     standings: dict[str, tuple[Standing, float]] = field(default_factory=dict)  # of experts, and until when they pause
     shares: dict[str, int] = field(default_factory=dict)  # memory -> what may be leased there, since it changed
@@ -434,12 +434,13 @@ class Shell:
             key = batch.executor, expert
             if goes_on or expert not in waiting:
                 self.passed.pop(key, None)
-            elif not is_held:
-                self.passed.setdefault(key, []).append(is_text)
-                past = self.passed[key]
+                continue
+            past = self.passed.setdefault(key, [])
+            past.append(None if is_held else is_text)
+            if not is_held:
                 assert past.count(True) <= 1
                 assert (False, False) not in pairwise(past)
-                assert is_overlapping or len(past) == 1
+                assert is_overlapping or len(past) - past.count(None) == 1
 
     def check_standing(self, effect: StandingChanged) -> None:
         """Nobody leaves quarantine, or is told to serve again without having been on probation; pauses are bounded."""
