@@ -1,15 +1,14 @@
 """From a line file to an agent that is ready to start: packs, profiles or probes, plans the memories, puts it together.
 
-Guarantees: what must not start raises ConfigError here, before any request is taken. A faulty expert is quarantined
-with the reason; the others are served. With a device profile only experts that differ from it are probed. Templates are
-made here, so that nothing is constructed beside running batches.
+Guarantees: a line that must not start raises ConfigError here. A faulty expert is quarantined with the reason; the
+others are served. With a device profile only experts that differ from it are probed.
 """
 
 from __future__ import annotations
 
 import logging
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -87,8 +86,8 @@ class Agent:
     packed: Mapping[str, PackedExpert]
     loop: AgentLoop
     segments: SegmentStore
-    templates: Templates  # of all copies: no module is constructed beside batches while they are held
-    rss_before_bytes: int  # of this process, before it touched any weights
+    templates: Templates  # of all copies, held so that no module is constructed beside batches
+    rss_before_bytes: int  # of this process, before weights
     copies: Mapping[str, ExpertCopy] = field(default_factory=dict)  # by name, all that the matrix mentions
     experts: Mapping[str, str] = field(default_factory=dict)  # the Engine's names, by the line's, where these differ
     retired: frozenset[str] = frozenset()  # the Engine's names of experts of earlier lines
@@ -156,7 +155,7 @@ def build_agent(
 def agent_with_requests(
     config: LineConfig, progress: Progress, options: AgentOptions = AS_SERVED, requests: Requests | None = None
 ) -> Iterator[tuple[Agent, Requests]]:
-    """An agent that is not started yet, and requests to it; stopped in the end. Raises as ``build_agent`` does."""
+    """An agent to start, and requests to it; stopped in the end. Raises as ``build_agent`` does."""
     requests = requests or Requests()
     agent = build_agent(config, requests.tell, progress, options)
     requests.watch(agent.loop)
@@ -312,7 +311,8 @@ def measured_setup(ground: Groundwork, copies: Copies, segments: SegmentStore, p
         for processor in copies
     }
     found = with_families(PerformanceMatrix(columns, timed.usage), chain.from_iterable(copies.values()))
-    failed = {expert: reason for expert, reason in unmeasured(found, copies).items() if profile is not None}
+    kinds = {copy.expert.id: copy.kind for listed in copies.values() for copy in listed}
+    failed = unmeasured(found, kinds) if profile is not None else {}
     return ground.setup(found, failed | dict(probed.failed))
 
 
@@ -333,11 +333,7 @@ def _untimed(ground: Groundwork, timed: PerformanceMatrix, copies: Copies) -> di
 def _profiled(ground: Groundwork, stored: StoredProfile, copies: Copies) -> PerformanceMatrix:
     executors = ground.executors
     log.info("profile_used written_at=%s kinds=%d executors=%d", stored.written_at, len(stored.kinds), len(executors))
-    for share in sorted({core_share(stored, kind, executors) for kind in stored.kinds}, key=astuple):
-        if share.factor != 1.0 and share.processor in copies:
-            log.info(
-                "cpu_times_scaled processor=%s factor=%.2f executors=%d profiled_threads=%d by=%s",
-                share.processor, share.factor, share.executors, share.threads_profiled,
-                "speedups" if share.is_measured else "shared cores",
-            )  # fmt: skip
+    for processor, factor in sorted({(kind.processor, core_share(stored, kind, executors)) for kind in stored.kinds}):
+        if factor != 1.0 and processor in copies:
+            log.info("cpu_times_scaled processor=%s factor=%.2f executors=%d", processor, factor, len(executors))
     return matrix(stored, ground.box, copies, ground.usage, executors)

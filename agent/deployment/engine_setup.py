@@ -18,7 +18,7 @@ from agent.deployment.families import with_families
 from agent.deployment.memory_split import available_for, limits_of, pool_specs
 from agent.deployment.moe_caches import MoeCaches
 from agent.deployment.packed_copies import by_precision, copies_of, lying_packed, with_forms
-from agent.deployment.performance_matrix import in_form, matrix, unmeasured_kinds
+from agent.deployment.performance_matrix import in_form, matrix, unmeasured
 from agent.deployment.profile_in_use import precisions_of, programs_of, usage_of
 from agent.runtime.expert_copy import kind_name
 from agent.runtime.machine.box import Box, MemorySize
@@ -43,8 +43,8 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Replaces what line file and profile say; None: as they say. ``usage``: of every expert. ``form``: precision to
-    plan all experts of images in whose kind was measured in it. For keys of a line file see ``LineConfig.having``."""
+    """Replaces what line file and profile say; None: as they say. ``form``: precision to plan experts of images in,
+    where their kind was measured in it. For keys of a line file see ``LineConfig.having``."""
 
     executors: Sequence[ExecutorSpec] | None = None
     pools: Sequence[PoolSpec] | None = None
@@ -153,7 +153,7 @@ def planned(
     if given.form is not None:
         found = in_form(found, profile, given.form, kinds, ground.executors)
     found = with_families(found, chain.from_iterable(copies.values()))
-    broken = unmeasured_kinds(found, kinds) | dict(without)
+    broken = unmeasured(found, kinds) | dict(without)
     known = {expert for expert, _ in profile.packed}  # to the profiler: without a row the expert is broken, not new
     if problems := [
         config.document.error(f"the device profile has no times of its kind - {again}", "experts", name)

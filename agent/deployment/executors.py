@@ -21,8 +21,7 @@ EMULATED = ("emulated", "integrated")
 
 
 def executor_specs(config: LineConfig, box: Box, allocation: Allocation | None = None) -> tuple[ExecutorSpec, ...]:
-    """The executors of a line on this box, the device's first; where the line file says auto, the allocation's. Raises
-    ConfigError for a processor that the box does not have."""
+    """The executors of a line on this box, the device's first. Raises ConfigError for a processor that it lacks."""
     if config.executors is not None:
         counts = config.executors
     else:
@@ -34,7 +33,7 @@ def executor_specs(config: LineConfig, box: Box, allocation: Allocation | None =
     ordered = sorted(counts, key=lambda processor: (processor == "cpu", processor))
     processors = [processor for processor in ordered for _ in range(counts[processor])]
     if PRESETS[config.policy].assigning is Assigning.FIRST:
-        processors = processors[:1]  # one executor does everything: it gets all threads and the whole workspace
+        processors = processors[:1]
     if not processors:
         raise config.document.error("no executor at all - give one at least", "executors")
     return executors_on(box, processors)

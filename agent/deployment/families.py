@@ -1,7 +1,6 @@
 """Families: language models on one backbone, whose texts may run in one quantum.
 
-Copies of one family have the same kind and precision, and share a segment of weights. A copy that shares several
-segments with different others is of the family with the largest.
+Copies of one family have the same kind and precision, and share a segment of weights; of several segments the largest.
 """
 
 from __future__ import annotations

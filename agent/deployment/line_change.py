@@ -1,8 +1,8 @@
-"""A line file that was read anew, and what an agent that runs has to do to serve it.
+"""Change of a running agent to a line file that was read anew.
 
-Guarantees: nothing of the running agent is changed here; what cannot be served is a ConfigError, and the agent goes on.
-An unchanged expert, down to its packed bytes, keeps its place in memory. A replaced expert gets a new name for the
-Engine; the old one finishes its requests and is forgotten by the next change, so the agent does not grow.
+Guarantees: the running agent is not changed here; a line that cannot be served is a ConfigError. An unchanged expert
+keeps its place in memory. A replaced expert gets a new name for the Engine; the old one finishes its requests and is
+forgotten by the next change.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ GENERATIONS = re.compile(r"\+[0-9]+(?![\w.+-])")
 
 @dataclass(frozen=True, slots=True)
 class LineChange:
-    """Event, copies that are new to the loop, the agent afterwards. ``quarantined``: by the Engine's names, and why."""
+    """``copies``: new ones; ``agent``: afterwards; ``quarantined``: by the Engine's names, and why."""
 
     agent: Agent
     event: LineChanged
@@ -84,8 +84,7 @@ def taken_over(old: LineConfig, new: LineConfig) -> LineConfig:
 
 
 def plan_change(agent: Agent, config: LineConfig, progress: Progress) -> LineChange:
-    """Pack and measure what is new of ``config``; may take minutes. Raises ConfigError for what must not be served, or
-    what lacks memory or disk to be prepared beside what runs."""
+    """Pack and measure new experts; may take minutes. Raises ConfigError, also for a lack of memory or disk."""
     try:
         return _planned(agent, config, progress)
     except ConfigError:
@@ -121,7 +120,7 @@ def _planned(agent: Agent, config: LineConfig, progress: Progress) -> LineChange
 
 
 def _refuse_unfitting(agent: Agent, config: LineConfig, failed: Mapping[str, ExpertError]) -> None:
-    """Raises ConfigError where weights do not fit their line, such as with labels in another order, and did before."""
+    """Raises ConfigError for weights that do not fit their line any more, such as labels in another order."""
     if problems := [
         config.document.error(str(error), "experts", name)
         for name, error in failed.items()
@@ -205,7 +204,7 @@ def _renamed(new: Mapping[str, Sequence[ExpertCopy]], names: Mapping[str, str]) 
 
 
 def _unfinished(agent: Agent) -> set[str]:
-    """Retired experts that accepted requests may need, or that lie in a memory, by the Engine's names."""
+    """Retired experts that accepted requests may need, or that lie in a memory."""
     engine = agent.loop.statistics().engine
     if engine.serves_earlier_lines:
         return set(agent.retired)

@@ -27,11 +27,11 @@ LIMITED_FRACTION = 0.1  # of the budget: maximum batches that take more are "a s
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """One memory with so many executors. ``held_bytes[n - 1]``: what the n most used copies take together.
+    """One memory with so many executors. ``held_bytes[n - 1]``: of the n most used copies together.
 
-    ``budget_bytes``: for experts and workspaces. Each device that runs texts has an arena of ``lease_bytes`` beside
-    these. ``footprints``: expert, footprint, is it pinned. ``largest``: the expert that needs most room beside the
-    pinned ones. Workspaces: of one image, and of the maximum batch, on every executor at once.
+    ``budget_bytes``: for experts and workspaces; each device that runs texts has an arena of ``lease_bytes`` beside.
+    ``footprints``: expert, footprint, is it pinned. ``largest``: the expert that needs most room beside the pinned
+    ones. Workspaces: of one image, and of the maximum batch, on every executor at once.
     """
 
     pool: str
@@ -58,8 +58,7 @@ class MemoryNeeds:
 
     @property
     def is_limited(self) -> bool:
-        """Are maximum batches so small that the rest can simply be the experts'? The paper asks whether the processor's
-        performance is limited; here the batches of all executors may take LIMITED_FRACTION of the memory."""
+        """Whether maximum batches are so small that experts get the rest. The paper: "limited processors"."""
         return self.maximum_batch_bytes <= LIMITED_FRACTION * self.budget_bytes
 
     @property
@@ -146,8 +145,7 @@ def _lease_bytes(
 ) -> int:
     """Each arena's bytes for keys and values: 0 without a language model, else its part of ``kv_bytes``.
 
-    By default LEASE_FRACTION, or what the largest expert and an image on each executor leave; at least one short text,
-    so that a model which leaves no room is refused instead.
+    By default LEASE_FRACTION, or what the largest expert and an image on each executor leave; at least a short text.
     """
     token_bytes = max((each.performance.lease_bytes for column in columns for each in column), default=0)
     if not token_bytes or kv_bytes is not None:

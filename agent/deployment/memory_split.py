@@ -1,9 +1,8 @@
-"""Split of the memories into weights and workspaces, and number of executors, where the line file says auto.
+"""Split of the memories into weights and workspaces, where the line file says auto.
 
-Keys and values of texts have their part first. For the rest the line file comes first, then the device profile's
-searched allocation, then the paper's casual choice (section 5.2), bounded by what batches can use at most. A searched
-allocation gives the workspaces, bounded alike; experts get the rest of today's budget. In a smaller budget than the
-search had, its experts keep their room first, until batches have no more than the casual choice.
+Keys and values of texts have their part first. Workspaces are the line file's, else the device profile's searched ones,
+else the paper's casual choice (section 5.2), bounded by the maximum batches; experts get the rest. In a smaller budget
+than searched, experts keep their room until batches have no more than the casual choice.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FRACTIONS = {HOST: 0.6, DEVICE: 0.9}  # of what is available: the rest is the system's, images', the page cache's
-PREPARED_FRACTION = 0.05  # of what host memory gives to experts and batches: as much again, for images ahead of these
-MOST_PREPARED_BYTES = 512 * 1024 * 1024  # some 850 images at 224 x 224: more would wait long for a batch
+PREPARED_FRACTION = 0.05  # of experts and batches in host memory, and beside them
+MOST_PREPARED_BYTES = 512 * 1024 * 1024  # some 850 images at 224 x 224
 CASUAL = "casual"
 
 

@@ -1,10 +1,7 @@
-"""How long OpenMP's threads wait for the next operator before they sleep.
+"""How long OpenMP's threads spin for the next operator before they sleep: 10,000 pauses, 30 us to 250 us.
 
-Operators are microseconds apart: a sleeping thread has to be woken, a spinning one takes a core from decoding and
-loading. Every process that runs a line waits 10,000 pauses (30 us to 250 us); the libraries read the variables when
-they load. Their own default is milliseconds: up to a tenth faster alone (ResNet18, 2 cores), but beside other work
-every tenth run of 9 ms took 640 ms, against 54 with this setting. libgomp reads the first variable, LLVM's and Intel's
-libraries the second.
+The libraries' default of milliseconds is up to a tenth faster alone (ResNet18, 2 cores), but beside other work every
+tenth run of 9 ms took 640 ms, against 54 with this setting. libgomp reads the first variable, others the second.
 """
 
 from __future__ import annotations
@@ -22,5 +19,5 @@ VARIABLES = frozenset({"OMP_WAIT_POLICY", *SPINNING})  # the first is the standa
 
 
 def set_spinning() -> None:
-    """Set OpenMP's waiting in this process, unless the environment has; call it before torch is loaded."""
+    """Set the variables of this process, unless the environment has; call it before torch is loaded."""
     set_unless_given(SPINNING, VARIABLES)

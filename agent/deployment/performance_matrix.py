@@ -5,7 +5,7 @@ An expert takes the times of its kind; its footprint is exact, from what is pack
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agent.core.performance import (
@@ -33,18 +33,6 @@ if TYPE_CHECKING:
     from experts.expert import Precision
 
 
-@dataclass(frozen=True, slots=True)
-class CoreShare:
-    """Share of the cores for CPU executors now, against the measurement of a kind. ``factor``: slowdown of a batch.
-    ``is_measured``: by the profile's speedups; else in proportion to the executors."""
-
-    processor: str
-    threads_profiled: int
-    executors: int
-    factor: float
-    is_measured: bool
-
-
 def matrix(
     profile: StoredProfile,
     box: Box,
@@ -67,7 +55,7 @@ def matrix(
             kind = kinds.get((copy.kind, processor, copy.packed.precision))
             if kind is None:
                 continue
-            factor = 1.0 if executors is None else core_share(profile, kind, executors).factor
+            factor = 1.0 if executors is None else core_share(profile, kind, executors)
             loaded = Footprint(copy.loaded_bytes)
             load_s = {source: load_time_s(kind, source, loaded, links) for source in sources}
             column[copy.expert.id] = ExpertProfile(
@@ -101,7 +89,7 @@ def in_form(
         ratio = kind.weight_bytes / max(now.weight_bytes, 1)
         shared = [SharedTensors(f"{part.id}@{form}", round(part.size_bytes * ratio)) for part in row.footprint.shared]
         footprint = Footprint(round(row.footprint.own_bytes * ratio), tuple(shared))  # another form shares other parts
-        factor = core_share(profile, kind, executors).factor
+        factor = core_share(profile, kind, executors)
         load_s = {source: load_time_s(kind, source, footprint, profile.link_bytes_per_s) for source in row.load_s}
         performance = _performance(kind, factor)
         return replace(row, copy=copy_name(expert, form), performance=performance, footprint=footprint, load_s=load_s)
@@ -113,12 +101,8 @@ def in_form(
     return PerformanceMatrix(experts, matrix.usage)
 
 
-def unmeasured(matrix: PerformanceMatrix, copies: Mapping[str, Sequence[ExpertCopy]]) -> dict[str, str]:
-    return unmeasured_kinds(matrix, {copy.expert.id: copy.kind for listed in copies.values() for copy in listed})
-
-
-def unmeasured_kinds(matrix: PerformanceMatrix, kinds: Mapping[str, str]) -> dict[str, str]:
-    """``unmeasured`` for experts that need not be packed."""
+def unmeasured(matrix: PerformanceMatrix, kinds: Mapping[str, str]) -> dict[str, str]:
+    """Experts without a row, and why. ``kinds``: by expert."""
     able = {expert for column in matrix.experts.values() for expert in column}
     return {
         expert: f"no expert of its kind ({kind}) could be run when the box was profiled"
@@ -127,19 +111,18 @@ def unmeasured_kinds(matrix: PerformanceMatrix, kinds: Mapping[str, str]) -> dic
     }
 
 
-def core_share(profile: StoredProfile, kind: KindProfile, executors: Sequence[ExecutorSpec]) -> CoreShare:
+def core_share(profile: StoredProfile, kind: KindProfile, executors: Sequence[ExecutorSpec]) -> float:
     """Slowdown of a kind by executors that share the cores.
 
     n executors with a speedup of S(n) each take n / S(n) times as long (``StoredProfile.speedups``, the last value
-    beyond its end; 1 without). A kind measured with some threads was measured as one of cores / threads executors.
+    beyond its end; 1 without). A kind was measured as one of cores / threads executors.
     """
     if torch_device(kind.processor) != "cpu":
-        return CoreShare(kind.processor, kind.threads, len(executors), 1.0, is_measured=True)
+        return 1.0
     now = max(sum(torch_device(spec.processor) == "cpu" for spec in executors), 1)
     then = max(profile.box.cores // kind.threads, 1)
     speedups = profile.speedups.get(kind.processor, ())
-    factor = _slowdown(now, speedups) / _slowdown(then, speedups)
-    return CoreShare(kind.processor, kind.threads, now, factor, is_measured=bool(speedups))
+    return _slowdown(now, speedups) / _slowdown(then, speedups)
 
 
 def load_time_s(kind: KindProfile, source: str, footprint: Footprint, links: Mapping[str, float]) -> float:

@@ -25,8 +25,7 @@ SOURCE = "source"  # in ``StoredProfile.packed``, in the place of a precision
 
 @dataclass(frozen=True, slots=True)
 class BoxIdentity:
-    """Box that a profile holds for. ``versions``: libraries that run experts. ``forms``: oneDNN's that run on its CPU,
-    joined by commas."""
+    """``versions``: libraries that run experts. ``forms``: oneDNN's that run on the CPU, joined by commas."""
 
     device: Text  # Box.name: cpu, cuda, jetson, mps, emulated
     model: Text
@@ -40,7 +39,7 @@ class BoxIdentity:
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
-    """One batch size: seconds of each repeat, and the most bytes it needed beside the weights."""
+    """One batch size: seconds of each repeat, and the most bytes beside the weights."""
 
     batch_size: PositiveCount
     seconds: Numbers
@@ -109,8 +108,8 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class ExpertForm:
-    """The form that ``precision: auto`` gave one expert on one processor, and why. ``verdict_sha256``: what it was
-    judged by; with other thresholds or routes the form is not proven."""
+    """The form of ``precision: auto`` for one expert on one processor. With another ``verdict_sha256``, of thresholds
+    and routes, it is not proven."""
 
     expert: Text
     processor: Text
@@ -150,8 +149,7 @@ class PoolAllocation:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Memory split and executors by processor, for budgets of ``budget_bytes`` by pool. ``origin``: "searched on the
-    engine", "searched in simulation", "casual"."""
+    """Memory split and executors by processor, for budgets by pool. ``origin``: "casual", or how it was searched."""
 
     origin: str
     budget_bytes: Mapping[str, int]

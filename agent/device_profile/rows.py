@@ -54,16 +54,6 @@ def put_speedups(database: Database, processor: str, speedups: Sequence[float]) 
     TABLES["speedups"].put(database, {"processor": processor, "factors": speedups})
 
 
-def put_precisions(database: Database, precisions: Mapping[tuple[str, str], str]) -> None:
-    rows = [{"kind": k, "processor": p, "precision": chosen} for (k, p), chosen in precisions.items()]
-    TABLES["precisions"].replace(database, rows)
-
-
-def put_packed(database: Database, packed: Mapping[tuple[str, str], str]) -> None:
-    rows = [{"expert": expert, "precision": p, "sha256": sha256} for (expert, p), sha256 in packed.items()]
-    TABLES["packed"].replace(database, rows)
-
-
 def put_usage(database: Database, usage: UsageProfile) -> None:
     experts = dict.fromkeys([*usage.probabilities, *usage.pass_rates])
     rates = usage.pass_rates
@@ -73,11 +63,9 @@ def put_usage(database: Database, usage: UsageProfile) -> None:
 
 
 def put_allocation(database: Database, allocation: Allocation) -> None:
-    budgets, executors = allocation.budget_bytes.items(), allocation.executors.items()
-    TABLES["allocation_budgets"].replace(database, [{"pool": pool, "budget_bytes": size} for pool, size in budgets])
+    TABLES["allocation_budgets"].replace_mapping(database, allocation.budget_bytes)
     TABLES["allocation_pools"].replace(database, allocation.pools)
-    rows = [{"processor": processor, "executors": count} for processor, count in executors]
-    TABLES["allocation_executors"].replace(database, rows)
+    TABLES["allocation_executors"].replace_mapping(database, allocation.executors)
     TABLES["allocation_origin"].replace(database, [allocation])
 
 

@@ -26,69 +26,32 @@ REFUSED_BY_DISK = frozenset(  # primary result codes that say nothing of what a 
     {sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_BUSY}
 )
 
-TABLES = (
-    """CREATE TABLE profile (
-        id INTEGER PRIMARY KEY CHECK (id = 1), line TEXT NOT NULL, device TEXT NOT NULL, model TEXT NOT NULL,
-        processors TEXT NOT NULL, cores INTEGER NOT NULL, host_bytes INTEGER NOT NULL, device_bytes INTEGER,
-        versions TEXT NOT NULL, forms TEXT NOT NULL, finished_at TEXT
-    )""",
-    "CREATE TABLE parts (part TEXT PRIMARY KEY)",  # saved for this profile, not taken over from an earlier one
-    "CREATE TABLE links (link TEXT PRIMARY KEY, bytes_per_s REAL NOT NULL CHECK (bytes_per_s > 0))",
-    """CREATE TABLE kinds (
-        kind TEXT NOT NULL, architecture TEXT NOT NULL, processor TEXT NOT NULL, precision TEXT NOT NULL,
-        threads INTEGER NOT NULL CHECK (threads > 0), K_s REAL NOT NULL CHECK (K_s >= 0),
-        B_s REAL NOT NULL CHECK (B_s >= 0), fit_error REAL NOT NULL,
-        max_batch INTEGER NOT NULL CHECK (max_batch > 0), weight_bytes INTEGER NOT NULL CHECK (weight_bytes >= 0),
-        workspace_base_bytes INTEGER NOT NULL CHECK (workspace_base_bytes >= 0),
-        workspace_bytes INTEGER NOT NULL CHECK (workspace_bytes >= 0), load_s TEXT NOT NULL, samples TEXT NOT NULL,
-        K_prompt_s REAL NOT NULL CHECK (K_prompt_s >= 0), K_output_s REAL NOT NULL CHECK (K_output_s >= 0),
-        lease_bytes INTEGER NOT NULL CHECK (lease_bytes >= 0), PRIMARY KEY (kind, processor, precision)
-    )""",
-    """CREATE TABLE batches (
-        kind TEXT NOT NULL, processor TEXT NOT NULL, precision TEXT NOT NULL,
-        batch_size INTEGER NOT NULL CHECK (batch_size > 0), seconds TEXT NOT NULL,
-        workspace_bytes INTEGER NOT NULL CHECK (workspace_bytes >= 0),
-        PRIMARY KEY (kind, processor, precision, batch_size)
-    )""",
-    """CREATE TABLE agreements (
-        expert TEXT NOT NULL, processor TEXT NOT NULL, kind TEXT NOT NULL, precision TEXT NOT NULL,
-        images INTEGER NOT NULL, labels_differ INTEGER NOT NULL, largest_score_difference REAL NOT NULL,
-        tolerance REAL NOT NULL, of_sha256 TEXT NOT NULL, least INTEGER NOT NULL CHECK (least > 0),
-        PRIMARY KEY (expert, processor, precision)
-    )""",
-    """CREATE TABLE forms (
-        expert TEXT NOT NULL, processor TEXT NOT NULL, kind TEXT NOT NULL, precision TEXT NOT NULL,
-        why TEXT NOT NULL, verdict_sha256 TEXT NOT NULL, PRIMARY KEY (expert, processor)
-    )""",
-    """CREATE TABLE precisions (
-        kind TEXT NOT NULL, processor TEXT NOT NULL, precision TEXT NOT NULL, PRIMARY KEY (kind, processor)
-    )""",
-    "CREATE TABLE speedups (processor TEXT PRIMARY KEY, factors TEXT NOT NULL)",
-    """CREATE TABLE packed (
-        expert TEXT NOT NULL, precision TEXT NOT NULL, sha256 TEXT NOT NULL, PRIMARY KEY (expert, precision)
-    )""",
-    """CREATE TABLE usage_origin (
-        id INTEGER PRIMARY KEY CHECK (id = 1), origin TEXT NOT NULL, requests INTEGER NOT NULL
-    )""",
-    "CREATE TABLE usage (expert TEXT PRIMARY KEY, probability REAL, pass_rate REAL)",
-    "CREATE TABLE allocation_origin (id INTEGER PRIMARY KEY CHECK (id = 1), origin TEXT NOT NULL)",
-    "CREATE TABLE allocation_budgets (pool TEXT PRIMARY KEY, budget_bytes INTEGER NOT NULL)",
-    """CREATE TABLE allocation_pools (
-        pool TEXT PRIMARY KEY, expert_bytes INTEGER NOT NULL, workspace_bytes INTEGER NOT NULL,
-        experts INTEGER NOT NULL
-    )""",
-    "CREATE TABLE allocation_executors (processor TEXT PRIMARY KEY, executors INTEGER NOT NULL)",
-    """CREATE TABLE trials (
-        search TEXT NOT NULL, number INTEGER NOT NULL, setting TEXT NOT NULL, images_per_s REAL NOT NULL,
-        note TEXT NOT NULL
-    )""",
-    "CREATE INDEX trials_search ON trials (search)",
-    """CREATE TABLE decodings (
-        expert TEXT PRIMARY KEY, images INTEGER NOT NULL CHECK (images > 0), megapixels REAL NOT NULL,
-        full_s REAL NOT NULL, scaled_s REAL NOT NULL, smaller INTEGER NOT NULL, labels_differ INTEGER NOT NULL,
-        largest_score_difference REAL NOT NULL, tolerance REAL NOT NULL, of_sha256 TEXT NOT NULL
-    )""",
-)
+# Columns have no types: each value is checked by its table when it is written and when it is read.
+TABLES = {
+    "profile": "line, device, model, processors, cores, host_bytes, device_bytes, versions, forms, finished_at",
+    "parts": "part PRIMARY KEY",  # saved for this profile, not taken over from an earlier one
+    "links": "link PRIMARY KEY, bytes_per_s",
+    "kinds": """kind, architecture, processor, precision, threads, K_s, B_s, fit_error, max_batch, weight_bytes,
+        workspace_base_bytes, workspace_bytes, load_s, samples, K_prompt_s, K_output_s, lease_bytes,
+        PRIMARY KEY (kind, processor, precision)""",
+    "batches": """kind, processor, precision, batch_size, seconds, workspace_bytes,
+        PRIMARY KEY (kind, processor, precision, batch_size)""",
+    "agreements": """expert, processor, kind, precision, images, labels_differ, largest_score_difference, tolerance,
+        of_sha256, least, PRIMARY KEY (expert, processor, precision)""",
+    "forms": "expert, processor, kind, precision, why, verdict_sha256, PRIMARY KEY (expert, processor)",
+    "precisions": "kind, processor, precision, PRIMARY KEY (kind, processor)",
+    "speedups": "processor PRIMARY KEY, factors",
+    "packed": "expert, precision, sha256, PRIMARY KEY (expert, precision)",
+    "usage_origin": "origin, requests",
+    "usage": "expert PRIMARY KEY, probability, pass_rate",
+    "allocation_origin": "origin",
+    "allocation_budgets": "pool PRIMARY KEY, budget_bytes",
+    "allocation_pools": "pool PRIMARY KEY, expert_bytes, workspace_bytes, experts",
+    "allocation_executors": "processor PRIMARY KEY, executors",
+    "trials": "search, number, setting, images_per_s, note, PRIMARY KEY (search, number)",
+    "decodings": """expert PRIMARY KEY, images, megapixels, full_s, scaled_s, smaller, labels_differ,
+        largest_score_difference, tolerance, of_sha256""",
+}
 
 migrations = Migrations("profile")
 
@@ -96,8 +59,8 @@ migrations = Migrations("profile")
 @migrations()
 def version_0_1(database: Database) -> None:
     """A released migration never changes: a later version adds its own below. Lists and mappings are JSON."""
-    for statement in TABLES:
-        database.execute(statement)
+    for name, columns in TABLES.items():
+        database.execute(f"CREATE TABLE {name} ({columns})")
 
 
 def open_for_writing(path: Path) -> Database:

@@ -65,14 +65,14 @@ def replace_proofs(path: Path, proven: StoredProfile, new_kinds: Sequence[KindPr
     """Replace the proofs of a finished profile, and add kinds. Raises ConfigError as ``read_profile``."""
 
     def write(database: Database) -> None:
-        rows.put_packed(database, proven.packed)
+        TABLES["packed"].replace_mapping(database, proven.packed)
         TABLES["decodings"].replace(database, proven.decodings)
         TABLES["forms"].replace(database, proven.forms.values())
         TABLES["agreements"].replace(database, proven.agreements)
         for kind in new_kinds:
             rows.put_kind(database, kind)
         chosen = TABLES["precisions"].mapping(database)
-        rows.put_precisions(database, {(k.kind, k.processor): k.precision for k in new_kinds} | chosen)
+        TABLES["precisions"].replace_mapping(database, {(k.kind, k.processor): k.precision for k in new_kinds} | chosen)
 
     _rewrite(path, write)
 
@@ -96,9 +96,8 @@ def _rewrite(path: Path, write: Callable[[Database], None]) -> None:
 class ProfileDraft:
     """Profile in the making. Each save is on the disk when it returns.
 
-    ``kinds``, ``agreements`` and the other reading methods return measurements of an earlier run, which need no repeat.
-    ``packed``, before ``save_packed``, tells whether an agreement's expert is still the same. A processor's speedups
-    are dropped once one of its kinds is measured again or runs in another precision.
+    The reading methods return measurements of an earlier run, which need no repeat. A processor's speedups are dropped
+    once one of its kinds is measured again or runs in another precision.
     """
 
     def __init__(self, path: Path, database: Database) -> None:
@@ -170,13 +169,13 @@ class ProfileDraft:
             changed = earlier ^ (now | {(each.kind, each.processor, each.precision) for each in forms})
             for processor in {each[1] for each in changed} & {each[1] for each in earlier}:
                 TABLES["speedups"].delete(self._database, processor=processor)
-            rows.put_precisions(self._database, precisions)
+            TABLES["precisions"].replace_mapping(self._database, precisions)
             TABLES["forms"].replace(self._database, forms)
 
     def save_packed(self, packed: Mapping[tuple[str, str], str]) -> None:
         """(expert, precision) -> ``packed_sha256``, and (expert, SOURCE), of all that was profiled."""
         with self._part("packed"):
-            rows.put_packed(self._database, packed)
+            TABLES["packed"].replace_mapping(self._database, packed)
 
     def save_decodings(self, decodings: Sequence[ImageDecoding]) -> None:
         with self._database.atomic():
@@ -279,8 +278,10 @@ def _take_over(database: Database, earlier: StoredProfile) -> None:
     TABLES["parts"].put(database, {"part": "links"})
     TABLES["decodings"].put(database, *earlier.decodings)
     TABLES["forms"].put(database, *earlier.forms.values())
-    rows.put_precisions(database, earlier.precisions)  # tells what the speedups are of; no part of the new one yet
-    rows.put_packed(database, earlier.packed)  # tells what the agreements are of; no part yet, either
+    TABLES["precisions"].replace_mapping(
+        database, earlier.precisions
+    )  # tells what the speedups are of; no part of the new one yet
+    TABLES["packed"].replace_mapping(database, earlier.packed)  # tells what the agreements are of; no part yet, either
 
 
 def _read_back(path: Path) -> StoredProfile:

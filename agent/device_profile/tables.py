@@ -62,6 +62,12 @@ class Table:
         key_of = itemgetter(*self._key)
         return {key_of(row): row[column] for row in self.rows(database)}
 
+    def replace_mapping(self, database: Database, values: Mapping[Any, Any]) -> None:
+        """All rows by what ``mapping`` returns."""
+        (column,) = self._columns.keys() - set(self._key)
+        keys = ((key if len(self._key) > 1 else (key,), value) for key, value in values.items())
+        self.replace(database, [dict(zip(self._key, key, strict=True)) | {column: value} for key, value in keys])
+
     def put(self, database: Database, *rows: object) -> None:
         """Insert rows, or records with these fields; an equal key is replaced."""
         database.table(self.name).insert_all([self._encoded(row) for row in rows], replace=True)

@@ -74,7 +74,8 @@ def test_what_was_not_measured_has_no_row_and_a_reason():
     copies = {"cpu": [copy(), copy("cls/wide", input=InputSpec(96, 96)), copy("cls/half", "bf16")], "cuda": [copy()]}
     found = matrix(profile(kind()), BOX, copies, {})
     assert {processor: list(column) for processor, column in found.experts.items()} == {"cpu": ["cls/a"], "cuda": []}
-    reasons = unmeasured(found, copies)
+    kinds = {each.expert.id: each.kind for listed in copies.values() for each in listed}
+    reasons = unmeasured(found, kinds)
     assert reasons.keys() == {"cls/wide", "cls/half"}
     assert "resnet18 96x96 imagenet" in reasons["cls/wide"]
 
@@ -93,10 +94,10 @@ def test_a_load_is_what_was_measured_with_the_bytes_of_this_expert():
 
 def test_cpu_executors_that_share_the_cores_take_longer():
     stored = profile(kind(), speedups={"cpu": (1.0, 1.6)})
-    assert core_share(stored, kind(), executors(cpu=1)).factor == 1.0
-    assert core_share(stored, kind(), executors(cpu=2)).factor == pytest.approx(2 / 1.6)
-    assert core_share(stored, kind(), executors(cpu=4)).factor == pytest.approx(4 / 1.6)
-    assert core_share(stored, kind(), executors(cuda=3, cpu=1)).factor == 1.0
+    assert core_share(stored, kind(), executors(cpu=1)) == 1.0
+    assert core_share(stored, kind(), executors(cpu=2)) == pytest.approx(2 / 1.6)
+    assert core_share(stored, kind(), executors(cpu=4)) == pytest.approx(4 / 1.6)
+    assert core_share(stored, kind(), executors(cuda=3, cpu=1)) == 1.0
     found = matrix(stored, BOX, {"cpu": [copy()]}, {}, executors(cpu=2))
     assert found.experts["cpu"]["cls/a"].performance.K_s == pytest.approx(0.0125)
     assert found.experts["cpu"]["cls/a"].performance.B_s == pytest.approx(0.0025)
@@ -105,20 +106,20 @@ def test_cpu_executors_that_share_the_cores_take_longer():
 def test_a_kind_measured_with_a_share_of_the_cores_is_scaled_from_there():
     stored = profile(speedups={"cpu": (1.0, 1.6)})
     halved = kind(threads=4)
-    assert core_share(stored, halved, executors(cpu=2)).factor == 1.0
-    assert core_share(stored, halved, executors(cpu=1)).factor == pytest.approx(1.6 / 2)
+    assert core_share(stored, halved, executors(cpu=2)) == 1.0
+    assert core_share(stored, halved, executors(cpu=1)) == pytest.approx(1.6 / 2)
 
 
 def test_executors_of_an_accelerator_are_not_scaled():
     stored = profile(speedups={"cuda": (1.0, 1.2)})
-    assert core_share(stored, kind("cuda"), executors(cuda=3, cpu=1)).factor == 1.0
+    assert core_share(stored, kind("cuda"), executors(cuda=3, cpu=1)) == 1.0
 
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0.5, 8), min_size=1, max_size=6), st.integers(1, 8), st.integers(1, 8))
 def test_a_share_and_the_way_back_cancel_out(speedups, then, now):
     stored = profile(speedups={"cpu": tuple(speedups)})
-    there = core_share(stored, kind(threads=8 // then), executors(cpu=now)).factor
-    back = core_share(stored, kind(threads=8 // now), executors(cpu=8 // (8 // then))).factor
+    there = core_share(stored, kind(threads=8 // then), executors(cpu=now))
+    back = core_share(stored, kind(threads=8 // now), executors(cpu=8 // (8 // then)))
     if 8 // (8 // now) == now:
         assert there * back == pytest.approx(1)
