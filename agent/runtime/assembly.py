@@ -43,7 +43,7 @@ def assemble(
     operator_threads, watch = threads_per_executor(box, plan.executors), watch_of(box)
     loads = plan.limits.loads_in_flight * (len(stores) if box.is_split else 1) + 1  # one in the background
     transfers = Transfers(drive, stores, plan.copies, inbox.put, load_threads(loads, operator_threads), watch)
-    preparation = Preparation(threads_for(box), options.max_pixels, options.scaled, box.cores)
+    preparation = Preparation(threads_for(box), options.scaled, box.cores)
     engines = text_engines(plan.executors, plan.limits, segments, plan.matrix, keeps_prefixes=options.keeps_prefixes)
     texts = RunningTexts(engines.by_executor, engines.lengths)
     shared, team = Shared(preparation, inbox.put, texts, watch), teams(plan.executors, operator_threads)

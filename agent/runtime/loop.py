@@ -78,7 +78,6 @@ class Decider(Protocol):
 class LoopOptions:
     ssd_bytes_per_s: float | None = None  # holds loads from the SSD to a rate
     checks_invariants: bool = False  # whenever the agent falls idle
-    max_pixels: int = 64_000_000
     scaled: frozenset[str] = frozenset()  # experts, by the line's names, with JPEGs decoded smaller
     keeps_prefixes: bool = True  # keys and values of a text for the next text that begins alike
     ages: AgeLimits = field(default_factory=AgeLimits)

@@ -30,7 +30,6 @@ from experts.backends import backend_for
 from experts.backends.base import Prepared
 from experts.errors import ImageError
 from experts.expert import Orientation
-from experts.images import DEFAULT_MAX_PIXELS
 from experts.orientation import SWAPPED, UPRIGHT
 
 if TYPE_CHECKING:
@@ -187,7 +186,6 @@ class Preparation:
     def __init__(
         self,
         threads: int,
-        max_pixels: int = DEFAULT_MAX_PIXELS,
         scaled: frozenset[str] = frozenset(),
         cores: int | None = None,
     ) -> None:
@@ -197,7 +195,6 @@ class Preparation:
         self._ahead = DueThreads(threads, "prepare", lambda: use_threads(1))
         self._large = DueThreads(threads, "prepare-large", _begin_giving_way)
         self._awaited = DueThreads(threads, "prepare-now", lambda: use_threads(1))
-        self._max_pixels = max_pixels
         self.scaled = scaled
         self._gate = ByteGate(DECODING_BYTES)
         self._images: dict[int, _Image] = {}
@@ -331,7 +328,7 @@ class Preparation:
         if prepared is not None:
             return prepared, pixels
         if pixels is None or not pixels.serves(form.least):
-            pixels = decoded(image.source, image.name, self._max_pixels, self._gate.room_for, form.least)
+            pixels = decoded(image.source, image.name, self._gate.room_for, form.least)
         return prepare(form.expert, pixels), pixels
 
     def _hold(self, image: _Image, name: str, ready: Prepared, pixels: Decoded | None) -> None:

@@ -99,28 +99,14 @@ class FramePart:
     name: str
 
 
-# Pixels are (height, width, 3), uint8 RGB. Bytes and paths have the agent's limit of pixels.
+# Pixels are (height, width, 3), uint8 RGB. Bytes and paths have DEFAULT_MAX_PIXELS.
 ImageSource = np.ndarray | bytes | Path | EncodedImage | ImageFile | FramePart
 
 
-def pixels_of(
-    image: ImageSource, name: str, max_pixels: int = DEFAULT_MAX_PIXELS, room_for: RoomFor = nullcontext
-) -> NDArray[np.uint8]:
-    """uint8 RGB, (height, width, 3), all of it; see ``decoded``."""
-    return decoded(image, name, max_pixels, room_for).pixels
-
-
 def decoded(
-    image: ImageSource,
-    name: str,
-    max_pixels: int = DEFAULT_MAX_PIXELS,
-    room_for: RoomFor = nullcontext,
-    least: tuple[int, int] | None = None,
+    image: ImageSource, name: str, room_for: RoomFor = nullcontext, least: tuple[int, int] | None = None
 ) -> Decoded:
-    """An image's pixels, or of a whole JPEG smaller ones where ``least`` are enough: see ``decode_image``.
-
-    ``max_pixels`` is for sources without a limit of their own. Raises as ``decode_image`` does.
-    """
+    """An image's pixels, or of a JPEG smaller ones where ``least`` are enough. Raises as ``decode_image`` does."""
     if isinstance(image, np.ndarray):
         return Decoded(image, *image.shape[:2]) if image.ndim > 1 else Decoded(image, 0, 0)  # experts refuse others
     if isinstance(image, FramePart):
@@ -130,7 +116,7 @@ def decoded(
         return decode_image(image.content, name, image.max_pixels, room_for, least)
     if isinstance(image, ImageFile):
         return decode_image(image.path, name, image.max_pixels, room_for, least)
-    return decode_image(image, name, max_pixels, room_for, least)
+    return decode_image(image, name, DEFAULT_MAX_PIXELS, room_for, least)
 
 
 def _cut(part: FramePart, room_for: RoomFor) -> NDArray[np.uint8]:

@@ -23,7 +23,7 @@ import numpy as np
 from agent.core.request import CANCELLED, GAVE_WAY, NO_SPARE_ROOM, Precedence
 from agent.deployment.line_change import line_name, with_line_names
 from agent.records.shadow_answers import Pair, Side, SideBySide, count_dropped, write_answer
-from agent.runtime.images.sources import EncodedImage, FramePart, ImageFile, pixels_of
+from agent.runtime.images.sources import EncodedImage, FramePart, ImageFile, decoded
 from agent.runtime.text_sources import TextSource
 from agent.service.inspections.inspector import JudgedWatch, ShadowCounts, Submission
 from experts.expert import Verdict
@@ -127,7 +127,7 @@ class ShadowSource:
 
     def _keep(self, subject: Subject, source: ImageSource, expert: str, side: Side) -> None:
         """Keep an image, of a part of a frame the part alone: its frame may be a hundred times as large."""
-        image = pixels_of(source, source.name) if isinstance(source, FramePart) else source
+        image = decoded(source, source.name).pixels if isinstance(source, FramePart) else source
         self._waiting.append(_Waiting(subject, image, _size_bytes(image), expert, self._graph.shadows[expert], side))
         self._waiting_bytes += self._waiting[-1].size_bytes
         while len(self._waiting) > WAITING_MAXIMUM or self._waiting_bytes > MOST_BYTES:

@@ -22,6 +22,7 @@ from agent.runtime.executor import (
     judge,
 )
 from agent.runtime.images.preparation import Preparation
+from agent.runtime.images.sources import EncodedImage
 from agent.runtime.machine.device_loss import is_out_of_memory
 from agent.runtime.machine.memories import HostMemory
 from agent.runtime.machine.threads import Team
@@ -42,7 +43,7 @@ class Desk:
         self.line = line
         self.store = SlotStore(HostMemory(), ROOMY, ("cpu",), SkeletonShelf(line.segments))
         self.answers = SimpleQueue()
-        self.preparation = Preparation(2, max_pixels=1_000_000)
+        self.preparation = Preparation(2)
         spec = ExecutorSpec(0, "cpu", "host")
         self.shared = Shared(self.preparation, self.answers.put, RunningTexts({}, OutputLengths()))
         self.executor = BatchExecutor(spec, self.store, Team(1), self.shared)
@@ -96,8 +97,8 @@ def test_a_broken_image_rejects_its_own_request_only(desk, line, tmp_path):
     desk.load("own-0")
     good = line.pixels(2)
     missing = tmp_path / "gone.png"
-    huge = np.zeros((1200, 1000, 3), dtype=np.uint8)
-    answer = desk.run("own-0", encoded(good)[:-20], good, missing, b"", encoded(huge))
+    huge = EncodedImage(encoded(np.zeros((1200, 1000, 3), dtype=np.uint8)), "huge.png", 1_000_000)
+    answer = desk.run("own-0", encoded(good)[:-20], good, missing, b"", huge)
     kinds = [type(result) for result in answer.results]
     assert kinds == [Rejected, Prediction, Rejected, Rejected, Rejected]
     assert answer.results[1] == line.predict("own-0", good)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import logging
 import queue
 import threading
@@ -25,7 +24,6 @@ from agent.runtime.expert_copy import footprint_of, prepared_form
 from agent.runtime.images.sources import EncodedImage, ImageFile
 from agent.runtime.loop import AgentPlan, BatchWatch, LoopOptions
 from agent.runtime.machine.detection import detect
-from agent.runtime.weights.slots import SlotStore
 from experts.backends.classifier import ClassifierBackend
 from experts.backends.torch_backend import ModuleSkeleton
 from experts.errors import AgentCrashed, DeviceLost, MemoryExceeded, WorkOverdue
@@ -201,16 +199,6 @@ def test_an_expert_that_a_disk_error_put_on_probation_serves_again_and_the_log_t
     assert told[-1] == ("INFO", "expert_serves_again expert=cls/own-1 reason=a load went well")
 
 
-def test_a_broken_image_is_unknown_and_its_batch_is_judged(line):
-    with Agent(line) as agent:
-        broken = agent.loop.submit(b"not an image", component="own-0")
-        whole = agent.loop.submit(line.pixels(0), component="own-0")
-        agent.settle()
-    assert agent.outcomes[broken].verdict is Verdict.UNKNOWN
-    assert "not an image" in agent.outcomes[broken].reason
-    assert agent.outcomes[whole].verdict is Verdict.OK
-
-
 def test_cancelled_requests_have_an_outcome_too(line):
     with Agent(line) as agent:
         numbers = [agent.loop.submit(line.pixels(n), component="own-0") for n in range(20)]
@@ -299,29 +287,6 @@ def test_a_lost_device_ends_the_agent_and_nothing_is_judged_by_it(line, monkeypa
         agent.loop.stop()
     assert agent.outcomes == {}
     assert agent.loop.statistics().engine.quarantined == {}
-
-
-def test_statistics_and_evictions_that_find_the_device_lost_end_the_agent_too(line, monkeypatch):
-    def lost(*_):
-        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
-
-    for name in ("statistics", "evict"):
-        with monkeypatch.context() as patch:
-            patch.setattr(SlotStore, name, lost)
-            agent = Agent(line, room=1)
-            told = queue.SimpleQueue()
-            agent.loop.when_crashed(told.put)
-            agent.loop.start()
-            if name == "evict":
-                agent.loop.submit(line.pixels(0), component="own-0")
-                agent.loop.submit(line.pixels(0), component="wide")
-            else:
-                with pytest.raises(torch.AcceleratorError):
-                    agent.loop.statistics()
-            assert told.get(timeout=PATIENCE_S).error.args == ("CUDA error: unspecified launch failure",)
-            assert agent.outcomes.keys() <= {1}
-            with pytest.raises(AgentCrashed, match="launch failure"):
-                agent.loop.stop()
 
 
 class Clock:
@@ -417,27 +382,18 @@ def test_draining_waits_for_requests_and_not_for_loads(line):
         assert not agent.loop.wait_until_idle(0)
 
 
-def test_an_image_file_has_a_limit_of_pixels_of_its_own(line, tmp_path):
+def test_an_image_has_a_name_and_a_limit_of_pixels_of_its_own(line, tmp_path):
     file = tmp_path / "image.png"
     Image.fromarray(line.pixels(0)).save(file)  # 80 x 70
+    sources = {
+        limit: [ImageFile(file, limit), EncodedImage(file.read_bytes(), "sub/b1.png", limit)] for limit in (5600, 5599)
+    }
     with Agent(line) as agent:
-        good = agent.loop.submit(ImageFile(file, 5600), component="own-0")
-        large = agent.loop.submit(ImageFile(file, 5599), component="own-0")
+        asked = {limit: [agent.loop.submit(each, component="own-0") for each in sources[limit]] for limit in sources}
         agent.settle()
-    assert agent.outcomes[good].verdict is Verdict.OK
-    assert agent.outcomes[large].verdict is Verdict.UNKNOWN
-    assert "image.png: 80 x 70 pixels are more than max_pixels 5599" in agent.outcomes[large].reason
-
-
-def test_the_bytes_of_an_image_have_a_name_and_a_limit_of_their_own(line):
-    file = io.BytesIO()
-    Image.fromarray(line.pixels(0)).save(file, "PNG")
-    with Agent(line) as agent:
-        good = agent.loop.submit(EncodedImage(file.getvalue(), "sub/b1.png", 5600), component="own-0")
-        large = agent.loop.submit(EncodedImage(file.getvalue(), "sub/b1.png", 5599), component="own-0")
-        agent.settle()
-    assert agent.outcomes[good].verdict is Verdict.OK
-    assert agent.outcomes[large].reason == "sub/b1.png: 80 x 70 pixels are more than max_pixels 5599"
+    assert {agent.outcomes[request].verdict for request in asked[5600]} == {Verdict.OK}
+    told = [agent.outcomes[request].reason for request in asked[5599]]
+    assert told == [f"{name}: 80 x 70 pixels are more than max_pixels 5599" for name in ("image.png", "sub/b1.png")]
 
 
 def test_whoever_watches_is_told_of_each_batch_before_it_runs_and_after_its_answer(breakable_line):

@@ -22,7 +22,6 @@ from agent.runtime.images.sources import (
     Frame,
     FramePart,
     decoded,
-    pixels_of,
 )
 from experts.backends import backend_for
 from experts.backends.base import Prepared
@@ -120,7 +119,7 @@ def workplace(monkeypatch):
 
 
 def assert_prepared(prepared, source, expert):
-    alone = backend_for(expert.architecture).prepare(expert, pixels_of(source, "it"))
+    alone = backend_for(expert.architecture).prepare(expert, decoded(source, "it").pixels)
     assert torch.equal(prepared.tensor, alone.tensor)
     assert (prepared.image_height, prepared.pad_top) == (alone.image_height, alone.pad_top)
 
@@ -334,7 +333,7 @@ class TestSmaller:
         workplace.preparation.scaled = frozenset({SMALL.id})
         part = FramePart(Frame(photograph(), None), (0, 0, 1000, 800), "R1")
         prepared = workplace.result(1, part, SMALL)
-        alone = backend_for("resnet18").prepare(SMALL, pixels_of(photograph(), "it")[:800, :1000].copy())
+        alone = backend_for("resnet18").prepare(SMALL, decoded(photograph(), "it").pixels[:800, :1000].copy())
         assert torch.equal(prepared.tensor, alone.tensor)
 
 
