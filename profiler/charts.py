@@ -69,7 +69,7 @@ class Labels:
     note: str = ""
 
 
-def line_chart(path: Path, labels: Labels, series: Sequence[Series], *, log_x: bool = False) -> None:
+def line_chart(path: Path, labels: Labels, series: Sequence[Series]) -> None:
     """Curves over a common axis, from zero upwards.
 
     Raises ValueError for no series, or one whose ``x`` and ``y`` differ in length.
@@ -84,9 +84,7 @@ def line_chart(path: Path, labels: Labels, series: Sequence[Series], *, log_x: b
         for number, each in enumerate(series):
             _draw(axes, each, number if each.colour is None else each.colour)
         axes.set_xlabel(labels.x)
-        if log_x:
-            axes.set_xscale("log")
-        elif all(float(x).is_integer() for each in series for x in each.x):
+        if all(float(x).is_integer() for each in series for x in each.x):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no half image, and no half expert
         _finish(path, figure, axes, labels.note, [each.label for each in series])
 

@@ -22,7 +22,7 @@ from profiler.planning.plan import LinePlan
 from profiler.profiling.profile_line import KIND_LIMIT_S, ProfilingOptions, profile_line
 from profiler.tables import markdown_table
 from profiler.targets import Target, at_least, at_most
-from profiler.workload.generated_line import LineRecipe, generate_line, removed_afterwards
+from profiler.workload.generated_line import EVERY_S, LineRecipe, generate_line, removed_afterwards
 from profiler.workload.traces import read_trace
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def engine_section(proof: EngineProof, folder: Path) -> str:
     table = markdown_table([("trace", "policy", "planned, images/s", "measured", "plan off by"), *lines])
     return "\n\n".join(
         (
-            f"# On the real engine\n\n{trace}, one every {recipe.every_s * 1e3:g} ms. `naive`: a general server, least "
+            f"# On the real engine\n\n{trace}, one every {EVERY_S * 1e3:g} ms. `naive`: a general server, least "
             "recently used, first come first served, `torch.load`, its files read cold. The comparisons follow one "
             "another; the rows of one take turns. Memory is the same number of bytes throughout.",
             f"![{trace}]({chart.name})",

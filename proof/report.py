@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 REPORT = "report.md"
 SHORT_FILES, FULL_FILES = 4, 8  # experts that are loaded for the loading benchmark
 SHORT_REPEATS, FULL_REPEATS = 1, 3
-SHORT_COMPUTE = ComputeOptions(("resnet18",), rounds=7, tells_spending=False)
+SHORT_COMPUTE = ComputeOptions(("resnet18",), rounds=7)
 FULL_COMPUTE = ComputeOptions(("resnet18", "resnet50", "resnet101", "yolov5n", "yolov5m"))
 SHORTENED = "short form: smaller traces, two of the four tasks, their searches on smaller samples"
 

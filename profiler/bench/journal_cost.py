@@ -134,9 +134,7 @@ def measure_journal(
             machines.append(machine(stage.agent))
             return stage.play(trace, images).seconds
 
-    with ExitStack() as ending:
-        if not options.is_locked:
-            ending.enter_context(StateLock(config.state))
+    with StateLock(config.state):
         plan = Plan(options.repeats, warming_up=1, told=lambda done, total: progress("journal", done, total))
         runs = by_turns({WITHOUT: lambda: seconds(False), WITH: lambda: seconds(True)}, plan)
     speeds = [

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from profiler.tables import markdown_table, text_table
+from profiler.tables import text_table
 from profiler.targets import Target, targets_text
 
 if TYPE_CHECKING:
@@ -64,11 +64,6 @@ class Measured:
         parts = [f"machine  {self.machine}", table_of(self.columns, self.rows)]
         parts += [targets_text(self.targets)] if self.targets else []
         return "\n".join((*parts, *(f"note     {note}" for note in self.notes)))
-
-    def markdown(self) -> str:
-        """The rows alone."""
-        cells = ([column.cell(row) for column in self.columns] for row in self.rows)
-        return markdown_table([[column.heading for column in self.columns], *cells])
 
     def as_json(self) -> dict[str, Any]:
         return {

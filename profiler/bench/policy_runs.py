@@ -73,7 +73,7 @@ class RunOptions:
 
     ``policies`` are presets, or "naive". ``precisions`` take turns; auto: as the profile found. ``memory`` in bytes by
     name: host, device, workspace. ``with_roofline``: also measure the compute alone, which takes as long as another
-    policy. ``is_locked``: the caller holds the line's StateLock.
+    policy.
     """
 
     policies: tuple[str, ...] = ()
@@ -83,7 +83,6 @@ class RunOptions:
     executors: Mapping[str, int] | None = None
     ssd_bytes_per_s: float | None = None
     with_roofline: bool = True
-    is_locked: bool = False
 
     def on(self, config: LineConfig, precision: GivenPrecision | None = None) -> LineConfig:
         """The line with these replacements. Raises ConfigError for a memory that no line has."""
@@ -123,8 +122,7 @@ def run_line(
     if not trace or options.repeats < 1:
         raise ConfigError(f"{config.document.file}: nothing to measure - give a trace with arrivals, and repeats")
     with ExitStack() as ending:
-        if not options.is_locked:
-            ending.enter_context(StateLock(config.state))
+        ending.enter_context(StateLock(config.state))
         experts = experts_of(trace, config.catalog)
         files = ending.enter_context(naive_files(config, experts)) if NAIVE in policies else {}
         asked = _Asked(tuple(trace), images_of(trace, config.catalog), experts, files)

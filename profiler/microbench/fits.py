@@ -61,10 +61,6 @@ class WorkspaceFit:
     base_bytes: int
     per_image_bytes: int
 
-    def bytes_for(self, batch_size: int) -> int:
-        """By the line; not less than any batch it was fitted to."""
-        return self.base_bytes + batch_size * self.per_image_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class _Point:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ROUNDS = 3  # of executors together
 BATCHES_TOGETHER = 12  # at least, by all executors that are timed at once
 ESTIMATED = "workspace estimated from shapes"
 
@@ -62,23 +63,22 @@ def measure_kind(bench: Bench, copies: Sequence[ExpertCopy]) -> KindProfile:
     raise reasons[0]
 
 
-def measure_speedups(
-    bench: Bench, copies: Sequence[ExpertCopy], most: int, batch_size: int = 1, rounds: int = 3
-) -> tuple[float, ...]:
+def measure_speedups(bench: Bench, copies: Sequence[ExpertCopy], most: int) -> tuple[float, ...]:
     """Speedup of n executors of a processor together over one alone, for n from 1 to ``most``.
 
     Each number of executors runs about as many batches, the same number on each; every executor has the threads that
     ``threads_per_executor`` gives it among so many, and an expert of its own as far as there are copies. Medians of
-    some rounds over all numbers in turn. Source: section 5.3, Figure 17. Raises ExpertError, ValueError.
+    ROUNDS over all numbers in turn, of batches of one image. Source: section 5.3, Figure 17. Raises ExpertError,
+    ValueError.
     """
     if most < 1 or not copies:
         raise ValueError(f"{most} executors of {len(copies)} experts cannot be measured")
     with bench.rig(copies[:1]).opened() as rig:
         images = ImageCycle(rig, copies[0], bench.samples.of(copies[0].expert.id))
     batch_s: dict[int, list[float]] = {count: [] for count in range(1, most + 1)}
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for count, times in batch_s.items():
-            works = [images.next(batch_size) for _ in range(count * math.ceil(BATCHES_TOGETHER / count))]
+            works = [images.next(1) for _ in range(count * math.ceil(BATCHES_TOGETHER / count))]
             times.append(_together_s(bench, copies[:count], count, works) / len(works))
     alone_s = median(batch_s[1])
     return tuple(alone_s / median(times) for times in batch_s.values())

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 LARGEST_BYTES = 90_000_000  # of a file of either kind
 
 
-def write_graph_experts(folder: Path, kind: GraphKind, count: int, seed: int = 0) -> list[Expert]:
+def write_graph_experts(folder: Path, kind: GraphKind, count: int) -> list[Expert]:
     """Experts of one kind, each with weights of its own, written below ``folder``.
 
     Raises ConfigError where the disk has no room for them and their packed form; OSError for what it refuses.
@@ -27,10 +27,10 @@ def write_graph_experts(folder: Path, kind: GraphKind, count: int, seed: int = 0
     (folder / "weights").mkdir()
     paths = [folder / "weights" / f"{kind}-{number:03d}.onnx" for number in range(count)]
     if kind is GraphKind.ANOMALY:
-        made_up.write_anomaly_models(paths, made_up.BANK_ROWS, seed)
+        made_up.write_anomaly_models(paths)
         spec = InputSpec(made_up.ANOMALY_PX, made_up.ANOMALY_PX)
         return [Expert(path.stem, "onnx", path, ANOMALY_LABELS, spec, task=Task.ANOMALY) for path in paths]
-    made_up.write_detectors(paths, seed)
+    made_up.write_detectors(paths)
     spec = InputSpec(made_up.DETECTOR_PX, made_up.DETECTOR_PX, "unit")
     experts = [Expert(path.stem, "onnx", path, made_up.DETECTOR_LABELS, spec) for path in paths]
     return [replace(expert, input=image_facts(expert).applied(expert.pixels)) for expert in experts]

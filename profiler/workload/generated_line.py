@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 CLASSIFIER_LABELS = ("ok", "missing", "shifted")
 DETECTOR_LABELS = ("aligned", "turned")
+DETECTORS = ("yolov5m", "yolov5l")  # architectures
+EVERY_S = 0.004  # an arrival
+SIGMA = 1.2  # of the log-normal popularity of components
 EVERY_DETECTED = 3  # arbitrary: every third component has a detector behind its classifier, where there are detectors
 LARGEST_QUANTITY = 1000  # of one component on the generated board
 WORKSPACE_BATCHES = 4  # executors that run at once ...
@@ -61,16 +64,13 @@ class LineRecipe:
     """A line of components with a classifier each; some have a detector behind it.
 
     ``memory_for``: experts of the largest kind that fit, in ``precision`` (auto: in fp32), beside the
-    workspaces. ``sigma``: of the log-normal popularity of components.
+    workspaces.
     """
 
     classifiers: int = 40
     architecture: str = "resnet101"
     detectors: int = 0
-    detector_architectures: tuple[str, ...] = ("yolov5m", "yolov5l")
     requests: int = 240
-    every_s: float = 0.004
-    sigma: float = 1.2
     seed: int = 0
     memory_for: int = 12
     precision: GivenPrecision = Precision.FP32
@@ -86,10 +86,6 @@ class LineRecipe:
         counts = (self.classifiers, self.requests, self.memory_for, self.images)
         if min(counts) < 1 or self.detectors < 0:
             raise ConfigError("a generated line has at least one classifier, request, image, and room for one expert")
-        if self.every_s < 0 or self.sigma < 0:
-            raise ConfigError("every_s and sigma of a generated line are not negative")
-        if self.detectors and not self.detector_architectures:
-            raise ConfigError("detectors without an architecture: name one, such as yolov5m")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +144,7 @@ def generate_line(folder: Path, recipe: LineRecipe | None = None) -> GeneratedLi
 
 def _generate_line(folder: Path, recipe: LineRecipe) -> GeneratedLine:
     with tempfile.TemporaryDirectory(prefix="networks-", dir=folder) as scratch:
-        names = dict.fromkeys((recipe.architecture, *recipe.detector_architectures[: recipe.detectors]))
+        names = dict.fromkeys((recipe.architecture, *DETECTORS[: recipe.detectors]))
         tensors = {name: _fresh_tensors(name, Path(scratch), recipe.classifier_px) for name in names}
     count = recipe.classifiers + recipe.detectors
     require_disk(folder, _disk_bytes(tensors, recipe), f"{count} experts and their packed form")
@@ -210,17 +206,14 @@ def _experts(folder: Path, recipe: LineRecipe) -> list[Expert]:
         _expert(folder, f"cls/{number:03d}", recipe.architecture, (recipe.classifier_px,) * 2)
         for number in range(recipe.classifiers)
     ]
-    kinds = recipe.detector_architectures
     detectors = [
-        _expert(folder, f"det/{number:03d}", kinds[number % len(kinds)], (recipe.detector_px,) * 2)
+        _expert(folder, f"det/{number:03d}", DETECTORS[number % len(DETECTORS)], (recipe.detector_px,) * 2)
         for number in range(recipe.detectors)
     ]
     return classifiers + detectors
 
 
-def write_experts(
-    folder: Path, architecture: str, count: int, seed: int = 0, size: tuple[int, int] | None = None
-) -> list[Expert]:
+def write_experts(folder: Path, architecture: str, count: int, size: tuple[int, int] | None = None) -> list[Expert]:
     """Experts of one architecture, each with weights of its own, written below ``folder`` as for a generated line.
 
     ``size``: height and width of their images; None: as a generated line has them. Raises ConfigError as
@@ -234,7 +227,7 @@ def write_experts(
     weights_bytes = count * tensors[architecture].size_bytes
     require_disk(folder, 2 * weights_bytes, f"{count} experts and their packed form")
     experts = [_expert(folder, f"one/{number:03d}", architecture, size) for number in range(count)]
-    _write_weights(experts, tensors, seed)
+    _write_weights(experts, tensors, seed=0)
     return experts
 
 
@@ -320,7 +313,7 @@ def _sizes(folder: Path, experts: Sequence[Expert], precision: Precision) -> tup
 def _quantities(recipe: LineRecipe) -> dict[str, int]:
     """Count of each component on a board: log-normal, whole numbers from 1."""
     chance = random.Random(recipe.seed)
-    drawn = [chance.lognormvariate(0, recipe.sigma) for _ in range(recipe.classifiers)]
+    drawn = [chance.lognormvariate(0, SIGMA) for _ in range(recipe.classifiers)]
     scale = LARGEST_QUANTITY / max(drawn)
     return {f"part-{number:03d}": max(round(each * scale), 1) for number, each in enumerate(drawn)}
 
@@ -384,11 +377,11 @@ def synthetic_pixels(chance: np.random.Generator, height: int, width: int) -> ND
 
 
 def _write_trace(path: Path, quantities: Mapping[str, int], images: Sequence[str], recipe: LineRecipe) -> None:
-    """Write an arrival every ``every_s``; components by their quantities, images in turn."""
+    """Write an arrival every EVERY_S; components by their quantities, images in turn."""
     chance = random.Random(recipe.seed + 1)
     components = chance.choices(list(quantities), list(quantities.values()), k=recipe.requests)
     lines = (
-        {"t": round(number * recipe.every_s, 6), "component": component, "image": images[number % len(images)]}
+        {"t": round(number * EVERY_S, 6), "component": component, "image": images[number % len(images)]}
         for number, component in enumerate(components)
     )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

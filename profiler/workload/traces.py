@@ -73,12 +73,10 @@ def read_trace(path: Path, catalog: Catalog, *, is_planned: bool = False) -> tup
     return tuple(replace(arrival, at_s=arrival.at_s - arrivals[0].at_s) for arrival in arrivals)
 
 
-def board_trace(
-    config: LineConfig, boards: int, seed: int, image_interval_s: float = IMAGE_INTERVAL_S
-) -> tuple[TracedArrival, ...]:
+def board_trace(config: LineConfig, boards: int, seed: int) -> tuple[TracedArrival, ...]:
     """Arrivals of ``boards`` boards (at least 1) of a line, in the order of time.
 
-    Each board's components come in a random order, ``image_interval_s`` apart; board types take turns. A board starts
+    Each board's components come in a random order, IMAGE_INTERVAL_S apart; board types take turns. A board starts
     one takt after the start of the one before, so images of large boards may overlap. A line without boards has passes
     over all its routes, one image of each, without a pause.
     """
@@ -86,14 +84,14 @@ def board_trace(
         raise ValueError(f"{boards} boards are no trace")
     rng = random.Random(seed)
     quantities = [board.components for board in config.boards.values()] or [dict.fromkeys(config.catalog.components, 1)]
-    takts_s = [board.takt_s for board in config.boards.values()] or [len(quantities[0]) * image_interval_s]
+    takts_s = [board.takt_s for board in config.boards.values()] or [len(quantities[0]) * IMAGE_INTERVAL_S]
     arrivals: list[TracedArrival] = []
     start_s = 0.0
     for number in range(boards):
         turn = number % len(quantities)
         components = [name for name, quantity in sorted(quantities[turn].items()) for _ in range(quantity)]
         rng.shuffle(components)
-        arrivals += (TracedArrival(start_s + image_interval_s * n, name) for n, name in enumerate(components))
+        arrivals += (TracedArrival(start_s + IMAGE_INTERVAL_S * n, name) for n, name in enumerate(components))
         start_s += takts_s[turn]
     return tuple(sorted(arrivals, key=lambda arrival: arrival.at_s))
 

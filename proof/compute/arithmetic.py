@@ -9,7 +9,10 @@ An algorithm with fewer operations (Winograd's), or operands that all lie in cac
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,38 +43,35 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", t
 PACKED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.int8})  # of oneDNN's packed weights here
 
 
+@dataclass(frozen=True, slots=True)
 class Multiplication:
-    """The fastest matrix multiplication in one kind of numbers, ready to be run."""
+    """One matrix multiplication, ready to be run. ``rate``: operations a second."""
 
+    dtype: torch.dtype
+    operations: int
+    rate: float
     run: Run
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype, self.rate, self.shape = dtype, 0.0, SHAPES[0]
-        for shape in SHAPES:
-            if self.rate and _operations(shape) / self.rate > LONGEST_S:
-                break
-            for run in multiplying(*_operands(dtype, shape)):
-                reached = _operations(shape) / min(one_turn(run)[0] for _ in range(TRIES))
-                if reached > self.rate:
-                    self.rate, self.shape, self.run = reached, shape, run
 
-    @property
-    def operations(self) -> int:
-        return _operations(self.shape)
+@cache
+def fastest_of(dtype: torch.dtype) -> Multiplication:
+    """The fastest multiplication in these numbers, searched for once."""
+    best: Multiplication | None = None
+    for shape in SHAPES:
+        operations = 2 * math.prod(shape)
+        if best is not None and operations / best.rate > LONGEST_S:
+            break
+        for run in multiplying(*_operands(dtype, shape)):
+            rate = operations / min(one_turn(run)[0] for _ in range(TRIES))
+            if best is None or rate > best.rate:
+                best = Multiplication(dtype, operations, rate, run)
+    assert best is not None, "SHAPES are none"
+    return best
 
 
-class Multiplications:
-    """The fastest multiplication of each kind of numbers, searched for once."""
-
-    def __init__(self) -> None:
-        self._found: dict[torch.dtype, Multiplication] = {}
-
-    def of(self, dtype: torch.dtype) -> Multiplication:
-        """The reference of these numbers: their own, or fp32's where that is faster."""
-        for each in (torch.float32, dtype):
-            if each not in self._found:
-                self._found[each] = Multiplication(each)
-        return max((self._found[dtype], self._found[torch.float32]), key=lambda each: each.rate)
+def reference_of(dtype: torch.dtype) -> Multiplication:
+    """The multiplication that these numbers are held to: their own, or fp32's where that is faster."""
+    return max((fastest_of(dtype), fastest_of(torch.float32)), key=lambda each: each.rate)
 
 
 def multiplying(one: Tensor, other: Tensor) -> Iterator[Run]:
@@ -93,11 +93,6 @@ def operations_per_image(module: Module, size: tuple[int, int]) -> int:
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
     return int(counter.get_total_flops())
-
-
-def _operations(shape: tuple[int, int, int]) -> int:
-    rows, inner, columns = shape
-    return 2 * rows * inner * columns
 
 
 def _operands(dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:

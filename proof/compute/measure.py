@@ -8,7 +8,7 @@ files are removed afterwards.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from profiler.bench.measured import Measured, software
 from profiler.bench.turns import Plan, TimedTurns, by_turns, one_turn
 from profiler.replay.host_load import QUIET_FRACTION, CoresInUse
 from profiler.workload.generated_line import removed_afterwards, write_experts
-from proof.compute.arithmetic import NAMES, Multiplications, operations_per_image
+from proof.compute.arithmetic import NAMES, operations_per_image, reference_of
 from proof.compute.contestants import (
     EAGER,
     NO_OPENVINO,
@@ -41,7 +41,6 @@ from proof.compute.contestants import (
     plain_model,
     prepared_images,
 )
-from proof.compute.spending import Spending, measure_spending
 from proof.compute.table import COLUMNS, LEGEND, ComputeRow, targets_of
 
 if TYPE_CHECKING:
@@ -65,7 +64,6 @@ class ComputeOptions:
     """``forms``: ours to compare; none: all that the architecture's backend has here. ``peers``: others, of PEERS.
 
     ``limit_s``: no round begins later for one architecture and batch size, but the few that a median needs.
-    ``tells_spending``: also the time of our fastest form by kind of operator.
     """
 
     architectures: tuple[str, ...] = ("resnet101",)
@@ -75,7 +73,6 @@ class ComputeOptions:
     rounds: int = 15
     limit_s: float = LIMIT_S
     peers: tuple[str, ...] = tuple(PEERS)
-    tells_spending: bool = True
 
 
 def measure_compute_forms(directory: Path, options: ComputeOptions, progress: Progress) -> Measured:
@@ -112,25 +109,23 @@ def executor_threads(box: Box) -> int:
 
 
 class _ComputeBench:
-    """Measures architecture by architecture; the floor's multiplications are searched for once."""
+    """Measures architecture by architecture."""
 
     def __init__(self, options: ComputeOptions, threads: int, progress: Progress) -> None:
         self._options = options
         self._threads = threads
         self._progress = progress
-        self._multiplications = Multiplications()
         self._operations: dict[str, int] = {}
         self._rows: list[ComputeRow] = []
-        self._spending: list[Spending] = []
         self._notes: list[str] = [] if has_openvino() or not set(OPENVINO) & set(options.peers) else [NO_OPENVINO]
 
     def measured(self, machine: str, others_fraction: float) -> Measured:
         notes = [f"{name}: {count / 1e9:.2f} GFLOP an image" for name, count in self._operations.items()]
-        notes += [LEGEND, *map(str, self._spending), *self._notes]
+        notes += [LEGEND, *self._notes]
         if others_fraction > QUIET_FRACTION:
             notes.append(f"SHARED: other processes had {others_fraction:.0%} of the cores: compare rows only")
         rows = tuple(self._rows)
-        more = {"spending": [asdict(each) for each in self._spending], "operations": self._operations}
+        more = {"operations": self._operations}
         return Measured(machine, COLUMNS, rows, targets_of(rows), tuple(dict.fromkeys(notes)), more)
 
     def measure(self, folder: Path, architecture: str) -> None:
@@ -169,18 +164,11 @@ class _ComputeBench:
             tried_s = {each: took_s for each in found if (took_s := self._tried_s(each)) is not None}
             most_s = HOPELESS * next(took_s for each, took_s in tried_s.items() if each.form == EAGER)
             running = [each for each, took_s in tried_s.items() if took_s <= most_s]
-            reference = {each: self._multiplications.of(each.numbers) for each in tried_s}
+            reference = {each: reference_of(each.numbers) for each in tried_s}
             floors = {_floor(each.dtype): each for each in reference.values()}
             ways = {each.form: each.run for each in running} | {name: each.run for name, each in floors.items()}
             plan = Plan(self._options.rounds, limit_s=self._options.limit_s)
             times: dict[str, TimedTurns[object]] = by_turns(ways, plan)
-            watched = [each for each in running if each.is_ours and each.form != Precision.ONNXRUNTIME]
-            fastest = min(watched, key=lambda each: times[each.form].median_s, default=None)
-            if fastest is not None and self._options.tells_spending:
-                self._noted(
-                    f"{architecture} in batches of {batch}",
-                    lambda: self._spending.append(measure_spending(architecture, batch, fastest)),
-                )
         self._note_left_out(architecture, batch, len(times[EAGER].seconds))
         for each in [each for each in tried_s if each not in running]:
             times[each.form] = TimedTurns((tried_s[each],))

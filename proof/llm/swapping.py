@@ -9,6 +9,7 @@ cache; the agent reads past it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from proof.llm.peers import OURS, STATIC, PeerProcess, has_transformers
 from proof.llm.random_models import mixed_lengths, write_random_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from agent.deployment.build import Agent
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from proof.llm.random_models import QwenShape, TextJob
 
     Tokens = list[list[int]]
+    Round = Sequence[tuple[str, TextJob]]
 
 MODELS = ("llm/a", "llm/b", "llm/c")
 FITTING = 1.5  # models that the memory holds
@@ -46,12 +48,6 @@ KV_BYTES, WORKSPACE_BYTES = 64 * MEBIBYTE, 64 * MEBIBYTE
 TARGET = 3.0
 TARGET_BACKBONE = 1.2
 OWN_PARTS = "self_attn."  # of models on a common backbone
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    model: str
-    job: TextJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +60,10 @@ class Asking:
     each: int = 4
     ways: Sequence[str] = (OURS, STATIC)
 
-    def round(self, number: int) -> list[Ask]:
+    def round(self, number: int) -> Round:
+        """Models and their jobs, the models by turns."""
         jobs = mixed_lengths(self.each * len(self.models), self.shape.vocabulary, seed=number)
-        return [Ask(self.models[place % len(self.models)], job) for place, job in enumerate(jobs)]
+        return list(zip(itertools.cycle(self.models), jobs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +77,13 @@ class TextAgent:
     def loads(self) -> int:
         return sum(self.agent.loop.statistics().engine.loads.values())
 
-    def write(self, asks: Sequence[Ask]) -> Tokens:
+    def write(self, asks: Round) -> Tokens:
         """Each one's tokens. Raises CoServeError for a request without an answer."""
         writers = [Collected() for _ in asks]
-        for ask, writer in zip(asks, writers, strict=True):
-            text = TextRequest(Generation(ask.job.prompt, ask.job.output, GREEDY), writer)
+        for (model, job), writer in zip(asks, writers, strict=True):
+            text = TextRequest(Generation(job.prompt, job.output, GREEDY), writer)
             source = TextSource(lambda _, text=text: text)  # type: ignore[misc]  # a default that binds it now
-            self.requests.submit(source, expert=self.agent.expert(ask.model))
+            self.requests.submit(source, expert=self.agent.expert(model))
         for end in self.requests.collect():
             if end.outcome.label is None:
                 raise CoServeError(f"a text of the benchmark was not written: {end.outcome.reason}")
@@ -123,14 +120,16 @@ def measure_swapping(folder: Path, asking: Asking) -> LlmFindings:
     with text_agent(folder / "swap-agent", directories, int(FITTING * _bytes_of(directories))) as agent:
         ours, ours_s, loads = [agent.write(rounds[0])], 0.0, -agent.loads
         for asks in rounds[1:]:
-            ours_s += _timed(lambda asks=asks: ours.append(agent.write(asks)))  # type: ignore[misc]
+            began_s = time.perf_counter()
+            ours.append(agent.write(asks))
+            ours_s += time.perf_counter() - began_s
         loads += agent.loads
     theirs_s = {}
     for way in [way for way in asking.ways if way == OURS or has_transformers()]:
         theirs, theirs_s[way] = _by_processes(directories, rounds, way)
         if ours != theirs:
             raise CoServeError(f"the agent and processes with {way} write different tokens: not to be compared")
-    tokens = sum(ask.job.output for asks in rounds[1:] for ask in asks)
+    tokens = sum(job.output for asks in rounds[1:] for _, job in asks)
     figures = [Figure("swapping", "coserve", tokens / ours_s, "tokens/s"), Figure("swapping", "loads", loads)]
     figures += [
         Figure("swapping", f"processes with {way}", tokens / each, "tokens/s") for way, each in theirs_s.items()
@@ -170,12 +169,6 @@ def _bytes_of(directories: Mapping[str, Path]) -> int:
     return sum(file.stat().st_size for file in next(iter(directories.values())).iterdir())
 
 
-def _timed(work: Callable[[], object]) -> float:
-    began_s = time.perf_counter()
-    work()
-    return time.perf_counter() - began_s
-
-
 def _targets(models: int, ours_s: float, theirs_s: Mapping[str, float]) -> tuple[Target, ...]:
     fastest, *others = sorted(theirs_s, key=lambda way: theirs_s[way])
     what = f"{models} LLM experts, memory for {FITTING:g}: over a process each, {fastest}"
@@ -183,9 +176,7 @@ def _targets(models: int, ours_s: float, theirs_s: Mapping[str, float]) -> tuple
     return (at_least(what, theirs_s[fastest] / ours_s, TARGET), *told)
 
 
-def _by_processes(
-    directories: Mapping[str, Path], rounds: Sequence[Sequence[Ask]], way: str
-) -> tuple[list[Tokens], float]:
+def _by_processes(directories: Mapping[str, Path], rounds: Sequence[Round], way: str) -> tuple[list[Tokens], float]:
     """Each round's tokens, and the seconds of all but the first: at most one process, of the model asked last."""
     tokens: list[Tokens] = []
     order, seconds = list(directories), 0.0
@@ -199,8 +190,8 @@ def _by_processes(
                     if process is not None:
                         process.close()
                     process, running = PeerProcess(directories[name], way, torch.get_num_threads()), name
-                own = [place for place, ask in enumerate(asks) if ask.model == name]
-                answers |= zip(own, process.write([asks[place].job for place in own]), strict=True)
+                own = [place for place, (model, _) in enumerate(asks) if model == name]
+                answers |= zip(own, process.write([asks[place][1] for place in own]), strict=True)
             order.reverse()
             seconds += (time.perf_counter() - began_s) if number else 0.0
             tokens.append([answers[place] for place in range(len(asks))])

@@ -1,17 +1,12 @@
 """The paper's evaluation in simulation: its systems on its tasks and devices, and every missed target.
 
-Guarantees: seeded, so the same rows in every run; the constants of the devices are read, never fitted here; every
-system has a row for each task and device, and ``shortfalls`` names each missed target.
-
-CoServe Best is found for each board and device as the offline phase does it (sections 4.4 and 5.3), on a sample of
-other requests: executors by a sweep at an unsearched memory, then the decay window for the memory of a GPU that has one
-of its own. Our policy is searched for in the same way; the ablations run with the paper's configuration. Ours may
-overtake for the 3 minutes that a board has (section 5.1), and in one row for a line's default of 5 seconds.
+Guarantees: seeded, so the same rows in every run; constants of devices are read, never fitted here; every system has a
+row for each task and device. CoServe Best is found on a sample of other requests, as the offline phase does it
+(sections 4.4 and 5.3), and our policy likewise; the ablations run with the paper's configuration. Ours may overtake for
+the 3 minutes that a board has (section 5.1), and in one row for a line's default of 5 seconds.
 
 Samba-CoE has two rows. The main one, which the paper's ratios stand beside, splits the memory 75 to 25 as CoServe
-Casual does: so, and with the tasks' sigma of 2, it makes about the paper's 1,060 switches in task B2 on NUMA. But its
-one executor groups no requests: nine of ten batches have one image, and most of that quarter is of no use to it. The
-other row has as many experts as fit beside the workspace of one image.
+Casual does; the other has as many experts as fit beside the workspace of one image (``figures`` tells the difference).
 """
 
 from __future__ import annotations
@@ -115,11 +110,6 @@ def evaluate(
     return Evaluation(tuple(rows), tuple(by_policy), sample_requests)
 
 
-def casual_system(device: PaperDevice) -> System:
-    """CoServe Casual: executors and memory as one would choose them without a search (section 5.2)."""
-    return System(CASUAL, PAPER, {GPU: CASUAL_GPU_EXECUTORS[device.is_split], CPU: 1})
-
-
 def systems(device: PaperDevice, task: PaperTask, paper: System, ours: System) -> tuple[System, ...]:
     """Every system of the evaluation, in the order of POLICIES. ``paper``, ``ours``: as found for this device."""
     samba = System(SAMBA, SAMBA, {GPU: 1})
@@ -128,7 +118,7 @@ def systems(device: PaperDevice, task: PaperTask, paper: System, ours: System) -
         replace(samba, name=SAMBA_ALL_MEMORY, experts=most_experts(samba, device, task)),
         System(SAMBA_FIFO, SAMBA_FIFO, {GPU: 1}),
         System(SAMBA_PARALLEL, SAMBA_PARALLEL, paper.executors),  # as many executors as CoServe (section 5.1)
-        casual_system(device),
+        System(CASUAL, PAPER, {GPU: CASUAL_GPU_EXECUTORS[device.is_split], CPU: 1}),
         *(replace(paper, name=policy, policy=policy) for policy in ABLATIONS),
         ours,
         replace(ours, name=COSERVE_5S, max_overtake_s=Limits(()).max_overtake_s),

@@ -68,19 +68,16 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class QueuedDecisionTimes:
-    """Seconds of one ``handle`` call while ``fewest_queued`` to ``most_queued`` requests wait.
+    """Seconds of one ``handle`` call while about ``queued`` requests wait.
 
     ``batches`` and ``loads``: calls with the end of one; ``evictions``: copies that all calls evicted. ``cpu_p99_s``:
     the deciding thread's own processor time, without other users of the cores.
     """
 
     queued: int
-    calls: int
     batches: int
     loads: int
     evictions: int
-    fewest_queued: int
-    most_queued: int
     p50_s: float
     p99_s: float
     worst_s: float
@@ -91,7 +88,7 @@ def measure_decisions(queued: int, calls: int = CALLS, policy: str = "coserve") 
     """Time ``calls`` events at a steady queue of about ``queued`` requests."""
     line = _BusyLine(policy)
     line.fill(queued)
-    times, cpu_times, lengths = [], [], []
+    times, cpu_times = [], []
     kinds: Counter[type] = Counter()
     for _ in range(calls):
         event, now = line.next_event()
@@ -100,19 +97,15 @@ def measure_decisions(queued: int, calls: int = CALLS, policy: str = "coserve") 
         cpu_times.append(time.thread_time() - cpu_started)
         times.append(time.perf_counter() - started)
         line.carry_out(effects)
-        lengths.append(line.waiting)
         kinds.update((type(event), *map(type, effects)))
     unexpected = line.engine.statistics().unexpected_events
     assert not unexpected, f"{unexpected} answers were given out of turn"
     p99 = int(calls * 0.99)
     return QueuedDecisionTimes(
         queued=queued,
-        calls=calls,
         batches=kinds[Finished],
         loads=kinds[Loaded],
         evictions=kinds[Evict],
-        fewest_queued=min(lengths),
-        most_queued=max(lengths),
         p50_s=statistics.median(times),
         p99_s=sorted(times)[p99],
         worst_s=max(times),

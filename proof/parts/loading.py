@@ -114,14 +114,17 @@ def measure_loading(
     room; OSError for what the disk refuses.
     """
     told = architecture if form is Precision.FP32 else f"{architecture} in {form}"
-    made = _Made(lambda folder: write_experts(folder, architecture, files), lambda _: {form}, told)
-    return made.measured(directory, repeats)
+    return _measured(
+        directory, repeats, lambda folder: write_experts(folder, architecture, files), lambda _: {form}, told
+    )
 
 
 def measure_graph_loading(directory: Path, kind: GraphKind, files: int = 8, repeats: int = 3) -> Measured:
     """Load ONNX graphs of one kind and program. Raises as ``measure_loading`` for disk and room."""
-    made = _Made(lambda folder: write_graph_experts(folder, kind, files), lambda _: {Precision.FP32}, GRAPH_NAMES[kind])
-    return made.measured(directory, repeats)
+    precisions, name = {Precision.FP32}, GRAPH_NAMES[kind]
+    return _measured(
+        directory, repeats, lambda folder: write_graph_experts(folder, kind, files), lambda _: precisions, name
+    )
 
 
 def measure_line_loading(directory: Path, config: LineConfig, names: Sequence[str] = (), repeats: int = 3) -> Measured:
@@ -138,7 +141,7 @@ def measure_line_loading(directory: Path, config: LineConfig, names: Sequence[st
     forms = {expert.id: {column[expert.id] for column in columns} for expert in chosen}
     needed_bytes = sum(len(forms[expert.id]) * _source_bytes(expert) for expert in chosen)
     require_disk(directory, needed_bytes, f"{len(chosen)} experts, packed")
-    return _Made(lambda _: chosen, forms.__getitem__).measured(directory, repeats)
+    return _measured(directory, repeats, lambda _: chosen, forms.__getitem__)
 
 
 def _is_graph(architecture: str) -> bool:
@@ -150,28 +153,29 @@ def _source_bytes(expert: Expert) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """Experts to load. ``name``: of all of them; None: each row is named after its experts."""
+def _measured(
+    directory: Path,
+    repeats: int,
+    experts_in: Callable[[Path], Sequence[Expert]],
+    precisions: Callable[[str], Collection[Precision]],
+    name: str | None = None,
+) -> Measured:
+    """Pack experts in a folder that is removed afterwards, and measure them layout by layout.
 
-    experts_in: Callable[[Path], Sequence[Expert]]
-    precisions: Callable[[str], Collection[Precision]]
-    name: str | None = None
-
-    def measured(self, directory: Path, repeats: int) -> Measured:
-        """Pack the experts in a folder that is removed afterwards, and measure them layout by layout."""
-        with removed_afterwards(directory, "loading-") as folder, closing(SegmentStore(folder / "packed")) as store:
-            experts = self.experts_in(folder)
-            report = pack_line(experts, self.precisions, store)
-            for error in report.failed.values():
-                raise error
-            layouts: defaultdict[str, list[_Form]] = defaultdict(list)
-            for expert in experts:
-                for packed in report.packed[expert.id].values():
-                    layouts[packed.layout].append(_Form(expert, packed))
-            rows = tuple(_measure(forms, store, repeats, self.name or _names(forms)) for forms in layouts.values())
-        note = f"{repeats} repeats; a program is one for all experts of its row: a switch constructs nothing"
-        return Measured(this_machine(), COLUMNS, rows, tuple(row.target for row in rows), (note,))
+    ``name``: of all of them; None: each row is named after its experts.
+    """
+    with removed_afterwards(directory, "loading-") as folder, closing(SegmentStore(folder / "packed")) as store:
+        experts = experts_in(folder)
+        report = pack_line(experts, precisions, store)
+        for error in report.failed.values():
+            raise error
+        layouts: defaultdict[str, list[_Form]] = defaultdict(list)
+        for expert in experts:
+            for packed in report.packed[expert.id].values():
+                layouts[packed.layout].append(_Form(expert, packed))
+        rows = tuple(_measure(forms, store, repeats, name or _names(forms)) for forms in layouts.values())
+    note = f"{repeats} repeats; a program is one for all experts of its row: a switch constructs nothing"
+    return Measured(this_machine(), COLUMNS, rows, tuple(row.target for row in rows), (note,))
 
 
 def _names(forms: Sequence[_Form]) -> str:

@@ -74,12 +74,6 @@ def test_the_margin_is_five_percent_of_the_line(value, end):
     assert search.end is end
 
 
-@pytest.mark.parametrize("fit_values", [2, 3, 4])
-def test_no_line_is_fitted_to_fewer_values_than_asked(fit_values):
-    search = decay_window_search(lambda n: 100.0 - abs(n - 47), most=60, options=WindowOptions(fit_values=fit_values))
-    assert [step.number for step in search.steps if step.predicted is None] == list(range(1, fit_values + 1))
-
-
 def test_the_best_of_bounds_and_middle_is_chosen():
     middle = Measured(n15=18.0, n28=22.0, n34=25.4, n39=23.9)
     assert decay_window_search(middle, most=60).chosen == 34
@@ -118,12 +112,6 @@ def test_the_best_of_bounds_and_middle_is_chosen():
 def test_the_search_ends_at_a_bend_or_without_a_rise_or_with_the_memory(points, most, end, window, chosen):
     search = decay_window_search(Measured(**points), most=most)
     assert (search.end, search.window, search.chosen) == (end, window, chosen)
-
-
-def test_room_for_one_expert_is_run_once():
-    measured = Measured(n1=3.0)
-    assert decay_window_search(measured, most=1).chosen == 1
-    assert measured.asked == [1]
 
 
 def test_windows_below_the_least_are_passed_over():

@@ -16,7 +16,7 @@ from agent.core.policy import PRESETS
 from agent.device_profile.records import PoolAllocation, SearchTrial
 from agent.runtime.machine.box import Box, MemorySize
 from experts.errors import ConfigError
-from profiler.allocation.decay_window import DecayWindow, WindowOptions
+from profiler.allocation.decay_window import DecayWindow
 from profiler.allocation.search import DEFAULTS, SearchOptions, search_allocation
 from tests.profiler.lines import fakes, row
 
@@ -102,34 +102,21 @@ def test_a_split_box_executors_first_then_the_device_memory_by_windows(folder):
     )
     assert found.images_per_s == pytest.approx(19.4)
     assert len(made_up.asked) == len(set(made_up.asked))
-
-
-def test_the_trials_tell_the_whole_search(folder):
-    config, matrix = line_of(folder, 80), device_of(80, max_batch=16)
-    found = searched(config, SPLIT, matrix, peaked, host=400 * MIB, device=64 * MIB)
     executors = [trial for trial in found.trials if trial.search == "executors"]
     assert [trial.setting for trial in executors] == [
         *(f"{count} cuda + 1 cpu" for count in (1, 2, 3, 4, 5)),
         *(f"3 cuda + {count} cpu" for count in (0, 2, 3)),
     ]
     assert [trial.number for trial in executors if trial.note == "best"] == [3]
-    memory = [trial for trial in found.trials if trial.search == "memory:device"]
-    assert [trial.number for trial in memory] == [1, 2, 3, 4, 5]
-    assert [(trial.setting, round(trial.images_per_s, 2)) for trial in memory] == [
-        ("15 experts", 17.5),
-        ("28 experts", 18.8),
-        ("39 experts", 18.4),
-        ("34 experts", 19.4),
-        ("48 experts", 16.6),
+    memory = [trial for trial in found.trials if trial.search != "executors"]
+    assert [(trial.search, trial.number) for trial in memory] == [("memory:device", n) for n in (1, 2, 3, 4, 5)]
+    assert [(trial.setting, round(trial.images_per_s, 2), trial.note) for trial in memory] == [
+        ("15 experts", 17.5, "window 0-15"),
+        ("28 experts", 18.8, "window 15-28"),
+        ("39 experts", 18.4, "window 28-39, 8.5% short of the line's 20.10"),
+        ("34 experts", 19.4, "the middle of window 28-39, chosen"),
+        ("48 experts", 16.6, "the casual split, a quarter for workspaces"),
     ]
-    assert [trial.note for trial in memory] == [
-        "window 0-15",
-        "window 15-28",
-        "window 28-39, 8.5% short of the line's 20.10",
-        "the middle of window 28-39, chosen",
-        "the casual split, a quarter for workspaces",
-    ]
-    assert not [trial for trial in found.trials if trial.search == "memory:host"]
 
 
 def by_workspace(executors, pools):
@@ -212,12 +199,6 @@ def test_executors_on_a_processor_that_was_not_profiled_are_refused(folder):
         searched(config, SPLIT, device_of(2, ("cpu",)), host=50 * MIB, device=50 * MIB)
 
 
-def test_a_policy_of_one_executor_gets_one(folder):
-    config = line_of(folder, 3, policy="samba")
-    found = searched(config, SPLIT, device_of(3), constant, host=50 * MIB, device=50 * MIB)
-    assert dict(found.allocation.executors) == {"cuda": 1, "cpu": 0}
-
-
 def test_executors_that_cannot_run_every_expert_or_do_not_fit_are_passed_over(folder):
     """e1 runs on the CPU only, and the device has workspace for two images beside its largest expert."""
     everything = device_of(2)
@@ -278,32 +259,6 @@ def test_a_given_workspace_that_cannot_be_is_refused(folder, workspace, told):
 def test_on_a_large_box_of_a_cpu_only_more_executors_are_tried(processors, cores, most):
     box = Box(processors[0], "made up", processors, cores, SIZE, None, ())
     assert SearchOptions().on(box) == SearchOptions(most_cpu_executors=most)
-
-
-@pytest.mark.parametrize(("best", "tried"), [(11, 13), (1, 3), (16, 16)])
-def test_executors_of_a_large_box_end_with_two_declines(folder, best, tried):
-    box = Box("cpu", "made up", ("cpu",), 64, SIZE, None, ())
-    found = searched(
-        line_of(folder, 9),
-        box,
-        device_of(9, ("cpu",)),
-        lambda executors, pools: 100.0 - abs(len(executors) - best),
-        host=400 * MIB,
-        options=SearchOptions().on(box),
-    )
-    assert dict(found.allocation.executors) == {"cpu": best}
-    swept = [trial.setting for trial in found.trials if trial.search == "executors"]
-    assert swept == [f"{count} cpu" for count in range(1, tried + 1)]
-
-
-def test_the_windows_are_as_the_options_say(folder):
-    config, device = line_of(folder, 80, executors={"cpu": 1}), device_of(80, ("cpu",), max_batch=40)
-    options = SearchOptions(WindowOptions(40, 0.5, 3))
-    found = searched(
-        config, CPU_ONLY, device, lambda _, pools: 1.0 + pools[0].expert_bytes, host=81 * MIB, options=options
-    )
-    assert [step.window.upper for step in found.windows["host"].steps] == [40, 64, 78, 80]
-    assert [step.predicted is None for step in found.windows["host"].steps] == [True, True, True, False]
 
 
 @given(

@@ -88,10 +88,7 @@ def test_nothing_is_known_of_another_situation(config, draft, config_changes, pr
     "spoil",
     [
         lambda note: "{",
-        lambda note: "[]",
-        lambda note: "7",
         lambda note: note.replace('"device": ', '"other": '),
-        lambda note: note.replace(str(2**33), '"a"'),
         lambda note: note.replace(str(2**33), "-1"),
     ],
 )

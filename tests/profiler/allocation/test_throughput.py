@@ -27,7 +27,6 @@ from agent.runtime.machine.detection import detect
 from experts.errors import ConfigError, SampleUnfit
 from experts.expert import Precision
 from experts.packed.weights import SegmentStore
-from profiler.allocation.search import SearchOptions
 from profiler.allocation.throughput import (
     SearchedLine,
     busy_interval_s,
@@ -94,15 +93,6 @@ def every(interval_s, trace):
 # -- the sample --
 
 
-def test_a_sample_holds_each_component_by_its_share(tmp_path):
-    config = line_in(tmp_path, experts=3, boards={"one": {"components": {"c0": 5, "c1": 3, "c2": 2}}})
-    sample = sample_requests(config, 100)
-    assert Counter(arrival.component for arrival in sample) == {"c0": 50, "c1": 30, "c2": 20}
-    assert [arrival.at_s for arrival in sample[:3]] == [0.0, 0.004, 0.008]
-    assert sample == sample_requests(config, 100)
-    assert {arrival.component for arrival in sample[:20]} == {"c0", "c1", "c2"}
-
-
 @settings(max_examples=40)
 @given(st.integers(1, 300), st.lists(st.integers(1, 1000), min_size=1, max_size=9))
 def test_a_sample_is_off_by_less_than_one_request_for_each_component(tmp_path_factory, count, quantities):
@@ -149,9 +139,6 @@ class TestASampleByUsage:
         seen = {"cls/f0": 0.1, "cls/f1": 0.2, "cls/f2": 0.7}
         assert drawn(config, seen, origin) == {"c0": 100, "c1": 200, "c2": 700}
 
-    def test_that_was_computed_is_the_boards(self, config):
-        assert drawn(config, {"cls/f2": 1.0}, UsageOrigin.COMPUTED) == {"c0": 500, "c1": 300, "c2": 200}
-
     def test_is_shared_by_quantity_where_components_share_their_first_expert(self, config, tmp_path):
         """c0 and c1 begin with cls/f0, three and one of them on a board; c2 with cls/f2."""
         document = json.loads(config.document.file.read_text())
@@ -171,10 +158,6 @@ class TestASampleByUsage:
         assert few["c2"] in {100, 101}
         rare = drawn(config, {"cls/f0": 0.99, "cls/f1": 0.01, "cls/f2": 0.0}, requests=9, count=1010)
         assert rare["c2"] == rare["c1"] == 10
-
-    def test_leaves_out_what_cannot_be_served(self, config):
-        seen = {"cls/f0": 0.5, "cls/f1": 0.1, "cls/f2": 0.4}
-        assert drawn(config, seen, without={"cls/f3": "broken"}) == {"c1": 200, "c2": 800}
 
 
 def test_requests_come_twice_as_fast_as_all_executors_could_work():
@@ -243,22 +226,6 @@ def test_only_what_was_profiled_and_is_allowed_is_searched(tmp_path):
 
 
 # -- on the engine --
-
-
-def test_a_search_on_the_engine_finds_what_an_agent_starts_with(tmp_path):
-    memory = {"host": "1MiB"}
-    config = packed_line(tmp_path, experts=8, device="cpu", memory=memory, boards={})
-    box = detect("cpu")
-    profile = stored(config, box)
-    trace = every(0.0, sample_requests(config, 24))
-    options = SearchOptions(most_cpu_executors=2)
-    found = SearchedLine(config, box, profile, trace, options).on_engine(lambda throughput: throughput)
-    assert found.allocation.origin == "searched on the engine"
-    assert all(trial.images_per_s > 0 for trial in found.trials)
-    assert found.windows["host"].window.upper <= 9
-    plan = planned(config, box, replace(profile, allocation=found.allocation))
-    assert sum(pool.expert_bytes + pool.workspace_bytes for pool in plan.pools) == 2**20
-    assert len(plan.executors) == found.allocation.executors["cpu"]
 
 
 ONE_EXECUTOR = (ExecutorSpec(0, "cpu", "host"),)

@@ -7,9 +7,10 @@ import pytest
 
 from agent.config import read_line
 from experts.errors import ConfigError
-from profiler.bench.naive import NaiveServer, drop_from_cache, naive_files
+from profiler.bench.naive import NaiveServer, naive_files
 from profiler.replay.images import experts_of, images_of
 from profiler.replay.player import player
+from profiler.workload import generated_line
 from profiler.workload.generated_line import LineRecipe, generate_line
 from profiler.workload.traces import TracedArrival
 
@@ -18,7 +19,6 @@ RECIPE = LineRecipe(
     classifiers=4,
     architecture="squeezenet1_1",
     detectors=1,
-    detector_architectures=("yolov5n",),
     requests=12,
     memory_for=2,
     classifier_px=64,
@@ -28,7 +28,9 @@ RECIPE = LineRecipe(
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    return read_line(generate_line(tmp_path_factory.mktemp("naive") / "line", RECIPE).line, ON_CPU)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generated_line, "DETECTORS", ("yolov5n",))
+        return read_line(generate_line(tmp_path_factory.mktemp("naive") / "line", RECIPE).line, ON_CPU)
 
 
 def asking(*experts):
@@ -82,20 +84,6 @@ def test_the_most_used_models_are_there_when_its_clock_starts_and_are_not_counte
     assert result.missing_bytes == result.bytes_read
 
 
-def test_models_used_alike_are_placed_by_name_and_others_than_the_traces_are_not(config):
-    used_elsewhere = {"cls/003": 1.0}
-    assert played(config, asking("cls/002", "cls/001"), 1, used_elsewhere).resident_at_start == {"cls/001"}
-
-
-def test_missing_bytes_count_each_expert_once(config):
-    trace = asking("cls/000", "cls/001", "cls/000", "cls/001")
-    with naive_files(config, ["cls/000", "cls/001"]) as files:
-        result = server_of(config, files, NO_ROOM).play(trace, images_of(trace, config.catalog))
-        sizes = [files[expert].stat().st_size for expert in ("cls/000", "cls/001")]
-    assert (result.resident_at_start, result.loads) == ({"cls/001"}, 4)
-    assert (result.missing_bytes, result.bytes_read) == (sizes[0], 2 * sum(sizes))
-
-
 def test_it_follows_routes_and_judges_as_the_engine_does(config):
     """Component 0 goes on to the detector; the others end with their classifier."""
     trace = tuple(TracedArrival(0.0, component=f"part-00{number % 4}") for number in range(8))
@@ -113,14 +101,6 @@ def test_it_follows_routes_and_judges_as_the_engine_does(config):
 
 def picture(seed):
     return np.random.default_rng(seed).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-
-
-def test_its_files_are_gone_afterwards_also_when_it_breaks(config):
-    with naive_files(config, ["cls/000"]) as files:
-        assert all(file.is_file() for file in files.values())
-        drop_from_cache(files["cls/000"])
-    assert not any(file.exists() for file in files.values())
-    assert not list(config.state.glob("naive-*"))
 
 
 def test_what_it_cannot_run_is_told_with_its_place(tmp_path):

@@ -25,9 +25,7 @@ from profiler.replay.player import player
 from profiler.workload.generated_line import LineRecipe, generate_line
 from profiler.workload.traces import TracedArrival, read_trace
 
-RECIPE = LineRecipe(
-    classifiers=3, architecture="squeezenet1_1", requests=12, every_s=0.001, memory_for=2, classifier_px=64, seed=3
-)
+RECIPE = LineRecipe(classifiers=3, architecture="squeezenet1_1", requests=12, memory_for=2, classifier_px=64, seed=3)
 ON_CPU = {"COSERVE__DEVICE": "cpu"}  # the environment: these figures are those of one memory
 KEYS = {
     "policy", "requests", "seconds", "images_per_s", "switches", "loads", "evictions", "bytes_read",
@@ -129,22 +127,6 @@ def test_in_a_memory_for_one_expert_each_turn_is_a_load(config, generated):
     assert found.row("samba").medians.bytes_read in {4 * size for size in sizes}
 
 
-def test_experts_placed_before_the_trace_are_not_counted(config, generated):
-    options = RunOptions(memory=room_for(generated, 3), with_roofline=False)
-    figures = run_line(config, BY_TURNS, options).row(config.policy).medians
-    assert (figures.switches, figures.loads_in_all, figures.evictions, figures.bytes_read) == (0, 0, 0, 0)
-
-
-def test_options_replace_the_lines_values(config):
-    options = RunOptions(memory={"host": 10**9, "workspace": 10**8}, executors={"cpu": 2})
-    changed = options.on(config, Precision.BF16)
-    memory = (changed.memory.host, changed.memory.workspace, changed.memory.device)
-    assert memory == (10**9, 10**8, config.memory.device)
-    assert (changed.precision, changed.executors) == (Precision.BF16, {"cpu": 2})
-    assert RunOptions().on(changed, "auto").precision is None
-    assert RunOptions().on(config) == config
-
-
 def test_a_rate_that_loads_are_held_to_is_kept_and_said(config, generated):
     options = RunOptions(policies=("samba",), memory=room_for(generated, 1), ssd_bytes_per_s=50e6, with_roofline=False)
     found = run_line(config, BY_TURNS, options)
@@ -170,10 +152,8 @@ def test_options_that_make_no_measurement_are_refused(config, options, trace, to
 
 
 def test_nothing_is_measured_beside_a_running_agent(config):
-    with StateLock(config.state):
-        with pytest.raises(AlreadyRunning):
-            run_line(config, BY_TURNS)
-        run_line(config, BY_TURNS, replace(NO_FLOOR, is_locked=True))
+    with StateLock(config.state), pytest.raises(AlreadyRunning):
+        run_line(config, BY_TURNS)
 
 
 def test_an_expert_that_cannot_be_served_is_told_with_its_place(tmp_path):

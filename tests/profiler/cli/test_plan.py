@@ -30,7 +30,6 @@ ROOT = Path(__file__).parents[3]
 DEADLINE_S = 120.0
 MIB = 2**20
 EXPERTS = 4
-ROW = {"policy", "requests", "seconds", "images_per_s", "switches", "loads", "evictions", "bytes_read", "p99_wait_s"}
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +78,6 @@ def snapshot(folder):
     return {path: path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
 
 
-def test_one_object_with_the_documented_keys_and_nothing_else_on_stdout(line):
-    file = trace(line, *({"t": number * 0.01, "component": f"c{number % EXPERTS}"} for number in range(12)))
-    (row,) = rows(line, "--trace", file)
-    assert row.keys() >= ROW
-    assert row["bound"].keys() >= {"switches", "seconds"}
-    assert row["loads"].keys() == {"ssd_host", "host_device", "ssd_device"}
-    assert (row["policy"], row["requests"], row["executors"]) == ("coserve", 12, {"cpu": 1})
-    assert row["seconds"] >= row["bound"]["seconds"] - 1e-9 > 0.0
-    assert row["images_per_s"] == pytest.approx(12 / row["seconds"])
-
-
 def test_a_row_for_each_policy_and_memory_asked(line):
     found = rows(line, "--policy", "coserve", "--policy", "samba", "--memory", "46MiB", "--memory", "host=1GiB")
     told = [(row["policy"], row["memory"]["host"] + row["memory"]["host_workspace"]) for row in found]
@@ -136,15 +124,6 @@ def test_of_several_memories_those_that_are_too_small_hide_no_row(line):
     assert json.loads(plan(line, "--boards", "2", "--json").stdout)["refused"] == []
 
 
-def test_memories_that_are_all_too_small_are_refused_each_reason_once(line):
-    done = plan(line, "--policy", "coserve", "--policy", "samba", "--memory", "1MiB", "--memory", "2MiB", check=78)
-    assert done.stdout == ""
-    assert "not planned" not in done.stderr
-    for size in ("1.0 MiB", "2.0 MiB"):
-        (told,) = [each for each in done.stderr.splitlines() if f"of its {size} to experts" in each and "/f0:" in each]
-        assert "experts.cls/f0: needs 3.0 MiB, but memory.host leaves" in told
-
-
 def test_a_policy_that_is_none_is_told_before_any_is_planned(line):
     done = plan(line, "--policy", "coserve", "--policy", "coserv", check=78)
     assert done.stdout == ""
@@ -159,25 +138,10 @@ def test_what_is_given_stands_in_the_place_of_the_lines_own(line):
     assert one["memory"]["host_workspace"] == 61_000_000
 
 
-def test_what_runs_is_told_on_stderr_to_its_end(line):
-    told = plan(line, "--policy", "coserve", "--policy", "samba", "--boards", "3").stderr
-    assert "plan for 30 requests: 0/3 after " in told
-    assert "plan for 30 requests: 3/3 after " in told
-
-
 def test_boards_beside_a_trace_are_refused(line):
     file = trace(line, {"t": 0.0, "expert": "cls/f2"})
     told = plan(line, "--trace", file, "--boards", "7", check=2).stderr
     assert "Invalid value for --boards: boards are of the made-up trace" in " ".join(told.replace("│", " ").split())
-
-
-def test_people_read_a_table_and_what_would_help(line):
-    text = plan(line, "--policy", "coserve", "--policy", "samba").stdout
-    header, first, second, *_ = text.splitlines()
-    assert header.split()[:3] == ["policy", "memory", "images/s"]
-    assert [first.split()[0], second.split()[0]] == ["coserve", "samba"]
-    assert "The takt asks for 2.00 images/s" in text
-    assert max(len(each) for each in text.splitlines()) <= 120
 
 
 def test_it_needs_no_weights_and_writes_nothing(line):
@@ -220,26 +184,6 @@ def test_a_profile_from_elsewhere_can_be_named(line, tmp_path):
 
 
 # -- what is refused --
-
-
-@pytest.mark.parametrize(
-    ("arrivals", "place", "reason"),
-    [
-        ([{"t": 0, "component": "c0"}, {"t": 1, "component": "c7"}], 2, "component: no route for 'c7'"),
-        (["not json"], 1, "not JSON"),
-    ],
-)
-def test_what_is_wrong_with_a_trace_is_told_with_file_and_line(line, arrivals, place, reason):
-    file = trace(line, *arrivals)
-    error = plan(line, "--trace", file, check=78).stderr
-    assert f"{file}:{place}:" in error
-    assert reason in error
-
-
-def test_an_empty_queue_and_a_trace_that_is_not_there(line):
-    file = trace(line)
-    assert f"{file}: an empty queue: no arrival in it" in plan(line, "--trace", file, check=78).stderr
-    assert "gone.jsonl: cannot be read" in plan(line, "--trace", line.parent / "gone.jsonl", check=78).stderr
 
 
 @pytest.mark.parametrize(

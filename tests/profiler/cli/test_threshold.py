@@ -116,15 +116,6 @@ def test_only_the_threshold_and_its_evidence_are_new_in_the_file(line, data):
     assert [text for text in after if text not in added] == before
 
 
-def test_the_curve_is_a_picture(line, data, tmp_path):
-    assert run(line, "anomaly/solder", "--samples", data, "--chart", tmp_path / "curve.png").exit_code == 0
-    with Image.open(tmp_path / "curve.png") as chart:
-        assert chart.format == "PNG"
-        assert len(chart.convert("RGB").getcolors(1 << 20)) > 10
-    assert run(line, "anomaly/solder", "--samples", data).exit_code == 0
-    assert (tmp_path / "anomaly-solder.threshold.png").exists()
-
-
 def test_printing_writes_nothing_into_the_line(line, data):
     result = run(line, "anomaly/solder", "--samples", data, "--print")
     assert line.read_text() == LINE
@@ -148,13 +139,6 @@ def test_samples_that_cannot_be_read_are_left_out_and_told(line, data):
     assert len(row["left_out"]) == 1
     assert "cut.png" in row["left_out"][0]
     assert row["good"] == 20
-
-
-def test_what_is_missed_and_what_alarms_is_named(line, data):
-    spotted(data / "bad" / "faint.png", 30)
-    row = json.loads(run(line, "anomaly/solder", "--samples", data, "--json").stdout)
-    assert [each.rpartition("/")[2] for each in row["missed"]] == ["faint.png"]
-    assert row["alarms"] == []
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from agent.device_profile.records import ImageDecoding
 from experts.backends.classifier import write_random_weights
-from experts.errors import ImageError
 from experts.expert import Expert, InputSpec, Precision
 from experts.graph import ExpertGraph
 from profiler.microbench.decoding import MOST_COMPARED, DecodingBench
@@ -71,26 +69,9 @@ def test_where_nothing_can_be_made_smaller_nothing_is_proven(workbench, form, si
     assert (found.smaller, found.agrees, found.scaled_s) == (0, False, found.full_s)
 
 
-def test_without_samples_nothing_is_measured(workbench):
-    assert measured(workbench, network(workbench), ()) is None
-
-
-def test_a_sample_that_went_away_is_told(workbench):
-    (sample,) = photographs(workbench, 1)
-    sample.path.unlink()
-    with pytest.raises(ImageError):
-        measured(workbench, network(workbench), (sample,))
-
-
 def test_it_is_of_these_weights_and_these_samples(workbench):
     copy, samples = network(workbench), photographs(workbench, 2)
     bench = DecodingBench(workbench.bench(a=samples), GRAPH, 0.02)
     assert bench.of_sha256(copy) == bench.of_sha256(copy)
     assert bench.of_sha256(copy) != DecodingBench(workbench.bench(a=samples[:1]), GRAPH, 0.02).of_sha256(copy)
     assert bench.of_sha256(copy) != bench.of_sha256(network(workbench, seed=4))
-
-
-def test_labels_that_differ_are_no_agreement():
-    decoding = ImageDecoding("cls/a", 8, 96.0, 1.6, 0.4, 8, 1, 0.0, 0.02, "5a")
-    assert not decoding.agrees
-    assert decoding.image_s == 0.2

@@ -12,12 +12,10 @@ from experts.errors import LoadError
 from experts.expert import Expert, Precision
 from experts.llm.config import read_spec
 from experts.packed.packing import pack_line
-from profiler.microbench.agreement import candidate_precisions, image_s
 from profiler.microbench.batches import BatchOptions
 from profiler.microbench.bench import Bench
 from profiler.microbench.kinds import measure_kind
-from profiler.microbench.smoke_test import failing_experts
-from profiler.microbench.texts import MADE_UP, TEXTS_SHA256, compare_texts
+from profiler.microbench.texts import MADE_UP, compare_texts
 from profiler.workload.samples import LineSamples
 from tests.experts.llm.conftest import ModelFiles
 
@@ -83,22 +81,8 @@ class TestARow:
         with pytest.raises(LoadError, match="not a number"):
             measure_kind(bench, [broken])
 
-    def test_before_that_each_is_tried(self, bench, models):
-        broken, sound = models(Precision.FP32, broken=overflow, sound=None)
-        failing = failing_experts(bench, [sound, broken])
-        assert failing.keys() == {"llm/broken"}
-        assert "not a number" in failing["llm/broken"]
-
 
 class TestAgreement:
-    def test_a_model_agrees_with_itself(self, bench, models):
-        copies = models(Precision.FP32)
-        (agreement,), told = compare_texts(bench, copies, copies, tolerance=0.0)
-        assert agreement.agrees
-        assert agreement.images > 100
-        assert agreement.of_sha256 == TEXTS_SHA256
-        assert f"the same likeliest token at {agreement.images} of {agreement.images} positions" in told
-
     def test_bf16_is_a_little_apart(self, bench, models):
         fp32, bf16 = models(Precision.FP32, Precision.BF16)
         (agreement,), told = compare_texts(bench, [fp32], [bf16], tolerance=0.02)
@@ -133,14 +117,3 @@ class TestAgreement:
         (agreement,), _ = compare_texts(bench, [fp32], [fp16], tolerance=0.02)
         assert agreement.labels_differ == 0
         assert agreement.agrees
-
-
-def test_int8_is_tried_only_where_the_line_says_so():
-    assert candidate_precisions("llm", "cpu") == (Precision.FP32, Precision.BF16, Precision.FP16)
-
-
-def test_the_times_of_forms_for_texts_are_those_of_their_tokens(bench, models):
-    (copy,) = models(Precision.FP32)
-    slow = measure_kind(bench, [copy])
-    fast = replace(slow, precision="bf16", K_output_s=slow.K_output_s / 2, B_s=slow.B_s)
-    assert image_s(fast) < image_s(slow)

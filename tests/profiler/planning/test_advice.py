@@ -256,22 +256,6 @@ def test_speeds_are_rounded_up(bytes_per_s, text):
     assert speed_text(bytes_per_s) == text
 
 
-def load_of(advice, decoding_s, compute_s, cores=2):
-    """Of a trace of 200 images, for which executors would be as fast as they are."""
-    return DecodingLoad(CoreTime(cores, 200, decoding_s, compute_s), 200, advice.images_per_s)
-
-
-def test_where_executors_wait_for_images_decoding_is_the_limit():
-    _, _, advice = advised(even_trace(), places=EXPERTS, ssd_bytes_per_s=1e8)
-    half = load_of(advice, 200 / advice.images_per_s, 3 * 200 / advice.images_per_s)
-    known = advice.with_decoding(half)
-    assert known.limit is Limit.DECODING
-    assert known.sentences[1:] == (*half.sentences(), *advice.sentences[2:])
-    little = advice.with_decoding(load_of(advice, 2.0 / advice.images_per_s, 2 * 200 / advice.images_per_s))
-    assert (little.limit, little.sentences) == (advice.limit, advice.sentences)
-    assert advice.with_decoding(None) == advice
-
-
 @given(st.floats(0.01, 10.0), st.floats(0.01, 10.0), st.floats(0.1, 1000.0))
 def test_decoding_is_the_limit_exactly_where_executors_wait_longer_than_is_let_pass(decoding_s, compute_s, rate):
     load = DecodingLoad(CoreTime(2, 10, decoding_s, compute_s), 10, rate)

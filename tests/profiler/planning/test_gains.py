@@ -138,14 +138,6 @@ def test_nothing_gains_more_than_the_cores_can_decode_beside_it(line):
     assert any(f"{factor:.2f} times as many" in sentence for sentence in slow.sentences)
 
 
-def test_decoding_that_takes_next_to_nothing_changes_no_gain(line):
-    quick = line.advice(decoded_in(line.profile, 1e-9))
-    plain = line.advice()
-    assert [gain.change for gain in quick.gains] == [gain.change for gain in plain.gains]
-    assert [gain.images_per_s for gain in quick.gains] == pytest.approx([each.images_per_s for each in plain.gains])
-    assert not any("decoding" in gain.remark for gain in quick.gains)
-
-
 def test_without_another_form_and_with_room_for_all_nothing_is_to_gain(line):
     alone = replace(line.profile, kinds=line.profile.kinds[:1])
     roomy = LinePlan(line.config, alone, trace(40, every_s=1.0)).advice(memory={"host": 8 * SLOT_BYTES})

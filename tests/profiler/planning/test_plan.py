@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from agent.core.policy import PRESETS
-from agent.device_profile.records import Allocation, ImageDecoding, PoolAllocation, UsageOrigin, UsageProfile
+from agent.device_profile.records import ImageDecoding, UsageOrigin, UsageProfile
 from experts.errors import ConfigError
 from profiler.planning.advice import Limit
 from profiler.planning.plan import SHIFT_S, LinePlan, as_json, plan_table, required_images_per_s
 from profiler.tables import WIDTH
-from profiler.workload.traces import TracedArrival, board_trace, read_trace
+from profiler.workload.traces import TracedArrival, board_trace
 from tests.profiler.lines import SLOT_BYTES, SSD_BYTES_PER_S, PackedFakes
 
 WORKSPACE_BYTES = PackedFakes.WORKSPACE_BYTES
@@ -82,31 +82,9 @@ def test_a_slow_trace_tells_whether_the_takt_is_met(packed_line):
     assert [row.takt_met for row in rows] == [True, False]
 
 
-def test_an_hour_cut_out_of_a_day_is_planned_as_one_that_begins_at_once(packed_line):
-    """Four images a second, from eight o'clock on and from the start: the same figures, and a floor below both."""
-    rows, limits = [], []
-    for start_s in (0, 28_800):
-        file = packed_line.folder / f"from-{start_s}.jsonl"
-        file.write_text("".join(f'{{"t": {start_s + n / 4}, "component": "c{n % 4}"}}\n' for n in range(40)))
-        line_plan = LinePlan(packed_line.config, packed_line.profile, read_trace(file, packed_line.config.catalog))
-        rows.append(line_plan.row())
-        limits.append(line_plan.advice())
-    assert rows[1] == rows[0]
-    assert rows[1].seconds < 11.0
-    assert rows[1].bound.arrivals_s == pytest.approx(39 / 4 + 0.03)
-    assert rows[1].takt_met is True
-    assert limits[1] == limits[0]
-
-
 def test_board_types_take_turns_in_what_the_takt_asks_for(packed_line):
     boards = {"one": {"components": {"c0": 30}, "takt_s": 10.0}, "two": {"components": {"c1": 6}, "takt_s": 2.0}}
     assert required_images_per_s(packed_line.changed(boards=boards)) == pytest.approx(36 / 12)
-
-
-def test_a_line_without_boards_has_no_takt_and_reads_at_the_rate_it_reaches(packed_line):
-    (row,) = planned(packed_line, trace_of("0123" * 5), config=packed_line.changed(boards={}))
-    assert (row.required_images_per_s, row.takt_met) == (None, None)
-    assert row.bytes_read_per_shift == round(row.bytes_read / 20 * row.images_per_s * SHIFT_S)
 
 
 def test_every_policy_in_every_memory_stands_above_its_bounds(packed_line):
@@ -128,11 +106,6 @@ def test_every_policy_in_every_memory_stands_above_its_bounds(packed_line):
     assert again == rows[: len(PRESETS)]
 
 
-def test_the_lines_own_policy_and_memory_are_planned_when_none_is_asked(packed_line):
-    (row,) = planned(packed_line, trace_of("01"))
-    assert (row.policy, row.memory["host"]) == ("coserve", 2 * SLOT_BYTES)
-
-
 def test_pass_rates_of_the_profile_decide_which_requests_go_on(packed_line):
     steps = [{"expert": f"cls/f{number}", "pass": ["ok"]} for number in range(2)]
     config = packed_line.changed(routes={"c0": steps}, boards={})
@@ -151,29 +124,6 @@ def test_a_faster_ssd_can_be_asked_about(packed_line):
     assert faster.bound.io_s == pytest.approx(today.bound.io_s / 10)
     with pytest.raises(ConfigError, match="an SSD of 0 bytes/s reads nothing"):
         planned(packed_line, trace, ssd_bytes_per_s=0)
-
-
-def test_advice_says_what_would_help(packed_line):
-    advice = advised(packed_line, trace_of("0123" * 10), "paper")
-    assert advice.limit is Limit.MEMORY
-    assert advice.memory.budget_bytes["host"] <= EXPERTS * SLOT_BYTES + WORKSPACE_BYTES
-    assert advice.takt.is_met
-    roomy = advised(packed_line, trace_of("0123" * 10), "paper", packed_line.room(EXPERTS))
-    assert roomy.limit is Limit.COMPUTE
-
-
-def test_a_plan_with_the_memory_that_is_advised_has_the_rate_that_was_said(packed_line):
-    """Workspaces are auto, and grow with the memory: a batch at its maximum takes as much as one expert."""
-    searched = PoolAllocation("host", 3 * SLOT_BYTES, SLOT_BYTES, 3)
-    profile = replace(
-        packed_line.profile,
-        kinds=(replace(packed_line.profile.kinds[0], workspace_bytes=SLOT_BYTES // 4),),
-        allocation=Allocation("searched", {"host": 4 * SLOT_BYTES}, (searched,), {"cpu": 1}),
-    )
-    config = packed_line.changed(memory={})
-    line_plan = LinePlan(config, profile, trace_of("0123" * 10), ssd_bytes_per_s=1e6)
-    advice = line_plan.advice("paper", {"host": 2 * SLOT_BYTES})
-    assert line_plan.row("paper", advice.memory.budget_bytes).images_per_s == advice.memory.images_per_s
 
 
 def test_people_and_scripts_read_every_row_and_sentence(packed_line):

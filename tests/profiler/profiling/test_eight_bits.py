@@ -305,9 +305,3 @@ class TestByName:
             rows = agent.setup.matrix.experts["cpu"]
             assert {name: row.copy for name, row in rows.items()} == {n: f"{n}@{form}" for n, form in forms.items()}
         assert [each for each in caplog.messages if each.startswith("not_calibrated expert=cls/b")]
-
-
-def test_it_is_tried_on_the_cpu_alone_of_what_has_values_to_calibrate():
-    assert FORM in agreement.candidate_precisions(ARCHITECTURE, "cpu")
-    assert FORM not in agreement.candidate_precisions(ARCHITECTURE, "cuda")
-    assert all(FORM not in agreement.candidate_precisions(name, "cpu") for name in ("onnx", "fake", "llm"))

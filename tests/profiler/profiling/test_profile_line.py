@@ -12,8 +12,6 @@ import signal
 import sqlite3
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 import yaml
@@ -51,13 +49,11 @@ from profiler.workload.samples import SYNTHETIC
 from tests.lines import result
 from tests.profiler.lines import as_fast
 
-ROOT = Path(__file__).parents[3]
 DEADLINE_S = 120.0
 SHORT = BatchOptions(sizes=(1, 2), repeats=1, limit_s=0.5)
 FEW_RUNS = SearchOptions(engine_requests=12)
 SLOW = dict.fromkeys(("fp16", "onnxruntime", "onednn-fp32", "onednn-bf16"), 1.0)
 COMPONENTS = 3
-NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
 
 
 class Line:
@@ -265,23 +261,6 @@ class TestAWholeProfile:
             assert set(agent.setup.precisions["cpu"].values()) == {"fp32"}
             assert {spec.processor for spec in agent.setup.executors} == {"cpu"}
             assert len(agent.setup.executors) == done.profile.allocation.executors["cpu"]
-
-    def test_the_chosen_precision_is_the_one_that_is_packed_and_run(self, line):
-        line.document["precision"] = "bf16"
-        line.classify(0)
-        profile = line.profiled().profile
-        assert profile.packed.keys() - {(f"cls/f{number}", SOURCE) for number in range(COMPONENTS)} == {
-            ("cls/f0", "bf16"),
-            ("cls/f1", "fp32"),
-            ("cls/f2", "fp32"),
-        }
-        assert {kind.architecture: kind.precision for kind in profile.kinds} == {
-            "squeezenet1_1": "bf16",
-            "fake": "fp32",
-        }
-        with serving(line.config) as (agent, stages):
-            assert "probe" not in stages
-            assert agent.setup.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "fp32", "cls/f2": "fp32"}
 
     def test_a_form_that_this_cpu_lacks_runs_as_the_agent_runs_it_and_is_told(self, line, monkeypatch):
         monkeypatch.setattr(operators, "why_absent", lambda dtype: "bf16 path needs avx512bw")
@@ -595,21 +574,6 @@ class TestKilled:
 
 
 class TestProgress:
-    def test_each_stage_runs_once_from_its_beginning_to_its_end(self, line):
-        line.classify(1, 2)
-        line.document["precision"] = "auto"
-        steps = {}
-
-        def report(stage, done, total):
-            steps.setdefault(stage, []).append((done, total))
-
-        options = ProfilingOptions(allocation=ENGINE, search=FEW_RUNS, batches=SHORT, samples=line.crops())
-        profile_line(line.config, options, report)
-        assert {"pack", "pack as chosen", ON_ENGINE} <= steps.keys()
-        for stage, told in steps.items():
-            assert sorted(told) == told, stage
-            assert told[-1][0] == told[-1][1], stage
-
     def test_charts_that_cannot_be_written_lose_no_profile_and_no_table(self, line):
         place = line.path.with_name("profile")
         line.config.state.mkdir()
@@ -621,31 +585,6 @@ class TestProgress:
             "resumes"
         )
         assert read_profile(line.path).line == "test"
-
-
-class TestOptions:
-    @pytest.mark.parametrize(
-        ("words", "named"),
-        [
-            (["--usage-from", "results.db", "--tolerance", "0.5"], ["--tolerance"]),
-            (
-                ["--usage-from", "results.db", "--initial-window", "3", "--fit-values", "2"],
-                ["--initial-window", "--fit-values"],
-            ),
-            (["--usage-from", "results.db", "--error-margin", "0.05"], ["--error-margin"]),
-            (["--casual", "--initial-window", "3"], ["--initial-window"]),
-        ],
-    )
-    def test_those_that_nothing_would_come_of_are_refused_by_name(self, line, words, named):
-        told = " ".join(run("profile", line.file, *words, check=2).stderr.replace("│", " ").split())
-        assert f"Invalid value for {' / '.join(named)}: {words[0]} " in told
-        assert not line.config.state.exists()
-
-    @pytest.mark.parametrize("words", [("--error-margin", "0"), ("--error-margin", "1")])
-    def test_those_that_no_search_can_work_with_are_refused_before_anything_is_measured(self, line, words):
-        told = run("profile", line.file, *words, "--simulate", check=78).stderr
-        assert f"{words[0]}: {float(words[1])} never decides - take a fraction between 0 and 1" in told
-        assert not line.config.state.exists()
 
 
 class TestSamples:
@@ -689,19 +628,6 @@ class TestSamples:
             assert "probe" not in stages
             assert agent.setup.precisions["cpu"] == {"cls/f0": "bf16", "cls/f1": "bf16", "cls/f2": "fp32"}
 
-    def test_a_form_that_agreed_on_other_samples_is_compared_again(self, line):
-        line.document["precision"] = "auto"
-        crops = line.crops()
-        line.profiled(samples=crops)
-        line.seed(bf16=0.001, fp32=0.5, **SLOW)
-        first = line.profiled(samples=crops).profile
-        line.crops(c0=3, c1=0, c2=0)
-        stages = []
-        second = line.profiled(stages, samples=crops).profile
-        assert comparisons(stages) == 2  # the kind of c0 alone
-        assert sorted(each.images for each in second.agreements if each.precision == "bf16") == [2, 2, 3]
-        assert (forms(second), times(second)) == (forms(first), times(first))
-
     def test_without_any_it_stays_fp32_and_says_so_and_samples_that_come_later_count(self, line):
         line.document["precision"] = "auto"
         line.profiled()
@@ -714,28 +640,12 @@ class TestSamples:
         line.seed(bf16=0.001, fp32=0.5, **SLOW)
         assert set(forms(line.profiled(samples=line.crops()).profile).values()) == {"bf16"}
 
-    def test_a_folder_without_a_usable_image_is_refused_and_nothing_is_written(self, line):
-        (line.folder / "none" / "c0" / "ok").mkdir(parents=True)
-        (line.folder / "none" / "c0" / "ok" / "broken.png").write_bytes(b"not an image")
-        (line.folder / "none" / "readme.txt").write_text("nothing here")
-        told_of = line.refusal(samples=line.folder / "none")
-        assert told_of.startswith(f"{line.folder / 'none'} holds no usable image: 2 files were looked at")
-        assert not line.path.exists()
-        assert "is not a folder of samples" in line.refusal(samples=line.folder / "nowhere")
-
     def test_without_any_there_is_no_usage_to_count_which_is_told_before_anything_is_measured(self, line):
         assert "no sample image yet" in line.refusal(count_usage=True)
         assert not partial_of(line.path).exists()
         done = line.profiled()
         assert "no sample image yet" in line.refusal(count_usage=True)
         assert read_profile(line.path) == done.profile
-
-    def test_usage_can_be_counted_on_them(self, line):
-        line.declare(0, label="bad")
-        line.document["routes"]["c0"].append({"expert": "cls/f2", "pass": ["ok"]})
-        usage = line.profiled(samples=line.crops(), count_usage=True).profile.usage
-        assert (usage.origin, usage.requests) == ("counted on samples", 6)
-        assert usage.pass_rates["cls/f0"] < 0.5 < usage.pass_rates["cls/f1"]
 
 
 # -- usage from history --
@@ -907,17 +817,6 @@ class TestADiskThatIsFull:
         assert read_profile(line.path) == done.profile
         assert {kind.K_s for kind in line.profiled().profile.kinds} == {0.125}
 
-    def test_keeps_the_usage_that_was_there(self, line, tmp_path):
-        done = line.profiled()
-        history = tmp_path / "rows.jsonl"
-        history.write_text(json.dumps({"line": "test", "experts": ["cls/f0"], "verdict": "OK"}) + "\n")
-        file = line.file
-        with no_room():
-            told = run("profile", file, "--usage-from", history, check=1).stderr
-        assert "make room or correct the path" in told
-        assert read_profile(line.path) == done.profile
-        assert not [file for file in line.path.parent.iterdir() if file.name.startswith("profile.db.")]
-
     def test_is_not_blamed_for_other_errors(self):
         missing = pytest.raises(sqlite3.OperationalError, match="no such table")
         with closing(sqlite3.connect(":memory:")) as connection, missing, disk_explained():
@@ -958,10 +857,18 @@ class TestTheCommand:
         assert max(len(each) for each in text.splitlines()[:-1]) <= 120
 
     @pytest.mark.parametrize(
-        "words", [("--simulate", "--casual"), ("--usage-from", "x.db", "--count-usage"), ("--initial-window", "0")]
+        ("words", "code", "said"),
+        [
+            (["--usage-from", "x.db", "--tolerance", "0.5"], 2, "Invalid value for --tolerance: --usage-from "),
+            (["--usage-from", "x.db", "--fit-values", "2"], 2, "Invalid value for --fit-values: --usage-from "),
+            (["--casual", "--initial-window", "3"], 2, "Invalid value for --initial-window: --casual "),
+            (["--simulate", "--casual"], 2, "a search and no search - give one of the two"),
+            (["--usage-from", "x.db", "--count-usage"], 2, "usage is learned or counted - give one of the two"),
+            (["--error-margin", "1", "--simulate"], 78, "--error-margin: 1.0 never decides - take a fraction between"),
+        ],
     )
-    def test_options_that_contradict_are_a_mistake_of_usage(self, line, words):
-        assert "--" in run("profile", line.file, *words, check=2).stderr
+    def test_options_that_contradict_or_say_nothing_are_refused(self, line, words, code, said):
+        assert said in " ".join(run("profile", line.file, *words, check=code).stderr.replace("│", " ").split())
         assert not line.config.state.exists()
 
     def test_a_state_that_is_no_folder_is_told_without_a_traceback(self, line):

@@ -21,13 +21,13 @@ from agent.device_profile.records import (
     SearchTrial,
     UsageProfile,
 )
-from profiler.profiling.report import MOST_CURVES, profile_charts, profile_json, profile_table, usage_cdf
+from profiler.profiling.report import profile_charts, profile_json, profile_table, usage_cdf
 from profiler.tables import WIDTH
 from tests.profiler.lines import kind_of, profile_of
 
 LARGE = "resnet101 224x224 imagenet"
 SMALL = "resnet101 64x64 imagenet stem=3x3"
-BLUE, ORANGE = (0x00, 0x72, 0xB2), (0xE6, 0x9F, 0x00)
+BLUE = (0x00, 0x72, 0xB2)
 
 
 def kind(name=LARGE, processor="cuda", precision="bf16", **changes):
@@ -110,18 +110,6 @@ def test_two_kinds_of_an_architecture_are_told_apart_and_one_that_left_the_line_
     assert profile_json(both)["architectures"].keys() == {LARGE, SMALL}
 
 
-def test_kinds_that_differ_in_normalisation_alone_are_told_in_full(profile):
-    other = LARGE.replace("imagenet", "unit")
-    both = replace(
-        profile,
-        kinds=(*profile.kinds, kind(other)),
-        precisions=profile.precisions | {(other, "cuda"): "bf16"},
-    )
-    text = profile_table(both)
-    assert LARGE in text
-    assert other in text
-
-
 def test_the_table_holds_all_and_fits(profile):
     text = profile_table(profile)
     assert max(len(line) for line in text.splitlines()) <= WIDTH
@@ -180,14 +168,6 @@ def test_what_was_not_measured_is_not_drawn(profile, tmp_path):
     empty = replace(profile, kinds=(), precisions={}, trials=(), usage=UsageProfile({}, {}, "computed from quantities"))
     assert profile_charts(empty, tmp_path) == []
     assert profile_table(empty)
-
-
-def test_a_line_of_many_kinds_is_drawn_by_its_largest(profile, tmp_path):
-    many = [
-        kind(f"resnet18 {size}x{size} imagenet", weight_bytes=size * 2**20) for size in range(10, 10 + 4 * MOST_CURVES)
-    ]
-    chosen = {(each.kind, "cuda"): "bf16" for each in many}
-    assert len(profile_charts(replace(profile, kinds=tuple(many), precisions=chosen), tmp_path)) == 5
 
 
 def test_the_cdf_of_hand_worked_probabilities():

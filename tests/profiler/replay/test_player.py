@@ -15,9 +15,7 @@ from profiler.replay.player import player
 from profiler.workload.generated_line import LineRecipe, generate_line
 from profiler.workload.traces import read_trace
 
-RECIPE = LineRecipe(
-    classifiers=2, architecture="squeezenet1_1", requests=4, every_s=0.001, memory_for=2, classifier_px=64, seed=3
-)
+RECIPE = LineRecipe(classifiers=2, architecture="squeezenet1_1", requests=4, memory_for=2, classifier_px=64, seed=3)
 EIGHT_O_CLOCK_S = 28_800
 
 

@@ -29,9 +29,7 @@ from profiler.workload.traces import TracedArrival, read_trace
 from tests.forms import needs
 
 PX = 64
-RECIPE = LineRecipe(
-    classifiers=5, architecture="squeezenet1_1", requests=40, every_s=0.0, memory_for=2, classifier_px=PX, seed=3
-)
+RECIPE = LineRecipe(classifiers=5, architecture="squeezenet1_1", requests=40, memory_for=2, classifier_px=PX, seed=3)
 FORMS = [
     Precision.FP32,
     *(

@@ -98,12 +98,6 @@ def serve(config, rows, line="test"):
 # -- computed --
 
 
-def test_computed_from_quantities(line):
-    usage = computed_usage(line)
-    assert usage.probabilities == {"cls/a": 0.75, "cls/b": 0.25, "det/x": 1.0}
-    assert (usage.pass_rates, usage.origin, usage.requests) == ({}, UsageOrigin.COMPUTED, 0)
-
-
 def test_a_subsequent_expert_is_used_as_often_as_its_preliminary_ones_let_pass(line):
     """0.75 x 0.9 + 0.25 x 0.2 = 0.725."""
     usage = computed_usage(line, {"cls/a": 0.9, "cls/b": 0.2})
@@ -115,11 +109,6 @@ def test_components_share_by_quantity_over_all_board_types(line):
     assert component_shares(line) == {"c0": 0.75, "c1": 0.25}
     two = dict(line.boards) | {"other": BoardSection(components={"c1": 12})}
     assert component_shares(replace(line, boards=two)) == {"c0": 3 / 16, "c1": 13 / 16}
-
-
-def test_without_boards_all_routes_share_alike(line):
-    assert component_shares(replace(line, boards={})) == {"c0": 0.5, "c1": 0.5}
-    assert computed_usage(replace(line, boards={})).probabilities == {"cls/a": 0.5, "cls/b": 0.5, "det/x": 1.0}
 
 
 # -- counted on samples --

@@ -15,6 +15,7 @@ from agent.config import read_line
 from agent.deployment.build import build_agent
 from experts.errors import ConfigError
 from experts.images import read_image
+from profiler.workload import generated_line
 from profiler.workload.generated_line import LineRecipe, generate_line, removed_afterwards
 from profiler.workload.traces import read_trace
 
@@ -73,7 +74,7 @@ def test_the_trace_has_its_requests_at_their_times_on_images_that_can_be_read(ge
 
 
 def test_popularity_is_heavy_tailed_and_the_trace_follows_the_boards_quantities(tmp_path):
-    recipe = replace(RECIPE, classifiers=3, requests=3000, sigma=2.0)
+    recipe = replace(RECIPE, classifiers=3, requests=3000)
     generated = generate_line(tmp_path / "line", recipe)
     config = read_line(generated.line, ON_CPU)
     quantities = config.boards["generated"].components
@@ -83,10 +84,9 @@ def test_popularity_is_heavy_tailed_and_the_trace_follows_the_boards_quantities(
         assert drawn[component] / 3000 == pytest.approx(quantity / sum(quantities.values()), abs=0.05)
 
 
-def test_detectors_follow_some_classifiers_and_take_turns(tmp_path):
-    recipe = replace(
-        RECIPE, classifiers=7, detectors=2, detector_architectures=("yolov5n", "yolov8n"), detector_px=64, memory_for=8
-    )
+def test_detectors_follow_some_classifiers_and_take_turns(tmp_path, monkeypatch):
+    monkeypatch.setattr(generated_line, "DETECTORS", ("yolov5n", "yolov8n"))
+    recipe = replace(RECIPE, classifiers=7, detectors=2, detector_px=64, memory_for=8)
     config = read_line(generate_line(tmp_path / "line", recipe).line, ON_CPU)
     routes = {component: [step.expert for step in steps] for component, steps in config.catalog.graph.routes.items()}
     assert [route for route in routes.values() if len(route) == 2] == [
@@ -121,11 +121,8 @@ def test_only_what_has_weights_of_its_own_is_generated(tmp_path, architecture):
 
 @pytest.mark.parametrize(
     "mistake",
-    [
-        {"classifiers": 0}, {"requests": 0}, {"memory_for": 0}, {"images": 0}, {"detectors": -1},
-        {"sigma": -1.0}, {"every_s": -0.1}, {"detectors": 1, "detector_architectures": ()},
-    ],
-)  # fmt: skip
+    [{"classifiers": 0}, {"requests": 0}, {"memory_for": 0}, {"images": 0}, {"detectors": -1}],
+)
 def test_a_recipe_that_makes_no_line_is_refused(mistake):
     with pytest.raises(ConfigError):
         LineRecipe(**mistake)
@@ -138,13 +135,6 @@ def work_in(directory, interrupt):
         (folder / "deep" / "file").write_text("x")
         assert [path.name for path in directory.iterdir()] == [folder.name]
         interrupt()
-
-
-def raising(error):
-    def interrupt():
-        raise error
-
-    return interrupt
 
 
 def test_a_second_signal_does_not_cut_the_removal_short(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import Counter
 
@@ -98,14 +97,6 @@ class TestLabelledCrops:
         found = LineSamples.find(config, tmp_path / "mixed")
         assert broken not in {each.path for each in found.mix["chip"]}
 
-    def test_a_share_is_spread_evenly_over_the_names(self, config, crops):
-        chosen = LineSamples.find(config, crops, most=8).of("cls/resistor")
-        numbers = sorted(int(sample.path.stem[-2:]) for sample in chosen if sample.label == "ok")
-        assert len(numbers) == 5
-        gaps = [later - earlier for earlier, later in itertools.pairwise(numbers)]
-        assert min(gaps) >= 4
-        assert max(gaps) <= 14
-
     def test_broken_ones_are_passed_over_and_counted(self, config, crops):
         for number in range(4):
             (crops / "chip" / "ok" / f"chip-ok-{number:02}.png").write_bytes(b"\x89PNG cut")
@@ -136,21 +127,6 @@ class TestCalibratingImages:
         assert self.labels(samples.calibrating["cls/resistor"]) == {"ok": 8, "bad": 8}
         assert samples.held_out().by_expert == samples.by_expert
         assert self.labels(samples.of("cls/resistor")) == {"ok": 20, "bad": 20}
-
-    def test_few_are_halved(self, found):
-        samples = found(ok=5, bad=4)
-        assert self.labels(samples.calibrating["cls/resistor"]) == {"ok": 2, "bad": 2}
-        assert self.labels(samples.held_out().of("cls/resistor")) == {"ok": 3, "bad": 2}
-        assert self.labels(samples.of("cls/resistor")) == {"ok": 5, "bad": 4}
-
-    def test_a_rare_label_is_on_both_sides(self, found):
-        samples = found(ok=90, bad=3)
-        assert self.labels(samples.calibrating["cls/resistor"]) == {"ok": 15, "bad": 1}
-        assert self.labels(samples.held_out().of("cls/resistor"))["bad"] == 2
-
-    def test_one_label_is_halved_as_it_is_and_of_one_image_nothing_is_left_to_calibrate_on(self, found):
-        assert self.labels(found(ok=4).calibrating["cls/resistor"]) == {"ok": 2}
-        assert self.labels(found(bad=1).calibrating["cls/resistor"]) == {"ok": 2}
 
     def test_what_an_agent_put_in_its_folders_is_divided_by_them(self, config, tmp_path):
         for number in range(4):
@@ -216,16 +192,6 @@ class TestIntake:
         found = LineSamples.find(config)
         assert (found.by_expert, found.looked_at) == ({}, 0)
 
-    def test_names_that_tell_no_component_are_no_samples(self, config, tmp_path):
-        write_image(tmp_path / "inbox" / "snapshot.png")
-        write_image(tmp_path / "inbox" / "B1_diode_D1.png")
-        assert LineSamples.find(config).by_expert == {}
-
-    def test_a_line_that_has_served_nothing_yet_has_none(self, config):
-        found = LineSamples.find(config)
-        assert found == LineSamples()
-        assert described(found.of("cls/chip")) == "synthetic"
-
     def test_images_too_large_for_their_intake_are_no_samples(self, config, tmp_path):
         document = yaml.safe_load((tmp_path / "line.yaml").read_text())
         document["intake"]["folders"][0]["max_pixels"] = 100
@@ -252,11 +218,6 @@ class TestIntake:
 
 
 class TestGivenFolders:
-    def test_images_named_as_the_intake_names_them(self, config, tmp_path):
-        write_image(tmp_path / "elsewhere" / "monday" / "B1_chip_U1.png")
-        found = LineSamples.find(config, tmp_path / "elsewhere")
-        assert described(found.of("cls/chip")) == "1 image from elsewhere"
-
     def test_one_without_a_usable_image_is_refused_with_the_reasons(self, config, tmp_path):
         folder = tmp_path / "wrong"
         for name in ("a.txt", "b.txt", "B1_diode_D1.png"):
@@ -270,10 +231,6 @@ class TestGivenFolders:
         assert "1 of them: no route for the component 'diode'" in text
         assert f"1 broken: {folder / 'B1_chip_U1.png'}: the file is empty" in text
         assert "<component>/<label>/*.png (components: chip, resistor, ...)" in text
-
-    def test_one_that_is_not_there_is_refused(self, config, tmp_path):
-        with pytest.raises(ConfigError, match="absent is not a folder of samples"):
-            LineSamples.find(config, tmp_path / "absent")
 
 
 def _made(path):

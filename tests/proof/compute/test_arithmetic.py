@@ -10,7 +10,7 @@ from experts.backends.classifier import build_trainable
 from experts.backends.detector import build_trainable as build_detector
 from experts.backends.onednn.operators import why_absent
 from proof.compute import arithmetic
-from proof.compute.arithmetic import Multiplication, Multiplications, multiplying, operations_per_image
+from proof.compute.arithmetic import Multiplication, fastest_of, multiplying, operations_per_image, reference_of
 
 SMALL_SHAPES = ((16, 16, 16), (32, 8, 16))
 
@@ -18,6 +18,9 @@ SMALL_SHAPES = ((16, 16, 16), (32, 8, 16))
 @pytest.fixture
 def few_shapes(monkeypatch):
     monkeypatch.setattr(arithmetic, "SHAPES", SMALL_SHAPES)
+    fastest_of.cache_clear()
+    yield
+    fastest_of.cache_clear()
 
 
 @pytest.mark.parametrize("architecture", ["resnet18", "mobilenet_v3_small", "swin_t", "vit_b_32"])
@@ -37,12 +40,10 @@ def test_operations_grow_with_the_image():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_a_multiplication_is_one_of_the_shapes_in_its_numbers(few_shapes, dtype):
-    found = Multiplication(dtype)
-    rows, inner, columns = found.shape
-    assert found.shape in SMALL_SHAPES
-    assert found.operations == 2 * rows * inner * columns
-    assert found.run().shape == (rows, columns)
+    found = fastest_of(dtype)
+    assert (found.operations, tuple(found.run().shape)) in {(8192, (16, 16)), (8192, (32, 16))}
     assert found.rate > 0
+    assert fastest_of(dtype) is found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
@@ -65,18 +66,15 @@ def test_the_fastest_way_of_the_fastest_shape_is_taken(few_shapes, monkeypatch):
     monkeypatch.setattr(
         arithmetic, "one_turn", lambda run: (ran.append(run) or ways[run[0]] * (run[1] // 16) ** 3, None)
     )
-    found = Multiplication(torch.float32)
-    assert (found.run, found.shape) == (("fast", 16), SMALL_SHAPES[0])
+    found = fastest_of(torch.float32)
+    assert found.run == ("fast", 16)
     assert found.rate == pytest.approx(found.operations / 1e-3)
     assert set(ran) == {(name, rows) for name in ways for rows in (16, 32)}
 
 
-def test_numbers_that_are_converted_are_held_against_the_faster_ones(few_shapes):
-    multiplications = Multiplications()
-    own, fp32 = multiplications.of(torch.float16), multiplications.of(torch.float32)
-    multiplications._found[torch.float16].rate = fp32.rate / 2
-    assert multiplications.of(torch.float16) is fp32
-    multiplications._found[torch.float16].rate = fp32.rate * 2
-    assert multiplications.of(torch.float16).dtype == torch.float16
-    assert own in multiplications._found.values()
-    assert multiplications.of(torch.float32) is fp32
+@pytest.mark.parametrize(("own", "taken"), [(0.5, torch.float32), (2.0, torch.float16)])
+def test_numbers_that_are_converted_are_held_against_the_faster_ones(monkeypatch, own, taken):
+    rates = {torch.float32: 1.0, torch.float16: own}
+    monkeypatch.setattr(arithmetic, "fastest_of", lambda dtype: Multiplication(dtype, 1, rates[dtype], print))
+    assert reference_of(torch.float16).dtype is taken
+    assert reference_of(torch.float32).dtype is torch.float32

@@ -1,4 +1,4 @@
-"""The Engine whose decisions are timed is at work all the time, at the length of queue that its figures name."""
+"""The Engine whose decisions are timed is at work all the time."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ import pytest
 
 from proof.parts.decisions import decision_targets, measure_decisions, measure_growth
 
-BATCHES = 4 * 8  # four executors, eight requests a batch at most
-NOT_WAITING = 3 * BATCHES  # requests that run, are queued ahead, or have ended before their followers come
-
 
 @pytest.mark.parametrize("policy", ["coserve", "paper", "samba"])
 def test_batches_end_and_experts_come_and_go_in_both_halves(policy):
@@ -19,7 +16,6 @@ def test_batches_end_and_experts_come_and_go_in_both_halves(policy):
     second = {name: asdict(whole)[name] - count for name, count in first.items()}
     assert min(first.values()) > 10
     assert all(second[name] > count / 2 for name, count in first.items())
-    assert 500 - NOT_WAITING <= whole.fewest_queued <= whole.most_queued <= 500 + BATCHES
 
 
 def test_a_longer_queue_is_a_row_and_growth_a_target():
