@@ -1,4 +1,4 @@
-"""SQLite files of the agent: on a local disk, of a known version; result codes, and journals beside a file."""
+"""SQLite files of the agent: checks of place and version, result codes, removal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JOURNALS = ("-wal", "-shm", "-journal")
 
 
 def refuse_shared(path: Path, advice: str) -> None:
-    """Raises ConfigError on a network share: SQLite's locks and its log are not safe there."""
+    """Raises ConfigError on a network share, where SQLite's locks and log are not safe."""
     kind = filesystem_type(path)
     if is_shared(kind):
         raise ConfigError(f"{path} is on a shared filesystem ({kind}) - {advice}")
@@ -43,6 +43,6 @@ def primary_code(error: BaseException) -> int | None:
 
 
 def remove_database(path: Path) -> None:
-    """Remove a file, then its journals: SQLite replays no journal without its file, but into the next file."""
+    """Remove a file and its journals. A journal that stayed would be replayed into the next file of the name."""
     for suffix in ("", *JOURNALS):
         path.with_name(path.name + suffix).unlink(missing_ok=True)

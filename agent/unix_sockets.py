@@ -1,8 +1,7 @@
 """File of a unix socket: locked by its server, with permissions for its callers.
 
-Guarantees: while a process serves at a path, no other process replaces the socket; a dead process's socket is replaced.
-The socket appears with its permissions. gRPC itself unlinks any file at the path, so two agents would take it from one
-another; Python's servers refuse to bind to an existing path.
+Guarantees: no process replaces the socket of a live one; a dead process's socket is replaced. The socket appears with
+its permissions. Needed because gRPC unlinks any file at the path, and Python's servers refuse an existing path.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from agent.records.retention.kept_images import Shelf
 from agent.records.retention.rules import KeepLimits
 from agent.records.retention.sweeper import Sweeper
 from agent.service.housekeeping import Housekeeper
-from agent.sources.folder.files.filing import SHELF_OF
+from agent.sources.folder.custody import SHELF_OF
 from experts.expert import Verdict
 
 if TYPE_CHECKING:

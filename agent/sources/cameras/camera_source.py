@@ -1,4 +1,4 @@
-"""A camera as a source: each frame is offered, and the next one waits until the frame is durable.
+"""A camera as a source: each frame is offered, and the next waits until it is durable.
 
 A trigger without a frame is UNKNOWN, part by part.
 """
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from experts.expert import Verdict
 
 CALLERS_PREFIX = f"{CAMERA_PREFIX}key/"  # of keys that callers give to triggers: no camera's name has a slash
-FRAMES_UNDER_WAY = 2  # of one camera: one is judged while the next is fetched; a trigger's waits in its queue
-LOOK_S = 0.2  # how often a thread that waits for the disk looks whether the agent stops
+FRAMES_UNDER_WAY = 2  # of one camera: one is judged while the next is fetched
+LOOK_S = 0.2  # between two checks for a stop, while a thread waits for the disk
 
 
 def camera_sources(config: LineConfig, line: Line) -> Sequence[Source]:
@@ -55,7 +55,7 @@ class CameraSource(Source):
         return self.camera.stop(timeout_s)
 
     def trigger(self, board: str | None, board_type: str | None, key: str | None) -> str:
-        """Take one frame, the first time that the key comes."""
+        """Take one frame, unless the key was used before."""
         config = self._line.config
         if board_type is not None and board_type not in config.boards:
             raise OrderRefused(Refusing.NOT_FOUND, f"no board type {board_type!r}")

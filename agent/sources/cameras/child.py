@@ -1,7 +1,7 @@
-"""The process of one camera, as it begins: bound to the agent's life, then told what to read, then at it.
+"""Start of a camera's process.
 
-Guarantees: it ends when the agent does, however that ended: its socket tells it, and the kernel kills it where a call
-into C keeps every thread from hearing. That something cannot be imported is said, not printed.
+Guarantees: the process ends with the agent, however the agent ends: the socket closes, and the kernel kills a process
+that hangs in C. A failed import is reported to the agent.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from agent.sources.cameras.pictures.source import CameraConnection
 from experts.errors import CameraFailed
 
 PR_SET_PDEATHSIG = 1
-SWITCH_S = 0.0005  # a read that waits for the interpreter's lock is not to be taken for one that waits for the camera
+SWITCH_S = 0.0005  # short, so that a wait for the interpreter's lock is not taken for a wait for the camera
 
 
 def main(arguments: list[str]) -> None:
-    """``arguments``: the number of the socket's descriptor, and the agent's process number."""
+    """``arguments``: the socket's descriptor, and the agent's process number."""
     descriptor, agent_pid = (int(argument) for argument in arguments)
     end_with(agent_pid)
     agent = socket.socket(fileno=descriptor)
@@ -37,8 +37,8 @@ def main(arguments: list[str]) -> None:
 
 
 def end_with(agent_pid: int) -> None:
-    """Have the kernel kill this process when the agent's thread that started it ends, also if it has ended already."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the agent's business
+    """Have the kernel kill this process when the agent's thread that started it ends, or has ended already."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent handles a terminal's Ctrl-C
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != agent_pid:
@@ -46,7 +46,7 @@ def end_with(agent_pid: int) -> None:
 
 
 def serve(agent: socket.socket, connection: CameraConnection) -> None:
-    """Until the end of either. Raises CameraFailed for what cannot be begun."""
+    """Read the camera until either end closes. Raises CameraFailed if that cannot begin."""
     try:
         import cv2
 

@@ -1,4 +1,4 @@
-"""A picture as the bytes of an image file, without loss: PNG, or the very JPEG that the camera sent."""
+"""Lossless encoding of a picture as an image file: PNG, or the JPEG that the camera sent."""
 
 from __future__ import annotations
 

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from agent.line_file.intake import CameraSection
     from agent.sources.cameras.process import Heard
 
-END_S = 1.0  # for the process to let its camera go, before it is killed
+END_S = 1.0  # for the process to end by itself
 
 
 def probe(config: CameraSection, password: str | None, timeout_s: float) -> str | None:
-    """None if a frame came within ``timeout_s``, and can be read; else why not, in words.
+    """None if a readable frame came within ``timeout_s``; else the reason.
 
-    An agent that serves the line holds the camera, where that lets only one viewer in.
+    A camera that admits one viewer fails while an agent serves the line.
     """
     heard: queue.SimpleQueue[Heard] = queue.SimpleQueue()
     deadline = time.monotonic() + timeout_s

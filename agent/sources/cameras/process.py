@@ -1,9 +1,8 @@
-"""The agent's end of a camera's process: started, told, listened to, killed.
+"""The agent's end of a camera's process: starts it, sends requests, listens, kills.
 
-Guarantees: nothing here waits for the camera: messages of its process are posted by a thread of their own,
-and its end is the last thing that is posted. A process that hangs is killed, which it cannot refuse. A password is
-told over the socket: it is in no argument and no environment. What FFmpeg and drivers print is not kept: it may be
-endless, and may hold what is secret.
+Guarantees: no call waits for the camera: a thread posts the messages of its process, and its end last. The password
+goes over the socket, never into an argument or the environment. The output of FFmpeg and drivers is dropped: it may be
+endless, and may hold secrets.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from agent.sources.cameras.pictures.source import CameraConnection
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ROOT = Path(__file__).parents[3]  # what this very code was imported from
+ROOT = Path(__file__).parents[3]  # where this code was imported from
 BOOT = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -37,14 +36,14 @@ main(sys.argv[1:])
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """The process has ended, and how, in words."""
+    """The process has ended; ``how`` in words."""
 
     how: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Received:
-    """A frame, and the message that came with it."""
+    """A frame and its message."""
 
     taken: wire.Taken
     content: bytes
@@ -54,10 +53,9 @@ Heard: TypeAlias = "wire.Ready | wire.Opened | wire.Seen | wire.Failed | Receive
 
 
 class ChildProcess:
-    """Process of one camera. It ends with the thread that made it.
+    """Process of one camera. It ends with the thread that made it. Raises OSError if it cannot be started.
 
-    ``post`` is called on a thread of its own with all that is heard; Exited comes last, and once.
-    Raises OSError if it cannot be started.
+    ``post`` is called with each message, on a thread of its own; Exited comes last, and once.
     """
 
     def __init__(self, connection: CameraConnection, post: Callable[[Heard], None]) -> None:
@@ -82,7 +80,7 @@ class ChildProcess:
         self._listener = threading.Thread(target=self._listen, name=f"camera-process-{self.pid}", daemon=True)
         try:
             self._listener.start()
-        except RuntimeError as error:  # no thread: the process would not be heard, and its end not awaited
+        except RuntimeError as error:  # no thread can be started
             ours.close()
             self.kill()
             self._process.wait()
@@ -93,11 +91,11 @@ class ChildProcess:
         return self._process.pid
 
     def ask(self, take: wire.Take) -> None:
-        """For a frame. One that has ended does not answer."""
+        """Request a frame. A process that has ended does not answer."""
         self._say(take)
 
     def close(self) -> None:
-        """Tell it to let the camera go and to end. Returns at once."""
+        """Tell the process to let the camera go and to end. Returns at once."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
@@ -105,12 +103,12 @@ class ChildProcess:
         self._process.kill()
 
     def join(self, timeout_s: float) -> bool:
-        """True if the process has ended within the timeout, and its end was posted."""
+        """True if the process ended within the timeout, and its end was posted."""
         self._listener.join(timeout_s)
         return not self._listener.is_alive()
 
     def _say(self, message: wire.Message) -> None:
-        with suppress(OSError):  # it has ended, which is heard
+        with suppress(OSError):  # it has ended, and its end is posted
             wire.send(self._socket, message)
 
     def _listen(self) -> None:
@@ -132,7 +130,7 @@ class ChildProcess:
         message, descriptors = received
         if isinstance(message, wire.Taken):
             return Received(message, wire.unsealed(descriptors[0]))
-        assert not isinstance(message, CameraConnection | wire.Take), "said to a camera, never by one"
+        assert not isinstance(message, CameraConnection | wire.Take), "only the agent sends these"
         return message
 
 

@@ -1,4 +1,4 @@
-"""The nouns of an intake: what arrived, what can never be judged, what was settled, how it is doing. Frozen records."""
+"""Records of a folder's intake: images that arrived, refusals, state and counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from agent.sources.folder.files.inbox import Claimed
     from agent.subject import Subject
-    from experts.expert import Verdict
 
 
 class SourceState(StrEnum):
@@ -22,7 +21,7 @@ class SourceState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ClaimedImage:
-    """A complete image that this agent deals with, and where the file lies."""
+    """A complete image that this agent took, and where the file lies."""
 
     subject: Subject
     file: Claimed
@@ -30,32 +29,19 @@ class ClaimedImage:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A file that can never be judged, and why. Once settled it goes to `failed/`, unless files are kept in place.
-
-    The subject has no board where neither name nor sidecar tells one.
-    """
+    """A file that can never be judged, and why. The subject has no board if neither name nor sidecar tells one."""
 
     subject: Subject
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Settlement:
-    """A stored verdict: its file may go."""
-
-    key: str
-    verdict: Verdict
-    reason: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class IntakeStatistics:
-    """A snapshot. ``stale``: files that stay incomplete; ``alarm``: what keeps files from being moved, else None."""
+    """A snapshot. ``alarm``: the error that keeps files from being moved, else None."""
 
     state: SourceState
     is_polled: bool
     waiting: int
-    stale: tuple[str, ...]
     in_flight: int
     offered: int
     refused: int

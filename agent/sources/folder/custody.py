@@ -1,46 +1,77 @@
-"""The files that were taken or refused, from then until they are put away, or back where they came from.
+"""Files that were taken or refused, until they are put away or are back where they came from.
 
-Guarantees: each leaves once, however often it is settled; none is in two hands, so that what lies claimed and is not
-here is an earlier run's, or what an error left behind. What the filesystem refuses is tried again.
+Guarantees: each file leaves once, however often its verdict is told. What the filesystem refuses is retried with
+backoff, and logged once. A claimed file that is not here is an earlier run's, or was left behind by an error.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
 from typing import TYPE_CHECKING
 
-from agent.sources.folder.arrivals import Settlement
-from agent.sources.folder.files.filing import Filing, Shelves, printable
+from agent.sources.folder.files.inbox import DONE, FAILED, NG, printable
+from experts.backoff import Backoff
+from experts.expert import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import datetime
+    from pathlib import Path
 
     from agent.line_file.intake import FolderSection
     from agent.sources.folder.files.inbox import Claimed, Inbox
-    from experts.expert import Verdict
 
 log = logging.getLogger(__name__)
 
+BACKOFF = Backoff(0.5, 30.0)
+SHELF_OF = {Verdict.OK: DONE, Verdict.NG: NG, Verdict.UNKNOWN: FAILED}
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """A stored verdict: its file may go."""
+
+    key: str
+    verdict: Verdict
+    reason: str | None
+
+
+@dataclass(slots=True)
+class Filing:
+    """File to put away. ``placed``: where it lies once moved; its explanation may be missing then."""
+
+    file: Claimed
+    settled: Settlement
+    placed: Path | None = None
+    failures: int = 0
+
 
 class Custody:
-    """Claimed files of one folder. ``settle`` and ``withdraw`` are for any thread, the rest for the folder's.
+    """Claimed and refused files of one folder; all but ``settle`` and ``withdraw`` are for the folder's thread.
 
-    Where files are kept, only what an earlier run had claimed is put away.
+    Judged files go to `done/`, `ng/` and `failed/`, or are deleted unless they are UNKNOWN. Where files are kept, only
+    what an earlier run had claimed is put away.
     """
 
     def __init__(self, config: FolderSection, inbox: Inbox, wall: Callable[[], datetime]) -> None:
-        self._keeps = config.after == "keep"
+        self._after = config.after
         self._inbox = inbox
-        self._shelves = Shelves(inbox, config.after == "delete", wall)
+        self._wall = wall
         self._settled: queue.SimpleQueue[Settlement] = queue.SimpleQueue()
         self._withdrawn: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._in_flight: dict[str, Claimed] = {}
-        self._unreturned: list[Claimed] = []  # withdrawn, and the filesystem does not let them go back
+        self._unreturned: list[Claimed] = []  # withdrawn, and the filesystem refuses to put them back
+        self._unfiled: list[tuple[float, int, Filing]] = []  # a heap, by the time of the next try
+        self._numbers = count()
+        self.filed = 0
+        self.alarm: str | None = None
 
-    def settle(self, key: str, verdict: Verdict, reason: str | None) -> None:
-        self._settled.put(Settlement(key, verdict, reason))
+    def settle(self, settled: Settlement) -> None:
+        self._settled.put(settled)
 
     def withdraw(self, key: str) -> None:
         self._withdrawn.put(key)
@@ -51,35 +82,28 @@ class Custody:
 
     @property
     def unfiled(self) -> int:
-        return self._shelves.pending
-
-    @property
-    def filed(self) -> int:
-        return self._shelves.filed
+        return len(self._unfiled)
 
     @property
     def held(self) -> int:
-        return len(self._in_flight) + len(self._unreturned) + self._shelves.pending
-
-    @property
-    def alarm(self) -> str | None:
-        return self._shelves.alarm
+        return len(self._in_flight) + len(self._unreturned) + len(self._unfiled)
 
     @property
     def next_retry(self) -> float | None:
-        return self._shelves.next_retry
+        return self._unfiled[0][0] if self._unfiled else None
 
     def places(self) -> set[str]:
-        return {str(file.path) for file in (*self._in_flight.values(), *self._unreturned, *self._shelves.files)}
+        unfiled = (filing.file for _, _, filing in self._unfiled)
+        return {str(file.path) for file in (*self._in_flight.values(), *self._unreturned, *unfiled)}
 
     def add(self, key: str, file: Claimed) -> None:
         self._in_flight[key] = file
 
     def work(self, now: float) -> list[Claimed]:
-        """Put away what is settled and due, put back what is withdrawn; which were: they are to be looked at anew."""
-        self._take_settled()
+        """Put away settled files that are due, put withdrawn files back; returns the withdrawn."""
+        self._take_settled(now)
         withdrawn = self._take_withdrawn()
-        self._shelves.work(now)
+        self._put_away_due(now)
         return withdrawn
 
     def put_back_again(self) -> None:
@@ -87,17 +111,17 @@ class Custody:
 
     def close(self) -> None:
         """Put away settled files now, without backoff."""
-        self._take_settled()
-        self._shelves.work(float("inf"))
+        self._take_settled(now=0.0)
+        self._put_away_due(now=float("inf"))
 
-    def _take_settled(self) -> None:
+    def _take_settled(self, now: float) -> None:
         while not self._settled.empty():
             settled = self._settled.get()
             file = self._in_flight.pop(settled.key, None)
             if file is None:
                 log.warning("intake_settled_twice file=%s", settled.key)
-            elif file.is_ours or not self._keeps:
-                self._shelves.add(Filing(file, settled.key, settled.verdict, settled.reason))
+            elif file.is_ours or self._after != "keep":
+                heappush(self._unfiled, (now, next(self._numbers), Filing(file, settled)))
 
     def _take_withdrawn(self) -> list[Claimed]:
         withdrawn = []
@@ -125,3 +149,50 @@ class Custody:
                 )  # fmt: skip
             return False
         return True
+
+    def _put_away_due(self, now: float) -> None:
+        for _ in range(len(self._unfiled)):  # each once, also at the end of time
+            if self._unfiled[0][0] > now:
+                break
+            filing = heappop(self._unfiled)[2]
+            try:
+                self._put_away(filing)
+                self.filed += 1
+            except FileNotFoundError:
+                if self._inbox.root.is_dir():  # removed by hand; while the whole folder is gone, it may come back
+                    log.warning("intake_file_vanished file=%s", printable(filing.file.relpath))
+                else:
+                    self._postpone(filing, now, "the folder is gone")
+            except OSError as error:
+                self._postpone(filing, now, error.strerror or str(error))
+        if not self._unfiled and self.alarm is not None:
+            log.warning("intake_filing_again folder=%s", self._inbox.root)
+            self.alarm = None
+
+    def _put_away(self, filing: Filing) -> None:
+        file, key, verdict = filing.file, filing.settled.key, filing.settled.verdict
+        if filing.placed is None and not file.is_ours and self._inbox.sighting(file) != file.sighting:
+            return  # another file has its name by now, and is looked at for itself
+        if self._after == "delete" and verdict is not Verdict.UNKNOWN:
+            self._inbox.delete(file)
+            return
+        shelf = SHELF_OF[verdict]
+        if verdict is not Verdict.UNKNOWN:
+            shelf = f"{shelf}/{self._wall():%Y-%m-%d}"
+        if filing.placed is None:
+            filing.placed = self._inbox.put_away(file, shelf, key.rpartition("@")[2])
+        if verdict is Verdict.UNKNOWN:
+            explanation: dict[str, object] = {
+                "file": printable(file.relpath),
+                "key": key,
+                "reason": filing.settled.reason or "could not be judged",
+                "at": self._wall().isoformat(timespec="milliseconds"),
+            }
+            self._inbox.explain(filing.placed, explanation)
+
+    def _postpone(self, filing: Filing, now: float, reason: str) -> None:
+        if self.alarm != reason:
+            log.error("intake_not_filed file=%s reason=%s: kept and retried", printable(filing.file.relpath), reason)
+        self.alarm = reason
+        filing.failures += 1
+        heappush(self._unfiled, (now + BACKOFF.pause_s(filing.failures), next(self._numbers), filing))

@@ -1,13 +1,11 @@
-"""Folder intake: the files of one watched folder, each offered exactly once, when it is complete.
+"""Folder intake: offers each file of one watched folder exactly once, when the file is complete.
 
-Guarantees: an incomplete file is never offered. A file is claimed by one rename before it is offered, so that of
-several agents one gets it; its identity (path, inode, size, time of change) survives a crash, and what was claimed but
-not settled is offered again, under the same key, at the next start; what an error left claimed,
-with the next rescan. Nothing is lost when the disk is full or the share is gone: it is tried again. A step costs what
-it changes; a rescan looks at every file, and takes at most a tenth of the time.
-Structure: `step` does everything, under a clock that is given; the thread around it only waits. Events are hints
-that wake it early; a rescan finds what they missed. What waits is decided on in ``taking``, what was taken is put away
-in ``custody``.
+Guarantees: a file is claimed by one rename before it is offered, so that one of several agents gets it. A file that was
+claimed and not settled is offered again under the same key: at the next start, or after an error at the next rescan.
+What a full disk or a missing share refuses is retried. A step costs O(log n) a file that it changes; a rescan looks at
+every file, and takes at most a tenth of the time.
+Structure: `step` does everything, under a clock that is given; the thread around it only waits. Events are hints that
+wake the thread; a rescan finds the files that they miss. ``taking`` decides on waiting files, ``custody`` puts away.
 """
 
 from __future__ import annotations
@@ -18,10 +16,9 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from agent.sources.folder.arrivals import IntakeStatistics
-from agent.sources.folder.custody import Custody
-from agent.sources.folder.files.filing import printable
-from agent.sources.folder.files.inbox import MARKER, Inbox
+from agent.sources.folder.arrivals import IntakeStatistics, SourceState
+from agent.sources.folder.custody import Custody, Settlement
+from agent.sources.folder.files.inbox import MARKER, Inbox, printable
 from agent.sources.folder.files.readiness import CLOSED_SETTLE_S, UNSEEN_SETTLE_S, Evidence, Rule
 from agent.sources.folder.files.sidecar import SUFFIX
 from agent.sources.folder.taking import Taker
@@ -80,7 +77,7 @@ class FolderIntake:
         self._snapshot = self._statistics()
 
     def start(self) -> None:
-        """Watch, in a thread of its own. The folder is made if it is not there; one that cannot be made is OFFLINE."""
+        """Watch, in a thread of its own. The folder is made if it is missing; if that fails it is OFFLINE."""
         try:
             self._config.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -99,10 +96,9 @@ class FolderIntake:
             self._thread.join(timeout_s)
 
     def holds(self, key: str) -> bool:
-        """True if the file of this key, an image's or a part's, lies in the folder unchanged. Any thread.
+        """True if the file of this key (an image's or a part's) lies in the folder unchanged. Raises OSError.
 
-        Where files are kept, one that is not found counts as there unless the folder is: it may be away with its share.
-        Raises OSError.
+        Where files are kept, a file that is not found counts as there while its folder is away, as with a share.
         """
         return self._holds(key) or self._holds(image_key(key))
 
@@ -124,16 +120,16 @@ class FolderIntake:
             return False
 
     def name_by(self, naming: Naming) -> None:
-        """Read names so from the next file on. Any thread."""
+        """Read names by this naming from the next file on. Any thread."""
         self._taker.naming = naming
 
     def settle(self, subject: Subject, verdict: Verdict, reason: str | None = None) -> None:
         """The verdict is stored: put the file away. Any thread; returns at once."""
-        self._custody.settle(subject.key, verdict, reason)
+        self._custody.settle(Settlement(subject.key, verdict, reason))
         self._wake.set()
 
     def withdraw(self, image: ClaimedImage) -> None:
-        """No verdict will come: its file is not the one that was seen. Any thread; returns at once."""
+        """The file is not the one that was seen: no verdict will come. Any thread; returns at once."""
         self._custody.withdraw(image.subject.key)
         self._wake.set()
 
@@ -151,7 +147,7 @@ class FolderIntake:
         return self._snapshot
 
     def step(self, now: float) -> float:
-        """Do everything that is due; how many seconds the next step may wait. For the thread, and for tests."""
+        """Do everything that is due; returns the seconds until the next step."""
         for file in self._custody.work(now):
             self._waiting.reconsider(file.relpath)
             self._scan_early(now)
@@ -167,13 +163,13 @@ class FolderIntake:
         while not self._stopping.is_set():
             try:
                 delay_s = self.step(self._clock())
-            except Exception:  # the boundary of the intake's thread: the folder is looked at again, and nothing is lost
+            except Exception:  # the boundary of the thread: the next rescan finds the file again
                 log.exception("intake_step_failed folder=%s", self._config.path)
                 delay_s = self._config.poll_s
             self._wake.wait(delay_s)
             self._wake.clear()
             self._stopping.wait(BREATH_S)
-        self._watch.stop()
+        self._watch.stop(SourceState.STOPPED)
         self._custody.close()
         self._inbox.leave()
         self._snapshot = self._statistics()
@@ -197,7 +193,7 @@ class FolderIntake:
             is_marker = relpath.endswith(MARKER)
             try:
                 found = self._inbox.look(relpath.removesuffix(MARKER))
-            except OSError:  # the folder went away under us: the next scan will say so
+            except OSError:  # the folder has gone, which the next scan reports
                 continue
             if found is not None:
                 self._waiting.see(found, now, Evidence.NONE if is_marker else evidence)
@@ -213,10 +209,10 @@ class FolderIntake:
             self._watch.check_mount()
             if self._waiting.turn_to(self._inbox.inode()):
                 log.warning("intake_folder_replaced folder=%s: it is another one than before", self._config.path)
-                self._watch.turn_away()
+                self._watch.stop(SourceState.OFFLINE)
             listed = list(self._inbox.scan())
             if self._watch.go_online(has_thread=self._thread is not None):
-                listed = list(self._inbox.scan())  # what came before events began to be told
+                listed = list(self._inbox.scan())  # again, for files that came before the events
         except OSError as error:
             self._watch.go_offline(error)
             self._waiting.clear()
@@ -236,7 +232,7 @@ class FolderIntake:
         self._next_scan = max(now + self._config.poll_s, self._rested_at)
 
     def _recover(self) -> None:
-        """Offer claimed files that no thread deals with: an earlier run's, or those that an error left behind."""
+        """Offer claimed files of an earlier run, or that an error left behind."""
         self._custody.put_back_again()
         found = list(self._inbox.recover(self._custody.places() | self._taker.places()))
         self._taker.recover(found)
@@ -260,7 +256,6 @@ class FolderIntake:
             state=self._watch.state,
             is_polled=self._watch.is_polled,
             waiting=len(self._waiting) + self._taker.unoffered,
-            stale=self._waiting.stale,
             in_flight=self._custody.in_flight,
             offered=self._taker.offered,
             refused=self._taker.refused,

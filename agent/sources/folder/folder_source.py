@@ -1,7 +1,7 @@
 """A watched folder as a source: files are claimed, read, offered, and put away after the commit of their verdict.
 
-A claimed file lies in the folder's `.work/` until then, so that a crash loses nothing. Only the folder's own thread
-waits for its disk.
+Guarantees: a claimed file lies in the folder's `.work/` until then, so that a crash loses nothing. Only the folder's
+own threads wait for its disk.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from agent.subject import Subject
     from experts.expert import Verdict
 
-READ_BYTES = 256 * 1024 * 1024  # of images read and not judged yet, all folders together; 2 000 crops take a tenth
+READ_BYTES = 256 * 1024 * 1024  # of images read and not judged yet, all folders together
 PIXEL_BYTES = 3  # of a decoded frame
 
 
@@ -35,8 +35,6 @@ def folder_sources(config: LineConfig, line: Line) -> Sequence[Source]:
 
 
 class FolderSource(Source):
-    """``budget_bytes``: of images that are read and not judged yet."""
-
     keeps_images = True
 
     def __init__(self, config: LineConfig, folder: FolderSection, line: Line, budget_bytes: int) -> None:
@@ -115,7 +113,7 @@ class FolderSource(Source):
         self._line.refuse_subject(image.subject, reason, self)
 
     def _read(self, image: ClaimedImage, content: bytes) -> None:
-        """A frame counts with its pixels: it is held decoded until its last part is judged."""
+        """Offer the image. A frame counts with its pixels, which stay decoded until its last part is judged."""
         layout = self._line.config.layouts.get(image.subject.board_type or "") if image.subject.shows_board else None
         pixels_bytes = 0 if layout is None else layout.size[0] * layout.size[1] * PIXEL_BYTES
         self.reader.hold(pixels_bytes)

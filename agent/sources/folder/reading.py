@@ -1,12 +1,9 @@
 """Thread of one folder that reads the bytes of claimed images.
 
-Guarantees: what is handed on are the bytes of the file that was seen complete. It is opened once, through no link and
-without blocking, and is the one that was seen before and after reading; one that is another by now is handed
-back, to be looked at anew. Only its size speaks against a file here; whatever else the filesystem says may pass, so
-it is tried again, with backoff. Only one that could not be read for PATIENCE_S in
-which its folder could, at every try, is told to be unreadable; while a folder cannot be read, its files wait.
-The bytes read and not yet released stay within the budget, except by what the last image takes; a folder whose
-filesystem hangs delays itself alone.
+Guarantees: the bytes are those of the file that was seen complete; a file that changed is handed back. A read that the
+filesystem refuses is retried with backoff. A file is unreadable if it is too large, or if every try failed for
+PATIENCE_S while its folder could be read; while the folder cannot be read, its files wait. Bytes that are read and not
+released stay within the budget, but for the last image. A filesystem that hangs delays its own folder alone.
 Structure: `step` does everything, under a clock that is given; the thread around it only waits.
 """
 
@@ -25,7 +22,7 @@ from queue import SimpleQueue
 from stat import S_ISREG
 from typing import TYPE_CHECKING
 
-from agent.sources.folder.files.filing import printable
+from agent.sources.folder.files.inbox import printable
 from agent.sources.folder.files.readiness import Sighting
 from experts.backoff import Backoff
 from experts.errors import FileChanged, ImageTooLarge
@@ -41,10 +38,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BACKOFF = Backoff(0.25, 15.0)
-PATIENCE_S = 60.0  # a share that comes back does so within it, and a board waits for longer
-IDLE_S = 60.0  # how long a step may wait when nothing is due
+PATIENCE_S = 60.0  # longer than a share is usually away, shorter than a board waits
+IDLE_S = 60.0  # between two steps when nothing is due
 LARGE_BYTES = 64 * 1024 * 1024
-STUCK_S = 30.0  # one read that takes longer is told: the filesystem hangs
+STUCK_S = 30.0  # a longer read is logged: the filesystem hangs
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -53,8 +50,8 @@ class ReaderCallbacks:
     """Called on the reader's thread. Each image ends with one call of ``read``, ``changed`` or ``unreadable``.
 
     ``changed``: another file lies there than the one that was seen. ``unreadable``: why the file can never be judged.
-    ``is_sound``: True while the folder itself can be read. ``during_large`` is open while a file of more than
-    LARGE_BYTES is read: a process with little memory may be ended by it.
+    ``is_sound``: True while the folder itself can be read. ``during_large`` is entered for files of more than
+    LARGE_BYTES, which may end a process with little memory.
     """
 
     read: Callable[[ClaimedImage, bytes], None]
@@ -66,15 +63,10 @@ class ReaderCallbacks:
 
 @dataclass(frozen=True, slots=True)
 class ReadingStatistics:
-    """A snapshot. ``failing``: arrivals that the filesystem refused at the last try; ``alarm``: with what words.
-
-    ``oldest_s``: how long the read that is under way takes by now; 0 where none is.
-    """
+    """A snapshot. ``alarm``: the error with which the filesystem refused the last try."""
 
     waiting: int
-    failing: int
     held_bytes: int
-    oldest_s: float
     alarm: str | None
 
 
@@ -107,7 +99,7 @@ def read_as_seen(image: ClaimedImage, max_pixels: int) -> bytes:
                 printable(image.file.relpath),
                 f"{before.st_size} bytes are more than any image of {max_pixels} pixels has",
             )
-        content = file.read(before.st_size + 1)  # one more than there are: one that grows is noticed
+        content = file.read(before.st_size + 1)  # one byte more, so that growth is noticed
         if len(content) != before.st_size or _stamp(os.fstat(descriptor)) != _stamp(before):
             raise FileChanged(image.file.relpath)
     return content
@@ -135,11 +127,10 @@ class ArrivalReader:
         self._came: SimpleQueue[ClaimedImage] = SimpleQueue()
         self._tries: list[_Try] = []  # a heap
         self._numbers = count()
-        self._failing = 0
         self._alarm: str | None = None
-        self._told: set[str] = set()  # reasons, since a file was last read
+        self._told: set[str] = set()  # reasons that were logged since a file was last read
         self._held_bytes = 0
-        self._held = threading.Lock()  # over the line above: read and released by different threads
+        self._held = threading.Lock()  # over the line above
         self._reading_since: float | None = None
         self._told_since: float | None = None
         self._wake = threading.Event()
@@ -150,14 +141,14 @@ class ArrivalReader:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Read nothing more; what was not read stays where it is. A read that hangs is left to the process's end."""
+        """Read nothing more. A read that hangs is left to the end of the process."""
         self._stopping.set()
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
     def take(self, image: ClaimedImage) -> None:
-        """Read this one. Any thread; returns at once."""
+        """Queue the image. Any thread; returns at once."""
         self._came.put(image)
         self._wake.set()
 
@@ -172,17 +163,10 @@ class ArrivalReader:
 
     def statistics(self) -> ReadingStatistics:
         """A snapshot, from any thread."""
-        since = self._reading_since
-        return ReadingStatistics(
-            waiting=len(self._tries) + self._came.qsize(),
-            failing=self._failing,
-            held_bytes=self._held_bytes,
-            oldest_s=0.0 if since is None else self._clock() - since,
-            alarm=self._alarm,
-        )
+        return ReadingStatistics(len(self._tries) + self._came.qsize(), self._held_bytes, self._alarm)
 
     def tell_stuck(self) -> None:
-        """Say once of each read that it takes longer than STUCK_S. For a thread other than the reader's."""
+        """Log once of each read that it takes longer than STUCK_S. For a thread other than the reader's."""
         since = self._reading_since
         if since is not None and since != self._told_since and self._clock() - since > STUCK_S:
             self._told_since = since
@@ -205,7 +189,7 @@ class ArrivalReader:
         while not self._stopping.is_set():
             try:
                 delay_s = self.step(self._clock())
-            except Exception:  # the boundary of the reader's thread: a callback failed, the next file is read
+            except Exception:  # the boundary of the thread: a callback failed, the next file is read
                 log.exception("intake_reader_step_failed folder=%s", self._folder)
                 delay_s = BACKOFF.first_s
             self._wake.wait(delay_s)
@@ -222,26 +206,19 @@ class ArrivalReader:
             with self._callbacks.during_large(image) if is_large else nullcontext():
                 content = self._read_file(image, self._max_pixels)
         except FileChanged:
-            self._answered(due)
             self._callbacks.changed(image)
         except ImageTooLarge as error:
-            self._answered(due)
             self._callbacks.unreadable(image, str(error))
-        except FileNotFoundError as error:
-            if image.file.is_ours:
-                self._failed(due, now, error)
-            else:  # it lay where its owner could remove it, and nothing was promised for it
-                self._answered(due)
-                self._callbacks.changed(image)
         except OSError as error:
-            self._failed(due, now, error)
-        except Exception as error:  # the boundary of the reader's thread: this one waits, the others go on
+            if isinstance(error, FileNotFoundError) and not image.file.is_ours:  # its owner may remove a kept file
+                self._callbacks.changed(image)
+            else:
+                self._failed(due, now, error)
+        except Exception as error:  # the boundary of the thread: this file waits, other files go on
             log.exception("intake_read_broke file=%s", printable(image.file.relpath))
             self._failed(due, now, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
         else:
-            self._answered(due)
-            with self._held:
-                self._held_bytes += len(content)
+            self.hold(len(content))
             if self._alarm is not None:
                 log.warning("intake_read_again folder=%s", self._folder)
                 self._alarm = None
@@ -250,17 +227,12 @@ class ArrivalReader:
         finally:
             self._reading_since = None
 
-    def _answered(self, due: _Try) -> None:
-        if due.failing_since is not None:
-            self._failing -= 1
-
     def _failed(self, due: _Try, now: float, error: OSError) -> None:
-        """Later again; or for good, if it alone is at fault and has been for long."""
+        """Retry later; give the file up if it alone has failed for PATIENCE_S."""
         reason, relpath = error.strerror or str(error), printable(due.image.file.relpath)
         is_sound = self._callbacks.is_sound(due.image)
         since = now if due.failing_since is None or not is_sound else due.failing_since
         if now - since >= PATIENCE_S and is_sound:
-            self._answered(due)
             tried = f"cannot be read ({reason}), tried for {now - since:.0f} s"
             self._callbacks.unreadable(due.image, f"{relpath}: {tried}")
             return
@@ -268,14 +240,13 @@ class ArrivalReader:
             self._told.add(reason)
             log.error("intake_not_read file=%s reason=%s: kept and tried again", relpath, reason)
         self._alarm = reason
-        self._failing += due.failing_since is None
         failures = due.failures + 1
         again_s = now + BACKOFF.pause_s(failures)
         heapq.heappush(self._tries, _Try(again_s, next(self._numbers), due.image, failures, since))
 
 
 def _is_as_seen(status: os.stat_result, file: Claimed) -> bool:
-    """Inodes may be others after a rename where the filesystem makes them up; what we renamed is ours all the same."""
+    """After our own rename the inode may differ: some filesystems make inodes up."""
     found, seen = Sighting(status.st_ino, status.st_size, status.st_mtime_ns), file.sighting
     if file.is_ours:
         return (found.size_bytes, found.mtime_ns) == (seen.size_bytes, seen.mtime_ns)

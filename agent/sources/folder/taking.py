@@ -1,8 +1,8 @@
 """Claims, refuses or postpones each file that waits.
 
-Guarantees: a file is claimed by one rename, with its sidecar, before it is offered; the offered bytes are those that
-were seen complete. A file that can never be judged is refused with its reason. A file that the filesystem keeps from
-being claimed is retried with backoff.
+Guarantees: a file is claimed by one rename, with its sidecar, before it is offered, and is the file that was seen
+complete. A file that can never be judged is refused with its reason. A claim that the filesystem refuses is retried
+with backoff.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from agent.sources.folder.arrivals import ClaimedImage, Refusal
-from agent.sources.folder.files.filing import printable
+from agent.sources.folder.files.inbox import printable
 from agent.sources.folder.files.readiness import Lease
 from agent.sources.folder.files.sidecar import sidecar_of
 from agent.subject import Subject
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 LOOK_AGAIN_S = 0.5  # between two looks into a file that has settled but is not complete
 EMPTY = "the file is empty"
 TRUNCATED = "truncated: the end of the image is missing"
-LONGEST_CLAIM_PAUSE_S = 60.0  # of a file that the filesystem does not let us claim
+LONGEST_CLAIM_PAUSE_S = 60.0  # between two tries to claim a file
 
 
 def local_time() -> datetime:
@@ -48,7 +48,7 @@ def local_time() -> datetime:
 class FolderCallbacks:
     """Called on the folder's thread; none of them blocks or raises. ``has_room`` is asked before each claim.
 
-    ``claimed`` and ``refused`` are answered by ``FolderIntake.settle`` once the verdict is on the disk.
+    ``FolderIntake.settle`` answers ``claimed`` and ``refused`` once the verdict is on the disk.
     """
 
     claimed: Callable[[ClaimedImage], None]
@@ -59,7 +59,7 @@ class FolderCallbacks:
 
 @dataclass(frozen=True, slots=True)
 class _ClaimRefused:
-    """Reason for which a file could not be claimed, and how often in a row."""
+    """Why a file could not be claimed, and how often in a row."""
 
     reason: str
     failures: int = 0
@@ -67,7 +67,7 @@ class _ClaimRefused:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """An image, and the sidecar that told whose it is."""
+    """An image and its sidecar."""
 
     image: Sighting
     sidecar: Sighting | None
@@ -98,11 +98,10 @@ class Taker:
         self._recovered: deque[Claimed] = deque()
         self._refusals: dict[str, _ClaimRefused] = {}
         self._read_with: dict[str, _Pair] = {}  # of files that are kept where they are
-        self._is_held_up = False
 
     @property
     def unoffered(self) -> int:
-        """Files that lie claimed, and are to be offered again once there is room."""
+        """Files of an earlier run that lie claimed and wait for room."""
         return len(self._recovered)
 
     def places(self) -> set[str]:
@@ -119,7 +118,7 @@ class Taker:
         """Claim the files that are due, as far as there is room."""
         self._offer_recovered()
         while (candidate := self._waiting.first_due(now)) is not None:
-            if not self._may_take():
+            if not self._callbacks.has_room():
                 return
             try:
                 self._look_into(candidate.relpath, now)
@@ -146,16 +145,6 @@ class Taker:
                 self._refuse(claimed, str(error))
             else:
                 self._offer(claimed, name)
-
-    def _may_take(self) -> bool:
-        """True if the agent has room. Files that cannot be put away and use it up are logged once."""
-        has_room, unfiled = self._callbacks.has_room(), self._custody.unfiled
-        if not has_room and unfiled > self._custody.in_flight and not self._is_held_up:
-            self._is_held_up = True
-            reason = "no more are taken until these can be put away"
-            log.error("intake_held_up folder=%s unfiled=%d: %s", self._inbox.root, unfiled, reason)
-        self._is_held_up = self._is_held_up and unfiled > 0
-        return has_room
 
     def _look_into(self, relpath: str, now: float) -> None:
         found = self._inbox.look(relpath)
@@ -189,7 +178,7 @@ class Taker:
             self._waiting.postpone(relpath, now + LOOK_AGAIN_S)
 
     def _take(self, candidate: WaitingFile, now: float) -> None:
-        """Offer a file that is complete, if what tells whose it is is complete too."""
+        """Offer a complete file, if its sidecar is complete too."""
         unclaimed = self._unclaimed(candidate)
         try:
             name = self._name_of(unclaimed)
@@ -218,7 +207,7 @@ class Taker:
             self._offer(claimed, name)
 
     def _claim(self, candidate: WaitingFile) -> Claimed | None:
-        """The file, and its sidecar, in our hands. None if either was not what was seen; then both are back."""
+        """Claim the file and its sidecar. None if either had changed; then both are back."""
         relpath = candidate.relpath
         claimed = self._inbox.claim(relpath, candidate.sighting)
         is_as_seen = self._inbox.sighting(claimed) == candidate.sighting  # else its writer was not done after all
@@ -238,7 +227,7 @@ class Taker:
         return claimed
 
     def _sidecar_is_stale(self, candidate: WaitingFile) -> bool:
-        """True if a kept image was replaced and its sidecar was not: the sidecar tells the earlier image."""
+        """True if a kept image was replaced and its sidecar was not."""
         if not self._inbox.has_sidecars:
             return False
         pair = _Pair(candidate.sighting, candidate.sidecar)
@@ -277,7 +266,7 @@ class Taker:
         return self._inbox.unclaimed(candidate.relpath, candidate.sighting, candidate.sidecar)
 
     def _refuse_unclaimed(self, candidate: WaitingFile, reason: str) -> None:
-        """Until it has moved it is passed over, and for good where files are kept."""
+        """Refuse a file where it lies, and pass it over until it has moved: for good where files are kept."""
         self._waiting.pass_over(candidate.relpath, candidate.sighting)
         self._refuse(self._unclaimed(candidate), reason)
 
@@ -289,13 +278,13 @@ class Taker:
         self._callbacks.refused(Refusal(self._subject(key, printable(file.relpath), self._known_name(file)), reason))
 
     def _name_of(self, file: Claimed) -> Told:
-        """Meaning of the name or the sidecar. Raises ValueError with the reason, and as ``read_sidecar``."""
+        """What the name or the sidecar says. Raises ValueError with the reason, and as ``read_sidecar``."""
         if not self.naming.has_sidecars:
             return self.naming.read(file.relpath)
         return self.naming.read_beside(self._inbox.sidecar(file), f"its sidecar {_sidecar_name(file.relpath)}")
 
     def _known_name(self, file: Claimed) -> Told:
-        """Meaning of a refused file's name, as far as a row can hold it."""
+        """What a refused file's name or sidecar says; nothing where that fails."""
         try:
             file.relpath.encode()
             return self._name_of(file)
@@ -303,7 +292,7 @@ class Taker:
             return {}
 
     def _hold(self, candidate: WaitingFile, now: float, error: OSError) -> None:
-        """The filesystem refuses (full, read-only, an I/O error): the file waits where it is."""
+        """Leave a file where it is that the filesystem lets nobody claim (full, read-only, an I/O error)."""
         if error.errno == errno.ENAMETOOLONG:
             self._refuse_unclaimed(candidate, "the name is too long")
             return

@@ -1,11 +1,10 @@
-"""The files of a folder that wait to be taken, and those that stay there and were dealt with. Pure bookkeeping.
+"""Ledger of a folder's files that wait to be taken, and of files that stay there and were dealt with.
 
-However many wait, a call costs what it changes: O(log n) a file, amortised. Only `see_all` looks at every file.
+Guarantees: a call costs O(log n) a file that it changes, amortised. Only `see_all` looks at every file.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 from agent.sources.folder.files.ranking import Ranking
@@ -28,14 +27,13 @@ class WaitingFiles:
         self.rule = rule
         self._candidates: dict[str, WaitingFile] = {}
         self._passed: dict[str, Sighting] = {}
-        self._passed_in: dict[int, dict[str, Sighting]] = {}  # what was passed over in the folder when it was another
-        self._root: int | None = None
+        self._passed_in: dict[int, dict[str, Sighting]] = {}  # the same, by the inode of an earlier folder
+        self.root: int | None = None
         self._settling = Ranking()  # by when they will have settled
         self._settled = Ranking()  # by when they were written
         self._aging = Ranking()  # by when they will be stale
-        self._by_sidecar: dict[str, set[str]] = {}  # the files that a sidecar may be of, where there are such
-        self._stale: list[str] = []  # sorted
-        self._stale_seen: tuple[str, ...] | None = ()
+        self._by_sidecar: dict[str, set[str]] = {}  # the files that a sidecar may belong to
+        self.stale: set[str] = set()  # incomplete for long
 
     def __len__(self) -> int:
         return len(self._candidates)
@@ -46,16 +44,6 @@ class WaitingFiles:
     def __getitem__(self, relpath: str) -> WaitingFile:
         return self._candidates[relpath]
 
-    @property
-    def root(self) -> int | None:
-        return self._root
-
-    @property
-    def stale(self) -> tuple[str, ...]:
-        if self._stale_seen is None:
-            self._stale_seen = tuple(self._stale)
-        return self._stale_seen
-
     def see(self, found: Found, now: float, evidence: Evidence = Evidence.NONE) -> None:
         """Note one file as just looked at, with the evidence of an event."""
         if self._passed.get(found.relpath) == found.sighting:
@@ -64,7 +52,7 @@ class WaitingFiles:
         known = self._candidates.get(found.relpath)
         candidate = known.seen(found.sighting, now) if known else WaitingFile(found.relpath, found.sighting, now)
         if candidate is not known:
-            self._drop_stale(found.relpath)
+            self.stale.discard(found.relpath)
         if self.rule.needs_sidecar:
             candidate = candidate.beside(found.sidecar, now)
         is_marked = found.is_marked or (self.rule.mode == "marker" and candidate.sidecar is not None)
@@ -80,11 +68,11 @@ class WaitingFiles:
         self._passed = {relpath: sighting for relpath, sighting in self._passed.items() if relpath in listed}
 
     def turn_to(self, root: int) -> bool:
-        """The folder is this inode now. True if it was another one: its files wait no more, and what was passed over in
-        it is known again when it comes back, as a share does that was gone for a while."""
-        if root == self._root:
+        """Turn to the folder with this inode; True if it was another one before. Files of the other wait no more; what
+        was passed over there is known again when the folder comes back, as a share does."""
+        if root == self.root:
             return False
-        before, self._root = self._root, root
+        before, self.root = self.root, root
         if before is None:
             return False
         self.clear()
@@ -95,7 +83,7 @@ class WaitingFiles:
         return True
 
     def pass_over(self, relpath: str, sighting: Sighting) -> None:
-        """This file was dealt with, and stays where it is for now."""
+        """Ignore the file, which was dealt with and stays where it is, until it changes."""
         self.forget(relpath)
         self._passed[relpath] = sighting
 
@@ -104,28 +92,27 @@ class WaitingFiles:
         self._passed.pop(relpath, None)
 
     def forget(self, relpath: str) -> None:
-        """This file is gone."""
+        """Drop a file that is gone."""
         self._candidates.pop(relpath, None)
         if self.rule.needs_sidecar:
             self._drop_sidecar(relpath)
         for ranking in (self._settling, self._settled, self._aging):
             ranking.drop(relpath)
-        self._drop_stale(relpath)
+        self.stale.discard(relpath)
 
     def clear(self) -> None:
-        """The folder is gone; what was passed over still is when it comes back."""
+        """Drop all files of a folder that is gone; what was passed over still is when the folder comes back."""
         self._candidates.clear()
         self._by_sidecar.clear()
         for ranking in (self._settling, self._settled, self._aging):
             ranking.clear()
-        self._stale.clear()
-        self._stale_seen = ()
+        self.stale.clear()
 
     def beside(self, sidecar: str) -> tuple[str, ...]:
         return tuple(sorted(self._by_sidecar.get(sidecar, ())))
 
     def first_due(self, now: float) -> WaitingFile | None:
-        """Oldest of the settled files; due until it is dealt with."""
+        """The oldest settled file; due until it is dealt with."""
         while (relpath := self._settling.first(now)) is not None:
             self._settling.drop(relpath)
             self._settled.put(relpath, self._candidates[relpath].sighting.mtime_ns)
@@ -143,7 +130,7 @@ class WaitingFiles:
             self._put(self._candidates[relpath].postponed(until))
 
     def end_turn(self, candidate: WaitingFile, until: float) -> None:
-        """Postpone a file that was due and that nothing was decided of, so that it holds up no other."""
+        """Postpone a due file that is still undecided, so that other files are not blocked."""
         if self._candidates.get(candidate.relpath) is candidate:
             self.postpone(candidate.relpath, until)
 
@@ -153,13 +140,10 @@ class WaitingFiles:
         while (relpath := self._aging.first(now)) is not None:
             self._aging.drop(relpath)
             news.append(relpath)
-        if news:
-            self._stale = sorted([*self._stale, *news])
-            self._stale_seen = None
+        self.stale.update(news)
         return tuple(sorted(news))
 
     def _put(self, candidate: WaitingFile) -> None:
-        """Know a file by this; the rule is asked only of what is new."""
         relpath = candidate.relpath
         if self._candidates.get(relpath) is candidate:
             return
@@ -168,7 +152,7 @@ class WaitingFiles:
             self._by_sidecar.setdefault(sidecar_of(relpath), set()).add(relpath)
         self._settled.drop(relpath)
         _rank(self._settling, relpath, self.rule.due_at(candidate))
-        if not self._is_stale(relpath):
+        if relpath not in self.stale:
             _rank(self._aging, relpath, self.rule.stale_at(candidate))
 
     def _drop_sidecar(self, relpath: str) -> None:
@@ -177,15 +161,6 @@ class WaitingFiles:
         beside.discard(relpath)
         if not beside:
             self._by_sidecar.pop(sidecar, None)
-
-    def _is_stale(self, relpath: str) -> bool:
-        place = bisect_left(self._stale, relpath)
-        return place < len(self._stale) and self._stale[place] == relpath
-
-    def _drop_stale(self, relpath: str) -> None:
-        if self._is_stale(relpath):
-            del self._stale[bisect_left(self._stale, relpath)]
-            self._stale_seen = None
 
 
 def _rank(ranking: Ranking, relpath: str, rank: float | None) -> None:

@@ -1,6 +1,6 @@
 """State of a watched folder, and its hints: the kernel's events, or rescans alone.
 
-Guarantees: hints are of the folder that lies there now; each change of state is told once.
+Guarantees: hints are of the folder that lies there now; each change of state is logged once.
 """
 
 from __future__ import annotations
@@ -10,25 +10,29 @@ import logging
 from typing import TYPE_CHECKING
 
 from agent.sources.folder.arrivals import SourceState
-from agent.sources.folder.files.hints import Hint, Hints
+from agent.sources.folder.files.hints import observe, stop_observing
 from experts.filesystem import filesystem_type, tells_changes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from watchdog.observers.api import BaseObserver
+
+    from agent.sources.folder.files.hints import Hint
+
 log = logging.getLogger(__name__)
 
 
 class FolderWatch:
-    """The state of one folder. ``note`` is called from other threads, with each hint."""
+    """State of one folder. ``note`` is called with each hint, from other threads."""
 
     def __init__(self, path: Path, note: Callable[[Hint], None]) -> None:
         self.state = SourceState.STOPPED
         self.is_polled = True
         self._path = path
         self._note = note
-        self._hints: Hints | None = None
+        self._observer: BaseObserver | None = None
         self._was_mounted = False
 
     @property
@@ -43,11 +47,10 @@ class FolderWatch:
         if self.is_online:
             return False
         self.state = SourceState.ONLINE
-        tells = tells_changes(filesystem_type(self._path))
-        if tells and has_thread:
-            self._hints = Hints(self._path, self._note)
-            tells = self._hints.start()
-        self.is_polled = not tells
+        self.is_polled = not tells_changes(filesystem_type(self._path))
+        if has_thread and not self.is_polled:
+            self._observer = observe(self._path, self._note)
+            self.is_polled = self._observer is None
         log.info("intake_online folder=%s polled=%s", self._path, self.is_polled)
         return True
 
@@ -61,18 +64,11 @@ class FolderWatch:
     def go_offline(self, error: OSError) -> None:
         if self.state is not SourceState.OFFLINE:
             log.error("intake_offline folder=%s reason=%s: looked for again", self._path, error.strerror)
-        self.turn_away()
+        self.stop(SourceState.OFFLINE)
 
-    def turn_away(self) -> None:
-        """Stop the hints: another folder may lie in this place."""
-        self.state = SourceState.OFFLINE
-        self._stop_hints()
-
-    def stop(self) -> None:
-        self.state = SourceState.STOPPED
-        self._stop_hints()
-
-    def _stop_hints(self) -> None:
-        hints, self._hints = self._hints, None
-        if hints is not None:
-            hints.stop(timeout_s=1.0)
+    def stop(self, state: SourceState) -> None:
+        """Stop the hints: another folder may lie in this place from now on."""
+        self.state = state
+        observer, self._observer = self._observer, None
+        if observer is not None:
+            stop_observing(observer)

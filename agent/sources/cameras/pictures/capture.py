@@ -1,8 +1,7 @@
-"""A video read by PyAV: FFmpeg's packets one after the other, each frame with the time at which it came.
+"""A video read by PyAV, each frame with the time at which it came.
 
-Guarantees: a frame that FFmpeg calls broken is none; a JPEG that is cut or does not begin as one is none either. What
-a camera sends as JPEG is not decoded and encoded again: what is judged later is what the camera sent.
-One decoding thread: with more, FFmpeg hands each frame out as many frames late as there are threads.
+Guarantees: broken frames and cut JPEG files are dropped. A camera's JPEG is handed on as it was sent, never encoded
+again. One thread decodes: with n threads FFmpeg hands each frame out n frames late.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     from agent.sources.cameras.pictures.source import Picture
 
-COUNTED = {"mpjpeg", "mjpeg"}  # formats without times: FFmpeg counts their frames, and calls that times
+COUNTED = {"mpjpeg", "mjpeg"}  # formats without times: FFmpeg numbers their frames instead
 PARSED = {"h264", "hevc"}  # codecs whose packets over RTSP end where the next one begins
 JPEG_START, JPEG_END, JPEG_TABLES = b"\xff\xd8", b"\xff\xd9", b"\xff\xc4"
 
@@ -57,7 +56,7 @@ class Capture:
         return float(self._stream.average_rate or self._stream.guessed_rate or 0)
 
     def read(self, deadline: float) -> Snapshot | None:
-        """The next whole picture; None if none came by the deadline. Raises EOFError when none will come."""
+        """The next whole picture; None if none came by the deadline. Raises EOFError at the end."""
         while not self._snapshots:
             self._clock.ask()
             try:
@@ -81,7 +80,7 @@ class Capture:
         return float(of.pts * of.time_base)
 
     def _decoded(self, packet: Packet[Any]) -> list[Snapshot]:
-        """Frames that the packet completes: none of a broken packet, all that are left of the last."""
+        """Frames that the packet completes: none for a broken packet, all remaining for the last."""
         if self._is_jpeg:
             jpeg = whole_jpeg(bytes(packet))
             return [] if jpeg is None else [self._snapshot(jpeg, packet)]
@@ -96,7 +95,7 @@ class Capture:
 
 
 def whole_jpeg(packet: bytes) -> Picture | None:
-    """Frame of motion JPEG: the file itself, or its pixels where the file lacks its tables."""
+    """Frame of motion JPEG: the file itself, or its pixels if the file lacks its tables; None for a cut file."""
     content = packet.rstrip(b"\0")
     if not (content.startswith(JPEG_START) and content.endswith(JPEG_END)):
         return None

@@ -1,6 +1,6 @@
-"""A video file, played as a camera would see it: at its own rate or a given one, once or over and over.
+"""A video file played like a camera: at its own rate or a given one, once or in a loop.
 
-Guarantees: no frame is skipped and none comes early. A clip that ended is not played again by itself unless it loops.
+Guarantees: no frame is skipped and none comes early.
 """
 
 from __future__ import annotations
@@ -18,23 +18,21 @@ from experts.errors import CameraFailed
 if TYPE_CHECKING:
     from agent.sources.cameras.pictures.source import CameraConnection
 
-DEFAULT_FRAMES_PER_S = 25.0  # of a clip that does not say
-FASTEST_FRAMES_PER_S = 1000.0  # what a clip claims beyond is no rate
+DEFAULT_FRAMES_PER_S = 25.0  # of a clip without a rate
+FASTEST_FRAMES_PER_S = 1000.0  # a higher rate of a clip is not believed
 
 
 class ClipSource:
-    """See the module."""
-
     def __init__(self, connection: CameraConnection) -> None:
         self._connection = connection
         self._path = Path(connection.place)
         self._capture: Capture | None = None
         self._period_s = 0.0
         self._due = 0.0
-        self._has_played = False  # since it was begun, at least one frame
+        self._has_played = False  # one frame at least, since the clip began
 
     def open(self, deadline: float) -> None:
-        del deadline  # a disk that hangs hangs in here: the supervisor kills
+        del deadline  # if the disk hangs, the supervisor kills the process
         self._begin()
         self._due = time.monotonic()
 

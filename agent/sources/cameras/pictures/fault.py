@@ -1,13 +1,13 @@
-"""A source without a camera that fails on command: what the others may do only on a bad day.
+"""A synthetic camera that fails on command, for tests.
 
 `fault:PATH`: the file at PATH holds one word, which is read anew before each picture. No line file can name it.
 
 | word | what it does |
 | --- | --- |
 | stream | a picture every PERIOD_S, each brighter than the one before |
-| lag | as stream, but what comes is LAG_S old |
-| stall | nothing comes any more, and nothing ends |
-| garble | what comes looks like a JPEG and is none |
+| lag | as stream, but pictures are LAG_S old |
+| stall | no picture comes any more, and nothing ends |
+| garble | pictures look like a JPEG and are none |
 | end | the camera ends the connection |
 | refuse | the camera refuses to be opened; else as end |
 | leak | as end, with a reason that holds the password, as a library's may |
@@ -38,8 +38,6 @@ NO_JPEG = b"\xff\xd8\xff\xc4 no picture at all \xff\xd9"
 
 
 class FaultSource:
-    """See the module."""
-
     def __init__(self, connection: CameraConnection) -> None:
         self._connection = connection
         self._path = Path(connection.place)
@@ -82,6 +80,6 @@ class FaultSource:
 
 
 def _hang() -> None:
-    """Within C, and with the interpreter's lock held, as a driver that forgets to let it go."""
+    """Hang in C with the interpreter's lock held, as a faulty driver does."""
     while True:
         ctypes.PyDLL(None).pause()

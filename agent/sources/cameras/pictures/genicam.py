@@ -1,9 +1,9 @@
 """Industrial cameras (GigE Vision, USB3 Vision, CoaXPress) through GenICam: harvesters, and the maker's GenTL producer.
 
-Producers are found where GenTL says: in the folders, or files, of GENICAM_GENTL64_PATH. The camera keeps the settings
-that it has, its pixel format and its trigger among them: they are made with its maker's tool, and stored in the camera.
-Guarantees: what harvesters cannot do within a time is not asked of it; a picture is copied before its buffer goes back.
-One that lay in a buffer counts as having come when the buffers were last seen empty.
+Producers are found in the folders, or files, of GENICAM_GENTL64_PATH. Settings, such as pixel format and trigger, are
+made with the maker's tool and stored in the camera; this module changes none.
+Guarantees: a picture is copied before its buffer goes back. A buffered picture counts as having come when the buffers
+were last seen empty.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 EXTRA = "GenICam cameras need harvesters - install it with: pip install 'coserve[genicam]'"
 NO_PRODUCER = "no GenTL producer (.cti) is there - install the camera maker's, which sets GENICAM_GENTL64_PATH"
-SHORTEST_S = 0.01  # harvesters takes a timeout of 0 for none at all
+SHORTEST_S = 0.01  # harvesters reads a timeout of 0 as none
 GREY_BITS = {"Mono8": 8, "Mono10": 10, "Mono12": 12, "Mono14": 14, "Mono16": 16}
 TO_BGR = {
     "BGR8": None,
@@ -41,8 +41,6 @@ TO_BGR = {
 
 
 class GenicamSource:
-    """See the module."""
-
     def __init__(self, connection: CameraConnection) -> None:
         self._serial = connection.place
         self._harvester: Any = None
@@ -51,7 +49,7 @@ class GenicamSource:
         self._clock = PresentationClock(shortest_wait_s=0.0)
 
     def open(self, deadline: float) -> None:
-        del deadline  # discovery has the producers' own limits; the supervisor kills
+        del deadline  # discovery has the producers' own limits; if it hangs, the supervisor kills the process
         try:
             from genicam.gentl import Helper
             from harvesters.core import Harvester
@@ -99,7 +97,7 @@ class GenicamSource:
             self._harvester.reset()
 
     def _device(self) -> int:
-        """Its place in the list of what the producers find."""
+        """Index of the camera in the list of devices found."""
         found = [each.property_dict for each in self._harvester.device_info_list]
         names = [str(each.get("serial_number") or each.get("id_")) for each in found]
         if names.count(self._serial) == 1:
@@ -120,7 +118,7 @@ def producers_in(places: list[str]) -> list[Path]:
 
 
 def _picture(components: list[Any]) -> Picture | None:
-    """None: the buffer holds nothing, as one does of which a packet was lost."""
+    """None for an empty buffer, as after a lost packet."""
     if not components or components[0].data is None or not components[0].data.size:
         return None
     one = components[0]
@@ -129,7 +127,7 @@ def _picture(components: list[Any]) -> Picture | None:
 
 
 def pixels_of(rows: NDArray[Any], data_format: str, width: int) -> Picture:
-    """A copy of a buffer's rows as pixels. Raises CameraFailed for a format of which it is not known how to show it."""
+    """A copy of a buffer's rows as pixels. Raises CameraFailed for an unknown format."""
     if data_format in GREY_BITS:
         bits = GREY_BITS[data_format]
         return rows.astype(np.uint8) if bits == 8 else (rows.astype(np.uint16) << (16 - bits)).astype(np.uint16)

@@ -1,11 +1,11 @@
-"""When a stream's frames came, had nothing held them up: their presentation times against the monotonic clock.
+"""When a stream's frames came, without lag: their presentation times against the monotonic clock.
 
-The least of (arrival - presentation time) is the distance of the two clocks; what a frame takes beyond it is lag, in
-the camera, the network, a buffer or the decoder. A stream without times is known by its reads: one that had to wait
-found every buffer empty, so that all later frames came after it.
+The least of (arrival - presentation time) is the distance of the two clocks; a frame's delay beyond it is lag, in the
+camera, the network, a buffer or the decoder. Without presentation times, a read that had to wait found every buffer
+empty, so that all later frames came after that read.
 
-Guarantees: no frame is called newer than it is, but for the least delay that the camera ever had. Until a read has
-waited and the least distance holds still, as after each jump of the camera's clock, nothing is said at all.
+Guarantees: no frame is called newer than it is, but for the camera's least delay. Until a read has waited and the least
+distance is steady, as after each jump of the camera's clock, the time is LONG_AGO.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import resource
 import time
 
 LONG_AGO = float("-inf")
-WAITED_S = 0.003  # a shorter read may have been held up by the interpreter's lock
-JUMP_S = 1.0  # what no delay explains: the camera's clock was set, or its stream began anew
-DRIFT = 5e-4  # of a camera's clock that is slow, seconds a second: crystals, and NTP's steady corrections
-STEADY_S = 0.05  # a backlog that is read away has the distance shrink by more
-SETTLING_S = 0.5  # within this
+WAITED_S = 0.003  # a shorter read may have waited for the interpreter's lock only
+JUMP_S = 1.0  # more than any delay: the camera's clock was set, or its stream restarted
+DRIFT = 5e-4  # of a slow camera's clock, in seconds a second
+STEADY_S = 0.05  # while a backlog is read, the distance shrinks by more within SETTLING_S
+SETTLING_S = 0.5
 
 
 class PresentationClock:
@@ -69,7 +69,7 @@ class PresentationClock:
         self._is_settled |= has_waited and now - self._steady_since >= SETTLING_S
 
     def came_at(self, presented_s: float | None, now: float) -> float:
-        """When a frame of this time came, or would have without lag; LONG_AGO where that is not known yet."""
+        """When a frame of this time came, or would have come without lag; LONG_AGO while that is unknown."""
         if presented_s is None or self._distance_s is None:
             return self._emptied_at if self._last is None else LONG_AGO
         return min(presented_s + self._distance_s, now) if self._is_settled else LONG_AGO

@@ -1,7 +1,7 @@
-"""The contract of what pictures are read from. Imports nothing heavy.
+"""The contract of picture sources. Imports nothing heavy.
 
-A source is opened once, read by one thread, and closed once. What its library does not bound in time may block for
-longer than its deadline, even for ever: its process can be killed.
+A source is opened once, read by one thread, and closed once. A library's call may block beyond its deadline, even for
+ever: the process can be killed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Picture: TypeAlias = "NDArray[np.uint8] | NDArray[np.uint16] | VideoFrame | byte
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """A picture, and when it came by ``time.monotonic``, or would have come had nothing held it up."""
+    """A picture, and when it came by ``time.monotonic``, lag subtracted."""
 
     picture: Picture
     came_at: float
@@ -31,8 +31,7 @@ class Snapshot:
 class CameraConnection:
     """Parameters to read from one camera. ``frames_per_s`` None: a file's own rate.
 
-    ``ca``: the file of the authorities that may vouch for the camera, the system's where it is None; with
-    ``insecure_ok`` nobody must.
+    ``ca``: file of the trusted authorities, None for the system's; ``insecure_ok``: no certificate is checked.
     """
 
     url: str
@@ -60,13 +59,13 @@ class PictureSource(Protocol):
     """Deadlines are of ``time.monotonic``."""
 
     def open(self, deadline: float) -> None:
-        """Connect. Raises CameraFailed, whose reason says why in words."""
+        """Connect. Raises CameraFailed with the reason."""
 
     def read(self, deadline: float) -> Snapshot | None:
-        """The next picture; None: there was none by the deadline, or what came was broken.
+        """The next picture; None if none came by the deadline, or a broken one.
 
-        Raises CameraFailed when none will ever come from this connection.
+        Raises CameraFailed when this connection will give no more.
         """
 
     def close(self) -> None:
-        """Let the camera go. Also of one that is not open."""
+        """Let the camera go; does nothing if it is not open."""

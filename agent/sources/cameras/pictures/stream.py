@@ -1,9 +1,8 @@
-"""Cameras that send as they see: in the network (RTSP, motion JPEG over HTTP) and at this box (Video4Linux), by FFmpeg.
+"""Network cameras (RTSP, motion JPEG over HTTP) and cameras of this box (Video4Linux), read by FFmpeg.
 
-Guarantees: each picture says when it came, however long it lay in a buffer; pictures of which that is not known, such
-as those that were sent while the camera was being opened, are passed over. No other protocol is spoken than the url's,
-and a camera that speaks TLS must show a certificate for its name. The login is given to FFmpeg alone, inside this
-process.
+Guarantees: each picture has the time at which it came, however long it lay in a buffer; pictures without such a time,
+as those of the opening, are skipped. Only the url's protocol is spoken, and a camera with TLS must show a certificate
+for its name. The login is given to FFmpeg alone, inside this process.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from experts.errors import CameraFailed
 if TYPE_CHECKING:
     from agent.sources.cameras.pictures.source import CameraConnection, Snapshot
 
-READ_PATIENCE = 2.0  # times the stall timeout: the supervisor notices a stall first, and this ends the read
-CATCHING_UP_SHARE = 0.8  # of the stall timeout: then we say why, before it is taken for a stall
+READ_PATIENCE = 2.0  # times the stall timeout: the supervisor notices a stall first
+CATCHING_UP_SHARE = 0.8  # of the stall timeout: the reason is reported before the stall is noticed
 UNTIMED = (
     "it is not known when its frames came: they come faster than they are read, or seldom, or their times jump - lower "
     "the camera's rate or resolution, or raise stall_timeout_s"
 )
 PORTS = {"http": 80, "https": 443, "rtsp": 554, "rtsps": 322}
 PROTOCOLS = {"http": "http,tcp", "https": "https,tls,tcp", "rtsp": "rtsp,rtp,udp,tcp", "rtsps": "rtsp,rtp,tls,tcp"}
-AUTHORITIES = (  # where Debian and Ubuntu, Fedora and Red Hat, SUSE keep those that the system trusts
+AUTHORITIES = (  # of Debian and Ubuntu, Fedora and Red Hat, SUSE
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
     "/etc/ssl/ca-bundle.pem",
@@ -50,8 +49,6 @@ ADVICE: dict[type[FFmpegError], str] = {
 
 
 class StreamSource:
-    """See the module."""
-
     def __init__(self, connection: CameraConnection) -> None:
         self._connection = connection
         self._capture: Capture | None = None
@@ -122,7 +119,7 @@ def _with_login(connection: CameraConnection) -> str:
 
 
 def _why_not(connection: CameraConnection, error: FFmpegError) -> str:
-    """In words, and without the url, which may hold a login."""
+    """The reason in words, without the url, which may hold a login."""
     said = error.strerror or str(error)
     said = f"{said[:1].lower()}{said[1:]}"
     parts = urlsplit(connection.url)

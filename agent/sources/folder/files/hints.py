@@ -1,7 +1,7 @@
-"""Hints from the kernel: which file was closed, renamed in or created just now.
+"""Hints from the kernel: a file was closed, renamed in or created.
 
-They make the intake quick, never correct: events are lost when the queue overflows, when a folder is brand new, and on
-every network share. A rescan finds what they miss. Changes in the agent's own folders give no hint.
+Hints make the intake quick, never correct: events are lost when the queue overflows, in new folders, and on every
+network share. A rescan finds the files that they miss. Changes in the agent's own folders give no hint.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+STOP_S = 1.0  # for watchdog's threads to end
 EVENTS: list[type[FileSystemEvent]] = [
     FileClosedEvent,
     FileCreatedEvent,
@@ -49,40 +50,29 @@ class Hint:
     evidence: Evidence = Evidence.NONE
 
 
-class Hints:
-    """Watches one folder and everything below it, in watchdog's own threads, until stopped."""
+def observe(root: Path, note: Callable[[Hint], None]) -> BaseObserver | None:
+    """Call ``note`` with each hint below a folder, on watchdog's threads. None, and a log line, without events."""
+    # a folder made while it is being added is added twice, which watchdog tells as a warning and does right
+    warnings.filterwarnings("ignore", "Callback with id", RuntimeWarning, r"watchdog\.")
+    observer: BaseObserver | None = None
+    try:
+        from watchdog.observers.inotify import InotifyObserver
 
-    def __init__(self, root: Path, note: Callable[[Hint], None]) -> None:
-        self._root = root
-        self._note = note
-        self._observer: BaseObserver | None = None
+        observer = InotifyObserver(generate_full_events=True)  # "full": renames from outside are told as such
+        observer.schedule(_Listener(root, note), str(root), recursive=True, event_filter=EVENTS)
+        observer.start()
+    except (ImportError, OSError) as error:
+        log.warning("intake_without_events folder=%s reason=%s: rescans only", root, error)
+        if observer is not None:
+            stop_observing(observer)
+        return None
+    return observer
 
-    def start(self) -> bool:
-        """Watch. False, with a line in the log, where the system offers no events: rescans then do all the work."""
-        # a folder made while it is being added is added twice, which watchdog tells as a warning and does right
-        warnings.filterwarnings("ignore", "Callback with id", RuntimeWarning, r"watchdog\.")
-        try:
-            from watchdog.observers.inotify import InotifyObserver
 
-            self._observer = InotifyObserver(generate_full_events=True)  # "full": renames from outside are told as such
-            self._observer.schedule(
-                _Listener(self._root, self._note), str(self._root), recursive=True, event_filter=EVENTS
-            )
-            self._observer.start()
-        except (ImportError, OSError) as error:
-            log.warning("intake_without_events folder=%s reason=%s: rescans only", self._root, error)
-            self.stop(timeout_s=1.0)
-            return False
-        return True
-
-    def stop(self, timeout_s: float) -> None:
-        """Stop watching; waits for the observer's thread so long at most."""
-        observer, self._observer = self._observer, None
-        if observer is None:
-            return
-        observer.stop()
-        if observer.is_alive():
-            observer.join(timeout_s)
+def stop_observing(observer: BaseObserver) -> None:
+    observer.stop()
+    if observer.is_alive():
+        observer.join(STOP_S)
 
 
 class _Listener(FileSystemEventHandler):

@@ -1,16 +1,14 @@
-"""The folder itself: what lies in it, and the renames that claim a file and put it away. No decision, no thread.
+"""The watched folder: its files, and the renames that claim a file and put it away. No decision, no thread.
 
 Layout below the watched folder, all on its filesystem so that every step is one rename:
     .work/OWNER/[SUB/]INODE-SIZE-MTIME~NAME   claimed; the prefix keeps the identity even where inodes change
-    .work/OWNER/[SUB/].INODE-SIZE-MTIME~/NAME claimed; a name that leaves no place for the prefix
-    done/YYYY-MM-DD/...  ng/YYYY-MM-DD/...    judged
+    .work/OWNER/[SUB/].INODE-SIZE-MTIME~/NAME claimed; the name is too long for the prefix
+    .work/OWNER/[SUB/].INODE-SIZE-MTIME~.json the sidecar of the claimed image with this identity
+    done/YYYY-MM-DD/...  ng/YYYY-MM-DD/...    judged, with the sidecar beside its image
     failed/...  failed/NAME.error.json        could not be judged, and why
-Where sidecars tell whose images are, that of a claimed one is claimed with it, as .INODE-SIZE-MTIME~.json (its image's)
-in .work/OWNER/[SUB/], so that it is never taken for a later image's of its name; on a shelf it lies beside its own.
-Nothing is ever overwritten, and of two agents that claim one file only one succeeds. No link below the watched folder
-is followed when a file is moved or written, so that a writer of the folder cannot have a file elsewhere touched. A
-folder of claims goes with the last of them. A file of any name can be claimed, put away and explained: a
-name that would become too long is cut, and told from others by a digest.
+Guarantees: nothing is overwritten, and one of two agents that claim a file succeeds. No link below the watched folder
+is followed when a file is moved or written. A folder of claims is removed with its last claim. A file of any name can
+be claimed, put away and explained: a name that would become too long is cut, and a digest keeps it unique.
 """
 
 from __future__ import annotations
@@ -46,9 +44,9 @@ SHELVES = frozenset({DONE, NG, FAILED})
 MARKER = ".done"
 UNFINISHED = ("*.part", "*.tmp", "*.filepart", "*.crdownload", "~$*", ".~lock*", f"*{MARKER}")
 IDENTITY = r"([0-9a-f]+)-([0-9a-f]+)-(-?[0-9a-f]+)~"  # files may be older than 1970
-VISIBLE = r"[^./][^/]*"  # what is hidden is never claimed
+VISIBLE = r"[^./][^/]*"  # hidden files are never claimed
 CLAIMED = re.compile(rf"(?P<sub>(?:{VISIBLE}/)*)(?:{IDENTITY}|\.{IDENTITY}/)(?P<name>{VISIBLE})")
-NAME_BYTES = 255  # no filesystem that we know takes longer names; some take only shorter ones
+NAME_BYTES = 255  # some filesystems take only shorter names
 LONGEST_SUFFIX = 16  # a longer one tells no format
 MAKE_ATTEMPTS = 10
 # gone meanwhile, or a subfolder that is not ours to read, or too deep to be named
@@ -69,8 +67,10 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A file that this agent deals with: where it lay, what it was, where it lies. One that was not claimed by a rename
-    may be replaced by another at any time. ``sidecar``: what lay beside it."""
+    """A file that this agent deals with: where it lay, what it was, where it lies.
+
+    ``is_ours``: claimed by a rename; otherwise its owner may replace it at any time. ``sidecar``: what lay beside it.
+    """
 
     relpath: str
     sighting: Sighting
@@ -88,10 +88,7 @@ class Probe:
 
 
 class Inbox:
-    """Watched folder. Every method may raise OSError.
-
-    ``has_sidecars``: a file `STEM.json` beside each image tells whose it is, and is no image.
-    """
+    """Watched folder. Every method may raise OSError. ``has_sidecars``: `STEM.json` is the sidecar of `STEM.png`."""
 
     def __init__(self, root: Path, owner: str, *, has_sidecars: bool = False) -> None:
         self.root = root
@@ -100,7 +97,7 @@ class Inbox:
         self._source = hashlib.sha256(os.fsencode(root)).hexdigest()[:8]
 
     def key(self, relpath: str, sighting: Sighting) -> str:
-        """The identity of one file's content in this folder: it survives claiming, crashes and restarts."""
+        """Key of one file's content in this folder; it survives claiming, crashes and restarts."""
         return f"{self._source}/{relpath}@{_identity(sighting)}"
 
     def relpath_of(self, key: str) -> str | None:
@@ -110,7 +107,7 @@ class Inbox:
         return relpath if source == self._source and at else None
 
     def is_sound(self, *, is_claimed: bool) -> bool:
-        """True if the folder can be listed; ``is_claimed``: with its claims, which an empty mount point lacks."""
+        """True if the folder can be listed; ``is_claimed``: its claims too, which an empty mount point lacks."""
         try:
             with os.scandir(self.work if is_claimed else self.root):
                 return True
@@ -118,13 +115,13 @@ class Inbox:
             return False
 
     def scan(self) -> Iterator[Found]:
-        """Everything below the folder that could be an image, or that must be told why not. Follows no link."""
-        folders = [(self.root, "")]  # a stack of our own: folders may be nested deeper than calls
+        """Everything below the folder that could be an image, or must be refused. Follows no link."""
+        folders = [(self.root, "")]  # a stack: folders may be nested deeper than calls
         while folders:
             yield from self._listed(*folders.pop(), folders)
 
     def inode(self) -> int:
-        """The folder's own: another one where a share was mounted on it, or taken off it, or it was made anew."""
+        """Inode of the folder: it changes when a share is mounted or unmounted there, or the folder is made anew."""
         return self.root.stat().st_ino
 
     def is_empty(self) -> bool:
@@ -143,18 +140,17 @@ class Inbox:
         if S_ISDIR(status.st_mode):
             return None
         names = (relpath + MARKER, os.path.splitext(relpath)[0] + MARKER)
-        is_marked = any(os.path.exists(self.root / name) for name in names)  # also where such a name is too long
+        is_marked = any(os.path.exists(self.root / name) for name in names)  # False for a name that is too long
         sidecar = _seen(self.root / sidecar_of(relpath)) if self.has_sidecars else None
         return Found(relpath, _sighting(status), is_marked, _objection(relpath, status), sidecar)
 
     def probe(self, relpath: str) -> Probe:
-        """Lease and completeness of a file. Raises OSError."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with open(os.open(self.root / relpath, flags), "rb") as file:
             return Probe(lease_of(file.fileno()), completeness(file))
 
     def claim(self, relpath: str, sighting: Sighting) -> Claimed:
-        """Take the file. Raises FileNotFoundError where another agent, or its owner, was faster."""
+        """Claim the file. Raises FileNotFoundError if another agent, or the owner, was faster."""
         folder, _, name = relpath.rpartition("/")
         prefix = f"{_identity(sighting)}~"
         fits = len(os.fsencode(prefix + name)) <= self._name_limit
@@ -168,8 +164,7 @@ class Inbox:
         return Claimed(relpath, sighting, target)
 
     def claim_sidecar(self, claimed: Claimed) -> Claimed:
-        """Take the sidecar of a file that is claimed; nothing happens if that was done. Raises FileNotFoundError if
-        there is none."""
+        """Claim the sidecar of a claimed file, unless that was done. Raises FileNotFoundError if there is none."""
         place = self.sidecar(claimed)
         if (seen := _seen(place)) is None:
             self._move(self.root / sidecar_of(claimed.relpath), place)
@@ -190,18 +185,18 @@ class Inbox:
         return _sighting(claimed.path.lstat())
 
     def unclaim(self, claimed: Claimed) -> None:
-        """Put the file back, because its writer was not done; a newer file of its name wins, under another name."""
+        """Put the file back, because its writer was not done: under another name if a newer file has its name."""
         target = self.root / claimed.relpath
         self._make(target.parent)
         self._place(claimed, target, _identity(claimed.sighting))
 
     def drop_marker(self, relpath: str) -> None:
-        """Remove the marker that lay beside a claimed file, if there was one."""
+        """Remove the marker of a claimed file, if there is one."""
         for name in (relpath + MARKER, os.path.splitext(relpath)[0] + MARKER):
             try:
                 (self.root / name).unlink(missing_ok=True)
             except OSError as error:
-                if error.errno != errno.ENAMETOOLONG:  # then there is none
+                if error.errno != errno.ENAMETOOLONG:
                     raise
 
     def recover(self, held: Container[str] = ()) -> Iterator[Claimed]:
@@ -218,23 +213,22 @@ class Inbox:
         yield from sorted(found, key=lambda claimed: (claimed.sighting.mtime_ns, claimed.relpath))
 
     def put_away(self, file: Claimed, shelf: str, identity: str) -> Path:
-        """Move a file, and its sidecar, to a shelf (`done/2026-05-01`), under another name where that is taken. Returns
-        where it lies."""
-        file.path.lstat()  # where it is gone with its share, no shelf is made in the share's place
+        """Move a file and its sidecar to a shelf (`done/2026-05-01`), under a free name; returns its place."""
+        file.path.lstat()  # if the file is gone with its share, no shelf is made in the share's place
         target = self.root / shelf / file.relpath
         self._make(target.parent)
         return self._place(file, target, identity)
 
     def delete(self, claimed: Claimed) -> None:
-        """Remove the file, and its sidecar, for good; nothing happens if it is gone."""
+        """Remove the file and its sidecar for good; nothing happens if they are gone."""
         if self._is_with_its_sidecar(claimed):
             self.sidecar(claimed).unlink(missing_ok=True)
         claimed.path.unlink(missing_ok=True)
         self._tidy(claimed.path.parent)
 
     def leave(self) -> None:
-        """Remove the folder of this owner's claims, and that of all owners, where nothing is claimed."""
-        with suppress(OSError):  # not empty, or none of ours to remove: it stays
+        """Remove the folder of this owner's claims, and that of all owners, if they are empty."""
+        with suppress(OSError):
             self.work.rmdir()
             self.work.parent.rmdir()
 
@@ -245,14 +239,14 @@ class Inbox:
             file.write(f"{json.dumps(explanation, indent=2, ensure_ascii=False)}\n".encode())
 
     def _make(self, folder: Path) -> None:
-        """Make a folder below the watched one, but never that one: where a share is gone, nothing takes its place."""
+        """Make a folder below the watched one, but never that one: nothing takes the place of a share that is gone."""
         if not self.root.is_dir():
             raise FileNotFoundError(errno.ENOENT, "the folder is gone", str(self.root))
         for attempt in range(MAKE_ATTEMPTS):
             try:
                 with open_folder(folder, self.root, makes=True):
                     return
-            except FileNotFoundError:  # another agent removed `.work`, which was empty, in between
+            except FileNotFoundError:  # another agent removed the empty `.work` in between
                 if attempt + 1 == MAKE_ATTEMPTS:
                     raise
 
@@ -281,9 +275,9 @@ class Inbox:
         raise FileExistsError(errno.EEXIST, "both its name and its name with identity are taken", str(target))
 
     def _place_sidecar(self, file: Claimed, target: Path, identity: str) -> Path:
-        """Move its sidecar, before the file itself, to where both names are free. Returns where the file is to go.
+        """Move the sidecar, before its file, to where both names are free; returns where the file is to go.
 
-        After a crash between the two, the sidecar shows where it went by its name, if that is not the first choice.
+        After a crash between the two moves, the sidecar's name shows whether the first choice was taken.
         """
         names = [target, target.with_name(_other_name(target, identity, self._name_limit))]
         beside = [name.with_name(fitted(name.stem, SIDECAR_SUFFIX, self._name_limit)) for name in names]
@@ -302,11 +296,8 @@ class Inbox:
         return seen is not None if file.is_ours else seen == file.sidecar
 
     def _tidy(self, folder: Path) -> None:
-        """Remove a folder of claims that has become empty, and those above it, but not this owner's own.
-
-        That one stays until `leave`: else a line with time between two images would make and remove it for each.
-        """
-        with suppress(OSError):  # not empty, or gone, or not ours to remove
+        """Remove an empty folder of claims, and empty folders above it; this owner's own stays until `leave`."""
+        with suppress(OSError):
             while self.work in folder.parents:
                 folder.rmdir()
                 folder = folder.parent
@@ -320,7 +311,7 @@ class Inbox:
             return NAME_BYTES
 
     def _listed(self, folder: Path, prefix: str, folders: list[tuple[Path, str]]) -> Iterator[Found]:
-        """The files of one folder; the folders in it go to ``folders``."""
+        """Files of one folder; its subfolders are added to ``folders``."""
         try:
             with os.scandir(folder) as entries:
                 listed = list(entries)
@@ -357,7 +348,7 @@ def is_claim(relpath: str) -> bool:
 
 
 def is_own(relpath: str) -> bool:
-    """True for the agent's own folders: a shelf, the claims, and what lies below them."""
+    """True for the agent's own folders, a shelf or the claims, and all below them."""
     return relpath.partition("/")[0] in SHELVES or is_claim(relpath)
 
 
@@ -372,7 +363,7 @@ def is_ignored(relpath: str) -> bool:
 def lease_of(descriptor: int) -> Lease:
     """Lease of a file that is open for reading here. Disturbs no other reader.
 
-    The kernel signals a holder whose lease is broken; the default signal would end the process, SIGURG is ignored.
+    The kernel signals the holder of a broken lease: the default SIGIO would end the process, SIGURG is ignored.
     """
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
@@ -386,7 +377,7 @@ def lease_of(descriptor: int) -> Lease:
 
 
 def fitted(name: str, ending: str, limit_bytes: int) -> str:
-    """``name`` with ``ending``; where that is too long the name is cut, and its digest tells it from others."""
+    """``name`` with ``ending``; a name that is too long is cut, and gets its digest."""
     if len(os.fsencode(name + ending)) <= limit_bytes:
         return name + ending
     ending = f"~{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}{ending}"
@@ -415,18 +406,18 @@ def _is_placed(source: str, name: str, out_of: int, into: int) -> bool:
     return True
 
 
+def printable(text: str) -> str:
+    """The text with bytes that are not UTF-8 written as escapes: for logs, JSON and people."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 def _other_name(target: Path, identity: str, limit_bytes: int) -> str:
     suffix = target.suffix if len(target.suffix) <= LONGEST_SUFFIX else ""
     return fitted(target.name.removesuffix(suffix), f"~{identity}{suffix}", limit_bytes)
 
 
 def _is_taken(place: Path, source: Path) -> bool:
-    return os.path.lexists(place) and not _is_same(place, source)
-
-
-def _is_same(one: Path, other: Path) -> bool:
-    first, second = one.lstat(), other.lstat()
-    return (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)
+    return os.path.lexists(place) and not os.path.samestat(place.lstat(), source.lstat())
 
 
 def _identity(sighting: Sighting) -> str:

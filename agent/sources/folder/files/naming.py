@@ -1,5 +1,4 @@
-"""Whose image a file is: board, component, ref, by its name or its sidecar. What does not tell it is refused, never
-guessed."""
+"""Reads board, component and ref of an image from its name or its sidecar. Nothing is guessed."""
 
 from __future__ import annotations
 
@@ -24,10 +23,8 @@ if TYPE_CHECKING:
 class Naming:
     """Naming of one folder: by a pattern of file names, or by sidecars where the pattern is None.
 
-    An image of a whole board has no component and no ref; on a line without boards the type is None.
-
-    ``components`` are those with a route; ``component`` is a folder's constant. ``whole_board``: the type of board that
-    each image shows as a whole, ``layouts``: the types that can be cut.
+    ``components``: those with a route. ``component``: the folder's constant. ``whole_board``: the type of board that
+    each image shows as a whole, without component and ref. ``layouts``: the types that can be cut.
     """
 
     pattern: re.Pattern[str] | None
@@ -42,7 +39,7 @@ class Naming:
         return self.pattern is None
 
     def read(self, relpath: str) -> Told:
-        """The name's meaning. A pattern without `/` is of the last part. Raises ValueError with the reason."""
+        """What the name says. A pattern without `/` matches the last part. Raises ValueError with the reason."""
         if self.pattern is None:
             raise ValueError("the name tells nothing here: a sidecar does")
         text = relpath if "/" in self.pattern.pattern else relpath.rpartition("/")[2]
@@ -52,7 +49,7 @@ class Naming:
         return self._meaning({key: value for key, value in found.groupdict().items() if value is not None}, "the name")
 
     def read_beside(self, sidecar: Path, name: str) -> Told:
-        """The sidecar's meaning; ``name`` is what errors call it. Raises what ``read_sidecar`` does."""
+        """What the sidecar says; errors call it ``name``. Raises as ``read_sidecar``."""
         return self._meaning(read_sidecar(sidecar, name), name)
 
     def _meaning(self, said: Mapping[str, str], source: str) -> Told:
@@ -93,7 +90,6 @@ class Naming:
 
 
 def naming_of(folder: FolderSection, config: LineConfig) -> Naming:
-    """The naming of one configured folder of a line."""
     return Naming(
         pattern=None if folder.pattern is None else re.compile(folder.pattern),
         components=frozenset(config.catalog.components),

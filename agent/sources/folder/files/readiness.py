@@ -1,9 +1,8 @@
-"""When a file is complete: a pure decision over what was seen of it.
+"""Decides when a file is complete, by what was seen of it.
 
-No single sign can be trusted: an event may be lost, a first close may come before the bytes, an unchanged size may be a
-preallocation. So a file is taken only when all hold, in this order: a sign that its writer is done (it was renamed in,
-a marker lies beside it, its writer closed it; where none can be seen, a longer wait), no process has it open for
-writing as far as the system tells, it has not changed for the settling time, and its own bytes say that it ends.
+No single sign can be trusted: an event may be lost, a close may come before the bytes, a size may be preallocated. A
+file is complete when all of these hold: its writer is done (renamed in, marked, closed, or a longer wait), no process
+has the file open for writing, the file is unchanged for the settling time, and its bytes end as the format says.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from enum import IntEnum, StrEnum
 from experts.images import Completeness
 
 CLOSED_SETTLE_S = 0.2  # after a close that was seen
-UNSEEN_SETTLE_S = 2.0  # where closing cannot be seen
-ZERO_TAIL_SETTLE_S = 10.0  # black pixels at the end of a bitmap, or a writer that preallocated and fills later
+UNSEEN_SETTLE_S = 2.0  # without a close that was seen
+ZERO_TAIL_SETTLE_S = 10.0  # zeros at the end: black pixels of a bitmap, or preallocated
 
 
 class Evidence(IntEnum):
-    """The strongest sign that the writer is done with the file as it is now."""
+    """The strongest sign that the writer is done with the file."""
 
     NONE = 0
     CLOSED = 1
@@ -48,7 +47,7 @@ class Sighting:
 class WaitingFile:
     """A file that waits to be taken. Times are monotonic, in seconds.
 
-    ``sidecar``: what lies beside it and tells whose it is; None while nothing does, and where names tell it.
+    ``sidecar``: None while none lies beside the file, and in folders without sidecars.
     """
 
     relpath: str
@@ -60,19 +59,18 @@ class WaitingFile:
     sidecar_since: float = float("-inf")
 
     def seen(self, sighting: Sighting, now: float) -> WaitingFile:
-        """After another look: a change starts the wait anew, and voids what was known before it."""
+        """After another look: a change restarts the wait and voids the evidence."""
         if sighting == self.sighting:
             return self
         return WaitingFile(self.relpath, sighting, unchanged_since=now)
 
     def beside(self, sidecar: Sighting | None, now: float) -> WaitingFile:
-        """With this sidecar: one that came, changed or went may be looked into at once."""
+        """With this sidecar; a change lets the file be looked into at once."""
         if sidecar == self.sidecar:
             return self
         return replace(self, sidecar=sidecar, sidecar_since=now, not_before=float("-inf"))
 
     def shown(self, evidence: Evidence) -> WaitingFile:
-        """With this sign of completeness, unless a stronger one is known."""
         return replace(self, evidence=evidence) if evidence > self.evidence else self
 
     def postponed(self, until: float) -> WaitingFile:
@@ -83,8 +81,8 @@ class WaitingFile:
 class Rule:
     """Signs by which one folder's files count as complete; ``mode`` as configured.
 
-    ``needs_sidecar``: a file without one is only looked into to be told that it is missing. It tells whose the image
-    is, and not that the image is complete, for it may come first; in the mode marker it does.
+    ``needs_sidecar``: a file without a sidecar is due only after ``stale_after_s``, to be refused. A sidecar is no sign
+    that the image is complete, except in the mode marker.
     """
 
     mode: str = "auto"
@@ -104,7 +102,7 @@ class Rule:
         return self.unseen_settle_s
 
     def due_at(self, candidate: WaitingFile) -> float | None:
-        """When it will have settled, so that looking into it makes sense; None while a sign is missing."""
+        """When the file will have settled; None while a sign is missing."""
         if self.lacks_sidecar(candidate):
             missing_at = max(candidate.unchanged_since, candidate.sidecar_since) + self.stale_after_s
             return max(missing_at, candidate.not_before)
@@ -127,8 +125,7 @@ class Rule:
         return self._is_vouched_for(candidate) or now - candidate.unchanged_since >= ZERO_TAIL_SETTLE_S
 
     def is_truncated(self, candidate: WaitingFile, now: float, lease: Lease, completeness: Completeness) -> bool:
-        """True if the file stays incomplete: its end is missing, no process writes, and its writer called it done,
-        or let it lie for ``stale_after_s``."""
+        """True if the file's end is missing and will not come: the writer is done, or wrote nothing for long."""
         if lease is Lease.HELD or completeness is not Completeness.CUT or not self.is_due(candidate, now):
             return False
         return self._is_vouched_for(candidate) or self.is_abandoned(candidate, now)
@@ -143,6 +140,6 @@ class Rule:
         return self.mode == "rename" or candidate.evidence in {Evidence.RENAMED, Evidence.MARKED}
 
     def stale_at(self, candidate: WaitingFile) -> float | None:
-        """When it will have been unchanged for long and still not be complete; None before the first look."""
+        """When the file will have been incomplete for ``stale_after_s``; None before the first look."""
         was_looked_into = candidate.not_before > float("-inf") or self.due_at(candidate) is None
         return candidate.unchanged_since + self.stale_after_s if was_looked_into else None

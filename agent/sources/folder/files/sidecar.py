@@ -1,8 +1,7 @@
 """Reads sidecars: `STEM.json` beside `STEM.png` tells the image's board, component, ref and type.
 
-Guarantees: it is believed as a whole or not at all. One that is not complete yet is told apart from one that is wrong:
-a JSON object ends with its own brace, so a sidecar that parses was written to its end. Nothing is guessed: an unknown
-key, a key twice, a value that is no printable text, a link in its place are reasons to refuse the image.
+Guarantees: a sidecar that is not written to its end is told apart from a wrong one: a JSON object ends with its brace.
+Nothing is guessed: an unknown key, a repeated key, a value that is not printable text or a link refuses the image.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ def sidecar_of(relpath: str) -> str:
 
 
 def read_sidecar(path: Path, name: str) -> Mapping[str, str]:
-    """What the sidecar says; ``name`` is what errors call it. Raises FileNotFoundError among other OSErrors;
-    SidecarUnfinished; ValueError with what is wrong, which will not pass."""
+    """What the sidecar says; errors call it ``name``. Raises OSError, SidecarUnfinished, ValueError with the fault."""
     try:
         descriptor = os.open(path, READ_FLAGS)
     except OSError as error:

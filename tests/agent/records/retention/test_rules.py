@@ -35,7 +35,7 @@ from agent.records.retention.rules import (
     what_goes,
 )
 from agent.records.retention.sweeper import Surroundings, Sweeper
-from agent.sources.folder.files.filing import SHELF_OF
+from agent.sources.folder.custody import SHELF_OF
 from experts.expert import Verdict
 from tests.lines import result
 from tests.waiting import settled

@@ -106,6 +106,10 @@ class Line:
     def refused(self) -> dict[str, str]:
         return {refusal.subject.image: refusal.reason for refusal in self.refusals}
 
+    @property
+    def stale(self) -> set[str]:
+        return self.intake._waiting.stale
+
     def files(self) -> set[str]:
         return {str(path.relative_to(self.root)) for path in self.root.rglob("*") if not path.is_dir()}
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from agent.sources.folder.arrivals import SourceState
-from agent.sources.folder.files.hints import Hint, Hints
+from agent.sources.folder.files.hints import Hint, observe, stop_observing
 from agent.sources.folder.files.inbox import Claimed, Found, Inbox, is_ignored, lease_of
 from agent.sources.folder.files.naming import Naming
 from agent.sources.folder.files.ranking import Ranking
@@ -200,7 +200,7 @@ def test_a_file_that_its_writer_holds_open_is_not_offered(line: Line) -> None:
             pytest.skip("this filesystem grants no leases")
         line.run(100)
         assert line.arrivals == []
-        assert line.intake.statistics().stale == ("b1_r_R7.png",)
+        assert line.stale == {"b1_r_R7.png"}
     line.run(1)
     assert line.offered == ["b1_r_R7.png"]
 
@@ -376,7 +376,7 @@ def test_without_room_files_wait_where_they_are(line: Line) -> None:
     line.run(90)
     assert len(line.arrivals) == 1
     assert line.intake.statistics().waiting == 4
-    assert line.intake.statistics().stale == ()
+    assert line.stale == set()
     line.room = 10_000
     line.run(1)
     assert len(line.arrivals) == 5
@@ -411,7 +411,7 @@ def test_each_file_is_asked_about_a_few_times_however_many_wait() -> None:
     CountingRule.asked = 0
     waiting.see(Found("17.png", Sighting(17, 200, 0)), 1.0)
     waiting.postpone("18.png", 4.0)
-    assert waiting.find_stale(2.0) == waiting.stale == ()
+    assert (waiting.find_stale(2.0), waiting.stale) == ((), set())
     assert CountingRule.asked <= 4
     taken = []
     while (candidate := waiting.first_due(4.0)) is not None:
@@ -487,7 +487,7 @@ def test_waiting_answers_as_if_it_had_asked_about_every_file(steps: list[tuple[s
         assert len(waiting) == len(exhaustive.candidates)
         if amount % 2:
             assert waiting.find_stale(now) == exhaustive.find_stale(now)
-            assert waiting.stale == tuple(sorted(exhaustive.stale))
+            assert waiting.stale == exhaustive.stale
 
 
 def test_a_slow_rescan_takes_a_tenth_of_the_time_whatever_asks_for_it(line: Line) -> None:
@@ -515,7 +515,7 @@ def test_a_marker_beside_its_file_needs_no_rescan(tmp_path: Path) -> None:
     for number in (1, 2):
         (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
     line.run(130)
-    assert (line.arrivals, line.intake.statistics().stale) == ([], ("b1_r_R1.png", "b1_r_R2.png"))
+    assert (line.arrivals, line.stale) == ([], {"b1_r_R1.png", "b1_r_R2.png"})
     (line.root / "b1_r_R1.png.done").touch()
     line.intake._note(Hint("b1_r_R1.png.done", Evidence.CLOSED))
     line.run(1)
@@ -838,8 +838,8 @@ def test_the_agents_own_folders_tell_nothing(tmp_path: Path) -> None:
     """All that an agent does to a file, under a real watch; then what others do, which is told."""
     inbox, hints = Inbox(tmp_path, "demo"), queue.Queue[Hint]()
     (tmp_path / "sub").mkdir()
-    watch = Hints(tmp_path, hints.put)
-    if not watch.start():
+    observer = observe(tmp_path, hints.put)
+    if observer is None:
         pytest.skip("this system tells no changes")
 
     def next_hint() -> Hint:
@@ -865,7 +865,7 @@ def test_the_agents_own_folders_tell_nothing(tmp_path: Path) -> None:
         (tmp_path / "new").mkdir()
         assert next_hint() == Hint(None)
     finally:
-        watch.stop(timeout_s=5.0)
+        stop_observing(observer)
 
 
 def test_ten_thousand_files_of_which_the_kernel_tells_sixteen_all_arrive_each_once(

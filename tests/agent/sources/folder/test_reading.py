@@ -104,12 +104,12 @@ def test_what_the_filesystem_says_is_no_word_on_the_image(file: Path, code: int)
     desk.run(5.0)
     assert (desk.read, desk.changed, desk.unreadable) == ([], [], [])
     statistics = desk.reader.statistics()
-    assert (statistics.waiting, statistics.failing, statistics.alarm) == (1, 1, os.strerror(code))
+    assert (statistics.waiting, statistics.alarm) == (1, os.strerror(code))
     desk.trouble = None
     desk.run(BACKOFF.longest_s)
     assert desk.read == [(file.name, CONTENT)]
     statistics = desk.reader.statistics()
-    assert (statistics.waiting, statistics.failing, statistics.alarm) == (0, 0, None)
+    assert (statistics.waiting, statistics.alarm) == (0, None)
 
 
 def test_a_file_that_alone_cannot_be_read_is_told_so_after_the_patience(file: Path) -> None:
@@ -119,7 +119,6 @@ def test_a_file_that_alone_cannot_be_read_is_told_so_after_the_patience(file: Pa
     assert desk.unreadable == []
     desk.run(2 * BACKOFF.longest_s)
     assert desk.unreadable == ["b1_r_R1.png: cannot be read (Input/output error), tried for 61 s"]
-    assert desk.reader.statistics().failing == 0
     tries = len(desk.tries)
     desk.run(PATIENCE_S)
     assert len(desk.tries) == tries
@@ -308,7 +307,6 @@ def test_a_folder_that_hangs_is_told_once_and_keeps_nobody_but_itself(
         dead.tell_stuck()
         dead.tell_stuck()
         assert caplog.text.count("intake_read_hangs folder=dead seconds=31") == 1
-        assert dead.statistics().oldest_s == STUCK_S + 1
         dead.stop(timeout_s=0.01)  # it does not wait for the filesystem
     finally:
         answer.set()
