@@ -18,11 +18,19 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, TypeAlias
 
-from agent.sources.cameras import supervision, wire
+from agent.sources.cameras import wire
 from agent.sources.cameras.delivery import Delivery
 from agent.sources.cameras.pictures.source import CameraConnection
-from agent.sources.cameras.process import ChildProcess, Exited, Received
-from agent.sources.cameras.supervision import CameraState, Supervisor
+from agent.sources.cameras.process import ChildProcess, Received
+from agent.sources.cameras.supervision import (
+    CameraSignal,
+    CameraState,
+    FramesCame,
+    ProcessEnded,
+    ProcessOrder,
+    Supervisor,
+    Tell,
+)
 from agent.sources.cameras.takes import NEVER, Interval, Takes, Trigger
 from agent.subject import CAMERA_PREFIX, SourceStatus, Subject
 from experts.errors import OrderRefused, Refusing
@@ -31,6 +39,7 @@ if TYPE_CHECKING:
     from agent.line_file.intake import CameraSection
     from agent.sources.cameras.delivery import CameraDoors
     from agent.sources.cameras.process import Heard
+    from agent.sources.cameras.supervision import Event
 
 log = logging.getLogger(__name__)
 
@@ -236,19 +245,19 @@ class Camera:
 
     def _handle(self, item: _Item) -> None:
         if not self._supervisor.connections:
-            self._act(supervision.CameraStarted())
+            self._act(CameraSignal.START)
         if self._stopping.is_set() and not self._supervisor.is_stopped:
-            self._act(supervision.StopAsked())
+            self._act(CameraSignal.STOP)
         if isinstance(item, Trigger):
             self._takes.add(item)
         elif item is not None and item.number == self._supervisor.connections:
             self._hear(item.heard)
         now = time.monotonic()
-        self._act(supervision.TimePassed())
+        self._act(CameraSignal.TIME_PASSED)
         if self._supervisor.state is not CameraState.STREAMING:
             self._takes.disconnect()
         elif now >= self._answer_deadline():
-            self._act(supervision.Unanswered("frames come, and none is handed over: its process hangs"))
+            self._act(CameraSignal.UNANSWERED)
         self._fire(now)
         self._lose(self._takes.overdue(now), self._why_lost())
         if self._supervisor.state is CameraState.STREAMING and self._child is not None:
@@ -258,17 +267,17 @@ class Camera:
     def _hear(self, heard: Heard) -> None:
         match heard:
             case wire.Ready():
-                self._act(supervision.ProcessReady())
+                self._act(CameraSignal.READY)
             case wire.Opened():
-                self._act(supervision.Connected())
+                self._act(CameraSignal.CONNECTED)
             case wire.Seen():
                 self._see(heard)
-            case wire.Failed(reason, is_final):
-                self._act(supervision.ConnectionFailed(reason, is_final))
+            case wire.Failed():
+                self._act(heard)
             case Received(taken, content):
                 self._receive(taken, content)
-            case Exited(how):
-                self._gone(how)
+            case ProcessEnded():
+                self._gone(heard)
 
     def _see(self, seen: wire.Seen) -> None:
         before = self._seen_before
@@ -277,7 +286,7 @@ class Camera:
         self._seen = total
         if is_more:
             self._came_at = time.monotonic() - seen.lag_s
-            self._act(supervision.FramesCame(seen.lag_s))
+            self._act(FramesCame(seen.lag_s))
 
     def _receive(self, taken: wire.Taken, content: bytes) -> None:
         trigger = self._takes.answer(taken.number)
@@ -289,22 +298,22 @@ class Camera:
             subject = self._subject(at, trigger.number, subject.board_type)
         self._delivery.put(subject, content)
 
-    def _gone(self, how: str) -> None:
+    def _gone(self, ended: ProcessEnded) -> None:
         self._child = None
         self._seen_before = self._seen
         self._takes.disconnect()
-        self._act(supervision.ProcessEnded(how))
+        self._act(ended)
 
-    def _act(self, event: supervision.Event) -> None:
+    def _act(self, event: Event) -> None:
         for action in self._supervisor.decide(time.monotonic(), event):
             match action:
-                case supervision.StartProcess():
+                case ProcessOrder.START:
                     self._begin()
-                case supervision.CloseProcess() if self._child is not None:
+                case ProcessOrder.CLOSE if self._child is not None:
                     self._child.close()
-                case supervision.KillProcess() if self._child is not None:
+                case ProcessOrder.KILL if self._child is not None:
                     self._child.kill()
-                case supervision.Tell(state, reason):
+                case Tell(state, reason):
                     level = logging.WARNING if self._supervisor.alarm else logging.INFO
                     log.log(level, "camera_state camera=%s state=%s reason=%s", self.name, state, reason)
 
@@ -314,7 +323,7 @@ class Camera:
             self._child = ChildProcess(self._connection, lambda heard: self._inbox.put(_FromProcess(number, heard)))
         except Exception as error:  # noqa: BLE001 - an end must come, or the camera is never tried again
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            self._inbox.put(_FromProcess(number, Exited(f"no process can be started: {reason}")))
+            self._inbox.put(_FromProcess(number, ProcessEnded(f"no process can be started: {reason}")))
 
     def _fire(self, now: float) -> None:
         """Fire the interval. A trigger that meets a full queue is reported as lost."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from agent.sources.cameras import wire
 from agent.sources.cameras.camera import connection_of
-from agent.sources.cameras.process import ChildProcess, Exited, Received
+from agent.sources.cameras.process import ChildProcess, Received
+from agent.sources.cameras.supervision import ProcessEnded
 
 if TYPE_CHECKING:
     from agent.line_file.intake import CameraSection
@@ -49,7 +50,7 @@ def _first_frame(heard: queue.SimpleQueue[Heard], deadline: float, timeout_s: fl
                 return None
             case wire.Failed(reason):
                 return reason
-            case Exited(how):
+            case ProcessEnded(how):
                 return how
             case wire.Opened():
                 seen = "it is connected, and sends nothing that can be read"

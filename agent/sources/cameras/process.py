@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from agent.sources.cameras import wire
 from agent.sources.cameras.pictures.source import CameraConnection
+from agent.sources.cameras.supervision import ProcessEnded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,13 +35,6 @@ main(sys.argv[1:])
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Exited:
-    """The process has ended; ``how`` in words."""
-
-    how: str
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Received:
     """A frame and its message."""
@@ -49,13 +43,13 @@ class Received:
     content: bytes
 
 
-Heard: TypeAlias = "wire.Ready | wire.Opened | wire.Seen | wire.Failed | Received | Exited"
+Heard: TypeAlias = "wire.Ready | wire.Opened | wire.Seen | wire.Failed | Received | ProcessEnded"
 
 
 class ChildProcess:
     """Process of one camera. It ends with the thread that made it. Raises OSError if it cannot be started.
 
-    ``post`` is called with each message, on a thread of its own; Exited comes last, and once.
+    ``post`` is called with each message, on a thread of its own; ProcessEnded comes last, and once.
     """
 
     def __init__(self, connection: CameraConnection, post: Callable[[Heard], None]) -> None:
@@ -121,7 +115,7 @@ class ChildProcess:
             unheard = f"what its process said could not be taken ({type(error).__name__}: {error}), and it was ended"
             self.kill()
         exited = _exited(self._process.wait())
-        self._post(exited if unheard is None else Exited(unheard))
+        self._post(exited if unheard is None else ProcessEnded(unheard))
 
     def _receive(self) -> Heard | None:
         received = wire.receive(self._socket)
@@ -134,8 +128,8 @@ class ChildProcess:
         return message
 
 
-def _exited(code: int) -> Exited:
+def _exited(code: int) -> ProcessEnded:
     if code >= 0:
-        return Exited(f"its process ended by itself with exit code {code}")
+        return ProcessEnded(f"its process ended by itself with exit code {code}")
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    return Exited(f"its process was ended by {name}")
+    return ProcessEnded(f"its process was ended by {name}")

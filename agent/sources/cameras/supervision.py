@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING, TypeAlias
 
+from agent.sources.cameras.wire import Failed
 from experts.backoff import Backoff
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ BACKOFF = Backoff(0.5, 30.0)
 JITTER = 0.25  # of a pause, up or down: cameras behind one switch do not come back at once
 HEALTHY_S = 10.0
 REPEAT_S = 600.0
+UNANSWERED = "frames come, and none is handed over: its process hangs"
 IMMORTAL = "its process was killed and does not end: it hangs in a driver - if that stays, restart the box"
 TELLINGS_MAXIMUM = 4  # of different reasons, within REPEAT_S
 
@@ -37,24 +39,15 @@ class CameraState(StrEnum):
     OFFLINE = "OFFLINE"  # no connection; tried again, unless it has ended for good or was stopped
 
 
-@dataclass(frozen=True, slots=True)
-class CameraStarted:
-    """Begin."""
+class CameraSignal(Enum):
+    """Events without data."""
 
-
-@dataclass(frozen=True, slots=True)
-class TimePassed:
-    """Check the deadline."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessReady:
-    """The process runs, and begins to connect."""
-
-
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """The camera answered."""
+    START = auto()
+    TIME_PASSED = auto()  # check the deadline
+    READY = auto()  # the process runs, and begins to connect
+    CONNECTED = auto()  # the camera answered
+    UNANSWERED = auto()  # frames come, but none is handed over
+    STOP = auto()  # end, for good
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,51 +58,21 @@ class FramesCame:
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectionFailed:
-    """The process reports why. ``is_final``: no retry."""
-
-    reason: str
-    is_final: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Unanswered:
-    """Frames come, but none is handed over."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class ProcessEnded:
-    """The process has ended."""
+    """The process has ended; ``how`` in words."""
 
     how: str
 
 
-@dataclass(frozen=True, slots=True)
-class StopAsked:
-    """End, for good."""
+Event: TypeAlias = CameraSignal | FramesCame | Failed | ProcessEnded
 
 
-Event: TypeAlias = (
-    "CameraStarted | TimePassed | ProcessReady | Connected | FramesCame | ConnectionFailed | Unanswered | ProcessEnded "
-    "| StopAsked"
-)
+class ProcessOrder(Enum):
+    """Actions on the process."""
 
-
-@dataclass(frozen=True, slots=True)
-class StartProcess:
-    """Answered by exactly one ProcessEnded."""
-
-
-@dataclass(frozen=True, slots=True)
-class CloseProcess:
-    """Ask the process to end."""
-
-
-@dataclass(frozen=True, slots=True)
-class KillProcess:
-    """End the process by a signal."""
+    START = auto()  # answered by exactly one ProcessEnded
+    CLOSE = auto()  # ask the process to end
+    KILL = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +83,7 @@ class Tell:
     reason: str
 
 
-Action: TypeAlias = "StartProcess | CloseProcess | KillProcess | Tell"
+Action: TypeAlias = ProcessOrder | Tell
 
 
 class _Phase(Enum):
@@ -186,25 +149,25 @@ class Supervisor:
     def decide(self, now: float, event: Event) -> list[Action]:
         """Actions that an event leads to. A late event of an earlier process changes nothing."""
         match event:
-            case CameraStarted():
+            case CameraSignal.START:
                 return self._connect(now)
-            case TimePassed() if now >= self.deadline:
+            case CameraSignal.TIME_PASSED if now >= self.deadline:
                 return self._time_is_up(now)
-            case ProcessReady() if self._phase is _Phase.STARTING:
+            case CameraSignal.READY if self._phase is _Phase.STARTING:
                 return self._enter(_Phase.OPENING, now + self._open_timeout_s)
-            case Connected() if self._phase is _Phase.OPENING:
+            case CameraSignal.CONNECTED if self._phase is _Phase.OPENING:
                 return self._enter(_Phase.AWAITING, now + self._stall_timeout_s)
             case FramesCame(lag_s) if self._phase in {_Phase.OPENING, _Phase.AWAITING, _Phase.STREAMING}:
                 return self._came(lag_s, now)
-            case ConnectionFailed(reason, is_final) if self._has_process:
+            case Failed(reason, is_final) if self._has_process:
                 self._is_final = is_final
                 told = self._trouble(CameraState.OFFLINE, reason, now)
-                return self._enter(_Phase.CLOSING, now + CLOSE_S, *told, CloseProcess())
-            case Unanswered(reason) if self._phase is _Phase.STREAMING:
-                return self._lose(CameraState.STALLED, reason, now)
+                return self._enter(_Phase.CLOSING, now + CLOSE_S, *told, ProcessOrder.CLOSE)
+            case CameraSignal.UNANSWERED if self._phase is _Phase.STREAMING:
+                return self._lose(CameraState.STALLED, UNANSWERED, now)
             case ProcessEnded(how):
                 return self._ended(how, now)
-            case StopAsked():
+            case CameraSignal.STOP:
                 return self._stop(now)
         return []
 
@@ -221,7 +184,7 @@ class Supervisor:
         self.state = CameraState.CONNECTING
         if self.connections == 1:
             self.alarm = None
-        return self._enter(_Phase.STARTING, now + START_S, StartProcess())
+        return self._enter(_Phase.STARTING, now + START_S, ProcessOrder.START)
 
     def _came(self, lag_s: float, now: float) -> list[Action]:
         told: list[Action] = []
@@ -253,7 +216,7 @@ class Supervisor:
                 reason = f"no frame within stall_timeout_s {self._stall_timeout_s:g}, though nothing ended"
                 return self._lose(CameraState.STALLED, reason, now)
             case _Phase.CLOSING:
-                return self._enter(_Phase.KILLED, now + END_S, KillProcess())
+                return self._enter(_Phase.KILLED, now + END_S, ProcessOrder.KILL)
             case _Phase.KILLED:
                 return self._enter(_Phase.KILLED, NEVER, *self._trouble(self.state, IMMORTAL, now))
         return []
@@ -264,7 +227,7 @@ class Supervisor:
 
     def _lose(self, state: CameraState, reason: str, now: float) -> list[Action]:
         told = self._trouble(state, reason, now)
-        return self._enter(_Phase.KILLED, now + END_S, *told, KillProcess())
+        return self._enter(_Phase.KILLED, now + END_S, *told, ProcessOrder.KILL)
 
     def _ended(self, how: str, now: float) -> list[Action]:
         told = self._trouble(CameraState.OFFLINE, how, now) if self._has_process else []
@@ -283,7 +246,7 @@ class Supervisor:
         self.is_stopped = True
         self.state, self.alarm = CameraState.OFFLINE, None
         if has_process:
-            return self._enter(_Phase.CLOSING, now + CLOSE_S, CloseProcess())
+            return self._enter(_Phase.CLOSING, now + CLOSE_S, ProcessOrder.CLOSE)
         if self._phase is _Phase.RESTING:
             return self._enter(_Phase.OVER, NEVER)
         return []

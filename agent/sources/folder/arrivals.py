@@ -1,4 +1,4 @@
-"""Records of a folder's intake: images that arrived, refusals, state and counts."""
+"""Records of a folder's intake: images that arrived, state and counts."""
 
 from __future__ import annotations
 
@@ -25,14 +25,6 @@ class ClaimedImage:
 
     subject: Subject
     file: Claimed
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A file that can never be judged, and why. The subject has no board if neither name nor sidecar tells one."""
-
-    subject: Subject
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.line_file.intake import FolderSection
     from agent.sources.base import Line
-    from agent.sources.folder.arrivals import ClaimedImage, Refusal
+    from agent.sources.folder.arrivals import ClaimedImage
     from agent.subject import Subject
     from experts.expert import Verdict
 
@@ -54,7 +54,7 @@ class FolderSource(Source):
             ReaderCallbacks(
                 read=self._read,
                 changed=self.intake.withdraw,
-                unreadable=self._unreadable,
+                unreadable=lambda image, reason: self._refused(image.subject, reason),
                 is_sound=self.intake.is_sound,
                 during_large=lambda image: line.reading(image.subject),
             ),
@@ -106,11 +106,8 @@ class FolderSource(Source):
         if self._line.expects(image.subject, self):
             self.reader.take(image)
 
-    def _refused(self, refusal: Refusal) -> None:
-        self._line.refuse_subject(refusal.subject, refusal.reason, self)
-
-    def _unreadable(self, image: ClaimedImage, reason: str) -> None:
-        self._line.refuse_subject(image.subject, reason, self)
+    def _refused(self, subject: Subject, reason: str) -> None:
+        self._line.refuse_subject(subject, reason, self)
 
     def _read(self, image: ClaimedImage, content: bytes) -> None:
         """Offer the image. A frame counts with its pixels, which stay decoded until its last part is judged."""

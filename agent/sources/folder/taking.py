@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from agent.sources.folder.arrivals import ClaimedImage, Refusal
+from agent.sources.folder.arrivals import ClaimedImage
 from agent.sources.folder.files.inbox import printable
 from agent.sources.folder.files.readiness import Lease
 from agent.sources.folder.files.sidecar import sidecar_of
@@ -52,7 +52,7 @@ class FolderCallbacks:
     """
 
     claimed: Callable[[ClaimedImage], None]
-    refused: Callable[[Refusal], None]
+    refused: Callable[[Subject, str], None]  # with the reason; without board where neither name nor sidecar tells one
     has_room: Callable[[], bool] = lambda: True
     wall: Callable[[], datetime] = local_time
 
@@ -275,7 +275,7 @@ class Taker:
         self._custody.add(key, file)
         self.refused += 1
         log.warning("intake_refused file=%s reason=%s", printable(file.relpath), reason)
-        self._callbacks.refused(Refusal(self._subject(key, printable(file.relpath), self._known_name(file)), reason))
+        self._callbacks.refused(self._subject(key, printable(file.relpath), self._known_name(file)), reason)
 
     def _name_of(self, file: Claimed) -> Told:
         """What the name or the sidecar says. Raises ValueError with the reason, and as ``read_sidecar``."""

@@ -25,8 +25,4 @@ def source_of(connection: CameraConnection) -> PictureSource:
             from agent.sources.cameras.pictures.genicam import GenicamSource
 
             return GenicamSource(connection)
-        case "fault":  # no line file can name it: its scheme is none of CAMERA_SCHEMES
-            from agent.sources.cameras.pictures.fault import FaultSource
-
-            return FaultSource(connection)
     raise CameraFailed(f"nothing reads from {connection.scheme}:", is_final=True)

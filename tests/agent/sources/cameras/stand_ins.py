@@ -19,14 +19,17 @@ import cv2
 import numpy as np
 
 from agent.line_file.intake import CameraSection
+from agent.sources.cameras import process
 from agent.sources.cameras.camera import Camera
 from agent.sources.cameras.delivery import CameraDoors
+from tests.agent.sources.cameras import fault
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agent.subject import SourceStatus, Subject
 
+process.BOOT = f"import sys\nsys.path.insert(0, sys.argv[1])\nimport {fault.__name__}\n{process.BOOT}"
 WAIT_S = 60.0  # a generous deadline: whatever is waited for comes within two seconds
 SIZE = (48, 64)
 PERIOD_S = 0.02

@@ -9,28 +9,21 @@ from hypothesis import strategies as st
 from agent.sources.cameras import supervision
 from agent.sources.cameras.supervision import (
     Action,
-    CameraStarted,
+    CameraSignal,
     CameraState,
-    CloseProcess,
-    Connected,
-    ConnectionFailed,
     Event,
     FramesCame,
-    KillProcess,
     ProcessEnded,
-    ProcessReady,
-    StartProcess,
-    StopAsked,
+    ProcessOrder,
     Supervisor,
     Tell,
-    TimePassed,
-    Unanswered,
 )
+from agent.sources.cameras.wire import Failed
 
 OPEN_S, STALL_S, MAX_LAG_S = 10.0, 5.0, 2.0
-REFUSED = ConnectionFailed("connection refused")
+REFUSED = Failed("connection refused", is_final=False)
 ENDED = ProcessEnded("its process ended")
-STREAMING = (ProcessReady(), Connected(), FramesCame())
+STREAMING = (CameraSignal.READY, CameraSignal.CONNECTED, FramesCame())
 
 
 class Desk:
@@ -40,7 +33,7 @@ class Desk:
         self.now = 0.0
         self.one = Supervisor(OPEN_S, STALL_S, MAX_LAG_S, lambda: evenly)
         self.done: list[Action] = []
-        self.say(CameraStarted())
+        self.say(CameraSignal.START)
 
     def say(self, *events: Event) -> list[Action]:
         """What they lead to."""
@@ -51,13 +44,13 @@ class Desk:
     def wait(self) -> list[Action]:
         """Until its next deadline, and what that leads to."""
         self.now = self.one.deadline
-        return self.say(TimePassed())
+        return self.say(CameraSignal.TIME_PASSED)
 
     def fail(self) -> float:
         """The process that was started fails, and ends; the pause until the next one is started."""
-        self.say(ProcessReady(), REFUSED, ENDED)
+        self.say(CameraSignal.READY, REFUSED, ENDED)
         began = self.now
-        assert StartProcess() in self.wait()
+        assert ProcessOrder.START in self.wait()
         return self.now - began
 
     @property
@@ -65,25 +58,25 @@ class Desk:
         return [action for action in self.done if isinstance(action, Tell)]
 
 
-def kinds(actions: list[Action]) -> list[type[Action]]:
-    return [type(action) for action in actions]
+def shown(actions: list[Action]) -> list[ProcessOrder | type[Tell]]:
+    return [Tell if isinstance(action, Tell) else action for action in actions]
 
 
 def test_a_stall_is_noticed_within_its_timeout_killed_and_connected_anew() -> None:
     """AC12."""
     desk = Desk()
-    assert (desk.done, desk.one.state, desk.one.alarm) == ([StartProcess()], CameraState.CONNECTING, None)
+    assert (desk.done, desk.one.state, desk.one.alarm) == ([ProcessOrder.START], CameraState.CONNECTING, None)
     desk.say(*STREAMING)
     desk.now = 3.0
     desk.say(FramesCame())
     desk.now = 3.0 + STALL_S - 0.001
-    assert desk.say(TimePassed()) == []
-    assert kinds(desk.wait()) == [Tell, KillProcess]
+    assert desk.say(CameraSignal.TIME_PASSED) == []
+    assert shown(desk.wait()) == [Tell, ProcessOrder.KILL]
     assert (desk.now, desk.one.state) == (3.0 + STALL_S, CameraState.STALLED)
     assert "stall_timeout_s 5" in (desk.one.alarm or "")
     assert desk.say(ENDED) == []
     assert desk.one.state is CameraState.STALLED
-    assert desk.wait() == [StartProcess()]
+    assert desk.wait() == [ProcessOrder.START]
     assert desk.say(*STREAMING) == [Tell(CameraState.STREAMING, "frames come")]
     assert (desk.one.state, desk.one.alarm) == (CameraState.STREAMING, None)
 
@@ -91,18 +84,18 @@ def test_a_stall_is_noticed_within_its_timeout_killed_and_connected_anew() -> No
 def test_late_frames_are_an_alarm_and_if_they_stay_late_it_is_connected_anew() -> None:
     desk = Desk()
     desk.say(*STREAMING)
-    assert kinds(desk.say(FramesCame(MAX_LAG_S + 0.1))) == [Tell]
+    assert shown(desk.say(FramesCame(MAX_LAG_S + 0.1))) == [Tell]
     assert (desk.one.state, "max_lag_s 2" in (desk.one.alarm or "")) == (CameraState.STREAMING, True)
     desk.now = STALL_S - 0.1
     assert desk.say(FramesCame(MAX_LAG_S + 1.0)) == []
     assert desk.say(FramesCame(MAX_LAG_S)) == [Tell(CameraState.STREAMING, "frames come")]
     assert desk.one.alarm is None
-    for lag_s, told in ((9.0, []), (9.0, [KillProcess])):  # the same trouble is not told twice
-        assert kinds(desk.say(FramesCame(lag_s))) == told
+    for lag_s, told in ((9.0, []), (9.0, [ProcessOrder.KILL])):  # the same trouble is not told twice
+        assert shown(desk.say(FramesCame(lag_s))) == told
         desk.now += STALL_S
     assert desk.one.state is CameraState.STALLED
     desk.say(ENDED)
-    assert desk.wait() == [StartProcess()]
+    assert desk.wait() == [ProcessOrder.START]
     desk.say(*STREAMING)
     assert (desk.one.state, desk.one.alarm) == (CameraState.STREAMING, None)
 
@@ -111,20 +104,20 @@ def test_no_next_process_is_started_before_the_killed_one_has_ended() -> None:
     desk = Desk()
     desk.say(*STREAMING)
     desk.wait()
-    assert kinds(desk.wait()) == [Tell]
+    assert shown(desk.wait()) == [Tell]
     assert "hangs in a driver" in (desk.one.alarm or "")
     assert desk.one.deadline == supervision.NEVER
     desk.say(ENDED)
-    assert desk.wait() == [StartProcess()]
+    assert desk.wait() == [ProcessOrder.START]
 
 
 @pytest.mark.parametrize(
     ("said", "state", "reason"),
     [
         ((), CameraState.OFFLINE, "its process did not begin within 30 s"),
-        ((ProcessReady(),), CameraState.OFFLINE, "no connection within open_timeout_s 10"),
+        ((CameraSignal.READY,), CameraState.OFFLINE, "no connection within open_timeout_s 10"),
         (STREAMING[:2], CameraState.STALLED, "no frame within stall_timeout_s 5, though nothing ended"),
-        ((*STREAMING, Unanswered("its process hangs")), CameraState.STALLED, "its process hangs"),
+        ((*STREAMING, CameraSignal.UNANSWERED), CameraState.STALLED, supervision.UNANSWERED),
     ],
 )
 def test_a_process_that_is_late_is_killed_and_says_nothing_any_more(
@@ -132,10 +125,10 @@ def test_a_process_that_is_late_is_killed_and_says_nothing_any_more(
 ) -> None:
     desk = Desk()
     desk.say(*said)
-    if KillProcess() not in desk.done:
+    if ProcessOrder.KILL not in desk.done:
         desk.wait()
-    assert KillProcess() in desk.done
-    assert desk.say(*STREAMING, REFUSED, Unanswered("?")) == []
+    assert ProcessOrder.KILL in desk.done
+    assert desk.say(*STREAMING, REFUSED, CameraSignal.UNANSWERED) == []
     assert (desk.one.state, desk.one.alarm) == (state, reason)
 
 
@@ -156,7 +149,7 @@ def test_pauses_double_up_to_half_a_minute_and_begin_anew_after_ten_healthy_seco
 
 def test_a_connection_that_ended_for_good_is_not_tried_again() -> None:
     desk = Desk()
-    desk.say(*STREAMING, ConnectionFailed("the clip has ended", is_final=True), ENDED)
+    desk.say(*STREAMING, Failed("the clip has ended", is_final=True), ENDED)
     assert (desk.one.state, desk.one.alarm) == (CameraState.OFFLINE, "the clip has ended")
     assert desk.one.deadline == supervision.NEVER
 
@@ -167,7 +160,7 @@ def test_a_camera_that_stays_away_is_told_at_most_so_often_in_ten_minutes(reason
     desk, number = Desk(), 0
     while desk.now < 86_400:
         number += 1
-        desk.say(ProcessReady(), ConnectionFailed(f"refused by port {number % reasons}"), ENDED)
+        desk.say(CameraSignal.READY, Failed(f"refused by port {number % reasons}", is_final=False), ENDED)
         desk.wait()
     spans = 86_400 / supervision.REPEAT_S
     assert (spans - 2) * most <= len(desk.tellings) <= (spans + 1) * most
@@ -186,15 +179,14 @@ def test_a_camera_that_comes_and_goes_is_not_told_each_time() -> None:
 def test_to_stop_is_to_ask_then_to_kill() -> None:
     desk = Desk()
     desk.say(*STREAMING)
-    assert desk.say(StopAsked()) == [CloseProcess()]
-    assert desk.wait() == [KillProcess()]
+    assert desk.say(CameraSignal.STOP) == [ProcessOrder.CLOSE]
+    assert desk.wait() == [ProcessOrder.KILL]
     assert desk.say(ENDED) == []
     assert (desk.one.is_over, desk.one.deadline) == (True, supervision.NEVER)
 
 
-EVENTS = st.sampled_from(
-    [*STREAMING, REFUSED, ConnectionFailed("ended", is_final=True), Unanswered("?"), ENDED, TimePassed(), StopAsked()]
-)
+SIGNALS = [signal for signal in CameraSignal if signal is not CameraSignal.START]
+EVENTS = st.sampled_from([*SIGNALS, FramesCame(), REFUSED, Failed("ended", is_final=True), ENDED])
 
 
 @settings(max_examples=300, deadline=None)
@@ -207,16 +199,16 @@ def test_whatever_is_said_at_most_one_process_runs_and_a_stop_ends_it(said: list
             if not processes:
                 continue
             processes -= 1
-        is_stopped |= isinstance(event, StopAsked)
-        started = kinds(desk.say(event)).count(StartProcess)
+        is_stopped |= event is CameraSignal.STOP
+        started = shown(desk.say(event)).count(ProcessOrder.START)
         processes += started
         assert processes <= 1
         assert not (started and is_stopped)
         assert desk.one.is_over == (is_stopped and not processes)
         assert desk.one.alarm is None or desk.one.state is not CameraState.STREAMING
-    desk.say(StopAsked())
+    desk.say(CameraSignal.STOP)
     while processes and not desk.one.is_over:
-        if KillProcess() in desk.wait() or desk.one.deadline == supervision.NEVER:
+        if ProcessOrder.KILL in desk.wait() or desk.one.deadline == supervision.NEVER:
             desk.say(ENDED)
             processes -= 1
     assert desk.one.is_over

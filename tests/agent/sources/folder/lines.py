@@ -12,8 +12,9 @@ import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from textwrap import dedent
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -27,7 +28,7 @@ from experts.expert import Verdict
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from agent.sources.folder.arrivals import ClaimedImage, Refusal
+    from agent.sources.folder.arrivals import ClaimedImage
     from agent.subject import Subject
 
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.\w+"
@@ -47,6 +48,11 @@ def encoded(image_format: str, **options: Any) -> bytes:
 
 PNG = encoded("PNG")
 IMAGES = {"png": PNG, "jpg": encoded("JPEG", quality=95), "bmp": encoded("BMP"), "tiff": encoded("TIFF")}
+
+
+class Refusal(NamedTuple):
+    subject: Subject
+    reason: str
 
 
 class Line:
@@ -73,11 +79,11 @@ class Line:
             clock=lambda: self.now,
         )
 
-    def refuse(self, refusal: Refusal) -> None:
+    def refuse(self, subject: Subject, reason: str) -> None:
         """Store it at once, unless the test does."""
-        self.refusals.append(refusal)
+        self.refusals.append(Refusal(subject, reason))
         if self.stores_refusals:
-            self.intake.settle(refusal.subject, Verdict.UNKNOWN, refusal.reason)
+            self.intake.settle(subject, Verdict.UNKNOWN, reason)
 
     def run(self, seconds: float) -> None:
         """Turn the clock, with a step each tenth of a second."""
@@ -123,7 +129,7 @@ class Service:
             {"path": str(root), **_pattern_of(config), **config}, context={"folder": root}
         )
         naming = SIDECARS if section.has_sidecars else NAMING
-        callbacks = FolderCallbacks(self.arrivals.put, lambda _: None, wall=lambda: NOON)
+        callbacks = FolderCallbacks(self.arrivals.put, lambda *_: None, wall=lambda: NOON)
         self.intake = FolderIntake(section, naming, callbacks, owner="demo")
 
     def __enter__(self) -> Service:
@@ -163,16 +169,14 @@ if os.geteuid() == 0:
 """
 
 
-def printed_by_another_user(tmp_path: Path, steps: str, **config: str) -> list[str]:
+def printed_by_another_user(steps: str, **config: str) -> list[str]:
     """Lines printed by these steps on a ``line``, under a user whom permissions bind."""
-    folder = tmp_path / "inbox"
-    folder.mkdir()
-    for above in (tmp_path, *tmp_path.parents):
-        if above.stat().st_uid == os.getuid() and above.name.startswith(("pytest-", "popen-", "test_")):
-            above.chmod(0o755)
     script = f"{ANOTHER_USER}\nline = Line(Path(sys.argv[1]), **{config})\n{dedent(steps)}"
-    command = [sys.executable, "-c", script, str(folder)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    with TemporaryDirectory(dir="/tmp") as folder:  # each start of pytest closes its own folders to other users
+        command = [sys.executable, "-c", script, f"{folder}/inbox"]
+        os.chmod(folder, 0o755)
+        os.mkdir(f"{folder}/inbox")
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.splitlines()
 

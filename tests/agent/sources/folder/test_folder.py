@@ -612,7 +612,7 @@ def test_a_refused_file_whose_name_tells_it_belongs_to_its_board(line: Line) -> 
     assert all(refusal.subject.key.isprintable() for refusal in line.refusals)
 
 
-def test_a_file_that_may_not_be_read_is_refused_when_nothing_changes_for_long(tmp_path: Path) -> None:
+def test_a_file_that_may_not_be_read_is_refused_when_nothing_changes_for_long() -> None:
     """AC9: EACCES, under a user whom permissions bind."""
     steps = """
         for number in (1, 2, 3):
@@ -624,7 +624,7 @@ def test_a_file_that_may_not_be_read_is_refused_when_nothing_changes_for_long(tm
         line.run(60)
         print(line.offered, line.refused)
         """
-    assert printed_by_another_user(tmp_path, steps) == [
+    assert printed_by_another_user(steps) == [
         "['b1_r_R3.png'] {}",
         "['b1_r_R3.png', 'b1_r_R2.png'] {'b1_r_R1.png': 'not permitted to read it'}",
     ]

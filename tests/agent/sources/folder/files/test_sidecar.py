@@ -210,7 +210,7 @@ def test_no_beginning_of_a_sidecar_says_anything(said: dict[str, str]) -> None:
             said_in(content[:end])
 
 
-def test_a_sidecar_that_may_not_be_read_is_waited_for_and_told(tmp_path: Path) -> None:
+def test_a_sidecar_that_may_not_be_read_is_waited_for_and_told() -> None:
     """AC9: EACCES, under a user whom permissions bind."""
     steps = f"""
         for name in ("x", "y"):
@@ -222,7 +222,7 @@ def test_a_sidecar_that_may_not_be_read_is_waited_for_and_told(tmp_path: Path) -
         line.run(20)
         print(line.offered, line.refused, line.intake.statistics().alarm, sorted(os.listdir(line.root / "failed")))
         """
-    assert printed_by_another_user(tmp_path, steps, identity="sidecar") == [
+    assert printed_by_another_user(steps, identity="sidecar") == [
         "['y.png'] {'x.png': 'its sidecar x.json cannot be read (Permission denied)'} None "
         "['x.json', 'x.png', 'x.png.error.json']"
     ]

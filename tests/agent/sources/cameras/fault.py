@@ -1,6 +1,6 @@
-"""A synthetic camera that fails on command, for tests.
+"""A synthetic camera that fails on command; imported in a camera's process before anything is read there.
 
-`fault:PATH`: the file at PATH holds one word, which is read anew before each picture. No line file can name it.
+`fault:PATH`: the file at PATH holds one word, which is read anew before each picture.
 
 | word | what it does |
 | --- | --- |
@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from agent.sources.cameras.pictures import registry
 from agent.sources.cameras.pictures.source import Snapshot
 from experts.errors import CameraFailed
 
 if TYPE_CHECKING:
-    from agent.sources.cameras.pictures.source import CameraConnection
+    from agent.sources.cameras.pictures.source import CameraConnection, PictureSource
 
 PERIOD_S = 0.02
 LAG_S = 3.0
@@ -83,3 +84,13 @@ def _hang() -> None:
     """Hang in C with the interpreter's lock held, as a faulty driver does."""
     while True:
         ctypes.PyDLL(None).pause()
+
+
+real_source_of = registry.source_of
+
+
+def source_of(connection: CameraConnection) -> PictureSource:
+    return FaultSource(connection) if connection.scheme == "fault" else real_source_of(connection)
+
+
+registry.source_of = source_of
