@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -212,16 +213,12 @@ class Taker:
         claimed = self._inbox.claim(relpath, candidate.sighting)
         is_as_seen = self._inbox.sighting(claimed) == candidate.sighting  # else its writer was not done after all
         if is_as_seen and self._inbox.has_sidecars:
-            try:
+            with suppress(FileNotFoundError):
                 claimed = self._inbox.claim_sidecar(claimed)
-            except FileNotFoundError:
-                is_as_seen = False
-            else:
-                is_as_seen = claimed.sidecar == candidate.sidecar
-        if not is_as_seen:
-            self._inbox.unclaim(claimed)
+            is_as_seen = claimed.sidecar == candidate.sidecar
         self._waiting.forget(relpath)
         if not is_as_seen:
+            self._inbox.unclaim(claimed)
             return None
         self._inbox.drop_marker(relpath)
         return claimed

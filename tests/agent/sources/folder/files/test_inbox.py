@@ -72,19 +72,22 @@ def test_any_name_with_any_identity_comes_back_from_its_claim(
     assert list(inbox.recover()) == []
 
 
-def test_subfolders_deeper_than_calls_can_be_and_too_deep_to_be_named_hide_no_other_file(inbox: Inbox) -> None:
+@pytest.mark.parametrize(
+    ("name", "levels"), [("d" * NAME_BYTES, 20), pytest.param("ddd", 1100, marks=pytest.mark.slow)]
+)
+def test_subfolders_too_deep_to_be_named_or_called_hide_no_other_file(inbox: Inbox, name: str, levels: int) -> None:
     write(inbox, "1.png")
     above = os.open(inbox.root, os.O_RDONLY)
-    for _ in range(1100):
-        os.mkdir("ddd", dir_fd=above)
-        below = os.open("ddd", os.O_RDONLY, dir_fd=above)
+    for _ in range(levels):
+        os.mkdir(name, dir_fd=above)
+        below = os.open(name, os.O_RDONLY, dir_fd=above)
         os.close(above)
         above = below
     os.close(above)
     try:
         assert [found.relpath for found in inbox.scan()] == ["1.png"]
     finally:
-        subprocess.run(["rm", "-r", "ddd"], cwd=inbox.root, check=True)  # pytest could not
+        subprocess.run(["rm", "-r", name], cwd=inbox.root, check=True)  # pytest could not
 
 
 @pytest.mark.parametrize("length", range(NAME_BYTES - 20, NAME_BYTES + 1))
