@@ -13,9 +13,23 @@ from typing import TYPE_CHECKING
 from agent.deployment.engine_setup import planned
 from agent.deployment.memory_needs import memory_needs
 from experts.errors import SampleUnfit
-from profiler.allocation.search import EXECUTORS, MEMORY, pool_allocations
+from profiler.allocation.search import (
+    EXECUTORS,
+    MEMORY,
+    SEARCHED_IN_SIMULATION,
+    SEARCHED_ON_ENGINE,
+    pool_allocations,
+    search_allocation,
+)
 from profiler.allocation.search_runs import SearchRuns
-from profiler.allocation.throughput import SAMPLE_REQUESTS, SearchedLine, sample_requests
+from profiler.allocation.throughput import (
+    SAMPLE_REQUESTS,
+    busy,
+    device_matrix,
+    engine_throughput,
+    sample_requests,
+    simulated_throughput,
+)
 from profiler.workload.samples import Checked
 
 if TYPE_CHECKING:
@@ -58,14 +72,20 @@ class AllocationStep:
             self.notes.append("no expert takes images, whose throughput is searched for: memories are split by rule")
         if source == CASUAL or not self.config.catalog.components:
             return self._casual(interim)
-        found = self._simulated(interim) if source == SIMULATE else self._run(interim, progress)
+        if source == SIMULATE:
+            found = self.simulated(interim, self._sample(SAMPLE_REQUESTS, interim.usage, {}))
+        else:
+            found = self._run(interim, progress)
         for search in dict.fromkeys(trial.search for trial in found.trials):
             self.draft.save_trials(search, [trial for trial in found.trials if trial.search == search])
         return found.allocation
 
-    def _simulated(self, interim: StoredProfile) -> SearchedAllocation:
-        trace = self._sample(SAMPLE_REQUESTS, interim.usage, {})
-        return SearchedLine(self.config, self.box, interim, trace, self.options, self.failed).in_simulation()
+    def simulated(self, interim: StoredProfile, trace: Sequence[TracedArrival]) -> SearchedAllocation:
+        """Search with these requests, played faster where they would leave executors idle (``busy``)."""
+        config, box = self.config, self.box
+        device = device_matrix(config, box, interim, self.failed)
+        throughput = simulated_throughput(config, box, interim, busy(trace, device, self.options), self.failed)
+        return search_allocation(config, box, device, throughput, SEARCHED_IN_SIMULATION, self.options)
 
     def _run(self, interim: StoredProfile, progress: Callable[[str, int, int], None]) -> SearchedAllocation:
         """Searches on the engine, without experts and images that prove unfit. Raises ConfigError for an empty rest."""
@@ -75,8 +95,10 @@ class AllocationStep:
             trace = self._sample(self.options.engine_requests, interim.usage, images.by_component())
             runs = SearchRuns(self.draft, self.config, self.box, interim, trace)
             try:
-                line = SearchedLine(self.config, runs.box, interim, trace, self.options, self.failed)
-                found = line.on_engine(counted.remembered_by(runs))
+                device = device_matrix(self.config, runs.box, interim, self.failed)
+                engine = engine_throughput(self.config, interim, busy(trace, device, self.options))
+                throughput = runs.remembered(counted.told(engine))
+                found = search_allocation(self.config, runs.box, device, throughput, SEARCHED_ON_ENGINE, self.options)
                 counted.end()
                 self.notes += images.notes()
                 return found
@@ -138,10 +160,7 @@ class _CountedRuns:
         self._progress = progress
         self._runs = 0
 
-    def remembered_by(self, runs: SearchRuns) -> Callable[[Throughput], Throughput]:
-        return lambda throughput: runs.remembered(self._told(throughput))
-
-    def _told(self, throughput: Throughput) -> Throughput:
+    def told(self, throughput: Throughput) -> Throughput:
 
         def images_per_s(executors: Sequence[ExecutorSpec], pools: Sequence[PoolSpec]) -> float:
             self._progress(ON_ENGINE, self._runs, self._runs + 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate, cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,21 +23,20 @@ from agent.deployment.executors import executors_on
 from agent.deployment.memory_split import pool_budgets
 from agent.device_profile.records import UsageOrigin
 from experts.errors import ConfigError, ImageError, SampleUnfit
-from profiler.allocation.search import DEFAULTS, SEARCHED_IN_SIMULATION, SEARCHED_ON_ENGINE, search_allocation
 from profiler.replay.images import experts_of, images_of
 from profiler.replay.player import player
 from profiler.simulation.forecast import forecast, scenario_of
 from profiler.workload.traces import TracedArrival
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from agent.config import LineConfig
     from agent.core.performance import PerformanceMatrix
     from agent.device_profile.records import StoredProfile, UsageProfile
     from agent.runtime.machine.box import Box
     from experts.catalog import Catalog
-    from profiler.allocation.search import SearchedAllocation, SearchOptions, Throughput
+    from profiler.allocation.search import SearchOptions, Throughput
     from profiler.replay.player import Played
 
 SAMPLE_REQUESTS = 1000
@@ -163,37 +162,6 @@ def engine_throughput(config: LineConfig, profile: StoredProfile, trace: Sequenc
     return images_per_s
 
 
-@dataclass(frozen=True, slots=True)
-class SearchedLine:
-    """A line whose allocation is searched, with the requests of each run.
-
-    ``profile``: its usage counts, its allocation does not. ``trace`` is played faster where it would leave executors
-    idle (``busy_interval_s``). ``without``: experts that cannot be served, and why.
-    """
-
-    config: LineConfig
-    box: Box
-    profile: StoredProfile
-    trace: Sequence[TracedArrival]
-    options: SearchOptions = DEFAULTS
-    without: Mapping[str, str] = field(default_factory=dict)
-
-    def in_simulation(self) -> SearchedAllocation:
-        device, trace = self._device_and_trace()
-        throughput = simulated_throughput(self.config, self.box, self.profile, trace, self.without)
-        return search_allocation(self.config, self.box, device, throughput, SEARCHED_IN_SIMULATION, self.options)
-
-    def on_engine(self, remembered: Callable[[Throughput], Throughput]) -> SearchedAllocation:
-        """``remembered`` may answer for a run that was made before, and keep the others."""
-        device, trace = self._device_and_trace()
-        throughput = remembered(engine_throughput(self.config, self.profile, trace))
-        return search_allocation(self.config, self.box, device, throughput, SEARCHED_ON_ENGINE, self.options)
-
-    def _device_and_trace(self) -> tuple[PerformanceMatrix, tuple[TracedArrival, ...]]:
-        device = device_matrix(self.config, self.box, self.profile, self.without)
-        return device, _busy(self.trace, device, self.options)
-
-
 def device_matrix(
     config: LineConfig, box: Box, profile: StoredProfile, without: Mapping[str, str] = NOTHING
 ) -> PerformanceMatrix:
@@ -208,7 +176,7 @@ def device_matrix(
     return planned(config, box, profile, Given(executors, pools), without).matrix
 
 
-def _busy(
+def busy(
     trace: Sequence[TracedArrival], device: PerformanceMatrix, options: SearchOptions
 ) -> tuple[TracedArrival, ...]:
     """The trace, played faster where its requests would leave executors idle."""

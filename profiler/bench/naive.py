@@ -1,14 +1,9 @@
 """The general model server that CoServe is compared with, as its users write it.
 
 Requests in the order they came, one image at a time; as many models as the memory holds, counted by the largest; the
-least recently used model is evicted. A load builds the model by its architecture's own constructor and fills it with
-``load_state_dict(torch.load(file, weights_only=True))``. Its file is dropped from the page cache before: the memory of
-a full edge box leaves none for it, so every load is cold. fp32, as its weights are.
-
-Its clock starts with a full memory, as an agent's does after its initial placement: the models most used of those that
-the trace may need are loaded before, which is not counted, the most used one last.
-
-It runs in this process, over copies of the line's weights in torch's own format, which are removed afterwards.
+least recently used model is evicted. A load builds the model by its architecture's own constructor and fills it by
+``load_state_dict(torch.load(file, weights_only=True))``, in fp32. The file is not in the page cache: the memory of a
+full edge box leaves none for it. The clock starts with a full memory, as an agent's does after its initial placement.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """A line and a trace on the real engine: policies and precisions by turns, with the floor measured in the same run.
 
-Guarantees: all of them take turns, round by round, so that a change of the machine touches all alike; each is told by
-its medians, and every value is kept; unjudged requests are counted, with their reasons, and never make a run faster. A
-first run of each precision counts for nothing: it leaves the runtimes' kernels built. The naive server, which runs in
-fp32 in any case, has one row, of the first precision's rounds.
+Guarantees: all take turns, round by round, and are told by medians; every value is kept; unjudged requests are counted,
+with their reasons, and never make a run faster. A first run of each precision counts for nothing. Packed files are read
+past the page cache wherever the filesystem allows it (``direct_io``).
 
 A row's floor is that of its own executors, the naive server's that of the first policy's. Around the first policy of a
 round the floor is measured before and after, as a machine's speed moves within a minute, and the mean counts.
-
-Packed files are read past the page cache wherever the filesystem allows it (``direct_io``), so a load costs the same
-in every run; memories begin as the policy's initial placement leaves them.
 """
 
 from __future__ import annotations

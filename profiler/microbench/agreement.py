@@ -1,12 +1,9 @@
 """Compares an expert's verdicts in two precisions on the same samples.
 
 Two outputs agree where each route step of the expert gives the same label, next expert and verdict (experts.graph
-judges), the same labels hold, boxes have the same labels at the same places (IoU of OVERLAP_LEAST), and scores differ
-by at most TOLERANCE: scores show a drift that turns no sample. An image that neither precision can judge is left out;
-an image that only one can judge differs.
-
-LEAST_IMAGES of an expert's own images, all in agreement, prove it: with n of them it decides otherwise on fewer than
-3/n of such images, at 95 % (the rule of three). A proof holds for that expert alone.
+judges), the same labels hold, boxes have the same labels at the same places, and scores differ by at most TOLERANCE. An
+image that only one precision can judge differs. LEAST_IMAGES of an expert's own images, all in agreement, prove it:
+with n of them it decides otherwise on fewer than 3/n of such images, at 95 % (the rule of three).
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """Batches of growing size on one expert, timed and weighed: the runs behind a kind's curve.
 
-Guarantees: sizes are tried upwards, and the next one is not when the average latency has not improved for STOP_AFTER
-sizes, when all its runs would not fit into what is left of the time, or when it would need more than MEMORY_FRACTION of
-the free memory; a batch that fails for memory ends the growing and nothing else. Times are of whole rounds over all
-sizes, upwards and downwards in turn; the runs of the growing warm up, and count only where no round fitted in. The
-smallest size is run again between the others of a round, as often as that costs at most EXTRA_FRACTION of its time:
-a batch of one is what an agent runs most often, after whatever came before, and short times vary most.
+Guarantees: sizes are tried upwards until the average latency has not improved for STOP_AFTER sizes, or the next size
+would not fit into the time or into MEMORY_FRACTION of the free memory, or fails for memory. Times are of whole rounds
+over all sizes, upwards and downwards in turn; runs of the growing count only where no round fitted in. The smallest
+size, what an agent runs most often, is run again between the others for at most EXTRA_FRACTION of a round's time.
 
-Images are prepared before their batches, once each; what decoding and preparing them takes is in no time here
-(``decoding`` tells it). Each image of a batch has memory of its own, as in an agent, so that a batch weighs what it
-does there.
+Images are prepared before their batches, once each; each image of a batch has memory of its own, as in an agent.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Times decoding and preparation, and proves for which experts JPEGs may be decoded smaller.
 
-Each expert's samples are read, decoded and prepared as the agent does it, on one thread. JPEGs that can be decoded to a
-half, a quarter or an eighth of their sides (``experts.images.reduction``) are timed and judged both ways. An expert
-gets them smaller only where it decides alike on each, with scores within the tolerance. Without such samples it gets
-all pixels.
+Each expert's samples are read, decoded and prepared as the agent does it, on one thread. JPEGs that can be decoded to
+fewer pixels (``experts.images.reduction``) are timed and judged both ways; an expert gets them smaller only where it
+decides alike on each, with scores within the tolerance.
 """
 
 from __future__ import annotations

@@ -1,23 +1,12 @@
 """From measured batches to the performance matrix: K and B, the maximum batch, the workspace. Pure.
 
-The rules, as `coserve profile` applies them:
+A batch's time is ``typical_s`` of its repeats. K and B are the least squares of *relative* distances from these times,
+as timing noise grows with the time itself, and a single image counts as much as a full batch; a size that was run more
+often counts more. Neither is below LEAST_S.
 
-A batch's time, of its repeats, is ``typical_s``: their mean, those that are further than OUTLIER_DEVIATIONS robust
-deviations from the median drawn in to there. What follows adds batches up, so means count: batches take longer than
-usual more often than they take shorter, and medians were 3 % below the means of batches of one. A plain mean of seven
-would be whatever a neighbour's one burst makes it; a trimmed one leaves out the long ones, and is a median again.
-
-Latency. K and B are the least squares of *relative* distances from these times, for timing noise grows with the time
-itself and a single image counts as much as a full batch; a size that was run more often counts more, as it is known
-better. Neither is ever below LEAST_S.
-
-Maximum batch. The average latency (time over batch size) is smoothed by the closest curve that falls and then rises
-(unimodal regression). The maximum batch is the smallest measured size whose smoothed average is within a tolerance of
-the lowest one: 3 %, and twice the uncertainty of the times on top. So a plateau is entered at its near end, noise
-does not stretch it, and a size beyond which the average rises again (caches, memory) is not chosen.
-
-Workspace. The straight line over the batch size that no measured point exceeds, and of such lines the one nearest to
-the points: a ledger that counts by it is never short of what was seen.
+The maximum batch is the smallest measured size whose average latency (time over batch size), smoothed by unimodal
+regression, is within a tolerance of the lowest: 3 %, and twice the uncertainty of the times on top. So a plateau is
+entered at its near end, noise does not stretch it, and a size beyond which the average rises again is not chosen.
 
 Sources: CoServe (ASPLOS '25), section 4.2 for K and B, section 4.5 for the maximum batch, Figures 5, 6 and 12.
 """
@@ -87,7 +76,8 @@ def fit_latency(batches: Sequence[BatchTimes]) -> LatencyFit:
 def typical_s(seconds: Sequence[float]) -> float:
     """Seconds of a batch from its repeats: the winsorised mean. Half of the repeats may be outliers.
 
-    Raises ValueError (StatisticsError) without a repeat.
+    Repeats further than OUTLIER_DEVIATIONS robust deviations from the median count as if they were there. Not the
+    median: it was 3 % below the mean of batches of one, and batches are added up. Raises ValueError without a repeat.
     """
     middle = median(seconds)
     reach = OUTLIER_DEVIATIONS * _deviation(seconds)

@@ -1,14 +1,9 @@
 """Microbenchmarks: what one kind of experts costs on one processor in one precision (CoServe, section 4.5).
 
-Guarantees: everything is measured over the agent's own path (its rig): batches on images that are prepared already, as
-an agent prepares them ahead, loads with direct I/O past the page cache, of files known to be sound as after an agent's
-first load. What decoding and preparing take is told beside that (``decoding``), as no executor's time.
-Each function measures one thing and returns it; nothing is kept between two calls, and nothing is written.
-
-Which batch sizes are run, and how often: ``batches``. How K, B, the maximum batch and the workspace follow: ``fits``. A
-workspace is the most that was held during a batch of that size above what was held before the expert's first batch;
-where it cannot be measured it is the backend's estimate, and ``KindProfile.samples`` says so. A kind is best measured
-before anything else runs it in the process: what a runtime keeps is then seen as it is taken.
+Guarantees: everything is measured over the agent's own path (its rig): batches on prepared images, loads with direct
+I/O past the page cache. A workspace is the most that was held during a batch above what was held before the expert's
+first batch; where it cannot be measured it is the backend's estimate, and ``KindProfile.samples`` says so. A kind is
+best measured before anything else runs it in the process: what a runtime keeps is then seen as it is taken.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Form of each expert on each processor (``precision: auto``): the fastest that is proven for the expert.
 
 An expert's own samples prove a form (``agreement``). Forms that are clearly faster than fp32 are tried, fastest first,
-and again once weights, samples, thresholds or routes have changed. Experts with too few samples, and experts that join
-later, run in fp32. Other forms of fp32 need a proof too: their operators turn NaN into 0 where torch's keep it.
-Experts that share tensors run in one form, proven for all of them: a second form would hold the tensors twice.
-
-A form that the line file gives is taken as the agent takes it. A kind that does not run in that form is left off the
-processor, as is a kind that neither runs in fp32 nor has another form proven.
+and again once weights, samples, thresholds or routes have changed; experts with too few samples run in fp32. Experts
+that share tensors run in one form, proven for all of them: a second form would hold the tensors twice. A form that the
+line file gives is taken as the agent takes it; a kind that runs in no form that may be taken is left off the processor.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Measures the tokens of language models on one processor in one precision, and compares two precisions.
 
-Guarantees: loads and iterations take the agent's own path, over the memory that a rig has loaded. Texts come from a
-fixed seed, so a model is always asked the same.
-
-Two precisions are compared on texts that fp32 writes greedily from random prompts and the other precision reads. They
-agree where the same token is likeliest at each position, with probabilities within TOLERANCE; a position where fp32's
-two likeliest tokens are closer than that decides nothing. This is stricter than equal answers: one other token changes
-the rest of a text.
+Guarantees: loads and iterations take the agent's own path; texts come from a fixed seed. Two precisions are compared on
+texts that fp32 writes greedily from random prompts: they agree where the same token is likeliest at each position, with
+probabilities within TOLERANCE; a position where fp32's two likeliest tokens are closer than that decides nothing.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Limit of a line, and the memory or SSD that would remove it: found by simulation.
 
-The rule. A line reaches its best with room for all experts and useful batches in every memory, each expert read before.
-At REMOVED of that or more, loads are not the limit: arrivals are when the line is done about as soon as they allow,
-else compute. Below, the SSD is the limit when it is busy for SSD_BUSY of the time, or when all that room is there
-already; else memory is: requests wait for one load after another. Decoding goes before all of these where executors
-wait for images (``profiler.planning.decoding``). The smallest memory and the slowest SSD that reach REMOVED of the best
-are found by bisection, each alone, to a step of STEP; throughput is taken to rise with both. A memory that is tried is
-split between experts and batches as the agent would do it.
+A line reaches its best with room for all experts and useful batches in every memory, each expert read before. At
+REMOVED of that or more, arrivals are the limit when the line is done about as soon as they allow, else compute. Below,
+the SSD is the limit when it is busy for SSD_BUSY of the time or all that room is there already; else memory is.
+Decoding goes before all of these (``profiler.planning.decoding``). The smallest memory and the slowest SSD that reach
+REMOVED of the best are found by bisection, each alone; a memory that is tried is split as the agent would do it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Real images of a line on which its experts are measured: labelled crops, or images of its intake folders.
 
-Guarantees: equal files give equal samples; every sample was decoded once, so that a broken file is counted and fails no
-measurement. An expert has images of the components on whose routes it stands, spread evenly over their names: an equal
-share of each component and label as far as there are any, or of each component alone, where defects have to be as rare
-as on the line. No file is moved or written.
-
-Labelled crops (``FOLDER/<component>/<label>/...``) and images whose names or sidecars the line's intake can read count,
-also in an agent's ``done/`` and ``ng/``; ``failed/``, hidden and unfinished files do not.
+Guarantees: equal files give equal samples; every sample was decoded once; no file is moved or written. An expert has
+images of the components on whose routes it stands, spread evenly over their names: an equal share of each component and
+label, or of each component alone, where defects have to be as rare as on the line. Labelled crops
+(``FOLDER/<component>/<label>/...``) and images whose names or sidecars the line's intake can read count, also in an
+agent's ``done/`` and ``ng/``.
 """
 
 from __future__ import annotations

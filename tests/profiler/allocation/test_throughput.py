@@ -27,8 +27,9 @@ from agent.runtime.machine.detection import detect
 from experts.errors import ConfigError, SampleUnfit
 from experts.expert import Precision
 from experts.packed.weights import SegmentStore
+from profiler.allocation.search import SearchOptions
+from profiler.allocation.step import AllocationStep
 from profiler.allocation.throughput import (
-    SearchedLine,
     busy_interval_s,
     device_matrix,
     engine_throughput,
@@ -36,6 +37,7 @@ from profiler.allocation.throughput import (
     simulated_throughput,
 )
 from profiler.usage.probabilities import computed_usage
+from profiler.workload.samples import LineSamples
 from tests.profiler.lines import fakes, kind_of, profile_of, row, write_line
 
 KIB = 1024
@@ -174,11 +176,15 @@ def test_requests_come_twice_as_fast_as_all_executors_could_work():
 # -- simulated --
 
 
+def simulated(config, box, profile, trace):
+    return AllocationStep(config, box, LineSamples(), None, {}, SearchOptions()).simulated(profile, trace)
+
+
 def test_a_trace_that_would_leave_executors_idle_is_played_faster(tmp_path):
     """Requests a second apart measure the clock; played faster they measure the box."""
     config = packed_line(tmp_path, experts=2, boards={}, memory={"host": "4MiB", "device": "4MiB"})
     profile = stored(config, SPLIT)
-    found = SearchedLine(config, SPLIT, profile, every(1.0, sample_requests(config, 60))).in_simulation()
+    found = simulated(config, SPLIT, profile, every(1.0, sample_requests(config, 60)))
     assert found.images_per_s > 100
 
 
@@ -187,8 +193,8 @@ def test_a_search_in_simulation_from_a_profile_to_an_allocation(tmp_path):
     config = packed_line(tmp_path, memory={"host": "4MiB", "device": "1MiB"})
     profile = stored(config, SPLIT)
     trace = every(0.0005, sample_requests(config, 300))
-    found = SearchedLine(config, SPLIT, profile, trace).in_simulation()
-    assert found == SearchedLine(config, SPLIT, profile, trace).in_simulation()
+    found = simulated(config, SPLIT, profile, trace)
+    assert found == simulated(config, SPLIT, profile, trace)
     assert found.allocation.origin == "searched in simulation"
     assert dict(found.allocation.budget_bytes) == {"host": 4 * 2**20, "device": 2**20}
     assert "device" in found.windows
@@ -268,6 +274,6 @@ def test_an_empty_sample_is_refused_by_both_sources(tmp_path):
     box = detect("cpu")
     profile = stored(config, box)
     with pytest.raises(ConfigError, match="an empty queue"):
-        SearchedLine(config, box, profile, ()).in_simulation()
+        simulated(config, box, profile, ())
     with pytest.raises(ConfigError, match="an empty queue"):
         engine_throughput(config, profile, ())

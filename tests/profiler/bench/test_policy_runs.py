@@ -233,23 +233,6 @@ def test_other_experts_of_a_kind_stand_in_where_memory_cannot_hold_all(config, g
         measure_compute(replace(agent, box=replace(agent.box, host=MemorySize(10**12, 1000))), work)
 
 
-def test_an_expert_that_the_trace_does_not_use_may_be_larger_than_all_that_it_uses(tmp_path):
-    fake = {"architecture": "fake", "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
-    for name, weight_bytes in (("small", 1000), ("large", 5_000_000)):
-        (tmp_path / f"{name}.yaml").write_text(json.dumps({"weight_bytes": weight_bytes, "label": "ok"}))
-    line = {
-        "line": "two-sizes",
-        "state": "./state",
-        "experts": {f"cls/{name}": fake | {"weights": f"{name}.yaml"} for name in ("small", "large")},
-        "routes": {name: [{"expert": f"cls/{name}", "pass": ["ok"]}] for name in ("small", "large")},
-        "memory": {"host": "64MiB"},
-    }
-    (tmp_path / "line.yaml").write_text(json.dumps(line))
-    found = run_line(read_line(tmp_path / "line.yaml", ON_CPU), [TracedArrival(0.0, expert="cls/small")])
-    assert found.rows[0].medians.unknown == 0
-    assert found.compute_s > 0
-
-
 def test_each_row_is_divided_by_the_floor_of_its_own_executors(config, trace):
     """Samba-CoE runs on one executor, whichever policy is named first."""
     found = run_line(config, trace, RunOptions(policies=("samba", "coserve", "naive"), executors={"cpu": 2}))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from agent.core.policy import PRESETS
-from agent.device_profile.records import ImageDecoding, UsageOrigin, UsageProfile
+from agent.device_profile.records import ImageDecoding
 from experts.errors import ConfigError
 from profiler.planning.advice import Limit
 from profiler.planning.plan import SHIFT_S, LinePlan, as_json, plan_table, required_images_per_s
@@ -104,16 +104,6 @@ def test_every_policy_in_every_memory_stands_above_its_bounds(packed_line):
     assert [bound.seconds for bound in bounds] == sorted((bound.seconds for bound in bounds), reverse=True)
     again = planned(packed_line, trace, sorted(PRESETS), memories[:1])
     assert again == rows[: len(PRESETS)]
-
-
-def test_pass_rates_of_the_profile_decide_which_requests_go_on(packed_line):
-    steps = [{"expert": f"cls/f{number}", "pass": ["ok"]} for number in range(2)]
-    config = packed_line.changed(routes={"c0": steps}, boards={})
-    never = replace(packed_line.profile, usage=UsageProfile({}, {"cls/f0": 0.0}, UsageOrigin.COMPUTED))
-    (stopped,) = planned(packed_line, trace_of("0" * 8), config=config, profile=never)
-    (passed,) = planned(packed_line, trace_of("0" * 8), config=config)
-    assert stopped.bound.compute_s == pytest.approx(8 * 0.01 + 2 * 0.02)
-    assert passed.bound.compute_s == pytest.approx(2 * stopped.bound.compute_s)
 
 
 def test_a_faster_ssd_can_be_asked_about(packed_line):

@@ -31,7 +31,6 @@ from profiler.microbench import agreement, batches, calibrating, kinds
 from profiler.microbench.batches import BatchOptions
 from profiler.profiling.profile_expert import profile_expert
 from profiler.profiling.profile_line import ProfilingOptions, profile_line
-from profiler.profiling.report import profile_json, profile_table
 from tests.experts.conftest import trained_looking
 from tests.forms import needs
 from tests.profiler.lines import as_fast
@@ -194,28 +193,6 @@ class TestAutomatically:
         assert (rough.images, rough.agrees) == (EACH, False)
         assert rough.labels_differ or rough.largest_score_difference > rough.tolerance
         assert notes_of(done, f"cls/r: not in {FORM}: ")
-
-    def test_the_table_shows_what_was_found(self, profiled):
-        _, done = profiled
-        table = profile_table(done.profile)
-        rows = [row.split() for row in table.splitlines() if FORM in row and row.split()[0] != "form"]
-        assert [row[-5:] for row in rows if "64x64" in row] == [["yes,", "2", "of", "2", "experts"]]
-        assert [row[0] for row in rows] == ["*", ARCHITECTURE]
-        assert any("NO:" in row for row in rows if "72x72" in row)
-        told = {
-            (each["kind"].split()[1], each["precision"]): (each["agrees"], each["proven"], each["compared"])
-            for each in profile_json(done.profile)["forms"]
-        }
-        assert told["64x64", FORM] == (True, 2, 2)
-        assert told["72x72", FORM] == (False, 0, 1)
-        assert f"form         cls/a, cls/b in {FORM} on cpu: {EACH} samples agree" in table
-
-    def test_an_agent_starts_from_it(self, profiled):
-        line, done = profiled
-        with serving(line.config) as agent:
-            assert agent.stored == done.profile
-            assert agent.setup.precisions["cpu"] == {"cls/a": FORM, "cls/b": FORM, "cls/r": Precision.FP32}
-            assert {copy.packed.precision for copy in agent.copies.values() if "64x64" in copy.kind} == {FORM}
 
     def test_who_is_calibrated_is_not_calibrated_again(self, profiled, monkeypatch):
         line, done = profiled

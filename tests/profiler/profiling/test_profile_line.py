@@ -481,14 +481,6 @@ class TestAgain:
         assert replace(again, written_at=first.written_at) == first
         assert {stage.split()[0] for stage in stages} <= {"pack", "measure", "try"}
 
-    def test_fresh_measures_all_anew(self, line):
-        first = line.profiled().profile
-        edit(line, "UPDATE kinds SET samples = 'of long ago'")
-        assert {kind.samples for kind in line.profiled().profile.kinds} == {"of long ago"}
-        again = line.profiled(fresh=True).profile
-        assert times(again).keys() == times(first).keys()
-        assert {kind.samples.split(";")[0] for kind in again.kinds} == {SYNTHETIC}
-
     def test_an_expert_that_joined_is_measured_and_the_others_are_not(self, line):
         left = line.without(2)
         first = line.profiled().profile
@@ -693,12 +685,6 @@ class TestUsageFromHistory:
         learn_usage(line.config, served(line))
         assert line.profiled(fresh=True).profile.usage.origin == UsageOrigin.COMPUTED
 
-    def test_beside_another_option_the_search_counts_with_it(self, line):
-        line.profiled()
-        done = run("profile", line.file, "--usage-from", served(line), "--simulate", "--json", check=0)
-        found = json.loads(done.stdout)
-        assert (found["usage_origin"], found["allocation"]["origin"]) == (UsageOrigin.SERVED, SEARCHED_IN_SIMULATION)
-
     def test_another_file_than_a_history_of_the_line_is_refused_before_anything_is_measured(self, line):
         text = line.folder / "notes.txt"
         text.write_bytes(b"\xff\xfe\x00 no rows")
@@ -870,9 +856,3 @@ class TestTheCommand:
     def test_options_that_contradict_or_say_nothing_are_refused(self, line, words, code, said):
         assert said in " ".join(run("profile", line.file, *words, check=code).stderr.replace("│", " ").split())
         assert not line.config.state.exists()
-
-    def test_a_state_that_is_no_folder_is_told_without_a_traceback(self, line):
-        line.document["state"] = "./f0.yaml"
-        before = (line.folder / "f0.yaml").read_bytes()
-        assert "f0.yaml: is there, and is no folder" in run("profile", line.file, "--casual", check=1).stderr
-        assert (line.folder / "f0.yaml").read_bytes() == before
