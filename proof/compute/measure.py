@@ -7,7 +7,7 @@ files are removed afterwards.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -169,7 +169,11 @@ class _ComputeBench:
             ways = {each.form: each.run for each in running} | {name: each.run for name, each in floors.items()}
             plan = Plan(self._options.rounds, limit_s=self._options.limit_s)
             times: dict[str, TimedTurns[object]] = by_turns(ways, plan)
-        self._note_left_out(architecture, batch, len(times[EAGER].seconds))
+        if (rounds := len(times[EAGER].seconds)) < self._options.rounds:
+            self._notes.append(
+                f"{architecture} in batches of {batch}: {rounds} rounds of {self._options.rounds}, as these took "
+                f"{self._options.limit_s:g} s or more (--limit)"
+            )
         for each in [each for each in tried_s if each not in running]:
             times[each.form] = TimedTurns((tried_s[each],))
             self._notes.append(
@@ -189,23 +193,19 @@ class _ComputeBench:
         """Torch itself first; a note tells of each that cannot run here. Their memory goes with the stack."""
         images = prepared_images(model.expert, batch)
         found = [eager(model, images)]
-
-        def enter(form: Precision) -> None:
-            found.append(stack.enter_context(our_form(model.expert, form, store, images)))
-
-        def join(peer: str) -> None:
-            found.append(PEERS[peer](model, images, self._threads))
-
         for form in forms:
-            self._noted(f"{model.expert.architecture} in {form} is not measured", lambda form=form: enter(form))  # type: ignore[misc]
+            with self._noting(f"{model.expert.architecture} in {form} is not measured"):
+                found.append(stack.enter_context(our_form(model.expert, form, store, images)))
         for peer in PEERS:
             if peer in self._options.peers and (peer not in OPENVINO or has_openvino()):
-                self._noted(f"{model.expert.architecture} in {peer} is not measured", lambda peer=peer: join(peer))  # type: ignore[misc]
+                with self._noting(f"{model.expert.architecture} in {peer} is not measured"):
+                    found.append(PEERS[peer](model, images, self._threads))
         return found
 
-    def _noted(self, what: str, work: Callable[[], object]) -> None:
+    @contextmanager
+    def _noting(self, what: str) -> Iterator[None]:
         try:
-            work()
+            yield
         except CoServeError as error:
             self._notes.append(f"{what}: {error}")
 
@@ -222,13 +222,6 @@ class _ComputeBench:
             self._notes.append(f"{contestant.form} is not measured: {error}")
             return None
 
-    def _note_left_out(self, architecture: str, batch: int, rounds: int) -> None:
-        if rounds < self._options.rounds:
-            self._notes.append(
-                f"{architecture} in batches of {batch}: {rounds} rounds of {self._options.rounds}, as these took "
-                f"{self._options.limit_s:g} s or more (--limit)"
-            )
-
 
 def _floor(numbers: torch.dtype) -> str:
     return f"{FLOOR}-{NAMES[numbers]}"
@@ -236,32 +229,26 @@ def _floor(numbers: torch.dtype) -> str:
 
 def _rows(
     expert: Expert, batch: int, floors: Mapping[Contestant, str], times: Mapping[str, TimedTurns[object]]
-) -> Iterator[ComputeRow]:
+) -> list[ComputeRow]:
     """One row for each contestant and each floor, in that order. ``floors``: the reference of each contestant."""
-    rows = [
-        _row(expert, batch, (each.form, NAMES[each.numbers], floor), times, is_ours=each.is_ours)
-        for each, floor in floors.items()
-    ]
-    fastest = min((row.ms_per_image for row in rows if row.is_ours), default=None)
-    yield from (replace(row, is_fastest_of_ours=row.is_ours and row.ms_per_image == fastest) for row in rows)
-    for floor in dict.fromkeys(floors.values()):
-        yield _row(expert, batch, (floor, floor.removeprefix(f"{FLOOR}-"), floor), times, is_ours=False)
 
+    def row(form: str, numbers: str, floor: str, *, is_ours: bool = False) -> ComputeRow:
+        return ComputeRow(
+            architecture=expert.architecture,
+            size=f"{expert.pixels.height}x{expert.pixels.width}",
+            batch=batch,
+            form=form,
+            numbers=numbers,
+            is_ours=is_ours,
+            rounds=len(times[form].seconds),
+            ms_per_image=times[form].median_s * 1e3 / batch,
+            least_ms_per_image=times[form].least_s * 1e3 / batch,
+            times_fp32_eager=times[EAGER].median_s / times[form].median_s,
+            of_floor=times[floor].median_s / times[form].median_s,
+        )
 
-def _row(
-    expert: Expert, batch: int, way: tuple[str, str, str], times: Mapping[str, TimedTurns[object]], *, is_ours: bool
-) -> ComputeRow:
-    form, numbers, floor = way
-    return ComputeRow(
-        architecture=expert.architecture,
-        size=f"{expert.pixels.height}x{expert.pixels.width}",
-        batch=batch,
-        form=form,
-        numbers=numbers,
-        is_ours=is_ours,
-        rounds=len(times[form].seconds),
-        ms_per_image=times[form].median_s * 1e3 / batch,
-        least_ms_per_image=times[form].least_s * 1e3 / batch,
-        times_fp32_eager=times[EAGER].median_s / times[form].median_s,
-        of_floor=times[floor].median_s / times[form].median_s,
-    )
+    rows = [row(each.form, NAMES[each.numbers], floor, is_ours=each.is_ours) for each, floor in floors.items()]
+    fastest = min((each.ms_per_image for each in rows if each.is_ours), default=None)
+    marked = [replace(each, is_fastest_of_ours=each.is_ours and each.ms_per_image == fastest) for each in rows]
+    alone = [row(floor, floor.removeprefix(f"{FLOOR}-"), floor) for floor in dict.fromkeys(floors.values())]
+    return marked + alone

@@ -31,12 +31,6 @@ def test_a_bar_that_is_not_known_is_not_a_bar_of_zero(tmp_path):
     assert (tmp_path / "unknown.png").read_bytes() != (tmp_path / "zero.png").read_bytes()
 
 
-def test_many_bars_are_drawn_without_figures_over_them(tmp_path):
-    groups = [f"g{number}" for number in range(12)]
-    bar_chart(tmp_path / "many.png", LABELS, groups, {name: [1.0] * 12 for name in "abcdefghi"})
-    assert len(colours(tmp_path / "many.png")) > 8
-
-
 def pixels(path):
     """The chart in grey, (height, width); its lower axis's row, and the first row and the column of its left one."""
     with Image.open(path) as image:

@@ -69,11 +69,6 @@ class TestARow:
         assert kind.load_s.keys() == {"ssd"}
         assert kind.samples.startswith(MADE_UP)
 
-    def test_what_cannot_be_weighed_is_estimated_from_shapes(self, bench, models):
-        kind = measure_kind(replace(bench, meter=lambda _: None), models(Precision.FP32))
-        assert kind.samples.endswith("estimated from shapes")
-        assert kind.workspace_bytes > 0
-
     def test_one_that_answers_no_numbers_does_not_speak_for_its_kind(self, bench, models):
         broken, sound = models(Precision.FP32, broken=overflow, sound=None)
         assert broken.kind == sound.kind

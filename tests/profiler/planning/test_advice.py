@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.core.performance import SSD, Performance, PoolSpec, SharedTensors
+from agent.core.performance import SSD, Performance, PoolSpec
 from agent.deployment.engine_setup import Given, planned, profiled_box
 from agent.device_profile.records import Allocation, LinkSpeed, PoolAllocation
 from experts.sizes import size_text
@@ -216,14 +216,6 @@ def test_an_ssd_that_no_factor_saves_is_said_so():
     assert advice.memory is not None
     assert "; no SSD up to 64 times as fast as this one does as much." in advice.sentences[2]
     assert advice.sentences[3] == "The takt asks for 1000.00 images/s: missed with any memory."
-
-
-def test_memory_for_all_experts_counts_shared_parts_once():
-    """All twenty and one backbone fit exactly: nothing is left to gain."""
-    parts = (SharedTensors("backbone", 300 * MIB),)
-    _, _, advice = advised(even_trace(), places=EXPERTS, ssd_bytes_per_s=1e8, parts=parts)
-    assert advice.budget_bytes == {"host": EXPERTS * EXPERT_BYTES + 300 * MIB + WORKSPACE_BYTES}
-    assert advice.limit is Limit.COMPUTE
 
 
 @settings(max_examples=5)

@@ -16,7 +16,7 @@ from profiler.planning.gains import LEAST
 from profiler.planning.plan import LinePlan
 from profiler.simulation.forecast import forecast, scenario_of
 from profiler.workload.traces import TracedArrival
-from tests.profiler.lines import SLOT_BYTES, PackedFakes, kind_of
+from tests.profiler.lines import PackedFakes, kind_of
 
 EXPERTS, PLACES = 6, 2
 BF16, FP32 = Precision.BF16, Precision.FP32
@@ -65,13 +65,6 @@ def test_what_is_shared_is_not_shared_between_forms(line):
     shared = replace(setup.matrix, experts={"cpu": {"cls/f0": row}})
     found = in_form(shared, line.profile, BF16, {"cls/f0": line.kind}, setup.executors)
     assert found.experts["cpu"]["cls/f0"].footprint == Footprint(300, (SharedTensors("backbone@bf16", 200),))
-
-
-def test_experts_whose_kind_was_not_measured_in_a_form_stay_as_they_are(line):
-    assert line.setup(Precision.FP16).matrix == line.setup().matrix
-    strangers = dict.fromkeys(line.config.catalog.experts, "another kind")
-    setup = line.setup()
-    assert in_form(setup.matrix, line.profile, BF16, strangers, setup.executors) == setup.matrix
 
 
 def test_the_gain_is_what_the_simulator_says_of_that_form(line):
@@ -136,10 +129,3 @@ def test_nothing_gains_more_than_the_cores_can_decode_beside_it(line):
         assert gain.remark.endswith("decoding is the limit then") == (gain.form is not None)
     factor = forms[0].images_per_s / slow.images_per_s
     assert any(f"{factor:.2f} times as many" in sentence for sentence in slow.sentences)
-
-
-def test_without_another_form_and_with_room_for_all_nothing_is_to_gain(line):
-    alone = replace(line.profile, kinds=line.profile.kinds[:1])
-    roomy = LinePlan(line.config, alone, trace(40, every_s=1.0)).advice(memory={"host": 8 * SLOT_BYTES})
-    assert (roomy.gains, roomy.other_forms) == ((), ())
-    assert "gain:" not in roomy.sentences[-1]

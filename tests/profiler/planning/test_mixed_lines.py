@@ -44,13 +44,6 @@ def texts(count, every_s):
     return [TracedArrival(every_s * number, expert="a", work=TEXT) for number in range(count)]
 
 
-def test_a_router_sends_texts_to_each_of_its_experts():
-    steps = draw_steps([TracedArrival(0.0, "assistant", work=TEXT)] * 40, GRAPH, {}, seed=0)
-    assert {experts[0] for experts in steps} == {"r"}
-    assert {experts[1] for experts in steps} == {"a", "b"}
-    assert draw_steps([TracedArrival(0.0, "assistant", work=TEXT)] * 40, GRAPH, {}, seed=0) == steps
-
-
 def test_texts_and_images_are_told_apart():
     trace = merged(images(50), texts(8, 0.5))
     row = plan_row(scenario_of(trace), setup_with(), required_images_per_s=10.0)

@@ -63,15 +63,6 @@ def test_a_row_by_hand(packed_line):
     assert row.bytes_read_per_shift == round(SLOT_BYTES * 2 * SHIFT_S)
 
 
-def test_a_takt_that_is_too_short_is_missed(packed_line):
-    """Ten images, 0.01 s each at the very best, every 50 ms."""
-    config = packed_line.changed(boards={"main": BOARD | {"takt_s": 0.05}})
-    (row,) = planned(packed_line, board_trace(config, 3, seed=0), config=config)
-    assert row.required_images_per_s == pytest.approx(200.0)
-    assert row.takt_met is False
-    assert row.bytes_read_per_shift == round(row.bytes_read / row.requests * row.images_per_s * SHIFT_S)
-
-
 def test_a_slow_trace_tells_whether_the_takt_is_met(packed_line):
     """Ten images every 0.25 s: 40 images/s, of which batches of four allow 66, and one image after another 33."""
     config = packed_line.changed(boards={"main": BOARD | {"takt_s": 0.25}})
@@ -218,12 +209,6 @@ def test_photographs_that_take_the_cores_from_their_executors_are_the_limit_and_
     assert (told["decoding_share"], told["waiting_fraction"]) == pytest.approx((0.129 / 0.253, 1 - 0.124 / 0.253))
     first, *_ = json.loads(json.dumps(told))["help"]
     assert first == {"change": "a further core", "images_per_s": pytest.approx(3 / 0.253)}
-
-
-def test_jpegs_that_are_made_smaller_already_are_no_advice(packed_line):
-    advice = advised(packed_line, trace_of("01" * 100), profile=photographs(packed_line, labels_differ=0))
-    assert advice.decoding.time.decoding_s == pytest.approx(200 * 0.05)
-    assert [each.change for each in advice.decoding.help] == ["a further core", "images of half the pixels"]
 
 
 @pytest.mark.parametrize("images", [None, 0], ids=["ahead", "with their batch"])

@@ -85,13 +85,6 @@ def test_an_agent_starts_from_it_without_a_probe(profiled):
     assert agent.setup.pools[0].lease_bytes == 2**20
 
 
-def test_another_run_measures_nothing_again(profiled):
-    config, found = profiled
-    again = profile_line(config, SHORT, no_progress)
-    assert again.profile.kinds == found.profile.kinds
-    assert again.profile.agreements == found.profile.agreements
-
-
 def test_a_line_of_texts_alone_is_profiled(profiled, tmp_path):
     config, _ = profiled
     document = {key: value for key, value in DOCUMENT.items() if key != "routes"}

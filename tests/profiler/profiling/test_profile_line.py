@@ -481,14 +481,6 @@ class TestAgain:
         assert replace(again, written_at=first.written_at) == first
         assert {stage.split()[0] for stage in stages} <= {"pack", "measure", "try"}
 
-    def test_an_expert_that_joined_is_measured_and_the_others_are_not(self, line):
-        left = line.without(2)
-        first = line.profiled().profile
-        line.document["experts"]["cls/f2"], line.document["routes"]["c2"] = left
-        second = line.profiled().profile
-        assert times(second).items() > times(first).items()
-        assert len(second.kinds) == COMPONENTS
-
 
 KILLED = """
 import os, signal
@@ -818,11 +810,6 @@ class TestMemory:
         assert "experts.cls/f1: needs 3." in refused
         assert "but memory.host is 1.0 MiB" in refused
         assert "cls/f0" not in refused
-
-    def test_a_processor_that_the_box_does_not_have_is_told(self, line):
-        line.document["executors"] = {"cuda": 2}
-        line.document["device"] = "cpu"
-        assert "executors.cuda: this box has no 'cuda' - use cpu" in line.refusal()
 
 
 class TestTheCommand:

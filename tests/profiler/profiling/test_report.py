@@ -170,12 +170,6 @@ def test_what_was_not_measured_is_not_drawn(profile, tmp_path):
     assert profile_table(empty)
 
 
-def test_the_cdf_of_hand_worked_probabilities():
-    """Sorted 0.5, 0.3, 0.2 and one that follows half of the requests: 0.5; all 1.5 uses."""
-    cdf = usage_cdf({"a": 0.2, "b": 0.5, "c": 0.3, "after-b": 0.5})
-    assert cdf == (pytest.approx(1 / 3), pytest.approx(2 / 3), pytest.approx(1.3 / 1.5), pytest.approx(1.0))
-
-
 def test_the_papers_two_extreme_cdfs():
     """All alike: a straight line; one expert only: a step (section 4.4)."""
     assert usage_cdf(dict.fromkeys("abcd", 0.25)) == (0.25, 0.5, 0.75, 1.0)

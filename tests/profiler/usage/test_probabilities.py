@@ -6,7 +6,6 @@ import io
 import json
 import sqlite3
 from contextlib import closing
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -18,7 +17,6 @@ from PIL import Image
 from agent.commands.results import result_rows
 from agent.config import read_line
 from agent.device_profile.records import UsageOrigin
-from agent.line_file.boards import BoardSection
 from agent.records.result_writer import ResultStore
 from agent.records.rows import write_rows
 from experts.errors import ConfigError
@@ -27,7 +25,6 @@ from experts.graph import ExpertGraph, RouteStep
 from profiler.usage.probabilities import (
     FEW_REQUESTS,
     RouteCount,
-    component_shares,
     computed_usage,
     usage_from_results,
     usage_from_samples,
@@ -103,12 +100,6 @@ def test_a_subsequent_expert_is_used_as_often_as_its_preliminary_ones_let_pass(l
     usage = computed_usage(line, {"cls/a": 0.9, "cls/b": 0.2})
     assert usage.probabilities == pytest.approx({"cls/a": 0.75, "cls/b": 0.25, "det/x": 0.725})
     assert usage.pass_rates == {"cls/a": 0.9, "cls/b": 0.2}
-
-
-def test_components_share_by_quantity_over_all_board_types(line):
-    assert component_shares(line) == {"c0": 0.75, "c1": 0.25}
-    two = dict(line.boards) | {"other": BoardSection(components={"c1": 12})}
-    assert component_shares(replace(line, boards=two)) == {"c0": 3 / 16, "c1": 13 / 16}
 
 
 # -- counted on samples --

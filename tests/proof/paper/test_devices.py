@@ -5,13 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from experts.errors import ConfigError
-from proof.paper.devices import read_device
-from tests.proof.paper.constants import constants
+from proof.paper.devices import Constant, read_device
 
 FOLDER = Path(__file__).parents[3] / "configs" / "devices"
 NUMA, UMA = FOLDER / "numa-rtx3080ti.yaml", FOLDER / "uma-apple-m2.yaml"
+
+
+def constants(section, path=""):
+    """Each with its key."""
+    for name in type(section).model_fields:
+        yield from _constants_in(getattr(section, name), f"{path}.{name}" if path else name)
+
+
+def _constants_in(value, path):
+    if isinstance(value, Constant):
+        yield path, value
+    elif isinstance(value, BaseModel):
+        yield from constants(value, path)
+    elif isinstance(value, dict):
+        for key, below in value.items():
+            yield from _constants_in(below, f"{path}.{key}")
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.yaml")), ids=lambda file: file.stem)
