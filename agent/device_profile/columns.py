@@ -30,7 +30,7 @@ Share = Annotated[float, Field(strict=True, ge=0, le=1 + SHARE_ROUNDING, descrip
 MaybeShare = Annotated[Share | None, Field(description="a number from 0 to 1, or nothing")]
 Form = Annotated[str, one_of(*Precision)]
 
-# What is JSON in the file.
+# JSON in the file.
 Texts = Annotated[tuple[Text, ...], Field(min_length=1, description="a list, each text")]
 Numbers = Annotated[tuple[Number, ...], Field(min_length=1, description="a list, each a finite number from 0")]
 Positives = Annotated[tuple[Positive, ...], Field(min_length=1, description="a list, each a finite number above 0")]

@@ -92,7 +92,7 @@ class RunsTexts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What all executors of an agent use. ``post`` takes their answers, from any thread; ``texts`` runs quanta."""
+    """Used by all executors of an agent. ``post`` takes their answers, from any thread; ``texts`` runs quanta."""
 
     preparation: Preparation
     post: Callable[[Finished | Progressed | BatchFailed | Breakdown], None]

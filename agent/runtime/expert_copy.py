@@ -128,9 +128,3 @@ def by_kind(copies: Iterable[ExpertCopy]) -> dict[str, list[ExpertCopy]]:
     for copy in copies:
         found[copy.kind].append(copy)
     return dict(found)
-
-
-def footprint_of(packed: PackedExpert) -> Footprint:
-    """Of all its segments."""
-    shared = tuple(SharedTensors(segment.sha256, segment.slot_bytes) for segment in packed.shared)
-    return Footprint(packed.own.slot_bytes, shared)

@@ -15,6 +15,7 @@ from collections import deque
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Condition, Thread, current_thread
@@ -58,6 +59,11 @@ DECISION_TIMES = 10_000  # the latest, for percentiles
 LATE_TICK_S = 0.05  # between two ticks for a moment that has passed
 STOP_S = 5.0  # then threads are left behind; their images wait in `.work`
 ASK_AGAIN_S = 0.2  # between two looks of a waiting thread whether the loop still runs
+
+LOWERED_ADVICE = (
+    ": the box has less memory than was planned with, and more is tried later; if it stays so, end what else takes it, "
+    "or lower memory."
+)
 
 Answer = TypeVar("Answer")
 
@@ -125,7 +131,7 @@ class BatchWatch:
 
 @dataclass(frozen=True, slots=True)
 class AgentPlan:
-    """What an agent runs, and where. ``copies``: by name, all that the matrix mentions; ``routes``: at the start."""
+    """What an Engine decides about. ``copies``: by name, all that the matrix mentions; ``routes``: at the start."""
 
     box: Box
     executors: Sequence[ExecutorSpec]
@@ -137,7 +143,7 @@ class AgentPlan:
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """What carries out an Engine's effects. Its answers arrive in ``inbox``."""
+    """Threads and memories that carry out effects. Their answers arrive in ``inbox``."""
 
     stores: tuple[SlotStore, ...]
     shelf: SkeletonShelf
@@ -157,7 +163,11 @@ class Workshop:
                 runs_on.setdefault(row.copy, set()).add((spec.pool, torch_device(spec.processor)))
         self.text_engines.runs_on = runs_on
         for store in self.stores:
-            store.bind_only(runs_on)
+            store.devices_of = partial(_devices_in, store.pool, runs_on)
+
+
+def _devices_in(pool: str, runs_on: Mapping[str, Collection[tuple[str, str]]], copy: str) -> list[str]:
+    return sorted(device for name, device in runs_on.get(copy, ()) if name == pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -547,16 +557,12 @@ class AgentLoop:
         for store in self._workshop.stores:
             if store.pool == effect.pool:
                 store.set_budget(effect.after_bytes)
-        if effect.after_bytes > effect.before_bytes:
-            logger.warning(
-                "memory_budget_raised pool=%s from_bytes=%d to_bytes=%d reason=%s",
-                effect.pool, effect.before_bytes, effect.after_bytes, effect.reason,
-            )  # fmt: skip
-            return
-        logger.error(
-            "memory_budget_lowered pool=%s from_bytes=%d to_bytes=%d reason=%s: the box has less memory than was "
-            "planned with, and more is tried later; if it stays so, end what else takes it, or lower memory.%s",
-            effect.pool, effect.before_bytes, effect.after_bytes, effect.reason, effect.pool,
+        is_lower = effect.after_bytes < effect.before_bytes
+        logger.log(
+            logging.ERROR if is_lower else logging.WARNING,
+            "memory_budget_%s pool=%s from_bytes=%d to_bytes=%d reason=%s%s",
+            "lowered" if is_lower else "raised", effect.pool, effect.before_bytes, effect.after_bytes, effect.reason,
+            LOWERED_ADVICE + effect.pool if is_lower else "",
         )  # fmt: skip
 
     def _change_leases(self, effect: effects.LeasesChanged) -> None:

@@ -83,13 +83,6 @@ class AskedText:
             self.texts[expert] = self.source.text_for(expert)
         return self.texts[expert]
 
-    def come_to(self, expert: str, text: TextRequest, executor: int) -> None:
-        self.expert, self.lease = expert, self.work.at(expert).leased
-        self.give(text, executor)
-
-    def needs(self, tokens: int, expert: str) -> None:
-        self.lease = max(self.rounded(tokens, expert), self.lease + 1)
-
     def rounded(self, tokens: int, expert: str) -> int:
         return self.rounding[expert](tokens) if expert in self.rounding else tokens
 
@@ -203,7 +196,9 @@ class RunningTexts:
                 text = asked.text_for(copy.expert.id)
             except Exception as error:  # noqa: BLE001 - the boundary to the caller's source
                 return Rejected(_reason(request, copy, error))
-            asked.come_to(expert_name(copy), text, batch.executor)
+            asked.expert = expert_name(copy)
+            asked.lease = asked.work.at(asked.expert).leased
+            asked.give(text, batch.executor)
         elif asked.executor != batch.executor:
             self._come_along(request, asked, batch.executor)
         assert asked.running is not None, "it is at an expert"
@@ -232,7 +227,8 @@ class RunningTexts:
         asked = self._asked[request]
         assert asked.writer is not None
         if left.held >= asked.lease:
-            asked.needs(asked.read + len(asked.writer.tokens) + left.output, expert)
+            expected = asked.rounded(asked.read + len(asked.writer.tokens) + left.output, expert)
+            asked.lease = max(expected, asked.lease + 1)
         foreseen = asked.work if asked.expert is None else asked.work.at(asked.expert)
         most = max(foreseen.most, asked.rounded(left.most, expert))  # its expert may not have been foreseen
         return Work(left.prompt, left.output, most, asked.lease, left.held)

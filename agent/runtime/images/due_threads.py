@@ -9,40 +9,25 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from concurrent.futures import Future
+from contextlib import suppress
 from heapq import heapify, heappop, heappush
 from itertools import count
-from threading import Condition, Lock, Thread
+from threading import Condition, Thread
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     Call = Callable[[Callable[["Result"], None]], None]
+    _Work = deque[tuple["DueTask[Result]", "Call[Result]"]]  # a task and its call; empty once a thread has claimed them
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 LEAST_LISTED = 64  # tasks; a shorter list is not cleared of claimed tasks
-
-
-class _Work(Generic[Result]):
-    """A task and its call until a thread claims them; empty afterwards."""
-
-    def __init__(self, task: DueTask[Result], call: Call[Result]) -> None:
-        self._held: tuple[DueTask[Result], Call[Result]] | None = (task, call)
-        self._claiming = Lock()
-
-    @property
-    def is_open(self) -> bool:
-        return self._held is not None
-
-    def claim(self) -> tuple[DueTask[Result], Call[Result]] | None:
-        """None for all callers but the first."""
-        with self._claiming:
-            held, self._held = self._held, None
-        return held
 
 
 class DueTask(Generic[Result]):
@@ -52,14 +37,14 @@ class DueTask(Generic[Result]):
     """
 
     def __init__(self, call: Call[Result] | None, due_s: float, *, is_short: bool = False) -> None:
-        self.work = None if call is None else _Work(self, call)
+        self.work: _Work[Result] = deque([] if call is None else [(self, call)])
         self.due_s = due_s
         self.is_short = is_short
         self.future: Future[Result] = Future()
 
     @property
     def is_open(self) -> bool:
-        return self.work is not None and self.work.is_open
+        return bool(self.work)
 
     @classmethod
     def done(cls, result: Result) -> DueTask[Result]:
@@ -69,12 +54,11 @@ class DueTask(Generic[Result]):
 
     def begin(self) -> None:
         """Run the task on the calling thread, unless a thread has claimed it."""
-        held = None if self.work is None else self.work.claim()
-        if held is not None:
+        if (held := _claimed(self.work)) is not None:
             self.carry_out(held[1])
 
     def cancel(self) -> None:
-        if self.work is not None and self.work.claim() is not None:
+        if _claimed(self.work) is not None:
             self.future.cancel()
 
     def carry_out(self, call: Call[Result]) -> None:
@@ -87,6 +71,13 @@ class DueTask(Generic[Result]):
                 logger.exception("due_task_broke after its answer")
             else:
                 self.future.set_exception(error)
+
+
+def _claimed(work: _Work[Result]) -> tuple[DueTask[Result], Call[Result]] | None:
+    """None for all callers but the first: ``pop`` is atomic."""
+    with suppress(IndexError):
+        return work.pop()
+    return None
 
 
 class DueThreads:
@@ -107,7 +98,6 @@ class DueThreads:
     def submit(self, call: Call[Result], due_s: float, *, is_short: bool = False) -> DueTask[Result]:
         """Queue a call by its deadline. Raises RuntimeError once stopped."""
         task: DueTask[Result] = DueTask(call, due_s, is_short=is_short)
-        assert task.work is not None, "it has a call"
         with self._changed:
             if self._is_stopped:
                 raise RuntimeError(f"the threads {self._name} have been stopped")
@@ -117,7 +107,7 @@ class DueThreads:
     def hurry(self, task: DueTask[Result]) -> None:
         """Move a task that is waited for before all others, also a task of another pool."""
         with self._changed:
-            if task.work is not None and task.is_open and task.due_s != -math.inf and not self._is_stopped:
+            if task.is_open and task.due_s != -math.inf and not self._is_stopped:
                 task.due_s = -math.inf
                 self._push(task.work, task.due_s)  # listed twice: the second entry is found claimed
 
@@ -136,7 +126,7 @@ class DueThreads:
             waiting, self._tasks = self._tasks, []
             self._changed.notify_all()
         for _, _, work in waiting:
-            if (held := work.claim()) is not None:
+            if (held := _claimed(work)) is not None:
                 held[0].future.cancel()
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         for thread in self._threads:
@@ -159,7 +149,7 @@ class DueThreads:
 
     def _clear(self) -> None:
         """Drop claimed tasks: a pool that may not work would keep them."""
-        self._tasks = [each for each in self._tasks if each[2].is_open]
+        self._tasks = [each for each in self._tasks if each[2]]
         heapify(self._tasks)
         self._clears_at = max(2 * len(self._tasks), LEAST_LISTED)
 
@@ -177,7 +167,7 @@ class DueThreads:
                 self._changed.wait_for(lambda: self._is_stopped or (self._tasks and self._may_begin))
                 if self._is_stopped:
                     return None
-                held = heappop(self._tasks)[2].claim()
+                held = _claimed(heappop(self._tasks)[2])
                 if held is not None:
                     self._idle -= 1
                     return held

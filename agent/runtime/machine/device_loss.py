@@ -63,7 +63,7 @@ class DeviceWatch:
             self._ask()
         except torch.OutOfMemoryError:
             return None
-        except Exception as refusal:  # noqa: BLE001 - whatever it says, it does not work
+        except Exception as refusal:  # noqa: BLE001 - the device does not work
             return DeviceLost(self._device, f"{_said(refusal)} (after {_said(error)})")
         return None
 

@@ -41,7 +41,7 @@ class ResidentMeter:
     """The resident memory of this process, with all of its threads."""
 
     def __init__(self) -> None:
-        gc.collect()  # what is nobody's goes now, and not during a run
+        gc.collect()  # now, and not during a run
         give_back_unused()
         self._held_bytes = _status_bytes("RssAnon")
 

@@ -18,7 +18,7 @@ from agent.core.effects import StartLoad
 from agent.core.events import BatchFailed, Finished, Loaded, LoadFailed, Progressed
 from agent.core.performance import HOST, SSD, ExecutorSpec
 from agent.core.request import Batch, Rejected
-from agent.runtime.executor import BatchExecutor, Shared
+from agent.runtime.executor import BatchExecutor, Shared, model_of
 from agent.runtime.images.preparation import Preparation, threads_for
 from agent.runtime.images.sources import image_name
 from agent.runtime.machine.box import torch_device
@@ -32,7 +32,6 @@ from agent.runtime.weights.slots import SkeletonShelf, SlotStore
 from agent.runtime.weights.transfer import Transfers, load_threads
 from experts import errors
 from experts.backends.base import Prepared
-from experts.backends.llm import LlmSkeleton
 from experts.expert import Task
 from experts.llm.serving.output_lengths import OutputLengths
 
@@ -100,7 +99,7 @@ class MeasuringRig:
 
     @contextmanager
     def opened(self) -> Iterator[MeasuringRig]:
-        end_team()  # as whoever starts an agent does
+        end_team()  # as at the start of an agent
         for executor in self._executors:
             executor.start()
         try:
@@ -143,9 +142,7 @@ class MeasuringRig:
     @contextmanager
     def model_of(self, copy: ExpertCopy) -> Iterator[LanguageModel]:
         with self._stores[self.target].using(copy.name) as slot:
-            skeleton = slot.skeleton(self.device)
-            assert isinstance(skeleton, LlmSkeleton), f"{copy.expert.id} takes images"
-            yield skeleton.model
+            yield model_of(slot.skeleton(self.device))
 
     def prepared(self, copy: ExpertCopy, images: Sequence[Shown]) -> list[Prepared | Rejected]:
         """Images as a copy's expert sees them, each in memory of its own. Raises MemoryError."""

@@ -93,7 +93,7 @@ def on_executor_thread(work: Callable[[], Found], device: str, threads: int) -> 
         with own_stream(device):
             return work()
 
-    end_team()  # as whoever starts an agent does
+    end_team()  # as at the start of an agent
     with ThreadPoolExecutor(1, "text-times", use_threads, (threads,)) as thread:
         return thread.submit(streamed).result()
 

@@ -25,7 +25,7 @@ from experts.llm.tiers.offload import OffloadTotals
 from experts.packed.weights import tensor_views
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torch import Tensor
 
@@ -183,9 +183,8 @@ class SlotStore:
         self.memory = memory
         self.pool = memory.pool
         self._budget_bytes = budget_bytes
-        self._devices = tuple(devices)
+        self.devices_of: Callable[[str], Sequence[str]] = lambda copy: devices  # that a copy is bound for
         self._shelf = shelf
-        self._runs_on: Mapping[str, Collection[tuple[str, str]]] | None = None
         self._moe_loads = moe_loads
         self._moe_of_gone = OffloadTotals()
         self._slots: dict[str, Slot] = {}
@@ -209,10 +208,6 @@ class SlotStore:
         finally:
             self._changing.release()
 
-    def bind_only(self, runs_on: Mapping[str, Collection[tuple[str, str]]]) -> None:
-        """Bind copies for these places alone from now on. ``runs_on``: by copy, (memory, torch device)."""
-        self._runs_on = runs_on
-
     def reserve(self, copy: ExpertCopy) -> Slot:
         """A place for a copy, without memory yet. Raises IllegalMove for one that is here already."""
         with self._lock:
@@ -235,12 +230,9 @@ class SlotStore:
                 if part.housing is None:
                     part.housing = self._shared_housing(slot, part.segment)
             slot.housing = self._own_housing(slot)
-            devices = self._devices
-            if self._runs_on is not None:
-                places = self._runs_on.get(slot.copy.name, ())
-                devices = tuple(each for each in devices if (self.pool, each) in places)
+            devices = self.devices_of(slot.copy.name)
             if slot.copy.is_offloaded and devices:
-                assert self._moe_loads is not None, "nobody would bring its moe_experts"
+                assert self._moe_loads is not None, "no loads of moe_experts"
                 slot.moe = self._moe_loads.offload(slot.copy, lambda: slot.region, self.memory)
             for device in devices:
                 self._bind(slot, slot.housing, device)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from agent.core.events import BatchFailed, Finished
+from agent.core.events import BatchFailed
 from agent.core.performance import ExecutorSpec
 from agent.core.request import Batch, Rejected
 from agent.runtime.executor import (
@@ -84,13 +84,6 @@ def encoded(image, form="png"):
     file = io.BytesIO()
     Image.fromarray(image).save(file, form)
     return file.getvalue()
-
-
-def test_results_come_in_the_order_of_the_requests(desk, line):
-    desk.load("own-0")
-    images = [line.pixels(seed) for seed in range(5)]
-    finished = desk.run("own-0", *images)
-    assert finished == Finished(1, tuple(line.predict("own-0", image) for image in images))
 
 
 def test_a_broken_image_rejects_its_own_request_only(desk, line, tmp_path):

@@ -10,7 +10,6 @@ from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Limits, Per
 from agent.core.policy import PRESETS
 from agent.core.request import Precedence
 from agent.runtime.assembly import assemble
-from agent.runtime.expert_copy import footprint_of
 from agent.runtime.loop import AgentPlan, BatchWatch, LoopOptions
 from agent.runtime.machine.detection import detect
 from experts.graph import ExpertGraph, RouteStep
@@ -25,8 +24,7 @@ def test_a_shadow_predicts_as_it_does_alone_and_leaves_first_for_the_line(line):
     graph = ExpertGraph(names, routes, {"cls/twin-0": "cls/twin-1"})
     copies = {f"{name}@fp32": line.copies[f"{name}@fp32"] for name in names}
     rows = {
-        copy.expert.id: ExpertProfile(name, PERFORMANCE, footprint_of(copy.packed), {SSD: 0.01})
-        for name, copy in copies.items()
+        copy.expert.id: ExpertProfile(name, PERFORMANCE, copy.footprint, {SSD: 0.01}) for name, copy in copies.items()
     }
     matrix, specs = PerformanceMatrix({"cpu": rows}), [ExecutorSpec(0, "cpu", "host")]
     shared = {each.id: each.size_bytes for row in rows.values() for each in row.footprint.shared}

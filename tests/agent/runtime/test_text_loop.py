@@ -88,16 +88,6 @@ def test_texts_of_all_experts_and_images_share_one_executor(line, family):
     assert statistics.engine.pools[0].lease_used_bytes == 0
 
 
-def test_a_prompt_over_the_context_is_told_and_nobody_else_suffers(line):
-    with TextAgent(line, lease_tokens=4000) as agent:
-        number, reader = agent.ask("llm/code", (1,) * 200, 5)
-        other, _ = agent.ask("llm/code", (1, 2), 5)
-        agent.settle()
-    assert "context of 128" in agent.outcomes[number].reason
-    assert reader.tokens == []
-    assert agent.outcomes[other].label == "length"
-
-
 def test_a_prefix_that_one_program_read_is_no_other_program_s_though_their_weights_are_the_same(tmp_path):
     experts, (code, scaled) = write_line(tmp_path), ("llm/code", "llm/maths")
     shutil.copy(tmp_path / "llm-code" / "model.safetensors", tmp_path / "llm-maths")
@@ -177,21 +167,6 @@ def test_texts_for_which_memory_was_short_are_written_in_smaller_batches(line, f
         fake.gate.release(1000)
         agent.settle()
     assert [reader.tokens for _, reader in asked] == [written("llm/code", count=9)] * 2
-
-
-def test_whoever_is_cancelled_while_it_is_written_ends_and_is_forgotten(line, fake):
-    fake.gate = threading.Semaphore(1)
-    with served(line, fake) as agent:
-        number, _ = agent.ask("llm/code", count=300)
-        for _ in range(2):
-            assert fake.entered.acquire(timeout=PATIENCE_S)
-        agent.loop.cancel(number)
-        agent.loop.statistics()
-        fake.gate.release(1000)
-        agent.settle()
-    assert agent.outcomes[number].reason == "cancelled"
-    assert fake.log[-1] == ("forget", number)
-    assert (fake.texts, fake.held) == ({}, {})
 
 
 def test_a_lost_device_ends_the_agent_and_no_text_is_blamed(line, fake):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import threading
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,7 +15,7 @@ from agent.core.engine import Engine
 from agent.core.performance import SSD, ExecutorSpec, ExpertProfile, Performance, PerformanceMatrix, PoolSpec
 from agent.core.policy import PRESETS
 from agent.runtime.assembly import assemble
-from agent.runtime.expert_copy import ExpertCopy, footprint_of
+from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.loop import AgentPlan, LoopOptions
 from agent.runtime.machine.detection import detect
 from agent.runtime.text_sources import TextSource
@@ -25,7 +23,6 @@ from experts.expert import Expert, InputSpec, Precision
 from experts.graph import ExpertGraph, RouteStep
 from experts.llm.config import parse_spec
 from experts.llm.model import LanguageModel, load_model
-from experts.llm.names import assemblies
 from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.serving.generation import GREEDY, Generation, TextRequest
 from experts.llm.serving.kv import KvLayout
@@ -33,12 +30,9 @@ from experts.llm.token_batch import Chunk, TokenBatch
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
 from tests.agent.core import worlds
+from tests.experts.llm.conftest import ModelFiles, tiny_config
 
-CONFIG = {
-    "model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 768, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-}  # fmt: skip
+CONFIG = tiny_config("llama", hidden_size=64, intermediate_size=768, num_hidden_layers=2)
 LANGUAGE = ("llm/router", "llm/code", "llm/maths", "llm/manuals")  # manuals is code with another head
 HEAD = "lm_head.weight"
 EYE = "cls/eye"
@@ -52,29 +46,17 @@ IMAGES = Performance(K_s=0.004, B_s=0.002, max_batch=4, workspace_bytes=4 * 1024
 def write_line(folder):
     """The experts' weights, as their owners gave them; the experts."""
     experts = []
+    files = ModelFiles(folder)
     for seed, name in enumerate(LANGUAGE):
-        directory = folder / name.replace("/", "-")
-        directory.mkdir()
-        (directory / "config.json").write_text(json.dumps(CONFIG), "utf-8")
-        tensors = _random_tensors(seed)
+        tensors = files.tensors(CONFIG, seed=seed)
         if name == "llm/manuals":
-            tensors = _random_tensors(LANGUAGE.index("llm/code")) | {HEAD: tensors[HEAD]}
-        save_file(tensors, directory / "model.safetensors")
+            tensors = files.tensors(CONFIG, seed=LANGUAGE.index("llm/code")) | {HEAD: tensors[HEAD]}
+        directory = files.write(CONFIG, tensors).rename(folder / name.replace("/", "-"))
         experts.append(Expert(name, "llm", directory, tuple(CHOICES) if name == LANGUAGE[0] else (), None))
     torch.manual_seed(0)
     save_file(models.squeezenet1_1(num_classes=len(LABELS)).state_dict(), folder / "eye.safetensors")
     experts.append(Expert(EYE, "squeezenet1_1", folder / "eye.safetensors", LABELS, InputSpec(64, 64)))
     return experts
-
-
-def _random_tensors(seed):
-    generator = torch.Generator().manual_seed(seed)
-    parts = [part for one in assemblies(parse_spec(CONFIG, "tiny")) for part in one.forms[0]]
-    return {
-        part.name: 1 + 0.1 * drawn if "norm" in part.name else drawn / math.sqrt(part.shape[-1])
-        for part in parts
-        for drawn in [torch.randn(part.shape, generator=generator)]
-    }
 
 
 @dataclass(frozen=True)
@@ -138,7 +120,7 @@ class TextAgent:
             lease_bytes=KvLayout.of(spec, torch.float32).token_bytes,
         )  # fmt: skip
         specs = [ExecutorSpec(*each, "host") for each in enumerate(processors or ("cpu",) * executors)]
-        largest = max(footprint_of(copy.packed).total_bytes for copy in line.copies.values())
+        largest = max(copy.footprint.total_bytes for copy in line.copies.values())
         pool = PoolSpec("host", room * largest, WORKSPACE_BYTES, lease_bytes=lease_tokens * self.texts.lease_bytes)
         limits = worlds.limits((pool,), load_backoff_s=0.001, quantum_s=quantum_s)
         graph, matrix = line.graph(), PerformanceMatrix({spec.processor: dict(self._rows()) for spec in specs})
@@ -156,7 +138,7 @@ class TextAgent:
                 ExpertProfile(
                     copy.name,
                     self.texts if is_text else IMAGES,
-                    footprint_of(copy.packed),
+                    copy.footprint,
                     {SSD: 0.01},
                     self.family if is_text else None,
                 ),

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from agent.runtime.expert_copy import ExpertCopy, footprint_of, kind_name
+from agent.runtime.expert_copy import ExpertCopy, kind_name
 from agent.runtime.machine.detection import detect
 from agent.runtime.measuring import rig
 from agent.runtime.measuring.loads import measure_links
@@ -87,7 +87,7 @@ class TestARealClassifier:
         assert min(kind.K_s, kind.B_s) >= LEAST_S
         assert kind.load_s.keys() == {"ssd"}
         assert kind.load_s["ssd"] > 0
-        assert kind.weight_bytes == footprint_of(copies[precision].packed).total_bytes
+        assert kind.weight_bytes == copies[precision].footprint.total_bytes
 
     def test_its_workspace_is_weighed_and_covered(self, resnets):
         """Its first feature map alone is 64 x 32 x 32 floats an image: 48 images need 12 MiB at the very least."""
@@ -108,7 +108,7 @@ class TestAKind:
         """No load takes less than what is said here: a share of it would."""
         monkeypatch.setattr(rig, "LEAST_S", 1.0)
         copies = fakes("a", "b")
-        copy, footprint = copies[0], footprint_of(copies[0].packed)
+        copy, footprint = copies[0], copies[0].footprint
         assert footprint.own_bytes < footprint.total_bytes
         kind = measure_kind(bench, copies)
         assert kind.weight_bytes == footprint.total_bytes

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from agent.runtime.expert_copy import ExpertCopy, footprint_of
+from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.machine.detection import detect
 from experts.errors import LoadError
 from experts.expert import Expert, Precision
@@ -63,7 +63,7 @@ class TestARow:
         assert (kind.kind, kind.architecture, kind.precision) == (copy.kind, "llm", "bf16")
         assert kind.lease_bytes == spec.kv_bytes(2)
         assert min(kind.K_s, kind.B_s, kind.K_prompt_s, kind.K_output_s) > 0
-        assert kind.weight_bytes == footprint_of(copy.packed).total_bytes
+        assert kind.weight_bytes == copy.footprint.total_bytes
         assert [batch.batch_size for batch in kind.batches][:3] == [1, 2, 4]
         assert kind.max_batch >= 4
         assert kind.load_s.keys() == {"ssd"}

@@ -99,17 +99,6 @@ def test_sliding_all_down_makes_one_gap_of_all_that_is_free(steps):
     assert board.arena.largest_gap_bytes == board.arena.free_bytes
 
 
-def test_what_is_free_but_scattered_is_refused_until_it_is_slid_together():
-    arena = Arena(4 * ALIGNMENT_BYTES)
-    spans = [arena.take(ALIGNMENT_BYTES) for _ in range(4)]
-    arena.give_back(spans[0])
-    arena.give_back(spans[2])
-    assert (arena.free_bytes, arena.largest_gap_bytes) == (2 * ALIGNMENT_BYTES, ALIGNMENT_BYTES)
-    assert arena.take(2 * ALIGNMENT_BYTES) is None
-    assert arena.slide(spans[1]) == Span(0, ALIGNMENT_BYTES)
-    assert arena.take(2 * ALIGNMENT_BYTES) == Span(ALIGNMENT_BYTES, 2 * ALIGNMENT_BYTES)
-
-
 def test_what_was_not_taken_is_neither_given_back_nor_slid():
     arena = Arena(2 * ALIGNMENT_BYTES)
     span = arena.take(ALIGNMENT_BYTES)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from agent.core.performance import SSD
-from agent.runtime.expert_copy import footprint_of
 from agent.runtime.machine.detection import detect
 from agent.runtime.measuring.probe import BATCH_SIZES, LEAST_S, fit, plateau, probe
 
@@ -26,7 +25,7 @@ def test_every_expert_has_a_row_on_every_processor(line, device):
         assert rows.keys() == {copy.expert.id for copy in line.copies.values()}
         for copy in line.copies.values():
             row = rows[copy.expert.id]
-            assert (row.copy, row.footprint) == (copy.name, footprint_of(copy.packed))
+            assert (row.copy, row.footprint) == (copy.name, copy.footprint)
             assert row.performance.K_s >= LEAST_S
             assert row.performance.B_s >= LEAST_S
             assert row.performance.max_batch in BATCH_SIZES

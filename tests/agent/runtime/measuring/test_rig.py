@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from PIL import Image
 
 from agent.core.events import BatchFailed
 from agent.core.performance import DEVICE, HOST, SSD
@@ -14,7 +13,6 @@ from agent.runtime.measuring.rig import LEAST_S, MeasuringRig, noise
 from agent.runtime.weights.slots import SlotStore
 from experts.backends.torch_backend import ModuleSkeleton
 from experts.errors import DeviceLost, LoadError
-from tests.agent.runtime.native_threads import CORES, cores_by_thread, on_linux, on_two_cores
 
 
 @pytest.fixture
@@ -25,29 +23,6 @@ def rig_of(line):
         return MeasuringRig(box, processor or box.processors[0], copies, line.segments, threads=threads, **settings)
 
     return build
-
-
-def test_images_are_there_before_their_batch_starts(line, rig_of, tmp_path):
-    """Files that are gone by then: whatever a batch takes, decoding is no part of it."""
-    file, copy = tmp_path / "part.png", line.copy("own-0")
-    Image.fromarray(line.pixels(3)).save(file)
-    with rig_of("own-0").opened() as rig:
-        rig.bring(copy)
-        ready = rig.prepared(copy, [file, line.pixels(4)])
-        file.unlink()
-        assert rig.run(copy, ready).results == tuple(line.predict("own-0", line.pixels(seed)) for seed in (3, 4))
-        assert rig.timed_s(copy, ready) > 0
-        assert rig.all_s([copy], [ready, ready]) >= LEAST_S
-
-
-@on_linux
-@on_two_cores
-def test_an_executor_s_second_thread_has_a_core_as_in_an_agent(line, rig_of):
-    before = cores_by_thread()
-    with rig_of("own-0", threads=2).opened() as rig:
-        rig.bring(line.copy("own-0"))
-        rig.run(line.copy("own-0"), [line.pixels(1)])
-        assert {CORES[1]} in [cores for thread, cores in cores_by_thread().items() if thread not in before]
 
 
 def test_a_device_is_loaded_from_the_host_or_straight_from_the_ssd(line, rig_of):

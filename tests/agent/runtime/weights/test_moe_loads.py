@@ -1,18 +1,15 @@
 """Language models larger than their memory, in the agent's own slots: the same tokens, and no byte uncounted."""
 
-import json
-import math
 from dataclasses import replace
 from queue import SimpleQueue
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from agent.core.effects import Evict, EvictionDecision, StartLoad
 from agent.core.events import Loaded
 from agent.core.performance import SSD
-from agent.runtime.expert_copy import ExpertCopy, footprint_of
+from agent.runtime.expert_copy import ExpertCopy
 from agent.runtime.machine.memories import EmulatedMemory, HostMemory
 from agent.runtime.weights.drive import Drive, PacedLink
 from agent.runtime.weights.moe_loads import MoeLoads
@@ -21,28 +18,14 @@ from agent.runtime.weights.slots import SkeletonShelf, SlotStore
 from agent.runtime.weights.transfer import Transfers, load_threads
 from experts.errors import LoadError, WeightsCorrupt
 from experts.expert import Expert, Precision
-from experts.llm.config import parse_spec
 from experts.llm.model import LanguageModel, load_model
-from experts.llm.names import assemblies
 from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.token_batch import Chunk, TokenBatch
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
+from tests.experts.llm.conftest import ModelFiles
 
-SIZES = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-}  # fmt: skip
-CONFIGS = {
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {
-        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True, "head_dim": 16,
-    },
-    "pr_moe": {
-        "num_experts": [0, 4, 6], "num_experts_per_tok": 1, "norm_topk_prob": False, "residual": "softmax",
-        "mlp": "gelu",
-    },
-}  # fmt: skip
+FAMILIES = ("mixtral", "qwen3_moe", "pr_moe")
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [5, 3], list(range(60, 30, -1)))
 ROOMY = 64 * 1024 * 1024
 PATIENCE_S = 30.0
@@ -61,7 +44,7 @@ def one_thread():
 def packed(tmp_path_factory):
     """A model of each family, packed; and one more Mixtral of another seed."""
     folder = tmp_path_factory.mktemp("models")
-    experts = [write_model(folder, name, seed) for name, seed in [*((name, 0) for name in CONFIGS), ("mixtral", 1)]]
+    experts = [write_model(folder, name, seed) for name, seed in [*((name, 0) for name in FAMILIES), ("mixtral", 1)]]
     segments = SegmentStore(folder / "packed")
     report = pack_line(experts, lambda _: {Precision.FP32}, segments)
     assert not report.failed
@@ -70,15 +53,9 @@ def packed(tmp_path_factory):
 
 
 def write_model(folder, family, seed):
-    values = {"model_type": family, **SIZES, **CONFIGS[family]}
-    directory = folder / f"{family}-{seed}"
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(values), "utf-8")
-    generator = torch.Generator().manual_seed(seed)
-    parts = [part for one in assemblies(parse_spec(values, "tiny")) for part in one.forms[0]]
-    drawn = {part.name: torch.randn(part.shape, generator=generator) for part in parts}
-    tensors = {name: 1 + 0.1 * one if "norm" in name else one / math.sqrt(one.shape[-1]) for name, one in drawn.items()}
-    save_file(tensors, directory / "model.safetensors")
+    files = ModelFiles(folder)
+    values = files.config(family)
+    directory = files.write(values, files.tensors(values, seed=seed)).rename(folder / f"{family}-{seed}")
     return Expert(f"llm/{family}-{seed}", "llm", directory, (), None)
 
 
@@ -153,7 +130,7 @@ def expected(yard, expert):
     return greedy(load_model(yard.copies[expert].expert.weights, expert))
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("places", [1, 3, 100, None])
 def test_it_says_what_it_says_resident_and_takes_what_is_counted(yard, family, places):
     one, expert = yard(places), f"llm/{family}-0"
@@ -169,7 +146,7 @@ def test_it_says_what_it_says_resident_and_takes_what_is_counted(yard, family, p
     one.evict(expert)
     assert one.store.statistics().moe_experts == statistics.moe_experts
     if places == 1:
-        assert statistics.used_bytes < footprint_of(copy.packed).total_bytes
+        assert statistics.used_bytes < replace(copy, moe_places=None).footprint.total_bytes
 
 
 def test_another_model_over_the_same_bytes_finds_nothing_of_the_first(yard):

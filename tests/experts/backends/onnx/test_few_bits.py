@@ -10,7 +10,6 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from agent.runtime.executor import judge
-from agent.runtime.expert_copy import footprint_of
 from experts.backends.base import Prepared
 from experts.backends.onnx.backend import OnnxBackend
 from experts.errors import OutputInvalid
@@ -90,7 +89,7 @@ BLACK = Prepared(torch.zeros((3, SIZE, SIZE)), SIZE, SIZE)
 def test_their_weights_are_counted_and_answers_are_those_of_the_graph_as_it_came(expert, store):
     found = expert()
     packed = pack_line([found], lambda _: {Precision.FP32}, store).packed[found.id][Precision.FP32]
-    assert footprint_of(packed).total_bytes >= WEIGHT_BYTES
+    assert sum(segment.slot_bytes for segment in packed.segments) >= WEIGHT_BYTES
     assert store.program_path(packed.program_sha256).stat().st_size < 0.05 * WEIGHT_BYTES
     session = onnxruntime.InferenceSession(str(found.weights), providers=["CPUExecutionProvider"])
     images = [pixels(seed) for seed in range(4)]
