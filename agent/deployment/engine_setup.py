@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix, PoolSpec
     from agent.deployment.packed_copies import Precisions
-    from agent.device_profile.records import StoredProfile
+    from agent.device_profile.records import Allocation, StoredProfile
     from agent.runtime.expert_copy import ExpertCopy
     from experts.expert import Precision
     from experts.graph import ExpertGraph
@@ -95,16 +95,18 @@ class Groundwork:
         """The copies with as many moe_experts as there is room for; unchanged in given memories."""
         if self.pools is not None:
             return copies
-        allocation = None if self.profile is None else self.profile.allocation
-        return MoeCaches(self.config, self.box, self.executors, allocation, times).sized(copies)
+        return MoeCaches(self.config, self.box, self.executors, self._allocation, times).sized(copies)
 
     def setup(self, times: PerformanceMatrix, broken: Mapping[str, str] = NOTHING) -> EngineSetup:
         """The whole of it, by these times. Raises ConfigError naming each expert that can never fit."""
         config = self.config
-        allocation = None if self.profile is None else self.profile.allocation
-        pools = tuple(self.pools or pool_specs(config, self.box, self.executors, times, allocation))
+        pools = tuple(self.pools or pool_specs(config, self.box, self.executors, times, self._allocation))
         limits = limits_of(config, pools)
         return EngineSetup(config.catalog.graph, config.policy, self.executors, times, limits, self.precisions, broken)
+
+    @property
+    def _allocation(self) -> Allocation | None:
+        return None if self.profile is None else self.profile.allocation
 
 
 def groundwork(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from threading import Lock
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from agent.runtime.machine.memories import HostMemory
-    from experts.packed.weights import SegmentStore
+    from agent.runtime.machine.memories import HostMemory, HostRegion
+    from experts.packed.weights import AlignedBuffer, SegmentStore
 
 
 class PacedLink:
@@ -59,3 +60,27 @@ class Drive:
     segments: SegmentStore
     staging: HostMemory
     link: PacedLink
+
+
+class StagingBuffers:
+    """Host buffers of one size, allocated as they are needed and kept for the next load."""
+
+    def __init__(self, memory: HostMemory, size_bytes: int) -> None:
+        self._memory = memory
+        self._size_bytes = size_bytes
+        self._free: SimpleQueue[HostRegion] = SimpleQueue()
+
+    @contextmanager
+    def borrowed(self) -> Iterator[AlignedBuffer]:
+        try:
+            region = self._free.get_nowait()
+        except Empty:
+            region = self._memory.allocate(self._size_bytes)
+        try:
+            yield region.buffer
+        finally:
+            self._free.put(region)
+
+    def close(self) -> None:
+        while not self._free.empty():
+            self._free.get().close()

@@ -7,14 +7,13 @@ files are. Between two batches no thread fills a place, so a region may be moved
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
 from threading import Event as Flag
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
+from agent.runtime.weights.drive import StagingBuffers
 from agent.runtime.weights.moe_usage import read_usage, write_usage
 from experts.errors import BackendUnavailable, LoadError
 from experts.llm.names import EXPERTS, layer_of
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from agent.runtime.expert_copy import ExpertCopy
-    from agent.runtime.machine.memories import HostRegion, Memory, Region
+    from agent.runtime.machine.memories import Memory, Region
     from agent.runtime.weights.drive import Drive
     from experts.backends.base import Skeleton
     from experts.llm.config import ArchSpec
@@ -107,10 +106,7 @@ class OffloadedCopy:
         self._memory = memory
         self._loads = loads
         self._form = form_of(copy)
-        self._staging: SimpleQueue[HostRegion] = SimpleQueue()
-        if region().buffer is None:
-            for _ in range(LOADS_AT_ONCE):
-                self._staging.put(loads.drive.staging.allocate(slot_bytes(self._form.size_bytes)))
+        self._staging = StagingBuffers(loads.drive.staging, slot_bytes(self._form.size_bytes))
         self._shown: dict[str, OffloadedMoe] = {}
         residency = MoeResidency(copy.moe_places, max(layers_of(copy)) + 1, usage, loads_at_once=LOADS_AT_ONCE)
         self._cache = MoeCache(residency, self._fill, name=f"moe-{copy.name}", loads_at_once=LOADS_AT_ONCE)
@@ -137,9 +133,7 @@ class OffloadedCopy:
     def close(self) -> None:
         """Stop the threads that fill its places. Idempotent."""
         self._cache.close()
-        with suppress(Empty):
-            while True:
-                self._staging.get_nowait().close()
+        self._staging.close()
         self._loads.remember(self._copy, self._cache.usage())
 
     def _fill(self, moe_expert: MoeExpert, place: int) -> None:
@@ -148,12 +142,9 @@ class OffloadedCopy:
         if region.buffer is not None:
             self._loads.read(self._copy, moe_expert, region.buffer.view[start : start + size_bytes])
             return
-        staging = self._staging.get()
-        try:
-            self._loads.read(self._copy, moe_expert, staging.buffer.view[:size_bytes])
-            self._memory.fill(region, start, staging.buffer.tensor[:size_bytes])
-        finally:
-            self._staging.put(staging)
+        with self._staging.borrowed() as buffer:
+            self._loads.read(self._copy, moe_expert, buffer.view[:size_bytes])
+            self._memory.fill(region, start, buffer.tensor[:size_bytes])
 
 
 def form_of(copy: ExpertCopy) -> BlockForm:

@@ -12,9 +12,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from threading import Event as Flag
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -23,12 +22,13 @@ from agent.core.events import Loaded, LoadFailed
 from agent.core.performance import SSD
 from agent.runtime.machine.device_loss import NO_ACCELERATOR, Breakdown, DeviceWatch, is_out_of_memory
 from agent.runtime.machine.threads import end_team, give_way, use_threads
+from agent.runtime.weights.drive import StagingBuffers
 from experts import errors
 from experts.daemon_threads import DaemonThreads
 from experts.packed.source_check import drop_if_stale
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from agent.core.effects import Evict, StartLoad
     from agent.runtime.expert_copy import ExpertCopy
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from agent.runtime.weights.drive import Drive
     from agent.runtime.weights.slots import Slot, SlotStore
     from experts.packed.direct_reads import FilePart
-    from experts.packed.weights import AlignedBuffer, Segment
+    from experts.packed.weights import Segment
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Transfers:
         self._checked: set[str] = set()
         self._segments = drive.segments
         self._copies = dict(copies)  # changed by ``know``
-        self._staging = _StagingBuffers(drive.staging)
+        self._staging = StagingBuffers(drive.staging, STAGING_BYTES)
         self._post = post
         self._watch = watch
         self._link = drive.link
@@ -300,27 +300,3 @@ class Transfers:
 def load_threads(count: int, operator_threads: int) -> DaemonThreads:
     """Threads of loads. ``operator_threads``: of an executor; some runtimes fix the number when a model is built."""
     return DaemonThreads(count, "transfer", lambda: use_threads(operator_threads))
-
-
-class _StagingBuffers:
-    """Small host buffers, one for each load that is being staged; kept for the next."""
-
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-        self._free: SimpleQueue[Region] = SimpleQueue()
-
-    @contextmanager
-    def borrowed(self) -> Iterator[AlignedBuffer]:
-        try:
-            region = self._free.get_nowait()
-        except Empty:
-            region = self._memory.allocate(STAGING_BYTES)
-        try:
-            assert region.buffer is not None, "staging buffers are host memory"
-            yield region.buffer
-        finally:
-            self._free.put(region)
-
-    def close(self) -> None:
-        while not self._free.empty():
-            self._free.get().close()

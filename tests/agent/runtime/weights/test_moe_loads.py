@@ -25,7 +25,7 @@ from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
 from tests.experts.llm.conftest import ModelFiles
 
-FAMILIES = ("mixtral", "qwen3_moe", "pr_moe")
+FAMILIES = {"mixtral": {}, "qwen3_moe": {"num_experts": 6, "decoder_sparse_step": None}, "pr_moe": {}}
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [5, 3], list(range(60, 30, -1)))
 ROOMY = 64 * 1024 * 1024
 PATIENCE_S = 30.0
@@ -54,7 +54,7 @@ def packed(tmp_path_factory):
 
 def write_model(folder, family, seed):
     files = ModelFiles(folder)
-    values = files.config(family)
+    values = files.config(family, **FAMILIES[family])
     directory = files.write(values, files.tensors(values, seed=seed)).rename(folder / f"{family}-{seed}")
     return Expert(f"llm/{family}-{seed}", "llm", directory, (), None)
 
