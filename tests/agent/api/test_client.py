@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from agent.api.calls.desk import BoardView, VerdictView
+from agent.api.calls.desk import BoardView, ReloadView, VerdictView
 from agent.api.client import EVERYTHING, Access, AgentClient
 from experts.errors import AgentUnreachable, OrderRefused, Refusing
 from experts.expert import Verdict
@@ -27,11 +27,6 @@ def test_images_are_judged_in_their_order_and_nothing_is_stored(client, desk):
     verdicts = [part.verdict for part in client.inspect(images, "resistor")]
     assert verdicts == [Verdict.NG if number % 3 else Verdict.OK for number in range(100)]
     assert desk.results == []
-
-
-def test_with_a_board_they_are_stored(client, desk):
-    (part,) = client.inspect([b"x"], "resistor", board="B1", ref="R1")
-    assert (part.seq, desk.results) == (1, [part])
 
 
 def test_an_image_that_there_is_no_room_for_is_sent_again(client, desk):
@@ -56,8 +51,13 @@ def test_the_rest_is_what_the_desk_says(client, desk):
     with pytest.raises(OrderRefused):
         client.boards("B9")
     assert client.trigger("top", "B1") == "top/B1"
+    with pytest.raises(OrderRefused, match="the camera is offline") as refused:
+        client.trigger("top")
+    assert refused.value.reason is Refusing.NOT_NOW
     assert client.explain("cls/resistor") == tuple(desk.explain("cls/resistor"))
     assert client.reload() == desk.reload()
+    desk.reload_view = ReloadView(is_applied=False, problems=("line.yaml:3:1: no",))
+    assert client.reload() == desk.reload_view
 
 
 def test_who_watches_is_told_where_to_watch_on_from(client, desk):

@@ -34,10 +34,6 @@ def _folder(tmp_path, monkeypatch):
     Path("image.png").write_bytes(b"an NG one")
 
 
-def test_there_are_some():
-    assert (len(PLAIN), len(WATCHING), len(ENCRYPTED)) == (3, 2, 1)
-
-
 def test_images_are_inspected_and_a_refusal_is_told(server, desk, capsys):
     for snippet in PLAIN:
         run(snippet, server)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import subprocess
 import sys
 import threading
-import time
 import tracemalloc
 from collections import Counter
 from contextlib import contextmanager
@@ -21,11 +19,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agent.api.calls.desk import ImageOrder
 from agent.api.proto import inference_pb2 as oip
 from agent.api.proto import inference_pb2_grpc, inspection_pb2_grpc
 from agent.api.proto import inspection_pb2 as pb
 from tests.lines import order as order_of
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 60.0
@@ -63,20 +61,14 @@ def test_a_large_image_is_taken_and_one_that_is_too_large_is_told_from_a_full_qu
     )  # fmt: skip
 
 
-def test_what_grpc_itself_refuses_carries_no_reason_of_ours(agent):
+def test_what_grpc_itself_refuses_carries_no_reason_of_ours_and_is_no_mistake_of_the_program(agent, caplog):
     """AC16: a message far above the limit is never received, so that it is told by gRPC alone, and without a hint."""
     request = pb.InspectRequest(file=bytes(18 * MEBIBYTE), component="resistor")
     large = refused(agent.Inspect, request, timeout=DEADLINE_S)
     assert large.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "larger than max" in large.details()
     assert not {"coserve-reason", "grpc-retry-pushback-ms"} & metadata(large).keys()
-
-
-def wait_until(holds):
-    deadline = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert "api_failed" not in caplog.text
 
 
 def outcome(call):
@@ -89,43 +81,13 @@ def test_a_thousand_calls_at_once_each_end_and_no_more_are_under_way_than_may_be
     desk.most, desk.holds = 50, True
     request = pb.InspectRequest(file=bytes(100_000), component="resistor")
     calls = [agent.Inspect.future(request, timeout=DEADLINE_S) for _ in range(1000)]
-    wait_until(lambda: sum(not call.done() for call in calls) == 50)  # although nothing is judged meanwhile
+    until(lambda: sum(not call.done() for call in calls) == 50)  # although nothing is judged meanwhile
     desk.release()
     assert Counter(map(outcome, calls)) == {"judged": 50, "QUEUE_FULL": 950}
     hints = {metadata(call.exception()).get("grpc-retry-pushback-ms") for call in calls if call.exception()}
     assert hints == {"250"}
     assert desk.most_under_way == 50
     assert server.orders_under_way == 0
-
-
-def test_calls_beyond_the_limit_are_refused_before_they_are_received(serve, desk):
-    desk.holds = True
-    server = serve(limits={"requests": 3})
-    with grpc.insecure_channel(server.addresses[0]) as channel:
-        agent = inspection_pb2_grpc.InspectionStub(channel)
-        calls = [agent.Inspect.future(pb.InspectRequest(file=b"x", component="resistor")) for _ in range(3)]
-        desk.wait_for(lambda desk: len(desk.under_way) == 3)
-        full = refused(agent.Inspect, pb.InspectRequest(file=b"x", component="resistor"))
-        assert metadata(full)["coserve-reason"] == "QUEUE_FULL"
-        assert agent.Status(pb.StatusRequest(), timeout=DEADLINE_S).line == "test"
-        desk.release()
-        assert [outcome(call) for call in calls] == ["judged"] * 3
-        assert agent.Inspect(pb.InspectRequest(file=b"x", component="resistor"), timeout=DEADLINE_S).parts
-
-
-def test_large_messages_of_many_callers_are_received_one_after_the_other(serve, desk):
-    server = serve(limits={"memory": "4MiB", "message": "2MiB"})
-    with grpc.insecure_channel(server.addresses[0]) as channel:
-        agent = inspection_pb2_grpc.InspectionStub(channel)
-        request = pb.InspectRequest(file=bytes(2 * MEBIBYTE - 1000), component="resistor", is_question=True)
-        calls = [agent.Inspect.future(request, timeout=DEADLINE_S) for _ in range(40)]
-        assert Counter(map(outcome, calls)) == {"judged": 40}
-
-
-def test_an_image_that_never_fits_is_no_full_queue(agent, desk):
-    desk.largest_bytes = 10
-    large = refused(agent.Inspect, pb.InspectRequest(file=bytes(11), component="resistor"))
-    assert (large.code(), metadata(large)) == (grpc.StatusCode.INVALID_ARGUMENT, {"coserve-reason": "TOO_LARGE"})
 
 
 UNARY = [
@@ -183,63 +145,17 @@ def test_whatever_comes_over_a_stream_it_ends(channel, method, several):
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT  # noqa: PT017  # either is right
 
 
-def test_bytes_that_are_no_message_are_told_in_words_of_ours(channel):
-    error = refused(channel.unary_unary("/coserve.v1.Inspection/Inspect"), b"\xff\xff\xff")
-    assert (error.code(), error.details()) == (
-        grpc.StatusCode.INVALID_ARGUMENT, "the bytes are no message of this method's type",
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("sent", "says"),
+    [
+        ([b"\xff\xff\xff"], "the bytes are no message of this method's type"),
+        ([], "the call ended without a message"),
+    ],
+)
+def test_what_is_no_message_is_told_in_words_of_ours(channel, sent, says):
+    error = refused(channel.stream_unary("/coserve.v1.Inspection/Inspect"), iter(sent))
+    assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, says)
     assert metadata(error) == {"coserve-reason": "INVALID"}
-
-
-def test_a_call_without_a_message_is_refused(channel):
-    error = refused(channel.stream_unary("/coserve.v1.Inspection/Inspect"), iter([]))
-    assert (error.code(), error.details()) == (
-        grpc.StatusCode.INVALID_ARGUMENT, "the call ended without a message",
-    )  # fmt: skip
-
-
-def test_a_method_that_there_is_none_of_is_unimplemented(channel):
-    error = refused(channel.unary_unary("/coserve.v1.Inspection/Destroy"), b"")
-    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
-@pytest.fixture
-def no_collector():
-    """What is freed now is freed because nothing holds it."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-def orders_held():
-    return sum(type(each) is ImageOrder for each in gc.get_objects())
-
-
-def test_an_image_is_let_go_when_its_call_has_ended(agent, channel, desk, no_collector):
-    """Also one that was refused: a thousand of those at once are no memory that is missing afterwards."""
-    request = pb.InspectRequest(file=b"x", component="resistor", is_question=True)
-    asked = oip.ModelInferRequest(model_name="resistor", raw_input_contents=[b"\x01\0\0\0x" * 2])
-    asked.inputs.add(name="IMAGE", datatype="BYTES", shape=[2])
-    infer = inference_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
-    for most in (1000, 0):
-        desk.most = most
-        for call in (lambda: agent.Inspect(request), lambda: infer(asked)):
-            assert outcome_of(call) == ("judged" if most else "QUEUE_FULL")
-        list(agent.InspectStream(iter([pb.StreamOrder(id="a", order=request)]), timeout=DEADLINE_S))
-    assert len(desk.orders) == 4
-    wait_until(lambda: orders_held() == 4)
-    desk.orders.clear()
-    desk._threads.submit(int).result(DEADLINE_S)  # its thread has forgotten the last order
-    wait_until(lambda: not orders_held())
-
-
-def outcome_of(call):
-    try:
-        call()
-    except grpc.RpcError as error:
-        return metadata(error)["coserve-reason"]
-    return "judged"
 
 
 BUSY_PROCESS = """
@@ -296,11 +212,12 @@ def test_many_large_images_at_once_take_no_more_memory_than_a_few(tmp_path):
     request = pb.InspectRequest(file=bytes(8_000_000), component="resistor")
     with busy_process(tmp_path, most=2, holds=True) as busy:
         calls = [busy.agent.Inspect.future(request, timeout=DEADLINE_S) for _ in range(60)]
-        wait_until(lambda: sum(not call.done() for call in calls) == 2)
+        until(lambda: sum(not call.done() for call in calls) == 2)
         assert busy.grown_bytes() < 200 * MEBIBYTE
         assert Counter(map(outcome, calls)) == {"judged": 2, "QUEUE_FULL": 58}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stream", [False, True], ids=["calls", "a stream"])
 def test_an_image_that_waits_is_in_memory_once(tmp_path, is_stream):
     """AC18: 240 MB are under way; what is left of their messages would be as much again."""
@@ -311,25 +228,13 @@ def test_an_image_that_waits_is_in_memory_once(tmp_path, is_stream):
             answers = busy.agent.InspectStream(orders, timeout=DEADLINE_S)
         else:
             calls = [busy.agent.Inspect.future(request, timeout=DEADLINE_S) for _ in range(30)]
-        wait_until(lambda: busy.agent.Status(pb.StatusRequest(), timeout=DEADLINE_S).requests_in_flight == 30)
+        until(lambda: busy.agent.Status(pb.StatusRequest(), timeout=DEADLINE_S).requests_in_flight == 30)
         assert busy.grown_bytes() < 400_000_000
         ends = (next(answers) for _ in range(30)) if is_stream else (call.result(DEADLINE_S) for call in calls)
         assert len(list(ends)) == 30
 
 
-def test_a_stream_that_stays_open_holds_nothing_of_its_last_order(tmp_path):
-    """AC18: 320 MB come over 40 streams, one after the other, and all of them stay open, for which there is room."""
-    order = pb.StreamOrder(id="a", order=pb.InspectRequest(file=bytes(8_000_000), component="nobody"))
-    end = threading.Event()
-    with busy_process(tmp_path, limits={"memory": "512MiB", "message": "9MiB"}) as busy:
-        streams = []
-        for _ in range(40):
-            streams.append(busy.agent.InspectStream(chain([order], silent(end)), timeout=DEADLINE_S))
-            assert next(streams[-1]).refused.reason == "NOT_FOUND"
-        assert busy.grown_bytes() < 150 * MEBIBYTE
-        end.set()
-
-
+@pytest.mark.slow
 def test_streams_that_send_large_images_at_once_take_no_more_memory_than_they_may(tmp_path):
     """64 streams of 16 MiB are sent at once, a GiB; there is room for five messages, three of them of streams."""
     order = pb.StreamOrder(id="a", order=pb.InspectRequest(file=bytes(16 * MEBIBYTE - 1000), component="nobody"))
@@ -350,7 +255,7 @@ def test_streams_that_send_large_images_at_once_take_no_more_memory_than_they_ma
         callers = [threading.Thread(target=send) for _ in range(64)]
         for caller in callers:
             caller.start()
-        wait_until(lambda: len(told) == 64)
+        until(lambda: len(told) == 64)
         assert Counter(told) == {"NOT_FOUND": 3, "QUEUE_FULL": 61}
         request = pb.InspectRequest(file=bytes(16 * MEBIBYTE - 1000), component="resistor", is_question=True)
         assert busy.agent.Inspect(request, timeout=DEADLINE_S).parts  # streams take no call's room
@@ -368,8 +273,7 @@ def test_sixteen_stations_stream_images_of_a_few_megabytes_beside_other_calls_wi
     order = pb.StreamOrder(id="a", order=request)
     streams = [agent.InspectStream(chain([order], silent(end)), timeout=DEADLINE_S) for _ in range(16)]
     for stream in streams:
-        answers = [next(stream), next(stream)] if not request.is_question else [next(stream)]
-        assert answers[-1].judged.parts
+        assert next(stream).judged.parts
     assert agent.Inspect(request, timeout=DEADLINE_S).parts
     assert metadata(refused(next, agent.InspectStream(silent(end))))["coserve-reason"] == "QUEUE_FULL"
     end.set()
@@ -382,7 +286,7 @@ def test_watchers_take_no_stream_s_place_and_streams_none_of_theirs(agent, desk,
     watchers = [agent.WatchResults(pb.WatchResultsRequest(), timeout=DEADLINE_S) for _ in range(4)]
     desk.wait_for(lambda desk: desk.watchers == 4)
     streams = [agent.InspectStream(silent(end), timeout=DEADLINE_S) for _ in range(most["stream"])]
-    wait_until(lambda: server.calls == 4 + most["stream"])
+    until(lambda: server.calls == 4 + most["stream"])
     more = agent.WatchResults(pb.WatchResultsRequest()), agent.InspectStream(silent(end))
     full = [refused(next, each) for each in more]
     assert [metadata(each)["coserve-reason"] for each in full] == ["QUEUE_FULL"] * 2
@@ -403,8 +307,8 @@ def test_who_reads_nothing_of_a_stream_loses_its_place(channel, agent, desk, ser
     for _ in range(200):
         desk.commit(many)  # more than is held for a call on its way
     events = agent.WatchResults(pb.WatchResultsRequest(after_seq=0), timeout=DEADLINE_S)
-    wait_until(lambda: server.calls == 1)
-    wait_until(lambda: server.calls == 0)
+    until(lambda: server.calls == 1)
+    until(lambda: server.calls == 0)
     assert desk.watchers == 0
     with pytest.raises(grpc.RpcError, match="nothing was read"):
         list(events)
@@ -480,7 +384,7 @@ def test_the_excess_is_refused_while_nothing_else_goes_on(serve, desk):
         stuck = [agent.Inspect.future(request, timeout=DEADLINE_S) for _ in range(10)]
         inspect = channel.stream_unary("/coserve.v1.Inspection/Inspect")
         unsent = [inspect.future(silent(end), timeout=DEADLINE_S) for _ in range(10)]
-        wait_until(lambda: server.calls == 20)
+        until(lambda: server.calls == 20)
         for _ in range(20):
             full = refused(agent.Inspect, request, timeout=DEADLINE_S)
             assert metadata(full)["coserve-reason"] == "QUEUE_FULL"
@@ -502,7 +406,7 @@ def test_callers_that_never_send_keep_nobody_else_s_questions_waiting(agent, cha
     end = threading.Event()
     inspect = channel.stream_unary("/coserve.v1.Inspection/Inspect")
     calls = [inspect.future(silent(end), timeout=DEADLINE_S) for _ in range(20)]
-    wait_until(lambda: server.calls == 20)
+    until(lambda: server.calls == 20)
     assert agent.Status(pb.StatusRequest(), timeout=DEADLINE_S).line == "test"
     assert health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S).status
     waiting = agent.Inspect.future(pb.InspectRequest(file=b"x", component="resistor"), timeout=DEADLINE_S)
@@ -536,42 +440,9 @@ def test_no_more_is_received_than_a_busy_desk_has_counted(serve, desk):
     with grpc.insecure_channel(server.addresses[0]) as channel:
         agent = inspection_pb2_grpc.InspectionStub(channel)
         calls = [agent.Inspect.future(request, timeout=DEADLINE_S) for _ in range(30)]
-        wait_until(lambda: server.calls == 30 and server.orders_under_way == 4)
+        until(lambda: server.calls == 30 and server.orders_under_way == 4)
         assert agent.Status(pb.StatusRequest(), timeout=DEADLINE_S).line == "test"  # there is always room for it
         assert server.orders_under_way == 4
         may_go.set()
         assert Counter(map(outcome, calls)) == {"judged": 30}
         assert len(given) == 30
-
-
-def test_what_grpc_ends_by_itself_is_no_mistake_of_the_program(agent, channel, server, caplog):
-    large = pb.InspectRequest(file=bytes(18 * MEBIBYTE), component="resistor")
-    refused(agent.Inspect, large, timeout=DEADLINE_S)
-    end = threading.Event()
-    call = channel.stream_unary("/coserve.v1.Inspection/Inspect").future(silent(end), timeout=DEADLINE_S)
-    wait_until(lambda: server.calls == 1)
-    call.cancel()
-    wait_until(lambda: server.calls == 0)
-    end.set()
-    assert "api_failed" not in caplog.text
-
-
-def test_a_stream_is_not_read_from_before_its_last_order_is_counted(agent, desk, server):
-    may_go, given = threading.Event(), []
-
-    def order(order, listener):
-        given.append(order)
-        assert may_go.wait(DEADLINE_S)
-        return take(order, listener)
-
-    take, desk.order = desk.order, order
-    order_ = pb.InspectRequest(file=b"x", component="resistor", is_question=True)
-    answers = agent.InspectStream(
-        iter([pb.StreamOrder(id=str(number), order=order_) for number in range(10)]), timeout=DEADLINE_S
-    )
-    wait_until(lambda: given)
-    for _ in range(20):
-        agent.Status(pb.StatusRequest(), timeout=DEADLINE_S)
-    assert (len(given), server.orders_under_way) == (1, 1)
-    may_go.set()
-    assert {answer.id for answer in answers} == {str(number) for number in range(10)}

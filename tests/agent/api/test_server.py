@@ -37,11 +37,6 @@ def path_of(address):
     return Path(address.removeprefix("unix:"))
 
 
-def test_it_answers_at_each_address(server):
-    assert len(server.addresses) == 2
-    assert [status_at(address).line for address in server.addresses] == ["test", "test"]
-
-
 def test_a_unix_socket_is_its_owner_s_and_its_group_s(server):
     mode = path_of(server.addresses[0]).stat().st_mode
     assert stat.S_ISSOCK(mode)
@@ -58,14 +53,6 @@ def test_the_local_door_is_its_owner_s_alone(tmp_path, desk):
         server.stop(0.0)
 
 
-def test_a_second_instance_is_refused_and_the_first_keeps_its_socket(server, tmp_path, desk):
-    """AC20."""
-    second = ApiServer(section(tmp_path, grpc="unix:./a.sock"), desk)
-    with pytest.raises(AddressUnusable, match=r"a\.sock: another agent answers there - stop it"):
-        second.start()
-    assert status_at(server.addresses[0]).line == "test"
-
-
 def test_a_port_is_not_shared_and_who_is_refused_leaves_nothing_behind(server, tmp_path, desk):
     """AC20, over TCP."""
     taken = server.addresses[1]
@@ -77,13 +64,6 @@ def test_a_port_is_not_shared_and_who_is_refused_leaves_nothing_behind(server, t
     third = ApiServer(section(tmp_path, grpc="unix:./b.sock"), desk)
     third.start()
     assert third.stop(0.0)
-
-
-def test_the_socket_of_a_dead_process_is_replaced(tmp_path, serve):
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(tmp_path / "a.sock"))
-    assert (tmp_path / "a.sock").is_socket()
-    assert status_at(serve().addresses[0]).line == "test"
 
 
 SERVING_PROCESS = """
@@ -156,11 +136,6 @@ class TestHealth:
     def health(self, channel):
         return health_pb2_grpc.HealthStub(channel)
 
-    def test_each_service_serves(self, health):
-        for service in ("", *SERVICES):
-            answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=DEADLINE_S)
-            assert answer.status == SERVING
-
     def test_a_service_that_there_is_none_of_is_not_found(self, health):
         with pytest.raises(grpc.RpcError) as error:
             health.Check(health_pb2.HealthCheckRequest(service="x"))
@@ -179,14 +154,6 @@ class TestHealth:
         assert agent.Inspect(IMAGE, timeout=DEADLINE_S).parts
         for watcher in watchers:
             watcher.cancel()
-
-    def test_a_watcher_that_leaves_takes_nothing_from_the_others(self, health, server):
-        watchers = [health.Watch(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S) for _ in range(2)]
-        assert [next(watcher).status for watcher in watchers] == [SERVING, SERVING]
-        watchers[0].cancel()
-        assert server.stop(DEADLINE_S)
-        server.addresses = ()
-        assert next(watchers[1]).status == NOT_SERVING
 
 
 class Stopping:

@@ -13,16 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritonclient import grpc as triton
-from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
 from agent.api.proto import inference_pb2 as oip
 from agent.api.proto import inference_pb2_grpc
-from agent.api.services import tensors
 from agent.api.services.tensors import asked
 from experts.errors import OrderRefused, Refusing
 from tests.agent.api.fake_desk import MAP
-from tests.lines import order as order_of
 
 DEADLINE_S = 30.0
 
@@ -237,16 +234,6 @@ def test_what_is_not_served_says_so(local):
         assert refusal(error)[0] == "StatusCode.UNIMPLEMENTED"
 
 
-def test_a_deadline_withdraws_what_waits(local, desk, server):
-    """AC17, as tritonclient has it."""
-    desk.holds = True
-    while not desk.orders:
-        with pytest.raises(InferenceServerException):
-            local.infer("resistor", [texts("IMAGE", b"x")], client_timeout=0.05)
-    desk.wait_for(lambda desk: not desk.under_way)
-    assert len(desk.withdrawn) == len(desk.orders)
-
-
 def test_a_stream_answers_each_call_and_a_refusal_does_not_end_it(local, desk):
     heard = queue.SimpleQueue()
     local.start_stream(lambda result, error: heard.put((result, error)))
@@ -376,16 +363,3 @@ def test_whatever_the_tensors_are_they_are_read_or_refused(inputs, raw, outputs)
     with suppress(OrderRefused):
         found = asked(request, 1000)
         assert len(found.images) == len(found.boards) == len(found.refs) >= 1
-
-
-def test_an_answer_is_read_by_the_public_client_s_messages(desk):
-    parts = [desk._part(order, "resistor") for order in desk_orders()]
-    response = tensors.answer(parts, list(tensors.OUTPUTS), is_raw=True)
-    result = triton.InferResult(service_pb2.ModelInferResponse.FromString(response.SerializeToString()))
-    assert result.as_numpy("VERDICT").tolist() == [b"OK", b"NG"]
-    assert result.as_numpy("SCORE").dtype == np.float32
-
-
-def desk_orders():
-
-    return [order_of(b"x"), order_of(b"NG")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 
 import grpc
 import pytest
@@ -16,15 +15,9 @@ from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
 from tests.agent.api.fake_desk import MAP
 from tests.lines import order as order_of
+from tests.waiting import until
 
 DEADLINE_S = 30.0
-
-
-def wait_until(holds):
-    deadline = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def metadata(error):
@@ -41,11 +34,6 @@ def test_an_image_is_judged_by_its_route_and_stored(agent, desk):
     assert len(desk.results) == 1
 
 
-def test_a_question_is_answered_and_forgotten(agent, desk):
-    (part,) = agent.Inspect(pb.InspectRequest(file=b"x", expert="cls/capacitor", is_question=True)).parts
-    assert (part.verdict, part.HasField("seq"), desk.results) == (pb.VERDICT_OK, False, [])
-
-
 def test_what_was_measured_is_told_and_where_only_to_who_asks(agent, desk):
     def anomaly(**wanted):
         (part,) = agent.Inspect(pb.InspectRequest(file=b"strange", component="solder", **wanted)).parts
@@ -57,12 +45,6 @@ def test_what_was_measured_is_told_and_where_only_to_who_asks(agent, desk):
     assert (plain.expert, plain.score, plain.threshold, plain.HasField("map")) == ("look/solder", 3.5, 1.25, False)
     assert shown.map == MAP
     assert [order.wants_maps for order in desk.orders] == [False, True]
-
-
-def test_a_stream_of_orders_tells_where_it_is_anomalous_to_who_asks(agent):
-    order = pb.StreamOrder(id="1", order=pb.InspectRequest(file=b"strange", component="solder", wants_maps=True))
-    judged = [answer.judged for answer in agent.InspectStream(iter([order])) if answer.HasField("judged")]
-    assert judged[0].parts[0].anomalies[0].map == MAP
 
 
 def test_a_frame_is_judged_part_by_part(agent, desk):
@@ -118,7 +100,7 @@ def test_a_deadline_withdraws_what_waits_and_leaves_nothing_behind(agent, desk, 
     agent.Inspect(pb.InspectRequest(file=b"after", component="resistor", key="after"), timeout=DEADLINE_S)
     assert [part.subject.key for part in desk.results] == ["after"]
     assert len(desk.withdrawn) == len(desk.orders) - 1
-    wait_until(lambda: server.orders_under_way == server.calls == 0)
+    until(lambda: server.orders_under_way == server.calls == 0)
 
 
 def test_a_caller_that_goes_away_withdraws_what_waits(agent, channel, desk, server):
@@ -220,33 +202,6 @@ def test_a_broken_stream_withdraws_questions_and_keeps_what_it_said_is_accepted(
     orders.end()
 
 
-def test_boards_are_told_with_what_is_missing(agent):
-    agent.Inspect(pb.InspectRequest(file=b"x", component="resistor", board="B1"))
-    (board,) = agent.GetBoard(pb.GetBoardRequest(serial="B1")).boards
-    assert (board.is_open, dict(board.missing), board.ok, len(board.parts)) == (True, {"capacitor": 1}, 1, 1)
-    agent.Inspect(pb.InspectRequest(file=b"NG", component="capacitor", board="B1"))
-    (board,) = agent.GetBoard(pb.GetBoardRequest(serial="B1", board_type="main")).boards
-    assert (board.is_open, board.verdict, board.ng) == (False, pb.VERDICT_NG, 1)
-    with pytest.raises(grpc.RpcError) as error:
-        agent.GetBoard(pb.GetBoardRequest(serial="B2"))
-    assert error.value.code() is grpc.StatusCode.NOT_FOUND
-
-
-def test_the_rest_is_what_the_desk_says(agent, desk):
-    assert agent.Trigger(pb.TriggerRequest(camera="top", board="B1")).key == "top/B1"
-    with pytest.raises(grpc.RpcError) as error:
-        agent.Trigger(pb.TriggerRequest(camera="top"))
-    assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    status = agent.Status(pb.StatusRequest())
-    assert (status.line, status.switches, status.pools[0].name) == ("test", 7, "host")
-    assert list(agent.Explain(pb.ExplainRequest(subject="cls/resistor")).sentences) == [
-        "cls/resistor is in memory.", "It is asked often.",
-    ]  # fmt: skip
-    assert list(agent.Reload(pb.ReloadRequest()).added) == ["cls/new"]
-    desk.reload_view = ReloadView(is_applied=False, problems=("line.yaml:3:1: no",))
-    assert list(agent.Reload(pb.ReloadRequest()).problems) == ["line.yaml:3:1: no"]
-
-
 def test_what_takes_long_keeps_nobody_waiting(agent, desk):
     is_asked, may_end = threading.Event(), threading.Event()
 
@@ -330,14 +285,6 @@ class TestWatching:
         with pytest.raises(grpc.RpcError, match="results file f11e, and this one is 0ther"):
             next(events)
 
-    def test_without_a_number_only_those_to_come(self, agent, desk):
-        agent.Inspect(self.part(0))
-        events = agent.WatchResults(pb.WatchResultsRequest(), timeout=DEADLINE_S)
-        desk.wait_for(lambda desk: desk.watchers)
-        agent.Inspect(self.part(1))
-        assert next(events).result.seq == 2
-        events.cancel()
-
     @pytest.mark.parametrize("wants_maps", [False, True])
     def test_pictures_come_with_stored_results_where_they_are_wanted(self, agent, desk, wants_maps):
         count = 2 * PAGE_WITH_MAPS + 1
@@ -354,7 +301,7 @@ class TestWatching:
 
     def test_no_gap_while_results_are_committed(self, agent, desk):
         """Thousands of results, more than one page, committed by two threads before and while they are watched."""
-        proto = desk._part(desk_order(), "resistor")
+        proto = desk._part(order_of(b"x", component="resistor"), "resistor")
         wanted = 4000
 
         def commit():
@@ -371,11 +318,6 @@ class TestWatching:
         for writer in writers:
             writer.join()
         events.cancel()
-
-
-def desk_order():
-
-    return order_of(b"x", component="resistor")
 
 
 def test_verdicts_have_the_numbers_that_others_count_on():

@@ -94,21 +94,6 @@ def test_a_field_that_is_wrong_is_named(texts, desk, given, field):
     assert desk.text_orders == []
 
 
-def test_other_refusals_have_their_status(texts, desk):
-    with pytest.raises(grpc.RpcError) as refused:
-        generated(texts, model="llm/nobody")
-    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
-    desk.most = 0
-    with pytest.raises(grpc.RpcError) as refused:
-        generated(texts)
-    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert dict(refused.value.trailing_metadata())["grpc-retry-pushback-ms"] == "250"
-    desk.is_stopping = True
-    with pytest.raises(grpc.RpcError) as refused:
-        generated(texts)
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-
-
 def test_a_text_that_fails_ends_with_its_reason_behind_what_was_written(texts, desk):
     desk.holds = True
     replies = texts.Generate(pb.GenerateRequest(model="llm/code", prompt="x"), timeout=DEADLINE_S)
@@ -140,20 +125,6 @@ def test_who_goes_away_has_the_text_cancelled(server, desk, way):
                 next(replies)
     desk.wait_for(lambda desk: not desk.texts)
     assert len(desk.cancelled_texts) == len(desk.text_orders)
-
-
-def test_who_does_not_read_has_the_text_cancelled(server, desk, monkeypatch):
-    monkeypatch.setattr(server._door, "stall_s", 0.2)
-    desk.holds = True
-    with grpc.insecure_channel(server.addresses[0]) as channel:
-        stub = inspection_pb2_grpc.TextsStub(channel)
-        replies = stub.Generate(pb.GenerateRequest(model="llm/code", prompt="x"), timeout=DEADLINE_S)
-        desk.wait_for(lambda desk: desk.texts)
-        for _ in range(200):
-            desk.texts[0].write("x" * 100_000)  # more than is held for a call on its way
-        desk.wait_for(lambda desk: desk.cancelled_texts)
-        with pytest.raises(grpc.RpcError, match="nothing was read"):
-            list(replies)
 
 
 def test_a_text_that_never_begins_ends_by_its_deadline(texts, desk):
@@ -195,12 +166,3 @@ def test_the_client_has_the_desks_nouns(client, desk):
     assert desk.text_orders[1] == TextOrder("llm/code", (3, 1, 4))
     with pytest.raises(OrderRefused, match="no model 'llm/nobody'"):
         list(client.generate(TextOrder("llm/nobody", "x")))
-
-
-def test_a_client_that_stops_asking_has_the_text_cancelled(client, desk):
-    desk.holds = True
-    told = client.generate(TextOrder("llm/code", "x"))
-    desk._threads.submit(lambda: desk.wait_for(lambda desk: desk.texts) or desk.texts[0].write("one"))
-    assert next(told).text == "one"
-    told.close()
-    desk.wait_for(lambda desk: desk.cancelled_texts)
