@@ -21,7 +21,8 @@ where stored verdicts are the truth, and takes the ages so far from the stored t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -139,41 +140,26 @@ class _Board:
 
     @property
     def missing(self) -> dict[str, int]:
-        came = dict.fromkeys(self.manifest.components, 0)
-        for component, _ in self.images:
-            if component in came:
-                came[component] += 1
-        wanted = self.manifest.components
-        return {
-            component: wanted[component] - came[component]
-            for component in wanted
-            if came[component] < wanted[component]
-        }
+        came = Counter(component for component, _ in self.images)
+        wanted = self.manifest.components.items()
+        return {component: images - came[component] for component, images in wanted if came[component] < images}
 
     @property
     def counts(self) -> dict[Verdict, int]:
-        verdicts = list(self.images.values())
-        return {verdict: verdicts.count(verdict) for verdict in Verdict}
+        counted = Counter(self.images.values())
+        return {verdict: counted[verdict] for verdict in Verdict}
 
     @property
-    def verdict(self) -> Verdict:
-        worst = max(self.images.values(), key=SEVERITY.__getitem__)
-        return Verdict.UNKNOWN if worst is Verdict.OK and self.missing else worst
+    def worst(self) -> Verdict:
+        return max(self.images.values(), key=SEVERITY.__getitem__)
 
     def holds(self, at: datetime) -> bool:
         """Whether a closed run is the one of an image of this time, in time or late, by the wall clock."""
         return self.opened_at <= at <= self.closed_at + self.manifest.timeout
 
-    def close(self, at: datetime, now_s: float) -> BoardVerdict:
-        """As it is now. It never closes before it opened, not even by a clock that was set back meanwhile."""
-        return self._close(self.verdict, self.missing, at, now_s)
-
-    def close_late(self, missing: Mapping[str, int], at: datetime, now_s: float) -> BoardVerdict:
-        """Its deadline passed before its last image came: what was missing then stays missing."""
-        worst = max(self.images.values(), key=SEVERITY.__getitem__)
-        return self._close(Verdict.UNKNOWN if worst is Verdict.OK else worst, missing, at, now_s)
-
-    def _close(self, verdict: Verdict, missing: Mapping[str, int], at: datetime, now_s: float) -> BoardVerdict:
+    def close(self, missing: Mapping[str, int], at: datetime, now_s: float) -> BoardVerdict:
+        """Close, never before it opened, even if the clock was set back. ``missing``: at its deadline, or now."""
+        verdict = Verdict.UNKNOWN if self.worst is Verdict.OK and missing else self.worst
         closed_at = max(at, self.opened_at)
         self.closed = BoardVerdict(
             self.serial, self.board_type, verdict, self.opened_at, closed_at, missing, self.counts
@@ -184,22 +170,9 @@ class _Board:
     def take(self, inspection: Inspection) -> BoardVerdict | None:
         """Count an image of a closed run: the verdict made worse by it; None if it stays."""
         self.see(inspection)
-        before = self.closed
-        if before is None:
+        if self.closed is None or SEVERITY[self.worst] <= SEVERITY[self.closed.verdict]:
             return None
-        worst = max(self.images.values(), key=SEVERITY.__getitem__)
-        if SEVERITY[worst] <= SEVERITY[before.verdict]:
-            return None
-        self.closed = BoardVerdict(
-            self.serial,
-            self.board_type,
-            worst,
-            self.opened_at,
-            before.closed_at,
-            before.missing,
-            self.counts,
-            is_revision=True,
-        )
+        self.closed = replace(self.closed, verdict=self.worst, counts=self.counts, is_revision=True)
         return self.closed
 
 
@@ -231,14 +204,16 @@ class BoardLedger:
         if board.closed is None and now_s > board.deadline_s:
             missing_before = board.missing
             board.see(inspection)
-            return board.close_late(missing_before, inspection.at, now_s)
+            return board.close(missing_before, inspection.at, now_s)
         return _count(board, inspection, now_s)
 
     def expire(self, now_s: float, now: datetime) -> tuple[BoardVerdict, ...]:
         """Close every board whose time is over, oldest first, and forget boards that closed long ago."""
         self._boards = {key: board for key, board in self._boards.items() if now_s < board.forgotten_s}
         due = [board for board in self._boards.values() if board.closed is None and now_s > board.deadline_s]
-        return tuple(board.close(now, now_s) for board in sorted(due, key=lambda board: board.deadline_s))
+        return tuple(
+            board.close(board.missing, now, now_s) for board in sorted(due, key=lambda board: board.deadline_s)
+        )
 
     @property
     def longest_timeout(self) -> timedelta:
@@ -321,7 +296,7 @@ def _count(board: _Board, inspection: Inspection, now_s: float) -> BoardVerdict 
     if board.closed is not None:
         return board.take(inspection)
     board.see(inspection)
-    return None if board.missing else board.close(inspection.at, now_s)
+    return None if board.missing else board.close({}, inspection.at, now_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from experts.errors import AlreadyRunning, StateOfAnother, StateUnusable
 from experts.filesystem import make_folder, take_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -160,7 +160,7 @@ def open_for_reading(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> sqli
     return connection
 
 
-def read_rows(path: Path, sql: str, given: Sequence[object] = ()) -> list[sqlite3.Row]:
+def read_rows(path: Path, sql: str, given: Sequence[object] | Mapping[str, object] = ()) -> list[sqlite3.Row]:
     """Rows of one short query beside the writer. Raises FileNotFoundError, sqlite3.Error."""
     with closing(open_for_reading(path)) as connection:
         return connection.execute(sql, given).fetchall()

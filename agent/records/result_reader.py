@@ -10,10 +10,10 @@ import json
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agent.records.boards import BoardVerdict, Inspection
-from agent.records.database import IMAGE_SHA256, open_for_reading, utc_text
+from agent.records.database import IMAGE_SHA256, open_for_reading, read_rows, utc_text
 from agent.records.results import BoardRow, KeptMap, Result, ResultRow, StoredPage
 from agent.subject import Subject
 from experts.expert import Verdict
@@ -47,20 +47,12 @@ class ResultReader:
     def first_judged(self, subject: Subject, image_sha256: str, config_sha256: str) -> ResultRow | None:
         """The first OK or NG of these bytes for this part, from this source and under this line file."""
         source = f"{subject.key.partition('/')[0]}/"
+        place = subject.board, subject.board_type, subject.component or "", subject.ref
         rows = self._rows(
             f"SELECT * FROM results INDEXED BY results_content WHERE {IMAGE_SHA256} = ?"
             " AND board = ? AND board_type IS ? AND component = ? AND ref = ? AND config_sha256 = ?"
             " AND substr(key, 1, ?) = ? AND verdict != 'UNKNOWN' ORDER BY seq LIMIT 1",
-            (
-                image_sha256,
-                subject.board,
-                subject.board_type,
-                subject.component or "",
-                subject.ref,
-                config_sha256,
-                len(source),
-                source,
-            ),
+            (image_sha256, *place, config_sha256, len(source), source),
         )
         return _result_row(rows[0]) if rows else None
 
@@ -103,9 +95,7 @@ class ResultReader:
         return [_result_row(row) for row in self._rows(sql, values)]
 
     def maps(self, seq: int) -> tuple[KeptMap, ...]:
-        """Where a result's image is anomalous, in the order of its route; none in a file that knows no maps yet."""
-        if not self._rows("SELECT 1 FROM sqlite_master WHERE name = 'anomaly_maps'", ()):
-            return ()
+        """Where a result's image is anomalous, in the order of its route."""
         rows = self._rows("SELECT step, expert, png FROM anomaly_maps WHERE seq = ? ORDER BY step", (seq,))
         return tuple(KeptMap(**dict(row)) for row in rows)
 
@@ -156,31 +146,26 @@ class ResultReader:
         return 0 if first is None else first - 1
 
     def _rows(self, sql: str, values: Sequence[object]) -> list[sqlite3.Row]:
-        with closing(open_for_reading(self.path)) as connection:
-            return connection.execute(sql, values).fetchall()
+        return read_rows(self.path, sql, values)
 
 
 def _result_row(row: sqlite3.Row) -> ResultRow:
-    arrived_at, finished_at = (datetime.fromisoformat(row[name]) for name in ("arrived_at", "finished_at"))
-    columns: dict[str, Any] = dict(row)  # an earlier version's table may lack some
-    about: dict[str, Any] = {name: columns.get(name) for name in OF_SUBJECT}
     detail = json.loads(row["detail"])
     source, slash, _ = row["key"].partition("/")
     subject = Subject(
-        **about,
+        **{name: row[name] for name in OF_SUBJECT},
         source=source if slash else "",
-        arrived_at=arrived_at,
+        arrived_at=datetime.fromisoformat(row["arrived_at"]),
         component=row["component"] or None,
         box=tuple(detail["box"]) if "box" in detail else None,
     )
-    told: dict[str, Any] = {name: columns.get(name) for name in OF_RESULT}
     result = Result(
         subject=subject,
         verdict=Verdict(row["verdict"]),
-        finished_at=finished_at,
+        finished_at=datetime.fromisoformat(row["finished_at"]),
         experts=tuple(json.loads(row["experts"])),
         detail=detail,
-        **told,
+        **{name: row[name] for name in OF_RESULT},
     )
     return ResultRow(row["seq"], result)
 
@@ -192,15 +177,14 @@ def _inspection(row: sqlite3.Row) -> Inspection:
 
 
 def _board_row(row: sqlite3.Row) -> BoardRow:
-    values = dict(row)
     board = BoardVerdict(
-        serial=values["serial"],
-        board_type=values["board_type"],
-        verdict=Verdict(values["verdict"]),
-        opened_at=datetime.fromisoformat(values["opened_at"]),
-        closed_at=datetime.fromisoformat(values["closed_at"]),
-        missing=json.loads(values["missing"]),
-        counts={Verdict(verdict): count for verdict, count in json.loads(values["counts"]).items()},
-        is_revision=values["revisions"] > 0,
+        serial=row["serial"],
+        board_type=row["board_type"],
+        verdict=Verdict(row["verdict"]),
+        opened_at=datetime.fromisoformat(row["opened_at"]),
+        closed_at=datetime.fromisoformat(row["closed_at"]),
+        missing=json.loads(row["missing"]),
+        counts={Verdict(verdict): count for verdict, count in json.loads(row["counts"]).items()},
+        is_revision=row["revisions"] > 0,
     )
-    return BoardRow(values["seq"], values["revisions"], board, values.get("takt_s"))
+    return BoardRow(row["seq"], row["revisions"], board, row["takt_s"])

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from agent.records import journal
 from agent.records.database import BUSY_TIMEOUT_S, utc_text
 from agent.records.group_commit import GroupCommitter
-from agent.records.result_reader import ResultReader
+from agent.records.result_reader import OF_RESULT, OF_SUBJECT, ResultReader
 from agent.records.results import BoardRow, Recorded, Result, ResultRow, StoreStatistics
 
 if TYPE_CHECKING:
@@ -30,12 +30,9 @@ if TYPE_CHECKING:
     from agent.records.journal import Acceptance
     from agent.subject import Subject
 
-COLUMNS = (
-    "key line board board_type component ref image verdict label score reason experts detail arrived_at finished_at "
-    "seconds config_sha256 kept_as asked_sha256"
-)
+COLUMNS = (*OF_SUBJECT, *OF_RESULT, "component", "verdict", "experts", "detail", "arrived_at", "finished_at")
 INSERT_RESULT = f"""
-    INSERT INTO results ({COLUMNS.replace(" ", ", ")}) VALUES (:{COLUMNS.replace(" ", ", :")}) RETURNING seq
+    INSERT INTO results ({", ".join(COLUMNS)}) VALUES (:{", :".join(COLUMNS)}) RETURNING seq
 """
 INSERT_MAP = "INSERT INTO anomaly_maps (seq, step, expert, png) VALUES (?, ?, ?, ?)"
 KNOWN_RESULT = "SELECT seq FROM results WHERE key = :key"
@@ -161,15 +158,7 @@ class ResultStore(ResultReader):
         """A snapshot of the counters."""
         commits = self._committer.statistics()
         with self._lock:
-            return StoreStatistics(
-                commits.pending,
-                self._counts[True],
-                self._counts[False],
-                commits.failed_commits,
-                commits.alarm,
-                commits.log_alarm,
-                commits.damage_alarm,
-            )
+            return StoreStatistics(committed=self._counts[True], duplicates=self._counts[False], **asdict(commits))
 
     def close(self, timeout_s: float = 10.0) -> bool:
         return self._committer.close(timeout_s)
@@ -226,26 +215,16 @@ def _checked(values: Mapping[str, object]) -> Mapping[str, object]:
 
 def _result_values(result: Result) -> dict[str, object]:
     subject = result.subject
-    return {
-        "key": subject.key,
-        "line": result.line,
-        "board": subject.board,
-        "board_type": subject.board_type,
+    as_it_is = {name: getattr(subject, name) for name in OF_SUBJECT} | {
+        name: getattr(result, name) for name in OF_RESULT
+    }
+    return as_it_is | {
         "component": subject.component or "",
-        "ref": subject.ref,
-        "image": subject.image,
         "verdict": str(result.verdict),
-        "label": result.label,
-        "score": result.score,
-        "reason": result.reason,
         "experts": json.dumps(result.experts),
         "detail": json.dumps(dict(result.detail)),
         "arrived_at": utc_text(subject.arrived_at),
         "finished_at": utc_text(result.finished_at),
-        "seconds": result.seconds,
-        "config_sha256": result.config_sha256,
-        "kept_as": result.kept_as,
-        "asked_sha256": subject.asked_sha256,
     }
 
 

@@ -17,7 +17,7 @@ from agent.records.database import open_for_reading, utc_text
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from datetime import datetime
     from pathlib import Path
 
@@ -196,12 +196,8 @@ def compare(pair: Pair, rows: Sequence[Compared], dropped: int) -> Comparison:
         failed=len(failed),
         dropped=dropped,
         last_reason=failed[-1].reason if failed else None,
-        scores=Sides(fmean(row.score for row in both), fmean(_known(row.shadow_score for row in both)))
-        if both
-        else None,
-        seconds=Sides(median(row.seconds for row in both), median(_known(row.shadow_seconds for row in both)))
-        if both
-        else None,
+        scores=_sides(fmean, both, "score"),
+        seconds=_sides(median, both, "seconds"),
         ran_on=_ran((row.executor, row.processor) for row in both),
         shadow_ran_on=_ran((row.shadow_executor, row.shadow_processor) for row in both),
         differing=tuple(row for row in both if not row.agrees or row.flips_to_ng or row.flips_to_ok),
@@ -222,8 +218,7 @@ def read_comparison(path: Path, expert: str, shadow: str) -> Comparison | None:
 
 
 def _compared(row: sqlite3.Row) -> Compared:
-    """Of a file that no agent of this version has opened yet, too: it says less."""
-    values = {name: row[name] for name in Compared.__dataclass_fields__ if name in row.keys()}  # noqa: SIM118
+    values = {name: row[name] for name in Compared.__dataclass_fields__}
     for name in ("passes", "shadow_passes"):
         values[name] = None if values[name] is None else bool(values[name])
     return Compared(**values)
@@ -234,8 +229,11 @@ def _ran(executors: Iterable[tuple[int | None, str | None]]) -> tuple[Ran, ...]:
     return tuple(Ran(number, processor, images) for (number, processor), images in sorted(counts.items()))
 
 
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
+def _sides(figure: Callable[[list[float]], float], rows: Sequence[Compared], name: str) -> Sides | None:
+    """A figure of both sides' values of this name; None without rows."""
+    if not rows:
+        return None
+    return Sides(*(figure([getattr(row, side) for row in rows]) for side in (name, f"shadow_{name}")))
 
 
 def _values(row: SideBySide) -> dict[str, object]:

@@ -39,7 +39,14 @@ VERDICTS = {
     Verdict.OK: pb.VERDICT_OK,
     Verdict.NG: pb.VERDICT_NG,
 }
+# fields that a view and its message have in common
 OF_SOURCE = ("name", "kind", "state", "received", "waiting", "dropped", "alarm")
+OF_PART = ("seconds", "queue_s", "compute_s", "is_repeat")
+OF_STATUS = (
+    "line", "version", "uptime_s", "is_draining", "requests_in_flight", "boards_open", "switches", "loads", "evictions",
+    "bytes_read",
+)  # fmt: skip
+OF_RELOAD = ("problems", "added", "replaced", "removed", "needs_restart")
 VERDICT_OF = {number: verdict for verdict, number in VERDICTS.items()}
 
 
@@ -99,10 +106,7 @@ def part_message(part: VerdictView) -> pb.Part:
         boxes=[_box_message(box) for box in part.boxes],
         anomalies=[_anomaly_message(each) for each in part.anomalies],
         outputs=[pb.LabelScore(label=text(o.label), score=o.score, threshold=o.threshold) for o in part.outputs],
-        seconds=part.seconds,
-        queue_s=part.queue_s,
-        compute_s=part.compute_s,
-        is_repeat=part.is_repeat,
+        **{name: getattr(part, name) for name in OF_PART},
     )
     for name in ("expert", "board", "board_type", "ref"):
         if (words := getattr(subject, name)) is not None:
@@ -123,24 +127,15 @@ def part_of(message: pb.Part) -> VerdictView:
             message.key,
             _time(message.arrived_at),
             component=message.component or None,
-            expert=message.expert if message.HasField("expert") else None,
-            board=message.board if message.HasField("board") else None,
-            board_type=message.board_type if message.HasField("board_type") else None,
-            ref=message.ref if message.HasField("ref") else None,
+            **given(message, "expert", "board", "board_type", "ref"),
         ),
         verdict=VERDICT_OF.get(message.verdict, Verdict.UNKNOWN),
-        seq=message.seq if message.HasField("seq") else None,
-        label=message.label if message.HasField("label") else None,
-        score=message.score if message.HasField("score") else None,
-        reason=message.reason if message.HasField("reason") else None,
+        **given(message, "seq", "label", "score", "reason"),
         experts=tuple(message.experts),
         boxes=tuple(_box_of(box) for box in message.boxes),
         finished_at=_time(message.finished_at) if message.HasField("finished_at") else None,
-        seconds=message.seconds,
-        queue_s=message.queue_s,
-        compute_s=message.compute_s,
         anomalies=tuple(_anomaly_of(each) for each in message.anomalies),
-        is_repeat=message.is_repeat,
+        **{name: getattr(message, name) for name in OF_PART},
         outputs=tuple(LabelScore(each.label, each.score, each.threshold) for each in message.outputs),
     )
 
@@ -152,8 +147,7 @@ def _anomaly_message(anomaly: AnomalyView) -> pb.Anomaly:
 
 
 def _anomaly_of(message: pb.Anomaly) -> AnomalyView:
-    shown = message.map if message.HasField("map") else None
-    return AnomalyView(message.expert, message.score, message.threshold, shown)
+    return AnomalyView(message.expert, message.score, message.threshold, given(message, "map")["map"])
 
 
 def _box_message(box: BoundingBox) -> pb.BoundingBox:
@@ -200,19 +194,10 @@ def board_of(message: pb.Board) -> BoardView:
 
 def status_message(status: StatusView) -> pb.StatusReply:
     return pb.StatusReply(
-        line=status.line,
-        version=status.version,
-        uptime_s=status.uptime_s,
-        is_draining=status.is_draining,
-        requests_in_flight=status.requests_in_flight,
         ok=status.verdicts.get(Verdict.OK, 0),
         ng=status.verdicts.get(Verdict.NG, 0),
         unknown=status.verdicts.get(Verdict.UNKNOWN, 0),
-        boards_open=status.boards_open,
-        switches=status.switches,
-        loads=status.loads,
-        evictions=status.evictions,
-        bytes_read=status.bytes_read,
+        **{name: getattr(status, name) for name in OF_STATUS},
         queues=[pb.Queue(**_fields(queue)) for queue in status.queues],
         pools=[pb.Pool(**_fields(pool)) for pool in status.pools],
         sources=[pb.Source(**_fields(source, OF_SOURCE)) for source in status.sources],
@@ -225,20 +210,11 @@ def status_message(status: StatusView) -> pb.StatusReply:
 
 def status_of(message: pb.StatusReply) -> StatusView:
     return StatusView(
-        line=message.line,
-        version=message.version,
-        uptime_s=message.uptime_s,
-        is_draining=message.is_draining,
-        requests_in_flight=message.requests_in_flight,
+        **{name: getattr(message, name) for name in OF_STATUS},
         verdicts={Verdict.OK: message.ok, Verdict.NG: message.ng, Verdict.UNKNOWN: message.unknown},
-        boards_open=message.boards_open,
-        switches=message.switches,
-        loads=message.loads,
-        evictions=message.evictions,
-        bytes_read=message.bytes_read,
-        queues=tuple(_queue_of(queue) for queue in message.queues),
-        pools=tuple(_pool_of(each) for each in message.pools),
-        sources=tuple(_source_of(source) for source in message.sources),
+        queues=tuple(QueueView(**_values(queue, "running")) for queue in message.queues),
+        pools=tuple(PoolView(**_values(pool) | {"experts": tuple(pool.experts)}) for pool in message.pools),
+        sources=tuple(SourceStatus(**_values(source, "alarm")) for source in message.sources),
         standing=dict(message.standing),
         alarms=tuple(message.alarms),
         texts=TextsView(**{name: getattr(message.texts, name) for name in TextsView.__slots__}),
@@ -257,54 +233,22 @@ def _plain(value: Any) -> Any:  # noqa: ANN401  # a field of any of them
     return text(value) if isinstance(value, str) else value
 
 
-def _queue_of(message: pb.Queue) -> QueueView:
-    running = message.running if message.HasField("running") else None
-    return QueueView(message.executor, message.processor, message.requests, running, message.busy_s, message.waited_s)
+def _values(message: Any, *optional: str) -> dict[str, Any]:  # noqa: ANN401  # protobuf's messages have no common type
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields} | given(message, *optional)
 
 
-def _pool_of(message: pb.Pool) -> PoolView:
-    return PoolView(
-        message.name,
-        message.used_bytes,
-        message.capacity_bytes,
-        tuple(message.experts),
-        message.lease_bytes,
-        message.lease_capacity_bytes,
-    )
-
-
-def _source_of(message: pb.Source) -> SourceStatus:
-    return SourceStatus(
-        message.name,
-        message.kind,
-        message.state,
-        message.received,
-        message.waiting,
-        message.dropped,
-        message.alarm if message.HasField("alarm") else None,
-    )
+def given(message: Any, *names: str) -> dict[str, Any]:  # noqa: ANN401  # protobuf's messages have no common type
+    """Values of optional fields; None where a field is not set."""
+    return {name: getattr(message, name) if message.HasField(name) else None for name in names}
 
 
 def reload_message(reload: ReloadView) -> pb.ReloadReply:
-    return pb.ReloadReply(
-        is_applied=reload.is_applied,
-        problems=[text(each) for each in reload.problems],
-        added=[text(each) for each in reload.added],
-        replaced=[text(each) for each in reload.replaced],
-        removed=[text(each) for each in reload.removed],
-        needs_restart=[text(each) for each in reload.needs_restart],
-    )
+    lists = {name: [text(each) for each in getattr(reload, name)] for name in OF_RELOAD}
+    return pb.ReloadReply(is_applied=reload.is_applied, **lists)
 
 
 def reload_of(message: pb.ReloadReply) -> ReloadView:
-    return ReloadView(
-        message.is_applied,
-        tuple(message.problems),
-        tuple(message.added),
-        tuple(message.replaced),
-        tuple(message.removed),
-        tuple(message.needs_restart),
-    )
+    return ReloadView(message.is_applied, **{name: tuple(getattr(message, name)) for name in OF_RELOAD})
 
 
 def _set_time(field: Timestamp, time: datetime | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from agent.api.calls.desk import TextEnd, TextOrder, TextPiece, TokenView
-from agent.api.calls.messages import text
+from agent.api.calls.messages import given, text
 from agent.api.calls.orders import invalid, refusal_of
 from agent.api.proto import inspection_pb2 as pb
 from experts.errors import GenerationInvalid
@@ -19,23 +19,25 @@ if TYPE_CHECKING:
     from agent.api.calls.texts import Told
 
 ENDINGS = {Ending.STOP: pb.ENDING_STOP, Ending.LENGTH: pb.ENDING_LENGTH, Ending.DEADLINE: pb.ENDING_DEADLINE}
+OF_END = ("read_tokens", "written_tokens", "seconds", "queue_s")
+MAYBE_OF_END = ("expert", "first_token_s", "label", "score")
 ENDING_OF = {number: ending for ending, number in ENDINGS.items()}
 
 
 def text_order_of(request: pb.GenerateRequest) -> TextOrder:
     """Order of a request. Raises OrderRefused."""
-    given = [name for name in ("prompt", "prompt_tokens", "messages") if _is_given(request, name)]
-    if len(given) > 1:
-        raise invalid(given[1], f"{' and '.join(given)} are given - say once what is to be continued")
-    tokens = tuple(request.prompt_tokens.ids)
+    asked = [name for name in ("prompt", "prompt_tokens", "messages") if _is_given(request, name)]
+    if len(asked) > 1:
+        raise invalid(asked[1], f"{' and '.join(asked)} are given - say once what is to be continued")
+    tokens, optional = tuple(request.prompt_tokens.ids), given(request, "max_tokens", "deadline_s")
     return TextOrder(
         model=request.model,
-        prompt=tokens if "prompt_tokens" in given else None if "messages" in given else request.prompt,
+        prompt=tokens if "prompt_tokens" in asked else None if "messages" in asked else request.prompt,
         messages=tuple(_message_of(message) for message in request.messages),
-        most_tokens=request.max_tokens if request.HasField("max_tokens") else None,
+        most_tokens=optional["max_tokens"],
         sampling=_sampling_of(request.sampling),
         stop=tuple(request.stop),
-        deadline_s=request.deadline_s if request.HasField("deadline_s") else None,
+        deadline_s=optional["deadline_s"],
         given=frozenset(settled.name for settled, _ in request.sampling.ListFields()),
     )
 
@@ -68,17 +70,7 @@ def told_message(told: Told) -> pb.GenerateReply:
         return pb.GenerateReply(piece=pb.TextPiece(expert=text(told.expert), text=text(told.text), tokens=tokens))
     ending = pb.ENDING_UNKNOWN if told.ending is None else ENDINGS[told.ending]
     return pb.GenerateReply(
-        end=pb.TextEnd(
-            ending=ending,
-            expert=told.expert,
-            read_tokens=told.read_tokens,
-            written_tokens=told.written_tokens,
-            seconds=told.seconds,
-            queue_s=told.queue_s,
-            first_token_s=told.first_token_s,
-            label=told.label,
-            score=told.score,
-        )
+        end=pb.TextEnd(ending=ending, **{name: getattr(told, name) for name in (*OF_END, *MAYBE_OF_END)})
     )
 
 
@@ -87,17 +79,8 @@ def told_of(message: pb.GenerateReply) -> Told:
         piece = message.piece
         return TextPiece(piece.expert, piece.text, tuple(_token_of(token) for token in piece.tokens))
     end = message.end
-    return TextEnd(
-        ENDING_OF.get(end.ending),
-        end.expert if end.HasField("expert") else None,
-        end.read_tokens,
-        end.written_tokens,
-        end.seconds,
-        end.queue_s,
-        end.first_token_s if end.HasField("first_token_s") else None,
-        end.label if end.HasField("label") else None,
-        end.score if end.HasField("score") else None,
-    )
+    values = {name: getattr(end, name) for name in OF_END} | given(end, *MAYBE_OF_END)
+    return TextEnd(ENDING_OF.get(end.ending), **values)
 
 
 def _is_given(request: pb.GenerateRequest, name: str) -> bool:
@@ -110,9 +93,9 @@ def _message_of(message: pb.ChatMessage) -> dict[str, str]:
 
 
 def _sampling_of(settings: pb.SamplingSettings) -> Sampling:
-    given: dict[str, Any] = {field.name: value for field, value in settings.ListFields()}
+    settled: dict[str, Any] = {field.name: value for field, value in settings.ListFields()}
     try:
-        return Sampling(**given)
+        return Sampling(**settled)
     except GenerationInvalid as error:
         raise refusal_of(error) from error
 
