@@ -26,7 +26,6 @@ from experts.filesystem import make_folder, take_name
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
-    from types import TracebackType
 
 log = logging.getLogger(__name__)
 
@@ -247,36 +246,6 @@ def _readable(source: sqlite3.Connection, table: str, order: str) -> Iterator[sq
         yield from source.execute(f"SELECT * FROM {table} ORDER BY rowid {order}")
 
 
-class StateLock:
-    """One agent or profile run per state folder. The kernel drops the lock when the process ends, however it ends."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / LOCK_NAME
-        self._descriptor: int | None = None
-
-    def __enter__(self) -> StateLock:
-        """Take the lock without waiting. Raises AlreadyRunning, StateOfAnother, and OSError from the disk."""
-        refuse_root_beside_another(self.path.parent)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(descriptor)
-            raise AlreadyRunning(self.path) from error
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
-        self._descriptor = descriptor
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)  # the file stays: after a removal two agents could lock two files of one name
-            self._descriptor = None
-
-
 def refuse_root_beside_another(folder: Path) -> None:
     """Call before any write to a state folder. Raises StateOfAnother for root in another user's folder."""
     with suppress(FileNotFoundError):
@@ -309,14 +278,37 @@ def is_state_held(folder: Path) -> bool:
 
 @contextmanager
 def state_held(folder: Path) -> Iterator[None]:
-    """StateLock with errors for users: AlreadyRunning, StateOfAnother, StateUnusable for errors of the disk."""
-    with ExitStack() as ending:
-        try:
-            ending.enter_context(StateLock(folder))
-        except OSError as error:
-            reason = "is there, and is no folder" if isinstance(error, FileExistsError) else str(error.strerror)
-            raise StateUnusable(folder, reason) from error
+    """One agent or profile run per state folder. The kernel drops the lock when the process ends, however it ends.
+
+    Does not wait. Raises AlreadyRunning, StateOfAnother, and StateUnusable for errors of the disk.
+    """
+    try:
+        refuse_root_beside_another(folder)
+        descriptor = _lock(folder)
+    except OSError as error:
+        reason = "is there, and is no folder" if isinstance(error, FileExistsError) else str(error.strerror)
+        raise StateUnusable(folder, reason) from error
+    try:
         yield
+    finally:
+        os.close(descriptor)  # the file stays: after a removal two agents could lock two files of one name
+
+
+def _lock(folder: Path) -> int:
+    """Raises AlreadyRunning, OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK_NAME
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    with ExitStack() as failing:
+        failing.callback(os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise AlreadyRunning(path) from error
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        failing.pop_all()
+    return descriptor
 
 
 def utc_text(time_: datetime) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from agent.records.database import StateLock
+from agent.records.database import state_held
 from agent.records.result_writer import ResultStore
 from agent.records.results import Result
 from agent.runtime.requests import Ended, Requests
@@ -134,7 +134,7 @@ def measure_journal(
             machines.append(machine(stage.agent))
             return stage.play(trace, images).seconds
 
-    with StateLock(config.state):
+    with state_held(config.state):
         plan = Plan(options.repeats, warming_up=1, told=lambda done, total: progress("journal", done, total))
         runs = by_turns({WITHOUT: lambda: seconds(False), WITH: lambda: seconds(True)}, plan)
     speeds = [

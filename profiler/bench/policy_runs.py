@@ -22,7 +22,7 @@ from agent.core.effects import StartBatch
 from agent.core.performance import SSD
 from agent.core.policy import PRESETS
 from agent.deployment.build import AgentOptions
-from agent.records.database import StateLock
+from agent.records.database import state_held
 from agent.runtime.loop import LoopOptions
 from agent.runtime.machine.box import torch_device
 from experts.errors import ConfigError
@@ -118,7 +118,7 @@ def run_line(
     if not trace or options.repeats < 1:
         raise ConfigError(f"{config.document.file}: nothing to measure - give a trace with arrivals, and repeats")
     with ExitStack() as ending:
-        ending.enter_context(StateLock(config.state))
+        ending.enter_context(state_held(config.state))
         experts = experts_of(trace, config.catalog)
         files = ending.enter_context(naive_files(config, experts)) if NAIVE in policies else {}
         asked = _Asked(tuple(trace), images_of(trace, config.catalog), experts, files)

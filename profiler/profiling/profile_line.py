@@ -25,7 +25,7 @@ from agent.deployment.memory_split import casual_allocation, pool_budgets
 from agent.device_profile.identity import identity_of, is_of_another_box, packed_sha256
 from agent.device_profile.records import SOURCE, LinkSpeed, StoredProfile, UsageOrigin
 from agent.device_profile.store import ProfileDraft, read_profile, replace_usage
-from agent.records.database import StateLock
+from agent.records.database import state_held
 from agent.runtime.expert_copy import by_kind
 from agent.runtime.machine.box import threads_per_executor
 from agent.runtime.measuring.loads import measure_links
@@ -112,7 +112,7 @@ def profile_line(config: LineConfig, options: ProfilingOptions, progress: Progre
     Another file in the profile's place is an error and stays, unless ``fresh``.
     """
     path = config.profile_file
-    with StateLock(config.state), closing(SegmentStore(config.packed_folder)) as segments:
+    with state_held(config.state), closing(SegmentStore(config.packed_folder)) as segments:
         box = detect_box(config)
         if not options.fresh:
             _refuse_to_replace(path, box)

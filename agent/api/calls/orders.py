@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from experts.daemon_threads import DaemonThreads
 from experts.errors import OrderRefused, Refusing
@@ -112,7 +112,7 @@ class _Placed:
         if not self._end.done() or self._end.cancelled():
             self._end.cancel()
             if not self._is_kept_anyway:
-                self._ticket.add_done_callback(_withdraw)
+                self._ticket.add_done_callback(withdraw)
         del self._ticket  # it may hold its listener, which holds it: let the image go now
 
 
@@ -130,8 +130,8 @@ def _ordered(desk: Desk, order: ImageOrder, listener: _Placed) -> CallerTicket |
         return refused.with_traceback(None)
 
 
-def _withdraw(ticket: Future[CallerTicket | OrderRefused]) -> None:
-    """Cancel an order that was taken, now or once it is."""
+def withdraw(ticket: Future[Any]) -> None:
+    """Cancel an order, or a text, that was taken, now or once it is."""
     if ticket.cancelled() or ticket.exception() is not None:
         return
     taken = ticket.result()

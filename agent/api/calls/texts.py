@@ -13,13 +13,13 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
 
 from agent.api.calls.desk import TextEnd
+from agent.api.calls.orders import withdraw
 from experts.daemon_threads import DaemonThreads
 from experts.errors import OrderRefused
 from experts.llm.serving.generation import Ending
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-    from concurrent.futures import Future
 
     from agent.api.calls.desk import Desk, TextListener, TextModelView, TextOrder, TextPiece, TextTicket
 
@@ -61,7 +61,7 @@ class TextCalls:
         finally:
             self.under_way -= 1
             if not listener.has_ended:
-                ticket.add_done_callback(_withdraw)
+                ticket.add_done_callback(withdraw)
 
     def stop(self) -> None:
         self._ordering.stop(timeout_s=1.0)
@@ -120,12 +120,3 @@ def _ordered(desk: Desk, order: TextOrder, listener: TextListener) -> TextTicket
         return desk.generate(order, listener)
     except OrderRefused as refused:
         return refused.with_traceback(None)
-
-
-def _withdraw(ticket: Future[TextTicket | OrderRefused]) -> None:
-    """Cancel a text that was taken, now or once it is."""
-    if ticket.cancelled() or ticket.exception() is not None:
-        return
-    taken = ticket.result()
-    if not isinstance(taken, OrderRefused):
-        taken.cancel()

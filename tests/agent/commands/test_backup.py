@@ -16,7 +16,7 @@ import pytest
 
 from agent.commands.backup import back_up, restore
 from agent.config import read_line
-from agent.records.database import StateLock
+from agent.records.database import state_held
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
 from experts.errors import AlreadyRunning, ConfigError
@@ -147,7 +147,7 @@ def test_a_line_is_restored_where_nothing_of_it_is_left(config: LineConfig, tmp_
 
 
 def test_a_backup_beside_a_running_agent_is_of_one_moment(config: LineConfig, tmp_path: Path) -> None:
-    with StateLock(config.state), closing(ResultStore(config.results_file)) as store:
+    with state_held(config.state), closing(ResultStore(config.results_file)) as store:
         store.record(result("c", Verdict.NG))
         while store.statistics().pending:
             time.sleep(0.001)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from agent.cli.app import app
 from agent.commands.doctor import examine
 from agent.config import read_line
-from agent.records.database import StateLock
+from agent.records.database import state_held
 from experts.backends.onednn import operators
 
 
@@ -99,7 +99,7 @@ def test_a_running_agent_is_not_disturbed(line, tmp_path):
     file = line(
         api={"grpc": "127.0.0.1:1"}, intake={"cameras": [{"name": "top", "url": "file:none.avi", "component": "c0"}]}
     )
-    with StateLock(tmp_path / "state"):
+    with state_held(tmp_path / "state"):
         checks = found(file)
     assert checks["agent"].found == "running on this line"
     assert "not tried" in checks["address 127.0.0.1:1"].found

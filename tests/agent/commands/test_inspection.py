@@ -15,7 +15,7 @@ from agent.commands.inspection import inspect_images, verify_line
 from agent.config import read_line
 from agent.core.engine import Engine
 from agent.core.events import Arrived
-from agent.records.database import StateLock
+from agent.records.database import state_held
 from experts.errors import AgentCrashed
 from experts.packed.snapshot import snapshot
 from experts.packed.weights import SegmentStore
@@ -94,7 +94,7 @@ def test_inspecting_beside_a_running_agent_leaves_its_weights_alone_and_judges_w
     assert [row["label"] for row in inspect_images(line, [image], "c0", quiet)] == ["ok"]
     served = packed_files(line)
     declare(image.parent, 0, 2_000_000, label="bad")
-    with StateLock(line.state):  # all that an inspection sees of an agent
+    with state_held(line.state):  # all that an inspection sees of an agent
         assert [row["label"] for row in inspect_images(line, [image], "c0", quiet)] == ["bad"]
     assert packed_files(line) == served
     assert list((line.state / "snapshots").iterdir()) == []

@@ -12,7 +12,6 @@ from sqlite_utils import Migrations
 
 from agent.records.database import (
     JOURNAL_LIMIT_BYTES,
-    StateLock,
     open_for_reading,
     open_for_writing,
     state_held,
@@ -90,14 +89,14 @@ def test_the_lock_names_its_process_and_who_comes_second_is_told_where_it_lies(t
     folder = tmp_path / "a" / "b"
     folder.mkdir(parents=True)
     (folder / "agent.lock").write_text("a longer text of an earlier process\n")
-    with StateLock(folder) as lock:
-        assert lock.path == folder / "agent.lock"
-        assert lock.path.read_text() == f"{os.getpid()}\n"
-        with pytest.raises(AlreadyRunning, match=str(lock.path)), StateLock(folder):
+    lock = folder / "agent.lock"
+    with state_held(folder):
+        assert lock.read_text() == f"{os.getpid()}\n"
+        with pytest.raises(AlreadyRunning, match=str(lock)), state_held(folder):
             pass
-        assert lock.path.read_text() == f"{os.getpid()}\n"
-    assert lock.path.exists()
-    with StateLock(folder), pytest.raises(AlreadyRunning), state_held(folder):
+        assert lock.read_text() == f"{os.getpid()}\n"
+    assert lock.exists()
+    with state_held(folder):
         pass
 
 
@@ -121,5 +120,5 @@ def test_root_writes_nothing_into_the_state_of_another_user(tmp_path: Path) -> N
         pass
     assert list(state.iterdir()) == []
     os.chown(state, 64999, 64999)
-    with pytest.raises(StateOfAnother, match="the user #64999"), StateLock(state):
+    with pytest.raises(StateOfAnother, match="the user #64999"), state_held(state):
         pass

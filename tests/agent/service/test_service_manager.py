@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from agent.config import ServiceManager, service_manager
-from agent.records.database import StateLock
+from agent.records.database import state_held
 from agent.service.service_manager import (
     EXTENDED_EVERY_S,
     Heartbeat,
@@ -297,7 +297,7 @@ class TestTheAgent:
 
     def test_beside_another_agent_it_waits_before_the_next_try_and_counts_no_start(self, line, listener, start):
         state = line.folder / "state"
-        with StateLock(state):
+        with state_held(state):
             process = start(line.write())
             said = listener.hear_until("STATUS")
             assert said["STATUS"].startswith("waiting 20 s: ")

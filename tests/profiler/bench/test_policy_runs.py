@@ -12,7 +12,7 @@ from agent.core.events import Arrived
 from agent.core.request import Outcome
 from agent.deployment.build import AS_SERVED, AgentOptions
 from agent.deployment.profile_in_use import usage_of
-from agent.records.database import StateLock
+from agent.records.database import state_held
 from agent.runtime.loop import LoopOptions
 from agent.runtime.machine.box import MemorySize
 from experts.errors import AgentCrashed, AlreadyRunning, ConfigError, ImageUnreadable
@@ -152,7 +152,7 @@ def test_options_that_make_no_measurement_are_refused(config, options, trace, to
 
 
 def test_nothing_is_measured_beside_a_running_agent(config):
-    with StateLock(config.state), pytest.raises(AlreadyRunning):
+    with state_held(config.state), pytest.raises(AlreadyRunning):
         run_line(config, BY_TURNS)
 
 

@@ -26,7 +26,7 @@ from agent.deployment.line_change import plan_change
 from agent.device_profile.identity import identity_of
 from agent.device_profile.records import SOURCE, BatchTimes, UsageOrigin
 from agent.device_profile.store import ProfileDraft, partial_of, read_profile
-from agent.records.database import StateLock
+from agent.records.database import state_held
 from agent.records.result_writer import ResultStore
 from agent.runtime.machine.detection import detect
 from coserve import app
@@ -283,7 +283,7 @@ class TestAWholeProfile:
                 "cls/f0 in fp32 has other packed weights than those that were profiled (and 1 more" in agent.alarms[0]
             )
             packed = written(line.config.packed_folder)
-            with StateLock(line.config.state):  # as a running agent holds it
+            with state_held(line.config.state):  # as a running agent holds it
                 for expert in ("cls/f0", "cls/f1"):
                     run("profile", line.file, "--expert", expert, check=0)
             assert written(line.config.packed_folder) == packed
@@ -764,7 +764,7 @@ class TestWhatLiesInTheProfilesPlace:
         assert {kind.samples.split(";")[0] for kind in profile.kinds} == {SYNTHETIC}
 
     def test_a_running_agent_keeps_the_profiler_away(self, line):
-        with StateLock(line.config.state):
+        with state_held(line.config.state):
             with pytest.raises(AlreadyRunning, match=r"is held by another agent or `coserve profile`: stop it first"):
                 line.profiled()
             told = run("profile", line.file, "--casual", check=1).stderr

@@ -9,9 +9,10 @@ import grpc
 import pytest
 
 from agent.api.calls.desk import ReloadView
+from agent.api.calls.refusals import STATUS
 from agent.api.calls.watching import PAGE_WITH_MAPS
 from agent.api.proto import inspection_pb2 as pb
-from experts.errors import OrderRefused, Refusing
+from experts.errors import OrderRefused
 from experts.expert import Verdict
 from tests.agent.api.fake_desk import MAP
 from tests.lines import order as order_of
@@ -53,17 +54,7 @@ def test_a_frame_is_judged_part_by_part(agent, desk):
     assert desk.orders[0].image.shape == (1, 1, 3)
 
 
-@pytest.mark.parametrize(
-    ("reason", "status"),
-    [
-        (Refusing.QUEUE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED),
-        (Refusing.TOO_LARGE, grpc.StatusCode.INVALID_ARGUMENT),
-        (Refusing.NOT_FOUND, grpc.StatusCode.NOT_FOUND),
-        (Refusing.INVALID, grpc.StatusCode.INVALID_ARGUMENT),
-        (Refusing.NOT_NOW, grpc.StatusCode.FAILED_PRECONDITION),
-        (Refusing.STOPPING, grpc.StatusCode.UNAVAILABLE),
-    ],
-)
+@pytest.mark.parametrize(("reason", "status"), STATUS.items())
 def test_each_refusal_has_its_status_and_its_reason(agent, desk, reason, status):
     def refuse(order, listener):
         raise OrderRefused(reason, "as it is", 0.25)

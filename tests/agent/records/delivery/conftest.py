@@ -15,6 +15,7 @@ import threading
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -54,12 +55,7 @@ def board(serial: str, verdict: Verdict = Verdict.OK, **changes: object) -> Boar
 @pytest.fixture
 def make():
     """Results and boards to be told of, and waiting for what comes about on other threads."""
-
-    class Make:
-        pass
-
-    Make.image, Make.board, Make.until, Make.port = (staticmethod(each) for each in (image, board, until, free_port))
-    return Make
+    return SimpleNamespace(image=image, board=board, until=until, port=free_port)
 
 
 @pytest.fixture
@@ -149,7 +145,7 @@ class Broker:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     @contextmanager
-    def subscribed(self, *, ca: Path | None = None, login: tuple[str, str] | None = None):
+    def subscribed(self, *, ca: Path | None = None):
         """Everything that is published, in a queue; from a subscriber that is there when this begins."""
         heard: queue.Queue[Heard] = queue.Queue()
         ready = threading.Event()
@@ -161,8 +157,6 @@ class Broker:
         )
         if ca is not None:
             client.tls_set(ca_certs=str(ca))
-        if login is not None:
-            client.username_pw_set(*login)
         client.connect("127.0.0.1", self.port)
         client.loop_start()
         try:
@@ -173,25 +167,12 @@ class Broker:
             client.loop_stop()
 
 
-def do_without_broker(environment):
-    """End the test: skipped, with the reason; failed where CI=true."""
-    reason = "mosquitto is not installed: make tools, or apt-get install mosquitto"
-    if environment.get("CI") == "true":
-        pytest.fail(reason)
-    pytest.skip(reason)
-
-
-@pytest.fixture
-def without_broker():
-    """What ends a test where there is no mosquitto."""
-    return do_without_broker
-
-
 @pytest.fixture
 def broker(tmp_path):
     """Makes brokers; all end with the test."""
     if MOSQUITTO is None:
-        do_without_broker(os.environ)
+        end = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+        end("mosquitto is not installed: make tools, or apt-get install mosquitto")
     made = []
 
     def make(*settings, port=None):

@@ -27,22 +27,18 @@ AT_ONCE = 5
 
 
 def image(number: int) -> bytes:
-    """The bytes of an image: none like another."""
     return b"%08d" % number * (IMAGE_BYTES // 8)
 
 
 def entry(number: int) -> Subject:
-    """A request."""
     return Subject(f"key-{number}", "api", f"{number}.png", NOON, "c", None, "B1", "main", "R1")
 
 
 def verdict(number: int) -> Verdict:
-    """Its verdict."""
     return VERDICTS[number % len(VERDICTS)]
 
 
 def say(text: str) -> None:
-    """At once."""
     os.write(1, f"{text}\n".encode())
 
 
@@ -76,8 +72,7 @@ class Line:
         done: queue.Queue[int] = queue.Queue()
         for number in numbers:
             kept_as = self._archive.keep(image(number), f"{number}.png", NOON)
-            subject = Subject(f"key-{number}", "api", f"{number}.png", NOON, component="c")
-            result = Result(subject, "demo", verdict(number), NOON, 0.1, "ab", kept_as=kept_as)
+            result = Result(entry(number), "demo", verdict(number), NOON, 0.1, "ab", kept_as=kept_as)
 
             def stored(_: object, result: Result = result) -> None:
                 say(f"verdict {result.subject.key} {result.verdict} {result.kept_as}")

@@ -28,8 +28,6 @@ from tests.agent.records.power_cut.line_process import image, verdict
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.agent.records.power_cut.disk import Survivors
-
 ROOT = Path(__file__).parents[4]
 REQUESTS = 300
 CUTS = 24  # of each kind; a tenth of a second each
@@ -55,7 +53,7 @@ class Recording:
         said = b"".join(entry.content for entry in self.entries[:moment] if entry.kind == "P")
         return [line.split() for line in said.decode().splitlines()]
 
-    def left(self, moment: int, survivors: Survivors, into: Path) -> Path:
+    def left(self, moment: int, survivors: Nothing, into: Path) -> Path:
         into.mkdir()
         Disk(self.folder, self.entries[:moment]).leave(survivors, into)
         return into / "line" / "state"
@@ -150,10 +148,9 @@ def test_what_was_told_is_there_after_a_power_cut_at_any_moment(recorded, tmp_pa
     assert len(recording.told(len(recording.entries))) > REQUESTS
 
 
-@pytest.mark.parametrize("synchronous", ["NORMAL", "OFF"])
-def test_a_line_that_syncs_less_is_found_out(recorded, tmp_path, synchronous):
+def test_a_line_that_syncs_less_is_found_out(recorded, tmp_path):
     """The check of AC22 can fail: where a commit is not synced, what was told last is lost."""
-    recording = recorded(40, synchronous)
+    recording = recorded(40, "NORMAL")
     moment = recording.just_told[-1]
     state = recording.left(moment, Nothing(), tmp_path / "cut")
     assert any("lost" in fault for fault in faults(state, recording.told(moment)))
