@@ -14,7 +14,6 @@ from agent.records.export import ResultExport
 from agent.records.result_writer import ResultStore
 from agent.records.retention.archive import ImageArchive, ImageKeeper
 from agent.records.retention.kept_images import Shelf
-from agent.records.retention.rules import KeepLimits
 from agent.records.retention.sweeper import Sweeper
 from agent.service.housekeeping import Housekeeper
 from agent.sources.folder.custody import SHELF_OF
@@ -48,7 +47,7 @@ class Upkeep:
             for folder in config.intake.folders
             for verdict, name in SHELF_OF.items()
         ]
-        self._sweeper = Sweeper(KeepLimits.of(config.records.keep), archive, shelves, self.store, is_needed=is_needed)
+        self._sweeper = Sweeper(config.records.keep, archive, shelves, self.store, is_needed=is_needed)
         section = config.records.export
         self._export = None if section is None else ResultExport(section, config.line, self.store, wall)
         duties = {"retention": self._sweeper.step}

@@ -49,24 +49,6 @@ class KeptImage:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepLimits:
-    """Limits of a line file; None: no limit."""
-
-    days: int | None = None
-    size_bytes: int | None = None
-    free_bytes: int | None = None
-    export_required: bool = False
-
-    @classmethod
-    def of(cls, section: KeepSection) -> KeepLimits:
-        return cls(section.days, section.size, section.free, section.export_required)
-
-    @property
-    def is_any(self) -> bool:
-        return (self.days, self.size_bytes, self.free_bytes) != (None, None, None)
-
-
-@dataclass(frozen=True, slots=True)
 class Situation:
     """``kept_bytes``: of all images; ``free_bytes``: by disk."""
 
@@ -89,22 +71,21 @@ class Steadiness:
     since_s: float
 
     def look(self, wall_s: float, now_s: float) -> bool:
-        """Compare both clocks; True once they have agreed for STEADY_S."""
         if abs(wall_s - now_s - self.offset_s) > STEADY_WITHIN_S:
             self.offset_s, self.since_s = wall_s - now_s, now_s
         return now_s - self.since_s >= STEADY_S
 
 
-def may_go(image: KeptImage, limits: KeepLimits, now_s: float) -> bool:
+def may_go(image: KeptImage, limits: KeepSection, now_s: float) -> bool:
     return image.changed_s <= now_s - YOUNG_S and (image.is_exported or not limits.export_required)
 
 
-def going_order(image: KeptImage, limits: KeepLimits, now_s: float) -> tuple[bool, int, float, str]:
+def going_order(image: KeptImage, limits: KeepSection, now_s: float) -> tuple[bool, int, float, str]:
     is_old = _is_too_old(image, limits, now_s)
     return not is_old, 0 if is_old else LAST_TO_GO[image.verdict], image.at_s, image.path
 
 
-def what_goes(images: Iterable[KeptImage], limits: KeepLimits, situation: Situation) -> Iterator[Going]:
+def what_goes(images: Iterable[KeptImage], limits: KeepSection, situation: Situation) -> Iterator[Going]:
     """Images to remove, in order, until the limits hold or no image may go."""
     kept_bytes, free_bytes, now_s = situation.kept_bytes, dict(situation.free_bytes), situation.now_s
     candidates = [image for image in images if may_go(image, limits, now_s)]
@@ -112,9 +93,9 @@ def what_goes(images: Iterable[KeptImage], limits: KeepLimits, situation: Situat
         free = free_bytes.get(image.device)
         if _is_too_old(image, limits, now_s):
             reason = Reason.AGE
-        elif limits.size_bytes is not None and kept_bytes > limits.size_bytes:
+        elif limits.size is not None and kept_bytes > limits.size:
             reason = Reason.SIZE
-        elif limits.free_bytes is not None and free is not None and free < limits.free_bytes:
+        elif limits.free is not None and free is not None and free < limits.free:
             reason = Reason.FREE
         else:
             continue
@@ -124,5 +105,5 @@ def what_goes(images: Iterable[KeptImage], limits: KeepLimits, situation: Situat
         yield Going(image, reason)
 
 
-def _is_too_old(image: KeptImage, limits: KeepLimits, now_s: float) -> bool:
+def _is_too_old(image: KeptImage, limits: KeepSection, now_s: float) -> bool:
     return limits.days is not None and image.at_s < now_s - limits.days * DAY_S

@@ -29,7 +29,6 @@ from agent.records.database import read_rows, utc_text
 from agent.records.export import last_exported
 from agent.records.retention.kept_images import FileSeen, archived, remove, shelved
 from agent.records.retention.rules import (
-    KeepLimits,
     KeptImage,
     Reason,
     Situation,
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
 
     from sqlite_utils import Database
 
+    from agent.line_file.records import KeepSection
     from agent.records.export import ExportedRange
     from agent.records.result_writer import ResultStore
     from agent.records.retention.archive import ImageArchive
@@ -93,7 +93,7 @@ class Sweeper:
 
     def __init__(
         self,
-        limits: KeepLimits,
+        limits: KeepSection,
         archive: ImageArchive,
         shelves: Sequence[Shelf],
         store: ResultStore,
@@ -138,10 +138,10 @@ class Sweeper:
     def _steps(self) -> Iterator[None]:
         self._stuck = {}
         yield from self._finish_removals()
-        if not self._limits.is_any:
+        if (self._limits.days, self._limits.size, self._limits.free) == (None, None, None):
             self._next_round_s = math.inf
             return
-        limits = self._limits if self._is_steady() else replace(self._limits, days=None)
+        limits = self._limits if self._is_steady() else self._limits.model_copy(update={"days": None})
         exported = last_exported(self._store.path) if limits.export_required else None
         found = _Found()
         yield from self._look(limits, exported, found)
@@ -156,7 +156,7 @@ class Sweeper:
         self._check_limits(limits, found, free_bytes, going, is_done=is_done)
         self._next_round_s = self._clock() + (ROUND_S if is_done else 0.0)
 
-    def _look(self, limits: KeepLimits, exported: ExportedRange | None, found: _Found) -> Iterator[None]:
+    def _look(self, limits: KeepSection, exported: ExportedRange | None, found: _Found) -> Iterator[None]:
         now_s = self._wall().timestamp()
         for image in self._all_images(exported):
             if image is None:
@@ -277,7 +277,7 @@ class Sweeper:
 
     # -- rows --
 
-    def _remove_rows(self, limits: KeepLimits, exported: ExportedRange | None, age: timedelta) -> Iterator[None]:
+    def _remove_rows(self, limits: KeepSection, exported: ExportedRange | None, age: timedelta) -> Iterator[None]:
         before = self._wall() - age
         last_seq = None
         if limits.export_required:
@@ -343,18 +343,24 @@ class Sweeper:
         return self._steadiness.look(self._wall().timestamp(), self._clock())
 
     def _check_limits(
-        self, limits: KeepLimits, found: _Found, free_bytes: Mapping[int, int], going: Sequence[Going], *, is_done: bool
+        self,
+        limits: KeepSection,
+        found: _Found,
+        free_bytes: Mapping[int, int],
+        going: Sequence[Going],
+        *,
+        is_done: bool,
     ) -> None:
         """Alarm, logged once, if a limit cannot hold because nothing more may go."""
         going = [one for one in going if one.image.path not in self._stuck]
         freed = sum(one.image.size_bytes for one in going)
         reason = None
-        if is_done and limits.size_bytes is not None and found.size_bytes - freed > limits.size_bytes:
-            reason = f"images take {found.size_bytes - freed} bytes, {limits.size_bytes} are wanted"
-        elif is_done and limits.free_bytes is not None:
+        if is_done and limits.size is not None and found.size_bytes - freed > limits.size:
+            reason = f"images take {found.size_bytes - freed} bytes, {limits.size} are wanted"
+        elif is_done and limits.free is not None:
             least = min((free + _freed(going, device) for device, free in free_bytes.items()), default=None)
-            if least is not None and least < limits.free_bytes:
-                reason = f"{least} bytes are free, {limits.free_bytes} are wanted"
+            if least is not None and least < limits.free:
+                reason = f"{least} bytes are free, {limits.free} are wanted"
         if reason is not None and self.alarm is None:
             why = f"{len(self._stuck)} files cannot be removed" if self._stuck else "too young, or not exported yet"
             log.error("retention_short reason=%s: nothing more may go (%s)", reason, why)
@@ -363,7 +369,7 @@ class Sweeper:
         self.alarm = reason
 
 
-def _keep_the_first(found: _Found, limits: KeepLimits, now_s: float) -> None:
+def _keep_the_first(found: _Found, limits: KeepSection, now_s: float) -> None:
     found.has_more = True
     found.candidates = nsmallest(CANDIDATES, found.candidates, key=lambda each: going_order(each, limits, now_s))
 

@@ -216,19 +216,12 @@ class FakeDesk:
         ticket.listener.judged(parts)
 
     def _known(self, order: ImageOrder) -> list[VerdictView]:
-        return [
-            part
-            for part in self.results
-            if order.is_kept and order.subject.key and part.subject.key == order.subject.key
-        ]
+        key = order.subject.key if order.is_kept else ""
+        return [part for part in self.results if key and part.subject.key == key]
 
     def _parts(self, order: ImageOrder) -> list[VerdictView]:
-        names = (
-            [order.subject.component or order.subject.expert]
-            if order.subject.component or order.subject.expert
-            else list(ROUTES)
-        )
-        return [self._stored(self._part(order, name), order.is_kept) for name in names]
+        asked = order.subject.component or order.subject.expert
+        return [self._stored(self._part(order, name), order.is_kept) for name in ([asked] if asked else ROUTES)]
 
     def _part(self, order: ImageOrder, component: str) -> VerdictView:
         image = order.image if isinstance(order.image, bytes) else bytes(order.image)

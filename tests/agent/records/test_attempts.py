@@ -24,15 +24,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "state" / "attempts.log"
 
 
-def test_what_was_begun_and_not_ended_counts_at_the_next_opening(path: Path) -> None:
-    first = AttemptLog(path)
-    first.begun(["a", "b"])
-    first.ended(["a", "b"])
-    first.begun(["c"])
-    second = AttemptLog(path)  # nobody closed the first: it was killed
-    assert [second.attempts(key) for key in "abc"] == [0, 0, 1]
-
-
 def test_each_run_that_ends_counts_one_more_however_many_batches_it_began(path: Path) -> None:
     for run in range(1, 4):
         log = AttemptLog(path)

@@ -429,20 +429,6 @@ def test_a_rework_that_a_restart_interrupts_goes_on_whenever_the_clock_was_set(s
         assert line.verdicts == [OK] * 7
 
 
-def test_a_board_that_was_open_when_the_clock_was_set_back_is_not_judged_twice() -> None:
-    line = SteppedLine()
-    line.see("r/1")
-    line.off_by_s = -3600.0
-    line.wait(2)
-    line.see_all("b2")
-    line.wait(2)
-    line.see("c/1")
-    line.see("r/2", NG)
-    line.restart()
-    line.wait(130)
-    assert line.verdicts == [OK, NG]
-
-
 DEEDS = st.lists(
     st.one_of(
         st.tuples(st.just("see"), st.sampled_from(["r/1", "r/2", "c/1"]), st.sampled_from(["b1", "b2"])),

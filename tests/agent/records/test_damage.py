@@ -60,16 +60,6 @@ def identity(path: Path) -> str:
         return connection.execute("SELECT id FROM identity").fetchone()[0]
 
 
-def test_a_sound_file_is_left_as_it_is(file: Path) -> None:
-    before = identity(file)
-    with closing(opened(file)) as store:
-        assert store.statistics().damage_alarm is None
-        assert sum(1 for _ in store.query()) == 300
-    assert damage_of(file) is None
-    assert identity(file) == before
-    assert [path.name for path in file.parent.iterdir()] == ["results.db"]
-
-
 @pytest.mark.parametrize("table", ["results", "results_finished_at", "boards"])
 def test_a_damaged_file_is_put_aside_at_a_start_and_what_is_owed_is_taken_over(
     file: Path, table: str, caplog: pytest.LogCaptureFixture

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from agent.records.boards import BoardVerdict
-from agent.records.outbox import Outbox, OutboxReader, forget
+from agent.records.outbox import Outbox, OutboxReader
 from agent.records.result_reader import ResultReader
 from agent.records.result_writer import ResultStore
 from agent.records.results import Result
@@ -154,21 +154,6 @@ def test_of_one_receiver_never_more_than_the_limit_wait_and_the_oldest_give_way(
     reader = recorded(tmp_path / "r.db", outbox, *(numbered(each) for each in range(10)))
     assert [each["seq"] for each in payloads(reader)] == [8, 9, 10]
     assert (reader.standing("mqtt").waiting, reader.standing("mqtt").given_way) == (3, 7)
-
-
-def test_what_was_told_makes_room_again(tmp_path: Path) -> None:
-    outbox = Outbox("demo", ["mqtt"], ["ng"], 3)
-    with closing(ResultStore(tmp_path / "r.db", followers=[outbox])) as store:
-        for number in range(3):
-            store.record(numbered(number))
-    reader = OutboxReader(tmp_path / "r.db")
-    ids = [message.id for message in reader.waiting("mqtt", 2)]
-    with closing(ResultStore(tmp_path / "r.db", followers=[outbox])) as store:
-        store.write(lambda database: forget(database, "mqtt", [*ids, *ids, "never there"]))
-        for number in (3, 4):
-            store.record(numbered(number))
-    assert [each["seq"] for each in payloads(reader)] == [3, 4, 5]
-    assert (reader.standing("mqtt").waiting, reader.standing("mqtt").given_way) == (3, 0)
 
 
 def test_what_waits_for_a_receiver_that_is_no_longer_configured_is_forgotten(tmp_path: Path) -> None:

@@ -68,19 +68,6 @@ def test_maps_lie_beside_their_result_and_go_with_it(tmp_path: Path) -> None:
         assert settled(store).maps(1) == ()
 
 
-def test_a_row_is_committed_before_its_callback_runs(tmp_path: Path) -> None:
-    seen: list[int] = []
-    file = tmp_path / "r.sqlite"
-
-    def count_in_another_connection(_: Recorded) -> None:
-        with closing(sqlite3.connect(file)) as other:
-            seen.append(other.execute("SELECT count(*) FROM results").fetchone()[0])
-
-    with closing(ResultStore(file)) as store:
-        store.record(result(), count_in_another_connection)
-    assert seen == [1]
-
-
 # Keys that fail are shown as they were found: each try is two files written to the disk.
 @settings(max_examples=10, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(sent=st.lists(st.integers(0, 20), max_size=60))

@@ -118,12 +118,8 @@ def test_board_and_reference_may_be_parameters(local, desk):
     parameters = {"board_serial": "B1", "ref": "R2", "board_type": "main"}
     local.infer("resistor", [texts("IMAGE", b"x")], parameters=parameters)
     (order,) = desk.orders
-    assert (order.subject.board, order.subject.ref, order.subject.board_type, order.is_kept) == (
-        "B1",
-        "R2",
-        "main",
-        True,
-    )
+    subject = order.subject
+    assert (subject.board, subject.ref, subject.board_type, order.is_kept) == ("B1", "R2", "main", True)
 
 
 def test_pixels_and_an_expert_and_only_the_outputs_that_are_asked_for(local, desk):

@@ -163,20 +163,6 @@ def test_an_order_of_a_stream_is_accepted_before_it_is_judged_and_the_others_go_
     assert list(answers) == []
 
 
-def test_no_room_ends_no_stream_and_says_when_to_try_again(agent, desk):
-    desk.holds, desk.most = True, 1
-    orders = Orders()
-    answers = agent.InspectStream(iter(orders), timeout=DEADLINE_S)
-    orders.send("a", component="resistor")
-    next(answers)
-    orders.send("b", component="resistor")
-    refused = next(answers).refused
-    assert (refused.reason, refused.retry_ms) == ("QUEUE_FULL", 250)
-    desk.release()
-    assert kinds([next(answers)]) == [("a", "judged")]
-    orders.end()
-
-
 def test_a_broken_stream_withdraws_questions_and_keeps_what_it_said_is_accepted(agent, desk, server):
     desk.holds = True
     orders = Orders()
@@ -289,26 +275,6 @@ class TestWatching:
         assert [part.seq for part in parts] == list(range(1, count + 1))
         shown = [[each.map for each in part.anomalies] for part in parts]
         assert shown == [[MAP if wants_maps else b""] if number % 2 else [] for number in range(count)]
-
-    def test_no_gap_while_results_are_committed(self, agent, desk):
-        """Thousands of results, more than one page, committed by two threads before and while they are watched."""
-        proto = desk._part(order_of(b"x", component="resistor"), "resistor")
-        wanted = 4000
-
-        def commit():
-            for _ in range(wanted // 4):
-                desk.commit(proto)
-
-        for _ in range(2):
-            commit()
-        writers = [threading.Thread(target=commit) for _ in range(2)]
-        events = agent.WatchResults(pb.WatchResultsRequest(after_seq=0), timeout=DEADLINE_S)
-        for writer in writers:
-            writer.start()
-        assert [next(events).result.seq for _ in range(wanted)] == list(range(1, wanted + 1))
-        for writer in writers:
-            writer.join()
-        events.cancel()
 
 
 def test_verdicts_have_the_numbers_that_others_count_on():

@@ -134,23 +134,6 @@ def test_a_text_that_never_begins_ends_by_its_deadline(texts, desk):
     desk.wait_for(lambda desk: desk.cancelled_texts)
 
 
-def test_texts_take_no_place_of_calls_that_ask(serve, desk):
-    server = serve(limits={"requests": 2})
-    desk.holds = True
-    with grpc.insecure_channel(server.addresses[0]) as channel, AgentClient(server.addresses[0]) as client:
-        stub = inspection_pb2_grpc.TextsStub(channel)
-        request = pb.GenerateRequest(model="llm/code", prompt="x")
-        held = [stub.Generate(request, timeout=DEADLINE_S) for _ in range(2)]
-        desk.wait_for(lambda desk: len(desk.texts) == 2)
-        with pytest.raises(grpc.RpcError) as refused:
-            list(stub.Generate(request, timeout=DEADLINE_S))
-        assert (refused.value.code(), reason_of(refused)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
-        assert client.status().line == "test"
-        for text in list(desk.texts):
-            text.end()
-        assert [reply.HasField("end") for replies in held for reply in replies] == [True, True]
-
-
 def test_the_client_has_the_desks_nouns(client, desk):
     order = TextOrder(
         "llm/code", None, ({"role": "user", "content": "hello", "name": "me"},), 9,

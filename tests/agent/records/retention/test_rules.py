@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.line_file.records import ExportSection
+from agent.line_file.records import ExportSection, KeepSection
 from agent.records.boards import BoardVerdict
 from agent.records.export import FIRST_S, ResultExport
 from agent.records.result_reader import ResultReader
@@ -27,7 +27,6 @@ from agent.records.retention.rules import (
     LAST_TO_GO,
     STEADY_S,
     YOUNG_S,
-    KeepLimits,
     KeptImage,
     Reason,
     Situation,
@@ -53,6 +52,10 @@ def kept(number: int, verdict: Verdict = Verdict.OK, age_s: float = DAY_S, **cha
     return replace(made, **changes)
 
 
+def keep(days=None, size=None, free=None, export_required=False) -> KeepSection:
+    return KeepSection.model_construct(days=days, size=size, free=free, export_required=export_required)
+
+
 def gone(images, limits, free_bytes=None) -> list[tuple[str, str]]:
     total = sum(image.size_bytes for image in images)
     return [
@@ -63,21 +66,21 @@ def gone(images, limits, free_bytes=None) -> list[tuple[str, str]]:
 
 def test_what_is_free_is_told_by_disk():
     images = [kept(1, Verdict.OK), kept(2, Verdict.NG, device=2), kept(3, Verdict.OK, device=2), kept(4, device=3)]
-    assert gone(images, KeepLimits(free_bytes=100), {1: 100, 2: 85, 3: 99}) == [
+    assert gone(images, keep(free=100), {1: 100, 2: 85, 3: 99}) == [
         ("003", "free"),
         ("004", "free"),
         ("002", "free"),
     ]
-    assert gone(images, KeepLimits(free_bytes=100), {1: 0}) == [("001", "free")], "of a disk that is not known, nothing"
+    assert gone(images, keep(free=100), {1: 0}) == [("001", "free")], "of a disk that is not known, nothing"
 
 
 def test_what_is_young_or_not_exported_stays():
     images = [
         kept(1, changed_s=NOW_S - YOUNG_S + 1), kept(2, is_exported=False), kept(3, changed_s=NOW_S - YOUNG_S),
     ]  # fmt: skip
-    assert gone(images, KeepLimits(size_bytes=1)) == [("002", "size"), ("003", "size")]
-    assert gone(images, KeepLimits(size_bytes=1, export_required=True)) == [("003", "size")]
-    assert gone(images, KeepLimits(days=2, export_required=True), None) == []
+    assert gone(images, keep(size=1)) == [("002", "size"), ("003", "size")]
+    assert gone(images, keep(size=1, export_required=True)) == [("003", "size")]
+    assert gone(images, keep(days=2, export_required=True), None) == []
 
 
 SOME_IMAGES = st.lists(
@@ -94,7 +97,7 @@ SOME_IMAGES = st.lists(
     unique_by=lambda image: image.path,
 )
 SOME_LIMITS = st.builds(
-    KeepLimits,
+    keep,
     st.none() | st.integers(1, 9),
     st.none() | st.integers(1, 500),
     st.none() | st.integers(1, 500),
@@ -122,19 +125,19 @@ def test_whatever_is_asked_for(images, limits, free):
                 assert other.at_s >= one.image.at_s
     for other in left:
         assert limits.days is None or other.at_s >= NOW_S - limits.days * DAY_S
-    if left and limits.size_bytes is not None:
-        assert total - sum(one.image.size_bytes for one in going) <= limits.size_bytes
+    if left and limits.size is not None:
+        assert total - sum(one.image.size_bytes for one in going) <= limits.size
     needed = [one for one in going if one.reason is Reason.SIZE]
     if needed:  # and no more than it takes
         size = total - sum(one.image.size_bytes for one in going[: going.index(needed[-1])])
-        assert limits.size_bytes is not None
-        assert size > limits.size_bytes
+        assert limits.size is not None
+        assert size > limits.size
 
 
 class Line:
     """A store, an archive, the shelves of one folder, and a sweeper under clocks that are set."""
 
-    def __init__(self, folder: Path, limits: KeepLimits, **settings) -> None:
+    def __init__(self, folder: Path, limits: KeepSection, **settings) -> None:
         self.folder = folder
         self.store = ResultStore(folder / "r.db")
         self.archive = ImageArchive(folder / "images", "all")
@@ -148,7 +151,7 @@ class Line:
         self.free_bytes = 10**12
         self.sweeper = self.new_sweeper(limits, **settings)
 
-    def new_sweeper(self, limits: KeepLimits, **settings) -> Sweeper:
+    def new_sweeper(self, limits: KeepSection, **settings) -> Sweeper:
         return Sweeper(
             limits, self.archive, self.shelves, self.store,
             surroundings=Surroundings(lambda: self.monotonic_s, self.now, self.free), **settings,
@@ -205,7 +208,7 @@ class Line:
 def line(tmp_path):
     made = []
 
-    def make(limits: KeepLimits, **settings) -> Line:
+    def make(limits: KeepSection, **settings) -> Line:
         made.append(Line(tmp_path, limits, **settings))
         return made[-1]
 
@@ -216,7 +219,7 @@ def line(tmp_path):
 
 def test_images_go_by_size_wherever_they_lie_and_ng_last(line):
     """AC25: retention by size keeps NG longer than OK."""
-    one = line(KeepLimits(size_bytes=3500))
+    one = line(keep(size=3500))
     ng = [one.archived("ng", Verdict.NG, age_days=9.0), one.shelved("ng.png", Verdict.NG, age_days=8.0)]
     unknown = [one.archived("u", Verdict.UNKNOWN), one.shelved("u.png", Verdict.UNKNOWN)]
     ok = [one.archived("ok", Verdict.OK), one.shelved("sub/ok.png", Verdict.OK)]
@@ -234,7 +237,7 @@ def test_images_go_by_size_wherever_they_lie_and_ng_last(line):
 
 
 def test_an_image_of_several_parts_is_as_bad_as_the_worst_of_them(line):
-    one = line(KeepLimits(size_bytes=1000))
+    one = line(keep(size=1000))
     shared = one.archived("a", Verdict.OK, age_days=5.0)
     relpath = str(shared.relative_to(one.archive.folder))
     one.store.record(one.result("b", Verdict.NG, kept_as=relpath))
@@ -244,7 +247,7 @@ def test_an_image_of_several_parts_is_as_bad_as_the_worst_of_them(line):
 
 
 def test_what_is_not_the_agents_own_is_never_touched(line):
-    one = line(KeepLimits(size_bytes=1, days=1))
+    one = line(keep(size=1, days=1))
     inbox = one.folder / "inbox"
     ours = one.shelved("a.png", Verdict.OK, age_days=5.0)
     names = "new.png done/loose.png done/notes/a.png done/2026-99-99/a.png failed/unexplained.png ng/x.txt"
@@ -268,7 +271,7 @@ def test_what_is_not_the_agents_own_is_never_touched(line):
 
 
 def test_an_explanation_goes_with_its_file_and_empty_folders_of_days_go_too(line):
-    one = line(KeepLimits(size_bytes=1))
+    one = line(keep(size=1))
     failed, ok = one.shelved("sub/u.png", Verdict.UNKNOWN), one.shelved("sub/deep/ok.png", Verdict.OK)
     one.sweep()
     assert not failed.exists()
@@ -277,7 +280,7 @@ def test_an_explanation_goes_with_its_file_and_empty_folders_of_days_go_too(line
 
 
 def test_a_file_that_was_replaced_since_it_was_looked_at_stays(line):
-    one = line(KeepLimits(size_bytes=1))
+    one = line(keep(size=1))
     path = one.shelved("a.png", Verdict.OK)
     (seen,) = shelved(one.shelves[0])
     path.write_bytes(b"another one")
@@ -286,7 +289,7 @@ def test_a_file_that_was_replaced_since_it_was_looked_at_stays(line):
 
 
 def test_images_and_rows_go_by_age_and_rows_after_their_images(line):
-    one = line(KeepLimits(days=30))
+    one = line(keep(days=30))
     old, young = one.archived("old", Verdict.NG, age_days=31.0), one.archived("young", Verdict.OK, age_days=29.0)
     one.store.record(one.result("bare", Verdict.NG, 40.0))
     for serial, age_days in (("B1", 31.0), ("B2", 29.0)):
@@ -304,7 +307,7 @@ def test_images_and_rows_go_by_age_and_rows_after_their_images(line):
 
 def test_the_row_of_a_file_that_still_lies_in_its_folder_stays(line):
     """Where judged files are kept in place, their row is all that says that they were judged."""
-    one = line(KeepLimits(days=30), is_needed=lambda key: key == "kept")
+    one = line(keep(days=30), is_needed=lambda key: key == "kept")
     for key in ("kept", "gone"):
         one.store.record(one.result(key, Verdict.OK, 40.0))
     settled(one.store)
@@ -313,7 +316,7 @@ def test_the_row_of_a_file_that_still_lies_in_its_folder_stays(line):
 
 
 def test_a_number_is_never_given_twice_and_the_file_gives_up_its_room(line):
-    one = line(KeepLimits(days=30))
+    one = line(keep(days=30))
     for number in range(2000):
         one.store.record(one.result(f"k{number}", Verdict.OK, 40.0, reason="x" * 1000))
     settled(one.store)
@@ -327,7 +330,7 @@ def test_a_number_is_never_given_twice_and_the_file_gives_up_its_room(line):
 
 def test_a_file_that_cannot_be_removed_keeps_no_other_from_going(line, monkeypatch, caplog):
     """As in a folder that somebody else copied back: each round tries it again, and others go in its place."""
-    one = line(KeepLimits(size_bytes=1500))
+    one = line(keep(size=1500))
     stuck, other, young = (one.shelved(f"{day}.png", Verdict.OK, age_days=day) for day in (3.0, 2.0, 1.0))
     refused = {stuck}
 
@@ -356,7 +359,7 @@ def _pages(line: Line) -> int:
 
 def test_age_counts_only_once_the_clock_has_run_evenly_for_an_hour(line):
     """A clock that is set to a wrong year for a while takes nothing with it."""
-    one = line(KeepLimits(days=30))
+    one = line(keep(days=30))
     path = one.archived("a", Verdict.OK, age_days=1.0)
     one.sweep(STEADY_S / 4)
     one.ahead_s += 10 * 365 * DAY_S
@@ -386,7 +389,7 @@ def exported(one: Line, days_ago: float) -> None:
 
 def test_what_is_not_exported_stays_where_that_is_required(line):
     """AC25: never deletes unexported rows, nor their images."""
-    one = line(KeepLimits(days=5, size_bytes=1, export_required=True))
+    one = line(keep(days=5, size=1, export_required=True))
     old = one.archived("old", Verdict.OK, age_days=20.0)
     put_away = one.shelved("a.png", Verdict.OK, age_days=20.0)
     one.sweep()
@@ -408,7 +411,7 @@ def test_what_is_not_exported_stays_where_that_is_required(line):
 
 
 def test_what_is_free_decides_too_and_what_cannot_be_kept_is_told_once(line, caplog):
-    one = line(KeepLimits(free_bytes=5000))
+    one = line(keep(free=5000))
     ok, ng = one.archived("ok", Verdict.OK), one.archived("ng", Verdict.NG)
     one.free_bytes = 4500
     one.sweep()
@@ -429,7 +432,7 @@ def test_more_images_than_one_round_decides_about_go_in_the_next_at_once(line, m
     monkeypatch.setattr(sweeper, "CANDIDATES", 5)
     monkeypatch.setattr(sweeper, "STEP_FILES", 3)
     monkeypatch.setattr(sweeper, "STEP_REMOVALS", 2)
-    one = line(KeepLimits(size_bytes=1500))
+    one = line(keep(size=1500))
     paths = [one.archived(f"k{number:02}", Verdict.OK, age_days=1.0 - number / 100) for number in range(30)]
     ng = one.archived("ng", Verdict.NG, age_days=3.0)
     for _ in range(1000):
@@ -446,7 +449,7 @@ from pathlib import Path
 from agent.records.retention.archive import ImageArchive
 from agent.records.retention.kept_images import Shelf
 from agent.records.result_writer import ResultStore
-from agent.records.retention.rules import KeepLimits
+from agent.line_file.records import KeepSection
 from agent.records.retention.sweeper import Surroundings, Sweeper
 from experts.expert import Verdict
 
@@ -455,7 +458,7 @@ store = ResultStore(folder / "r.db")
 archive = ImageArchive(folder / "images", "all")
 shelf = Shelf(folder / "inbox" / "done", Verdict.OK)
 later = datetime.now(UTC) + timedelta(hours=2)
-limits = KeepLimits() if sys.argv[4:] else KeepLimits(size_bytes=1)
+limits = KeepSection.model_construct(size=None if sys.argv[4:] else 1)
 sweeper = Sweeper(limits, archive, [shelf], store, surroundings=Surroundings(wall=lambda: later))
 remove = sweeper._remove_file
 def counted(path, mtime_ns):
@@ -475,7 +478,7 @@ store.close()
 
 @pytest.mark.parametrize(("removals", "without_limits"), [(1, False), (2, False), (4, False), (1, True)])
 def test_killed_between_mark_and_removal_no_result_names_a_file_that_is_gone(line, forks, removals, without_limits):
-    one = line(KeepLimits())
+    one = line(keep())
     for number in range(3):
         one.archived(f"k{number}", Verdict.OK)
     one.shelved("a.png", Verdict.OK)
