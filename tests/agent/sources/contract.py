@@ -1,4 +1,4 @@
-"""What every source keeps, asked of one: ``keeps_the_contract``."""
+"""Suite of the source contract: ``keeps_the_contract``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUIET_S = 0.3  # in which a source that has stopped offers nothing
 
 
 class ContractLine:
-    """Keeps ``agent.sources.base.Line``: accepts every image, and commits a verdict when a test says so."""
+    """A ``agent.sources.base.Line`` that accepts every image, and commits a verdict when a test says so."""
 
     def __init__(self, config: LineConfig, journaled: dict[int, bytes] | None = None) -> None:
         self.config = config

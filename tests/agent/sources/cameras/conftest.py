@@ -1,4 +1,4 @@
-"""Cameras for the tests: a clip, an MJPEG camera, one that fails, an RTSP server, and who takes their frames."""
+"""Fixtures: a clip, an MJPEG camera, a failing camera, an RTSP server, and takers of their frames."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RTSP_SERVER = Path(__file__).with_name("rtsp_server.py")
 
 @pytest.fixture(scope="session")
 def rtsp() -> Iterator[str]:
-    """The address of a real RTSP server with three live streams; what needs it is skipped where there is none."""
+    """Address of a real RTSP server with three live streams; skips the test without one."""
     try:
         server = subprocess.Popen(
             [SYSTEM_PYTHON, str(RTSP_SERVER)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -63,7 +63,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def watched() -> Iterator[Callable[..., Taker]]:
-    """Cameras with somebody who takes their frames. At the end of a test all have ended, and their processes too."""
+    """Makes takers. At the end of a test all cameras and their processes have ended."""
     takers: list[Taker] = []
 
     def watch(

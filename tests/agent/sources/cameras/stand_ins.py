@@ -1,4 +1,4 @@
-"""Cameras that misbehave on command, and who takes their frames."""
+"""Cameras that misbehave on command, and a taker of their frames."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BURST = 50  # pictures
 
 
 def until(condition: Callable[[], Any], what: str = "") -> Any:
-    """Wait for it, and return what it says."""
+    """Wait until the condition holds; returns its value."""
     deadline = time.monotonic() + WAIT_S
     while not (found := condition()):
         assert time.monotonic() < deadline, f"never came: {what or condition}"
@@ -46,7 +46,7 @@ def until(condition: Callable[[], Any], what: str = "") -> Any:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this number runs; one that nobody has waited for yet does not."""
+    """True if the process runs and is no zombie."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
     return False
@@ -58,7 +58,7 @@ def picture(number: int) -> np.ndarray[Any, Any]:
 
 
 def section(url: str, **given: Any) -> CameraSection:
-    """A camera of a line file. A `fault:` url, which no line file can hold, is put in past the check."""
+    """A camera of a line file; a `fault:` url is put in past the check."""
     folder = Path("/")
     checked = "file:clip.avi" if url.startswith("fault:") else url
     made = CameraSection.model_validate({"name": "top", "url": checked, **given}, context={"folder": folder})
@@ -69,7 +69,7 @@ class MjpegCamera:
     """An HTTP server with one endless multipart answer of JPEG pictures. ``word`` says how it behaves from now on.
 
     stream; burst (a second of pictures at once, then as stream); stall (nothing comes, and nothing ends); drop (the
-    connection ends); garble (pictures cut in half, their rest zeros); refuse (404); lock (401 unless it is given a
+    connection ends); refuse (404); lock (401 unless it is given a
     login); move (the stream is elsewhere, at ``moved_to``).
     """
 
@@ -121,8 +121,6 @@ class MjpegCamera:
                 continue
             number += 1
             content = cv2.imencode(".jpg", picture(number))[1].tobytes()
-            if self.word == "garble":
-                content = content[: len(content) // 2] + bytes(len(content) // 2)
             to.wfile.write(b"--frame\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n" % len(content))
             to.wfile.write(content + b"\r\n")
             to.wfile.flush()
@@ -134,7 +132,7 @@ class MjpegCamera:
 
 
 class TlsFront:
-    """A camera's TLS: what comes at a port of ``host`` is handed on to ``url``. ``heard``: requests that did."""
+    """TLS proxy at a port of ``host`` in front of ``url``. ``heard``: blocks that were handed on."""
 
     def __init__(self, authority: Path, url: str, host: str = "127.0.0.1") -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -174,7 +172,7 @@ def _pump(source: socket.socket, to: socket.socket) -> None:
 
 
 class FailingCamera:
-    """What a `fault:` url names: one word in a file, changed in one step."""
+    """File of a `fault:` url, changed in one step."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -194,7 +192,7 @@ class Frame:
 
 
 class Taker:
-    """Who takes frames: all of them, unless there is no room, or the door is shut. The camera under test is his."""
+    """A camera under test, and the frames that it handed over while there was room and the door was open."""
 
     def __init__(
         self, config: CameraSection, password: str | None = None, has_room: bool = True, is_open: bool = True

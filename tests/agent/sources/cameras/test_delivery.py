@@ -1,4 +1,4 @@
-"""What is handed over waits for its door, whatever the door does. Without a camera."""
+"""Delivery of frames and lost triggers, without a camera."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def frame(number: int) -> Subject:
 
 
 class Hands:
-    """A delivery of a triggered camera, and what came out of it; the door is shut until it is opened."""
+    """A delivery of a triggered camera and its output; callbacks wait until the door is opened."""
 
     def __init__(self, limit: int) -> None:
         self.out: list[str] = []
@@ -73,7 +73,7 @@ def test_what_was_let_in_goes_out_in_its_order_and_only_then_makes_room(hands: H
 
 
 def test_what_overflows_is_bounded_and_the_pause_is_told(hands: Hands) -> None:
-    """AC14: none is made that could not be told, instead of one that is dropped silently."""
+    """No trigger is dropped silently."""
     for number in range(UNTOLD_MAXIMUM):
         assert hands.one.can_overflow()
         hands.one.overflow(frame(number), "full")

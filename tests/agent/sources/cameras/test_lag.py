@@ -1,4 +1,4 @@
-"""Frames that come late: what a frame's time is worth, which trigger it answers, and when that is an alarm."""
+"""Late frames: their age, the trigger that they answer, and the alarm."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Stream:
         self.taken_at = 100.0
 
     def send(self, late_s: float = 0.0, has_waited: bool = True) -> float:
-        """The next frame, read so much later than it came; how old it is said to be then."""
+        """Send the next frame, read ``late_s`` after it came; returns the age that the clock gives it."""
         self.taken_at += PERIOD_S
         presented_s = self.taken_at * self.rate + self.ahead_s
         now = self.taken_at + self.DELAY_S + late_s + (PERIOD_S if self.is_one_behind else 0.0)
@@ -53,7 +53,7 @@ class Stream:
 
 @pytest.mark.parametrize("is_one_behind", [False, True])
 def test_a_backlog_is_told_to_the_frame(is_one_behind: bool) -> None:
-    """Also while reads seem to wait: the camera, or its network, holds it then."""
+    """Also while reads wait: the camera or the network then holds the backlog."""
     stream = Stream(is_one_behind=is_one_behind)
     stream.settle()
     own_s = PERIOD_S if is_one_behind else 0.0  # such a stream's frames are all read when the next one begins
@@ -63,7 +63,7 @@ def test_a_backlog_is_told_to_the_frame(is_one_behind: bool) -> None:
 
 
 def test_nothing_is_said_of_frames_that_lay_there_at_the_start() -> None:
-    """Two seconds of them are read at five times their rate, which a wait in between does not change."""
+    """Two seconds of frames are read at five times their rate, with waits in between."""
     stream = Stream()
     ages = [stream.send(2.0 - number * 0.8 * PERIOD_S, has_waited=number % 10 == 9) for number in range(62)]
     assert set(ages) == {float("inf")}
@@ -85,7 +85,7 @@ def test_a_clock_that_jumps_is_learned_anew(jump_s: float) -> None:
 
 @pytest.mark.parametrize("rate", [1 - 3e-4, 1 + 3e-4])
 def test_a_clock_that_goes_wrong_by_little_is_followed(rate: float) -> None:
-    """An hour of it would be a second of lag, or hide one."""
+    """In an hour such a drift is a second of lag, or hides one."""
     stream = Stream(rate=rate)
     stream.settle()
     for _ in range(int(3600 / PERIOD_S)):
@@ -130,7 +130,7 @@ def test_late_frames_are_an_alarm_and_their_age_is_true(watched: Watch, failing:
 
 
 def test_frames_from_before_a_trigger_do_not_answer_it(watched: Watch, failing: FailingCamera) -> None:
-    """They reach the agent after it, which is no help."""
+    """Although they reach the agent after the trigger."""
     taker = watched(failing.url, mode="triggered", stall_timeout_s=2.0, max_lag_s=WAIT_S)
     taker.until_state("STREAMING")
     failing.say("lag")
@@ -145,7 +145,7 @@ def test_frames_from_before_a_trigger_do_not_answer_it(watched: Watch, failing: 
 
 @pytest.fixture
 def busy() -> Iterator[None]:
-    """Every core has more to do than it can."""
+    """Keep every core busy."""
     with ExitStack() as stack:
         for _ in range(os.cpu_count() or 1):
             one = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
@@ -154,7 +154,7 @@ def busy() -> Iterator[None]:
 
 
 def drawn_at(frame: Frame) -> float:
-    """What the picture itself shows, by ``time.monotonic``."""
+    """Time shown in the picture, by ``time.monotonic``."""
     picture = read_image(frame.content, frame.subject.key)
     assert picture.shape == (1080, 1920, 3)
     middles = picture[SQUARE // 2, SQUARE // 2 : BITS * SQUARE : SQUARE, 0]
@@ -162,12 +162,12 @@ def drawn_at(frame: Frame) -> float:
 
 
 def came_at(frame: Frame) -> float:
-    """What the agent says, by ``time.monotonic``."""
+    """Time given by the agent, by ``time.monotonic``."""
     return frame.subject.arrived_at.timestamp() - time.time() + time.monotonic()
 
 
 def test_a_triggered_frame_shows_what_was_there_after_the_trigger(watched: Watch, rtsp: str, busy: None) -> None:
-    """1080p on a box that is kept busy; the reader is held up on purpose while the camera goes on."""
+    """1080p on a busy box; the reader is stopped for a while and the camera goes on."""
     taker = watched(f"{rtsp}/drawn", mode="triggered", stall_timeout_s=WAIT_S, max_lag_s=WAIT_S)
     process = taker.streaming()
     taker.camera.trigger()

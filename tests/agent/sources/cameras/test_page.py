@@ -1,4 +1,4 @@
-"""The page for whoever connects cameras: its examples are ones that the line file takes."""
+"""The page about cameras: its examples are valid line files."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ STREAMING = (CameraSignal.READY, CameraSignal.CONNECTED, FramesCame())
 
 
 class Desk:
-    """A supervisor, the time, and what it had done."""
+    """A supervisor, a clock, and the actions so far."""
 
     def __init__(self, evenly: float = 0.5) -> None:
         self.now = 0.0
@@ -36,18 +36,18 @@ class Desk:
         self.say(CameraSignal.START)
 
     def say(self, *events: Event) -> list[Action]:
-        """What they lead to."""
+        """Actions that the events lead to."""
         actions = [action for event in events for action in self.one.decide(self.now, event)]
         self.done += actions
         return actions
 
     def wait(self) -> list[Action]:
-        """Until its next deadline, and what that leads to."""
+        """Let time pass until the next deadline; the actions that this leads to."""
         self.now = self.one.deadline
         return self.say(CameraSignal.TIME_PASSED)
 
     def fail(self) -> float:
-        """The process that was started fails, and ends; the pause until the next one is started."""
+        """Let the process fail and end; the pause until the next start."""
         self.say(CameraSignal.READY, REFUSED, ENDED)
         began = self.now
         assert ProcessOrder.START in self.wait()
@@ -63,7 +63,6 @@ def shown(actions: list[Action]) -> list[ProcessOrder | type[Tell]]:
 
 
 def test_a_stall_is_noticed_within_its_timeout_killed_and_connected_anew() -> None:
-    """AC12."""
     desk = Desk()
     assert (desk.done, desk.one.state, desk.one.alarm) == ([ProcessOrder.START], CameraState.CONNECTING, None)
     desk.say(*STREAMING)
@@ -156,7 +155,7 @@ def test_a_connection_that_ended_for_good_is_not_tried_again() -> None:
 
 @pytest.mark.parametrize(("reasons", "most"), [(1, 1), (1000, supervision.TELLINGS_MAXIMUM)])
 def test_a_camera_that_stays_away_is_told_at_most_so_often_in_ten_minutes(reasons: int, most: int) -> None:
-    """AC13: a day of it, also with reasons that change each time."""
+    """A day of faults, also with reasons that change each time."""
     desk, number = Desk(), 0
     while desk.now < 86_400:
         number += 1

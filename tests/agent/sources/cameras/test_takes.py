@@ -1,4 +1,4 @@
-"""Which frames are wanted, and when the interval fires, in virtual time."""
+"""The ledger of triggers, and the interval, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent and a camera's process say to one another arrives whole, and is the receiver's alone."""
+"""Messages and frames between an agent and a camera's process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watched folders of a test: one whose clock the test turns, and one with its own thread and real events."""
+"""Watched folders for tests: one under a virtual clock, one with a thread and real events."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Refusal(NamedTuple):
 
 
 class Line:
-    """An intake whose clock the test turns, and what it offered and refused."""
+    """An intake under a virtual clock, and what it offered and refused."""
 
     def __init__(self, root: Path, owner: str = "demo", **config: Any) -> None:
         self.root = root
@@ -80,7 +80,7 @@ class Line:
         )
 
     def refuse(self, subject: Subject, reason: str) -> None:
-        """Store it at once, unless the test does."""
+        """Settle the refusal at once, unless the test does."""
         self.refusals.append(Refusal(subject, reason))
         if self.stores_refusals:
             self.intake.settle(subject, Verdict.UNKNOWN, reason)
@@ -144,7 +144,7 @@ class Service:
 
 
 def told(board: str | None, component: str | None, ref: str | None, board_type: str | None) -> dict[str, str | None]:
-    """What a name or a sidecar tells."""
+    """Fields that a name or a sidecar gives."""
     return {"board": board, "component": component, "ref": ref, "board_type": board_type}
 
 

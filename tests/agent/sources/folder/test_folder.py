@@ -1,4 +1,4 @@
-"""Folder intake under a clock of the test's own: real files, real renames, and no waiting."""
+"""Folder intake under a virtual clock, with real files and renames."""
 
 from __future__ import annotations
 
@@ -137,7 +137,6 @@ def test_a_settled_file_is_claimed_and_offered_once(line: Line) -> None:
 
 @pytest.mark.parametrize("suffix", IMAGES)
 def test_a_file_written_in_slow_chunks_is_offered_after_its_last_byte(line: Line, suffix: str) -> None:
-    """AC1."""
     content = IMAGES[suffix]
     with (line.root / f"b1_r_R7.{suffix}").open("wb") as file:
         for part in range(10):
@@ -154,7 +153,6 @@ def test_a_file_written_in_slow_chunks_is_offered_after_its_last_byte(line: Line
 def test_a_writer_killed_midway_leaves_a_file_that_is_never_offered_and_at_last_refused(
     line: Line, suffix: str
 ) -> None:
-    """AC1."""
     name = f"b1_r_R7.{suffix}"
     (line.root / name).write_bytes(IMAGES[suffix][: len(IMAGES[suffix]) // 2])
     line.run(59)
@@ -180,7 +178,6 @@ def test_an_incomplete_file_that_its_writer_called_done_is_refused_at_once(tmp_p
 @pytest.mark.parametrize("suffix", IMAGES)
 @pytest.mark.parametrize("kept", [0.0, 0.3, 0.7])
 def test_a_preallocated_file_that_is_filled_later_is_not_offered_before(line: Line, suffix: str, kept: float) -> None:
-    """AC2."""
     content, file = IMAGES[suffix], line.root / f"b1_r_R7.{suffix}"
     file.write_bytes(content[: int(len(content) * kept)].ljust(len(content), b"\0"))
     line.run(3)
@@ -192,7 +189,6 @@ def test_a_preallocated_file_that_is_filled_later_is_not_offered_before(line: Li
 
 
 def test_a_file_that_its_writer_holds_open_is_not_offered(line: Line) -> None:
-    """AC2."""
     with (line.root / "b1_r_R7.png").open("wb") as file:
         file.write(PNG)
         file.flush()
@@ -216,7 +212,7 @@ def test_readers_hold_nobody_up(line: Line) -> None:
 
 
 def test_what_came_while_nobody_watched_is_caught_up_after_what_was_claimed(line: Line) -> None:
-    """AC5: before the first start, and between two; the oldest first, however they are called."""
+    """Before the first start, and between two; the oldest first, however they are called."""
 
     def write(name: str, age_s: int) -> None:
         (line.root / name).write_bytes(PNG)
@@ -238,7 +234,6 @@ def test_what_came_while_nobody_watched_is_caught_up_after_what_was_claimed(line
 
 
 def test_files_from_before_the_start_may_be_ignored(tmp_path: Path) -> None:
-    """AC5."""
     line = Line(tmp_path / "inbox", ignore_existing=True)
     for number in (1, 2):
         (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
@@ -249,7 +244,6 @@ def test_files_from_before_the_start_may_be_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("after", ["move", "keep"])
 def test_the_same_name_with_new_bytes_is_a_new_inspection(tmp_path: Path, after: str) -> None:
-    """AC7."""
     line = Line(tmp_path / "inbox", after=after)
     first, second = (line.arrive("b1_r_R1.png") for _ in range(2))
     assert first.subject.key != second.subject.key
@@ -327,7 +321,6 @@ def test_a_file_that_cannot_be_put_back_is_held_told_once_and_put_back_later(
 
 
 def test_a_share_that_was_gone_for_a_while_brings_back_what_was_passed_over(tmp_path: Path) -> None:
-    """AC8."""
     line = Line(tmp_path / "inbox", ignore_existing=True, after="keep")
     (line.root / "b1_r_R1.png").write_bytes(PNG)
     line.run(5)
@@ -388,7 +381,7 @@ MANY = 30_000
 
 
 class CountingRule(Rule):
-    """Counts how often it is asked when a file will be due or stale, by which every decision begins."""
+    """Counts how often a decision asks when a file is due or stale."""
 
     asked = 0
 
@@ -398,7 +391,7 @@ class CountingRule(Rule):
 
 
 def many(count: int = MANY) -> list[Found]:
-    """Files of a folder, written in an order that is not that of their names."""
+    """Files whose order of writing is not that of their names."""
     return [Found(f"{number}.png", Sighting(number, 100, number * 7919 % count)) for number in range(count)]
 
 
@@ -491,7 +484,7 @@ def test_waiting_answers_as_if_it_had_asked_about_every_file(steps: list[tuple[s
 
 
 def test_a_slow_rescan_takes_a_tenth_of_the_time_whatever_asks_for_it(line: Line) -> None:
-    """A clock that goes on by a second whenever it is read: each scan lasts one."""
+    """The clock advances by a second with each reading: each scan lasts one."""
     scans, scan = [], line.intake._inbox.scan
     line.intake._inbox.scan = lambda: scans.append(line.now) or scan()
 
@@ -531,7 +524,7 @@ def test_a_marker_beside_its_file_needs_no_rescan(tmp_path: Path) -> None:
 
 
 def test_what_can_never_be_judged_goes_to_failed_with_its_reason_and_harms_no_other(line: Line, tmp_path: Path) -> None:
-    """AC9: empty, a name that is not UTF-8, links, pipes; AC10: a name that tells nothing."""
+    """Empty, a name that is not UTF-8, links, pipes; a name that tells nothing."""
     outside = tmp_path / "secret.png"
     outside.write_bytes(PNG)
     (line.root / "b1_r_R1.png").write_bytes(PNG)
@@ -598,7 +591,6 @@ def test_a_file_that_took_a_refused_ones_name_meanwhile_is_looked_at_for_itself(
 
 
 def test_a_refused_file_whose_name_tells_it_belongs_to_its_board(line: Line) -> None:
-    """AC10."""
     (line.root / "b7_r_R1.png").write_bytes(PNG[:-20])
     (line.root / "b7_nobody_R1.png").write_bytes(PNG)
     (line.root / os.fsdecode(b"b7_r_\xff.png")).write_bytes(PNG)
@@ -613,7 +605,7 @@ def test_a_refused_file_whose_name_tells_it_belongs_to_its_board(line: Line) -> 
 
 
 def test_a_file_that_may_not_be_read_is_refused_when_nothing_changes_for_long() -> None:
-    """AC9: EACCES, under a user whom permissions bind."""
+    """EACCES, under a user whom permissions bind."""
     steps = """
         for number in (1, 2, 3):
             (line.root / f"b1_r_R{number}.png").write_bytes(PNG)
@@ -634,7 +626,6 @@ def test_a_file_that_may_not_be_read_is_refused_when_nothing_changes_for_long() 
 
 
 def test_what_was_claimed_and_not_settled_is_offered_again_under_the_same_key(line: Line) -> None:
-    """AC6."""
     (line.root / "sub").mkdir()
     for name in ("b1_r_R1.png", "sub/b1_r_R2.png"):
         (line.root / name).write_bytes(PNG)
@@ -654,7 +645,6 @@ def test_what_was_claimed_and_not_settled_is_offered_again_under_the_same_key(li
 
 
 def test_a_crash_between_the_two_halves_of_a_move_is_repaired(line: Line) -> None:
-    """AC6."""
     line.arrive("b1_r_R1.png")
     shelf = line.root / "done" / "2026-05-01"
     shelf.mkdir(parents=True)
@@ -694,7 +684,7 @@ def test_of_two_agents_on_one_folder_each_file_goes_to_one(tmp_path: Path) -> No
 
 
 def test_a_folder_that_vanishes_is_offline_and_resumes(line: Line) -> None:
-    """AC8: what was judged meanwhile is put away once the folder is back."""
+    """What was judged meanwhile is put away once the folder is back."""
     line.arrive("b1_r_R1.png")
     moved = line.root.with_name("unmounted")
     line.root.rename(moved)
@@ -772,7 +762,7 @@ def test_what_was_claimed_before_files_were_kept_is_settled_once(line: Line) -> 
 
 
 def test_files_that_cannot_be_put_away_are_held_told_and_retried(line: Line, caplog: pytest.LogCaptureFixture) -> None:
-    """AC11: no more are taken than there is room for."""
+    """No more are taken than there is room for."""
     (line.root / "done").write_text("a file where the shelf should be")
     line.has_room = lambda: line.intake.held < 4
     for number in range(9):
@@ -792,7 +782,6 @@ def test_files_that_cannot_be_put_away_are_held_told_and_retried(line: Line, cap
 
 
 def test_files_arrive_by_every_way_each_once(tmp_path: Path) -> None:
-    """AC3."""
     root, beside = tmp_path / "inbox", tmp_path / "beside"
     beside.mkdir()
     for number in range(6):
@@ -835,7 +824,7 @@ def test_events_make_it_quick_without_a_rescan(tmp_path: Path) -> None:
 
 
 def test_the_agents_own_folders_tell_nothing(tmp_path: Path) -> None:
-    """All that an agent does to a file, under a real watch; then what others do, which is told."""
+    """An agent's own moves give no hint under a real watch; moves of others do."""
     inbox, hints = Inbox(tmp_path, "demo"), queue.Queue[Hint]()
     (tmp_path / "sub").mkdir()
     observer = observe(tmp_path, hints.put)
@@ -871,7 +860,7 @@ def test_the_agents_own_folders_tell_nothing(tmp_path: Path) -> None:
 def test_ten_thousand_files_of_which_the_kernel_tells_sixteen_all_arrive_each_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """AC4: what a queue of sixteen events loses; the machine's own is left as it is."""
+    """As with a kernel queue of sixteen events."""
     root, told = tmp_path / "inbox", []
     note = FolderIntake._note
 
@@ -927,8 +916,7 @@ print(line.intake.statistics().state, line.offered, sorted(line.files()), line.r
 
 
 def test_a_mount_that_vanishes_mid_run_is_offline_and_resumes(tmp_path: Path) -> None:
-    """AC8: a real one, in a mount namespace of the test's own; what was claimed on it is offered once more, under the
-    key by which its stored verdict is found, and nothing is left on the bare mount point."""
+    """A real mount: a claimed file is offered again under its key, and nothing is left on the bare mount point."""
     (tmp_path / "inbox").mkdir()
     script = MOUNTED.format(root=str(Path(__file__).parents[4]), folder=str(tmp_path / "inbox"))
     apart = ["unshare", "--mount", "--propagation", "private"]
@@ -971,7 +959,7 @@ def test_a_burst_of_leases_and_writers_never_signals_the_process(tmp_path: Path)
 
 
 def test_a_part_is_held_as_long_as_its_image(tmp_path: Path) -> None:
-    """Whose rows are needed: by the image's key, and by that of each of its parts, whatever its ref."""
+    """Found by the image's key, and by the key of each part, whatever its ref."""
     line = Line(tmp_path / "inbox", after="keep")
     name = "b1_r_R#1@2-3-4#.png"
     (line.root / name).write_bytes(PNG)
@@ -986,7 +974,7 @@ def test_a_part_is_held_as_long_as_its_image(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("away", ["gone", "another folder", "a bare mount point", "a bare mount point since the start"])
 def test_a_kept_file_whose_share_is_away_counts_as_there(tmp_path: Path, away: str) -> None:
-    """Else its row would go by its age, and the file be judged again when the share is back."""
+    """Otherwise old rows would be removed, and the file judged again when the share is back."""
     line = Line(tmp_path / "inbox", after="keep")
     for number in range(2):
         (line.root / f"b1_r_R{number}.png").write_bytes(PNG)

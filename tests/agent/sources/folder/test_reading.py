@@ -1,4 +1,4 @@
-"""Reading a folder's arrivals under a clock of the test's own: real files, and a filesystem that fails when told to."""
+"""Reading of a folder's images under a virtual clock: real files, and a filesystem that fails on command."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def arrival_of(path: Path, *, is_ours: bool = True) -> ClaimedImage:
 
 @dataclass
 class Desk:
-    """A reader driven by hand, and what it answered; ``trouble`` is what the filesystem says to every read."""
+    """A reader under a virtual clock, and its answers. ``trouble``: the error of every read."""
 
     budget_bytes: int = 1_000_000
     now: float = 0.0

@@ -1,4 +1,4 @@
-"""The folder itself: which names can be claimed, found again, put away and explained; and what is left behind."""
+"""Names that can be claimed, found again, put away and explained; folders that are left behind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
@@ -176,7 +175,7 @@ def test_who_leaves_takes_nothing_of_anybody(inbox: Inbox, tmp_path: Path) -> No
 def test_a_claim_meets_another_agent_that_removes_the_folder_of_all_claims(
     inbox: Inbox, monkeypatch: pytest.MonkeyPatch, is_seen: bool
 ) -> None:
-    """After `.work` was made, or between "it exists" and "it is a folder", which are two looks."""
+    """After `.work` was made, or between the checks that it exists and that it is a folder."""
     mkdir, met = os.mkdir, []
 
     def removed_at_once(path: Path, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
@@ -193,31 +192,6 @@ def test_a_claim_meets_another_agent_that_removes_the_folder_of_all_claims(
     claimed = inbox.claim("1.png", write(inbox, "1.png"))
     assert len(met) == 3
     assert claimed.path.exists()
-
-
-def test_two_agents_come_and_go_and_lose_no_claim(tmp_path: Path) -> None:
-    errors: list[BaseException] = []
-
-    def come_and_go(owner: str) -> None:
-        inbox = Inbox(tmp_path, owner)
-        try:
-            for number in range(300):
-                name = f"{owner}{number}.png"
-                (tmp_path / name).touch()
-                claimed = inbox.claim(name, Sighting(number, 0, 0))
-                assert list(inbox.recover()) == [claimed]
-                inbox.delete(claimed)
-                inbox.leave()
-        except BaseException as error:  # noqa: BLE001  # told by the test's own thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=come_and_go, args=(owner,)) for owner in ("one", "two")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_gone_is_not_made_for_a_claim(tmp_path: Path) -> None:

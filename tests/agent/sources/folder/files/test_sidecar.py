@@ -1,4 +1,4 @@
-"""Sidecars under a clock of the test's own: whose image it is stands in a file beside it, which comes when it comes."""
+"""Sidecars under a virtual clock: board, component and ref stand in a file beside the image."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_sidecar_stays_with_its_image(tmp_path: Path, after: str, verdict: Ver
 
 
 def test_a_sidecar_that_was_there_first_does_not_make_a_cut_image_complete(line: Line) -> None:
-    """AC1: the sidecar tells whose the image is, not that its last byte has come."""
+    """A sidecar is no sign that the image is complete."""
     say(line)
     for end in range(0, len(PNG), len(PNG) // 10):
         (line.root / "x.png").write_bytes(PNG[:end])
@@ -111,7 +111,6 @@ def test_a_sidecar_that_was_there_first_does_not_make_a_cut_image_complete(line:
 
 
 def test_an_image_without_sidecar_is_refused_after_a_while_and_says_what_is_missing(line: Line) -> None:
-    """AC10."""
     (line.root / "x.png").write_bytes(PNG)
     line.run(59)
     assert line.refusals == []
@@ -154,7 +153,7 @@ WRONG = {
 def test_a_sidecar_that_is_wrong_is_refused_with_its_reason_and_never_guessed(
     line: Line, content: str, reason: str
 ) -> None:
-    """AC10, and both go to failed/ together."""
+    """Both go to failed/ together."""
     (line.root / "x.png").write_bytes(PNG)
     (line.root / "x.json").write_text(content)
     (line.root / "good.png").write_bytes(PNG)
@@ -178,7 +177,7 @@ def test_what_is_no_json_is_refused_once_nobody_changes_it_any_more(line: Line, 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
 def test_what_is_no_file_is_no_sidecar(line: Line, tmp_path: Path, kind: str) -> None:
-    """AC9: a link could lead out of the folder."""
+    """A link could lead out of the folder."""
     (tmp_path / "secret.json").write_text(json.dumps(SAID))
     place = line.root / "x.json"
     if kind == "link":
@@ -211,7 +210,7 @@ def test_no_beginning_of_a_sidecar_says_anything(said: dict[str, str]) -> None:
 
 
 def test_a_sidecar_that_may_not_be_read_is_waited_for_and_told() -> None:
-    """AC9: EACCES, under a user whom permissions bind."""
+    """EACCES, under a user whom permissions bind."""
     steps = f"""
         for name in ("x", "y"):
             (line.root / (name + ".png")).write_bytes(PNG)
@@ -243,7 +242,7 @@ def test_a_sidecar_contradicts_no_constant_and_says_what_is_not_constant(line: L
 
 
 def test_a_refused_image_whose_sidecar_is_good_belongs_to_its_board(line: Line) -> None:
-    """AC10: its board learns of it."""
+    """Its board learns of it."""
     (line.root / "x.png").write_bytes(PNG[:-20])
     say(line)
     line.run(70)
@@ -264,7 +263,7 @@ def test_two_images_of_one_stem_cannot_both_be_meant(line: Line) -> None:
 
 
 def test_a_new_image_of_the_same_name_is_never_told_by_the_old_sidecar(line: Line) -> None:
-    """AC7: same name with new bytes is a new inspection, of whatever its own sidecar says."""
+    """New bytes under an old name are a new inspection, with a sidecar of its own."""
     arrive(line)
     (line.root / "x.png").write_bytes(IMAGES["png"] + b"")
     line.run(20)
@@ -316,7 +315,7 @@ def test_a_sidecar_that_is_rewritten_while_its_image_is_claimed_is_read_anew(
 
 @pytest.mark.parametrize("length", [10, 240, 250])
 def test_what_was_claimed_is_told_by_its_own_sidecar_after_a_crash(line: Line, length: int) -> None:
-    """AC6: a restart reads it again, also where another of its name has come meanwhile."""
+    """A restart reads it again, also where another of its name has come meanwhile."""
     stem = (length - 4) * "x"
     for name in (f"{stem}.png", "y.png"):
         (line.root / name).write_bytes(PNG)
@@ -352,7 +351,7 @@ def test_a_crash_between_the_two_claims_is_repaired(line: Line) -> None:
 @pytest.mark.parametrize("is_taken", [False, True])
 @pytest.mark.parametrize("is_linked", [False, True])
 def test_a_crash_while_both_are_put_away_is_repaired(line: Line, is_taken: bool, is_linked: bool) -> None:
-    """AC6: after the sidecar's move and before the image's, or between the two halves of the sidecar's."""
+    """After the sidecar's move and before the image's, or between the two halves of the sidecar's."""
     shelf = line.root / "done" / "2026-05-01"
     shelf.mkdir(parents=True)
     if is_taken:
