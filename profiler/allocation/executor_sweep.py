@@ -21,28 +21,20 @@ class ExecutorCounts:
     cpu: int
 
 
-@dataclass(frozen=True, slots=True)
-class SweepStep:
-    """Throughput of a pair of counts; None where the memory does not hold so many executors."""
-
-    counts: ExecutorCounts
-    images_per_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutorSweep:
-    """Runs in order, and the best of them; None where no run was possible."""
-
-    steps: tuple[SweepStep, ...]
-    best: ExecutorCounts | None
-
-
 @dataclass(slots=True)
-class _Run:
-    """Runs each pair of counts once."""
+class ExecutorSweep:
+    """Runs each pair of counts once. ``steps``: throughputs in order; None where memory does not hold so many."""
 
     throughput: Callable[[ExecutorCounts], float | None]
     steps: dict[ExecutorCounts, float | None] = field(default_factory=dict)
+
+    @property
+    def best(self) -> ExecutorCounts | None:
+        """The best run, of equal ones the one with the fewest executors; None where no run was possible."""
+        able = [
+            (value, -counts.device - counts.cpu, counts) for counts, value in self.steps.items() if value is not None
+        ]
+        return max(able, key=lambda each: each[:2])[2] if able else None
 
     def value(self, counts: ExecutorCounts) -> float | None:
         if counts not in self.steps:
@@ -60,12 +52,6 @@ class _Run:
             if value is not None:
                 best, fallen = (value, 0) if best is None or value > best else (best, fallen + 1)
 
-    def best(self) -> ExecutorCounts | None:
-        able = [
-            (value, -counts.device - counts.cpu, counts) for counts, value in self.steps.items() if value is not None
-        ]
-        return max(able, key=lambda each: each[:2])[2] if able else None
-
 
 def executor_sweep(
     throughput: Callable[[ExecutorCounts], float | None], most_device: int, most_cpu: int
@@ -75,12 +61,11 @@ def executor_sweep(
     ``most_device`` 0: a box with a CPU only; ``most_cpu`` 0: a CPU that runs no experts. Each row ends after DECLINES
     counts in a row that are no better than its best. The paper begins with one CPU executor, and never tries none.
     """
-    run = _Run(throughput)
+    sweep = ExecutorSweep(throughput)
     beside = min(most_cpu, 1)
     if most_device:
-        run.climb(ExecutorCounts(device, beside) for device in range(1, most_device + 1))
-    best = run.best()
+        sweep.climb(ExecutorCounts(device, beside) for device in range(1, most_device + 1))
+    best = sweep.best
     device = best.device if best else min(most_device, 1)
-    run.climb(ExecutorCounts(device, cpu) for cpu in range(0 if device else 1, most_cpu + 1))
-    steps = tuple(SweepStep(counts, value) for counts, value in run.steps.items())
-    return ExecutorSweep(steps, run.best())
+    sweep.climb(ExecutorCounts(device, cpu) for cpu in range(0 if device else 1, most_cpu + 1))
+    return sweep

@@ -123,10 +123,9 @@ class _Search:
         most_cpu = min(self.options.most_cpu_executors, self.box.cores) if "cpu" in able else 0
         most_device = self.options.most_device_executors if set(able) - {"cpu"} else 0
         sweep = executor_sweep(self._sweep_value, most_device, most_cpu)
-        for number, step in enumerate(sweep.steps, start=1):
-            value = step.images_per_s
-            note = "does not fit" if value is None else "best" if step.counts == sweep.best else ""
-            self.trials.append(SearchTrial(EXECUTORS, number, self._text(step.counts), value or 0.0, note))
+        for number, (counts, value) in enumerate(sweep.steps.items(), start=1):
+            note = "does not fit" if value is None else "best" if counts == sweep.best else ""
+            self.trials.append(SearchTrial(EXECUTORS, number, self._text(counts), value or 0.0, note))
         if sweep.best is None:
             self._require(executors_of(self.box, ExecutorCounts(min(most_device, 1), 0 if most_device else 1)))
             raise ConfigError("no executors run every expert of this line - give `executors` in the line file")

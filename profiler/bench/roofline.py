@@ -64,7 +64,6 @@ class Compute:
 
     seconds: float
     loads: int
-    experts: int
     substituted: int  # steps that ran on another expert of the same kind
 
     @property
@@ -115,7 +114,7 @@ def measure_compute(agent: Agent, work: TraceWork, progress: Progress = lambda *
             if not loads:
                 break
     substituted = sum(stands_for[expert] != expert for expert in work.experts)
-    return Compute(played.seconds, loads, len(held), substituted)
+    return Compute(played.seconds, loads, substituted)
 
 
 def io_bytes(agent: Agent, played: Played, work: TraceWork) -> int:

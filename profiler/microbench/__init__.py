@@ -1,1 +1,1 @@
-"""What experts of a kind cost on a processor: K, B, maximum batch, footprint, load latency, precision (section 4.5)."""
+"""Cost of a kind of experts on a processor: K, B, maximum batch, footprint, load latency, precision (section 4.5)."""

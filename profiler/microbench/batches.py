@@ -192,11 +192,13 @@ class BatchRuns:
         def run() -> None:
             answers.append(self._rig.attempt(self._copy, images))
 
-        peak_bytes = self._estimated_bytes(size)
-        if self._meter is None:
-            run()
-        else:
+        if self._meter is not None:
             peak_bytes = self._meter.peak_bytes(run)
+        else:
+            run()
+            expert, packed = self._copy.expert, self._copy.packed
+            backend = backend_for(expert.architecture)
+            peak_bytes = backend.workspace_bytes(expert, Precision(packed.precision), size)
         (answer,) = answers
         if isinstance(answer, BatchFailed):
             if answer.out_of_memory:
@@ -216,10 +218,6 @@ class BatchRuns:
         seconds = self._rig.timed_s(self._copy, self._images.next(size))
         self._spent_s += seconds
         return seconds
-
-    def _estimated_bytes(self, size: int) -> int:
-        expert, packed = self._copy.expert, self._copy.packed
-        return backend_for(expert.architecture).workspace_bytes(expert, Precision(packed.precision), size)
 
 
 def _copied(image: Prepared | Rejected) -> Prepared | Rejected:

@@ -136,7 +136,7 @@ class PrecisionChoice:
         self.notes.append(f"{references[0].kind} on {bench.processor} is not compared with fp32: {reason}")
 
     def _in_form(self, bench: Bench, form: Precision, references: Sequence[ExpertCopy]) -> list[ExpertCopy]:
-        """The same experts packed in another form, without those that cannot be."""
+        """Pack these experts in another form; experts that cannot be packed in it are left out."""
         wanted = {copy.expert.id: {form} for copy in references}
         packed = self.packing.pack(wanted, f"pack {form} for {bench.processor}: {references[0].kind}")
         return [copy for copy in packed[form] if copy.expert.id in wanted]

@@ -59,9 +59,6 @@ class PlannedCase:
         box, required = self.profile.box, self.required_images_per_s
         return advise(scenario, setup, box, required, lambda sizes: self.planned(form, sizes)[1])
 
-    def is_decoding_limit(self, form: Precision) -> bool:
-        return self.decoding is not None and self.decoding.is_limit(*self.planned(form))
-
 
 def with_gains(advice: Advice, case: PlannedCase) -> Advice:
     """Adds the gains of other forms and of more memory, the largest first."""
@@ -76,8 +73,11 @@ def with_gains(advice: Advice, case: PlannedCase) -> Advice:
         if remedy is not None:
             found.append(_memory_gain(remedy, best))
     worth = [gain for gain in found if gain.images_per_s >= LEAST * advice.images_per_s]
-    told = [_with_limit(gain) if gain.form and case.is_decoding_limit(Precision(gain.form)) else gain for gain in worth]
-    gains = tuple(sorted(told, key=lambda gain: -gain.images_per_s))
+    for place, gain in enumerate(worth):
+        if gain.form and case.decoding and case.decoding.is_limit(*case.planned(Precision(gain.form))):
+            remark = "; ".join(filter(None, (gain.remark, "decoding is the limit then")))
+            worth[place] = replace(gain, remark=remark)
+    gains = tuple(sorted(worth, key=lambda gain: -gain.images_per_s))
     return replace(advice, gains=gains, other_forms=tuple(map(str, forms)))
 
 
@@ -91,10 +91,6 @@ def _other_forms(profile: StoredProfile, setup: EngineSetup) -> list[Precision]:
 
 def _form(copy: str) -> str:
     return copy.rpartition("@")[2]
-
-
-def _with_limit(gain: Gain) -> Gain:
-    return replace(gain, remark="; ".join(filter(None, (gain.remark, "decoding is the limit then"))))
 
 
 def _form_gain(case: PlannedCase, now: EngineSetup, form: Precision) -> Gain | None:

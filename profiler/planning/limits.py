@@ -101,7 +101,8 @@ def _memory_remedy(
         now, most = ({pool: sizes[pool] for pool in pools} for sizes in (now_bytes, most_bytes))
         found = _smallest_budgets(now, most, lambda sizes: played(sizes).images_per_s >= target_images_per_s)
         if found is not None:
-            box_bytes = {pool: _box_bytes(box, pool) for pool in pools}
+            sizes = {HOST: box.host_bytes, DEVICE: box.device_bytes or box.host_bytes}
+            box_bytes = {pool: sizes[pool] for pool in pools}
             return MemoryRemedy(now, found, box_bytes, played(found).images_per_s)
     return None
 
@@ -117,10 +118,6 @@ def _smallest_budgets(
     most = max(most_bytes[pool] / max(size, 1) for pool, size in now_bytes.items())
     factor = _smallest(1.0, most, lambda factor: is_enough(grown(factor)))
     return None if factor is None else grown(factor)
-
-
-def _box_bytes(box: BoxIdentity, pool: str) -> int:
-    return box.device_bytes if pool == DEVICE and box.device_bytes is not None else box.host_bytes
 
 
 def _ssd_remedy(scenario: Scenario, setup: EngineSetup, target_images_per_s: float) -> SsdRemedy | None:

@@ -27,6 +27,10 @@ COLUMNS: dict[str, JustifyMethod] = {
     "kind": "left", "on": "left", "precision": "left", "K ms": "right", "B ms": "right", "fit": "right",
     "batch": "right", "weights": "right", "per image": "right", "SSD ms": "right", "agrees with fp32": "left",
 }  # fmt: skip
+KIND_KEYS = (
+    "precision", "threads", "K_s", "B_s", "fit_error", "max_batch", "weight_bytes", "workspace_base_bytes",
+    "K_prompt_s", "K_output_s", "lease_bytes", "samples",
+)  # fmt: skip
 MIB = ",.1f"
 NORMALIZATIONS = {"imagenet", "unit"}
 MOST_CURVES = 6  # in one chart: more could not be told apart
@@ -129,23 +133,11 @@ def _form_json(kind: KindProfile, profile: StoredProfile) -> dict[str, Any]:
 
 
 def _kind_json(kind: KindProfile) -> dict[str, Any]:
-    return {
-        "precision": kind.precision,
-        "threads": kind.threads,
-        "K_s": kind.K_s,
-        "B_s": kind.B_s,
-        "fit_error": kind.fit_error,
-        "max_batch": kind.max_batch,
-        "weight_bytes": kind.weight_bytes,
+    return {name: getattr(kind, name) for name in KIND_KEYS} | {
         "workspace_bytes": [batch.workspace_bytes for batch in kind.batches],
         "batch_sizes": [batch.batch_size for batch in kind.batches],
-        "workspace_base_bytes": kind.workspace_base_bytes,
         "workspace_per_image_bytes": kind.workspace_bytes,
         "load_s": {"ssd": None, "host": None} | dict(kind.load_s),
-        "K_prompt_s": kind.K_prompt_s,
-        "K_output_s": kind.K_output_s,
-        "lease_bytes": kind.lease_bytes,
-        "samples": kind.samples,
     }
 
 

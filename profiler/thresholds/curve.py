@@ -1,4 +1,4 @@
-"""What each threshold would do to the samples, as a chart."""
+"""Chart of false alarms and catches on the samples, by threshold."""
 
 from __future__ import annotations
 

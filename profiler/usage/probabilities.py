@@ -10,7 +10,7 @@ notes name everything that a count left out; an expert without a request is unli
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -131,9 +131,9 @@ class RouteCount:
 
     requests: int = 0
     _weight: float = 0.0
-    _uses: dict[str, float] = field(default_factory=dict)
-    _reached: dict[str, float] = field(default_factory=dict)
-    _passed: dict[str, float] = field(default_factory=dict)
+    _uses: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _reached: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _passed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, experts: Sequence[str], verdict: Verdict, weight: float = 1.0) -> None:
         """Count a request: experts before the last let it pass, and the last one if the verdict is OK.
@@ -143,25 +143,24 @@ class RouteCount:
         self.requests += 1
         self._weight += weight
         for place, expert in enumerate(experts, start=1):
-            self._uses[expert] = self._uses.get(expert, 0.0) + weight
+            self._uses[expert] += weight
             is_last = place == len(experts)
             if is_last and verdict is Verdict.UNKNOWN:
                 continue
-            self._reached[expert] = self._reached.get(expert, 0.0) + weight
+            self._reached[expert] += weight
             if not is_last or verdict is Verdict.OK:
-                self._passed[expert] = self._passed.get(expert, 0.0) + weight
+                self._passed[expert] += weight
 
     def pass_rates(self, experts: Mapping[str, object]) -> dict[str, float]:
         """Smoothed: see the module."""
         together = (sum(self._passed.values()) + 0.5) / (sum(self._reached.values()) + 1)
-        return {name: (self._passed.get(name, 0.0) + together) / (self._reached.get(name, 0.0) + 1) for name in experts}
+        return {name: (self._passed[name] + together) / (self._reached[name] + 1) for name in experts}
 
     def probabilities(self, graph: ExpertGraph, pass_rates: Mapping[str, float]) -> dict[str, float]:
         """Smoothed: see the module."""
         one_more = graph.usage({route: 1 / len(graph.routes) for route in graph.routes}, pass_rates)
         return {
-            name: (self._uses.get(name, 0.0) + one_more.get(name, 0.0)) / (self._weight + 1)
-            for name in sorted(graph.experts)
+            name: (self._uses[name] + one_more.get(name, 0.0)) / (self._weight + 1) for name in sorted(graph.experts)
         }
 
 

@@ -215,7 +215,9 @@ class _Reader:
     def _tokens(self, row: Mapping[str, object], number: int) -> dict[str, object]:
         given = [key for key in TOKENS if key in row]
         name = row.get("component", row.get("expert"))
-        if not isinstance(name, str) or not self._is_known(name):
+        if not isinstance(name, str):
+            return {}
+        if name not in self.catalog.experts and name not in self.catalog.graph.routes:
             return {}
         if not self._is_of_texts(name):
             if given:
@@ -235,9 +237,6 @@ class _Reader:
         if isinstance(count, bool) or not isinstance(count, int) or not least <= count <= MOST_TOKENS:
             raise _Mistake(key, f"{_shown(count)} is no number of tokens - write a whole number, {least} or more")
         return count
-
-    def _is_known(self, name: str) -> bool:
-        return name in self.catalog.experts or name in self.catalog.graph.routes
 
     def _is_of_texts(self, name: str) -> bool:
         expert = self.catalog.experts.get(name)

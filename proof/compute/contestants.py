@@ -78,10 +78,6 @@ class PlainModel:
     def expert(self) -> Expert:
         return self.plain.expert
 
-    @property
-    def size(self) -> tuple[int, int]:
-        return self.expert.pixels.height, self.expert.pixels.width
-
     def answered(self, outputs: Sequence[Tensor], batch: Batch) -> Sequence[Prediction]:
         return self.plain.answered(self.expert, outputs, batch)
 
@@ -208,7 +204,7 @@ def openvino(form: str, model: PlainModel, batch: Batch, threads: int) -> Contes
     hint, numbers = OPENVINO[form]
     core = Core()
     graph = core.read_model(model.graph)
-    graph.reshape([len(batch), 3, *model.size])
+    graph.reshape([len(batch), 3, model.expert.pixels.height, model.expert.pixels.width])
     wanted = {"INFERENCE_PRECISION_HINT": hint, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads}
     try:
         compiled = core.compile_model(graph, "CPU", wanted)

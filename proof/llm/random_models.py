@@ -147,11 +147,10 @@ class TextJob:
 def mixed_lengths(requests: int, vocabulary: int, seed: int = 0) -> tuple[TextJob, ...]:
     """Prompts of any length within bounds, and outputs of which most are short and a few are long."""
     chance = random.Random(seed)
-    return tuple(_job(chance, vocabulary) for _ in range(requests))
-
-
-def _job(chance: random.Random, vocabulary: int) -> TextJob:
-    length = chance.randint(SHORTEST_PROMPT, LONGEST_PROMPT)
-    drawn = round(math.exp(chance.gauss(math.log(MEDIAN_OUTPUT), OUTPUT_SPREAD)))
-    output = min(max(drawn, SHORTEST_OUTPUT), LONGEST_OUTPUT)
-    return TextJob(tuple(chance.randrange(vocabulary) for _ in range(length)), output)
+    jobs = []
+    for _ in range(requests):
+        length = chance.randint(SHORTEST_PROMPT, LONGEST_PROMPT)
+        drawn = round(math.exp(chance.gauss(math.log(MEDIAN_OUTPUT), OUTPUT_SPREAD)))
+        prompt = tuple(chance.randrange(vocabulary) for _ in range(length))
+        jobs.append(TextJob(prompt, min(max(drawn, SHORTEST_OUTPUT), LONGEST_OUTPUT)))
+    return tuple(jobs)

@@ -84,27 +84,19 @@ class SystemsFigure:
     against: tuple[str, Callable[[SystemRow, SystemRow], str]] | None = None
 
 
-def _ratio(row: SystemRow, than: SystemRow) -> str:
-    return f"{row.images_per_s / than.images_per_s:.1f}"
-
-
-def _fewer(row: SystemRow, than: SystemRow) -> str:
-    return f"{fewer_switches(row.switches, than.switches):.1%}"
-
-
 SPEED, SWITCHES = attrgetter("images_per_s"), attrgetter("switches")
 COMPARISONS = (
     SystemsFigure(
         13, "throughput, images/s", "Throughput", "images/s", SPEED, ".1f", BASELINES, BASELINES,
         "The paper: CoServe Casual is up to 8.5 (NUMA) and 10.6 (UMA) times Samba-CoE; on NUMA it is 5.71 % (24.5 to "
         "23.1 images/s) to 18.75 % (27.2 to 22.1) below Best.",
-        (" over", _ratio),
+        (" over", lambda row, than: f"{row.images_per_s / than.images_per_s:.1f}"),
     ),
     SystemsFigure(
         14, "expert switches", "Expert switches", "switches", SWITCHES, "d", BASELINES, BASELINES,
         "A switch is a load, from the SSD or from host memory, that a request had to wait for. The paper: Best has "
         "1.28 to 18.18 % fewer than Casual on NUMA and 16.48 to 31.13 % fewer on UMA.",
-        (", fewer than", _fewer),
+        (", fewer than", lambda row, than: f"{fewer_switches(row.switches, than.switches):.1%}"),
     ),
     SystemsFigure(
         15, "throughput of the ablations, images/s", "Ablations", "images/s", SPEED, ".1f", ABLATIONS,

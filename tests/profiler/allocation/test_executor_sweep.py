@@ -34,7 +34,7 @@ def test_a_sweep_by_hand(device, cpu, run, best):
         return None if None in parts else sum(parts)
 
     sweep = executor_sweep(throughput, most_device=len(device) - 1, most_cpu=len(cpu) - 1)
-    assert run is None or [(step.counts.device, step.counts.cpu) for step in sweep.steps] == run
+    assert run is None or [(counts.device, counts.cpu) for counts in sweep.steps] == run
     assert sweep.best == ExecutorCounts(*best)
 
 
@@ -53,10 +53,9 @@ def test_nothing_is_run_twice_and_nothing_that_was_run_is_better(device, cpu, mo
 
     sweep = executor_sweep(throughput, most_device, most_cpu)
     assert len(asked) == len(set(asked))
-    assert [step.counts for step in sweep.steps] == asked
+    assert list(sweep.steps) == asked
     assert all(counts.device + counts.cpu >= 1 for counts in asked)
     if asked:
-        best = next(step.images_per_s for step in sweep.steps if step.counts == sweep.best)
-        assert best == max(step.images_per_s for step in sweep.steps)
+        assert sweep.steps[sweep.best] == max(sweep.steps.values())
     else:
         assert (most_device, most_cpu, sweep.best) == (0, 0, None)
