@@ -91,7 +91,7 @@ NAMED = {"imagenet": IMAGENET, "unit": UNIT}
 
 
 def named_normalization(normalization: Normalization) -> str | Normalization:
-    """Its name where it has one: experts that say the same in two ways share prepared images."""
+    """Name of a normalization that has one: equal ones share prepared images."""
     return next((name for name, known in NAMED.items() if known == normalization), normalization)
 
 
@@ -181,7 +181,7 @@ class BoundingBox:
     bottom: float
 
     def as_json(self) -> dict[str, str | float]:
-        """For results and answers: the score to six places, corners to a hundredth of a pixel."""
+        """JSON for results: the score to six places, corners to a hundredth of a pixel."""
         corners = {side: round(getattr(self, side), 2) for side in ("left", "top", "right", "bottom")}
         return {"label": self.label, "score": round(self.score, 6), **corners}
 
@@ -228,7 +228,7 @@ class Anomaly:
     map: AnomalyMap | None = None
 
     def as_json(self) -> dict[str, float]:
-        """For results and answers; the map is kept apart."""
+        """JSON for results; the map is kept apart."""
         return {"score": self.score, "threshold": self.threshold}
 
 

@@ -104,7 +104,6 @@ class ExpertGraph:
         return self.experts - self.in_shadow
 
     def first_expert(self, component: str) -> str | None:
-        """None for a component without a route."""
         steps = self.routes.get(component)
         return steps[0].expert if steps else None
 
@@ -114,7 +113,7 @@ class ExpertGraph:
         return tuple(dict.fromkeys(expert for step in steps for expert in (step.expert, *step.then.values())))
 
     def experts_after(self, component: str, step: int) -> tuple[str, ...]:
-        """Every expert that a route may still reach after step number ``step`` (from 0), in its order."""
+        """Experts that a route may still reach after step number ``step`` (from 0), in its order."""
         steps = self.routes[component]
         following = (expert for each in steps[step + 1 :] for expert in (each.expert, *each.then.values()))
         branches = steps[-1].then.values() if step == len(steps) - 1 else ()

@@ -55,7 +55,7 @@ BROKEN = (  # what Pillow raises on hostile bytes; Warning where warnings are er
 
 
 class Completeness(StrEnum):
-    """What a file's own bytes say about its end."""
+    """Verdict of a file's bytes on its end."""
 
     WHOLE = "whole"
     ZERO_TAILED = "zero-tailed"  # black pixels, or bytes still to come: only time can tell
@@ -108,12 +108,12 @@ class Decoded:
         return upright(self.pixels, self.orientation) if wanted is Orientation.EXIF else self.pixels
 
     def serves(self, least: tuple[int, int] | None) -> bool:
-        """Whether decoding the file for ``least`` would give these pixels."""
+        """True where decoding the file for ``least`` would give these pixels."""
         return self.reduction == (reduction(self.height, self.width, least) if self.is_jpeg else 1)
 
 
 def reduction(height: int, width: int, least: tuple[int, int] | None) -> int:
-    """How much smaller a JPEG's decoder makes an image of which ``least`` (height, width) pixels are enough."""
+    """Factor by which a JPEG's decoder shrinks an image of which ``least`` (height, width) pixels are enough."""
     if least is None:
         return 1
     spare = min(height // least[0], width // least[1])
@@ -194,7 +194,7 @@ def _check_length(size_bytes: int, name: str, max_pixels: int) -> None:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Of a loaded image, as some formats keep it behind the pixels. An EXIF block that is broken says nothing."""
+    """EXIF orientation of a loaded image, as some formats keep it behind the pixels; a broken block counts as none."""
     try:
         found: int = image.getexif().get(TAG, UPRIGHT)
     except BROKEN:
@@ -242,7 +242,7 @@ def _ends_with(file: BinaryIO, size: int, end: bytes) -> bool:
 
 
 def _bmp_bytes(head: bytes) -> int:
-    """How long the BMP must be: what its pixels need where they are not compressed, else what the header claims."""
+    """Least length of the BMP: by its pixels where they are not compressed, else as its header claims."""
     if len(head) < BMP_HEADER.size:
         return BMP_HEADER.size
     _, claimed, _, _, offset, header, width, height, _, bits, compression = BMP_HEADER.unpack_from(head)

@@ -29,7 +29,7 @@ UNSIGNED = frozenset({3, 4, 13, 16, 18})  # types of numbers that are offsets an
 
 @dataclass(frozen=True, slots=True)
 class TiffPixels:
-    """Whether all pixels lie within the file, and whether they are stored as they are."""
+    """Verdict on a TIFF's pixels: within the file, and stored raw."""
 
     are_within: bool
     are_raw: bool
@@ -37,7 +37,7 @@ class TiffPixels:
 
 @dataclass(frozen=True, slots=True)
 class _PixelLayout:
-    """How a directory is written, in letters of ``struct``."""
+    """Format of a directory, in letters of ``struct``."""
 
     first: str  # the file's start, with the offset of the directory
     length: str

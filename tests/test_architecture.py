@@ -37,6 +37,7 @@ RUNTIME_FENCE = (
     "profiler.bench.roofline",
     "profiler.bench.naive",
     "profiler.bench.plain_models",
+    "profiler.workload.made_up_graphs",
     "proof",
 )
 NOUNS = ("agent.runtime.machine.box", "agent.runtime.expert_copy")  # which whoever needs no runtime may know

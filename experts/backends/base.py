@@ -78,7 +78,7 @@ class Backend(Protocol):
         """Scale and normalise one image: uint8 RGB (height, width, 3), of any size. Thread-safe."""
 
     def recipe(self, expert: Expert, precision: Precision) -> str:
-        """What decides on packed bytes beside the expert and its file, such as a runtime's version; mostly nothing."""
+        """Dependencies of packed bytes beside the expert and its file, such as a runtime's version; mostly empty."""
 
     def workspace_bytes(self, expert: Expert, precision: Precision, batch_size: int) -> int:
         """A batch's memory beside the weights, from shapes; a language model's iteration's. A profile overrides it."""

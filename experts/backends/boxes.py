@@ -54,7 +54,7 @@ def selected(expert: Expert, boxes: Tensor, scores: Tensor, labels: Tensor) -> T
 
 
 def prediction(expert: Expert, rows: Sequence[Sequence[float]], prepared: Prepared) -> Prediction:
-    """What rows in the pixels of the expert's input say of the image that was prepared."""
+    """Prediction of one image from rows in the pixels of the expert's input."""
     if not rows:
         return Prediction(NOTHING_FOUND, 0.0)
     boxes = tuple(_box(expert, row, prepared) for row in rows)

@@ -52,7 +52,7 @@ ANY_SIZE = (224, 224)  # that every family without a size of its own takes
 
 @dataclass(frozen=True, slots=True)
 class _Structure:
-    """What decides on a module's structure. Experts of one form share the template that skeletons are copied from."""
+    """Key of a module's template, from which skeletons of one form are copied."""
 
     architecture: str
     label_count: int

@@ -107,7 +107,7 @@ class _Answered:
 
     @staticmethod
     def _rows(expert: Expert, raw_boxes: Tensor, scores: Tensor, anchors: Tensor, scale: Tensor) -> Tensor:
-        """Of one image: only boxes that may be told of are decoded, as of thousands nearly none is."""
+        """Rows of one image: only candidate boxes are decoded, as of thousands nearly none is told."""
         chosen = candidates(expert, scores)
         boxes = _decoded(raw_boxes[:, chosen], anchors[:, chosen], scale[:, chosen])
         require_numbers(expert, boxes)
@@ -171,14 +171,14 @@ def write_onnx_export(path: Path, architecture: str, labels: Sequence[str], side
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What tells most architectures apart before they are built: how many layers, and the first one's channels."""
+    """Number of layers, and channels of the first: they tell most architectures apart before they are built."""
 
     layers: int
     first_channels: int
 
 
 def outline(architecture: str) -> Outline:
-    """By ultralytics' YAML of it. Raises ValueError for an architecture that is not known."""
+    """Read ultralytics' YAML of it. Raises ValueError for an unknown architecture."""
     try:
         document = yaml_model_load(f"{architecture}.yaml")
     except FileNotFoundError as error:

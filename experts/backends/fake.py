@@ -45,7 +45,7 @@ SCORE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class FakeModel:
-    """What a fake declares; see the module. Bytes and seconds are not negative."""
+    """Declaration of a fake, see the module. Bytes and seconds are not negative."""
 
     weight_bytes: int
     K_s: float = 0.0
@@ -120,7 +120,7 @@ class FakeBackend:
 
 
 def read_fake(expert: Expert) -> FakeModel:
-    """What the expert's weights file declares. Raises WeightsMissing, LoadError, WeightsCorrupt."""
+    """Read an expert's declaration. Raises WeightsMissing, LoadError, WeightsCorrupt."""
     try:
         document: Any = yaml.safe_load(expert.weights.read_text())
         return FakeModel(**document)
@@ -154,7 +154,6 @@ def _pseudo_random(seed: int, size_bytes: int) -> Tensor:
 
 
 def _is_sound(tensor: Tensor, seed: int) -> bool:
-    """Whether samples of the bytes are those of the seed."""
     last = (tensor.numel() - 1) // WORD_BYTES
     places = np.linspace(0, last, num=min(SAMPLES, last + 1)).astype(np.uint64)
     expected = torch.from_numpy(_words(seed, places).view(np.uint8)).view(-1, WORD_BYTES)

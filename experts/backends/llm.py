@@ -151,7 +151,7 @@ def _layer_width(spec: ArchSpec, number: int) -> int:
 
 
 class _PackedTensors(Mapping[str, "Tensor"]):
-    """Each tensor is read when asked for. ``precision`` None: in its own dtype. Raises as ``LlmBackend.pack``."""
+    """Tensors read when asked for. ``precision`` None: in their own dtype. Raises as ``LlmBackend.pack``."""
 
     def __init__(self, checkpoint: Checkpoint, precision: Precision | None) -> None:
         self._checkpoint = checkpoint

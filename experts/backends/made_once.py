@@ -1,4 +1,4 @@
-"""What is dear to make and shared by many: templates of modules, sessions, graphs."""
+"""Cache of what is costly to make and shared by many: templates of modules, sessions, graphs."""
 
 from __future__ import annotations
 

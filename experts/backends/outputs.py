@@ -1,4 +1,4 @@
-"""What an expert answered with, before anything is made of it."""
+"""Checks of an expert's raw answers, and their reading label by label."""
 
 from __future__ import annotations
 

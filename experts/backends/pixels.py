@@ -66,7 +66,7 @@ def _scaled(image: np.ndarray, height: int, width: int, interpolation: str) -> I
 
 
 def _resized(height: int, width: int, wanted: int | tuple[int, int] | None) -> tuple[int, int]:
-    """Of a number, the shorter side has it and the longer one keeps the proportions, rounded down as by torchvision."""
+    """One number is the shorter side: proportions are kept, rounded down as by torchvision."""
     if not isinstance(wanted, int):
         return wanted or (height, width)
     return (wanted, int(wanted * width / height)) if height <= width else (int(wanted * height / width), wanted)

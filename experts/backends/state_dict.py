@@ -41,7 +41,7 @@ def fit(expert: Expert, found: Mapping[str, Tensor], expected: Mapping[str, Tens
 
 
 def executable(expert: Expert, tensors: Mapping[str, Tensor], form: Form) -> dict[str, Tensor]:
-    """The same in the form's dtype, convolutions' weights channels_last. WeightsMismatch where one leaves the range."""
+    """Cast to the form's dtype, convolutions' weights channels_last. WeightsMismatch where one leaves the range."""
     ready = {name: _executable(tensor, form.dtype) for name, tensor in tensors.items()}
     for name, tensor in ready.items():
         if not is_finite(tensor):
@@ -57,7 +57,7 @@ def _executable(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _refuse_other_labels(
     expert: Expert, reshaped: Sequence[str], given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
 ) -> None:
-    """Where nothing but the number of outputs differs, say so in the operator's words."""
+    """Name the labels where the number of outputs is all that differs."""
     label_count = len(expert.labels)
     outputs = {given[name].shape[0] for name in reshaped if given[name].dim()}
     is_heads_only = all(

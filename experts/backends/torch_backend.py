@@ -1,4 +1,4 @@
-"""What backends of torch's modules have in common: each form packs, binds and runs their modules."""
+"""Common part of the backends of torch's modules: each form packs, binds and runs their modules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class TorchBackend(Modules):
-    """All of experts.backends.base.Backend but ``prepare``."""
+    """Implements experts.backends.base.Backend but for ``prepare``."""
 
     def plain_skeleton(self, expert: Expert, dtype: torch.dtype, device: str) -> Skeleton:
         placed = {"device": torch.device(device), "dtype": dtype, "memory_format": self.memory_format(expert)}

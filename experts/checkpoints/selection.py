@@ -124,7 +124,7 @@ class _WeightsSearch:
 
 
 def _is_tensor(value: object) -> bool:
-    """Also of a kind that is not read, such as sparse or quantized."""
+    """Tensors that are not read, such as sparse ones, count too."""
     rebuilt = isinstance(value, PickledObject) and value.kind.module == "torch._utils"
     return rebuilt or isinstance(value, CheckpointTensor)
 

@@ -177,7 +177,7 @@ def _tell_of_problem(telling: FactCollector, values: Mapping[object, object], wh
 
 
 def _problem_of_loss(loss: object) -> str | None:
-    """By its name or its class's; None where that says neither, as of a focal loss."""
+    """Read it from a name or a class's name; None where neither tells, as for a focal loss."""
     plain = re.sub(
         r"[^a-z]", "", _lower(loss.kind.name if isinstance(loss, PickledObject) else loss).rpartition(".")[2]
     )

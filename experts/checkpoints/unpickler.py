@@ -158,7 +158,7 @@ class PickledObject(metaclass=PickledName):
         return type(self)
 
     def attribute(self, name: str) -> object:
-        """None where its state is not the usual one, or has no such name."""
+        """Entry of its state; None where the state is not the usual one, or has no such name."""
         states = self.state if isinstance(self.state, tuple) else (self.state,)  # with __slots__ there are two
         return next((state[name] for state in states if isinstance(state, dict) and name in state), None)
 

@@ -131,7 +131,7 @@ class _Graph:
         return None, count
 
     def _task(self, count: int | None, sure: dict[str, str], missing: dict[str, str]) -> str | None:
-        """By the last operator, all that a graph tells of its training."""
+        """Read the last operator, all that a graph tells of its training."""
         if self.last in INDEPENDENT or self.last in EXCLUSIVE:
             sure["task"] = f"it ends in {self.last}"
             return "multilabel" if self.last in INDEPENDENT else "multiclass"

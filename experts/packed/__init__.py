@@ -1,1 +1,1 @@
-"""How weights lie on disk, packed once, and how they are read from there straight into a buffer."""
+"""Weights on disk, packed once, and their reading straight into a buffer."""

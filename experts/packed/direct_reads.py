@@ -40,7 +40,7 @@ _NO_CACHE = getattr(fcntl, "F_NOCACHE", None)  # macOS: the same wish, spoken af
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """What tells one content of a path from another without reading it."""
+    """Stamp of a path's content, read from its status alone."""
 
     inode: int
     size_bytes: int

@@ -343,7 +343,7 @@ class _Packing:
         take_name(path, self._store.segment_path(segment.sha256))
 
     def _places(self, draft: _Draft) -> dict[str, tuple[Path, TensorSpec]]:
-        """Where each tensor's bytes lie at the moment: a file, and the place in it."""
+        """Present place of each tensor's bytes: a file, and the offset in it."""
         packed = draft.manifest.packed
         if draft.staged is not None:
             return {spec.name: (draft.staged, spec) for spec in packed.own.tensors}

@@ -31,7 +31,6 @@ class Stacked:
         return math.prod(self.shape[1:]) * DTYPE_BYTES[self.dtype]
 
     def spec(self, offset_bytes: int, block_bytes: int) -> TensorSpec:
-        """Its place in blocks of ``block_bytes``."""
         inner = [math.prod(self.shape[place + 1 :]) for place in range(1, len(self.shape))]
         stride = (block_bytes // DTYPE_BYTES[self.dtype], *inner)
         return TensorSpec(self.name, self.dtype, self.shape, stride, offset_bytes)

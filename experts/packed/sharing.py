@@ -23,7 +23,7 @@ SHARED_MINIMUM_BYTES = 1024 * 1024  # below this a second file costs more to ope
 
 @dataclass(frozen=True, slots=True)
 class TensorKey:
-    """What makes two tensors of two experts the same one."""
+    """Key of a tensor: equal keys are one tensor to two experts."""
 
     name: str
     dtype: str
@@ -42,7 +42,7 @@ class TensorKey:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """How one expert's tensors divide over segments; within each, in the expert's own order."""
+    """Division of one expert's tensors over segments; within each, in the expert's own order."""
 
     own: tuple[TensorKey, ...]
     shared: tuple[tuple[TensorKey, ...], ...]

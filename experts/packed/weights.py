@@ -143,7 +143,7 @@ class AlignedBuffer:
 
     @property
     def tensor(self) -> Tensor:
-        """The same bytes as a one-dimensional uint8 tensor on the CPU. ValueError once closed."""
+        """Bytes as a one-dimensional uint8 tensor on the CPU. ValueError once closed."""
         if self._tensor is None:
             import torch  # records of this module are read where torch is not wanted
 

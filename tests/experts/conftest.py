@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -14,8 +15,11 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.torch import save_file
 
-from experts.backends import backend_for
+from experts.backends import backend_for, observed_ranges
+from experts.calibrations import CalibrationFolder
 from experts.expert import Expert, InputSpec, Precision
+from experts.packed.calibrated import calibration_of
+from experts.packed.packing import pack_line
 from experts.packed.weights import AlignedBuffer, SegmentStore, tensor_views
 
 LABELS = ("ok", "missing", "shifted")
@@ -56,6 +60,22 @@ def bound(expert, precision=Precision.FP32):
 def answers(expert, *images, precision=Precision.FP32):
     prepared = [backend_for(expert.architecture).prepare(expert, image) for image in images]
     return bound(expert, precision).infer(expert, prepared)
+
+
+def calibrated(expert, form, folder, *images):
+    """The expert with the ranges that a form of eight bits observes on these images, kept in ``folder``."""
+    prepared = [backend_for(expert.architecture).prepare(expert, image).tensor for image in images]
+    ranges = {form: observed_ranges(expert, form, [torch.stack(prepared)])}
+    calibrations = CalibrationFolder(folder)
+    calibrations.write(expert.id, calibration_of(expert, "", len(images), ("good", "bad"), ranges))
+    return replace(expert, calibration=calibrations.path(expert.id))
+
+
+def packed_in(store, experts, *forms):
+    """What each expert is packed as, by form: all of them, or the test fails."""
+    report = pack_line(experts, lambda expert: set(forms), store)
+    assert report.failed == {}
+    return report.packed
 
 
 class ExpertFiles:
@@ -210,24 +230,3 @@ def picture(height, width):
 @pytest.fixture(scope="session")
 def make_slot():
     return Slot
-
-
-@pytest.fixture(scope="session")
-def make_files():
-    return ExpertFiles
-
-
-@pytest.fixture(scope="session")
-def finding_boxes():
-    """Makes a fresh detector one that finds boxes."""
-
-    def trained(detector, **spread):
-        spread_scores(trained_looking(detector, seed=0), **spread)
-        return detector
-
-    return trained
-
-
-@pytest.fixture(scope="session")
-def looking_trained():
-    return trained_looking

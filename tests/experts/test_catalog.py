@@ -81,6 +81,7 @@ def test_a_good_file_becomes_experts_and_a_graph(tmp_path: Path) -> None:
         ("[64, 48]", "[64]", "line.yaml:6:13: experts.cls/r.input.size[1]: is missing"),
         ("[64, 48]", "[64, 0]", "line.yaml:6:24: experts.cls/r.input.size[1]: Input should be greater than or equal"),
         ("stem: 3x3", "stem: 5x5", "line.yaml:7:5: experts.cls/r.stem: Input should be '3x3', not '5x5'"),
+        ("[640, 640]}", "[640, 640]}, stem: 3x3", "experts.det/a: stem is for classifiers, not for yolov5m"),
         ("pin: true", "pin: NO", "line.yaml:8:"),
         ("  cls/c:", "  c:", "line.yaml:8:3: experts.c: 'c' is not an expert id - write kind/name"),
         ("  cls/c:", "  ../c:", "line.yaml:8:3: experts.../c: '../c' is not an expert id"),

@@ -56,9 +56,10 @@ def test_a_whole_file_is_whole_and_gives_its_pixels(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize("kept", [0.01, 0.5, 0.99])
-def test_a_cut_file_is_cut_and_refused(name: str, kept: float) -> None:
-    content = WHOLE[name][: int(len(WHOLE[name]) * kept)]
+@pytest.mark.parametrize("kept", [0.01, 0.5, 0.99, None], ids=str)
+def test_a_cut_file_is_cut_and_refused(name: str, kept: float | None) -> None:
+    """None: all but its last two bytes."""
+    content = WHOLE[name][: -2 if kept is None else int(len(WHOLE[name]) * kept)]
     assert judged(content) is Completeness.CUT
     with pytest.raises(ImageUnreadable):
         read_image(content, name)
@@ -128,19 +129,16 @@ def test_grey_is_repeated_and_16_bits_are_scaled_from_their_full_range() -> None
     assert np.array_equal(read_image(encoded("PNG", grey8), "grey8")[:, :, 1], grey8)
 
 
-def test_alpha_is_dropped_and_the_stored_colour_kept() -> None:
-    pixels = np.zeros((2, 2, 4), np.uint8)
-    pixels[:, :, 0] = 200
-    assert read_image(encoded("PNG", pixels), "alpha")[:, :, 0].min() == 200
-
-
-def test_palettes_with_and_without_transparency_become_their_colours() -> None:
+def test_palettes_and_alpha_become_their_stored_colours() -> None:
     image = Image.new("P", (4, 4), 1)
     image.putpalette([0, 0, 0, 10, 20, 30])
     for options in ({}, {"transparency": b"\xff\x00"}, {"transparency": 1}):
         buffer = io.BytesIO()
         image.save(buffer, "PNG", **options)
         assert read_image(buffer.getvalue(), "palette")[0, 0].tolist() == [10, 20, 30]
+    clear = np.zeros((2, 2, 4), np.uint8)
+    clear[:, :, 0] = 200
+    assert read_image(encoded("PNG", clear), "alpha")[:, :, 0].min() == 200
 
 
 @pytest.mark.parametrize("mode", ["1", "LA", "CMYK", "YCbCr"])
@@ -151,19 +149,28 @@ def test_other_modes_become_rgb(mode: str) -> None:
     assert read_image(buffer.getvalue(), mode).shape == (30, 40, 3)
 
 
-def test_floating_point_and_32_bit_pixels_are_refused_with_a_remedy() -> None:
-    with pytest.raises(ImageUnreadable, match="export the image with 8 or 16 bits"):
-        read_image(encoded("TIFF", np.ones((4, 4), np.float32)), "float")
-    with pytest.raises(ImageUnreadable, match="32-bit pixels"):
-        read_image(encoded("TIFF", np.full((4, 4), 70_000, np.int32)), "int")
-
-
-def test_several_images_in_one_file_are_refused() -> None:
+def two_pages() -> bytes:
     buffer = io.BytesIO()
     page = Image.fromarray(NOISE)
     page.save(buffer, "TIFF", save_all=True, append_images=[page])
-    with pytest.raises(ImageUnreadable, match="holds 2 images"):
-        read_image(buffer.getvalue(), "pages")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "the file is empty"),
+        (b"hello, world", "not an image in any of PNG"),
+        (encoded("GIF"), "not an image in any of PNG"),
+        (encoded("TIFF", np.ones((4, 4), np.float32)), "floating-point pixels: export the image with 8 or 16 bits"),
+        (encoded("TIFF", np.full((4, 4), 70_000, np.int32)), "32-bit pixels: export the image with 8 or 16 bits"),
+        (two_pages(), "holds 2 images"),
+    ],
+    ids=["empty", "text", "another format", "floats", "32 bits", "several images"],
+)
+def test_what_is_no_such_image_is_refused_with_its_reason(content: bytes, reason: str) -> None:
+    with pytest.raises(ImageUnreadable, match=reason):
+        read_image(content, "it")
 
 
 @settings(max_examples=60, deadline=None)
@@ -184,14 +191,6 @@ def test_broken_bytes_are_pixels_or_an_image_error(name: str, flips: list[tuple[
     assert pixels.dtype == np.uint8
 
 
-def jpeg(height, width, mode="RGB", quality=90):
-    y, x = np.mgrid[:height, :width]
-    pixels = np.stack([y % 256, x % 256, (x + y) % 256], axis=2).astype(np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).convert(mode).save(file, "jpeg", quality=quality)
-    return file.getvalue()
-
-
 @pytest.mark.parametrize(
     ("size", "least", "expected"),
     [
@@ -205,7 +204,9 @@ def jpeg(height, width, mode="RGB", quality=90):
 )
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 def test_a_jpeg_is_made_smaller_while_it_is_decoded_but_never_smaller_than_is_enough(size, least, expected, mode):
-    decoded = decode_image(jpeg(*size, mode), "it", least=least)
+    file = io.BytesIO()
+    Image.fromarray(np.zeros((*size, 3), np.uint8)).convert(mode).save(file, "jpeg")
+    decoded = decode_image(file.getvalue(), "it", least=least)
     assert decoded.reduction == expected == reduction(*size, least)
     assert (decoded.height, decoded.width) == size
     assert decoded.pixels.shape == (-(-size[0] // expected), -(-size[1] // expected), 3)
@@ -214,8 +215,6 @@ def test_a_jpeg_is_made_smaller_while_it_is_decoded_but_never_smaller_than_is_en
 
 
 def test_other_formats_have_all_their_pixels():
-    file = io.BytesIO()
-    Image.fromarray(np.zeros((400, 400, 3), np.uint8)).save(file, "png")
-    decoded = decode_image(file.getvalue(), "it", least=(10, 10))
-    assert decoded.pixels.shape == (400, 400, 3)
+    decoded = decode_image(WHOLE["png"], "it", least=(10, 10))
+    assert decoded.pixels.shape == (SIDE, SIDE, 3)
     assert decoded.serves((10, 10))

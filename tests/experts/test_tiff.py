@@ -127,6 +127,13 @@ def test_a_directory_that_no_image_has_is_cut(length: int) -> None:
     assert judged(directory(*strip * (length // 2), strip[0])) is Completeness.CUT
 
 
+def test_tags_that_claim_the_whole_file_again_and_again_never_reach_a_decoder() -> None:
+    """Each would be read: so many times the file."""
+    claims = [(1000 + number, BYTE, 40_000, 8) for number in range(3000)]
+    content = directory((STRIPS, LONG, 1, 0), (SIZES, LONG, 1, 8), *claims).ljust(50_000, b"x")
+    assert judged(content) is Completeness.CUT
+
+
 def test_a_makers_own_tag_that_points_nowhere_harms_no_image() -> None:
     maker = struct.pack("<HHII", 65000, BYTE, 100, 1 << 30)
     content = encoded()

@@ -32,7 +32,7 @@ class Modules(ABC):
 
     @abstractmethod
     def structure(self, expert: Expert) -> Hashable:
-        """All that decides on the module beside its input size. Raises WeightsMismatch where there is none."""
+        """Key of the module beside its input size. Raises WeightsMismatch where there is none."""
 
     @abstractmethod
     def prototype(self, expert: Expert) -> object:
@@ -60,7 +60,7 @@ class Modules(ABC):
 
     @abstractmethod
     def unseen_structure(self, expert: Expert) -> bytes:
-        """What decides on the module and shows in no shape of a weight."""
+        """Part of the module's structure that shows in no shape of a weight."""
 
 
 class Form:
@@ -97,7 +97,7 @@ class Form:
         return False
 
     def why_absent(self) -> str | None:
-        """None where the form's operators answered correctly on a tiny tensor, tried once in a process."""
+        """Reason why this CPU lacks the form; None: its operators answered correctly on a tiny tensor, tried once."""
         raise NotImplementedError
 
     def recipe(self) -> str:

@@ -37,7 +37,7 @@ class PlainForm(Form):
 
 
 def is_multiplied(name: Precision) -> bool:
-    """Whether the CPU has products of these 16 bits and oneDNN may use them. oneDNN alone says yes for AVX-512."""
+    """True where the CPU multiplies these 16 bits and oneDNN may use it. oneDNN alone says yes for AVX-512."""
     import torch
 
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}

@@ -1,1 +1,1 @@
-"""What backends of torch modules do alike: built without weights, folded, bound to bytes, weighed."""
+"""Torch modules of all backends: built without weights, folded, bound to bytes, weighed."""

@@ -1,4 +1,4 @@
-"""How much memory a forward pass needs beside the weights, told from shapes alone."""
+"""Memory that a forward pass needs beside the weights, from shapes alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def peak_bytes(module: Module, image: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What a batch needs beside the weights: a part that does not depend on its size, and one per image."""
+    """Memory of a batch beside the weights: a constant part, and a part per image."""
 
     fixed_bytes: int
     per_image_bytes: int

@@ -96,7 +96,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed 
         self._reads.update(self._sources[id(value)] for value in tree_leaves(values) if id(value) in self._sources)
 
     def pairs(self) -> tuple[FoldablePair, ...]:
-        """Those where each was called once and nothing else took what the convolution made."""
+        """Pairs of which each module is called once and nothing else reads the convolution's answer."""
         return tuple(
             pair
             for pair in self._pairs

@@ -21,7 +21,7 @@ _multiply = torch.ops.mkldnn._linear_pointwise.default
 
 
 class Arrangements:
-    """How a call is put, once for each batch size and thread count. ``is_blocked``: in the reference's layout."""
+    """Extents that a call is applied to, by batch size and thread count. ``is_blocked``: in the reference's layout."""
 
     def __init__(self, shape: Shape, *, is_blocked: bool) -> None:
         self._shape = shape
@@ -29,7 +29,7 @@ class Arrangements:
         self._known: dict[tuple[int, int], AppliedTo | None] = {}
 
     def of(self, images: int) -> AppliedTo | None:
-        """None: in no way."""
+        """None where no extent serves."""
         key = (images, torch.get_num_threads())
         if key not in self._known:
             self._known[key] = arrangement(self._shape, images) if self._is_blocked else self._shape.extent(images)

@@ -59,7 +59,7 @@ def observed_ranges(form: Form, modules: Modules, expert: Expert, batches: Itera
 
 
 def proven(form: Form, modules: Modules, expert: Expert, program: bytes) -> OnednnModule:
-    """What the skeletons of a program run. Raises BackendUnavailable where it was not packed for this box."""
+    """Module that a program's skeletons run. Raises BackendUnavailable where it was not packed for this box."""
     return _proven(f"{expert.architecture} in {form.name}", *_key(form, modules, expert), program)
 
 

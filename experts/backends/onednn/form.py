@@ -67,7 +67,7 @@ class FusedModule:
 
     @property
     def levels_digest(self) -> str:
-        """Of what reads and answers with which levels: what decides on an expert's table, scales and offsets."""
+        """Digest of which calls read and answer which levels: it decides an expert's table, scales and offsets."""
         plan = [(each.weight, each.quantisation) for each in self.inputs if isinstance(each, FusedCall)]
         return hashlib.sha256(repr(plan).encode()).hexdigest()[:DIGEST_LETTERS]
 
@@ -82,7 +82,7 @@ class FusedModule:
 
 @dataclass(frozen=True, slots=True)
 class BlockedWeight:
-    """How one weight lies in a packed expert. ``sha256``: of the layout's description."""
+    """Layout of one weight in a packed expert. ``sha256``: of the layout's description."""
 
     weight: str
     layout: BlockedLayout
@@ -111,7 +111,7 @@ class OnednnModule:
 
     @property
     def program(self) -> bytes:
-        """What a skeleton needs beside the tensors; the same bytes for the same layouts."""
+        """Input of a skeleton beside the tensors; the same bytes for the same layouts."""
         weights = {name: laid.sha256 for name, laid in self.blocked.items()}
         document = {"made for": identity(), "images": self.module.size, "weights": weights}
         if self.module.numbers == torch.int8:
@@ -165,7 +165,7 @@ class OnednnSkeleton:
             return self._answered(expert, outputs, batch)
 
     def outputs(self, images: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What the graph answers with, in inference mode, for images (3, height, width) in float32."""
+        """Run the graph, in inference mode, on images (3, height, width) in float32."""
         found: tuple[Tensor, ...] = self._module.graph.forward(_laid_out(images, self._module.dtype), *self._inputs)
         return found
 

@@ -105,7 +105,7 @@ class _Chain:
 
     @property
     def place(self) -> Node:
-        """Of its nodes, the one before which it can stand."""
+        """First of its nodes before which the call can stand."""
         return self.nodes[1] if self.call.adds else self.nodes[0]
 
 
@@ -190,7 +190,7 @@ def _read_in_order(graph: Graph, attention: Node) -> None:
 
 
 def _added(graph: Graph, node: Node) -> Node | None:
-    """What alone is added to a convolution, of the same shape; None where it cannot be done in the same call."""
+    """Sole summand of a convolution, of the same shape; None where it cannot be added in the same call."""
     follower = _only_user(node)
     if follower is None or not _is_sum(follower):
         return None
@@ -238,7 +238,7 @@ def _only_user(node: Node) -> Node | None:
 
 
 def _activation_after(node: Node) -> Activation | None:
-    """What the only reader of a node does, if it is an activation that oneDNN has."""
+    """Activation by the only reader of a node; None where oneDNN has none such."""
     follower = _only_user(node)
     if follower is None or follower.args[:1] != (node,):
         return None

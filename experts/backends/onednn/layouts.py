@@ -40,7 +40,7 @@ PARTS_MAXIMUM = 64  # that an image is seen as; more of them are slower again
 
 @dataclass(frozen=True, slots=True)
 class AppliedTo:
-    """What a weight is applied to: so many images of a height and width; of a linear layer, rows, of one pixel each."""
+    """Extent that a weight is applied to: images of a height and width; rows of a linear layer have one pixel each."""
 
     images: int
     height: int
@@ -68,7 +68,7 @@ class ConvolutionShape:
         return AppliedTo(images, self.height, self.width)
 
     def others(self, images: int) -> Iterator[AppliedTo]:
-        """The same pixels as other images, fewest first."""
+        """Other extents of the same pixels, fewest images first."""
         pixels = images * self.height * self.width
         if not self.is_pointwise:
             return
@@ -130,12 +130,12 @@ def serves(shape: Shape) -> bool:
 
 
 def thread_counts() -> tuple[int, ...]:
-    """How many threads an executor of this box may have: an equal share of the cores, for any number of them."""
+    """Thread counts of an executor here: an equal share of the cores, for any number of executors."""
     return tuple(sorted({cores() // executors for executors in range(1, cores() + 1)}))
 
 
 def arrangement(shape: Shape, images: int) -> AppliedTo | None:
-    """How to ask for a batch so that oneDNN wants the reference's layout on this thread's threads; None: in no way."""
+    """Extent for which oneDNN wants the reference's layout on this thread's threads; None: there is none."""
     if isinstance(shape, LinearShape):
         return shape.arranged(images)
     wanted, threads = reference(shape), torch.get_num_threads()

@@ -37,7 +37,7 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """What a call reads and answers with in eight bits. ``answer`` None: it answers in float32."""
+    """Values that a call reads and answers in eight bits. ``answer`` None: it answers in float32."""
 
     source: Values
     answer: Values | None

@@ -95,7 +95,7 @@ def identity() -> str:
 
 @dataclass(frozen=True, slots=True)
 class BlockedLayout:
-    """How the bytes of an opaque tensor lie: made by ``layout_of`` alone, so that it is torch's own word."""
+    """Layout of an opaque tensor's bytes, made by ``layout_of`` alone."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -171,7 +171,7 @@ _shim = cache(_Shim)
 
 @cache
 def _cpu() -> dict[str, str]:
-    """What Linux tells of the first core; elsewhere nothing."""
+    """Linux's facts of the first core; elsewhere nothing."""
     try:
         first = CPU_INFORMATION.read_text(encoding="utf-8").split("\n\n", 1)[0]
     except OSError:
@@ -193,7 +193,7 @@ def _told_layout() -> BlockedLayout:
 
 
 def _tried_deviation(dtype: torch.dtype) -> float:
-    """How far a convolution and a linear layer are from exact sums, of the largest. Raises RuntimeError."""
+    """Deviation of a convolution and a linear layer from exact sums, of the largest. Raises RuntimeError."""
     rows, matrix = _TRIED_IMAGES.reshape(-1, 64), _TRIED_WEIGHT.reshape(-1, 64)
     found = _tried_in_eight_bits(rows, matrix) if dtype == torch.int8 else _tried_in(dtype, rows, matrix)
     exact = (

@@ -244,7 +244,7 @@ class _Rewriting:
 
 
 def _shape(call: FusedCall, quantisation: Quantisation) -> Shape:
-    """What a weight of eight bits is applied to: where zero is no level 0, to images that were padded before."""
+    """Shape that a weight of eight bits is applied to: images padded before where zero is not level 0."""
     shape = replace(call.shape, dtype=torch.int8)
     if not isinstance(shape, ConvolutionShape) or quantisation.source.zero == 0:
         return shape

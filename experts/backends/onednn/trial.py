@@ -78,7 +78,7 @@ def decided_module(
 
 
 def tried(module: Module, form: OnednnModule, outputs: Sequence[str], sample: Mapping[str, Tensor]) -> FormTrial:
-    """How far a form answers from the module that it is of, on made-up weights like the sample's."""
+    """Deviation of a form from its module on made-up weights like the sample's."""
     generator = torch.Generator().manual_seed(0)
     dtype = form.module.dtype
     weights = {name: made_up(tensor, generator, dtype) for name, tensor in sample.items()}
@@ -226,7 +226,7 @@ def _convolution_kind(shape: ConvolutionShape) -> str:
 
 
 def _deviation(found: Tensor, expected: Tensor, slack: float = 0.0) -> float:
-    """Of the largest value that is expected, beyond ``slack``."""
+    """Deviation beyond ``slack``, of the largest expected value."""
     if found.shape != expected.shape:
         return float("inf")
     off = ((found - expected).abs().max() - slack).clamp_min(0.0)

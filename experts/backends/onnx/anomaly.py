@@ -137,7 +137,7 @@ def _joined(parts: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _answers(session: InferenceSession, made_up: np.ndarray, at_once: int) -> dict[str, np.ndarray]:
-    """What it answers to the made-up images, by output; so many are asked at once, unless its batch is fixed."""
+    """Answers to the made-up images, by output, ``at_once`` at a time unless the graph's batch is fixed."""
     images = session.get_inputs()[0]
     size = images.shape[0] if isinstance(images.shape[0], int) else at_once
     filled = np.concatenate([made_up, np.zeros((-len(made_up) % size, *made_up.shape[1:]), made_up.dtype)])
@@ -172,7 +172,7 @@ def _meant(candidates: Sequence[str], known: Sequence[str]) -> str | None:
 def _takes_several(
     model: onnx.ModelProto, outputs: AnomalyOutputs, made_up: np.ndarray, alone: Mapping[str, np.ndarray]
 ) -> bool:
-    """Whether images side by side are answered as each is alone."""
+    """True where images side by side are answered as each is alone."""
     try:
         together = _answers(session_once(model.SerializeToString()), made_up, at_once=SIDE_BY_SIDE)
     except REFUSALS:
@@ -181,7 +181,7 @@ def _takes_several(
 
 
 def _are_alike(one: np.ndarray, other: np.ndarray) -> bool:
-    """What is no number has to be none in both."""
+    """NaN or infinity must stand at the same places in both."""
     numbers = np.isfinite(other)
     if one.shape != other.shape or not np.array_equal(np.isfinite(one), numbers):
         return False

@@ -57,7 +57,7 @@ def probe_images(height: int, width: int) -> np.ndarray:
 
 
 def answers_of(expert: Expert, model: onnx.ModelProto, rows: np.ndarray) -> OutputKind:
-    """What a graph answers with; ``rows`` are its answers to the made-up images. Raises WeightsMismatch, see above."""
+    """Kind of a graph's values; ``rows``: its answers to the made-up images. Raises WeightsMismatch, see above."""
     require_several_labels(expert)
     operator = last_operator(model)
     known = rows[np.isfinite(rows).all(axis=1)]

@@ -171,7 +171,7 @@ class OnnxBackend:
 
 
 def packed(expert: Expert) -> Packable:
-    """Its graph, read, tried on made-up images and taken apart, here: see ``sandbox``. Raises as ``Backend.pack``."""
+    """Read the expert's graph, try it on made-up images, take it apart, see ``sandbox``. Raises as ``Backend.pack``."""
     model = read_onnx(expert.id, expert.weights)
     images = _images_of(expert, model)
     take_batches(model, images)
@@ -215,14 +215,13 @@ def _by_label(expert: Expert, rows: np.ndarray) -> np.ndarray:
 
 
 def _filled(images: Tensor, size: int) -> Tensor:
-    """Exactly ``size`` images, the last one repeated: an empty one might give NaN, where all asked about are sound."""
+    """Fill up to ``size`` images by repeating the last: an empty image might give NaN."""
     if len(images) == size:
         return images.contiguous()
     return torch.cat((images, images[-1:].expand(size - len(images), *images.shape[1:])))
 
 
 def _probe(session: InferenceSession, images: np.ndarray) -> Iterator[list[np.ndarray]]:
-    """What it answers to images, as many at a time as it takes."""
     size = _probed_at_once(session)
     made_up = torch.from_numpy(images)
     for start in range(0, len(images), size):
@@ -301,7 +300,7 @@ def _is_weight(tensor: onnx.TensorProto, readers: set[tuple[str, int]]) -> bool:
 
 @lru_cache(maxsize=1024)
 def _workspace_bytes(expert: Expert, stamp: tuple[int, ...]) -> int:
-    """For one image; keyed by the file's stamp, so that other weights are looked at anew."""
+    """Workspace of one image; keyed by the file's stamp, so that other weights are looked at anew."""
     model = read_onnx(expert.id, expert.weights)
     images = _images_of(expert, model)
     take_batches(model, images)

@@ -62,7 +62,7 @@ def _decided(expert: Expert, found: Detections, answer: np.ndarray) -> Layout:
 
 
 def _are_scores(layout: Layout, answer: np.ndarray, label_count: int) -> bool:
-    """Whether what a layout calls scores are such, and what it calls a label is one, in a graph's answers."""
+    """True where a layout's scores and labels in the answers can be scores and labels."""
     if layout is Layout.ANCHORS_LAST:
         return _within(answer[:, 4 : 4 + label_count])
     if layout is Layout.OBJECTNESS:
@@ -104,7 +104,7 @@ def predictions(
 
 
 def _rows(expert: Expert, layout: Layout, answer: Tensor, prepared: Prepared) -> Tensor:
-    """What one image's answer says, as rows of ``experts.backends.boxes``."""
+    """Rows of ``experts.backends.boxes`` from one image's answer."""
     count = len(expert.labels)
     if layout is Layout.ANCHORS_LAST:
         return suppressed(expert, box_convert(answer[:4].T, "cxcywh", "xyxy"), answer[4 : 4 + count].T)

@@ -153,7 +153,7 @@ def _text(file: BinaryIO, field_: _Field) -> str:
 
 
 def _value(message: bytes) -> Value:
-    """Of a ValueInfoProto: name, and of its type the element and the shape."""
+    """Read a ValueInfoProto: its name, element type and shape."""
     file = BytesIO(message)
     name, element, shape = "", None, None
     for part in _fields(file, 0, len(message)):

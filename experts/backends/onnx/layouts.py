@@ -25,7 +25,7 @@ _SERVED_TASKS = frozenset({"classify", "detect", "segment"})  # of those that ul
 
 
 class Layout(StrEnum):
-    """What the numbers are, and where. ``extra``: numbers that are no boxes, such as coefficients of masks."""
+    """Layout of a graph's boxes. ``extra``: numbers beside them, such as coefficients of masks."""
 
     ANCHORS_LAST = "anchors last"
     """(n, 4 + labels + extra, anchors): centre and size in pixels; a score per label. YOLOv8 to YOLO26, v5u."""
@@ -81,7 +81,7 @@ def image_facts(expert: Expert) -> ImageFacts:
 
 
 def read_detections(expert: Expert) -> Detections | None:
-    """None: no detector. Raises as ``read_heading``, and WeightsMismatch for what is not served or does not fit."""
+    """None: no detector. Raises as ``read_heading``, and WeightsMismatch for an unserved or unfitting layout."""
     return _detections(expert, read_heading(expert.id, expert.weights))
 
 
@@ -149,7 +149,6 @@ def _may_measure(shape: tuple[int | None, ...] | None) -> bool:
 
 
 def _detections(expert: Expert, heading: Heading) -> Detections | None:
-    """What a file's boxes may be; None where it is no detector. Raises WeightsMismatch, see ``read_detections``."""
     task = heading.metadata.get("task", "detect")
     if task not in _SERVED_TASKS:
         raise mismatch(expert, f"is exported for the task {task}, which is not served: detect and segment are")
@@ -205,7 +204,7 @@ def fitting(shape: Sequence[int | None], label_count: int, extra: int) -> set[La
 
 
 def _written_by(metadata: Mapping[str, str]) -> set[Layout]:
-    """Those that the writer of a file's notes writes; all but what takes a note, where there are none."""
+    """Layouts of the exporter that the metadata names; without metadata, all but those of a named exporter."""
     is_ultralytics = metadata.get("author") == "Ultralytics"
     described = metadata.get("description", "").lower().replace("-", "")
     if metadata.get("head") == "RTDETRDecoder" or (is_ultralytics and "rtdetr" in described):
@@ -222,7 +221,7 @@ def _extra(heading: Heading) -> int:
 
 
 def _suppressed_at_once(heading: Heading) -> int | None:
-    """For how many images ultralytics unrolled the suppression: for more, its graph leaves out those that are over."""
+    """Batch size for which ultralytics unrolled the suppression: its graph drops the images beyond."""
     batch = heading.metadata.get("batch", "")
     return int(batch) if "'nms': True" in heading.metadata.get("args", "") and batch.isdecimal() else None
 

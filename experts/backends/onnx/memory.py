@@ -1,4 +1,4 @@
-"""How much memory an ONNX graph needs beside its weights, told from inferred shapes."""
+"""Memory that an ONNX graph needs beside its weights, from inferred shapes."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class _Packer:
         return int(answer)
 
     def _asked(self, folder: Path) -> str:
-        """Its answer; empty where the process has ended."""
+        """Answer of the process; empty where it has ended."""
         self._process = self._process or subprocess.Popen(
             [sys.executable, "-I", str(SCRIPT)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,

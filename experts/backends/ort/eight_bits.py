@@ -135,7 +135,7 @@ def weight_highest() -> int:
 
 
 def sums_exactly(highest: int) -> bool:
-    """Whether ONNX Runtime convolves the greatest levels by such weights exactly."""
+    """True where ONNX Runtime convolves the greatest levels by such weights exactly."""
     channels, uint8 = 64, TensorProto.UINT8
     weight = np.full((16, channels, 1, 1), highest, np.int8)
     scale = np.float32(channels * highest)  # 255 levels of 255 * channels * highest

@@ -41,7 +41,7 @@ NOTHING: Mapping[str, np.ndarray] = {}
 
 
 class WeightOrder(StrEnum):
-    """How a weight lies: as in the state dict, or padded with zeros and in blocks of channels."""
+    """Order of a weight: as in the state dict, or padded with zeros and in blocks of channels."""
 
     AS_IS = "as is"
     PADDED = "padded"
@@ -124,7 +124,7 @@ def identity_of(program: bytes) -> str | None:
 
 
 def _channel_block() -> int:
-    """How many channels ONNX Runtime's convolutions take together here; 1 where it does not block them."""
+    """Channels that ONNX Runtime's convolutions take together here; 1 where it does not block them."""
     weight = numpy_helper.from_array(np.ones((1, 64, 1, 1), dtype=np.float32), "weight")
     shapes = {"images": [1, 64, 8, 8], "answer": [1, 1, 8, 8]}
     images, answer = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items())
@@ -215,7 +215,7 @@ def _name_by_place(model: onnx.ModelProto) -> None:
 def _weight_input(
     tensor: TensorProto, by_first: Mapping[float, str], probes: Mapping[str, np.ndarray]
 ) -> WeightInput | None:
-    """How a constant was made of a probe; None where it was not, as with constants of the graph itself."""
+    """Placement that made a constant of a probe; None for constants of the graph itself."""
     if tensor.data_type != TensorProto.FLOAT or not tensor.dims or not prod(tensor.dims):
         return None
     found = numpy_helper.to_array(tensor)

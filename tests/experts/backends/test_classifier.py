@@ -80,6 +80,12 @@ def test_auxiliary_heads_of_a_training_checkpoint_are_left_out(files):
     assert not [name for name in BACKEND.pack(expert, Precision.FP32).tensors if name.startswith("aux")]
 
 
+def test_another_architecture_is_a_mismatch_that_names_tensors(files):
+    expert = replace(files.classifier("cls/x", "resnet18"), architecture="resnet50")
+    with pytest.raises(WeightsMismatch, match=r"not a resnet50: missing: layer1\.0\.conv3\.weight.*of another shape"):
+        BACKEND.pack(expert, Precision.FP32)
+
+
 def test_an_unknown_architecture_names_its_neighbours(files):
     expert = replace(files.classifier("cls/x", "squeezenet1_1"), architecture="resnet110")
     with pytest.raises(WeightsMismatch, match="resnet101"):

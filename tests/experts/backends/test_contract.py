@@ -14,16 +14,14 @@ import onnx
 import pytest
 import torch
 
-from experts.backends import backend_for, classifier, observed_ranges
+from experts.backends import backend_for, classifier
 from experts.backends.forms import FORMS as REGISTRY
 from experts.backends.onednn import execution
-from experts.calibrations import CalibrationFolder
 from experts.errors import BackendUnavailable, WeightsCorrupt, WeightsMismatch, WeightsMissing, WeightsRefused
 from experts.expert import NOTHING_FOUND, Precision
-from experts.packed.calibrated import calibration_of
 from experts.packed.packing import pack_line
 from experts.packed.weights import SegmentStore
-from tests.experts.conftest import picture
+from tests.experts.conftest import ExpertFiles, calibrated, picture
 from tests.forms import needs
 
 FAMILIES = {
@@ -56,13 +54,13 @@ class Packed:
 
 
 @pytest.fixture(scope="module")
-def packed_once(made_once, make_files):
+def packed_once(made_once):
     """By family and precision: two experts, packed when any process first asks for them; nobody writes there then."""
     with ExitStack() as stores:
 
         @functools.cache
         def pack(family, precision):
-            written = functools.partial(write_packed, make_files, family, precision)
+            written = functools.partial(write_packed, family, precision)
             folder = made_once(f"contract-{family}-{precision}", written)
             store, experts, forms = stores.enter_context(opened(folder, precision))
             return Packed(experts, store, forms, precision)
@@ -70,17 +68,13 @@ def packed_once(made_once, make_files):
         yield pack
 
 
-def write_packed(make_files, family, precision, folder):
-    files = make_files(folder)
+def write_packed(family, precision, folder):
+    files = ExpertFiles(folder)
     experts = tuple(FAMILIES[family](files, f"cls/expert-{seed}", seed) for seed in (1, 2))
     (folder / "experts.pickle").write_bytes(pickle.dumps(experts))
     if REGISTRY[precision].needs_calibration:
         for expert in experts:
-            backend = backend_for(expert.architecture)
-            images = torch.stack([backend.prepare(expert, each).tensor for each in (picture(90, 140), picture(64, 64))])
-            ranges = {precision: observed_ranges(expert, precision, [images])}
-            found = calibration_of(expert, "", 2, (), ranges)
-            CalibrationFolder.beside(folder / "packed").write(expert.id, found)
+            calibrated(expert, precision, folder / "packed" / "calibrations", picture(90, 140), picture(64, 64))
     with opened(folder, precision):
         pass
 
@@ -221,9 +215,9 @@ def test_a_pickle_is_never_read(packed, broken, precision):
 
 
 @pytest.fixture(scope="module")
-def new_template(tmp_path_factory, make_files):
+def new_template(tmp_path_factory):
     """By the kind of backend: something that makes a template of a layout which this process has not seen yet."""
-    files = make_files(tmp_path_factory.mktemp("new"))
+    files = ExpertFiles(tmp_path_factory.mktemp("new"))
     exported = files.classifier("cls/exported", "squeezenet1_1")
     program = backend_for("squeezenet1_1").pack(exported, Precision.ONNXRUNTIME).program
 

@@ -12,14 +12,13 @@ import torch
 from onnx import helper
 from safetensors.torch import load_file
 
-from experts.backends import backend_for, observed_ranges
+from experts.backends import backend_for
 from experts.backends.classifier import build_trainable
+from experts.backends.forms import form_of
 from experts.backends.onnx.layouts import require_served
-from experts.calibrations import CalibrationFolder
 from experts.errors import BackendUnavailable, OutputInvalid, WeightsMismatch
 from experts.expert import NOTHING_FOUND, Precision, Task
-from experts.packed.calibrated import calibration_of
-from tests.experts.conftest import answers, bound
+from tests.experts.conftest import answers, bound, calibrated
 
 TOLERANCES = {
     Precision.FP32: 1e-4, Precision.BF16: 0.05, Precision.FP16: 0.01, Precision.ONNXRUNTIME: 1e-4,
@@ -44,15 +43,9 @@ def test_every_form_answers_with_the_sigmoids_of_torch(files, image, precision, 
     images = (image, image[::-1].copy(), 255 - image)
     batch = torch.stack([backend.prepare(expert, each).tensor for each in images])
     if precision is Precision.ONEDNN_INT8:
-        folder = CalibrationFolder(tmp_path)
-        try:
-            folder.write(
-                expert.id,
-                calibration_of(expert, "0" * 64, 3, labels, {precision: observed_ranges(expert, precision, [batch])}),
-            )
-        except WeightsMismatch as error:
-            pytest.skip(str(error))
-        expert = replace(expert, calibration=folder.path(expert.id))
+        if form_of(precision).why_absent() is not None:
+            pytest.skip(form_of(precision).why_absent())
+        expert = calibrated(expert, precision, tmp_path, *images)
     with torch.inference_mode():
         expected = module.eval()(batch).sigmoid()
     try:

@@ -39,7 +39,10 @@ def test_another_architecture_than_the_one_said_is_refused(resnet):
         describe_file(resnet, "resnet34")
 
 
-def test_what_is_known_and_not_served_is_called_by_its_name(tmp_path):
+def test_what_is_not_known_or_not_served_is_called_by_its_name(tmp_path):
+    save_file({"a.weight": torch.zeros(2)}, tmp_path / "x.safetensors")
+    with pytest.raises(WeightsRefused, match=r"its tensors \(a\.weight, .* fit none of .* export the model to ONNX"):
+        describe_file(tmp_path / "x.safetensors")
     save_file({"blocks.0.attn.qkv.weight": torch.zeros(2)}, tmp_path / "x.safetensors")
     with pytest.raises(WeightsRefused, match=r"is a vision transformer of timm \(blocks.* export it to ONNX"):
         describe_file(tmp_path / "x.safetensors")

@@ -10,8 +10,8 @@ import pytest
 
 from agent.config import read_line
 from experts.backends.classifier import write_random_weights
-from experts.backends.onnx import made_up
 from experts.errors import ConfigError, WeightsMismatch
+from profiler.workload import made_up_graphs
 from profiler.workload.graph_kinds import GraphKind
 from proof.parts.loading import LoadingTimes, measure_graph_loading, measure_line_loading, measure_loading
 
@@ -71,8 +71,8 @@ def mixed(made_once):
 
 
 def write_mixed(folder):
-    made_up.write_detectors([folder / "a.onnx", folder / "b.onnx"], 0, "yolo11n", 64)
-    made_up.write_anomaly_models([folder / "c.onnx", folder / "d.onnx"], bank_rows=256)
+    made_up_graphs.write_detectors([folder / "a.onnx", folder / "b.onnx"], 0, "yolo11n", 64)
+    made_up_graphs.write_anomaly_models([folder / "c.onnx", folder / "d.onnx"], bank_rows=256)
     write_random_weights(folder / "a.safetensors", "squeezenet1_1", 2, seed=0)
     (folder / "line.yaml").write_text(LINE)
 
@@ -123,8 +123,8 @@ def test_an_expert_that_cannot_be_packed_is_told_and_nothing_stays(mixed, tmp_pa
 
 @pytest.mark.slow
 def test_anomaly_experts_of_one_program_can_be_had_for_it(tmp_path, monkeypatch):
-    assert made_up.BANK_ROWS * sum(made_up.STAGE_FEATURES) * 4 > 50_000_000
-    monkeypatch.setattr(made_up, "BANK_ROWS", 512)
+    assert made_up_graphs.BANK_ROWS * sum(made_up_graphs.STAGE_FEATURES) * 4 > 50_000_000
+    monkeypatch.setattr(made_up_graphs, "BANK_ROWS", 512)
     (times,) = measure_graph_loading(tmp_path, GraphKind.ANOMALY, files=2, repeats=1).rows
     assert (times.files, times.name, times.shared_bytes) == (2, "ONNX anomaly experts", 0)
     assert times.file_bytes > 11_500_000

@@ -8,29 +8,22 @@ import psutil
 import pytest
 import torch
 
-from experts.backends import backend_for, observed_ranges
+from experts.backends import backend_for
 from experts.backends.base import RefusedModule
 from experts.backends.forms import executable_forms, form_of
 from experts.backends.onednn import execution, operators
 from experts.backends.onednn import form as onednn_form
 from experts.backends.onednn.operators import identity
-from experts.calibrations import CalibrationFolder, read_calibration
+from experts.calibrations import read_calibration
 from experts.errors import BackendUnavailable, WeightsMismatch
 from experts.expert import Precision
-from experts.packed.calibrated import calibration_of
 from experts.packed.manifests import ManifestFolder
-from experts.packed.packing import pack_line
+from tests.experts.conftest import calibrated, packed_in
 from tests.forms import needs
 
 FORM = Precision.ONEDNN_FP32
 FORMS = [Precision.ONEDNN_FP32, Precision.ONEDNN_BF16]
 MIB = 1024 * 1024
-
-
-def packed_in(store, experts, *precisions):
-    report = pack_line(experts, lambda expert: set(precisions), store)
-    assert report.failed == {}
-    return report.packed
 
 
 @pytest.fixture
@@ -57,15 +50,6 @@ def test_a_thousand_switches_construct_nothing_and_take_no_memory(files, store, 
     assert expected[0] != expected[1]
 
 
-def calibrated(expert, folder, *images):
-    """The expert with ranges observed on these images."""
-    prepared = [backend_for(expert.architecture).prepare(expert, image).tensor for image in images]
-    ranges = {Precision.ONEDNN_INT8: observed_ranges(expert, Precision.ONEDNN_INT8, [torch.stack(prepared)])}
-    calibrations = CalibrationFolder(folder)
-    calibrations.write(expert.id, calibration_of(expert, "", len(images), ("good", "bad"), ranges))
-    return replace(expert, calibration=calibrations.path(expert.id))
-
-
 @needs(Precision.ONEDNN_INT8)
 def test_an_expert_that_answers_with_no_number_is_not_calibrated(files, image, tmp_path):
     module = files.build("squeezenet1_1", 3)
@@ -73,13 +57,13 @@ def test_an_expert_that_answers_with_no_number_is_not_calibrated(files, image, t
         parameter.data.fill_(1e30)
     expert = files.torch_module("cls/x", module, "squeezenet1_1")
     with pytest.raises(WeightsMismatch, match=r"cannot be calibrated: answer of features.*: .* have no levels"):
-        calibrated(expert, tmp_path, image)
+        calibrated(expert, Precision.ONEDNN_INT8, tmp_path, image)
 
 
 @needs(Precision.ONEDNN_INT8)
 def test_a_weight_that_is_no_number_is_refused_with_its_name(expert, tmp_path, image):
     """Folding makes one of numbers that were too large; a ReLU behind it may hide it from what is observed."""
-    expert, backend = calibrated(expert, tmp_path, image), backend_for(expert.architecture)
+    expert, backend = calibrated(expert, Precision.ONEDNN_INT8, tmp_path, image), backend_for(expert.architecture)
     form = form_of(Precision.ONEDNN_INT8)
     weights = backend.weights(expert, form)
     ranges = read_calibration(expert.calibration).ranges[form.name]

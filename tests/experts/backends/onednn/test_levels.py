@@ -81,14 +81,6 @@ def test_a_range_of_next_to_nothing_has_a_scale_that_can_be_divided_by(seen, zer
     assert math.isfinite(1 / made.scale)
 
 
-@given(st.lists(RANGES, min_size=1))
-def test_the_range_around_some_is_the_least_that_holds_them(ranges):
-    around = Range.around(ranges)
-    assert all(around.low <= each.low and each.high <= around.high for each in ranges)
-    assert around.low in {each.low for each in ranges}
-    assert around.high in {each.high for each in ranges}
-
-
 @pytest.mark.parametrize("shape", [(5, 7), (5, 3, 3, 3), (5, 1, 3, 3)])
 def test_weights_are_rounded_by_channel(shape):
     weight = torch.randn(shape) * torch.logspace(-3, 3, 5).reshape(-1, *[1] * (len(shape) - 1))
@@ -111,11 +103,3 @@ def test_weights_of_any_size_are_levels_and_scales_that_are_numbers(numbers):
     assert (scales > 0).all()
     distance = (found.double() * scales.double() - weight.double()).abs().max()
     assert distance <= float(scales) * 0.5 * (1 + 1e-5)
-
-
-@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_a_weight_that_is_no_number_has_no_levels(number):
-    weight = torch.randn(3, 4)
-    weight[1, 2] = number
-    with pytest.raises(ValueError, match="no levels"):
-        quantised_weight(weight)

@@ -16,7 +16,7 @@ from experts.backends.onnx.backend import OnnxBackend
 from experts.backends.onnx.layouts import Layout, image_facts, read_detections, require_served
 from experts.errors import OutputInvalid, WeightsMismatch
 from experts.expert import Expert, Fit, InputSpec, Precision
-from tests.experts.conftest import answers
+from tests.experts.conftest import answers, spread_scores, trained_looking
 from tests.trainers.torchvision_models import export_ssd, ssd_of
 from tests.trainers.ultralytics_models import export_rtdetr
 
@@ -27,7 +27,7 @@ NOTE = "coserve.detections"
 
 
 @pytest.fixture(scope="session")
-def exported(tmp_path_factory, finding_boxes):
+def exported(tmp_path_factory):
     """The path of a file that ultralytics' own exporter writes of a detector that finds boxes."""
 
     @functools.cache
@@ -41,7 +41,8 @@ def exported(tmp_path_factory, finding_boxes):
         else:
             fresh = build_trainable(architecture, len(LABELS))
         spread = {"branch": "one2one", "mean_logit": -2.5} if options.get("nms") is False else {}
-        model = finding_boxes(fresh, **spread)
+        model = trained_looking(fresh, seed=0)
+        spread_scores(model, **spread)
         model.names, model.args = dict(enumerate(LABELS)), dict(vars(get_cfg()))
         model.task = "segment" if is_segmenting else "detect"
         if is_segmenting:
@@ -105,39 +106,24 @@ def require_same(prediction, boxes):
     assert [box.score for box in prediction.boxes] == pytest.approx(boxes.conf.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "options"),
-    [(name, {}) for name in ("yolov5n", "yolov8n", "yolo11n", "yolo12n", "yolo26n")] + [("yolov8n", {"dynamic": True})],
-)
-def test_boxes_are_those_that_ultralytics_predicts_with_the_file(exported, image, architecture, options):
+SUPPRESSED = {"nms": True, "iou": 0.45}
+EXPORTS = [
+    *((name, {}, Layout.ANCHORS_LAST) for name in ("yolov5n", "yolov8n", "yolo11n", "yolo12n", "yolo26n")),
+    ("yolov8n", {"dynamic": True}, Layout.ANCHORS_LAST),
+    *((name, SUPPRESSED, Layout.CHOSEN) for name in ("yolov5n", "yolov8n", "yolo11n")),
+    ("yolov8n", {"dynamic": True, "batch": 2, **SUPPRESSED}, Layout.CHOSEN),
+    *((name, {"nms": False}, Layout.CHOSEN) for name in ("yolov10n", "yolo26n")),
+    ("yolo26n", {"dynamic": True, "nms": False}, Layout.CHOSEN),
+]
+
+
+@pytest.mark.parametrize(("architecture", "options", "layout"), EXPORTS)
+def test_boxes_are_those_that_ultralytics_predicts_with_the_file(exported, image, architecture, options, layout):
     path = exported(architecture, **options)
     expert = expert_of(path)
-    assert layout_of(expert) == Layout.ANCHORS_LAST
+    assert layout_of(expert) == layout
     for each in (image, image.transpose(1, 0, 2).copy()):
         require_same(answers(expert, each)[0], ultralytics_boxes(path, each))
-
-
-@pytest.mark.parametrize(
-    ("architecture", "options"),
-    [("yolov5n", {}), ("yolov8n", {}), ("yolo11n", {}), ("yolov8n", {"dynamic": True, "batch": 2})],
-)
-def test_boxes_that_the_graph_suppresses_itself_are_those_that_ultralytics_predicts(
-    exported, image, architecture, options
-):
-    path = exported(architecture, nms=True, iou=0.45, **options)
-    expert = expert_of(path)
-    assert layout_of(expert) == Layout.CHOSEN
-    require_same(answers(expert, image)[0], ultralytics_boxes(path, image))
-
-
-@pytest.mark.parametrize(
-    ("architecture", "options"), [("yolov10n", {}), ("yolo26n", {}), ("yolo26n", {"dynamic": True})]
-)
-def test_boxes_from_end_to_end_are_those_that_ultralytics_predicts(exported, image, architecture, options):
-    path = exported(architecture, nms=False, **options)
-    expert = expert_of(path)
-    assert layout_of(expert) == Layout.CHOSEN
-    require_same(answers(expert, image)[0], ultralytics_boxes(path, image))
 
 
 def edited(path, edit, notes=None):

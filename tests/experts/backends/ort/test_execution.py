@@ -16,15 +16,9 @@ from experts.backends.ort.layout import IDENTITY_KEY, runtime_identity
 from experts.errors import BackendUnavailable, WeightsMismatch
 from experts.expert import Precision
 from experts.packed.manifests import ManifestFolder
-from experts.packed.packing import pack_line
+from tests.experts.conftest import packed_in
 
 FORM = Precision.ONNXRUNTIME
-
-
-def packed_in(store, experts, *precisions):
-    report = pack_line(experts, lambda expert: set(precisions), store)
-    assert report.failed == {}
-    return report.packed
 
 
 def test_the_program_holds_no_weights_and_no_trace_of_who_exported_it(files):
