@@ -107,7 +107,7 @@ def _tell_framework(telling: FactCollector, document: object, selection: Selecti
 def _tell_of_model(telling: FactCollector, model: PickledObject, where: str) -> None:
     """A model of ultralytics carries its names, its task and its YAML; one of timm how it was configured."""
     for key in LABEL_KEYS:
-        telling.tell("labels", _labels(model.attribute(key)), f"{where}.{key}")
+        telling.tell("labels", labels_of(model.attribute(key)), f"{where}.{key}")
     configured = {key: model.attribute(key) for key in PREPROCESSING}
     for place, values in _preprocessing(configured, f"{where}."):
         tell_of_arguments(telling, values, place)
@@ -119,7 +119,7 @@ def _tell_of_model(telling: FactCollector, model: PickledObject, where: str) -> 
     if isinstance(arguments, PickledObject):
         arguments = arguments.state
     if isinstance(arguments, dict):
-        telling.tell("size", _size(arguments.get("imgsz")), f"{where}.args.imgsz")
+        telling.tell("size", size_of(arguments.get("imgsz")), f"{where}.args.imgsz")
         telling.tell("task", _word(arguments.get("task")), f"{where}.args.task")
 
 
@@ -148,9 +148,9 @@ def _preprocessing(values: Mapping[Any, object], where: str) -> Iterator[tuple[s
 def tell_of_arguments(telling: FactCollector, values: Mapping[object, object], where: str) -> None:
     """Collect the facts of one table, whose keys stand under ``where``."""
     for key in LABEL_KEYS:
-        telling.tell("labels", _labels(values.get(key)), f"{where}{key}")
+        telling.tell("labels", labels_of(values.get(key)), f"{where}{key}")
     for key in SIZE_KEYS:
-        telling.tell("size", _size(values.get(key)), f"{where}{key}")
+        telling.tell("size", size_of(values.get(key)), f"{where}{key}")
     telling.tell("task", _word(values.get("task")), f"{where}task")
     for key in ARCHITECTURE_KEYS:
         telling.tell("architecture", _architecture(values.get(key)), f"{where}{key}")
@@ -195,7 +195,7 @@ def _part(record: PickledObject, name: str) -> object:
     return record.attribute(name) or (modules.get(name) if isinstance(modules, dict) else None)
 
 
-def _labels(value: object) -> tuple[str, ...] | None:
+def labels_of(value: object) -> tuple[str, ...] | None:
     """Labels in the order of a model's outputs: a list, numbers with their labels, or labels with their numbers."""
     if isinstance(value, dict):
         if value and all(isinstance(key, str) and isinstance(number, int) for key, number in value.items()):
@@ -207,7 +207,7 @@ def _labels(value: object) -> tuple[str, ...] | None:
     return labels if len(labels) == len(value) else None
 
 
-def _size(value: object) -> tuple[int, int] | None:
+def size_of(value: object) -> tuple[int, int] | None:
     """Height and width, from one number or from two; of three the first is the number of channels."""
     if isinstance(value, int) and not isinstance(value, bool):
         value = (value, value)

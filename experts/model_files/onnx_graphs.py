@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from experts.backends.onnx.answers import EXCLUSIVE, INDEPENDENT, last_operator
 from experts.backends.weight_files import is_scattered, read_graph, read_onnx
-from experts.checkpoints.trainer_facts import FactCollector, tell_of_pixels
+from experts.checkpoints.trainer_facts import FactCollector, labels_of, size_of, tell_of_pixels
 from experts.errors import WeightsRefused
 from experts.expert import ANOMALY_LABELS
 from experts.model_files.description import (
@@ -121,7 +121,8 @@ class _Graph:
         if kind == "anomaly":
             sure["labels"] = "what anomaly experts answer with"
             return ANOMALY_LABELS, len(ANOMALY_LABELS)
-        names = _names(self.facts.get("names"))
+        names = labels_of(_literal(self.facts.get("names")))
+        names = names if names and all(names) and len(set(names)) == len(names) else None
         shape = self.outputs[0].shape
         count = (shape[1] if len(shape) > 1 else 1) if kind == "classifier" else None
         if names is not None and count in {None, len(names)}:
@@ -146,7 +147,7 @@ class _Graph:
         if height is not None and width is not None:
             sure["size"] = f"its input {self.images}"
             return height, width
-        size = _imgsz(self.facts.get("imgsz"))
+        size = size_of(_literal(self.facts.get("imgsz")))
         if size is not None:
             sure["size"] = "imgsz in its metadata"
             return size
@@ -200,24 +201,6 @@ def _require_images(file: Path, inputs: list[_GraphValue]) -> None:
         raise WeightsRefused(str(file), f"takes {shown}: only colour images (n, 3, height, width) are served")
     if images.element != FLOAT:
         raise WeightsRefused(str(file), f"takes {images.name} in another type than float32: export it in float32")
-
-
-def _names(text: str | None) -> tuple[str, ...] | None:
-    """Labels as ultralytics writes them, a dict or a list of Python; None for what is neither, or has holes."""
-    found = _literal(text)
-    if isinstance(found, dict) and list(found) == list(range(len(found))):
-        found = list(found.values())
-    if isinstance(found, list) and found and all(isinstance(name, str) and name for name in found):
-        return tuple(found) if len(set(found)) == len(found) else None
-    return None
-
-
-def _imgsz(text: str | None) -> tuple[int, int] | None:
-    found = _literal(text)
-    if isinstance(found, int):
-        found = [found, found]
-    is_size = isinstance(found, list) and len(found) == 2 and all(isinstance(side, int) for side in found)
-    return (found[0], found[1]) if is_size else None
 
 
 def _literal(text: str | None, otherwise: str | None = None) -> Any:  # noqa: ANN401  # of any of Python's literals

@@ -27,7 +27,7 @@ def write_graph_experts(folder: Path, kind: GraphKind, count: int) -> list[Exper
     (folder / "weights").mkdir()
     paths = [folder / "weights" / f"{kind}-{number:03d}.onnx" for number in range(count)]
     if kind is GraphKind.ANOMALY:
-        made_up_graphs.write_anomaly_models(paths)
+        made_up_graphs.write_anomaly_models(paths, made_up_graphs.BANK_ROWS)
         spec = InputSpec(made_up_graphs.ANOMALY_PX, made_up_graphs.ANOMALY_PX)
         return [Expert(path.stem, "onnx", path, ANOMALY_LABELS, spec, task=Task.ANOMALY) for path in paths]
     made_up_graphs.write_detectors(paths)
