@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from agent.core.performance import ExecutorSpec, Limits, PerformanceMatrix
     from agent.runtime.expert_copy import ExpertCopy
     from agent.runtime.texts import TextEngine
-    from experts.llm.serving.kv import KvArena
+    from experts.llm.serving.extents import ExtentArena
     from experts.packed.weights import SegmentStore
 
 
@@ -40,7 +40,7 @@ class TextEngines:
 
     by_executor: Mapping[int, TextEngine]
     lengths: OutputLengths = field(default_factory=OutputLengths)
-    arenas: Mapping[tuple[str, str], KvArena] = field(default_factory=dict)  # by memory and torch device
+    arenas: Mapping[tuple[str, str], ExtentArena] = field(default_factory=dict)  # by memory and torch device
     layout_of: Callable[[ExpertCopy], KvLayout] | None = None
     runs_on: Mapping[str, Collection[tuple[str, str]]] | None = None
     _layouts: dict[str, KvLayout] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class TextEngines:
     def _rounded(self, copies: Sequence[ExpertCopy], tokens: int) -> int:
         return max((arena.tokens_for(layout, tokens) for arena, layout in self._places(copies)), default=tokens)
 
-    def _places(self, copies: Iterable[ExpertCopy]) -> Iterator[tuple[KvArena, KvLayout]]:
+    def _places(self, copies: Iterable[ExpertCopy]) -> Iterator[tuple[ExtentArena, KvLayout]]:
         for copy in copies:
             layout = self._layout(copy)
             for place, arena in self.arenas.items():

@@ -59,9 +59,6 @@ class KeyValues(Protocol):
     def reserve(self, batch: TokenBatch) -> BatchKeyValues:
         """Room for a batch. A row before its sequence's end cuts it there; ValueError for one beyond its end."""
 
-    def release(self, sequence: int) -> None:
-        """Forget a sequence. Idempotent."""
-
 
 def mask_of(lengths: Sequence[int]) -> Tensor | None:
     """Mask of the positions that sequences of these lengths have, for DecodeLayout."""

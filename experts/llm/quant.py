@@ -111,10 +111,6 @@ def quantise(matrix: Tensor, dtype: torch.dtype) -> Int8Matrix:
     return Int8Matrix((exact / step).round().clamp(-LARGEST, LARGEST).to(torch.int8), scale)
 
 
-def dequantise(matrix: Int8Matrix) -> Tensor:
-    return matrix.values.float() * matrix.scale.float().unsqueeze(-1)
-
-
 def is_quantised(name: str, *, is_tied: bool = False) -> bool:
     return name == (EMBEDDING if is_tied else HEAD) or name.endswith((".qkv", ".output", ".up", ".down"))
 

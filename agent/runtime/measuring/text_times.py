@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from experts.llm.model import LanguageModel
     from experts.llm.serving.generation import Sampled
-    from experts.llm.serving.kv import KvArena
+    from experts.llm.serving.extents import ExtentArena
 
 Found = TypeVar("Found")
 LEAST_TOKEN_S = 1e-7
@@ -168,11 +168,11 @@ class TextTimer:
             return (first_s,)
         return tuple(run(size) for _ in range(repeats))
 
-    def _writing(self, rows: int, arena: KvArena) -> list[Chunk]:
+    def _writing(self, rows: int, arena: ExtentArena) -> list[Chunk]:
         self._run([Chunk(row, 0, self._tokens(self._held)) for row in range(rows)], arena)
         return [Chunk(row, self._held, self._tokens(1)) for row in range(rows)]
 
-    def _run(self, chunks: Sequence[Chunk], arena: KvArena) -> float:
+    def _run(self, chunks: Sequence[Chunk], arena: ExtentArena) -> float:
         batch = TokenBatch.of(chunks, self._model.device)
         key_values = arena.key_values(self._layout)
         started = time.monotonic()
@@ -191,7 +191,7 @@ class TextTimer:
         return KvLayout.of(self._model.spec, self._model.dtype)
 
     @contextmanager
-    def _holding(self, tokens: Mapping[int, int]) -> Iterator[KvArena]:
+    def _holding(self, tokens: Mapping[int, int]) -> Iterator[ExtentArena]:
         """An arena with room for these tokens of each request, and for one more text."""
         most = sum(tokens.values()) + min(FULL_TOKENS, self._longest) + (len(tokens) + 1) * ROUNDED_TOKENS
         try:

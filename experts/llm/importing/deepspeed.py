@@ -27,20 +27,19 @@ from experts.errors import LoadError, WeightsCorrupt, WeightsMissing, WeightsRef
 from experts.llm.checkpoint import INDEX_NAME, open_checkpoint
 from experts.llm.config import CONFIG_NAME, read_spec
 from experts.llm.importing.megatron import Arguments, GptCheckpoint
+from experts.llm.program import PROGRAM_FILES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
-
-    Reading = Callable[[Path, Path, Sequence[Path]], None]  # a checkpoint, where to, its pickles
 
 LATEST = "latest"  # the file that names the newest folder of a run
 RANK_FILE = re.compile(r"mp_rank_(?P<rank>\d+)_model_states\.pt")
 EXPERT_FILE = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_(?P<rank>\d+)_model_states\.pt")
 PIPELINE_FILE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
 PARTED_FILE = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+TOKENIZER_FILES = tuple(name for name in PROGRAM_FILES if name != CONFIG_NAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +52,12 @@ class ImportedModel:
     has_tokenizer: bool
 
 
-def read_apart(source: Path, folder: Path, files: Sequence[Path]) -> None:
-    """Read these pickles of a checkpoint in a process of its own, each into a safetensors file in ``folder``."""
-    convert_states(source, files, folder)
-
-
 def import_deepspeed(
-    source: Path, destination: Path, given: Mapping[str, Any] | None = None, tokenizer: Path | None = None,
-    read: Reading = read_apart,
-) -> ImportedModel:  # fmt: skip
+    source: Path, destination: Path, given: Mapping[str, Any] | None = None, tokenizer: Path | None = None
+) -> ImportedModel:
     """Write a checkpoint as a Hugging Face directory of model_type ``pr_moe``.
 
-    ``given``: the trainer's arguments, by name. ``tokenizer``: a folder whose files are copied. ``read``: of pickles.
+    ``given``: the trainer's arguments, by name. ``tokenizer``: a folder whose files are copied.
     Raises WeightsMissing, WeightsRefused, WeightsCorrupt, WeightsMismatch, LoadError, TrainingUnsupported (argument).
     """
     folder = _tagged(source)
@@ -77,7 +70,7 @@ def import_deepspeed(
             states, made = Path(scratch) / "states", Path(scratch) / "made"
             states.mkdir()
             made.mkdir()
-            read(source, states, files)
+            convert_states(source, files, states)
             moe_experts = _convert(source, _StateFiles(states, files), given or {}, made)
             _copy_tokenizer(source, tokenizer, made)
             if destination.is_dir():

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import astuple, dataclass, field
-from enum import Enum, auto
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -46,8 +45,8 @@ if TYPE_CHECKING:
 
     from experts.llm.key_values import BatchKeyValues, KeyValues
     from experts.llm.model import LanguageModel
+    from experts.llm.serving.extents import ExtentArena
     from experts.llm.serving.generation import Sampled, TextRequest
-    from experts.llm.serving.kv import KvArena
 
 FORGOTTEN = "nobody waits for it any more"
 
@@ -78,14 +77,12 @@ class Left:
 class QuantumOutcome:
     """Outcome of each turn."""
 
-    finished: tuple[
-        tuple[int, Prediction | RefusedText], ...
-    ]  # Ending, or a router's choice, empty where it was too late
+    finished: tuple[tuple[int, Prediction | RefusedText], ...]  # a router's choice is empty where it was too late
     unfinished: tuple[tuple[int, Left], ...]
     lacking: tuple[int, ...] = ()  # unfinished, without room for their lease: they hold nothing
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TextEngineStatistics:
     """Totals since the engine was made."""
 
@@ -100,17 +97,6 @@ class TextEngineStatistics:
     @property
     def overhead_s(self) -> float:
         return (self.busy_s - self.tensor_s) / self.iterations if self.iterations else 0.0
-
-
-@dataclass(slots=True)
-class _EngineCounts:
-    quanta: int = 0
-    iterations: int = 0
-    rows: int = 0
-    read_tokens: int = 0
-    written_tokens: int = 0
-    busy_s: float = 0.0
-    tensor_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -159,20 +145,12 @@ class _TimedKeyValues:
         self.reserving_s += self._clock() - began_s
         return reserved
 
-    def release(self, sequence: int) -> None:
-        self._key_values.release(sequence)
-
-
-class _RoomChange(Enum):
-    FORGET = auto()
-    PREEMPT = auto()
-
 
 class LlmEngine:
     """Texts of one executor. One thread at a time calls ``run``."""
 
     def __init__(
-        self, arena: KvArena, limits: IterationLimits | None = None, clock: Callable[[], float] = time.monotonic,
+        self, arena: ExtentArena, limits: IterationLimits | None = None, clock: Callable[[], float] = time.monotonic,
         lengths: OutputLengths | None = None,
     ) -> None:  # fmt: skip
         self._arena = arena
@@ -184,8 +162,8 @@ class LlmEngine:
         self._times: dict[tuple[object, ...], IterationTimes] = {}
         self._running = Lock()
         self._is_hurried = False
-        self._asked: deque[tuple[int, _RoomChange]] = deque()
-        self._tally = _EngineCounts()
+        self._asked: deque[tuple[int, bool]] = deque()  # requests to give back, and whether to forget them
+        self._tally = TextEngineStatistics()
         self._came = 0
 
     def run(self, turns: Sequence[Turn], quantum_s: float) -> QuantumOutcome:
@@ -218,12 +196,12 @@ class LlmEngine:
 
     def forget(self, request: int) -> None:
         """Drop an abandoned or answered request, with its keys and values. Idempotent; any thread may call it."""
-        self._asked.append((request, _RoomChange.FORGET))
+        self._asked.append((request, True))
         self._do_what_was_asked_if_idle()
 
     def preempt(self, request: int) -> None:
         """Free a request's keys and values; its tokens are read again later. Any thread may call it."""
-        self._asked.append((request, _RoomChange.PREEMPT))
+        self._asked.append((request, False))
         self._do_what_was_asked_if_idle()
 
     def left(self, request: int) -> Left | None:
@@ -233,7 +211,7 @@ class LlmEngine:
 
     def statistics(self) -> TextEngineStatistics:
         """Totals as of the last whole quantum."""
-        return TextEngineStatistics(*astuple(self._tally))
+        return replace(self._tally)
 
     def _groups(self, turns: Sequence[Turn]) -> list[_FamilyTexts]:
         places: dict[int, tuple[_FamilyTexts, int]] = {}
@@ -413,11 +391,11 @@ class LlmEngine:
 
     def _do_what_was_asked(self) -> None:
         while self._asked:
-            request, asked = self._asked.popleft()
+            request, is_forgotten = self._asked.popleft()
             text = self._texts.get(request)
             if text is None:
                 continue
-            if asked is _RoomChange.FORGET:
+            if is_forgotten:
                 text.refuse(FORGOTTEN)
                 self._drop(request)
             else:

@@ -1,14 +1,16 @@
-"""Keys and values in contiguous extents, for CPUs: address space for a whole context, memory for the reserved tokens.
+"""Arena: one byte budget for the keys and values of all models in one memory of CPUs, in contiguous extents.
 
-A gathered read costs a CPU 1.8 to 2.6 times a contiguous one. Extents that are contiguous in memory would leave
-fragments when requests of different lengths come and go, so an extent is contiguous in addresses alone. A slab maps
-address space for many sequences of the longest context. A page becomes memory when it is first written, and returns to
-the machine when its bytes are needed elsewhere (as vAttention does on GPUs, arXiv 2405.04437). Every extent of a
-layout has the same stride: a range of extents is one strided view, and decode attention reads it in one call.
+Scheduling begins and releases requests by number; models read and write through ``key_values``. A gathered read costs a
+CPU 1.8 to 2.6 times a contiguous one. So an extent is contiguous in addresses: a slab maps address space for many
+sequences of the longest context. A page becomes memory when it is first written, and returns to the machine when its
+bytes are needed elsewhere (as vAttention does on GPUs, arXiv 2405.04437). Every extent of a layout has the same stride:
+decode attention reads a range of extents in one call.
 
-Guarantees, beside the arena's: reservations are counted in pages of each head, so a request never takes more memory
-than was counted. Memory that was never written reads as zero. Extents that may hold NaN or infinity are wiped. Assumes
-Linux, where MADV_DONTNEED frees at once and leaves zeros. Elsewhere pages are wiped but stay with the process.
+Guarantees: reservations never exceed the budget. They are counted in pages of each head, so a request never takes more
+memory than was counted. A request that fits the budget finds room: nothing is lost to fragments, and cached prefixes
+are evicted first. Only the very same weights share a prefix. No other bytes of a released request are ever read, and
+extents that may hold NaN or infinity are wiped. Assumes Linux, where MADV_DONTNEED frees at once and leaves zeros.
+Elsewhere pages are wiped but stay with the process.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch
 
 from experts.errors import BackendUnavailable, MemoryExceeded
 from experts.llm.key_values import DecodeLayout, Stored, mask_of
-from experts.llm.serving.kv import LEAST_PREFIX_TOKENS, ArenaKeyValues, KvLayout, KvStatistics, Prefix
+from experts.llm.serving.kv import LEAST_PREFIX_TOKENS, KvLayout, KvStatistics, Prefix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 
     from experts.llm.config import ArchSpec
     from experts.llm.key_values import BatchKeyValues
-    from experts.llm.serving.kv import KvArena
     from experts.llm.token_batch import Row, TokenBatch
 
 EXTENTS_A_SLAB = 128
@@ -111,7 +112,10 @@ class CachedPrefix:
 
 
 class ExtentArena:
-    """Arena of contiguous extents. ``keeps_prefixes``: released texts stay as prefixes while there is room."""
+    """Thread-safe; the keys and values of one request belong to one thread at a time.
+
+    ``keeps_prefixes``: released texts stay as prefixes while there is room.
+    """
 
     def __init__(self, budget_bytes: int, *, keeps_prefixes: bool = True) -> None:
         self._budget_bytes = self._most_bytes = budget_bytes
@@ -128,6 +132,7 @@ class ExtentArena:
         return self._budget_bytes
 
     def set_budget(self, budget_bytes: int) -> None:
+        """Set the limit on promised bytes, at most the first one: cached prefixes and idle memory go, promises stay."""
         with self._lock:
             self._budget_bytes = min(budget_bytes, self._most_bytes)
             if self._free_bytes < 0:
@@ -138,10 +143,15 @@ class ExtentArena:
                 self._drop(cached)
 
     def tokens_for(self, layout: KvLayout, tokens: int) -> int:
+        """Round up to whole units of the arena."""
         unit = _unit(layout)
         return math.ceil(tokens / unit) * unit
 
     def begin(self, request: int, layout: KvLayout, tokens: int, prefix: Prefix | None = None) -> int:
+        """Promise room; returns how many tokens of the prefix are there.
+
+        Raises MemoryExceeded, and ValueError for a request that has begun or exceeds its context.
+        """
         with self._lock:
             if request in self._extents:
                 raise ValueError(f"request {request} has begun")
@@ -150,6 +160,7 @@ class ExtentArena:
             return self._begin(request, layout, self.tokens_for(layout, tokens), prefix)
 
     def grow(self, request: int, tokens: int) -> None:
+        """Promise room for so many tokens in all to a request that has begun. Raises as ``begin`` does."""
         with self._lock:
             extent = self._extents[request]
             if tokens > extent.layout.positions:
@@ -161,6 +172,7 @@ class ExtentArena:
             self._promised_bytes += further_bytes
 
     def release(self, request: int, prefix: Prefix | None = None, *, is_sound: bool = True) -> None:
+        """Idempotent. ``prefix``: its tokens, kept while there is room. Not ``is_sound``: it may hold NaN."""
         with self._lock:
             extent = self._extents.pop(request, None)
             if extent is None:
@@ -174,12 +186,14 @@ class ExtentArena:
                 self._make_idle(extent)
 
     def place(self, request: int) -> tuple[int, int]:
+        """Sort key of a request's place: decode rows in this order are read in the fewest calls."""
         return self._extents[request].place
 
     def key_values(self, layout: KvLayout) -> ArenaKeyValues:
         return ArenaKeyValues(self, layout)
 
     def forget_prefixes(self, weights: str | None = None) -> None:
+        """Drop the prefixes that these weights read, or all."""
         with self._lock:
             for cached in [one for one in self._cached if weights in (None, one.prefix.weights)]:
                 self._drop(cached)
@@ -192,6 +206,7 @@ class ExtentArena:
             )  # fmt: skip
 
     def reserve(self, layout: KvLayout, batch: TokenBatch) -> BatchOfExtents:
+        """Room for a batch's tokens, within what was promised to its requests. Raises ValueError."""
         with self._lock:
             extents = [self._extent_for(layout, row) for row in batch.rows]
             for extent, row in zip(extents, batch.rows, strict=True):
@@ -337,6 +352,17 @@ class ExtentArena:
         return tokens * layout.token_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class ArenaKeyValues:
+    """KeyValues of models of one layout; sequences are requests that have begun."""
+
+    arena: ExtentArena
+    layout: KvLayout
+
+    def reserve(self, batch: TokenBatch) -> BatchKeyValues:
+        return self.arena.reserve(self.layout, batch)
+
+
 class BatchOfExtents:
     def __init__(self, layout: KvLayout, batch: TokenBatch, extents: Sequence[KvExtent]) -> None:
         self._extents = extents
@@ -451,12 +477,8 @@ class ModelKeyValues:
             self._begun.add(sequence)
         return self._arena.reserve(self._layout, batch)
 
-    def release(self, sequence: int) -> None:
-        self._begun.discard(sequence)
-        self._arena.release(sequence)
 
-
-def arena_for(device: torch.device | str, budget_bytes: int, *, keeps_prefixes: bool) -> KvArena:
+def arena_for(device: torch.device | str, budget_bytes: int, *, keeps_prefixes: bool) -> ExtentArena:
     """An arena for models on this torch device. Raises BackendUnavailable for a device that is no CPU."""
     if torch.device(device).type != "cpu":
         raise BackendUnavailable(str(device), "language models run on CPUs: give the line a CPU executor")

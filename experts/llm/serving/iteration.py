@@ -95,25 +95,13 @@ class IterationTimes:
         self._products = FORGETTING * self._products + tokens * seconds
         self._most_tokens = max(self._most_tokens, tokens)
 
-    @property
-    def is_known(self) -> bool:
-        return self._weight > 0
-
-    @property
-    def base_s(self) -> float:
-        return self._line()[0]  # B
-
-    @property
-    def token_s(self) -> float:
-        return self._line()[1]  # K
-
     def seconds(self, tokens: int) -> float:
         base_s, token_s = self._line()
         return base_s + token_s * tokens
 
     def tokens_within(self, seconds: float) -> int:
         """Tokens that fit in time, perhaps below 0: a line is trusted up to GROWTH times what was measured."""
-        if not self.is_known:
+        if not self._weight:
             return LEAST_CHUNK_TOKENS
         base_s, token_s = self._line()
         most = max(GROWTH * self._most_tokens, LEAST_CHUNK_TOKENS)
@@ -138,7 +126,7 @@ class IterationTimes:
         return self._weight > 0 and self._variance >= (0.05 * self._tokens / self._weight) ** 2
 
     def _line(self) -> tuple[float, float]:
-        if not self.is_known or not self._tokens:
+        if not self._tokens:
             return 0.0, 0.0
         mean_tokens, mean_s = self._tokens / self._weight, self._seconds / self._weight
         covariance = self._products / self._weight - mean_tokens * mean_s

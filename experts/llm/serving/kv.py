@@ -1,24 +1,14 @@
-"""Arena contract: one byte budget for the keys and values of all models in one memory.
-
-``KvArena`` is the seam: scheduling begins and releases requests by number, models read and write through
-``key_values``. ``ExtentArena`` keeps it on CPUs. A GPU will need an arena of blocks and tables behind the same seam.
-
-Guarantees: reservations never exceed the budget. A request that fits the budget finds room: nothing is lost to
-fragments, and cached prefixes are evicted first. Only the very same weights share a prefix. No other bytes of a
-released request are ever read.
-"""
+"""Records of an arena of keys and values: layout, prefix, statistics."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
     from experts.llm.config import ArchSpec
-    from experts.llm.key_values import BatchKeyValues, KeyValues
-    from experts.llm.token_batch import TokenBatch
 
 LEAST_PREFIX_TOKENS = 16  # what is shorter is read again in less time than is spent looking for it
 
@@ -67,54 +57,3 @@ class KvStatistics:
     prefixes: int
     prefix_hits: int
     prefix_tokens: int  # not read again, thanks to prefixes
-
-
-class KvArena(Protocol):
-    """Safe to be asked from several threads; a request's keys and values are one thread's at a time."""
-
-    @property
-    def budget_bytes(self) -> int:
-        """Limit on promised bytes."""
-
-    def set_budget(self, budget_bytes: int) -> None:
-        """New budget, at most the first one: cached prefixes and idle memory go, promises stay."""
-
-    def tokens_for(self, layout: KvLayout, tokens: int) -> int:
-        """Tokens that a promise of so many holds: at least those, in whole units of the arena."""
-
-    def begin(self, request: int, layout: KvLayout, tokens: int, prefix: Prefix | None = None) -> int:
-        """Promise room; gives how many tokens of the prefix are there. MemoryExceeded; ValueError: begun, too long."""
-
-    def grow(self, request: int, tokens: int) -> None:
-        """Promise room for so many tokens in all to one that has begun. Raises MemoryExceeded, as ``begin`` does."""
-
-    def release(self, request: int, prefix: Prefix | None = None, *, is_sound: bool = True) -> None:
-        """Idempotent. ``prefix``: its tokens, kept while there is room. Not ``is_sound``: it may hold NaN."""
-
-    def place(self, request: int) -> tuple[int, int]:
-        """Sort key of a request's place: decode rows in this order are read in the fewest calls."""
-
-    def key_values(self, layout: KvLayout) -> KeyValues:
-        """Keys and values of models of this layout; sequences are requests that have begun."""
-
-    def reserve(self, layout: KvLayout, batch: TokenBatch) -> BatchKeyValues:
-        """Room for a batch's tokens, within what was promised to its requests. Raises ValueError."""
-
-    def forget_prefixes(self, weights: str | None = None) -> None:
-        """Drop what is kept of texts that these weights read, or of all."""
-
-    def statistics(self) -> KvStatistics: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaKeyValues:
-    """An arena as models of one layout see it."""
-
-    arena: KvArena
-    layout: KvLayout
-
-    def reserve(self, batch: TokenBatch) -> BatchKeyValues:
-        return self.arena.reserve(self.layout, batch)
-
-    def release(self, sequence: int) -> None:
-        self.arena.release(sequence)

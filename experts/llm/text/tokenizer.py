@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-TEXT_FILES = (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE)
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a generation_config.json may give
 USUAL = Sampling()
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")  # which a chat template may name
@@ -45,7 +44,7 @@ class TextModel:
 
     @classmethod
     def of(cls, files: Mapping[str, bytes], expert: str) -> TextModel:
-        """Build from a directory's files by name (TEXT_FILES, two of them required). Raises TokenizerUnusable."""
+        """Build from a directory's files by name (PROGRAM_FILES, two of them required). Raises TokenizerUnusable."""
         config = _object(files, CONFIG, expert, is_needed=True)
         settings = _object(files, TOKENIZER_CONFIG, expert)
         description = _object(files, TOKENIZER, expert, is_needed=True)

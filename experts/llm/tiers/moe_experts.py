@@ -6,7 +6,7 @@ before speculation. The same events give the same decisions. Every need is met, 
 each load is answered and each loaded moe_expert is used: loads that do not fit at once start as places are used up.
 
 Eviction order is LRFU (Lee et al., IEEE Trans. Computers 50(12), 2001): every pass that needs a moe_expert counts 1,
-and halves in weight with each ``half_life_passes``. Usage probabilities count as passes before the first one. The
+and halves in weight with each ``HALF_LIFE_PASSES``. Usage probabilities count as passes before the first one. The
 ranking of two moe_experts does not change while neither is needed, so each rank is one number in a heap.
 
 Several passes may need a moe_expert at once: it stays until each has used it.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -94,23 +94,18 @@ Event: TypeAlias = (
 Decision: TypeAlias = EvictMoeExpert | LoadMoeExpert
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ResidencyStatistics:
     """Counters since the start."""
 
     places: int
-    held: int
-    hits: int  # needed and there
-    late: int  # needed while they were being loaded ahead
-    misses: int
-    ahead: int  # loaded before they were needed
-    ahead_used: int  # and then needed while still there
-    evictions: int
-
-    @property
-    def hit_rate(self) -> float:
-        needs = self.hits + self.late + self.misses
-        return self.hits / needs if needs else 1.0
+    held: int = 0
+    hits: int = 0  # needed and there
+    late: int = 0  # needed while they were being loaded ahead
+    misses: int = 0
+    ahead: int = 0  # loaded before they were needed
+    ahead_used: int = 0  # and then needed while still there
+    evictions: int = 0
 
 
 @dataclass(slots=True)
@@ -119,16 +114,6 @@ class _Occupancy:
     is_loaded: bool = False
     pins: int = 0
     is_speculative: bool = False
-
-
-@dataclass(slots=True)
-class _Counts:
-    hits: int = 0
-    late: int = 0
-    misses: int = 0
-    ahead: int = 0
-    ahead_used: int = 0
-    evictions: int = 0
 
 
 @dataclass(slots=True)
@@ -143,15 +128,13 @@ class MoeResidency:
     """The cache of one model with so many ``layers``. ``prior``: how likely a pass needs each moe_expert."""
 
     def __init__(
-        self, places: int, layers: int, prior: Mapping[MoeExpert, float] | None = None, *,
-        loads_at_once: int = 1, half_life_passes: float = HALF_LIFE_PASSES,
-    ) -> None:  # fmt: skip
-        if places < 1 or layers < 1 or loads_at_once < 1 or half_life_passes <= 0:
-            raise ValueError(f"{places} places, {layers} layers, {loads_at_once} loads, half-life {half_life_passes}")
+        self, places: int, layers: int, prior: Mapping[MoeExpert, float] | None = None, *, loads_at_once: int = 1
+    ) -> None:
+        if places < 1 or layers < 1 or loads_at_once < 1:
+            raise ValueError(f"{places} places, {layers} layers, {loads_at_once} loads")
         self._places = places
         self._layers = layers
         self._loads_at_once = loads_at_once
-        self._half_life_passes = half_life_passes
         self._ranks = {
             moe_expert: math.log2(PRIOR_PASSES * probability)
             for moe_expert, probability in (prior or {}).items()
@@ -164,7 +147,7 @@ class MoeResidency:
         self._in_flight = 0
         self._passes = 0
         self._layer = 0
-        self._counts = _Counts()
+        self._counts = ResidencyStatistics(places)
 
     def handle(self, event: Event) -> tuple[Decision, ...]:
         """Decisions that follow from an event: loads to start, each behind the eviction that makes room for it."""
@@ -193,14 +176,13 @@ class MoeResidency:
 
     def usage(self) -> dict[MoeExpert, float]:
         """Probability that a pass needs each moe_expert, by past passes: prior of the model's next cache."""
-        now = self._passes / self._half_life_passes
-        fading = 2.0 ** (-1.0 / self._half_life_passes)
+        now = self._passes / HALF_LIFE_PASSES
+        fading = 2.0 ** (-1.0 / HALF_LIFE_PASSES)
         weight = (1.0 - fading**self._passes) / (1.0 - fading) + PRIOR_PASSES * fading**self._passes
         return {one: min(2.0 ** (rank - now) / weight, 1.0) for one, rank in self._ranks.items()}
 
     def statistics(self) -> ResidencyStatistics:
-        """A frozen snapshot."""
-        return ResidencyStatistics(self._places, len(self._held), *astuple(self._counts))
+        return replace(self._counts, held=len(self._held))
 
     def check_invariants(self) -> None:
         """Raises AssertionError where the books are wrong."""
@@ -230,7 +212,7 @@ class MoeResidency:
 
     def _touch(self, moe_expert: MoeExpert) -> None:
         """Count a pass that needs it: the logarithm of what all those that did weigh, as of pass 0."""
-        now = self._passes / self._half_life_passes
+        now = self._passes / HALF_LIFE_PASSES
         rank = self._ranks.get(moe_expert, -math.inf)
         higher, lower = max(rank, now), min(rank, now)
         self._ranks[moe_expert] = higher + math.log2(1.0 + 2.0 ** (lower - higher))

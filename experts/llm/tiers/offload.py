@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,16 +84,6 @@ class OffloadTotals:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _RowSpan:
-    start: int
-    end: int
-
-    @property
-    def rows(self) -> int:
-        return self.end - self.start
-
-
 class OffloadedMoe:
     """moe_experts of one copy. ``may_predict``: False while the Engine's loads need the link."""
 
@@ -122,11 +113,11 @@ class OffloadedMoe:
 
     def run(self, layer: int, tokens: Tensor, table: MappingTable) -> Tensor:
         """See ``experts.llm.dispatch.run_moe_experts``. Raises what loading raises."""
-        spans = _spans(table)
+        rows = _rows_by_number(table)
         scattered = scatter(tokens, table)
         computed = torch.empty_like(scattered)
-        wanted = {MoeExpert(layer, number): span for number, span in spans.items()}
-        self._cache.need(layer, list(spans))
+        wanted = {MoeExpert(layer, number): own for number, own in rows.items()}
+        self._cache.need(layer, list(rows))
         try:
             self._predict(layer, tokens)
             self._run_all(wanted, scattered, computed)
@@ -136,14 +127,12 @@ class OffloadedMoe:
             self._cache.end_pass()
         return combine(computed, table, tokens.dtype)
 
-    def _run_all(self, wanted: dict[MoeExpert, _RowSpan], scattered: Tensor, computed: Tensor) -> None:
+    def _run_all(self, wanted: dict[MoeExpert, slice], scattered: Tensor, computed: Tensor) -> None:
         """Run the moe_experts that are there, then the others as they come; takes them out of ``wanted``."""
         while wanted:
             placed = self._cache.first_of(wanted)
-            span = wanted[placed.moe_expert]
-            weights = self._weights_at(placed.place)
-            computed[span.start : span.end] = run_mlp(scattered[span.start : span.end], weights)
-            del wanted[placed.moe_expert]
+            rows = wanted.pop(placed.moe_expert)
+            computed[rows] = run_mlp(scattered[rows], self._weights_at(placed.place))
             self._cache.used((placed.moe_expert,))
 
     def _predict(self, layer: int, tokens: Tensor) -> None:
@@ -185,15 +174,9 @@ class _OffloadedLayer:
         return self.moe.run(self.layer, tokens, table)
 
 
-def _spans(table: MappingTable) -> dict[int, _RowSpan]:
-    """The rows of each expert that has any."""
+def _rows_by_number(table: MappingTable) -> dict[int, slice]:
     ends: list[int] = table.ends.tolist()
-    starts = [0, *ends[:-1]]
-    return {
-        number: _RowSpan(start, end)
-        for number, (start, end) in enumerate(zip(starts, ends, strict=True))
-        if end > start
-    }
+    return {number: slice(start, end) for number, (start, end) in enumerate(pairwise([0, *ends])) if end > start}
 
 
 def _view(block: Tensor, one: BlockTensor) -> Tensor:

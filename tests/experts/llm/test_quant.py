@@ -13,7 +13,6 @@ from experts.llm.quant import (
     FEW_ROWS,
     SCALE,
     Int8Tensors,
-    dequantise,
     has_int8_kernel,
     is_quantised,
     matrix_of,
@@ -35,6 +34,10 @@ def logits_of(model, text):
 
 def relative_error(exact, found):
     return (found - exact).square().sum().sqrt() / exact.square().sum().sqrt()
+
+
+def dequantise(matrix):
+    return matrix.values.float() * matrix.scale.float().unsqueeze(-1)
 
 
 def draw(*shape, seed=0, dtype=torch.float32):

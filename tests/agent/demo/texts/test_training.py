@@ -9,8 +9,9 @@ from agent.demo.texts.training import TextPlan, TrainingTexts, train_pair, write
 from agent.demo.training.learning import Pace
 from agent.demo.training.train import torch_threads
 from experts.llm.model import load_model
+from experts.llm.program import PROGRAM_FILES
 from experts.llm.serving.extents import ModelKeyValues
-from experts.llm.text.tokenizer import TEXT_FILES, TextModel
+from experts.llm.text.tokenizer import TextModel
 from experts.llm.token_batch import Chunk, TokenBatch
 
 SUBJECTS = {
@@ -81,7 +82,7 @@ def test_what_was_trained_is_what_is_served(pair, tmp_path):
 
 def test_a_question_is_read_as_it_was_learned(pair, tmp_path):
     write_model(tmp_path / "cats", pair["cats"], CHARACTERS)
-    files = {name: (tmp_path / "cats" / name).read_bytes() for name in TEXT_FILES}
+    files = {name: (tmp_path / "cats" / name).read_bytes() for name in PROGRAM_FILES}
     text_model = TextModel.of(files, "cats")
     (question, _) = SUBJECTS["cats"].training
     learned = CHARACTERS.encode(question)

@@ -15,6 +15,7 @@ from torch.nn.functional import gelu, layer_norm, linear
 
 from experts.checkpoints.reading_process import convert_state
 from experts.errors import TrainingUnsupported, WeightsMismatch, WeightsMissing, WeightsRefused
+from experts.llm.importing import deepspeed
 from experts.llm.importing.deepspeed import import_deepspeed as import_apart
 from experts.llm.model import load_model
 from experts.llm.serving.extents import ModelKeyValues
@@ -25,14 +26,13 @@ EXPERTS = (0, 2, 0, 3)  # a pyramid over every second layer
 PROMPT = [5, 17, 3, 38, 31, 2, 9]
 
 
-def import_deepspeed(source, destination, given=None, tokenizer=None):
+def import_deepspeed(*arguments, **named):
     """In this process: what is read here was written here, and a process of its own takes its time."""
-
-    def read(_, folder, files):
-        for file in files:
-            convert_state(file, folder)
-
-    return import_apart(source, destination, given, tokenizer, read)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            deepspeed, "convert_states", lambda _, files, folder: [convert_state(one, folder) for one in files]
+        )
+        return import_apart(*arguments, **named)
 
 
 class ModelType(enum.Enum):
