@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from agent.line_file.intake import CameraSection
     from agent.line_file.machine import GivenPrecision
     from agent.line_file.values import SecretSection
+    from experts.document import KeyPath
     from experts.expert import Expert
 
 ENVIRONMENT_PREFIX = "COSERVE__"
@@ -144,12 +145,8 @@ class LineConfig:
             policy=self.policy if policy is None else cast("PolicyName", policy),
             memory=self.memory.model_copy(update=dict(memory or {})),
             executors=self.executors if executors is None else executors,
-            precision=self.precision if precision is None else automatic_precision(precision),
+            precision=self.precision if precision is None else None if precision == AUTO else Precision(precision),
         )
-
-
-def automatic_precision(given: GivenPrecision) -> Precision | None:
-    return given if isinstance(given, Precision) else None
 
 
 def read_line(path: Path, environment: Mapping[str, str] | None = None) -> LineConfig:
@@ -367,19 +364,36 @@ def _precision_problems(sections: LineSections, document: Document) -> Iterator[
 def _board_problems(sections: LineSections, document: Document) -> Iterator[ConfigError]:
     for name, board in sections.boards.items():
         for component in board.components:
-            if component not in sections.routes:
-                hint = suggestion(component, sections.routes, "add its route, or take it off the board")
-                yield document.error(f"no route for {component!r} - {hint}", "boards", name, "components", component)
+            where = ("boards", name, "components", component)
+            yield from _route_problems(
+                component, sections.routes, document, where, "add its route, or take it off the board"
+            )
+
+
+def _route_problems(
+    component: str | None, routes: Collection[str], document: Document, where: KeyPath, advice: str = "add its route"
+) -> Iterator[ConfigError]:
+    if component is not None and component not in routes:
+        yield document.error(f"no route for {component!r} - {suggestion(component, routes, advice)}", *where)
+
+
+def _board_type_problems(
+    board_type: str, sections: LineSections, document: Document, where: KeyPath
+) -> Iterator[ConfigError]:
+    if board_type not in sections.boards:
+        hint = suggestion(board_type, sections.boards, "add it to boards:")
+        yield document.error(f"no board type {board_type!r} - {hint}", *where)
 
 
 def _folder_problems(sections: LineSections, document: Document) -> Iterator[ConfigError]:
     for index, folder in enumerate(sections.intake.folders):
         where = ("intake", "folders", index)
-        if folder.component and folder.component not in sections.routes:
-            hint = suggestion(folder.component, sections.routes, "add its route")
-            yield document.error(f"no route for {folder.component!r} - {hint}", *where, "component")
+        yield from _route_problems(folder.component, sections.routes, document, (*where, "component"))
         if folder.board_type is not None:
-            yield from _whole_board_problems(folder.board_type, sections, document, *where, "board_type")
+            yield from _board_type_problems(folder.board_type, sections, document, (*where, "board_type"))
+            if (board := sections.boards.get(folder.board_type)) is not None and board.layout is None:
+                advice = f"the board type {folder.board_type!r} has no layout to cut by - add layout: to it"
+                yield document.error(advice, *where, "board_type")
         groups = None if folder.pattern is None or folder.shows_boards else re.compile(folder.pattern).groupindex
         if len(sections.boards) > 1 and groups is not None and TYPE_GROUP not in groups:
             several = ", ".join(sections.boards)
@@ -387,20 +401,8 @@ def _folder_problems(sections: LineSections, document: Document) -> Iterator[Con
                 f"which of {several} is a file's board? - add a group (?P<type>...)", *where, "pattern"
             )
         others = [other.path for other in sections.intake.folders[:index]]
-        if any(
-            folder.path == other or folder.path in other.parents or other in folder.path.parents for other in others
-        ):
+        if any(folder.path.is_relative_to(other) or other.is_relative_to(folder.path) for other in others):
             yield document.error("lies in, or around, another watched folder - watch each file once", *where, "path")
-
-
-def _whole_board_problems(
-    board_type: str, sections: LineSections, document: Document, *where: str | int
-) -> Iterator[ConfigError]:
-    if board_type not in sections.boards:
-        hint = suggestion(board_type, sections.boards, "add it to boards:")
-        yield document.error(f"no board type {board_type!r} - {hint}", *where)
-    elif sections.boards[board_type].layout is None:
-        yield document.error(f"the board type {board_type!r} has no layout to cut by - add layout: to it", *where)
 
 
 def _size_problems(
@@ -423,12 +425,9 @@ def _camera_problems(sections: LineSections, document: Document) -> Iterator[Con
         where = ("intake", "cameras", index)
         if names[camera.name] > 1:
             yield document.error("two cameras have this name - give each its own", *where, "name")
-        if camera.component is not None and camera.component not in sections.routes:
-            hint = suggestion(camera.component, sections.routes, "add its route")
-            yield document.error(f"no route for {camera.component!r} - {hint}", *where, "component")
+        yield from _route_problems(camera.component, sections.routes, document, (*where, "component"))
         if camera.board_type is not None and camera.board_type not in sections.boards:
-            hint = suggestion(camera.board_type, sections.boards, "add it to boards:")
-            yield document.error(f"no board type {camera.board_type!r} - {hint}", *where, "board_type")
+            yield from _board_type_problems(camera.board_type, sections, document, (*where, "board_type"))
         elif camera.component is None and camera.board_type is None and len(sections.boards) > 1:
             several = ", ".join(sections.boards)
             yield document.error(f"which of {several} does it see? - add board_type:", *where)
@@ -461,8 +460,6 @@ def read_layout(file: Path, board: BoardSection, routes: Collection[str]) -> Lay
 def _part_problems(layout: LayoutSections, document: Document, routes: Collection[str]) -> Iterator[ConfigError]:
     height_px, width_px = layout.size
     for ref, part in layout.parts.items():
-        if part.component not in routes:
-            hint = suggestion(part.component, routes, "add its route")
-            yield document.error(f"no route for {part.component!r} - {hint}", "parts", ref, "component")
+        yield from _route_problems(part.component, routes, document, ("parts", ref, "component"))
         if part.box[2] > width_px or part.box[3] > height_px:
             yield document.error(f"the box leaves the frame of {width_px} x {height_px}", "parts", ref, "box")

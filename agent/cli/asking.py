@@ -6,7 +6,7 @@ import json
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,15 +14,12 @@ from agent.cli.arguments import AsJson, Authority, Certificate, Key, LineFile, T
 from agent.cli.endings import explained
 from experts.expert import Verdict
 
-if TYPE_CHECKING:
-    from agent.records.rows import Format
-
 
 def results(
     line: LineFile,
     since: Annotated[str | None, typer.Option(help="ISO 8601 time; without an offset, local time")] = None,
     verdict: Annotated[Verdict | None, typer.Option(help="only these")] = None,
-    output: Annotated[str, typer.Option("--format", help="jsonl or csv")] = "jsonl",
+    output: Annotated[Literal["jsonl", "csv"], typer.Option("--format", help="of each row")] = "jsonl",
     limit: Annotated[int | None, typer.Option(min=1, help="at most so many")] = None,
     boards: Annotated[bool, typer.Option("--boards", help="one row per board instead of per request")] = False,
     out: Annotated[Path | None, typer.Option(help="to this file, which appears whole or not at all")] = None,
@@ -41,16 +38,15 @@ def results(
     with explained():
         config = read_line(line)
         start = _time(since)
-        form = _format(output)
         rows = board_rows(config, start, verdict, limit) if boards else result_rows(config, start, verdict, limit)
         rows = rows if maps is None else with_maps(config, rows, maps)
         if out is not None:
-            count = write_file(rows, form, out)
+            count = write_file(rows, output, out)
             print(json.dumps({"file": str(out), "rows": count}) if as_json else f"{out}: {count} rows")
         elif as_json:
             print(json.dumps({"results": list(rows)}))
         else:
-            write_rows(rows, form, sys.stdout)
+            write_rows(rows, output, sys.stdout)
 
 
 def status(
@@ -124,14 +120,6 @@ def generate(
         return
     print("" if is_shown else clean(row["text"]))
     sys.stderr.write(f"{closing_line(row)}\n")
-
-
-def _format(text: str) -> Format:
-    if text == "csv":
-        return "csv"
-    if text == "jsonl":
-        return "jsonl"
-    raise typer.BadParameter(f"{text!r} is neither jsonl nor csv", param_hint="--format")
 
 
 def _time(text: str | None) -> datetime | None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from agent.cli.arguments import AsJson, LineFile
 from agent.cli.endings import CONFIGURATION, FAILED, explained, say
 from experts.errors import ConfigError
-
-if TYPE_CHECKING:
-    from agent.config import LineConfig
 
 
 def show_config(
@@ -36,7 +33,7 @@ def check_config(
     as_json: AsJson = False,
 ) -> None:
     """Read a line file as ``serve`` would; every mistake with file, line and key."""
-    from agent.commands.configuration import weights_problems
+    from agent.commands.configuration import silent_cameras, weights_problems
     from agent.config import read_line
 
     try:
@@ -49,7 +46,8 @@ def check_config(
         else:
             print(json.dumps({"ok": False, "problems": [_problem(each) for each in error.problems]}))
         raise typer.Exit(CONFIGURATION) from error
-    silent = _silent_cameras(config) if probe else []
+    with explained():
+        silent = list(silent_cameras(config)) if probe else []
     if silent:
         if as_json:
             print(json.dumps({"ok": False, "problems": [{"message": text} for text in silent]}))
@@ -66,13 +64,6 @@ def config_schema(as_json: AsJson = False) -> None:
     from agent.config import json_schema
 
     print(json.dumps(json_schema(), indent=None if as_json else 2))
-
-
-def _silent_cameras(config: LineConfig) -> list[str]:
-    from agent.commands.configuration import silent_cameras
-
-    with explained():
-        return list(silent_cameras(config))
 
 
 def _problem(error: ConfigError) -> dict[str, Any]:

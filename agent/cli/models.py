@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -89,7 +89,8 @@ def add_expert(
         list[str] | None, typer.Option(help="component type whose route asks it last; repeatable")
     ] = None,
     task: Annotated[
-        str | None, typer.Option(help="multiclass: one label is the answer; multilabel: any of them")
+        Literal["multiclass", "multilabel"] | None,
+        typer.Option(help="multiclass: one label is the answer; multilabel: any of them"),
     ] = None,
     labels: Annotated[str | None, typer.Option(help="what its outputs mean, in their order: ok,missing")] = None,
     otherwise: Annotated[
@@ -104,7 +105,9 @@ def add_expert(
         str | None,
         typer.Option(help="how images come to its size: stretched, or '{resize: 256, crop: 224, interpolation: ...}'"),
     ] = None,
-    kind: Annotated[str | None, typer.Option(help="classifier, detector or anomaly; default as the file shows")] = None,
+    kind: Annotated[
+        Literal["classifier", "detector", "anomaly"] | None, typer.Option(help="default as the file shows")
+    ] = None,
     architecture: Annotated[str | None, typer.Option(help="what it has to be, such as resnet18")] = None,
     passing: Annotated[
         str | None, typer.Option("--pass", help="labels that let a route go on; default the one that is ok")
@@ -124,9 +127,9 @@ def add_expert(
     given: dict[str, Any] = {
         "id": expert,
         "components": tuple(component or ()),
-        "kind": _one_of(kind, ("classifier", "detector", "anomaly"), "--kind"),
+        "kind": kind,
         "architecture": architecture,
-        "task": _one_of(task, ("multiclass", "multilabel"), "--task"),
+        "task": task,
         "labels": _words(labels),
         "otherwise": otherwise,
         "size": _size(size),
@@ -155,12 +158,6 @@ def add_expert(
 
 def _words(text: str | None) -> tuple[str, ...] | None:
     return None if text is None else tuple(word.strip() for word in text.split(","))
-
-
-def _one_of(text: str | None, known: tuple[str, ...], option: str) -> str | None:
-    if text is not None and text not in known:
-        raise typer.BadParameter(f"{text!r} is none of {', '.join(known)}", param_hint=option)
-    return text
 
 
 def _of_input(key: str, text: str) -> object:

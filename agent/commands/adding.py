@@ -175,32 +175,17 @@ class _Settled:
     @classmethod
     def of(cls, line: Path, described: ModelDescription, wishes: Wishes, content: bytes) -> _Settled:
         """Raises WeightsUnclear with all missing facts, and ConfigError for what contradicts the file."""
-        known = replace(
-            described,
-            kind=described.kind or wishes.kind,
-            task=wishes.task or described.task,
-            labels=wishes.labels or described.labels,
-            size=wishes.size or described.size,
-            normalize=wishes.normalize or described.normalize,
-            fit=described.fit if wishes.fit is None else wishes.fit if isinstance(wishes.fit, dict) else None,
-        )
         _refuse_other_labels(described, wishes)
-        missing = {key: why for key, why in described.missing.items() if getattr(known, key) is None}
-        if wishes.fit is not None:
-            missing.pop("fit", None)
-        elif known.fit is not None and described.size not in {None, known.size}:
-            told = f"{rendered(known.fit)} ({described.sure['fit']})"
-            missing["fit"] = f"the file has {told}, which is for another size: {FIT_OPTIONS}"
-        if known.task == "multilabel" and known.label_count == 1 and wishes.otherwise is None:
-            missing["otherwise"] = ONE_LABEL_OF_TWO
+        known = _known(described, wishes)
         passing = wishes.passing or _good_labels(known, wishes)
+        missing = _missing_facts(described, known, wishes)
         missing |= _missing_of_routes(known, wishes, passing, parse_document(line, content).values)
         if missing:
             raise WeightsUnclear(str(described.file), missing)
         expert = wishes.id or _id_of(known)
         folder, file = line.absolute().parent, described.file.absolute()
-        own = folder / "weights" / f"{expert}{served_suffix(described)}"
         is_in_place = described.is_served_as_it_is and file.resolve().is_relative_to(folder.resolve())
+        own = folder / "weights" / f"{expert}{served_suffix(described)}"
         weights = file.resolve() if is_in_place else own
         step: dict[str, Any] = {"expert": expert, "pass": list(passing)}
         if wishes.min_score is not None:
@@ -243,6 +228,26 @@ class _Settled:
         for component in self.components:
             text = append(text, ("routes", component), self.step, file=self.line)
         return text
+
+
+def _known(described: ModelDescription, wishes: Wishes) -> ModelDescription:
+    fit = described.fit if wishes.fit is None else wishes.fit if isinstance(wishes.fit, dict) else None
+    kind, told = described.kind or wishes.kind, ("task", "labels", "size", "normalize")
+    return replace(
+        described, kind=kind, fit=fit, **{key: getattr(wishes, key) or getattr(described, key) for key in told}
+    )
+
+
+def _missing_facts(described: ModelDescription, known: ModelDescription, wishes: Wishes) -> dict[str, str]:
+    missing = {key: why for key, why in described.missing.items() if getattr(known, key) is None}
+    if wishes.fit is not None:
+        missing.pop("fit", None)
+    elif known.fit is not None and described.size not in {None, known.size}:
+        told = f"{rendered(known.fit)} ({described.sure['fit']})"
+        missing["fit"] = f"the file has {told}, which is for another size: {FIT_OPTIONS}"
+    if known.task == "multilabel" and known.label_count == 1 and wishes.otherwise is None:
+        missing["otherwise"] = ONE_LABEL_OF_TWO
+    return missing
 
 
 def _entry(known: ModelDescription, wishes: Wishes, weights: Path) -> dict[str, Any]:

@@ -5,12 +5,12 @@ Guarantees: text of a model cannot act on a terminal: there, control characters 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from agent.api.calls.desk import TextEnd, TextOrder
 from agent.api.client import Access, AgentClient
-from agent.commands.judged_images import JudgedImage, judged_rows
+from agent.commands.judged_images import JudgedImage
 from agent.config import read_secret
 from agent.line_file.api import UNIX
 from experts.errors import ConfigError, GenerationInvalid, OrderRefused, Refusing
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.api.calls.desk import StatusView, VerdictView
-    from agent.api.calls.texts import Told
     from agent.config import LineConfig
 
 
@@ -59,7 +58,9 @@ def ask_to_inspect(
     pictures: Path | None = None,
 ) -> list[dict[str, Any]]:
     """One row per image, in order, as ``inspect_images`` has them; a file that cannot be read is UNKNOWN. ``pictures``:
-    folder to draw each image in. Raises as ``ask_to_write``."""
+    folder to draw each image in. Raises as ``generated``."""
+    from agent.commands.judged_pictures import judged_rows  # loads Pillow
+
     unreadable: dict[int, str] = {}
 
     def contents() -> Iterator[bytes]:
@@ -102,15 +103,6 @@ def _judged_image(part: VerdictView) -> JudgedImage:
     )  # fmt: skip
 
 
-def ask_to_write(config: LineConfig | None, access: AgentAccess, order: TextOrder) -> Iterator[Told]:
-    """Pieces of a text as the agent writes them, then its end; closing the iterator cancels it.
-
-    Raises ConfigError, AgentUnreachable and OrderRefused.
-    """
-    with _client(config, access) as client:
-        yield from client.generate(order)
-
-
 Messages = tuple[dict[str, str], ...]
 
 
@@ -136,13 +128,17 @@ def order_for(
 def generated(
     config: LineConfig | None, access: AgentAccess, order: TextOrder, show: Callable[[str], None]
 ) -> dict[str, Any]:
-    """End and whole text; ``show`` is given each piece as it comes. Raises as ``ask_to_write``."""
+    """End and whole text; ``show`` is given each piece as it comes.
+
+    Raises ConfigError, AgentUnreachable and OrderRefused.
+    """
     text = ""
-    for told in ask_to_write(config, access, order):
-        if isinstance(told, TextEnd):
-            return _text_row(text, told)
-        text += told.text
-        show(told.text)
+    with _client(config, access) as client:
+        for told in client.generate(order):
+            if isinstance(told, TextEnd):
+                return _text_row(text, told)
+            text += told.text
+            show(told.text)
     raise OrderRefused(Refusing.NOT_NOW, "the agent ended in the middle of the text - ask again")
 
 
@@ -161,18 +157,10 @@ def closing_line(row: dict[str, Any]) -> str:
 
 
 def _text_row(text: str, end: TextEnd) -> dict[str, Any]:
-    return {
-        "text": text,
-        "expert": end.expert,
-        "ending": None if end.ending is None else str(end.ending),
-        "read_tokens": end.read_tokens,
-        "written_tokens": end.written_tokens,
-        "seconds": round(end.seconds, 6),
-        "queue_s": round(end.queue_s, 6),
-        "first_token_s": None if end.first_token_s is None else round(end.first_token_s, 6),
-        "label": end.label,
-        "score": end.score,
-    }
+    row = {"text": text, **asdict(replace(end, failure=None)), "ending": end.ending and str(end.ending)}
+    del row["failure"]
+    times = {name: row[name] for name in ("seconds", "queue_s", "first_token_s")}
+    return row | {name: None if value is None else round(value, 6) for name, value in times.items()}
 
 
 def _client(config: LineConfig | None, access: AgentAccess) -> AgentClient:

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from agent.config import LineConfig
-    from agent.line_file.values import SecretSection
 
 READ_BYTES = 256 * MEBIBYTE
 SLOW_DISK_BYTES_PER_S = 200_000_000  # a load of a ResNet101 takes a second then
@@ -240,24 +239,22 @@ def _clock() -> Iterator[Check]:
 
 
 def _secrets(config: LineConfig) -> Iterator[Check]:
-    for name, secret in _all_secrets(config):
+    mqtt, webhook = config.outbox.mqtt, config.outbox.webhook
+    secrets = {
+        **{f"of camera {camera.name}": camera.password for camera in config.intake.cameras},
+        "api.token": config.api.token,
+        "outbox.mqtt.password": None if mqtt is None else mqtt.password,
+        "outbox.webhook.token": None if webhook is None else webhook.token,
+    }
+    for name, secret in secrets.items():
+        if secret is None:
+            continue
         try:
             read_secret(secret)
         except ConfigError as error:
             yield Check(f"secret {name}", error.message, "put it there; a unit gives it by LoadCredential=")
         else:
             yield Check(f"secret {name}", "can be read")
-
-
-def _all_secrets(config: LineConfig) -> Iterator[tuple[str, SecretSection]]:
-    mqtt, webhook = config.outbox.mqtt, config.outbox.webhook
-    found = [
-        *((f"of camera {camera.name}", camera.password) for camera in config.intake.cameras),
-        ("api.token", config.api.token),
-        ("outbox.mqtt.password", None if mqtt is None else mqtt.password),
-        ("outbox.webhook.token", None if webhook is None else webhook.token),
-    ]
-    yield from ((name, secret) for name, secret in found if secret is not None)
 
 
 def _addresses(config: LineConfig, is_running: bool) -> Iterator[Check]:

@@ -8,7 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agent.commands.experts import packed_bytes
-from agent.commands.judged_images import JudgedImage, judged_rows
+from agent.commands.judged_images import JudgedImage
+from agent.commands.judged_pictures import judged_rows
 from agent.deployment.build import AgentOptions, agent_with_requests, pack_as_served
 from agent.deployment.packed_copies import packed_manifests
 from agent.records.database import refuse_root_beside_another, state_held

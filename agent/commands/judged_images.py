@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
     from pathlib import Path
 
     from experts.expert import Anomaly, BoundingBox, LabelScore, Verdict
@@ -41,19 +41,6 @@ class JudgedImage:
             "anomalies": [{"expert": expert, **anomaly.as_json()} for expert, anomaly in self.anomalies],
             "outputs": [output.as_json() for output in self.outputs],
         }
-
-
-def judged_rows(
-    images: Sequence[Path], component: str, judged: Sequence[JudgedImage], pictures: Path | None
-) -> list[dict[str, Any]]:
-    """One row per image, in order. ``pictures``: folder to draw each image in, as the row's ``picture`` says."""
-    rows = [each.row(image, component) for image, each in zip(images, judged, strict=True)]
-    if pictures is None:
-        return rows
-    from agent.commands.judged_pictures import draw_judged
-
-    drawn = draw_judged(images, judged, pictures)
-    return [row | {"picture": None if file is None else str(file)} for row, file in zip(rows, drawn, strict=True)]
 
 
 def outputs_sha256(labels: Iterable[str | None]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -23,6 +23,17 @@ GROUND = (16, 18, 20)
 LEAST_WIDTH_PX = 480  # smaller images are enlarged by whole numbers, so that words are legible
 STRIP_PX, LINE_PX, WORDS_PX = 34, 2, 18
 WORDS_AT = (10, STRIP_PX / 2)
+
+
+def judged_rows(
+    images: Sequence[Path], component: str, judged: Sequence[JudgedImage], pictures: Path | None
+) -> list[dict[str, Any]]:
+    """One row per image, in order. ``pictures``: folder to draw each image in, as the row's ``picture`` says."""
+    rows = [each.row(image, component) for image, each in zip(images, judged, strict=True)]
+    if pictures is None:
+        return rows
+    drawn = draw_judged(images, judged, pictures)
+    return [row | {"picture": None if file is None else str(file)} for row, file in zip(rows, drawn, strict=True)]
 
 
 def draw_judged(images: Sequence[Path], ends: Sequence[JudgedImage], folder: Path) -> list[Path | None]:

@@ -55,15 +55,10 @@ def set_key(text: str, path: KeyPath, value: Plain, comment: str = "", *, file: 
 
 def add_expert(text: str, expert: str, entry: Mapping[str, Plain], comment: str = "", *, file: Path) -> str:
     """The text with a new expert, last of its section. Raises ConfigError for one that is there already."""
-    return add_entry(text, ("experts", expert), entry, comment, file=file)
-
-
-def add_entry(text: str, path: KeyPath, value: Mapping[str, Plain], comment: str = "", *, file: Path) -> str:
-    """``set_key`` for a key that must not exist."""
-    edit = _Edit.of(text, file)
+    edit, path = _Edit.of(text, file), ("experts", expert)
     if edit.known(path) == len(path):
         raise edit.error("is there already - choose another name, or remove it first", path)
-    return set_key(text, path, dict(value), comment, file=file)
+    return set_key(text, path, dict(entry), comment, file=file)
 
 
 def remove(text: str, path: KeyPath, *, file: Path) -> str:
@@ -74,12 +69,12 @@ def remove(text: str, path: KeyPath, *, file: Path) -> str:
     return edit.proved(edit.without(path), path, lambda values: _removed(values, path))
 
 
-def append(text: str, path: KeyPath, value: Plain, comment: str = "", *, file: Path) -> str:
+def append(text: str, path: KeyPath, value: Plain, *, file: Path) -> str:
     """The text with an item more at the end of the list at ``path``, which may be missing."""
     edit = _Edit.of(text, file)
     there = edit.pair(path)[1] if edit.known(path) == len(path) else None
     if there is None or there.is_empty:
-        return set_key(text, path, [value], comment, file=file)
+        return set_key(text, path, [value], file=file)
     if there.items is None:
         raise edit.error("is no list that can be added to - write it as one", path)
     if not there.items:

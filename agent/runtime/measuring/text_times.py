@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from experts.llm.model import LanguageModel
-    from experts.llm.serving.generation import Sampled
     from experts.llm.serving.extents import ExtentArena
+    from experts.llm.serving.generation import Sampled
 
 Found = TypeVar("Found")
 LEAST_TOKEN_S = 1e-7
