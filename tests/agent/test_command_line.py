@@ -183,26 +183,6 @@ def test_after_kill_9_nothing_is_lost_or_counted_twice(tmp_path, serve):
     assert sorted(again.boards()) == sorted((f"B{board}", "OK", 0) for board in range(20))
 
 
-CRASHING = """
-import sys
-from agent.records.result_writer import ResultStore
-def refuse(*_, **__):
-    raise OSError("a mistake of the program")
-ResultStore.record = refuse
-from coserve import main
-main()
-"""
-
-
-def test_an_agent_that_crashes_ends_with_1_and_says_why(tmp_path, forks):
-    line = write_line(tmp_path)
-    drop(tmp_path, "B1_c0_R1.png")
-    done = forks.run(CRASHING, "serve", line, timeout_s=DEADLINE_S)
-    assert done.returncode == 1, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("the agent crashed: OSError: a mistake of the program")
-    assert [file.name.endswith("~B1_c0_R1.png") for file in (tmp_path / "inbox" / ".work").rglob("*.png")] == [True]
-
-
 def test_a_second_agent_on_the_same_line_is_refused_and_the_first_goes_on(tmp_path, serve):
     line = write_line(tmp_path)
     serving = serve(line)

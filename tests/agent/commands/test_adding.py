@@ -163,21 +163,19 @@ def test_what_does_not_run_is_not_added(line, models):
     assert (line.read_text(), files_of(line)) == (BEGUN, {"line.yaml"})
 
 
-def test_the_same_again_is_refused_and_leaves_the_line(line, models):
-    add_model(line, models / "net 1.safetensors", RESNET)
-    before = line.read_text(), files_of(line)
-    with pytest.raises(ConfigError, match="cls/net-1: is there already"):
-        add_model(line, models / "net 1.safetensors", RESNET)
-    assert (line.read_text(), files_of(line)) == before
-
-
-def test_weights_of_another_are_not_overwritten(line, models):
+def test_the_same_again_is_refused_and_weights_of_another_are_not_overwritten(line, models):
     other = line.parent / "weights" / "cls" / "net-1.safetensors"
     other.parent.mkdir(parents=True)
     other.write_bytes(b"of another")
     with pytest.raises(ConfigError, match="is there already, and is another file"):
         add_model(line, models / "net 1.safetensors", RESNET)
     assert (line.read_text(), other.read_bytes()) == (BEGUN, b"of another")
+    other.unlink()
+    add_model(line, models / "net 1.safetensors", RESNET)
+    before = line.read_text(), files_of(line)
+    with pytest.raises(ConfigError, match="cls/net-1: is there already"):
+        add_model(line, models / "net 1.safetensors", RESNET)
+    assert (line.read_text(), files_of(line)) == before
 
 
 def test_what_ultralytics_saved_is_served_with_its_own_boxes(line, tmp_path):

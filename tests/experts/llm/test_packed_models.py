@@ -145,13 +145,6 @@ class TestOneBackbone:
             assert_alike(answers[-1], logits(load_model(expert.weights, expert.id, DTYPES[precision])))
         assert not torch.equal(*answers)
 
-    def test_a_second_one_that_comes_later_shares_what_lies_there(self, model_files, store, values):
-        experts = list(self.tuned(model_files, values, "layers.5.mlp"))
-        alone = packed_in(store, experts[:1])["llm/1"]
-        assert not alone.shared
-        both = packed_in(store, experts)
-        assert both["llm/1"].shared == both["llm/2"].shared != ()
-
 
 def stored_bytes_of(packed):
     return sum(segment.size_bytes for segment in packed.segments)

@@ -265,20 +265,6 @@ class TestRouters:
         assert desk.notes[2].tokens == [4, 5, 6, 7]
         assert desk.arena.statistics().requests == 0
 
-    def test_they_may_be_preempted_between_choices(self, desk):
-        choices = {"a": (11, 30), "b": (11, 12, 13), "c": (12, 13), "d": (13, 14)}
-        desk.ask(1, range(11), 0, choices=choices)
-        while desk.turns:
-            desk.quantum(0)
-            desk.engine.preempt(1)
-            if desk.turns:
-                desk.quantum(0)  # it is read anew
-            if desk.turns:
-                desk.quantum(0)  # a choice more
-        alone = Desk()
-        alone.ask(1, range(11), 0, choices=choices).finish()
-        assert desk.finished == alone.finished
-
     def test_numbers_that_are_none(self):
         desk = Desk(CountingModel(broken_after=10))
         desk.ask(1, [10], 0, choices=CHOICES).finish()

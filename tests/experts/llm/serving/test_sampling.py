@@ -1,7 +1,6 @@
 """Rows of logits to tokens: against the rules written out, one row at a time, and each row for itself."""
 
 import math
-import random
 from collections import Counter
 from dataclasses import replace
 
@@ -161,15 +160,3 @@ def test_rows_that_are_no_numbers_are_told_and_take_no_draw():
     assert [one is None for one in sampled] == [False, True, True, True]
     again = sample(logits[:1], [Sampler(Sampling(seed=0), (1,))])
     assert again[0].token == sampled[0].token
-
-
-def test_penalties_follow_a_long_text():
-    sampler = Sampler(Sampling(frequency_penalty=1.0, temperature=0), range(100))
-    chance = random.Random(1)
-    written = [chance.randrange(300) for _ in range(500)]
-    for token in written:
-        sampler.wrote(token)
-    logits = random_logits(1, 300)
-    counts = Counter(written)
-    expected = max(range(300), key=lambda token: logits[0, token].item() - counts[token])
-    assert sample(logits, [sampler])[0].token == expected

@@ -135,16 +135,6 @@ def test_a_cache_for_all_loads_each_once(passes):
     assert cache.policy.statistics().evictions == 0
 
 
-def test_what_was_needed_often_long_ago_goes_for_what_is_needed_now():
-    cache = Cache(2)
-    for number, passes_of_it in ((0, 1024), (1, 512)):
-        for _ in range(passes_of_it):
-            cache.run_layer(0, [number])
-            cache.settle()
-    cache.run_layer(0, [2])
-    assert cache.held() == {MoeExpert(0, 1), MoeExpert(0, 2)}
-
-
 def test_usage_probabilities_say_who_goes_before_anything_was_seen():
     cache = Cache(2, prior={MoeExpert(0, 0): 0.9, MoeExpert(0, 1): 0.1, MoeExpert(0, 2): 0.5, MoeExpert(0, 3): 0.0})
     cache.run_layer(0, [0, 1])
@@ -170,13 +160,6 @@ def test_a_need_goes_before_what_is_predicted():
     cache.answer()
     loads = [(decision.moe_expert, decision.is_needed) for decision in cache.told]
     assert loads == [(MoeExpert(1, 0), False), (MoeExpert(0, 2), True)]
-
-
-def test_a_prediction_for_a_layer_that_began_is_dropped():
-    cache = Cache(4)
-    cache.tell(MoeExpertsPredicted(1, (0, 1, 2)))
-    cache.run_layer(1, [4])
-    assert MoeExpert(1, 2) not in cache.held()
 
 
 def test_a_load_ahead_that_fails_is_not_tried_again_before_it_is_predicted_again():
