@@ -27,7 +27,6 @@ from experts.errors import LoadError, WeightsCorrupt, WeightsMissing, WeightsRef
 from experts.llm.checkpoint import INDEX_NAME, open_checkpoint
 from experts.llm.config import CONFIG_NAME, read_spec
 from experts.llm.importing.megatron import Arguments, GptCheckpoint
-from experts.llm.program import PROGRAM_FILES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -39,7 +38,7 @@ RANK_FILE = re.compile(r"mp_rank_(?P<rank>\d+)_model_states\.pt")
 EXPERT_FILE = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_(?P<rank>\d+)_model_states\.pt")
 PIPELINE_FILE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
 PARTED_FILE = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
-TOKENIZER_FILES = tuple(name for name in PROGRAM_FILES if name != CONFIG_NAME)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True, slots=True)
