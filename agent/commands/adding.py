@@ -1,8 +1,7 @@
 """Brings a model to a line: `coserve experts add`.
 
-Guarantees: each entry of the line file is told by the model's file or by an option, or asked for, never guessed. The
-expert has answered to an image, packed and run as the agent does, before anything is written; the weights are there
-before the line file names them; the line file keeps its comments and order.
+Guarantees: each key of the new entry comes from the model's file or an option. The expert has answered to an image,
+packed and run as in the agent, before any file is written, and its weights are there before the line file names them.
 """
 
 from __future__ import annotations

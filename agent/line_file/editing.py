@@ -1,8 +1,7 @@
-"""Edits to a line file as text: a key set, an entry added or removed, and all else stays as it was, to the byte.
+"""Edits to a line file as text: a key set, an entry added or removed; the rest stays as it was, to the byte.
 
-Guarantees: comments, order, quoting, indentation and line ends stay. The result is read again: it means what it meant
-and the change, or ConfigError says where that cannot be done (behind an alias, say). Edits are pure: text in, text out.
-Text is spliced at the parser's marks, as libraries that load and dump lay out long lines and comments anew.
+Text is spliced at the parser's marks, as libraries that load and dump change long lines and comments. Guarantees: the
+result means the old text and the change, or ConfigError says where that cannot be done (behind an alias, for example).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Attention over rows, with several queries to a key (grouped-query attention, arXiv 2305.13245).
 
-A decode batch is one scaled_dot_product_attention: the queries that share a key's head are laid into the query length,
-because its ``enable_gqa`` costs 1.45 times that in fp32 and 8.7 times in bf16 on a CPU (16 rows, 512 positions, 16
-heads on 4). A prefill row is a call of its own, whose queries of a group see the same keys by stride: nothing is
-repeated.
+A decode batch is one scaled_dot_product_attention. Queries that share a key's head are laid into the query length: on a
+CPU ``enable_gqa`` costs 1.45 times that in fp32 and 8.7 times in bf16 (16 rows, 512 positions, 16 heads on 4).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tensors of a Hugging Face directory: model.safetensors, or shards with model.safetensors.index.json.
 
-Guarantees: ``open_checkpoint`` reads headers only. It compares all names, shapes and number formats with the model's
-before it reads a tensor, and names each missing, extra or misshapen tensor. Tensors are read on demand from a map of
-the file. A tensor that needs neither joining nor conversion is a view of that map.
+Guarantees: ``open_checkpoint`` reads headers only, and names each missing, extra or misshapen tensor. Tensors are read
+on demand; a tensor that needs neither joining nor conversion is a view of the mapped file.
 """
 
 from __future__ import annotations

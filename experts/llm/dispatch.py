@@ -1,11 +1,7 @@
 """Dispatch of tokens to moe_experts and back: layout transform, expert networks, combination.
 
-Source: DeepSpeed-MoE (arXiv 2201.05596), section 5.4. ``scatter`` copies tokens into the order of the mapping table, so
-that the tokens of each moe_expert are adjacent. ``combine`` copies the results back and weighs them. Cost: tokens times
-width times choices; the sparse einsum form of the paper also multiplies by experts.
-
-Guarantees: every pair of the table is computed, none is dropped. No sum depends on the order of execution: results are
-written to places of their own, then summed over a token's choices in fp32.
+Source: DeepSpeed-MoE (arXiv 2201.05596), section 5.4. Guarantees: every pair of the table is computed. No sum depends
+on the order of execution: results are written to places of their own, then summed over a token's choices in fp32.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The forward pass of every family, token-flat over an iteration's prefill and decode rows.
 
-Guarantees: a row's tokens are what they would be alone, up to rounding: nothing is dropped or padded but in attention,
-where padding is masked. The head, the largest matrix of many models, runs for the last token of each row only. A model
-holds no tensor of its own: those that it is given are read anew each time, so bytes that are written into them are the
-model from then on.
+Guarantees: a row's tokens equal those of the row alone, up to rounding: padding is masked, and no token is dropped. A
+model only borrows tensors, so bytes that are written into them change the model at once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Names of tensors: from those of a checkpoint to those of a model.
+"""Names of tensors: from those of a checkpoint to those of a model, which are alike for all families.
 
-The model's own names are alike for all families; each is laid out of one or several tensors of the checkpoint, one
-after the other in memory: queries, keys and values as one matrix, gate and up of an MLP as one, and of all experts as
-one block (experts, 2 * width, hidden). So an assembly is a list of parts and needs no code of its own; one of a single
-part copies nothing.
+An assembly lays parts of the checkpoint one after the other in memory: queries, keys and values as one matrix, gate and
+up of an MLP as one, all experts as one block (experts, 2 * width, hidden). A single part is not copied.
 """
 
 from __future__ import annotations

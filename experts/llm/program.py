@@ -1,10 +1,7 @@
 """Program of a language model: its directory's small files as one run of bytes.
 
-Guarantees: equal files make equal bytes, in any order, so models of one config and tokenizer share a program.
-``files_of`` returns the files that ``pack_program`` was given. Packing writes programs, and their sha256 is checked:
-nothing here guards against other bytes.
-
-Format: a line of JSON, [[name, bytes], ...] in the order of the names, then the files, one after the other.
+Guarantees: equal files make equal bytes, in any order, so models of one config and tokenizer share a program. Format: a
+line of JSON, [[name, bytes], ...] in the order of the names, then the files, one after the other.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Weight-only int8: matrices in a byte a number, each output channel with a scale of its own; tokens stay as they are.
+"""Weight-only int8: matrices in a byte a number, with one scale for each output channel; tokens keep their dtype.
 
 Guarantees: both ways of multiplying compute the same, up to rounding. A scale is rounded before its channel's numbers,
-so a number's error is half a step, a 254th of the channel's largest. Zero is zero. A tied embedding is quantised with
-the head, a scale for each token. Other embeddings, norms, gates, coefficients and biases are not quantised.
-
-Few rows multiply int8 as it lies, in half the time of bf16: reading the matrix takes the time. Many rows multiply a
-copy in their own dtype, as computing then takes the time (see FEW_ROWS).
+so the error of a number is at most half a step, a 254th of the channel's largest. Only matrices are quantised, and a
+tied embedding together with its head.
 """
 
 from __future__ import annotations

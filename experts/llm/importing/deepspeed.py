@@ -1,12 +1,9 @@
 """Import of DeepSpeed checkpoints as directories that are served: `coserve experts import`, once and offline.
 
-A folder has ``mp_rank_<r>_model_states.pt`` for each model-parallel rank, and a file for each moe_expert:
-``layer_<l>_expert_<e>_mp_rank_<r>_model_states.pt``, in older layouts ``expert_<e>_mp_rank_<r>_model_states.pt``. The
-layer of a moe_expert is read from its tensors' names, not from the file's. All these files are pickles: a separate
-process reads them as data (``experts.checkpoints``) and writes safetensors, which this process reads. No class of the
-trainer is imported or run.
-
-Guarantees: names and shapes are checked against the written config.json. The destination appears whole or not at all.
+A folder has ``mp_rank_<r>_model_states.pt`` for each model-parallel rank, and ``layer_<l>_expert_<e>_mp_rank_<r>_...``
+(older: ``expert_<e>_mp_rank_<r>_...``) for each moe_expert. A separate process reads these pickles as data
+(``experts.checkpoints``). Guarantees: no class of the trainer is imported or run; names and shapes are checked against
+the written config.json; the destination appears whole or not at all.
 """
 
 from __future__ import annotations

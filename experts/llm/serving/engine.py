@@ -1,13 +1,9 @@
 """The engine of one executor: texts of any models, run iteration by iteration within a quantum.
 
-The engine has no thread and no policy: the agent's core gives turns and leases. It keeps each text's tokens, keys and
-values from one quantum to the next.
-
-Guarantees: everything but attention runs over all rows of an iteration at once. A finished text leaves at once, and its
-keys and values are freed. A quantum has at least one iteration, ends on time as far as measured times tell, and answers
-each request once. A request's tokens do not depend on its neighbours; a fault of its prompt, writer or expert ends that
-request alone. Any thread may call ``forget`` and ``preempt``: they take effect between two iterations. A model's
-exception passes through, and no text is lost.
+It has no thread and no policy: the agent's core gives turns and leases. Guarantees: a finished text leaves at once, and
+its keys and values are freed. A quantum has at least one iteration, ends on time as far as measured times tell, and
+answers each request once. A request's tokens do not depend on its neighbours; a fault of its prompt, writer or expert
+ends that request alone. A model's exception passes through, and no text is lost.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""Several models that have weights in common, in one pass: what is the same runs once for all their tokens.
+"""Several models that share weights, in one pass: a step whose weights are the same runs once for all their tokens.
 
-Experts of one backbone are bound to the same bytes where they do not differ. A pass over their mixed tokens goes step
-by step (embedding, each layer's attention and feed-forward part, head): a step whose weights are the very same tensors,
-at the same addresses, runs once over all tokens; one whose weights differ runs for each model's tokens. Attention
-itself has no weights: it runs over the rows of all, whose keys and values lie in one arena.
-
-Guarantees: a token is computed by its own model's weights, independent of its neighbours. Weights are the same if their
-addresses are: bytes are never compared, and a write into a shared tensor changes all its models at once.
+A pass goes step by step (embedding, each layer's attention and feed-forward part, head). Attention itself has no
+weights: it runs over all rows, whose keys and values lie in one arena. Guarantees: a token is computed by its own
+model's weights, independent of its neighbours. Weights are the same if their addresses are: bytes are never compared.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Rows and length of an iteration: pure decisions over numbers.
-
-Iteration-level scheduling (Orca, OSDI 2022, section 3.1): every iteration picks its rows anew, so a finished request
-leaves at once and a new one joins the next. Long prompts are read in chunks beside requests that write.
+"""Rows and length of an iteration: pure decisions over numbers (Orca, OSDI 2022, section 3.1).
 
 Guarantees of ``plan``: no more rows and tokens than the limits, but at least one of each. Writing requests go on
-together, in turns where there are more than rows. Prompts share the tokens of an iteration, least recently run first,
-so a short one is read soon beside long ones. A prompt always has a row, however many requests write.
+together, in turns if there are more than rows. Prompts share the tokens of an iteration, least recently run first, so a
+short prompt is read soon beside long ones. A prompt always has a row, however many requests write.
 """
 
 from __future__ import annotations

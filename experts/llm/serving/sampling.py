@@ -1,9 +1,8 @@
 """Sampling of tokens from logits: each row by its own Sampling, all rows at once where that saves time.
 
-Guarantees: a request's draw depends on its logits, its own tokens and its seed, on no neighbour. Each token takes one
-number from the request's own generator and inverts the distribution there; every step works within rows. A row with NaN
-or infinity is reported and draws nothing. Penalties come first, then temperature, top-k, top-p over the rest of top-k,
-and min-p. Logprobs are those of the model's own distribution, before all of these.
+Guarantees: a draw depends on the request's logits, tokens and seed, on no neighbour. A row with NaN or infinity is
+reported and draws nothing. Penalties come first, then temperature, top-k, top-p over the rest of top-k, and min-p.
+Logprobs are those of the model's own distribution, before all of these.
 """
 
 from __future__ import annotations

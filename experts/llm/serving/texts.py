@@ -1,8 +1,7 @@
 """State of a text between iterations: its tokens, and the chunk that it needs next.
 
-``WrittenText`` samples token by token; ``RoutedText`` reads its prompt, then each choice behind it, and weighs them.
-Both give the engine chunks, and take the model's logits. A text without keys and values keeps its tokens: it reads
-them again from the beginning, written ones included, and continues with the same tokens.
+``WrittenText`` samples token by token; ``RoutedText`` reads its prompt, then each choice behind it, and weighs them. A
+text that lost its keys and values reads its tokens again from the beginning, and continues with the same tokens.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Jinja's immutable sandbox with bounds on time, text and memory.
+"""Jinja's immutable sandbox with bounds on time, text and memory, which the library's own sandbox lacks.
 
-Guarantees: a rendering ends soon after RENDER_S, because every turn of a loop, call, filter and operator checks the
-clock. Its text has at most MOST_CHARACTERS. Its calls, filters and operators produce at most MOST_MADE together. A
-single step that could exceed that (a product, a power, a width, a format, a replacement, a join, a list that contains
-itself many times) is refused before it runs.
-Why: the library's sandbox keeps a template from the program, but lets it fill the memory or loop for hours.
+Guarantees: a rendering ends soon after RENDER_S, as every turn of a loop, call, filter and operator checks the clock.
+Its text has at most MOST_CHARACTERS; its calls, filters and operators produce at most MOST_MADE together. A single step
+that could exceed that (a product, a power, a width, a format, a replacement, a join) is refused before it runs.
 """
 
 from __future__ import annotations

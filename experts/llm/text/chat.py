@@ -1,8 +1,7 @@
 """Chat template of a model: turns messages into the text that the model was trained to answer.
 
-Guarantees: a template comes with a model of any origin. So it runs in Jinja's immutable sandbox, which gives it values
-and no program, within bounds of time and text (``experts.llm.text.bounded_sandbox``). A template that refuses the
-messages raises PromptInvalid; a broken one raises TokenizerUnusable.
+Guarantees: a template may have any origin, so it runs in a bounded sandbox (``experts.llm.text.bounded_sandbox``). A
+template that refuses the messages raises PromptInvalid; a broken one raises TokenizerUnusable.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """TextWriter: turns tokens into text that may be shown, as they come.
 
-Guarantees: the pieces joined are the text, however it was cut into tokens. A piece ends in no part of a character,
-unless PATIENCE tokens in a row complete none. Nothing of a stop string, or behind it, is shown, wherever in tokens it
-begins and ends. Characters that may begin a stop string are held back until they do not.
+Guarantees: the pieces joined are the text. A piece ends in no part of a character, unless PATIENCE tokens in a row
+complete none. No part of a stop string, and no text behind it, is shown, wherever in tokens it begins and ends.
 """
 
 from __future__ import annotations

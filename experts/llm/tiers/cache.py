@@ -1,8 +1,8 @@
 """The places of one memory, filled in the background as their residency decides.
 
-Guarantees: a needed moe_expert keeps its place until ``used``; a failed load is raised where the moe_expert is needed;
-after ``settle`` no thread writes into a place before the next need or prediction. Threads do not deadlock: each uses
-the moe_experts in memory before it waits for more.
+Guarantees: a failed load is raised where the moe_expert is needed. After ``settle`` no thread writes into a place
+before the next need or prediction. Threads do not deadlock: each uses the moe_experts in memory before it waits for
+more.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """Policy of a cache of moe_experts with a fixed number of places: pure, events in, decisions out.
 
-Guarantees, in any order of events: the cache never has more moe_experts than places. A needed moe_expert is not
-evicted before its use. A load ahead takes a free place, or that of a moe_expert that is not needed sooner. Needs go
-before speculation. The same events give the same decisions. Every need is met, even with a single place, as long as
-each load is answered and each loaded moe_expert is used: loads that do not fit at once start as places are used up.
+Guarantees, in any order of events: a needed moe_expert is not evicted before each waiting pass has used it. A load
+ahead takes a free place, or that of a moe_expert that is not needed sooner. Needs go before speculation. Every need is
+met, even with a single place, as long as each load is answered and each loaded moe_expert is used.
 
 Eviction order is LRFU (Lee et al., IEEE Trans. Computers 50(12), 2001): every pass that needs a moe_expert counts 1,
-and halves in weight with each ``HALF_LIFE_PASSES``. Usage probabilities count as passes before the first one. The
-ranking of two moe_experts does not change while neither is needed, so each rank is one number in a heap.
-
-Several passes may need a moe_expert at once: it stays until each has used it.
+and halves in weight with each ``HALF_LIFE_PASSES``. The ranking of two moe_experts does not change while neither is
+needed, so each rank is one number in a heap.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""A model whose moe_experts are not all in its memory: the same tokens, by loading what each layer needs.
+"""A model whose moe_experts are not all in memory: a layer runs those that are there while the others are loaded.
 
-Each moe_expert's matrices lie in one block of bytes, in a place of a cache. A layer runs the moe_experts that are there
-while the others come, and names those that the next layer will likely need.
-
-Guarantees: each expert's tokens are computed by that expert and written to places of their own, so the result does not
-depend on what lay where; nothing stays needed once a layer has run, or failed.
-Assumes: the tensors of norms and gates are filled before the first pass, and stay until the next ``show``.
+Each moe_expert's matrices lie in one block of bytes, in a place of a cache. Guarantees: the result does not depend on
+what lay where; no moe_expert stays needed once a layer has run, or failed. Assumes: the tensors of norms and gates are
+filled before the first pass, and stay until the next ``show``.
 """
 
 from __future__ import annotations
