@@ -68,21 +68,22 @@ class ModelFiles:
 
     def write(self, values, tensors=None, name="model.safetensors"):
         """A directory of its own with this config.json and these tensors; random ones unless given."""
+        directory = self._directory(values)
+        save_file(self.tensors(values) if tensors is None else tensors, directory / name)
+        return directory
+
+    def _directory(self, values):
         self._count += 1
         directory = self._folder / str(self._count)
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps(values), "utf-8")
-        save_file(self.tensors(values) if tensors is None else tensors, directory / name)
         return directory
 
     def write_shards(self, values, tensors, count=3):
         """The same in several files with an index."""
         names = sorted(tensors)
         shards = {f"model-{n + 1:05}-of-{count:05}.safetensors": names[n::count] for n in range(count)}
-        self._count += 1
-        directory = self._folder / str(self._count)
-        directory.mkdir()
-        (directory / "config.json").write_text(json.dumps(values), "utf-8")
+        directory = self._directory(values)
         for file, held in shards.items():
             save_file({name: tensors[name] for name in held}, directory / file)
         index = {"weight_map": {name: file for file, held in shards.items() for name in held}}

@@ -112,20 +112,20 @@ class TestBoundToPackedBytes:
 
 
 class TestOneBackbone:
-    def tuned(self, model_files, values, changed):
-        """Directories of one backbone, each with other values in the tensors whose names hold ``changed``."""
-        backbone = model_files.tensors(values)
+    @pytest.fixture
+    def experts(self, model_files):
+        """Two directories of one backbone, each with its own last MLP."""
+        values = model_files.config(
+            "llama", vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=6
+        )
+        backbone, made = model_files.tensors(values), []
         for seed in (1, 2):
             others = model_files.tensors(values, seed=seed)
-            mixed = {name: others[name] if changed in name else tensor for name, tensor in backbone.items()}
-            yield llm(f"llm/{seed}", model_files.write(values, mixed))
+            mixed = {name: others[name] if "layers.5.mlp" in name else tensor for name, tensor in backbone.items()}
+            made.append(llm(f"llm/{seed}", model_files.write(values, mixed)))
+        return made
 
-    @pytest.fixture
-    def values(self, model_files):
-        return model_files.config("llama", vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=6)
-
-    def test_two_fine_tunes_take_little_more_than_one(self, model_files, store, values):
-        experts = list(self.tuned(model_files, values, "layers.5.mlp"))
+    def test_two_fine_tunes_take_little_more_than_one(self, store, experts):
         packed = packed_in(store, experts)
         one = stored_bytes_of(packed["llm/1"])
         assert stored_bytes(store) < 1.2 * one
@@ -135,8 +135,7 @@ class TestOneBackbone:
         assert sum(held.values()) < 1.2 * sum(segment.slot_bytes for segment in packed["llm/1"].segments)
 
     @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
-    def test_each_runs_as_its_own_directory(self, model_files, store, make_slot, values, precision):
-        experts = list(self.tuned(model_files, values, "layers.5.mlp"))
+    def test_each_runs_as_its_own_directory(self, store, make_slot, experts, precision):
         packed = packed_in(store, experts, precision)
         answers = []
         for expert in experts:

@@ -85,16 +85,6 @@ def test_a_text_goes_as_far_as_its_lease_and_writes_the_same(arena, model, lease
     assert arena.statistics().promised_bytes == 0
 
 
-def test_whoever_lost_what_it_held_begins_with_its_larger_lease_and_writes_the_same(arena, model):
-    engine, writer = LlmEngine(arena), Notes()
-    text = TextRequest(Generation(PROMPT, 30, GREEDY), writer)
-    engine.run([Turn(1, "a", model, text, lease=30)], 60.0)
-    engine.preempt(1)
-    assert arena.statistics().promised_bytes == 0
-    engine.run([Turn(1, "a", model, text, lease=50)], 60.0)
-    assert writer.tokens == greedy(model, 30)
-
-
 def test_a_full_lease_holds_nobody_else_up(arena, model):
     engine, full, other = LlmEngine(arena), Notes(), Notes()
     texts = [TextRequest(Generation(PROMPT, 30, GREEDY), writer) for writer in (full, other)]

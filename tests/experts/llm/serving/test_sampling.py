@@ -112,18 +112,6 @@ def test_a_row_is_drawn_as_it_would_be_alone_and_only_what_is_left(samplings, se
         assert [token for token, _ in sampled.alternatives] == best.indices[: len(sampled.alternatives)].tolist()
 
 
-def test_the_same_seed_writes_the_same_text_and_another_another():
-    logits = random_logits(30)
-
-    def text(seed):
-        sampler = Sampler(Sampling(seed=seed), (1,))
-        return [sample(row[None], [sampler])[0].token for row in logits]
-
-    assert text(4) == text(4)
-    assert text(4) != text(5)
-    assert text(None) != text(None)
-
-
 @pytest.mark.parametrize("name", ["plain", "all of these", "repetition", "presence and frequency"])
 def test_a_text_that_goes_on_elsewhere_draws_what_it_would_have_drawn(name):
     sampling, prompt, rows = replace(SAMPLINGS[name], seed=7), (1, 2), random_logits(12)
