@@ -27,7 +27,6 @@ from experts.errors import AgentUnreachable, OrderRefused, Refusing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from types import TracebackType
 
     from agent.api.calls.desk import BoardView, Event, ReloadView, StatusView, TextOrder, VerdictView
     from agent.api.calls.texts import Told
@@ -69,9 +68,7 @@ class AgentClient:
     def __enter__(self) -> AgentClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -1,12 +1,11 @@
-"""How often an image was being judged when the agent was ended: a durable count, so that no image ends it for ever.
+"""How often the agent ended while it judged an image: a durable count, so that no image ends the agent for ever.
 
-Guarantees: a key that was begun, and not ended, when the process went away counts one more when the log is opened the
-next time; a key is forgotten once it is settled. What is written survives the process however it ends; not synced, it
-may be lost with the machine's power, and then nothing is counted. A line that was cut by the end
-is passed over. A disk that refuses or hangs costs the counts of this run, is told, and stops nothing.
+Guarantees: a key that was begun and not ended when the process went away counts one more at the next opening, until it
+is settled. Lines survive the process however it ends; they are not synced, so a power cut may lose them, and then
+counts nothing. A cut line is skipped. A disk that refuses or hangs ends the counting of this run, which is logged.
 
-The file holds one JSON object a line: {"begun": [key, ...]}, {"ended": [key, ...]}, {"settled": key}, and, where a run
-began, {"counts": {key: attempts}}. It is written anew at each opening, and when it has grown to COMPACT_BYTES.
+One JSON object a line: {"begun": [key, ...]}, {"ended": [key, ...]}, {"settled": key}, and, where a run began,
+{"counts": {key: attempts}}. The file is compacted at each opening, and beyond COMPACT_BYTES.
 """
 
 from __future__ import annotations
@@ -29,26 +28,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COMPACT_BYTES = 4 * 1024 * 1024
-WAIT_S = 1.0  # for a line to be written: it takes microseconds, unless the disk hangs
+WAIT_S = 1.0  # for a line to be written, which takes microseconds
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One entry on its way to the file."""
-
     entry: Mapping[str, object]
     is_written: threading.Event = field(default_factory=threading.Event)
 
 
 class _Tally:
-    """What a file's lines say together. What is not as it should be says nothing."""
+    """Sum of a file's lines. Malformed values are skipped."""
 
     def __init__(self, counts: Mapping[str, int]) -> None:
         self.counts = Counter(counts)
         self.begun: Counter[str] = Counter()
 
     def apply(self, entry: Mapping[str, object]) -> None:
-        """One more line."""
         self.begun.update(_keys(entry.get("begun")))
         self.begun.subtract(_keys(entry.get("ended")))
         self.begun = +self.begun
@@ -63,10 +59,9 @@ class _Tally:
 
 
 class AttemptLog:
-    """The counts of one line, for any thread; opening it counts what the run before left begun.
+    """Counts of one installation, for any thread; opening counts keys that the run before left begun.
 
-    A thread of its own writes. ``begun`` waits until its line is written, but not for long: a disk that hangs must not
-    keep the agent from judging, nor from noticing what else hangs.
+    A thread of its own writes. ``begun`` waits for its line, WAIT_S at most: a disk that hangs must not stop the agent.
     """
 
     def __init__(self, path: Path, *, wait_s: float = WAIT_S) -> None:
@@ -89,7 +84,7 @@ class AttemptLog:
         return self._counts.get(key, 0)
 
     def begun(self, keys: Sequence[str]) -> None:
-        """These are being judged from now on; it is written when this returns, unless the disk refuses or hangs."""
+        """Count batches of these keys as under way; written when this returns, unless the disk refuses or hangs."""
         with self._lock:
             self._begun.update(keys)
             line = self._write({"begun": list(keys)})
@@ -97,14 +92,14 @@ class AttemptLog:
             self._give_up("the disk does not answer")
 
     def ended(self, keys: Sequence[str]) -> None:
-        """The process has survived these; they are not settled yet."""
+        """The process survived these keys' batches; the keys are not settled yet."""
         with self._lock:
             self._begun.subtract(keys)
             self._begun = +self._begun
             self._write({"ended": list(keys)})
 
     def forgive(self) -> None:
-        """Count no key for this end of the process: a stop was ordered, or a device is lost."""
+        """Count no key for this end of the process, which was ordered or has another cause."""
         with self._lock:
             begun, self._begun = self._begun, Counter()
             self._write({"ended": list(begun.elements())})
@@ -115,12 +110,12 @@ class AttemptLog:
                 self._write({"settled": key})
 
     def close(self) -> None:
-        """Nothing more is written. What is begun now counts at the next opening."""
+        """Write no more. Keys that are begun now count at the next opening."""
         self._lines.put(None)
         self._thread.join(self._wait_s)
 
     def _write(self, entry: Mapping[str, object]) -> _Line | None:
-        """Have the line written, in order; None once nothing is written any more."""
+        """Queue a line; None after giving up."""
         if self._given_up.is_set():
             return None
         line = _Line(entry)
@@ -148,7 +143,7 @@ class AttemptLog:
             self._rewrite()
 
     def _rewrite(self) -> None:
-        """The file with nothing but what still counts of the lines so far; whole or not at all."""
+        """Replace the file by the sum of its lines; whole or not at all."""
         self._close()
         content = "".join(json.dumps(entry) + "\n" for entry in self._written.entries()).encode()
         try:
@@ -166,7 +161,7 @@ class AttemptLog:
             self._descriptor = None
 
     def _give_up(self, reason: str) -> None:
-        """Half a line may stand at the end: more behind it would be read with it."""
+        """Write no more in this run: half a line may stand at the end, and the next would be read with it."""
         if self._given_up.is_set():
             return
         self._given_up.set()
@@ -177,7 +172,6 @@ class AttemptLog:
 
 
 def _counts_in(path: Path) -> Mapping[str, int]:
-    """The counts of a file after the run that wrote it has ended."""
     tally = _Tally({})
     for entry in _entries(path):
         tally.apply(entry)
@@ -195,7 +189,7 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             entry = json.loads(line)
-        except ValueError:  # cut, or damaged: what it said is not known
+        except ValueError:  # cut, or damaged
             continue
         if isinstance(entry, dict):
             yield entry

@@ -8,14 +8,14 @@ A part that is judged twice counts at its worst, so the order of arrival never m
 make the verdict worse, which is told as a revision; it never makes it better. Once the timeout has passed again since
 closing, the serial may open a new run of the board (rework).
 
-A board's age is monotonic time (``now_s``), so no step of the wall clock closes one; wall-clock times (``at``) are what
-is stored and shown. Boards outlive restarts, monotonic time does not: `replay` rebuilds the ledger from what is stored,
-where stored verdicts are the truth, and takes the ages so far from the stored times, once:
-    It reads results in the order in which they were stored. From one to the next passed what their times say, but never
-    less than nothing and never more than the longest timeout: more is a clock's step, or time in which nothing ran.
+A board's age is monotonic time (``now_s``), so no step of the wall clock closes one; wall-clock times (``at``) are
+stored and shown. Boards outlive restarts, monotonic time does not: `replay` rebuilds the ledger once from what is
+stored, where stored verdicts are the truth, and derives each age from the stored times:
+    It reads results in the order of storing. Between two results passed what their times say, but at least nothing and
+    at most the longest timeout: more is a step of the clock, or time in which nothing ran.
     Time since the latest result does not count: while the agent is off, a board's images wait as files.
-    An open board keeps at least half of its timeout: a step that counted as a timeout must not end all boards at once.
-    A run without a stored verdict was still open: a timeout would have been stored.
+    An open board keeps at least half of its timeout, since a step may have counted as a timeout.
+    A run without a stored verdict is still open: a timeout would have been stored.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _Key: TypeAlias = tuple[str, str]  # a board's serial and type
 
 @dataclass(frozen=True, slots=True)
 class BoardManifest:
-    """What a board of one type must show: component type -> how many, and how long to wait for all."""
+    """Images that a board of one type needs, by component, and how long to wait for all."""
 
     components: Mapping[str, int]
     timeout: timedelta
@@ -105,7 +105,7 @@ class BoardRun:
 
 @dataclass(slots=True)
 class _Board:
-    """``opened_s`` and ``closed_s`` are monotonic; of a stored run they are not known until `replay` finds them out."""
+    """``opened_s`` and ``closed_s`` are monotonic; `replay` finds them out for stored runs."""
 
     serial: str
     board_type: str
@@ -131,7 +131,7 @@ class _Board:
 
     @property
     def closed_at(self) -> datetime:
-        """By the wall clock; when it opened, if it has not closed."""
+        """By the wall clock; of an open board, when it opened."""
         return self.closed.closed_at if self.closed else self.opened_at
 
     @property
@@ -154,7 +154,7 @@ class _Board:
         return max(self.images.values(), key=SEVERITY.__getitem__)
 
     def holds(self, at: datetime) -> bool:
-        """Whether a closed run is the one of an image of this time, in time or late, by the wall clock."""
+        """Whether an image of this wall-clock time belongs to this closed run, in time or late."""
         return self.opened_at <= at <= self.closed_at + self.manifest.timeout
 
     def close(self, missing: Mapping[str, int], at: datetime, now_s: float) -> BoardVerdict:
@@ -177,21 +177,18 @@ class _Board:
 
 
 class BoardLedger:
-    """Every board that waits for images, or that closed a short while ago. One thread at a time; ``now_s`` never falls.
-
-    Callers give the time.
-    """
+    """Boards that wait for images or closed a short while ago. For one thread at a time; ``now_s`` never falls."""
 
     def __init__(self, manifests: Mapping[str, BoardManifest]) -> None:
         self._manifests = dict(manifests)
         self._boards: dict[_Key, _Board] = {}
 
     def change(self, manifests: Mapping[str, BoardManifest]) -> None:
-        """Boards that open from now on are of these types; those that are open keep what they began with."""
+        """Set the types for boards that open from now on; open boards keep their manifest."""
         self._manifests = dict(manifests)
 
     def counts(self, inspection: Inspection, now_s: float) -> bool:
-        """Whether it has a board: its type has a manifest, or its board began while that had one."""
+        """Whether its type has a manifest, or had one when its board opened."""
         return inspection.board[1] in self._manifests or self._known(inspection, now_s) is not None
 
     def add(self, inspection: Inspection, now_s: float) -> BoardVerdict | None:
@@ -220,7 +217,7 @@ class BoardLedger:
         return max((manifest.timeout for manifest in self._manifests.values()), default=timedelta())
 
     def runs(self, serial: str) -> tuple[BoardRun, ...]:
-        """The boards of this serial, one of each type at most."""
+        """Boards of this serial, at most one of each type."""
         return tuple(
             BoardRun(board.serial, board.board_type, board.opened_at, board.missing, board.counts, board.closed)
             for board in self._boards.values()
@@ -238,13 +235,12 @@ class BoardLedger:
         now_s: float,
         now: datetime,
     ) -> tuple[BoardVerdict, ...]:
-        """After a restart: take up where it ended, from what is stored; see the module for the ages it gives.
+        """After a restart: rebuild the ledger from what is stored; see the module for the boards' ages.
 
-        ``newest_first``: the line's results, the latest stored first, of which it reads what open boards can need;
-        ``recorded_since``: verdicts closed at that time or later, where a crash may have kept the latest from being
-        stored. A recorded run is closed and stays as it is, also with other manifests; only what a crash kept
-        from being stored is returned: verdicts of runs that are not recorded, and revisions. Of a run that may have
-        begun before what is read nothing is said; nor of types without manifest.
+        ``newest_first``: the installation's results, latest first, read as far as open boards need; ``recorded_since``:
+        verdicts closed at that time or later. A recorded run stays as it is, even under other manifests. Returns what a
+        crash kept from being stored: verdicts of runs that are not recorded, and revisions; nothing about types without
+        manifest, or about runs that may have begun before the results that are read.
         """
         longest = self.longest_timeout.total_seconds()
         history = _read_back(newest_first, now_s, longest)
@@ -270,7 +266,7 @@ class BoardLedger:
         return tuple(said.values())
 
     def _take_up(self, latest: Iterable[_Board], now_s: float, now: datetime) -> None:
-        """Remember stored runs for as long as the wall clock says; the ones that no image has followed in a new run."""
+        """Remember stored runs for as long as the wall clock says, unless a new run has followed."""
         for run in latest:
             key = (run.serial, run.board_type)
             known = self._boards.get(key)
@@ -279,7 +275,7 @@ class BoardLedger:
                 self._boards[key] = run
 
     def _board_of(self, inspection: Inspection, now_s: float) -> _Board:
-        """The run that an image belongs to: the one that is known, or a new one."""
+        """The known run of an image, or a new one."""
         board = self._known(inspection, now_s)
         if board is None:
             key, manifest = inspection.board, self._manifests[inspection.board[1]]
@@ -292,7 +288,7 @@ class BoardLedger:
 
 
 def _count(board: _Board, inspection: Inspection, now_s: float) -> BoardVerdict | None:
-    """Count an image on its board: the verdict, if this closes it or makes a closed one worse."""
+    """Count an image: the board's verdict, if the image closes it or makes a closed one worse."""
     if board.closed is not None:
         return board.take(inspection)
     board.see(inspection)
@@ -301,7 +297,7 @@ def _count(board: _Board, inspection: Inspection, now_s: float) -> BoardVerdict 
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """A stored inspection, and when it was on the clock that runs now."""
+    """Stored inspection with its time on the clock that runs now."""
 
     inspection: Inspection
     at_s: float
@@ -309,14 +305,14 @@ class _Moment:
 
 @dataclass(frozen=True, slots=True)
 class _History:
-    """What boards saw, oldest first. ``since_s``: from when on all of it is there."""
+    """Stored inspections, oldest first. ``since_s``: complete from then on."""
 
     moments: tuple[_Moment, ...]
     since_s: float
 
 
 def _read_back(newest_first: Iterable[Inspection], now_s: float, longest_s: float) -> _History:
-    """As much as open boards can need; the latest result is dated ``now_s``."""
+    """Read as far as open boards need; the latest result is dated ``now_s``."""
     since_s = now_s - READ_BACK_TIMEOUTS * longest_s - READ_BACK_LEAST_S
     moments: list[_Moment] = []
     at_s, earliest = now_s, None
@@ -334,10 +330,10 @@ def _read_back(newest_first: Iterable[Inspection], now_s: float, longest_s: floa
 
 
 class _Runs:
-    """Stored runs of boards, met again by their images in the order in which these were stored.
+    """Stored runs of boards, matched with images in the order of storing.
 
-    A run begins with the image that is as old as the run. What is stored after it belongs to it until it would have
-    been forgotten; images of runs that began before what is read are found by the wall clock.
+    A run begins with the image that is as old as the run. Later images belong to it until it would have been forgotten;
+    images of runs that began before what is read are matched by the wall clock.
     """
 
     def __init__(self, recorded: Iterable[BoardVerdict], manifests: Mapping[str, BoardManifest]) -> None:
@@ -350,7 +346,6 @@ class _Runs:
                 self._runs.setdefault((verdict.serial, verdict.board_type), []).append(run)
 
     def run_of(self, inspection: Inspection, at_s: float) -> _Board | None:
-        """The run that an image belongs to; None if to none of them."""
         key = inspection.board
         runs = self._runs.get(key, ())
         beginning = next((run for run in runs if run.opened_at == inspection.at and math.isnan(run.opened_s)), None)

@@ -1,9 +1,8 @@
-"""Writes a line's results and board verdicts, and what of them is still to come: the journal.
+"""Writes a line's results, board verdicts and journal.
 
-Guarantees: rows have gap-free sequence numbers in the order of commit; a key is stored once, however often it is sent;
-what the journal holds under a result's key is gone with the same commit that stores it, so that after any end of the
-process a request is either unfinished or judged, never both and never neither; what followers write of a row is on the
-disk with it or not at all. For the rest see ``group_commit``.
+Guarantees: sequence numbers are gap-free in the order of commit. A key is stored once, however often it is sent. A
+result and the end of its journal entry are one commit: after any end of the process a request is either unfinished or
+judged. Followers' rows are on the disk with the row they follow, or not at all. For the rest see ``group_commit``.
 """
 
 from __future__ import annotations
@@ -60,24 +59,24 @@ Answer = TypeVar("Answer")
 
 
 class Follower(Protocol):
-    """Writes something of its own with every result, and every board verdict, that is new. On the store's thread.
+    """Writes rows of its own with every new result and board verdict, on the store's thread.
 
-    What it writes is part of their transaction: it may be called again for one that was not committed, and what it
-    raises keeps all that is in the transaction from being stored.
+    These rows are part of the same transaction: the follower may be called again for a row that was not committed, and
+    an exception keeps the whole transaction from being stored.
     """
 
     def result_stored(self, database: Database, row: ResultRow) -> None:
-        """A result that was not there."""
+        """A new result."""
 
     def board_stored(self, database: Database, row: BoardRow) -> None:
-        """A board's verdict that was not there, or that replaces an earlier one."""
+        """A new board verdict, or a revision."""
 
     def committed(self) -> None:
-        """Something of this is on the disk."""
+        """New rows are on the disk."""
 
 
 class ResultStore(ResultReader):
-    """The one writer of a line's records. Nothing here blocks; committing is its own thread's work."""
+    """The one writer of a line's records. No call blocks: a thread of its own commits."""
 
     def __init__(
         self, path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S, *, followers: Sequence[Follower] = ()
@@ -126,7 +125,7 @@ class ResultStore(ResultReader):
         self._committer.put(write, self._counted(on_committed))
 
     def write(self, write: Callable[[Database], Answer], on_committed: Callable[[Answer], None] | None = None) -> None:
-        """Have something else written by the one writer; both run on its thread, as ``GroupCommitter.put`` says."""
+        """Queue another write; both calls run on the writer's thread, see ``GroupCommitter.put``."""
         self._committer.put(write, on_committed)
 
     def accept(
@@ -146,7 +145,7 @@ class ResultStore(ResultReader):
         )
 
     def withdraw(self, keys: Sequence[str], on_committed: Callable[[None], None] | None = None) -> None:
-        """These requests are not wanted any more: nothing of them remains."""
+        """Delete these requests from the journal."""
 
         def write(database: Database) -> None:
             for key in keys:
@@ -155,7 +154,6 @@ class ResultStore(ResultReader):
         self._committer.put(write, on_committed)
 
     def statistics(self) -> StoreStatistics:
-        """A snapshot of the counters."""
         commits = self._committer.statistics()
         with self._lock:
             return StoreStatistics(committed=self._counts[True], duplicates=self._counts[False], **asdict(commits))

@@ -1,9 +1,9 @@
-"""The one desk that every API stands before: what can be asked of a line, and the nouns of question and answer.
+"""The desk that every API calls: requests to a line, and the nouns of question and answer.
 
-Guarantees: no call blocks on an expert, and none on the disk for longer than a short read; every
-order that is taken is told exactly one end, unless it was cancelled, and an order that is kept is durable before it is
-told to be accepted, and stored before it is told to be judged; what is refused is refused at once and leaves nothing
-behind. All calls are for any thread; listeners are called on threads of the desk's and return at once.
+Guarantees: no call blocks on an expert, or on the disk for longer than a short read. Every accepted order gets exactly
+one end, unless it is cancelled. A kept order is durable before it is told to be accepted, and stored before it is told
+to be judged. A refusal comes at once and leaves nothing behind. Any thread may call; listeners are called on the
+desk's threads and return at once.
 """
 
 from __future__ import annotations
@@ -104,14 +104,13 @@ class CallerTicket(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextOrder:
-    """A text to be written: what follows a prompt, or the next message of a chat; one of the two is given.
+    """Text to be written: a prompt's continuation, or the next message of a chat; one of the two is given.
 
-    ``model``: an expert that takes texts, a route of texts, or AUTO. ``prompt``: words, or tokens of an expert's own.
-    ``messages``: each with its role and content, as the model's chat template wants them. ``most_tokens``: None for as
-    many as the context and memory have room for. ``given``: what of the sampling the caller has settled, beside what
-    differs from the usual; of the rest the model's own defaults are taken. ``template``: what its chat template is
-    told beside the messages. ``stop``: strings that end the text before them. ``deadline_s``: from now on; what was
-    written until then stands. A text is not journaled: its caller waits for it on the line, and nothing remains of it.
+    ``model``: an expert that takes texts, a route of texts, or AUTO. ``prompt``: words, or the expert's tokens.
+    ``messages``: with role and content, as the chat template wants them. ``most_tokens``: None for as many as context
+    and memory have room for. ``given``: sampling fields that the caller set to their defaults; the model's own defaults
+    replace the others. ``template``: arguments of the chat template. ``stop``: strings that end the text before them.
+    ``deadline_s``: from now on; the text so far stands. A text is not journaled, and nothing of it is stored.
     """
 
     model: str
@@ -130,9 +129,9 @@ AUTO = "auto"  # the model that is the only one, or the route of this name
 
 @dataclass(frozen=True, slots=True)
 class TokenView:
-    """A token that was written. ``content``: its bytes, which may be a part of a character; ``text``: as it is shown.
+    """Written token. ``content``: its bytes, perhaps a part of a character; ``text``: as shown.
 
-    ``alternatives``: the likeliest ones in its place, where they were asked for.
+    ``alternatives``: the likeliest tokens in its place, if they were asked for.
     """
 
     text: str
@@ -143,9 +142,9 @@ class TokenView:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """More of a text. ``tokens``: those that it is made of, where their probabilities were asked for.
+    """Part of a text. ``tokens``: its tokens, if their probabilities were asked for.
 
-    ``is_thought``: the prompt ends where the model has begun to think, so the text does not show where it began.
+    ``is_thought``: the prompt itself opened the reasoning, so the text does not show its beginning.
     """
 
     expert: str

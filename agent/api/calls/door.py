@@ -1,13 +1,12 @@
 """Interceptor of every call: admission, receiving of the message, and the words of a failure.
 
-Guarantees: a call that is refused is told so with a status, a reason and words of ours, never with an exception's text;
-a message that is none of its type is INVALID_ARGUMENT; messages that are being received, or wait for the desk to count
-them, take about as many bytes together as images that are under way may: of each call as many are set aside as its
-message may have before it is read (the others wait in the network's buffers), of a stream as long as it is open, since
-the time of its next message is unknown; calls beyond the limit are refused before anything of them is received.
+Guarantees: a refused call gets a status, a reason and words of ours, never an exception's text. Bytes of another
+message type are INVALID_ARGUMENT. Messages that are being received, or wait for the desk to count them, take about as
+many bytes together as images under way may: each call sets the largest message's bytes aside before it reads, a stream
+as long as it is open. Calls beyond the limit are refused before anything of them is received.
 
-Unary calls are served as streams of one message, for on the wire they are the same: so a message is read when there is
-room for it, and not by gRPC before.
+Unary calls are served as streams of one message, which is the same on the wire: so the message is read when there is
+room for it, not by gRPC before.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RECEIVE_S = 20.0  # a caller that takes longer over one message keeps others from being heard
-QUESTIONS = 1000  # calls without images that may be open at a time
-CHECKS = 1000  # of health that may be open at a time, for they may be watched without end
-QUESTION_RECEIVE_S = 5.0  # of a message without an image, of which few are received at a time
-STALL_S = 30.0  # a caller that takes nothing of a stream for so long loses its place
-STREAMS = 64  # of images that may be open at a time, where there is room for a message of each
-WATCHERS = 64  # that may be open at a time: they take no stream's place
-FULL_RETRY_S = 0.1  # when to try again, where nothing better is known
-RECEIVED_AT_LEAST = 5  # messages for which there is room, and for more where `memory` is more than so many
-FIELDS = 1000  # of a message: one has a field for each of its images, outputs and parameters
-QUESTION_BYTES = 2**20  # a message takes many times its bytes once it is parsed; names and numbers need few
+QUESTIONS = 1000  # calls without images that are open at a time
+CHECKS = 1000  # health checks that are open at a time: each may be watched without end
+QUESTION_RECEIVE_S = 5.0  # for a message without an image
+STALL_S = 30.0  # a caller that reads nothing of a stream for so long loses its place
+STREAMS = 64  # streams of images that are open at a time, if memory has room for a message of each
+WATCHERS = 64  # watchers that are open at a time: they take no stream's place
+FULL_RETRY_S = 0.1  # retry hint without a better estimate
+RECEIVED_AT_LEAST = 5  # messages there is always room for; more if `memory` is larger
+FIELDS = 1000  # of a message: it has a field for each of its images, outputs and parameters
+QUESTION_BYTES = 2**20  # a parsed message takes many times its bytes; names and numbers need few
 FEWER_BYTES = "a smaller limits.message, or a larger limits.memory, has room for more"
 ALWAYS_OPEN = ("/grpc.health.", "/grpc.reflection.")
 WITH_IMAGES = ("/Inspect", "/ModelInfer")
@@ -71,7 +70,7 @@ def received_at_most_bytes(message_bytes: int) -> int:
 
 
 class _Budget:
-    """Bytes of messages that are being received, or are not counted by the desk yet; in the order of requests."""
+    """Bytes for messages that are being received or that the desk has not counted yet; first come, first served."""
 
     def __init__(self, size_bytes: int) -> None:
         self._free_bytes = size_bytes
@@ -101,16 +100,15 @@ class Room:
         self._held_bytes = 0
 
     async def enter(self) -> None:
-        """Wait for room for the largest message."""
         await self._budget.take(self._size_bytes, self._spared_bytes)
         self._held_bytes = self._size_bytes
 
     def keep(self, size_bytes: int) -> None:
-        """The message has come and has so many bytes: others may have the rest."""
+        """Give back all but the bytes of the message that came."""
         self._give_back(self._held_bytes - size_bytes)
 
     def leave(self) -> None:
-        """The next one may have it; more than once is as good."""
+        """Idempotent."""
         self._give_back(self._held_bytes)
 
     def _give_back(self, size_bytes: int) -> None:
@@ -140,7 +138,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
         self._idle.set()
 
     async def intercept_service(self, continuation: Callable[[Call], Awaitable[Call]], details: Call) -> Call:
-        """The method that was asked for, guarded; None, which is UNIMPLEMENTED, if there is none."""
+        """The guarded method; None for an unknown method, which is UNIMPLEMENTED."""
         handler = await continuation(details)
         if handler is None:
             return None
@@ -150,7 +148,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
         return make(call, request_deserializer=None, response_serializer=handler.response_serializer)
 
     async def wait_until_idle(self, timeout_s: float) -> bool:
-        """Until no call is under way; False if that took longer."""
+        """Wait until no call is under way; False after ``timeout_s``."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -160,7 +158,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no typ
 
     @asynccontextmanager
     async def entered(self, method: str, is_stream: bool) -> AsyncIterator[None]:
-        """While a call is under way. Raises OrderRefused for one too many."""
+        """Count a call while it is under way. Raises OrderRefused beyond the limit."""
         kind = _kind_of(method, is_stream)
         if self.stopping.is_set() and kind is not _Kind.CHECK:
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - ask again once it has been started anew")
@@ -220,7 +218,7 @@ def _too_large(size_bytes: int, most: str) -> OrderRefused:
 
 
 def parsed(raw: bytes, parse: Callable[[bytes], Any]) -> Any:  # noqa: ANN401  # gRPC has no types
-    """A message of its type. Raises OrderRefused for other bytes, and for more fields than any caller needs."""
+    """Parse a message. Raises OrderRefused for bytes of another type, and for more fields than any caller needs."""
     if has_more_fields(raw, FIELDS):
         raise OrderRefused(Refusing.INVALID, f"a message of more than {FIELDS} fields: send several")
     try:
@@ -251,14 +249,13 @@ class _Guarded:
         self._call = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
     async def unary(self, _: AsyncIterator[bytes], context: Call) -> Call:
-        """Answer; None where the call is refused."""
+        """The answer; None for a refused call."""
         answer = None
         async with _told(context, self._method), self._entered() as room:
             answer = await self._call(await self._given(context, room), room)
         return answer  # noqa: RET504  # where it is refused there is none
 
     async def stream(self, _: AsyncIterator[bytes], context: Call) -> None:
-        """Many answers."""
         async with (
             _told(context, self._method),
             self._entered() as room,
@@ -304,9 +301,10 @@ class _Guarded:
 
 
 class _Messages:
-    """A stream's messages. Neither gRPC's iterator nor a generator: those hold the last message until the next comes,
-    which is for ever where a caller keeps its stream open. ``room``: for one message at a time, which is to come soon;
-    None where the stream has its own."""
+    """Messages of a stream. gRPC's iterator, or a generator, would hold the last message until the next one comes.
+
+    ``room``: for one message at a time; None if the stream has its own.
+    """
 
     def __init__(self, context: Call, parse: Callable[[bytes], Any], room: Room | None) -> None:
         self._context = context

@@ -1,6 +1,6 @@
-"""Orders between the loop of the API's and the desk: what is awaited here is told there, on the desk's threads.
+"""Orders between the API's event loop and the desk, whose threads tell the verdicts.
 
-Guarantees: a caller that stops waiting withdraws the order; the loop is never kept waiting by the desk.
+Guarantees: a caller that stops waiting withdraws its order; the desk never blocks the loop.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from agent.api.calls.desk import CallerTicket, Desk, ImageOrder, VerdictView
     from experts.errors import GenerationInvalid
 
-NAME_CHARACTERS = 512  # of a serial, a reference, a key: what is longer is none
+NAME_CHARACTERS = 512  # at most: of a serial, a reference, a key
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
 class Orders:
-    """The desk, as the loop of the API's stands before it."""
+    """The desk, called from the API's event loop."""
 
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
@@ -54,7 +54,7 @@ class Orders:
         return await _Placed(self, order, tell_accepted).awaited(tell_taken)
 
     def submit(self, call: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Future[Result]:
-        """Have the desk called, in the order of submission as far as two threads keep it."""
+        """Call the desk on one of two threads, first come, first served."""
         return self._ordering.submit(call, *given, **named)
 
     def stop(self) -> None:
@@ -117,13 +117,13 @@ class _Placed:
 
 
 def _anew(refused: OrderRefused) -> OrderRefused:
-    """Not the one that is kept as a value: raised, it would hold the frames that hold it."""
+    """A copy: the original, once raised, would hold the frames that hold it."""
     return OrderRefused(refused.reason, str(refused), refused.retry_s)
 
 
 def _ordered(desk: Desk, order: ImageOrder, listener: _Placed) -> CallerTicket | OrderRefused:
-    """The refusal as a value. As the exception of a future it would hold the image, in its traceback's frames, which
-    hold the future: a circle that is found by the garbage collector alone, long after memory has run out."""
+    """Return the refusal: as a future's exception its traceback would hold the image, in a cycle with the future,
+    which only the garbage collector frees, long after memory has run out."""
     try:
         return desk.order(order, listener)
     except OrderRefused as refused:
@@ -140,7 +140,7 @@ def withdraw(ticket: Future[Any]) -> None:
 
 
 def check_names(**names: str | None) -> None:
-    """Raises OrderRefused for what is no name of anything."""
+    """Raises OrderRefused for a name that is too long or has a NUL."""
     for what, name in names.items():
         if name is not None and (len(name) > NAME_CHARACTERS or "\x00" in name):
             raise OrderRefused(Refusing.INVALID, f"{what} has more than {NAME_CHARACTERS} characters, or a NUL")
@@ -155,7 +155,7 @@ def refusal_of(error: GenerationInvalid) -> OrderRefused:
 
 
 async def first_of(*awaited: Awaitable[object]) -> None:
-    """Until one of these is done; the others are cancelled."""
+    """Wait for the first of these, then cancel the others."""
     tasks = [asyncio.ensure_future(each) for each in awaited]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

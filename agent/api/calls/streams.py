@@ -1,8 +1,8 @@
-"""Many orders over one stream: each is carried out by itself and answered when it ends, and none ends the stream.
+"""Many orders over one stream: each is answered when it ends, and none ends the stream.
 
-Guarantees: a caller that does not read its answers is not read from, so that they do not pile up, nor is one whose last
-order the desk has not counted yet; when the agent stops, what is under way is answered before the stream ends; when the
-caller goes away, what is under way is withdrawn, except what it was told to be accepted.
+Guarantees: a caller that does not read its answers is not read from, nor is one whose last order the desk has not
+counted yet. When the agent stops, orders under way are answered before the stream ends. When the caller goes away,
+orders under way are withdrawn, except those that were told to be accepted.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Conversation(ABC, Generic[Request, Answer]):
 
     @abstractmethod
     def begun(self, request: Request) -> Answer:
-        """An answer that only says whose it is; short, since a thousand may wait for a caller that reads none."""
+        """An answer with the order's id alone; short, since a thousand may wait for a caller that reads none."""
 
     @abstractmethod
     def failed(self, answer: Answer, reason: str, message: str, again_ms: int | None) -> Answer:
-        """The answer to an order that came to no end, by what was begun."""
+        """Answer for a refused or failed order, made of its ``begun``."""
 
     def tell(self, answer: Answer, *, is_last: bool = False) -> None:
         self._told.put_nowait((answer, is_last))

@@ -1,7 +1,7 @@
-"""Texts between a loop and the desk: what is awaited here is told there, on the desk's threads.
+"""Texts between an event loop and the desk, whose threads tell the pieces.
 
-Guarantees: a caller that stops waiting cancels the text; one whose time is over ends here also where it never began;
-the loop is never kept waiting by the desk, and a caller that reads slowly delays itself alone.
+Guarantees: a caller that stops waiting cancels its text; a text past its deadline ends, even if it never began; the
+desk never blocks the loop, and a caller that reads slowly delays itself alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 class TextCalls:
-    """The desk, as a loop stands before it. ``threads``: that give it orders, which takes as long as to tokenise."""
+    """The desk, called from an event loop. ``threads``: for orders, each of which takes as long as tokenising."""
 
     def __init__(self, desk: Desk, threads: int = 2) -> None:
         self.under_way = 0
@@ -46,9 +46,9 @@ class TextCalls:
 
     @asynccontextmanager
     async def written(self, order: TextOrder) -> AsyncIterator[AsyncGenerator[Told, None]]:
-        """The pieces of a text, then its end, once it was taken; it is cancelled unless it has ended inside.
+        """Pieces of a text, then its end. Leaving the context before the end cancels the text.
 
-        Raises OrderRefused, at once or, inside, where the text fails.
+        Raises OrderRefused, at once, or inside for a text that fails.
         """
         listener = _Listener()
         ticket = self._ordering.submit(_ordered, self._desk, order, listener)
@@ -83,7 +83,7 @@ class _Listener:
         self._call(end)
 
     async def told(self, due_s: float | None) -> AsyncGenerator[Told, None]:
-        """Until the end, or its time is over. Raises OrderRefused where it fails."""
+        """Pieces until the end, or until the deadline. Raises OrderRefused for a text that fails."""
         while True:
             if not self._waiting and not await self._wait(due_s):
                 yield TextEnd(Ending.DEADLINE, None, 0, 0, 0.0)
@@ -115,7 +115,7 @@ class _Listener:
 
 
 def _ordered(desk: Desk, order: TextOrder, listener: TextListener) -> TextTicket | OrderRefused:
-    """The refusal as a value: as the exception of a future it would hold all that its traceback's frames do."""
+    """Return the refusal: as a future's exception its traceback would hold the request."""
     try:
         return desk.generate(order, listener)
     except OrderRefused as refused:

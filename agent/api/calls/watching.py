@@ -1,9 +1,9 @@
-"""Stored results and boards' verdicts as one stream: those that are there, then those to come.
+"""Stored results and boards' verdicts as one stream, then those to come.
 
-Guarantees: every stored result above the first number is told once, in order, without a gap, and so is each board's
-verdict as it is when its turn comes, behind the results that it was reached by, however slow the watcher is: what the
-desk tells is only a sign to read on, and all is read from the store alone. Numbers of another results file, and those
-that this one never gave, are refused; so is a watcher once another file takes its place.
+Guarantees: every stored result behind the cursor is told once, in order, without a gap, however slow the watcher is.
+Each board's verdict is told as it is when its turn comes, behind the results that led to it. The desk's news only
+trigger a read; all is read from the store. Cursors of another results file, or beyond this one's end, are refused; a
+watcher ends when another file takes its file's place.
 """
 
 from __future__ import annotations

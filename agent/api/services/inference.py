@@ -10,7 +10,7 @@ import asyncio
 import time
 from contextlib import aclosing, contextmanager
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from agent.api.calls.desk import ImageOrder
@@ -62,7 +62,7 @@ class InferenceService:
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, room: Room) -> pb.ServerMetadataResponse:
         extensions = [*EXTENSIONS, f"{MAX_MESSAGE}:{self._limits.message}"]
-        return pb.ServerMetadataResponse(name=SERVER, version=_version(), extensions=extensions)
+        return pb.ServerMetadataResponse(name=SERVER, version=version("coserve"), extensions=extensions)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, room: Room) -> pb.ModelReadyResponse:
         return pb.ModelReadyResponse(ready=(await self._model(request.name, request.version)).is_ready)
@@ -244,10 +244,3 @@ def _facts(model: ModelView) -> dict[str, str]:
     if model.input_px is not None:
         facts["input_px"] = "{} x {}".format(*model.input_px)
     return facts
-
-
-def _version() -> str:
-    try:
-        return version("coserve")
-    except PackageNotFoundError:  # run from its sources
-        return "0"
