@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,23 +39,13 @@ class CameraDoors:
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
-    """A frame."""
+class _Parcel:
+    """A frame, or a trigger without one: ``content`` is None then. ``is_overflow``: it was never admitted."""
 
     subject: Subject
-    content: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Lost:
-    """A trigger without a frame. ``is_overflow``: it was never admitted."""
-
-    subject: Subject
-    reason: str
+    content: bytes | None
+    reason: str = ""
     is_overflow: bool = False
-
-
-_Parcel: TypeAlias = "_Taken | _Lost | None"  # None: the end
 
 
 class Delivery:
@@ -66,7 +56,7 @@ class Delivery:
         self._doors = doors
         self._limit = limit
         self._want = want
-        self._parcels: queue.SimpleQueue[_Parcel] = queue.SimpleQueue()
+        self._parcels: queue.SimpleQueue[_Parcel | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._guard = threading.Lock()  # over the counts
         self._untold = 0
@@ -88,12 +78,12 @@ class Delivery:
         with self._guard:
             self.handed += 1
             self.waiting += self._want is not None
-        self._parcels.put(_Taken(subject, content))
+        self._parcels.put(_Parcel(subject, content))
 
     def lose(self, subject: Subject, reason: str) -> None:
         """An admitted trigger gets no frame. In free run there is nothing to report."""
         if self._want is None:
-            self._parcels.put(_Lost(subject, reason))
+            self._parcels.put(_Parcel(subject, None, reason))
 
     def can_overflow(self) -> bool:
         """True if one more lost trigger could be reported; otherwise none should be made."""
@@ -107,7 +97,7 @@ class Delivery:
         """Report a trigger of the interval that met a full queue."""
         with self._guard:
             self._untold += 1
-        self._parcels.put(_Lost(subject, reason, is_overflow=True))
+        self._parcels.put(_Parcel(subject, None, reason, is_overflow=True))
 
     def stop(self) -> None:
         self._stopping.set()
@@ -138,9 +128,9 @@ class Delivery:
             self._broke(error)
             return False
 
-    def _hand(self, parcel: _Taken | _Lost) -> None:
+    def _hand(self, parcel: _Parcel) -> None:
         try:
-            if isinstance(parcel, _Taken):
+            if parcel.content is not None:
                 self._doors.take(parcel.subject, parcel.content)
                 self.received += 1
             else:
@@ -149,21 +139,21 @@ class Delivery:
             self.alarm = None
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: other frames go on
             self._broke(error)
-            if isinstance(parcel, _Taken):
+            if parcel.content is not None:
                 self._not_taken(parcel, error)
                 return
         with self._guard:
-            if isinstance(parcel, _Lost) and parcel.is_overflow:
+            if parcel.is_overflow:
                 self._untold -= 1
             else:
                 self.waiting -= 1
 
-    def _not_taken(self, parcel: _Taken, error: Exception) -> None:
+    def _not_taken(self, parcel: _Parcel, error: Exception) -> None:
         with self._guard:
             self.handed -= 1
             self.waiting -= self._want is not None
         if self._want is None:
-            self._hand(_Lost(parcel.subject, f"camera {self._name}: its frame was not taken: {error}"))
+            self._hand(_Parcel(parcel.subject, None, f"camera {self._name}: its frame was not taken: {error}"))
 
     def _broke(self, error: Exception) -> None:
         """Logged once, until a frame is taken again."""

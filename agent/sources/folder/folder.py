@@ -14,26 +14,25 @@ import logging
 import queue
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agent.sources.folder.arrivals import IntakeStatistics, SourceState
 from agent.sources.folder.custody import Custody, Settlement
 from agent.sources.folder.files.inbox import MARKER, Inbox, printable
 from agent.sources.folder.files.readiness import CLOSED_SETTLE_S, UNSEEN_SETTLE_S, Evidence, Rule
 from agent.sources.folder.files.sidecar import SUFFIX
 from agent.sources.folder.taking import Taker
 from agent.sources.folder.waiting import WaitingFiles
-from agent.sources.folder.watch import FolderWatch
+from agent.sources.folder.watch import FolderWatch, SourceState
 from agent.subject import image_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agent.line_file.intake import FolderSection
-    from agent.sources.folder.arrivals import ClaimedImage
     from agent.sources.folder.files.hints import Hint
     from agent.sources.folder.files.naming import Naming
-    from agent.sources.folder.taking import FolderCallbacks
+    from agent.sources.folder.taking import ClaimedImage, FolderCallbacks
     from agent.subject import Subject
     from experts.expert import Verdict
 
@@ -42,6 +41,21 @@ log = logging.getLogger(__name__)
 NO_ROOM_S = 0.25  # between two questions whether the agent has room again
 BREATH_S = 0.02  # between two steps, so that the events of one burst are handled together
 SCAN_SHARE = 10  # a scan of a huge folder takes at most one tenth of the time
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeStatistics:
+    """A snapshot. ``alarm``: the error that keeps files from being moved, else None."""
+
+    state: SourceState
+    is_polled: bool
+    waiting: int
+    in_flight: int
+    offered: int
+    refused: int
+    filed: int
+    unfiled: int
+    alarm: str | None
 
 
 class FolderIntake:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from agent.config import LineConfig
     from agent.line_file.intake import FolderSection
     from agent.sources.base import Line
-    from agent.sources.folder.arrivals import ClaimedImage
+    from agent.sources.folder.taking import ClaimedImage
     from agent.subject import Subject
     from experts.expert import Verdict
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from agent.sources.folder.arrivals import ClaimedImage
     from agent.sources.folder.files.inbox import Claimed
+    from agent.sources.folder.taking import ClaimedImage
 
 log = logging.getLogger(__name__)
 

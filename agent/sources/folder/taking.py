@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from agent.sources.folder.arrivals import ClaimedImage
 from agent.sources.folder.files.inbox import printable
 from agent.sources.folder.files.readiness import Lease
 from agent.sources.folder.files.sidecar import sidecar_of
@@ -43,6 +42,14 @@ LONGEST_CLAIM_PAUSE_S = 60.0  # between two tries to claim a file
 
 def local_time() -> datetime:
     return datetime.now(UTC).astimezone()
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedImage:
+    """A complete image that this agent took, and where the file lies."""
+
+    subject: Subject
+    file: Claimed
 
 
 @dataclass(frozen=True, slots=True)

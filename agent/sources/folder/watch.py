@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import errno
 import logging
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from agent.sources.folder.arrivals import SourceState
 from agent.sources.folder.files.hints import observe, stop_observing
 from experts.filesystem import filesystem_type, tells_changes
 
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from agent.sources.folder.files.hints import Hint
 
 log = logging.getLogger(__name__)
+
+
+class SourceState(StrEnum):
+    STOPPED = "stopped"
+    ONLINE = "online"
+    OFFLINE = "offline"
 
 
 class FolderWatch:

@@ -28,7 +28,7 @@ from experts.expert import Verdict
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from agent.sources.folder.arrivals import ClaimedImage
+    from agent.sources.folder.taking import ClaimedImage
     from agent.subject import Subject
 
 PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.\w+"

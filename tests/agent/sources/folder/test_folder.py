@@ -23,7 +23,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from agent.sources.folder.arrivals import SourceState
 from agent.sources.folder.files.hints import Hint, observe, stop_observing
 from agent.sources.folder.files.inbox import Claimed, Found, Inbox, is_ignored, lease_of
 from agent.sources.folder.files.naming import Naming
@@ -31,6 +30,7 @@ from agent.sources.folder.files.ranking import Ranking
 from agent.sources.folder.files.readiness import Evidence, Lease, Rule, Sighting, WaitingFile
 from agent.sources.folder.folder import FolderIntake
 from agent.sources.folder.waiting import WaitingFiles
+from agent.sources.folder.watch import SourceState
 from agent.subject import part_key
 from experts.expert import Verdict
 from experts.images import Completeness

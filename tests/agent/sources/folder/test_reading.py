@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from agent.sources.folder.arrivals import ClaimedImage
 from agent.sources.folder.files.inbox import Claimed
 from agent.sources.folder.files.readiness import Sighting
 from agent.sources.folder.reading import BACKOFF, PATIENCE_S, STUCK_S, ArrivalReader, ReaderCallbacks, read_as_seen
+from agent.sources.folder.taking import ClaimedImage
 from experts.errors import FileChanged, ImageTooLarge
 from experts.images import DEFAULT_MAX_PIXELS
 from tests.lines import subject

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.sources.folder.arrivals import SourceState
 from agent.sources.folder.files.inbox import Inbox
 from agent.sources.folder.files.sidecar import LARGEST_BYTES, said_in
+from agent.sources.folder.watch import SourceState
 from experts.errors import SidecarUnfinished
 from experts.expert import Verdict
 from tests.agent.sources.folder.lines import (
