@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agent.core import events
-from agent.core.effects import Assigned, Complete, Fail, Forget, Prepare, StartBatch, StartLoad
+from agent.core.effects import Assigned, Forget, Prepare, StartBatch, StartLoad
 from agent.core.engine import Engine
 from agent.core.performance import (
     SSD,
@@ -19,7 +19,6 @@ from agent.core.performance import (
     PreparedForm,
 )
 from agent.core.policy import PRESETS
-from agent.core.request import Rejected
 from experts.expert import Prediction
 from experts.graph import ExpertGraph, RouteStep
 
@@ -121,13 +120,6 @@ def test_whoever_runs_at_once_is_told_before_its_batch():
     assert line.statistics.begun_late == 1
 
 
-def test_without_a_budget_nothing_is_told():
-    line = Line(prepared_bytes=0)
-    line.arrive("a", "b")
-    line.load()
-    assert not line.told()
-
-
 def test_far_requests_leave_a_quarter_of_the_room_to_near_ones():
     line = Line(prepared_bytes=8, max_batch=1)
     line.arrive(*"a" * 10)
@@ -135,14 +127,6 @@ def test_far_requests_leave_a_quarter_of_the_room_to_near_ones():
     line.load()  # one runs, whose room is free: the next is prepared
     assert line.prepared == [(7, "a")]
     assert line.statistics.used_bytes == 6
-
-
-def test_nobody_gives_way_to_one_that_runs_no_sooner():
-    line = Line(prepared_bytes=8)
-    line.arrive(*"b" * 10)
-    line.ask("c")
-    assert not line.told(Forget)
-    assert not line.told()
 
 
 def test_across_queues_whoever_is_predicted_to_start_first_is_first():
@@ -185,19 +169,6 @@ def test_steps_of_one_form_share_what_is_prepared():
     assert line.prepared == [(1, "b")]
 
 
-def test_what_ends_early_gives_everything_back():
-    line = Line(prepared_bytes=100)
-    line.arrive("twice")
-    line.load()
-    line.finish(BAD)
-    assert line.statistics.used_bytes == 0
-    assert line.told(Complete)
-    line.arrive("twice", "twice")
-    line.handle(events.Cancelled(2 + 1))
-    line.finish(Rejected("not an image"))
-    assert line.statistics.used_bytes == 0
-
-
 def test_a_failed_batch_is_not_decoded_again():
     line = Line(prepared_bytes=100, max_batch=2)
     line.arrive("a", "a")
@@ -207,19 +178,3 @@ def test_a_failed_batch_is_not_decoded_again():
     assert not line.told(Forget)
     assert [effect.batch.requests for effect in line.told(StartBatch)] == [(1,)]
     assert line.statistics.used_bytes == 1
-
-
-def test_quarantine_gives_everything_back():
-    line = Line(prepared_bytes=100)
-    line.arrive("a", "a", "twice")
-    line.handle(events.Quarantined("a", "somebody said so"))
-    assert len(line.told(Fail)) == 3
-    assert line.statistics.used_bytes == 0
-
-
-def test_a_form_that_is_larger_than_the_budget_is_prepared_with_its_batch_by_the_shell():
-    line = Line(prepared_bytes=4)
-    line.ask("c")
-    line.load()
-    assert not line.told()
-    assert line.running[0].requests == (1,)

@@ -305,7 +305,10 @@ def test_an_event_that_fits_nothing_is_counted_and_otherwise_ignored():
         events.LoadFailed(99, "no such load", permanent=True),
         events.Finished(99, ()),
         events.BatchFailed(99, "no such batch"),
+        events.Progressed(99, (), ()),
         events.Cancelled(99),
+        events.Preempted(99),
+        events.Preempted(1),  # it has not begun to write
         events.Quarantined("z", "no such expert"),
         object(),  # no event at all
     ]

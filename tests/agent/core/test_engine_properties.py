@@ -930,12 +930,3 @@ def test_nobody_is_overtaken_beyond_the_bound(setup, draw):
 def test_of_a_family_everybody_ends_and_nobody_is_overtaken_beyond_the_bound(setup, draw, may_fail):
     shell = play(setup, draw, may_fail=may_fail, requests=50)
     assert shell.ended.keys() == shell.arrived
-
-
-@settings(SETTINGS, max_examples=50)
-@given(setups(), choosing())
-def test_the_same_events_give_the_same_effects(setup, draw):
-    shell = play(setup, draw, may_fail=True)
-    again = setup.engine()
-    for now, event, effects in shell.log:
-        assert tuple(again.handle(event, now)) == effects

@@ -1,18 +1,14 @@
-"""Who leaves: the paper's figure 10, our lookahead, the baselines; and the ledger and the table under them."""
+"""Who leaves: the paper's figure 10, our lookahead, the baselines."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.core.eviction import STRATEGIES, EvictionCandidate, victims
-from agent.core.performance import Footprint, PoolSpec, SharedTensors
+from agent.core.performance import Footprint, SharedTensors
 from agent.core.policy import Evicting
-from agent.core.pool import MOVES, ModelPool, Move, Residency, after, misfits
-from experts.errors import IllegalMove, MemoryExceeded
 
 NONE_KEPT: frozenset[str] = frozenset()
 
@@ -114,54 +110,3 @@ def test_any_strategy_frees_enough_or_says_that_it_cannot(evicting, facts, neede
     assert sum(freed) >= needed
     assert len({victim.copy for victim in chosen}) == len(chosen)
     assert all(sum(freed) - size < needed for size in freed)  # nobody leaves for nothing
-
-
-@pytest.mark.parametrize(("state", "move"), list(itertools.product(Residency, Move)))
-def test_every_residency_and_move_is_in_the_table_or_is_refused_by_name(state, move):
-    if (state, move) in MOVES:
-        assert after("x", state, move) is MOVES[state, move]
-    else:
-        with pytest.raises(IllegalMove, match=f"{move.value}.*{state.value}"):
-            after("x", state, move)
-
-
-def test_a_running_expert_has_no_way_out_but_the_end_of_its_use():
-    assert {move for state, move in MOVES if state is Residency.IN_USE} == {Move.START_USE, Move.END_USE}
-
-
-def test_the_ledger_counts_a_shared_part_once_and_while_anybody_holds_it():
-    pool = ModelPool(PoolSpec("host", expert_bytes=20, workspace_bytes=0))
-    footprint = Footprint(2, (SharedTensors("trunk", 10),))
-    reserved = [pool.start_load(name, name, footprint, pinned=False) for name in ("a", "b")]
-    assert reserved == [12, 2]
-    for name in ("a", "b"):
-        pool.loaded(name)
-    assert [pool.evict("a"), pool.used_bytes, pool.evict("b"), pool.used_bytes] == [2, 12, 12, 0]
-    pool.check_invariants()
-
-
-def test_a_reservation_over_budget_is_refused_and_changes_nothing():
-    pool = ModelPool(PoolSpec("host", expert_bytes=5, workspace_bytes=0))
-    with pytest.raises(MemoryExceeded):
-        pool.start_load("a", "a", Footprint(6), pinned=False)
-    assert pool.used_bytes == 0
-    assert pool.entry("a") is None
-
-
-def test_a_copy_with_two_uses_stays_until_the_second_ends():
-    pool = ModelPool(PoolSpec("host", expert_bytes=5, workspace_bytes=0))
-    pool.start_load("a", "a", Footprint(1), pinned=False)
-    pool.loaded("a")
-    pool.start_use("a")
-    pool.start_use("a")
-    pool.end_use("a")
-    with pytest.raises(IllegalMove):
-        pool.evict("a")
-    pool.end_use("a")
-    assert pool.evict("a") == 1
-
-
-def test_misfits_need_their_room_beside_everything_pinned():
-    experts = [("big", Footprint(6), False), ("pin", Footprint(5), True), ("small", Footprint(1), False)]
-    assert misfits(experts, 10) == {"big": 11}
-    assert misfits(experts, 11) == {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agent.core import events
-from agent.core.effects import Complete, Evict, StartBatch, StartLoad
+from agent.core.effects import Evict, StartBatch
 from tests.agent.core.test_ahead import GOOD, Line
 
 
@@ -95,16 +95,6 @@ def test_an_image_without_room_keeps_its_batch_from_being_held():
     assert line.given == [(11,), (12, 13)]
 
 
-def test_what_a_held_batch_runs_on_does_not_leave_for_others():
-    line = running("b", "b", memory=2)
-    assert line.given == [(11,), (12, 13)]
-    line.ask("c")
-    assert not line.told(Evict)
-    line.end()  # of a
-    assert [effect.copy for effect in line.told(Evict)] == ["a"]
-    assert [effect.copy for effect in line.told(StartLoad)] == ["c"]
-
-
 @pytest.mark.parametrize(("waited_s", "given"), [(0.0, [(1,), (3, 4)]), (1000.0, [(1,)])])
 def test_nothing_is_held_where_somebody_has_waited_for_room_beyond_the_bound(waited_s, given):
     line = HoldingLine(executors=2, memory=1)
@@ -148,16 +138,6 @@ def test_whoever_stands_behind_a_held_batch_has_time_still_and_takes_nothing_tha
     assert line.engine.statistics().evictions == 0
 
 
-def test_a_cancelled_request_that_is_held_ends_with_its_batch():
-    line = running("a", "a")
-    line.handle(events.Cancelled(12))
-    assert line.effects == []
-    line.end()
-    assert [effect.request for effect in line.told(Complete)] == [11]
-    line.end()
-    assert [effect.request for effect in line.told(Complete)] == [12, 13]
-
-
 def test_an_answer_of_a_held_batch_before_its_turn_is_ignored():
     line = running("a", "a")
     held = line.under_way[1]
@@ -180,22 +160,4 @@ def test_a_batch_that_fails_is_tried_again_behind_what_is_held_one_by_one():
     line.end()
     line.end()
     assert line.given[-2:] == [(12,), (13,)]
-    assert line.engine.statistics().in_flight == 0
-
-
-def test_a_line_that_changes_lets_what_is_held_run_and_its_expert_go_then():
-    line = running("a", "a")
-    line.handle(events.LineChanged(line.graph, line.matrix, frozenset(), frozenset({"a"})))
-    line.end()
-    assert not line.told(Evict)
-    line.end()
-    assert [effect.copy for effect in line.told(Evict)] == ["a"]
-    assert [effect.request for effect in line.told(Complete)] == [12, 13]
-
-
-def test_a_draining_agent_finishes_what_is_held():
-    line = running("a", "a")
-    line.handle(events.Drain())
-    line.end()
-    line.end()
     assert line.engine.statistics().in_flight == 0

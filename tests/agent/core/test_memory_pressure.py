@@ -55,14 +55,6 @@ def test_a_load_that_finds_no_memory_lowers_the_budget_to_what_was_there():
     assert box.told(Evict)  # C came where one of the others was
 
 
-def test_no_budget_is_lowered_below_what_each_expert_needs():
-    box = Box(device_bytes=3)
-    box.lack_room(DEVICE)
-    box.send("A")
-    box.pass_time(5.0)
-    assert box.budget(DEVICE) == 1
-
-
 def test_an_expert_that_cannot_be_had_on_the_device_is_asked_on_the_cpu():
     box = Box()
     box.lack_room(DEVICE)
@@ -72,18 +64,10 @@ def test_an_expert_that_cannot_be_had_on_the_device_is_asked_on_the_cpu():
     assert {started.batch.executor for started in box.told(StartBatch)} == {1}
     fell = box.told(FellBack)[0]
     assert (fell.expert, fell.pool, fell.reason) == ("a", DEVICE, "no memory")
-
-
-def test_it_is_tried_on_the_device_again_once_its_pause_is_over():
-    box = Box()
-    box.lack_room(DEVICE)
-    box.send("A")
-    box.pass_time(5.0)
     box.lack_room()
-    box.pass_time(120.0)
-    request = box.send("A")
+    box.pass_time(120.0)  # until its pause is over
+    box.send("A")
     box.pass_time(1.0)
-    assert box.outcomes[request].verdict is Verdict.OK
     assert box.told(StartBatch)[-1].batch.executor == 0
 
 
@@ -94,14 +78,6 @@ def test_without_another_executor_it_is_unknown_and_on_probation():
     box.pass_time(5.0)
     assert box.outcomes[request].verdict is Verdict.UNKNOWN
     assert "a" in box.on_probation
-
-
-def test_where_nothing_can_be_had_anywhere_it_is_unknown():
-    box = Box()
-    box.lack_room(DEVICE, HOST)
-    request = box.send("A")
-    box.pass_time(10.0)
-    assert box.outcomes[request].verdict is Verdict.UNKNOWN
 
 
 def test_a_batch_without_memory_gets_smaller_then_less_lies_there_then_it_runs_elsewhere():
@@ -165,7 +141,7 @@ def test_a_request_that_fits_nowhere_ends_however_long_each_try_takes(load_s):
     box.load_s = load_s
     request = box.send("A")
     box.pass_time(3600.0)
-    assert box.outcomes[request].verdict is Verdict.UNKNOWN
+    assert (box.outcomes[request].verdict, "no memory" in box.outcomes[request].reason) == (Verdict.UNKNOWN, True)
 
 
 def test_the_trial_of_an_expert_goes_on_elsewhere():
@@ -213,6 +189,9 @@ def test_a_line_with_larger_experts_gets_back_what_they_need_of_a_lowered_budget
     box.handle(events.LineChanged(graph, PerformanceMatrix(columns), frozenset(), frozenset()))
     assert box.outcomes[box.send("E")].verdict is Verdict.OK
     assert box.budget(DEVICE) == 5
+    box.pass_time(601.0)
+    reasons = [change.reason for change in box.told(BudgetChanged)]
+    assert reasons == ["no memory", "the line has larger experts now", "it did not run short again"]
 
 
 def test_a_budget_comes_back_by_halves_while_nothing_runs_short():
@@ -283,31 +262,6 @@ def test_a_batch_has_all_its_tries_on_each_executor_and_says_in_the_end_what_it_
     assert [started.batch.executor for started in box.told(StartBatch)] == [0, 0, 0, 1, 1, 1]
     outcome = box.outcomes[request]
     assert (outcome.verdict, outcome.reason) == (Verdict.UNKNOWN, "a: no memory")
-
-
-def test_a_request_that_has_been_to_every_executor_says_in_the_end_what_it_lacked():
-    box = Box()
-    box.lack_room(DEVICE, HOST)
-    box.load_s = 100.0  # each pause is over when the next load has failed
-    request = box.send("A")
-    box.pass_time(3600.0)
-    assert box.outcomes[request].reason == "a: no memory"
-    assert len(box.told(FellBack)) == 2
-
-
-def test_a_budget_says_why_it_changes():
-    box = Box(device_bytes=6, with_cpu=False)
-    box.lack_room(DEVICE)
-    box.send("A")
-    box.lack_room()
-    box.pass_time(1.0)
-    large = row("e", 2, form="fp16")
-    graph = ExpertGraph("abcde", {})
-    matrix = PerformanceMatrix({"gpu": {**box.matrix.experts["gpu"], "e": large}})
-    box.handle(events.LineChanged(graph, matrix, frozenset(), frozenset()))
-    box.pass_time(601.0)
-    reasons = [change.reason for change in box.told(BudgetChanged)]
-    assert reasons == ["no memory", "the line has larger experts now", "it did not run short again"]
 
 
 def test_the_last_of_a_budget_that_is_no_more_than_an_expert_comes_back_at_once():

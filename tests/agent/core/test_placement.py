@@ -48,21 +48,6 @@ def test_a_claim_may_take_what_stands_further_back_in_another_queue():
     assert line.ask("x") == ["evict a host stage 3", "load x ssd>host"]
 
 
-def test_the_oldest_head_is_asked_for_first_whatever_its_executor():
-    line = unified(host=2)
-    line.run("a")
-    line.run("x")
-    line.ask("y", at=1.0)
-    line.ask("b", at=2.0)
-    assert line.finished("x", at=3.0) == ["evict x host stage 2", "load y ssd>host"]
-    line = unified(host=2)
-    line.run("a")
-    line.run("x")
-    line.ask("b", at=1.0)
-    line.ask("y", at=2.0)
-    assert line.finished("x", at=3.0) == ["evict x host stage 2", "load b ssd>host"]
-
-
 def test_without_overlapping_a_head_is_loaded_when_its_executor_is_idle():
     line = unified(policy="paper")
     line.run("a")
@@ -78,17 +63,6 @@ def test_without_overlapping_nobody_runs_before_the_head():
     line.bring("a")
     line.ask("b")
     assert line.ask("a") == []
-
-
-def test_with_overlapping_the_first_resident_group_runs_while_the_head_is_on_its_way():
-    line = unified(host=4)
-    line.bring("b", "a")
-    line.ask("c")
-    assert line.ask("a") == ["run a"]
-    for expert in "ba":
-        line.ask(expert)
-    line.ask("d")
-    assert line.finished("a") == ["run b"]
 
 
 def test_a_head_that_finds_no_room_keeps_none_from_what_fits_beside_until_it_is_overdue():
@@ -216,13 +190,6 @@ def test_a_later_group_leaves_what_is_used_at_the_same_time():
     assert line.resident() == "uavw"
 
 
-def test_nothing_is_staged_where_no_memory_lies_in_front():
-    line = unified(host=2)
-    line.run("a")
-    line.ask("b")
-    assert [line.ask(expert) for expert in "cde"] == [[], [], []]
-
-
 def test_only_so_many_groups_are_loaded_ahead():
     line = unified(host=9, prefetch_groups=2, loads_in_flight=9)
     line.run("a")
@@ -254,13 +221,6 @@ def test_an_eviction_tells_for_whom_how_many_bytes_short_and_who_was_weighed():
     )
     decision = EvictionDecision("d@fp32", 2, weighed)
     assert of(Evict, line.effects) == [Evict("b", "b@fp32", "host", 2, 0, decision)]
-
-
-def test_the_oldest_copy_leaves_first_or_the_one_used_longest_ago():
-    for policy, left in (("samba", "b"), ("samba-fifo", "a")):
-        line = unified(host=2, policy=policy)
-        line.bring("a", "b", "a")
-        assert line.ask("c") == [f"evict {left} host stage 0", "load c ssd>host"]
 
 
 def test_an_expert_of_unknown_usage_counts_as_never_used():
@@ -350,23 +310,6 @@ def test_shared_parts_count_once_and_stay_for_the_newcomer_that_needs_them():
 # -- failed loads --
 
 
-def test_a_failed_load_is_tried_again_after_pauses_that_double_until_one_succeeds():
-    line = unified(load_backoff_s=0.25, load_attempts=9)
-    line.ask("a", at=1.0)
-    wakeups = []
-    for _ in range(4):
-        line.load_failed("a")
-        wakeups.append(line.engine.next_wakeup_s() - line.now)
-        assert line.handle(events.Tick(), at=line.now + wakeups[-1] - 0.125) == []
-        assert line.handle(events.Tick(), at=line.now + 0.125) == ["load a ssd>host"]
-        assert line.engine.next_wakeup_s() is None
-    assert wakeups == [0.25, 0.5, 1.0, 2.0]
-    line.loaded("a")
-    line.finished("a")
-    line.handle(events.Quarantined("b", "unrelated"))
-    assert line.engine.next_wakeup_s() is None
-
-
 def away_until(line, until_s):
     """The file of "a" is away; it is looked for whenever the Engine asks. Everything that was told."""
     told = []
@@ -403,18 +346,6 @@ def test_a_file_that_stays_away_puts_its_expert_on_probation_which_ends_soon_aft
     line.handle(events.Tick(), at=line.engine.next_wakeup_s())
     line.loaded("a")
     assert line.engine.statistics().on_probation == {}
-
-
-def test_a_success_forgets_the_failures_before_it():
-    line = unified(host=1, policy="samba", load_backoff_s=0.25, load_attempts=2)
-    for _ in range(2):
-        line.ask("a")
-        line.load_failed("a")
-        line.handle(events.Tick(), at=line.now + 0.25)
-        line.loaded("a")
-        line.finished("a")
-        line.bring("b")  # a has to leave
-    assert line.engine.statistics().quarantined == {}
 
 
 def test_whatever_happens_at_the_moment_of_a_retry_brings_it_about():
@@ -504,12 +435,6 @@ def test_a_head_comes_before_the_initial_placement():
     assert line.loaded("h") == ["run h", "load b ssd>host"]
 
 
-def test_the_initial_placement_passes_over_what_is_in_quarantine():
-    line = unified(host=3, usage={"a": 0.5, "b": 0.25})
-    line.handle(events.Quarantined("a", "bad"))
-    assert line.handle(events.Started()) == ["load b ssd>host", "load c ssd>host"]
-
-
 def test_what_found_no_room_at_first_is_not_placed_later():
     line = unified(host=1, usage={"a": 0.5, "b": 0.25})
     line.handle(events.Started())
@@ -541,13 +466,6 @@ def test_what_may_follow_a_running_expert_is_loaded_into_free_room_and_takes_nob
 
 def test_without_overlapping_nothing_is_loaded_in_advance():
     line = unified(policy="paper", routes={"a": "ad"})
-    line.ask("a")
-    assert line.loaded("a") == ["run a"]
-
-
-def test_what_is_in_quarantine_is_not_loaded_in_advance():
-    line = unified(routes={"a": "ad"})
-    line.handle(events.Quarantined("d", "bad"))
     line.ask("a")
     assert line.loaded("a") == ["run a"]
 

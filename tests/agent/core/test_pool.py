@@ -1,17 +1,21 @@
-"""ModelPool on known cases: bytes of weights and of workspaces, who may leave, and that a wrong ledger is noticed."""
+"""ModelPool and Leases against plain lists: who lies there, what it counts, who may begin; and damage is noticed."""
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agent.core.performance import Footprint, PoolSpec, SharedTensors
-from agent.core.pool import ModelPool, Move, PoolEntry, PoolStatistics, Residency, misfits
+from agent.core.pool import MOVES, Leases, ModelPool, Move, Residency, after, misfits
 from experts.errors import IllegalMove, MemoryExceeded
 
 TRUNK, NECK = SharedTensors("trunk", 10), SharedTensors("neck", 4)
-NOTHING_SHARED = Footprint(3)
 ON_TRUNK = Footprint(2, (TRUNK,))
-ON_BOTH = Footprint(1, (TRUNK, NECK))
+FOOTPRINTS = {"a": Footprint(3), "b": ON_TRUNK, "c": Footprint(1, (TRUNK, NECK)), "d": Footprint(9), "e": ON_TRUNK}
 
 
 @pytest.fixture
@@ -19,167 +23,173 @@ def pool():
     return ModelPool(PoolSpec("host", expert_bytes=30, workspace_bytes=20))
 
 
-def hold(pool, name, footprint=NOTHING_SHARED, *, pinned=False):
-    size_bytes = pool.start_load(f"{name}@fp32", name, footprint, pinned=pinned)
+def hold(pool, name, footprint):
+    pool.start_load(f"{name}@fp32", name, footprint, pinned=False)
     pool.loaded(f"{name}@fp32")
-    return size_bytes
 
 
-def refusal(refused):
-    return refused.value.copy, refused.value.state, refused.value.move
+@pytest.mark.parametrize(("state", "move"), list(itertools.product(Residency, Move)))
+def test_every_residency_and_move_is_in_the_table_or_is_refused_by_name(state, move):
+    if (state, move) in MOVES:
+        assert after("x", state, move) is MOVES[state, move]
+    else:
+        with pytest.raises(IllegalMove, match=f"{move.value}.*{state.value}"):
+            after("x", state, move)
 
 
-def test_a_new_memory_is_empty(pool):
-    assert (pool.name, pool.free_bytes, list(pool.entries())) == ("host", 30, [])
-    assert (pool.entry("a@fp32"), pool.is_resident("a@fp32"), pool.holders("trunk")) == (None, False, 0)
-    assert pool.statistics() == PoolStatistics("host", 30, 0, 20, 0, 0, (), ())
-    pool.check_invariants()
+def test_a_running_expert_has_no_way_out_but_the_end_of_its_use():
+    assert {move for state, move in MOVES if state is Residency.IN_USE} == {Move.START_USE, Move.END_USE}
 
 
-def test_a_copy_is_reserved_when_its_load_starts_and_resident_when_it_is_loaded(pool):
-    assert pool.start_load("a@fp32", "a", ON_TRUNK, pinned=False) == 12
-    assert pool.entry("a@fp32") == PoolEntry("a@fp32", "a", ON_TRUNK, False, 1, 1, Residency.LOADING, 0)
-    assert (pool.is_resident("a@fp32"), pool.free_bytes) == (False, 18)
-    assert pool.statistics() == PoolStatistics("host", 30, 12, 20, 0, 12, (), ("a@fp32",))
-    pool.loaded("a@fp32")
-    assert pool.entry("a@fp32") == PoolEntry("a@fp32", "a", ON_TRUNK, False, 1, 1, Residency.RESIDENT, 0)
-    assert (pool.is_resident("a@fp32"), pool.free_bytes) == (True, 18)
-    assert pool.statistics() == PoolStatistics("host", 30, 12, 20, 0, 12, ("a@fp32",), ())
-    pool.check_invariants()
+class ListedPool:
+    """A memory of 20 bytes and its list, which take the same steps; a step may be refused, and changes nothing then."""
+
+    def __init__(self):
+        self.pool = ModelPool(PoolSpec("host", expert_bytes=20, workspace_bytes=0, lease_bytes=10))
+        self.copies = {}  # name -> state, uses, is pinned, when it came, when it was last used
+        self.budget_bytes, self.peak_bytes, self.order = 20, 0, 0
+        self.leases = {}
+
+    def bytes_of(self, names):
+        shared = {each for name in names for each in FOOTPRINTS[name].shared}
+        return sum(FOOTPRINTS[name].own_bytes for name in names) + sum(each.size_bytes for each in shared)
+
+    def step(self, move, name, amount):
+        state = self.copies[name][0] if name in self.copies else Residency.ABSENT
+        if move is Move.END_USE and state is not Residency.IN_USE:
+            return  # the Engine ends what it began
+        others = [each for each in self.copies if each != name]
+        more_bytes = self.bytes_of([*others, name]) - self.bytes_of(others)
+        if (state, move) not in MOVES:
+            with pytest.raises(IllegalMove) as refused:
+                self.make(move, name, amount)
+            assert (refused.value.copy, refused.value.state, refused.value.move) == (name, state, move)
+            return
+        free_bytes = self.budget_bytes - self.bytes_of(self.copies)
+        if move is Move.START_LOAD and more_bytes > free_bytes:
+            with pytest.raises(MemoryExceeded, match=f"memory host: {more_bytes} bytes wanted, {free_bytes} free"):
+                self.make(move, name, amount)
+            return
+        moved_bytes = self.make(move, name, amount)
+        assert moved_bytes == (more_bytes if move in (Move.START_LOAD, Move.EVICT) else None)
+        self.move(move, name, bool(amount % 2))
+
+    def make(self, move, name, amount):
+        if move is Move.START_LOAD:
+            return self.pool.start_load(name, name.upper(), FOOTPRINTS[name], pinned=bool(amount % 2))
+        return getattr(self.pool, move.value)(name)
+
+    def move(self, move, name, pinned):
+        if move is Move.START_LOAD:
+            self.order += 1
+            self.copies[name] = [Residency.LOADING, 0, pinned, self.order, self.order]
+            self.peak_bytes = max(self.peak_bytes, self.bytes_of(self.copies))
+            return
+        if move in (Move.LOAD_FAILED, Move.EVICT):
+            del self.copies[name]
+            return
+        copy = self.copies[name]
+        copy[1] += (move is Move.START_USE) - (move is Move.END_USE)
+        copy[0] = Residency.IN_USE if copy[1] else Residency.RESIDENT
+        if move is Move.START_USE:
+            self.order += 1
+            copy[4] = self.order
+
+    def set_budget(self, _, amount):
+        to_bytes, used_bytes = amount * 3, self.bytes_of(self.copies)
+        if used_bytes <= to_bytes <= 20:
+            self.pool.set_budget(to_bytes)
+            self.budget_bytes = to_bytes
+        else:
+            wanted = (to_bytes, 20) if to_bytes > 20 else (used_bytes, to_bytes)
+            with pytest.raises(MemoryExceeded, match="memory host: {} bytes wanted, {} free".format(*wanted)):
+                self.pool.set_budget(to_bytes)
+
+    def lease(self, name, amount):
+        if name in self.leases:
+            with pytest.raises(ValueError, match=f"request {name} has a lease already"):
+                self.pool.take_lease(name, amount)
+            self.pool.return_lease(name)
+            del self.leases[name]
+        elif amount + sum(self.leases.values()) > 10:
+            with pytest.raises(MemoryExceeded, match=f"host leases: {amount} bytes wanted"):
+                self.pool.take_lease(name, amount)
+        else:
+            self.pool.take_lease(name, amount)
+            self.leases[name] = amount
+
+    def check(self):
+        pool, used_bytes = self.pool, self.bytes_of(self.copies)
+        pool.check_invariants()
+        assert [
+            (
+                each.copy,
+                each.expert,
+                each.footprint,
+                [each.state, each.uses, each.pinned, each.loaded_order, each.used_order],
+            )
+            for each in pool.entries()
+        ] == [(name, name.upper(), FOOTPRINTS[name], copy) for name, copy in self.copies.items()]
+        there = [name for name, copy in self.copies.items() if copy[0] in (Residency.RESIDENT, Residency.IN_USE)]
+        told = pool.statistics()
+        assert (told.resident, told.loading) == (tuple(there), tuple(name for name in self.copies if name not in there))
+        assert (told.used_bytes, told.peak_used_bytes, told.expert_bytes) == (
+            used_bytes,
+            self.peak_bytes,
+            self.budget_bytes,
+        )
+        assert (pool.free_bytes, pool.missing_bytes) == (self.budget_bytes - used_bytes, 20 - self.budget_bytes)
+        assert (told.lease_used_bytes, pool.free_lease_bytes) == (
+            sum(self.leases.values()),
+            10 - sum(self.leases.values()),
+        )
+        assert (pool.lessees, told.lease_bytes) == (self.leases.keys(), 10)
+        for name, footprint in FOOTPRINTS.items():
+            copy = self.copies.get(name)
+            others = [each for each in self.copies if each != name]
+            more_bytes = self.bytes_of([*self.copies, name]) - used_bytes if copy is None else footprint.own_bytes
+            assert (pool.entry(name) is None, pool.is_resident(name)) == (copy is None, name in there)
+            assert pool.is_evictable(name) == (copy is not None and copy[0] is Residency.RESIDENT and not copy[2])
+            assert pool.needed_bytes(footprint) == more_bytes
+            assert pool.can_reserve(footprint) == (more_bytes <= pool.free_bytes)
+            assert copy is None or pool.freed_bytes(name) == used_bytes - self.bytes_of(others)
+            assert copy is None or pool.entry(name).is_untouched == (pool.is_evictable(name) and copy[3] == copy[4])
+        for each in (TRUNK, NECK):
+            assert pool.holders(each.id) == sum(each in FOOTPRINTS[name].shared for name in self.copies)
 
 
-def test_copies_are_listed_in_the_order_in_which_they_came(pool):
-    for name in "bac":
-        hold(pool, name)
-    assert [(entry.expert, entry.loaded_order) for entry in pool.entries()] == [("b", 1), ("a", 2), ("c", 3)]
-
-
-def test_a_copy_is_not_loaded_twice(pool):
-    hold(pool, "a")
-    with pytest.raises(IllegalMove) as refused:
-        pool.start_load("a@fp32", "a", NOTHING_SHARED, pinned=False)
-    assert refusal(refused) == ("a@fp32", Residency.RESIDENT, Move.START_LOAD)
-    assert (pool.used_bytes, pool.is_resident("a@fp32")) == (3, True)
-
-
-def test_what_fits_exactly_is_taken_and_a_byte_more_is_refused_with_the_sizes(pool):
-    assert pool.can_reserve(Footprint(30))
-    assert not pool.can_reserve(Footprint(31))
-    with pytest.raises(MemoryExceeded, match="memory host: 31 bytes wanted, 30 free"):
-        pool.start_load("a@fp32", "a", Footprint(31), pinned=False)
-    assert hold(pool, "a", Footprint(30)) == 30
-    with pytest.raises(MemoryExceeded, match="memory host: 1 bytes wanted, 0 free"):
-        pool.start_load("b@fp32", "b", Footprint(1), pinned=False)
-    assert [entry.expert for entry in pool.entries()] == ["a"]
-
-
-def test_a_newcomer_needs_only_the_shared_parts_that_are_not_there(pool):
-    assert (pool.needed_bytes(ON_TRUNK), pool.needed_bytes(ON_BOTH)) == (12, 15)
-    hold(pool, "a", ON_TRUNK)
-    assert (pool.needed_bytes(ON_TRUNK), pool.needed_bytes(ON_BOTH)) == (2, 5)
-
-
-def test_a_shared_part_goes_with_the_last_of_its_holders(pool):
-    assert [hold(pool, name, footprint) for name, footprint in (("a", ON_TRUNK), ("b", ON_BOTH), ("c", ON_TRUNK))] == [
-        12, 5, 2,
-    ]  # fmt: skip
-    assert (pool.holders("trunk"), pool.holders("neck")) == (3, 1)
-    assert [pool.freed_bytes(f"{name}@fp32") for name in "abc"] == [2, 5, 2]
-    assert pool.evict("b@fp32") == 5
-    assert (pool.holders("trunk"), pool.holders("neck"), pool.used_bytes) == (2, 0, 14)
-    pool.check_invariants()
-    assert pool.evict("a@fp32") == 2
-    assert (pool.holders("trunk"), pool.freed_bytes("c@fp32")) == (1, 12)
-    assert pool.evict("c@fp32") == 12
-    assert (pool.holders("trunk"), pool.used_bytes, pool.peak_used_bytes) == (0, 0, 19)
-    pool.check_invariants()
-
-
-def test_a_load_that_came_to_nothing_gives_its_room_back(pool):
-    hold(pool, "a", ON_TRUNK)
-    pool.start_load("b@fp32", "b", ON_BOTH, pinned=False)
-    pool.load_failed("b@fp32")
-    assert (pool.entry("b@fp32"), pool.used_bytes, pool.holders("trunk"), pool.holders("neck")) == (None, 12, 1, 0)
-    assert pool.start_load("b@fp32", "b", ON_BOTH, pinned=False) == 5
-    pool.check_invariants()
-
-
-def test_the_peak_is_the_most_that_was_ever_held(pool):
-    hold(pool, "a", Footprint(20))
-    pool.evict("a@fp32")
-    hold(pool, "b", Footprint(5))
-    assert pool.statistics().peak_used_bytes == 20
-
-
-def test_only_a_resident_copy_that_is_neither_used_nor_pinned_may_leave(pool):
-    pool.start_load("coming@fp32", "coming", NOTHING_SHARED, pinned=False)
-    for name in ("idle", "used"):
-        hold(pool, name)
-    hold(pool, "pinned", pinned=True)
-    pool.start_use("used@fp32")
-    assert [entry.expert for entry in pool.entries() if entry.is_evictable] == ["idle"]
-    assert [entry.expert for entry in pool.entries() if entry.is_resident] == ["idle", "used", "pinned"]
-    assert pool.statistics().resident == ("idle@fp32", "used@fp32", "pinned@fp32")
-    assert pool.statistics().loading == ("coming@fp32",)
-
-
-def test_every_use_is_counted_and_tells_when_it_was(pool):
-    for name in "ab":
-        hold(pool, name)
-    used = pool.entry("a@fp32")
-    pool.start_use("a@fp32")
-    assert (used.state, used.uses, used.loaded_order, used.used_order) == (Residency.IN_USE, 1, 1, 3)
-    pool.start_use("a@fp32")
-    assert (used.state, used.uses, used.used_order) == (Residency.IN_USE, 2, 4)
-    pool.end_use("a@fp32")
-    assert (used.state, used.uses) == (Residency.IN_USE, 1)
-    pool.end_use("a@fp32")
-    assert (used.state, used.uses, used.used_order) == (Residency.RESIDENT, 0, 4)
-    pool.check_invariants()
-
-
-@pytest.mark.parametrize(
-    ("step", "move"),
-    [
-        (ModelPool.loaded, Move.LOADED),
-        (ModelPool.load_failed, Move.LOAD_FAILED),
-        (ModelPool.start_use, Move.START_USE),
-    ],
+POOL_STEPS = st.one_of(
+    st.sampled_from([*Move, Move.START_LOAD, Move.LOADED]), st.sampled_from([ListedPool.set_budget, ListedPool.lease])
 )
-def test_a_copy_that_is_not_there_makes_no_move(pool, step, move):
-    with pytest.raises(IllegalMove) as refused:
-        step(pool, "a@fp32")
-    assert refusal(refused) == ("a@fp32", Residency.ABSENT, move)
 
 
-def test_a_copy_in_use_does_not_leave_and_keeps_its_bytes(pool):
-    hold(pool, "a")
-    pool.start_use("a@fp32")
-    with pytest.raises(IllegalMove) as refused:
-        pool.evict("a@fp32")
-    assert refusal(refused) == ("a@fp32", Residency.IN_USE, Move.EVICT)
-    assert pool.used_bytes == 3
+@settings(deadline=None)
+@given(st.lists(st.tuples(POOL_STEPS, st.sampled_from(sorted(FOOTPRINTS)), st.integers(0, 9)), max_size=40))
+def test_a_memory_counts_what_a_list_of_its_copies_counts_whatever_moves(steps):
+    listed = ListedPool()
+    listed.check()
+    for step, name, amount in steps:
+        if isinstance(step, Move):
+            listed.step(step, name, amount)
+        else:
+            step(listed, name, amount)
+        listed.check()
 
 
 def test_an_executor_may_take_what_the_others_are_not_owed(pool):
     pool.guaranteed_workspace.update({0: 6, 1: 5, 2: 3})
     assert [pool.workspace_for(executor) for executor in (0, 1, 2)] == [12, 11, 9]
+    with pytest.raises(MemoryExceeded, match="memory host workspace: 13 bytes wanted, 12 free"):
+        pool.take_workspace(0, 13)
     pool.take_workspace(0, 12)
     assert [pool.workspace_for(executor) for executor in (1, 2)] == [5, 3]
     pool.take_workspace(1, 4)  # less than it is owed: what is left of that is still its own
     assert pool.workspace_for(2) == 20 - 16 - 1
+    pool.keep_workspace(0, 5)  # for the next batch
+    assert (pool.workspace_used_bytes, pool.statistics().workspace_used_bytes) == (9, 9)
     pool.return_workspace(0)
     assert (pool.workspace_used_bytes, pool.workspace_for(2)) == (4, 20 - 4 - 6 - 1)
     pool.check_invariants()
-
-
-def test_a_workspace_beyond_what_may_be_taken_is_refused_with_the_sizes(pool):
-    pool.guaranteed_workspace.update({0: 6, 1: 5})
-    with pytest.raises(MemoryExceeded, match="memory host workspace: 16 bytes wanted, 15 free"):
-        pool.take_workspace(0, 16)
-    assert pool.workspace_used_bytes == 0
-    pool.take_workspace(0, 15)
-    assert pool.statistics().workspace_used_bytes == 15
 
 
 def weights_miscounted(pool):
@@ -234,18 +244,12 @@ def a_copy_that_is_listed_and_absent(pool):
 )
 def test_a_ledger_that_does_not_add_up_is_told_by_name(pool, damage, told):
     hold(pool, "a", ON_TRUNK)
-    hold(pool, "b")
+    hold(pool, "b", Footprint(3))
     pool.take_workspace(0, 8)
     pool.check_invariants()
     damage(pool)
     with pytest.raises(AssertionError, match=told):
         pool.check_invariants()
-
-
-def test_budgets_that_are_used_to_the_last_byte_are_in_order(pool):
-    hold(pool, "a", Footprint(30))
-    pool.take_workspace(0, 20)
-    pool.check_invariants()
 
 
 def test_an_expert_needs_its_own_bytes_and_shared_parts_beside_everything_pinned():
@@ -266,57 +270,95 @@ def test_an_expert_that_is_there_in_several_forms_needs_its_largest(sizes):
     assert misfits([("two forms", Footprint(size), False) for size in sizes], -1) == {"two forms": 9}
 
 
-def test_a_budget_is_lowered_to_what_lies_there_and_raised_to_what_was_planned_at_most():
-    pool = ModelPool(PoolSpec("host", 10, 0))
-    pool.start_load("a", "a", Footprint(4), pinned=False)
-    pool.set_budget(4)
-    assert (pool.expert_bytes, pool.free_bytes, pool.missing_bytes) == (4, 0, 6)
-    with pytest.raises(MemoryExceeded) as refused:
-        pool.set_budget(3)
-    assert (refused.value.pool, refused.value.wanted_bytes, refused.value.free_bytes) == ("host", 4, 3)
-    pool.set_budget(10)
-    assert pool.missing_bytes == 0
-    with pytest.raises(MemoryExceeded) as refused:
-        pool.set_budget(11)
-    assert (refused.value.pool, refused.value.wanted_bytes, refused.value.free_bytes) == ("host", 11, 10)
-
-
-@pytest.fixture
-def leasing():
-    return ModelPool(PoolSpec("host", 0, 0, lease_bytes=10))
-
-
-def test_leases_are_counted_per_request_and_never_exceed_their_share(leasing):
-    leasing.take_lease(1, 7)
-    leasing.take_lease(2, 3)
-    with pytest.raises(MemoryExceeded):
-        leasing.take_lease(3, 1)
-    assert (leasing.statistics().lease_bytes, leasing.statistics().lease_used_bytes) == (10, 10)
-    leasing.return_lease(1)
-    assert (leasing.free_lease_bytes, set(leasing.lessees)) == (7, {2})
-    leasing.check_invariants()
-
-
-def test_a_request_has_one_lease(leasing):
-    leasing.take_lease(1, 3)
-    with pytest.raises(ValueError, match="request 1 has a lease already"):
-        leasing.take_lease(1, 3)
-    assert leasing.lease_used_bytes == 3
-
-
 @pytest.mark.parametrize(("used_bytes", "message"), [(11, "leases over budget"), (4, "leases miscounted")])
-def test_leases_that_do_not_add_up_are_found(leasing, used_bytes, message):
-    leasing.take_lease(1, 3)
-    leasing.lease_used_bytes = used_bytes
+def test_leases_that_do_not_add_up_are_found(used_bytes, message):
+    pool = ModelPool(PoolSpec("host", 0, 0, lease_bytes=10))
+    pool.take_lease(1, 3)
+    pool.lease_used_bytes = used_bytes
     with pytest.raises(AssertionError, match=message):
-        leasing.check_invariants()
+        pool.check_invariants()
 
 
-def test_a_batch_keeps_what_it_needs_of_the_workspace_of_the_one_before():
-    pool = ModelPool(PoolSpec("host", 10, 16))
-    pool.take_workspace(0, 12)
-    pool.keep_workspace(0, 5)
-    assert pool.workspace_used_bytes == 5
-    pool.check_invariants()
-    pool.return_workspace(0)
-    assert pool.workspace_used_bytes == 0
+# -- who waits for a lease, and who has begun --
+
+
+class ListedLeases:
+    """Leases of two memories of 10 bytes each, and a list of them. A request's number is its place in what waited."""
+
+    def __init__(self, bound_s):
+        self.pools = {name: ModelPool(PoolSpec(name, 0, 0, lease_bytes=10)) for name in ("host", "device")}
+        self.leases, self.bound_s = Leases(self.pools, bound_s), bound_s
+        self.waiting, self.begun, self.last = {}, {}, 0  # request -> memory, bytes, since when
+
+    def wait(self, amount, since_s):
+        pool = "device" if amount % 5 == 4 else "host"
+        self.leases.wait(self.last, pool, amount, since_s)
+        self.waiting[self.last] = pool, amount, since_s
+        self.last += 1
+
+    def has_room(self, pool, size_bytes, since_s):
+        free_bytes = 10 - sum(size for name, size, _ in self.begun.values() if name == pool)
+        older = [size for name, size, at_s in self.waiting.values() if name == pool and at_s + self.bound_s <= since_s]
+        return size_bytes <= free_bytes and (not size_bytes or size_bytes + sum(older) <= free_bytes)
+
+    def begin(self, amount, _):
+        if self.waiting:
+            request = list(self.waiting)[amount % len(self.waiting)]
+            free_bytes = self.pools[self.waiting[request][0]].free_lease_bytes
+            if self.waiting[request][1] > free_bytes:
+                with pytest.raises(MemoryExceeded):
+                    self.leases.begin(request)
+            else:
+                self.leases.begin(request)
+                self.begun[request] = self.waiting.pop(request)
+
+    def grow(self, amount, _):
+        if self.begun:
+            request = list(self.begun)[amount % len(self.begun)]
+            pool, size_bytes, since_s = self.begun[request]
+            may_grow = amount <= size_bytes or self.has_room(pool, amount - size_bytes, since_s)
+            assert self.leases.grow(request, amount, since_s) is may_grow
+            if may_grow:
+                self.begun[request] = pool, max(amount, size_bytes), since_s
+
+    def end(self, amount, _):
+        request = amount % (self.last + 1)  # or one that is not known
+        self.leases.end(request)
+        self.waiting.pop(request, None)
+        self.begun.pop(request, None)
+
+    def check(self):
+        leases = self.leases
+        leases.check_invariants()
+        assert leases.is_any == bool(self.waiting or self.begun)
+        assert (leases.waiting, dict(leases.begun)) == (
+            self.waiting.keys(), {request: pool for request, (pool, *_) in self.begun.items()}
+        )  # fmt: skip
+        for request, (pool, size_bytes, since_s) in self.waiting.items():
+            assert leases.can_begin(request) is self.has_room(pool, size_bytes, since_s)
+        for request, (pool, size_bytes, _) in self.begun.items():
+            assert self.pools[pool].leased_bytes(request) == size_bytes
+
+
+LEASE_STEPS = (ListedLeases.wait, ListedLeases.wait, ListedLeases.begin, ListedLeases.grow, ListedLeases.end)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from([5.0, 5.0, math.inf]),
+    st.lists(st.tuples(st.sampled_from(LEASE_STEPS), st.integers(0, 11), st.integers(0, 9)), max_size=25),
+)
+def test_whoever_may_begin_leaves_what_those_need_who_came_longer_before_it_than_the_bound(bound_s, steps):
+    listed = ListedLeases(bound_s)
+    for step, amount, since_s in steps:
+        step(listed, amount, float(since_s))
+        listed.check()
+
+
+def test_a_request_that_is_lost_is_found():
+    listed = ListedLeases(5.0)
+    listed.wait(1, 0.0)
+    listed.begin(0, 0.0)
+    listed.pools["host"].return_lease(0)
+    with pytest.raises(AssertionError, match="host: leases taken by"):
+        listed.leases.check_invariants()

@@ -1,18 +1,21 @@
-"""ExecutorQueue on known cases: what stands where, who runs next, and how long the queue says that it is."""
+"""ExecutorQueue against a plain list of groups: what stands where, who is first, and how long the queue says it is."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, Performance
 from agent.core.queue import ExecutorQueue
 
 
-def row(expert, K_s=1.0, B_s=4.0):
-    return ExpertProfile(f"{expert}@fp32", Performance(K_s, B_s, max_batch=8, workspace_bytes=0), Footprint(1), {})
+def row(expert, K_s=1.0, B_s=4.0, **more):
+    performance = Performance(K_s, B_s, max_batch=8, workspace_bytes=0, **more)
+    return ExpertProfile(f"{expert}@fp32", performance, Footprint(1), {})
 
 
-A, B, C = row("a"), row("b", K_s=2.0, B_s=16.0), row("c", K_s=0.5, B_s=0.25)
+ROWS = {"a": row("a"), "b": row("b", 2.0, 16.0), "c": row("c", 0.1, 0.25), "t": row("t", 1.0, 1.0, lease_bytes=1)}
 
 
 @pytest.fixture
@@ -20,246 +23,168 @@ def queue():
     return ExecutorQueue(ExecutorSpec(3, "cpu", "host"))
 
 
-def standing(queue):
-    """What stands in the queue, read in both directions: a link that is wrong in one of them shows."""
-    forth = list(queue.groups())
-    back = []
-    group = queue.tail
-    while group is not None:
-        back.insert(0, group)
-        group = group.previous
-    assert forth == back
-    orders = [group.order for group in forth]
-    assert orders == sorted(set(orders))
-    assert queue.request_count == sum(len(group.requests) for group in forth)
-    return [(group.expert, tuple(group.requests)) for group in forth]
+class ListedGroup:
+    """``tokens_s``: of each request that stands here; ``since_s``: when it was queued."""
+
+    def __init__(self, expert, now, starts_s, fixed_s, alone=False, is_ongoing=False):
+        self.expert, self.opened_s, self.starts_s, self.fixed_s = expert, now, starts_s, fixed_s
+        self.alone, self.is_ongoing = alone, is_ongoing
+        self.since_s, self.tokens_s = {}, {}
+
+    def add(self, request, since_s, tokens_s):
+        self.since_s[request], self.tokens_s[request] = since_s, tokens_s
+
+    @property
+    def length_s(self):
+        return self.fixed_s + len(self.since_s) * ROWS[self.expert].performance.K_s + sum(self.tokens_s.values())
 
 
-def test_a_new_queue_holds_nothing_and_takes_no_time(queue):
-    assert standing(queue) == []
-    assert (queue.head, queue.tail, queue.running_until_s, queue.is_overtaken) == (None, None, None, False)
-    assert (queue.spec.id, queue.request_count, queue.length_s(5.0), set(queue.awaited)) == (3, 0, 0.0, set())
-    assert (queue.first_group("a"), queue.last_group("a")) == (None, None)
+class ListedQueue:
+    """A queue and its list, which take the same steps."""
+
+    def __init__(self):
+        self.queue, self.groups, self.now, self.last = ExecutorQueue(ExecutorSpec(3, "cpu", "host")), [], 0.0, 0
+
+    @property
+    def length_s(self):
+        queue = self.queue
+        running_s = max((queue.running_until_s or 0.0) - self.now, 0.0)
+        return running_s + queue.unfinished_s + queue.ahead_s + sum(group.length_s for group in self.groups)
+
+    def new(self, count):
+        self.last += count
+        return range(self.last - count + 1, self.last + 1)
+
+    def open(self, expert, amount):
+        (request,), B_s, tokens_s = self.new(1), ROWS[expert].performance.B_s, amount % 2 * 0.5
+        starts_s = max([self.now + self.length_s, *(group.starts_s for group in self.groups[-1:])])
+        self.queue.open(expert, ROWS[expert], request, self.now, float(amount), tokens_s)
+        self.groups.append(ListedGroup(expert, self.now, starts_s, B_s + amount))
+        self.groups[-1].add(request, self.now, tokens_s)
+
+    def join(self, _, amount):
+        here = [number for number, group in enumerate(self.groups) if not group.is_ongoing]
+        if here:
+            (request,), number = self.new(1), here[amount % len(here)]
+            self.queue.join(list(self.queue.groups())[number], request, self.now, amount % 3 * 0.25)
+            self.groups[number].add(request, self.now, amount % 3 * 0.25)
+
+    def take(self, _, amount):
+        if self.groups:
+            number = amount % len(self.groups)
+            group, count = self.groups[number], 1 + amount % len(self.groups[number].since_s)
+            first = tuple(group.since_s)[:count]
+            assert self.queue.take(list(self.queue.groups())[number], count) == first
+            group.fixed_s = 0.0
+            self.leave(group, first)
+
+    def remove(self, _, amount):
+        if self.groups:
+            number = amount % len(self.groups)
+            group = self.groups[number]
+            request = list(group.since_s)[amount % len(group.since_s)]
+            self.queue.remove(list(self.queue.groups())[number], request)
+            self.leave(group, (request,))
+
+    def leave(self, group, requests):
+        for request in requests:
+            del group.since_s[request], group.tokens_s[request]
+        if not group.since_s:
+            self.groups.remove(group)
+
+    def go_on(self, expert, amount):
+        left_s = dict.fromkeys(self.new(1 + amount % 2), amount * 0.5)
+        before = [group for group in self.groups if group.is_ongoing and group.expert == expert]
+        group = before[0] if before else ListedGroup(expert, 0.0, 0.0, 0.0, is_ongoing=True)
+        self.groups = [each for each in self.groups if each is not group] + [group]
+        group.opened_s = group.starts_s = self.now
+        group.fixed_s = ROWS[expert].performance.B_s
+        for request, tokens_s in left_s.items():
+            group.add(request, self.now, tokens_s)
+        self.queue.go_on(expert, ROWS[expert], left_s, self.now)
+
+    def give_back(self, expert, amount):
+        since_s = {request: self.now - 3.0 + request / 100 for request in self.new(1 + amount % 2)}
+        tokens_s = dict.fromkeys(since_s, amount * 0.5) if amount % 3 else None
+        self.queue.give_back(expert, ROWS[expert], since_s, self.now, tokens_s)
+        group = ListedGroup(expert, self.now, self.now, ROWS[expert].performance.B_s, alone=True)
+        for request, at_s in since_s.items():
+            group.add(request, at_s, tokens_s[request] if tokens_s else 0.0)
+        self.groups.insert(0, group)
+
+    def run(self, _, amount):
+        self.queue.running_until_s = self.now + amount - 2 if amount else None
+        self.queue.unfinished_s, self.queue.ahead_s = amount % 2 * 0.5, amount % 3 * 0.25
+
+    def pass_over(self, _, amount):
+        for number, group in enumerate(self.queue.groups()):
+            group.is_passed_over = bool(amount >> number & 1)
+
+    def check(self):
+        queue, forth, back = self.queue, list(self.queue.groups()), []
+        group = queue.tail
+        while group is not None:
+            back.insert(0, group)
+            group = group.previous
+        assert forth == back
+        assert [each.order for each in forth] == sorted({each.order for each in forth})
+        assert [
+            (each.expert, each.profile, each.alone, each.is_ongoing, dict(each.requests), each.opened_s)
+            for each in forth
+        ] == [
+            (each.expert, ROWS[each.expert], each.alone, each.is_ongoing, each.since_s, each.opened_s)
+            for each in self.groups
+        ]
+        assert [each.fixed_s for each in forth] == [each.fixed_s for each in self.groups]
+        assert [each.starts_s for each in forth] == pytest.approx([each.starts_s for each in self.groups])
+        assert [(each.oldest_s, each.newest_s) for each in forth] == [
+            (min(each.since_s.values()), max(each.since_s.values())) for each in self.groups
+        ]
+        assert queue.length_s(self.now) == pytest.approx(self.length_s)
+        assert queue.request_count == sum(len(each.since_s) for each in self.groups)
+        assert queue.front is next((each for each in forth if not each.is_passed_over), None)
+        assert set(queue.begins) == {each for each in forth if each.expert == "t" and not each.is_ongoing}
+        assert set(queue.awaited) == {each.expert for each in forth}
+        for expert in ROWS:
+            to_begin = [each for each in forth if each.expert == expert and not each.is_ongoing]
+            ongoing = [each for each in forth if each.expert == expert and each.is_ongoing]
+            assert list(queue.all_to_begin(expert)) == to_begin
+            assert (queue.first_to_begin(expert), queue.last_group(expert)) == (
+                (to_begin[0], to_begin[-1]) if to_begin else (None, None)
+            )
+            assert queue.first_group(expert) is next(iter(ongoing + to_begin), None)
+            assert [queue.ongoing[f"{expert}@fp32"]] == ongoing if ongoing else f"{expert}@fp32" not in queue.ongoing
 
 
-def test_a_group_opens_at_the_tail_and_costs_its_load_its_b_and_a_k(queue):
-    group = queue.open("a", A, 7, now=3.0, load_s=10.0)
-    assert (group.expert, group.profile, group.alone, group.order) == ("a", A, False, 0)
-    assert (group.opened_s, group.starts_s, group.fixed_s) == (3.0, 3.0, 14.0)
-    assert (queue.head, queue.tail) == (group, group)
-    assert queue.length_s(3.0) == 15.0
-    second = queue.open("b", B, 8, now=4.0, load_s=0.0)
-    assert (second.opened_s, second.starts_s, second.fixed_s, second.order) == (4.0, 19.0, 16.0, 1)
-    assert standing(queue) == [("a", (7,)), ("b", (8,))]
-    assert queue.length_s(4.0) == 15.0 + 18.0
+STEPS = (ListedQueue.open, ListedQueue.open, ListedQueue.join, ListedQueue.take, ListedQueue.take, ListedQueue.remove,
+         ListedQueue.go_on, ListedQueue.give_back, ListedQueue.run, ListedQueue.pass_over)  # fmt: skip
 
 
-def test_each_request_that_joins_adds_its_experts_k(queue):
-    group = queue.open("a", A, 0, now=0.0, load_s=0.0)
-    queue.join(group, 1, queued_s=0.0)
-    queue.join(queue.open("b", B, 2, now=0.0, load_s=0.0), 3, queued_s=0.0)
-    assert standing(queue) == [("a", (0, 1)), ("b", (2, 3))]
-    assert queue.length_s(0.0) == (4.0 + 2 * 1.0) + (16.0 + 2 * 2.0)
-
-
-def test_what_runs_counts_until_it_should_have_ended_and_never_less_than_nothing(queue):
-    queue.open("a", A, 0, now=0.0, load_s=0.0)
-    queue.running_until_s = 7.0
-    assert [queue.length_s(now) for now in (5.0, 7.0, 9.0)] == [7.0, 5.0, 5.0]
-
-
-def test_a_group_is_predicted_to_start_after_what_runs_and_what_stands_before_it(queue):
-    queue.running_until_s = 6.0
-    assert queue.open("a", A, 0, now=4.0, load_s=0.0).starts_s == 6.0
-    assert queue.open("b", B, 1, now=4.0, load_s=0.0).starts_s == 6.0 + 5.0
-
-
-def test_no_group_is_predicted_to_start_before_the_one_in_front_of_it(queue):
-    first = queue.open("a", A, 0, now=0.0, load_s=0.0)
-    for request in range(1, 30):
-        queue.join(first, request, queued_s=0.0)
-    assert queue.open("c", C, 30, now=0.0, load_s=0.0).starts_s == 34.0
-    for request in range(1, 30):
-        queue.remove(first, request)
-    assert queue.length_s(0.0) == 5.0 + 0.75
-    assert queue.open("b", B, 31, now=0.0, load_s=0.0).starts_s == 34.0
-
-
-def test_the_first_and_the_last_group_of_an_expert_are_told_apart(queue):
-    groups = [queue.open(expert, row(expert), number, 0.0, 0.0) for number, expert in enumerate("abaca")]
-    assert queue.first_group("a") is groups[0]
-    assert queue.last_group("a") is groups[4]
-    assert queue.first_group("c") is queue.last_group("c") is groups[3]
-    assert set(queue.awaited) == {"a", "b", "c"}
-
-
-def test_the_first_requests_leave_to_run_and_the_rest_keeps_its_place(queue):
-    group = queue.open("a", A, 0, now=0.0, load_s=0.0)
-    for request in (1, 2):
-        queue.join(group, request, queued_s=0.0)
-    queue.open("b", B, 3, now=0.0, load_s=0.0)
-    assert queue.take(group, 2) == (0, 1)
-    assert standing(queue) == [("a", (2,)), ("b", (3,))]
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(STEPS), st.sampled_from(sorted(ROWS)), st.integers(0, 9)), max_size=30))
+def test_a_queue_holds_what_a_list_of_its_groups_holds_whatever_comes_and_goes(steps):
+    listed = ListedQueue()
+    listed.check()
+    for step, expert, amount in steps:
+        listed.now += amount * 0.25
+        step(listed, expert, amount)
+        listed.check()
 
 
 def test_a_taken_groups_fixed_cost_leaves_the_queue_with_its_first_batch(queue):
     """B and the switch are paid once: by the batch that runs, not by the requests that wait for the next one."""
-    group = queue.open("b", B, 0, now=0.0, load_s=10.0)
+    group = queue.open("b", ROWS["b"], 0, now=0.0, load_s=10.0)
     for request in range(1, 5):
         queue.join(group, request, queued_s=0.0)
     assert queue.length_s(0.0) == 26.0 + 5 * 2.0
     queue.take(group, 2)
     assert queue.length_s(0.0) == 3 * 2.0
-    queue.take(group, 2)
-    assert queue.length_s(0.0) == 2.0
-    assert group.fixed_s == 0.0
-
-
-def test_a_group_that_was_taken_whole_leaves_its_neighbours_side_by_side(queue):
-    groups = [queue.open(expert, row(expert), number, 0.0, 0.0) for number, expert in enumerate("abc")]
-    assert queue.take(groups[1], 1) == (1,)
-    assert standing(queue) == [("a", (0,)), ("c", (2,))]
-    assert set(queue.awaited) == {"a", "c"}
-    assert queue.length_s(0.0) == 5.0 + 5.0
-    queue.take(groups[0], 1)
-    assert standing(queue) == [("c", (2,))]
-    queue.take(groups[2], 1)
-    assert standing(queue) == []
-    assert set(queue.awaited) == set()
-
-
-def test_an_expert_is_awaited_until_its_last_group_leaves(queue):
-    groups = [queue.open(expert, row(expert), number, 0.0, 0.0) for number, expert in enumerate("aba")]
-    queue.take(groups[0], 1)
-    assert queue.first_group("a") is queue.last_group("a") is groups[2]
-    queue.take(groups[2], 1)
-    assert queue.first_group("a") is None
-    assert standing(queue) == [("b", (1,))]
-
-
-def test_a_request_that_is_withdrawn_takes_its_k_along(queue):
-    group = queue.open("b", B, 0, now=0.0, load_s=10.0)
-    queue.join(group, 1, queued_s=0.0)
-    queue.join(group, 2, queued_s=0.0)
-    queue.remove(group, 1)
-    assert standing(queue) == [("b", (0, 2))]
-    assert queue.length_s(0.0) == 26.0 + 2 * 2.0
-
-
-def test_the_last_request_of_a_group_that_is_withdrawn_takes_the_fixed_cost_along(queue):
-    queue.open("a", A, 0, now=0.0, load_s=0.0)
-    group = queue.open("b", B, 1, now=0.0, load_s=10.0)
-    queue.remove(group, 1)
-    assert standing(queue) == [("a", (0,))]
-    assert queue.length_s(0.0) == 5.0
 
 
 def test_no_rounding_error_outlives_an_empty_queue(queue):
-    uneven = row("a", K_s=0.1, B_s=0.0)
-    group = queue.open("a", uneven, 0, now=0.0, load_s=0.0)
+    group = queue.open("a", row("a", K_s=0.1, B_s=0.0), 0, now=0.0, load_s=0.0)
     for request in (1, 2):
         queue.join(group, request, queued_s=0.0)
-    for _ in range(3):
-        queue.take(group, 1)
-    assert queue.length_s(0.0) == 0.0
-
-
-def test_what_failed_is_given_back_in_front_of_all_others_to_run_alone(queue):
-    later = queue.open("a", A, 5, now=0.0, load_s=0.0)
-    group = queue.give_back("b", B, {8: 0.5, 9: 1.5}, now=2.0)
-    assert (group.expert, group.profile, group.alone, group.order) == ("b", B, True, -1)
-    assert (group.opened_s, group.starts_s, group.fixed_s) == (2.0, 2.0, 16.0)
-    assert (queue.head, queue.tail) == (group, later)
-    assert standing(queue) == [("b", (8, 9)), ("a", (5,))]
-    assert queue.length_s(2.0) == (16.0 + 2 * 2.0) + 5.0
-
-
-def test_a_group_is_as_old_as_its_oldest_remaining_request(queue):
-    group = queue.open("a", A, 0, now=1.0, load_s=0.0)
-    queue.join(group, 1, queued_s=2.0)
-    queue.join(group, 2, queued_s=4.0)
-    assert (group.opened_s, group.oldest_s) == (1.0, 1.0)
     queue.take(group, 1)
-    assert (group.opened_s, group.oldest_s) == (1.0, 2.0)
-    queue.remove(group, 1)
-    assert (group.opened_s, group.oldest_s) == (1.0, 4.0)
-
-
-def test_what_is_given_back_is_as_old_as_it_was(queue):
-    given = queue.give_back("a", A, {1: 0.5, 2: 3.0}, now=7.0)
-    assert (given.opened_s, given.oldest_s, dict(given.requests)) == (7.0, 0.5, {1: 0.5, 2: 3.0})
-
-
-def test_what_is_given_back_to_an_empty_queue_is_head_and_tail(queue):
-    group = queue.give_back("b", B, {8: 0.5, 9: 1.5}, now=2.0)
-    assert (queue.head, queue.tail, group.order) == (group, group, 0)
-    assert standing(queue) == [("b", (8, 9))]
-
-
-def test_what_is_given_back_is_the_first_group_of_its_expert(queue):
-    waiting = queue.open("a", A, 5, now=0.0, load_s=0.0)
-    given = queue.give_back("a", A, {1: 0.0}, now=0.0)
-    assert queue.first_group("a") is given
-    assert queue.last_group("a") is waiting
-    assert queue.take(given, 1) == (1,)
-    assert queue.first_group("a") is waiting
-
-
-def test_tokens_count_for_those_who_have_any(queue):
-    group = queue.open("a", A, 0, now=0.0, load_s=0.0, tokens_s=8.0)
-    queue.join(group, 1, queued_s=0.0)
-    queue.join(group, 2, queued_s=0.0, tokens_s=2.0)
-    assert queue.length_s(0.0) == 4.0 + 3 * 1.0 + 10.0
-    queue.take(group, 1)
-    assert queue.length_s(0.0) == 2 * 1.0 + 2.0
-    queue.remove(group, 2)
-    assert queue.length_s(0.0) == 1.0
-
-
-def test_what_is_left_after_a_quantum_counts_in_full(queue):
-    queue.running_until_s, queue.unfinished_s = 7.0, 3.0
-    assert [queue.length_s(now) for now in (5.0, 9.0)] == [5.0, 3.0]
-
-
-def test_those_who_go_on_stand_at_the_tail_and_nobody_joins_them(queue):
-    queue.open("b", B, 0, now=0.0, load_s=0.0)
-    group = queue.go_on("a", A, {1: 2.0, 2: 0.5}, now=3.0)
-    assert standing(queue) == [("b", (0,)), ("a", (1, 2))]
-    assert (group.is_ongoing, group.opened_s, group.starts_s, group.oldest_s) == (True, 3.0, 3.0, 3.0)
-    assert queue.length_s(3.0) == (16.0 + 2.0) + (4.0 + 2 * 1.0 + 2.5)
-    assert (queue.first_group("a"), queue.first_to_begin("a"), queue.last_group("a")) == (group, None, None)
-    assert set(queue.awaited) == {"a", "b"}
     queue.take(group, 2)
-    assert (queue.ongoing, set(queue.awaited), queue.length_s(3.0)) == ({}, {"b"}, 18.0)
-
-
-def test_there_is_one_ongoing_group_of_a_copy_and_each_quantum_takes_it_to_the_tail(queue):
-    group = queue.go_on("a", A, {0: 0.0, 1: 0.0, 2: 1.0}, now=3.0)
-    queue.open("b", B, 3, now=4.0, load_s=0.0)
-    assert queue.take(group, 2) == (0, 1)
-    assert queue.go_on("a", A, {1: 0.5}, now=5.0) is group
-    assert standing(queue) == [("b", (3,)), ("a", (2, 1))]
-    assert (group.opened_s, group.oldest_s, group.newest_s) == (5.0, 3.0, 5.0)
-    assert queue.length_s(5.0) == 18.0 + (4.0 + 2 * 1.0 + 1.5)
-
-
-def test_the_front_is_the_first_group_that_is_not_passed_over(queue):
-    first, second = (queue.open(expert, row(expert), number, 0.0, 0.0) for number, expert in enumerate("ab"))
-    assert queue.front is first
-    first.is_passed_over = True
-    assert queue.front is second
-    second.is_passed_over = True
-    assert queue.front is None
-
-
-def test_groups_whose_requests_take_leases_are_known_until_they_have_begun(queue):
-    text = ExpertProfile("t@fp32", Performance(1.0, 1.0, 8, 0, lease_bytes=1), Footprint(1), {})
-    group = queue.open("t", text, 0, now=0.0, load_s=0.0)
-    queue.open("a", A, 1, now=0.0, load_s=0.0)
-    assert list(queue.begins) == [group]
-    queue.take(group, 1)
-    assert not queue.begins
-    queue.go_on("t", text, {0: 0.0}, now=1.0)
-    assert not queue.begins
-    given = queue.give_back("t", text, {2: 0.0, 3: 0.5}, now=2.0, tokens_s={2: 1.0, 3: 0.0})
-    assert (list(queue.begins), queue.head, given.alone) == ([given], given, True)
+    assert queue.length_s(0.0) == 0.0

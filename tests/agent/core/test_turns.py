@@ -121,15 +121,6 @@ class Line:
 # -- quanta --
 
 
-def test_texts_run_in_quanta_and_images_to_their_end():
-    line = Line()
-    assert line.ask(0, "t") == [("t", (0,))]
-    assert line.running[0].quantum_s == QUANTUM_S
-    line.quantum_ends(finished=[0])
-    line.ask(1, "a")
-    assert line.running[0].quantum_s is None
-
-
 def test_quanta_are_longer_where_no_images_may_come():
     line = Line()
     line.tell(events.LineChanged(ExpertGraph("abtu", {}), line.matrix, frozenset(), frozenset("ab")))
@@ -215,14 +206,6 @@ def test_progress_without_anybody_unfinished_is_as_good_as_finished():
     assert line.tell(events.Progressed(1, ((0, PASS),), ())) == [(Complete, 0)]
 
 
-def test_what_nobody_waits_for_is_counted():
-    line = Line()
-    line.ask(0, "t")
-    for event in (events.Progressed(7, (), ()), events.Preempted(7), events.Preempted(0)):
-        assert line.tell(event) == []
-    assert line.engine.statistics().unexpected_events == 3
-
-
 def test_a_request_that_no_expert_can_be_asked_about_ends_and_the_others_go_on():
     line = Line()
     line.ask(0, "t")
@@ -234,15 +217,6 @@ def test_a_request_that_no_expert_can_be_asked_about_ends_and_the_others_go_on()
 
 
 # -- turns --
-
-
-def test_images_and_texts_take_turns():
-    line = Line()
-    line.ask(0, "t")
-    for request in range(1, 10):
-        line.ask(request, "a")
-    runs = [line.quantum_ends(), line.images_end()[-1:], line.quantum_ends(), line.images_end()[-1:]]
-    assert runs == [[("a", (1, 2, 3, 4))], [("t", (0,))], [("a", (5, 6, 7, 8))], [("t", (0,))]]
 
 
 def test_ongoing_groups_take_turns_and_images_wait_for_one_of_them_at_a_time():
@@ -266,32 +240,6 @@ def test_images_that_came_behind_many_texts_wait_for_one_quantum_and_these_begin
     assert line.images_end()[-1:] == [("t", (1, 2, 3))]
     assert line.quantum_ends(finished=[1])[-1:] == [("a", (14, 15, 16, 17))]
     assert line.images_end()[-1:] == [("t", (2, 3, 4))]
-
-
-def test_first_quanta_of_others_pass_an_ongoing_group_once():
-    line = Line(share=100)
-    line.ask(0, "t")
-    for request in range(1, 8):
-        line.ask(request, "u")
-    assert line.quantum_ends() == [("u", (1, 2, 3))]
-    assert line.quantum_ends(finished=[1, 2, 3])[-1:] == [("t", (0,))]
-    assert line.quantum_ends() == [("u", (4, 5, 6))]
-    assert line.quantum_ends(finished=[4, 5, 6])[-1:] == [("t", (0,))]
-
-
-def test_a_joining_request_is_held_back_by_one_that_waits_for_longer_than_the_bound():
-    line = Line(bound_s=10.0)
-    line.ask(0, "t")
-    for request in range(1, 6):
-        line.ask(request, "a")  # four in a batch: one stays
-    assert line.quantum_ends() == [("a", (1, 2, 3, 4))]
-    line.now = 9.9
-    line.ask(6, "t")
-    line.now = 10.0
-    line.ask(7, "t")
-    assert line.images_end()[-1:] == [("t", (0, 6))]
-    assert line.quantum_ends() == [("a", (5,))]
-    assert line.images_end()[-1:] == [("t", (0, 6, 7))]
 
 
 @pytest.mark.parametrize("policy", ["paper", "samba"])
@@ -331,30 +279,6 @@ def test_an_ongoing_group_whose_expert_had_to_leave_asks_for_it():
 # -- leases --
 
 
-def test_a_request_leases_its_worst_case_from_its_first_batch_to_its_end():
-    line = Line()
-    line.ask(0, "a")
-    line.ask(1, "t")
-    assert line.leased == 0
-    line.images_end()
-    assert line.leased == 6
-    line.quantum_ends()
-    assert line.leased == 6
-    line.quantum_ends(finished=[1])
-    assert line.leased == 0
-
-
-def test_who_finds_no_lease_waits_and_keeps_nobody_from_running():
-    line = Line(share=10)
-    line.ask(0, "t")
-    line.ask(1, "u")
-    line.ask(2, "a")
-    assert line.quantum_ends() == [("a", (2,))]
-    assert line.images_end()[-1:] == [("t", (0,))]
-    assert line.quantum_ends() == [("t", (0,))]
-    assert line.quantum_ends(finished=[0]) == [(Complete, 0), ("u", (1,))]
-
-
 def test_who_waits_for_a_lease_asks_for_no_load_meanwhile():
     line = Line(room=1, share=10)
     line.ask(0, "t")
@@ -368,19 +292,6 @@ def test_who_waits_for_a_lease_asks_for_no_load_meanwhile():
     assert [each.expert for each in line.effects if isinstance(each, StartLoad)] == ["u"]
 
 
-def test_nobody_takes_the_lease_of_one_that_came_longer_before_it_than_the_bound():
-    line = Line(share=10, bound_s=10.0)
-    line.ask(0, "t", Work(0, 3, 3))
-    line.ask(1, "u", Work(0, 8, 8))
-    line.now = 9.0
-    line.ask(2, "t", Work(0, 1, 1))
-    line.now = 10.0
-    line.ask(3, "t", Work(0, 1, 1))
-    assert line.quantum_ends() == [("t", (0, 2))]
-    assert line.quantum_ends(finished=[2])[-1:] == [("t", (0,))]  # 3 would leave too little for 1
-    assert line.quantum_ends(finished=[0])[-1:] == [("u", (1,))]
-
-
 @pytest.mark.parametrize("expert", ["t", "u"])
 def test_what_can_never_be_leased_ends_with_a_reason(expert):
     line = Line()
@@ -390,15 +301,6 @@ def test_what_can_never_be_leased_ends_with_a_reason(expert):
         "bytes) - ask for fewer tokens"
     )
     assert line.ask(1, expert, Work(1, 19, 20)) == [(expert, (1,))]
-
-
-def test_a_route_leads_from_images_to_texts():
-    line = Line()
-    line.tell(events.Arrived(0, "sorted", work=ASK))
-    assert line.leased == 0
-    assert line.images_end() == [("t", (0,))]
-    assert line.leased == ASK.most
-    assert line.quantum_ends(finished=[0]) == [(Complete, 0)]
 
 
 # -- what ends, and what is lost --
@@ -412,14 +314,6 @@ def test_who_is_cancelled_between_two_quanta_ends_at_once():
     assert line.tell(events.Cancelled(0)) == [(Fail, 0)]
     assert (line.reason(), line.leased) == ("cancelled", 0)
     assert line.images_end() == [(Complete, 1)]
-
-
-def test_who_is_cancelled_while_it_runs_ends_with_the_quantum():
-    line = Line()
-    line.ask(0, "t")
-    assert line.tell(events.Cancelled(0)) == []
-    assert line.quantum_ends() == [(Fail, 0)]
-    assert (line.reason(), line.leased, line.length_s) == ("cancelled", 0, 0.0)
 
 
 def test_who_is_preempted_begins_anew_behind_those_who_wait():
@@ -445,15 +339,6 @@ def test_the_shell_says_what_somebody_preempted_has_to_do_and_needs():
     line.images_end()
     assert line.leased == 5
     assert line.length_s == 1.0 + 4 * 0.5 + 1 * 2.0
-
-
-def test_a_lease_that_turns_out_too_small_grows_where_there_is_room():
-    line = Line(share=6)
-    line.ask(0, "t", Work(2, 3, 6, lease=3))
-    assert line.leased == 3
-    assert line.quantum_ends(left=Work(0, 2, 6, lease=5, held=3)) == [("t", (0,))]
-    assert line.leased == 5
-    assert not line.preempted
 
 
 def test_nobody_has_a_larger_lease_than_the_most_that_it_may_hold():
@@ -491,15 +376,6 @@ def test_whoever_ends_makes_room_for_the_larger_leases_of_its_own_batch_the_olde
     assert (line.running[0].requests, line.leased) == ((0,), 5)
 
 
-def test_whoever_fails_or_goes_elsewhere_holds_nothing_where_it_was():
-    line = Line()
-    line.ask(0, "t")
-    line.ask(1, "t")
-    line.quantum_ends()
-    line.breaks()
-    assert line.preempted == [(0, 0), (1, 0)]
-
-
 def test_whoever_is_preempted_stays_with_the_executor_that_has_what_it_wrote():
     line = Line(executors=2)
     line.ask(0, "t")
@@ -526,16 +402,6 @@ def test_whoever_was_in_a_batch_that_failed_begins_anew_and_alone():
     assert line.leased == 12
     assert line.breaks()[0][0] is Fail  # it ran alone: nobody else is to blame
     assert line.leased == 8
-
-
-def test_a_smaller_batch_is_run_after_a_shortage():
-    line = Line()
-    line.ask(9, "a")
-    for request in (0, 1):
-        line.ask(request, "t", Work(0, 3, 4))
-    line.images_end()
-    assert line.breaks(out_of_memory=True) == [("t", (0,))]
-    assert line.leased == 4
 
 
 def three_texts_of_which_the_last_lacks_memory(share=18, by_bytes=8):
@@ -601,23 +467,6 @@ def test_whoever_has_begun_with_an_expert_that_is_quarantined_ends(is_running):
     assert (line.reason(), line.leased) == ("t is in quarantine: bad", 0)
 
 
-def test_whoever_has_begun_is_finished_by_the_expert_of_an_earlier_line():
-    line = Line()
-    line.ask(0, "t")
-    line.tell(events.LineChanged(ExpertGraph("abtu", {}), line.matrix, frozenset(), frozenset("t")))
-    assert line.quantum_ends() == [("t", (0,))]
-    assert line.quantum_ends(finished=[0]) == [(Complete, 0)]
-    assert [each.copy for each in line.effects if isinstance(each, Evict)] == ["t"]
-
-
-def test_what_was_taken_is_finished_while_the_agent_stops():
-    line = Line()
-    line.ask(0, "t")
-    line.tell(events.Drain())
-    assert line.quantum_ends() == [("t", (0,))]
-    assert line.quantum_ends(finished=[0]) == [(Complete, 0)]
-
-
 def test_no_expert_that_somebody_goes_on_with_leaves_when_it_is_unwanted():
     line = Line()
     line.ask(0, "t")
@@ -669,15 +518,6 @@ def test_without_a_family_each_has_a_quantum_of_its_own():
     assert [line.quantum_ends() for _ in range(3)] == [[("u", (1,))], [("t", (0,))], [("u", (1,))]]
 
 
-def test_each_of_a_family_waits_for_its_own_lease_and_counts_in_its_own_tokens():
-    line = both_begun(share=6)
-    assert (parts(line), line.leased) == ({"t": (0,)}, 6)
-    line.quantum_ends(finished=[0])
-    assert (parts(line), line.leased) == ({"u": (1,)}, 6)
-    line.quantum_ends(finished=[1])
-    assert (line.leased, line.length_s) == (0, 0.0)
-
-
 def test_whoever_rides_along_does_so_with_all_that_have_begun_or_not_at_all():
     line = kin(share=40)
     line.ask(9, "a")
@@ -709,25 +549,6 @@ def test_of_a_family_those_begin_first_who_came_first():
     assert parts(line) == {"u": (0, 3), "t": (1,)}  # a group's requests stand together
 
 
-def test_only_what_is_in_memory_rides_along():
-    line = kin(room=1)
-    line.ask(9, "a")
-    line.ask(0, "t")
-    line.ask(1, "u")
-    line.images_end()
-    for load in [each.load for each in line.effects if isinstance(each, StartLoad)]:
-        line.tell(events.Loaded(load))
-    assert parts(line) == {"t": (0,)}
-
-
-def test_no_copy_that_rides_along_leaves_meanwhile():
-    line = both_begun()
-    line.tell(events.LineChanged(ExpertGraph("abtu", {}), line.matrix, frozenset(), frozenset("u")))
-    assert not [effect for effect in line.effects if isinstance(effect, Evict)]
-    line.quantum_ends(finished=[1])
-    assert [effect.copy for effect in line.effects if isinstance(effect, Evict)] == ["u"]
-
-
 def test_when_a_batch_of_a_family_breaks_its_requests_run_alone_and_only_the_guilty_expert_is_blamed():
     line = both_begun()
     line.quantum_ends()
@@ -744,13 +565,6 @@ def test_when_a_batch_of_a_family_breaks_its_requests_run_alone_and_only_the_gui
         line.breaks()
     assert list(line.engine.statistics().on_probation) == ["u"]
     assert line.ask(4, "t") == [("t", (4,))]
-
-
-def test_of_a_family_one_that_is_quarantined_ends_its_own():
-    line = both_begun()
-    line.tell(events.Quarantined("u", "bad"))
-    assert line.quantum_ends() == [(Fail, 1), ("t", (0,))]
-    assert line.reason() == "u is in quarantine: bad"
 
 
 @settings(deadline=None, max_examples=50)

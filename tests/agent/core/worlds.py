@@ -56,17 +56,24 @@ def row(expert, own_bytes=1, shared=(), max_batch=4, workspace_base=0, form="fp3
     return ExpertProfile(f"{expert}@{form}", performance, Footprint(own_bytes, shared), load_s)
 
 
+def graph_of(names, routes, shadows=()):
+    """``routes``: component -> experts, each of which passes ``ok``."""
+    steps = {name: tuple(RouteStep(expert, OK) for expert in experts) for name, experts in routes.items()}
+    return ExpertGraph(names, steps, dict(shadows))
+
+
 class Line:
     """An Engine, its loads and batches in flight by their experts, its outcomes, and the time.
 
     ``processors``: experts and memory of each, which has one executor. ``routes``: component -> experts. By expert:
-    ``sizes``, ``shared``, ``workspace_base``, ``usage``; by processor: ``forms``, ``speeds``. The rest are limits.
+    ``sizes``, ``shared``, ``workspace_base``, ``usage``, ``shadows``; by processor: ``forms``, ``speeds``. The rest are
+    limits.
     """
 
     def __init__(self, pools, processors, policy="coserve", **told):
         sizes, shared, bases = (told.pop(name, {}) for name in ("sizes", "shared", "workspace_base"))
         usage, routes, forms, speeds = (told.pop(name, {}) for name in ("usage", "routes", "forms", "speeds"))
-        max_batch, load_s = told.pop("max_batch", 4), told.pop("load_s", LOAD_S)
+        max_batch, load_s, shadows = told.pop("max_batch", 4), told.pop("load_s", LOAD_S), told.pop("shadows", {})
 
         def made(name, processor):
             form, speed = forms.get(processor, "fp32"), speeds.get(processor, SPEED)
@@ -76,8 +83,7 @@ class Line:
         columns = {each: {name: made(name, each) for name in names} for each, (names, _) in processors.items()}
         specs = [ExecutorSpec(number, name, pool) for number, (name, (_, pool)) in enumerate(processors.items())]
         names = set().union(*(names for names, _ in processors.values()), *routes.values())
-        steps = {name: tuple(RouteStep(expert, OK) for expert in experts) for name, experts in routes.items()}
-        self.matrix, graph = PerformanceMatrix(columns, usage), ExpertGraph(names, steps)
+        self.matrix, graph = PerformanceMatrix(columns, usage), graph_of(names, routes, shadows)
         self.engine = Engine(graph, self.matrix, specs, PRESETS[policy], limits(pools, **told))
         self.now = 0.0
         self.loads = {}

@@ -62,11 +62,6 @@ def test_what_one_does_not_need_of_its_share_goes_to_the_others():
     assert quantum.unfinished == {2: Work(0, 37, 50, held=13)}
 
 
-def test_seconds_are_shared_evenly():
-    quantum = run({1: Work(0, 50, 50), 2: Work(0, 60, 60)}, QUANTUM_S)
-    assert quantum.unfinished == {1: Work(0, 43, 50, held=7), 2: Work(0, 53, 60, held=7)}
-
-
 @pytest.mark.parametrize("work", [Work(5, 1, 6), Work(0, 5, 6)])
 def test_however_short_a_quantum_is_each_gets_a_token_further(work):
     left = run({1: work, 2: work}, 0.0).unfinished
@@ -90,16 +85,6 @@ def test_an_image_between_two_quanta_waits_for_one_of_them():
     simulation = build().run(trace)
     assert [expert for _, expert, _ in batches(simulation)] == ["text0", "image0", "text0", "text0"]
     assert simulation.finished_s[1] == pytest.approx(0.05 + 0.03)
-
-
-def test_who_comes_meanwhile_joins_the_next_quantum_and_leaves_as_soon_as_it_is_done():
-    trace = [
-        TracedArrival(0.0, expert="text0", work=Work(0, 40, 40)),
-        TracedArrival(0.01, expert="text0", work=Work(2, 2, 4)),
-    ]
-    simulation = build().run(trace)
-    assert [requests for _, _, requests in batches(simulation)][:3] == [(0,), (0, 1), (0,)]
-    assert simulation.finished_s[1] < simulation.finished_s[0]
 
 
 def test_quanta_share_a_processor_with_what_else_runs_there():
@@ -194,21 +179,6 @@ def test_quanta_take_no_more_of_an_images_wait_than_one_per_batch_before_it(draw
 
 
 @given(mixed())
-def test_images_end_by_as_many_quanta_later_than_without_texts(drawn):
-    """As many as batches of images have run since none of them waited; and one batch later, that left without it."""
-    _, texts, trace, family = drawn
-    trace = [arrival if arrival.work is not IMAGE else replace(arrival, component="image0") for arrival in trace]
-    numbers = [number for number, arrival in enumerate(trace) if arrival.work is IMAGE]
-    beside, alone = (
-        build(1, texts, family=family).run(trace),
-        build(1, texts).run([trace[number] for number in numbers]),
-    )
-    before = batches_before(beside, trace, numbers)
-    for place, number in enumerate(numbers):
-        assert beside.finished_s[number] <= alone.finished_s[place] + QUANTUM_S * before[number] + BATCH_S + NOISE_S
-
-
-@given(mixed())
 def test_a_text_that_has_begun_is_passed_by_no_two_batches_of_images_in_a_row(drawn):
     images, texts, trace, family = drawn
     simulation = build(images, texts, family=family).run(trace)
@@ -217,17 +187,3 @@ def test_a_text_that_has_begun_is_passed_by_no_two_batches_of_images_in_a_row(dr
         begun_s |= {each: start_s for each in requests if expert.startswith("text") and each not in begun_s}
         if expert.startswith("image") and then.startswith("image"):
             assert all(simulation.finished_s[each] <= start_s + NOISE_S for each in begun_s), (start_s, then_s)
-
-
-def batches_before(simulation, trace, numbers):
-    """For each image how many batches of images ran since the last moment without any, its own among them."""
-    before: dict[int, int] = {}
-    count, ended_s = 0, 0.0
-    for start_s, _, requests in batches(simulation, "image"):
-        waiting_s = [
-            trace[each].at_s for each in numbers if each not in before and trace[each].at_s <= start_s + NOISE_S
-        ]
-        count = 1 if min(waiting_s) >= ended_s - NOISE_S else count + 1
-        before |= dict.fromkeys(requests, count)
-        ended_s = simulation.finished_s[requests[0]]
-    return before

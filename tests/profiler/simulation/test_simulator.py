@@ -270,44 +270,6 @@ def test_every_wait_is_under_its_ceiling_on_several_executors_too(line):
     assert_waits_under_their_ceiling(run.run(trace, warm_s=0.0), step_s)
 
 
-@pytest.mark.parametrize(
-    ("executors", "streamed"),
-    [
-        pytest.param(("a", "b"), 1, id="a group that is never empty"),
-        pytest.param(("a", "a", "b"), 2, id="two executors that take turns on one copy"),
-    ],
-)
-def test_a_hot_expert_does_not_keep_another_executors_expert_out_of_a_small_memory(executors, streamed):
-    """The hot expert's executors always have work, so that its copy would never be free but for the bound."""
-    burst = 2 * IMAGES.max_batch * streamed
-    hot = [TracedArrival(FULL_S / streamed * max(number - burst, 0), "hot") for number in range(600 * streamed)]
-    rare = TracedArrival(1.0, "rare")
-    trace = merged(hot, [rare])
-    columns = {"a": {"hot": row("hot", load_s=0.05)}, "b": {"rare": row("rare", load_s=0.05)}}
-    setup = setup_of(columns, executors, 1, max_overtake_s=LINE_BOUND_S)
-    simulation = simulator(setup, check_every_step=False).run(trace, warm_s=0.0)
-    assert simulation.waits_s(trace)[trace.index(rare)] <= LINE_BOUND_S + 0.5
-    assert_waits_under_their_ceiling(simulation, 2 * 0.05 + 2 * FULL_BATCH_S)
-
-
-def test_a_head_that_waited_too_long_gets_through_a_busy_link_and_past_a_hot_expert():
-    """Split memory: the CPU's loads keep the SSD busy, and a hot expert keeps the device's only room."""
-    performance = Performance(0.01, 0.01, 4, workspace_bytes=1)
-    on_cpu = [f"x{number}" for number in range(40)]
-    columns = {
-        "gpu": {name: row(name, performance, load_s={SSD: 0.1, "host": 0.02}) for name in ("rare", "hot")},
-        "cpu": {name: row(name, performance) for name in on_cpu},
-    }
-    pools = (PoolSpec("host", 6, 8), PoolSpec("device", 1, 8, cache="host"))
-    usage = dict.fromkeys(on_cpu, 0.02) | {"rare": 0.001, "hot": 0.2}
-    setup = setup_of(columns, ("gpu", "cpu"), pools, usage=usage, max_overtake_s=BOUND_S)
-    cold = [TracedArrival(number / 12, on_cpu[number % 40]) for number in range(12 * 20)]
-    hot = [TracedArrival(2.0 + number / 60, "hot") for number in range(60 * 18)]
-    simulation = simulator(setup, check_every_step=False).run(merged(cold, hot, [TracedArrival(5.0, "rare")]), warm_s=0)
-    started_s = next(now for now, batch in batches(simulation) if batch.expert == "rare")
-    assert started_s - 5.0 <= BOUND_S + 4 * 0.1 + performance.latency_s(4)  # loads under way, its own, a batch
-
-
 # -- a box that has time reads no more than under the paper's policy, and its requests wait less --
 
 CLASSIFIERS, DETECTORS, BOARD_IMAGES, TAKT_S = 31, 2, 60, 60.0
