@@ -143,10 +143,6 @@ def initial_placement(
     return dealt
 
 
-def place_all(state: State) -> None:
-    state.placements.extend(_first_wishes(state))
-
-
 def place(state: State, expert: str, spec: ExecutorSpec) -> None:
     profile = state.line.matrix.experts[spec.processor][expert]
     state.placements.append(Wish(spec, expert, profile, state.now, state.now))
@@ -181,7 +177,7 @@ def change_line(state: State, line: ServedLine) -> None:
         waiting.extend(staying)
     if not state.is_draining:
         known, at_home = before.graph.experts, line.homes.keys() - before.homes.keys()
-        wishes = _first_wishes(state)
+        wishes = first_wishes(state)
         state.placements.extend(wish for wish in wishes if wish.expert not in known or wish.expert in at_home)
 
 
@@ -213,7 +209,7 @@ def speculate(state: State, spec: ExecutorSpec, expert: str) -> None:
             state.speculations.append(Wish(spec, name, profile, state.now, state.now))
 
 
-def _first_wishes(state: State) -> Iterator[Wish]:
+def first_wishes(state: State) -> Iterator[Wish]:
     line, executors = state.line, [queue.spec for queue in state.queues]
     pinned = [(spec, expert) for expert, spec in line.homes.items()]
     usage = {expert: line.matrix.usage.get(expert, 0.0) for expert in line.graph.placed - line.retired}

@@ -3,29 +3,21 @@
 Each event has one transition here, which calls the modules that decide: ``requests`` (queued, moved, ended), ``demand``
 (copies and room), ``turns`` and ``running`` (batches), ``failures``. All of them work on one ``State``.
 
-There are two kinds of work. An image is one unit, and its batch runs to the end. A request that counts in tokens leases
-memory from its first batch to the end of its step, and runs in quanta: a request that is not done after a quantum goes
-on in a later one, together with requests that came meanwhile (Orca's iteration-level scheduling, section 3, seen from
-outside).
+An image is one unit of work, and its batch runs to the end. A request that counts in tokens leases memory from its
+first batch to the end of its step, and runs in quanta, together with requests that came meanwhile.
 
 Guarantees, for any events in any order:
     every request that arrived ends in exactly one Complete or Fail, once the shell has answered what it was asked;
-    a request of idle precedence delays no other by more than the one batch of one image, and the one load, that began;
-    an expert whose failures may pass is on probation and tried again after bounded pauses; quarantine is for causes
-    that cannot pass; a batch that ran out of memory, or was cancelled, is not counted against its expert;
+    a request of idle precedence delays no other by more than the batch of one image, and the load, that began;
+    an expert whose failures may pass is tried again after bounded pauses; quarantine is for causes that cannot pass;
     no memory's budget is exceeded at any step, and no expert that runs, is pinned, or is being copied is evicted;
-    a request has a lease exactly from its first batch until it is done or preempted, and none while it waits to begin;
     ``handle`` never blocks and never raises: an event that fits nothing is counted and otherwise ignored;
     equal events at equal times give equal effects;
     with an overlapping policy no executor is idle while it has a request whose expert is resident, unless an overdue
     head waits for the room of that expert, or the request cannot have its lease yet;
-    images and quanta take turns (see ``turns``): with an overlapping policy an image waits for at most one quantum per
-    batch of images up to its own, and begun requests are passed by no two batches of images in a row;
     with a bounded policy, the head of a queue whose oldest request has waited for ``max_overtake_s`` gets the next room
     that comes free and the next place on the link, oldest first. No request whose expert is resident and that could
-    begin is overtaken by a request that came ``max_overtake_s`` or more after it, but in the batch of images that
-    follows a quantum; while its expert is being loaded, others may run. No lease is taken from requests that have
-    waited for so long.
+    begin is overtaken by one that came ``max_overtake_s`` or more after it, but in the batch of images after a quantum.
 Assumes: each StartLoad and StartBatch is answered by exactly one event, the batches of one executor in their order; a
 Tick comes when ``next_wakeup_s`` has passed without another event; each quantum leaves its requests less work than
 before, or needs a larger lease, and never more than the most that was named when they arrived.
@@ -78,7 +70,7 @@ class Engine:
             policy,
             limits.max_overtake_s,
             lambda spec, profile: demand.switch_s(self._state, spec, profile),
-            lambda expert, _: failures.barred(self._state, expert),
+            lambda expert: failures.barred(self._state, expert),
         )
         homes = pinned_homes(limits.pinned, [queue.spec for queue in scheduler.queues], matrix.experts)
         line = ServedLine(graph, matrix, homes)
@@ -109,8 +101,7 @@ class Engine:
 
     def next_wakeup_s(self) -> float | None:
         """When a Tick is due if nothing else happens before; None when time alone changes nothing."""
-        moments = (failures.next_retry_s(self._state), failures.next_relief_s(self._state))
-        return min((moment for moment in moments if moment is not None), default=None)
+        return failures.next_wakeup_s(self._state)
 
     def statistics(self) -> EngineStatistics:
         return statistics(self._state)
@@ -133,7 +124,7 @@ def _advance(state: State) -> None:
 
 
 def _started(state: State, _: events.Started) -> bool:
-    demand.place_all(state)
+    state.placements.extend(demand.first_wishes(state))
     return True
 
 

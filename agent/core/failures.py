@@ -6,9 +6,8 @@ Of an expert:
     probation --- a load, or a batch, that went well -----------> serving
     either    --- bad weights, or the shell's report -----------> quarantine, for good
 
-A cause that may pass, such as an SSD that was reset or fragmented memory, means probation: the expert is not asked, but
-for one trial after each pause. Pauses double with each failure up to LONGEST_PAUSE_S and begin anew only after success.
-So an expert that always fails costs one trial a minute, and one that could serve again is out for a minute at most.
+On probation an expert is not asked, but for one trial after each pause. Pauses double with each failure up to
+LONGEST_PAUSE_S and begin anew only after success: an expert that always fails costs one trial a minute.
 
 Of a memory, where the box has less than was planned:
 
@@ -190,10 +189,11 @@ def _failing_since_s(state: State, pool: str, copy: str) -> float:
     return state.now if before is None or state.now - before.pause.until_s > AWAY_S else before.since_s
 
 
-def next_retry_s(state: State) -> float | None:
-    """When a failed load may be tried again next; a load whose pause is over waits for a claim."""
-    moments = (setback.pause.until_s for setback in state.setbacks.values())
-    return min((moment for moment in moments if moment > state.now), default=None)
+def next_wakeup_s(state: State) -> float | None:
+    """When a failed load may be tried again, or a budget gets bytes back. A load whose pause is over waits for room."""
+    retries = (setback.pause.until_s for setback in state.setbacks.values())
+    reliefs = [pause.until_s for pause in state.lowered.values()]
+    return min([*reliefs, *(moment for moment in retries if moment > state.now)], default=None)
 
 
 def is_retry_due(state: State, since_s: float) -> bool:
@@ -352,10 +352,6 @@ def _fall_back(state: State, expert: str, pool: str, copy: str, reason: str) -> 
 
 
 # -- budgets --
-
-
-def next_relief_s(state: State) -> float | None:
-    return min((pause.until_s for pause in state.lowered.values()), default=None)
 
 
 def relieve(state: State) -> bool:

@@ -221,9 +221,9 @@ class ModelPool:
         self._forget(copy)
 
     def evict(self, copy: str) -> int:
-        """Release a copy; returns the freed bytes. Raises IllegalMove for a copy in use or being loaded."""
-        freed = self.freed_bytes(copy)
+        """Release a copy; returns the freed bytes. Raises IllegalMove for a copy in use, being loaded, or absent."""
         self._step(copy, Move.EVICT)
+        freed = self.freed_bytes(copy)
         self._forget(copy)
         return freed
 

@@ -1,12 +1,9 @@
 """PreparedImages: whose images are decoded and normalised before their batches start, and in which order.
 
-Preparation begins when a request is queued, in the order in which batches will run: in each queue's order, across the
-queues by predicted start, as far as the budget for prepared images reaches. The budget counts the prepared images of
-queued requests, of a batch that is queued ahead, and all that is kept for later steps of a route. The images of a
-running batch are the batch's own.
-
-The first batch of every queue is *near*, everything behind it *far*. Far images leave a quarter of the budget to near
-ones.
+Preparation begins when a request is queued, in each queue's order, across the queues by predicted start, as far as the
+budget reaches. The budget counts the images of queued requests, of a batch that is queued ahead, and all that is kept
+for later steps of a route. The first batch of every queue is *near*, everything behind it *far*, which leaves a quarter
+of the budget to near images.
 
 Guarantees: the budget is never exceeded. Each request in a batch of images had Prepare before that batch started, and
 no second one for the same step but to keep less, or after Forget. A request's bytes are free once it has its outcome;

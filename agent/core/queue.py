@@ -101,7 +101,8 @@ class ExecutorQueue:
             for group in self.ongoing.values():
                 if group.expert == expert:
                     return group
-        return self.first_to_begin(expert)
+        groups = self._groups_of.get(expert)  # as first_to_begin, without a call
+        return groups[0] if groups else None
 
     def first_to_begin(self, expert: str) -> Group | None:
         groups = self._groups_of.get(expert)

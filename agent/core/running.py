@@ -1,9 +1,8 @@
 """Batches: what an executor runs next, and the batch that is queued ahead of its answer.
 
 An idle executor is given the group whose turn it is (``turns``), as many of its requests as batch size and workspace
-allow. An executor that runs a batch of images may be given its next batch: the time between an answer and the next
-start is a tenth of small experts' time. A batch that is queued ahead cannot be taken back, so there is one at most, and
-only where waiting for the answer could make nothing better:
+allow. An executor that runs a batch of images may be given its next batch, which cannot be taken back. So there is one
+at most, and only where waiting for the answer could make nothing better:
 
     the batch is full: no later request could join it
     it is of the first group, so it passes no request that it should not pass

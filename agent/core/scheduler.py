@@ -38,7 +38,7 @@ class _Option(NamedTuple):
 class Scheduler:
     """The queues of all executors. ``switch_s(executor, profile)``: seconds until the copy could run there.
 
-    ``barred(expert, now)``: executors to avoid while others can run the expert.
+    ``barred(expert)``: executors to avoid while others can run it.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Scheduler:
         policy: Policy,
         max_overtake_s: float,
         switch_s: Callable[[ExecutorSpec, ExpertProfile], float],
-        barred: Callable[[str, float], Collection[int]] = lambda *_: (),
+        barred: Callable[[str], Collection[int]] = lambda _: (),
     ) -> None:
         used = executors[:1] if policy.assigning is Assigning.FIRST else executors
         self.queues = tuple(ExecutorQueue(spec) for spec in used)
@@ -72,7 +72,7 @@ class Scheduler:
             options = [option for option in options if option.queue.spec.id not in unable]
         if not options:
             return None
-        barred = self._barred(expert, now)
+        barred = self._barred(expert)
         if barred:
             options = [option for option in options if option.queue.spec.id not in barred] or options
         candidates = tuple(

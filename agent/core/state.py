@@ -250,7 +250,8 @@ class EngineStatistics:
 
 
 def statistics(state: State) -> EngineStatistics:
-    counts = state.counts
+    counts, pools = state.counts, state.pools.values()
+    paths = (f"{source}_{pool.name}" for pool in pools for source in (SSD, pool.spec.cache) if source is not None)
     return EngineStatistics(
         arrived=counts["arrived"],
         completed=counts["completed"],
@@ -258,7 +259,7 @@ def statistics(state: State) -> EngineStatistics:
         in_flight=len(state.tickets) - (state.idle_request is not None),
         switches=counts["switches"],
         batches=state.last_batch - counts["idle_batches"],
-        loads={path: counts[path] for path in _load_paths(state)},
+        loads={path: counts[path] for path in sorted(paths)},
         bytes_read=counts["bytes_read"],
         evictions=sum(count for name, count in counts.items() if name.startswith("evictions_")),
         unexpected_events=counts["unexpected_events"],
@@ -266,15 +267,10 @@ def statistics(state: State) -> EngineStatistics:
         quarantined=dict(state.quarantined),
         on_probation={expert: probation.reason for expert, probation in state.probations.items()},
         queues=tuple(_queue_statistics(state, queue) for queue in state.queues),
-        pools=tuple(pool.statistics() for pool in state.pools.values()),
+        pools=tuple(pool.statistics() for pool in pools),
         prepared=state.images.statistics(),
         serves_earlier_lines=any(ticket.graph is not state.line.graph for ticket in state.tickets.values()),
     )
-
-
-def _load_paths(state: State) -> list[str]:
-    sources = ((source, pool.name) for pool in state.pools.values() for source in (SSD, pool.spec.cache))
-    return sorted(f"{source}_{pool}" for source, pool in sources if source is not None)
 
 
 def _queue_statistics(state: State, queue: ExecutorQueue) -> QueueStatistics:

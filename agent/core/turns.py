@@ -10,24 +10,19 @@ next one. So an executor has two kinds of work, which take turns:
 
 A quantum of beginning requests that passes the ongoing group whose last turn is longest ago makes that group the next.
 A batch of an expert with an ongoing group takes that group's requests first, then requests that begin (iteration-level
-scheduling, seen from outside: Orca, section 3), as many as the batch size, workspace, leases and overtaking bound
-allow. Where begun requests would fill all places, every other quantum leaves half of the places to requests that can
-begin; among begun requests, the longest without a quantum goes first. A request whose batch failed runs alone until its
-step ends, so that a request that breaks every batch ends without the others.
+scheduling, seen from outside: Orca, section 3). Where begun requests would fill all places, every other quantum leaves
+half of them to requests that can begin. A request whose batch failed runs alone until its step ends.
 
 Experts of one family may run in one batch. The turn is decided for each expert as if it had no family. Other experts of
-the family whose copies may run ride along in the places that are left: ongoing groups, whole or not at all, so that
-each ride is a turn; then, in the queue's order, requests of all of them that begin.
+the family ride along in the places that are left: ongoing groups, whole or not at all, then requests that begin.
 
 Guarantees, with an overlapping policy: an image whose expert may run is passed by no two quanta in a row. An ongoing
 group whose expert may run is passed by no two batches of images in a row, and by no two quanta of other groups between
 two turns of ongoing groups. A request that begins passes no request that came longer before it than the overtaking
-bound; an image does so only in the batch after a quantum; a request that goes on passes none. In batches of ``n``
-places, at least two, a request that can have its lease, behind ``w`` such requests of its expert, begins in the
-``2 * ceil((w + 1) / (n // 2))``-th quantum of that expert at the latest, however long begun requests go on. Without
-overlap the queue's order decides in place of the kind, and an ongoing group is passed by one batch. A group that cannot
-begin asks for no load and keeps no other group from running. Without leases the head runs, or the first group whose
-expert is resident.
+bound; an image does so only in the batch after a quantum. In batches of ``n`` places, at least two, a request that can
+have its lease, behind ``w`` such requests of its expert, begins in the ``2 * ceil((w + 1) / (n // 2))``-th quantum of
+that expert at the latest. Without overlap the queue's order decides in place of the kind, and an ongoing group is
+passed by one batch. A group that cannot begin asks for no load and keeps no other group from running.
 """
 
 from __future__ import annotations
