@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from agent.core.effects import StartBatch, StartLoad
 from agent.core.performance import SSD
 from experts.errors import WorkOverdue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
+    from agent.core.effects import StartLoad
     from agent.core.performance import ExecutorSpec, PerformanceMatrix
     from agent.core.request import Batch
 
 logger = logging.getLogger(__name__)
+
+DRIVE_ADVICE = "look for errors of the drive under `state` in dmesg"
+DEVICE_ADVICE = "look for errors of the device and of its driver in dmesg"
+
+Work = TypeVar("Work")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +49,12 @@ class AgeLimits:
 
 
 @dataclass(slots=True)
-class _Opened:
+class _Opened(Generic[Work]):
     """``told_at_s``: when its age was logged; None: not yet."""
 
-    effect: StartBatch | StartLoad
+    work: Work
+    described: str
+    advice: str
     opened_at_s: float
     predicted_s: float
     told_at_s: float | None = None
@@ -76,47 +83,37 @@ class OpenWork:
         self._processors = {spec.id: spec.processor for spec in executors}
         self._columns = matrix.experts
         self._ssd_bytes_per_s = ssd_bytes_per_s
-        self._batches: dict[int, _Opened] = {}
-        self._loads: dict[int, _Opened] = {}
+        self.batches: dict[int, _Opened[Batch]] = {}
+        self.loads: dict[int, _Opened[StartLoad]] = {}
 
     def predict_by(self, matrix: PerformanceMatrix) -> None:
         self._columns = matrix.experts
 
-    @property
-    def batches(self) -> int:
-        return len(self._batches)
-
-    @property
-    def loads(self) -> int:
-        return len(self._loads)
-
-    def open_batch(self, effect: StartBatch, now: float) -> None:
-        self._batches[effect.batch.id] = _Opened(effect, now, self._batch_s(effect.batch))
+    def open_batch(self, batch: Batch, now: float) -> None:
+        described = f"the batch of {len(batch.requests)} for {batch.expert} on executor {batch.executor}"
+        self.batches[batch.id] = _Opened(batch, described, DEVICE_ADVICE, now, self._batch_s(batch))
 
     def runs_on(self, executor: int) -> bool:
-        return any(
-            isinstance(opened.effect, StartBatch) and opened.effect.batch.executor == executor
-            for opened in self._batches.values()
-        )
+        return any(opened.work.executor == executor for opened in self.batches.values())
 
     def open_load(self, effect: StartLoad, now: float) -> None:
-        waiting = [opened.effect for opened in self._loads.values()]
-        waiting_bytes = sum(each.size_bytes for each in waiting if isinstance(each, StartLoad))
-        predicted_s = self._load_s(effect, waiting_bytes + effect.size_bytes)
-        self._loads[effect.load] = _Opened(effect, now, predicted_s)
+        described = f"the load of {effect.expert} from {effect.source} to {effect.pool}"
+        advice = DRIVE_ADVICE if effect.source == SSD else DEVICE_ADVICE
+        waiting_bytes = sum(opened.work.size_bytes for opened in self.loads.values()) + effect.size_bytes
+        self.loads[effect.load] = _Opened(effect, described, advice, now, self._load_s(effect, waiting_bytes))
 
     def close_batch(self, batch: int) -> Batch | None:
-        opened = self._batches.pop(batch, None)
-        return opened.effect.batch if opened is not None and isinstance(opened.effect, StartBatch) else None
+        opened = self.batches.pop(batch, None)
+        return None if opened is None else opened.work
 
     def close_load(self, load: int) -> None:
-        self._loads.pop(load, None)
+        self.loads.pop(load, None)
 
     def oldest_batch_s(self, now: float) -> float | None:
-        return _oldest_s(self._batches.values(), now)
+        return max((now - each.opened_at_s for each in self.batches.values()), default=None)
 
     def oldest_load_s(self, now: float) -> float | None:
-        return _oldest_s(self._loads.values(), now)
+        return max((now - each.opened_at_s for each in self.loads.values()), default=None)
 
     def next_due_s(self) -> float | None:
         return min((opened.due_s(self._limits) for opened in self._all()), default=None)
@@ -128,12 +125,12 @@ class OpenWork:
                 continue
             age_s = now - opened.opened_at_s
             if opened.told_at_s is not None:
-                is_batch = isinstance(opened.effect, StartBatch)
-                raise WorkOverdue(_described(opened.effect), age_s, _advice(opened.effect), is_batch=is_batch)
+                is_batch = opened in self.batches.values()
+                raise WorkOverdue(opened.described, age_s, opened.advice, is_batch=is_batch)
             opened.told_at_s = now
             logger.error(
                 "overdue age_s=%.0f predicted_s=%.1f: %s has not answered; the agent ends in %.0f s if it does not",
-                age_s, opened.predicted_s, _described(opened.effect), opened.due_s(self._limits) - now,
+                age_s, opened.predicted_s, opened.described, opened.due_s(self._limits) - now,
             )  # fmt: skip
 
     def _batch_s(self, batch: Batch) -> float:
@@ -150,21 +147,5 @@ class OpenWork:
             return measured_s
         return max(measured_s, waiting_bytes / self._ssd_bytes_per_s)
 
-    def _all(self) -> tuple[_Opened, ...]:
-        return (*self._batches.values(), *self._loads.values())
-
-
-def _oldest_s(opened: Iterable[_Opened], now: float) -> float | None:
-    return max((now - each.opened_at_s for each in opened), default=None)
-
-
-def _described(effect: StartBatch | StartLoad) -> str:
-    if isinstance(effect, StartLoad):
-        return f"the load of {effect.expert} from {effect.source} to {effect.pool}"
-    return f"the batch of {len(effect.batch.requests)} for {effect.batch.expert} on executor {effect.batch.executor}"
-
-
-def _advice(effect: StartBatch | StartLoad) -> str:
-    if isinstance(effect, StartLoad) and effect.source == SSD:
-        return "look for errors of the drive under `state` in dmesg"
-    return "look for errors of the device and of its driver in dmesg"
+    def _all(self) -> tuple[_Opened[Any], ...]:
+        return (*self.batches.values(), *self.loads.values())

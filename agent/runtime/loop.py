@@ -498,7 +498,7 @@ class AgentLoop:
             executor.hurry(batch)
 
     def _begin_batch(self, effect: effects.StartBatch) -> None:
-        self._open.open_batch(effect, self._clock())
+        self._open.open_batch(effect.batch, self._clock())
         self._since_s[effect.batch.id] = self._clock()
         if self._watch is not None:
             self._watch.begun(effect.batch.requests)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent.core.effects import StartBatch, StartLoad
+from agent.core.effects import StartLoad
 from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, Performance, PerformanceMatrix
 from agent.core.request import Batch
 from agent.runtime.ages import AgeLimits, OpenWork
@@ -17,7 +17,7 @@ EXECUTORS = [ExecutorSpec(0, "cpu", "host")]
 
 
 def batch_of(expert, size, number=1):
-    return StartBatch(Batch(number, 0, expert, expert, tuple(range(size)), 0))
+    return Batch(number, 0, expert, expert, tuple(range(size)), 0)
 
 
 def load_of(expert, number=1, size_bytes=1000, source="ssd"):
