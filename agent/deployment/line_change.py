@@ -59,7 +59,6 @@ class LineChange:
 
 
 def line_name(expert: str) -> str:
-    """The line file's name of an expert, by the Engine's."""
     return expert.partition(GENERATION)[0]
 
 

@@ -117,7 +117,6 @@ def pool_budgets(config: LineConfig, box: Box) -> dict[str, int]:
 
 
 def available_for(pool: str, budget_bytes: int) -> int:
-    """Available memory that gives this automatic budget."""
     return round(budget_bytes / FRACTIONS[pool])
 
 

@@ -69,7 +69,6 @@ def box_mismatches(profile: StoredProfile, box: BoxIdentity) -> tuple[str, ...]:
 
 
 def is_of_another_box(then: BoxIdentity, now: BoxIdentity) -> bool:
-    """Compares device, model, processors and cores."""
     return any(differences(replace(then, versions={}, forms=""), replace(now, versions={}, forms="")))
 
 

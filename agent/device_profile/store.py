@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 
 
 def partial_of(path: Path) -> Path:
-    """Path of a profile in the making."""
     return path.with_name(path.name + ".partial")
 
 

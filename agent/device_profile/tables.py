@@ -86,7 +86,6 @@ class Table:
 
     @cached_property
     def _told(self) -> dict[str, dict[str, Any]]:
-        """JSON Schema of each column: type and description."""
         return {name: column.json_schema() for name, column in self._types.items()}
 
     def _encoded(self, row: object) -> dict[str, Any]:

@@ -207,7 +207,6 @@ class ArenaMemory:
         self._copy([(region.tensor(self._device)[offset_bytes : offset_bytes + source.numel()], source)])
 
     def close(self) -> None:
-        """Free the arena; its regions must not be used any more."""
         self._bytes = None
 
     def _cut(self, span: Span, start: int, size_bytes: int) -> Tensor:

@@ -116,7 +116,6 @@ class Team:
 
 
 def lone_team(threads: int) -> Team:
-    """As of a single executor on the CPU."""
     return teams([ExecutorSpec(0, "cpu", HOST)], threads)[0]
 
 

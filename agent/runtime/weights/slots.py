@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import StrEnum
 from threading import Condition, Lock
 from typing import TYPE_CHECKING
 
@@ -57,12 +56,6 @@ class SlotStatistics:
     regions_moved: int
     binds: int
     moe_experts: OffloadTotals
-
-
-class SlotState(StrEnum):
-    LOADING = "loading"
-    READY = "ready"
-    GONE = "gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +102,7 @@ class Slot:
 
     copy: ExpertCopy
     parts: tuple[SharedSegment, ...]
-    state: SlotState = SlotState.LOADING
+    is_ready: bool = False
     uses: int = 0
     housing: Housing | None = None
     moe: OffloadedCopy | None = None
@@ -118,6 +111,10 @@ class Slot:
     def region(self) -> Region:
         assert self.housing is not None, "the slot has no memory yet"
         return self.housing.region
+
+    @property
+    def state(self) -> str:
+        return "ready" if self.is_ready else "loading"
 
     def stands_on(self, region: Region) -> bool:
         if self.housing is None:
@@ -239,7 +236,7 @@ class SlotStore:
 
     def commit(self, slot: Slot) -> None:
         with self._calm:
-            slot.state = SlotState.READY
+            slot.is_ready = True
             self._calm.notify_all()
 
     def abandon(self, slot: Slot) -> None:
@@ -254,14 +251,14 @@ class SlotStore:
             if not self._calm.wait_for(lambda: not (self._is_moving and self._is_stilled(copy)), MOVE_S):
                 raise WorkOverdue(f"moving {copy} in {self.pool}", MOVE_S, MOVE_ADVICE, is_batch=False)
             slot = self._slots.get(copy)
-            if slot is None or slot.state is not SlotState.READY or slot.uses:
+            if slot is None or not slot.is_ready or slot.uses:
                 state = "absent" if slot is None else "in use" if slot.uses else slot.state
                 raise IllegalMove(copy, state, "evict")
             self._release(slot)
 
     def ready(self) -> tuple[str, ...]:
         with self._lock:
-            return tuple(name for name, slot in self._slots.items() if slot.state is SlotState.READY)
+            return tuple(name for name, slot in self._slots.items() if slot.is_ready)
 
     @contextmanager
     def using(self, copy: str) -> Iterator[Slot]:
@@ -290,7 +287,7 @@ class SlotStore:
 
     def _ready(self, copy: str) -> Slot:
         slot = self._slots.get(copy)
-        if slot is None or slot.state is not SlotState.READY:
+        if slot is None or not slot.is_ready:
             raise IllegalMove(copy, "absent" if slot is None else slot.state, "use")
         return slot
 
@@ -316,17 +313,16 @@ class SlotStore:
     def _offloaded(self) -> OffloadTotals:
         totals = self._moe_of_gone
         for slot in self._slots.values():
-            if slot.moe is not None and slot.state is SlotState.READY:
+            if slot.moe is not None and slot.is_ready:
                 totals = totals.plus(slot.moe.statistics())
         return totals
 
     def close(self) -> None:
         """Give everything back. Nothing may be loading or in use."""
         with self._changing, self._lock:
-            housings = [slot.housing for slot in self._slots.values()] + [p.housing for p in self._parts.values()]
             for slot in self._slots.values():
                 _end_loads(slot)
-            for housing in [*(each for each in housings if each is not None), *self._spares]:
+            for housing in (*self._housings(), *self._spares):
                 housing.bindings.clear()
                 housing.region.close()
             self._slots.clear()
@@ -339,10 +335,13 @@ class SlotStore:
             if isinstance(self.memory, ArenaMemory):
                 self.memory.close()
 
+    def _housings(self) -> list[Housing]:
+        holders: tuple[Slot | SharedSegment, ...] = (*self._slots.values(), *self._parts.values())
+        return [each.housing for each in holders if each.housing is not None]
+
     def _release(self, slot: Slot) -> None:
-        if slot.moe is not None and slot.state is SlotState.READY:
+        if slot.moe is not None and slot.is_ready:
             self._moe_of_gone = self._moe_of_gone.plus(slot.moe.statistics())
-        slot.state = SlotState.GONE
         del self._slots[slot.copy.name]
         _end_loads(slot)
         if slot.housing is not None:
@@ -432,7 +431,7 @@ class SlotStore:
                 self._calm.notify_all()
 
     def _is_touched(self, region: Region, loading: Slot) -> bool:
-        at_work = (slot for slot in self._slots.values() if slot.uses or slot.state is SlotState.LOADING)
+        at_work = (slot for slot in self._slots.values() if slot.uses or not slot.is_ready)
         return any(slot is not loading and slot.stands_on(region) for slot in at_work)
 
     def _is_stilled(self, copy: str) -> bool:
@@ -442,9 +441,8 @@ class SlotStore:
     def _rehouse(self, region: ArenaRegion, moved: ArenaRegion, loading: Slot) -> None:
         """Slots and spares stand on the region's new place; skeletons of slots are bound anew, of spares shelved."""
         with self._lock:
-            own = [slot.housing for slot in self._slots.values()] + [part.housing for part in self._parts.values()]
             spare = [housing for housing in self._spares if housing.region is region]
-            for housing in [*(each for each in own if each is not None and each.region is region), *spare]:
+            for housing in [*(each for each in self._housings() if each.region is region), *spare]:
                 housing.region = moved
             self._stilled = moved  # until its skeletons show it, too
             standing = [slot for slot in self._slots.values() if slot is not loading and slot.stands_on(moved)]
