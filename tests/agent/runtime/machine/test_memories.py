@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agent.runtime.machine.detection import detect, host_memory
+from agent.runtime.machine.detection import detect, has_nvidia_gpu, host_memory
 from agent.runtime.machine.memories import (
     CudaMemory,
     EmulatedMemory,
@@ -115,3 +115,20 @@ def test_the_tightest_control_group_limits_the_host(tmp_path):
     (unit.parent / "memory.stat").write_text(f"anon 1\ninactive_file {10 * MIB}\n")
     size = host_memory(tmp_path / "groups", membership)
     assert (size.total_bytes, size.available_bytes) == (64 * MIB, 34 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "kind", "is_one"),
+    [
+        ("0x10de", "0x030000", True),
+        ("0x10de", "0x030200", True),
+        ("0x10de", "0x040300", False),
+        ("0x8086", "0x030000", False),
+    ],
+)
+def test_a_gpu_is_known_by_its_vendor_and_class(tmp_path, vendor, kind, is_one):
+    (tmp_path / "0000:01:00.0").mkdir()
+    (tmp_path / "0000:01:00.0" / "vendor").write_text(f"{vendor}\n")
+    (tmp_path / "0000:01:00.0" / "class").write_text(f"{kind}\n")
+    (tmp_path / "0000:02:00.0").mkdir()
+    assert has_nvidia_gpu(tmp_path) is is_one
