@@ -10,7 +10,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from agent.runtime.machine.memories import HostMemory, HostRegion
     from experts.packed.weights import AlignedBuffer, SegmentStore
@@ -22,9 +22,8 @@ class PacedLink:
     Unused time is lost: no burst after a pause. Background loads ask first whether the link ``is_demanded``.
     """
 
-    def __init__(self, bytes_per_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, bytes_per_s: float | None) -> None:
         self.bytes_per_s = bytes_per_s
-        self._clock = clock
         self._free_at_s = 0.0
         self._demands = 0
         self._lock = Lock()
@@ -45,7 +44,7 @@ class PacedLink:
 
     def reserve(self, size_bytes: int) -> float:
         """When a link of this rate would have delivered so many bytes, behind everything reserved before."""
-        now = self._clock()
+        now = time.monotonic()
         if self.bytes_per_s is None:
             return now
         with self._lock:

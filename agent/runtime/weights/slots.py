@@ -137,11 +137,10 @@ class Slot:
 
 
 class SkeletonShelf:
-    """At most ``limit`` unbound skeletons, oldest dropped first; the only place where one is constructed."""
+    """At most SPARE_SKELETONS unbound skeletons, oldest dropped first; the only place where one is constructed."""
 
-    def __init__(self, segments: SegmentStore, limit: int = SPARE_SKELETONS) -> None:
+    def __init__(self, segments: SegmentStore) -> None:
         self._segments = segments
-        self._limit = limit
         self._spares: list[tuple[tuple[str, str], Skeleton]] = []  # by layout and device, oldest first
         self._lock = Lock()
         self.constructed = 0
@@ -160,7 +159,7 @@ class SkeletonShelf:
     def put(self, packed: PackedExpert, device: str, skeleton: Skeleton) -> None:
         with self._lock:
             self._spares.append(((packed.layout, device), skeleton))
-            del self._spares[: -self._limit or None]
+            del self._spares[:-SPARE_SKELETONS]
 
     def clear(self) -> None:
         with self._lock:
