@@ -1,10 +1,11 @@
-"""What tests of microbenchmarks stand on."""
+"""Store and workbench that tests of microbenchmarks measure with."""
 
 from __future__ import annotations
 
 import pytest
 
 from experts.packed.weights import SegmentStore
+from tests.profiler.workbench import Workbench
 
 
 @pytest.fixture
@@ -12,3 +13,10 @@ def store(tmp_path):
     store = SegmentStore(tmp_path / "packed")
     yield store
     store.close()
+
+
+@pytest.fixture
+def workbench(tmp_path):
+    workbench = Workbench(tmp_path)
+    yield workbench
+    workbench.store.close()

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from PIL import Image
 
-from agent.device_profile.records import BatchTimes, KindProfile
-from agent.runtime.expert_copy import ExpertCopy
-from agent.runtime.machine.detection import detect
-from experts.expert import BoundingBox, Expert, InputSpec, LabelScore, Precision, Prediction
+from agent.device_profile.records import BatchTimes
+from experts.expert import BoundingBox, LabelScore, Precision, Prediction
 from experts.graph import ExpertGraph, RouteStep
-from experts.packed.packing import pack_line
-from experts.packed.weights import SegmentStore
 from profiler.microbench.agreement import (
     LEAST_IMAGES,
     TOLERANCE,
@@ -27,11 +19,9 @@ from profiler.microbench.agreement import (
     image_s,
     is_clearly_faster,
 )
-from profiler.microbench.bench import Bench
-from profiler.workload.samples import LineSamples, Sample
-
-LABELS = ("ok", "bad")
-
+from profiler.microbench.smoke_test import failing_experts
+from profiler.workload.samples import Sample
+from tests.profiler.lines import kind_of
 
 GRAPH = ExpertGraph([], {})
 
@@ -101,49 +91,6 @@ class TestVerdicts:
         assert self.judged_alike("cls/b", Prediction("x", 0.9), Prediction("x", 0.88), branching)
 
 
-class Workbench:
-    """A line's store and samples; packs experts in one precision or another, from one file or another.
-
-    Each is packed on its own and its files are brought together: a line would keep one file for an expert.
-    """
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.store = SegmentStore(folder / "packed")
-
-    def copy(self, expert, precision):
-        alone = SegmentStore(self.folder / f"{expert.weights.stem}-{precision}")
-        packed = pack_line([expert], lambda _: {precision}, alone).packed[expert.id][precision]
-        alone.close()
-        shutil.copytree(alone.directory, self.store.directory, dirs_exist_ok=True)
-        return ExpertCopy(f"{expert.id}@{precision}", expert, packed)
-
-    def fake(self, name, precision, label=None):
-        weights = self.folder / f"{name}-{label}.yaml"
-        weights.write_text(json.dumps({"weight_bytes": 5000, "label": label}))
-        return self.copy(Expert(f"cls/{name}", "fake", weights, LABELS, InputSpec(8, 8)), precision)
-
-    def images(self, name, count):
-        """Samples of an expert, each of another colour."""
-        samples = []
-        for number in range(count):
-            path = self.folder / f"{name}-{number}.png"
-            Image.fromarray(np.full((12, 12, 3), 10 + 40 * number % 240, np.uint8)).save(path)
-            samples.append(Sample(path, name, None, "inbox"))
-        return tuple(samples)
-
-    def bench(self, **samples):
-        by_expert = {f"cls/{name}": listed for name, listed in samples.items()}
-        return Bench(detect("cpu"), "cpu", self.store, LineSamples(by_expert), threads=1)
-
-
-@pytest.fixture
-def workbench(tmp_path):
-    workbench = Workbench(tmp_path)
-    yield workbench
-    workbench.store.close()
-
-
 class TestExperts:
     def test_each_is_judged_by_its_own_images_and_by_enough_of_them(self, workbench):
         said = {"a": ("ok", "ok"), "b": ("ok", "bad"), "c": ("ok", "ok")}
@@ -197,9 +144,7 @@ class TestExperts:
 
 def kind(precision, K_s, B_s=0.0, max_batch=4, seconds=()):
     batches = (BatchTimes(1, seconds or (K_s + B_s,), 0),)
-    return KindProfile(
-        "resnet18", "resnet18", "cpu", precision, 2, K_s, B_s, 0.0, max_batch, 1, 0, 0, {"ssd": 0.1}, batches, "none"
-    )
+    return kind_of("resnet18", precision, K_s=K_s, B_s=B_s, max_batch=max_batch, batches=batches)
 
 
 class TestTimes:
@@ -231,3 +176,30 @@ def test_candidates_are_what_the_backend_packs_and_the_processor_runs_fp32_first
     found = candidate_precisions(architecture, processor)
     assert (found[0], set(found)) == (Precision.FP32, forms)
     assert set(found) <= set(candidate_precisions(architecture, "cpu"))
+
+
+class TestWhichExpertsRun:
+    """One image each over the agent's own path."""
+
+    @pytest.fixture
+    def copies(self, workbench):
+        return [
+            workbench.fake(name, Precision.FP32, label) for name, label in zip("abc", ("ok", "bad", None), strict=True)
+        ]
+
+    def test_sound_experts_do_and_each_is_told_of(self, workbench, copies):
+        steps = []
+        assert failing_experts(workbench.bench(), copies, lambda done, total: steps.append((done, total))) == {}
+        assert steps == [(0, 3), (1, 3), (2, 3), (3, 3)]
+        assert failing_experts(workbench.bench(), []) == {}
+
+    def test_one_that_cannot_be_loaded_fails_and_those_after_it_run(self, workbench, copies):
+        workbench.store.program_path(copies[0].packed.program_sha256).unlink()
+        assert failing_experts(workbench.bench(), copies).keys() == {"cls/a"}
+
+    def test_what_runs_is_its_sample(self, workbench, copies):
+        samples = {name: workbench.images(name, 1) for name in "ab"}
+        samples["b"][0].path.write_bytes(b"no image")
+        (failing,) = failing_experts(workbench.bench(**samples), copies).items()
+        assert failing[0] == "cls/b"
+        assert "b-0.png" in failing[1]

@@ -11,14 +11,7 @@ from experts.expert import Expert, InputSpec, Precision
 from experts.graph import ExpertGraph
 from profiler.microbench.decoding import MOST_COMPARED, DecodingBench
 from profiler.workload.samples import Sample
-from tests.profiler.microbench.test_agreement import LABELS, Workbench
-
-
-@pytest.fixture
-def workbench(tmp_path):
-    workbench = Workbench(tmp_path)
-    yield workbench
-    workbench.store.close()
+from tests.profiler.workbench import LABELS
 
 
 def photographs(workbench, count, form="jpg", size=(400, 500)):

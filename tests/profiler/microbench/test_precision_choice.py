@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -18,6 +17,7 @@ from profiler.microbench import agreement
 from profiler.microbench.batches import BatchOptions
 from profiler.profiling.profile_line import ProfilingOptions, profile_line
 from profiler.profiling.report import profile_json, profile_table
+from tests.profiler.lines import fakes, write_line
 
 SHORT = BatchOptions(sizes=(1, 2), repeats=1, limit_s=0.5)
 FASTEST_BF16 = {"fp16": 1.0, "onnxruntime": 1.0, "onednn-fp32": 1.0, "onednn-bf16": 1.0, "fp32": 0.5, "bf16": 0.001}
@@ -31,20 +31,10 @@ class LineOfOneKind:
 
     def __init__(self, folder, experts=6, shared=None):
         self.folder = folder
-        told = {"weight_bytes": 300_000, "workspace_bytes": 1000, "label": "ok", "shared": shared or {}}
-        (folder / "fake.yaml").write_text(json.dumps(told))
-        fake = {"architecture": "fake", "labels": ["ok", "bad"], "input": {"size": [8, 8]}, "weights": "fake.yaml"}
-        document = {
-            "line": "test",
-            "state": "./state",
-            "experts": {f"cls/f{number}": fake for number in range(experts)},
-            "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(experts)},
-            "memory": {"host": "512MiB"},
-            "device": "cpu",
-            "precision": "auto",
-        }
-        (folder / "line.yaml").write_text(yaml.safe_dump(document))
-        self.config = read_line(folder / "line.yaml", {})
+        document = fakes(experts, labels=["ok", "bad"]) | {
+            "memory": {"host": "512MiB"}, "device": "cpu", "precision": "auto",
+        }  # fmt: skip
+        self.config = write_line(folder, document, weight_bytes=300_000, label="ok", shared=shared or {})
 
     def crops(self, *components, each=LEAST):
         """A sample folder with images of each of these."""
