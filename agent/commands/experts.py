@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from agent.config import LineConfig
     from agent.device_profile.records import StoredProfile
-    from agent.records.shadow_answers import Comparison, Sides
+    from agent.records.shadow_answers import Comparison
     from experts.packed.manifests import Manifest
 
 
@@ -123,8 +123,8 @@ def comparison_row(comparison: Comparison) -> dict[str, Any]:
         "failed": comparison.failed,
         "dropped": comparison.dropped,
         "last_reason": comparison.last_reason,
-        "scores": _sides(comparison.scores),
-        "seconds": _sides(comparison.seconds),
+        "scores": comparison.scores and asdict(comparison.scores),
+        "seconds": comparison.seconds and asdict(comparison.seconds),
         "executors": {
             "expert": [asdict(each) for each in comparison.ran_on],
             "shadow": [asdict(each) for each in comparison.shadow_ran_on],
@@ -230,7 +230,3 @@ def _processors(comparison: Comparison) -> list[str]:
 def _said(label: str | None, score: float | None, passes: bool | None) -> str:
     end = "" if passes is None else ", passes" if passes else ", NG"
     return f"{label} {0.0 if score is None else score:.3f}{end}"
-
-
-def _sides(sides: Sides | None) -> dict[str, float] | None:
-    return None if sides is None else {"expert": sides.expert, "shadow": sides.shadow}

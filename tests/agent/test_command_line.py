@@ -183,17 +183,6 @@ def test_after_kill_9_nothing_is_lost_or_counted_twice(tmp_path, serve):
     assert sorted(again.boards()) == sorted((f"B{board}", "OK", 0) for board in range(20))
 
 
-def test_a_second_agent_on_the_same_line_is_refused_and_the_first_goes_on(tmp_path, serve):
-    line = write_line(tmp_path)
-    serving = serve(line)
-    drop(tmp_path, "B1_c0_R1.png")
-    serving.wait_for(1)
-    second = coserve_here("serve", line, check=1)
-    assert "is held by another agent or `coserve profile`: stop it first" in second.stderr
-    drop(tmp_path, "B1_c1_R1.png")
-    serving.wait_for(2)
-
-
 def test_a_state_that_is_no_folder_is_told_in_one_line(tmp_path):
     line = write_line(tmp_path)
     state = read_line(line, {}).state

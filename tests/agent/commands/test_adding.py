@@ -346,12 +346,3 @@ class TestLabelsThatDoNotExcludeOneAnother:
         assert added.sure["task"] == "one output, which leaves a softmax nothing to choose from"
         assert 0 < added.tried.prediction.outputs[0].score < 1
         assert added.judges
-
-    def test_a_loss_of_the_file_decides_over_several(self, line, tmp_path):
-        network = build_trainable("resnet18", 2, stem="3x3")
-        torch.save({"model": network.state_dict(), "loss": "bce", "classes": ["bent", "gone"]}, tmp_path / "x.pt")
-        added = add_model(line, tmp_path / "x.pt", replace(self.WISHES, otherwise="ok"))
-        assert (added.entry["task"], added.sure["task"]) == ("multilabel", "loss")
-        torch.save({"model": network.state_dict(), "loss": "ce", "classes": ["ok", "gone"]}, tmp_path / "y.pt")
-        added = add_model(line, tmp_path / "y.pt", self.WISHES)
-        assert ("task" in added.entry, added.sure["task"]) == (False, "loss")

@@ -127,19 +127,6 @@ def test_what_cannot_be_edited_is_told_with_its_place(text, path, reason):
         set_key(text, path, value, file=FILE)
 
 
-@pytest.mark.parametrize(
-    ("text", "path", "expected"),
-    [
-        ("a: 1\n# of b\nb: 2\n", ("b",), "a: 1\n# of b\n"),
-        ("a: {b: 1, c: 2}\n", ("a", "c"), "a: {b: 1}\n"),
-        ("a:\n  b: 1\nc: 2\n", ("a", "b"), "a: {}\nc: 2\n"),
-        ("a: [1, 2]\n", ("a", 0), "a: [2]\n"),
-    ],
-)
-def test_a_key_is_removed(text, path, expected):
-    assert remove(text, path, file=FILE) == expected
-
-
 def test_a_file_is_edited_with_its_permissions_and_through_its_link(tmp_path):
     real, link = tmp_path / "real.yaml", tmp_path / "line.yaml"
     real.write_bytes(b"a: 1\r\n")
