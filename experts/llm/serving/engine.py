@@ -213,8 +213,9 @@ class LlmEngine:
         places: dict[int, tuple[_FamilyTexts, int]] = {}
         groups = []
         for family in families({id(turn.model): turn.model for turn in turns}.values()):
-            layout = KvLayout.of(family.spec, family.dtype)
-            kind = (type(family.models[0]), family.spec, family.dtype, family.device, len(family.models))
+            first = family.models[0]
+            layout = KvLayout.of(first.spec, first.dtype)
+            kind = (type(first), first.spec, first.dtype, first.device, len(family.models))
             groups.append(_FamilyTexts(family, layout, self._times.setdefault(kind, IterationTimes())))
             places.update({id(model): (groups[-1], place) for place, model in enumerate(family.models)})
         for turn in turns:
@@ -307,7 +308,7 @@ class LlmEngine:
 
     def _iterate(self, group: _FamilyTexts, rows: Sequence[_TextRow]) -> None:
         began_s = self._clock()
-        batch = TokenBatch.of([row.text.chunk(row.tokens) for row in rows], group.family.device)
+        batch = TokenBatch.of([row.text.chunk(row.tokens) for row in rows], group.family.models[0].device)
         logits = self._forward(group, batch, rows)
         for row in rows:
             row.text.ran_for(row.tokens)
@@ -326,7 +327,7 @@ class LlmEngine:
         """The logits of each row's last ``wanted`` tokens, rows one after the other."""
         ends = [start + row.tokens for start, row in zip(batch.starts, rows, strict=True)]
         places = [n for end, row in zip(ends, rows, strict=True) for n in range(end - row.wanted, end)]
-        index = torch.tensor(places, device=group.family.device)
+        index = torch.tensor(places, device=batch.token_ids.device)
         owners = [group.owners[row.text.request] for row in rows]
         wanted = [owner for owner, row in zip(owners, rows, strict=True) for _ in range(row.wanted)]
         key_values = _TimedKeyValues(self._arena.key_values(group.layout), self._clock)

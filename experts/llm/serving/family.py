@@ -20,7 +20,6 @@ from experts.llm.model import run_layers
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-    from experts.llm.config import ArchSpec
     from experts.llm.key_values import KeyValues
     from experts.llm.model import LanguageModel, Step
     from experts.llm.token_batch import TokenBatch
@@ -38,18 +37,6 @@ class ModelFamily:
         # of each step, for each model the first with the same weights; not needed for one model
         identities = [[identity(part) for part in model.parts] for model in models] if len(models) > 1 else []
         self._same = [tuple(step.index(each) for each in step) for step in zip(*identities, strict=True)]
-
-    @property
-    def spec(self) -> ArchSpec:
-        return self.models[0].spec
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.models[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.models[0].device
 
     def hidden(self, batch: TokenBatch, key_values: KeyValues, owners: Sequence[int]) -> Tensor:
         """Hidden states behind the last layer; ``owners``: model of each row."""
