@@ -139,8 +139,7 @@ class OpenAiEndpoint:
 def _wrong_form(request: HttpRequest, method: str) -> HttpAnswer | None:
     """Refusal of another method or content type. Any web page can make a browser send JSON as another type."""
     if request.method != method:
-        wrong = plain_error(405, f"{request.path} is asked by {method}", "method_not_allowed")
-        return type(wrong)(wrong.status, wrong.body, (*wrong.headers, ("allow", method)))
+        return plain_error(405, f"{request.path} is asked by {method}", "method_not_allowed", ("allow", method))
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if method == "POST" and kind != "application/json":
         return plain_error(400, "the body is wanted as JSON - send content-type: application/json", "content_type")

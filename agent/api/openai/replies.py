@@ -234,9 +234,9 @@ def error_values(refused: OrderRefused) -> dict[str, Any]:
     return {"error": {"message": str(refused), "type": kind.type, "param": refused.field, "code": kind.code}}
 
 
-def plain_error(status: int, message: str, code: str | None = None) -> HttpAnswer:
+def plain_error(status: int, message: str, code: str | None = None, *headers: tuple[str, str]) -> HttpAnswer:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return answer(status, {"error": {"message": message, "type": kind, "param": None, "code": code}})
+    return answer(status, {"error": {"message": message, "type": kind, "param": None, "code": code}}, *headers)
 
 
 def answer(status: int, values: dict[str, Any], *headers: tuple[str, str]) -> HttpAnswer:

@@ -182,7 +182,7 @@ def _orders_of(request: pb.ModelInferRequest, asked: InferInputs) -> list[ImageO
     images = zip(asked.images, asked.boards, asked.refs, strict=True)
     component, expert = _component_or_expert(request.model_name)
     now, count = datetime.now(UTC).astimezone(), len(asked.images)
-    keys = [_key(key, number, count) or "" for number in range(count)]
+    keys = [f"{key}/{number}" if key and count > 1 else key or "" for number in range(count)]
     return [
         ImageOrder(
             subject=Subject(own, CALLERS, own, now, component, expert, board, board_type, ref),
@@ -224,10 +224,6 @@ def _component_or_expert(model: str) -> tuple[str | None, str | None]:
     if not expert:
         raise OrderRefused(Refusing.NOT_FOUND, "no model is named - RepositoryIndex lists them")
     return (model, None) if expert == model else (None, expert)
-
-
-def _key(key: str | None, number: int, count: int) -> str | None:
-    return key if key is None or count == 1 else f"{key}/{number}"
 
 
 def _check_version(version: str) -> None:

@@ -51,11 +51,6 @@ def test_what_is_recorded_is_counted(store: ResultStore) -> None:
     assert settled(store).statistics() == StoreStatistics(
         pending=0, committed=4, duplicates=3, failed_commits=0, alarm=None
     )
-    for count in (4, 4):
-        store.record(number(count))
-    assert settled(store).statistics() == StoreStatistics(
-        pending=0, committed=5, duplicates=4, failed_commits=0, alarm=None
-    )
 
 
 def test_every_field_of_a_result_comes_back(store: ResultStore) -> None:

@@ -22,6 +22,9 @@ import pytest
 from paho.mqtt import client as paho
 
 from agent.records.boards import BoardVerdict
+from agent.records.delivery.deliveries import Deliveries
+from agent.records.outbox import Outbox
+from agent.records.result_writer import ResultStore
 from experts.expert import Verdict
 from tests.lines import changed, result
 from tests.waiting import PATIENCE_S, until
@@ -56,6 +59,24 @@ def board(serial: str, verdict: Verdict = Verdict.OK, **changes: object) -> Boar
 def make():
     """Results and boards to be told of, and waiting for what comes about on other threads."""
     return SimpleNamespace(image=image, board=board, until=until, port=free_port)
+
+
+@pytest.fixture
+def told(tmp_path):
+    """A line's store with its outbox, and deliveries to one receiver; stopped with the test."""
+
+    @contextmanager
+    def open_line(receiver, events=("board",), name="demo"):
+        outbox = Outbox(name, [receiver.name], events, 1000)
+        with closing(ResultStore(tmp_path / "r.db", followers=[outbox])) as store:
+            deliveries = Deliveries([receiver], outbox, store, 10_000.0)
+            deliveries.start()
+            try:
+                yield store, deliveries
+            finally:
+                assert deliveries.stop(60.0)
+
+    return open_line
 
 
 @pytest.fixture

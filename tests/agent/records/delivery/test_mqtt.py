@@ -31,28 +31,8 @@ def section(port, scheme="mqtt", **settings):
 
 
 @pytest.fixture
-def line(tmp_path):
-    """A line's store with its outbox, and deliveries to an MQTT broker; stopped with the test."""
-
-    @contextmanager
-    def open_line(mqtt_section, events=EVENTS, name="demo"):
-        receiver = MqttReceiver(mqtt_section, name)
-        outbox = Outbox(name, [receiver.name], events, 1000)
-        store = ResultStore(tmp_path / "r.db", followers=[outbox])
-        deliveries = Deliveries([receiver], outbox, store, 10_000.0)
-        deliveries.start()
-        try:
-            yield store, deliveries
-        finally:
-            assert deliveries.stop(60.0)
-            store.close()
-
-    return open_line
-
-
-def statistics(deliveries):
-    (one,) = deliveries.statistics()
-    return one
+def line(told):
+    return lambda section, events=EVENTS, name="demo": told(MqttReceiver(section, name), events, name)
 
 
 def heard_until(heard, topic, patience_s=60.0):
@@ -75,8 +55,8 @@ def test_each_event_has_its_topic_and_is_acknowledged(broker, line, make):
         with mosquitto.subscribed() as later:
             said = later.get(timeout=60)
             assert (said.topic, said.payload, said.is_retained) == ("plant/smt 1/l.1/status", "online", True)
-        make.until(lambda: statistics(deliveries).waiting == 0)
-        assert (statistics(deliveries).delivered, statistics(deliveries).alarm) == (4, None)
+        make.until(lambda: deliveries.statistics()[0].waiting == 0)
+        assert (deliveries.statistics()[0].delivered, deliveries.statistics()[0].alarm) == (4, None)
     assert [(each.topic, each.payload if "status" in each.topic else each.json["verdict"]) for each in told] == [
         ("plant/smt 1/l.1/status", "online"),
         ("plant/smt 1/l.1/component/result", "OK"),
@@ -179,9 +159,9 @@ def test_a_broker_that_goes_and_comes_back_misses_nothing(broker, line, make):
         with mosquitto.subscribed() as heard:
             store.record_board(make.board("B0"))
             heard_until(heard, "coserve/demo/board/B0/verdict")
-        make.until(lambda: statistics(deliveries).waiting == 0)
+        make.until(lambda: deliveries.statistics()[0].waiting == 0)
         mosquitto.stop()
-        make.until(lambda: statistics(deliveries).alarm is not None)
+        make.until(lambda: deliveries.statistics()[0].alarm is not None)
         for number in range(1, 101):
             store.record_board(make.board(f"B{number % 5}", counts={Verdict.OK: number}))
         mosquitto.start()
@@ -192,7 +172,7 @@ def test_a_broker_that_goes_and_comes_back_misses_nothing(broker, line, make):
                 if said.topic.endswith("verdict"):
                     seen.setdefault(said.json["board_serial"], []).append(said.json["revision"])
         assert all(told == sorted(told) for told in seen.values())
-        make.until(lambda: statistics(deliveries).waiting == 0 and statistics(deliveries).alarm is None)
+        make.until(lambda: deliveries.statistics()[0].waiting == 0 and deliveries.statistics()[0].alarm is None)
 
 
 def test_a_serial_is_one_level_of_its_topic_whatever_it_holds_and_one_that_is_too_long_is_dropped(
@@ -207,8 +187,8 @@ def test_a_serial_is_one_level_of_its_topic_whatever_it_holds_and_one_that_is_to
                 said = heard_until(heard, f"coserve/demo/board/{level(serial)}/verdict")[-1]
                 assert said.json["board_serial"] == serial
                 assert not set(level(serial)) & set("/+#\n\x00")
-        make.until(lambda: statistics(deliveries).waiting == 0)
-        assert statistics(deliveries).refused == 1
+        make.until(lambda: deliveries.statistics()[0].waiting == 0)
+        assert deliveries.statistics()[0].refused == 1
     assert "message_refused" in caplog.text
 
 
@@ -236,10 +216,10 @@ def test_a_wrong_password_is_told_once_and_a_right_one_is_taken_when_it_is_there
         assert len(told) == 1
         assert "the broker refuses the login" in told[0]
         assert "wrong" not in caplog.text
-        assert "user and password" in statistics(deliveries).alarm
+        assert "user and password" in deliveries.statistics()[0].alarm
         secret.write_text("s3cret\n")
-        make.until(lambda: statistics(deliveries).waiting == 0)
-        assert statistics(deliveries).alarm is None
+        make.until(lambda: deliveries.statistics()[0].waiting == 0)
+        assert deliveries.statistics()[0].alarm is None
 
 
 def test_a_password_or_an_authority_that_is_none_keeps_the_line_from_starting(tmp_path):

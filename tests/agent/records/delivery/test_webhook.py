@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import ssl
-from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -13,10 +12,7 @@ import pytest
 
 from agent.line_file.records import WebhookSection
 from agent.records.delivery import webhook
-from agent.records.delivery.deliveries import Deliveries
 from agent.records.delivery.webhook import WebhookReceiver
-from agent.records.outbox import Outbox
-from agent.records.result_writer import ResultStore
 from experts.errors import ConfigError, SecretMissing
 
 
@@ -25,26 +21,8 @@ def section(url, **settings):
 
 
 @pytest.fixture
-def line(tmp_path):
-    """A line's store with its outbox, and deliveries to a web address; stopped with the test."""
-
-    @contextmanager
-    def open_line(webhook_section, events=("board",)):
-        receiver = WebhookReceiver(webhook_section)
-        outbox = Outbox("demo", [receiver.name], events, 1000)
-        store = ResultStore(tmp_path / "r.db", followers=[outbox])
-        deliveries = Deliveries([receiver], outbox, store, 10_000.0)
-        deliveries.start()
-        with closing(store):
-            yield store, deliveries
-            assert deliveries.stop(60.0)
-
-    return open_line
-
-
-def statistics(deliveries):
-    (one,) = deliveries.statistics()
-    return one
+def line(told):
+    return lambda section: told(WebhookReceiver(section))
 
 
 def serials(server, count):
@@ -57,13 +35,13 @@ def test_a_board_is_posted_as_json_with_its_id_and_the_token(web_server, line, m
     with line(section(server.url, token={"file": str(tmp_path / "token")})) as (store, deliveries):
         store.record_board(make.board("B1"))
         posted = server.posted.get(timeout=60)
-        make.until(lambda: statistics(deliveries).waiting == 0)
+        make.until(lambda: deliveries.statistics()[0].waiting == 0)
     assert posted.path == "/mes?line=1"
     assert posted.headers["Content-Type"] == "application/json"
     assert posted.headers["Authorization"] == "Bearer t0ken"
     assert posted.id == posted.json["id"]
     assert (posted.json["schema"], posted.json["board_serial"], posted.json["verdict"]) == (1, "B1", "OK")
-    assert statistics(deliveries).delivered == 1
+    assert deliveries.statistics()[0].delivered == 1
 
 
 @pytest.mark.parametrize("closing", [{"Connection": "close"}, {"X-Hang-Up": "1"}], ids=["told", "not told"])
@@ -73,7 +51,7 @@ def test_one_connection_is_used_again_and_made_anew_where_the_server_closed_it(w
         for number in range(6):
             store.record_board(make.board(f"B{number}"))
         assert serials(server, 6) == [f"B{number}" for number in range(6)]
-        make.until(lambda: statistics(deliveries).waiting == 0)
+        make.until(lambda: deliveries.statistics()[0].waiting == 0)
     assert server.connections == 2
     assert caplog.records == []
 
@@ -85,8 +63,8 @@ def test_not_now_is_tried_again_with_the_same_id_before_all_later_ones(web_serve
         store.record_board(make.board("B1"))
         store.record_board(make.board("B2"))
         first, again, second = (server.posted.get(timeout=60) for _ in range(3))
-        make.until(lambda: statistics(deliveries).waiting == 0)
-        assert (statistics(deliveries).delivered, statistics(deliveries).refused) == (2, 0)
+        make.until(lambda: deliveries.statistics()[0].waiting == 0)
+        assert (deliveries.statistics()[0].delivered, deliveries.statistics()[0].refused) == (2, 0)
     assert (first.id, first.body) == (again.id, again.body)
     assert second.json["board_serial"] == "B2"
 
@@ -98,8 +76,8 @@ def test_what_is_refused_for_good_is_told_dropped_and_blocks_nothing(web_server,
         store.record_board(make.board("B1"))
         store.record_board(make.board("B2"))
         assert serials(server, 2) == ["B1", "B2"]
-        make.until(lambda: statistics(deliveries).waiting == 0)
-        assert (statistics(deliveries).delivered, statistics(deliveries).refused) == (1, 1)
+        make.until(lambda: deliveries.statistics()[0].waiting == 0)
+        assert (deliveries.statistics()[0].delivered, deliveries.statistics()[0].refused) == (1, 1)
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert "board=B1" in record.getMessage()
     assert f"answered {status} as it was told" in record.getMessage()
@@ -112,8 +90,8 @@ def test_a_wrong_address_or_token_loses_nothing(web_server, line, make, caplog, 
     with line(section(server.url)) as (store, deliveries):
         store.record_board(make.board("B1"))
         assert serials(server, 2) == ["B1", "B1"]
-        make.until(lambda: statistics(deliveries).waiting == 0)
-        assert statistics(deliveries).refused == 0
+        make.until(lambda: deliveries.statistics()[0].waiting == 0)
+        assert deliveries.statistics()[0].refused == 0
     assert "correct url or token of outbox.webhook" in caplog.text
 
 
@@ -122,7 +100,7 @@ def test_an_answer_that_never_comes_is_waited_for_so_long_and_no_longer(web_serv
     with line(section(server.url, timeout_s=0.3)) as (store, deliveries):
         store.record_board(make.board("B1"))
         assert serials(server, 2) == ["B1", "B1"]
-        make.until(lambda: statistics(deliveries).waiting == 0)
+        make.until(lambda: deliveries.statistics()[0].waiting == 0)
 
 
 def server_tls(authority):
@@ -136,8 +114,8 @@ def test_a_server_that_nobody_vouches_for_hears_nothing(web_server, line, make, 
     server = web_server(tls=server_tls(authority))
     with line(section(server.url)) as (store, deliveries):
         store.record_board(make.board("B1"))
-        make.until(lambda: statistics(deliveries).alarm is not None)
-        assert "certificate verify failed" in statistics(deliveries).alarm
+        make.until(lambda: deliveries.statistics()[0].alarm is not None)
+        assert "certificate verify failed" in deliveries.statistics()[0].alarm
     assert server.posted.empty()
 
 
