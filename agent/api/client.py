@@ -1,7 +1,7 @@
-"""A caller of a running agent, as the command line is one: plain calls, answers in the desk's nouns, errors in words.
+"""Client of a running agent, for the command line: plain calls, and answers in the desk's nouns.
 
-Guarantees: a call that the agent refuses raises OrderRefused with its reason; one that does not reach it raises
-AgentUnreachable, which says what to look at.
+Guarantees: a refused call raises OrderRefused with its reason; a call that does not reach the agent raises
+AgentUnreachable, which says what to check.
 """
 
 from __future__ import annotations

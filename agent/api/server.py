@@ -1,8 +1,8 @@
 """The APIs of a line over gRPC, at its addresses, on a thread of their own.
 
-Guarantees: it starts whole, at every address, or not at all; when it stops, health says so first, calls that are under
-way are answered within the time they are given, and new ones are UNAVAILABLE. Unix sockets are guarded by their
-permissions, HOST:PORT by certificates and token where these are configured; reflection answers on this machine alone.
+Guarantees: it starts at every address or not at all. When it stops, health says so first, calls under way are answered
+within the grace time, and new calls are UNAVAILABLE. Unix sockets are guarded by their permissions, HOST:PORT by the
+configured certificates and token. Reflection answers on this machine alone.
 """
 
 from __future__ import annotations

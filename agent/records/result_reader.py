@@ -1,7 +1,7 @@
-"""Reads a line's results and boards, in any process, while an agent writes or not.
+"""Reads a line's results and boards, in any process, beside a writing agent or without one.
 
-Guarantees: only what is committed is read; each look is short, so that no reader keeps the log from shrinking; rows
-of any age are found by an index.
+Guarantees: reads committed rows only; each query is short, so that no reader keeps the log from shrinking; rows of any
+age are found by an index.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OF_RESULT = ("line", "seconds", "config_sha256", "label", "score", "reason", "ke
 
 
 class ResultReader:
-    """Reads results of a line, in any process, while an agent writes or not. Each call is one short look or several."""
+    """See the module. Each call is one short query, or several."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,7 +45,7 @@ class ResultReader:
         return [_result_row(row) for row in rows]
 
     def first_judged(self, subject: Subject, image_sha256: str, config_sha256: str) -> ResultRow | None:
-        """The first OK or NG of these bytes for this part, from this source and under this line file."""
+        """The first OK or NG for the same bytes, part, source and line file."""
         source = f"{subject.key.partition('/')[0]}/"
         place = subject.board, subject.board_type, subject.component or "", subject.ref
         rows = self._rows(
@@ -59,7 +59,7 @@ class ResultReader:
     def query(
         self, since: datetime | None = None, verdict: Verdict | None = None, limit: int | None = None
     ) -> Iterator[ResultRow]:
-        """Committed results in the order of their numbers: finished at ``since`` or later, of this verdict, so many."""
+        """Results in the order of their numbers, finished at ``since`` or later."""
         last, left = self._before(since), limit
         while left is None or left > 0:
             wanted = READ_ROWS if left is None else min(left, READ_ROWS)
@@ -74,9 +74,9 @@ class ResultReader:
             last, left = rows[-1]["seq"], None if left is None else left - len(rows)
 
     def after(self, seq: int, board: int, limit: int) -> StoredPage:
-        """The first ``limit`` results with larger numbers; where these are all, as many changes of boards' verdicts."""
+        """At most ``limit`` results with larger numbers; if fewer are left, as many changes of boards' verdicts."""
         with closing(open_for_reading(self.path)) as connection:
-            connection.execute("BEGIN")  # of one moment, and of one file
+            connection.execute("BEGIN")  # one moment of one file
             file = connection.execute("SELECT id FROM identity").fetchone()[0]
             last = dict(connection.execute("SELECT name, seq FROM sqlite_sequence").fetchall())
             rows = connection.execute(
@@ -95,7 +95,7 @@ class ResultReader:
         return [_result_row(row) for row in self._rows(sql, values)]
 
     def maps(self, seq: int) -> tuple[KeptMap, ...]:
-        """Where a result's image is anomalous, in the order of its route."""
+        """Anomaly maps of a result, in the order of its route."""
         rows = self._rows("SELECT step, expert, png FROM anomaly_maps WHERE seq = ? ORDER BY step", (seq,))
         return tuple(KeptMap(**dict(row)) for row in rows)
 
@@ -104,7 +104,7 @@ class ResultReader:
         return None if found is None else replace(found, result=replace(found.result, maps=self.maps(found.seq)))
 
     def of_board(self, serial: str, board_type: str, since: datetime) -> list[ResultRow]:
-        """What a board's images were judged since it was opened, in the order of their numbers."""
+        """Results of a board's images since it opened, in the order of their numbers."""
         rows = self._rows(
             "SELECT * FROM results INDEXED BY results_board WHERE board = ? AND board_type = ? AND finished_at >= ?"
             " ORDER BY seq",
@@ -117,7 +117,7 @@ class ResultReader:
         return [_board_row(row) for row in rows]
 
     def newest_first(self) -> Iterator[Inspection]:
-        """Every result as a restart reads it, the latest stored first, read as far as it is asked for."""
+        """Every result, the latest stored first, read lazily: for the replay of boards after a restart."""
         before = LARGEST_SEQ
         while rows := self._rows(
             "SELECT seq, board, board_type, component, ref, verdict, finished_at FROM results"
@@ -128,8 +128,8 @@ class ResultReader:
             before = rows[-1]["seq"]
 
     def boards(self, since: datetime | None = None, limit: int | None = None) -> tuple[BoardRow, ...]:
-        """Board verdicts closed at ``since`` or later; of these the newest ``limit``, oldest first."""
-        index = "INDEXED BY boards_closed_at" if since else ""  # else all of them would be read to be left out
+        """The newest ``limit`` board verdicts closed at ``since`` or later, oldest first."""
+        index = "INDEXED BY boards_closed_at" if since else ""  # else SQLite reads all boards
         rows = self._rows(
             f"SELECT * FROM boards {index} WHERE closed_at >= ? ORDER BY seq DESC LIMIT ?",
             (utc_text(since) if since else "", -1 if limit is None else limit),
@@ -137,7 +137,7 @@ class ResultReader:
         return tuple(_board_row(row) for row in reversed(rows))
 
     def _before(self, since: datetime | None) -> int:
-        """A number below those of all results finished at ``since`` or later: old rows are not read to be left out."""
+        """A number below those of all results finished at ``since`` or later, so that older rows are not read."""
         if since is None:
             return 0
         first = self._rows(

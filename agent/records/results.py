@@ -1,4 +1,4 @@
-"""The nouns of what is stored: results, boards, and how their store is doing. Frozen records."""
+"""Frozen records of stored results and boards, and of their store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KeptMap:
-    """Where an image is anomalous, as a small grey PNG over the whole of it. ``step``: which of the route, from 0."""
+    """Anomaly map of an image: a small grey PNG over the whole image. ``step``: of the route, from 0."""
 
     step: int
     expert: str
@@ -25,10 +25,10 @@ class KeptMap:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The end of one request. ``detail`` is JSON-like: predictions, boxes.
+    """Result of one request. ``detail`` is JSON-like: predictions, boxes.
 
-    ``kept_as``: the image's file, relative to the archive's folder; None where none is kept. ``maps`` are stored
-    beside the row; ``ResultReader.maps`` alone reads them.
+    ``kept_as``: the image's file below the archive's folder; None if it is not kept. ``maps`` are stored beside the
+    row, and read by ``ResultReader.maps`` alone.
     """
 
     subject: Subject
@@ -48,17 +48,15 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class ResultRow:
-    """A stored result."""
-
     seq: int
     result: Result
 
 
 @dataclass(frozen=True, slots=True)
 class BoardRow:
-    """A stored board verdict; ``revisions`` counts how often a later one of the same run replaced it.
+    """Stored board verdict. ``revisions``: how often a later verdict of the same run replaced it.
 
-    ``takt_s``: seconds by the wall clock since the board of its type closed that closed before it; None for the first.
+    ``takt_s``: seconds by the wall clock since the previous board of its type closed; None for the first.
     """
 
     seq: int
@@ -69,10 +67,10 @@ class BoardRow:
 
 @dataclass(frozen=True, slots=True)
 class StoredPage:
-    """What is stored behind a place, of one moment. ``file``: the results file's identity, whose numbers these are.
+    """Rows behind a cursor, at one moment. ``file``: identity of the results file, to which the numbers belong.
 
-    ``last_seq``, ``last_board``: the last numbers that it gave to a result, and to a change of a board's verdict.
-    ``boards``: with these numbers; behind the last result alone.
+    ``last_seq``, ``last_board``: its last numbers of a result and of a change of a board's verdict. ``boards``: changes
+    with their numbers, only behind the last result.
     """
 
     file: str
@@ -84,7 +82,7 @@ class StoredPage:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What became of a record: its row's number, and whether this call wrote it (False: the key was there already)."""
+    """Number of a record's row. ``is_new``: this call wrote it; False: the key was there already."""
 
     seq: int
     is_new: bool
@@ -92,10 +90,9 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
-    """A snapshot. ``alarm`` says why nothing can be committed at the moment; None while all is well.
+    """Snapshot. ``alarm``: why commits fail now. ``log_alarm``: why the log grows; commits go on.
 
-    ``log_alarm``: what keeps the log of the file from being folded in, so that it grows; commits go on.
-    ``damage_alarm``: where a damaged file was put aside since the start.
+    ``damage_alarm``: path of a damaged file that was put aside since the start. None: no alarm.
     """
 
     pending: int

@@ -1,8 +1,7 @@
-"""What experts and their shadows said of the same images, side by side: written, and read back as a comparison.
+"""Answers of experts and their shadows to the same images, written, and read back as a comparison.
 
-Guarantees: rows are of one pair of versions, told apart by the digests of their weights, so that what an earlier
-version said never counts for a later one; the latest KEPT_ROWS stay, whatever comes; what a shadow was never asked is
-counted. A comparison is a pure function of the rows.
+Guarantees: rows belong to one pair of versions, told apart by the digests of their weights. The latest KEPT_ROWS rows
+stay. Images that a shadow was never shown are counted. A comparison is a pure function of the rows.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ DROPPED = "SELECT dropped FROM shadow_drops WHERE expert = ? AND shadow = ? AND 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """An expert and its shadow, by the line file's names, and which versions of their weights."""
+    """Expert and shadow, by the line file's names, with the versions of their weights."""
 
     expert: str
     shadow: str
@@ -58,9 +57,9 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What one of the two said. ``passes``: whether the route went on, or would have; None where none was asked.
+    """Answer of one of the two. ``passes``: its step of the route does not judge NG; None outside a route.
 
-    ``executor``: the number of the one that ran it, and its processor.
+    ``executor``: number of the executor.
     """
 
     label: str
@@ -73,7 +72,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """One image. ``key``: of its result; ``reason``: why the shadow said nothing."""
+    """Both answers to one image. ``key``: of its result; ``reason``: why the shadow gave none."""
 
     key: str
     image: str
@@ -86,22 +85,19 @@ class SideBySide:
 
 
 def write_answer(database: Database, row: SideBySide) -> None:
-    """Inside the transaction of the caller. The oldest rows go."""
+    """Call inside a transaction. Deletes the oldest rows beyond KEPT_ROWS."""
     (seq,) = database.execute(INSERT, _values(row)).fetchall()[0]
     database.execute(DROP_OLD, (seq - KEPT_ROWS,))
 
 
 def count_dropped(database: Database, pair: Pair, count: int) -> None:
-    """So many more images that a shadow was never shown. Inside the transaction of the caller."""
+    """Add images that a shadow was never shown. Call inside a transaction."""
     database.execute(COUNT_DROPPED, (pair.expert, pair.shadow, pair.expert_sha256, pair.shadow_sha256, count))
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One image as a comparison tells it; ``kept_as``: its file in the archive, where one is kept.
-
-    Who ran it, and its shadow, is None in rows of versions that did not write it down.
-    """
+    """One image of a comparison. ``kept_as``: its file in the archive; None if it is not kept."""
 
     key: str
     image: str
@@ -138,8 +134,6 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """The same figure of an expert and of its shadow."""
-
     expert: float
     shadow: float
 
@@ -155,12 +149,12 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """An expert and its shadow over all images that both saw in these versions.
+    """Comparison of an expert and its shadow over all images that both saw in these versions.
 
     ``flips_to_ng``: passed by the expert alone; ``flips_to_ok``: by the shadow alone. Scores are means, seconds
-    medians; None where no image was seen by both. ``failed``: the shadow said nothing, ``last_reason`` says why;
-    ``dropped``: there was no time, or no room, to show it. ``ran_on`` and ``shadow_ran_on``: who ran both of these
-    images, as far as that was written down. ``differing``: the latest last.
+    medians; None without an image that both saw. ``failed``: the shadow gave no answer, ``last_reason`` says why;
+    ``dropped``: images that it was not shown for lack of time or memory. ``ran_on``, ``shadow_ran_on``: executors.
+    ``differing``: the latest last.
     """
 
     pair: Pair
@@ -184,7 +178,6 @@ class Comparison:
 
 
 def compare(pair: Pair, rows: Sequence[Compared], dropped: int) -> Comparison:
-    """What rows of one pair say together."""
     both = [row for row in rows if row.shadow_label is not None]
     failed = [row for row in rows if row.shadow_label is None]
     return Comparison(
@@ -205,7 +198,7 @@ def compare(pair: Pair, rows: Sequence[Compared], dropped: int) -> Comparison:
 
 
 def read_comparison(path: Path, expert: str, shadow: str) -> Comparison | None:
-    """What the database says of the latest versions of a pair; None where it has nothing. Raises FileNotFoundError."""
+    """Comparison of the latest versions of a pair; None without rows. Raises FileNotFoundError."""
     with closing(open_for_reading(path)) as connection:
         latest = connection.execute(LATEST, (expert, shadow)).fetchone()
         if latest is None:

@@ -1,7 +1,7 @@
 """The desk's nouns as messages of coserve.v1, and back.
 
-Guarantees: what a message is made of comes out of it again; text that is no Unicode, as of a file's name in another
-encoding, is told with its odd bytes escaped instead of stopping the message.
+Guarantees: a noun comes out of its message as it went in. Text that is not Unicode, such as a file's name in another
+encoding, is sent with these bytes escaped.
 """
 
 from __future__ import annotations

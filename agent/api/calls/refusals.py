@@ -1,7 +1,6 @@
 """Refusals over gRPC: one status code for each reason, and the reason in the trailing metadata.
 
-The reason is there because codes are too few: RESOURCE_EXHAUSTED is what gRPC also says of a message that is too large,
-which is no better the next time.
+Codes alone are too few: gRPC answers RESOURCE_EXHAUSTED also to a message that is too large. A retry does not help it.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ if TYPE_CHECKING:
 
 REASON = "coserve-reason"
 PUSHBACK_MS = "grpc-retry-pushback-ms"  # what clients of gRPC with a retry policy keep to
-INTERNAL = "INTERNAL"  # the reason of what is a mistake of the program
-MOST_CHARACTERS = 500  # more than 8 KiB, as they are encoded, gRPC's clients take for RESOURCE_EXHAUSTED
+INTERNAL = "INTERNAL"  # reason of a bug
+MOST_CHARACTERS = 500  # gRPC's clients take more than 8 KiB of encoded text for RESOURCE_EXHAUSTED
 MISTAKE = "a mistake of the agent's program, which its log tells more about"
 
 STATUS = {
@@ -37,12 +36,12 @@ STATUS = {
 
 
 def retry_ms(refused: OrderRefused) -> int | None:
-    """After how many milliseconds to try again, at least one; None: not as it is."""
+    """Milliseconds until a retry, at least one; None: do not retry."""
     return None if refused.retry_s is None else max(round(refused.retry_s * 1000), 1)
 
 
 def refuse(context: Any, refused: OrderRefused) -> None:  # noqa: ANN401  # gRPC has no types
-    """Have a call end so, once its method returns."""
+    """Set the end of a call, for when its method returns."""
     pushback_ms = retry_ms(refused)
     hint = () if pushback_ms is None else ((PUSHBACK_MS, str(pushback_ms)),)
     context.set_trailing_metadata(((REASON, str(refused.reason)), *hint))
@@ -51,6 +50,5 @@ def refuse(context: Any, refused: OrderRefused) -> None:  # noqa: ANN401  # gRPC
 
 
 def _told(words: str) -> str:
-    """A refusal may repeat what the caller called something, at any length."""
     told = text(words)
     return told if len(told) <= MOST_CHARACTERS else f"{told[: MOST_CHARACTERS - 3]}..."

@@ -201,6 +201,7 @@ def password_file(tmp_path, broker):
     return file
 
 
+@pytest.mark.slow
 def test_a_wrong_password_is_told_once_and_a_right_one_is_taken_when_it_is_there(
     broker, line, make, tmp_path, password_file, caplog
 ):
