@@ -69,8 +69,8 @@ class MjpegCamera:
     """An HTTP server with one endless multipart answer of JPEG pictures. ``word`` says how it behaves from now on.
 
     stream; burst (a second of pictures at once, then as stream); stall (nothing comes, and nothing ends); drop (the
-    connection ends); refuse (404); lock (401 unless it is given a
-    login); move (the stream is elsewhere, at ``moved_to``).
+    connection ends); refuse (404); lock (401 unless it is given a login); move (the stream is elsewhere, at
+    ``moved_to``).
     """
 
     def __init__(self) -> None:
