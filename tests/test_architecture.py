@@ -111,7 +111,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "agent.service.inspections": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.deployment",
-        "agent.sources.base", "agent.records", "agent.web.readings",
+        "agent.sources.base", "agent.records", "agent.api.calls.desk", "agent.web.readings",
     ),
     "agent.service.texts": (
         "agent.subject", "agent.core", "agent.runtime", "agent.deployment", "agent.api.calls", "agent.web.readings",
@@ -123,7 +123,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "agent.service": (
         "agent.config", "agent.line_file", "agent.subject", "agent.core", "agent.runtime", "agent.device_profile",
-        "agent.deployment", "agent.sources", "agent.records", "agent.api", "agent.web",
+        "agent.deployment", "agent.sources", "agent.records", "agent.api", "agent.http", "agent.web",
     ),
     "agent.commands": (
         "agent.config", "agent.line_file", "agent.core", "agent.runtime", "agent.device_profile", "agent.deployment",

@@ -33,37 +33,19 @@ SURPLUS_BYTES = 64 * 1024  # behind the request, while it is answered
 TEXT = ("content-type", "text/plain; charset=utf-8")
 
 
-class ConnectionCount:
-    """One connection in the counts of its address: under None without a request, then under its application."""
-
-    def __init__(self, counts: Counter[int | None]) -> None:
-        self._counts = counts
-        self._kind: int | None = None
-        counts[None] += 1
-
-    def change(self, application: Application) -> bool:
-        """Count the connection for an application; False if that has its maximum."""
-        kind = id(application)
-        if self._counts[kind] >= application.terms.connections:
-            return False
-        self.leave()
-        self._kind = kind
-        self._counts[kind] += 1
-        return True
-
-    def leave(self) -> None:
-        self._counts[self._kind] -= 1
-
-
 class HttpConnection:
-    """Implements ``agent.http.exchange.Stream``. For the loop's thread only."""
+    """Implements ``agent.http.exchange.Stream``. For the loop's thread only.
+
+    ``counts``: connections of its address by application; under None those without a request.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, applications: Sequence[Application],
-                 count: ConnectionCount, *, is_local_user: bool) -> None:  # fmt: skip
+                 counts: Counter[Application | None], *, is_local_user: bool) -> None:  # fmt: skip
         self._reader = reader
         self._writer = writer
         self._applications = applications
-        self._count = count
+        self._counts = counts
+        self._application: Application | None = None
         self._is_local_user = is_local_user
         self._protocol = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES)
         self._stall_s: float | None = None
@@ -72,6 +54,7 @@ class HttpConnection:
     async def serve(self, head_s: float) -> None:
         """Serve the request. ``head_s``: deadline of its line and headers."""
         came_s = asyncio.get_running_loop().time()
+        self._counts[None] += 1
         try:
             async with asyncio.timeout(head_s) as cut:
                 head = await self._head()
@@ -82,6 +65,7 @@ class HttpConnection:
         except (TimeoutError, OSError, h11.LocalProtocolError):
             pass  # the caller is gone, or cut off
         finally:
+            self._counts[self._application] -= 1
             self._writer.transport.abort()
 
     async def begin(self, status: int, headers: tuple[tuple[str, str], ...]) -> None:
@@ -103,10 +87,13 @@ class HttpConnection:
             await self._say(application.refusal(421, reason))  # a browser's page of another site, whose name leads here
             await self._linger()
             return
-        if not self._count.change(application):
+        if self._counts[application] >= terms.connections:
             busy = application.refusal(503, f"{terms.connections} callers are being answered - ask again in a while")
             await self._say(busy)
             return
+        self._counts[None] -= 1
+        self._counts[application] += 1
+        self._application = application
         body = await self._body(head, terms)
         if body is None:
             reason = f"a body of more than {terms.body_bytes} bytes, which are the most"

@@ -63,3 +63,6 @@ class Application(Protocol):
 
     def refusal(self, status: int, reason: str) -> HttpAnswer:
         """Refusal in the application's own format, for a request that it never sees."""
+
+    def stop(self) -> None:
+        """Called once its server has stopped."""

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from agent.http.connection import READ_BYTES, ConnectionCount, HttpConnection
+from agent.http.connection import READ_BYTES, HttpConnection
 from agent.line_file.api import UNIX
 from agent.unix_sockets import UnixSocket
 from experts.errors import AddressUnusable
@@ -101,7 +101,7 @@ class _Served:
         self.address = address
         self._listening = listening
         self._place = place
-        self._counts: Counter[int | None] = Counter()
+        self._counts: Counter[Application | None] = Counter()
 
     async def start(self, applications: Sequence[Application], head_s: float) -> None:
         self._applications = applications
@@ -124,14 +124,12 @@ class _Served:
         if self._counts[None] >= ARRIVALS:
             writer.transport.abort()
             return
-        count, is_local_user = ConnectionCount(self._counts), self._place is not None
-        connection = HttpConnection(reader, writer, self._applications, count, is_local_user=is_local_user)
+        is_local_user = self._place is not None
+        connection = HttpConnection(reader, writer, self._applications, self._counts, is_local_user=is_local_user)
         try:
             await connection.serve(self._head_s)
         except Exception:  # the boundary of a connection
             log.exception("web_connection_failed")
-        finally:
-            count.leave()
 
 
 def _bound(address: str) -> _Served:

@@ -1,6 +1,6 @@
 """A thread of what is due by time alone, one duty or several a step. Duties that may hang have each its own.
 
-Guarantees: a duty that raises is logged, shown by ``statistics``, and tried again in the next step, after the others.
+Guarantees: a duty that raises is logged, shown by ``failing``, and tried again in the next step, after the others.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,22 +19,22 @@ HOUSEKEEPING_S = 0.5
 TOLD_AGAIN_STEPS = 120  # a minute: a duty that keeps failing is seen at the log's end, too
 
 
-@dataclass(frozen=True, slots=True)
-class HousekeepingStatistics:
-    """A snapshot. ``failing``: duty -> why it failed in its last turn; empty while all is well."""
-
-    steps: int
-    failures: int
-    failing: Mapping[str, str]
-
-
 class Housekeeper:
-    """Does every duty once a step: from ``start`` to ``stop`` on a thread of its own, every HOUSEKEEPING_S."""
+    """Does every duty once a step: from ``start`` to ``stop`` on a thread of its own, every ``every_s`` seconds.
 
-    def __init__(self, duties: Mapping[str, Callable[[], None]], name: str = "housekeeper") -> None:
+    ``failing``: duty -> why it failed in its last turn.
+    """
+
+    def __init__(
+        self,
+        duties: Mapping[str, Callable[[], None]],
+        name: str = "housekeeper",
+        every_s: float = HOUSEKEEPING_S,
+    ) -> None:
+        self.failing: Mapping[str, str] = {}
+        self._every_s = every_s
         self._duties = dict(duties)
         self._in_a_row = dict.fromkeys(self._duties, 0)  # failures since the duty last succeeded
-        self._statistics = HousekeepingStatistics(0, 0, {})
         self._stopping = threading.Event()
         self._began_s: float | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -56,14 +55,9 @@ class Housekeeper:
         began_s = self._began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 
-    def statistics(self) -> HousekeepingStatistics:
-        return self._statistics
-
     def step(self) -> None:
         self._began_s = time.monotonic()
-        failing = {duty: reason for duty in self._duties if (reason := self._do(duty)) is not None}
-        before = self._statistics
-        self._statistics = HousekeepingStatistics(before.steps + 1, before.failures + len(failing), failing)
+        self.failing = {duty: reason for duty in self._duties if (reason := self._do(duty)) is not None}
         self._began_s = None
 
     def _do(self, duty: str) -> str | None:
@@ -81,5 +75,5 @@ class Housekeeper:
         return None
 
     def _run(self) -> None:
-        while not self._stopping.wait(HOUSEKEEPING_S):
+        while not self._stopping.wait(self._every_s):
             self.step()

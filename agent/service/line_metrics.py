@@ -10,7 +10,6 @@ import platform
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from agent.api.calls.desk import ShadowsView
     from agent.core.pool import PoolStatistics
     from agent.core.state import EngineStatistics, QueueStatistics
     from agent.records.delivery.deliveries import DeliveryStatistics
@@ -31,13 +31,8 @@ if TYPE_CHECKING:
     from agent.runtime.executor import ExecutorStatistics
     from agent.runtime.loop import LoopStatistics
     from agent.runtime.weights.transfer import TransferStatistics
-    from agent.service.desk.tally import Tally
+    from agent.service.desk.line_desk import Controls, LineParts
     from agent.service.inspections.admission import Admission
-    from agent.service.inspections.inspector import Inspector, ShadowCounts
-    from agent.service.inspections.journaled import JournaledImages
-    from agent.service.inspections.line_boards import LineBoards
-    from agent.service.inspections.verdicts import Verdicts
-    from agent.service.texts.text_door import TextDoor
     from agent.service.upkeep import Upkeep
     from agent.subject import SourceStatus
     from agent.web.readings import Distribution, Labels
@@ -128,45 +123,30 @@ RESULTS: Table[Path] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Instruments:
-    """Sources of a line's numbers. ``phase``: why no work is taken on purpose; None while serving."""
-
-    inspector: Inspector
-    admission: Admission
-    journaled: JournaledImages
-    verdicts: Verdicts
-    boards: LineBoards
-    upkeep: Upkeep
-    tally: Tally
-    texts: TextDoor
-    sources: Callable[[], Sequence[SourceStatus]]
-    alarms: Callable[[], Sequence[str]]
-    phase: Callable[[], str | None]
-
-
 class LineMetrics:
     """Keeps ``agent.web.readings.Line``."""
 
-    def __init__(self, instruments: Instruments) -> None:
-        self._line = instruments
+    def __init__(self, parts: LineParts, upkeep: Upkeep, controls: Controls) -> None:
+        self._line = parts
+        self._upkeep = upkeep
+        self._controls = controls
         self._dropped: Counter[str] = Counter()  # frames by camera: the most that were seen
 
     def condition(self) -> Condition:
         line = self._line
         line.inspector.agent.loop.statistics()
-        crash, alarm = line.inspector.crash, line.upkeep.store.statistics().alarm
+        crash, alarm = line.inspector.crash, line.store.statistics().alarm
         unstored = None if alarm is None else f"results are not stored: {alarm}"
-        return Condition(None if crash is None else str(crash), line.phase() or unstored)
+        return Condition(None if crash is None else str(crash), self._controls.phase() or unstored)
 
     def metrics(self) -> Sequence[Metric | Histogram]:
         line, loop = self._line, self._line.inspector.agent.loop.statistics()
-        sources = line.sources()
+        sources = self._controls.sources()
         watched = [source for source in sources if source.kind == "folder"]
         folders = {str(number): folder for number, folder in enumerate(watched, start=1)}
         places: dict[Labels, float] = {(str(one.executor), one.processor): 1 for one in loop.executors}
-        receivers = {one.receiver: one for one in line.upkeep.deliveries.statistics()}
-        ages = {receiver: _age_s(since) for receiver, since in line.upkeep.deliveries.oldest().items()}
+        receivers = {one.receiver: one for one in self._upkeep.deliveries.statistics()}
+        ages = {receiver: _age_s(since) for receiver, since in self._upkeep.deliveries.oldest().items()}
         return [
             *self._identity(),
             *self._counts(),
@@ -185,8 +165,8 @@ class LineMetrics:
             *self._cameras({source.name: source for source in sources if source.kind == "camera"}),
             *_each(RECEIVER, "receiver", receivers),
             Metric(GAUGE, "outbox_oldest_age_seconds", "Since the first was judged.", _by_name(ages), ("receiver",)),
-            *_told(STORE, line.upkeep.store.statistics()),
-            *_told(IMAGES, line.upkeep.images.statistics()),
+            *_told(STORE, line.store.statistics()),
+            *_told(IMAGES, self._upkeep.images.statistics()),
             *_told(RESULTS, line.inspector.agent.config.results_file),
         ]
 
@@ -197,7 +177,7 @@ class LineMetrics:
         yield Metric(GAUGE, "build_info", "What runs here.", {tuple(about.values()): 1.0}, tuple(about))
         yield Metric(GAUGE, "ready", "1 while it takes work.", {(): self.condition() == Condition()})
         yield Metric(
-            GAUGE, "alarms", "What keeps work from going on: see coserve status.", {(): len(self._line.alarms())}
+            GAUGE, "alarms", "What keeps work from going on: see coserve status.", {(): len(self._controls.alarms())}
         )
 
     def _counts(self) -> Iterator[Metric | Histogram]:
@@ -246,7 +226,7 @@ def _by_name(found: Mapping[Name, Known]) -> dict[Labels, Known]:
     return {(str(name),): known for name, known in found.items()}
 
 
-def _shadows(seen: ShadowCounts) -> Iterator[Metric]:
+def _shadows(seen: ShadowsView) -> Iterator[Metric]:
     ended: dict[Labels, float] = {("ran",): seen.ran, ("failed",): seen.failed, ("dropped",): seen.dropped}
     yield Metric(COUNTER, "shadow_images", "Images for shadows of experts, by what became of them.", ended, ("ending",))
     yield Metric(GAUGE, "shadow_images_waiting", "Images that wait for a shadow.", {(): seen.waiting})

@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agent.api.calls.desk import ReloadView
@@ -19,8 +18,7 @@ from agent.deployment.build import pack
 from agent.deployment.line_change import keys_for_restart, line_name, plan_change, taken_over
 from agent.runtime.machine.detection import has_nvidia_gpu
 from agent.runtime.texts import expert_name
-from agent.service.desk.line_desk import Controls, LineDesk
-from agent.service.desk.orders import OrderTaker
+from agent.service.desk.line_desk import Controls, LineDesk, LineParts
 from agent.service.desk.tally import Tally
 from agent.service.housekeeping import Housekeeper
 from agent.service.inspections.admission import Admission
@@ -32,7 +30,7 @@ from agent.service.inspections.line import SourceLine
 from agent.service.inspections.line_boards import LineBoards, wall_clock
 from agent.service.inspections.shadow_source import ShadowSource
 from agent.service.inspections.verdicts import Verdicts
-from agent.service.line_metrics import Instruments, LineMetrics
+from agent.service.line_metrics import LineMetrics
 from agent.service.texts.text_door import TextDoor
 from agent.service.upkeep import Upkeep
 from agent.sources.registry import sources_of
@@ -48,13 +46,9 @@ if TYPE_CHECKING:
     from agent.api.server import ApiServer
     from agent.config import LineConfig
     from agent.deployment.build import Agent
-    from agent.records.boards import LedgerStatistics
-    from agent.records.results import StoreStatistics
-    from agent.service.housekeeping import HousekeepingStatistics
-    from agent.service.inspections.drift import DriftStatistics
-    from agent.sources.base import Source
+    from agent.http.exchange import Application
+    from agent.http.server import HttpServer
     from agent.subject import SourceStatus
-    from agent.web.pages import WebServer
     from experts.errors import AgentCrashed
 
 log = logging.getLogger(__name__)
@@ -67,15 +61,6 @@ FILING_S = 2.0  # of all folders together
 STORE_CLOSE_S = 1.5  # and as long again for a commit that is under way
 IN_FLIGHT_LIMIT = 2000  # files that folders took or refused, and could not put away yet; the rest waits where it is
 HOUSEKEEPER_STOP_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class LineStatistics:
-    requests_in_flight: int
-    store: StoreStatistics
-    boards: LedgerStatistics
-    drift: DriftStatistics
-    housekeeping: HousekeepingStatistics
 
 
 class LineService:
@@ -96,37 +81,33 @@ class LineService:
     ) -> None:
         self._config = self._started_with = config
         self._clock = clock
-        self._inspector = Inspector(config, progress, on_crash)
-        self._device_alarms = _device_alarms(config, self._inspector.agent)
+        self.inspector = Inspector(config, progress, on_crash)
+        self._device_alarms = _device_alarms(config, self.inspector.agent)
         self._drift_alarm = DriftAlarm()
         self._upkeep = Upkeep(config, self._is_needed, wall)
-        self._store = self._upkeep.store
-        self._boards = LineBoards(config.boards, self._store, clock=clock, wall=wall)
-        self._verdicts = Verdicts(self._store, self._boards)
-        self._shadows = ShadowSource(self._inspector, self._store)
-        self._journaled = JournaledImages(self._inspector, self._verdicts, self._store, self._upkeep.images)
-        filed = FiledImages(self._inspector, self._verdicts, self._store)
-        self.sources: list[Source] = []
-        line = SourceLine(self._inspector, filed, self._journaled, lambda: self.sources, in_flight_limit)
-        self.sources += sources_of(config, line)
-        admission = Admission(config.api.limits, lambda: self._inspector.ended_per_s)
-        self._texts = TextDoor(self._inspector, admission)
+        self.store = self._upkeep.store
+        self.boards = LineBoards(config.boards, self.store, clock=clock, wall=wall)
+        self._verdicts = Verdicts(self.store, self.boards)
+        self._shadows = ShadowSource(self.inspector, self.store)
+        self._journaled = JournaledImages(self.inspector, self._verdicts, self.store, self._upkeep.images)
+        filed = FiledImages(self.inspector, self._verdicts, self.store)
+        line = SourceLine(self.inspector, filed, self._journaled, in_flight_limit)
+        self.sources = line.sources = sources_of(config, line)
+        admission = Admission(config.api.limits, lambda: self.inspector.ended_per_s)
+        self._texts = TextDoor(self.inspector, admission)
         tally = Tally()
         self._verdicts.subscribe(tally.stored)
-        self.desk = LineDesk(
-            self._inspector, OrderTaker(self._inspector, self._journaled, admission), self._texts, self._verdicts,
-            self._boards, self._store, tally, Controls(self._source_views, self._trigger, self._reload, self._alarms),
-        )  # fmt: skip
-        self.api = _api_of(config, self.desk)
+        parts = LineParts(
+            self.inspector, admission, self._journaled, self._verdicts, self.boards, self.store, self._texts, tally
+        )
         self._phase: str | None = "it starts"
-        instruments = Instruments(
-            self._inspector, admission, self._journaled, self._verdicts, self._boards, self._upkeep, tally,
-            self._texts, sources=self._source_views, alarms=self._alarms, phase=lambda: self._phase,
-        )  # fmt: skip
-        self._openai = _openai_of(config, self.desk)
-        self.web = _web_of(config, LineMetrics(instruments), self._openai)
-        self._closed_doors = ["web"] * (self.web is not None) + ["api"] * (self.api is not None)
-        self._doorkeeper = Housekeeper({"addresses": self._open_doors}, "doorkeeper")
+        controls = Controls(self._source_views, self._trigger, self._reload, self._alarms, lambda: self._phase)
+        self.desk = LineDesk(parts, controls)
+        self.api = _api_of(config, self.desk) if config.api.grpc else None
+        self._openai: OpenAiEndpoint | None = None
+        self._applications: list[Application] = []
+        self.web = self._web(LineMetrics(parts, self._upkeep, controls)) if config.api.http else None
+        self._doorkeeper = Housekeeper({"api.http": self._open_web, "api.grpc": self._open_api}, "doorkeeper")
         self._reloading = threading.Lock()
         self._damaged: set[str] = set()  # experts, as the Engine calls them, that are to be packed anew
         self._menders = DaemonThreads(1, "mend")
@@ -134,7 +115,7 @@ class LineService:
         self.agent.loop.watch_weights(self._mend, self._distrust)
         self._housekeeper = Housekeeper(
             {
-                "boards": self._boards.expire,
+                "boards": self.boards.expire,
                 "drift": self._warn_of_drift,
                 "sources": self._report_hangs,
                 "texts": self._texts.end_overdue,
@@ -148,20 +129,11 @@ class LineService:
 
     @property
     def crash(self) -> AgentCrashed | None:
-        return self._inspector.crash
+        return self.inspector.crash
 
     @property
     def agent(self) -> Agent:
-        return self._inspector.agent
-
-    def statistics(self) -> LineStatistics:
-        return LineStatistics(
-            requests_in_flight=self.agent.loop.requests_in_flight,
-            store=self._store.statistics(),
-            boards=self._boards.statistics(),
-            drift=self._inspector.drift(),
-            housekeeping=self._housekeeper.statistics(),
-        )
+        return self.inspector.agent
 
     def status_line(self) -> str:
         """Status in one line. Blocks unless the agent's loop makes progress: it feeds the watchdog."""
@@ -177,12 +149,12 @@ class LineService:
 
     def start(self) -> None:
         """Take up open boards, start the agent, then open the doors. An address in use is retried, with an alarm."""
-        self._boards.take_up()
-        self._inspector.start()
+        self.boards.take_up()
+        self.inspector.start()
         self._upkeep.start()
         self._journaled.take_up()
         self._doorkeeper.step()
-        if self._closed_doors:
+        if self._doorkeeper.failing:
             self._doorkeeper.start()
         for source in self.sources:
             source.start()
@@ -198,9 +170,9 @@ class LineService:
             source.stop(0.0)  # they end while callers have their answers
         self._stop_api()
         _stop_all([source.stop for source in self.sources], SOURCES_STOP_S)
-        self._inspector.take_no_more()
+        self.inspector.take_no_more()
         with ExitStack() as ending:  # in the order from below
-            ending.callback(self._inspector.close)
+            ending.callback(self.inspector.close)
             ending.callback(self._close_store)
             ending.callback(self._upkeep.stop)
             ending.callback(_stop_all, [source.close for source in self.sources], FILING_S)
@@ -208,11 +180,11 @@ class LineService:
             ending.callback(self._shadows.flush)
             ending.callback(self._upkeep.stop_images)
             ending.callback(self._housekeeper.stop, HOUSEKEEPER_STOP_S)
-            ending.callback(self._inspector.forgive)
-            ending.callback(self._inspector.stop)
+            ending.callback(self.inspector.forgive)
+            ending.callback(self.inspector.stop)
             ending.callback(self._stop_web)
-            if not self._inspector.drain(DRAIN_S):
-                log.warning("not_drained images=%d they wait for the next start", self._inspector.in_flight)
+            if not self.inspector.drain(DRAIN_S):
+                log.warning("not_drained images=%d they wait for the next start", self.inspector.in_flight)
             engine = self.agent.loop.statistics().engine
         counts = {str(verdict).lower(): count for verdict, count in self._verdicts.counts.items()}
         return {
@@ -225,23 +197,32 @@ class LineService:
             "threads_left_behind": self.agent.loop.leaves_threads or self._reloading.locked(),
         }
 
-    def _open_doors(self) -> None:
-        """Serve at the addresses that are not served yet. Raises AddressUnusable; a later call may do better."""
-        for door in tuple(self._closed_doors):
-            if door == "web" and self.web is not None:
-                self.web.start()
-            elif door == "api":
-                self.api = _api_of(self._config, self.desk)  # one that could not start is of no use any more
-                if self.api is not None:
-                    self.api.start()
-            self._closed_doors.remove(door)
+    def _open_web(self) -> None:
+        """Raises AddressUnusable; a later call may succeed. So does ``_open_api``."""
+        if self.web is not None and not self.web.addresses:
+            self.web.start()
+
+    def _open_api(self) -> None:
+        if self.api is not None and not self.api.addresses:
+            self.api = api = _api_of(self._config, self.desk)  # a server that failed to start cannot start again
+            api.start()
+
+    def _web(self, metrics: LineMetrics) -> HttpServer:
+        """Imported only for a line with an address: saves time and memory. So is gRPC."""
+        from agent.api.calls.texts import TextCalls
+        from agent.api.openai.endpoint import OpenAiEndpoint
+        from agent.http.server import HttpServer
+        from agent.web.pages import CONNECTION_S, Pages
+
+        self._openai = OpenAiEndpoint(self._config.api, TextCalls(self.desk))
+        self._applications += [self._openai, Pages(metrics)]
+        return HttpServer(self._config.api.http, self._applications, CONNECTION_S)
 
     def _stop_api(self) -> None:
         """Refuse new callers; callers that wait get their answers while there is time."""
         deadline_s = time.monotonic() + API_STOP_S
         self._doorkeeper.stop(API_STOP_S)
-        is_open = self.api is not None and "api" not in self._closed_doors
-        if self.api is not None and is_open and not self.api.stop(API_STOP_S):
+        if self.api is not None and self.api.addresses and not self.api.stop(API_STOP_S):
             log.warning("api_not_drained orders=%d they are judged all the same", self.api.orders_under_way)
         self._texts.stop(max(deadline_s - time.monotonic(), 0.0))
 
@@ -249,16 +230,16 @@ class LineService:
         """Stops last: until then it tells that nothing is taken any more."""
         if self.web is not None:
             self.web.stop()
-        if self._openai is not None:
-            self._openai.stop()
+        for application in self._applications:
+            application.stop()
 
     def _wait_for_commits(self) -> None:
         deadline = time.monotonic() + COMMIT_S
-        while self._store.statistics().pending and time.monotonic() < deadline:
+        while self.store.statistics().pending and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def _close_store(self) -> None:
-        if not self._store.close(STORE_CLOSE_S):
+        if not self.store.close(STORE_CLOSE_S):
             log.error("results_not_stored: their images wait for the next start")
 
     # -- for the desk --
@@ -295,16 +276,16 @@ class LineService:
         for source in self.sources:
             source.check(config)
         change = plan_change(self.agent, config, lambda stage, done, total: None)
-        if not self._inspector.takes:  # it took long, and meanwhile the agent was told to end
+        if not self.inspector.takes:  # it took long, and meanwhile the agent was told to end
             raise OrderRefused(Refusing.STOPPING, "the agent is stopping - the next one reads the line file", 5.0)
         if self.api is not None:  # once nothing else can be refused: a reload that is not applied changes nothing
             self.api.reload(config.api)
         if self._openai is not None:
             self._openai.reload(config.api)
-        self._inspector.change_line(change)
+        self.inspector.change_line(change)
         self._shadows.refuse_enders()
         self._config = config
-        self._boards.change(config.boards)
+        self.boards.change(config.boards)
         for source in self.sources:
             source.reload(config)
         return ReloadView(True, (), change.added, change.replaced, change.removed, for_restart)
@@ -347,8 +328,8 @@ class LineService:
                 self._damaged.discard(expert)
 
     def _alarms(self) -> list[str]:
-        store = self._store.statistics()
-        failing = {**self._housekeeper.statistics().failing, **self._doorkeeper.statistics().failing}
+        store = self.store.statistics()
+        failing = {**self._housekeeper.failing, **self._doorkeeper.failing}
         return [
             *self._device_alarms,
             *self.agent.alarms,
@@ -373,7 +354,7 @@ class LineService:
         now_s = self._clock()
         if not self._drift_alarm.can_warn(now_s):
             return
-        found = self._drift_alarm.due_warning(self._inspector.drift(), now_s)
+        found = self._drift_alarm.due_warning(self.inspector.drift(), now_s)
         if found is not None:
             log.warning(
                 "usage_drift distance=%.2f chance=%.2f steps=%d experts=%s: experts are asked otherwise than expected; "
@@ -393,30 +374,10 @@ def _device_alarms(config: LineConfig, agent: Agent) -> list[str]:
     return [alarm]
 
 
-def _api_of(config: LineConfig, desk: LineDesk) -> ApiServer | None:
-    """None without addresses: saves gRPC's time and memory."""
-    if not config.api.grpc:
-        return None
+def _api_of(config: LineConfig, desk: LineDesk) -> ApiServer:
     from agent.api.server import ApiServer
 
     return ApiServer(config.api, desk)
-
-
-def _openai_of(config: LineConfig, desk: LineDesk) -> OpenAiEndpoint | None:
-    if not config.api.http:
-        return None
-    from agent.api.calls.texts import TextCalls
-    from agent.api.openai.endpoint import OpenAiEndpoint
-
-    return OpenAiEndpoint(config.api, TextCalls(desk))
-
-
-def _web_of(config: LineConfig, line: LineMetrics, openai: OpenAiEndpoint | None) -> WebServer | None:
-    if not config.api.http:
-        return None
-    from agent.web.pages import WebServer
-
-    return WebServer(config.api.http, line, also=() if openai is None else (openai,))
 
 
 def _stop_all(stops: Sequence[Callable[[float], object]], timeout_s: float) -> None:

@@ -22,7 +22,7 @@ from agent.config import service_manager
 from agent.records.database import state_held
 from agent.service.garbage import keep_what_is_here
 from agent.service.line_service import LineService
-from agent.service.service_manager import EXTENDED_EVERY_S, Heartbeat, Notifier
+from agent.service.service_manager import EXTENDED_EVERY_S, Notifier, heartbeat
 from agent.service.starts import Starts
 from experts.daemon_threads import DaemonThreads
 from experts.errors import AgentCrashed, AlreadyRunning, ConfigError, DeviceMissing, OrderRefused, StateUnusable
@@ -134,14 +134,14 @@ def serve_line(config: LineConfig, progress: Callable[[str, int, int], None]) ->
                 starts.served(time.monotonic())
                 return service.status_line()
 
-            heartbeat = Heartbeat(notifier, manager.watchdog_s, look)
+            beating = heartbeat(notifier, manager.watchdog_s, look)
             notifier.ready(service.status_line())
-            heartbeat.start()
+            beating.start()
             reloads = DaemonThreads(1, "reload")  # may wait for a disk, or pack for minutes
             end.wait(lambda: reloads.submit(_reload, service, notifier))
             log.info("stopping line=%s", config.line)
             notifier.stopping()
-            heartbeat.stop()
+            beating.stop(0.0)
             closing = service.stop()
             if crashes:
                 raise crashes[0]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from agent.service.housekeeping import Housekeeper
 from experts.errors import CoServeError
 
 if TYPE_CHECKING:
@@ -113,29 +113,6 @@ def failures_told(notifier: Notifier) -> Iterator[None]:
         raise
 
 
-class Heartbeat:
+def heartbeat(notifier: Notifier, limit_s: float | None, look: Callable[[], str]) -> Housekeeper:
     """Feeds the watchdog while ``look`` returns a status; not when it hangs or raises."""
-
-    def __init__(self, notifier: Notifier, limit_s: float | None, look: Callable[[], str]) -> None:
-        self._notifier = notifier
-        self._every_s = (limit_s or 30.0) / FED_PER_LIMIT
-        self._look = look
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End; a look that hangs is left behind."""
-        self._stopping.set()
-
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                status = self._look()
-            except Exception:
-                log.exception("heartbeat_missed: the watchdog is not fed")
-            else:
-                self._notifier.alive(status)
-            self._stopping.wait(self._every_s)
+    return Housekeeper({"watchdog": lambda: notifier.alive(look())}, "heartbeat", (limit_s or 30.0) / FED_PER_LIMIT)

@@ -83,7 +83,7 @@ class Upkeep:
 
 
 def _troubles(duty: str, keeper: Housekeeper) -> list[str]:
-    failing = [f"{duty}: {reason}" for duty, reason in keeper.statistics().failing.items()]
+    failing = [f"{duty}: {reason}" for duty, reason in keeper.failing.items()]
     step_s = keeper.step_s
     if step_s > HANGS_S:
         failing.append(f"{duty} has been waiting for {step_s:.0f} s: see whether its disk, or share, still answers")

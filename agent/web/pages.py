@@ -19,7 +19,6 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from agent.http.exchange import HttpAnswer, Terms
-from agent.http.server import HttpServer
 from agent.web.readings import Histogram, MetricKind
 from experts.daemon_threads import DaemonThreads
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric as Family
 
-    from agent.http.exchange import Application, HttpRequest, Stream
+    from agent.http.exchange import HttpRequest, Stream
     from agent.web.readings import Condition, Metric, ObservedLine
 
 log = logging.getLogger(__name__)
@@ -45,38 +44,10 @@ PATHS = ("/metrics", "/health/live", "/health/ready")
 Result = TypeVar("Result")
 
 
-class WebServer:
-    """Started once, stopped once. ``also``: applications that are asked for a path before the pages."""
-
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        line: ObservedLine,
-        *,
-        also: Sequence[Application] = (),
-        patience_s: float = PATIENCE_S,
-        connection_s: float = CONNECTION_S,
-    ) -> None:
-        self._pages = Pages(line, patience_s, connection_s)
-        self._server = HttpServer(addresses, (*also, self._pages), connection_s)
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        return self._server.addresses
-
-    def start(self) -> None:
-        """Raises AddressUnusable; then no address is served."""
-        self._server.start()
-
-    def stop(self) -> None:
-        self._server.stop()
-        self._pages.close()
-
-
 class Pages:
     """Implements ``agent.http.exchange.Application``."""
 
-    def __init__(self, line: ObservedLine, patience_s: float, connection_s: float) -> None:
+    def __init__(self, line: ObservedLine, patience_s: float = PATIENCE_S, connection_s: float = CONNECTION_S) -> None:
         self.terms = Terms(BODY_BYTES, connection_s, connection_s, CONNECTIONS)
         self._patience_s = patience_s
         self._condition = _SingleFlight(line.condition, "web-health")
@@ -103,11 +74,10 @@ class Pages:
     def refusal(self, status: int, reason: str) -> HttpAnswer:
         return _said(status, reason)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Stop asking the line; a question that hangs is abandoned."""
-        self._condition.close()
-        self._metrics.close()
-        self._writing.stop(0.0)
+        for threads in (self._condition.thread, self._metrics.thread, self._writing):
+            threads.stop(0.0)
 
     async def _page(self, request: HttpRequest) -> HttpAnswer:
         if request.path == "/metrics":
@@ -126,7 +96,7 @@ class _SingleFlight(Generic[Result]):
 
     def __init__(self, ask: Callable[[], Result], name: str) -> None:
         self._ask = ask
-        self._thread = DaemonThreads(1, name)
+        self.thread = DaemonThreads(1, name)
         self._lock = threading.Lock()
         self._under_way: Future[Result] | None = None
 
@@ -134,13 +104,10 @@ class _SingleFlight(Generic[Result]):
         """Raises TimeoutError, and the line's own errors."""
         with self._lock:
             if self._under_way is None or self._under_way.done():
-                self._under_way = self._thread.submit(self._ask)
+                self._under_way = self.thread.submit(self._ask)
             under_way = self._under_way
         async with asyncio.timeout(timeout_s):
             return await asyncio.shield(asyncio.wrap_future(under_way))
-
-    def close(self) -> None:
-        self._thread.stop(0.0)
 
 
 def _written(metrics: Sequence[Metric | Histogram], process: ProcessCollector, accepted: str) -> HttpAnswer:

@@ -12,7 +12,7 @@ from tests.drill.scene import Agents, Scene
 @pytest.fixture
 def scene(tmp_path, tmp_path_factory):
     """A line of its own; its socket's path is short, as they have to be."""
-    return Scene(tmp_path, tmp_path_factory.mktemp("s") / "a.sock", K_s=0.002)
+    return Scene(tmp_path, tmp_path_factory.mktemp("s") / "a.sock")
 
 
 @pytest.fixture
@@ -20,7 +20,8 @@ def agents(scene, forks):
     """Agents of it that can be killed."""
     all_of_them = Agents(scene, forks)
     yield all_of_them
-    all_of_them.close()
+    if all_of_them.running is not None:
+        all_of_them.running.kill()
 
 
 @pytest.fixture

@@ -6,38 +6,34 @@ caller was told is what is stored; each file lies where its verdict says.
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import random
 import signal
 import threading
-import time
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
-import yaml
-from PIL import Image
 
 from agent.api.client import AgentClient
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
-from agent.records.journal import JournalReader
-from agent.records.result_reader import ResultReader
 from experts.errors import CoServeError
 from experts.expert import Verdict
+from tests.agent.service import fake_line
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.forks import Fork, Forks
 
-PATTERN = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
 COLOURS = [(200, 40, 40), (40, 200, 40), (40, 40, 200), (200, 200, 40), (40, 200, 200), (200, 40, 200)]
 PATIENCE_S = 90.0
 EXPERTS = 4
+
+until = partial(fake_line.until, patience_s=PATIENCE_S)
 
 
 def is_full() -> bool:
@@ -46,47 +42,25 @@ def is_full() -> bool:
 
 
 def picture(colour: int, size: int = 8) -> bytes:
-    """A PNG of one colour."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (size, size), COLOURS[colour]).save(buffer, "PNG")
-    return buffer.getvalue()
+    return fake_line.picture(COLOURS[colour], (size, size))
 
 
-def until(holds, what: str, patience_s: float = PATIENCE_S) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + patience_s
-    while not holds():
-        assert time.monotonic() < deadline, f"it did not come about: {what}"
-        time.sleep(0.02)
+class Scene(fake_line.FakeLine):
+    """One line in a folder of its own, whose experts answer by an image's colour."""
 
-
-class Scene:
-    """One line in a folder of its own."""
-
-    def __init__(self, folder: Path, socket: Path, **model: object) -> None:
-        self.folder = folder
-        self.inbox = folder / "inbox"
-        self.inbox.mkdir()
+    def __init__(self, folder: Path, socket: Path) -> None:
+        super().__init__(folder)
+        for number in range(EXPERTS):
+            self.add_expert(number)
+            self.fake(number, weight_bytes=2_000_000 + number, label=None, K_s=0.002)
         self.socket = f"unix:{socket}"
         self.log = folder / "agent.log"
-        for number in range(EXPERTS):
-            declared = {"weight_bytes": 2_000_000 + number} | model
-            (folder / f"f{number}.yaml").write_text(json.dumps(declared))
-        self.document = {
-            "line": "drill",
-            "state": "./state",
-            "experts": {
-                f"cls/f{number}": {
-                    "architecture": "fake", "weights": f"f{number}.yaml", "labels": ["ok", "bad"],
-                    "input": {"size": [8, 8]},
-                }
-                for number in range(EXPERTS)
-            },
-            "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(EXPERTS)},
+        self.watch(poll_s=0.2)
+        self.document |= {
+            "boards": {},
             "memory": {"host": "16MiB", "workspace": "8MiB"},
-            "intake": {"folders": [{"path": "./inbox", "pattern": PATTERN, "settle_ms": 0, "poll_s": 0.2}]},
             "api": {"grpc": [self.socket]},
-        }  # fmt: skip
+        }
         self.dropped: dict[str, int] = {}  # file name -> colour
         self.accepted: dict[str, tuple[str, int]] = {}  # key -> component, colour
         self.answered: dict[str, str] = {}  # key -> verdict
@@ -94,22 +68,16 @@ class Scene:
         self._number = 0
         self.write()
 
-    def write(self) -> None:
-        """The line file, as it is now."""
-        (self.folder / "line.yaml").write_text(yaml.safe_dump(self.document))
-
-    @property
-    def results(self) -> ResultReader:
-        return ResultReader(self.folder / "state" / "results.db")
-
-    def drop(self, colour: int) -> None:
-        """One image into the folder, by rename."""
+    def drop_one(self, colour: int, content: bytes | None = None) -> None:
+        """One image of this colour, or with this content, into the folder."""
         self._number += 1
         name = f"B{self._number // EXPERTS}_c{self._number % EXPERTS}_R{self._number}.png"
-        draft = self.folder / "draft.png"
-        draft.write_bytes(picture(colour))
-        draft.rename(self.inbox / name)
+        self.drop(name, picture(colour) if content is None else content)
         self.dropped[name] = colour
+
+    def drop_many(self, count: int) -> None:
+        for number in range(count):
+            self.drop_one(number % len(COLOURS))
 
     def order(self, keys: list[tuple[str, str, int]], timeout_s: float = 10.0) -> None:
         """Send images over one stream: (key, component, colour) each; what comes back is remembered."""
@@ -153,13 +121,11 @@ class Scene:
     def is_finished(self) -> bool:
         """Whether nothing is left to be judged or put away."""
         files = [path for path in self.inbox.iterdir() if path.is_file()]
-        work = self.inbox / ".work"
-        claimed = [path for path in work.rglob("*") if path.is_file()] if work.is_dir() else []
-        return not files and not claimed and not JournalReader(self.folder / "state" / "results.db").unfinished()
+        return not (files or self.shelf(".work") or self.unfinished)
 
     def account(self, expected: dict[tuple[str, int], Verdict] | None = None) -> dict[str, int]:
         """Asserts that nothing is lost, doubled, or OK without evidence; the counts."""
-        rows = [row.result for row in self.results.query()]
+        rows = self.rows
         images = Counter(row.subject.image for row in rows if not row.subject.key.startswith(("api/", "camera/")))
         keys = Counter(row.subject.key.removeprefix("api/") for row in rows if row.subject.key.startswith("api/"))
         lost = [name for name in self.dropped if images[name] == 0]
@@ -215,35 +181,16 @@ class Agents:
     def __init__(self, scene: Scene, forks: Forks) -> None:
         self._scene = scene
         self._forks = forks
-        self._agent: Fork | None = None
+        self.running: Fork | None = None
 
     def start(self) -> None:
         """Begin one; it need not be ready."""
-        self._agent = self._forks.start(SERVED, self._scene.folder / "line.yaml", log=self._scene.log)
-
-    @property
-    def pid(self) -> int:
-        """Of the one that runs."""
-        return self._running.pid
-
-    def kill(self) -> None:
-        """In the middle of whatever it does."""
-        self._running.kill()
+        self.running = self._forks.start(SERVED, self._scene.folder / "line.yaml", log=self._scene.log)
 
     def stop(self) -> int:
         """As systemd does; its exit code."""
-        self._running.send_signal(signal.SIGTERM)
-        return self._running.wait(PATIENCE_S).returncode
-
-    def close(self) -> None:
-        """End it."""
-        if self._agent is not None:
-            self._agent.kill()
-
-    @property
-    def _running(self) -> Fork:
-        assert self._agent is not None
-        return self._agent
+        self.running.send_signal(signal.SIGTERM)
+        return self.running.wait(PATIENCE_S).returncode
 
 
 class Sender:
@@ -268,7 +215,7 @@ class Sender:
 
     def _drop(self) -> None:
         while not self._stopping.wait(0.03):
-            self._scene.drop(self._random.randrange(len(COLOURS)))
+            self._scene.drop_one(self._random.randrange(len(COLOURS)))
 
     def _order(self) -> None:
         while not self._stopping.wait(0.02):

@@ -15,20 +15,12 @@ from hypothesis import strategies as st
 
 from agent.api.proto import inspection_pb2 as pb
 from agent.api.proto import inspection_pb2_grpc
-from agent.config import read_line
-from agent.service.line_service import LineService
 from tests.drill.scene import COLOURS, EXPERTS, is_full, picture, until
 
 CALLS = 1000
 MALFORMED = 5000 if is_full() else 400
 LIMIT = 64
 IMAGE_PX = 256
-
-
-def served(scene):
-    service = LineService(read_line(scene.folder / "line.yaml", {}), lambda *_: None)
-    service.start()
-    return service
 
 
 def percentile(seconds, fraction):
@@ -81,10 +73,10 @@ def test_a_thousand_calls_at_once(scene, agents, told):
     scene.document["api"]["limits"] = {"requests": LIMIT}
     scene.write()
     agents.start()
-    until(scene.is_up, "an agent that answers")
+    until(scene.is_up)
     asyncio.run(flooded(scene, "warm", LIMIT, LIMIT))
     full = asyncio.run(flooded(scene, "full", CALLS // 2, LIMIT))
-    process = psutil.Process(agents.pid)
+    process = psutil.Process(agents.running.pid)
     before = process.memory_info().rss
     flood = asyncio.run(flooded(scene, "flood", CALLS, CALLS))
     grown = process.memory_info().rss - before
@@ -108,11 +100,10 @@ def test_a_thousand_calls_at_once(scene, agents, told):
 
 def test_malformed_requests_and_images(scene, told):
     """Whatever bytes come, the agent answers, goes on, and calls none of them OK."""
-    service = served(scene)
     ends: Counter[str] = Counter()
     chance = random.Random(5)
     good = picture(1)
-    try:
+    with scene.served():
         with grpc.insecure_channel(scene.socket) as channel:
             raw = channel.unary_unary("/coserve.v1.Inspection/Inspect")
             oip = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
@@ -132,17 +123,11 @@ def test_malformed_requests_and_images(scene, told):
             for _ in range(MALFORMED // 4):
                 reply = stub.Inspect(pb.InspectRequest(file=damaged(good, chance), component="c0"), timeout=30.0)
                 ends[pb.Verdict.Name(reply.parts[0].verdict)] += 1
-        for number in range(MALFORMED // 4):
-            name = f"B1_c{number % EXPERTS}_R{number}.png"
-            draft = scene.folder / "draft"
-            draft.write_bytes(damaged(good, chance))
-            draft.rename(scene.inbox / name)
-            scene.dropped[name] = -1
-        until(scene.is_finished, "every broken file put away")
+        for _ in range(MALFORMED // 4):
+            scene.drop_one(-1, damaged(good, chance))
+        until(scene.is_finished)
         assert scene.is_up()
-    finally:
-        service.stop()
-    rows = [row.result for row in scene.results.query() if row.result.subject.image in scene.dropped]
+    rows = [row for row in scene.rows if row.subject.image in scene.dropped]
     assert ends.keys() <= {"INVALID_ARGUMENT", "NOT_FOUND", "INTERNAL", "UNIMPLEMENTED", "VERDICT_UNKNOWN", "answered"}
     assert {str(row.verdict) for row in rows} == {"UNKNOWN"}
     told("malformed", dict(ends) | scene.account())

@@ -9,9 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import cv2
 import numpy as np
 
-from agent.config import read_line
-from agent.service.line_service import LineService
-from tests.drill.scene import COLOURS, until
+from tests.drill.scene import until
 
 STOP_S = 10.0
 
@@ -51,14 +49,13 @@ except BaseException as error:
 
 def test_an_executor_that_hangs(scene, agents, forks, told):
     """It ends the agent, with exit code 1; the next one judges everything."""
-    for number in range(40):
-        scene.drop(number % len(COLOURS))
-    ended = forks.run(HANGING, scene.folder / "line.yaml")
+    scene.drop_many(40)
+    ended = forks.run(HANGING, scene.write())
     assert ended.returncode == 1, ended.stderr
-    before = sum(1 for _ in scene.results.query())
+    before = len(scene.rows)
     agents.start()
-    until(scene.is_up, "the next agent")
-    until(scene.is_finished, "everything judged")
+    until(scene.is_up)
+    until(scene.is_finished)
     assert agents.stop() == 0
     told("hung executor", {"judged before": before} | scene.account())
 
@@ -112,28 +109,23 @@ def test_a_camera_that_stalls(scene, told):
          "stall_timeout_s": 1.0}
     ]  # fmt: skip
     scene.write()
-    service = LineService(read_line(scene.folder / "line.yaml", {}), lambda *_: None)
-    service.start()
 
     def view():
         return next(each for each in service.desk.status().sources if each.name == "top")
 
-    try:
-        until(lambda: service.judged >= 3, "frames of the camera")
+    with scene.served() as service:
+        until(lambda: service.judged >= 3)
         camera.flows.clear()
-        until(lambda: view().state != "STREAMING", "a stall that is told")
-        for number in range(8):
-            scene.drop(number % len(COLOURS))
-        until(scene.is_finished, "the folder's files, meanwhile")
+        until(lambda: view().state != "STREAMING")
+        scene.drop_many(8)
+        until(scene.is_finished)  # the folder's files, meanwhile
         camera.flows.set()
-        until(lambda: view().state == "STREAMING", "the camera again")
+        until(lambda: view().state == "STREAMING")
         received = view().received
-        until(lambda: view().received > received, "new frames")
+        until(lambda: view().received > received)
         camera.flows.clear()
-    finally:
         started = time.monotonic()
-        service.stop()
-        seconds = time.monotonic() - started
-        camera.close()
+    seconds = time.monotonic() - started
+    camera.close()
     verdict = "reached" if seconds < STOP_S else f"SHORT of {STOP_S:g}"
     told("stalled camera", {"stopped in s": f"{seconds:.1f} ({verdict})"} | scene.account())

@@ -25,14 +25,14 @@ def test_kill_at_random_moments(scene, agents, told):
     """AC6: whatever moment an agent dies at, the next one finishes what was accepted, once."""
     chance = random.Random(7)
     agents.start()
-    until(scene.is_up, "an agent that answers")
+    until(scene.is_up)
     expected = verdicts_of_all(scene)
     with Sender(scene, seed=11):
         for _ in range(KILLS):
             time.sleep(chance.uniform(0.0, LONGEST_LIFE_S))  # the moment is the experiment
-            agents.kill()
+            agents.running.kill()
             agents.start()
-    until(scene.is_up, "the last agent")
-    until(scene.is_finished, "everything judged and put away")
+    until(scene.is_up)
+    until(scene.is_finished)
     assert agents.stop() == 0
     told(f"{KILLS} kills", scene.account(expected))

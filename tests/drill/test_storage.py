@@ -12,11 +12,8 @@ from functools import partial
 import pytest
 
 import agent.service.inspections.inspector
-from agent.config import read_line
 from agent.deployment.build import AgentOptions, build_agent
-from agent.records.journal import JournalReader
 from agent.runtime.loop import LoopOptions
-from agent.service.line_service import LineService
 from experts.expert import Verdict
 from tests.drill.scene import COLOURS, EXPERTS, is_full, until
 
@@ -38,14 +35,11 @@ def small_disk(scene):
 
 def test_disk_full(scene, small_disk, told):
     """AC11: while nothing can be written work waits, and is done when there is room again."""
-    service = LineService(read_line(scene.folder / "line.yaml", {}), lambda *_: None)
-    service.start()
-    try:
+    with scene.served() as service:
         filler = small_disk / "filler"
         with pytest.raises(OSError, match="No space left"):
             fill(filler)
-        for number in range(200):
-            scene.drop(number % len(COLOURS))
+        scene.drop_many(200)
         ordered_until = time.monotonic() + SECONDS_FULL
         number = 0
         while time.monotonic() < ordered_until:
@@ -53,10 +47,8 @@ def test_disk_full(scene, small_disk, told):
             number += 1
         assert service.desk.status().alarms, "nobody was told"
         filler.unlink()
-        until(lambda: scene.is_finished() and not service.statistics().store.pending, "everything done with room again")
+        until(lambda: scene.is_finished() and not service.store.statistics().pending)
         assert service.desk.status().alarms == ()
-    finally:
-        service.stop()
     told("disk full", scene.account())
 
 
@@ -76,14 +68,10 @@ def test_torn_and_bit_flipped_weights(scene, told):
         if segments:  # the first agent packs, and says what a sound line says
             harm(chance.choice(segments), chance)
             counts["damaged"] += 1
-        service = LineService(read_line(scene.folder / "line.yaml", {}), lambda *_: None)
-        service.start()
-        try:
+        with scene.served():
             keys = [(f"d{damage}-{n}", f"c{n}", n) for n in range(EXPERTS)]
             scene.order(keys, timeout_s=30.0)
             said = [scene.answered[key] for key, _, _ in keys]
-        finally:
-            service.stop()
         counts["unknown"] += said.count("VERDICT_UNKNOWN")
         counts["judged by others"] += len(said) - said.count("VERDICT_UNKNOWN")
         assert said.count("VERDICT_UNKNOWN") <= (1 if damage else 0)
@@ -106,17 +94,11 @@ def harm(file, chance):
 def test_slow_ssd(scene, told, monkeypatch):
     """A drive at 20 MB a second, a hundredth of a usual one, delays verdicts and costs none."""
     scene.document["memory"] = {"host": "12MiB", "workspace": "8MiB"}  # two experts of four
-    scene.write()
     slow = AgentOptions(loop=LoopOptions(ssd_bytes_per_s=20e6))
     monkeypatch.setattr(agent.service.inspections.inspector, "build_agent", partial(build_agent, options=slow))
-    service = LineService(read_line(scene.folder / "line.yaml", {}), lambda *_: None)
-    service.start()
-    try:
-        for number in range(120 if is_full() else 24):
-            scene.drop(number % len(COLOURS))
-        until(scene.is_finished, "everything judged")
-    finally:
-        service.stop()
+    with scene.served():
+        scene.drop_many(120 if is_full() else 24)
+        until(scene.is_finished)
     counts = scene.account()
     assert counts.get("UNKNOWN", 0) == 0
     told("slow SSD", counts)
@@ -125,23 +107,15 @@ def test_slow_ssd(scene, told, monkeypatch):
 def test_clock_jumps(scene, told):
     """No step of the wall clock closes a board, loses a file or doubles one."""
     scene.document["boards"] = {"main": {"components": {f"c{n}": 1 for n in range(EXPERTS)}, "takt_s": 3600.0}}
-    scene.write()
-    off_by = [timedelta()]
-    config = read_line(scene.folder / "line.yaml", {})
-    service = LineService(config, lambda *_: None, wall=lambda: datetime.now(UTC) + off_by[0])
-    service.start()
-    jumps = 0
-    try:
+    off_by, jumps = [timedelta()], 0
+    with scene.served(wall=lambda: datetime.now(UTC) + off_by[0]):
         for number in range(EXPERTS * (60 if is_full() else 12)):
-            scene.drop(number % len(COLOURS))
+            scene.drop_one(number % len(COLOURS))
             if number % 7 == 3:
                 off_by[0] = timedelta(hours=random.Random(number).choice([-48, -1, 1, 30, 24 * 365]))
                 jumps += 1
-        until(scene.is_finished, "everything judged")
-    finally:
-        service.stop()
+        until(scene.is_finished)
     boards = list(scene.results.boards())
     assert all(not board.board.missing for board in boards)
     assert all(board.board.verdict is not Verdict.OK or board.board.counts[Verdict.NG] == 0 for board in boards)
-    assert JournalReader(scene.folder / "state" / "results.db").unfinished() == []
     told("clock jumps", {"jumps": jumps, "boards": len(boards)} | scene.account())

@@ -18,10 +18,12 @@ import sys
 import sysconfig
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from PIL import Image
+
+from tests.agent.service.fake_line import PATTERN, picture
 
 ROOT = Path(__file__).parents[2]
 SYSTEMD = Path("/lib/systemd/systemd")
@@ -134,14 +136,16 @@ def cgroup_of_this_process() -> Path | None:
     return at / inside[0].lstrip("/") if at and inside else None
 
 
-def child_of(pid: int) -> int | None:
+def child_of(pid: int | None) -> int | None:
     """The only child of a process; None while it has none."""
+    if pid is None:
+        return None
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(children[0]) if children else None
 
 
 def until(holds, otherwise=lambda: ""):
-    """Wait for a condition, for as long as it may reasonably take; what it said in the end."""
+    """What a condition says in the end."""
     deadline = time.monotonic() + PATIENCE_S
     while not (said := holds()):
         assert time.monotonic() < deadline, otherwise()
@@ -183,15 +187,14 @@ class PrivateSystem:
         """Whether systemd runs as PID 1 there. False as long as it may still come to it."""
         if self._process.poll() is not None:
             return False
-        shell = child_of(self._process.pid)  # timeout -> what was a shell, and is unshare -> PID 1
-        self._init = child_of(shell) if shell else None
+        self._init = child_of(child_of(self._process.pid))  # timeout -> what was a shell, and is unshare -> PID 1
         if self._init is None or Path(f"/proc/{self._init}/comm").read_text().strip() != "systemd":
             return False
         return self.path("run/systemd/private").exists() and self.ask("is-system-running").strip() == "running"
 
     @property
     def refusal(self) -> str | None:
-        """Why there is none, once that is known."""
+        """Why there is none; None while it is not known."""
         return self._complaints.read_text() or "it ended" if self._process.poll() is not None else None
 
     def path(self, inside: str) -> Path:
@@ -237,16 +240,13 @@ class PrivateSystem:
 
     def drop(self, name: str) -> None:
         """An image into the inbox, complete at once."""
-        self._inbox.joinpath(".part").mkdir(exist_ok=True)
-        Image.new("RGB", (8, 8), (10, 200, 30)).save(self._inbox / ".part" / name)
-        (self._inbox / ".part" / name).rename(self._inbox / name)
+        inbox = self.path("srv/images/line")
+        inbox.joinpath(".part").mkdir(exist_ok=True)
+        (inbox / ".part" / name).write_bytes(picture())
+        (inbox / ".part" / name).rename(inbox / name)
 
-    def is_judged(self, name: str) -> bool:
-        return any((self._inbox / "done").rglob(name))
-
-    @property
-    def _inbox(self) -> Path:
-        return self.path("srv/images/line")
+    def wait_for_verdict(self, name: str) -> None:
+        until(lambda: any((self.path("srv/images/line") / "done").rglob(name)), lambda: self.logs)
 
     def end(self) -> None:
         """Kill all of it, and leave nothing."""
@@ -257,36 +257,25 @@ class PrivateSystem:
         self._process.wait(PATIENCE_S)
         os.close(self._master)
 
-        def is_removed():
-            for folder in sorted(self._cgroup.rglob("*/"), reverse=True):
-                removed(folder)
-            return removed(self._cgroup)
+        until(self._is_removed)
 
-        until(is_removed)
-
-
-def removed(folder: Path) -> bool:
-    """Remove a cgroup; False while something lives in it."""
-    try:
-        folder.rmdir()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return True
+    def _is_removed(self) -> bool:
+        for folder in sorted([self._cgroup, *self._cgroup.rglob("*/")], reverse=True):
+            with suppress(OSError):  # something lives in it
+                folder.rmdir()
+        return not self._cgroup.exists()
 
 
 def line_document(name: str) -> dict:
     """A line of two fake experts that judge whatever lies in its inbox."""
     expert = {"architecture": "fake", "labels": ["ok", "bad"], "input": {"size": [8, 8]}}
-    pattern = r"(?P<board>[^_]+)_(?P<component>[^_]+)_(?P<ref>[^.]+)\.png"
     return {
         "line": name,
         "state": f"/var/lib/coserve/{name}",
         "experts": {f"cls/f{number}": expert | {"weights": f"weights/f{number}.yaml"} for number in range(2)},
         "routes": {f"c{number}": [{"expert": f"cls/f{number}", "pass": ["ok"]}] for number in range(2)},
         "memory": {"host": "20MiB", "workspace": "10MiB"},
-        "intake": {"folders": [{"path": f"/srv/images/{name}", "pattern": pattern, "settle_ms": 0, "poll_s": 0.2}]},
+        "intake": {"folders": [{"path": f"/srv/images/{name}", "pattern": PATTERN, "settle_ms": 0, "poll_s": 0.2}]},
     }
 
 
@@ -379,35 +368,26 @@ def test_systemd_sees_it_ready_and_it_judges_hardened_as_shipped(running):
     assert "\nSeccomp:\t2\n" in status
     assert "\nCapBnd:\t0000000000000000\n" in status
     running.drop("B1_c0_R1.png")
-    until(lambda: running.is_judged("B1_c0_R1.png"), lambda: running.logs)
+    running.wait_for_verdict("B1_c0_R1.png")
 
 
-def test_it_writes_where_it_was_let_in_and_nowhere_else(running):
-    """Asked by root inside its mount namespace, who would otherwise be allowed everything."""
-    pid = running.state("coserve")["MainPID"]
+def test_it_reads_and_writes_where_it_was_let_in_and_nowhere_else(running):
+    """Asked by root inside its mount namespace, who would otherwise be allowed everything; a credential by its user."""
+    user, group = (running.run("id", which, "coserve").stdout.strip() for which in ("-u", "-g"))
+
+    def enter(*command):
+        return running.run("nsenter", f"--target={running.state('coserve')['MainPID']}", "--mount", *command)
 
     def is_writable(folder):
-        return running.run("nsenter", f"--target={pid}", "--mount", "touch", f"{folder}/written").returncode == 0
+        return enter("touch", f"{folder}/written").returncode == 0
 
-    assert [each for each in ("/etc", "/usr", "/opt/coserve", "/srv", "/srv/images/line") if is_writable(each)] == [
-        "/srv/images/line"
-    ]
+    outside = ("/etc", "/usr", "/opt/coserve", "/srv", "/srv/images/line")
+    assert [each for each in outside if is_writable(each)] == ["/srv/images/line"]
     assert is_writable("/var/lib/coserve")
-    hidden = running.run("nsenter", f"--target={pid}", "--mount", "ls", "-A", "/root", "/home", "/tmp")
-    assert hidden.stdout.split() == ["/home:", "/root:", "/tmp:"]
-
-
-def test_a_credential_is_read_by_the_agent_s_user_and_its_source_is_not(running):
-    pid, user = running.state("coserve")["MainPID"], running.run("id", "-u", "coserve").stdout.strip()
-    group = running.run("id", "-g", "coserve").stdout.strip()
-
-    def read(file):
-        return running.run(
-            "nsenter", f"--target={pid}", "--mount", f"--setuid={user}", f"--setgid={group}", "cat", file
-        )
-
-    assert read("/run/credentials/coserve.service/mqtt.password").stdout == "from the factory\n"
-    assert "Permission denied" in read("/etc/coserve/mqtt.password").stderr
+    assert enter("ls", "-A", "/root", "/home", "/tmp").stdout.split() == ["/home:", "/root:", "/tmp:"]
+    cat = (f"--setuid={user}", f"--setgid={group}", "cat")
+    assert enter(*cat, "/run/credentials/coserve.service/mqtt.password").stdout == "from the factory\n"
+    assert "Permission denied" in enter(*cat, "/etc/coserve/mqtt.password").stderr
 
 
 def test_a_reload_keeps_it_serving(running):
@@ -418,7 +398,7 @@ def test_a_reload_keeps_it_serving(running):
     after = running.wait_until("coserve", ActiveState="active", SubState="running")
     assert (after["MainPID"], after["NRestarts"]) == (before["MainPID"], before["NRestarts"])
     running.drop("B1_c1_R1.png")
-    until(lambda: running.is_judged("B1_c1_R1.png"), lambda: running.logs)
+    running.wait_for_verdict("B1_c1_R1.png")
 
 
 def test_after_kill_9_it_is_started_again(running):
@@ -429,7 +409,7 @@ def test_after_kill_9_it_is_started_again(running):
     assert after["MainPID"] != before["MainPID"]
     assert running.ends("coserve")[-1] == "signal killed KILL"
     running.drop("B2_c0_R1.png")
-    until(lambda: running.is_judged("B2_c0_R1.png"), lambda: running.logs)
+    running.wait_for_verdict("B2_c0_R1.png")
 
 
 def test_a_scheduler_that_hangs_is_ended_by_the_watchdog_and_the_next_one_judges_what_it_had(running):
@@ -440,7 +420,7 @@ def test_a_scheduler_that_hangs_is_ended_by_the_watchdog_and_the_next_one_judges
     restarts = str(int(before["NRestarts"]) + 1)
     running.wait_until("coserve", ActiveState="active", SubState="running", NRestarts=restarts)
     assert running.ends("coserve")[-1].startswith("watchdog ")
-    until(lambda: running.is_judged("B3_c0_R1.png"), lambda: running.logs)
+    running.wait_for_verdict("B3_c0_R1.png")
 
 
 def test_a_slow_disk_while_it_starts_is_waited_for(system):

@@ -13,9 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "systemd"
-UNITS = sorted(FOLDER.glob("*.service"))
 EXPOSURE_LIMIT = 3.0
-HIDES_GPUS = ("PrivateDevices", "MemoryDenyWriteExecute")  # the one hides them, the other ends their compilers
 COMMAND = "/opt/coserve/current/bin/coserve"
 
 
@@ -47,38 +45,28 @@ def verified(tmp_path):
     return verify
 
 
-def test_there_are_two():
-    assert [unit.name for unit in UNITS] == ["coserve-profile.service", "coserve.service"]
-
-
-@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+@pytest.mark.parametrize("name", ["coserve.service", "coserve-profile.service"])
 class TestAUnit:
-    def test_is_verified_without_a_word(self, unit, verified):
-        done = verified(unit.name, unit.read_text())
+    def test_is_verified_without_a_word_and_exposed_little(self, name, verified):
+        done = verified(name, (FOLDER / name).read_text())
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-    def test_is_exposed_little(self, unit, verified):
-        done = analyze("security", "--offline=yes", "--no-pager", str(unit))
+        done = analyze("security", "--offline=yes", "--no-pager", str(FOLDER / name))
         overall = re.search(r"Overall exposure level for \S+: ([\d.]+)", done.stdout)
         assert overall, done.stdout + done.stderr
         assert float(overall[1]) <= EXPOSURE_LIMIT
 
-    def test_keeps_gpus_and_compilers_alive(self, unit):
-        assert not settings(unit.read_text()).keys() & set(HIDES_GPUS)
-
-    def test_lets_in_the_devices_that_its_clock_protection_shuts_out(self, unit):
-        found = settings(unit.read_text())
+    def test_lets_in_the_devices_that_its_clock_protection_shuts_out_and_ends_no_compiler(self, name):
+        found = settings((FOLDER / name).read_text())
         allowed = [value.split()[0].removeprefix("char-") for value in found["DeviceAllow"]]
         assert found["DevicePolicy"] == ["closed"]
-        for name in ("nvidia", "nvidia-frontend", "nvidiactl", "nvidia-uvm", "nvidia-caps", "drm"):
-            assert any(fnmatchcase(name, pattern) for pattern in allowed), name
+        for device in ("nvidia", "nvidia-frontend", "nvidiactl", "nvidia-uvm", "nvidia-caps", "drm"):
+            assert any(fnmatchcase(device, pattern) for pattern in allowed), device
+        assert not found.keys() & {"PrivateDevices", "MemoryDenyWriteExecute"}  # hides GPUs; ends their compilers
 
-    def test_runs_the_command_of_the_installation_in_force(self, unit):
-        assert settings(unit.read_text())["ExecStart"][0].startswith(f"{COMMAND} ")
-
-    def test_asks_for_no_group_that_may_be_missing(self, unit):
+    def test_runs_the_installation_in_force_and_asks_for_no_group_that_may_be_missing(self, name):
         made = {"video"} | set(re.findall(r"^[gu] (\S+)", (FOLDER / "coserve.sysusers").read_text(), re.MULTILINE))
-        found = settings(unit.read_text())
+        found = settings((FOLDER / name).read_text())
+        assert found["ExecStart"][0].startswith(f"{COMMAND} ")
         assert {*found["User"], *found["Group"], *found["SupplementaryGroups"][0].split()} <= made
 
 
@@ -88,9 +76,4 @@ def test_the_agent_is_watched_and_a_mistake_of_the_line_file_does_not_start_it_a
     assert found["WatchdogSec"] == ["30"]
     assert found["RestartPreventExitStatus"] == ["78"]
     assert found["Restart"] == ["on-failure"]
-
-
-def test_it_reloads_where_there_is_no_bin_kill():
-    """As in a bare Debian, which has no procps."""
-    found = settings((FOLDER / "coserve.service").read_text())
-    assert found["ExecReload"] == ["/bin/sh -c 'kill -HUP ${MAINPID}'"]
+    assert found["ExecReload"] == ["/bin/sh -c 'kill -HUP ${MAINPID}'"]  # a bare Debian has no bin/kill

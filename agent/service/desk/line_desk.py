@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -16,13 +16,13 @@ from agent.api.calls.desk import (
     PoolView,
     QueueView,
     ResultsCursor,
-    ShadowsView,
     StatusView,
     StoredView,
     TextsView,
 )
 from agent.deployment.line_change import line_name, with_line_names
 from agent.service.desk.explaining import explained_component, explained_expert, explained_result
+from agent.service.desk.orders import OrderTaker
 from agent.service.desk.views import board_view, measures_anomalies, run_view, verdict_view
 from agent.subject import CALLER_PREFIX
 from experts.errors import OrderRefused, Refusing
@@ -47,9 +47,10 @@ if TYPE_CHECKING:
     from agent.deployment.build import Agent
     from agent.records.result_writer import ResultStore
     from agent.runtime.executor import ExecutorStatistics
-    from agent.service.desk.orders import OrderTaker
     from agent.service.desk.tally import Tally
+    from agent.service.inspections.admission import Admission
     from agent.service.inspections.inspector import Inspector
+    from agent.service.inspections.journaled import JournaledImages
     from agent.service.inspections.line_boards import LineBoards
     from agent.service.inspections.verdicts import Verdicts
     from agent.service.texts.text_door import TextDoor, TextStatistics
@@ -59,43 +60,53 @@ if TYPE_CHECKING:
 EXPERT_PREFIX = "expert:"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LineParts:
+    """Parts of a served line that its desk and its metrics ask."""
+
+    inspector: Inspector
+    admission: Admission
+    journaled: JournaledImages
+    verdicts: Verdicts
+    boards: LineBoards
+    store: ResultStore
+    texts: TextDoor
+    tally: Tally
+
+
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """Callbacks of the desk into the line."""
+    """Callbacks of the desk and the metrics into the line. ``phase``: why no work is taken on purpose, or None."""
 
     sources: Callable[[], Sequence[SourceStatus]]
     trigger: Callable[[str, str | None, str | None, str | None], str]
     reload: Callable[[], ReloadView]
     alarms: Callable[[], Sequence[str]]
+    phase: Callable[[], str | None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class LineDesk:
     """Keeps ``agent.api.calls.desk.Desk``. For any thread."""
 
-    _inspector: Inspector
-    _orders: OrderTaker
-    _texts: TextDoor
-    _verdicts: Verdicts
-    _boards: LineBoards
-    _results: ResultStore
-    _tally: Tally
-    _controls: Controls
-    _started_s: float = field(default_factory=time.monotonic, init=False)
+    def __init__(self, parts: LineParts, controls: Controls) -> None:
+        self._line = parts
+        self._controls = controls
+        self._orders = OrderTaker(parts.inspector, parts.journaled, parts.admission)
+        self._started_s = time.monotonic()
 
     def order(self, order: ImageOrder, listener: Listener) -> CallerTicket:
-        with self._tally.ordering():
+        with self._line.tally.ordering():
             return self._orders.order(order, listener)
 
     def generate(self, order: TextOrder, listener: TextListener) -> TextTicket:
-        with self._tally.ordering():
-            return self._texts.generate(order, listener)
+        with self._line.tally.ordering():
+            return self._line.texts.generate(order, listener)
 
     def text_models(self) -> Sequence[TextModelView]:
-        return self._texts.models()
+        return self._line.texts.models()
 
     def models(self) -> Sequence[ModelView]:
-        agent = self._inspector.agent
+        agent = self._line.inspector.agent
         standing = standing_of(agent, agent.loop.statistics().engine)
         catalog = agent.config.catalog
         routes = {name: tuple(step.expert for step in steps) for name, steps in catalog.components.items()}
@@ -105,39 +116,39 @@ class LineDesk:
         return [_model(name, asked, agent, standing) for name, asked in (routes | singles).items()]
 
     def load(self, model: str) -> None:
-        agent = self._inspector.agent
+        agent = self._line.inspector.agent
         for expert in _experts_of(model, agent.config.catalog):
             agent.loop.want(agent.expert(expert))
 
     def unload(self, model: str) -> None:
-        agent = self._inspector.agent
+        agent = self._line.inspector.agent
         for expert in _experts_of(model, agent.config.catalog):
             agent.loop.unwant(agent.expert(expert))
 
     def boards(self, serial: str, board_type: str | None = None) -> Sequence[BoardView]:
-        runs = [run for run in self._boards.runs(serial) if board_type in (None, run.board_type)]
+        runs = [run for run in self._line.boards.runs(serial) if board_type in (None, run.board_type)]
         views = {run.board_type: self._with_parts(run_view(run)) for run in runs}
-        for row in self._results.boards_of(serial):
+        for row in self._line.store.boards_of(serial):
             if row.board.board_type not in views and board_type in (None, row.board.board_type):
                 views[row.board.board_type] = self._with_parts(board_view(row.board))
         return list(views.values())
 
     def _with_parts(self, view: BoardView) -> BoardView:
-        rows = self._results.of_board(view.serial, view.board_type, view.opened_at)
+        rows = self._line.store.of_board(view.serial, view.board_type, view.opened_at)
         parts = tuple(verdict_view(row.result, row.seq) for row in rows)
         return replace(view, parts=parts)
 
     def stored_after(self, seq: int, board: int, limit: int, *, with_maps: bool = False) -> StoredView:
-        page = self._results.after(seq, board, limit)
+        page = self._line.store.after(seq, board, limit)
         parts = []
         for row in page.results:
             has_maps = with_maps and measures_anomalies(row.result)
-            parts.append(verdict_view(row.result, row.seq, maps=self._results.maps(row.seq) if has_maps else ()))
+            parts.append(verdict_view(row.result, row.seq, maps=self._line.store.maps(row.seq) if has_maps else ()))
         boards = [(number, board_view(row.board)) for number, row in page.boards]
         return StoredView(ResultsCursor(page.file, page.last_seq, page.last_board), tuple(parts), tuple(boards))
 
     def subscribe(self, tell: Callable[[], None]) -> Callable[[], None]:
-        return self._verdicts.subscribe(lambda *_: tell())
+        return self._line.verdicts.subscribe(lambda *_: tell())
 
     def trigger(
         self, camera: str, board: str | None = None, board_type: str | None = None, key: str | None = None
@@ -148,7 +159,7 @@ class LineDesk:
         return self._controls.reload()
 
     def status(self) -> StatusView:
-        agent = self._inspector.agent
+        agent = self._line.inspector.agent
         statistics = agent.loop.statistics()
         engine = statistics.engine
         executors = {each.executor: each for each in statistics.executors}
@@ -158,8 +169,8 @@ class LineDesk:
             uptime_s=time.monotonic() - self._started_s,
             is_draining=engine.is_draining,
             requests_in_flight=statistics.requests_in_flight,
-            verdicts=self._verdicts.counts,
-            boards_open=self._boards.statistics().open,
+            verdicts=self._line.verdicts.counts,
+            boards_open=self._line.boards.statistics().open,
             switches=engine.switches,
             loads=sum(engine.loads.values()),
             evictions=engine.evictions,
@@ -169,18 +180,18 @@ class LineDesk:
             sources=tuple(self._controls.sources()),
             standing=standing_of(agent, engine),
             alarms=tuple(self._controls.alarms()),
-            texts=_texts_view(self._texts.statistics(), statistics.executors),
-            shadows=ShadowsView(**asdict(self._inspector.shadow_counts())),
+            texts=_texts_view(self._line.texts.statistics(), statistics.executors),
+            shadows=self._line.inspector.shadow_counts(),
         )
 
     def explain(self, subject: str) -> Sequence[str]:
-        agent = self._inspector.agent
+        agent = self._line.inspector.agent
         catalog = agent.config.catalog
         if subject in catalog.experts:
             return explained_expert(subject, agent, agent.loop.statistics().engine)
         if subject in catalog.components:
             return explained_component(subject, catalog, agent, agent.loop.statistics().engine)
-        row = self._results.find(CALLER_PREFIX + subject) or self._results.find(subject)
+        row = self._line.store.find(CALLER_PREFIX + subject) or self._line.store.find(subject)
         if row is not None:
             return explained_result(row, catalog.graph)
         raise OrderRefused(Refusing.NOT_FOUND, f"{subject!r} is no expert, no component, and no stored result's key")

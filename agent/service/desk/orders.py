@@ -8,21 +8,19 @@ from __future__ import annotations
 import hashlib
 import io
 import threading
-import time
 import uuid
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
 from PIL import Image, UnidentifiedImageError
 
-from agent.api.calls.desk import VerdictView
 from agent.core.request import CANCELLED
 from agent.runtime.images.sources import EncodedImage, Frame, FramePart
-from agent.service.desk.views import anomaly_views, verdict_view
+from agent.service.desk.views import verdict_view
 from agent.service.inspections.inspector import Submission
 from agent.service.inspections.journaled import key_reused
+from agent.service.inspections.rows import judged_result, maps_of
 from agent.subject import CALLER_PREFIX, Subject, asked_sha256, checked_name, pieces
 from experts.errors import OrderRefused, Refusing
 from experts.images import DEFAULT_MAX_PIXELS
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from agent.api.calls.desk import CallerTicket, ImageOrder, Listener
+    from agent.api.calls.desk import CallerTicket, ImageOrder, Listener, VerdictView
     from agent.core.request import Outcome
     from agent.line_file.boards import LayoutSections
     from agent.runtime.images.sources import ImageSource
@@ -150,12 +148,11 @@ class OrderTaker:
         )
         if size is not None:
             frame = Frame(EncodedImage(_encoded(order.image), name, DEFAULT_MAX_PIXELS), size)
-        since_s = time.monotonic()
         submissions = [
             Submission(
                 part,
                 whole if part.box is None else FramePart(frame, part.box, part.name),
-                partial(self._answered, gathering, part, since_s),
+                partial(self._answered, gathering, part),
             )
             for part in parts
         ]
@@ -167,28 +164,14 @@ class OrderTaker:
         for submission in submissions:
             self._inspector.cancel_subject(submission)
 
-    def _answered(
-        self, gathering: _Gathering, subject: Subject, since_s: float, outcome: Outcome, course: Course
-    ) -> None:
+    def _answered(self, gathering: _Gathering, subject: Subject, outcome: Outcome, course: Course) -> None:
         self._inspector.forget_attempts(subject.key)
         if outcome.reason == CANCELLED:
             gathering.leave(1)
             return
-        part = VerdictView(
-            subject,
-            outcome.verdict,
-            label=outcome.label,
-            score=outcome.score,
-            reason=outcome.reason,
-            experts=tuple(step.expert for step in outcome.steps),
-            boxes=tuple(box for step in outcome.steps for box in step.prediction.boxes),
-            finished_at=datetime.now(UTC).astimezone(),
-            seconds=time.monotonic() - since_s,
-            queue_s=course.queue_s,
-            compute_s=course.compute_s,
-            anomalies=anomaly_views(outcome, with_maps=gathering.order.wants_maps),
-            outputs=tuple(each for step in outcome.steps for each in step.prediction.outputs),
-        )
+        maps = maps_of(outcome) if gathering.order.wants_maps else ()
+        result = judged_result(self._inspector.agent.config, subject, outcome, course.models)
+        part = verdict_view(result, None, queue_s=course.queue_s, compute_s=course.compute_s, maps=maps)
         gathering.add(subject.key, part)
 
     def _subject(self, order: ImageOrder, board_type: str | None) -> tuple[Subject, LayoutSections | None]:

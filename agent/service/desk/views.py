@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING
 
 from agent.api.calls.desk import AnomalyView, BoardView, VerdictView
 from experts.expert import BoundingBox, LabelScore
-from experts.thresholds.map_pictures import map_png
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from agent.core.request import Outcome
     from agent.records.boards import BoardRun, BoardVerdict
     from agent.records.results import KeptMap, Result
 
@@ -44,18 +42,6 @@ def verdict_view(
 
 def measures_anomalies(result: Result) -> bool:
     return any("anomaly" in step for step in result.detail.get("steps", ()))
-
-
-def anomaly_views(outcome: Outcome, *, with_maps: bool) -> tuple[AnomalyView, ...]:
-    """Anomalies of an image that is not stored."""
-    measured = ((step.expert, step.prediction.anomaly) for step in outcome.steps)
-    return tuple(
-        AnomalyView(
-            expert, found.score, found.threshold, map_png(found.map) if with_maps and found.map is not None else None
-        )
-        for expert, found in measured
-        if found is not None
-    )
 
 
 def _anomalies(result: Result, maps: Sequence[KeptMap]) -> tuple[AnomalyView, ...]:

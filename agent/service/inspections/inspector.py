@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
+from agent.api.calls.desk import ShadowsView
 from agent.core.request import CANCELLED, Outcome, Precedence
 from agent.deployment.build import Agent, build_agent
 from agent.deployment.line_change import line_name, with_line_names
@@ -80,17 +81,6 @@ class JudgedWatch:
     idle: Callable[[], None] = lambda: None
 
 
-@dataclass(frozen=True, slots=True)
-class ShadowCounts:
-    """Images for shadows: under way, and ended since the start. ``dropped``: there was no time, or no room."""
-
-    waiting: int = 0
-    running: int = 0
-    ran: int = 0
-    failed: int = 0
-    dropped: int = 0
-
-
 @dataclass(slots=True)
 class _Recent:
     """Rate of ended requests, for retry hints."""
@@ -115,7 +105,7 @@ class Inspector:
         self._gate: Gate[Submission] = Gate(self._let_in)
         self._recent = _Recent()
         self.watch = JudgedWatch()
-        self.shadow_counts: Callable[[], ShadowCounts] = ShadowCounts
+        self.shadow_counts: Callable[[], ShadowsView] = ShadowsView
         self.agent.loop.watch_batches(
             BatchWatch(
                 self._batch_begun,
@@ -182,18 +172,11 @@ class Inspector:
     @contextmanager
     def counted(self, key: str) -> Iterator[None]:
         """An end of the agent inside counts against this key."""
-        self.begun(key)
+        self._attempts.begun([key])
         try:
             yield
         finally:
-            self.ended(key)
-
-    def begun(self, key: str) -> None:
-        """An end of the agent from now until ``ended`` counts against this key."""
-        self._attempts.begun([key])
-
-    def ended(self, key: str) -> None:
-        self._attempts.ended([key])
+            self._attempts.ended([key])
 
     def model_of(self, expert: str) -> str:
         """sha256 of an expert's weights file, by the Engine's name; empty if unknown."""

@@ -10,7 +10,7 @@ from agent.subject import pieces
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from agent.config import LineConfig
@@ -27,18 +27,11 @@ log = logging.getLogger(__name__)
 class SourceLine:
     """``sources``: of this line; ``limit``: files that folders hold together."""
 
-    def __init__(
-        self,
-        inspector: Inspector,
-        filed: FiledImages,
-        journaled: JournaledImages,
-        sources: Callable[[], Sequence[Source]],
-        limit: int,
-    ) -> None:
+    def __init__(self, inspector: Inspector, filed: FiledImages, journaled: JournaledImages, limit: int) -> None:
         self._inspector = inspector
         self._filed = filed
         self._journaled = journaled
-        self._sources = sources
+        self.sources: Sequence[Source] = ()
         self._limit = limit
 
     @property
@@ -54,7 +47,7 @@ class SourceLine:
             return False
         if not source.keeps_images:
             return True
-        return shares_room(source.held, [each.held for each in self._sources() if each.keeps_images], self._limit)
+        return shares_room(source.held, [each.held for each in self.sources if each.keeps_images], self._limit)
 
     def expects(self, subject: Subject, source: Source) -> bool:
         return self._filed.expects(subject, source)

@@ -46,6 +46,7 @@ def judged_result(
         for step, model in zip_longest(outcome.steps, models)
     ]
     box = {} if subject.box is None else {"box": list(subject.box)}
+    keeps_maps = outcome.verdict is Verdict.NG and config.records.images != "none"
     return Result(
         subject=subject,
         line=config.line,
@@ -58,7 +59,7 @@ def judged_result(
         reason=outcome.reason,
         experts=tuple(step.expert for step in outcome.steps),
         detail={"steps": steps, **box, **(detail or {})},
-        maps=_maps(config, outcome),
+        maps=maps_of(outcome) if keeps_maps else (),
     )
 
 
@@ -90,10 +91,8 @@ def _of_its_task(prediction: Prediction) -> dict[str, object]:
     return {} if prediction.anomaly is None else {"anomaly": prediction.anomaly.as_json()}
 
 
-def _maps(config: LineConfig, outcome: Outcome) -> tuple[KeptMap, ...]:
-    """Anomaly maps of an NG image, where the line keeps images."""
-    if outcome.verdict is not Verdict.NG or config.records.images == "none":
-        return ()
+def maps_of(outcome: Outcome) -> tuple[KeptMap, ...]:
+    """Pictures of where an image is anomalous."""
     measured = ((number, step, step.prediction.anomaly) for number, step in enumerate(outcome.steps))
     return tuple(
         KeptMap(number, step.expert, map_png(anomaly.map))

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from agent.api.calls.desk import ShadowsView
 from agent.core.request import CANCELLED, GAVE_WAY, NO_SPARE_ROOM, Precedence
 from agent.deployment.line_change import line_name, with_line_names
 from agent.records.shadow_answers import Pair, Side, SideBySide, count_dropped, write_answer
 from agent.runtime.images.sources import EncodedImage, FramePart, ImageFile, decoded
 from agent.runtime.text_sources import TextSource
-from agent.service.inspections.inspector import JudgedWatch, ShadowCounts, Submission
+from agent.service.inspections.inspector import JudgedWatch, Submission
 from experts.expert import Verdict
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class ShadowSource:
         self._lacks_room = False  # until the line has judged another image
         self._ran_on: dict[int, dict[str, tuple[float, int]]] = {}  # request -> expert -> seconds and executor
         self._unwritten: Counter[Pair] = Counter()  # dropped images
-        self._counts = ShadowCounts()
+        self._counts = ShadowsView()
         inspector.watch = JudgedWatch(self._ran, self._judged, self._offer)
         inspector.shadow_counts = self.counts
         self.refuse_enders()
@@ -82,7 +83,7 @@ class ShadowSource:
                 reason = f"it ran when the agent was ended, {endings} times - give it other weights, or take it away"
                 self._inspector.agent.loop.quarantine(shadow, reason)
 
-    def counts(self) -> ShadowCounts:
+    def counts(self) -> ShadowsView:
         return replace(self._counts, waiting=len(self._waiting), running=int(self._asked is not None))
 
     def flush(self) -> None:

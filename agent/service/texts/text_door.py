@@ -28,7 +28,7 @@ from experts.errors import ExpertError, GenerationInvalid, OrderRefused, Refusin
 from experts.llm.serving.generation import Ending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from agent.api.calls.desk import TextListener, TextOrder, TextTicket
     from agent.deployment.build import Agent
@@ -52,10 +52,9 @@ class TextStatistics:
 class TextDoor:
     """The desk's part for texts. For any thread."""
 
-    def __init__(self, inspector: Inspector, admission: Admission, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, inspector: Inspector, admission: Admission) -> None:
         self._inspector = inspector
         self._admission = admission
-        self._clock = clock
         self._models = TextModels()
         self._lock = threading.Lock()  # over all below
         self._under_way: set[TextUnderWay] = set()
@@ -68,7 +67,12 @@ class TextDoor:
             raise _stopping()
         agent = self._inspector.agent
         text = TextUnderWay(
-            order, listener, partial(self._models.of, agent=agent), self._due_s(order, agent), self._clock, self._left
+            order,
+            listener,
+            partial(self._models.of, agent=agent),
+            self._due_s(order, agent),
+            time.monotonic,
+            self._left,
         )
         try:
             check_order(order)
@@ -141,7 +145,7 @@ class TextDoor:
             raise OrderRefused(
                 Refusing.INVALID, f"deadline_s: is {wanted_s}: give seconds, above 0", field="deadline_s"
             )
-        return self._clock() + wanted_s
+        return time.monotonic() + wanted_s
 
     def _view(self, name: str, experts: tuple[str, ...], agent: Agent, reasons: Mapping[str, str]) -> TextModelView:
         found = [f"{expert}: {reasons[own]}" for expert in experts if (own := agent.expert(expert)) in reasons]

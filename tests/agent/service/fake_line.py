@@ -39,9 +39,9 @@ def write_clip(path, size=(16, 32)):
     return path
 
 
-def until(holds):
+def until(holds, patience_s=PATIENCE_S):
     """Wait for a condition, for as long as it may reasonably take."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -19,12 +19,12 @@ def test_a_duty_that_fails_holds_no_other_up_and_is_told_at_first_every_minute_a
     for _ in range(2 * TOLD_AGAIN_STEPS):
         keeper.step()
     assert len(turns) == 2 * TOLD_AGAIN_STEPS
-    assert keeper.statistics().failing == {"first": "OSError: disk gone"}
+    assert keeper.failing == {"first": "OSError: disk gone"}
     failed = [one.getMessage() for one in caplog.records if "housekeeping_failed duty=first" in one.getMessage()]
     assert [told.split()[2] for told in failed] == ["times=1:", f"times={TOLD_AGAIN_STEPS + 1}:"]
     errors.clear()
     keeper.step()
-    assert (keeper.statistics().failures, keeper.statistics().failing) == (2 * TOLD_AGAIN_STEPS, {})
+    assert keeper.failing == {}
     assert f"housekeeping_works_again duty=first failures={2 * TOLD_AGAIN_STEPS}" in caplog.text
 
 
@@ -44,4 +44,4 @@ def test_its_thread_goes_on_after_a_failure_until_it_is_stopped():
     assert had_turns.wait(PATIENCE_S)
     assert keeper.stop(PATIENCE_S)
     assert set(turns) == {"housekeeper"}
-    assert keeper.statistics().failures == len(turns)
+    assert keeper.failing == {"duty": "RuntimeError: always"}

@@ -163,12 +163,12 @@ def test_files_that_are_kept_add_no_row_at_a_restart(line):
 def test_while_nothing_can_be_stored_files_wait_in_the_folder_and_not_in_memory(line):
     """AC11."""
     with line.served(in_flight_limit=3) as service:
-        until(lambda: service.statistics().store.pending == 0)  # what is written at the start counts as well
+        until(lambda: service.store.statistics().pending == 0)  # what is written at the start counts as well
         with line.full_disk():
             for number in range(8):
                 line.drop(f"B{number}_c0_R1.png")
-            until(lambda: service.statistics().store.pending == 3)
-            until(lambda: service.statistics().requests_in_flight == 0)
+            until(lambda: service.store.statistics().pending == 3)
+            until(lambda: service.agent.loop.requests_in_flight == 0)
             look_again(service)
             assert service.sources[0].intake.statistics().in_flight == 3
             assert len(list(line.inbox.glob("*.png"))) == 5
@@ -304,10 +304,10 @@ def test_a_duplicate_begins_no_board_anew(skipping):
     skipping.document["boards"]["main"] = {"components": {"c0": 1}, "takt_s": 3600, "timeout_s": 0.2}
     with skipping.served() as service:
         judge(service, skipping, "B1_c0_R1.png")
-        until(lambda: service.statistics().boards.closed == 0)
+        until(lambda: service.boards.statistics().closed == 0)
         judge(service, skipping, "B1_c0_R1-2.png")
     with skipping.served() as service:
-        assert service.statistics().boards.open == 0
+        assert service.boards.statistics().open == 0
     assert skipping.boards == [("B1", OK)]
 
 
@@ -372,7 +372,7 @@ def test_an_image_that_ends_the_agent_does_so_twice_and_no_image_beside_it_is_lo
         assert ended.returncode == -signal.SIGKILL, ended.stderr
     with line.served() as service:
         until(lambda: len(line.rows) == 5)
-        assert service.statistics().requests_in_flight == 0
+        assert service.agent.loop.requests_in_flight == 0
     assert line.verdicts == [(name, UNKNOWN if "poison" in name else OK) for name in names]
     reason = next(row.reason for row in line.rows if row.verdict is UNKNOWN)
     assert reason == (
@@ -465,7 +465,7 @@ def test_a_crash_is_told_ends_everything_and_loses_nothing(line):
     crashed = threading.Event()
     service = LineService(line.config, lambda *_: None, on_crash=crashed.set)
     service.start()
-    service._store.close()  # stands for any error of the program while an outcome is recorded
+    service.store.close()  # stands for any error of the program while an outcome is recorded
     line.drop("B1_c0_R1.png")
     assert crashed.wait(PATIENCE_S)
     line.drop("B1_c1_R1.png")
@@ -503,7 +503,7 @@ def test_drift_from_the_expected_usage_is_told_with_what_learns_it(line, monkeyp
     with line.served(clock=lambda: now[0]) as service:
         judge(service, line, *(f"B{number}_c0_R1.png" for number in range(20)))
         until(lambda: "usage_drift" in caplog.text)
-        drift = service.statistics().drift
+        drift = service.inspector.drift()
         assert (drift.steps, drift.distance, drift.has_drifted) == (20, 0.5, True)
         now[0] = 3600.0
         until(lambda: caplog.text.count("usage_drift") == 2)
@@ -538,7 +538,7 @@ def board_in_time(line):
     with line.served(clock=lambda: running_s[0]) as service:
         yield service
         judge(service, line, "B1_c0_R1.png")
-        until(lambda: service.statistics().boards.open == 1)
+        until(lambda: service.boards.statistics().open == 1)
         running_s[0] = 61.0
         until(lambda: line.boards == [("B1", UNKNOWN)])
         began_s = time.monotonic()

@@ -61,7 +61,7 @@ def test_an_agent_does_not_grow_however_often_its_line_is_changed(line):
 
     def sizes(service):
         agent, loop = service.agent, service.agent.loop
-        known = loop._copies, loop._experts, loop._workshop.transfers._copies, service._inspector._models
+        known = loop._copies, loop._experts, loop._workshop.transfers._copies, service.inspector._models
         return [
             *map(len, (agent.copies, agent.packed, agent.retired, agent.setup.graph.experts, agent.templates.held)),
             *map(len, (agent.heard, agent.experts, loop.statistics().engine.quarantined, *known)),
@@ -91,7 +91,7 @@ def test_a_removed_expert_finishes_what_it_was_asked_and_is_asked_no_more(line):
     line.fake(1, B_s=0.1)
     with line.served() as service:
         callers = ordered(service, *[part("c1")] * 20)
-        until(lambda: service.statistics().requests_in_flight + service.judged >= 20)  # the agent has them
+        until(lambda: service.agent.loop.requests_in_flight + service.judged >= 20)  # the agent has them
         line.remove_expert(1)
         del line.document["boards"]
         done = reload(service, line)
@@ -119,7 +119,7 @@ def test_what_is_under_way_is_judged_by_the_route_that_it_came_under(line):
     line.fake(0, B_s=0.1)
     with line.served() as service:
         callers = ordered(service, *[part()] * 10)
-        until(lambda: service.statistics().requests_in_flight + service.judged >= 10)  # the agent has them
+        until(lambda: service.agent.loop.requests_in_flight + service.judged >= 10)  # the agent has them
         line.document["routes"]["c0"] = [{"expert": "cls/f0", "pass": ["bad"]}]
         assert reload(service, line).is_applied
         assert [each.wait()[0].verdict for each in callers] == [OK] * 10

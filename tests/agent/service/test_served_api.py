@@ -175,14 +175,20 @@ def test_callers_are_told_that_it_stops_before_any_camera_is_waited_for(line, ad
     assert answered == [False]
 
 
-def test_an_address_that_is_taken_or_not_there_yet_is_waited_for_with_an_alarm(line):
+@pytest.mark.parametrize("taken", ["grpc", "http"])
+def test_an_address_that_is_taken_or_not_there_yet_is_waited_for_with_an_alarm(line, taken):
+    """And keeps no other address shut; nor does it keep the line from stopping."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        line.document["api"] = {"grpc": [address]}
+        line.document["api"] = {"grpc": "127.0.0.1:0", "http": "127.0.0.1:0"} | {taken: address}
+        with line.served() as service:
+            assert [alarm for alarm in service.desk.status().alarms if address in alarm]
         with line.served() as service:
             (alarm,) = service.desk.status().alarms
-            assert address in alarm
+            assert alarm.startswith(f"api.{taken}: AddressUnusable: {address}")
+            free = service.web if taken == "grpc" else service.api
+            socket.create_connection(("127.0.0.1", int(free.addresses[0].rpartition(":")[2])), 60).close()
             other.close()
             until(lambda: not service.desk.status().alarms)
-            with AgentClient(address) as client:
+            with AgentClient(service.api.addresses[0]) as client:
                 assert client.status().line == "test"

@@ -18,13 +18,7 @@ import pytest
 
 from agent.config import ServiceManager, service_manager
 from agent.records.database import state_held
-from agent.service.service_manager import (
-    EXTENDED_EVERY_S,
-    Heartbeat,
-    JournalFormatter,
-    Notifier,
-    failures_told,
-)
+from agent.service.service_manager import EXTENDED_EVERY_S, JournalFormatter, Notifier, failures_told, heartbeat
 from agent.service.starts import FREE_STARTS
 from experts.errors import ConfigError
 from experts.packed.weights import SegmentStore
@@ -149,11 +143,11 @@ class TestTheHeartbeat:
             assert may_answer.wait(PATIENCE_S)
             return "back"
 
-        heartbeat = Heartbeat(notifier, 0.03, look)
-        heartbeat.start()
+        beating = heartbeat(notifier, 0.03, look)
+        beating.start()
         assert is_asked.wait(PATIENCE_S)
         assert listener.hears_nothing()
-        heartbeat.stop()  # does not wait for the look either
+        beating.stop(0.0)  # does not wait for the look either
         may_answer.set()
         assert listener.hear() == {"WATCHDOG": "1", "STATUS": "back"}
 
@@ -165,10 +159,10 @@ class TestTheHeartbeat:
                 raise error
             return "well again"
 
-        heartbeat = Heartbeat(notifier, 0.03, look)
-        heartbeat.start()
+        beating = heartbeat(notifier, 0.03, look)
+        beating.start()
         assert [listener.hear() for _ in range(3)] == [{"WATCHDOG": "1", "STATUS": "well again"}] * 3
-        heartbeat.stop()
+        beating.stop(0.0)
 
 
 def test_a_watchdog_of_another_process_is_not_ours():

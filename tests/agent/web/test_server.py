@@ -14,8 +14,8 @@ from contextlib import closing, contextmanager, suppress
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent.http.server import ARRIVALS
-from agent.web.pages import WebServer
+from agent.http.server import ARRIVALS, HttpServer
+from agent.web.pages import Pages
 from agent.web.readings import Condition, Distribution, Histogram, Metric, MetricKind
 from experts.errors import AddressUnusable
 
@@ -54,12 +54,14 @@ def line():
 
 @contextmanager
 def served(line, *addresses, **options):
-    server = WebServer(addresses or (TCP,), line, **options)
-    server.start()
+    pages = Pages(line, **options)
+    server = HttpServer(addresses or (TCP,), [pages], pages.terms.longest_s)
     try:
+        server.start()
         yield server
     finally:
         server.stop()
+        pages.stop()
 
 
 def connected(address):

@@ -38,7 +38,7 @@ def wait_for_a_batch(service):
 
 
 def wait_for_the_disk(service, line):
-    until(lambda: not service.statistics().store.pending and not line.unfinished)
+    until(lambda: not service.store.statistics().pending and not line.unfinished)
 
 
 def test_a_kept_order_is_accepted_judged_stored_and_counts_on_its_board(line):
@@ -162,17 +162,17 @@ def test_who_waits_for_a_key_while_it_is_withdrawn_may_cancel_it_too(line, batch
         (running,) = ordered(service, question())
         wait_for_a_batch(service)
         ticket = service.desk.order(part(key="shared"), first)
-        until(lambda: service.statistics().requests_in_flight == 2)
+        until(lambda: service.agent.loop.requests_in_flight == 2)
         with line.full_disk():
             before = service.desk.order(part(), Caller())  # the others wait behind it
             other = service.desk.order(part(key="shared"), second)
             ticket.cancel()
-            until(lambda: service.statistics().store.pending == 3)
+            until(lambda: service.store.statistics().pending == 3)
         assert second.was_accepted.wait(PATIENCE_S)
-        until(lambda: service.statistics().requests_in_flight == 3 and not service.statistics().store.pending)
+        until(lambda: service.agent.loop.requests_in_flight == 3 and not service.store.statistics().pending)
         other.cancel()
         before.cancel()
-        until(lambda: service.statistics().requests_in_flight == 1)
+        until(lambda: service.agent.loop.requests_in_flight == 1)
         batches.set()
         running.wait()
         until(lambda: not line.unfinished)

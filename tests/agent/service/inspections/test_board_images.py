@@ -124,7 +124,7 @@ def test_killed_in_the_middle_no_part_is_judged_twice_and_none_is_lost(line, for
     with line.served() as service:
         until(lambda: len(line.shelf("done")) == 10)
         assert service.judged == 20 - len(before)
-        assert service.statistics().store.duplicates == 0  # what was judged was not asked about again
+        assert service.store.statistics().duplicates == 0  # what was judged was not asked about again
     assert len(rows()) == 20
     assert before.items() <= rows().items()
     assert sorted(line.boards) == [(f"B{number}", OK) for number in range(10)]

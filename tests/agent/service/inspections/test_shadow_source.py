@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from agent.api.calls.desk import ShadowsView
 from agent.core.performance import ExecutorSpec
 from agent.core.request import GAVE_WAY, NO_SPARE_ROOM, Batch, Outcome, Precedence, StepResult
 from agent.runtime.images.sources import EncodedImage, Frame, FramePart, ImageFile
 from agent.runtime.text_sources import TextSource
 from agent.service.inspections import shadow_source
-from agent.service.inspections.inspector import ShadowCounts, Submission
+from agent.service.inspections.inspector import Submission
 from agent.service.inspections.shadow_source import ShadowSource
 from agent.subject import Subject
 from experts.expert import Prediction, Verdict
@@ -86,7 +87,7 @@ def test_a_judged_image_is_offered_to_one_shadow_at_a_time_while_the_line_is_idl
     assert line.asked() == line.asked() == ["a2"]
     (asked,) = line.entered
     assert (asked.precedence, asked.image, asked.subject.key) == (Precedence.IDLE, b"image", "shadow a2 sha of a2")
-    assert line.shadow_counts() == ShadowCounts(waiting=1, running=1)
+    assert line.shadow_counts() == ShadowsView(waiting=1, running=1)
     line.answered(OK)
     assert line.asked() == ["b2"]
 
@@ -106,7 +107,7 @@ def test_a_row_says_what_both_said_and_how_long_each_took(line):
     assert row.said.seconds == pytest.approx(0.2)
     assert (row.shadow_said.label, row.shadow_said.passes, row.shadow_said.seconds) == ("bad", False, 0.25)
     assert (row.shadow_said.executor, row.shadow_said.processor) == (2, "gpu")
-    assert line.shadow_counts() == ShadowCounts(ran=1, failed=1)
+    assert line.shadow_counts() == ShadowsView(ran=1, failed=1)
 
 
 def test_an_image_that_gave_way_is_offered_again_and_one_without_room_after_the_next_judged_image(line):
@@ -126,7 +127,7 @@ def test_the_oldest_are_dropped_beyond_so_many_images_or_bytes(line, monkeypatch
     monkeypatch.setattr(shadow_source, name, most)
     for size in (60, 60, 60):
         line.judged(b"x" * size)
-    assert line.shadow_counts() == ShadowCounts(waiting=2, dropped=1)
+    assert line.shadow_counts() == ShadowsView(waiting=2, dropped=1)
     line.asked()
     line.answered(OK)
     assert (line.rows[0].key, line.dropped) == ("key 2", 1)  # drops are written before the row
@@ -136,7 +137,7 @@ def test_all_that_waits_at_the_end_or_of_a_pair_that_is_no_more_is_dropped(line)
     line.judged()
     line.graph(ExpertGraph(["a", "b", "a3"], ROUTES, {"a": "a3"}))
     assert line.asked() == []
-    assert line.shadow_counts() == ShadowCounts(dropped=1)
+    assert line.shadow_counts() == ShadowsView(dropped=1)
     line.judged()
     line.judged()
     line.asked()
@@ -154,7 +155,7 @@ def test_of_a_frame_the_part_alone_is_kept_a_file_stays_where_it_is_and_texts_ha
     line.judged(FramePart(frame, (10, 5, 20, 15), "part"))
     line.judged(ImageFile(tmp_path / "image.png", 10))
     line.judged(TextSource(lambda _: None))
-    assert line.shadow_counts() == ShadowCounts(waiting=2)
+    assert line.shadow_counts() == ShadowsView(waiting=2)
     line.asked()
     assert isinstance(line.entered[0].image, np.ndarray)
     assert line.entered[0].image.shape == (10, 10, 3)
