@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from PIL import Image, UnidentifiedImageError
 
 from agent.core.request import CANCELLED
-from agent.runtime.images.sources import EncodedImage, Frame, FramePart
+from agent.runtime.images.sources import EncodedImage, Frame
 from agent.service.desk.views import verdict_view
 from agent.service.inspections.inspector import Submission
-from agent.service.inspections.journaled import key_reused
+from agent.service.inspections.journaled import key_reused, source_of
 from agent.service.inspections.rows import judged_result, maps_of
 from agent.subject import CALLER_PREFIX, Subject, asked_sha256, checked_name, pieces
 from experts.errors import OrderRefused, Refusing
@@ -41,12 +41,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _Gathering:
-    """An order; told once, when its last piece ends. ``leave`` gives back the admission of so many pieces."""
+    """Keeps ``CallerTicket``; told once, when its last piece ends. ``leave`` gives back the admission of pieces."""
 
     listener: Listener
     order: ImageOrder
     wanted: tuple[str, ...]
     leave: Callable[[int], None]
+    withdraw: Callable[[], None] = lambda: None
     parts: dict[str, VerdictView] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_over: bool = False
@@ -83,18 +84,9 @@ class _Gathering:
         if is_last:
             self.listener.judged([self.parts[key] for key in self.wanted])
 
-    def end(self) -> None:
+    def cancel(self) -> None:
         with self.lock:
             self.is_over = True
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Ticket:
-    gathering: _Gathering
-    withdraw: Callable[[], None]
-
-    def cancel(self) -> None:
-        self.gathering.end()
         self.withdraw()
 
 
@@ -127,11 +119,13 @@ class OrderTaker:
             if content is not None:
                 image = EncodedImage(content, subject.image, DEFAULT_MAX_PIXELS)
                 sending = self._journaled.accept(gathering, parts, image, size)
-                return _Ticket(gathering, partial(self._cancel_sending, gathering, sending))
-            return self._ask(gathering, parts, order, size)
+                gathering.withdraw = partial(self._cancel_sending, gathering, sending)
+            else:
+                self._ask(gathering, parts, order, size)
         except BaseException:
             leave(len(parts))
             raise
+        return gathering
 
     def _cancel_sending(self, gathering: _Gathering, sending: Sending) -> None:
         """Admission stays until the journal accepted it: else cancelled orders that wait for a disk fill the memory."""
@@ -141,24 +135,18 @@ class OrderTaker:
 
     def _ask(
         self, gathering: _Gathering, parts: Sequence[Subject], order: ImageOrder, size: tuple[int, int] | None
-    ) -> CallerTicket:
+    ) -> None:
         name = gathering.wanted[0]
         whole: ImageSource = (
             EncodedImage(order.image, name, DEFAULT_MAX_PIXELS) if isinstance(order.image, bytes) else order.image
         )
-        if size is not None:
-            frame = Frame(EncodedImage(_encoded(order.image), name, DEFAULT_MAX_PIXELS), size)
+        frame = None if size is None else Frame(EncodedImage(_encoded(order.image), name, DEFAULT_MAX_PIXELS), size)
         submissions = [
-            Submission(
-                part,
-                whole if part.box is None else FramePart(frame, part.box, part.name),
-                partial(self._answered, gathering, part),
-            )
-            for part in parts
+            Submission(part, source_of(part, whole, frame), partial(self._answered, gathering, part)) for part in parts
         ]
+        gathering.withdraw = partial(self._cancel_all, submissions)
         for submission in submissions:
             self._inspector.submit_subject(submission)
-        return _Ticket(gathering, partial(self._cancel_all, submissions))
 
     def _cancel_all(self, submissions: Sequence[Submission]) -> None:
         for submission in submissions:

@@ -16,8 +16,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from agent.records.boards import SEVERITY
-from agent.runtime.images.sources import EncodedImage, Frame, FramePart
+from agent.runtime.images.sources import EncodedImage, Frame
 from agent.service.inspections.inspector import Course, Submission
+from agent.service.inspections.journaled import source_of
 from agent.service.inspections.rows import duplicate_result, judged_result, unknown
 from agent.subject import part_key, pieces
 from experts.expert import Verdict
@@ -170,8 +171,7 @@ class FiledImages:
         frame = Frame(whole, image.size)
         for part in image.parts.values():
             ended = partial(self._ended, image, part, image_sha256, config_sha256)
-            source = whole if part.box is None else FramePart(frame, part.box, part.name)
-            self._inspector.submit_subject(Submission(part, source, ended))
+            self._inspector.submit_subject(Submission(part, source_of(part, whole, frame), ended))
 
     def _ended(
         self,

@@ -136,7 +136,7 @@ class JournaledImages:
         for subject in subjects:
             with self._lock:
                 request = self._open.setdefault(subject.key, _Open(subject, None))
-                request.image, request.content = _source(request.subject, image, frame), image.content
+                request.image, request.content = source_of(request.subject, image, frame), image.content
                 request.waiting.append(sending)
             self._submit(request, reason)
 
@@ -191,7 +191,7 @@ class JournaledImages:
                 elif answer is Acceptance.UNDER_WAY and subject.key in self._open:
                     self._open[subject.key].waiting += waiting
                 else:
-                    source, content = _source(subject, sending.image, frame), sending.image.content
+                    source, content = source_of(subject, sending.image, frame), sending.image.content
                     maker = sending if answer is Acceptance.NEW else None
                     request = _Open(subject, source, maker, content, waiting=list(waiting), is_wanted=False)
                     self._open[subject.key] = request
@@ -318,7 +318,7 @@ def _tell(sending: Sending, verdict: StoredVerdict | None) -> None:
         log.exception("sender_failed key=%s", sending.subjects[0].key)
 
 
-def _source(subject: Subject, image: EncodedImage, frame: Frame | None) -> ImageSource:
+def source_of(subject: Subject, image: ImageSource, frame: Frame | None) -> ImageSource:
     if subject.box is None or frame is None:
         return image
     return FramePart(frame, subject.box, subject.name)

@@ -2,7 +2,7 @@
 
 It serves in a network namespace of its own that has a way out to everywhere: whatever it tried to send would leave by
 it, and be counted. The run is as long as a start, a verdict of a YOLO detector (whose library asks the network when it
-is let) and an end take; it is not the ten minutes that the criterion names.
+is let), a text and an end take; it is not the ten minutes that the criterion names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from PIL import Image
 from safetensors.torch import save_file
 
 from agent.api.calls.desk import TextOrder
@@ -24,7 +23,7 @@ from agent.api.client import AgentClient
 from agent.records.result_reader import ResultReader
 from experts.backends.detector import build_trainable
 from experts.llm.serving.generation import GREEDY
-from tests.agent.service.fake_line import PATTERN, until
+from tests.agent.service.fake_line import PATTERN, picture, until
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 90.0
@@ -88,61 +87,40 @@ def namespace():
         each.close()
 
 
-@pytest.mark.slow
-def test_serving_and_judging_sends_not_one_packet(namespace, tmp_path):
+def test_serving_judging_and_writing_sends_not_one_packet(namespace, tmp_path, tmp_path_factory, models):
+    address = f"unix:{tmp_path_factory.mktemp('s')}/c.sock"  # is no network
     save_file(build_trainable("yolov5n", 2).state_dict(), tmp_path / "shift.safetensors")
-    expert = {"architecture": "yolov5n", "weights": "shift.safetensors", "labels": ["ok", "bad"]}
+    detector = {"architecture": "yolov5n", "weights": "shift.safetensors", "labels": ["ok", "bad"]}
     document = {
         "line": "test",
         "state": "./state",
-        "experts": {"det/shift": expert | {"input": {"size": [64, 64]}}},
+        "experts": {
+            "det/shift": detector | {"input": {"size": [64, 64]}},
+            "llm/code": {"architecture": "llm", "weights": str(models / "code")},
+        },
         "routes": {"c0": [{"expert": "det/shift", "pass": ["ok"]}]},
-        "memory": {"host": "100MiB"},
+        "memory": {"host": "160MiB"},
         "intake": {"folders": [{"path": "./inbox", "pattern": PATTERN, "settle_ms": 0}]},
+        "api": {"grpc": address},
     }
     (tmp_path / "line.yaml").write_text(json.dumps(document))
     (tmp_path / "inbox").mkdir()
-    Image.new("RGB", (64, 64), (10, 200, 30)).save(tmp_path / "inbox" / "B1_c0_R1.png")
+    (tmp_path / "inbox" / "B1_c0_R1.png").write_bytes(picture(size=(64, 64)))
     agent = namespace(sys.executable, str(ROOT / "coserve.py"), "serve", str(tmp_path / "line.yaml"))
-    results = tmp_path / "state" / "results.db"
 
     def is_judged():
         assert agent.process.poll() is None, agent.process.stderr.read()
         return any(file for place in ("done", "ng", "failed") for file in (tmp_path / "inbox" / place).rglob("*.png"))
 
     until(is_judged)
-    agent.hold()
-    agent.process.send_signal(signal.SIGTERM)
-    _, err = agent.process.communicate(timeout=PATIENCE_S)
-    assert agent.process.returncode == 0, err
-    (row,) = ResultReader(results).query()
-    assert row.result.experts == ("det/shift",), row
-    assert agent.packets() == {"lo": 0, "out": 0, "wire": 0}
-
-
-def test_writing_texts_sends_not_one_packet(namespace, tmp_path, tmp_path_factory, models):
-    address = f"unix:{tmp_path_factory.mktemp('s')}/c.sock"
-    document = {
-        "line": "test",
-        "state": "./state",
-        "experts": {"llm/code": {"architecture": "llm", "weights": str(models / "code")}},
-        "memory": {"host": "64MiB"},
-        "api": {"grpc": address},
-    }
-    (tmp_path / "line.yaml").write_text(json.dumps(document))
-    agent = namespace(sys.executable, str(ROOT / "coserve.py"), "serve", str(tmp_path / "line.yaml"))
-
-    def is_served():
-        assert agent.process.poll() is None, agent.process.stderr.read()
-        return Path(address.removeprefix("unix:")).exists()
-
-    until(is_served)
-    with AgentClient(address) as client:  # a unix socket is no network
+    with AgentClient(address) as client:
         *_, end = client.generate(TextOrder("llm/code", "the quick", most_tokens=5, sampling=GREEDY))
     agent.hold()
     agent.process.send_signal(signal.SIGTERM)
     _, err = agent.process.communicate(timeout=PATIENCE_S)
     assert (agent.process.returncode, end.written_tokens) == (0, 5), err
+    (row,) = ResultReader(tmp_path / "state" / "results.db").query()
+    assert row.result.experts == ("det/shift",), row
     assert agent.packets() == {"lo": 0, "out": 0, "wire": 0}
 
 

@@ -85,21 +85,6 @@ def test_who_goes_away_in_the_middle_leaves_nothing_behind(line):
         assert written(client) == 2
 
 
-def test_what_is_wrong_is_told_with_its_field_and_the_agent_lives_on(line):
-    with line.served() as service, client_of(service) as client:
-        with pytest.raises(openai.BadRequestError) as refused:
-            client.completions.create(model="llm/maths", prompt="fox " * CONTEXT)
-        assert refused.value.param == "prompt"
-        assert f"llm/maths is {CONTEXT}" in refused.value.body["message"]
-        with pytest.raises(openai.BadRequestError) as refused:
-            client.chat.completions.create(model="llm/mute", messages=USER)
-        assert refused.value.param == "model"
-        assert "tokenizer.json: is not there" in refused.value.body["message"]
-        with pytest.raises(openai.NotFoundError):
-            client.chat.completions.create(model="c0", messages=USER)
-        assert written(client) == 2
-
-
 def test_pages_and_texts_share_an_address(line):
     with line.served() as service, client_of(service) as client:
         client.completions.create(model="llm/code", prompt="the quick", max_tokens=5, temperature=0)

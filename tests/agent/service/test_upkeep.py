@@ -6,7 +6,7 @@ import hashlib
 import json
 import sqlite3
 import threading
-from contextlib import closing, contextmanager
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -17,55 +17,41 @@ from tests.agent.service.fake_line import asked, picture, until
 from tests.lines import order as order_of
 
 
-class Hook:
-    """A web server that takes what it is told."""
+@pytest.fixture
+def hook():
+    """A web server: its url, and what it was told."""
+    told = []
 
-    def __init__(self):
-        self.told = []
-        told = self.told
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self):
+            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                self.send_response(204)
-                self.end_headers()
+        def log_message(self, *_):
+            pass
 
-            def log_message(self, *_):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server.server_address[1]}/verdicts"
-
-    @contextmanager
-    def serving(self):
-        thread = threading.Thread(target=self.server.serve_forever)
-        thread.start()
-        try:
-            yield self
-        finally:
-            self.server.shutdown()
-            self.server.server_close()
-            thread.join()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hook) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/verdicts", told
+        server.shutdown()
 
 
-def test_bad_images_are_kept_and_told_with_the_weights_that_judged_and_good_ones_are_not(line):
+def test_bad_images_are_kept_and_told_with_the_weights_that_judged_and_good_ones_are_not(line, hook):
     line.fake(1, label="bad")
-    hook = Hook()
-    line.document["outbox"] = {"webhook": {"url": hook.url}, "events": ["board", "ng"]}
+    url, messages = hook
+    line.document["outbox"] = {"webhook": {"url": url}, "events": ["board", "ng"]}
     orders = [order_of(picture(), component=f"c{n}", board="B1", ref=f"R{n}", key=f"R{n}") for n in range(2)]
-    with hook.serving(), line.served() as service:
+    with line.served() as service:
         assert [part.verdict for (part,) in asked(service, *orders)] == [Verdict.OK, Verdict.NG]
-        until(lambda: len(hook.told) == 2)
+        until(lambda: len(messages) == 2)
     images = [file for file in (line.folder / "state" / "images").rglob("*") if file.is_file()]
     assert [file.read_bytes() for file in images] == [picture()]
     rows = {row.subject.key: row for row in line.rows}
     assert rows["api/R0"].kept_as is None
     assert (line.folder / "state" / "images" / rows["api/R1"].kept_as).is_file()
-    assert {message["verdict"] for message in hook.told} == {"NG"}
-    told = {message["event"]: message["models"] for message in hook.told}
+    assert {message["verdict"] for message in messages} == {"NG"}
+    told = {message["event"]: message["models"] for message in messages}
     sha256 = [hashlib.sha256((line.folder / f"f{n}.yaml").read_bytes()).hexdigest() for n in range(2)]
     used = [{"expert": f"cls/f{n}", "sha256": sha256[n]} for n in range(2)]
     assert told == {"ng": used[1:], "board": used}, "an MES learns which weights judged"
