@@ -497,6 +497,14 @@ def test_one_folders_backlog_keeps_no_file_of_another_waiting(line):
         assert service.sources[0].intake.statistics().waiting == 14
 
 
+def test_a_board_that_was_open_at_the_end_is_completed_after_the_restart(line):
+    for name in ("B1_c0_R1.png", "B1_c1_R1.png"):
+        with line.served() as service:
+            assert line.boards == []
+            judge(service, line, name)
+    assert line.boards == [("B1", OK)]
+
+
 def test_drift_from_the_expected_usage_is_told_with_what_learns_it(line, monkeypatch, caplog):
     monkeypatch.setattr("agent.service.inspections.drift.LEAST_STEPS", 20)
     now = [0.0]

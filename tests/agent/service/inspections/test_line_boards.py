@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from contextlib import closing
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from agent.line_file.boards import BoardSection
-from agent.records.result_writer import ResultStore
 from agent.service.inspections.line_boards import LineBoards
 from experts.expert import Verdict
 from tests import lines
@@ -18,7 +16,6 @@ from tests.agent.service.fake_line import PATIENCE_S
 START = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 OK, NG, UNKNOWN = Verdict.OK, Verdict.NG, Verdict.UNKNOWN
 BOARDS = {"main": BoardSection(components={"c0": 1, "c1": 1}, takt_s=3600, timeout_s=60)}
-STEPS = pytest.mark.parametrize("step", [timedelta(hours=1), timedelta(hours=-1)], ids=["forward", "back"])
 
 
 class Clocks:
@@ -137,7 +134,7 @@ def test_what_the_store_refused_is_handed_over_again_before_what_came_later(boar
     assert store.verdicts == [("B1", UNKNOWN), ("B2", UNKNOWN), ("B1", NG)]
 
 
-@STEPS
+@pytest.mark.parametrize("step", [timedelta(hours=1), timedelta(hours=-1)], ids=["forward", "back"])
 def test_boards_age_by_the_monotonic_clock_whatever_is_set_on_the_wall(boards, store, clocks, step):
     boards.count(clocks.result("c0"))
     clocks.off_by = step
@@ -148,44 +145,3 @@ def test_boards_age_by_the_monotonic_clock_whatever_is_set_on_the_wall(boards, s
     boards.expire()
     (expired,) = store.boards
     assert (expired.verdict, expired.opened_at, expired.closed_at) == (UNKNOWN, START, max(clocks.wall(), START))
-
-
-@STEPS
-@pytest.mark.parametrize("is_set_while_off", [True, False], ids=["while off", "while on"])
-def test_a_restart_takes_up_open_boards_from_the_file_whatever_is_set_on_the_wall(
-    tmp_path, clocks, step, is_set_while_off
-):
-    def run(work):
-        with closing(ResultStore(tmp_path / "results.db")) as store:
-            boards = LineBoards(BOARDS, store, clock=clocks.clock, wall=clocks.wall)
-            boards.take_up()
-            work(store, boards)
-
-    def see(store, boards, *about):
-        one = clocks.result(*about)
-        store.record(one)
-        boards.count(one)
-
-    def before(store, boards):
-        see(store, boards, "c0")
-        clocks.running_s += 5
-        clocks.off_by = timedelta() if is_set_while_off else step
-        see(store, boards, "c0", OK, "B2")
-        see(store, boards, "c0", OK, "B3")
-        see(store, boards, "c1", NG, "B3")
-
-    def after(store, boards):
-        boards.expire()
-        assert boards.statistics().open == 2
-        clocks.running_s += 10
-        see(store, boards, "c1")
-        clocks.running_s += 51
-        boards.expire()
-
-    run(before)
-    clocks.off_by = step
-    clocks.running_s += 300
-    run(after)
-    with closing(ResultStore(tmp_path / "results.db")) as store:
-        told = [(row.board.serial, row.board.verdict, row.board.missing, row.revisions) for row in store.boards()]
-    assert told == [("B3", NG, {}, 0), ("B1", OK, {}, 0), ("B2", UNKNOWN, {"c1": 1}, 0)]
