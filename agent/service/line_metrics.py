@@ -50,8 +50,8 @@ ENGINE: Table[EngineStatistics] = (
     (COUNTER, "switches", "Loads that a request had to wait for.", lambda one: one.switches),
     (COUNTER, "evictions", "Experts that left a memory for another one.", lambda one: one.evictions),
     (GAUGE, "prepared_used_bytes", "Images prepared ahead of their batches.", lambda one: one.prepared.used_bytes),
-    (GAUGE, "prepared_later_bytes", "Of these, for later steps.", lambda one: one.prepared.later_bytes),
-    (GAUGE, "prepared_budget_bytes", "What images may take ahead.", lambda one: one.prepared.budget_bytes),
+    (GAUGE, "prepared_later_bytes", "Images prepared ahead for later steps.", lambda one: one.prepared.later_bytes),
+    (GAUGE, "prepared_budget_bytes", "Budget of images prepared ahead.", lambda one: one.prepared.budget_bytes),
     (GAUGE, "experts_on_probation", "Experts that fail, and are tried again.", lambda one: len(one.on_probation)),
     (GAUGE, "experts_quarantined", "Experts that cannot be served.", lambda one: len(one.quarantined)),
 )
@@ -63,7 +63,7 @@ TRANSFERS: Table[TransferStatistics] = (
 )
 QUEUE: Table[QueueStatistics] = (
     (GAUGE, "queue_requests", "Requests in an executor's queue.", lambda one: one.requests),
-    (GAUGE, "queue_seconds", "How long an executor's queue takes, as predicted.", lambda one: one.length_s),
+    (GAUGE, "queue_seconds", "Predicted seconds of an executor's queue.", lambda one: one.length_s),
     (GAUGE, "batch_requests", "Requests in the batch that an executor runs.", lambda one: one.running),
 )
 EXECUTOR: Table[ExecutorStatistics] = (
@@ -72,17 +72,17 @@ EXECUTOR: Table[ExecutorStatistics] = (
     (COUNTER, "executor_images", "Images that an executor has run.", lambda one: one.images),
     (COUNTER, "executor_read_tokens", "Tokens of texts that an executor has read.", lambda one: one.read_tokens),
     (COUNTER, "executor_written_tokens", "Tokens that an executor has written.", lambda one: one.written_tokens),
-    (COUNTER, "executor_busy_seconds", "How long an executor was at work.", lambda one: one.busy_s),
-    (COUNTER, "executor_waited_seconds", "Of that, until images were decoded.", lambda one: one.waited_s),
+    (COUNTER, "executor_busy_seconds", "Seconds that an executor was at work.", lambda one: one.busy_s),
+    (COUNTER, "executor_waited_seconds", "Busy seconds of waiting for decoded images.", lambda one: one.waited_s),
 )
 POOL: Table[PoolStatistics] = (
     (GAUGE, "memory_used_bytes", "Weights in a memory.", lambda one: one.used_bytes),
-    (GAUGE, "memory_budget_bytes", "What weights may take of a memory.", lambda one: one.expert_bytes),
-    (GAUGE, "memory_peak_bytes", "The most that weights took since the start.", lambda one: one.peak_used_bytes),
-    (GAUGE, "workspace_used_bytes", "What running batches take of a memory.", lambda one: one.workspace_used_bytes),
-    (GAUGE, "workspace_budget_bytes", "What batches may take of a memory.", lambda one: one.workspace_bytes),
-    (GAUGE, "lease_used_bytes", "What texts under way hold of a memory.", lambda one: one.lease_used_bytes),
-    (GAUGE, "lease_budget_bytes", "What texts may hold of a memory.", lambda one: one.lease_bytes),
+    (GAUGE, "memory_budget_bytes", "Budget of weights in a memory.", lambda one: one.expert_bytes),
+    (GAUGE, "memory_peak_bytes", "Peak of weights in a memory since the start.", lambda one: one.peak_used_bytes),
+    (GAUGE, "workspace_used_bytes", "Workspace of running batches in a memory.", lambda one: one.workspace_used_bytes),
+    (GAUGE, "workspace_budget_bytes", "Budget of workspace in a memory.", lambda one: one.workspace_bytes),
+    (GAUGE, "lease_used_bytes", "Memory that texts under way lease.", lambda one: one.lease_used_bytes),
+    (GAUGE, "lease_budget_bytes", "Memory that texts may lease.", lambda one: one.lease_bytes),
     (GAUGE, "experts_resident", "Experts in a memory.", lambda one: len(one.resident)),
 )
 FOLDER: Table[SourceStatus] = (
@@ -93,7 +93,7 @@ FOLDER: Table[SourceStatus] = (
 )
 CAMERA: Table[SourceStatus] = (
     (COUNTER, "camera_frames", "Frames taken.", lambda one: one.received),
-    (COUNTER, "camera_broken_frames", "What came and could not be read.", lambda one: one.broken),
+    (COUNTER, "camera_broken_frames", "Frames that could not be read.", lambda one: one.broken),
     (COUNTER, "camera_lost_triggers", "Triggers that got no frame.", lambda one: one.lost),
     (COUNTER, "camera_reconnects", "Connections begun after the first.", lambda one: one.reconnects),
     (GAUGE, "camera_waiting", "Triggers and frames not taken yet.", lambda one: one.waiting),
@@ -110,7 +110,7 @@ STORE: Table[StoreStatistics] = (
 )
 IMAGES: Table[KeeperStatistics] = (
     (COUNTER, "images_kept", "Images of cameras and callers that were kept.", lambda one: one.kept),
-    (COUNTER, "images_not_kept", "Images that should have been kept, and could not.", lambda one: one.not_kept),
+    (COUNTER, "images_not_kept", "Images that could not be kept.", lambda one: one.not_kept),
 )
 ADMISSION: Table[Admission] = (
     (GAUGE, "admitted_images", "Callers' images and texts under way.", lambda one: one.images),
@@ -155,7 +155,7 @@ class LineMetrics:
             *_loads(loop),
             *_shadows(line.inspector.shadow_counts()),
             *_moe_experts(loop),
-            Metric(GAUGE, "executor_info", "Where an executor runs.", places, ("executor", "processor")),
+            Metric(GAUGE, "executor_info", "Processor of an executor.", places, ("executor", "processor")),
             *_each(QUEUE, "executor", {str(one.executor): one for one in loop.engine.queues}),
             *_each(EXECUTOR, "executor", {str(one.executor): one for one in loop.executors}),
             *_each(POOL, "pool", {pool.name: pool for pool in loop.engine.pools}),
@@ -164,7 +164,13 @@ class LineMetrics:
             *_each(FOLDER, "folder", folders),
             *self._cameras({source.name: source for source in sources if source.kind == "camera"}),
             *_each(RECEIVER, "receiver", receivers),
-            Metric(GAUGE, "outbox_oldest_age_seconds", "Since the first was judged.", _by_name(ages), ("receiver",)),
+            Metric(
+                GAUGE,
+                "outbox_oldest_age_seconds",
+                "Seconds since the oldest waiting one was judged.",
+                _by_name(ages),
+                ("receiver",),
+            ),
             *_told(STORE, line.store.statistics()),
             *_told(IMAGES, self._upkeep.images.statistics()),
             *_told(RESULTS, line.inspector.agent.config.results_file),
@@ -174,11 +180,15 @@ class LineMetrics:
         agent = self._line.inspector.agent
         about = {"version": version("coserve"), "python": platform.python_version()}
         about |= {"line": agent.config.line, "device": agent.box.name}
-        yield Metric(GAUGE, "build_info", "What runs here.", {tuple(about.values()): 1.0}, tuple(about))
-        yield Metric(GAUGE, "ready", "1 while it takes work.", {(): self.condition() == Condition()})
         yield Metric(
-            GAUGE, "alarms", "What keeps work from going on: see coserve status.", {(): len(self._controls.alarms())}
+            GAUGE,
+            "build_info",
+            "Version, Python, line and device of the agent.",
+            {tuple(about.values()): 1.0},
+            tuple(about),
         )
+        yield Metric(GAUGE, "ready", "1 while it takes work.", {(): self.condition() == Condition()})
+        yield Metric(GAUGE, "alarms", "Alarms: see coserve status.", {(): len(self._controls.alarms())})
 
     def _counts(self) -> Iterator[Metric | Histogram]:
         line, tally = self._line, self._line.tally.statistics()
@@ -196,19 +206,25 @@ class LineMetrics:
         yield Metric(GAUGE, "texts_under_way", "Texts taken that have not ended.", {(): texts.under_way})
         yield Metric(COUNTER, "texts_ended", "Texts that have ended, by why.", _by_name(texts.ended), ("ending",))
         first: dict[Labels, Distribution] = {(): texts.first_token_s}
-        yield Histogram("text_first_token_seconds", "Until something of a text was shown.", first, ())
+        yield Histogram("text_first_token_seconds", "Seconds until a text showed something.", first, ())
 
     def _cameras(self, seen: Mapping[str, SourceStatus]) -> Iterator[Metric]:
         yield from _each(CAMERA, "camera", seen)
         for name, one in seen.items():  # one on its way counts as dropped, for a moment: a counter must not go back
             self._dropped[name] = max(self._dropped[name], one.dropped)
-        yield Metric(COUNTER, "camera_dropped_frames", "Gave way to later ones.", _by_name(self._dropped), ("camera",))
+        yield Metric(
+            COUNTER,
+            "camera_dropped_frames",
+            "Frames that gave way to later ones.",
+            _by_name(self._dropped),
+            ("camera",),
+        )
         states: dict[Labels, float] = {
             (name, str(state)): one.state == str(state) for name, one in seen.items() for state in CameraState
         }
         yield Metric(GAUGE, "camera_state", "1 for the state that a camera is in.", states, ("camera", "state"))
         ages = {name: one.frame_age_s for name, one in seen.items() if one.frame_age_s is not None}
-        yield Metric(GAUGE, "camera_frame_age_seconds", "Since its last frame came.", _by_name(ages), ("camera",))
+        yield Metric(GAUGE, "camera_frame_age_seconds", "Seconds since the last frame.", _by_name(ages), ("camera",))
 
 
 def _told(table: Table[Known], one: Known) -> list[Metric]:
@@ -240,7 +256,7 @@ def _loads(loop: LoopStatistics) -> Iterator[Metric]:
     yield Metric(COUNTER, "expert_loads", "Loads of an expert into a memory.", loads, ("expert", "tier"))
     for name, words, found in (
         ("loads", "Loads, by where from and where to.", loop.transfers.loads),
-        ("load_seconds", "How long these took.", loop.transfers.seconds),
+        ("load_seconds", "Seconds of loads, by where from and where to.", loop.transfers.seconds),
     ):
         by_way: dict[Labels, float] = {tuple(way.split("_", 1)): value for way, value in found.items()}
         yield Metric(COUNTER, name, words, by_way, ("source", "tier"))
@@ -257,7 +273,7 @@ def _moe_experts(loop: LoopStatistics) -> Iterator[Metric]:
     read: dict[Labels, float] = {(pool,): found.bytes_loaded for pool, found in stores.items()}
     yield Metric(COUNTER, "moe_loaded_bytes", "Bytes of moe_experts brought to where they run.", read, ("pool",))
     waited: dict[Labels, float] = {(pool,): found.waited_s for pool, found in stores.items()}
-    yield Metric(COUNTER, "moe_wait_seconds", "How long these were waited for.", waited, ("pool",))
+    yield Metric(COUNTER, "moe_wait_seconds", "Seconds of waiting for moe_experts.", waited, ("pool",))
 
 
 def _age_s(since: datetime | None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agent.api.calls.desk import AnomalyView, BoardView, VerdictView
@@ -61,14 +62,6 @@ def board_view(board: BoardVerdict) -> BoardView:
 
 
 def run_view(run: BoardRun) -> BoardView:
-    closed = run.closed
-    return BoardView(
-        run.serial,
-        run.board_type,
-        None if closed is None else closed.verdict,
-        run.opened_at,
-        None if closed is None else closed.closed_at,
-        run.missing if closed is None else closed.missing,
-        run.counts,
-        is_revision=closed is not None and closed.is_revision,
-    )
+    if run.closed is not None:
+        return replace(board_view(run.closed), counts=run.counts)
+    return BoardView(run.serial, run.board_type, None, run.opened_at, None, run.missing, run.counts)
