@@ -43,7 +43,7 @@ def test_bad_images_are_kept_and_told_with_the_weights_that_judged_and_good_ones
     line.document["outbox"] = {"webhook": {"url": url}, "events": ["board", "ng"]}
     orders = [order_of(picture(), component=f"c{n}", board="B1", ref=f"R{n}", key=f"R{n}") for n in range(2)]
     with line.served() as service:
-        assert [part.verdict for (part,) in asked(service, *orders)] == [Verdict.OK, Verdict.NG]
+        assert [asked(service, order)[0][0].verdict for order in orders] == [Verdict.OK, Verdict.NG]
         until(lambda: len(messages) == 2)
     images = [file for file in (line.folder / "state" / "images").rglob("*") if file.is_file()]
     assert [file.read_bytes() for file in images] == [picture()]
