@@ -223,19 +223,3 @@ def test_images_that_come_while_the_line_changes_over_and_over_are_all_judged(li
         sender.join()
         assert {each.wait()[0].verdict for each in callers} == {OK}
         assert service.judged == len(callers)
-
-
-def test_what_has_left_the_line_takes_no_room_and_no_file_any_more(line):
-    """Of what memory holds, 10 MiB are for experts: one of 8 MB would not fit beside a pinned one of 4 MB."""
-    line.fake(0, weight_bytes=8_000_000)
-    with line.served() as service:
-        assert verdict(service) is OK
-        line.fake(0, weight_bytes=1_000_000)
-        assert service.desk.reload().replaced == ("cls/f0",)
-        line.fake(1, weight_bytes=4_000_000)
-        line.document["experts"]["cls/f1"]["pin"] = True
-        assert reload(service, line).problems == ()
-        assert verdict(service, "c1") is OK
-        assert service.desk.reload().is_applied
-        packed_bytes = [file.stat().st_size for file in line.config.packed_folder.rglob("*") if file.is_file()]
-        assert max(packed_bytes) < 8_000_000

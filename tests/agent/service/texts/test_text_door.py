@@ -31,19 +31,11 @@ def service(tmp_path_factory, models):
         yield service
 
 
-def generated(service, *orders):
-    """These texts, given together, to their ends."""
-    readers = [Reader() for _ in orders]
-    for order, reader in zip(orders, readers, strict=True):
-        service.desk.generate(order, reader)
-    for reader in readers:
-        reader.wait()
-    return readers
-
-
 def written(service, model="llm/code", prompt="the quick", sampling=GREEDY, **given):
     """A text to its end."""
-    (reader,) = generated(service, TextOrder(model, prompt, sampling=sampling, **given))
+    reader = Reader()
+    service.desk.generate(TextOrder(model, prompt, sampling=sampling, **given), reader)
+    reader.wait()
     return reader
 
 
@@ -129,15 +121,11 @@ class TestWriting:
         drawn = [written(service, most_tokens=10, sampling=Sampling(seed=seed)).text for seed in (1, 1, 2)]
         assert drawn[0] == drawn[1] != drawn[2]
 
-    def test_many_at_once_are_what_each_is_alone_and_images_are_judged_beside_them(self, service):
-        prompts = [f"the {word} " for word in ("quick", "brown", "lazy", "fox", "dog", "over")]
-        alone = [written(service, prompt=prompt, most_tokens=10).text for prompt in prompts]
-        beside = Reader()
-        service.desk.generate(TextOrder("llm/code", "the quick", sampling=GREEDY), beside)
-        orders = [TextOrder("llm/code", prompt, most_tokens=10, sampling=GREEDY) for prompt in prompts]
-        assert [reader.text for reader in generated(service, *orders)] == alone
+    def test_images_are_judged_beside_texts(self, service):
+        reader = Reader()
+        service.desk.generate(TextOrder("llm/code", "the quick", sampling=GREEDY), reader)
         assert asked(service, order_of(picture(), component="c0", is_kept=False))[0][0].verdict == "OK"
-        assert beside.wait().ending is Ending.LENGTH
+        assert reader.wait().ending is Ending.LENGTH
 
 
 class TestRoutes:
