@@ -58,7 +58,7 @@ def status(
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """How a running agent is: its queues, memories, experts and sources. Asked at the line's first gRPC address."""
+    """State of a running agent: queues, memories, experts and sources. Asked at the line's first gRPC address."""
     from agent.commands.asking import AgentAccess, ask_status
     from agent.commands.status import print_status, status_row
     from agent.config import read_line
@@ -96,7 +96,7 @@ def generate(
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have a running agent write a text. Asked at the line's first gRPC address."""
+    """Let a running agent write a text. Asked at the line's first gRPC address."""
     from agent.commands.asking import AgentAccess, chat_messages, closing_line, for_terminal, generated, order_for
     from agent.config import read_line
 

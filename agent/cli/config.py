@@ -18,7 +18,7 @@ def show_config(
     resolved: Annotated[bool, typer.Option("--resolved", help="every key, defaults included")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What takes effect, key by key, and where it comes from: the file's line, a variable, or the default."""
+    """Keys that take effect, and their origin: the file's line, a variable, or the default."""
     from agent.commands.configuration import shown_lines, shown_rows
     from agent.config import resolved_keys
 

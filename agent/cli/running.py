@@ -93,7 +93,7 @@ def doctor(
     cameras: Annotated[bool, typer.Option(help="ask each camera for a frame")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Look at all that this line needs of this box; exit code 1 if anything is not well, with what to do."""
+    """Check all that this line needs of this box; exit code 1 for any problem, with its remedy."""
     from agent.config import read_line
 
     log_to_stderr(logging.ERROR)
