@@ -155,7 +155,7 @@ def report(
     repeat: Annotated[int | None, typer.Option(min=1, help="rounds; default: 1, with --full 3")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Everything below in one run, as a Markdown report with charts; the short form takes under five minutes."""
+    """Measure the proof in one run, as a Markdown report with charts; the short form takes under five minutes."""
     with _measuring() as (progress, _):
         from profiler.targets import targets_text
         from proof.report import REPORT, measure_report, prepare_folder, write_report
