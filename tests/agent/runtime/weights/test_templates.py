@@ -85,6 +85,7 @@ def refuse(*_, **__):
     raise AssertionError("constructed after all templates were made")
 
 
+@pytest.mark.slow
 def test_no_skeleton_is_constructed_once_they_are_made(experts, segments, monkeypatch):
     copies = copies_of(experts.values(), segments, in_all_forms=(experts["classifier"], experts["detector"]))
     steps = []
