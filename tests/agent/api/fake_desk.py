@@ -93,7 +93,6 @@ class FakeDesk:
     """``most``: orders under way at once. ``holds``: answers wait for ``release``."""
 
     most: int = 1_000_000
-    largest_bytes: int = 1_000_000_000
     holds: bool = False
     orders: list[ImageOrder] = field(default_factory=list)  # all that were taken
     under_way: list[FakeTicket] = field(default_factory=list)
@@ -139,8 +138,6 @@ class FakeDesk:
             )
         if order.subject.board_type not in {None, *BOARD_TYPES}:
             raise OrderRefused(Refusing.NOT_FOUND, f"no board type {order.subject.board_type!r}")
-        if len(order.image) > self.largest_bytes:
-            raise OrderRefused(Refusing.TOO_LARGE, "more pixels than an image may have")
         if len(self.under_way) >= self.most:
             raise OrderRefused(Refusing.QUEUE_FULL, f"{self.most} images are under way", 0.25)
 

@@ -54,18 +54,12 @@ def replay(
     book: BoardLedger, inspections: Sequence[Inspection], recorded: Iterable[BoardVerdict], after_s: float | None = None
 ) -> tuple[BoardVerdict, ...]:
     """Take up what is stored, oldest first, at a moment; else at that of the latest image."""
-    stored = list(inspections)
-    now = (
-        START + timedelta(seconds=after_s)
-        if after_s is not None
-        else max((one.at for one in inspections), default=START)
-    )
+    latest = max((one.at for one in inspections), default=START)
+    now = latest if after_s is None else START + timedelta(seconds=after_s)
     known = list(recorded)
-
-    def since(at: datetime) -> list[BoardVerdict]:
-        return [one for one in known if one.closed_at >= at]
-
-    return book.replay(reversed(stored), since, clock_s(now), now)
+    return book.replay(
+        reversed(inspections), lambda at: [one for one in known if one.closed_at >= at], clock_s(now), now
+    )
 
 
 def test_a_board_is_ok_with_its_last_image() -> None:
