@@ -268,7 +268,10 @@ def call_counts(new_template):
     return functools.cache(lambda kind: counting_calls(new_template(kind), lambda number: None))
 
 
-@pytest.mark.parametrize("kind", ["classifier", "detector", "onnx", "onnxruntime", "onednn", "fake"])
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("detector", "onnxruntime", "onednn", "fake")]
+
+
+@pytest.mark.parametrize("kind", ["classifier", "onnx", *SLOW_KINDS])
 def test_batches_run_while_what_other_experts_need_is_made(
     packed_once, make_slot, image, new_template, call_counts, kind
 ):

@@ -62,16 +62,6 @@ def test_a_malicious_pickle_is_refused_and_does_not_run(tmp_path):
     assert not target.exists()
 
 
-def test_what_is_no_pickle_at_all_is_corrupt(tmp_path):
-    source = saved(tmp_path / "x.pt", {"a": torch.ones(1000)})
-    content = source.read_bytes()
-    for broken in (b"hello", content[: len(content) // 2]):
-        source.write_bytes(broken)
-        with pytest.raises(WeightsCorrupt):
-            bring(source, tmp_path / "x.safetensors")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.pt"]
-
-
 def test_safe_formats_are_copied_and_checked(tmp_path, files):
     save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
     sources = [tmp_path / "a.safetensors", files.onnx("cls/x").weights]

@@ -42,13 +42,6 @@ def test_no_other_threshold_within_the_rate_catches_more(good, bad, rate):
             assert alarms(other, bad) <= caught
 
 
-@given(GOOD, BAD, RATES, RATES)
-def test_a_higher_rate_is_never_a_higher_threshold_that_catches_less(good, bad, one, other):
-    low, high = sorted((one, other))
-    strict, lax = learned(good, bad, low), learned(good, bad, high)
-    assert alarms(lax.rates.threshold, bad) >= alarms(strict.rates.threshold, bad)
-
-
 @given(GOOD, BAD, RATES)
 def test_false_alarms_that_catch_nothing_more_are_not_taken(good, bad, rate):
     """Where bad samples are caught, the threshold lies above the last good score in front of the lowest of these."""
