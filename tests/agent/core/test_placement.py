@@ -477,16 +477,6 @@ def test_nothing_is_loaded_in_advance_into_the_room_that_a_head_waits_for():
     assert line.loaded("a") == ["run a"]
 
 
-def test_what_did_not_come_in_advance_pauses_too():
-    line = unified(routes={"a": "ad"}, load_backoff_s=5.0)
-    line.run("a")
-    assert line.load_failed("d", at=1.0) == []
-    line.finished("a")
-    assert line.ask("a", at=2.0) == ["run a"]
-    line.finished("a")
-    assert line.ask("a", at=6.0) == ["run a", "load d ssd>host"]
-
-
 def test_a_load_that_a_head_waited_for_while_others_overtook_it_is_a_switch():
     line = unified(host=3)
     line.bring("a")
@@ -578,16 +568,6 @@ def test_a_copy_in_the_host_is_not_wanted_there_while_the_device_holds_it_too():
         line.ask(expert)
     line.ask("d")  # the last of all, behind a
     assert line.loaded("b") == ["evict a host stage 2", "load d ssd>host"]
-
-
-def test_a_staged_copy_whose_load_failed_pauses():
-    line = split(host=4, device=1, loads_in_flight=9, load_backoff_s=1.0)
-    line.run("a")
-    for expert in "bcde":
-        line.ask(expert)
-    assert line.loaded("b") == ["evict a host stage 2", "load e ssd>host"]
-    assert line.load_failed("e") == []
-    assert line.handle(events.Tick(), at=1.0) == ["load e ssd>host"]
 
 
 def test_a_busy_ssd_does_not_keep_what_lies_in_the_host_from_the_device():

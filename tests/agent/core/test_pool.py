@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from agent.core.performance import Footprint, PoolSpec, SharedTensors
 from agent.core.pool import MOVES, Leases, ModelPool, Move, Residency, after, misfits
 from experts.errors import IllegalMove, MemoryExceeded
+from tests.agent.core.worlds import histories
 
 TRUNK, NECK = SharedTensors("trunk", 10), SharedTensors("neck", 4)
 ON_TRUNK = Footprint(2, (TRUNK,))
@@ -54,8 +55,11 @@ class ListedPool:
         shared = {each for name in names for each in FOOTPRINTS[name].shared}
         return sum(FOOTPRINTS[name].own_bytes for name in names) + sum(each.size_bytes for each in shared)
 
+    def state_of(self, name):
+        return self.copies[name][0] if name in self.copies else Residency.ABSENT
+
     def step(self, move, name, amount):
-        state = self.copies[name][0] if name in self.copies else Residency.ABSENT
+        state = self.state_of(name)
         if move is Move.END_USE and state is not Residency.IN_USE:
             return  # the Engine ends what it began
         others = [each for each in self.copies if each != name]
@@ -96,7 +100,7 @@ class ListedPool:
             copy[4] = self.order
 
     def set_budget(self, _, amount):
-        to_bytes, used_bytes = amount * 3, self.bytes_of(self.copies)
+        to_bytes, used_bytes = 22 - amount, self.bytes_of(self.copies)
         if used_bytes <= to_bytes <= 20:
             self.pool.set_budget(to_bytes)
             self.budget_bytes = to_bytes
@@ -158,21 +162,17 @@ class ListedPool:
             assert pool.holders(each.id) == sum(each in FOOTPRINTS[name].shared for name in self.copies)
 
 
-POOL_STEPS = st.one_of(
-    st.sampled_from([*Move, Move.START_LOAD, Move.LOADED]), st.sampled_from([ListedPool.set_budget, ListedPool.lease])
-)
-
-
 @settings(deadline=None)
-@given(st.lists(st.tuples(POOL_STEPS, st.sampled_from(sorted(FOOTPRINTS)), st.integers(0, 9)), max_size=40))
+@given(histories(st.tuples(st.integers(0, 15), st.sampled_from(sorted(FOOTPRINTS)), st.integers(0, 9))))
 def test_a_memory_counts_what_a_list_of_its_copies_counts_whatever_moves(steps):
     listed = ListedPool()
     listed.check()
-    for step, name, amount in steps:
-        if isinstance(step, Move):
-            listed.step(step, name, amount)
+    for kind, name, amount in steps:
+        legal = [move for state, move in MOVES if state is listed.state_of(name)]
+        if kind < 2:
+            (listed.lease, listed.set_budget)[kind](name, amount)
         else:
-            step(listed, name, amount)
+            listed.step(legal[kind % len(legal)] if kind < 13 else list(Move)[amount % len(Move)], name, amount)
         listed.check()
 
 
@@ -346,7 +346,7 @@ LEASE_STEPS = (ListedLeases.wait, ListedLeases.wait, ListedLeases.begin, ListedL
 @settings(deadline=None)
 @given(
     st.sampled_from([5.0, 5.0, math.inf]),
-    st.lists(st.tuples(st.sampled_from(LEASE_STEPS), st.integers(0, 11), st.integers(0, 9)), max_size=25),
+    histories(st.tuples(st.sampled_from(LEASE_STEPS), st.integers(0, 11), st.integers(0, 9))),
 )
 def test_whoever_may_begin_leaves_what_those_need_who_came_longer_before_it_than_the_bound(bound_s, steps):
     listed = ListedLeases(bound_s)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from agent.core.performance import ExecutorSpec, ExpertProfile, Footprint, Performance
 from agent.core.queue import ExecutorQueue
+from tests.agent.core.worlds import histories
 
 
 def row(expert, K_s=1.0, B_s=4.0, **more):
@@ -161,7 +162,7 @@ STEPS = (ListedQueue.open, ListedQueue.open, ListedQueue.join, ListedQueue.take,
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(STEPS), st.sampled_from(sorted(ROWS)), st.integers(0, 9)), max_size=30))
+@given(histories(st.tuples(st.sampled_from(STEPS), st.sampled_from(sorted(ROWS)), st.integers(0, 9))))
 def test_a_queue_holds_what_a_list_of_its_groups_holds_whatever_comes_and_goes(steps):
     listed = ListedQueue()
     listed.check()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hypothesis import strategies as st
+
 from agent.core import demand, events, failures
 from agent.core.effects import Assigned, Complete, Evict, Fail, StartBatch, StartLoad
 from agent.core.engine import Engine
@@ -44,6 +46,11 @@ def limits(pools, *args, **chosen) -> Limits:
     for key in chosen.keys() & CONSTANTS.keys():
         setattr(*CONSTANTS[key], chosen.pop(key))
     return Limits(pools, *args, **chosen)
+
+
+def histories(step):
+    """Short ones, as small as a failure may be, and long ones, which come to what takes several steps."""
+    return st.lists(step, max_size=8) | st.lists(step, min_size=25, max_size=60)
 
 
 def of(kind, effects):
