@@ -162,21 +162,6 @@ def test_what_the_parts_of_a_line_did_is_told_of_each(busy):
     assert {one["processor"] for one in told} == {"cpu"}, "AC39: what each executor runs on"
 
 
-def test_counters_never_go_back(busy):
-    """Prometheus would take a camera's count that does for a new start, and add all of it once more."""
-    frames = "coserve_camera_frames_total", ("camera", "top")
-
-    def counters():
-        found, ends = Scraped(busy).samples, ("_total", "_bucket", "_count", "_sum")
-        return {key: sample.value for key, sample in found.items() if key[0].endswith(ends)}
-
-    first = before = counters()
-    while before[frames] < first[frames] + 5:
-        now = counters()
-        assert [key for key, value in before.items() if now[key] < value] == []
-        before = now
-
-
 def test_memories_and_loads_are_told_in_bytes_and_by_expert_also_of_one_that_was_replaced(line):
     with line.served() as service:
         for number in range(3):

@@ -428,31 +428,6 @@ def test_a_signal_in_any_moment_of_waiting_ends_it(line, monkeypatch):
     assert moments
 
 
-@pytest.mark.usefixtures("handlers")
-def test_a_signal_that_another_thread_receives_ends_the_wait(line, monkeypatch):
-    """The kernel may give a process' signal to any of its threads; handlers run on the main one alone."""
-    start, main = LineService.start, threading.get_ident()
-
-    def place():
-        frame = sys._current_frames()[main]
-        return frame.f_code.co_filename == agent.service.serve.__file__ and (frame.f_code.co_name, frame.f_lasti)
-
-    def receive():
-        places = [False]
-        until(lambda: places.append(place()) or (places[-1] and places[-1] == places[-2]))
-        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
-
-    receiver = threading.Thread(target=receive)
-
-    def started(service):
-        start(service)
-        receiver.start()
-
-    monkeypatch.setattr(LineService, "start", started)
-    assert agent.service.serve.serve_line(line.config, lambda *_: None)["requests"] == 0
-    receiver.join()
-
-
 def test_stopping_does_not_wait_for_experts_that_nobody_asked_for(line, monkeypatch, caplog):
     slow = partial(build_agent, options=AgentOptions(loop=LoopOptions(ssd_bytes_per_s=1.0)))
     monkeypatch.setattr(agent.service.inspections.inspector, "build_agent", slow)

@@ -163,15 +163,6 @@ def test_new_boards_are_judged_by_their_new_components(line):
         assert (earlier.verdict, dict(earlier.missing), later.verdict) == (None, {"c1": 1}, OK)
 
 
-def test_an_expert_that_is_broken_after_a_reload_is_unknown_and_the_others_go_on(line):
-    with line.served() as service:
-        line.fake(1, weight_bytes="many")
-        assert service.desk.reload().is_applied
-        (broken,), (well,) = asked(service, part("c1"), part())
-        assert (broken.verdict, well.verdict) == (UNKNOWN, OK)
-        assert "+" not in broken.reason
-
-
 def test_weights_with_labels_in_another_order_are_refused_and_those_of_before_go_on(line, tmp_path):
     """Trained again with its folders in another order: each label would be told for another."""
     labels = ("ok", "bad", "bent")

@@ -6,13 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-import yaml
 
 from agent.api.calls.desk import TextOrder
 from agent.api.client import AgentClient
 from experts.llm.serving.generation import GREEDY
 from tests.agent.service.fake_line import until
-from tests.agent.service.language_models import CONTEXT, TEXTS, Reader
+from tests.agent.service.language_models import CONTEXT, Reader
 
 USER = [{"role": "user", "content": "the quick fox"}]
 
@@ -94,15 +93,3 @@ def test_pages_and_texts_share_an_address(line):
         assert "coserve_text_first_token_seconds_count 1.0" in page
         assert 'coserve_executor_written_tokens_total{executor="0"} 5.0' in page
         assert 'coserve_lease_used_bytes{pool="host"} 0.0' in page
-
-
-def test_models_come_and_go_with_the_line_file(line):
-    with line.served() as service, client_of(service) as client:
-        assert "plain" in [model.id for model in client.models.list()]
-        line.document["texts"]["routes"] = {"helpdesk": TEXTS["helpdesk"], "other": TEXTS["plain"]}
-        (line.folder / "line.yaml").write_text(yaml.safe_dump(line.document))
-        assert service.desk.reload().is_applied
-        names = [model.id for model in client.models.list()]
-        assert "other" in names
-        assert "plain" not in names
-        assert client.completions.create(model="other", prompt="fox", max_tokens=2, temperature=0).model == "llm/code"

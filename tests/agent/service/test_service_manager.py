@@ -96,13 +96,6 @@ class TestTheNotifier:
         notifier.starting("pack", 3, 350)
         assert listener.hear()["STATUS"] == "starting: pack 3/350"
 
-    def test_an_abstract_socket_is_one_too(self):
-        name = f"coserve-test-{os.getpid()}"
-        listener = Listener(f"\0{name}")
-        with closing(listener.channel):
-            Notifier(ServiceManager(f"@{name}")).stopping()
-            assert listener.hear()["STOPPING"] == "1"
-
     def test_a_socket_that_is_gone_costs_one_line_in_the_log_and_none_nothing(self, tmp_path, caplog):
         Notifier(ServiceManager()).ready("here")
         notifier = Notifier(ServiceManager(str(tmp_path / "gone")))

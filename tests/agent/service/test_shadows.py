@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-
 from agent.commands.experts import promote
-from agent.records.attempts import AttemptLog
-from agent.records.database import open_for_reading
 from agent.records.shadow_answers import read_comparison
 from experts.expert import Verdict
 from tests.agent.service.fake_line import asked, picture, until
@@ -73,23 +69,6 @@ def test_a_line_file_that_is_read_anew_gives_an_expert_a_shadow_and_takes_it_awa
     assert compared(line).agreement == 1.0
 
 
-def test_a_shadow_that_ran_when_the_agent_was_ended_twice_is_asked_no_more(line):
-    with_shadow(line, label="ok", weight_bytes=900_000)
-    with line.served() as service:
-        list(judge(service))
-        until(lambda: compared(line) is not None)
-        sha256 = compared(line).pair.shadow_sha256
-    for _ in range(2):  # each ends while the shadow runs
-        attempts = AttemptLog(line.folder / "state" / "attempts.log")
-        attempts.begun([f"shadow cls/f2 {sha256}"])
-        attempts.close()
-    with line.served() as service:
-        assert [part.verdict for part in judge(service)] == [OK]
-        until(lambda: compared(line).failed == 1)
-        assert "when the agent was ended, 2 times" in service.agent.loop.statistics().engine.quarantined["cls/f2"]
-    assert "when the agent was ended" in compared(line).last_reason
-
-
 def test_a_promoted_version_serves_after_a_reload_and_the_earlier_one_is_in_its_shadow(line):
     with_shadow(line, label="bad", weight_bytes=900_000)
     with line.served() as service:
@@ -103,17 +82,3 @@ def test_a_promoted_version_serves_after_a_reload_and_the_earlier_one_is_in_its_
     after = compared(line)
     assert (after.pair.expert_sha256, after.pair.shadow_sha256) == (before.shadow_sha256, before.expert_sha256)
     assert (after.flips_to_ng, after.flips_to_ok) == (0, 2)
-
-
-def test_what_there_was_no_room_for_is_counted(line):
-    with_shadow(line, label="ok", weight_bytes=1_500_000)
-    line.document["memory"]["host"] = "12100KiB"  # 10 MiB of it for workspaces: beside an expert the shadow has no room
-    with line.served() as service:
-        list(judge(service, component="c1"))
-        list(judge(service, count=70))
-    assert (compared(line), dropped(line)) == (None, 70)
-
-
-def dropped(line):
-    with closing(open_for_reading(line.folder / "state" / "results.db")) as connection:
-        return connection.execute("SELECT sum(dropped) FROM shadow_drops").fetchone()[0]

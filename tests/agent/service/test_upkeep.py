@@ -64,14 +64,6 @@ def test_a_receiver_whose_secret_is_missing_keeps_the_line_from_starting(line):
         pass
 
 
-def test_who_cannot_be_told_is_an_alarm_and_delays_nothing(line):
-    line.fake(0, label="bad")
-    line.document["outbox"] = {"webhook": {"url": "http://127.0.0.1:1/", "timeout_s": 1.0}}
-    with line.served() as service:
-        assert asked(service, order_of(picture(), component="c0"))[0][0].verdict is Verdict.NG
-        until(lambda: any("webhook is not told" in alarm for alarm in service.desk.status().alarms))
-
-
 def test_who_reads_the_results_and_does_not_end_is_an_alarm_while_the_line_goes_on(line, monkeypatch):
     """AC23: somebody is told, wherever alarms are shown."""
     monkeypatch.setattr("agent.records.write_ahead_log.LOG_ALARM_BYTES", 0)

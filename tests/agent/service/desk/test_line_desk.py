@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from agent.records.journal import JournalReader
-from agent.records.result_writer import ResultStore
 from agent.subject import asked_sha256
 from experts.errors import OrderRefused, Refusing
 from experts.expert import Verdict
@@ -151,32 +150,6 @@ def test_what_runs_when_it_is_cancelled_is_stored_where_it_belongs_to_a_board(li
         until(lambda: service.judged == 1)
         assert someone.answers == 0
         assert [row.verdict for row in line.rows] == [OK]
-
-
-def test_who_waits_for_a_key_while_it_is_withdrawn_may_cancel_it_too(line, batches):
-    """The second one is journaled behind the first one's cancelling, and taken up anew under its own name."""
-    line.document["executors"] = {"cpu": 1}
-    with line.served() as service:
-        batches.clear()
-        first, second = Caller(), Caller()
-        (running,) = ordered(service, question())
-        wait_for_a_batch(service)
-        ticket = service.desk.order(part(key="shared"), first)
-        until(lambda: service.agent.loop.requests_in_flight == 2)
-        with line.full_disk():
-            before = service.desk.order(part(), Caller())  # the others wait behind it
-            other = service.desk.order(part(key="shared"), second)
-            ticket.cancel()
-            until(lambda: service.store.statistics().pending == 3)
-        assert second.was_accepted.wait(PATIENCE_S)
-        until(lambda: service.agent.loop.requests_in_flight == 3 and not service.store.statistics().pending)
-        other.cancel()
-        before.cancel()
-        until(lambda: service.agent.loop.requests_in_flight == 1)
-        batches.set()
-        running.wait()
-        until(lambda: not line.unfinished)
-        assert (first.answers, second.answers, service.judged) == (0, 0, 0)
 
 
 def test_a_frame_is_cut_by_its_boards_layout_and_told_when_all_its_parts_are_judged(line):
@@ -335,14 +308,6 @@ def test_what_an_earlier_run_accepted_is_judged_though_the_disk_refuses_to_read_
     with line.served() as service:
         (left,), (done,) = asked(service, part(component="c1", key="left"), part(key="done"))
         assert (left.verdict, left.seq, done.seq, len(failures)) == (OK, 2, 1, 2)
-
-
-def test_a_known_verdict_that_cannot_be_read_for_a_moment_is_told_after_it(line, monkeypatch):
-    with line.served() as service:
-        asked(service, part(key="known"))
-        failures = failing_twice(monkeypatch, ResultStore, "find")
-        ((told,),) = asked(service, part(key="known"))
-        assert (told.seq, len(failures)) == (1, 2)
 
 
 def move_away(line):

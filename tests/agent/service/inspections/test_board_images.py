@@ -10,8 +10,6 @@ import pytest
 import yaml
 
 from agent.records.result_reader import ResultReader
-from agent.sources.folder.files.inbox import Inbox
-from agent.sources.folder.files.readiness import Sighting
 from experts.expert import Verdict
 from tests.agent.service.fake_line import picture, until
 
@@ -167,29 +165,3 @@ def test_a_part_that_was_stored_counts_when_the_file_is_put_away(line):
         until(lambda: line.shelf("ng") == ["B1.png"])
         assert service.judged == 1
     assert sorted((row.subject.ref, row.verdict) for row in line.rows) == [("R1", NG), ("R2", OK)]
-
-
-def test_an_image_that_ended_the_agent_twice_is_unknown_with_all_its_parts(line):
-    with line.served():
-        pass
-    line.drop("B1.png", BOARD)
-    status = (line.inbox / "B1.png").stat()
-    sighting = Sighting(status.st_ino, status.st_size, status.st_mtime_ns)
-    counts = {"counts": {f"{Inbox(line.inbox, 'test').key('B1.png', sighting)}#R2": 2}}
-    (line.folder / "state" / "attempts.log").write_text(json.dumps(counts) + "\n")
-    with line.served():
-        until(lambda: "B1.png.error.json" in line.shelf("failed"))
-    assert [(row.verdict, "ended the agent" in row.reason) for row in line.rows] == [(UNKNOWN, True)] * 2
-
-
-def test_a_layout_that_went_with_a_reload_makes_nothing_ok(line):
-    with line.served() as service:
-        line.document["intake"] = {}  # which waits for a restart
-        del line.document["boards"]["main"]["layout"]
-        line.write()
-        assert service.desk.reload().is_applied
-        line.drop("B1.png", BOARD)
-        until(lambda: "B1.png.error.json" in line.shelf("failed"))
-    (row,) = line.rows
-    assert row.verdict is UNKNOWN
-    assert "no layout of board type 'main' any more" in row.reason

@@ -30,21 +30,6 @@ class Room:
         self.gate.leave()
 
 
-def test_a_suspect_waits_until_all_have_left_and_is_alone_then() -> None:
-    room = Room()
-    room.enter("a", "b", "s?", "c")
-    assert (room.inside, room.gate.waiting) == (["a", "b"], 2)
-    room.leave("b")
-    room.leave("a")
-    assert room.inside == ["s?"]
-    room.enter("t?", "d")
-    assert room.inside == ["s?"]
-    room.leave("s?")
-    assert room.inside == ["t?"]
-    room.leave("t?")
-    assert (room.inside, room.gate.waiting) == (["c", "d"], 0)
-
-
 def test_however_many_turn_back_at_the_door_behind_a_suspect_the_next_one_comes_in() -> None:
     """Ten thousand callers whose deadlines passed while the suspect was judged; the last ones still wait."""
     ever: list[str] = []

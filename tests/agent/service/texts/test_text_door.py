@@ -19,9 +19,8 @@ from experts.llm.serving.extents import ModelKeyValues
 from experts.llm.serving.generation import GREEDY, Ending, Sampling
 from experts.llm.text.tokenizer import TextModel
 from experts.llm.token_batch import Chunk, TokenBatch
-from tests.agent.service.fake_line import PATIENCE_S, FakeLine, asked, picture, until
+from tests.agent.service.fake_line import PATIENCE_S, FakeLine, until
 from tests.agent.service.language_models import CONTEXT, TEXTS, Held, Reader, with_models
-from tests.lines import order as order_of
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +100,6 @@ class TestWriting:
         assert (end.ending, end.read_tokens + end.written_tokens) == (Ending.LENGTH, CONTEXT)
         assert written(service).end.written_tokens == end.written_tokens
 
-    def test_it_ends_before_a_stop_string(self, service):
-        whole = written(service, most_tokens=12).text
-        stop = whole[4:7]
-        reader = written(service, most_tokens=12, stop=(stop,))
-        assert (reader.text, reader.end.ending) == (whole[: whole.index(stop)], Ending.STOP)
-        assert reader.end.written_tokens < 12
-
     def test_probabilities_are_told_where_they_are_asked_for(self, service):
         reader = written(service, most_tokens=5, sampling=Sampling(temperature=0.0, logprobs=2))
         tokens = [token for piece in reader.pieces for token in piece.tokens]
@@ -116,16 +108,6 @@ class TestWriting:
         assert all(len(token.alternatives) == 2 for token in tokens)
         assert all(token.alternatives[0].logprob == token.logprob <= 0 for token in tokens)
         assert [token for piece in written(service, most_tokens=5).pieces for token in piece.tokens] == []
-
-    def test_equal_seeds_draw_equal_texts(self, service):
-        drawn = [written(service, most_tokens=10, sampling=Sampling(seed=seed)).text for seed in (1, 1, 2)]
-        assert drawn[0] == drawn[1] != drawn[2]
-
-    def test_images_are_judged_beside_texts(self, service):
-        reader = Reader()
-        service.desk.generate(TextOrder("llm/code", "the quick", sampling=GREEDY), reader)
-        assert asked(service, order_of(picture(), component="c0", is_kept=False))[0][0].verdict == "OK"
-        assert reader.wait().ending is Ending.LENGTH
 
 
 class TestRoutes:
@@ -223,19 +205,6 @@ def test_more_than_are_let_in_are_refused_and_one_whose_model_cannot_be_read_say
         reader.may_go_on.set()
         reader.wait()
         assert written(service, most_tokens=2).end.ending is Ending.LENGTH
-
-
-def test_who_cancels_hears_nothing_more_and_all_is_given_back(service):
-    reader = Held()
-    ticket = service.desk.generate(TextOrder("llm/code", "the quick", sampling=Sampling(seed=1)), reader)
-    assert reader.has_read.wait(PATIENCE_S)
-    assert sum(pool.lease_bytes for pool in service.desk.status().pools) > 0
-    ticket.cancel()
-    ticket.cancel()
-    reader.may_go_on.set()
-    until(lambda: service.desk.status().texts.under_way == 0)
-    assert sum(pool.lease_bytes for pool in service.desk.status().pools) == 0
-    assert (reader.end, len(reader.pieces)) == (None, 1)
 
 
 def test_whenever_texts_are_cancelled_nothing_of_them_stays(service):

@@ -104,21 +104,6 @@ class TestFreeRun:
         assert (error.reason, error.retry_s) == (Refusing.NOT_NOW, None)
         assert "mode: triggered" in str(error)
 
-    def test_a_frame_that_is_not_taken_is_dropped_and_told(self, watched: Watch, failing: FailingCamera) -> None:
-        taker = watched(failing.url)
-        taker.broken = OSError("the disk is full")
-        assert "the disk is full" in until(lambda: taker.now.alarm)
-        taker.broken = None
-        until(lambda: taker.frames and taker.now.alarm is None)
-        assert not taker.lost
-
-    def test_when_it_ends_nothing_is_told_as_lost(self, watched: Watch, failing: FailingCamera) -> None:
-        taker = watched(failing.url)
-        until(lambda: taker.frames)
-        failing.say("stall")
-        assert taker.camera.stop(WAIT_S)
-        assert (taker.lost, taker.now.lost, taker.now.waiting) == ([], 0, 0)
-
 
 class TestTriggered:
     def test_each_trigger_gets_a_frame_of_its_own_that_came_after_it(
@@ -294,21 +279,6 @@ class TestFaults:
         assert not Path(f"/proc/{before}").exists()  # nor left behind for somebody to wait for
         until(lambda: taker.frames)
 
-    def test_without_a_thread_to_hear_it_no_process_is_left_and_it_is_tried_again(
-        self, watched: Watch, failing: FailingCamera
-    ) -> None:
-        taker = watched(failing.url)
-        first = taker.streaming()
-        others = children() - {str(first)}
-        size_bytes = threading.stack_size(1 << 46)  # more than there is: no thread starts
-        try:
-            os.kill(first, signal.SIGKILL)
-            until(lambda: "no process can be started" in (taker.now.alarm or ""))
-            until(lambda: children() <= others)
-        finally:
-            threading.stack_size(size_bytes)
-        taker.until_state("STREAMING")
-
     @pytest.mark.parametrize("mode", ["free_run", "triggered"])
     def test_rubbish_is_never_a_frame_and_not_taken_for_streaming(
         self, watched: Watch, failing: FailingCamera, mode: str
@@ -323,17 +293,6 @@ class TestFaults:
         assert all(frame.content.startswith(b"\x89PNG") for frame in taker.frames)
         if mode == "triggered":
             until(lambda: len(taker.frames) + len(taker.lost) == 1)
-
-    def test_a_wrong_url_is_a_state_and_one_line_of_the_log(
-        self, watched: Watch, failing: FailingCamera, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        caplog.set_level(logging.INFO)
-        failing.say("refuse")
-        taker = watched(failing.url)
-        until(lambda: taker.now.reconnects >= 2)
-        assert "the camera refuses" in (taker.now.alarm or "")
-        lines = [record.getMessage() for record in caplog.records if record.name.startswith("agent.")]
-        assert lines == ["camera_state camera=top state=OFFLINE reason=the camera refuses - say another word"]
 
     def test_a_password_is_nowhere_to_be_seen(
         self, watched: Watch, mjpeg: MjpegCamera, caplog: pytest.LogCaptureFixture
@@ -409,10 +368,6 @@ def test_no_process_of_a_camera_outlives_an_agent_that_is_killed(failing: Failin
 class TestProbe:
     def test_a_camera_that_sends_a_frame_has_nothing_wrong(self, clip: Path, mjpeg: MjpegCamera) -> None:
         assert [probe(section(url), None, WAIT_S) for url in (f"file:{clip}", mjpeg.url)] == [None, None]
-
-    def test_a_wrong_url_is_told(self, mjpeg: MjpegCamera) -> None:
-        mjpeg.word = "refuse"
-        assert "404 Not Found: there is no such stream" in (probe(section(mjpeg.url), None, WAIT_S) or "")
 
     def test_one_that_hangs_takes_no_longer_than_it_may(self, failing: FailingCamera) -> None:
         failing.say("hang")

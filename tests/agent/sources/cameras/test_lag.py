@@ -105,17 +105,6 @@ def test_a_stream_without_times_is_known_by_its_reads() -> None:
         assert clock.came_at(None, now) == 2.0
 
 
-def test_a_read_that_waits_is_told_from_one_that_does_not() -> None:
-    clock = PresentationClock()
-    clock.ask()
-    clock.came(None)
-    assert clock.came_at(None, time.monotonic()) == LONG_AGO
-    clock.ask()
-    time.sleep(0.02)
-    clock.came(None)
-    assert clock.came_at(None, time.monotonic()) > LONG_AGO
-
-
 def test_late_frames_are_an_alarm_and_their_age_is_true(watched: Watch, failing: FailingCamera) -> None:
     taker = watched(failing.url, stall_timeout_s=WAIT_S)
     until(lambda: taker.frames)

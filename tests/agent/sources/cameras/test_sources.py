@@ -197,10 +197,6 @@ class TestMotionJpeg:
             seen = next_picture(one)
         assert any(seen == cv2.imencode(".jpg", picture(number))[1].tobytes() for number in range(1, 250))
 
-    def test_comes_by_rtsp_too(self, rtsp: str) -> None:
-        with closing(opened(f"{rtsp}/jpeg")) as one:
-            assert isinstance(next_picture(one), bytes)
-
     def test_what_was_sent_while_it_was_opened_is_passed_over(self, mjpeg: MjpegCamera) -> None:
         """Detected by the time that a read takes, so that a try on a busy machine may fail."""
         mjpeg.word = "burst"

@@ -26,7 +26,6 @@ from PIL import Image
 from agent.sources.folder.files.hints import Hint, observe, stop_observing
 from agent.sources.folder.files.inbox import Claimed, Found, Inbox, is_ignored, lease_of
 from agent.sources.folder.files.naming import Naming
-from agent.sources.folder.files.ranking import Ranking
 from agent.sources.folder.files.readiness import Evidence, Lease, Rule, Sighting, WaitingFile
 from agent.sources.folder.folder import FolderIntake
 from agent.sources.folder.waiting import WaitingFiles
@@ -58,23 +57,6 @@ def line(tmp_path: Path) -> Line:
 # --- the decision, as a pure function -------------------------------------------------------------------------------
 
 SEEN = WaitingFile("a.png", Sighting(1, 100, 5), unchanged_since=0.0)
-
-
-@pytest.mark.parametrize(
-    ("mode", "evidence", "settled_at"),
-    [
-        ("auto", Evidence.NONE, 2.0),
-        ("auto", Evidence.CLOSED, 0.2),
-        ("auto", Evidence.RENAMED, 0.2),
-        ("auto", Evidence.MARKED, 0.2),
-        ("stable", Evidence.RENAMED, 2.0),
-        ("rename", Evidence.NONE, 0.2),
-        ("marker", Evidence.RENAMED, None),
-        ("marker", Evidence.MARKED, 0.2),
-    ],
-)
-def test_each_mode_waits_for_its_sign(mode: str, evidence: Evidence, settled_at: float | None) -> None:
-    assert Rule(mode).due_at(SEEN.shown(evidence)) == settled_at
 
 
 @pytest.mark.parametrize(
@@ -309,25 +291,6 @@ def test_a_file_that_cannot_be_put_back_is_held_told_once_and_put_back_later(
     assert [arrival.subject.image for arrival in line.arrivals] == [first.subject.image] * 2
 
 
-def test_a_share_that_was_gone_for_a_while_brings_back_what_was_passed_over(tmp_path: Path) -> None:
-    line = Line(tmp_path / "inbox", ignore_existing=True, after="keep")
-    (line.root / "b1_r_R1.png").write_bytes(PNG)
-    line.run(5)
-    line.arrive("b1_r_R2.png")
-    line.intake.settle(line.arrivals[0].subject, Verdict.OK)
-    share, mount_point = tmp_path / "share", tmp_path / "empty"
-    mount_point.mkdir()
-    line.root.rename(share)
-    mount_point.rename(line.root)
-    line.run(20)
-    line.root.rename(mount_point)
-    share.rename(line.root)
-    (line.root / "b1_r_R3.png").write_bytes(PNG)
-    line.run(20)
-    assert line.offered == ["b1_r_R2.png", "b1_r_R3.png"]
-    assert line.intake.statistics().state is SourceState.ONLINE
-
-
 def test_a_file_that_cannot_be_claimed_is_told_once_and_tried_less_and_less_often(
     line: Line, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,52 +328,6 @@ def test_without_room_files_wait_where_they_are(line: Line) -> None:
 
 
 # --- many files ------------------------------------------------------------------------------------------------------
-
-MANY = 30_000
-
-
-class CountingRule(Rule):
-    """Counts how often a decision asks when a file is due or stale."""
-
-    asked = 0
-
-    def due_at(self, candidate: WaitingFile) -> float | None:
-        CountingRule.asked += 1
-        return super().due_at(candidate)
-
-
-def many(count: int = MANY) -> list[Found]:
-    """Files whose order of writing is not that of their names."""
-    return [Found(f"{number}.png", Sighting(number, 100, number * 7919 % count)) for number in range(count)]
-
-
-def test_each_file_is_asked_about_a_few_times_however_many_wait() -> None:
-    CountingRule.asked = 0
-    waiting = WaitingFiles(CountingRule())
-    waiting.see_all(many(), 0.0)
-    waiting.see_all(many(), 1.0)
-    assert CountingRule.asked <= 2 * MANY
-    CountingRule.asked = 0
-    waiting.see(Found("17.png", Sighting(17, 200, 0)), 1.0)
-    waiting.postpone("18.png", 4.0)
-    assert (waiting.find_stale(2.0), waiting.stale) == ((), set())
-    assert CountingRule.asked <= 4
-    taken = []
-    while (candidate := waiting.first_due(4.0)) is not None:
-        taken.append(candidate.sighting.mtime_ns)
-        waiting.forget(candidate.relpath)
-    assert taken == sorted(taken)
-    assert CountingRule.asked <= 4
-    assert (len(waiting), len(taken), waiting.next_due) == (0, MANY, None)
-
-
-def test_a_rank_that_changes_again_and_again_leaves_nothing_behind() -> None:
-    ranking = Ranking()
-    for number in range(MANY):
-        ranking.put("a", float(number))
-        ranking.put("b", float(MANY - number))
-        assert ranking.first() == ("a" if number <= MANY - number else "b")
-    assert len(ranking._entries) < 100
 
 
 class Exhaustive:
@@ -688,18 +605,6 @@ def test_a_folder_that_vanishes_is_offline_and_resumes(line: Line) -> None:
     assert (statistics.state, statistics.unfiled, statistics.alarm) == (SourceState.ONLINE, 0, None)
     assert line.offered == ["b1_r_R1.png", "b1_r_R2.png"]
     assert "done/2026-05-01/b1_r_R1.png" in line.files()
-
-
-def test_what_cannot_be_claimed_is_left_and_retried(line: Line) -> None:
-    (line.root / ".work").write_text("a file where the claims should be")
-    (line.root / "b1_r_R1.png").write_bytes(PNG)
-    line.run(10)
-    assert line.arrivals == []
-    assert line.intake.statistics().alarm is not None
-    (line.root / ".work").unlink()
-    line.run(20)
-    assert line.offered == ["b1_r_R1.png"]
-    assert line.intake.statistics().alarm is None
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), ValueError("of the program's own")])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import queue
-import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -15,7 +13,7 @@ import pytest
 
 from agent.sources.folder.files.inbox import Claimed
 from agent.sources.folder.files.readiness import Sighting
-from agent.sources.folder.reading import BACKOFF, PATIENCE_S, STUCK_S, ArrivalReader, ReaderCallbacks, read_as_seen
+from agent.sources.folder.reading import BACKOFF, PATIENCE_S, ArrivalReader, ReaderCallbacks, read_as_seen
 from agent.sources.folder.taking import ClaimedImage
 from experts.errors import FileChanged, ImageTooLarge
 from experts.images import DEFAULT_MAX_PIXELS
@@ -83,16 +81,6 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "b1_r_R1.png"
     path.write_bytes(CONTENT)
     return path
-
-
-def test_the_bytes_of_the_file_that_was_seen_are_handed_on(file: Path) -> None:
-    desk = Desk()
-    desk.reader.take(arrival_of(file))
-    desk.reader.step(0.0)
-    assert desk.read == [(file.name, CONTENT)]
-    assert desk.reader.statistics().held_bytes == len(CONTENT)
-    desk.reader.release(len(CONTENT))
-    assert desk.reader.statistics().held_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -269,38 +257,3 @@ def test_images_that_are_read_and_not_released_stay_within_the_budget_but_for_th
     desk.reader.release(5)
     desk.reader.step(0.0)
     assert len(desk.read) == 4
-
-
-def test_a_folder_that_hangs_is_told_once_and_keeps_nobody_but_itself(
-    file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    reading, answer, now = threading.Event(), threading.Event(), [0.0]
-    read: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def hang(*_: object) -> bytes:
-        reading.set()
-        answer.wait(WAIT_S)
-        return b""
-
-    def reader(name: str, read_file: Callable[[ClaimedImage, int], bytes]) -> ArrivalReader:
-        answers = ReaderCallbacks(lambda *_: read.put(name), lambda _: None, lambda *_: None)
-        made = ArrivalReader(name, answers, budget_bytes=100, read_file=read_file, clock=lambda: now[0])
-        made.start()
-        made.take(arrival_of(file))
-        return made
-
-    dead, alive = reader("dead", hang), None
-    try:
-        assert reading.wait(WAIT_S)
-        alive = reader("alive", read_as_seen)
-        assert read.get(timeout=WAIT_S) == "alive"
-        now[0] = STUCK_S + 1
-        dead.tell_stuck()
-        dead.tell_stuck()
-        assert caplog.text.count("intake_read_hangs folder=dead seconds=31") == 1
-        dead.stop(timeout_s=0.01)  # it does not wait for the filesystem
-    finally:
-        answer.set()
-        dead.stop(WAIT_S)
-        if alive is not None:
-            alive.stop(WAIT_S)

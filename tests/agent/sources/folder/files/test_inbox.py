@@ -34,10 +34,6 @@ def write(inbox: Inbox, relpath: str, mtime_ns: int = 1_000_000_000) -> Sighting
     return found.sighting
 
 
-def folders(inbox: Inbox) -> set[str]:
-    return {str(path.relative_to(inbox.root)) for path in inbox.root.rglob("*") if path.is_dir()}
-
-
 PART = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=250)
 NUMBER = st.integers(0, 2**64 - 1)
 
@@ -129,30 +125,6 @@ def test_a_name_that_is_not_utf_8_is_cut_too() -> None:
 
 
 # --- what is left behind --------------------------------------------------------------------------------------------
-
-
-def test_a_folder_of_claims_goes_with_the_last_of_them(inbox: Inbox) -> None:
-    claims = [inbox.claim(name, write(inbox, name)) for name in ("a/b/1.png", "a/b/2.png", "a/3.png", f"c/{LONGEST}")]
-    inbox.put_away(claims[0], "done", "1-1-1")
-    assert (inbox.work / "a" / "b").is_dir()
-    inbox.delete(claims[1])
-    assert not (inbox.work / "a" / "b").exists()
-    assert (inbox.work / "a").is_dir()
-    inbox.unclaim(claims[2])
-    inbox.delete(claims[3])
-    with pytest.raises(FileNotFoundError):
-        inbox.claim("a/3.png.gone", claims[2].sighting)
-    assert list(inbox.work.iterdir()) == []
-    inbox.leave()
-    assert folders(inbox) == {"a", "a/b", "c", "done", "done/a", "done/a/b"}
-
-
-def test_empty_folders_of_an_earlier_run_are_removed(inbox: Inbox) -> None:
-    (inbox.work / "a" / "b").mkdir(parents=True)
-    (inbox.work / "a" / "c").mkdir()
-    claimed = inbox.claim("d/1.png", write(inbox, "d/1.png"))
-    assert list(inbox.recover()) == [claimed]
-    assert folders(inbox) == {".work", ".work/demo", ".work/demo/d", "d"}
 
 
 def test_who_leaves_takes_nothing_of_anybody(inbox: Inbox, tmp_path: Path) -> None:

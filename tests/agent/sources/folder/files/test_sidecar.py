@@ -98,18 +98,6 @@ def test_a_sidecar_stays_with_its_image(tmp_path: Path, after: str, verdict: Ver
     assert (len(line.arrivals), line.refusals) == (1, [])
 
 
-def test_a_sidecar_that_was_there_first_does_not_make_a_cut_image_complete(line: Line) -> None:
-    """A sidecar is no sign that the image is complete."""
-    say(line)
-    for end in range(0, len(PNG), len(PNG) // 10):
-        (line.root / "x.png").write_bytes(PNG[:end])
-        line.run(5)
-        assert (line.arrivals, line.refusals) == ([], []), end
-    (line.root / "x.png").write_bytes(PNG)
-    line.run(5)
-    assert told_by(line) == [B1]
-
-
 def test_an_image_without_sidecar_is_refused_after_a_while_and_says_what_is_missing(line: Line) -> None:
     (line.root / "x.png").write_bytes(PNG)
     line.run(59)
@@ -118,13 +106,6 @@ def test_an_image_without_sidecar_is_refused_after_a_while_and_says_what_is_miss
     assert line.refused == {"x.png": "its sidecar x.json is missing"}
     assert line.files() == {"failed/x.png", "failed/x.png.error.json"}
     assert line.refusals[0].subject.board is None
-
-
-def test_json_files_are_no_images_there_and_wait_for_theirs(line: Line) -> None:
-    for name in ("x.json", "notes.JSON", "sub.json"):
-        say(line, name)
-    line.run(200)
-    assert (line.arrivals, line.refusals, len(line.files())) == ([], [], 3)
 
 
 # --- whose it is ----------------------------------------------------------------------------------------------------
