@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     Progress = Callable[[str, int, int], None]  # stage, done, total
 
 MARKER = ".coserve-demo"  # a folder that holds it was made by a demo, and may be made again
+LINE_FILE, PICTURE = "line.yaml", "board.png"
 HELD_OUT_BOARDS = 8
 DEFECT_RATE = 0.12
 MEASURED_DEFECT_RATE = 0.35  # of the two shields of a board: so few of them tell nothing of an expert otherwise
@@ -138,7 +139,7 @@ def run_demo(directory: Path, data: Path | None, seed: int, progress: Progress) 
     del crops
     expert_bytes = packed_bytes(folder, trained, progress)
     budget_bytes = int(expert_bytes * RESIDENT_FRACTION) + WORKSPACE_BYTES
-    line_file = folder / "line.yaml"
+    line_file = folder / LINE_FILE
     quantities = {"demo-board": synthetic_board()} if data is None else {}
     write_line_yaml(line_file, trained, budget_bytes, quantities)
     drop = folder / "drop"
@@ -146,8 +147,9 @@ def run_demo(directory: Path, data: Path | None, seed: int, progress: Progress) 
     specimens = [specimen for board in boards for specimen in write_board(drop, board)]
     specimens += write_held_out(drop, held_out)
     judged = judge_apart(line_file, specimens, progress)
-    picture = paint(folder / "board.png", boards, judged.verdicts) if boards else None
-    return report(line_file, picture, trained, expert_bytes, specimens, judged, time.monotonic() - started)
+    if boards:
+        paint(folder / PICTURE, boards, judged.verdicts)
+    return report(folder, trained, expert_bytes, specimens, judged, time.monotonic() - started)
 
 
 def fresh_folder(directory: Path) -> Path:
@@ -282,7 +284,7 @@ class MemoryWatch:
             self.grown_bytes = max(self.grown_bytes, process.memory_info().rss - self._before_bytes)
 
 
-def paint(file: Path, boards: Sequence[RenderedBoard], verdicts: Mapping[str, PartVerdict]) -> Path:
+def paint(file: Path, boards: Sequence[RenderedBoard], verdicts: Mapping[str, PartVerdict]) -> None:
     """The first board with something anomalous on it, else with something NG; its verdicts drawn in."""
 
     def of(board: RenderedBoard) -> dict[str, PartVerdict]:
@@ -299,12 +301,10 @@ def paint(file: Path, boards: Sequence[RenderedBoard], verdicts: Mapping[str, Pa
 
     shown = max(boards, key=told)  # the first of those that tell as much
     draw_verdicts(shown, of(shown)).save(file, optimize=True)
-    return file
 
 
 def report(
-    line_file: Path,
-    picture: Path | None,
+    folder: Path,
     trained: TrainedLine,
     expert_bytes: int,
     specimens: Sequence[Specimen],
@@ -316,8 +316,8 @@ def report(
     truth = [Verdict.OK if specimen.label == OK else Verdict.NG for specimen, _ in said]
     engine = judged.statistics.engine
     return DemoReport(
-        line_file=line_file,
-        picture=picture,
+        line_file=folder / LINE_FILE,
+        picture=folder / PICTURE if (folder / PICTURE).exists() else None,
         experts=len(trained.experts),
         expert_bytes=expert_bytes,
         budget_bytes=judged.budget_bytes,

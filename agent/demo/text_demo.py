@@ -48,7 +48,7 @@ SHOWN = 2  # questions to each expert that are seen being answered
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class SubjectScore:
     """An expert's answers to unseen questions. ``misrouted``: questions that the other one answered."""
 
     expert: str
@@ -62,7 +62,7 @@ class TextDemoReport:
     """Result of the demo; bytes by the ledger and the packed files, times as measured."""
 
     line_file: Path
-    subjects: tuple[Subject, ...]
+    subjects: tuple[SubjectScore, ...]
     expert_bytes: int  # one expert's alone
     held_bytes: int  # most that the ledger counted of both
     tokens: int
@@ -173,10 +173,10 @@ def expert_bytes(config: LineConfig) -> dict[str, int]:
     return {name: max(held_bytes([one.packed]) for one in each) for name, each in manifests.items()}
 
 
-def _subject(name: str, subject: Questions, answers: Sequence[DemoAnswer]) -> Subject:
+def _subject(name: str, subject: Questions, answers: Sequence[DemoAnswer]) -> SubjectScore:
     own = [answer for answer in answers if answer.question in subject.held_out]
     right = sum(answer.is_right for answer in own)
-    return Subject(name, len(own), right, sum(answer.expert != name for answer in own))
+    return SubjectScore(name, len(own), right, sum(answer.expert != name for answer in own))
 
 
 def show_text_report(shown: TextDemoReport) -> None:

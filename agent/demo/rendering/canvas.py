@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 SUPERSAMPLING = 2
 Point: TypeAlias = "tuple[float, float]"
+Box: TypeAlias = "tuple[float, float, float, float]"  # left, top, right, bottom
 
 
 @cache
@@ -32,19 +33,8 @@ class Canvas:
         self.rng = rng
         self.image = Image.new("RGBA", (side_px * SUPERSAMPLING, side_px * SUPERSAMPLING))
 
-    def rectangle(
-        self,
-        left: float,
-        top: float,
-        right: float,
-        bottom: float,
-        colour: Colour,
-        *,
-        radius: float = 0.0,
-        shade: str = "flat",
-    ) -> None:
-        """A filled rectangle with round corners."""
-        box = (left, top, right, bottom)
+    def rectangle(self, box: Box, colour: Colour, *, radius: float = 0.0, shade: str = "flat") -> None:
+        """``radius``: of its round corners."""
         self._fill(
             box, colour, shade, lambda draw, at: draw.rounded_rectangle(at, radius=radius * SUPERSAMPLING, fill=255)
         )
@@ -59,7 +49,7 @@ class Canvas:
         xs, ys = [point[0] for point in points], [point[1] for point in points]
         box = (min(xs), min(ys), max(xs), max(ys))
 
-        def draw_polygon(draw: ImageDraw.ImageDraw, _: tuple[float, float, float, float]) -> None:
+        def draw_polygon(draw: ImageDraw.ImageDraw, _: Box) -> None:
             draw.polygon([((x - box[0]) * SUPERSAMPLING, (y - box[1]) * SUPERSAMPLING) for x, y in points], fill=255)
 
         self._fill(box, colour, shade, draw_polygon)
@@ -125,10 +115,10 @@ class Canvas:
 
     def _fill(
         self,
-        box: tuple[float, float, float, float],
+        box: Box,
         colour: Colour,
         shade: str,
-        draw_mask: Callable[[ImageDraw.ImageDraw, tuple[float, float, float, float]], None],
+        draw_mask: Callable[[ImageDraw.ImageDraw, Box], None],
     ) -> None:
         left, top = self._pixel((box[0], box[1]))
         width = max(round((box[2] - box[0]) * SUPERSAMPLING), 1)

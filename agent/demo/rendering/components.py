@@ -56,8 +56,13 @@ class ComponentType:
         return self.package != "shield"
 
     @property
+    def own_labels(self) -> tuple[str, ...]:
+        """What its classifier tells apart."""
+        return (OK, *self.defects)
+
+    @property
     def labels(self) -> tuple[str, ...]:
-        return (OK, *self.defects, *((self.detector.defect,) if self.detector else ()))
+        return (*self.own_labels, *((self.detector.defect,) if self.detector else ()))
 
     @property
     def window_px(self) -> int:

@@ -88,11 +88,11 @@ def draw_crack(part: Part, colour: Colour, half_width: float, half_height: float
 def pads(part: Part, boxes: list[tuple[float, float, float, float]], *, soldered: bool) -> None:
     """Bare pads carry dull paste; soldered ones a shining fillet."""
     for left, top, right, bottom in boxes:
-        part.footprint.rectangle(left, top, right, bottom, part.tint(GOLD, 0.04), radius=1.5)
+        part.footprint.rectangle((left, top, right, bottom), part.tint(GOLD, 0.04), radius=1.5)
         inset = 1.0 if soldered else 0.12 * min(right - left, bottom - top) + 1.0
         colour, shade = (SOLDER, "dome") if soldered else ((150, 152, 152), "tilt")
         part.footprint.rectangle(
-            left + inset, top + inset, right - inset, bottom - inset, part.tint(colour, 0.12), radius=2.0, shade=shade
+            (left + inset, top + inset, right - inset, bottom - inset), part.tint(colour, 0.12), radius=2.0, shade=shade
         )
 
 
@@ -111,7 +111,7 @@ def outline(part: Part, margin: float) -> None:
 def polarity_bar(part: Part, x: float) -> None:
     """The silkscreen bar at the cathode, plus or pin 1 side."""
     h = part.half_height
-    part.footprint.rectangle(x - 3.0, -h, x, h, SILK, radius=1.0)
+    part.footprint.rectangle((x - 3.0, -h, x, h), SILK, radius=1.0)
 
 
 def draw_chip(part: Part) -> None:
@@ -126,8 +126,8 @@ def draw_chip(part: Part) -> None:
         return
     is_flipped = part.label == "flipped"
     body = part.tint((232, 232, 226) if is_flipped else part.type.colour)
-    part.body.rectangle(-w, -h, w, h, part.tint(METAL), radius=2.0, shade="tilt")
-    part.body.rectangle(-w * 0.62, -h, w * 0.62, h, body, shade="tilt")
+    part.body.rectangle((-w, -h, w, h), part.tint(METAL), radius=2.0, shade="tilt")
+    part.body.rectangle((-w * 0.62, -h, w * 0.62, h), body, shade="tilt")
     if part.type.marking and not is_flipped:
         part.body.text(0, 0, part.type.marking, h * 0.95, INK, 0.9)
     if part.label == "cracked":
@@ -141,10 +141,10 @@ def draw_tombstone(part: Part) -> None:
     x = side * w * 0.95
     bare = (w * 0.52, -h * 1.08, w + 0.4 * h, h * 1.08)
     left, right = (bare[0], bare[2]) if side < 0 else (-bare[2], -bare[0])
-    part.footprint.rectangle(left, bare[1], right, bare[3], part.tint(GOLD, 0.05), radius=1.5, shade="tilt")
-    part.body.rectangle(x - h * 0.75, -h, x + h * 0.75, h, part.tint(part.type.colour), radius=1.0, shade="tilt")
+    part.footprint.rectangle((left, bare[1], right, bare[3]), part.tint(GOLD, 0.05), radius=1.5, shade="tilt")
+    part.body.rectangle((x - h * 0.75, -h, x + h * 0.75, h), part.tint(part.type.colour), radius=1.0, shade="tilt")
     part.body.rectangle(
-        x - h * 0.55, -h * 0.8, x + h * 0.55, h * 0.8, part.tint((222, 224, 226)), radius=1.5, shade="dome"
+        (x - h * 0.55, -h * 0.8, x + h * 0.55, h * 0.8), part.tint((222, 224, 226)), radius=1.5, shade="dome"
     )
 
 
@@ -156,9 +156,9 @@ def draw_diode(part: Part) -> None:
         return
     for side in (-1, 1):
         edges = sorted((side * w * 0.6, side * w))
-        part.body.rectangle(edges[0], -h * 0.32, edges[1], h * 0.32, part.tint(METAL), shade="tilt")
-    part.body.rectangle(-w * 0.74, -h, w * 0.74, h, part.tint(part.type.colour), radius=2.0, shade="tilt")
-    part.body.rectangle(-w * 0.6, -h, -w * 0.34, h, part.tint((206, 206, 202)), shade="tilt")
+        part.body.rectangle((edges[0], -h * 0.32, edges[1], h * 0.32), part.tint(METAL), shade="tilt")
+    part.body.rectangle((-w * 0.74, -h, w * 0.74, h), part.tint(part.type.colour), radius=2.0, shade="tilt")
+    part.body.rectangle((-w * 0.6, -h, -w * 0.34, h), part.tint((206, 206, 202)), shade="tilt")
     part.body.text(w * 0.2, 0, part.type.marking, h * 0.8, INK, 0.8)
     if part.label == "cracked":
         draw_crack(part, (196, 190, 178), w * 0.5, h)
@@ -170,9 +170,9 @@ def draw_melf(part: Part) -> None:
     polarity_bar(part, -w - 10)
     if not part.is_present:
         return
-    part.body.rectangle(-w, -h, w, h, part.tint((206, 208, 210)), radius=3.0, shade="lying")
-    part.body.rectangle(-w * 0.66, -h, w * 0.66, h, part.tint(part.type.colour), shade="lying")
-    part.body.rectangle(-w * 0.56, -h, -w * 0.28, h, part.tint((40, 38, 40)), shade="lying")
+    part.body.rectangle((-w, -h, w, h), part.tint((206, 208, 210)), radius=3.0, shade="lying")
+    part.body.rectangle((-w * 0.66, -h, w * 0.66, h), part.tint(part.type.colour), shade="lying")
+    part.body.rectangle((-w * 0.56, -h, -w * 0.28, h), part.tint((40, 38, 40)), shade="lying")
     if part.label == "cracked":
         draw_crack(part, (30, 20, 16), w * 0.5, h)
 
@@ -183,8 +183,8 @@ def draw_led(part: Part) -> None:
     polarity_bar(part, -w - 11)
     if not part.is_present:
         return
-    part.body.rectangle(-w, -h, w, h, part.tint((206, 192, 150)), radius=2.0, shade="tilt")
-    part.body.rectangle(-w * 0.7, -h, w * 0.7, h, part.tint((234, 234, 228)), radius=2.0)
+    part.body.rectangle((-w, -h, w, h), part.tint((206, 192, 150)), radius=2.0, shade="tilt")
+    part.body.rectangle((-w * 0.7, -h, w * 0.7, h), part.tint((234, 234, 228)), radius=2.0)
     part.body.ellipse(w * 0.08, 0, w * 0.46, h * 0.62, part.tint(part.type.colour), shade="dome")
     part.body.polygon([(-w, -h), (-w * 0.3, -h), (-w, h * 0.6)], part.tint((28, 120, 70)))
     if part.label == "cracked":
@@ -200,8 +200,8 @@ def draw_tantalum(part: Part) -> None:
         return
     is_dark = sum(part.type.colour) < 300
     bar, ink = ((204, 204, 198), INK) if is_dark else ((126, 70, 22), (88, 48, 18))
-    part.body.rectangle(-w, -h, w, h, part.tint(part.type.colour), radius=3.0, shade="tilt")
-    part.body.rectangle(-w + 2, -h, -w * 0.68, h, part.tint(bar), shade="tilt")
+    part.body.rectangle((-w, -h, w, h), part.tint(part.type.colour), radius=3.0, shade="tilt")
+    part.body.rectangle((-w + 2, -h, -w * 0.68, h), part.tint(bar), shade="tilt")
     part.body.text(w * 0.16, -h * 0.1, part.type.marking, h * 0.8, ink)
     if part.label == "cracked":
         draw_crack(part, (18, 14, 12) if not is_dark else (196, 190, 178), w * 0.7, h)
@@ -239,13 +239,13 @@ def draw_sot(part: Part) -> None:
     if part.is_present:
         metal = part.tint(METAL)
         for x in spots:
-            part.body.rectangle(float(x) - 0.12 * w, 0, float(x) + 0.12 * w, h + 9, metal, shade="tilt")
-        part.body.rectangle(-tab, -h - 9, tab, 0, metal, radius=1.0, shade="tilt")
+            part.body.rectangle((float(x) - 0.12 * w, 0, float(x) + 0.12 * w, h + 9), metal, shade="tilt")
+        part.body.rectangle((-tab, -h - 9, tab, 0), metal, radius=1.0, shade="tilt")
         is_flipped = part.label == "flipped"
-        part.body.rectangle(-w, -h * 0.8, w, h * 0.8, part.tint(part.type.colour), radius=2.0, shade="tilt")
+        part.body.rectangle((-w, -h * 0.8, w, h * 0.8), part.tint(part.type.colour), radius=2.0, shade="tilt")
         if is_flipped:
             part.body.rectangle(
-                -w * 0.8, -h * 0.5, w * 0.8, h * 0.5, part.tint((168, 140, 110)), radius=2.0, shade="dome"
+                (-w * 0.8, -h * 0.5, w * 0.8, h * 0.5), part.tint((168, 140, 110)), radius=2.0, shade="dome"
             )
         else:
             part.body.text(0, 0, part.type.marking, min(h * 0.75, w * 0.42), INK, 0.8)
@@ -259,7 +259,7 @@ def bridge(part: Part, legs: list[tuple[float, float]]) -> None:
     (x0, y0), (x1, y1) = legs[first], legs[first + 1]
     thick = part.rng.uniform(0.045, 0.055) * part.type.window_px
     part.cover.rectangle(
-        min(x0, x1) - thick, min(y0, y1) - thick, max(x0, x1) + thick, max(y0, y1) + thick,
+        (min(x0, x1) - thick, min(y0, y1) - thick, max(x0, x1) + thick, max(y0, y1) + thick),
         part.tint((206, 210, 214)), radius=thick, shade="dome",
     )  # fmt: skip
 
@@ -280,7 +280,7 @@ def draw_gullwing(part: Part) -> None:
     if part.is_present:
         metal = part.tint(METAL)
         for x in places:
-            part.body.rectangle(x - leg, -h - 10, x + leg, h + 10, metal, shade="lying")
+            part.body.rectangle((x - leg, -h - 10, x + leg, h + 10), metal, shade="lying")
         ic_body(part, w, h * 0.8, (-w * 0.74, h * 0.5))
         part.body.ellipse(-w, 0, h * 0.16, h * 0.16, (70, 70, 74))
     if part.label == "bridge":
@@ -289,7 +289,7 @@ def draw_gullwing(part: Part) -> None:
 
 
 def ic_body(part: Part, w: float, h: float, dot: tuple[float, float]) -> None:
-    part.body.rectangle(-w, -h, w, h, part.tint(part.type.colour), radius=2.5, shade="tilt")
+    part.body.rectangle((-w, -h, w, h), part.tint(part.type.colour), radius=2.5, shade="tilt")
     size = max(0.085 * min(w, h) + 3.0, 5.5)
     part.body.ellipse(*dot, size, size, part.tint((186, 186, 182)), shade="tilt")
     part.body.text(0, -h * 0.1, part.type.marking, min(w * 0.36, h * 0.42), INK, 0.8)
@@ -309,10 +309,10 @@ def draw_quad(part: Part) -> None:
         for side, x in [(side, x) for side in (-1, 0, 1, 2) for x in places]:
             if side in (-1, 1):
                 edges = sorted((side * h * 0.7, side * (h + 9)))
-                part.body.rectangle(x - leg, edges[0], x + leg, edges[1], metal, shade="tilt")
+                part.body.rectangle((x - leg, edges[0], x + leg, edges[1]), metal, shade="tilt")
             else:
                 edges = sorted(((side - 1) * w * 0.7, (side - 1) * (w + 9)))
-                part.body.rectangle(edges[0], x - leg, edges[1], x + leg, metal, shade="tilt")
+                part.body.rectangle((edges[0], x - leg, edges[1], x + leg), metal, shade="tilt")
         ic_body(part, w * 0.86, h * 0.86, (-w * 0.66, -h * 0.66))
     if part.label == "bridge":
         side, row = part.rng.choice((-1.0, 1.0)), places
@@ -339,9 +339,9 @@ def draw_crystal(part: Part) -> None:
     part.footprint.line([(-w * 0.6, h + 6), (w * 0.6, h + 6)], SILK, 1.6)
     if not part.is_present:
         return
-    part.body.rectangle(-w, -h, w, h, part.tint((150, 152, 154)), radius=h, shade="tilt")
+    part.body.rectangle((-w, -h, w, h), part.tint((150, 152, 154)), radius=h, shade="tilt")
     part.body.rectangle(
-        -w * 0.93, -h * 0.86, w * 0.93, h * 0.86, part.tint(part.type.colour), radius=h * 0.86, shade="lying"
+        (-w * 0.93, -h * 0.86, w * 0.93, h * 0.86), part.tint(part.type.colour), radius=h * 0.86, shade="lying"
     )
     part.body.text(0, 0, part.type.marking, h * 0.55, (70, 70, 74))
     if part.label == "dented":
@@ -358,8 +358,10 @@ def draw_oscillator(part: Part) -> None:
     part.footprint.ellipse(-w - 10, h + 8, 3.5, 3.5, SILK)
     if not part.is_present:
         return
-    part.body.rectangle(-w, -h, w, h, part.tint((92, 76, 52)), radius=3.0)
-    part.body.rectangle(-w * 0.86, -h * 0.82, w * 0.86, h * 0.82, part.tint(part.type.colour), radius=4.0, shade="tilt")
+    part.body.rectangle((-w, -h, w, h), part.tint((92, 76, 52)), radius=3.0)
+    part.body.rectangle(
+        (-w * 0.86, -h * 0.82, w * 0.86, h * 0.82), part.tint(part.type.colour), radius=4.0, shade="tilt"
+    )
     part.body.text(0, 0, part.type.marking, h * 0.62, (60, 56, 50))
     part.body.ellipse(-w * 0.66, h * 0.56, 4, 4, (60, 56, 50))
 
@@ -370,7 +372,7 @@ def draw_coil(part: Part) -> None:
     outline(part, 6.0)
     if not part.is_present:
         return
-    part.body.rectangle(-w, -h, w, h, part.tint(part.type.colour), radius=0.32 * w, shade="tilt")
+    part.body.rectangle((-w, -h, w, h), part.tint(part.type.colour), radius=0.32 * w, shade="tilt")
     part.body.ellipse(0, 0, w * 0.8, h * 0.8, part.tint((104, 74, 50)), shade="tilt")
     part.body.ellipse(0, 0, w * 0.7, h * 0.7, part.tint((64, 64, 68)), shade="dome")
     part.body.text(0, 0, part.type.marking, h * 0.46, INK)
@@ -385,8 +387,10 @@ def draw_switch(part: Part) -> None:
     outline(part, 5.0)
     if not part.is_present:
         return
-    part.body.rectangle(-w, -h, w, h, part.tint((44, 44, 46)), radius=4.0)
-    part.body.rectangle(-w * 0.92, -h * 0.92, w * 0.92, h * 0.92, part.tint(part.type.colour), radius=3.0, shade="tilt")
+    part.body.rectangle((-w, -h, w, h), part.tint((44, 44, 46)), radius=4.0)
+    part.body.rectangle(
+        (-w * 0.92, -h * 0.92, w * 0.92, h * 0.92), part.tint(part.type.colour), radius=3.0, shade="tilt"
+    )
     for sx in (-1, 1):
         for sy in (-1, 1):
             part.body.ellipse(sx * w * 0.7, sy * h * 0.7, 5.5, 5.5, (60, 60, 62))
@@ -404,7 +408,7 @@ def draw_trimmer(part: Part) -> None:
     outline(part, 15.0)
     if not part.is_present:
         return
-    part.body.rectangle(-w, -h, w, h, part.tint(part.type.colour), radius=3.0, shade="tilt")
+    part.body.rectangle((-w, -h, w, h), part.tint(part.type.colour), radius=3.0, shade="tilt")
     part.body.ellipse(0, 0, w * 0.68, h * 0.68, part.tint((214, 208, 190)), shade="dome")
     turn = part.rng.uniform(0, np.pi)
     for angle in (turn, turn + np.pi / 2):
@@ -415,22 +419,22 @@ def draw_trimmer(part: Part) -> None:
 def draw_header(part: Part) -> None:
     w, h, pins = part.half_width, part.half_height, part.type.pins
     spots = [(x, side * h * 0.5) for side in (-1, 1) for x in leg_places(pins, w * 0.64)]
-    part.footprint.rectangle(-w - 4, -h - 4, w + 4, h + 4, SILK, radius=2.0)
-    part.footprint.rectangle(-w - 2, -h - 2, w + 2, h + 2, (24, 92, 54), radius=2.0)
+    part.footprint.rectangle((-w - 4, -h - 4, w + 4, h + 4), SILK, radius=2.0)
+    part.footprint.rectangle((-w - 2, -h - 2, w + 2, h + 2), (24, 92, 54), radius=2.0)
     for x, y in spots:
         part.footprint.ellipse(x, y, 15, 15, part.tint(GOLD), shade="tilt")
         part.footprint.ellipse(x, y, 8, 8, (30, 26, 22))
     if not part.is_present:
         return
-    part.body.rectangle(-w, -h, w, h, part.tint(part.type.colour), radius=5.0, shade="tilt")
+    part.body.rectangle((-w, -h, w, h), part.tint(part.type.colour), radius=5.0, shade="tilt")
     bent = int(part.rng.integers(len(spots))) if part.label == "bent-pin" else None
     for number, (x, y) in enumerate(spots):
-        part.body.rectangle(x - 13, y - 13, x + 13, y + 13, (20, 20, 22), radius=2.0)
+        part.body.rectangle((x - 13, y - 13, x + 13, y + 13), (20, 20, 22), radius=2.0)
         if number == bent:
             angle = part.rng.uniform(0, 2 * np.pi)
             part.cover.line([(x, y), (x + 46 * np.cos(angle), y + 46 * np.sin(angle))], part.tint((236, 206, 122)), 15)
         else:
-            part.body.rectangle(x - 6, y - 6, x + 6, y + 6, part.tint((222, 190, 104)), radius=1.0, shade="dome")
+            part.body.rectangle((x - 6, y - 6, x + 6, y + 6), part.tint((222, 190, 104)), radius=1.0, shade="dome")
 
 
 def draw_fpc(part: Part) -> None:
@@ -442,33 +446,33 @@ def draw_fpc(part: Part) -> None:
     if not part.is_present:
         return
     for x in places:
-        part.body.rectangle(x - 3.5, 0, x + 3.5, h + 7, part.tint(METAL), shade="tilt")
-    part.body.rectangle(-w, -h * 0.4, w, h * 0.78, part.tint(part.type.colour), radius=2.0, shade="tilt")
+        part.body.rectangle((x - 3.5, 0, x + 3.5, h + 7), part.tint(METAL), shade="tilt")
+    part.body.rectangle((-w, -h * 0.4, w, h * 0.78), part.tint(part.type.colour), radius=2.0, shade="tilt")
     for x in places:
-        part.body.rectangle(x - 2.5, -h * 0.1, x + 2.5, h * 0.5, part.tint((176, 150, 90)))
+        part.body.rectangle((x - 2.5, -h * 0.1, x + 2.5, h * 0.5), part.tint((176, 150, 90)))
     lift = -h * 0.62 if part.label == "open-latch" else 0.0
     part.body.rectangle(
-        -w * 1.02, -h * 0.78 + lift, w * 1.02, -h * 0.2 + lift, part.tint((52, 44, 38)), radius=3.0, shade="tilt"
+        (-w * 1.02, -h * 0.78 + lift, w * 1.02, -h * 0.2 + lift), part.tint((52, 44, 38)), radius=3.0, shade="tilt"
     )
 
 
 def draw_shield(part: Part) -> None:
     """A stamped can over a radio. It stands on a frame of solder amid a plane of copper, which hides all traces."""
     w, h, reach = part.half_width, part.half_height, part.type.window_px / 2
-    part.footprint.rectangle(-reach, -reach, reach, reach, GROUND_PLANE)
+    part.footprint.rectangle((-reach, -reach, reach, reach), GROUND_PLANE)
     for x in leg_places(7, w + 16):
         for y in (-h - 18, h + 18):
             part.footprint.ellipse(x, y, 3.0, 3.0, (12, 40, 26))
-    part.footprint.rectangle(-w - 7, -h - 7, w + 7, h + 7, part.tint(GOLD, 0.04), radius=4.0)
-    part.footprint.rectangle(-w - 5, -h - 5, w + 5, h + 5, part.tint(SOLDER, 0.06), radius=4.0, shade="tilt")
+    part.footprint.rectangle((-w - 7, -h - 7, w + 7, h + 7), part.tint(GOLD, 0.04), radius=4.0)
+    part.footprint.rectangle((-w - 5, -h - 5, w + 5, h + 5), part.tint(SOLDER, 0.06), radius=4.0, shade="tilt")
     if not part.is_present:
-        part.footprint.rectangle(-w + 3, -h + 3, w - 3, h - 3, GROUND_PLANE)
-        part.footprint.rectangle(-w * 0.4, -h * 0.5, w * 0.4, h * 0.5, part.tint((38, 38, 42)), shade="tilt")
+        part.footprint.rectangle((-w + 3, -h + 3, w - 3, h - 3), GROUND_PLANE)
+        part.footprint.rectangle((-w * 0.4, -h * 0.5, w * 0.4, h * 0.5), part.tint((38, 38, 42)), shade="tilt")
         return
     metal = part.tint(part.type.colour, 0.05)
-    part.body.rectangle(-w, -h, w, h, metal, radius=6.0, shade="tilt")
-    part.body.rectangle(-w * 0.88, -h * 0.84, w * 0.88, h * 0.84, lighter(metal, 0.9), radius=5.0)
-    part.body.rectangle(-w * 0.85, -h * 0.8, w * 0.85, h * 0.8, lighter(metal, 1.05), radius=5.0, shade="tilt")
+    part.body.rectangle((-w, -h, w, h), metal, radius=6.0, shade="tilt")
+    part.body.rectangle((-w * 0.88, -h * 0.84, w * 0.88, h * 0.84), lighter(metal, 0.9), radius=5.0)
+    part.body.rectangle((-w * 0.85, -h * 0.8, w * 0.85, h * 0.8), lighter(metal, 1.05), radius=5.0, shade="tilt")
     for x in leg_places(5, w * 0.62):
         for y in (-h * 0.5, h * 0.5):
             part.body.ellipse(x, y, 4.0, 4.0, (46, 46, 50))

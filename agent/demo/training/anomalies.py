@@ -15,16 +15,14 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import onnx
 import torch
-from onnx import numpy_helper
 from torch import Tensor, nn
 from torch.nn import functional
 
 from agent.demo.rendering.components import OK
-from agent.demo.training.classifiers import EVALUATION_BATCH, normalised, pictures
+from agent.demo.training.classifiers import EVALUATION_BATCH, Trunk, normalised, pictures
 from agent.demo.training.crops import divide
-from experts.backends.ort.export import exported
+from agent.demo.training.graphs import write_graph
 from experts.expert import ANOMALY_LABELS, Expert, InputSpec, Task
 from experts.packed.sources import sha256_of
 from experts.thresholds.binding import threshold_of
@@ -32,7 +30,7 @@ from experts.thresholds.learning import learned
 from experts.thresholds.measuring import Meter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from agent.demo.training.crops import LabelledCrop
@@ -92,23 +90,15 @@ class TrainedAnomaly:
 
 
 def train_anomaly(
-    trunk: nn.Module,
-    crops: AnomalyCrops,
-    plan: AnomalyPlan,
-    expert_id: str,
-    file: Path,
-    seed: int,
-    progress: Callable[[str, int, int], None],
+    network: nn.Module, crops: AnomalyCrops, plan: AnomalyPlan, directory: Path, seed: int
 ) -> TrainedAnomaly:
-    """Train one component's expert, write it to ``file`` as an ONNX graph, and learn its threshold from that file."""
-    write_graph(train_gaussians(trunk, crops, plan, seed), file)
+    """Train one component's expert, write it below ``directory``, and learn its threshold from that file."""
     pixels = InputSpec(plan.input_px, plan.input_px)
-    expert = Expert(expert_id, "onnx", file, ANOMALY_LABELS, pixels, task=Task.ANOMALY)
-    meter, scores = Meter(expert), []
-    for number, crop in enumerate((*crops.good, *crops.bad), start=1):
-        scores.append(meter.score(crop.pixels))
-        progress("anomaly expert", number, len(crops.good) + len(crops.bad))
-    good, bad = scores[: len(crops.good)], scores[len(crops.good) :]
+    name = f"ano/{crops.component}"
+    expert = Expert(name, "onnx", directory / f"{name}.onnx", ANOMALY_LABELS, pixels, task=Task.ANOMALY)
+    write_graph(train_gaussians(network, crops, plan, seed), plan.input_px, MAP_OUTPUT, expert.weights)
+    meter = Meter(expert)
+    good, bad = ([meter.score(crop.pixels) for crop in side] for side in (crops.good, crops.bad))
     found = learned(good, bad, plan.false_alarms)
     evidence = threshold_of(expert, sha256_of(expert))
     expert = replace(expert, threshold=found.rates.threshold, threshold_of=evidence)
@@ -121,13 +111,12 @@ class PatchGaussians(nn.Module):  # type: ignore[misc]  # torch is not followed 
     The map's numbers are Mahalanobis distances; untrained, the means are 0 and the spreads 1.
     """
 
-    def __init__(self, trunk: nn.Module, input_px: int, dimensions: int, generator: torch.Generator) -> None:
+    def __init__(self, network: nn.Module, input_px: int, dimensions: int, generator: torch.Generator) -> None:
         super().__init__()
-        self.entry = nn.Sequential(trunk.conv1, trunk.bn1, trunk.relu, trunk.maxpool)
-        self.stages = nn.ModuleList([trunk.layer1, trunk.layer2, trunk.layer3])
+        self.trunk = Trunk(network)
         self.input_px = input_px
         with torch.no_grad():
-            maps = self.stage_maps(torch.zeros(1, 3, input_px, input_px))
+            maps = self.trunk(torch.zeros(1, 3, input_px, input_px))
         self.grid_px = maps[1].shape[2]
         channels = sum(each.shape[1] for each in maps)
         self.register_buffer("projection", orthogonal(channels, dimensions, generator)[:, :, None, None])
@@ -135,16 +124,9 @@ class PatchGaussians(nn.Module):  # type: ignore[misc]  # torch is not followed 
         self.register_buffer("mean", torch.zeros(places, 1, dimensions))
         self.register_buffer("whitening", torch.eye(dimensions).repeat(places, 1, 1))
 
-    def stage_maps(self, images: Tensor) -> list[Tensor]:
-        maps, x = [], self.entry(images)
-        for stage in self.stages:
-            x = stage(x)
-            maps.append(x)
-        return maps
-
     def features(self, images: Tensor) -> Tensor:
         """Each place's features in each picture: (places, pictures, dimensions)."""
-        fine, middle, coarse = self.stage_maps(images)
+        fine, middle, coarse = self.trunk(images)
         side = (self.grid_px, self.grid_px)
         stacked = torch.cat(
             [
@@ -182,24 +164,11 @@ def orthogonal(channels: int, dimensions: int, generator: torch.Generator) -> Te
     return torch.linalg.qr(torch.randn(channels, dimensions, generator=generator)).Q.T.contiguous()
 
 
-def train_gaussians(trunk: nn.Module, crops: AnomalyCrops, plan: AnomalyPlan, seed: int) -> PatchGaussians:
+def train_gaussians(network: nn.Module, crops: AnomalyCrops, plan: AnomalyPlan, seed: int) -> PatchGaussians:
     """One component's model, from its good crops alone."""
     generator = torch.Generator().manual_seed(seed)
-    model = PatchGaussians(deepcopy(trunk), plan.input_px, plan.dimensions, generator)
+    model = PatchGaussians(deepcopy(network), plan.input_px, plan.dimensions, generator)
     model.eval()
     images = normalised(pictures(crops.training, plan.input_px))
     model.learn(torch.cat([torch.roll(images, shift, (2, 3)) for shift in SHIFTS_PX]))
     return model
-
-
-def write_graph(model: PatchGaussians, file: Path) -> None:
-    """ONNX file with its weights; the graph answers images with their maps."""
-    graph = exported(deepcopy(model).to("meta"), (model.input_px, model.input_px), [MAP_OUTPUT])
-    weights = model.state_dict()
-    images, *names = [value.name for value in graph.graph.input]
-    graph.graph.initializer.extend(numpy_helper.from_array(weights[name].numpy(), name) for name in names)
-    inputs = [value for value in graph.graph.input if value.name == images]
-    graph.graph.ClearField("input")
-    graph.graph.input.extend(inputs)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    onnx.save_model(graph, file)

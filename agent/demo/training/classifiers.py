@@ -1,9 +1,10 @@
 """Training of the classifiers: one trunk for all components, then a last stage and a head for each.
 
-First a whole ResNet18 learns all components at once; its head knows the union of their labels and each crop is judged
-among its own component's labels. Then the trunk (everything before ``layer4``) is frozen, running statistics included,
-and each component's own ``layer4`` and head are trained on its crops' trunk features, from where the joint ones stand.
-So the experts of a line share their trunk bit for bit, and each still owns three quarters of its bytes.
+A whole ResNet18 that knows all components comes first: trained here, or the stored one of rendered components. Its head
+knows the union of their labels, and each crop is judged among its own component's labels. Then the trunk (everything
+before ``layer4``) is frozen, running statistics included. Each component's own ``layer4`` and head are trained on its
+crops' trunk features, from where the joint ones stand. So the experts of a line share their trunk bit for bit, and each
+still owns three quarters of its bytes.
 
 Why: a trunk that has seen all components needs few crops of each, and is trained once.
 """
@@ -93,14 +94,22 @@ def pictures(crops: Sequence[LabelledCrop], side_px: int) -> Tensor:
     return torch.stack(scaled)
 
 
-def train_trunk(
-    data: ClassifierSet, plan: ClassifierPlan, seed: int, progress: Callable[[str, int, int], None]
-) -> nn.Module:
-    """A whole ResNet18 trained on all components at once; its head's rows are those of ``union_labels``."""
+@dataclass(frozen=True, slots=True, eq=False)
+class JointNetwork:
+    """A whole ResNet18 that tells all components' labels apart; ``labels``: of its head's rows."""
+
+    network: nn.Module
+    labels: tuple[str, ...]
+
+
+def train_jointly(
+    model: nn.Module, data: ClassifierSet, plan: ClassifierPlan, seed: int, progress: Callable[[str, int, int], None]
+) -> JointNetwork:
+    """Train a ResNet18 on all components at once; its head has a row for each of ``union_labels``."""
     generator = torch.Generator().manual_seed(seed)
     union = union_labels(data)
     masks, targets = masks_and_targets(data, union)
-    model = resnet(len(union)).train()
+    model.train()
     count, size = len(data.pictures), min(plan.joint_batch_size, len(data.pictures))
     steps = count // size * len(plan.joint_px)
     descent = Descent(model.parameters(), Pace(steps, plan.joint_learning_rate), weight_decay=0.05)
@@ -115,7 +124,7 @@ def train_trunk(
             descent.step(functional.cross_entropy(logits.masked_fill(masks[picked], FOREIGN_LOGIT), targets[picked]))
             done += 1
             progress("trunk", done, steps)
-    return model.eval()
+    return JointNetwork(model.eval(), union)
 
 
 def union_labels(data: ClassifierSet) -> tuple[str, ...]:
@@ -141,15 +150,15 @@ class TrainedClassifier:
 
 
 def train_own_stages(
-    trunk: nn.Module, data: ClassifierSet, component: str, plan: ClassifierPlan, seed: int
+    joint: JointNetwork, data: ClassifierSet, component: str, plan: ClassifierPlan, seed: int
 ) -> TrainedClassifier:
     """One component's layer4 and head, trained on the frozen trunk's features from the joint ones on."""
     generator = torch.Generator().manual_seed(seed)
     members = data.of(component)
     labels = data.labels[component]
-    features = trunk_features(trunk, varied(data.pictures[members], plan.turns, generator))
+    features = trunk_features(joint.network, varied(data.pictures[members], plan.turns, generator))
     targets = data.targets[members]
-    stage, head = own_stages(trunk, [union_labels(data).index(label) for label in labels])
+    stage, head = own_stages(joint.network, [joint.labels.index(label) for label in labels])
     size = min(plan.own_batch_size, len(members))
     pace = Pace(-(-len(members) // size) * plan.own_epochs, plan.own_learning_rate)
     descent = Descent([*stage.parameters(), *head.parameters()], pace, weight_decay=0.01)
@@ -158,7 +167,7 @@ def train_own_stages(
             with fast_math():
                 logits = head(stage(features[picked]).mean((2, 3))).float()
             descent.step(functional.cross_entropy(logits, targets[picked]))
-    return TrainedClassifier(component, labels, merged_tensors(trunk, stage, head))
+    return TrainedClassifier(component, labels, merged_tensors(joint.network, stage, head))
 
 
 def own_stages(trunk: nn.Module, rows: Sequence[int]) -> tuple[nn.Module, nn.Linear]:
@@ -191,14 +200,27 @@ def predict(trunk: nn.Module, classifier: TrainedClassifier, batch: Tensor) -> l
     return [Prediction(classifier.labels[row], score) for row, score in zip(rows, scores, strict=True)]
 
 
-def trunk_features(trunk: nn.Module, batch: Tensor) -> Tensor:
-    """The frozen trunk's answer to normalised pictures: what enters layer4."""
-    parts = []
+class Trunk(nn.Module):  # type: ignore[misc]  # torch is not followed by mypy here
+    """The layers before ``layer4``. Answers normalised pictures with the maps of its three stages."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.entry = nn.Sequential(network.conv1, network.bn1, network.relu, network.maxpool)
+        self.stages = nn.ModuleList([network.layer1, network.layer2, network.layer3])
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        maps, x = [], self.entry(images)
+        for stage in self.stages:
+            x = stage(x)
+            maps.append(x)
+        return maps
+
+
+def trunk_features(network: nn.Module, batch: Tensor) -> Tensor:
+    """The frozen trunk's last map of normalised pictures: what enters layer4."""
+    trunk = Trunk(network)
     with torch.no_grad(), fast_math():
-        for chunk in batch.split(EVALUATION_BATCH):
-            x = trunk.maxpool(trunk.relu(trunk.bn1(trunk.conv1(chunk))))
-            parts.append(trunk.layer3(trunk.layer2(trunk.layer1(x))))
-    return torch.cat(parts)
+        return torch.cat([trunk(chunk)[-1] for chunk in batch.split(EVALUATION_BATCH)])
 
 
 def resnet(label_count: int) -> nn.Module:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 BODIES_FILE = "bodies.json"
 CROPS_PER_LABEL = 24  # enough for every rendered defect
-RELATIVE_COUNTS = {OK: 2.0, "missing": 0.6, "bent-pin": 2.0, "bridge": 1.5, "shifted": 2.0}
+RELATIVE_COUNTS = {OK: 2.0, "missing": 0.6, "bent-pin": 2.0, "bridge": 2.5, "shifted": 2.0}
 MEASURED_GOOD = 8.5  # of good parts that are measured: half of them teach, and 100 vouch for 1 % of false alarms
 CHIP_FRACTION = 0.6  # chips look so much alike that they learn from one another
 MIN_CROPS_PER_LABEL = 5  # fewer cannot be divided into training, validation and held-out

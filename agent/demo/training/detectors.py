@@ -1,53 +1,75 @@
-"""Training of the two shared detectors, alignment and polarity: small YOLOs that look at whole crops.
+"""Training of the two shared detectors, alignment and polarity: each finds the one part of a crop and names its state.
 
-Both questions are learned by one network first, whose four classes are the labels of both; then each detector takes
-over all tensors, keeps its own two rows of the class head, and is trained on its own components' crops alone.
+A detector is the frozen trunk with a head that answers one box. Only the head is trained, on trunk features that are
+computed once for each of a few shifted copies of a crop.
 """
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from agent.demo.rendering.components import OK, Detector
-from agent.demo.training.classifiers import pictures
+from agent.demo.training.classifiers import EVALUATION_BATCH, Trunk, fast_math, normalised, pictures
 from agent.demo.training.crops import BODIES_FILE
 from agent.demo.training.learning import Descent, Pace
-from experts.backends.detector import build_trainable
 from experts.errors import ConfigError
-from experts.expert import CONFIDENCE_MINIMUM, NOTHING_FOUND, Prediction
+from experts.expert import CONFIDENCE_MINIMUM, IMAGENET, NOTHING_FOUND, Prediction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from agent.demo.training.crops import LabelledCrop
 
-ARCHITECTURE = "yolov5n"
-JOINT_PACE = Pace(steps=200, learning_rate=3e-3)
-OWN_PACE = Pace(steps=40, learning_rate=3e-4)
+OUTPUT = "boxes"
+HEAD_CHANNELS = 32
+BOX_WEIGHT = 20.0  # of the box's loss, whose errors are fractions of a crop
+MAX_SHIFT_PX = 3
+PACE = Pace(steps=300, learning_rate=2e-3)
 
 
 @dataclass(frozen=True, slots=True)
 class DetectorPlan:
-    """Components that share a detector, and the length of both trainings."""
+    """Components that share a detector, and the length of its training. ``copies``: of each crop, shifted."""
 
     shared_by: Mapping[str, Detector]
     input_px: int = 64
-    joint: Pace = JOINT_PACE
-    own: Pace = OWN_PACE
+    copies: int = 2
+    pace: Pace = PACE
     batch_size: int = 64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DetectorSet:
-    """Pictures, uint8 (n, 3, side, side); the one body in each as left, top, right, bottom from 0 to 1; its class."""
+class BoxDetector(nn.Module):  # type: ignore[misc]  # torch is not followed by mypy here
+    """Answers pictures from 0 to 1 with one box each, (n, 4 + labels, 1): centre and size in pixels, then the scores.
 
-    pictures: Tensor
-    bodies: Tensor
-    classes: Tensor
+    The best label has its softmax as score, the others 0, as if suppression had been there.
+    """
+
+    def __init__(self, network: nn.Module, label_count: int, input_px: int) -> None:
+        super().__init__()
+        self.trunk = Trunk(deepcopy(network))
+        with torch.no_grad():
+            channels, height, width = self.trunk(torch.zeros(1, 3, input_px, input_px))[-1].shape[1:]
+        self.head = nn.Sequential(
+            nn.Conv2d(channels, HEAD_CHANNELS, 1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(HEAD_CHANNELS * height * width, 4 + label_count),
+        )
+        self.input_px = input_px
+        self.register_buffer("mean", torch.tensor(IMAGENET.mean).view(1, 3, 1, 1))
+        self.register_buffer("deviation", torch.tensor(IMAGENET.std).view(1, 3, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        answer = self.head(self.trunk((images - self.mean) / self.deviation)[-1])
+        scores = functional.softmax(answer[:, 4:], 1)
+        best = torch.where(scores == scores.amax(1, keepdim=True), scores, 0.0)
+        return torch.cat([answer[:, :4] * self.input_px, best], 1)[:, :, None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,11 +77,7 @@ class TrainedDetector:
     """One expert; ``module`` answers uint8 pictures scaled to [0, 1]."""
 
     detector: Detector
-    module: nn.Module
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Its tensors under ultralytics' names."""
-        return {name: tensor.detach().contiguous() for name, tensor in self.module.state_dict().items()}
+    module: BoxDetector
 
 
 def concerned(crops: Sequence[LabelledCrop], plan: DetectorPlan, detector: Detector) -> list[LabelledCrop]:
@@ -78,104 +96,50 @@ def concerned(crops: Sequence[LabelledCrop], plan: DetectorPlan, detector: Detec
     return chosen
 
 
-def train_detectors(
-    crops: Sequence[LabelledCrop], plan: DetectorPlan, seed: int, progress: Callable[[str, int, int], None]
-) -> tuple[TrainedDetector, ...]:
-    """One trained detector for each question that some component of these crops asks."""
-    asked = {detector: chosen for detector in Detector if (chosen := concerned(crops, plan, detector))}
-    if not asked:
-        return ()
-    classes = [label for detector in asked for label in detector.labels]
-    everything = detector_set([crop for chosen in asked.values() for crop in chosen], plan, classes)
-    total = plan.joint.steps + plan.own.steps * len(asked)
+def train_detector(
+    network: nn.Module, detector: Detector, crops: Sequence[LabelledCrop], plan: DetectorPlan, seed: int
+) -> TrainedDetector:
+    """Train the head for one question on the crops that it concerns."""
     generator = torch.Generator().manual_seed(seed)
-    joint = network(len(classes))
-    for done in fit(joint, everything, plan.joint, plan.batch_size, generator):
-        progress("detectors", done, total)
-    trained = []
-    for number, (detector, chosen) in enumerate(asked.items()):
-        module = network(len(detector.labels))
-        inherit(module, joint, [classes.index(label) for label in detector.labels])
-        own = detector_set(chosen, plan, list(detector.labels))
-        for done in fit(module, own, plan.own, plan.batch_size, generator):
-            progress("detectors", plan.joint.steps + number * plan.own.steps + done, total)
-        trained.append(TrainedDetector(detector, module.eval()))
-    return tuple(trained)
+    module = BoxDetector(network, len(detector.labels), plan.input_px).eval()
+    targets = torch.tensor([int(crop.label == detector.defect) for crop in crops]).repeat(plan.copies)
+    features, boxes = shifted_features(module.trunk, crops, plan, generator)
+    descent = Descent(module.head.parameters(), plan.pace, weight_decay=0.05)
+    for _ in range(plan.pace.steps):
+        picked = torch.randint(len(features), (plan.batch_size,), generator=generator)
+        answers = module.head(features[picked])
+        box_loss = functional.smooth_l1_loss(answers[:, :4], boxes[picked], beta=0.05)
+        descent.step(functional.cross_entropy(answers[:, 4:], targets[picked]) + BOX_WEIGHT * box_loss)
+    return TrainedDetector(detector, module)
 
 
-def detector_set(crops: Sequence[LabelledCrop], plan: DetectorPlan, classes: list[str]) -> DetectorSet:
-    targets = [
-        classes.index(plan.shared_by[crop.component].labels[0] if crop.label == OK else crop.label) for crop in crops
-    ]
-    bodies = torch.tensor([crop.body for crop in crops])
-    return DetectorSet(pictures(crops, plan.input_px), bodies, torch.tensor(targets))
+def shifted_features(
+    trunk: Trunk, crops: Sequence[LabelledCrop], plan: DetectorPlan, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """The trunk's last maps of all crops, ``plan.copies`` times over, and each copy's box as fractions of the crop."""
+    images, corners = pictures(crops, plan.input_px), torch.tensor([crop.body for crop in crops])
+    features, boxes = [], []
+    for picked in list(torch.arange(len(crops)).split(EVALUATION_BATCH)) * plan.copies:
+        right, down = (torch.randint(-MAX_SHIFT_PX, MAX_SHIFT_PX + 1, (2,), generator=generator)).tolist()
+        moved = torch.roll(images[picked], (down, right), (2, 3))
+        with torch.no_grad(), fast_math():
+            features.append(trunk(normalised(moved))[-1].float())
+        boxes.append(centred(corners[picked] + torch.tensor([right, down, right, down]) / plan.input_px))
+    return torch.cat(features), torch.cat(boxes)
 
 
-def inherit(module: nn.Module, joint: nn.Module, rows: list[int]) -> None:
-    """Take over the joint network's tensors; where they have a row for each class, only these rows."""
-    tensors = joint.state_dict()
-    module.load_state_dict(
-        {
-            name: tensors[name] if tensors[name].shape == own.shape else tensors[name][rows]
-            for name, own in module.state_dict().items()
-        }
-    )
-
-
-def network(class_count: int) -> nn.Module:
-    return build_trainable(ARCHITECTURE, class_count).to(memory_format=torch.channels_last)
-
-
-def fit(module: nn.Module, data: DetectorSet, pace: Pace, batch_size: int, generator: torch.Generator) -> Iterator[int]:
-    """Train with the network's own detection loss; gives the number of steps done, after each."""
-    module.train()
-    descent = Descent(module.parameters(), pace, weight_decay=0.01)
-    count, size = len(data.pictures), min(batch_size, len(data.pictures))
-    order = torch.randperm(count, generator=generator)
-    for step in range(pace.steps):
-        if len(order) < size:
-            order = torch.cat([order, torch.randperm(count, generator=generator)])
-        picked, order = order[:size], order[size:]
-        descent.step(module.loss(shifted_batch(data, picked, generator))[0].sum())
-        yield step + 1
-
-
-def shifted_batch(data: DetectorSet, picked: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    """A batch as ultralytics' losses take it: shifted together by up to 3 pixels, each picture lit in its own way."""
-    side_px = data.pictures.shape[2]
-    right, down = (int(shift) - 3 for shift in torch.randint(0, 7, (2,), generator=generator))
-    light = 1.0 + 0.15 * (torch.rand(len(picked), 1, 1, 1, generator=generator) - 0.5)
-    images = (scaled(torch.roll(data.pictures[picked], (down, right), (2, 3))) * light).clamp(0.0, 1.0)
-    left, top, end, bottom = (
-        (data.bodies[picked] + torch.tensor([right, down, right, down]) / side_px).clamp(0.0, 1.0).T
-    )
-    return {
-        "img": images.contiguous(memory_format=torch.channels_last),
-        "cls": data.classes[picked].float()[:, None],
-        "bboxes": torch.stack([(left + end) / 2, (top + bottom) / 2, end - left, bottom - top], 1),
-        "batch_idx": torch.arange(len(picked)).float(),
-    }
-
-
-def scaled(batch: Tensor) -> Tensor:
-    """uint8 pictures as the serving backend feeds them to a detector: scaled to [0, 1]."""
-    return (batch.float() / 255.0).contiguous(memory_format=torch.channels_last)
+def centred(corners: Tensor) -> Tensor:
+    """Left, top, right and bottom (n, 4) as centre and size, within 0 to 1."""
+    left, top, right, bottom = corners.clamp(0.0, 1.0).T
+    return torch.stack([(left + right) / 2, (top + bottom) / 2, right - left, bottom - top], 1)
 
 
 def predict(trained: TrainedDetector, batch: Tensor) -> list[Prediction]:
-    """For each picture (uint8) the box that decides its route, as the serving backend would find it.
-
-    A cell speaks for its best class only and counts above CONFIDENCE_MINIMUM; of these boxes one with the defect
-    decides, else the best. Suppression keeps the best box of each class, so it cannot change the answer.
-    """
+    """For each picture (uint8) the label of its box, as the serving backend would find it."""
     with torch.inference_mode():
-        scores = trained.module(scaled(batch))[0][:, 4:]
-    best = scores.masked_fill(scores < scores.amax(1, keepdim=True), 0.0).amax(2)
-    return [decided(good, bad, trained.detector) for good, bad in best.tolist()]
-
-
-def decided(passing_score: float, defect_score: float, detector: Detector) -> Prediction:
-    passing, defect = detector.labels
-    if defect_score > CONFIDENCE_MINIMUM:
-        return Prediction(defect, defect_score)
-    return Prediction(passing, passing_score) if passing_score > CONFIDENCE_MINIMUM else Prediction(NOTHING_FOUND, 0.0)
+        scores, rows = trained.module(batch.float() / 255.0)[:, 4:, 0].max(1)
+    labels = trained.detector.labels
+    return [
+        Prediction(labels[row], score) if score > CONFIDENCE_MINIMUM else Prediction(NOTHING_FOUND, 0.0)
+        for score, row in zip(scores.tolist(), rows.tolist(), strict=True)
+    ]

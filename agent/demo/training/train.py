@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
-from agent.demo.rendering.components import OK, synthetic_components
+from agent.demo.rendering.components import OK, Detector, synthetic_components
 from agent.demo.training import anomalies, classifiers, detectors
 from agent.demo.training.anomalies import AnomalyPlan, TrainedAnomaly
 from agent.demo.training.classifiers import ClassifierPlan, TrainedClassifier
 from agent.demo.training.crops import divide
 from agent.demo.training.detectors import DetectorPlan, TrainedDetector
+from agent.demo.training.graphs import write_graph
+from agent.demo.training.trunk import stored_network
 from experts.errors import ConfigError
-from experts.expert import Expert, InputSpec, Orientation, Prediction, Verdict
+from experts.expert import Expert, Fit, InputSpec, Prediction, Verdict
 from experts.graph import ExpertGraph, Judgement, RouteStep
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from agent.demo.training.classifiers import ClassifierSet, JointNetwork
     from agent.demo.training.crops import LabelledCrop
 
     Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -38,11 +41,15 @@ ORIENTED_LABELS = frozenset({"reversed", "rotated", "flipped", "mirrored", "pola
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """Training of a line's experts. The validation part chooses ``min_score`` and is never trained on."""
+    """Training of a line's experts. The validation part chooses ``min_score`` and is never trained on.
+
+    ``is_rendered``: the stored network has seen these components, so the joint training is done.
+    """
 
     classifiers: ClassifierPlan
     detectors: DetectorPlan
     anomalies: AnomalyPlan = field(default_factory=AnomalyPlan)
+    is_rendered: bool = False
     validation_fraction: float = 0.1
 
 
@@ -62,18 +69,11 @@ class TrainedLine:
 
 
 def synthetic_plan() -> TrainingPlan:
-    """For rendered crops: parts have an upper side, and fill their crops; few crops of each, so small batches."""
+    """For rendered crops: parts have an upper side, and fill their crops."""
     measured = frozenset(component.name for component in synthetic_components() if component.measured)
     shared_by = {component.name: component.detector for component in synthetic_components() if component.detector}
-    small_batches = ClassifierPlan(
-        joint_px=(40, 40, 40, 48, 48, 64),
-        crops_centre=False,
-        turns=False,
-        joint_batch_size=32,
-        joint_learning_rate=2e-3,
-        own_learning_rate=1e-4,
-    )
-    return TrainingPlan(small_batches, DetectorPlan(shared_by), AnomalyPlan(measured))
+    own_stages = ClassifierPlan(crops_centre=False, turns=False, own_learning_rate=1e-4)
+    return TrainingPlan(own_stages, DetectorPlan(shared_by), AnomalyPlan(measured), is_rendered=True)
 
 
 def real_plan(crops: Sequence[LabelledCrop]) -> TrainingPlan:
@@ -105,7 +105,7 @@ def train_experts(
         with watch.time("validation"):
             answers = answer_all(trained, parts.held_out, plan)
         with watch.time("anomaly expert"):
-            measuring = train_anomalies(trained.trunk, crops, plan, directory, seed, progress)
+            measuring = train_anomalies(trained.joint.network, crops, plan, directory, seed)
     routes = choose_routes(trained, parts.held_out, answers, plan)
     with watch.time("write"):
         experts = write_experts(trained, plan, directory, progress)
@@ -141,7 +141,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedModels:
-    trunk: nn.Module
+    joint: JointNetwork
     classifiers: tuple[TrainedClassifier, ...]
     detectors: tuple[TrainedDetector, ...]
 
@@ -154,31 +154,42 @@ def train_all(
         crops, labels, lambda crop: classifier_target(crop, plan), plan.classifiers.input_px
     )
     with watch.time("trunk"):
-        trunk = classifiers.train_trunk(data, plan.classifiers, seed, progress)
+        joint = stored_network() if plan.is_rendered else trained_jointly(data, plan, seed, progress)
     own = []
     with watch.time("classifiers"):
         for number, component in enumerate(labels):
-            own.append(classifiers.train_own_stages(trunk, data, component, plan.classifiers, seed + number))
+            own.append(classifiers.train_own_stages(joint, data, component, plan.classifiers, seed + number))
             progress("classifiers", number + 1, len(labels))
     with watch.time("detectors"):
-        shared = detectors.train_detectors(crops, plan.detectors, seed, progress)
-    return TrainedModels(trunk, tuple(own), shared)
+        shared = train_detectors(joint.network, crops, plan, seed, progress)
+    return TrainedModels(joint, tuple(own), shared)
 
 
-def train_anomalies(
-    trunk: nn.Module, crops: Sequence[LabelledCrop], plan: TrainingPlan, directory: Path, seed: int, progress: Progress
-) -> tuple[TrainedAnomaly, ...]:
-    """An anomaly expert for each component that gets one, written, with its threshold."""
+def trained_jointly(data: ClassifierSet, plan: TrainingPlan, seed: int, progress: Progress) -> JointNetwork:
+    network = classifiers.resnet(len(classifiers.union_labels(data)))
+    return classifiers.train_jointly(network, data, plan.classifiers, seed, progress)
+
+
+def train_detectors(
+    network: nn.Module, crops: Sequence[LabelledCrop], plan: TrainingPlan, seed: int, progress: Progress
+) -> tuple[TrainedDetector, ...]:
+    """One trained detector for each question that some component of these crops asks."""
+    asked = {each: chosen for each in Detector if (chosen := detectors.concerned(crops, plan.detectors, each))}
     trained = []
-    for own in anomalies.anomaly_crops(crops, plan.anomalies, seed):
-        name = anomaly_id(own.component)
-        file = directory / "weights" / f"{name}.onnx"
-        trained.append(anomalies.train_anomaly(trunk, own, plan.anomalies, name, file, seed, progress))
+    for detector, chosen in asked.items():
+        trained.append(detectors.train_detector(network, detector, chosen, plan.detectors, seed))
+        progress("detectors", len(trained), len(asked))
     return tuple(trained)
 
 
-def anomaly_id(component: str) -> str:
-    return f"ano/{component}"
+def train_anomalies(
+    network: nn.Module, crops: Sequence[LabelledCrop], plan: TrainingPlan, directory: Path, seed: int
+) -> tuple[TrainedAnomaly, ...]:
+    """An anomaly expert for each component that gets one, written, with its threshold."""
+    return tuple(
+        anomalies.train_anomaly(network, own, plan.anomalies, directory / "weights", seed)
+        for own in anomalies.anomaly_crops(crops, plan.anomalies, seed)
+    )
 
 
 def anomaly_route(trained: TrainedAnomaly) -> tuple[RouteStep, ...]:
@@ -222,7 +233,7 @@ def answer_all(
                 answers[number][expert] = prediction
 
     for one in trained.classifiers:
-        predict = partial(classifiers.predict, trained.trunk, one)
+        predict = partial(classifiers.predict, trained.joint.network, one)
         ask(classifier_id(one.component), {one.component}, plan.classifiers.input_px, predict)
     for shared in trained.detectors:
         sharing = {name for name, detector in plan.detectors.shared_by.items() if detector is shared.detector}
@@ -305,11 +316,12 @@ def write_experts(
         file = write_weights(directory, name, classifier.tensors)
         experts.append(Expert(name, classifiers.ARCHITECTURE, file, classifier.labels, pixels, stem=classifiers.STEM))
         progress("write", len(experts), total)
-    for detector in trained.detectors:
-        name, side = detector_id(detector.detector), plan.detectors.input_px
-        pixels = InputSpec(side, side, "unit", orientation=Orientation.EXIF)
-        file = write_weights(directory, name, detector.tensors())
-        experts.append(Expert(name, detectors.ARCHITECTURE, file, detector.detector.labels, pixels))
+    for shared in trained.detectors:
+        name, side = detector_id(shared.detector), plan.detectors.input_px
+        file = directory / "weights" / f"{name}.onnx"
+        write_graph(shared.module, side, detectors.OUTPUT, file)
+        pixels = InputSpec(side, side, "unit", fit=Fit.LETTERBOXED)
+        experts.append(Expert(name, "onnx", file, shared.detector.labels, pixels))
         progress("write", len(experts), total)
     return tuple(experts)
 

@@ -107,7 +107,8 @@ def board(name, colour):
 def test_the_picture_is_of_the_board_that_shows_most(tmp_path, verdicts, shown):
     colours = [(40, 0, 0), (0, 40, 0), (0, 0, 40)]
     boards = [board(f"B{number}", colour) for number, colour in enumerate(colours, start=1)]
-    with Image.open(paint(tmp_path / "board.png", boards, verdicts)) as picture:
+    paint(tmp_path / "board.png", boards, verdicts)
+    with Image.open(tmp_path / "board.png") as picture:
         assert picture.size == (400, 300 + STRIP_PX)
         assert picture.getpixel((390, 290)) == colours[shown]
 

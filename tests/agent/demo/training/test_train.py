@@ -12,14 +12,23 @@ from safetensors.torch import load_file
 from agent.config import read_line
 from agent.demo.line import scalar, synthetic_board, write_line_yaml
 from agent.demo.rendering.components import OK, Detector, synthetic_components
+from agent.demo.training import trunk
 from agent.demo.training.anomalies import AnomalyPlan
-from agent.demo.training.classifiers import ClassifierPlan
+from agent.demo.training.classifiers import (
+    FOREIGN_LOGIT,
+    ClassifierPlan,
+    classifier_set,
+    masks_and_targets,
+    normalised,
+    pictures,
+)
 from agent.demo.training.crops import LabelledCrop, load_crops, write_crops
-from agent.demo.training.detectors import DetectorPlan
+from agent.demo.training.detectors import DetectorPlan, centred, concerned, predict, train_detector
 from agent.demo.training.learning import Descent, Pace
 from agent.demo.training.train import TrainingPlan, real_plan, synthetic_plan, train_experts
+from agent.demo.training.trunk import stored_network
 from experts.backends import backend_for
-from experts.errors import ConfigError
+from experts.errors import ConfigError, CoServeError
 from experts.expert import Precision
 
 NAMES = {"resistor-0402", "capacitor-0805", "diode-sod123", "shield-can"}
@@ -41,7 +50,7 @@ def crops(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plan():
     shared_by = synthetic_plan().detectors.shared_by
-    detectors = DetectorPlan(shared_by, input_px=32, joint=SHORT, own=SHORT, batch_size=8)
+    detectors = DetectorPlan(shared_by, input_px=32, copies=1, pace=SHORT, batch_size=8)
     return TrainingPlan(CLASSIFIERS, detectors, AnomalyPlan(frozenset({"shield-can"}), input_px=32, dimensions=6))
 
 
@@ -100,12 +109,48 @@ def test_serving_backends_accept_the_weights(line, crops):
         assert prediction.label in {*expert.labels, "nothing-found"}
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_weights(line, crops, plan, tmp_path):
     _, first = line
     second = train_experts(crops, plan, tmp_path, quiet, threads=1, seed=3)
     assert second.routes == first.routes
     for one, other in zip(first.experts, second.experts, strict=True):
         assert one.weights.read_bytes() == other.weights.read_bytes()
+
+
+def test_the_stored_network_knows_renderings_that_it_was_not_made_with(crops):
+    joint = stored_network()
+    told_apart = [crop for crop in crops if crop.component != "shield-can" and crop.label in joint.labels]
+    labels = {each.name: each.own_labels for each in synthetic_components() if each.name in NAMES}
+    data = classifier_set(told_apart, labels, lambda crop: crop.label, 64)
+    masks, targets = masks_and_targets(data, joint.labels)
+    with torch.no_grad():
+        answers = joint.network(normalised(data.pictures)).masked_fill(masks, FOREIGN_LOGIT).argmax(1)
+    assert (answers == targets).float().mean() >= 0.9
+    assert trunk.FILE.stat().st_size <= 6e6
+
+
+def test_another_file_in_the_place_of_the_stored_network_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(trunk, "FILE", tmp_path / "trunk.safetensors")
+    trunk.FILE.write_bytes(b"another")
+    with pytest.raises(CoServeError, match="install CoServe again"):
+        stored_network()
+
+
+def test_a_detector_learns_where_the_part_lies_and_how(crops):
+    shared_by = synthetic_plan().detectors.shared_by
+    plan = DetectorPlan(shared_by, copies=4, pace=Pace(60, 3e-3))
+    chosen = concerned(crops, plan, Detector.ALIGNMENT)
+    trained = train_detector(stored_network().network, Detector.ALIGNMENT, chosen, plan, seed=0)
+    batch = pictures(chosen, plan.input_px)
+    right = [
+        (found.label == "shifted") == (crop.label == "shifted")
+        for crop, found in zip(chosen, predict(trained, batch), strict=True)
+    ]
+    assert sum(right) >= 0.9 * len(right)
+    with torch.no_grad():
+        boxes = trained.module(batch / 255.0)[:, :4, 0] / plan.input_px
+    assert (boxes - centred(torch.tensor([crop.body for crop in chosen]))).abs().mean() < 0.05
 
 
 def test_line_file_is_what_the_agent_reads(line):
