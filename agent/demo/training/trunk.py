@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from agent.demo.training.crops import LabelledCrop
 
 FILE = Path(__file__).with_name("trunk.safetensors")
-SHA256 = "?"
+SHA256 = "8b8012f7fa0d12452855e45997186cd3763bcf907182a196ab5ca94a4758c947"
 RANK = 128
 RENDERINGS = (1001, 1002, 1003)  # seeds; a demo's own are small numbers
 CROPS_PER_LABEL = 24
