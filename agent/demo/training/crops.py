@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from agent.demo.rendering.render import Fractions
 
 BODIES_FILE = "bodies.json"
-CROPS_PER_LABEL = 24  # enough for every rendered defect
+CROPS_PER_LABEL = 16  # the stored network has seen others of each component
 RELATIVE_COUNTS = {OK: 2.0, "missing": 0.6, "bent-pin": 2.0, "bridge": 2.5, "shifted": 2.0}
-MEASURED_GOOD = 8.5  # of good parts that are measured: half of them teach, and 100 vouch for 1 % of false alarms
+MEASURED_GOOD = 12.8  # of good parts that are measured: half of them teach, and 100 vouch for 1 % of false alarms
 CHIP_FRACTION = 0.6  # chips look so much alike that they learn from one another
 MIN_CROPS_PER_LABEL = 5  # fewer cannot be divided into training, validation and held-out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,7 +73,7 @@ def synthetic_plan() -> TrainingPlan:
     """For rendered crops: parts have an upper side, and fill their crops."""
     measured = frozenset(component.name for component in synthetic_components() if component.measured)
     shared_by = {component.name: component.detector for component in synthetic_components() if component.detector}
-    own_stages = ClassifierPlan(crops_centre=False, turns=False, own_learning_rate=1e-4)
+    own_stages = ClassifierPlan(crops_centre=False, turns=False, own_epochs=1, own_learning_rate=1e-4)
     return TrainingPlan(own_stages, DetectorPlan(shared_by), AnomalyPlan(measured), is_rendered=True)
 
 
@@ -155,14 +156,30 @@ def train_all(
     )
     with watch.time("trunk"):
         joint = stored_network() if plan.is_rendered else trained_jointly(data, plan, seed, progress)
-    own = []
     with watch.time("classifiers"):
-        for number, component in enumerate(labels):
-            own.append(classifiers.train_own_stages(joint, data, component, plan.classifiers, seed + number))
-            progress("classifiers", number + 1, len(labels))
+        own = train_own(joint, data, plan.classifiers, seed, progress)
+    torch.manual_seed(seed)  # the threads drew from it in any order
     with watch.time("detectors"):
         shared = train_detectors(joint.network, crops, plan, seed, progress)
-    return TrainedModels(joint, tuple(own), shared)
+    return TrainedModels(joint, own, shared)
+
+
+def train_own(
+    joint: JointNetwork, data: ClassifierSet, plan: ClassifierPlan, seed: int, progress: Progress
+) -> tuple[TrainedClassifier, ...]:
+    """Each component's classifier, as many at a time as torch has threads, each on one: none waits for another's."""
+
+    def train(number: int, component: str) -> TrainedClassifier:
+        return classifiers.train_own_stages(joint, data, component, plan, seed + number)
+
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        trained = []
+        for each in pool.map(train, range(len(data.labels)), data.labels):
+            trained.append(each)
+            progress("classifiers", len(trained), len(data.labels))
+    torch.set_num_threads(threads)
+    return tuple(trained)
 
 
 def trained_jointly(data: ClassifierSet, plan: TrainingPlan, seed: int, progress: Progress) -> JointNetwork:
