@@ -113,6 +113,7 @@ def test_the_graph_answers_as_the_model_that_was_trained(trained, trunk, own):
     assert scores == pytest.approx(maps.amax((1, 2, 3)).tolist(), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_mean_and_spread_are_weights_that_are_switched(trained, trunk, own, tmp_path):
     """Experts of other parts run the same program with other weights."""
     other = replace(own, training=own.good, good=own.training, bad=())
