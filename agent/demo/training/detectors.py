@@ -30,7 +30,7 @@ OUTPUT = "boxes"
 HEAD_CHANNELS = 32
 BOX_WEIGHT = 20.0  # of the box's loss, whose errors are fractions of a crop
 MAX_SHIFT_PX = 3
-PACE = Pace(steps=300, learning_rate=2e-3)
+PACE = Pace(steps=600, learning_rate=5e-3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class DetectorPlan:
 
     shared_by: Mapping[str, Detector]
     input_px: int = 64
-    copies: int = 2
+    copies: int = 4
     pace: Pace = PACE
     batch_size: int = 64
 
@@ -97,11 +97,11 @@ def concerned(crops: Sequence[LabelledCrop], plan: DetectorPlan, detector: Detec
 
 
 def train_detector(
-    network: nn.Module, detector: Detector, crops: Sequence[LabelledCrop], plan: DetectorPlan, seed: int
+    module: BoxDetector, detector: Detector, crops: Sequence[LabelledCrop], plan: DetectorPlan, seed: int
 ) -> TrainedDetector:
     """Train the head for one question on the crops that it concerns."""
     generator = torch.Generator().manual_seed(seed)
-    module = BoxDetector(network, len(detector.labels), plan.input_px).eval()
+    module.eval()
     targets = torch.tensor([int(crop.label == detector.defect) for crop in crops]).repeat(plan.copies)
     features, boxes = shifted_features(module.trunk, crops, plan, generator)
     descent = Descent(module.head.parameters(), plan.pace, weight_decay=0.05)

@@ -1,19 +1,27 @@
-"""Gradient descent at a pace: the learning rate rises for a quarter of the steps, then falls to nothing."""
+"""Gradient descent at a pace: the learning rate rises for a quarter of the steps, then falls to nothing.
+
+Several trainings run beside one another, each on one thread.
+"""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
     from torch.nn import Parameter
+
+Each = TypeVar("Each")
+Trained = TypeVar("Trained")
 
 RISING_FRACTION = 0.25
 MAX_GRADIENT = 10.0
@@ -44,3 +52,20 @@ class Descent:
         clip_grad_norm_(self._parameters, MAX_GRADIENT)
         self._optimizer.step()
         self._schedule.step()
+
+
+def beside_one_another(
+    stage: str, train: Callable[[Each], Trained], given: Sequence[Each], progress: Callable[[str, int, int], None]
+) -> tuple[Trained, ...]:
+    """What is trained of each, in their order: as many at a time as torch has threads, each on one of them.
+
+    On a busy machine that is several times faster than one after the other on all threads, which wait for each other.
+    ``train`` draws from a generator of its own alone.
+    """
+    trained, threads = [], torch.get_num_threads()
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for each in pool.map(train, given):
+            trained.append(each)
+            progress(stage, len(trained), len(given))
+    torch.set_num_threads(threads)  # a thread's own number is every later thread's, too
+    return tuple(trained)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +19,7 @@ from agent.demo.training.classifiers import ClassifierPlan, TrainedClassifier
 from agent.demo.training.crops import divide
 from agent.demo.training.detectors import DetectorPlan, TrainedDetector
 from agent.demo.training.graphs import write_graph
+from agent.demo.training.learning import beside_one_another
 from agent.demo.training.trunk import stored_network
 from experts.errors import ConfigError
 from experts.expert import Expert, Fit, InputSpec, Prediction, Verdict
@@ -167,19 +167,13 @@ def train_all(
 def train_own(
     joint: JointNetwork, data: ClassifierSet, plan: ClassifierPlan, seed: int, progress: Progress
 ) -> tuple[TrainedClassifier, ...]:
-    """Each component's classifier, as many at a time as torch has threads, each on one: none waits for another's."""
+    """Each component's classifier."""
 
-    def train(number: int, component: str) -> TrainedClassifier:
+    def train(numbered: tuple[int, str]) -> TrainedClassifier:
+        number, component = numbered
         return classifiers.train_own_stages(joint, data, component, plan, seed + number)
 
-    threads = torch.get_num_threads()
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        trained = []
-        for each in pool.map(train, range(len(data.labels)), data.labels):
-            trained.append(each)
-            progress("classifiers", len(trained), len(data.labels))
-    torch.set_num_threads(threads)
-    return tuple(trained)
+    return beside_one_another("classifiers", train, list(enumerate(data.labels)), progress)
 
 
 def trained_jointly(data: ClassifierSet, plan: TrainingPlan, seed: int, progress: Progress) -> JointNetwork:
@@ -191,12 +185,14 @@ def train_detectors(
     network: nn.Module, crops: Sequence[LabelledCrop], plan: TrainingPlan, seed: int, progress: Progress
 ) -> tuple[TrainedDetector, ...]:
     """One trained detector for each question that some component of these crops asks."""
-    asked = {each: chosen for each in Detector if (chosen := detectors.concerned(crops, plan.detectors, each))}
-    trained = []
-    for detector, chosen in asked.items():
-        trained.append(detectors.train_detector(network, detector, chosen, plan.detectors, seed))
-        progress("detectors", len(trained), len(asked))
-    return tuple(trained)
+    asked = [
+        (detectors.BoxDetector(network, len(each.labels), plan.detectors.input_px), each, chosen)
+        for each in Detector
+        if (chosen := detectors.concerned(crops, plan.detectors, each))
+    ]
+    return beside_one_another(
+        "detectors", lambda each: detectors.train_detector(*each, plan.detectors, seed), asked, progress
+    )
 
 
 def train_anomalies(

@@ -23,7 +23,7 @@ from agent.demo.training.classifiers import (
     pictures,
 )
 from agent.demo.training.crops import LabelledCrop, load_crops, write_crops
-from agent.demo.training.detectors import DetectorPlan, centred, concerned, predict, train_detector
+from agent.demo.training.detectors import BoxDetector, DetectorPlan, centred, concerned, predict, train_detector
 from agent.demo.training.learning import Descent, Pace
 from agent.demo.training.train import TrainingPlan, real_plan, synthetic_plan, train_experts
 from agent.demo.training.trunk import stored_network
@@ -141,7 +141,8 @@ def test_a_detector_learns_where_the_part_lies_and_how(crops):
     shared_by = synthetic_plan().detectors.shared_by
     plan = DetectorPlan(shared_by, copies=4, pace=Pace(60, 3e-3))
     chosen = concerned(crops, plan, Detector.ALIGNMENT)
-    trained = train_detector(stored_network().network, Detector.ALIGNMENT, chosen, plan, seed=0)
+    module = BoxDetector(stored_network().network, 2, plan.input_px)
+    trained = train_detector(module, Detector.ALIGNMENT, chosen, plan, seed=0)
     batch = pictures(chosen, plan.input_px)
     right = [
         (found.label == "shifted") == (crop.label == "shifted")
