@@ -24,7 +24,7 @@ from agent.demo.texts.asking import ask, ask_all
 from agent.demo.texts.characters import Characters
 from agent.demo.texts.questions import manual_questions, sum_questions
 from agent.demo.texts.training import TextPlan, train_pair, write_model
-from agent.demo.training.train import torch_threads
+from agent.demo.training.learning import torch_threads
 from agent.deployment.packed_copies import packed_manifests
 from agent.service.line_service import LineService
 from experts import sizes

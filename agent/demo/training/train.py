@@ -19,7 +19,7 @@ from agent.demo.training.classifiers import ClassifierPlan, TrainedClassifier
 from agent.demo.training.crops import divide
 from agent.demo.training.detectors import DetectorPlan, TrainedDetector
 from agent.demo.training.graphs import write_graph
-from agent.demo.training.learning import beside_one_another
+from agent.demo.training.learning import beside_one_another, torch_threads
 from agent.demo.training.trunk import stored_network
 from experts.errors import ConfigError
 from experts.expert import Expert, Fit, InputSpec, Prediction, Verdict
@@ -127,17 +127,6 @@ class Stopwatch:
         started = time.monotonic()
         yield
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - started
-
-
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """Let torch use this many threads, for a while."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
