@@ -541,6 +541,6 @@ def test_torch_s_threads_are_counted_in_one_place():
     setters = {module_name(path) for path in source_files() if "set_num_threads" in path.read_text()}
     assert setters == {
         "agent.runtime.machine.threads",
-        "agent.demo.training.train",
+        "agent.demo.training.learning",
         "experts.backends.onednn.operators",
     }

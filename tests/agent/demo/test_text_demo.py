@@ -11,8 +11,7 @@ from agent.config import read_line
 from agent.demo.text_demo import MANUAL, ROUTE, SUMS, run_text_demo, show_text_report
 from agent.demo.texts.questions import DemoQuestion, Questions
 from agent.demo.texts.training import TextPlan
-from agent.demo.training.learning import Pace
-from agent.demo.training.train import torch_threads
+from agent.demo.training.learning import Pace, torch_threads
 from experts.errors import ConfigError
 
 SUBJECTS = {

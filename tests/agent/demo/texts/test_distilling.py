@@ -8,8 +8,7 @@ from agent.demo.texts.distilling import StudentPlan, distil, staged_loss, studen
 from agent.demo.texts.network import PrMoe, Shape
 from agent.demo.texts.questions import DemoQuestion
 from agent.demo.texts.training import TrainingTexts, write_model
-from agent.demo.training.learning import Descent, Pace
-from agent.demo.training.train import torch_threads
+from agent.demo.training.learning import Descent, Pace, torch_threads
 from experts.llm.config import read_spec
 from experts.llm.model import load_model
 

@@ -6,8 +6,7 @@ import torch
 from agent.demo.texts.characters import Characters
 from agent.demo.texts.questions import DemoQuestion, Questions
 from agent.demo.texts.training import TextPlan, TrainingTexts, train_pair, write_model
-from agent.demo.training.learning import Pace
-from agent.demo.training.train import torch_threads
+from agent.demo.training.learning import Pace, torch_threads
 from experts.llm.model import load_model
 from experts.llm.program import PROGRAM_FILES
 from experts.llm.serving.extents import ModelKeyValues
